@@ -1,0 +1,80 @@
+"""Measure on prompts what a head is worth: acceptance length and per-position acceptance of a chain, and the conditional rates
+per depth and rank that static trees are built from. All of it from the engine's own run, not from teacher forcing.
+"""
+
+from dataclasses import replace
+
+from .engine import RECORDED_WIDTH
+from .sampling import SamplingParams
+
+NUM_SAMPLES = 4
+
+
+def measure_acceptance(llm, prompts, sampling_params=None, use_tqdm=False):
+    """Run `prompts` on an LLM whose speculation is a chain, and count.
+
+    llm: LLM with a head and tree "chain"; prompts: what LLM.generate takes; sampling_params: default greedy, 96 tokens.
+    Returns a dict:
+        acceptance_length, per_position (unconditional), num_steps, num_emitted   of the chain
+        rates: per depth, per rank (0..9): how often the target's token at this depth is the head's candidate of this rank,
+            given that the tokens before it are the target's own; num_rates: from how many places
+        samples: a few {"prompt", "output"}
+    """
+    engine = llm.engine
+    if engine.drafter is None or not engine.tree.tree.is_chain:
+        raise ValueError("measure_acceptance needs an LLM with a speculative_config whose tree is 'chain'")
+    params = sampling_params or SamplingParams(temperature=0.0, max_tokens=96)
+    before = replace(
+        engine.metrics.spec_decode, accepted_per_position=[*engine.metrics.spec_decode.accepted_per_position]
+    )
+    engine.record_candidates, engine.recorded = True, []
+    try:
+        outputs = llm.generate(prompts, params, use_tqdm=use_tqdm)
+    finally:
+        engine.record_candidates, recorded, engine.recorded = False, engine.recorded, []
+    after = engine.metrics.spec_decode
+    steps = after.num_steps - before.num_steps
+    if not steps:
+        raise ValueError(
+            "no verify step was made: the outputs are one token long; give other prompts or a larger max_tokens"
+        )
+    depth = engine.tree.max_depth
+    earlier = before.accepted_per_position or [0] * depth
+    accepted = [now - then for now, then in zip(after.accepted_per_position, earlier)]
+    hits, places = rank_hits(recorded, engine.drafter.num_speculative_tokens)
+    return {
+        "acceptance_length": 1 + sum(accepted) / steps,
+        "per_position": [count / steps for count in accepted],
+        "num_steps": steps,
+        "num_emitted": sum(len(o.token_ids) for out in outputs for o in out.outputs),
+        "rates": [[count / max(total, 1) for count in ranks] for ranks, total in zip(hits, places)],
+        "num_rates": places,
+        "samples": [{"prompt": _show(llm, out), "output": out.outputs[0].text} for out in outputs[:NUM_SAMPLES]],
+    }
+
+
+def rank_hits(recorded, num_depths):
+    """Count where the target's tokens stand among the recorded candidates.
+
+    recorded: list of (request, index of the root in its output, candidates per depth)
+    Returns (hits [depth][rank], places [depth]); depth d is counted where the output reaches so far.
+    """
+    hits = [[0] * RECORDED_WIDTH for _ in range(num_depths)]
+    places = [0] * num_depths
+    for request, root, candidates in recorded:
+        for depth in range(num_depths):
+            at = root + 1 + depth
+            if at >= len(request.output_token_ids):
+                break
+            places[depth] += 1
+            token = request.output_token_ids[at]
+            if token not in candidates[depth]:
+                break  # rates are conditional on the parent: nothing below a miss
+            hits[depth][candidates[depth].index(token)] += 1
+    return hits, places
+
+
+def _show(llm, output):
+    if output.prompt is not None:
+        return output.prompt
+    return llm.tokenizer.decode(output.prompt_token_ids) if llm.tokenizer else str(output.prompt_token_ids)

@@ -1,0 +1,68 @@
+"""Counters of speculative decoding. No torch.
+
+acceptance length = 1 + accepted / steps, pooled over steps (the definition of vLLM and SGLang); per-position acceptance is
+unconditional: accepted at position i / steps.
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class SpecDecodeMetrics:
+    """What speculation did for one output, or for all outputs of an engine."""
+
+    num_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)
+
+    def record(self, num_drafted, num_accepted, max_depth):
+        """One verify step: so many nodes drafted, the first `num_accepted` depths accepted."""
+        self.num_steps += 1
+        self.num_draft_tokens += num_drafted
+        self.num_accepted_tokens += num_accepted
+        self.accepted_per_position += [0] * (max_depth - len(self.accepted_per_position))
+        for position in range(num_accepted):
+            self.accepted_per_position[position] += 1
+
+    @property
+    def acceptance_length(self):
+        """Tokens per step; 1.0 before the first step."""
+        return 1.0 + (self.num_accepted_tokens / self.num_steps if self.num_steps else 0.0)
+
+    @property
+    def acceptance_per_position(self):
+        return [accepted / self.num_steps for accepted in self.accepted_per_position] if self.num_steps else []
+
+
+@dataclass
+class EngineMetrics:
+    """Counters of one engine since it was built."""
+
+    num_requests_finished: int = 0
+    num_prompt_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_prefill_passes: int = 0
+    num_decode_passes: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    num_decoded_tokens: int = 0  # emitted by decode passes: all but the first token of each output
+    spec_decode: SpecDecodeMetrics = field(default_factory=SpecDecodeMetrics)
+
+    def as_dict(self):
+        spec = self.spec_decode
+        return {
+            "num_requests_finished": self.num_requests_finished,
+            "num_prompt_tokens": self.num_prompt_tokens,
+            "num_generated_tokens": self.num_generated_tokens,
+            "num_prefill_passes": self.num_prefill_passes,
+            "num_decode_passes": self.num_decode_passes,
+            "prefill_seconds": self.prefill_seconds,
+            "decode_seconds": self.decode_seconds,
+            "decode_tokens_per_second": self.num_decoded_tokens / self.decode_seconds if self.decode_seconds else 0.0,
+            "num_spec_steps": spec.num_steps,
+            "num_draft_tokens": spec.num_draft_tokens,
+            "num_accepted_tokens": spec.num_accepted_tokens,
+            "acceptance_length": spec.acceptance_length,
+            "acceptance_per_position": spec.acceptance_per_position,
+        }
