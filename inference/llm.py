@@ -442,17 +442,20 @@ def _choose_tree(speculative, head):
     name = speculative.get("tree", "chain")
     if name == "chain":
         return chain(depth)
-    tree = load_tree(_static_tree_file(speculative["model"], most) if name == "static" else name)
+    tree = load_tree(static_tree_file(speculative["model"], most) if name == "static" else name)
     if tree.max_depth > most and name != "static":
-        raise ValueError(f"{name} drafts {tree.max_depth} tokens deep, the head has {most}: measure a tree for this head")
+        raise ValueError(
+            f"{name} drafts {tree.max_depth} tokens deep, the head has {most}: measure a tree for this head"
+        )
     return tree.truncated(depth)
 
 
-def _static_tree_file(head, num_heads):
+def static_tree_file(head, num_heads):
     """The tree measured for this head (tree.json in its folder or its run), else the one shipped for its number of heads."""
     if not isinstance(head, nn.Module):
         folder = Path(resolve_head(head))
-        for place in (folder, *list(folder.parents)[:3]):
+        runs = [parent for parent in list(folder.parents)[:3] if (parent / "config.yaml").is_file()]
+        for place in (folder, *runs):
             if (place / "tree.json").is_file():
                 return place / "tree.json"
     shipped = Path(__file__).parent.parent / "configs" / "trees"

@@ -149,7 +149,7 @@ def _keep_top(scores, params):
     """Exclude what top-k and top-p leave out.  [N, V] -> [N, V]; ties go to the lowest token id"""
     if params.temperature == 0 or (params.top_k <= 0 and params.top_p == 1):
         return scores
-    ordered, order = scores.sort(-1, descending=True, stable=True)
+    ordered, order = scores.sort(dim=-1, descending=True, stable=True)
     keep = torch.ones_like(ordered, dtype=torch.bool)
     if params.top_k > 0:
         keep[:, params.top_k :] = False

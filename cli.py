@@ -1,0 +1,338 @@
+"""The `headstart` command: parses, then calls into the folders. `headstart COMMAND --help` teaches each command."""
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+# Which held-out prompts are for what: a tree is never measured on the prompts that the comparison reports.
+COMPARED_PROMPTS = 16
+TREE_PROMPTS = 32
+
+
+def main(argv=None):
+    """Entry point. Returns the exit status: 0, or 2 with one line on stderr for bad input."""
+    parser = build_parser()
+    arguments = parser.parse_args(argv)
+    if not hasattr(arguments, "run"):
+        parser.print_help()
+        return 0
+    try:
+        return arguments.run(arguments) or 0
+    except (ValueError, OSError) as error:
+        print(f"headstart {arguments.command}: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"headstart {arguments.command}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os._exit(0)  # the reader of our output left: nothing more to say
+
+
+def build_parser():
+    parser = argparse.ArgumentParser(
+        prog="headstart",
+        description="Speculative decoding that changes no output bit: run heads, measure them, draw what they do.",
+        epilog="Training: accelerate launch train/medusa.py --help    Export: heads.export --help",
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
+
+    def command(name, run, summary, example):
+        sub = commands.add_parser(
+            name,
+            help=summary,
+            description=summary,
+            epilog=f"example:\n  {example}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        sub.set_defaults(run=run)
+        return sub
+
+    generate = command(
+        "generate",
+        _generate,
+        "Answer a prompt, streamed; with --compare, also show plain decoding beside it.",
+        "headstart generate --model assets/stdlib-coder --head assets/stdlib-coder-medusa --tree static --compare \\\n"
+        '      "Write the Python function `read_lines`: Read a file and return its lines."',
+    )
+    generate.add_argument("prompt", help="the prompt; - reads it from standard input")
+    _add_model(generate)
+    _add_speculation(generate)
+    generate.add_argument(
+        "--raw", action="store_true", help="feed the text as it is instead of through the chat template"
+    )
+    generate.add_argument("--compare", action="store_true", help="answer with and without speculation, and compare")
+    generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    generate.add_argument(
+        "--top-p", type=float, default=1.0, help="keep the likeliest tokens up to this mass (default 1: all)"
+    )
+    generate.add_argument("--top-k", type=int, default=0, help="keep so many likeliest tokens (default 0: all)")
+    generate.add_argument("--max-tokens", type=int, default=256, help="at most so many new tokens (default 256)")
+    generate.add_argument("--stop", action="append", default=[], help="end before this string; may be given again")
+    generate.add_argument("--seed", type=int, default=0, help="of the noise at temperatures above 0 (default 0)")
+
+    tree = command(
+        "tree",
+        _tree,
+        "Build a static draft tree for a head from acceptance measured by the engine.",
+        "headstart tree runs/quickstart",
+    )
+    tree.add_argument("source", metavar="RUN", help="a run, a checkpoint or a head folder")
+    tree.add_argument("--model", help="the target (default: the one the head was trained for)")
+    tree.add_argument("--prompts", help="JSONL of held-out prompts (default: heldout.jsonl in the target's folder)")
+    tree.add_argument("--num-prompts", type=int, default=TREE_PROMPTS, help=f"how many (default {TREE_PROMPTS})")
+    tree.add_argument(
+        "--nodes", default="auto", help="nodes of the tree, root included; auto (default): measured fastest here"
+    )
+    tree.add_argument("--output", help="where to write (default: tree.json in RUN)")
+    _add_device(tree)
+
+    bench = command(
+        "bench",
+        _bench,
+        "Measure speculation against plain decoding: same tokens, tokens per step, tokens per second.",
+        "headstart bench speculation --model assets/stdlib-coder --head assets/stdlib-coder-medusa",
+    )
+    bench.add_argument("what", choices=["speculation"], help="what to measure")
+    bench.add_argument("--model", required=True, help="the target: a folder or Hub id")
+    bench.add_argument(
+        "--head", action="append", required=True, help="a head folder, run or Hub id; may be given again"
+    )
+    bench.add_argument("--prompts", help="JSONL of prompts (default: heldout.jsonl in the target's folder)")
+    bench.add_argument(
+        "--num-prompts", type=int, default=COMPARED_PROMPTS, help=f"the first so many (default {COMPARED_PROMPTS})"
+    )
+    bench.add_argument("--max-tokens", type=int, default=96, help="new tokens per prompt (default 96)")
+    bench.add_argument("--temperature", type=float, action="append", help="may be given again (default: 0 and 0.8)")
+    bench.add_argument("--output", help="also write the rows as JSON here")
+    _add_device(bench)
+
+    report = command(
+        "report",
+        _report,
+        "Write one self-contained HTML page about a run: curves, acceptance, the tree, the speed table.",
+        "headstart report runs/quickstart",
+    )
+    report.add_argument("source", metavar="RUN", help="the run folder")
+    report.add_argument("--output", help="where to write (default: report.html in RUN)")
+    return parser
+
+
+def _add_device(parser):
+    parser.add_argument("--device", default="auto", help="auto (default: a GPU if there is one), cpu, cuda, cuda:1 ...")
+    parser.add_argument("--dtype", default="auto", help="auto (default), bfloat16, float16 or float32")
+
+
+def _add_model(parser):
+    parser.add_argument("--model", required=True, help="the target: a folder or Hub id")
+    parser.add_argument(
+        "--max-model-len", type=int, help="longest prompt + output in tokens (default: the model's limit)"
+    )
+    _add_device(parser)
+
+
+def _add_speculation(parser):
+    parser.add_argument("--head", help="a head that drafts: a folder, a run or a Hub id (default: plain decoding)")
+    parser.add_argument("--tree", default="chain", help="chain (default), static, or a tree file")
+    parser.add_argument(
+        "--num-speculative-tokens", type=int, help="depth of the drafts (default: as deep as the head goes)"
+    )
+
+
+def _generate(arguments):
+    from headstart.inference.llm import LLM
+    from headstart.inference.prompt_files import render_prompt
+    from headstart.inference.sampling import SamplingParams
+
+    if arguments.compare and not arguments.head:
+        raise ValueError("--compare shows a head beside plain decoding: name one with --head")
+    params = SamplingParams(
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        top_k=arguments.top_k,
+        max_tokens=arguments.max_tokens,
+        stop=arguments.stop,
+        seed=arguments.seed,
+    )
+    text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    speculative = None
+    if arguments.head:
+        speculative = {
+            "model": arguments.head,
+            "tree": arguments.tree,
+            "num_speculative_tokens": arguments.num_speculative_tokens,
+        }
+    shared = dict(max_model_len=arguments.max_model_len, max_num_seqs=1)
+    llm = LLM(
+        arguments.model,
+        device=arguments.device,
+        dtype=arguments.dtype,
+        speculative_config=speculative,
+        **shared,
+    )
+    if llm.tokenizer is None:
+        raise ValueError(f"{arguments.model} has no tokenizer: the command needs one")
+    prompt = text
+    if not arguments.raw and llm.tokenizer.chat_template:
+        prompt = render_prompt(llm.tokenizer, {"messages": [{"role": "user", "content": text}]})
+
+    fast = _stream_and_time(llm, prompt, params, show=True)
+    if arguments.compare:
+        plain = LLM(llm.module, tokenizer=llm.tokenizer, **shared)
+        slow = _stream_and_time(plain, prompt, params, show=False)
+        same = fast[0].token_ids == slow[0].token_ids
+        print()
+        for name, (output, seconds) in (("with speculation", fast), ("plain decoding", slow)):
+            metrics = output.spec_decode_metrics
+            steps = f", {metrics.acceptance_length:.2f} tokens per step" if metrics.num_steps else ""
+            rate = len(output.token_ids) / seconds
+            print(f"{name:17} {len(output.token_ids)} tokens in {seconds:.2f} s: {rate:.0f} tokens/s{steps}")
+        print(f"same tokens: {'yes, every one' if same else 'NO - this is a bug, please report it'}")
+        print(f"speed-up: {slow[1] / fast[1]:.2f}x")
+        return 0 if same else 1
+    return 0
+
+
+def _stream_and_time(llm, prompt, params, show):
+    """(CompletionOutput, seconds) of one answer, printed as it comes if `show`. Start-up costs are paid before the clock."""
+    import time
+
+    from headstart.inference.sampling import SamplingParams
+
+    llm.generate([prompt], SamplingParams(temperature=params.temperature, max_tokens=4, seed=0))
+    stream = llm.stream(prompt, params)
+    start = time.perf_counter()
+    while True:
+        try:
+            piece = next(stream)
+        except StopIteration as end:
+            seconds = time.perf_counter() - start
+            if show:
+                print()
+            return end.value.outputs[0], seconds
+        if show:
+            print(piece, end="", flush=True)
+
+
+def _tree(arguments):
+    from headstart.heads.checkpoint import load_head, resolve_head
+    from headstart.inference.acceptance import measure_acceptance
+    from headstart.inference.compare import measured_best_tree
+    from headstart.inference.llm import LLM
+    from headstart.inference.prompt_files import read_prompts, render_prompt
+    from headstart.inference.tree import MAX_NODES, build_static_tree, expected_acceptance_length, save_tree
+
+    if arguments.nodes != "auto" and not (arguments.nodes.isdigit() and 1 <= int(arguments.nodes) <= MAX_NODES):
+        raise ValueError(f"--nodes must be auto or from 1 to {MAX_NODES}, got {arguments.nodes!r}")
+    head_folder = resolve_head(arguments.source)
+    output = Path(arguments.output) if arguments.output else Path(arguments.source) / "tree.json"
+    if not output.parent.is_dir():
+        raise ValueError(f"cannot write {output}: there is no folder {output.parent}; name a file with --output")
+    model = arguments.model or _target_of(arguments.source, load_head(head_folder))
+    prompts = read_prompts(_prompt_file(arguments.prompts, model), start=COMPARED_PROMPTS, count=arguments.num_prompts)
+    llm = LLM(
+        model,
+        device=arguments.device,
+        dtype=arguments.dtype,
+        speculative_config={"model": str(head_folder), "tree": "chain"},
+    )
+    prompts = [render_prompt(llm.tokenizer, prompt) for prompt in prompts]
+    print(f"measuring acceptance per depth and rank on {len(prompts)} held-out prompts ...", file=sys.stderr)
+    found = measure_acceptance(llm, prompts, use_tqdm=True)
+    if arguments.nodes == "auto":
+        print("timing trees of several sizes on this machine ...", file=sys.stderr)
+        with tempfile.TemporaryDirectory() as folder:
+            tree, rows = measured_best_tree(
+                llm.module, llm.tokenizer, str(head_folder), found["rates"], prompts[:4], folder
+            )
+        print("nodes  tokens/step  tokens/s")
+        for row in rows:
+            mark = "  <- fastest" if row["num_nodes"] == tree.num_nodes else ""
+            print(f"{row['num_nodes']:5}  {row['acceptance_length']:11.2f}  {row['tokens_per_second']:8.0f}{mark}")
+    else:
+        tree = build_static_tree(found["rates"], int(arguments.nodes))
+    save_tree(tree, output, found["rates"])
+    print(tree.draw())
+    promised = expected_acceptance_length(tree, found["rates"])
+    print(f"chain of {len(found['per_position'])}: {found['acceptance_length']:.2f} tokens per step, measured")
+    print(
+        f"tree of {tree.num_nodes} nodes: {promised:.2f} tokens per step, expected from the rates; written to {output}"
+    )
+    return 0
+
+
+def _bench(arguments):
+    import json
+
+    from headstart.heads.checkpoint import load_head, resolve_head
+    from headstart.inference.compare import candidate_trees, compare, format_table, hardware_name, save_comparison
+    from headstart.inference.llm import LLM, static_tree_file
+    from headstart.inference.prompt_files import read_prompts, render_prompt
+    from headstart.inference.tree import load_tree
+
+    prompts = read_prompts(_prompt_file(arguments.prompts, arguments.model), count=arguments.num_prompts)
+    folders = [resolve_head(source) for source in arguments.head]
+    base = LLM(arguments.model, device=arguments.device, dtype=arguments.dtype, max_num_seqs=1)
+    prompts = [render_prompt(base.tokenizer, prompt) for prompt in prompts]
+    with tempfile.TemporaryDirectory() as scratch:
+        heads = []
+        for number, (source, folder) in enumerate(zip(arguments.head, folders)):
+            head = load_head(folder)
+            tree_file = static_tree_file(folder, head.num_speculative_tokens)
+            place = Path(scratch) / str(number)
+            place.mkdir()
+            rates = json.loads(tree_file.read_text()).get("rates")
+            measured = (tree_file, load_tree(tree_file).num_nodes)
+            heads.append((source, str(folder), candidate_trees(head.num_speculative_tokens, rates, measured, place)))
+        rows = compare(
+            (base.module, base.tokenizer),
+            heads,
+            prompts,
+            temperatures=arguments.temperature or (0.0, 0.8),
+            max_tokens=arguments.max_tokens,
+        )
+    dtype = str(base.dtype).removeprefix("torch.")
+    what = f"{len(prompts)} held-out prompts, {arguments.max_tokens} new tokens each, batch 1"
+    print(f"\n{what}, {dtype} on {hardware_name(base.device)}\n")
+    print(format_table(rows))
+    if arguments.output:
+        command = " ".join(["headstart", *sys.argv[1:]])
+        save_comparison(rows, arguments.output, base.device, base.dtype, command)
+        print(f"\nwritten to {arguments.output}")
+    if not all(row["identical"] for row in rows):
+        print("some outputs differ from plain decoding: this is a bug, please report it", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _report(arguments):
+    from headstart.train.report import write_report
+
+    print(write_report(Path(arguments.source), Path(arguments.output) if arguments.output else None))
+    return 0
+
+
+def _prompt_file(given, model):
+    path = Path(given) if given else Path(model) / "heldout.jsonl"
+    if not given and not path.is_file():
+        raise ValueError(f"{model} ships no held-out prompts (heldout.jsonl): name a JSONL file with --prompts")
+    return path
+
+
+def _target_of(source, head):
+    """The target a head was trained for: from the run's config, else from the head's own."""
+    config = Path(source) / "config.yaml"
+    if config.is_file():
+        import yaml
+
+        target = (yaml.safe_load(config.read_text()) or {}).get("target")
+        if target:
+            return target
+    if head.config.base_model_name_or_path:
+        return head.config.base_model_name_or_path
+    raise ValueError(f"{source} does not say which target it was trained for: name it with --model")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,185 @@
+"""Speculation against plain decoding, in one run: same tokens, so many tokens per step, so much faster.
+
+Every prompt is answered by each way of drafting in turn before the next prompt comes, so that a machine whose speed drifts
+slows all alike. Times are of `generate` as a whole, prefill included.
+"""
+
+import json
+import platform
+import time
+from datetime import date
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from .llm import LLM
+from .sampling import SamplingParams
+from .tree import build_static_tree, save_tree
+
+
+def hardware_name(device):
+    """The name of the processor or GPU that a device stands for, with the threads torch uses on it."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(device)
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [
+            line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
+        ]
+        model = names[0] if names else model
+    return f"{model}, {torch.get_num_threads()} threads"
+
+
+class Contestant:
+    """One way of decoding: an LLM, and the time and tokens it took so far."""
+
+    def __init__(self, head, draft, llm):
+        self.head, self.draft, self.llm = head, draft, llm
+        self.seconds, self.tokens, self.outputs = 0.0, 0, []
+
+    def answer(self, prompt, params):
+        start = time.perf_counter()
+        (output,) = self.llm.generate([prompt], params)
+        self.seconds += time.perf_counter() - start
+        self.tokens += len(output.outputs[0].token_ids)
+        self.outputs.append(output.outputs[0].token_ids)
+
+
+def compare(target, heads, prompts, temperatures=(0.0, 0.8), max_tokens=96, seed=0, use_tqdm=True):
+    """Measure every head with every tree against plain decoding at batch 1.
+
+    target: an LLM's loaded module and tokenizer, as (module, tokenizer); heads: list of (name, head, [(label, tree file)]);
+    prompts: what LLM.generate takes; each request is seeded, so that plain and speculative runs draw the same noise.
+    Returns rows {"head", "draft", "num_nodes", "temperature", "acceptance_length", "tokens_per_second", "speedup", "identical",
+    "num_tokens"}; the first of each temperature is plain decoding.
+    """
+    module, tokenizer = target
+
+    def make_llm(speculative=None):
+        return LLM(module, tokenizer=tokenizer, max_num_seqs=1, speculative_config=speculative)
+
+    def contestants():
+        yield Contestant("none", "none", make_llm())
+        for name, head, trees in heads:
+            for label, tree in trees:
+                yield Contestant(name, label, make_llm({"model": head, "tree": tree}))
+
+    rows = []
+    total = len(temperatures) * len(prompts) * (1 + sum(len(trees) for _, _, trees in heads))
+    with tqdm(total=total, desc="comparing", unit="output", disable=not use_tqdm, dynamic_ncols=True) as bar:
+        for temperature in temperatures:
+            runs = list(contestants())
+            for run in runs:  # first calls pay for allocations and thread start-up
+                run.llm.generate([prompts[0]], SamplingParams(temperature=temperature, max_tokens=8, seed=seed))
+                run.before = run.llm.get_metrics()
+            for number, prompt in enumerate(prompts):
+                params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed + number)
+                for run in runs:
+                    run.answer(prompt, params)
+                    bar.update()
+            rows += [_row(run, runs[0], temperature) for run in runs]
+    return rows
+
+
+def _row(run, plain, temperature):
+    after = run.llm.get_metrics()
+    steps = after["num_spec_steps"] - run.before["num_spec_steps"]
+    accepted = after["num_accepted_tokens"] - run.before["num_accepted_tokens"]
+    rate = run.tokens / run.seconds
+    return {
+        "head": run.head,
+        "draft": run.draft,
+        "num_nodes": run.llm.tree.num_nodes,
+        "temperature": temperature,
+        "acceptance_length": round(1 + accepted / steps, 4) if steps else 1.0,
+        "tokens_per_second": round(rate, 2),
+        "speedup": round(rate / (plain.tokens / plain.seconds), 4),
+        "identical": run.outputs == plain.outputs,
+        "num_tokens": run.tokens,
+    }
+
+
+def candidate_trees(num_heads, rates, measured_tree, folder, most_nodes=64):
+    """The drafts to compare for a head: a chain, the tree measured fastest and the best tree of `most_nodes`.
+
+    rates and measured_tree: from the head's tree.json, None without one; built trees are written into `folder`.
+    """
+    drafts = [(f"chain of {num_heads}", "chain")]
+    if measured_tree is not None:
+        drafts.append((f"tree of {measured_tree[1]}", str(measured_tree[0])))
+    if rates:
+        tree = build_static_tree(rates, most_nodes)
+        if measured_tree is None or tree.num_nodes != measured_tree[1]:
+            path = Path(folder) / f"tree-of-{tree.num_nodes}.json"
+            save_tree(tree, path, rates)
+            drafts.append((f"tree of {tree.num_nodes}", str(path)))
+    return drafts
+
+
+def format_table(rows):
+    """The rows as a text table."""
+    header = ("temperature", "head", "draft", "same tokens", "tokens/step", "tokens/s", "speed-up")
+    lines = [
+        (
+            f"{row['temperature']:g}",
+            row["head"],
+            "plain decoding" if row["draft"] == "none" else row["draft"],
+            "reference" if row["draft"] == "none" else ("yes" if row["identical"] else "NO"),
+            f"{row['acceptance_length']:.2f}",
+            f"{row['tokens_per_second']:.0f}",
+            f"{row['speedup']:.2f}x",
+        )
+        for row in rows
+    ]
+    widths = [max(len(line[i]) for line in [header, *lines]) for i in range(len(header))]
+    text = []
+    for number, line in enumerate([header, *lines]):
+        if number == 1:
+            text.append("  ".join("-" * width for width in widths))
+        elif number > 1 and line[2] == "plain decoding":
+            text.append("")
+        text.append(
+            "  ".join(cell.ljust(w) if i < 4 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths)))
+        )
+    return "\n".join(text)
+
+
+def save_comparison(rows, path, device, dtype, command):
+    """Write rows with hardware, date and command as JSON (aside, then renamed)."""
+    content = {
+        "hardware": hardware_name(device),
+        "dtype": str(dtype).removeprefix("torch."),
+        "date": date.today().isoformat(),
+        "command": command,
+        "rows": rows,
+    }
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(path.name + ".tmp")
+    aside.write_text(json.dumps(content, indent=1) + "\n")
+    aside.replace(path)
+    return content
+
+
+def measured_best_tree(
+    module, tokenizer, head, rates, prompts, folder, sizes=(4, 8, 12, 16, 24, 32, 48, 64), use_tqdm=True
+):
+    """The static tree that decodes fastest on this machine, from trying one size after the other.
+
+    rates: conditional acceptance per depth and rank. Returns (tree, rows), rows {"num_nodes", "acceptance_length",
+    "tokens_per_second"}; files of the tried trees are written into `folder`.
+    """
+    trees = {}
+    for size in sizes:
+        tree = build_static_tree(rates, size)
+        trees[tree.num_nodes] = tree
+    drafts = []
+    for size, tree in sorted(trees.items()):
+        path = Path(folder) / f"{size}.json"
+        save_tree(tree, path, rates)
+        drafts.append((size, str(path)))
+    rows = compare((module, tokenizer), [("head", head, drafts)], prompts, (0.0,), max_tokens=64, use_tqdm=use_tqdm)[1:]
+    best = max(rows, key=lambda row: row["tokens_per_second"])
+    return trees[best["draft"]], rows

@@ -1,0 +1,73 @@
+"""A small random target with a byte-level tokenizer, saved to a folder, and random Medusa heads for it."""
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from headstart.heads.checkpoint import save_head
+from headstart.heads.medusa import Medusa, MedusaConfig
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}<|assistant|>{% generation %}{{ m['content'] }}<|end|>"
+    "{% endgeneration %}{% else %}<|user|>{{ m['content'] }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def make_tokenizer():
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|user|>", "<|assistant|>", "<|end|>"])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|end|>", chat_template=TEMPLATE
+    )
+
+
+@pytest.fixture(scope="session")
+def target_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("target")
+    tokenizer = make_tokenizer()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=len(tokenizer),
+        max_position_embeddings=256,
+        initializer_range=0.3,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def make_head(target_folder, num_heads=3, shared_lm_head=False, **changes):
+    config = LlamaConfig.from_pretrained(target_folder)
+    shape = dict(hidden_size=config.hidden_size, vocab_size=config.vocab_size) | changes
+    head = Medusa(MedusaConfig(num_heads=num_heads, shared_lm_head=shared_lm_head, **shape))
+    torch.manual_seed(num_heads)
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return head
+
+
+@pytest.fixture(scope="session")
+def head_folder(target_folder, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("heads") / "medusa"
+    save_head(make_head(target_folder), folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def make_target_head(target_folder):
+    """make_head for the session's target."""
+    return lambda **changes: make_head(target_folder, **changes)

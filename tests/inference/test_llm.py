@@ -1,0 +1,293 @@
+"""The public API: what it takes, what it gives, and what it refuses before any work."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+from headstart import LLM, SamplingParams
+from headstart.heads.checkpoint import save_head
+from headstart.inference.decoder import UnsupportedArchitecture
+from headstart.inference.tree import chain, save_tree
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(target_folder):
+    return LLM(str(target_folder), dtype="float32", device="cpu")
+
+
+def test_greedy_output_is_that_of_transformers(llm, target_folder):
+    model = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32)
+    model.generation_config.eos_token_id = None
+    prompt = list(range(40, 75))
+    expected = model.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False)[0, len(prompt) :].tolist()
+    (output,) = llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
+    assert output.outputs[0].token_ids == expected
+
+
+def test_every_form_of_prompt_is_taken(llm):
+    tokenizer = llm.tokenizer
+    text, ids = "def f(x):", tokenizer("def f(x):")["input_ids"]
+    forms = [
+        text,
+        [text],
+        ids,
+        [ids],
+        {"prompt_token_ids": ids},
+        [{"prompt": text}],
+        {"prompt": text, "prompt_token_ids": ids},
+    ]
+    outputs = [llm.generate(form, GREEDY) for form in forms]
+    assert all(len(output) == 1 for output in outputs)
+    assert all(output[0].outputs[0].token_ids == outputs[0][0].outputs[0].token_ids for output in outputs)
+    assert [output[0].prompt for output in outputs] == [text, text, None, None, None, text, text]
+    assert all(output[0].prompt_token_ids == ids for output in outputs)
+    assert outputs[0][0].outputs[0].text == tokenizer.decode(
+        outputs[0][0].outputs[0].token_ids, skip_special_tokens=True
+    )
+
+
+def test_each_prompt_can_have_its_own_parameters(llm):
+    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (3, 9, 1)]
+    outputs = llm.generate(["a", "b", "c"], params)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [3, 9, 1]
+    assert all(output.outputs[0].finish_reason == "length" for output in outputs)
+
+
+def test_chat_renders_the_template(llm):
+    messages = [{"role": "user", "content": "hello"}]
+    (output,) = llm.chat(messages, GREEDY)
+    assert output.prompt == "<|user|>hello<|assistant|>"
+    expected = llm.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert output.prompt_token_ids == expected
+    both = llm.chat([messages, messages], GREEDY)
+    assert [o.outputs[0].token_ids for o in both] == [output.outputs[0].token_ids] * 2
+
+
+def test_n_outputs_differ_in_their_noise_and_repeat_with_their_seed(llm):
+    params = SamplingParams(temperature=1.0, max_tokens=20, n=3, seed=5, ignore_eos=True)
+    first, second = llm.generate("x", params), llm.generate("x", params)
+    tokens = [output.token_ids for output in first[0].outputs]
+    assert [output.index for output in first[0].outputs] == [0, 1, 2]
+    assert len({tuple(t) for t in tokens}) == 3
+    assert tokens == [output.token_ids for output in second[0].outputs]
+
+
+def test_requests_without_a_seed_derive_one_from_the_llms_and_their_number(target_folder):
+    params = SamplingParams(temperature=1.0, max_tokens=16, ignore_eos=True)
+
+    def tokens(seed):
+        outputs = LLM(str(target_folder), dtype="float32", seed=seed).generate(["same", "same"], params)
+        return [output.outputs[0].token_ids for output in outputs]
+
+    assert tokens(0) == tokens(0)
+    assert tokens(0)[0] != tokens(0)[1]
+    assert tokens(0)[0] != tokens(1)[0]
+
+
+def test_temperature_follows_the_targets_law(llm):
+    """The first token over many seeds against softmax(logits / T): a chi-square test, and a wrong T that fails it."""
+    prompt = llm.tokenizer("abc")["input_ids"]
+    logits = llm.module(torch.tensor([prompt])).logits[0, -1].double()
+    count = 1500
+    params = [SamplingParams(temperature=0.7, max_tokens=1, seed=s, ignore_eos=True) for s in range(count)]
+    drawn = [o.outputs[0].token_ids[0] for o in llm.generate([prompt] * count, params)]
+    observed = torch.bincount(torch.tensor(drawn), minlength=len(logits)).double()
+
+    def statistic(temperature):
+        p = (logits / temperature).softmax(-1)
+        frequent = p * count >= 5
+        groups = torch.cat((p[frequent], p[~frequent].sum()[None])) * count
+        seen = torch.cat((observed[frequent], observed[~frequent].sum()[None]))
+        degrees = len(groups) - 1
+        # Wilson-Hilferty: a chi-square statistic as a standard normal one
+        chi = ((seen - groups) ** 2 / groups).sum()
+        return (((chi / degrees) ** (1 / 3) - (1 - 2 / (9 * degrees))) / (2 / (9 * degrees)) ** 0.5).item()
+
+    assert statistic(0.7) < 4.5
+    assert statistic(1.0) > 4.5
+
+
+def test_logprobs_are_those_of_the_raw_logits(llm):
+    params = SamplingParams(temperature=0.5, max_tokens=6, logprobs=2, seed=1, ignore_eos=True)
+    (output,) = llm.generate("hello", params)
+    ids = output.prompt_token_ids + output.outputs[0].token_ids
+    expected = llm.module(torch.tensor([ids])).logits[0].log_softmax(-1)
+    for i, (token, entry) in enumerate(zip(output.outputs[0].token_ids, output.outputs[0].logprobs)):
+        row = expected[len(output.prompt_token_ids) - 1 + i]
+        assert token in entry
+        assert len(entry) in (2, 3)
+        for candidate, logprob in entry.items():
+            assert logprob.logprob == pytest.approx(row[candidate].item(), abs=1e-4)
+            assert logprob.rank == int((row > row[candidate]).sum()) + 1
+            assert logprob.decoded_token == llm.tokenizer.decode([candidate])
+
+
+def test_stop_conditions_end_the_output(llm):
+    full = llm.generate("hello there", SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True))[0].outputs[0]
+    third = full.token_ids[2]
+    stopped = llm.generate(
+        "hello there", SamplingParams(temperature=0.0, max_tokens=30, stop_token_ids=[third], ignore_eos=True)
+    )
+    end = full.token_ids.index(third)
+    assert stopped[0].outputs[0].token_ids == full.token_ids[: end + 1]
+    assert (stopped[0].outputs[0].finish_reason, stopped[0].outputs[0].stop_reason) == ("stop", third)
+    later = SamplingParams(temperature=0.0, max_tokens=30, min_tokens=end + 2, stop_token_ids=[third], ignore_eos=True)
+    assert third not in llm.generate("hello there", later)[0].outputs[0].token_ids[: end + 1]
+
+    needle = full.text[5:7]
+    stopped = llm.generate("hello there", SamplingParams(temperature=0.0, max_tokens=30, stop=needle, ignore_eos=True))
+    assert stopped[0].outputs[0].text == full.text[: full.text.index(needle)]
+    assert (stopped[0].outputs[0].finish_reason, stopped[0].outputs[0].stop_reason) == ("stop", needle)
+
+
+def test_the_stream_adds_up_to_the_output(llm):
+    params = SamplingParams(temperature=1.0, max_tokens=60, seed=3, stop=["zq"], ignore_eos=True)
+    pieces, stream = [], llm.stream("hello", params)
+    while True:
+        try:
+            pieces.append(next(stream))
+        except StopIteration as end:
+            output = end.value
+            break
+    assert len(pieces) > 5
+    assert "".join(pieces) == output.outputs[0].text
+    assert output.outputs[0].token_ids == llm.generate("hello", params)[0].outputs[0].token_ids
+
+
+def test_an_engine_on_a_loaded_module_shares_its_weights(target_folder):
+    module = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32)
+    expected = module(torch.tensor([[5, 6, 7]])).logits
+    llm = LLM(module, tokenizer=AutoTokenizer.from_pretrained(target_folder))
+    layer, packed = module.model.layers[0].self_attn, llm.engine.decoder.layers[0].qkv[0]
+    assert layer.k_proj.weight.untyped_storage().data_ptr() == packed.untyped_storage().data_ptr()
+    assert torch.equal(module(torch.tensor([[5, 6, 7]])).logits, expected)
+    again = LLM(module)
+    assert again.engine.decoder.layers[0].qkv[0].data_ptr() == packed.data_ptr()
+    (output,) = again.generate([[5, 6, 7]], GREEDY)
+    assert output.outputs[0].text == ""
+    assert len(output.outputs[0].token_ids) == 8
+
+
+def test_heads_of_every_kind_draft_and_change_nothing(llm, target_folder, head_folder, make_target_head, tmp_path):
+    prompts = ["one", "another", "def f("]
+    params = SamplingParams(temperature=0.8, max_tokens=40, seed=7)
+    plain = [o.outputs[0].token_ids for o in llm.generate(prompts, params)]
+    save_tree(chain(2), tmp_path / "tree.json")
+    shared = make_target_head(num_heads=2, shared_lm_head=True)
+    save_head(shared, tmp_path / "shared")
+    for speculative in (
+        {"model": str(head_folder)},
+        {"model": head_folder, "num_speculative_tokens": 1},
+        {"model": str(tmp_path / "shared"), "verifier": "strict"},
+        {"model": shared, "tree": str(tmp_path / "tree.json")},
+    ):
+        fast = LLM(str(target_folder), dtype="float32", speculative_config=speculative)
+        outputs = fast.generate(prompts, params)
+        assert [o.outputs[0].token_ids for o in outputs] == plain
+        metrics = fast.get_metrics()
+        assert metrics["num_spec_steps"] == sum(o.outputs[0].spec_decode_metrics.num_steps for o in outputs) > 0
+        assert metrics["num_generated_tokens"] == sum(map(len, plain))
+        assert metrics["acceptance_length"] == 1 + metrics["num_accepted_tokens"] / metrics["num_spec_steps"]
+
+
+# --- bad input ---
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(max_model_length=5), "unknown LLM argument 'max_model_length'; did you mean 'max_model_len'"),
+        (dict(max_model_len=257), "max_model_len must be from 2 to the model's own limit of 256"),
+        (dict(max_num_seqs=0), "max_num_seqs"),
+        (dict(dtype="int8"), "dtype must be auto"),
+        (dict(device="tpu"), "device must be"),
+        (dict(seed=-1), "seed must be"),
+        (dict(speculative_config={"num_speculative_tokens": 2}), "needs 'model'"),
+        (
+            dict(speculative_config={"model": "HEAD", "num_speculative_token": 2}),
+            "did you mean 'num_speculative_tokens'",
+        ),
+        (dict(speculative_config={"model": "HEAD", "num_speculative_tokens": 4}), "from 1 to the head's 3, got 4"),
+        (dict(speculative_config={"model": "HEAD", "verifier": "lossy"}), "verifier must be one of strict"),
+        (dict(speculative_config={"model": "HEAD", "tree": "/nowhere.json"}), "no tree file at /nowhere.json"),
+    ],
+)
+def test_bad_arguments_are_refused_by_name(target_folder, head_folder, arguments, message):
+    speculative = arguments.get("speculative_config")
+    if speculative and speculative.get("model") == "HEAD":
+        arguments = {**arguments, "speculative_config": speculative | {"model": str(head_folder)}}
+    with pytest.raises(ValueError, match=message):
+        LLM(str(target_folder), **arguments)
+
+
+def test_a_missing_model_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"there is no model folder \./no/such/model"):
+        LLM("./no/such/model")
+    with pytest.raises(ValueError, match=r"holds no config\.json"):
+        LLM(str(tmp_path))
+    with pytest.raises(ValueError, match="cannot read the model 'nobody/nothing'"):
+        LLM("nobody/nothing")
+
+
+def test_a_head_for_another_target_is_refused(target_folder, make_target_head, tmp_path):
+    save_head(make_target_head(hidden_size=64), tmp_path / "wide")
+    with pytest.raises(ValueError, match=r"64.*32|32.*64"):
+        LLM(str(target_folder), speculative_config={"model": str(tmp_path / "wide")})
+    save_head(make_target_head(vocab_size=300), tmp_path / "vocabulary")
+    with pytest.raises(ValueError, match="300"):
+        LLM(str(target_folder), speculative_config={"model": str(tmp_path / "vocabulary")})
+
+
+def test_an_architecture_that_does_not_run_yet_is_refused_with_a_list():
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=50))
+    with pytest.raises(UnsupportedArchitecture, match=r"gpt2.*llama, mistral, qwen2, qwen3"):
+        LLM(model)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "prompt 0 is empty"),
+        ([], "prompts is empty"),
+        ([[]], "prompt 0 is empty"),
+        ([[5] * 256], "has 256 tokens; with max_model_len 256 at most 255 fit"),
+        ([[5, 9999]], "token ids from 0 to 258"),
+        ([[1], "", [2]], "prompt 1 is empty"),
+        ({"prompt_tokens": [1]}, "did you mean 'prompt_token_ids'"),
+        (7, "prompts must be"),
+    ],
+)
+def test_bad_prompts_are_refused_before_any_work(llm, prompt, message):
+    before = llm.get_metrics()
+    with pytest.raises(ValueError, match=message):
+        llm.generate(prompt, GREEDY)
+    assert llm.get_metrics() == before
+    assert not llm.engine.scheduler.has_unfinished
+
+
+def test_counts_of_prompts_and_parameters_must_agree(llm):
+    with pytest.raises(ValueError, match="2 sampling_params for 1 prompts"):
+        llm.generate("x", [GREEDY, GREEDY])
+    with pytest.raises(ValueError, match="must be a SamplingParams"):
+        llm.generate("x", [{"temperature": 0}])
+
+
+def test_an_interrupted_call_leaves_an_engine_that_goes_on(llm, monkeypatch):
+    step, calls = llm.engine.step, []
+
+    def interrupted():
+        calls.append(1)
+        if len(calls) > 3:
+            raise KeyboardInterrupt
+        return step()
+
+    expected = llm.generate("after", GREEDY)[0].outputs[0].token_ids
+    monkeypatch.setattr(llm.engine, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["long"] * 12, GREEDY)
+    monkeypatch.undo()
+    assert not llm.engine.scheduler.has_unfinished
+    assert len(llm.engine.scheduler.free_pages) == llm.engine.scheduler.num_pages
+    assert llm.generate("after", GREEDY)[0].outputs[0].token_ids == expected
