@@ -458,11 +458,11 @@ def static_tree_file(head, num_heads):
         for place in (folder, *runs):
             if (place / "tree.json").is_file():
                 return place / "tree.json"
-    shipped = Path(__file__).parent.parent / "configs" / "trees"
-    fitting = sorted(shipped.glob(f"medusa-{num_heads}-heads*.json"))
-    if not fitting:
-        known = ", ".join(sorted(path.stem for path in shipped.glob("*.json"))) or "none"
+    folder = Path(__file__).parent.parent / "configs" / "trees"
+    shipped = folder / f"medusa-{num_heads}.json"
+    if not shipped.is_file():
+        known = ", ".join(sorted(path.name for path in folder.glob("*.json"))) or "none"
         raise ValueError(
             f"no static tree for {num_heads} heads (shipped: {known}): measure one with `headstart tree RUN` and pass its path"
         )
-    return fitting[0]
+    return shipped

@@ -1,0 +1,133 @@
+"""The `headstart` command on a tiny target: what it prints, writes and refuses."""
+
+import json
+import shutil
+
+import pytest
+
+from headstart.cli import main
+from headstart.inference.tree import load_tree
+
+
+@pytest.fixture
+def prompt_file(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    lines = [
+        {"messages": [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": "no"}]}
+        for i in range(22)
+    ]
+    path.write_text("\n".join(json.dumps(line) for line in lines) + "\n")
+    return str(path)
+
+
+def test_generate_streams_an_answer_and_compares_it_with_plain_decoding(target_folder, head_folder, capsys):
+    arguments = ["generate", "--model", str(target_folder), "--max-tokens", "12", "--seed", "1", "--temperature", "0.9"]
+    assert main([*arguments, "hello"]) == 0
+    plain = capsys.readouterr().out
+    assert main([*arguments, "--head", str(head_folder), "--compare", "hello"]) == 0
+    compared = capsys.readouterr().out
+    assert compared.startswith(plain.rstrip("\n"))
+    assert "same tokens: yes, every one" in compared
+    assert "speed-up:" in compared
+    assert "tokens per step" in compared
+
+
+def test_generate_reads_raw_text_from_standard_input(target_folder, capsys, monkeypatch):
+    import io
+
+    monkeypatch.setattr("sys.stdin", io.StringIO("def f("))
+    assert main(["generate", "--model", str(target_folder), "--max-tokens", "5", "--raw", "-"]) == 0
+    assert capsys.readouterr().out.strip()
+
+
+def test_tree_measures_writes_and_draws(target_folder, head_folder, prompt_file, tmp_path, capsys):
+    output = tmp_path / "tree.json"
+    arguments = [
+        "tree",
+        str(head_folder),
+        "--model",
+        str(target_folder),
+        "--prompts",
+        prompt_file,
+        "--num-prompts",
+        "5",
+    ]
+    assert main([*arguments, "--nodes", "6", "--output", str(output)]) == 0
+    printed = capsys.readouterr().out
+    assert "root" in printed
+    assert f"written to {output}" in printed
+    tree = load_tree(output)
+    assert 2 <= tree.num_nodes <= 6
+    rates = json.loads(output.read_text())["rates"]
+    assert len(rates) == 3
+    assert all(0 <= sum(ranks) <= 1 + 1e-6 for ranks in rates)
+
+
+def test_bench_prints_a_table_and_writes_its_rows(target_folder, head_folder, prompt_file, tmp_path, capsys):
+    head_folder = shutil.copytree(head_folder, tmp_path / "head")
+    tree = ["tree", str(head_folder), "--model", str(target_folder), "--prompts", prompt_file, "--num-prompts", "5"]
+    assert main([*tree, "--nodes", "5"]) == 0
+    assert (head_folder / "tree.json").is_file()
+    output = tmp_path / "rows.json"
+    arguments = [
+        "--model",
+        str(target_folder),
+        "--head",
+        str(head_folder),
+        "--prompts",
+        prompt_file,
+        "--num-prompts",
+        "3",
+    ]
+    assert main(["bench", "speculation", *arguments, "--max-tokens", "10", "--output", str(output)]) == 0
+    printed = capsys.readouterr().out
+    content = json.loads(output.read_text())
+    assert [row["temperature"] for row in content["rows"] if row["draft"] == "none"] == [0.0, 0.8]
+    assert all(row["identical"] for row in content["rows"])
+    assert all(row["acceptance_length"] >= 1 for row in content["rows"])
+    assert printed.count("plain decoding") == 2
+    assert content["hardware"]
+    assert content["date"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "--model", "./missing", "x"], "there is no model folder ./missing"),
+        (["generate", "--model", "TARGET", "--compare", "x"], "--compare shows a head beside plain decoding"),
+        (["generate", "--model", "TARGET", "--temperature", "-1", "x"], "temperature must be"),
+        (["tree", "./missing", "--model", "TARGET"], "missing"),
+        (["tree", "HEAD", "--model", "TARGET"], "ships no held-out prompts"),
+        (["tree", "HEAD", "--model", "TARGET", "--nodes", "65"], "--nodes must be auto or from 1 to 64"),
+        (
+            ["bench", "speculation", "--model", "TARGET", "--head", "HEAD", "--prompts", "./none.jsonl"],
+            "no prompt file",
+        ),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(target_folder, head_folder, arguments, message, capsys):
+    filled = [{"TARGET": str(target_folder), "HEAD": str(head_folder)}.get(word, word) for word in arguments]
+    assert main(filled) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert "Traceback" not in printed.err
+    assert printed.err.count("\n") == 1
+
+
+def test_a_broken_prompt_file_names_file_and_line(target_folder, head_folder, tmp_path, capsys):
+    path = tmp_path / "broken.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": \n')
+    arguments = ["tree", str(head_folder), "--model", str(target_folder), "--prompts", str(path)]
+    assert main(arguments) == 2
+    assert "broken.jsonl, line 2 is not JSON" in capsys.readouterr().err
+
+
+def test_help_teaches_every_command(capsys):
+    assert main([]) == 0
+    overview = capsys.readouterr().out
+    for name in ("generate", "tree", "bench", "report"):
+        assert name in overview
+        with pytest.raises(SystemExit) as end:
+            main([name, "--help"])
+        assert end.value.code == 0
+        assert "example:" in capsys.readouterr().out
