@@ -1,0 +1,281 @@
+"""Save and load heads: folders written whole or not at all, every published format recognised by its tensors.
+
+    save_head(head, "runs/first/head")
+    head = load_head("runs/first")               # a run, a checkpoint, a head folder or a Hub id
+
+Reads weights_only .pt files and safetensors, nothing that could run code. Does not know optimisers, engines or cards.
+"""
+
+import errno
+import json
+import os
+import re
+import secrets
+import shutil
+from contextlib import contextmanager
+from pathlib import Path
+from pickle import UnpicklingError
+
+import torch
+from huggingface_hub import constants, hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError, HTTPError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from .formats import (
+    SAFETENSORS_FILE,
+    TORCH_FILE,
+    check_format,
+    detect_table,
+    family,
+    from_file,
+    native_format,
+    to_file,
+)
+from .medusa import Medusa
+
+TREE_FILE = "tree.json"  # the draft tree measured for a head may lie beside it
+# In the order in which a folder is searched: where both are there, the .pt repeats the .safetensors.
+WEIGHT_FILES = (SAFETENSORS_FILE["medusa"], TORCH_FILE["medusa"], SAFETENSORS_FILE["vllm"])
+
+
+@contextmanager
+def staged_folder(folder):
+    """A temporary sibling of `folder` to write into; it becomes `folder` when the block ends well, else it vanishes.
+
+    Raises ValueError if `folder` already holds something, OSError naming `folder` if it cannot be written.
+    """
+    folder = Path(folder).resolve()
+    check_is_free(folder)
+    staging = folder.parent / f".{folder.name}.partial-{secrets.token_hex(4)}"
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        staging.mkdir()
+        yield staging
+        for path in (*staging.iterdir(), staging):
+            _flush(path)
+        os.replace(staging, folder)
+        _flush(folder.parent)
+    except OSError as error:
+        raise OSError(
+            error.errno or errno.EIO, f"cannot write {folder} ({error.strerror or error}); nothing half-written is left"
+        ) from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def check_is_free(folder):
+    """ValueError unless `folder` is absent or an empty folder."""
+    folder = Path(folder)
+    if folder.is_dir():
+        inside = sorted(path.name for path in folder.iterdir())
+        if inside:
+            raise ValueError(f"{folder} already holds {inside[0]}{', ...' * (len(inside) > 1)}: name a new folder")
+    elif folder.exists() or folder.is_symlink():
+        raise ValueError(f"{folder} is a file: name a new folder")
+
+
+def _flush(path):
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def save_head(head, folder, format=None, dtype=None, torch_file=False, lm_head_weight=None):
+    """Write `head` into a new `folder`, whole or not at all.
+
+    format: "medusa", "medusa-shared" or "vllm"; None takes the one of the first two that fits the head.
+    dtype: what to cast to (torch.dtype or its name); None keeps the head's.
+    torch_file: also write the .pt that the original Medusa code reads (exports do, training checkpoints need not).
+    lm_head_weight: the target's lm_head [V, H], which "vllm" stores with heads that share it.
+    Raises ValueError (format, non-empty folder) and OSError (cannot write).
+    """
+    format = format or native_format(head)
+    check_format(head, format)
+    with staged_folder(folder) as staging:
+        write_head(head, staging, format, dtype, torch_file, lm_head_weight)
+
+
+def write_head(head, folder, format, dtype=None, torch_file=False, lm_head_weight=None):
+    """The files of save_head, into an existing folder that the caller stages."""
+    tensors, config = to_file(head, format, lm_head_weight)
+    if dtype is not None:
+        tensors = {name: tensor.to(to_dtype(dtype)) for name, tensor in tensors.items()}
+    kind = family(format)
+    config_path, path = Path(folder, "config.json"), Path(folder, SAFETENSORS_FILE[kind])
+    config_path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    with _failing_as_oserror(path):
+        save_file(tensors, path, metadata={"format": "pt"})
+    # The library creates its file readable by the owner alone; the others follow the umask, and so must this one.
+    shutil.copymode(config_path, path)
+    if torch_file and kind in TORCH_FILE:
+        path = Path(folder, TORCH_FILE[kind])
+        with _failing_as_oserror(path), path.open("wb") as file:
+            torch.save(tensors, file)
+
+
+@contextmanager
+def _failing_as_oserror(path):
+    """Neither library reports a full disk as an OSError; torch has one as the context of what it raises instead."""
+    try:
+        yield
+    except (SafetensorError, RuntimeError) as error:
+        system = error.__context__ if isinstance(error.__context__, OSError) else None
+        reason = system.strerror if system else _first_line(error)
+        raise OSError(system.errno if system else errno.EIO, f"{path.name}: {reason}") from error
+
+
+def load_head(path_or_id, dtype=None):
+    """Load heads from a head folder, a run, a checkpoint or a Hub id, in any format of heads/formats.py.
+
+    dtype: torch.dtype or its name; None keeps the file's.
+    Raises ValueError naming the file and what is wrong with it: cut, damaged, tensors missing, unexpected or misshapen;
+    or what was tried, where nothing was found.
+    """
+    folder = resolve_head(path_or_id)
+    path = find_weights(folder)
+    config = read_config(folder)
+    tensors = read_tensors(path)
+    try:
+        if detect_table(tensors, config) == "medusa-shared" and "vocab_size" not in config:
+            config["vocab_size"] = _target_vocab_size(config.get("base_model_name_or_path"))
+        head_config, state, _ = from_file(tensors, config)
+        dtypes = {tensor.dtype for tensor in tensors.values()}
+        if dtype is None and len(dtypes) > 1:
+            mixed = ", ".join(sorted(str(one).removeprefix("torch.") for one in dtypes))
+            raise ValueError(f"its tensors are of different dtypes ({mixed}): say dtype= to load them as one")
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    # Memory without values: no random numbers are drawn for weights that the file gives.
+    with torch.device("meta"):
+        head = Medusa(head_config)
+    head = head.to(dtypes.pop() if dtype is None else to_dtype(dtype)).to_empty(device="cpu")
+    head.load_state_dict(state)  # copies: blocks that a file ties come apart here, and the file may change afterwards
+    return head
+
+
+def to_dtype(dtype):
+    """torch.dtype from itself or its name ("bfloat16"); ValueError for anything that is not floating point."""
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(f"dtype {dtype!r} is not known: expected float32, bfloat16 or float16")
+    return found
+
+
+def read_config(folder):
+    """config.json of a head folder as a dict; ValueError naming the file if it is missing or broken."""
+    path = Path(folder, "config.json")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing: a head is a config.json and its weights") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON ({error})") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} holds no JSON object")
+    return config
+
+
+def read_tensors(path):
+    """{name: tensor} of a .safetensors or .pt file; ValueError naming the file if it is cut or damaged."""
+    Path(path).open("rb").close()  # a file that may not be read raises its own error here, not "damaged" below
+    try:
+        if Path(path).suffix == ".pt":
+            tensors = torch.load(path, map_location="cpu", weights_only=True)
+        else:
+            tensors = load_file(path)
+    except (SafetensorError, RuntimeError, UnpicklingError, OSError, EOFError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"{path} cannot be read; it is cut short or damaged ({reason})") from None
+    if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
+        raise ValueError(f"{path} holds something other than named tensors")
+    return tensors
+
+
+def find_weights(folder):
+    """The weight file of a head folder, or None."""
+    return next((path for name in WEIGHT_FILES if (path := Path(folder, name)).is_file()), None)
+
+
+def resolve_head(path_or_id):
+    """The local folder that holds a head's files.
+
+    A run gives its `head/`, else the head of its newest checkpoint; a checkpoint gives its `head/`; a head folder gives
+    itself; anything that is no folder is taken for a Hub id and its head's files are fetched.
+    """
+    folder = Path(path_or_id)
+    if not folder.is_dir():
+        return _fetch_head(str(path_or_id))
+    steps = [(int(match[1]), path) for path in folder.glob("checkpoints/step-*") if (match := _STEP.search(path.name))]
+    newest_first = [path / "head" for _, path in sorted(steps, reverse=True)]
+    # head/ before the folder itself: a checkpoint may keep other weights beside it.
+    for candidate in (folder / "head", folder, *newest_first):
+        if find_weights(candidate):
+            return candidate
+    raise ValueError(
+        f"{folder} holds no head: looked for {', '.join(WEIGHT_FILES)} in it, in head/ and in checkpoints/step-*/head/"
+    )
+
+
+_STEP = re.compile(r"^step-(\d+)$")
+
+
+def _fetch_head(repo_id):
+    """Download a head's files from the Hub (or find them in its cache) and return their folder."""
+    try:
+        folder = Path(hf_hub_download(repo_id, "config.json")).parent
+        for name in WEIGHT_FILES:
+            missing = _fetch(repo_id, name)
+            if missing is None:
+                _fetch(repo_id, TREE_FILE)
+                return folder
+        raise missing
+    except (OSError, ValueError, HTTPError, EntryNotFoundError) as error:
+        searched = "HF_HUB_OFFLINE is set, only its cache was searched" if constants.HF_HUB_OFFLINE else "asked"
+        raise ValueError(
+            f"no head at {str(repo_id)!r}: there is no such folder, and the Hub at {constants.ENDPOINT} ({searched}) gave "
+            f"no config.json with one of {', '.join(WEIGHT_FILES)}: {type(error).__name__}: {_first_line(error)}"
+        ) from error
+
+
+def _fetch(repo_id, name):
+    """Fetch a file that a repository may not have; then the error that says so is returned."""
+    try:
+        hf_hub_download(repo_id, name)
+    except EntryNotFoundError as error:
+        return error
+
+
+def _first_line(error):
+    return (str(error).strip().splitlines() or ["no reason given"])[0]
+
+
+def _target_vocab_size(target):
+    """vocab_size of the target that a published head with a shared lm_head names."""
+    try:
+        local = bool(target) and Path(target).is_dir()
+        path = Path(target, "config.json") if local else Path(hf_hub_download(target, "config.json"))
+        return json.loads(path.read_text(encoding="utf-8"))["vocab_size"]
+    except (OSError, ValueError, TypeError, KeyError, HTTPError) as error:
+        raise ValueError(
+            f'config.json has no "vocab_size" and the target it names ({target!r}) could not tell it '
+            f'({_first_line(error)}): add "vocab_size" to config.json'
+        ) from None
+
+
+def check_head_fits(head, target_config):
+    """ValueError, naming both sides, if the head was made for another hidden size or vocabulary than the target's.
+
+    target_config: the target's transformers config (of a multimodal one, its text part counts).
+    """
+    text = target_config.get_text_config()
+    pairs = (
+        ("hidden size", head.config.hidden_size, text.hidden_size),
+        ("vocabulary", head.config.vocab_size, text.vocab_size),
+    )
+    wrong = [f"{name} {ours}, the target has {theirs}" for name, ours, theirs in pairs if ours != theirs]
+    if wrong:
+        trained_for = head.config.base_model_name_or_path or "a target it does not name"
+        raise ValueError(f"the head (made for {trained_for}) does not fit this target: it has {' and '.join(wrong)}")

@@ -1,0 +1,152 @@
+"""heads.export: write trained heads in a format that others read, with a model card, and push them to the Hub.
+
+    heads.export runs/first --format medusa --output exports/first-medusa
+    heads.export runs/first --format vllm --output exports/first-vllm --dtype bfloat16
+    heads.export runs/first --format medusa --output exports/first --push-to-hub you/first --private
+
+(from the checkout also `python -m heads.export ...`). The folder appears when it is complete: written aside, read back,
+compared with the source bit by bit, then renamed. It does not convert between own and shared lm_heads.
+"""
+
+import argparse
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from torch import nn
+
+from ..heads.checkpoint import check_is_free, load_head, resolve_head, staged_folder, to_dtype, write_head
+from ..heads.formats import FORMATS, check_format
+from .measurements import find_measurements
+from .model_card import is_hub_id, model_card
+from .push import check_can_push, push_folder
+from .read_back import check_finite, compare_with_source
+
+DESCRIPTION = """\
+Write trained Medusa heads in a format that others read, with a model card, and optionally push them to the Hub.
+
+formats
+  medusa         lm_heads of the heads' own ("V1"): Headstart, the original Medusa code, text-generation-inference
+  medusa-shared  heads that use the target's lm_head ("V2"): Headstart, the original's legacy class, TGI
+  vllm           vLLM 0.20 to 0.32, and Headstart; heads that share the target's lm_head carry a copy of it
+"""
+
+EXAMPLES = """\
+examples
+  heads.export runs/first --format medusa --output exports/first-medusa
+      the final heads of a run (of an unfinished one: those of its newest checkpoint)
+  heads.export runs/first/checkpoints/step-000200 --format medusa --output exports/step-200
+  heads.export assets/stdlib-coder-medusa --format vllm --output exports/for-vllm --dtype bfloat16
+  heads.export runs/first --format medusa --output exports/first --base-model you/target --license apache-2.0 \\
+      --push-to-hub you/first --private
+      log in first (`hf auth login`) or set HF_TOKEN; without REPO it is your account's NAME of the output folder
+
+Nothing is overwritten: --output must be a new or an empty folder. Exit status: 0 done, 1 it could not be done, 2 usage.
+"""
+
+
+def main(argv=None):
+    """The command line.  argv: list of str, None for the process's own.  Returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="heads.export",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("source", metavar="SOURCE", help="a run, a checkpoint, a folder of heads or a Hub id")
+    parser.add_argument("--format", required=True, choices=FORMATS, help="what to write, see above")
+    parser.add_argument("--output", required=True, metavar="DIR", help="the folder to write; it must be new or empty")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="cast to it (default: keep)")
+    parser.add_argument("--base-model", metavar="ID", help="the target to name (default: what SOURCE says)")
+    parser.add_argument(
+        "--license", metavar="ID", help='licence in the model card, like "apache-2.0" (default: "other")'
+    )
+    parser.add_argument(
+        "--push-to-hub",
+        nargs="?",
+        const="",
+        metavar="REPO",
+        help="push it; REPO defaults to the name of the output folder",
+    )
+    parser.add_argument("--private", action="store_true", help="create the repository as a private one")
+    args = parser.parse_args(argv)
+    if args.private and args.push_to_hub is None:
+        parser.error("--private belongs to --push-to-hub")
+    try:
+        output = Path(args.output).resolve()
+        repo_id = None if args.push_to_hub is None else check_can_push(args.push_to_hub, output.name)
+        export_head(args.source, output, args.format, args.dtype, args.base_model, args.license, name=repo_id)
+        if repo_id is not None:
+            print(f"pushed to {push_folder(output, repo_id, args.private)}")
+    except (ValueError, OSError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        print(f"heads.export: {' '.join(str(reason).split())}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def export_head(source, output, format, dtype=None, base_model=None, license=None, name=None):
+    """Write the head of `source` to the new folder `output` and check it by reading it back.
+
+    source: whatever resolve_head takes; format: one of FORMATS; dtype: None keeps the source's; base_model: the target to
+    name instead of what the source says; name: how the card tells to load it (default: the folder's name).
+    Raises ValueError (source, format, output) or OSError (cannot write); then `output` is as it was before.
+    """
+    output = Path(output).resolve()
+    check_is_free(output)
+    folder = resolve_head(source)
+    head = load_head(folder)
+    table = check_format(head, format)
+    measured = find_measurements(folder)
+    source_dtype = next(head.parameters()).dtype
+    if base_model:
+        head.config = replace(head.config, base_model_name_or_path=base_model)
+    if dtype is not None:
+        head = head.to(to_dtype(dtype))
+    check_finite(head)
+    lm_head_weight = None
+    if table == "vllm-shared":
+        lm_head_weight = read_target_lm_head(head.config.base_model_name_or_path)
+        lm_head_weight = lm_head_weight.to(next(head.parameters()).dtype)
+
+    card = model_card(
+        head, format, name or output.name, measured, license, next(head.parameters()).dtype != source_dtype
+    )
+    print(f"exporting {head.config.num_heads} heads from {folder}")
+    with staged_folder(output) as staging:
+        write_head(head, staging, format, torch_file=True, lm_head_weight=lm_head_weight)
+        (staging / "README.md").write_text(card, encoding="utf-8")
+        if measured.tree is not None:
+            shutil.copyfile(measured.tree, staging / measured.tree.name)
+        num_compared = compare_with_source(staging, head, format, lm_head_weight)
+    print(f"read back: {num_compared} tensors and the logits of {head.config.num_heads} heads are equal bit by bit")
+    print(f"wrote {output} ({', '.join(sorted(path.name for path in output.iterdir()))})")
+    target = head.config.base_model_name_or_path
+    if not is_hub_id(target):
+        named = f"the target it names ({target!r}) is no Hub id" if target else "it names no target"
+        print(f"note: {named}; for others to use it, export with --base-model OWNER/NAME")
+
+
+def read_target_lm_head(target):
+    """The lm_head [V, H] of a target (folder or Hub id): heads that share it have none to put into a vllm file."""
+    if not target:
+        raise ValueError("format 'vllm' stores the target's lm_head, and the heads name no target: give --base-model")
+    from transformers import AutoModelForCausalLM  # seconds to import, and only this format needs it
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"format 'vllm' stores the target's lm_head, and the target {target!r} cannot be loaded "
+            f"({str(error).splitlines()[0]}): give --base-model with a folder or a Hub id"
+        ) from error
+    lm_head = model.get_output_embeddings()
+    if not isinstance(lm_head, nn.Linear) or lm_head.bias is not None:
+        raise ValueError(f"the target {target!r} has no lm_head that is one matrix without bias")
+    return lm_head.weight.detach()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,218 @@
+"""The model card (README.md) of an export: what the head is, what was measured on it, how to use it, who reads it.
+
+Every figure comes from a file beside the source (hub_export/measurements.py); a figure that is not there is said to be
+absent. Paths of this machine are not written.
+"""
+
+from pathlib import Path
+
+import yaml
+from huggingface_hub.utils import validate_repo_id
+
+from ..heads.formats import family, native_format
+
+# format -> (reader, what it takes), in the order of the card's table. From the design's on-disk formats, 2026-11.
+READERS = {
+    "medusa": (
+        ("Headstart", "yes"),
+        ("the original Medusa code (FasterDecoding)", "yes, through `medusa_lm_head.pt`{five}"),
+        ("text-generation-inference", "yes, through `medusa_lm_head.safetensors`"),
+        ("vLLM", "not this layout: export with `--format vllm` for vLLM 0.20 to 0.32"),
+        ("SGLang", "no Medusa support"),
+    ),
+    "medusa-shared": (
+        ("Headstart", "yes"),
+        ("the original Medusa code (FasterDecoding)", "by its legacy class, through `medusa_lm_head.pt`"),
+        ("text-generation-inference", "{tgi_shared}"),
+        ("vLLM", "not this layout: export with `--format vllm` for vLLM 0.20 to 0.32"),
+        ("SGLang", "no Medusa support"),
+    ),
+    "vllm": (
+        ("Headstart", "yes"),
+        ("vLLM", "0.20 to 0.32 (0.33 removed Medusa)"),
+        ("the original Medusa code (FasterDecoding)", "not this layout: export with `--format {native}`"),
+        ("text-generation-inference", "not this layout: export with `--format {native}`"),
+        ("SGLang", "no Medusa support"),
+    ),
+}
+
+
+def model_card(head, format, name, measured, license=None, dtype_changed=False):
+    """The text of README.md.
+
+    name: how the export is called to load it (a Hub id or a folder's name); measured: Measurements of its source;
+    dtype_changed: the export holds another dtype than the source the figures were measured with.
+    """
+    target = target_name(head.config.base_model_name_or_path)
+    sections = [
+        _front_matter(head, license),
+        f"# {Path(name).name}\n\n{_summary(head, format, target)}",
+        f"## Measured\n\n{_measured(measured, dtype_changed)}",
+        f"## Use it\n\n{_usage(head, format, name, target, measured)}",
+        f"## Which readers take it\n\n{_readers(head, format)}",
+        f"## How it was trained\n\n{_recipe(measured)}",
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def is_hub_id(name):
+    """Whether `name` can be the "owner/name" of the Hub: the form fits and it is no folder here."""
+    try:
+        validate_repo_id(name)
+    except ValueError:
+        return False
+    return name.count("/") == 1 and not Path(name).exists()
+
+
+def target_name(base_model):
+    """The target as a card may name it: a Hub id, or the last part of a local path."""
+    if not base_model:
+        return "TARGET"
+    return base_model if is_hub_id(base_model) else Path(base_model).name
+
+
+def _front_matter(head, license):
+    base_model = head.config.base_model_name_or_path
+    fields = {"base_model": base_model} if is_hub_id(base_model) else {}
+    fields |= {
+        "library_name": "headstart",
+        "license": license or "other",
+        "pipeline_tag": "text-generation",
+        "tags": ["headstart", "medusa", "speculative-decoding"],
+    }
+    return f"---\n{yaml.safe_dump(fields, sort_keys=False)}---"
+
+
+def _summary(head, format, target):
+    config = head.config
+    num_parameters = sum(parameter.numel() for parameter in head.parameters())
+    dtype = str(next(head.parameters()).dtype).removeprefix("torch.")
+    lm_head = "the target's lm_head, shared" if config.shared_lm_head else "an lm_head of its own per head"
+    return (
+        f"{config.num_heads} Medusa heads ([arXiv 2401.10774](https://arxiv.org/abs/2401.10774)) that draft up to "
+        f"{config.num_heads} tokens ahead for the target `{target}`, trained and exported with Headstart. In Headstart's "
+        "engine the target checks every drafted token, and the output is the one it gives without them.\n\n"
+        "| | |\n|---|---|\n"
+        f"| target | `{target}`: hidden size {config.hidden_size}, vocabulary {config.vocab_size} |\n"
+        f"| residual blocks per head | {config.num_layers} |\n"
+        f"| logits | {lm_head} |\n"
+        f"| parameters | {num_parameters:,} in {dtype} |\n"
+        f"| format | `{format}` |"
+    )
+
+
+def _measured(measured, dtype_changed):
+    parts = []
+    if measured.step is not None:
+        parts.append(f"These heads are the checkpoint of training step {measured.step}; the figures are of that step.")
+    if dtype_changed:
+        parts.append("The figures were measured before the weights were cast to this export's dtype.")
+    parts.append(_acceptance(measured.acceptance) if measured.acceptance else "Acceptance: no measurement came along.")
+    parts.append(_benchmark(measured.benchmark) if measured.benchmark else "Speed: no benchmark came along.")
+    return "\n\n".join(parts)
+
+
+def _acceptance(acceptance):
+    by_engine = acceptance.get("source", "engine") == "engine"
+    how = "by Headstart's engine, drafting a chain" if by_engine else "teacher-forced, not by the engine"
+    steps = f" over {acceptance['num_steps']:,} steps" if "num_steps" in acceptance else ""
+    lines = [f"Acceptance, measured {how}{steps} (acceptance length = 1 + accepted / steps):", "", "| | |", "|---|---|"]
+    lines.append(f"| acceptance length | {_figure(acceptance.get('acceptance_length'))} |")
+    for position, rate in enumerate(acceptance.get("per_position", ()), start=1):
+        lines.append(f"| accepted at position {position} | {_figure(rate)} |")
+    return "\n".join(lines)
+
+
+COLUMNS = {
+    "draft": "draft",
+    "temperature": "temperature",
+    "num_nodes": "nodes",
+    "acceptance_length": "tokens per step",
+    "tokens_per_second": "tokens/s",
+    "speedup": "against plain decoding",
+    "identical": "tokens identical to plain decoding",
+}
+
+
+def _benchmark(benchmark):
+    lines = [
+        f"Speed, on {benchmark.get('hardware', 'unnamed hardware')} ({benchmark.get('date', 'no date')}), by "
+        f"`{_without_folders(benchmark.get('command', 'headstart bench'))}`:",
+        "",
+        f"| {' | '.join(['heads', *COLUMNS.values()])} |",
+        f"|{'---|' * (len(COLUMNS) + 1)}",
+    ]
+    for row in benchmark.get("rows", ()):
+        cells = [_figure(row.get(key)) for key in COLUMNS]
+        path = Path(str(row.get("head", "-")))
+        lines.append(f"| {' | '.join([path.parent.name if path.name == 'head' else path.name, *cells])} |")
+    return "\n".join(lines)
+
+
+def _without_folders(command):
+    """A command line whose absolute paths keep only their last part."""
+    return " ".join(Path(word).name if Path(word).is_absolute() else word for word in str(command).split())
+
+
+def _figure(value):
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
+    return "not measured" if value is None else str(value)
+
+
+def _usage(head, format, name, target, measured):
+    tree = "static" if measured.tree is not None else "chain"
+    config = head.config
+    text = f'''```python
+from headstart import LLM, SamplingParams
+
+llm = LLM(
+    model="{target}",
+    speculative_config={{"model": "{name}", "num_speculative_tokens": {config.num_heads}, "tree": "{tree}"}},
+)
+[result] = llm.generate(["Write a haiku about trees."], SamplingParams(temperature=0.0, max_tokens=96))
+print(result.outputs[0].text, result.outputs[0].spec_decode_metrics)
+```
+
+The heads alone, as a module: `from headstart import load_head; head = load_head("{name}")`. From a terminal:
+
+```sh
+headstart generate --model {target} --head {name} --tree {tree} --compare "Write a haiku about trees."
+```'''
+    if family(format) == "vllm":
+        text += f"""
+
+In vLLM 0.20 to 0.32 (which drafts chains, with sampling rules of its own):
+
+```sh
+vllm serve {target} --speculative-config '{{"method": "medusa", "model": "{name}", "num_speculative_tokens": {config.num_heads}}}'
+```"""
+    return text
+
+
+def _readers(head, format):
+    config = head.config
+    five = (
+        ""
+        if config.num_heads == 5
+        else f", which builds 5 heads whatever the config says: these are {config.num_heads}"
+    )
+    tgi = "yes, through `medusa_lm_head.safetensors`"
+    if config.num_layers > 1:
+        tgi = f"no: it takes one residual block per head, these have {config.num_layers}"
+    lines = ["| reader | takes these files |", "|---|---|"]
+    for reader, takes in READERS[format]:
+        lines.append(f"| {reader} | {takes.format(five=five, tgi_shared=tgi, native=native_format(head))} |")
+    return "\n".join(lines)
+
+
+def _recipe(measured):
+    if not measured.recipe:
+        return "No recipe came along."
+    # Paths of the machine it was trained on tell a reader nothing.
+    shown = {key: value for key, value in measured.recipe.items() if not str(value).startswith(("/", "~", "\\"))}
+    return (
+        f"The run's resolved configuration:\n\n```yaml\n{yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)}```"
+    )

@@ -1,0 +1,417 @@
+"""Heads survive the disk bit by bit in every format, and whatever is wrong with a file is said by name."""
+
+import errno
+import json
+import os
+import resource
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
+
+from headstart.heads import checkpoint
+from headstart.heads.checkpoint import check_head_fits, load_head, resolve_head, save_head
+from headstart.heads.medusa import Medusa, MedusaConfig
+
+H, V = 24, 37
+
+
+def make_head(num_heads=3, num_layers=1, shared=False, base="some/target"):
+    """Heads whose every tensor is random, so that no two of them can be mistaken for each other."""
+    head = Medusa(MedusaConfig(H, V, num_heads, num_layers, shared, base))
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return head
+
+
+def llama_config(hidden_size=H, vocab_size=V):
+    return LlamaConfig(hidden_size=hidden_size, vocab_size=vocab_size, num_attention_heads=4)
+
+
+def same_head(one, other):
+    states = [head.state_dict() for head in (one, other)]
+    return states[0].keys() == states[1].keys() and all(
+        torch.equal(states[0][name], states[1][name]) for name in states[0]
+    )
+
+
+def rewrite(folder, change, name="medusa_lm_head.safetensors"):
+    """Change a saved file's {name: tensor} in place."""
+    tensors = load_file(folder / name)
+    change(tensors)
+    save_file(tensors, folder / name)
+
+
+def edit_config(folder, **keys):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | keys))
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+@pytest.mark.parametrize(
+    ("shared", "format"), [(False, "medusa"), (True, "medusa-shared"), (False, "vllm"), (True, "vllm")]
+)
+def test_saved_heads_load_bit_by_bit(tmp_path, shared, format, num_layers):
+    head = make_head(num_layers=num_layers, shared=shared)
+    save_head(head, tmp_path / "head", format=format, lm_head_weight=torch.randn(V, H))
+    loaded = load_head(tmp_path / "head")
+    assert loaded.config == head.config
+    assert same_head(loaded, head)
+
+
+@pytest.mark.parametrize(("shared", "weights"), [(False, 3), (True, 2)])
+def test_default_format_is_the_one_that_fits_the_head(tmp_path, shared, weights):
+    save_head(make_head(num_heads=1, shared=shared), tmp_path / "head")
+    assert len(load_file(tmp_path / "head" / "medusa_lm_head.safetensors")) == weights
+    assert not (tmp_path / "head" / "medusa_lm_head.pt").exists()
+    assert load_head(tmp_path / "head").config.shared_lm_head is shared
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+@pytest.mark.parametrize("shared", [False, True])
+def test_logits_are_those_of_the_original_code(tmp_path, shared, num_layers):
+    """FasterDecoding's maths, written here from its .pt: Sequential(ResBlock, ..., Linear), all by the file's names."""
+    save_head(make_head(num_layers=num_layers, shared=shared), tmp_path / "head", torch_file=True)
+    raw = torch.load(tmp_path / "head" / "medusa_lm_head.pt", weights_only=True)
+    features, target_lm_head = torch.randn(5, H), torch.randn(V, H)
+    ours, offsets = load_head(tmp_path / "head")(features, target_lm_head)
+    assert offsets == (2, 3, 4)
+    for k in range(3):
+        x = features
+        for j in range(num_layers):
+            x = x + F.silu(x @ raw[f"{k}.{j}.linear.weight"].T + raw[f"{k}.{j}.linear.bias"])
+        expected = x @ (target_lm_head if shared else raw[f"{k}.{num_layers}.weight"]).T
+        torch.testing.assert_close(ours[k], expected, rtol=1e-5, atol=1e-4)
+
+
+def test_files_hold_the_published_names_and_keys(tmp_path):
+    head = make_head(num_heads=2)
+    save_head(head, tmp_path / "medusa")
+    assert sorted(load_file(tmp_path / "medusa" / "medusa_lm_head.safetensors")) == [
+        *("0.0.linear.bias", "0.0.linear.weight", "0.1.weight"),
+        *("1.0.linear.bias", "1.0.linear.weight", "1.1.weight"),
+    ]
+    config = json.loads((tmp_path / "medusa" / "config.json").read_text())
+    assert {key: config[key] for key in config if key != "transformers_version"} == {
+        "base_model_name_or_path": "some/target",
+        "medusa_num_heads": 2,
+        "medusa_num_layers": 1,
+    }
+    save_head(make_head(num_heads=2, shared=True), tmp_path / "shared")
+    config = json.loads((tmp_path / "shared" / "config.json").read_text())
+    assert (config["version"], config["hidden_size"], config["vocab_size"]) == ("2", H, V)
+    assert "architectures" not in config
+
+
+def read_vllm_config(path):
+    """What vLLM's MedusaConfig.from_pretrained makes of a config.json: any key with "num" and "heads" is num_heads."""
+    config = json.loads(path.read_text())
+    for key in list(config):
+        if "num" in key and "heads" in key:
+            config["num_heads"] = config.pop(key)
+        elif "num" in key and "layers" in key:
+            config["num_hidden_layers"] = config.pop(key)
+    return config
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_vllm_files_give_its_reader_every_tensor_and_key(tmp_path, shared):
+    head, target_lm_head = make_head(num_layers=2, shared=shared), torch.randn(V, H)
+    save_head(head, tmp_path / "head", format="vllm", lm_head_weight=target_lm_head)
+    config = read_vllm_config(tmp_path / "head" / "config.json")
+    assert config["model_type"] == "medusa"
+    assert config["architectures"] == ["MedusaModel"]
+    assert (config["num_heads"], config["num_hidden_layers"]) == (3, 2)
+    assert (config["hidden_size"], config["vocab_size"], config["truncated_vocab_size"]) == (H, V, V)
+    assert (config["max_paths"], config["topk"], config["logit_scale"]) == (64, 10, 1.0)
+    assert config["medusa_fc_bias"] is True
+    assert config["original_lm_head"] is shared
+
+    tensors = load_file(tmp_path / "head" / "model.safetensors")
+    parts = ("weight", "bias")
+    blocks = {f"blocks.{k}.layers.{j}.{part}" for k in range(3) for j in range(2) for part in parts}
+    assert set(tensors) == blocks | ({"lm_heads.0.weight"} if shared else {f"lm_heads.{k}.weight" for k in range(3)})
+    if shared:
+        assert torch.equal(tensors["lm_heads.0.weight"], target_lm_head)
+    assert torch.equal(tensors["blocks.2.layers.1.bias"], head.heads[2].blocks[1].linear.bias)
+
+
+def test_tensors_decide_where_the_config_lies(tmp_path):
+    """medusa-vicuna-7b-v1.3 says 2 heads and holds 5."""
+    head = make_head(num_heads=5, num_layers=2)
+    save_head(head, tmp_path / "head")
+    edit_config(tmp_path / "head", medusa_num_heads=2, medusa_num_layers=1)
+    loaded = load_head(tmp_path / "head")
+    assert (loaded.config.num_heads, loaded.config.num_layers) == (5, 2)
+    assert same_head(loaded, head)
+
+
+def test_blocks_tied_by_the_original_code_come_apart(tmp_path):
+    """It repeats one ResBlock object where layers > 1, so its .pt shares storage between the names."""
+    block, lm_head = torch.nn.Linear(H, H), torch.nn.Linear(H, V, bias=False)
+    names = {f"0.{j}.linear.{part}": value for j in range(2) for part, value in block.state_dict().items()}
+    (tmp_path / "head").mkdir()
+    torch.save(names | {"0.2.weight": lm_head.weight.detach()}, tmp_path / "head" / "medusa_lm_head.pt")
+    (tmp_path / "head" / "config.json").write_text("{}")
+    first, second = (one.linear.weight for one in load_head(tmp_path / "head").heads[0].blocks)
+    assert torch.equal(first, block.weight)
+    assert torch.equal(first, second)
+    assert first.data_ptr() != second.data_ptr()
+
+
+def test_vllm_blocks_without_bias_are_blocks_with_bias_zero(tmp_path):
+    save_head(make_head(), tmp_path / "head", format="vllm")
+
+    def drop_biases(tensors):
+        for name in [name for name in tensors if name.endswith("bias")]:
+            del tensors[name]
+
+    rewrite(tmp_path / "head", drop_biases, "model.safetensors")
+    with pytest.raises(ValueError, match=r"missing: blocks\.0\.layers\.0\.bias"):
+        load_head(tmp_path / "head")
+    edit_config(tmp_path / "head", medusa_fc_bias=False)
+    assert not load_head(tmp_path / "head").heads[1].blocks[0].linear.bias.any()
+
+
+def test_dtype_is_kept_or_cast(tmp_path):
+    head = make_head()
+    save_head(head, tmp_path / "half", dtype="bfloat16")
+    save_head(head, tmp_path / "full")
+    assert load_head(tmp_path / "half").heads[0].lm_head.weight.dtype == torch.bfloat16
+    assert torch.equal(
+        load_head(tmp_path / "half", "float32").heads[0].lm_head.weight, head.heads[0].lm_head.weight.bfloat16()
+    )
+    assert same_head(load_head(tmp_path / "full", torch.bfloat16), head.bfloat16())
+    with pytest.raises(ValueError, match=r"'int8'.*expected float32"):
+        load_head(tmp_path / "full", "int8")
+
+
+def test_missing_and_unexpected_tensors_are_listed(tmp_path):
+    save_head(make_head(), tmp_path / "head")
+
+    def rename(tensors):
+        tensors["1.0.linear.scale"] = tensors.pop("1.0.linear.bias")
+        tensors["extra"] = torch.zeros(1)
+
+    rewrite(tmp_path / "head", rename)
+    with pytest.raises(ValueError, match=r"missing: 1\.0\.linear\.bias; unexpected: 1\.0\.linear\.scale, extra"):
+        load_head(tmp_path / "head")
+
+
+def test_one_tensor_too_many_is_an_error(tmp_path):
+    save_head(make_head(), tmp_path / "head")
+    rewrite(tmp_path / "head", lambda tensors: tensors.update({"0.norm.weight": torch.zeros(H)}))
+    with pytest.raises(ValueError, match=r"do not fit; unexpected: 0\.norm\.weight$"):
+        load_head(tmp_path / "head")
+
+
+def test_a_missing_head_in_the_middle_is_listed(tmp_path):
+    save_head(make_head(), tmp_path / "head")
+    rewrite(tmp_path / "head", lambda tensors: [tensors.pop(name) for name in list(tensors) if name.startswith("1.")])
+    with pytest.raises(ValueError, match=r"missing: 1\.0\.linear\.bias, 1\.0\.linear\.weight, 1\.1\.weight$"):
+        load_head(tmp_path / "head")
+
+
+def test_one_lost_lm_head_is_missing_and_not_shared(tmp_path):
+    save_head(make_head(), tmp_path / "medusa")
+    rewrite(tmp_path / "medusa", lambda tensors: tensors.pop("2.1.weight"))
+    with pytest.raises(ValueError, match=r"missing: 2\.1\.weight"):
+        load_head(tmp_path / "medusa")
+    save_head(make_head(), tmp_path / "vllm", format="vllm")
+    rewrite(tmp_path / "vllm", lambda t: [t.pop(f"lm_heads.{k}.weight") for k in (1, 2)], "model.safetensors")
+    with pytest.raises(ValueError, match=r"missing: lm_heads\.1\.weight, lm_heads\.2\.weight"):
+        load_head(tmp_path / "vllm")
+
+
+def test_wrong_shapes_are_named(tmp_path):
+    save_head(make_head(), tmp_path / "head")
+    rewrite(tmp_path / "head", lambda tensors: tensors.update({"2.1.weight": torch.zeros(V - 1, H)}))
+    with pytest.raises(ValueError, match=rf"2\.1\.weight is \({V - 1}, {H}\), expected \({V}, {H}\)"):
+        load_head(tmp_path / "head")
+
+
+def test_files_of_something_else_are_refused(tmp_path):
+    save_head(make_head(), tmp_path / "head", format="vllm")
+    save_file({"model.embed_tokens.weight": torch.zeros(V, H)}, tmp_path / "head" / "model.safetensors")
+    with pytest.raises(ValueError, match=r"no known format.*holds model\.embed_tokens\.weight"):
+        load_head(tmp_path / "head")
+    save_file(
+        {"blocks.0.layers.0.weight": torch.zeros(H, H), "token_map": torch.arange(3)},
+        tmp_path / "head/model.safetensors",
+    )
+    with pytest.raises(ValueError, match="token_map"):
+        load_head(tmp_path / "head")
+
+
+@pytest.mark.parametrize("name", ["medusa_lm_head.safetensors", "medusa_lm_head.pt"])
+@pytest.mark.parametrize("keep", [0.0, 0.5, 0.99])
+def test_a_file_cut_short_is_named(tmp_path, name, keep):
+    save_head(make_head(), tmp_path / "head", torch_file=True)
+    path = tmp_path / "head" / name
+    if name.endswith(".pt"):
+        (tmp_path / "head" / "medusa_lm_head.safetensors").unlink()
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * keep)])
+    with pytest.raises(ValueError, match=rf"{name} cannot be read; it is cut short or damaged"):
+        load_head(tmp_path / "head")
+
+
+def test_a_broken_or_missing_config_is_named(tmp_path):
+    save_head(make_head(), tmp_path / "head")
+    (tmp_path / "head" / "config.json").write_text('{"medusa_num_heads": ')
+    with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
+        load_head(tmp_path / "head")
+    (tmp_path / "head" / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"config\.json is missing"):
+        load_head(tmp_path / "head")
+
+
+def test_shared_heads_without_vocab_size_ask_the_target_they_name(tmp_path):
+    llama_config(vocab_size=V, hidden_size=H).save_pretrained(tmp_path / "target")
+    save_head(make_head(shared=True, base=str(tmp_path / "target")), tmp_path / "head")
+    path = tmp_path / "head" / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(
+        json.dumps({key: value for key, value in config.items() if key not in ("vocab_size", "hidden_size")})
+    )
+    assert load_head(tmp_path / "head").config.vocab_size == V
+    (tmp_path / "target" / "config.json").unlink()
+    with pytest.raises(ValueError, match=r'add "vocab_size" to config\.json'):
+        load_head(tmp_path / "head")
+
+
+def test_formats_that_do_not_fit_the_head_are_refused_before_writing(tmp_path):
+    with pytest.raises(ValueError, match="use 'medusa-shared'"):
+        save_head(make_head(shared=True), tmp_path / "head", format="medusa")
+    with pytest.raises(ValueError, match="use 'medusa'"):
+        save_head(make_head(), tmp_path / "head", format="medusa-shared")
+    with pytest.raises(ValueError, match="pass lm_head_weight"):
+        save_head(make_head(shared=True), tmp_path / "head", format="vllm")
+    with pytest.raises(ValueError, match=r"'gguf'.*expected one of medusa, medusa-shared, vllm"):
+        save_head(make_head(), tmp_path / "head", format="gguf")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_holds_something_is_left_alone(tmp_path):
+    (tmp_path / "head").mkdir()
+    (tmp_path / "head" / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"already holds notes\.txt"):
+        save_head(make_head(), tmp_path / "head")
+    assert [path.name for path in tmp_path.rglob("*")] == ["head", "notes.txt"]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="is a file"):
+        save_head(make_head(), tmp_path / "file")
+
+
+def test_an_empty_folder_may_be_filled(tmp_path):
+    (tmp_path / "head").mkdir()
+    save_head(make_head(), tmp_path / "head")
+    assert load_head(tmp_path / "head").config.num_heads == 3
+
+
+def test_files_are_readable_like_any_other_file(tmp_path):
+    save_head(make_head(), tmp_path / "new" / "head", torch_file=True)
+    (tmp_path / "plain").write_text("")
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "new" / "head").iterdir()}
+    assert modes == {(tmp_path / "plain").stat().st_mode & 0o777}
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
+    def fill(*args, **kwargs):
+        (next(tmp_path.glob(".head.partial-*")) / "medusa_lm_head.safetensors").write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", fill)
+    with pytest.raises(OSError, match=r"cannot write .*head \(No space left on device\)") as caught:
+        save_head(make_head(), tmp_path / "head")
+    assert caught.value.errno == errno.ENOSPC
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_write_that_the_system_refuses_leaves_nothing_behind(tmp_path):
+    """A real failing write, in both libraries: a process that may not write files larger than 4 KiB, or than one of them."""
+    script = (
+        "import resource, sys, torch; from headstart.heads.checkpoint import save_head;"
+        "from headstart.heads.medusa import Medusa, MedusaConfig;"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]),) * 2);"
+        "save_head(Medusa(MedusaConfig(32, 64)), sys.argv[1], torch_file=True)"
+    )
+    complete = tmp_path / "complete"
+    save_head(Medusa(MedusaConfig(32, 64)), complete, torch_file=True)
+    sizes = {path.suffix: path.stat().st_size for path in complete.iterdir()}
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
+    assert sizes[".safetensors"] < sizes[".pt"]
+    for limit in (4096, sizes[".safetensors"]):
+        folder = tmp_path / f"limit-{limit}" / "head"
+        command = [sys.executable, "-c", script, str(folder), str(limit)]
+        result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+        assert result.returncode != 0
+        assert "OSError" in result.stderr
+        assert f"cannot write {folder}" in result.stderr
+        assert list(folder.parent.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=r"cannot write .*file/head"):
+        save_head(make_head(), tmp_path / "file" / "head")
+
+
+def test_runs_and_checkpoints_resolve_to_their_newest_head(tmp_path):
+    run = tmp_path / "run"
+    for step in (200, 1000, 900):
+        save_head(make_head(num_heads=1 + step // 200), run / "checkpoints" / f"step-{step:03d}" / "head")
+    (run / "checkpoints" / "step-2000").mkdir()  # without a head yet
+    (run / "checkpoints" / "step-3000.partial").mkdir()
+    save_file({"x": torch.zeros(1)}, run / "checkpoints" / "step-200" / "model.safetensors")  # a trainer's own state
+    assert load_head(run).config.num_heads == 6
+    assert load_head(run / "checkpoints" / "step-200").config.num_heads == 2
+    save_head(make_head(num_heads=4), run / "head")
+    assert resolve_head(run) == run / "head"
+    assert load_head(run / "head").config.num_heads == 4
+    with pytest.raises(ValueError, match=r"holds no head: looked for medusa_lm_head\.safetensors"):
+        resolve_head(tmp_path)
+
+
+@pytest.mark.parametrize("offline", ["1", "0"])
+def test_a_head_that_is_nowhere_says_what_was_tried(tmp_path, offline):
+    """In a subprocess, as huggingface_hub reads its environment once, at import; it retries without waiting here."""
+    script = "import time; time.sleep = lambda _: None; from headstart import load_head; load_head('nobody/no-head')"
+    environment = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": offline}
+    command = [sys.executable, "-c", script]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=os.environ | environment)
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith(
+        "ValueError: no head at 'nobody/no-head': there is no such folder, and the Hub at http://127.0.0.1:9"
+    )
+    assert ("HF_HUB_OFFLINE is set" in last) == (offline == "1")
+    assert "medusa_lm_head.safetensors" in last
+
+
+def test_heads_of_another_target_are_refused():
+    head = make_head()
+    target = llama_config(hidden_size=H, vocab_size=V)
+    check_head_fits(head, target)
+    with pytest.raises(ValueError, match=rf"some/target.*hidden size {H}, the target has 48"):
+        check_head_fits(head, llama_config(hidden_size=48, vocab_size=V))
+    with pytest.raises(ValueError, match=rf"vocabulary {V}, the target has 99"):
+        check_head_fits(head, llama_config(hidden_size=H, vocab_size=99))
+    head.config = replace(head.config, base_model_name_or_path="")
+    with pytest.raises(ValueError, match=r"hidden size .* and vocabulary"):
+        check_head_fits(head, llama_config(hidden_size=48, vocab_size=99))
+
+
+def test_loading_draws_no_random_numbers(tmp_path):
+    save_head(make_head(), tmp_path / "head")
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    load_head(tmp_path / "head")
+    assert torch.equal(torch.rand(2), expected)
