@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 PAGE = 64  # positions per page of the cache
 TILE = 16  # keys per step of the sum; divides PAGE
-ROWS = 8  # query rows per block
+ROWS = 16  # query rows per block
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class TreeIndex:
     """Rows of the cache that one forward pass reads. Made once per pass, used by every layer."""
 
     prefix_rows: torch.Tensor  # [B * P * HK * TILE] rows of the committed tiles below each request's tail
-    prefix_bias: torch.Tensor  # [B, P] 0, or -inf where a request has fewer tiles
+    prefix_bias: torch.Tensor  # [B * P * HK, 1, 1] 0, or -inf where a request has fewer tiles
     tail_rows: torch.Tensor  # [B * N * T * HK * TILE] rows of each node's own tail
-    tail_bias: torch.Tensor  # [B, N, T, TILE] 0, or -inf behind the node
+    tail_bias: torch.Tensor  # [B * N * T * HK, 1, TILE] 0, or -inf behind the node
     num_prefix_tiles: int  # P
     num_tail_tiles: int  # T
 
@@ -59,6 +59,7 @@ def build_tree_index(block_table, committed, committed_host, depths, ancestors, 
     prefix_rows = (pages[:, :, None, None] * num_kv_heads + head[:, None]) * PAGE + offset  # [B, P, HK, TILE]
     beyond = tile[None] >= (committed // TILE)[:, None]
     prefix_bias = torch.zeros(batch, num_prefix, dtype=dtype, device=device).masked_fill_(beyond, -torch.inf)
+    prefix_bias = prefix_bias[:, :, None].expand(-1, -1, num_kv_heads).reshape(-1, 1, 1)
 
     # Tail: positions from the tile of L to the node itself. Position x < L lies at x, x = L + j at the slot of ancestor j.
     base = committed // TILE * TILE
@@ -73,7 +74,8 @@ def build_tree_index(block_table, committed, committed_host, depths, ancestors, 
     offset = (slot % PAGE).view(batch, num_nodes, num_tail, 1, TILE)
     tail_rows = (pages * num_kv_heads + head[:, None]) * PAGE + offset  # [B, N, T, HK, TILE]
     tail_bias = torch.zeros(batch, num_nodes, num_tail * TILE, dtype=dtype, device=device)
-    tail_bias = tail_bias.masked_fill_(~visible, -torch.inf).view(batch, num_nodes, num_tail, TILE)
+    tail_bias = tail_bias.masked_fill_(~visible, -torch.inf).view(batch, num_nodes, num_tail, 1, TILE)
+    tail_bias = tail_bias.expand(-1, -1, -1, num_kv_heads, -1).reshape(-1, 1, TILE)
     return TreeIndex(prefix_rows.flatten(), prefix_bias, tail_rows.flatten(), tail_bias, num_prefix, num_tail)
 
 
@@ -102,8 +104,7 @@ def tree_attention(q, kv, index):
     # Tail: one block of rows per node and key head.
     block = F.pad(q, (0, 0, 0, ROWS - group))[:, :, None].expand(-1, -1, num_tiles, -1, -1, -1)
     keys, values = kv.index_select(1, index.tail_rows).to(wide).view(2, -1, TILE, dim).unbind()
-    bias = index.tail_bias[:, :, :, None, None].expand(-1, -1, -1, num_kv_heads, 1, -1)
-    tail = _fold(block.reshape(-1, ROWS, dim), keys, values, bias.reshape(-1, 1, TILE))
+    tail = _fold(block.reshape(-1, ROWS, dim), keys, values, index.tail_bias)
     # -> [tiles, B, N, HK, G, .]
     tail = [x.view(batch, num_nodes, num_tiles, num_kv_heads, ROWS, -1)[..., :group, :].movedim(2, 0) for x in tail]
 
@@ -128,13 +129,13 @@ def _prefix(q, kv, index, wide):
     batch, num_nodes, num_kv_heads, group, dim = q.shape
     num_tiles = index.num_prefix_tiles
     keys, values = kv.index_select(1, index.prefix_rows).to(wide).view(2, -1, TILE, dim).unbind()
-    bias = index.prefix_bias[:, :, None].expand(-1, -1, num_kv_heads).reshape(-1, 1, 1)
     rows = q.transpose(1, 2).reshape(batch, num_kv_heads, num_nodes * group, dim)
     rows = F.pad(rows, (0, 0, 0, -rows.shape[2] % ROWS))
     states = []
     for block in rows.split(ROWS, 2):
         block = block[:, None].expand(-1, num_tiles, -1, -1, -1).reshape(-1, ROWS, dim)
-        states.append([x.view(batch, num_tiles, num_kv_heads, ROWS, -1) for x in _fold(block, keys, values, bias)])
+        state = _fold(block, keys, values, index.prefix_bias)
+        states.append([x.view(batch, num_tiles, num_kv_heads, ROWS, -1) for x in state])
     joined = []
     for parts in zip(*states):
         x = torch.cat(parts, 3)[:, :, :, : num_nodes * group]

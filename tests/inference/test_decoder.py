@@ -83,8 +83,8 @@ def test_logits_agree_with_transformers(name):
         (MistralConfig(**SHAPE, sliding_window=64), "sliding-window"),
         (LlamaConfig(**SHAPE, hidden_act="gelu"), "activation"),
         (
-            LlamaConfig(**(SHAPE | dict(hidden_size=96, num_attention_heads=24, num_key_value_heads=2))),
-            "24 query heads",
+            LlamaConfig(**(SHAPE | dict(hidden_size=96, num_attention_heads=48, num_key_value_heads=2))),
+            "48 query heads",
         ),
         (
             LlamaConfig(**SHAPE, rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0)),

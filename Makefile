@@ -1,0 +1,69 @@
+# make quickstart   train heads, build their tree, export them, measure them, write the report
+# make test         the test suite (what needs a GPU is left out)
+# make lint         ruff
+# make clean        remove the environment and everything built; runs/ stays
+#
+# The first three set up .venv by themselves; another Python: make test PYTHON=python3.12
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+RUN := runs/quickstart
+ADVICE := Headstart needs Python 3.11 or newer; name one: make $(MAKECMDGOALS) PYTHON=python3.12
+
+# Nothing but the package registry is reached.
+export HF_HUB_OFFLINE := 1
+export WANDB_MODE := offline
+
+# Waiting OpenMP threads sleep. By default they spin, and once another process holds one of two cores a training step takes 3 times
+# as long and a pass of the target over 64 rows 4 times; asleep 1.8 and 1.3 times. Price: that pass takes up to 1.4 times on an idle
+# machine, a training step and a pass over one row the same.
+export OMP_WAIT_POLICY := PASSIVE
+
+.PHONY: help quickstart test lint clean
+.SUFFIXES:
+
+help:
+	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
+
+# All cores train, up to four: the embedded model is small, and more than two was not measured.
+quickstart: export OMP_NUM_THREADS := $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -lt 4 ] && echo $$n || echo 4)
+quickstart: $(RUN)/export/config.json
+	$(BIN)/headstart bench speculation --model assets/stdlib-coder --head $(RUN)/export \
+	  --head assets/stdlib-coder-medusa --output $(RUN)/benchmark.json
+	$(BIN)/headstart report $(RUN)
+
+# A finished run is kept and used again; an unfinished one goes on from its newest checkpoint.
+$(RUN)/head/config.json: | $(READY)
+	$(BIN)/accelerate launch --config_file configs/accelerate/cpu.yaml train/medusa.py --config configs/quickstart.yaml \
+	  $$(test -z "$$(ls -A $(RUN) 2>/dev/null)" || echo --resume)
+
+$(RUN)/tree.json: $(RUN)/head/config.json
+	$(BIN)/headstart tree $(RUN)
+
+$(RUN)/export/config.json: $(RUN)/head/config.json $(RUN)/tree.json
+	$(BIN)/heads.export $(RUN) --format medusa --output $(RUN)/export
+
+# One thread each: the test models are tiny, and a busy neighbour then costs nothing.
+test: export OMP_NUM_THREADS := 1
+test: $(READY)
+	$(BIN)/pytest -m "not gpu"
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+clean:
+	rm -rf $(VENV) build dist headstart.egg-info .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "There is no '$(PYTHON)' here. $(ADVICE)" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "'$(PYTHON)' is $$($(PYTHON) --version), too old. $(ADVICE)" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' || \
+	  { echo "'$(PYTHON)' cannot make environments: install its venv package (on Debian: python3-venv)." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e ".[dev]"
+	@touch $@

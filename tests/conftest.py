@@ -1,0 +1,151 @@
+"""What all tests share: no network, no files outside pytest's own folders, no GPU test without a GPU, and a tiny target.
+
+The guard against the network watches this process; programs that a test starts inherit the offline switches instead.
+"""
+
+import ipaddress
+import os
+import shutil
+import socket
+import tempfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Before anything imports huggingface_hub or wandb: both read their switches once. A home of their own keeps the tests away from
+# the caches and the tokens of whoever runs them.
+_HOME = tempfile.mkdtemp(prefix="headstart-tests-")
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    HF_HOME=f"{_HOME}/huggingface",
+    TOKENIZERS_PARALLELISM="false",
+    WANDB_MODE="offline",
+    WANDB_SILENT="true",
+    WANDB_ERROR_REPORTING="false",
+    WANDB_CONFIG_DIR=f"{_HOME}/wandb/config",
+    WANDB_CACHE_DIR=f"{_HOME}/wandb/cache",
+    WANDB_DATA_DIR=f"{_HOME}/wandb/data",
+    MPLBACKEND="Agg",
+)
+for _name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY"):
+    os.environ.pop(_name, None)
+
+
+class _RootIsNotATestPackage:
+    """The root holds an __init__.py, so pytest takes it for a package of tests and imports it a second time, under the name of
+    the checkout's folder. A plain directory is not imported."""
+
+    @staticmethod
+    def pytest_collect_directory(path, parent):
+        return pytest.Dir.from_parent(parent, path=path) if path == ROOT else None
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(_RootIsNotATestPackage(), "root-is-not-a-test-package")
+
+
+def pytest_unconfigure():
+    shutil.rmtree(_HOME, ignore_errors=True)
+
+
+def pytest_collection_modifyitems(config, items):
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if not on_gpu:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        config.hook.pytest_deselected(items=on_gpu)
+        items[:] = [item for item in items if item not in on_gpu]
+
+
+def _is_loopback(host):
+    if host in ("", "localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False  # a name: looking it up is already a question to the network
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_network():
+    """Connections and name look-ups that would leave this machine raise; those to loopback addresses go through."""
+    patch = pytest.MonkeyPatch()
+
+    def guard(name, host_of):
+        real = getattr(socket, name) if hasattr(socket, name) else getattr(socket.socket, name)
+
+        def guarded(*args, **kwargs):
+            host = host_of(*args)
+            if host is not None and not _is_loopback(host):
+                raise RuntimeError(
+                    f"a test reached for the network: {name} to {host!r}; tests use loopback addresses only"
+                )
+            return real(*args, **kwargs)
+
+        return guarded
+
+    def host_of_address(sock, address, *_):
+        return address[0] if sock.family in (socket.AF_INET, socket.AF_INET6) else None
+
+    def host_of_name(host, *_):
+        return host.decode() if isinstance(host, bytes) else host
+
+    for name in ("connect", "connect_ex"):
+        patch.setattr(socket.socket, name, guard(name, host_of_address))
+    patch.setattr(socket, "getaddrinfo", guard("getaddrinfo", host_of_name))
+    yield
+    patch.undo()
+
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}<|assistant|>{% generation %}{{ message['content'] }}<|end|>{% endgeneration %}"
+    "{% else %}<|user|>{{ message['content'] }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tmp_path_factory):
+    """Folder of a random Llama (hidden 32, 2 layers, 4 heads over 2 KV heads, vocabulary 320) with a tokenizer that chats."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("tiny-target")
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=["<|user|>", "<|assistant|>", "<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(
+        [path.read_text(encoding="utf-8") for path in sorted((ROOT / "heads").glob("*.py"))], trainer
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|end|>", pad_token="<|end|>")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.2,  # large enough that one token clearly wins
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).eval().save_pretrained(folder)
+    return folder

@@ -1,0 +1,87 @@
+"""The embedded target with its shipped heads: equal outputs, acceptance, and training's view against the engine's."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import headstart.inference.engine as engine_module
+from headstart import LLM, SamplingParams, load_head
+from headstart.inference.prompt_files import read_prompts, render_prompt
+from headstart.inference.tree import build_static_tree, save_tree
+from headstart.train.features import FrozenTarget
+
+ASSETS = Path(__file__).resolve().parents[2] / "assets"
+TARGET, HEADS = ASSETS / "stdlib-coder", ASSETS / "stdlib-coder-medusa"
+NUM_PROMPTS = 32
+
+
+@pytest.fixture(scope="module")
+def embedded(tmp_path_factory):
+    module = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    prompts = [render_prompt(tokenizer, prompt) for prompt in read_prompts(TARGET / "heldout.jsonl", count=NUM_PROMPTS)]
+    tree = build_static_tree(json.loads((HEADS / "tree.json").read_text())["rates"], 64)
+    tree_file = tmp_path_factory.mktemp("tree") / "64.json"
+    save_tree(tree, tree_file)
+    return module, tokenizer, prompts, str(tree_file)
+
+
+@pytest.fixture(scope="module")
+def plain(embedded):
+    module, tokenizer, prompts, _ = embedded
+    llm = LLM(module, tokenizer=tokenizer, max_num_seqs=1)
+    params = {t: SamplingParams(temperature=t, max_tokens=32, seed=5) for t in (0.0, 0.8)}
+    return {t: [o.outputs[0].token_ids for o in llm.generate(prompts, params[t])] for t in params}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("tree", ["chain", "tree of 64"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_shipped_heads_change_no_token_and_are_accepted(embedded, plain, temperature, tree, batch):
+    module, tokenizer, prompts, tree_file = embedded
+    speculative = {"model": str(HEADS), "tree": "chain" if tree == "chain" else tree_file}
+    llm = LLM(module, tokenizer=tokenizer, max_num_seqs=batch, speculative_config=speculative)
+    assert llm.tree.num_nodes == (5 if tree == "chain" else 64)
+    outputs = llm.generate(prompts, SamplingParams(temperature=temperature, max_tokens=32, seed=5))
+    assert [o.outputs[0].token_ids for o in outputs] == plain[temperature]
+    least = {("chain", 0.0): 1.5, ("tree of 64", 0.0): 2.0, ("chain", 0.8): 1.2, ("tree of 64", 0.8): 1.6}
+    assert llm.get_metrics()["acceptance_length"] >= least[tree, temperature]
+
+
+def test_training_and_engine_agree_on_every_accepted_count(embedded, monkeypatch):
+    """At every root of the engine's chain run, the training forward on that text gives the same accepted count."""
+    module, tokenizer, prompts, _ = embedded
+    llm = LLM(module, tokenizer=tokenizer, max_num_seqs=1, speculative_config={"model": str(HEADS), "tree": "chain"})
+    strict, steps = engine_module.strict, []
+
+    def recording(tree, tokens, target_tokens, depth_limit):
+        result = strict(tree, tokens, target_tokens, depth_limit)
+        (request,) = llm.engine.scheduler.active
+        steps.append((request.committed, result[1].item(), depth_limit.item()))
+        return result
+
+    monkeypatch.setattr(engine_module, "strict", recording)
+    head, target = load_head(HEADS, dtype=torch.float32), FrozenTarget(module)
+    checked, counts = 0, set()
+    for prompt in prompts[:12]:
+        steps.clear()
+        (output,) = llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True))
+        text = torch.tensor([output.prompt_token_ids + output.outputs[0].token_ids])
+        with torch.no_grad():
+            features = target.features(text, torch.arange(text.shape[1])[None], torch.zeros_like(text))
+            logits, offsets = head(features)
+        guesses = [one[0].argmax(-1) for one in logits]  # per head [T]
+        for committed, accepted, limit in steps:
+            at = committed - 1  # the position whose feature drafts; the root stands at `committed`
+            count = 0
+            while count < min(limit, len(guesses)) and guesses[count][at] == text[0, at + offsets[count]]:
+                count += 1
+            assert count == accepted, (prompt["prompt"], committed)
+            checked += 1
+            counts.add(count)
+    assert checked > 200
+    assert counts >= {0, 1, 2, 3}

@@ -1,0 +1,99 @@
+"""A tiny target on disk and a file of conversations: what the trainers' tests run on."""
+
+import json
+import random
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}<|assistant|>{% generation %}{{ m['content'] }}<|end|>"
+    "{% endgeneration %}{% else %}<|user|>{{ m['content'] }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+WORDS = [f"w{i}" for i in range(44)]
+
+
+def word_tokenizer():
+    """One token per word, and the three special ones: a vocabulary of 48."""
+    vocabulary = {word: i for i, word in enumerate(["<|user|>", "<|assistant|>", "<|end|>", "<unk>", *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<|user|>", "<|assistant|>", "<|end|>"])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|end|>",
+        pad_token="<|end|>",
+        unk_token="<unk>",
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def save_target(folder, model):
+    model.save_pretrained(folder)
+    word_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def word_target(tmp_path_factory):
+    """Folder of a random Llama: hidden 32, 2 layers, vocabulary 48."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=48,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.3,  # a law with some shape
+        eos_token_id=2,
+        pad_token_id=2,
+        bos_token_id=None,
+    )
+    return save_target(tmp_path_factory.mktemp("target"), LlamaForCausalLM(config))
+
+
+@pytest.fixture(scope="session")
+def conversations(tmp_path_factory):
+    """A .jsonl of 60 conversations whose answers count upwards, so that there is something to learn."""
+    rng = random.Random(0)
+    lines = []
+    for _ in range(60):
+        start, length = rng.randrange(44), rng.randint(4, 14)
+        question = " ".join(rng.choice(WORDS) for _ in range(rng.randint(2, 6)))
+        answer = " ".join(WORDS[(start + i) % 44] for i in range(length))
+        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        lines.append(json.dumps({"messages": turns}))
+    path = tmp_path_factory.mktemp("data") / "conversations.jsonl"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture
+def arguments(word_target, conversations, tmp_path):
+    """arguments(lr=0.1, ...) -> argv of a run that takes a fraction of a second, in tmp_path/"run"."""
+
+    def build(**keys):
+        values = {"target": word_target, "data": conversations, "output": tmp_path / "run", "row_length": 64}
+        values |= {"max_steps": 6, "batch_rows": 2, "log_every": 1, "eval_prompts": 0, "tracker": "none"}
+        values |= {"autocast": "no", "num_heads": 3, "checkpoint_every": 0, "lr": 0.01} | keys
+        return [word for name, value in values.items() for word in (f"--{name}", str(value))]
+
+    return build
+
+
+@pytest.fixture
+def read_metrics(tmp_path):
+    """read_metrics(kind="train", run="run") -> that run's lines of this kind, without what the clock decides."""
+
+    def read(kind="train", run="run"):
+        lines = [json.loads(line) for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
+        for line in lines:
+            line.pop("tokens_per_second", None)
+        return [line for line in lines if line["kind"] == kind]
+
+    return read

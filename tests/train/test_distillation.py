@@ -1,0 +1,236 @@
+"""The losses against plain loops over documents and torch's own autograd."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from headstart.heads.medusa import Medusa, MedusaConfig
+from headstart.train.distillation import (
+    Objective,
+    accumulate_gradients,
+    count_teacher_forced_runs,
+    distillation_loss,
+    find_labels,
+    summarize,
+    target_law,
+)
+
+H, V, K = 12, 23, 3
+
+
+def make_batch(seed=0, num_rows=3, length=29):
+    """Rows of documents of odd lengths with padding at the end; about half of the tokens supervised; fp64 features."""
+    g = torch.Generator().manual_seed(seed)
+    document_ids = torch.full((num_rows, length), -1)
+    for row in range(num_rows):
+        start, document = 0, 10 * row
+        while start < length - 4:
+            end = start + int(torch.randint(2, 9, (1,), generator=g))
+            document_ids[row, start : min(end, length - 3)] = document
+            start, document = end, document + 1
+    input_ids = torch.randint(0, V, (num_rows, length), generator=g)
+    supervised = (torch.rand(num_rows, length, generator=g) < 0.6) & (document_ids >= 0)
+    features = torch.randn(num_rows, length, H, generator=g, dtype=torch.float64)
+    return input_ids, document_ids, supervised, features
+
+
+def make_head(num_layers=2, shared=False, seed=1):
+    torch.manual_seed(seed)
+    head = Medusa(MedusaConfig(H, V, num_heads=K, num_layers=num_layers, shared_lm_head=shared)).double()
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    lm_head = torch.nn.Linear(H, V, bias=False).double().requires_grad_(False)
+    torch.nn.init.normal_(lm_head.weight, std=0.5)
+    return head, lm_head
+
+
+def loss_by_loops(head, lm_head, batch, objective):
+    """The definition, one document and one position at a time, through torch's own losses. -> (loss, labels)"""
+    input_ids, document_ids, supervised, features = batch
+    total, num_labels = 0.0, 0
+    for row in range(len(input_ids)):
+        for document in set(document_ids[row].tolist()) - {-1}:
+            places = [i for i in range(document_ids.shape[1]) if document_ids[row, i] == document]
+            x, f = input_ids[row, places], features[row, places]
+            marks = supervised[row, places]
+            for t in range(len(places)):
+                for k in range(K):
+                    if t + 2 + k >= len(places) or not marks[t + 2 + k]:
+                        continue
+                    num_labels += k == 0
+                    logits = F.linear(head.hidden(f[t], k), lm_head.weight)
+                    if head.heads[k].lm_head is not None:
+                        logits = head.heads[k].lm_head(head.hidden(f[t], k))
+                    hard = F.cross_entropy(logits[None], x[t + 2 + k][None])
+                    law = F.softmax(lm_head(f[t + 1 + k]), -1)
+                    soft = F.kl_div(F.log_softmax(logits, -1), law, reduction="sum")
+                    total = total + objective.weights[k] * (objective.hard_weight * hard + objective.soft_weight * soft)
+    return total / num_labels, num_labels
+
+
+def ours(head, lm_head, batch, objective, chunk_tokens=7, with_hits=False):
+    input_ids, document_ids, supervised, features = batch
+    labels = find_labels(input_ids, document_ids, supervised, K)
+    head.zero_grad()
+    arguments = (features.flatten(0, 1), labels, lm_head, objective, len(labels.positions), chunk_tokens)
+    totals = accumulate_gradients(head, *arguments, with_hits=with_hits)
+    return totals, summarize(totals, objective, len(labels.positions))
+
+
+@pytest.mark.parametrize(("hard", "soft"), [(1.0, 0.0), (0.0, 1.0), (0.3, 0.9)])
+@pytest.mark.parametrize("shared", [False, True])
+def test_loss_and_every_gradient_are_those_of_the_definition(hard, soft, shared):
+    (head, lm_head), batch = make_head(shared=shared), make_batch()
+    objective = Objective(hard, soft, [0.8**k for k in range(K)])
+    expected, num_labels = loss_by_loops(head, lm_head, batch, objective)
+    head.zero_grad()
+    expected.backward()
+    gradients = {name: p.grad.clone() for name, p in head.named_parameters()}
+    totals, line = ours(head, lm_head, batch, objective)
+    assert int(totals[0, 1]) == num_labels
+    assert line["loss"] == pytest.approx(expected.item(), rel=1e-12)
+    for name, parameter in head.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-10, atol=1e-12, msg=name)
+        assert parameter.grad.abs().max() > 1e-6, f"{name} gets no gradient"
+
+
+def test_the_last_head_and_every_block_get_their_own_gradient():
+    (head, lm_head), batch = make_head(), make_batch()
+    ours(head, lm_head, batch, Objective(0.5, 0.5, [1.0] * K))
+    blocks = [block.linear.weight for one in head.heads for block in one.blocks]
+    assert len({block.data_ptr() for block in blocks}) == K * 2
+    for i, block in enumerate(blocks):
+        assert block.grad.abs().max() > 1e-4
+        assert all(not torch.equal(block.grad, other.grad) for other in blocks[:i])
+
+
+def test_padding_and_unsupervised_tokens_change_nothing():
+    (head, lm_head), batch = make_head(), make_batch()
+    objective = Objective(0.5, 0.5, [1.0] * K)
+    before, line = ours(head, lm_head, batch, objective)
+    input_ids, document_ids, supervised, features = batch
+    padding = document_ids < 0
+    wide = [
+        F.pad(part, (0, 11), value=value) for part, value in ((input_ids, 3), (document_ids, -1), (supervised, False))
+    ]
+    other = features.masked_fill(padding[..., None], 1e3)
+    after, wide_line = ours(head, lm_head, (*wide, F.pad(other, (0, 0, 0, 11), value=1e3)), objective)
+    torch.testing.assert_close(after, before, rtol=1e-12, atol=0)
+    assert wide_line["loss"] == pytest.approx(line["loss"], rel=1e-12)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 10_000])
+def test_chunks_do_not_change_the_gradient(chunk_tokens):
+    (head, lm_head), batch = make_head(), make_batch()
+    objective = Objective(0.2, 0.8, [1.0, 0.7, 0.1])
+    ours(head, lm_head, batch, objective, chunk_tokens=7)
+    gradients = [p.grad.clone() for p in head.parameters()]
+    ours(head, lm_head, batch, objective, chunk_tokens=chunk_tokens)
+    for parameter, expected in zip(head.parameters(), gradients):
+        torch.testing.assert_close(parameter.grad, expected, rtol=1e-10, atol=1e-13)
+
+
+def test_head_weights_scale_each_heads_gradient_alone():
+    (head, lm_head), batch = make_head(), make_batch()
+    ours(head, lm_head, batch, Objective(1.0, 0.0, [1.0] * K))
+    full = [p.grad.clone() for p in head.heads[2].parameters()]
+    totals, line = ours(head, lm_head, batch, Objective(1.0, 0.0, [1.0, 0.5, 0.25]))
+    for parameter, expected in zip(head.heads[2].parameters(), full):
+        torch.testing.assert_close(parameter.grad, expected * 0.25, rtol=1e-12, atol=0)
+    weighed = sum(w * float(t) for w, t in zip((1, 0.5, 0.25), totals[:, 0])) / float(totals[0, 1])
+    assert line["loss"] == pytest.approx(weighed, rel=1e-12)
+
+
+def test_labels_are_supervised_tokens_with_a_feature_in_their_own_document():
+    input_ids, document_ids, supervised, _ = make_batch(seed=5)
+    labels = find_labels(input_ids, document_ids, supervised, K)
+    length = input_ids.shape[1]
+    found = {(int(p), k) for k in range(K) for p, ok in zip(labels.positions, labels.valid[k]) if ok}
+    expected = set()
+    for row in range(len(input_ids)):
+        for y in range(length):
+            for k in range(K):
+                t = y - 2 - k
+                inside = t >= 0 and document_ids[row, t] == document_ids[row, y] != -1
+                if inside and supervised[row, y]:
+                    expected.add((row * length + y, k))
+    assert found == expected
+    assert len(found) > 20
+    assert torch.equal(labels.tokens, input_ids.flatten()[labels.positions])
+
+
+@pytest.mark.parametrize(("hard", "soft"), [(1.0, 0.0), (0.0, 1.0), (0.4, 0.6), (0.7, 1.1)])
+def test_row_losses_pass_gradcheck(hard, soft):
+    torch.manual_seed(0)
+    logits = torch.randn(5, V, dtype=torch.float64, requires_grad=True)
+    law = target_law(torch.randn(5, V, dtype=torch.float64))
+    labels = torch.randint(0, V, (5,))
+    assert torch.autograd.gradcheck(lambda x: distillation_loss(x, labels, law, hard, soft), (logits,))
+    expected = hard * F.cross_entropy(logits, labels, reduction="none")
+    expected = expected + soft * F.kl_div(logits.log_softmax(-1), law[0], reduction="none").sum(-1)
+    torch.testing.assert_close(distillation_loss(logits, labels, law, hard, soft), expected, rtol=1e-12, atol=1e-13)
+
+
+def test_bfloat16_logits_lose_no_more_than_rounding_them_does():
+    torch.manual_seed(0)
+    logits = torch.randn(9, 301) * 4
+    law, labels = target_law(torch.randn(9, 301) * 4), torch.randint(0, 301, (9,))
+    exact = distillation_loss(logits.bfloat16().double(), labels, [part.double() for part in law], 0.5, 0.5)
+    rounded = logits.bfloat16().requires_grad_()
+    loss = distillation_loss(rounded, labels, law, 0.5, 0.5)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss.double(), exact, rtol=1e-5, atol=1e-5)
+    loss.sum().backward()
+    assert rounded.grad.dtype == torch.bfloat16
+
+
+def test_kl_to_itself_is_zero():
+    logits = torch.randn(4, V, dtype=torch.float64)
+    loss = distillation_loss(logits, torch.zeros(4, dtype=torch.int64), target_law(logits), 0.0, 1.0)
+    assert loss.abs().max() < 1e-12
+
+
+def test_hits_are_counted_against_the_text():
+    (head, lm_head), batch = make_head(), make_batch(seed=3)
+    totals, line = ours(head, lm_head, batch, Objective(1.0, 0.0, [1.0] * K), with_hits=True)
+    input_ids, document_ids, supervised, features = batch
+    labels = find_labels(input_ids, document_ids, supervised, K)
+    for k in range(K):
+        top1 = top5 = 0
+        for position, token, valid in zip(labels.positions, labels.tokens, labels.valid[k]):
+            if valid:
+                order = head.logits(features.flatten(0, 1)[position - 2 - k], k).argsort(descending=True)
+                top1 += int(order[0] == token)
+                top5 += int(token in order[:5])
+        assert totals[k, 2:].tolist() == [top1, top5]
+        assert top5 > top1
+        assert line[f"head{k}_top5"] == pytest.approx(top5 / int(labels.valid[k].sum()))
+
+
+def test_teacher_forced_runs_are_those_of_a_walk_over_the_text():
+    # A head that copies: the features say what the text holds, rightly in most places.
+    input_ids, document_ids, supervised, _ = make_batch(seed=7, num_rows=4, length=60)
+    supervised = document_ids >= 0
+    head = Medusa(MedusaConfig(V * K, V, num_heads=K)).double()
+    for k in range(K):
+        torch.nn.init.zeros_(head.heads[k].lm_head.weight)
+        head.heads[k].lm_head.weight.data[:, V * k : V * (k + 1)] = torch.eye(V, dtype=torch.float64)
+    says = torch.stack([input_ids.roll(-(2 + k), 1) for k in range(K)], -1)  # [B, T, K]
+    wrong = torch.rand(says.shape, generator=torch.Generator().manual_seed(0)) < 0.3
+    says = torch.where(wrong, (says + 1) % V, says)
+    features = F.one_hot(says, V).flatten(2).double()
+    labels = find_labels(input_ids, document_ids, supervised, K)
+    reached, roots = count_teacher_forced_runs(head, features.flatten(0, 1), labels, None, chunk_tokens=13)
+    expected, count = [0] * K, 0
+    for row in range(4):
+        for t in range(60 - 1 - K):
+            if document_ids[row, t] == -1 or document_ids[row, t] != document_ids[row, t + 1 + K]:
+                continue
+            count += 1
+            for k in range(K):
+                if wrong[row, t, k]:
+                    break
+                expected[k] += 1
+    assert roots == count > 20
+    assert reached == expected
+    assert reached[0] > reached[1] > reached[2] > 0

@@ -1,0 +1,278 @@
+"""Runs that are stopped, resumed, damaged or in the way of another."""
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file
+
+from headstart.heads.medusa import Medusa, MedusaConfig
+from headstart.train import medusa
+from headstart.train.checkpointing import list_checkpoints, load_checkpoint, save_checkpoint
+from headstart.train.optimization import build_optimizer
+
+STEPS = {
+    "max_steps": 9,
+    "checkpoint_every": 2,
+    "eval_every": 3,
+    "eval_prompts": 3,
+    "eval_tokens": 8,
+    "keep_checkpoints": 9,
+}
+
+
+def run(arguments, **keys):
+    assert medusa.main(arguments(**keys)) == 0
+
+
+def all_lines(folder):
+    """metrics.jsonl without what the clock decides."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line.pop("tokens_per_second", None)
+    return lines
+
+
+def assert_same_run(one, other):
+    """Equal in every figure and in every bit of the head and of the optimiser."""
+    assert all_lines(one) == all_lines(other)
+    heads = [load_file(folder / "head" / "medusa_lm_head.safetensors") for folder in (one, other)]
+    assert heads[0].keys() == heads[1].keys()
+    assert all(torch.equal(heads[0][name], heads[1][name]) for name in heads[0])
+    states = [torch.load(list_checkpoints(folder)[-1] / "optimizer.pt", weights_only=True) for folder in (one, other)]
+    for index, entry in states[0]["state"].items():
+        assert all(torch.equal(value, states[1]["state"][index][name]) for name, value in entry.items())
+
+
+def stop_after(monkeypatch, step, number=signal.SIGTERM):
+    """Send this process `number` while it is in optimiser step `step` (from 1)."""
+    calls, update = [], medusa.update
+
+    def update_and_signal(*arguments):
+        calls.append(1)
+        if len(calls) == step:
+            os.kill(os.getpid(), number)
+        return update(*arguments)
+
+    monkeypatch.setattr(medusa, "update", update_and_signal)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("step", [2, 3, 5])
+def test_resumed_run_repeats_the_uninterrupted_one_bit_by_bit(arguments, tmp_path, monkeypatch, cached, step):
+    """Stopped where a checkpoint is due (2), where a measurement is due (3), and where neither is (5)."""
+    keys = STEPS | {"cache_features": cached, "accumulate": 2}
+    run(arguments, **keys)
+    stop_after(monkeypatch, step)
+    assert medusa.main(arguments(**keys, output=tmp_path / "stopped")) == 128 + signal.SIGTERM
+    assert list_checkpoints(tmp_path / "stopped")[-1].name == f"step-{step:06d}"
+    assert not (tmp_path / "stopped" / "head").exists()
+    monkeypatch.undo()
+    run(arguments, **keys, output=tmp_path / "stopped", resume=True)
+    assert_same_run(tmp_path / "run", tmp_path / "stopped")
+    assert [line["step"] for line in all_lines(tmp_path / "stopped") if line["kind"] == "acceptance"] == [3, 6, 9]
+
+
+def test_run_killed_between_checkpoints_drops_the_lines_it_repeats(arguments, tmp_path, monkeypatch):
+    run(arguments, **STEPS)
+
+    def die(*arguments):
+        raise KeyboardInterrupt
+
+    copy = tmp_path / "killed"
+    calls, update = [], medusa.update
+    monkeypatch.setattr(medusa, "update", lambda *a: die() if len(calls) == 6 else (calls.append(1), update(*a))[1])
+    with pytest.raises(KeyboardInterrupt):
+        medusa.main(arguments(**STEPS, output=copy))
+    monkeypatch.undo()
+    shutil.rmtree(copy / "checkpoints" / "step-000006")  # as if it had died before it could save
+    with open(copy / "metrics.jsonl", "a") as file:
+        file.write('{"step": 7, "ki')  # and while it wrote a line
+    run(arguments, **STEPS, output=copy, resume=True)
+    assert_same_run(tmp_path / "run", copy)
+
+
+def test_going_back_to_an_earlier_checkpoint_repeats_the_run(arguments, tmp_path):
+    run(arguments, **STEPS)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    run(arguments, **STEPS, output=tmp_path / "copy", resume_from=tmp_path / "copy" / "checkpoints" / "step-000004")
+    assert_same_run(tmp_path / "run", tmp_path / "copy")
+
+
+def test_resuming_a_finished_run_changes_nothing(arguments, tmp_path):
+    run(arguments, **STEPS)
+    before = all_lines(tmp_path / "run")
+    run(arguments, **STEPS, resume=True)
+    assert all_lines(tmp_path / "run") == before
+
+
+def test_finished_run_can_be_extended(arguments, tmp_path):
+    run(arguments, **STEPS)
+    first = (tmp_path / "run" / "head" / "medusa_lm_head.safetensors").read_bytes()
+    run(arguments, **(STEPS | {"max_steps": 12}), resume=True)
+    assert [line["step"] for line in all_lines(tmp_path / "run") if line["kind"] == "train"] == list(range(1, 13))
+    assert (tmp_path / "run" / "head" / "medusa_lm_head.safetensors").read_bytes() != first
+
+
+def test_signal_while_features_are_computed_leaves_a_run_that_resumes(arguments, tmp_path, monkeypatch):
+    keys = STEPS | {"cache_features": True}
+    run(arguments, **keys)
+    compute = medusa.FrozenTarget.features
+    monkeypatch.setattr(
+        medusa.FrozenTarget, "features", lambda *a: (os.kill(os.getpid(), signal.SIGINT), compute(*a))[1]
+    )
+    monkeypatch.setattr(medusa.FrozenTarget, "check", lambda *a: None)
+    assert medusa.main(arguments(**keys, output=tmp_path / "stopped")) == 128 + signal.SIGINT
+    monkeypatch.undo()
+    run(arguments, **keys, output=tmp_path / "stopped", resume=True)
+    assert_same_run(tmp_path / "run", tmp_path / "stopped")
+
+
+def test_sigterm_to_the_launcher_saves_and_leaves_a_run_that_resumes(arguments, tmp_path):
+    """As a user types it: accelerate launch, whose launcher does not hand SIGTERM on by itself."""
+    keys = {"max_steps": 100_000, "checkpoint_every": 0, "log_every": 1}
+    config = Path(medusa.__file__).parents[1] / "configs" / "accelerate" / "cpu.yaml"
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config), medusa.__file__]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    with open(tmp_path / "said.txt", "w") as said:
+        process = subprocess.Popen(
+            [*launch, *arguments(**keys)], env=environment, stdout=said, stderr=said, start_new_session=True
+        )
+        try:
+            metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
+            while not (metrics.exists() and len(metrics.read_text().splitlines()) > 3):
+                assert process.poll() is None, (tmp_path / "said.txt").read_text()
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            process.send_signal(signal.SIGTERM)
+            process.wait(timeout=60)
+            assert process.returncode != 0
+            while not list_checkpoints(tmp_path / "run"):
+                assert time.monotonic() < deadline, (tmp_path / "said.txt").read_text()
+                time.sleep(0.05)
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # all gone, as it should be
+                os.killpg(process.pid, signal.SIGKILL)
+    stopped = int(list_checkpoints(tmp_path / "run")[-1].name.split("-")[1])
+    assert stopped > 3
+    run(arguments, max_steps=stopped + 3, checkpoint_every=0, log_every=1, resume=True)
+    steps = [line["step"] for line in all_lines(tmp_path / "run") if line["kind"] == "train"]
+    assert steps == list(range(1, stopped + 4))
+
+
+def test_only_the_newest_checkpoints_stay(arguments, tmp_path):
+    run(arguments, max_steps=9, checkpoint_every=2, keep_checkpoints=2)
+    assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["step-000008", "step-000009"]
+    left = {path.name for path in (tmp_path / "run").iterdir()}
+    assert left == {"checkpoints", "config.yaml", "head", "metrics.jsonl"}
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "rng.pt", "head/medusa_lm_head.safetensors", "state.json"])
+def test_checkpoint_cut_in_half_is_named_with_the_one_before(arguments, tmp_path, name):
+    run(arguments, max_steps=6, checkpoint_every=2, keep_checkpoints=3)
+    newest = tmp_path / "run" / "checkpoints" / "step-000006"
+    content = (newest / name).read_bytes()
+    (newest / name).write_bytes(content[: len(content) // 2])
+    with pytest.raises(ValueError, match=f"step-000006/{name} .*--resume_from .*step-000004"):
+        medusa.main(arguments(max_steps=8, checkpoint_every=2, keep_checkpoints=3, resume=True))
+    run(arguments, max_steps=8, checkpoint_every=2, keep_checkpoints=3, resume_from=newest.parent / "step-000004")
+
+
+def test_flipped_byte_and_missing_file_are_damage(arguments, tmp_path):
+    run(arguments, max_steps=2, checkpoint_every=2)
+    path = tmp_path / "run" / "checkpoints" / "step-000002" / "optimizer.pt"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"optimizer.pt are not those that were written; no earlier one is whole"):
+        medusa.main(arguments(max_steps=3, resume=True))
+    path.unlink()
+    with pytest.raises(ValueError, match=r"optimizer\.pt is missing"):
+        medusa.main(arguments(max_steps=3, resume=True))
+
+
+def test_existing_run_folder_is_left_alone(arguments, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"already holds notes.txt: add --resume"):
+        medusa.main(arguments())
+    assert [path.name for path in folder.iterdir()] == ["notes.txt"]
+    with pytest.raises(ValueError, match=r"is a file: name a new run folder"):
+        medusa.main(arguments(output=folder / "notes.txt"))
+
+
+def test_nothing_to_resume_is_an_error(arguments, tmp_path):
+    with pytest.raises(ValueError, match=r"there is no run in .* to resume"):
+        medusa.main(arguments(resume=True))
+    with pytest.raises(ValueError, match="there is no such checkpoint folder"):
+        medusa.main(arguments(resume_from=tmp_path / "step-000002"))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("name", "value"), [("lr", 0.5), ("num_heads", 2), ("seed", 3), ("autocast", "bf16")])
+def test_resumed_run_keeps_its_recipe(arguments, name, value):
+    run(arguments, max_steps=2)
+    with pytest.raises(ValueError, match=f"started with {name} .*, not {value!r}"):
+        medusa.main(arguments(max_steps=4, resume=True, **{name: value}))
+
+
+def test_resumed_run_needs_the_same_data(arguments, conversations, tmp_path):
+    data = tmp_path / "data.jsonl"
+    shutil.copy(conversations, data)
+    run(arguments, max_steps=2, data=data)
+    data.write_text("\n".join(data.read_text().splitlines()[:-5]))
+    with pytest.raises(ValueError, match="the data gives other rows"):
+        medusa.main(arguments(max_steps=4, data=data, resume=True))
+
+
+def test_run_continues_from_its_own_saved_config(arguments, tmp_path):
+    run(arguments, **STEPS)
+    config = tmp_path / "run" / "config.yaml"
+    assert medusa.main(["--config", str(config), "--resume", "--max_steps", "10"]) == 0
+    assert medusa.main(["--config", str(config), "--output", str(tmp_path / "again"), "--max_steps", "9"]) == 0
+    assert_same_step = [all_lines(tmp_path / name)[:9] for name in ("run", "again")]
+    assert assert_same_step[0] == assert_same_step[1]
+
+
+def test_full_disk_keeps_the_earlier_checkpoint(arguments, tmp_path, monkeypatch):
+    save, calls = torch.save, []
+
+    def full(*arguments):
+        calls.append(1)
+        if len(calls) > 2:
+            raise OSError(28, "No space left on device")
+        save(*arguments)
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match=r"step-000004 \(No space left on device\); nothing half-written is left"):
+        medusa.main(arguments(max_steps=6, checkpoint_every=2))
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000002"]
+    monkeypatch.undo()
+    run(arguments, max_steps=6, checkpoint_every=2, resume=True)
+
+
+def test_random_generators_go_on_where_they_were(tmp_path):
+    head, accelerator = Medusa(MedusaConfig(4, 5, num_heads=1)), Accelerator()
+    optimizer = build_optimizer(head, 0.0, 0.9, 0.999)
+
+    def draw():
+        return random.random(), np.random.rand(), torch.rand(1).item(), random.gauss(0, 1), np.random.randn()
+
+    draw()  # an odd number of normal draws: numpy keeps the second of a pair
+    save_checkpoint(tmp_path, 1, head, optimizer, {}, accelerator, num_kept=1)
+    expected = draw()
+    draw()
+    load_checkpoint(tmp_path / "checkpoints" / "step-000001", head, optimizer, accelerator)
+    assert draw() == expected

@@ -1,0 +1,195 @@
+"""Which targets can be trained on, what is refused, and what the data and the command line may not be."""
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+
+from headstart.train import medusa
+from headstart.train.acceptance import choose_held_out
+from headstart.train.data import load_conversations, pack
+from headstart.train.features import FeatureCache, FrozenTarget
+from headstart.train.rows import build_rows, count_labels, rows_of_step
+
+SMALL = {"vocab_size": 48, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL |= {"max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": 2, "pad_token_id": 2}
+GPT2 = {
+    "vocab_size": 48,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 256,
+    "bos_token_id": 2,
+    "eos_token_id": 2,
+}
+
+
+def save(folder, word_target, config, **keys):
+    """A random model of this config, with the tiny target's tokenizer."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config(**keys))
+    model.save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(word_target).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("config", "keys"),
+    [
+        (transformers.GPT2Config, GPT2),
+        (transformers.GPTNeoXConfig, SMALL | {"intermediate_size": 64}),
+        (transformers.Qwen3Config, SMALL | {"intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 8}),
+        (transformers.OPTConfig, SMALL | {"ffn_dim": 64, "word_embed_proj_dim": 32}),
+    ],
+)
+def test_other_families_train(arguments, tmp_path, word_target, read_metrics, config, keys):
+    folder = save(tmp_path / "target", word_target, config, **keys)
+    assert medusa.main(arguments(target=folder, max_steps=20, eval_prompts=3, eval_tokens=6, lr=0.01)) == 0
+    lines = read_metrics()
+    assert lines[-1]["loss"] < lines[0]["loss"]
+
+
+def test_target_that_the_engine_does_not_run_is_measured_teacher_forced(
+    arguments, tmp_path, word_target, read_metrics, capsys
+):
+    folder = save(tmp_path / "target", word_target, transformers.GPT2Config, **GPT2)
+    # Against the text, so let the heads learn the text: its answers count upwards.
+    keys = {"hard_weight": 1, "soft_weight": 0, "lr": 0.05, "num_epochs": 12, "max_steps": 0, "head_weight_decay": 1}
+    assert medusa.main(arguments(target=folder, eval_prompts=6, eval_tokens=6, **keys)) == 0
+    assert "acceptance is teacher-forced on the held-out text, not the engine's" in capsys.readouterr().err
+    (line,) = read_metrics("acceptance")
+    saved = json.loads((tmp_path / "run" / "acceptance.json").read_text())
+    assert line["source"] == saved["source"] == "teacher_forced"
+    assert line["acceptance_length"] == pytest.approx(1 + sum(line["per_position"]))
+    assert line["acceptance_length"] > 1.3
+    assert line["per_position"] == sorted(line["per_position"], reverse=True)
+    assert len(saved["samples"]) == 2
+    assert saved["samples"][0]["prompt"].startswith("<|user|>")
+
+
+@pytest.mark.parametrize(
+    ("config", "keys", "message"),
+    [
+        (
+            transformers.Gemma2Config,
+            SMALL
+            | {"intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 8}
+            | {"final_logit_softcapping": 0.01, "layer_types": ["full_attention"] * 2},
+            r"logits of Gemma2ForCausalLM are not lm_head\(last hidden state\)",
+        ),
+        (
+            transformers.BloomConfig,
+            {"vocab_size": 48, "hidden_size": 32, "n_layer": 2, "n_head": 4},
+            "takes no position_ids",
+        ),
+        (
+            transformers.MistralConfig,
+            SMALL | {"intermediate_size": 64, "num_key_value_heads": 2, "sliding_window": 5},
+            "its sliding window is shorter",
+        ),
+    ],
+)
+def test_targets_whose_law_is_not_in_the_features_are_refused(arguments, tmp_path, word_target, config, keys, message):
+    folder = save(tmp_path / "target", word_target, config, **keys)
+    with pytest.raises(ValueError, match=message):
+        medusa.main(arguments(target=folder))
+    assert not (tmp_path / "run").exists()
+
+
+def test_features_of_a_packed_row_are_those_of_its_documents_alone(word_target):
+    target = FrozenTarget(transformers.AutoModelForCausalLM.from_pretrained(word_target).eval())
+    documents = [torch.randint(0, 48, (n,), generator=torch.Generator().manual_seed(n)) for n in (9, 1, 14)]
+    packed = pack([(d.tolist(), [True] * len(d)) for d in documents], 29)
+    features = target.features(packed.input_ids, packed.position_ids, packed.document_ids)
+    assert features.isfinite().all()
+    for i, document in enumerate(documents):
+        alone = target.model.model(input_ids=document[None]).last_hidden_state[0]
+        torch.testing.assert_close(features[packed.document_ids == i], alone, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"target": "/no/such/folder"}, "'/no/such/folder': there is no such folder"),
+        ({"target": "./gone"}, "there is no such folder"),
+        ({"target": "nobody/no-such-model"}, "neither a model folder here nor a model on the Hub"),
+        ({"row_length": 300}, "row_length 300 is more than the target's 256 positions"),
+        ({"data": "missing.jsonl"}, r"missing\.jsonl cannot be read"),
+        ({"eval_prompts": 60}, "nothing is left; give more data"),
+        ({"eval_tokens": 200, "eval_prompts": 2}, "no held-out prompt leaves room for 200 new tokens"),
+        ({"row_length": 4}, "no assistant token of 60 conversations lies within row_length 4"),
+        ({"max_stesp": 3}, "unknown key 'max_stesp'; did you mean 'max_steps'"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_written(arguments, tmp_path, monkeypatch, keys, message):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=message):
+        medusa.main(arguments(**keys))
+    assert not list(tmp_path.iterdir())
+
+
+def test_command_says_what_is_wrong_without_a_traceback(arguments):
+    words = [sys.executable, medusa.__file__, *arguments(lr="fast")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines()[-1] == "error: --lr must be a number, got 'fast'"
+    assert "Traceback" not in done.stderr
+
+
+def test_cache_larger_than_the_disk_is_refused(tmp_path):
+    one_process = SimpleNamespace(num_processes=1, is_main_process=True)
+    said = []
+    with pytest.raises(ValueError, match="set cache_features to false"):
+        FeatureCache(tmp_path, 10**9, 4096, 4096, torch.float32, one_process, said.append)
+    assert "1000000000 rows x 4096 tokens" in said[0]
+    assert not list(tmp_path.iterdir())
+
+
+# ---- rows ----
+
+
+def test_max_tokens_picks_whole_conversations_at_random(word_target, conversations):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(word_target)
+    loaded = load_conversations(conversations)
+    everything, _ = build_rows(tokenizer, loaded, 64, 0, 0, note=lambda text: None)
+    some, counts = build_rows(tokenizer, loaded, 64, 400, 0, note=lambda text: None)
+    others, _ = build_rows(tokenizer, loaded, 64, 400, 1, note=lambda text: None)
+    tokens = int((some.document_ids >= 0).sum())
+    assert 370 < tokens <= 400 < int((everything.document_ids >= 0).sum())
+    assert some.input_ids.tolist() != others.input_ids.tolist()
+    assert torch.equal(torch.from_numpy(counts), count_labels(some))
+
+
+def test_labels_per_row_count_what_the_first_head_predicts():
+    marks = [False, False, True, True]
+    packed = pack([([1, 2, 3, 4], marks), ([5, 6], [True, True]), ([7, 8, 9], [True] * 3)], 6)
+    assert sorted(count_labels(packed).tolist()) == [1, 2]
+
+
+def test_every_epoch_feeds_every_row_once_in_an_order_of_its_own():
+    fed = [row for step in range(15) for row in rows_of_step(step, 4, 20, seed=3)]
+    epochs = [fed[:20], fed[20:40], fed[40:]]
+    assert all(sorted(epoch) == list(range(20)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert fed[:4] != rows_of_step(0, 4, 20, seed=4).tolist()
+
+
+def test_held_out_conversations_are_never_trained_on(conversations):
+    loaded = load_conversations(conversations)
+    train, held_out = choose_held_out(conversations, "", "target", [*loaded, *loaded], 7)
+    assert len(held_out) == 7
+    assert not [one for one in train if one in held_out]
+    again = choose_held_out(conversations, "", "target", loaded[::-1], 5)[1]
+    assert all(one in held_out for one in again)
+
+
+def test_stdlib_is_measured_on_what_the_target_ships(tmp_path):
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (tmp_path / "heldout.jsonl").write_text(json.dumps({"messages": messages, "module": "m"}))
+    train, held_out = choose_held_out("stdlib", "", str(tmp_path), ["the training data"], 16)
+    assert (train, held_out) == (["the training data"], [messages])

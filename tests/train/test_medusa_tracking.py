@@ -1,0 +1,141 @@
+"""W&B: an offline run read back from its file; never a question, never a crash."""
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headstart.train import medusa
+from headstart.train.tracking import MetricsFile, wandb_mode
+
+
+def read_records(path):
+    """Protobuf records of a .wandb file: a 7-byte header, then LevelDB log blocks of 32 KiB."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, position, parts, records = path.read_bytes(), 7, b"", []
+    assert data[:4] == b":W&B"
+    while position + 7 <= len(data):
+        if 32768 - position % 32768 < 7:
+            position += 32768 - position % 32768
+            continue
+        _, length, kind = struct.unpack("<IHB", data[position : position + 7])
+        parts += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # a whole record, or the last part of one
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(parts)
+            records.append(record)
+            parts = b""
+    return records
+
+
+@pytest.fixture
+def logged_out(monkeypatch, tmp_path):
+    """A machine that is not logged in and has an empty home."""
+    for name in [name for name in os.environ if name.startswith("WANDB_")] + ["NETRC"]:
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "home").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+
+
+def test_offline_run_holds_config_curves_plot_and_samples(arguments, tmp_path, logged_out, capfd):
+    words = arguments(tracker="wandb", eval_prompts=3, eval_every=3, eval_tokens=8, hard_weight=0.25)
+    environment = dict(os.environ)
+    assert medusa.main(words) == 0
+    assert "W&B: offline" in capfd.readouterr().err
+    os.environ.pop("WANDB_SERVICE", None)  # the library's own: where its background process listens
+    assert dict(os.environ) == environment
+    assert not [path for path in (tmp_path / "home").rglob("*") if "wandb" in str(path)]
+
+    (path,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
+    records = read_records(path)
+    updates = [one for record in records for one in (*record.run.config.update, *record.config.update)]
+    config = {one.key or "/".join(one.nested_key): json.loads(one.value_json) for one in updates}
+    assert config["hard_weight"] == 0.25
+    assert config["target"] == words[1]
+    assert set(config) >= set(vars(medusa.parse_recipe(medusa.Recipe, words, "")))
+
+    history = []
+    for record in records:
+        if record.history.item:
+            history.append({item.key or "/".join(item.nested_key): item.value_json for item in record.history.item})
+    lines = MetricsFile(tmp_path / "run" / "metrics.jsonl").lines()
+    for kind, name in (("train", "loss"), ("train", "head2_top5"), ("acceptance", "acceptance_length")):
+        curve = {json.loads(h["_step"]): json.loads(h[f"{kind}/{name}"]) for h in history if f"{kind}/{name}" in h}
+        assert curve == {line["step"]: pytest.approx(line[name]) for line in lines if line["kind"] == kind}
+    media = [key for h in history for key in h]
+    # Tables are logged as {"_type": "table-file", ...}, which the history holds as nested keys.
+    assert {"acceptance/per_position_table/path", "samples/path"} <= set(media)
+    assert "vega" in json.dumps(config["_wandb/visualize/acceptance/per_position"]).lower()
+    tables = [json.loads(file.read_text()) for file in path.parent.glob("files/media/table/**/*.json")]
+    samples = [table for table in tables if table["columns"] == ["step", "prompt", "output"]]
+    assert len(samples) == 2
+    saved = json.loads((tmp_path / "run" / "acceptance.json").read_text())
+    expected = [[6, sample["prompt"], sample["output"]] for sample in saved["samples"]]
+    assert expected in [table["data"] for table in samples]
+    bars = [table["data"] for table in tables if table["columns"] == ["position", "accepted"]]
+    assert [[i, rate] for i, rate in enumerate(saved["per_position"])] in [
+        [[i, pytest.approx(rate)] for i, rate in bar] for bar in bars
+    ]
+
+
+def test_missing_wandb_is_a_note(arguments, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(medusa, "has_wandb", lambda: False)
+    assert medusa.main(arguments(tracker="wandb")) == 0
+    assert "wandb is not installed" in capsys.readouterr().err
+    assert len(MetricsFile(tmp_path / "run" / "metrics.jsonl").lines()) == 6
+
+
+def test_script_runs_where_wandb_and_datasets_are_not_installed(arguments, tmp_path):
+    """In a process of its own, in which neither can be found."""
+    hide = (
+        "import sys, importlib.util as u\n"
+        "find = u.find_spec\n"
+        "u.find_spec = lambda name, *a: None if name.split('.')[0] in ('wandb', 'datasets') else find(name, *a)\n"
+        "class Hidden:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] in ('wandb', 'datasets', 'matplotlib'):\n"
+        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
+        "sys.meta_path.insert(0, Hidden())\n"
+        "from headstart.train import medusa\n"
+        "sys.exit(medusa.main(sys.argv[1:]))\n"
+    )
+    words = [sys.executable, "-c", hide, *arguments(tracker="wandb", max_steps=2, eval_prompts=2, eval_tokens=4)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+    assert done.returncode == 0, done.stderr
+    assert "wandb is not installed" in done.stderr
+
+
+def test_server_that_cannot_be_reached_means_offline(arguments, logged_out):
+    """In a process of its own: the library reads where its server is only once."""
+    patient = "import sys; from headstart.train import medusa, tracking; tracking.START_TIMEOUT = 2; "
+    words = [sys.executable, "-c", patient + "sys.exit(medusa.main(sys.argv[1:]))"]
+    words += arguments(tracker="wandb", max_steps=2)
+    # Nobody listens on the discard port.
+    server = {"WANDB_API_KEY": "0123456789" * 4, "WANDB_BASE_URL": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        words, capture_output=True, text=True, timeout=120, env=os.environ | server, stdin=subprocess.DEVNULL
+    )
+    assert done.returncode == 0, done.stderr
+    assert "W&B does not start online" in done.stderr
+    assert "W&B: offline" in done.stderr
+
+
+def test_mode_is_online_only_where_this_machine_is_logged_in(tmp_path):
+    netrc = Path(tmp_path, "netrc")
+    netrc.write_text("machine api.wandb.ai login user password 0123\n")
+    nowhere = {"NETRC": str(tmp_path / "none")}
+    assert wandb_mode(nowhere) == "offline"
+    assert wandb_mode(nowhere | {"WANDB_API_KEY": "k"}) == "online"
+    assert wandb_mode({"NETRC": str(netrc)}) == "online"
+    assert wandb_mode({"NETRC": str(netrc), "WANDB_BASE_URL": "https://wandb.example.org"}) == "offline"
+    assert wandb_mode({"NETRC": str(netrc), "WANDB_MODE": "offline"}) == "offline"
+    assert wandb_mode(nowhere | {"WANDB_MODE": "online"}) == "offline"
+    assert wandb_mode({"NETRC": str(netrc), "WANDB_MODE": "disabled"}) == "disabled"
+    netrc.write_text("this is not a netrc file {")
+    assert wandb_mode({"NETRC": str(netrc)}) == "offline"

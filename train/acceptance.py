@@ -1,0 +1,142 @@
+"""Acceptance of a head while it trains: the engine's own figure on held-out prompts, so that it is what serving will see.
+
+The engine is built once, on the loaded target (no second copy) and on the head in training (read in place). For a target that
+the engine does not run yet, the teacher-forced figure on the held-out conversations stands in, marked as such.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+
+from ..inference.acceptance import measure_acceptance
+from ..inference.decoder import UnsupportedArchitecture
+from ..inference.llm import LLM
+from ..inference.sampling import SamplingParams
+from .data import BUILT_IN, encode_conversations, load_conversations
+from .distillation import count_teacher_forced_runs, find_labels
+
+
+def choose_held_out(data, eval_data, target, conversations, count):
+    """(conversations to train on, held-out conversations): `count` of the latter.
+
+    `eval_data` if it is given; with a built-in set the target's own heldout.jsonl, else the set's held-out modules;
+    otherwise `conversations` are split by a hash of their text.
+    """
+    if not count:
+        return conversations, []
+    shipped = Path(target, "heldout.jsonl")
+    if eval_data:
+        held_out = load_conversations(eval_data)
+    elif data in BUILT_IN and shipped.is_file():
+        held_out = load_conversations(str(shipped))
+    elif data in BUILT_IN:
+        held_out = load_conversations(data, "heldout")
+    else:
+        # By hash, not by place: a conversation that occurs twice must not be on both sides.
+        hashes = [_hash(conversation) for conversation in conversations]
+        by_hash = dict(zip(hashes, conversations))
+        split = sorted(by_hash)[:count]
+        held_out = [by_hash[one] for one in split]
+        rest = [conversation for one, conversation in zip(hashes, conversations) if one > split[-1]]
+        if not rest:
+            raise ValueError(
+                f"{data} holds {len(conversations)} conversations and eval_prompts takes {count} out of training: "
+                "nothing is left; give more data, fewer eval_prompts or eval_data"
+            )
+        return rest, held_out
+    return conversations, held_out[:count]
+
+
+def _hash(conversation):
+    return hashlib.sha256(json.dumps(conversation, sort_keys=True).encode()).hexdigest()
+
+
+class AcceptanceMeter:
+    """Measures a head on held-out conversations.
+
+    target: FrozenTarget; head: Medusa, read in place; conversations: held-out ones; max_tokens: new tokens per prompt;
+    max_length: longest prompt + output; note(text) tells the user. Raises ValueError if no conversation fits.
+    """
+
+    def __init__(self, target, tokenizer, head, conversations, chunk_tokens, note, max_tokens, max_length):
+        self.target, self.tokenizer, self.head, self.chunk_tokens = target, tokenizer, head, chunk_tokens
+        self.max_tokens, self.note, self.llm = max_tokens, note, None
+        encoded = encode_conversations(tokenizer, conversations)
+        prompts = [ids[: supervised.index(True)] for ids, supervised in encoded]
+        fits = [0 < len(prompt) <= max_length - max_tokens for prompt in prompts]
+        self.prompts = [{"prompt": tokenizer.decode(p), "prompt_token_ids": p} for p, fit in zip(prompts, fits) if fit]
+        self.encoded = [one for one, fit in zip(encoded, fits) if fit]
+        self.max_length = max_length
+        if not self.prompts:
+            raise ValueError(
+                f"no held-out prompt leaves room for {max_tokens} new tokens within {max_length}: lower eval_tokens, or "
+                "set eval_prompts to 0"
+            )
+        if len(self.prompts) < len(conversations):
+            note(f"{len(conversations) - len(self.prompts)} of {len(conversations)} held-out prompts are too long")
+        try:
+            self.llm = LLM(
+                model=target.model,
+                tokenizer=tokenizer,
+                max_model_len=min(max_length, max(len(prompt) for prompt in prompts) + max_tokens),
+                speculative_config={
+                    "model": head,
+                    "num_speculative_tokens": head.num_speculative_tokens,
+                    "tree": "chain",
+                },
+            )
+        except UnsupportedArchitecture as error:
+            note(f"acceptance is teacher-forced on the held-out text, not the engine's: {error}")
+
+    @property
+    def source(self):
+        return "engine" if self.llm else "teacher_forced"
+
+    def measure(self):
+        """A dict: acceptance_length, per_position, num_steps, source, samples, and from the engine also its rates.
+
+        None, with a note, if the prompts give nothing to measure.
+        """
+        if self.llm:
+            params = SamplingParams(temperature=0.0, max_tokens=self.max_tokens)
+            try:
+                return measure_acceptance(self.llm, self.prompts, params) | {"source": self.source}
+            except ValueError as error:
+                self.note(f"acceptance was not measured: {error}")
+                return None
+        device, num_heads = self.target.lm_head.weight.device, self.head.num_speculative_tokens
+        reached, roots = [0] * num_heads, 0
+        for ids, supervised in self.encoded:
+            ids, supervised = ids[: self.max_length], supervised[: self.max_length]
+            input_ids = torch.tensor([ids], device=device)
+            document_ids = torch.zeros_like(input_ids)
+            features = self.target.features(input_ids, torch.arange(len(ids), device=device)[None], document_ids)[0]
+            marks = torch.tensor([supervised], device=device)
+            labels = find_labels(input_ids, document_ids, marks, num_heads)
+            runs, count = count_teacher_forced_runs(
+                self.head, features, labels, self.target.lm_head.weight, self.chunk_tokens
+            )
+            reached = [total + run for total, run in zip(reached, runs)]
+            roots += count
+        if not roots:
+            self.note(f"acceptance was not measured: no held-out answer is longer than {num_heads} tokens")
+            return None
+        per_position = [count / roots for count in reached]
+        return {
+            "acceptance_length": 1 + sum(per_position),
+            "per_position": per_position,
+            "num_steps": roots,
+            "samples": [self._sample(prompt) for prompt in self.prompts[:2]],
+            "source": self.source,
+        }
+
+    def _sample(self, prompt):
+        """What the target itself answers, greedily, as a transformers model."""
+        ids = torch.tensor([prompt["prompt_token_ids"]], device=self.target.lm_head.weight.device)
+        output = self.target.model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=min(self.max_tokens, 48), do_sample=False
+        )
+        text = self.tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+        return {"prompt": prompt["prompt"], "output": text}

@@ -1,0 +1,195 @@
+"""Checkpoints of a run: everything a resumed run needs to repeat the uninterrupted one bit by bit.
+
+    runs/<name>/checkpoints/step-000200/
+        head/           the head, in the dtype it is trained in (load_head reads it)
+        optimizer.pt    the optimiser's state, as it is (fp32)
+        rng.pt          state of the random generators (python, numpy, torch, cuda) of every rank
+        state.json      step, what the run counts, the recipe, and size and checksum of every file; written last
+
+A checkpoint is written aside and renamed, so it is there whole or not at all. The data position is the step: the order of the
+rows follows from the recipe and the step (train/medusa.py).
+"""
+
+import json
+import os
+import random
+import re
+import shutil
+import zlib
+from pathlib import Path
+
+import numpy as np
+import torch
+from accelerate.utils import gather_object
+
+from ..heads.checkpoint import load_head, save_head, staged_folder
+
+_STEP = re.compile(r"step-(\d+)")
+
+
+def list_checkpoints(run):
+    """Checkpoint folders of a run, oldest first."""
+    found = [path for path in Path(run, "checkpoints").glob("step-*") if _STEP.fullmatch(path.name)]
+    return sorted(found, key=lambda path: int(_STEP.fullmatch(path.name)[1]))
+
+
+def save_checkpoint(run, step, head, optimizer, state, accelerator, num_kept):
+    """Write checkpoint `step` of `run` and remove all but the newest `num_kept`; called on every rank.
+
+    state: a JSON-able dict that `load_checkpoint` gives back. Raises OSError if it cannot be written; the earlier ones stay.
+    """
+    rng = gather_object([_rng_state(accelerator.device)])
+    if accelerator.is_main_process:
+        folder = Path(run, "checkpoints", f"step-{step:06d}")
+        if folder.exists():  # a run that was taken back to an earlier checkpoint passes here again
+            shutil.rmtree(folder)
+        with staged_folder(folder) as staging:
+            save_head(head, staging / "head")
+            torch.save(optimizer.state_dict(), staging / "optimizer.pt")
+            torch.save(rng, staging / "rng.pt")
+            files = sorted(path for path in staging.rglob("*") if path.is_file())
+            manifest = {path.relative_to(staging).as_posix(): _fingerprint(path) for path in files}
+            text = json.dumps({"step": step, **state, "files": manifest}, indent=2)
+            (staging / "state.json").write_text(text, encoding="utf-8")
+        for old in list_checkpoints(run)[:-num_kept]:
+            shutil.rmtree(old)
+    accelerator.wait_for_everyone()
+
+
+def choose_checkpoint(run, wanted=""):
+    """The folder to resume from: `wanted`, else the newest of `run`, else None. It has been read through and is whole.
+
+    Raises ValueError naming the damaged file and the newest earlier checkpoint that is whole.
+    """
+    folder = Path(wanted) if wanted else next(reversed(list_checkpoints(run)), None)
+    if folder is None:
+        return None
+    damage = find_damage(folder)
+    if damage:
+        siblings = list_checkpoints(folder.parent.parent)
+        earlier = [path for path in siblings if path.name < folder.name and not find_damage(path)]
+        advice = f"go on from the one before with --resume_from {earlier[-1]}" if earlier else "no earlier one is whole"
+        raise ValueError(f"the checkpoint {folder} is damaged: {damage}; {advice}")
+    return folder
+
+
+def save_final_head(head, run):
+    """Write <run>/head; an earlier one of this run (it was extended) makes way once the new one is complete."""
+    final, fresh, old = Path(run, "head"), Path(run, ".head.new"), Path(run, ".head.old")
+    for leftover in (fresh, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    save_head(head, fresh)
+    if final.exists():
+        final.rename(old)
+    fresh.rename(final)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def find_damage(folder):
+    """What is wrong with a checkpoint, naming the file; an empty string if nothing is."""
+    path = Path(folder, "state.json")
+    try:
+        files = json.loads(path.read_text(encoding="utf-8"))["files"]
+    except FileNotFoundError:
+        return f"{path} is missing"
+    except (ValueError, KeyError, TypeError):
+        return f"{path} is not the JSON that was written"
+    for name, expected in files.items():
+        path = Path(folder, name)
+        if not path.is_file():
+            return f"{path} is missing"
+        size = path.stat().st_size
+        if size != expected["bytes"]:
+            return f"{path} holds {size} of {expected['bytes']} bytes"
+        if _fingerprint(path) != expected:
+            return f"the bytes of {path} are not those that were written"
+    return ""
+
+
+def check_output(run, resume, resume_from):
+    """Refuse to touch a run folder that holds something, unless the run goes on there; ValueError says what to do."""
+    run = Path(run)
+    if run.exists() and not run.is_dir():
+        raise ValueError(f"output {str(run)!r} is a file: name a new run folder")
+    inside = sorted(path.name for path in run.iterdir()) if run.is_dir() else []
+    if resume and not inside:
+        raise ValueError(f"there is no run in {str(run)!r} to resume: check output, or leave --resume out")
+    if resume_from and not Path(resume_from).is_dir():
+        raise ValueError(f"resume_from {resume_from!r}: there is no such checkpoint folder")
+    if inside and not resume and not resume_from:
+        raise ValueError(
+            f"the run folder {str(run)!r} already holds {', '.join(inside[:3])}: add --resume to go on with it, or name a "
+            "new output"
+        )
+
+
+def check_same_run(saved, state, changeable, note):
+    """The saved state, if the run that goes on is the run that was saved; `state` is what it would start with.
+
+    changeable: keys of the recipe that may differ. Raises ValueError naming a key that may not, or differing rows.
+    """
+    old, new = saved["recipe"], state["recipe"]
+    changed = [name for name in new if new[name] != old.get(name)]
+    for name in changed:
+        if name not in changeable:
+            raise ValueError(
+                f"this run was started with {name} {old.get(name)!r}, not {new[name]!r}: a resumed run keeps it; give the "
+                "old value, or start a new output"
+            )
+    for name, meaning in (("rows", "the data gives other rows"), ("rows_per_step", "rows per optimiser step differ")):
+        if saved[name] != state[name]:
+            raise ValueError(
+                f"{meaning} than when the run was started ({saved[name]}, now {state[name]}): a resumed run needs the same "
+                "data, tokenizer and number of processes"
+            )
+    if changed:
+        changes = [f"{name} {old.get(name)!r} -> {new[name]!r}" for name in changed]
+        note(f"changed since the run was started: {', '.join(changes)}")
+    return {name: value for name, value in saved.items() if name != "files"} | {"recipe": new}
+
+
+def read_state(folder):
+    """The `state` that the checkpoint was saved with, and its step."""
+    return json.loads(Path(folder, "state.json").read_text(encoding="utf-8"))
+
+
+def load_checkpoint(folder, head, optimizer, accelerator):
+    """Put head, optimiser and this rank's random generators into the state of the checkpoint."""
+    head.load_state_dict(load_head(Path(folder, "head")).state_dict())
+    # On the CPU first: mapped to a device, a fused optimiser's steps and moments are placed by load_state_dict itself.
+    optimizer.load_state_dict(torch.load(Path(folder, "optimizer.pt"), map_location="cpu", weights_only=True))
+    states = torch.load(Path(folder, "rng.pt"), map_location="cpu", weights_only=True)
+    if len(states) != accelerator.num_processes:
+        raise ValueError(
+            f"{folder} was written by {len(states)} processes, this run has {accelerator.num_processes}: start as many"
+        )
+    _set_rng_state(states[accelerator.process_index], accelerator.device)
+
+
+def _rng_state(device):
+    name, keys, position, has_gauss, cached = np.random.get_state()
+    version, internal, gauss = random.getstate()
+    return {
+        "python": [version, list(internal), gauss],
+        "numpy": [name, keys.tolist(), position, has_gauss, cached],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+    }
+
+
+def _set_rng_state(state, device):
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def _fingerprint(path):
+    checksum = 0
+    with open(path, "rb") as file:
+        while block := file.read(1 << 24):
+            checksum = zlib.crc32(block, checksum)
+    return {"bytes": os.path.getsize(path), "crc32": checksum}

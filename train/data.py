@@ -1,0 +1,324 @@
+"""Instruction data: conversations -> token ids with the assistant's tokens marked -> packed rows.
+
+`load_conversations` reads the built-in "stdlib" set, a .json or .jsonl file, or whatever the `datasets` library loads
+under a name or from a folder, in the ShareGPT (`conversations`: from/value) or OpenAI (`messages`: role/content) shape.
+`encode_conversations` renders them with the tokenizer's chat template and marks what the assistant says. `pack` fills
+rows with whole documents; `block_attention_mask` keeps attention inside each of them.
+
+Not done here: shuffling, batching and moving to a device (the trainers), tools and images in conversations.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from .stdlib_pairs import installed_pairs, stdlib_pairs
+
+# Sets made of the Python source on this machine, by the name that `data` takes.
+BUILT_IN = {"stdlib": stdlib_pairs, "installed": installed_pairs}
+
+# Role names of the two shapes, and of ShareGPT dumps of several assistants.
+_ROLES = {
+    "system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant",
+    "chatgpt": "assistant", "model": "assistant", "bot": "assistant",
+}  # fmt: skip
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_SENTINEL = "\ue000\ue001\ue000"  # private-use characters, which no text contains by accident
+_BATCH = 512  # conversations tokenised at once
+
+
+def load_conversations(data: str, split: str = "train") -> list[list[dict]]:
+    """Conversations, each a list of {"role": "system" | "user" | "assistant", "content": str}.
+
+    data: "stdlib" or "installed" (splits "train" and "heldout"), a .json or .jsonl file (which is the split "train"), or
+    the name or folder of a dataset for the `datasets` library. Raises ValueError, naming the place, for a source that
+    does not exist, a line that is no JSON, an unknown shape or role, and a conversation without an assistant turn.
+    """
+    if data in BUILT_IN:
+        return [pair.conversation() for pair in BUILT_IN[data](split)]
+    path = Path(data).expanduser()
+    if path.suffix in (".json", ".jsonl"):
+        if split != "train":
+            raise ValueError(f"{data} is one file and has no split {split!r}; its only split is 'train'")
+        records = _read_json(path) if path.suffix == ".json" else _read_jsonl(path)
+    else:
+        records = _read_dataset(data, path, split)
+    conversations = [_conversation(record, where) for where, record in records]
+    if not conversations:
+        raise ValueError(f"{data} holds no conversations (split {split!r})")
+    return conversations
+
+
+def encode_conversation(tokenizer, messages: list[dict]) -> tuple[list[int], list[bool]]:
+    """Token ids of one conversation, and for each token whether it is the assistant's. See `encode_conversations`."""
+    return encode_conversations(tokenizer, [messages])[0]
+
+
+def encode_conversations(
+    tokenizer, conversations: Sequence[list[dict]], progress: bool = False
+) -> list[tuple[list[int], list[bool]]]:
+    """(ids, supervised) of each conversation, rendered with the tokenizer's chat template.
+
+    supervised marks the assistant's tokens: what the template's `{% generation %}` markers enclose, or, in a template
+    without them, each assistant turn from the generation prompt to the end of its closing text, found by rendering the
+    conversation with the turn left out and altered. progress: show a bar.
+    Raises ValueError, with the example, where such a mask cannot be derived, marks nothing, or marks everything.
+    """
+    if not getattr(tokenizer, "is_fast", False):
+        raise ValueError(
+            f"{type(tokenizer).__name__} gives no character offsets, which masks need; use a fast tokenizer"
+        )
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"the tokenizer {tokenizer.name_or_path!r} has no chat template; set tokenizer.chat_template, or use the "
+            "tokenizer of an instruction-tuned model"
+        )
+    encode = _encode_by_markers if _GENERATION.search(tokenizer.get_chat_template()) else _encode_by_rendering
+    encoded = []
+    with tqdm(total=len(conversations), desc="tokenising", unit=" conversations", disable=not progress) as bar:
+        for start in range(0, len(conversations), _BATCH):
+            batch = conversations[start : start + _BATCH]
+            for messages, (ids, supervised) in zip(batch, encode(tokenizer, batch)):
+                if not any(supervised):
+                    raise _mask_error("marks no token as the assistant's", tokenizer, messages)
+                if all(supervised):
+                    raise _mask_error("marks every token, the request's too, as the assistant's", tokenizer, messages)
+                encoded.append((ids, supervised))
+            bar.update(len(batch))
+    return encoded
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """R rows of T tokens. Padding has document id -1, position 0 and is not supervised."""
+
+    input_ids: torch.Tensor  # [R, T] int64
+    position_ids: torch.Tensor  # [R, T] int64, restarting in every document
+    document_ids: torch.Tensor  # [R, T] int64: the document's index in the input of `pack`, -1 on padding
+    supervised: torch.Tensor  # [R, T] bool
+    num_cut: int = 0  # documents that were longer than a row and lost their end
+
+
+def pack(encoded: Sequence[tuple[Sequence[int], Sequence[bool]]], length: int, pad_token_id: int = 0) -> PackedRows:
+    """Fill rows of `length` tokens with whole documents, each put where it leaves the least room (best fit).
+
+    No document is spread over two rows: one longer than a row keeps its first `length` tokens, the rest is dropped
+    and counted in `num_cut`. Documents keep their order as far as they fit; the result depends on nothing but the input.
+    Raises ValueError for a length below 2 and where there is no document.
+    """
+    if length < 2:
+        raise ValueError(f"length {length} is too short for a row: a label needs a token before it, so at least 2")
+    rows = _best_fit([min(len(ids), length) for ids, _ in encoded], length)
+    if not rows:
+        raise ValueError("there is nothing to pack: no document has a token")
+    order = np.concatenate(rows)  # documents as they lie in the rows
+    lengths = np.minimum([len(encoded[document][0]) for document in order], length)
+    ends = np.cumsum(lengths)
+    per_row = np.cumsum([len(row) for row in rows])
+    row_start = np.concatenate([[0], ends[per_row - 1]])  # tokens before each row
+    row_of = np.repeat(np.arange(len(rows)), np.diff(per_row, prepend=0))
+    starts = row_of * length + (ends - lengths) - row_start[row_of]  # where each document begins, rows joined
+    positions = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
+    place = torch.from_numpy(np.repeat(starts, lengths) + positions)
+
+    def filled(values, empty, dtype):
+        flat = torch.full((len(rows) * length,), empty, dtype=dtype)
+        flat[place] = torch.from_numpy(values).to(dtype)
+        return flat.view(len(rows), length)
+
+    input_ids = filled(np.concatenate([encoded[i][0][:length] for i in order]), pad_token_id, torch.int64)
+    supervised = filled(np.concatenate([encoded[i][1][:length] for i in order]), False, torch.bool)
+    position_ids = filled(positions, 0, torch.int64)
+    document_ids = filled(np.repeat(order, lengths), -1, torch.int64)
+    num_cut = sum(len(ids) > length for ids, _ in encoded)
+    return PackedRows(input_ids, position_ids, document_ids, supervised, num_cut)
+
+
+def block_attention_mask(document_ids: torch.Tensor) -> torch.Tensor:
+    """[B, T] document ids -> bool [B, 1, T, T], True where the query (third axis) may attend to the key (last axis).
+
+    Causal and inside one document; a padding position attends to itself alone, as a row of nothing would be NaN. For
+    models on SDPA attention: transformers' eager attention adds its mask and needs a float one.
+    """
+    num_tokens = document_ids.shape[-1]
+    same = document_ids[:, :, None] == document_ids[:, None, :]  # [B, T, T]
+    real = (document_ids >= 0)[:, :, None]
+    causal = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=document_ids.device).tril()
+    itself = torch.eye(num_tokens, dtype=torch.bool, device=document_ids.device)
+    return ((same & real & causal) | itself)[:, None]
+
+
+def _best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
+    """Rows as lists of indices; index i takes lengths[i] of a row's capacity. Empty documents are left out."""
+    rows = []
+    open_rows = [[] for _ in range(capacity + 1)]  # by room left
+    has_room = 0  # bit r is set while open_rows[r] is not empty: one shift finds the tightest row that fits
+    for index, length in enumerate(lengths):
+        if length == 0:
+            continue
+        fitting = has_room >> length
+        if fitting:
+            room = length + (fitting & -fitting).bit_length() - 1
+            row = open_rows[room].pop()
+            if not open_rows[room]:
+                has_room ^= 1 << room
+        else:
+            room, row = capacity, len(rows)
+            rows.append([])
+        rows[row].append(index)
+        if room > length:
+            open_rows[room - length].append(row)
+            has_room |= 1 << (room - length)
+    return rows
+
+
+def _encode_by_markers(tokenizer, batch: list[list[dict]]) -> Iterator[tuple[list[int], list[bool]]]:
+    encoding = tokenizer.apply_chat_template(
+        list(batch), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    for ids, mask in zip(encoding["input_ids"], encoding["assistant_masks"]):
+        yield list(ids), [bool(mark) for mark in mask]
+
+
+def _encode_by_rendering(tokenizer, batch: list[list[dict]]) -> Iterator[tuple[list[int], list[bool]]]:
+    texts, spans = zip(*(_assistant_spans(tokenizer, messages) for messages in batch))
+    # The template has written the special tokens already.
+    encoding = tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=True)
+    for ids, offsets, turns in zip(encoding["input_ids"], encoding["offset_mapping"], spans):
+        marks = [any(a <= start < b for a, b in turns) and end > start for start, end in offsets]
+        yield list(ids), marks
+
+
+def _assistant_spans(tokenizer, messages: list[dict]) -> tuple[str, list[tuple[int, int]]]:
+    """The rendered conversation, and where in it the assistant speaks: (start, end) in characters, per turn."""
+
+    def render(turns, prompt=False):
+        return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompt)
+
+    text = render(messages)
+    spans = []
+    for turn, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        # A turn begins where the model would be asked to go on.
+        before = render(messages[:turn], prompt=True) if turn else ""
+        # Its content ends where the rest begins that stays when something is added to the content: templates may strip
+        # whitespace and render earlier turns unlike the last, so the turn is altered in its place.
+        altered = {**message, "content": message["content"] + _SENTINEL}
+        _, found, rest = render([*messages[:turn], altered, *messages[turn + 1 :]]).partition(_SENTINEL)
+        _, found_last, closing = render([*messages[:turn], altered]).partition(_SENTINEL)
+        content_end = len(text) - len(rest)
+        end = content_end + len(closing)
+        derived = found and found_last and text.startswith(before) and text.endswith(rest) and rest.startswith(closing)
+        if not derived or content_end < len(before):
+            raise _mask_error(f"does not show where turn {turn + 1} begins and ends", tokenizer, messages)
+        spans.append((len(before), end))
+    return text, spans
+
+
+def _mask_error(what: str, tokenizer, messages: list[dict]) -> ValueError:
+    return ValueError(
+        f"the chat template of {tokenizer.name_or_path!r} {what}, so the assistant's tokens cannot be told apart; "
+        "enclose them in {% generation %} ... {% endgeneration %} in the template. The example: "
+        + _excerpt({"messages": messages})
+    )
+
+
+def _conversation(record, where: str) -> list[dict]:
+    """One record of either shape as messages."""
+    turns = None
+    if isinstance(record, dict):
+        turns = record.get("messages", record.get("conversations"))
+    if not isinstance(turns, list) or not turns:
+        raise ValueError(
+            f"{where}: expected an object with a list under 'messages' (role/content) or 'conversations' (from/value), "
+            f"found {_excerpt(record)}"
+        )
+    messages = []
+    for turn in turns:
+        name = content = None
+        if isinstance(turn, dict):
+            name = turn.get("role", turn.get("from"))
+            content = _text(turn.get("content", turn.get("value")))
+        if name not in _ROLES or content is None:
+            raise ValueError(
+                f"{where}: a turn needs a role, one of {', '.join(_ROLES)}, and a text, found {_excerpt(turn)}"
+            )
+        messages.append({"role": _ROLES[name], "content": content})
+    if all(message["role"] != "assistant" for message in messages):
+        raise ValueError(f"{where}: a conversation without an assistant turn teaches nothing: {_excerpt(record)}")
+    return messages
+
+
+def _text(content) -> str | None:
+    """The content as a string; OpenAI also allows a list of parts, of which only texts can be used."""
+    if isinstance(content, list) and content and all(isinstance(p, dict) and p.get("type") == "text" for p in content):
+        content = "".join(str(part.get("text", "")) for part in content)
+    return content if isinstance(content, str) else None
+
+
+def _read_jsonl(path: Path) -> Iterator[tuple[str, object]]:
+    for number, line in enumerate(_read_text(path).split("\n"), 1):
+        if line.strip():
+            try:
+                yield f"{path}, line {number}", json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {number}: not JSON ({error}): {line[:200]!r}") from None
+
+
+def _read_json(path: Path) -> Iterator[tuple[str, object]]:
+    try:
+        records = json.loads(_read_text(path))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}, line {error.lineno}: not JSON ({error})") from None
+    if not isinstance(records, list):
+        raise ValueError(f"{path}: expected a JSON list of conversations, found {_excerpt(records)}")
+    yield from ((f"{path}, item {number}", record) for number, record in enumerate(records, 1))
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ValueError(f"the data file {path} cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the data file {path} is not UTF-8 text: {error}") from None
+
+
+def _read_dataset(data: str, path: Path, split: str) -> Iterable[tuple[str, object]]:
+    if not path.exists() and (data.startswith((".", "/", "~")) or data.count("/") > 1):
+        raise ValueError(f"the data folder {data} does not exist; --data takes 'stdlib', a file, a folder or a name")
+    try:
+        import datasets
+    except ImportError:
+        raise ValueError(
+            f"--data {data} needs the `datasets` library (pip install datasets); .json and .jsonl files do not"
+        ) from None
+    try:
+        if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+            rows = datasets.load_from_disk(str(path))
+        else:
+            rows = datasets.load_dataset(str(path) if path.is_dir() else data)
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        raise ValueError(
+            f"the dataset {data!r} cannot be loaded ({type(error).__name__}: {error}); --data takes 'stdlib', a .json "
+            "or .jsonl file, a folder, or the name of a dataset on the Hub (which needs the network the first time)"
+        ) from error
+    if isinstance(rows, dict):
+        if split not in rows:
+            raise ValueError(f"the dataset {data!r} has no split {split!r}, only {', '.join(map(str, rows))}")
+        rows = rows[split]
+    elif split != "train":
+        raise ValueError(f"the dataset {data!r} was saved as one split and has no {split!r}; ask for 'train'")
+    return ((f"{data}, row {number}", row) for number, row in enumerate(rows, 1))
+
+
+def _excerpt(value, limit: int = 400) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=repr)
+    return text if len(text) <= limit else text[: limit - 3] + "..."

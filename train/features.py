@@ -1,0 +1,203 @@
+"""The frozen target as the trainers see it: packed rows in, features out; computed as they are needed or once for all rows.
+
+The feature is the last hidden state after the final norm. Any AutoModelForCausalLM will do whose logits are its lm_head applied
+to that state and whose attention follows an explicit 4D mask and position ids; `FrozenTarget.check` tries it on real rows.
+
+Letters: B rows, T tokens per row, R all rows, H hidden size, V vocabulary.
+"""
+
+import inspect
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from .data import block_attention_mask
+
+
+def load_target(name, device, dtype="auto"):
+    """(model, tokenizer) of a folder or Hub id: frozen, in eval mode. dtype auto: bfloat16 on a GPU, float32 on the CPU.
+
+    Raises ValueError, before any weight is read, if there is no such model.
+    """
+    folder = Path(name).expanduser()
+    if not folder.is_dir() and (folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1):
+        raise ValueError(f"target {name!r}: there is no such folder; give a model folder or a Hub id like org/name")
+    source = str(folder) if folder.is_dir() else name
+    try:
+        AutoConfig.from_pretrained(source)
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or ["no reason given"])[0]
+        raise ValueError(
+            f"target {name!r} is neither a model folder here nor a model on the Hub that can be read: {reason}"
+        ) from error
+    if dtype == "auto":
+        dtype = "float32" if device.type == "cpu" else "bfloat16"
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype)).to(device)
+    return model.eval().requires_grad_(False), tokenizer
+
+
+class FrozenTarget:
+    """Features and laws of a loaded model.
+
+    model: *ForCausalLM. Raises ValueError if its parts are not those this file needs.
+    """
+
+    def __init__(self, model):
+        self.model = model
+        self.decoder = model.get_decoder()
+        self.lm_head = model.get_output_embeddings()
+        kind = type(model).__name__
+        if not isinstance(self.lm_head, nn.Linear):
+            raise ValueError(f"the target {kind} has no lm_head that is a torch.nn.Linear, got {self.lm_head!r}")
+        takes = inspect.signature(self.decoder.forward).parameters
+        missing = [name for name in ("attention_mask", "position_ids") if name not in takes]
+        if missing:
+            raise ValueError(
+                f"{type(self.decoder).__name__}.forward takes no {' and no '.join(missing)}: packed rows cannot be kept "
+                "apart in this target; a model with rotary or learned positions can be trained on"
+            )
+
+    def check_row_length(self, row_length):
+        """The most positions this target takes; ValueError if a row is longer."""
+        longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+        if row_length > longest:
+            raise ValueError(f"row_length {row_length} is more than the target's {longest} positions: lower it")
+        return longest
+
+    def initialize(self, head):
+        """Start `head` from this target. Raises ValueError where it cannot share the target's lm_head."""
+        if head.config.shared_lm_head and self.lm_head.bias is not None:
+            raise ValueError(
+                "the target's lm_head has a bias, which shared heads cannot use: set shared_lm_head to false"
+            )
+        head.initialize_from_target(self.lm_head.weight)
+
+    @property
+    def vocab_size(self):
+        return self.lm_head.weight.shape[0]
+
+    @property
+    def hidden_size(self):
+        return self.lm_head.weight.shape[1]
+
+    @property
+    def dtype(self):
+        return self.lm_head.weight.dtype
+
+    @torch.no_grad()
+    def features(self, input_ids, position_ids, document_ids):
+        """[B, T] each (document -1 on padding) -> last hidden states [B, T, H]; documents of a row do not see each other."""
+        return self.decoder(
+            input_ids=input_ids,
+            attention_mask=self._additive_mask(document_ids),
+            position_ids=position_ids,
+            use_cache=False,
+        ).last_hidden_state
+
+    def _additive_mask(self, document_ids):
+        # Additive and finite: eager attention adds whatever it is given, and a padded row of -inf would turn into NaN.
+        allowed = block_attention_mask(document_ids)  # [B, 1, T, T]
+        mask = torch.zeros(allowed.shape, dtype=self.dtype, device=allowed.device)
+        return mask.masked_fill_(~allowed, torch.finfo(self.dtype).min)
+
+    @torch.no_grad()
+    def check(self, input_ids, position_ids, document_ids):
+        """Raise ValueError unless the features of one packed row [1, T] are all there is to the target's law.
+
+        The last document of the row, packed, must give what the plain model gives on that text alone, and lm_head of the
+        features must be the logits: that finds scaled or capped logits, ignored masks and sliding windows.
+        """
+        packed = self.features(input_ids, position_ids, document_ids)[0]
+        last = document_ids[0][document_ids[0] >= 0][-1]
+        inside = (document_ids[0] == last).nonzero()[:, 0]
+        text = input_ids[:, inside]
+        logits = self.model(input_ids=text, use_cache=False).logits[0].float()
+        alone = self.decoder(input_ids=text, use_cache=False).last_hidden_state[0]
+        kind = type(self.model).__name__
+        scale = logits.abs().max().item()
+        through_head = (self.lm_head(alone).float() - logits).abs().max().item()
+        exact = 1e-4 if self.dtype == torch.float32 else 2e-2
+        if not through_head <= exact * scale:
+            raise ValueError(
+                f"the logits of {kind} are not lm_head(last hidden state): they differ by {through_head:.3g} at a scale of "
+                f"{scale:.3g}. Targets that scale or cap their logits are not supported"
+            )
+        # Packed and alone take other reduction orders, so single values may differ in half precision: compare the means.
+        difference = (self.lm_head(packed[inside]).float() - logits).abs().mean().item()
+        loose = 1e-3 if self.dtype == torch.float32 else 5e-2
+        if not difference <= loose * logits.abs().mean().item():
+            raise ValueError(
+                f"{kind} gives other features for a document in a packed row than alone (mean difference of the logits "
+                f"{difference:.3g}, their mean size {logits.abs().mean().item():.3g}): it does not follow the 4D attention "
+                f"mask or the position ids, or its sliding window is shorter than the document's {len(inside)} tokens"
+            )
+
+
+class FeatureCache:
+    """Features of all rows, computed once, in a memory-mapped file of the run folder.
+
+    The file is removed from the folder as soon as it is open everywhere; the system frees its space when the run ends, however
+    it ends. On a machine with enough memory it is read from the page cache, never from the disk.
+    """
+
+    def __init__(self, folder, num_rows, row_length, hidden_size, dtype, accelerator, note):
+        """Reserve the file; `note(text)` is told its size first. Raises ValueError if the disk is too small."""
+        if int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes)) != accelerator.num_processes:
+            raise ValueError("cache_features works on one machine only: set it to false for a run over several")
+        count = num_rows * row_length * hidden_size
+        num_bytes = count * dtype.itemsize
+        path = Path(folder, "features.cache")
+        free = shutil.disk_usage(folder).free
+        note(
+            f"feature cache: {num_rows} rows x {row_length} tokens x {hidden_size} values in {dtype} take "
+            f"{num_bytes / 1e6:,.0f} MB of disk or page cache in {folder} ({free / 1e6:,.0f} MB free)"
+        )
+        if num_bytes > free:
+            raise ValueError(
+                f"the feature cache needs {num_bytes / 1e9:.1f} GB and {folder} has {free / 1e9:.1f} GB free: set "
+                "cache_features to false (features are then computed as they are needed) or lower max_tokens"
+            )
+        if accelerator.is_main_process:
+            with open(path, "wb") as file:
+                # Reserved, not sparse: a disk that fills up later would kill the run with a bus error.
+                os.posix_fallocate(file.fileno(), 0, num_bytes)
+        accelerator.wait_for_everyone()
+        stored = torch.from_file(str(path), shared=True, size=count, dtype=dtype)
+        self.stored = stored.view(num_rows, row_length, hidden_size)
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            path.unlink()
+
+    def fill(self, target, packed, batch_rows, accelerator, stop):
+        """Compute every row, shared out over the ranks. Returns False if `stop` (StopSignals) ended it early."""
+        self.target_dtype = target.dtype
+        starts = range(accelerator.process_index * batch_rows, len(self.stored), accelerator.num_processes * batch_rows)
+        with tqdm(
+            total=len(self.stored),
+            desc="features",
+            unit="row",
+            disable=not accelerator.is_main_process,
+            dynamic_ncols=True,
+        ) as bar:
+            for start in starts:
+                if stop.requested:
+                    break
+                rows = slice(start, start + batch_rows)
+                batch = [
+                    part[rows].to(accelerator.device)
+                    for part in (packed.input_ids, packed.position_ids, packed.document_ids)
+                ]
+                self.stored[rows] = target.features(*batch).to(self.stored)
+                bar.update(min(accelerator.num_processes * len(batch[0]), len(self.stored) - bar.n))
+        return not stop.agreed(accelerator)
+
+    def rows(self, index, device):
+        """Features of the rows `index` (int64 array [B]) in the target's dtype -> [B, T, H] on `device`."""
+        return self.stored[torch.from_numpy(index)].to(device, self.target_dtype)

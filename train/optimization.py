@@ -1,0 +1,72 @@
+"""What turns gradients into weights: optimiser, learning rate, the precision that heads compute in, the finite check's norm."""
+
+import math
+import time
+
+import torch
+
+
+def build_optimizer(head, weight_decay, beta1, beta2):
+    """AdamW in the parameters' fp32, all state included; weight decay on matrices only. The caller sets each step's lr."""
+    matrices = [parameter for parameter in head.parameters() if parameter.ndim >= 2]
+    vectors = [parameter for parameter in head.parameters() if parameter.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=0.0, betas=(beta1, beta2), fused=True)
+
+
+def warmup_cosine(step, num_steps, peak, warmup_ratio, min_ratio):
+    """Learning rate of step `step` (from 0): a linear rise to `peak`, then a cosine to min_ratio * peak."""
+    warmup = round(warmup_ratio * num_steps)
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    progress = (step - warmup) / max(num_steps - warmup, 1)
+    return peak * (min_ratio + (1 - min_ratio) * (1 + math.cos(math.pi * progress)) / 2)
+
+
+def sum_gradients(accelerator, head):
+    """Add up the gradients of all ranks: their shares are divided by the global number of labels already."""
+    if accelerator.num_processes > 1:
+        for parameter in head.parameters():
+            if parameter.grad is None:  # none of this rank's rows had a label for this head
+                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = accelerator.reduce(parameter.grad, "sum")
+
+
+def update(head, optimizer, lr, max_norm):
+    """One optimiser step with the gradients at hand, unless their norm is not finite. Returns the norm before clipping.
+
+    max_norm: longer gradients are cut to it; 0: never.
+    """
+    norm = torch.nn.utils.get_total_norm([p.grad for p in head.parameters() if p.grad is not None])
+    if norm.isfinite():
+        if max_norm:
+            torch.nn.utils.clip_grads_with_norm_(head.parameters(), max_norm, norm)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+    optimizer.zero_grad()
+    return norm.item()
+
+
+def choose_autocast(wanted, hidden_size, vocab_size, device):
+    """ "bf16" or "no" for "auto", itself for the others.
+
+    On a GPU bf16. On the CPU whichever multiplies a chunk of features with an lm_head faster here: 2.4 times bf16 on a
+    processor with AVX512_BF16, far slower than fp32 on one without such instructions.
+    """
+    if wanted != "auto":
+        return wanted
+    if device.type != "cpu":
+        return "bf16"
+
+    def seconds(dtype):
+        features, weight = torch.ones(512, hidden_size, dtype=dtype), torch.ones(vocab_size, hidden_size, dtype=dtype)
+        times = []
+        for _ in range(4):
+            start = time.perf_counter()
+            torch.mm(features, weight.t())
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    # Clearly faster, or it is not worth the digits.
+    return "bf16" if seconds(torch.bfloat16) * 1.3 < seconds(torch.float32) else "no"

@@ -1,0 +1,250 @@
+"""Drawings of the report as inline SVG: line charts, the heat map of acceptance, the draft tree.
+
+Every function takes plain numbers and returns one `<svg>` string. Colours are CSS variables of the page (report.py), so one
+drawing serves light and dark. Values that are not finite are left out, never drawn as zero. Nothing here reads a file.
+"""
+
+import math
+from html import escape
+
+NUM_SERIES_COLOURS = 8  # --series-0 .. --series-7 of the page
+MAX_POINTS = 120  # a longer line is averaged in buckets, so that it stays readable and the page small
+
+
+def line_chart(series, *, title, y_label, start=None, y_max=None):
+    """Lines over training steps.
+
+    series: list of (name, [(step, value), ...]); a name is written at the end of its line unless there is one line only.
+    start: where the vertical axis starts unless a value lies below; by default near the smallest value.
+    y_max: the largest value that the axis may end at (1 for a share).
+    Returns "" where there is no finite value.
+    """
+    series = [(name, [(x, y) for x, y in points if math.isfinite(y)]) for name, points in series]
+    series = [(name, _averaged(points)) for name, points in series if points]
+    if not series:
+        return ""
+    width, height, left, top, bottom = 480, 262, 66, 38, 40
+    right = 16 if len(series) == 1 else 22 + 7 * max(len(name) for name, _ in series)
+    x_ticks, _, _ = _ticks([x for _, points in series for x, _ in points], start=0, largest=None)
+    y_ticks, y_low, y_high = _ticks([y for _, points in series for _, y in points], start, y_max)
+    x_high = max(x for _, points in series for x, _ in points) or 1
+
+    def place_x(x):
+        return left + (width - left - right) * x / x_high
+
+    def place_y(y):
+        return height - bottom - (height - top - bottom) * (y - y_low) / (y_high - y_low)
+
+    parts = [_open(width, height, title), _text(0, 14, title, anchor="start", kind="heading")]
+    for tick in y_ticks:
+        parts.append(
+            f'<line class="grid" x1="{left}" x2="{width - right}" y1="{place_y(tick):.1f}" y2="{place_y(tick):.1f}"/>'
+        )
+        parts.append(_text(left - 8, place_y(tick) + 4, _number(tick, y_ticks), anchor="end"))
+    for tick in (tick for tick in x_ticks if tick <= x_high):
+        parts.append(_text(place_x(tick), height - bottom + 18, _number(tick, x_ticks)))
+    parts.append(_text((left + width - right) / 2, height - 4, "training step", kind="axis"))
+    parts.append(
+        f'<text class="axis" text-anchor="middle" transform="translate(12 {(top + height - bottom) / 2:.0f}) rotate(-90)">'
+        f"{escape(y_label)}</text>"
+    )
+    ends = _spread([place_y(points[-1][1]) for _, points in series], gap=14, low=top, high=height - bottom)
+    for i, (name, points) in enumerate(series):
+        colour = f"var(--series-{i % NUM_SERIES_COLOURS})"
+        placed = [(place_x(x), place_y(y)) for x, y in points]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
+        if len(placed) > 1:
+            parts.append(f'<polyline class="line" style="stroke:{colour}" points="{path}"/>')
+        if len(placed) <= 24:
+            parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" style="fill:{colour}"/>' for x, y in placed]
+        if len(series) > 1:
+            x, y = placed[-1]
+            parts.append(f'<line class="leader" x1="{x + 3:.1f}" x2="{x + 11:.1f}" y1="{y:.1f}" y2="{ends[i]:.1f}"/>')
+            parts.append(_text(x + 14, ends[i] + 4, name, anchor="start", kind="name", colour=colour))
+    return "".join([*parts, "</svg>"])
+
+
+def heat_map(rates, *, title):
+    """Probability per depth (rows) and rank (columns), the value written in every cell.
+
+    rates: list over depth of list over rank, each in [0, 1]. The square root of the rate sets the strength of the colour.
+    """
+    num_ranks = max(len(row) for row in rates)
+    cell_w, cell_h, left, top = 76, 40, 84, 46
+    width, height = left + num_ranks * cell_w + 4, top + len(rates) * cell_h + 4
+    parts = [_open(width, height, title, least=0.75)]
+    parts.append(_text(left + num_ranks * cell_w / 2, 14, "rank among the head's candidates", kind="axis"))
+    parts += [_text(left + (rank + 0.5) * cell_w, 36, str(rank)) for rank in range(num_ranks)]
+    for depth, row in enumerate(rates):
+        y = top + depth * cell_h
+        parts.append(_text(left - 12, y + cell_h / 2 + 4, f"depth {depth + 1}", anchor="end"))
+        for rank, rate in enumerate(row):
+            if not math.isfinite(rate):
+                continue
+            x, strength = left + rank * cell_w, math.sqrt(min(max(rate, 0.0), 1.0))
+            parts.append(
+                f'<g><title>depth {depth + 1}, rank {rank}: {rate:.4f}</title><rect class="cell" x="{x + 1}" y="{y + 1}" '
+                f'width="{cell_w - 2}" height="{cell_h - 2}" rx="4" fill-opacity="{_opacity(strength)}"/>'
+                + _text(x + cell_w / 2, y + cell_h / 2 + 5, _share(rate), kind=_ink(strength))
+                + "</g>"
+            )
+    return "".join([*parts, "</svg>"])
+
+
+def tree_drawing(parents, ranks, rates=None, *, title):
+    """The draft tree from the root downwards: one row per depth, rank written in the node, colour by its probability.
+
+    parents: index of each node's parent, -1 for the root, in topological order. ranks: rank among the siblings.
+    rates: acceptance per depth and rank; without them all nodes look alike.
+    Raises ValueError where parents and ranks do not describe one tree.
+    """
+    if not parents or len(ranks) != len(parents):
+        raise ValueError(f"a tree needs one rank per node, got {len(ranks)} ranks for {len(parents)} nodes")
+    if parents[0] != -1 or any(not 0 <= parent < node for node, parent in enumerate(parents[1:], start=1)):
+        raise ValueError("parents must start with -1 for the root and name an earlier node everywhere else")
+    depths = [0] * len(parents)
+    children = [[] for _ in parents]
+    for node, parent in enumerate(parents[1:], start=1):
+        depths[node] = depths[parent] + 1
+        children[parent].append(node)
+    probabilities = _path_probabilities(parents, ranks, depths, rates) if rates else None
+    columns = _columns(parents, children, ranks)
+    spacing, row_h, left, right, top, radius = 24, 78, 72, 12, 20, 10.5
+    tree_w = (max(columns) + 1) * spacing
+    width, height = max(480.0, left + tree_w + right), top + max(depths) * row_h + 20
+    start = left + (width - left - right - tree_w + spacing) / 2  # in the middle where the tree is narrow
+    place = [(start + column * spacing, top + depth * row_h) for column, depth in zip(columns, depths)]
+
+    parts = [_open(width, height, title, least=0.75)]
+    for depth in range(max(depths) + 1):
+        name = f"depth {depth}" if depth else "root"
+        parts.append(_text(4, top + depth * row_h + 4, name, anchor="start"))
+    for node, parent in enumerate(parents[1:], start=1):
+        (x0, y0), (x1, y1) = place[parent], place[node]
+        middle = (y0 + y1) / 2
+        parts.append(
+            f'<path class="edge" d="M{x0:.1f},{y0} C{x0:.1f},{middle:.1f} {x1:.1f},{middle:.1f} {x1:.1f},{y1}"/>'
+        )
+    for node, (x, y) in enumerate(place):
+        hint, strength = f"node {node}, depth {depths[node]}, rank {ranks[node]}", 0.3
+        if probabilities:
+            hint += f", accepted with probability {probabilities[node]:.4f}"
+            strength = math.sqrt(min(max(probabilities[node], 0.0), 1.0))
+        parts.append(
+            f'<g><title>{hint}</title><circle class="node-back" cx="{x:.1f}" cy="{y}" r="{radius}"/>'
+            f'<circle class="node" cx="{x:.1f}" cy="{y}" r="{radius}" fill-opacity="{_opacity(strength)}"/>'
+            + _text(x, y + 4, str(ranks[node]) if node else "", kind=f"node-label {_ink(strength)}")
+            + "</g>"
+        )
+    return "".join([*parts, "</svg>"])
+
+
+def _path_probabilities(parents, ranks, depths, rates):
+    """Probability of every node to be accepted: the product of the rates on its path; 0 where none was measured."""
+    probabilities = [1.0]
+    for node in range(1, len(parents)):
+        row = rates[depths[node] - 1] if depths[node] <= len(rates) else []
+        rate = row[ranks[node]] if ranks[node] < len(row) else 0.0
+        probabilities.append(probabilities[parents[node]] * rate)
+    return probabilities
+
+
+def _columns(parents, children, ranks):
+    """Horizontal place of every node: leaves side by side, a parent in the middle of its children."""
+    columns, next_leaf = [0.0] * len(children), -1.4
+    order, stack = [], [0]
+    while stack:  # depth first, low ranks to the left; no recursion, a chain may be long
+        node = stack.pop()
+        order.append(node)
+        stack += sorted(children[node], key=lambda child: -ranks[child])
+    last = -1
+    for node in order:
+        if not children[node]:
+            next_leaf += 1 if parents[node] == last else 1.4  # a little air between families
+            columns[node], last = next_leaf, parents[node]
+    for node in reversed(order):
+        if children[node]:
+            places = [columns[child] for child in children[node]]
+            columns[node] = (min(places) + max(places)) / 2
+    return columns
+
+
+def _averaged(points):
+    """At most MAX_POINTS points, each the mean of a bucket of consecutive ones."""
+    size = -(-len(points) // MAX_POINTS)
+    buckets = [points[i : i + size] for i in range(0, len(points), size)]
+    return [(bucket[-1][0], sum(y for _, y in bucket) / len(bucket)) for bucket in buckets]
+
+
+def _ticks(values, start, largest):
+    """Round tick values around `values`, and the two ends of the axis: (ticks, low, high)."""
+    low, high = min(values), max(values)
+    if start is not None:
+        low = min(low, float(start))
+    if high == low:
+        low, high = (low, low + 1.0) if start is not None else (low - 1.0, high + 1.0)
+    raw = (high - low) / 4
+    base = 10.0 ** math.floor(math.log10(raw))
+    step = next(base * factor for factor in (1, 2, 2.5, 5, 10) if base * factor >= raw * 0.999)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    if largest is not None:
+        last = min(last, max(math.floor(largest / step + 1e-9), first + 1))
+    ticks = [i * step for i in range(first, last + 1)]
+    return ticks, ticks[0], max(ticks[-1], high)
+
+
+def _number(value, ticks):
+    """`value` as the label of one of `ticks`, all with the same number of decimals."""
+    largest = max(abs(tick) for tick in ticks)
+    if value == 0:
+        return "0"
+    if largest < 1e-2:
+        return f"{value:.1e}".replace(".0e", "e").replace("e-0", "e-")
+    if largest >= 10000 and ticks[1] - ticks[0] >= 100:
+        return f"{value / 1000:g}k"
+    places = next(n for n in range(9) if n == 8 or all(abs(round(tick, n) - tick) < 1e-6 * largest for tick in ticks))
+    return f"{value:.{places}f}"
+
+
+def _ink(strength):
+    """Class of the text on a cell or node of this strength of colour."""
+    return "on-strong" if strength > 0.75 else "on-weak"  # where both texts have the same contrast
+
+
+def _opacity(strength):
+    return f"{0.06 + 0.94 * strength:.3f}"
+
+
+def _share(value):
+    """A probability in three characters: .42, .004, 1."""
+    if value >= 0.995:
+        return "1.0"
+    text = f"{value:.2f}" if value >= 0.1 else f"{value:.3f}"
+    return text.removeprefix("0") if float(text) else "0"
+
+
+def _spread(places, gap, low, high):
+    """The places moved apart until neighbours are `gap` from each other, all inside [low, high] if they fit."""
+    order = sorted(range(len(places)), key=lambda i: places[i])
+    moved = list(places)
+    floor = low
+    for i in order:
+        moved[i] = max(moved[i], floor)
+        floor = moved[i] + gap
+    ceiling = high
+    for i in reversed(order):
+        moved[i] = min(moved[i], ceiling)
+        ceiling = moved[i] - gap
+    return moved
+
+
+def _open(width, height, title, least=0.0):
+    """least: the share of its width down to which a narrow page may shrink the drawing; below that it scrolls."""
+    size = f'viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}"'
+    size += f' style="min-width:{least * width:.0f}px"' if least else ""
+    return f'<svg {size} role="img"><title>{escape(title)}</title>'
+
+
+def _text(x, y, text, *, anchor="middle", kind="tick", colour=None):
+    style = f' style="fill:{colour}"' if colour else ""
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{style}>{escape(text)}</text>'

@@ -1,0 +1,117 @@
+"""The page around the report's sections: one HTML document with its style inside, for light, dark and paper.
+
+Colours are named here once, as CSS variables, and used by the drawings of report_charts.py. The series colours keep apart for
+colour-blind readers, and lines carry their names, so colour never stands alone.
+"""
+
+from html import escape
+
+STYLE = """
+:root {
+  color-scheme: light dark;
+  --paper: #fdfdfb; --card: #ffffff; --ink: #1c2127; --soft: #59636e; --rule: #dfe3e6; --grid: #e9ecee;
+  --accent: #0b62a4; --heat: #0b62a4; --yes: #16703a; --no: #b3261e; --strong: #ffffff;
+  --series-0: #0b62a4; --series-1: #c2570c; --series-2: #1a7f5a; --series-3: #9a3b8f;
+  --series-4: #8a6d00; --series-5: #4b4fc4; --series-6: #b3263c; --series-7: #5b6570;
+}
+@media (prefers-color-scheme: dark) {
+  :root {
+    --paper: #14181c; --card: #1b2026; --ink: #e6e9ec; --soft: #a0abb5; --rule: #323a42; --grid: #2a3138;
+    --accent: #6cb6f5; --heat: #3f8fd6; --yes: #6fcf97; --no: #ff8a80; --strong: #0d1114;
+    --series-0: #6cb6f5; --series-1: #f5a25d; --series-2: #5fcfa3; --series-3: #df8fd6;
+    --series-4: #dcc04a; --series-5: #a5a8ff; --series-6: #ff8c9c; --series-7: #b4bec7;
+  }
+}
+* { box-sizing: border-box; }
+body {
+  margin: 0 auto; max-width: 74rem; padding: 2.5rem 1.5rem 5rem; background: var(--paper); color: var(--ink);
+  font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", "Liberation Sans", sans-serif;
+}
+header p { margin: 0; color: var(--soft); }
+h1 { margin: 0 0 1.25rem; font-size: 2rem; line-height: 1.2; letter-spacing: -0.01em; overflow-wrap: anywhere; }
+h2 { margin: 0 0 .75rem; font-size: 1.25rem; line-height: 1.3; }
+section { margin-top: 2.75rem; border-top: 1px solid var(--rule); padding-top: 1.25rem; }
+p { margin: .5rem 0; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(13rem, 1fr)); gap: .75rem; }
+.tile { background: var(--card); border: 1px solid var(--rule); border-radius: 8px; padding: .8rem 1rem; }
+.tile b { display: block; font-size: 1.75rem; line-height: 1.25; font-variant-numeric: tabular-nums; }
+.tile span, .tile small { display: block; line-height: 1.35; overflow-wrap: anywhere; }
+.tile small { color: var(--soft); font-size: .8125rem; margin-top: .15rem; }
+.caption { color: var(--soft); font-size: .9rem; max-width: 52rem; }
+.missing { border-left: 3px solid var(--rule); padding-left: .8rem; color: var(--soft); max-width: 52rem; }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1.25rem 1.5rem; }
+figure { margin: 0; }
+svg { display: block; max-width: 100%; height: auto; font-family: inherit; }
+figure svg { width: 100%; }
+svg text { font-size: 12px; fill: var(--soft); font-variant-numeric: tabular-nums; }
+svg .heading { font-size: 14px; font-weight: 600; fill: var(--ink); }
+svg .name { font-weight: 600; }
+svg .on-weak { fill: var(--ink); font-size: 13px; }
+svg .on-strong { fill: var(--strong); font-size: 13px; }
+svg .node-label { font-size: 10.5px; }
+.grid { stroke: var(--grid); }
+.line { fill: none; stroke-width: 1.75; stroke-linejoin: round; stroke-linecap: round; }
+.leader { stroke: var(--rule); }
+.cell, .node { fill: var(--heat); }
+.node-back { fill: var(--paper); }
+.node { stroke: var(--heat); stroke-opacity: .7; }
+.edge { fill: none; stroke: var(--soft); stroke-opacity: .55; }
+.scroll { overflow-x: auto; padding-bottom: .25rem; }
+table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
+.speed { width: 100%; }
+th, td { padding: .35rem .7rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--grid); font-weight: 400; }
+thead th { color: var(--soft); font-size: .8125rem; border-bottom-color: var(--rule); vertical-align: bottom; }
+th[scope=row], .words { text-align: left; }
+tr.new > * { border-top: 1px solid var(--rule); }
+tr.best > * { font-weight: 600; }
+.narrow { padding-left: 0; }
+.bar { display: block; height: .6rem; border-radius: 2px; background: var(--heat); opacity: .6; }
+.yes { color: var(--yes); } .no { color: var(--no); font-weight: 600; }
+pre {
+  margin: .5rem 0; padding: .7rem .9rem; white-space: pre-wrap; overflow-wrap: anywhere;
+  background: var(--card); border: 1px solid var(--rule);
+  border-radius: 6px; font: .8125rem/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, "Liberation Mono", monospace;
+}
+.sample { margin: 1.1rem 0; }
+.sample figcaption { color: var(--soft); font-size: .8125rem; }
+.sample .output { border-left: 3px solid var(--accent); }
+summary { cursor: pointer; color: var(--soft); font-size: .9rem; margin: .5rem 0; }
+@media print { body { max-width: none; padding: 0; } section { break-inside: avoid; } .scroll { overflow: visible; } }
+"""
+
+
+def render_page(name, tiles, sections):
+    """The whole document.
+
+    name: of the run. tiles: (figure, what it is, how it was got) each, as text. sections: (heading, HTML) each.
+    """
+    figures = "".join(
+        f'<div class="tile"><b>{escape(value)}</b><span>{escape(label)}</span><small>{escape(detail)}</small></div>'
+        for value, label, detail in tiles
+    )
+    body = "".join(f"<section><h2>{escape(heading)}</h2>{content}</section>\n" for heading, content in sections)
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(name)} · Headstart</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
+        f'<header><p>Headstart report</p><h1>{escape(name)}</h1><div class="tiles">{figures}</div></header>\n'
+        f"{body}</body>\n</html>\n"
+    )
+
+
+def caption(text):
+    return f'<p class="caption">{escape(text)}</p>'
+
+
+def code(text):
+    return f"<pre>{escape(text)}</pre>"
+
+
+def missing(text, command=""):
+    """What is not there and how to make it."""
+    return f'<p class="missing">{escape(text)}</p>{code(command) if command else ""}'
+
+
+def charts(drawings):
+    """The drawings side by side, as many as fit; empty ones are left out."""
+    return f'<div class="charts">{"".join(f"<figure>{drawing}</figure>" for drawing in drawings if drawing)}</div>'

@@ -1,0 +1,229 @@
+"""The sections of the report: each function turns what a run folder holds into one piece of HTML.
+
+An argument that is None or empty stands for a file that is not there; the section then says what makes it. The text on
+the page is for a reader who has not seen the code: every drawing has a caption that says what one looks at.
+"""
+
+import math
+import re
+from html import escape
+from pathlib import Path
+
+from .report_charts import heat_map, line_chart, tree_drawing
+from .report_page import caption, charts, code, missing
+
+MAX_SAMPLES = 6
+BAR_WIDTH = 72  # pixels of the fastest row's bar
+
+
+def tiles(run, train, measured, acceptance, tree, benchmark):
+    """The few figures that answer whether it worked: (figure, what it is, how it was got) each.
+
+    The speed is that of this run's own heads where benchmark.json holds them among others.
+    """
+    found = []
+    chain = acceptance or (measured[-1] if measured else None)
+    if chain:
+        how = "measured by the engine" if acceptance else _source(chain)
+        found.append((f"{chain['acceptance_length']:.2f}", "tokens per step, chain", how))
+    if tree and _is_number(tree.get("expected_acceptance_length")):
+        figure = f"{tree['expected_acceptance_length']:.2f}"
+        found.append((figure, f"tokens per step, tree of {len(tree['parents'])}", "expected from the measured rates"))
+    drafted = [row for row in (benchmark or {}).get("rows", []) if _is_drafted(row) and _is_number(row.get("speedup"))]
+    own = [row for row in drafted if Path(row["head"]).resolve().is_relative_to(run.resolve())]
+    if drafted:
+        best = max(own or drafted, key=lambda row: row["speedup"])
+        where = f"{best['head']}, {best['draft']}, temperature {best['temperature']:g}"
+        found.append((f"{best['speedup']:.2f}×", "the speed of plain decoding", where))
+    if train:
+        tokens = train[-1].get("tokens")
+        found.append((f"{train[-1]['step']:,}", "training steps", f"{tokens:,} tokens" if _is_number(tokens) else ""))
+    return found
+
+
+def acceptance_section(records):
+    """Acceptance over the steps of the training.  records: the acceptance lines of metrics.jsonl"""
+    if not records:
+        return missing("No acceptance was measured in this run yet: the trainer does it every so many steps.")
+    length = [(record["step"], record["acceptance_length"]) for record in records]
+    positions = [
+        (f"token {i + 1}", [(r["step"], r["per_position"][i]) for r in records if i < len(r["per_position"])])
+        for i in range(max(len(record["per_position"]) for record in records))
+    ]
+    drawings = [
+        line_chart([("", length)], title="Acceptance length", y_label="tokens per step", start=1),
+        line_chart(positions, title="Acceptance per drafted token", y_label="share of steps", start=0, y_max=1),
+    ]
+    sources = " and ".join(sorted({_source(record) for record in records}))
+    return charts(drawings) + caption(
+        f"Chains drafted on held-out prompts, {sources}. Acceptance length: tokens emitted per step of the target, pooled "
+        "over all steps; plain decoding has 1. Acceptance per drafted token: the share of all steps in which the first, "
+        "second, … drafted token was accepted."
+    )
+
+
+def training_section(records):
+    """Loss, accuracy per head, learning rate and speed.  records: the train lines of metrics.jsonl"""
+    if not records:
+        command = "accelerate launch train/medusa.py --config configs/quickstart.yaml"
+        return missing("metrics.jsonl holds no training steps of this run: they are written while it trains.", command)
+    heads = sorted({int(match[1]) for r in records for key in r if (match := re.fullmatch(r"head(\d+)_\w+", key))})
+
+    def curve(key):
+        return [(record["step"], record[key]) for record in records if _is_number(record.get(key))]
+
+    def per_head(metric):
+        return [(f"head {head}", curve(f"head{head}_{metric}")) for head in heads]
+
+    drawings = [
+        line_chart([("", curve("loss"))], title="Training loss", y_label="loss"),
+        line_chart(per_head("loss"), title="Loss of each head", y_label="loss"),
+        line_chart(per_head("top1"), title="First choice correct", y_label="top-1", start=0, y_max=1),
+        line_chart(per_head("top5"), title="Among the first five", y_label="top-5", start=0, y_max=1),
+        line_chart([("", curve("lr"))], title="Learning rate", y_label="learning rate", start=0),
+        line_chart([("", curve("tokens_per_second"))], title="Speed", y_label="tokens per second", start=0),
+    ]
+    return charts(drawings) + caption(
+        "Loss per supervised token. Head 0 predicts the token after the next one, every further head one token later. Top-1 "
+        "and top-5 are teacher-forced, on the training data: how often the token is the head's first choice, or among "
+        "its first five."
+    )
+
+
+def rates_section(acceptance):
+    """Heat map and table of the acceptance rates.  acceptance: acceptance.json"""
+    rates = (acceptance or {}).get("rates")
+    if not rates or not any(rates):
+        return missing(
+            "acceptance.json holds no rates per depth and rank: the trainer writes them when the engine measures the heads."
+        )
+    names = "".join(f'<th scope="col">rank {rank}</th>' for rank in range(max(len(row) for row in rates)))
+    rows = "".join(
+        f'<tr><th scope="row">depth {depth}</th>{"".join(f"<td>{rate:.4f}</td>" for rate in row)}'
+        f"<td>{sum(row):.4f}</td></tr>"
+        for depth, row in enumerate(rates, start=1)
+    )
+    table = (
+        '<details><summary>The figures as a table</summary><div class="scroll"><table><thead><tr><td></td>'
+        f'{names}<th scope="col">all ranks</th></tr></thead><tbody>{rows}</tbody></table></div></details>'
+    )
+    steps = f", counted over {acceptance['num_steps']:,} steps" if _is_number(acceptance.get("num_steps")) else ""
+    text = caption(
+        "The probability that the target's own token is the head's candidate of that rank (0 is the first choice), given that "
+        f"everything before it was accepted{steps}. Colour follows the square root of the rate, so that small rates "
+        "stay visible. The draft tree is chosen from these figures."
+    )
+    return f'<div class="scroll">{heat_map(rates, title="Acceptance rate per depth and rank")}</div>{text}{table}'
+
+
+def tree_section(tree, acceptance, run):
+    """The draft tree, drawn.  tree: tree.json; acceptance: acceptance.json, for the rates where the tree has none"""
+    if not tree:
+        return missing(
+            "No tree was built for this run yet. Build the best one from the measured acceptance:",
+            f"headstart tree {run}",
+        )
+    parents, ranks = tree["parents"], tree["ranks"]
+    rates = tree.get("rates") or (acceptance or {}).get("rates")
+    try:
+        drawing = tree_drawing(parents, ranks, rates, title="The draft tree")
+    except ValueError as error:
+        raise ValueError(f"{run / 'tree.json'}: {error}") from error
+    expected = tree.get("expected_acceptance_length")
+    text = caption(
+        f"{len(parents):,} nodes. The root, on top, is the newest token; every node below it is a drafted token, and the number in "
+        "it is its rank among the head's candidates at that depth. One pass of the target checks the whole tree. "
+        + ("The stronger the colour, the likelier the node is accepted (square root). " if rates else "")
+        + (f"Expected from the rates: {expected:.3f} tokens per step." if _is_number(expected) else "")
+    )
+    return f'<div class="scroll">{drawing}</div>{text}'
+
+
+def speed_section(benchmark, run):
+    """The speed table.  benchmark: benchmark.json"""
+    rows = (benchmark or {}).get("rows")
+    if not rows:
+        return missing(
+            "No speed was measured for this run yet. Export the heads and measure them against plain decoding:",
+            f"heads.export {run} --format medusa --output {run}/export\n"
+            f"headstart bench speculation --model TARGET --head {run}/export --output {run}/benchmark.json",
+        )
+    fastest = max((row["speedup"] for row in rows if _is_number(row.get("speedup"))), default=1.0)
+    names = ("head", "temperature", "draft", "nodes", "tokens per step", "tokens/s", "against plain", "", "tokens")
+    words = {"head", "draft", "tokens"}
+    head = "".join(f'<th scope="col"{" class=words" if name in words else ""}>{name}</th>' for name in names)
+    body, previous = [], None
+    for row in rows:
+        group = (row["head"], row["temperature"])
+        kinds = ["new"] * (group != previous) + ["best"] * (_is_drafted(row) and row.get("speedup") == fastest > 1)
+        body.append(f'<tr class="{" ".join(kinds)}">{_speed_cells(row, fastest)}</tr>')
+        previous = group
+    where = " · ".join(str(benchmark[key]) for key in ("hardware", "date") if benchmark.get(key))
+    return (
+        f'<div class="scroll"><table class="speed"><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
+        + caption(
+            "Tokens per step: 1 + accepted drafted tokens per step of the target. Against plain: tokens per second, divided "
+            "by those of decoding without a head in the same run. Tokens: whether every output was the same, token "
+            "by token, as that of decoding without a head."
+        )
+        + (caption(f"Measured on {where}.") if where else "")
+        + (code(str(benchmark["command"])) if benchmark.get("command") else "")
+    )
+
+
+def _speed_cells(row, fastest):
+    drafted, speedup = _is_drafted(row), row.get("speedup")
+    width = BAR_WIDTH * speedup / max(fastest, 1.0) if _is_number(speedup) else 0
+    same = {True: ("yes", "identical"), False: ("no", "different")}.get(row.get("identical"), ("", "not compared"))
+    kind, same = same if drafted else ("", "the reference")
+    cells = [
+        f'<th scope="row">{escape(str(row["head"]))}</th>',
+        f"<td>{row['temperature']:g}</td>",
+        f'<td class="words">{escape(str(row["draft"]))}</td>',
+        f"<td>{_figure(row.get('num_nodes') if drafted else None, ',.0f')}</td>",
+        f"<td>{_figure(row.get('acceptance_length'), '.2f')}</td>",
+        f"<td>{_figure(row.get('tokens_per_second'), ',.1f')}</td>",
+        f"<td>{_figure(speedup, '.2f', '×')}</td>",
+        f'<td class="narrow"><i class="bar" style="width:{width:.0f}px"></i></td>',
+        f'<td class="words {kind}">{same}</td>',
+    ]
+    return "".join(cells)
+
+
+def samples_section(acceptance):
+    """Sample generations.  acceptance: acceptance.json"""
+    samples = (acceptance or {}).get("samples")
+    if not samples:
+        return missing("acceptance.json holds no samples: the trainer writes a few when the engine measures the heads.")
+    cards = "".join(
+        f'<figure class="sample"><figcaption>prompt</figcaption><pre>{escape(str(sample["prompt"]).strip())}</pre>'
+        f'<figcaption>output</figcaption><pre class="output">{escape(str(sample["output"]).strip())}</pre></figure>'
+        for sample in samples[:MAX_SAMPLES]
+    )
+    return caption("Held-out prompts. The heads only propose: every token written is the target's own choice.") + cards
+
+
+def config_section(config):
+    """The resolved configuration.  config: the text of config.yaml"""
+    if config is None:
+        return missing("config.yaml is not there: the trainer writes it when the run starts.")
+    return caption("As the trainer resolved it: the recipe, then the options of the command line.") + code(
+        config.strip()
+    )
+
+
+def _is_number(value):
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_drafted(row):
+    return row["draft"] != "none"
+
+
+def _figure(value, style, unit=""):
+    return format(value, style) + unit if _is_number(value) else "–"
+
+
+def _source(record):
+    names = {"engine": "measured by the engine", "teacher_forced": "teacher-forced, not run by the engine"}
+    return names.get(record.get("source"), f"from {record.get('source')}")

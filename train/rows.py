@@ -1,0 +1,92 @@
+"""The rows of a run: which conversations they hold, how many labels each has, and in which order they are fed.
+
+Letters: R rows, T tokens per row.
+"""
+
+import random
+import zlib
+
+import numpy as np
+import torch
+
+from .data import PackedRows, encode_conversations, pack
+from .distillation import find_labels
+
+
+def build_rows(tokenizer, conversations, row_length, max_tokens, seed, note):
+    """Encode and pack conversations in an order drawn from `seed`, at most `max_tokens` of them (0: all).
+
+    Rows without a label (one long request, its answer cut off) are left out. Returns (PackedRows, labels per row int64 [R]).
+    Raises ValueError if no label is left.
+    """
+    conversations = list(conversations)
+    random.Random(seed).shuffle(conversations)
+    if max_tokens:
+        # Far more characters than tokens are never needed: this spares encoding what the cap drops.
+        room, kept = max_tokens * 16, 0
+        for kept, messages in enumerate(conversations, 1):  # noqa: B007
+            room -= sum(len(message["content"]) for message in messages)
+            if room < 0:
+                break
+        conversations = conversations[:kept]
+    encoded = encode_conversations(tokenizer, conversations, progress=True)
+    if max_tokens:
+        total = np.cumsum([min(len(ids), row_length) for ids, _ in encoded])
+        encoded = encoded[: max(int((total <= max_tokens).sum()), 1)]
+    packed = pack(encoded, row_length, pad_token_id=tokenizer.pad_token_id or 0)
+    counts = count_labels(packed)
+    kept = counts > 0
+    if not kept.any():
+        raise ValueError(
+            f"no assistant token of {len(encoded)} conversations lies within row_length {row_length} with a token two places "
+            "before it: raise row_length"
+        )
+    parts = (packed.input_ids, packed.position_ids, packed.document_ids, packed.supervised)
+    packed = PackedRows(*(part[kept] for part in parts), num_cut=packed.num_cut)
+    note(
+        f"{len(encoded)} conversations in {len(packed.input_ids)} rows of {row_length} tokens, {int(counts.sum())} labels; "
+        f"{packed.num_cut} longer than a row were cut, {int((~kept).sum())} rows without a label left out"
+    )
+    return packed, counts[kept].numpy()
+
+
+def count_labels(packed):
+    """Labels per row: supervised positions that the first head can predict.  -> int64 [R]"""
+    labels = find_labels(packed.input_ids, packed.document_ids, packed.supervised, num_heads=1)
+    rows = labels.positions // packed.input_ids.shape[1]
+    return torch.bincount(rows, minlength=len(packed.input_ids))
+
+
+def rows_of_step(step, rows_per_step, num_rows, seed):
+    """Rows of optimiser step `step` (from 0): the epochs' permutations one after the other.  -> int64 [rows_per_step]"""
+    places = np.arange(step * rows_per_step, (step + 1) * rows_per_step)
+    epochs = places // num_rows
+    order = {epoch: np.random.default_rng((seed, epoch)).permutation(num_rows) for epoch in set(epochs.tolist())}
+    return np.array([order[epoch][place % num_rows] for epoch, place in zip(epochs.tolist(), places)])
+
+
+def select_rows(packed, index, device):
+    """(input_ids, position_ids, document_ids, supervised) of rows `index` [B] on `device`, [B, T] each."""
+    parts = (packed.input_ids, packed.position_ids, packed.document_ids, packed.supervised)
+    return tuple(part[index].to(device) for part in parts)
+
+
+def row_of_many_documents(packed):
+    """Index of the row with the most documents."""
+    starts = (packed.position_ids == 0) & (packed.document_ids >= 0)
+    return int(starts.sum(1).argmax())
+
+
+def fingerprint(packed):
+    """A checksum of the rows: two runs with the same one are fed the same."""
+    parts = (packed.input_ids, packed.document_ids, packed.supervised)
+    checksum = 0
+    for part in parts:
+        checksum = zlib.crc32(part.contiguous().numpy(), checksum)
+    return checksum
+
+
+def describe_rows(packed, index, tokenizer, num_tokens=48):
+    """What rows `index` (list) say, for an error: their numbers and the beginning of each of the first four."""
+    excerpts = [repr(tokenizer.decode(packed.input_ids[row, :num_tokens].tolist())) for row in index[:4]]
+    return f"rows {index}, which begin with {'; '.join(excerpts)}"

@@ -1,0 +1,48 @@
+"""SIGTERM and SIGINT end a run at the next safe point instead of at once."""
+
+import ctypes
+import os
+import signal
+import sys
+
+import torch
+
+
+class StopSignals:
+    """`requested` is the number of the first signal that arrived inside the `with` block, else 0.
+
+    A second Ctrl-C interrupts at once.
+    """
+
+    def __init__(self):
+        self.requested = 0
+
+    def __enter__(self):
+        self.previous = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *exception):
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+
+    def agreed(self, accelerator):
+        """Was any rank asked to stop? Called by all ranks at the same point, so that they leave together."""
+        asked = torch.tensor([float(bool(self.requested))], device=accelerator.device)
+        return accelerator.reduce(asked, "sum").item() > 0
+
+    def _note(self, number, frame):
+        if self.requested == signal.SIGINT and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.requested = self.requested or number
+
+
+def leave_with_launcher():
+    """Have the kernel send this process SIGTERM when `accelerate launch` dies.
+
+    Its launcher for a single process does not pass SIGTERM on: without this, the training would go on as an orphan. torchrun,
+    which launches several processes, passes it on itself.
+    """
+    launched = "ACCELERATE_MIXED_PRECISION" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
+    if launched and sys.platform == "linux":
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
