@@ -30,7 +30,7 @@ help:
 # All cores train, up to four: the embedded model is small, and more than two was not measured.
 quickstart: export OMP_NUM_THREADS := $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -lt 4 ] && echo $$n || echo 4)
 quickstart: $(RUN)/export/config.json
-	$(BIN)/headstart bench speculation --model assets/stdlib-coder --head $(RUN)/export \
+	$(ONE_THREAD) $(BIN)/headstart bench speculation --model assets/stdlib-coder --head $(RUN)/export \
 	  --head assets/stdlib-coder-medusa --output $(RUN)/benchmark.json
 	$(BIN)/headstart report $(RUN)
 
@@ -40,7 +40,7 @@ $(RUN)/head/config.json: | $(READY)
 	  $$(test -z "$$(ls -A $(RUN) 2>/dev/null)" || echo --resume)
 
 $(RUN)/tree.json: $(RUN)/head/config.json
-	$(BIN)/headstart tree $(RUN)
+	$(ONE_THREAD) $(BIN)/headstart tree $(RUN)
 
 $(RUN)/export/config.json: $(RUN)/head/config.json $(RUN)/tree.json
 	$(BIN)/heads.export $(RUN) --format medusa --output $(RUN)/export
