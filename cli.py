@@ -103,6 +103,9 @@ def build_parser():
     bench.add_argument(
         "--num-prompts", type=int, default=COMPARED_PROMPTS, help=f"the first so many (default {COMPARED_PROMPTS})"
     )
+    bench.add_argument(
+        "--nodes", type=int, action="append", default=[], help="also the best tree of so many nodes; may be given again"
+    )
     bench.add_argument("--max-tokens", type=int, default=96, help="new tokens per prompt (default 96)")
     bench.add_argument("--temperature", type=float, action="append", help="may be given again (default: 0 and 0.8)")
     bench.add_argument("--output", help="also write the rows as JSON here")
@@ -263,13 +266,10 @@ def _tree(arguments):
 
 
 def _bench(arguments):
-    import json
-
     from headstart.heads.checkpoint import load_head, resolve_head
     from headstart.inference.compare import candidate_trees, compare, format_table, hardware_name, save_comparison
     from headstart.inference.llm import LLM, static_tree_file
     from headstart.inference.prompt_files import read_prompts, render_prompt
-    from headstart.inference.tree import load_tree
 
     prompts = read_prompts(_prompt_file(arguments.prompts, arguments.model), count=arguments.num_prompts)
     folders = [resolve_head(source) for source in arguments.head]
@@ -282,9 +282,8 @@ def _bench(arguments):
             tree_file = static_tree_file(folder, head.num_speculative_tokens)
             place = Path(scratch) / str(number)
             place.mkdir()
-            rates = json.loads(tree_file.read_text()).get("rates")
-            measured = (tree_file, load_tree(tree_file).num_nodes)
-            heads.append((source, str(folder), candidate_trees(head.num_speculative_tokens, rates, measured, place)))
+            drafts = candidate_trees(head.num_speculative_tokens, tree_file, arguments.nodes, place)
+            heads.append((source, str(folder), drafts))
         rows = compare(
             (base.module, base.tokenizer),
             heads,

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from .llm import LLM
 from .sampling import SamplingParams
-from .tree import build_static_tree, save_tree
+from .tree import build_static_tree, load_tree, save_tree
 
 
 def hardware_name(device):
@@ -101,21 +101,24 @@ def _row(run, plain, temperature):
     }
 
 
-def candidate_trees(num_heads, rates, measured_tree, folder, most_nodes=64):
-    """The drafts to compare for a head: a chain, the tree measured fastest and the best tree of `most_nodes`.
+def candidate_trees(num_heads, tree_file, sizes, folder):
+    """The drafts to compare for a head: a chain, its static tree, and the best trees of other sizes.
 
-    rates and measured_tree: from the head's tree.json, None without one; built trees are written into `folder`.
+    tree_file: the head's tree.json, whose rates the trees of `sizes` nodes are built from (written into `folder`). Raises
+    ValueError if it holds no rates and sizes are asked for.
     """
-    drafts = [(f"chain of {num_heads}", "chain")]
-    if measured_tree is not None:
-        drafts.append((f"tree of {measured_tree[1]}", str(measured_tree[0])))
-    if rates:
-        tree = build_static_tree(rates, most_nodes)
-        if measured_tree is None or tree.num_nodes != measured_tree[1]:
-            path = Path(folder) / f"tree-of-{tree.num_nodes}.json"
-            save_tree(tree, path, rates)
-            drafts.append((f"tree of {tree.num_nodes}", str(path)))
-    return drafts
+    drafts = [(f"chain of {num_heads}", "chain"), (f"tree of {load_tree(tree_file).num_nodes}", str(tree_file))]
+    rates = json.loads(Path(tree_file).read_text()).get("rates")
+    if sizes and not rates:
+        raise ValueError(
+            f"{tree_file} holds no rates to build trees of other sizes from: make it with `headstart tree`"
+        )
+    for size in sizes:
+        tree = build_static_tree(rates, size)
+        path = Path(folder) / f"{tree.num_nodes}.json"
+        save_tree(tree, path, rates)
+        drafts.append((f"tree of {tree.num_nodes}", str(path)))
+    return list(dict(drafts).items())
 
 
 def format_table(rows):
@@ -163,9 +166,7 @@ def save_comparison(rows, path, device, dtype, command):
     return content
 
 
-def measured_best_tree(
-    module, tokenizer, head, rates, prompts, folder, sizes=(4, 8, 12, 16, 24, 32, 48, 64), use_tqdm=True
-):
+def measured_best_tree(module, tokenizer, head, rates, prompts, folder, sizes=(4, 6, 8, 12, 16, 24, 64), use_tqdm=True):
     """The static tree that decodes fastest on this machine, from trying one size after the other.
 
     rates: conditional acceptance per depth and rank. Returns (tree, rows), rows {"num_nodes", "acceptance_length",
