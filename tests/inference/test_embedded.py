@@ -85,3 +85,19 @@ def test_training_and_engine_agree_on_every_accepted_count(embedded, monkeypatch
             counts.add(count)
     assert checked > 200
     assert counts >= {0, 1, 2, 3}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_shipped_heads_draft_on_the_gpu(embedded, temperature):
+    """Bit equality is not claimed on a GPU yet: outputs must be whole, accepted as on the CPU, and nearly all equal."""
+    _, _, prompts, tree_file = embedded
+    params = SamplingParams(temperature=temperature, max_tokens=32, seed=5)
+    plain = LLM(str(TARGET), device="cuda").generate(prompts, params)
+    for tree, least in (("chain", 1.2), (tree_file, 1.6)):
+        llm = LLM(str(TARGET), device="cuda", speculative_config={"model": str(HEADS), "tree": tree})
+        assert (llm.device.type, llm.dtype) == ("cuda", torch.bfloat16)
+        outputs = llm.generate(prompts, params)
+        assert llm.get_metrics()["acceptance_length"] >= least
+        equal = sum(a.outputs[0].token_ids == b.outputs[0].token_ids for a, b in zip(outputs, plain))
+        assert equal >= len(prompts) - 2

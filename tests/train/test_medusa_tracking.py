@@ -44,6 +44,7 @@ def logged_out(monkeypatch, tmp_path):
 
 
 def test_offline_run_holds_config_curves_plot_and_samples(arguments, tmp_path, logged_out, capfd):
+    pytest.importorskip("wandb")
     words = arguments(tracker="wandb", eval_prompts=3, eval_every=3, eval_tokens=8, hard_weight=0.25)
     environment = dict(os.environ)
     assert medusa.main(words) == 0
@@ -113,6 +114,7 @@ def test_script_runs_where_wandb_and_datasets_are_not_installed(arguments, tmp_p
 
 def test_server_that_cannot_be_reached_means_offline(arguments, logged_out):
     """In a process of its own: the library reads where its server is only once."""
+    pytest.importorskip("wandb")
     patient = "import sys; from headstart.train import medusa, tracking; tracking.START_TIMEOUT = 2; "
     words = [sys.executable, "-c", patient + "sys.exit(medusa.main(sys.argv[1:]))"]
     words += arguments(tracker="wandb", max_steps=2)
