@@ -29,7 +29,8 @@ def hardware_name(device):
             line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
         ]
         model = names[0] if names else model
-    return f"{model}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"{model}, {threads} thread{'s' if threads > 1 else ''}"
 
 
 class Contestant:
