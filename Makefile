@@ -46,6 +46,7 @@ $(RUN)/tree.json: $(RUN)/head/config.json
 	$(ONE_THREAD) $(BIN)/headstart tree $(RUN)
 
 $(RUN)/export/config.json: $(RUN)/head/config.json $(RUN)/tree.json
+	rm -rf $(RUN)/export
 	$(BIN)/heads.export $(RUN) --format medusa --output $(RUN)/export
 
 # One thread each: the test models are tiny, and a busy neighbour then costs nothing.

@@ -20,14 +20,14 @@ def main(argv=None):
         return 0
     try:
         return arguments.run(arguments) or 0
+    except BrokenPipeError:
+        os._exit(0)  # the reader of our output left: nothing more to say
     except (ValueError, OSError) as error:
         print(f"headstart {arguments.command}: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"headstart {arguments.command}: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        os._exit(0)  # the reader of our output left: nothing more to say
 
 
 def build_parser():
@@ -159,6 +159,8 @@ def _generate(arguments):
         seed=arguments.seed,
     )
     text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    if not text.strip():
+        raise ValueError("the prompt is empty: give some text")
     speculative = None
     if arguments.head:
         speculative = {
@@ -230,10 +232,13 @@ def _tree(arguments):
         raise ValueError(f"--nodes must be auto or from 1 to {MAX_NODES}, got {arguments.nodes!r}")
     head_folder = resolve_head(arguments.source)
     output = Path(arguments.output) if arguments.output else Path(arguments.source) / "tree.json"
-    if not output.parent.is_dir():
-        raise ValueError(f"cannot write {output}: there is no folder {output.parent}; name a file with --output")
+    _check_writable(output)
     model = arguments.model or _target_of(arguments.source, load_head(head_folder))
-    prompts = read_prompts(_prompt_file(arguments.prompts, model), start=COMPARED_PROMPTS, count=arguments.num_prompts)
+    _check_count(arguments.num_prompts)
+    start = (
+        0 if arguments.prompts else COMPARED_PROMPTS
+    )  # of the target's own held-out prompts, the first are for `bench`
+    prompts = read_prompts(_prompt_file(arguments.prompts, model), start=start, count=arguments.num_prompts)
     llm = LLM(
         model,
         device=arguments.device,
@@ -271,6 +276,9 @@ def _bench(arguments):
     from headstart.inference.llm import LLM, static_tree_file
     from headstart.inference.prompt_files import read_prompts, render_prompt
 
+    _check_count(arguments.num_prompts)
+    if arguments.output:
+        _check_writable(Path(arguments.output))
     prompts = read_prompts(_prompt_file(arguments.prompts, arguments.model), count=arguments.num_prompts)
     folders = [resolve_head(source) for source in arguments.head]
     base = LLM(arguments.model, device=arguments.device, dtype=arguments.dtype, max_num_seqs=1)
@@ -310,6 +318,21 @@ def _report(arguments):
 
     print(write_report(Path(arguments.source), Path(arguments.output) if arguments.output else None))
     return 0
+
+
+def _check_count(number):
+    if number < 1:
+        raise ValueError(f"--num-prompts must be at least 1, got {number}")
+
+
+def _check_writable(path):
+    """Raise ValueError now, not after minutes of work, if a file cannot be written at `path`."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror or error}; name another file with --output") from error
 
 
 def _prompt_file(given, model):

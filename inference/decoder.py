@@ -63,11 +63,23 @@ def check_supported(config):
         refuse("quantised weights")
 
 
+def check_plain_linear(layer):
+    """Raise UnsupportedArchitecture for anything but a plain Linear: an adapter or a quantised layer computes something else."""
+    if type(layer) is not nn.Linear:
+        raise UnsupportedArchitecture(
+            f"the engine does not run layers of type {type(layer).__module__}.{type(layer).__name__} yet, only plain Linear "
+            "ones: merge adapters into the weights first (merge_and_unload), and load without quantisation"
+        )
+
+
 def pack_rows(linears):
     """One weight [sum of N, K] (and bias) for several Linear modules, which become views of it.
 
     Modules packed before (an earlier engine on the same module) are recognised, not copied again.
     """
+
+    for layer in linears:
+        check_plain_linear(layer)
 
     def pack(parameters):
         first = parameters[0].data
@@ -97,6 +109,8 @@ class DecoderLayer:
 
     def __init__(self, layer):
         attention, mlp = layer.self_attn, layer.mlp
+        for linear_layer in (attention.o_proj, mlp.down_proj):
+            check_plain_linear(linear_layer)
         self.qkv = pack_rows([attention.q_proj, attention.k_proj, attention.v_proj])
         self.out = (attention.o_proj.weight.data, None if attention.o_proj.bias is None else attention.o_proj.bias.data)
         self.gate_up = pack_rows([mlp.gate_proj, mlp.up_proj])
@@ -116,7 +130,8 @@ class Decoder:
     def __init__(self, module, max_positions):
         config = module.config
         check_supported(config)
-        if not isinstance(module.lm_head, nn.Linear) or module.lm_head.bias is not None:
+        check_plain_linear(module.lm_head)
+        if module.lm_head.bias is not None:
             raise UnsupportedArchitecture("the engine does not run an lm_head with a bias yet")
         with torch.no_grad():
             self.layers = [DecoderLayer(layer) for layer in module.model.layers]

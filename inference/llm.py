@@ -19,6 +19,7 @@ from .drafters.medusa import MedusaDrafter
 from .engine import Engine
 from .keywords import reject_unknown
 from .metrics import SpecDecodeMetrics
+from .prompt_files import render_chat
 from .request import Request
 from .sampling import SamplingParams
 from .scheduler import Scheduler
@@ -101,9 +102,11 @@ class LLM:
             raise ValueError(f"max_num_seqs must be a whole number of at least 1, got {max_num_seqs!r}")
         if not isinstance(seed, int) or seed < 0:
             raise ValueError(f"seed must be a whole number of at least 0, got {seed!r}")
+        if speculative_config is not None and not isinstance(speculative_config, dict):
+            raise ValueError(f"speculative_config must be a dict or None, got {speculative_config!r:.80}")
         speculative = dict(speculative_config or {})
         reject_unknown(speculative, SPECULATIVE_KEYS, "speculative_config key")
-        if speculative_config is not None and "model" not in speculative:
+        if speculative_config is not None and not isinstance(speculative.get("model"), str | Path | nn.Module):
             raise ValueError(
                 "speculative_config needs 'model': the head that drafts (a folder, a run, a Hub id or a module)"
             )
@@ -187,6 +190,9 @@ class LLM:
                 if end > shown:
                     yield now[shown:end]
                     shown = end
+            # The request may have ended in a step that another call made.
+            if rest := final_text(request)[shown:]:
+                yield rest
         finally:
             self._cancel([[request]])
         return self._output(text, [request])
@@ -196,11 +202,9 @@ class LLM:
         if not messages:
             raise ValueError("chat takes a conversation: a non-empty list of {'role': ..., 'content': ...}")
         conversations = [messages] if isinstance(messages[0], dict) else messages
-        if self.tokenizer is None or not self.tokenizer.chat_template:
-            raise ValueError(f"{self.model_name} has no chat template: use generate with a rendered prompt")
         prompts = []
         for conversation in conversations:
-            text = self.tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+            text = render_chat(self.tokenizer, conversation)
             ids = self.tokenizer(text, add_special_tokens=False)[
                 "input_ids"
             ]  # the template writes its own special tokens
@@ -393,9 +397,14 @@ def _load_target(model, config, dtype, device):
         raise ValueError("device 'cuda' was asked for, but torch sees no GPU: use device='cpu' or 'auto'")
     if dtype is None:
         dtype = faster_cpu_dtype() if device.type == "cpu" else (getattr(config, "dtype", None) or torch.bfloat16)
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(str(model), dtype=dtype).to(device).eval()
+    try:
+        module = AutoModelForCausalLM.from_pretrained(str(model), dtype=dtype)
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        raise ValueError(f"cannot load the weights of {str(model)!r}, they may be cut or missing: {error}") from error
+    return module.to(device).eval()
 
 
 @functools.cache
@@ -440,6 +449,8 @@ def _choose_tree(speculative, head):
     if not isinstance(depth, int) or not 1 <= depth <= most:
         raise ValueError(f"num_speculative_tokens must be from 1 to the head's {most}, got {depth!r}")
     name = speculative.get("tree", "chain")
+    if not isinstance(name, str | Path):
+        raise ValueError(f"speculative_config['tree'] must be 'chain', 'static' or a tree file, got {name!r:.80}")
     if name == "chain":
         return chain(depth)
     tree = load_tree(static_tree_file(speculative["model"], most) if name == "static" else name)

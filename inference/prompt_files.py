@@ -42,9 +42,23 @@ def _prompt(entry, where):
     raise ValueError(f"{where} needs 'messages' with a user turn, 'prompt' or 'prompt_token_ids'; got {entry!r:.120}")
 
 
+def render_chat(tokenizer, messages):
+    """A conversation as the prompt for its next assistant turn, through the chat template. ValueError where that fails."""
+    from jinja2 import TemplateError
+
+    if tokenizer is None or not tokenizer.chat_template:
+        raise ValueError(
+            "conversations need a tokenizer with a chat template: this model has none, give text or token ids"
+        )
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except TemplateError as error:
+        raise ValueError(f"the chat template refuses this conversation ({error}): {messages!r:.200}") from error
+
+
 def render_prompt(tokenizer, prompt):
     """What LLM.generate takes, from a line of `read_prompts`: conversations go through the chat template."""
     if "messages" not in prompt:
         return prompt
-    text = tokenizer.apply_chat_template(prompt["messages"], tokenize=False, add_generation_prompt=True)
+    text = render_chat(tokenizer, prompt["messages"])
     return {"prompt": text, "prompt_token_ids": tokenizer(text, add_special_tokens=False)["input_ids"]}

@@ -13,6 +13,9 @@ import torch
 from ..kernels.philox import gumbel
 from .keywords import reject_unknown
 
+# Below it, logits divided by the temperature leave the range in which fp32 tells them apart.
+LEAST_TEMPERATURE = 1e-5
+
 
 @dataclass(frozen=True)
 class _Fields:
@@ -45,8 +48,11 @@ class SamplingParams(_Fields):
         reject_unknown(given, [field.name for field in fields(_Fields)], "sampling parameter")
         if isinstance(given.get("stop"), str):
             given["stop"] = (given["stop"],)
-        for name in ("stop", "stop_token_ids"):
-            given[name] = tuple(given.get(name) or ())
+        for name, what in (("stop", "a string or a list of strings"), ("stop_token_ids", "a list of token ids")):
+            value = given.get(name)
+            if value is not None and not isinstance(value, list | tuple | set):
+                raise ValueError(f"{name} must be {what}, got {value!r}")
+            given[name] = tuple(value or ())
         super().__init__(**given)
         self._check()
 
@@ -62,9 +68,9 @@ class SamplingParams(_Fields):
             return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
         require(
-            real(self.temperature) and self.temperature >= 0,
+            real(self.temperature) and (self.temperature == 0 or self.temperature >= LEAST_TEMPERATURE),
             "temperature",
-            "a finite number of at least 0 (0 is greedy)",
+            f"0 (greedy) or a finite number of at least {LEAST_TEMPERATURE}",
         )
         require(real(self.top_p) and 0 < self.top_p <= 1, "top_p", "in (0, 1]")
         require(

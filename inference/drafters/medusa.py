@@ -2,7 +2,7 @@
 
 The heads do not look at each other's tokens, so every node of depth d takes its candidate from one list: rank r means the
 r-th best of head d - 1, whatever the parent. Under noise the candidates are the top of log q + G with the target's own G at that
-position (verification.md of the design calls it shared noise): it proposes what the target is about to draw.
+position (shared noise): it proposes what the target is about to draw.
 """
 
 import torch

@@ -96,6 +96,12 @@ def test_bench_prints_a_table_and_writes_its_rows(target_folder, head_folder, pr
         (["generate", "--model", "./missing", "x"], "there is no model folder ./missing"),
         (["generate", "--model", "TARGET", "--compare", "x"], "--compare shows a head beside plain decoding"),
         (["generate", "--model", "TARGET", "--temperature", "-1", "x"], "temperature must be"),
+        (["generate", "--model", "TARGET", " "], "the prompt is empty"),
+        (["tree", "HEAD", "--model", "TARGET", "--output", "/proc/x/tree.json"], "cannot write /proc/x/tree.json"),
+        (
+            ["tree", "HEAD", "--model", "TARGET", "--prompts", "x", "--num-prompts", "0"],
+            "--num-prompts must be at least 1",
+        ),
         (["tree", "./missing", "--model", "TARGET"], "missing"),
         (["tree", "HEAD", "--model", "TARGET"], "ships no held-out prompts"),
         (["tree", "HEAD", "--model", "TARGET", "--nodes", "65"], "--nodes must be auto or from 1 to 64"),

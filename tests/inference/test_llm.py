@@ -1,5 +1,7 @@
 """The public API: what it takes, what it gives, and what it refuses before any work."""
 
+import shutil
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
@@ -192,7 +194,46 @@ def test_heads_of_every_kind_draft_and_change_nothing(llm, target_folder, head_f
         assert metrics["acceptance_length"] == 1 + metrics["num_accepted_tokens"] / metrics["num_spec_steps"]
 
 
+def test_a_stream_loses_nothing_when_other_calls_step_the_engine(llm):
+    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    whole = llm.generate("hello", params)[0].outputs[0].text
+    first, second = llm.stream("hello", params), llm.stream("hello", params)
+    pieces = [next(first)], [next(second)]
+    llm.generate("something else", params)
+    pieces[1].extend(second)
+    pieces[0].extend(first)
+    assert ["".join(one) for one in pieces] == [whole, whole]
+
+
 # --- bad input ---
+
+
+def test_a_model_with_an_adapter_is_refused(target_folder):
+    from peft import LoraConfig
+
+    module = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32)
+    module.add_adapter(LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(UnsupportedArchitecture, match="merge adapters"):
+        LLM(module)
+
+
+def test_weights_cut_in_half_are_named(target_folder, tmp_path):
+    folder = shutil.copytree(target_folder, tmp_path / "cut")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+    with pytest.raises(ValueError, match=r"cannot load the weights of .*cut"):
+        LLM(str(folder))
+
+
+def test_a_conversation_that_the_template_refuses_is_shown(target_folder):
+    tokenizer = AutoTokenizer.from_pretrained(target_folder)
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    llm = LLM(str(target_folder), tokenizer=tokenizer)
+    with pytest.raises(ValueError, match=r"roles must alternate.*hello"):
+        llm.chat([{"role": "user", "content": "hello"}])
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="need a tokenizer with a chat template"):
+        llm.chat([{"role": "user", "content": "hello"}])
 
 
 @pytest.mark.parametrize(
@@ -210,13 +251,16 @@ def test_heads_of_every_kind_draft_and_change_nothing(llm, target_folder, head_f
             "did you mean 'num_speculative_tokens'",
         ),
         (dict(speculative_config={"model": "HEAD", "num_speculative_tokens": 4}), "from 1 to the head's 3, got 4"),
+        (dict(speculative_config="HEAD"), "speculative_config must be a dict"),
+        (dict(speculative_config={"model": None}), "needs 'model'"),
+        (dict(speculative_config={"model": "HEAD", "tree": None}), "must be 'chain', 'static' or a tree file"),
         (dict(speculative_config={"model": "HEAD", "verifier": "lossy"}), "verifier must be one of strict"),
         (dict(speculative_config={"model": "HEAD", "tree": "/nowhere.json"}), "no tree file at /nowhere.json"),
     ],
 )
 def test_bad_arguments_are_refused_by_name(target_folder, head_folder, arguments, message):
     speculative = arguments.get("speculative_config")
-    if speculative and speculative.get("model") == "HEAD":
+    if isinstance(speculative, dict) and speculative.get("model") == "HEAD":
         arguments = {**arguments, "speculative_config": speculative | {"model": str(head_folder)}}
     with pytest.raises(ValueError, match=message):
         LLM(str(target_folder), **arguments)

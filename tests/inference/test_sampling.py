@@ -10,8 +10,11 @@ from headstart.inference.sampling import SamplingBatch, draw
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (dict(temperature=-0.1), "temperature must be a finite number of at least 0"),
+        (dict(temperature=-0.1), r"temperature must be 0 \(greedy\) or a finite number"),
         (dict(temperature=float("nan")), "temperature"),
+        (dict(temperature=1e-40), "temperature must be"),
+        (dict(stop=5), "stop must be a string or a list of strings, got 5"),
+        (dict(stop_token_ids=3), "stop_token_ids must be a list"),
         (dict(top_p=0), r"top_p must be in \(0, 1\], got 0"),
         (dict(top_p=1.1), r"top_p must be in \(0, 1\], got 1.1"),
         (dict(top_k=-2), "top_k"),
