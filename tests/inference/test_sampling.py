@@ -96,3 +96,23 @@ def test_greedy_requests_in_a_mixed_batch_stay_greedy():
 
 def test_draw_gives_ties_to_the_lowest_token():
     assert draw(torch.tensor([[0.0, 3.0, 3.0]]), None).item() == 1
+
+
+def test_noise_is_keyed_by_the_absolute_position_and_nothing_else():
+    def noise(positions, seed=3, sample=0):
+        request = SimpleNamespace(params=SamplingParams(temperature=1.0), seed=seed, sample_index=sample)
+        return SamplingBatch([request], "cpu").noise(torch.tensor([positions]), 40)[0]
+
+    both = noise([7, 8])
+    assert not torch.equal(both[0], both[1])
+    assert torch.equal(both[1], noise([8])[0])
+    assert torch.equal(both[1], noise([6, 7, 8])[2])
+    assert not torch.equal(both[0], noise([7], seed=4)[0])
+    assert not torch.equal(both[0], noise([7], sample=1)[0])
+
+
+def test_a_position_repeats_its_noise_in_no_other_position_of_an_output():
+    """At a very high temperature tokens follow the noise: noise that ignored the position would repeat one token for ever."""
+    request = SimpleNamespace(params=SamplingParams(temperature=100.0), seed=1, sample_index=0)
+    noise = SamplingBatch([request], "cpu").noise(torch.arange(60)[None], 500)
+    assert len(set(draw(torch.zeros(1, 60, 500), noise)[0].tolist())) > 40
