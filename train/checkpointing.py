@@ -10,11 +10,13 @@ A checkpoint is written aside and renamed, so it is there whole or not at all. T
 rows follows from the recipe and the step (train/medusa.py).
 """
 
+import errno
 import json
 import os
 import random
 import re
 import shutil
+import tempfile
 import zlib
 from pathlib import Path
 
@@ -25,6 +27,7 @@ from accelerate.utils import gather_object
 from ..heads.checkpoint import load_head, save_head, staged_folder
 
 _STEP = re.compile(r"step-(\d+)")
+_TRIAL = ".can-be-written-"
 
 
 def list_checkpoints(run):
@@ -34,35 +37,57 @@ def list_checkpoints(run):
 
 
 def save_checkpoint(run, step, head, optimizer, state, accelerator, num_kept):
-    """Write checkpoint `step` of `run` and remove all but the newest `num_kept`; called on every rank.
+    """Write checkpoint `step` of `run`, then remove all but the newest `num_kept` up to it; called on every rank.
 
-    state: a JSON-able dict that `load_checkpoint` gives back. Raises OSError if it cannot be written; the earlier ones stay.
+    Those of later steps go too: they are there if the run was taken back to an earlier checkpoint, and are not of the run as
+    it goes on now. state: a JSON-able dict that `read_state` gives back. Raises OSError if it cannot be written; all that
+    were there stay.
     """
     rng = gather_object([_rng_state(accelerator.device)])
     if accelerator.is_main_process:
         folder = Path(run, "checkpoints", f"step-{step:06d}")
-        if folder.exists():  # a run that was taken back to an earlier checkpoint passes here again
-            shutil.rmtree(folder)
-        with staged_folder(folder) as staging:
+        # A run that was taken back to an earlier checkpoint passes here again: the old one stays until the new one is whole.
+        fresh = folder.with_name(f".{folder.name}.new") if folder.exists() else folder
+        if fresh != folder:
+            shutil.rmtree(fresh, ignore_errors=True)
+        with staged_folder(fresh) as staging:
             save_head(head, staging / "head")
-            torch.save(optimizer.state_dict(), staging / "optimizer.pt")
-            torch.save(rng, staging / "rng.pt")
+            _save_tensors(optimizer.state_dict(), staging / "optimizer.pt")
+            _save_tensors(rng, staging / "rng.pt")
             files = sorted(path for path in staging.rglob("*") if path.is_file())
             manifest = {path.relative_to(staging).as_posix(): _fingerprint(path) for path in files}
             text = json.dumps({"step": step, **state, "files": manifest}, indent=2)
             (staging / "state.json").write_text(text, encoding="utf-8")
-        for old in list_checkpoints(run)[:-num_kept]:
-            shutil.rmtree(old)
+        if fresh != folder:
+            _replace_folder(folder, fresh)
+        # By step, not by age: what was just written is the newest of the run as it goes on now, so it is never removed.
+        steps = {path: int(_STEP.fullmatch(path.name)[1]) for path in list_checkpoints(run)}
+        later = [path for path in steps if steps[path] > step]
+        up_to_now = [path for path in steps if steps[path] <= step]
+        for path in (*later, *up_to_now[:-num_kept]):
+            shutil.rmtree(path)
     accelerator.wait_for_everyone()
 
 
 def choose_checkpoint(run, wanted=""):
-    """The folder to resume from: `wanted`, else the newest of `run`, else None. It has been read through and is whole.
+    """The folder to resume from: `wanted`, else the newest of `run`. It has been read through and is whole.
 
-    Raises ValueError naming the damaged file and the newest earlier checkpoint that is whole.
+    None for a run that was killed before its first checkpoint, which can only start again. Raises ValueError for a folder
+    without checkpoints that holds anything else, and for damage, naming the file and the newest earlier whole checkpoint.
     """
     folder = Path(wanted) if wanted else next(reversed(list_checkpoints(run)), None)
     if folder is None:
+        run = Path(run)
+        if (run / "head").exists():
+            raise ValueError(
+                f"{str(run)!r} holds a finished head/ and no checkpoint, so it cannot be resumed: name a new output, or put "
+                f"its checkpoints back into {str(run / 'checkpoints')!r}"
+            )
+        if not (run / "config.yaml").is_file():
+            raise ValueError(
+                f"{str(run)!r} holds neither a checkpoint nor a config.yaml, so it is no run to resume: check output, or "
+                "name a new one and leave --resume out"
+            )
         return None
     damage = find_damage(folder)
     if damage:
@@ -75,14 +100,10 @@ def choose_checkpoint(run, wanted=""):
 
 def save_final_head(head, run):
     """Write <run>/head; an earlier one of this run (it was extended) makes way once the new one is complete."""
-    final, fresh, old = Path(run, "head"), Path(run, ".head.new"), Path(run, ".head.old")
-    for leftover in (fresh, old):
-        shutil.rmtree(leftover, ignore_errors=True)
+    fresh = Path(run, ".head.new")
+    shutil.rmtree(fresh, ignore_errors=True)
     save_head(head, fresh)
-    if final.exists():
-        final.rename(old)
-    fresh.rename(final)
-    shutil.rmtree(old, ignore_errors=True)
+    _replace_folder(Path(run, "head"), fresh)
 
 
 def find_damage(folder):
@@ -107,11 +128,16 @@ def find_damage(folder):
 
 
 def check_output(run, resume, resume_from):
-    """Refuse to touch a run folder that holds something, unless the run goes on there; ValueError says what to do."""
+    """Refuse a run folder that holds something, unless the run goes on there, and one that cannot be written.
+
+    Nothing is left behind. Raises ValueError that says what to do.
+    """
     run = Path(run)
     if run.exists() and not run.is_dir():
         raise ValueError(f"output {str(run)!r} is a file: name a new run folder")
-    inside = sorted(path.name for path in run.iterdir()) if run.is_dir() else []
+    # Other ranks try to write here at the same moment: their trial files do not count.
+    names = [path.name for path in run.iterdir()] if run.is_dir() else []
+    inside = sorted(name for name in names if not name.startswith(_TRIAL))
     if resume and not inside:
         raise ValueError(f"there is no run in {str(run)!r} to resume: check output, or leave --resume out")
     if resume_from and not Path(resume_from).is_dir():
@@ -121,6 +147,27 @@ def check_output(run, resume, resume_from):
             f"the run folder {str(run)!r} already holds {', '.join(inside[:3])}: add --resume to go on with it, or name a "
             "new output"
         )
+    checkpoints = (run / "checkpoints").resolve()
+    if inside and resume_from and checkpoints not in Path(resume_from).resolve().parents:
+        raise ValueError(
+            f"the run folder {str(run)!r} already holds {', '.join(inside[:3])}, which a run that goes on from "
+            f"{str(resume_from)!r} would overwrite: name a new output, or a checkpoint in {str(run / 'checkpoints')!r}"
+        )
+    _try_writing(run)
+
+
+def _try_writing(run):
+    """ValueError unless files can be made in `run`, or in the nearest folder above it that is there."""
+    nearest = run
+    try:
+        nearest = next(path for path in (run, *run.absolute().parents) if path.exists())
+        with tempfile.TemporaryFile(prefix=_TRIAL, dir=nearest):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"output {str(run)!r} cannot be written: no file can be made in {str(nearest)!r} ({error.strerror or error}); "
+            "name a folder in a place that can be written"
+        ) from error
 
 
 def check_same_run(saved, state, changeable, note):
@@ -164,6 +211,27 @@ def load_checkpoint(folder, head, optimizer, accelerator):
             f"{folder} was written by {len(states)} processes, this run has {accelerator.num_processes}: start as many"
         )
     _set_rng_state(states[accelerator.process_index], accelerator.device)
+
+
+def _replace_folder(folder, fresh):
+    """Put the complete `fresh` in the place of `folder`, which is removed last: one of the two is there all the time."""
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    fresh.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _save_tensors(value, path):
+    """torch.save that fails as OSError: on a full disk torch raises a RuntimeError, with the system's own as its context."""
+    try:
+        with path.open("wb") as file:
+            torch.save(value, file)
+    except RuntimeError as error:
+        system = error.__context__ if isinstance(error.__context__, OSError) else None
+        reason = system.strerror if system else (str(error).strip().splitlines() or ["no reason given"])[0]
+        raise OSError(system.errno if system else errno.EIO, f"{path.name}: {reason}") from error
 
 
 def _rng_state(device):

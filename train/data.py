@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import jinja2
 import numpy as np
 import torch
 from tqdm import tqdm
@@ -68,7 +69,8 @@ def encode_conversations(
     supervised marks the assistant's tokens: what the template's `{% generation %}` markers enclose, or, in a template
     without them, each assistant turn from the generation prompt to the end of its closing text, found by rendering the
     conversation with the turn left out and altered. progress: show a bar.
-    Raises ValueError, with the example, where such a mask cannot be derived, marks nothing, or marks everything.
+    Raises ValueError, with the example, where the template refuses a conversation, and where such a mask cannot be
+    derived, marks nothing, or marks everything.
     """
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(
@@ -84,7 +86,11 @@ def encode_conversations(
     with tqdm(total=len(conversations), desc="tokenising", unit=" conversations", disable=not progress) as bar:
         for start in range(0, len(conversations), _BATCH):
             batch = conversations[start : start + _BATCH]
-            for messages, (ids, supervised) in zip(batch, encode(tokenizer, batch)):
+            try:
+                pairs = list(encode(tokenizer, batch))
+            except jinja2.TemplateError as error:
+                raise _template_error(error, encode, tokenizer, batch) from error
+            for messages, (ids, supervised) in zip(batch, pairs):
                 if not any(supervised):
                     raise _mask_error("marks no token as the assistant's", tokenizer, messages)
                 if all(supervised):
@@ -220,6 +226,28 @@ def _assistant_spans(tokenizer, messages: list[dict]) -> tuple[str, list[tuple[i
             raise _mask_error(f"does not show where turn {turn + 1} begins and ends", tokenizer, messages)
         spans.append((len(before), end))
     return text, spans
+
+
+def _template_error(error, encode, tokenizer, batch: list[list[dict]]) -> ValueError:
+    """What to raise when the template stopped with `error` on one of the batch, which is found by encoding each alone."""
+    culprit = batch[0]
+    for messages in batch:
+        try:
+            list(encode(tokenizer, [messages]))
+        except jinja2.TemplateError as own:
+            culprit, error = messages, own
+            break
+    reason = str(error).strip() or type(error).__name__
+    try:
+        tokenizer.apply_chat_template(culprit, tokenize=False)
+    except jinja2.TemplateError:
+        return ValueError(
+            f"the chat template of {tokenizer.name_or_path!r} refuses a conversation: {reason}. Change or leave out "
+            "conversations of this kind (many templates want user and assistant by turns, some no system turn), or use a "
+            f"template that takes them. The example: {_excerpt({'messages': culprit})}"
+        )
+    # The whole is fine; what was refused is a part of it, rendered to find where the assistant speaks.
+    return _mask_error(f"refuses a part of a conversation ({reason})", tokenizer, culprit)
 
 
 def _mask_error(what: str, tokenizer, messages: list[dict]) -> ValueError:

@@ -1,6 +1,6 @@
 """The losses of parallel heads against a frozen target, chunk by chunk, and their metrics.
 
-Alignment (formats.md of the design): head k reads the feature at t and predicts x_{t+2+k}. Seen from the label at y = t + 2 + k:
+Alignment: head k (from 0) reads the feature at t and predicts x_{t+2+k}. Seen from the label at y = t + 2 + k:
 the soft label is the target's law at y - 1, the feature lies at y - 2 - k, and label and feature belong to one document. All
 heads therefore share one projection of the target per label.
 

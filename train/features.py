@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -23,7 +24,7 @@ from .data import block_attention_mask
 def load_target(name, device, dtype="auto"):
     """(model, tokenizer) of a folder or Hub id: frozen, in eval mode. dtype auto: bfloat16 on a GPU, float32 on the CPU.
 
-    Raises ValueError, before any weight is read, if there is no such model.
+    Raises ValueError, before any weight is read, if there is no such model, and if its weights cannot be read.
     """
     folder = Path(name).expanduser()
     if not folder.is_dir() and (folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1):
@@ -33,14 +34,23 @@ def load_target(name, device, dtype="auto"):
         AutoConfig.from_pretrained(source)
         tokenizer = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or ["no reason given"])[0]
         raise ValueError(
-            f"target {name!r} is neither a model folder here nor a model on the Hub that can be read: {reason}"
+            f"target {name!r} is neither a model folder here nor a model on the Hub that can be read: {_first_line(error)}"
         ) from error
     if dtype == "auto":
         dtype = "float32" if device.type == "cpu" else "bfloat16"
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype)).to(device)
-    return model.eval().requires_grad_(False), tokenizer
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype))
+    except (SafetensorError, RuntimeError, OSError, ValueError) as error:
+        raise ValueError(
+            f"the weights of the target {name!r} cannot be read: {_first_line(error)}; a file may be cut, damaged or "
+            "missing: copy or download the model again"
+        ) from error
+    return model.to(device).eval().requires_grad_(False), tokenizer
+
+
+def _first_line(error):
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 class FrozenTarget:

@@ -170,6 +170,8 @@ def main(argv):
 
     if recipe.tracker == "wandb" and not tracked:
         note("wandb is not installed: figures go to metrics.jsonl only")
+    if recipe.resume and not resumed:
+        note(f"{run} was stopped before its first checkpoint: starting from step 0")
     set_seed(recipe.seed)
 
     # Target, rows, head.

@@ -59,7 +59,10 @@ svg .node-label { font-size: 10.5px; }
 .scroll { overflow-x: auto; padding-bottom: .25rem; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
 .speed { width: 100%; }
+.speed th, .speed td { padding-left: .45rem; padding-right: .45rem; }
 th, td { padding: .35rem .7rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--grid); font-weight: 400; }
+.speed th, .speed .words { white-space: normal; }
+.speed th[scope=row] { min-width: 9rem; overflow-wrap: anywhere; }
 thead th { color: var(--soft); font-size: .8125rem; border-bottom-color: var(--rule); vertical-align: bottom; }
 th[scope=row], .words { text-align: left; }
 tr.new > * { border-top: 1px solid var(--rule); }

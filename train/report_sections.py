@@ -90,9 +90,11 @@ def training_section(records):
     )
 
 
-def rates_section(acceptance):
-    """Heat map and table of the acceptance rates.  acceptance: acceptance.json"""
-    rates = (acceptance or {}).get("rates")
+def rates_section(acceptance, tree=None):
+    """Heat map and table of the acceptance rates.  acceptance: acceptance.json; tree: tree.json, whose own rates come first"""
+    own = (tree or {}).get("rates")
+    from_tree = bool(own) and any(own)
+    rates = own if from_tree else (acceptance or {}).get("rates")
     if not rates or not any(rates):
         return missing(
             "acceptance.json holds no rates per depth and rank: the trainer writes them when the engine measures the heads."
@@ -107,11 +109,14 @@ def rates_section(acceptance):
         '<details><summary>The figures as a table</summary><div class="scroll"><table><thead><tr><td></td>'
         f'{names}<th scope="col">all ranks</th></tr></thead><tbody>{rows}</tbody></table></div></details>'
     )
-    steps = f", counted over {acceptance['num_steps']:,} steps" if _is_number(acceptance.get("num_steps")) else ""
+    # The trainer's count of steps belongs to the trainer's rates alone.
+    counted = not from_tree and _is_number(acceptance.get("num_steps"))
+    steps = f", counted over {acceptance['num_steps']:,} steps" if counted else ""
     text = caption(
         "The probability that the target's own token is the head's candidate of that rank (0 is the first choice), given that "
         f"everything before it was accepted{steps}. Colour follows the square root of the rate, so that small rates "
-        "stay visible. The draft tree is chosen from these figures."
+        "stay visible."
+        + (" Measured by headstart tree; the draft tree is chosen from these figures." if from_tree else "")
     )
     return f'<div class="scroll">{heat_map(rates, title="Acceptance rate per depth and rank")}</div>{text}{table}'
 
