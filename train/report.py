@@ -54,7 +54,7 @@ def write_report(run, output=None):
         [
             ("Acceptance while training", acceptance_section(measured)),
             ("Training", training_section(train)),
-            ("Acceptance by depth and rank", rates_section(acceptance)),
+            ("Acceptance by depth and rank", rates_section(acceptance, tree)),
             ("The draft tree", tree_section(tree, acceptance, run)),
             ("Speed", speed_section(benchmark, run)),
             ("Samples", samples_section(acceptance)),

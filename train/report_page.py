@@ -67,7 +67,7 @@ thead th { color: var(--soft); font-size: .8125rem; border-bottom-color: var(--r
 th[scope=row], .words { text-align: left; }
 tr.new > * { border-top: 1px solid var(--rule); }
 tr.best > * { font-weight: 600; }
-.narrow { padding-left: 0; }
+.speed .narrow { padding-left: 0; }
 .bar { display: block; height: .6rem; border-radius: 2px; background: var(--heat); opacity: .6; }
 .yes { color: var(--yes); } .no { color: var(--no); font-weight: 600; }
 pre {

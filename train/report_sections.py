@@ -25,6 +25,8 @@ def tiles(run, train, measured, acceptance, tree, benchmark):
     chain = acceptance or (measured[-1] if measured else None)
     if chain:
         how = "measured by the engine" if acceptance else _source(chain)
+        if acceptance and _is_number(acceptance.get("num_steps")):
+            how += f", {acceptance['num_steps']:,} steps"
         found.append((f"{chain['acceptance_length']:.2f}", "tokens per step, chain", how))
     if tree and _is_number(tree.get("expected_acceptance_length")):
         figure = f"{tree['expected_acceptance_length']:.2f}"

@@ -235,6 +235,38 @@ def test_mask_that_means_nothing_is_an_error_showing_the_example(template, messa
         encode_conversation(make_tokenizer(template), MESSAGES)
 
 
+STRICT = (
+    "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Roles must alternate user/assistant') }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("template", [MARKED, CHATML], ids=["markers", "rendering"])
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        ([{"role": "system", "content": "Be brief."}, *GOOD["messages"]], "System role not supported"),
+        ([{"role": "user", "content": "Be brief."}, *GOOD["messages"]], "Roles must alternate"),
+    ],
+)
+def test_conversation_that_the_template_refuses_is_shown(template, bad, reason):
+    """The one of a batch, not its neighbours."""
+    tokenizer = make_tokenizer(STRICT + template)
+    with pytest.raises(ValueError, match=rf"refuses a conversation: {reason}.*The example: .*Be brief\."):
+        encode_conversations(tokenizer, [GOOD["messages"], bad, GOOD["messages"]])
+    assert len(encode_conversations(tokenizer, [GOOD["messages"]] * 2)) == 2
+
+
+def test_template_that_refuses_only_the_parts_of_a_conversation_asks_for_markers():
+    wants_user = (
+        "{% if not messages | selectattr('role', 'eq', 'user') | list %}{{ raise_exception('No user') }}{% endif %}"
+    )
+    messages = [{"role": "system", "content": "Be brief."}, *GOOD["messages"][::-1]]
+    with pytest.raises(ValueError, match=r"refuses a part of a conversation \(No user\).*generation.*Be brief\."):
+        encode_conversation(make_tokenizer(wants_user + CHATML), messages)
+
+
 def test_tokenizers_that_cannot_give_masks_are_refused():
     with pytest.raises(ValueError, match="no chat template"):
         encode_conversation(make_tokenizer(None), MESSAGES)

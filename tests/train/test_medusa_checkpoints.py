@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.train import medusa
-from headstart.train.checkpointing import list_checkpoints, load_checkpoint, save_checkpoint
+from headstart.train.checkpointing import find_damage, list_checkpoints, load_checkpoint, read_state, save_checkpoint
 from headstart.train.optimization import build_optimizer
 
 STEPS = {
@@ -108,6 +108,74 @@ def test_going_back_to_an_earlier_checkpoint_repeats_the_run(arguments, tmp_path
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     run(arguments, **STEPS, output=tmp_path / "copy", resume_from=tmp_path / "copy" / "checkpoints" / "step-000004")
     assert_same_run(tmp_path / "run", tmp_path / "copy")
+
+
+def test_going_back_keeps_what_is_saved_and_drops_the_steps_given_up(arguments, tmp_path, monkeypatch):
+    run(arguments, max_steps=8, checkpoint_every=2, keep_checkpoints=9)
+    keys = {"max_steps": 8, "checkpoint_every": 2, "keep_checkpoints": 2}
+    kept, save = [], medusa.save_checkpoint
+
+    def save_and_look(*arguments):
+        save(*arguments)
+        kept.append([int(path.name.split("-")[1]) for path in list_checkpoints(tmp_path / "run")])
+
+    monkeypatch.setattr(medusa, "save_checkpoint", save_and_look)
+    run(arguments, **keys, resume_from=tmp_path / "run" / "checkpoints" / "step-000002")
+    assert kept == [[2, 4], [4, 6], [6, 8]]
+    assert not [path for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.startswith(".")]
+
+
+def test_checkpoint_stays_until_the_one_in_its_place_is_whole(tmp_path, monkeypatch):
+    head, accelerator = Medusa(MedusaConfig(4, 5, num_heads=1)), Accelerator()
+    optimizer = build_optimizer(head, 0.0, 0.9, 0.999)
+    save_checkpoint(tmp_path, 2, head, optimizer, {"try": 1}, accelerator, num_kept=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", lambda *a: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        with pytest.raises(OSError, match="No space left"):
+            save_checkpoint(tmp_path, 2, head, optimizer, {"try": 2}, accelerator, num_kept=2)
+    (folder,) = (tmp_path / "checkpoints").iterdir()
+    assert (read_state(folder)["try"], find_damage(folder)) == (1, "")
+    save_checkpoint(tmp_path, 2, head, optimizer, {"try": 3}, accelerator, num_kept=2)
+    assert list((tmp_path / "checkpoints").iterdir()) == [folder]
+    assert (read_state(folder)["try"], find_damage(folder)) == (3, "")
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_checkpoint_of_one_run_does_not_overwrite_another(arguments, tmp_path, resume):
+    for name in ("one", "other"):
+        run(arguments, max_steps=2, checkpoint_every=2, output=tmp_path / name)
+    other = tmp_path / "other"
+    before = {path: path.read_bytes() for path in other.rglob("*") if path.is_file()}
+    checkpoint = tmp_path / "one" / "checkpoints" / "step-000002"
+    with pytest.raises(ValueError, match=r"other' already holds .* would overwrite: name a new output"):
+        medusa.main(arguments(max_steps=4, output=other, resume_from=checkpoint, resume=resume))
+    assert {path: path.read_bytes() for path in other.rglob("*") if path.is_file()} == before
+    run(arguments, max_steps=4, output=tmp_path / "new", resume_from=checkpoint)
+
+
+def test_folder_without_a_checkpoint_is_not_started_over(arguments, tmp_path):
+    run(arguments, max_steps=2)
+    folder = tmp_path / "run"
+    shutil.rmtree(folder / "checkpoints")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(ValueError, match=r"holds a finished head/ and no checkpoint.*name a new output"):
+        medusa.main(arguments(max_steps=2, resume=True))
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    shutil.rmtree(folder / "head")
+    (folder / "config.yaml").unlink()
+    with pytest.raises(ValueError, match=r"neither a checkpoint nor a config\.yaml"):
+        medusa.main(arguments(max_steps=2, resume=True))
+
+
+def test_run_killed_before_its_first_checkpoint_starts_again(arguments, tmp_path, monkeypatch, capsys):
+    run(arguments, max_steps=4, output=tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(medusa, "update", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            medusa.main(arguments(max_steps=4))
+    run(arguments, max_steps=4, resume=True)
+    assert "starting from step 0" in capsys.readouterr().err
+    assert_same_run(tmp_path / "whole", tmp_path / "run")
 
 
 def test_resuming_a_finished_run_changes_nothing(arguments, tmp_path):
@@ -261,6 +329,28 @@ def test_full_disk_keeps_the_earlier_checkpoint(arguments, tmp_path, monkeypatch
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000002"]
     monkeypatch.undo()
     run(arguments, max_steps=6, checkpoint_every=2, resume=True)
+
+
+def test_disk_that_is_really_full_is_one_line(arguments, tmp_path):
+    """A process that may write the head but no file as large as the optimiser's."""
+    run(arguments, max_steps=2, output=tmp_path / "complete")
+    folder = list_checkpoints(tmp_path / "complete")[-1]
+    sizes = [(folder / name).stat().st_size for name in ("head/medusa_lm_head.safetensors", "optimizer.pt")]
+    assert sizes[0] < sizes[1]
+    script = (
+        "import resource, runpy, sys; from headstart.train import medusa;"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv.pop(1)),) * 2);"
+        "runpy.run_path(medusa.__file__, run_name='__main__')"
+    )
+    command = [sys.executable, "-c", script, str(sum(sizes) // 2), *arguments(max_steps=2)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-000002"
+    assert last.startswith(f"error: [Errno 27] cannot write {checkpoint} (")
+    assert last.endswith("File too large); nothing half-written is left")
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
 
 
 def test_random_generators_go_on_where_they_were(tmp_path):

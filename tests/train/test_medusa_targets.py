@@ -1,6 +1,7 @@
 """Which targets can be trained on, what is refused, and what the data and the command line may not be."""
 
 import json
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import transformers
 
 from headstart.train import medusa
 from headstart.train.acceptance import choose_held_out
+from headstart.train.checkpointing import check_output
 from headstart.train.data import load_conversations, pack
 from headstart.train.features import FeatureCache, FrozenTarget
 from headstart.train.rows import build_rows, count_labels, rows_of_step
@@ -130,6 +132,32 @@ def test_bad_input_is_refused_before_anything_is_written(arguments, tmp_path, mo
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match=message):
         medusa.main(arguments(**keys))
+    assert not list(tmp_path.iterdir())
+
+
+def test_target_whose_weights_are_cut_in_half_is_named(arguments, tmp_path, word_target):
+    folder = shutil.copytree(word_target, tmp_path / "target")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+    with pytest.raises(ValueError, match=rf"the weights of the target '{folder}' cannot be read: .*copy or download"):
+        medusa.main(arguments(target=folder))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("place", "reason"), [("file/run", "Not a directory"), ("/proc/x/run", "No such file")])
+def test_output_that_cannot_be_written_is_refused_before_the_target_is_read(
+    arguments, tmp_path, monkeypatch, place, reason
+):
+    monkeypatch.setattr(medusa, "load_target", lambda *a: pytest.fail("the target was read"))
+    (tmp_path / "file").write_text("")
+    output = tmp_path / place
+    with pytest.raises(ValueError, match=rf"output '{output}' cannot be written: .*{reason}.*name a folder"):
+        medusa.main(arguments(output=output))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_trial_of_the_output_leaves_nothing_behind(tmp_path):
+    check_output(tmp_path / "new" / "run", resume=False, resume_from="")
     assert not list(tmp_path.iterdir())
 
 

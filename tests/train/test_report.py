@@ -129,7 +129,28 @@ def test_report_shows_the_figures_of_every_file(run):
         assert words.count(title) == 2, title  # the name of the drawing for readers that do not see it, and its heading
     assert "target: some/model\nlr: 0.001" in words
     assert any("1,234 steps" in word for word in words)
-    assert not any("headstart tree" in word for word in words), "nothing is missing here"
+    assert not any("No tree was built" in word for word in words), "nothing is missing here"
+
+
+def test_heat_map_says_whose_rates_it_shows(run):
+    def section():
+        text = write_report(run).read_text(encoding="utf-8")
+        return text.split("<h2>Acceptance by depth and rank</h2>")[1].split("</section>")[0]
+
+    (run / "tree.json").write_text(json.dumps(TREE | {"rates": [[0.4375], [0.1875]]}))
+    assert "0.4375" in section()
+    assert "0.0625" not in section()
+    assert "Measured by headstart tree; the draft tree is chosen from these figures." in section()
+    assert "1,234 steps" not in section()
+    (run / "tree.json").write_text(json.dumps({"parents": [-1, 0], "ranks": [0, 0]}))
+    assert "0.0625" in section()
+    assert "counted over 1,234 steps" in section()
+    assert "draft tree" not in section()
+
+
+def test_speed_table_wraps_its_words(run):
+    style = write_report(run).read_text(encoding="utf-8").split("</style>")[0]
+    assert ".speed th, .speed .words { white-space: normal; }" in style
 
 
 def test_text_of_samples_is_shown_as_text(run):
@@ -144,7 +165,7 @@ def test_text_of_samples_is_shown_as_text(run):
     [
         ("metrics.jsonl", "Training", "accelerate launch train/medusa.py"),
         ("acceptance.json", "Samples", "the trainer writes a few"),
-        ("tree.json", "The draft tree", "headstart tree"),
+        ("tree.json", "The draft tree", "Build the best one from the measured acceptance"),
         ("benchmark.json", "Speed", "headstart bench speculation"),
         ("config.yaml", "Configuration", "the trainer writes it"),
     ],
