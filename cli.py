@@ -54,7 +54,7 @@ def build_parser():
         _generate,
         "Answer a prompt, streamed; with --compare, also show plain decoding beside it.",
         "headstart generate --model assets/stdlib-coder --head assets/stdlib-coder-medusa --tree static --compare \\\n"
-        '      "Write the Python function `read_lines`: Read a file and return its lines."',
+        "      'Write the Python function `read_lines`: Read a file and return its lines.'",
     )
     generate.add_argument("prompt", help="the prompt; - reads it from standard input")
     _add_model(generate)
@@ -246,7 +246,8 @@ def _tree(arguments):
         speculative_config={"model": str(head_folder), "tree": "chain"},
     )
     prompts = [render_prompt(llm.tokenizer, prompt) for prompt in prompts]
-    print(f"measuring acceptance per depth and rank on {len(prompts)} held-out prompts ...", file=sys.stderr)
+    source = _prompt_file(arguments.prompts, model)
+    print(f"measuring acceptance per depth and rank on {len(prompts)} prompts of {source} ...", file=sys.stderr)
     found = measure_acceptance(llm, prompts, use_tqdm=True)
     if arguments.nodes == "auto":
         print("timing trees of several sizes on this machine ...", file=sys.stderr)
@@ -257,16 +258,16 @@ def _tree(arguments):
         print("nodes  tokens/step  tokens/s")
         for row in rows:
             mark = "  <- fastest" if row["num_nodes"] == tree.num_nodes else ""
+            mark = "  plain decoding" if row["draft"] == "none" else mark
             print(f"{row['num_nodes']:5}  {row['acceptance_length']:11.2f}  {row['tokens_per_second']:8.0f}{mark}")
     else:
         tree = build_static_tree(found["rates"], int(arguments.nodes))
     save_tree(tree, output, found["rates"])
     print(tree.draw())
     promised = expected_acceptance_length(tree, found["rates"])
-    print(f"chain of {len(found['per_position'])}: {found['acceptance_length']:.2f} tokens per step, measured")
-    print(
-        f"tree of {tree.num_nodes} nodes: {promised:.2f} tokens per step, expected from the rates; written to {output}"
-    )
+    drafted, measured = len(found["per_position"]), found["acceptance_length"]
+    print(f"on these {len(prompts)} prompts: chain of {drafted}: {measured:.2f} tokens per step, measured;")
+    print(f"tree of {tree.num_nodes} nodes: {promised:.2f}, expected from the rates; written to {output}")
     return 0
 
 

@@ -65,10 +65,11 @@ def is_hub_id(name):
 
 
 def target_name(base_model):
-    """The target as a card may name it: a Hub id, or the last part of a local path."""
+    """The target as a card may name it: a Hub id, a relative path, or the last part of an absolute one."""
     if not base_model:
         return "TARGET"
-    return base_model if is_hub_id(base_model) else Path(base_model).name
+    # An absolute path would tell where it lay on the machine that trained; a relative one is how the reader names it, too.
+    return base_model if is_hub_id(base_model) or not Path(base_model).is_absolute() else Path(base_model).name
 
 
 def _front_matter(head, license):
@@ -172,14 +173,14 @@ llm = LLM(
     model="{target}",
     speculative_config={{"model": "{name}", "num_speculative_tokens": {config.num_heads}, "tree": "{tree}"}},
 )
-[result] = llm.generate(["Write a haiku about trees."], SamplingParams(temperature=0.0, max_tokens=96))
+[result] = llm.generate(["Write a function that reads a file."], SamplingParams(temperature=0.0, max_tokens=96))
 print(result.outputs[0].text, result.outputs[0].spec_decode_metrics)
 ```
 
 The heads alone, as a module: `from headstart import load_head; head = load_head("{name}")`. From a terminal:
 
 ```sh
-headstart generate --model {target} --head {name} --tree {tree} --compare "Write a haiku about trees."
+headstart generate --model {target} --head {name} --tree {tree} --compare "Write a function that reads a file."
 ```'''
     if family(format) == "vllm":
         text += f"""

@@ -233,7 +233,9 @@ def main(argv):
             return f"this process was fed {describe_rows(packed, [row for rows in fed for row in rows], tokenizer)}"
 
         def leave_early():
-            note(f"stopped by signal {stop.requested} after step {state['step']}; --resume goes on")
+            note(
+                f"stopped by signal {stop.requested} after step {state['step']}; go on with --config {run / 'config.yaml'} --resume"
+            )
             return 128 + (stop.requested or signal.SIGTERM)
 
         def measure():
@@ -241,6 +243,12 @@ def main(argv):
             if measured:
                 names = ("acceptance_length", "per_position", "num_steps", "source")
                 record({"step": state["step"], "kind": "acceptance"} | {name: measured[name] for name in names})
+                positions = " ".join(f"{share:.2f}" for share in measured["per_position"])
+                how = "" if measured["source"] == "engine" else ", teacher-forced"
+                note(
+                    f"step {state['step']}: {measured['acceptance_length']:.2f} tokens per step on held-out prompts{how}; "
+                    f"accepted by position {positions}"
+                )
                 write_json(run / "acceptance.json", {"step": state["step"], **measured})
                 curves.log_acceptance(state["step"], measured["per_position"], measured["samples"])
 
@@ -317,7 +325,7 @@ def main(argv):
 
         if main_rank:
             save_final_head(head, run)
-        note(f"done: {run / 'head'} after {num_steps} steps")
+        note(f"done: {run / 'head'} after {num_steps} steps; next: headstart tree {run}, heads.export {run}")
     return 0
 
 
