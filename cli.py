@@ -80,7 +80,7 @@ def build_parser():
     )
     tree.add_argument("source", metavar="RUN", help="a run, a checkpoint or a head folder")
     tree.add_argument("--model", help="the target (default: the one the head was trained for)")
-    tree.add_argument("--prompts", help="JSONL of held-out prompts (default: heldout.jsonl in the target's folder)")
+    tree.add_argument("--prompts", help="JSONL of prompts (default: heldout.jsonl of the run, else of the target)")
     tree.add_argument("--num-prompts", type=int, default=TREE_PROMPTS, help=f"how many (default {TREE_PROMPTS})")
     tree.add_argument(
         "--nodes", default="auto", help="nodes of the tree, root included; auto (default): measured fastest here"
@@ -235,10 +235,14 @@ def _tree(arguments):
     _check_writable(output)
     model = arguments.model or _target_of(arguments.source, load_head(head_folder))
     _check_count(arguments.num_prompts)
-    start = (
-        0 if arguments.prompts else COMPARED_PROMPTS
-    )  # of the target's own held-out prompts, the first are for `bench`
-    prompts = read_prompts(_prompt_file(arguments.prompts, model), start=start, count=arguments.num_prompts)
+    own = Path(arguments.source) / "heldout.jsonl"  # what the training kept out of its data
+    if arguments.prompts or not own.is_file():
+        source = _prompt_file(arguments.prompts, model)
+        # Of the target's own prompts, the first are for `bench`.
+        start = 0 if arguments.prompts else COMPARED_PROMPTS
+        prompts = read_prompts(source, start=start, count=arguments.num_prompts)
+    else:
+        source, prompts = own, read_prompts(own)[: arguments.num_prompts]
     llm = LLM(
         model,
         device=arguments.device,
@@ -246,7 +250,6 @@ def _tree(arguments):
         speculative_config={"model": str(head_folder), "tree": "chain"},
     )
     prompts = [render_prompt(llm.tokenizer, prompt) for prompt in prompts]
-    source = _prompt_file(arguments.prompts, model)
     print(f"measuring acceptance per depth and rank on {len(prompts)} prompts of {source} ...", file=sys.stderr)
     found = measure_acceptance(llm, prompts, use_tqdm=True)
     if arguments.nodes == "auto":

@@ -350,3 +350,11 @@ def _read_dataset(data: str, path: Path, split: str) -> Iterable[tuple[str, obje
 def _excerpt(value, limit: int = 400) -> str:
     text = json.dumps(value, ensure_ascii=False, default=repr)
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def write_conversations(path: Path, conversations: list[list[dict]]) -> None:
+    """Write conversations as JSONL that `load_conversations` reads (aside, then renamed)."""
+    lines = [json.dumps({"messages": messages}, ensure_ascii=False) for messages in conversations]
+    aside = path.with_name(path.name + ".partial")
+    aside.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    aside.replace(path)

@@ -35,7 +35,7 @@ from headstart.train.checkpointing import (
     save_checkpoint,
     save_final_head,
 )
-from headstart.train.data import load_conversations
+from headstart.train.data import BUILT_IN, load_conversations, write_conversations
 from headstart.train.distillation import Objective, accumulate_gradients, find_labels, summarize
 from headstart.train.features import FeatureCache, FrozenTarget, load_target
 from headstart.train.optimization import build_optimizer, choose_autocast, sum_gradients, update, warmup_cosine
@@ -214,6 +214,8 @@ def main(argv):
         if main_rank:
             run.mkdir(parents=True, exist_ok=True)
             save_recipe(state["recipe"], run / "config.yaml")
+            if held_out and recipe.data not in BUILT_IN:
+                write_conversations(run / "heldout.jsonl", held_out)  # `headstart tree RUN` measures on them
         accelerator.wait_for_everyone()
         metrics = MetricsFile(run / "metrics.jsonl" if main_rank else None)
         metrics.truncate_after(state["step"] if resumed else -1)

@@ -63,6 +63,18 @@ def test_tree_measures_writes_and_draws(target_folder, head_folder, prompt_file,
     assert all(0 <= sum(ranks) <= 1 + 1e-6 for ranks in rates)
 
 
+def test_tree_of_a_run_measures_on_the_prompts_that_the_run_held_out(
+    target_folder, head_folder, prompt_file, tmp_path, capsys
+):
+    run = tmp_path / "run"
+    shutil.copytree(head_folder, run / "head")
+    (run / "config.yaml").write_text(f"target: {target_folder}\n")
+    shutil.copy(prompt_file, run / "heldout.jsonl")
+    assert main(["tree", str(run), "--nodes", "4"]) == 0
+    assert f"22 prompts of {run / 'heldout.jsonl'}" in capsys.readouterr().err
+    assert load_tree(run / "tree.json").num_nodes > 1
+
+
 def test_bench_prints_a_table_and_writes_its_rows(target_folder, head_folder, prompt_file, tmp_path, capsys):
     head_folder = shutil.copytree(head_folder, tmp_path / "head")
     tree = ["tree", str(head_folder), "--model", str(target_folder), "--prompts", prompt_file, "--num-prompts", "5"]

@@ -221,3 +221,11 @@ def test_stdlib_is_measured_on_what_the_target_ships(tmp_path):
     (tmp_path / "heldout.jsonl").write_text(json.dumps({"messages": messages, "module": "m"}))
     train, held_out = choose_held_out("stdlib", "", str(tmp_path), ["the training data"], 16)
     assert (train, held_out) == (["the training data"], [messages])
+
+
+def test_a_run_keeps_the_conversations_it_held_out(arguments, conversations, tmp_path):
+    assert medusa.main(arguments(eval_prompts=5, eval_tokens=8, max_steps=1)) == 0
+    held_out = load_conversations(str(tmp_path / "run" / "heldout.jsonl"))
+    everything = load_conversations(conversations)
+    assert len(held_out) == 5
+    assert all(conversation in everything for conversation in held_out)
