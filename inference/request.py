@@ -4,7 +4,6 @@ One request is one output sequence; a prompt asked for n outputs becomes n reque
 """
 
 import enum
-import time
 from dataclasses import dataclass, field
 
 from .metrics import SpecDecodeMetrics
@@ -38,7 +37,6 @@ class Request:
     stop_reason: object = None
     output_text: str = ""
     metrics: SpecDecodeMetrics = field(default_factory=SpecDecodeMetrics)
-    arrival: float = field(default_factory=time.monotonic)
 
     @property
     def num_tokens(self):

@@ -112,8 +112,7 @@ def build_static_tree(rates, num_nodes):
     if any(not 0 <= rate <= 1 for ranks in rates for rate in ranks):
         raise ValueError("rates are probabilities: every one must lie in [0, 1]")
     paths = [()]
-    taken = {()}
-    frontier = []  # (-worth, path): children of taken nodes
+    frontier = []  # (-worth, path): children of the nodes in `paths`
 
     def offer(path, worth):
         if len(path) < len(rates):
@@ -125,7 +124,6 @@ def build_static_tree(rates, num_nodes):
     while frontier and len(paths) < num_nodes:
         worth, path = heapq.heappop(frontier)
         paths.append(path)
-        taken.add(path)
         offer(path, -worth)
     paths.sort(key=lambda path: (len(path), path))  # by depth, then rank: topological, and stable to read
     number = {path: n for n, path in enumerate(paths)}
