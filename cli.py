@@ -6,6 +6,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from headstart.inference.benchmarks.command import add_benchmarks
+
 # Which held-out prompts are for what: a tree is never measured on the prompts that the comparison reports.
 COMPARED_PROMPTS = 16
 TREE_PROMPTS = 32
@@ -38,16 +40,8 @@ def build_parser():
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
 
-    def command(name, run, summary, example):
-        sub = commands.add_parser(
-            name,
-            help=summary,
-            description=summary,
-            epilog=f"example:\n  {example}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        sub.set_defaults(run=run)
-        return sub
+    def command(*arguments):
+        return _add_command(commands, *arguments)
 
     generate = command(
         "generate",
@@ -90,11 +84,47 @@ def build_parser():
 
     bench = command(
         "bench",
-        _bench,
-        "Measure speculation against plain decoding: same tokens, tokens per step, tokens per second.",
+        lambda _: bench.print_help(),
+        "Measure: speculation against plain decoding; one step, one kernel, the whole engine; another library beside it.",
+        "headstart bench speculation --model assets/stdlib-coder --head assets/stdlib-coder-medusa\n"
+        "  headstart bench step --help",
+    )
+    benchmarks = bench.add_subparsers(title="benchmarks", metavar="WHAT", dest="what")
+    _add_bench_speculation(benchmarks)
+    add_benchmarks(benchmarks, _add_command, _add_device)
+
+    report = command(
+        "report",
+        _report,
+        "Write one self-contained HTML page about a run: curves, acceptance, the tree, the speed table.",
+        "headstart report runs/quickstart",
+    )
+    report.add_argument("source", metavar="RUN", help="the run folder")
+    report.add_argument("--output", help="where to write (default: report.html in RUN)")
+    return parser
+
+
+def _add_command(commands, name, run, summary, example, more=""):
+    """One command: its summary, what else there is to know, an example."""
+    sub = commands.add_parser(
+        name,
+        help=summary,
+        description="\n\n".join(filter(None, (summary, more))),
+        epilog=f"example:\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    sub.set_defaults(run=run)
+    return sub
+
+
+def _add_bench_speculation(benchmarks):
+    bench = _add_command(
+        benchmarks,
+        "speculation",
+        _bench_speculation,
+        "Speculation against plain decoding on prompts: same tokens, tokens per step, tokens per second.",
         "headstart bench speculation --model assets/stdlib-coder --head assets/stdlib-coder-medusa",
     )
-    bench.add_argument("what", choices=["speculation"], help="what to measure")
     bench.add_argument("--model", required=True, help="the target: a folder or Hub id")
     bench.add_argument(
         "--head", action="append", required=True, help="a head folder, run or Hub id; may be given again"
@@ -110,16 +140,6 @@ def build_parser():
     bench.add_argument("--temperature", type=float, action="append", help="may be given again (default: 0 and 0.8)")
     bench.add_argument("--output", help="also write the rows as JSON here")
     _add_device(bench)
-
-    report = command(
-        "report",
-        _report,
-        "Write one self-contained HTML page about a run: curves, acceptance, the tree, the speed table.",
-        "headstart report runs/quickstart",
-    )
-    report.add_argument("source", metavar="RUN", help="the run folder")
-    report.add_argument("--output", help="where to write (default: report.html in RUN)")
-    return parser
 
 
 def _add_device(parser):
@@ -184,7 +204,7 @@ def _generate(arguments):
 
     fast = _stream_and_time(llm, prompt, params, show=True)
     if arguments.compare:
-        plain = LLM(llm.module, tokenizer=llm.tokenizer, **shared)
+        plain = LLM(llm, **shared)
         slow = _stream_and_time(plain, prompt, params, show=False)
         same = fast[0].token_ids == slow[0].token_ids
         print()
@@ -256,7 +276,7 @@ def _tree(arguments):
         print("timing trees of several sizes on this machine ...", file=sys.stderr)
         with tempfile.TemporaryDirectory() as folder:
             tree, rows = measured_best_tree(
-                llm.module, llm.tokenizer, str(head_folder), found["rates"], prompts[:4], folder
+                llm, str(head_folder), found["rates"], prompts[:4], folder
             )
         print("nodes  tokens/step  tokens/s")
         for row in rows:
@@ -274,10 +294,11 @@ def _tree(arguments):
     return 0
 
 
-def _bench(arguments):
+def _bench_speculation(arguments):
     from headstart.heads.checkpoint import load_head, resolve_head
     from headstart.inference.compare import candidate_trees, compare, format_table, hardware_name, save_comparison
-    from headstart.inference.llm import LLM, static_tree_file
+    from headstart.inference.llm import LLM
+    from headstart.inference.speculation import static_tree_file
     from headstart.inference.prompt_files import read_prompts, render_prompt
 
     _check_count(arguments.num_prompts)
@@ -297,7 +318,7 @@ def _bench(arguments):
             drafts = candidate_trees(head.num_speculative_tokens, tree_file, arguments.nodes, place)
             heads.append((source, str(folder), drafts))
         rows = compare(
-            (base.module, base.tokenizer),
+            base,
             heads,
             prompts,
             temperatures=arguments.temperature or (0.0, 0.8),

@@ -10,8 +10,8 @@ import torch
 
 from ..kernels.tree_attention import PAGE
 
-# Share of the free memory that the cache may take. What a pass needs besides (activations, logits) is small beside it.
-GPU_SHARE, CPU_SHARE = 0.8, 0.5
+# Share of the free host memory that the cache may take on the CPU.
+CPU_SHARE = 0.5
 
 
 class PagedCache:
@@ -23,27 +23,33 @@ class PagedCache:
         # Zeros: memory fresh from the allocator may hold NaN, which a masked key's weight of 0 would not remove.
         self.kv = torch.zeros(num_layers, 2, rows, head_dim, dtype=dtype, device=device)
 
-    def block_table(self, requests):
-        """Page numbers of each request, padded with page 0.  -> int64 [B, longest]"""
-        longest = max(len(request.pages) for request in requests)
-        table = [request.pages + [0] * (longest - len(request.pages)) for request in requests]
-        return torch.tensor(table, device=self.kv.device)
 
+def pages_that_fit(
+    num_layers, num_kv_heads, head_dim, dtype, device, wanted, least=2, workspace=0, utilization=0.9
+):
+    """How many pages to allocate: what is wanted, or as many as memory allows.
 
-def pages_that_fit(num_layers, num_kv_heads, head_dim, dtype, device, wanted):
-    """How many pages to allocate: what is wanted, or as many as memory allows. ValueError if not even two fit."""
+    least: pages that one request of max_model_len takes; workspace: bytes to leave for activations; utilization: share of a
+    GPU's whole memory that weights, workspace and cache may take together. ValueError, saying what would fit, if fewer than
+    `least` pages do.
+    """
     page_bytes = num_layers * 2 * num_kv_heads * PAGE * head_dim * dtype.itemsize
     if device.type == "cuda":
-        budget = torch.cuda.mem_get_info(device)[0] * GPU_SHARE
+        free, total = torch.cuda.mem_get_info(device)
+        budget = total * utilization - (total - free) - workspace
+        where = f"gpu_memory_utilization {utilization} of {total / 2**30:.1f} GiB leaves"
+        advice = "raise gpu_memory_utilization, free memory on the GPU"
     else:
         budget = _free_host_bytes() * CPU_SHARE
-    fit = int(budget // page_bytes)
-    if fit < 2:
+        where, advice = f"half of the free memory of {device} is", "free memory"
+    fit = max(0, int(budget // page_bytes) - 1)  # page 0 is nobody's
+    if fit < least:
         raise ValueError(
-            f"no memory for the KV cache: a page of {PAGE} tokens takes {page_bytes / 2**20:.1f} MiB and "
-            f"{budget / 2**20:.1f} MiB may be used on {device}; free memory or use a smaller model"
+            f"no memory for the KV cache: one request of max_model_len takes {least} pages of {PAGE} tokens, "
+            f"{least * page_bytes / 2**20:.0f} MiB, and {where} {max(0, budget) / 2**20:.0f} MiB, enough for "
+            f"max_model_len {max(0, fit - 2) * PAGE}: lower max_model_len, {advice}, or use a smaller model"
         )
-    return min(wanted, fit - 1)
+    return min(wanted, fit)
 
 
 def _free_host_bytes():

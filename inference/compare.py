@@ -51,15 +51,14 @@ class Contestant:
 def compare(target, heads, prompts, temperatures=(0.0, 0.8), max_tokens=96, seed=0, use_tqdm=True):
     """Measure every head with every tree against plain decoding at batch 1.
 
-    target: an LLM's loaded module and tokenizer, as (module, tokenizer); heads: list of (name, head, [(label, tree file)]);
+    target: an LLM, whose weights and tokenizer all share; heads: list of (name, head, [(label, tree file)]);
     prompts: what LLM.generate takes; each request is seeded, so that plain and speculative runs draw the same noise.
     Returns rows {"head", "draft", "num_nodes", "temperature", "acceptance_length", "tokens_per_second", "speedup", "identical",
     "num_tokens"}; the first of each temperature is plain decoding.
     """
-    module, tokenizer = target
 
     def make_llm(speculative=None):
-        return LLM(module, tokenizer=tokenizer, max_num_seqs=1, speculative_config=speculative)
+        return LLM(target, max_num_seqs=1, speculative_config=speculative)
 
     def contestants():
         yield Contestant("none", "none", make_llm())
@@ -167,7 +166,7 @@ def save_comparison(rows, path, device, dtype, command):
     return content
 
 
-def measured_best_tree(module, tokenizer, head, rates, prompts, folder, sizes=(4, 6, 8, 12, 16, 24, 64), use_tqdm=True):
+def measured_best_tree(target, head, rates, prompts, folder, sizes=(4, 6, 8, 12, 16, 24, 64), use_tqdm=True):
     """The static tree that decodes fastest on this machine, from trying one size after the other.
 
     rates: conditional acceptance per depth and rank. Returns (tree, rows), the first row plain decoding, rows {"num_nodes",
@@ -182,6 +181,6 @@ def measured_best_tree(module, tokenizer, head, rates, prompts, folder, sizes=(4
         path = Path(folder) / f"{size}.json"
         save_tree(tree, path, rates)
         drafts.append((size, str(path)))
-    rows = compare((module, tokenizer), [("head", head, drafts)], prompts, (0.0,), max_tokens=64, use_tqdm=use_tqdm)
+    rows = compare(target, [("head", head, drafts)], prompts, (0.0,), max_tokens=64, use_tqdm=use_tqdm)
     best = max(rows[1:], key=lambda row: row["tokens_per_second"])
     return trees[best["draft"]], rows

@@ -1,40 +1,47 @@
 """The target model as the engine runs it: a Llama-family decoder on our kernels, over the paged cache, for draft trees.
 
-Built on a loaded Hugging Face module. q, k, v and gate, up are packed into one product each, and the module's own weights
-become views of the packed ones, so the module and the engine share one copy. Families: see SUPPORTED.
-Not supported yet: sliding windows, dynamic rope scaling, tensor parallelism, quantised weights.
+    decoder = Decoder.from_pretrained(folder_or_id, config, torch.bfloat16, "cuda", max_positions)     # its own weights
+    decoder = Decoder.from_module(module, max_positions)                                               # the module's weights
 
-Letters: B requests, N nodes per request, M = B N rows, H hidden, V vocabulary, HQ and HK query and key heads, D head dimension.
+All requests' rows lie side by side, and row r is the same bits whatever the other rows are. Partial sums of a split product go
+straight into the next op. Families, rope types and limits: see SUPPORTED and check_supported. Not yet: tensor parallelism,
+quantised weights, partial rotation, mixtures of experts.
+
+Letters: B requests, N nodes per request, M = B N rows, H hidden, V vocabulary, HQ and HK query and key heads, D head dimension,
+P positions.
 """
 
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
-from torch import nn
 
-from ..kernels.linear import linear
+from ..kernels.embedding import embed
+from ..kernels.gated_mlp import gate_up_silu
+from ..kernels.linear import linear, linear_parts
 from ..kernels.rms_norm import add_rms_norm, rms_norm
-from ..kernels.rotary import rotary
-from ..kernels.silu_mul import silu_mul
-from ..kernels.tree_attention import ROWS, tree_attention
+from ..kernels.rotary_kv_write import rotary_kv_write
+from ..kernels.tree_attention import MAX_DIM, MAX_GROUP
+from .weights import (
+    UnsupportedArchitecture,
+    head_dim_of,
+    load_weights,
+    random_weights,
+    weights_of_module,
+)
 
-SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
+SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "granite")
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
-
-
-class UnsupportedArchitecture(ValueError):
-    """The engine does not run this target yet; the message lists what it runs."""
+LOAD_FORMATS = ("auto", "dummy")
 
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """What one pass over B x N nodes needs besides the tokens."""
+    """What one pass over M rows needs."""
 
-    tokens: torch.Tensor  # [B, N]
-    positions: torch.Tensor  # [B, N]
-    write_rows: torch.Tensor  # [B N HK] rows of the cache that take the nodes' keys and values
-    index: object  # kernels.tree_attention.TreeIndex
+    tokens: torch.Tensor  # [M]
+    positions: torch.Tensor  # [M]
+    cache_slots: torch.Tensor  # [M] page * 64 + offset of each row's own token
+    attention: object  # the index of kernels/tree_attention.py or prefill_attention.py: what its `attend` looks at
 
 
 def check_supported(config):
@@ -42,145 +49,144 @@ def check_supported(config):
 
     def refuse(what):
         raise UnsupportedArchitecture(
-            f"the engine does not run {what} yet. It runs model types {', '.join(SUPPORTED)} with full attention, "
-            f"rope types {', '.join(STATIC_ROPE)} and up to {ROWS} query heads per key head."
+            f"the engine does not run {what} yet. It runs model types {', '.join(SUPPORTED)} with full or sliding-window "
+            f"attention, rope types {', '.join(STATIC_ROPE)}, up to {MAX_GROUP} query heads per key head and even head "
+            f"dimensions up to {MAX_DIM}, unquantised, on one device (no tensor parallelism)."
         )
 
     if config.model_type not in SUPPORTED:
         refuse(f"model type {config.model_type!r}")
-    if getattr(config, "hidden_act", "silu") != "silu":
+    if config.hidden_act not in ("silu", "swish"):
         refuse(f"activation {config.hidden_act!r}")
-    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or []) or (
-        config.model_type == "mistral" and config.sliding_window is not None
+    known = ("full_attention", "sliding_attention") if config.model_type in ("qwen2", "qwen3") else ("full_attention",)
+    if config.model_type != "mistral":  # its sliding_window holds for every layer, whatever layer_types says
+        for kind in getattr(config, "layer_types", None) or []:
+            if kind not in known:
+                refuse(f"layers of type {kind!r} in a {config.model_type} model")
+    rope = config.rope_parameters or {}
+    if rope.get("rope_type", "default") not in STATIC_ROPE:
+        refuse(f"rope type {rope['rope_type']!r}")
+    if rope.get("partial_rotary_factor", 1.0) != 1:
+        refuse(f"partial rotation ({rope['partial_rotary_factor']} of each head)")
+    if config.num_attention_heads % config.num_key_value_heads or (
+        config.num_attention_heads > MAX_GROUP * config.num_key_value_heads
     ):
-        refuse("sliding-window attention")
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope not in STATIC_ROPE:
-        refuse(f"rope type {rope!r}")
-    if config.num_attention_heads > ROWS * config.num_key_value_heads:
         refuse(f"{config.num_attention_heads} query heads on {config.num_key_value_heads} key heads")
+    if head_dim_of(config) > MAX_DIM or head_dim_of(config) % 2:
+        refuse(f"a head dimension of {head_dim_of(config)}")
     if getattr(config, "quantization_config", None):
         refuse("quantised weights")
 
 
-def check_plain_linear(layer):
-    """Raise UnsupportedArchitecture for anything but a plain Linear: an adapter or a quantised layer computes something else."""
-    if type(layer) is not nn.Linear:
-        raise UnsupportedArchitecture(
-            f"the engine does not run layers of type {type(layer).__module__}.{type(layer).__name__} yet, only plain Linear "
-            "ones: merge adapters into the weights first (merge_and_unload), and load without quantisation"
-        )
+def windows_of(config):
+    """How many positions each layer sees, its own included; None: all."""
+    if config.model_type == "mistral":
+        return [config.sliding_window] * config.num_hidden_layers
+    if config.model_type in ("qwen2", "qwen3"):
+        return [config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types]
+    return [None] * config.num_hidden_layers
 
 
-def pack_rows(linears):
-    """One weight [sum of N, K] (and bias) for several Linear modules, which become views of it.
+def rotary_tables(config, num_positions, dtype=torch.float32):
+    """cos and sin of every position's angles, with the config's rope scaling.  -> two [P, D/2], on the CPU"""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    Modules packed before (an earlier engine on the same module) are recognised, not copied again.
-    """
-
-    for layer in linears:
-        check_plain_linear(layer)
-
-    def pack(parameters):
-        first = parameters[0].data
-        step, adjacent = first.data_ptr(), True
-        for parameter in parameters:
-            adjacent &= parameter.data_ptr() == step and parameter.is_contiguous()
-            adjacent &= parameter.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-            step += parameter.nbytes
-        rows = sum(parameter.shape[0] for parameter in parameters)
-        if adjacent:
-            return first.as_strided((rows, *first.shape[1:]), first.stride())
-        packed = torch.cat([parameter.data for parameter in parameters])
-        start = 0
-        for parameter in parameters:
-            parameter.data = packed[start : start + parameter.shape[0]]
-            start += parameter.shape[0]
-        return packed
-
-    biases = [layer.bias for layer in linears]
-    if any(bias is None for bias in biases) != all(bias is None for bias in biases):
-        raise UnsupportedArchitecture("the engine does not run packed products of which only some have a bias")
-    return pack([layer.weight for layer in linears]), None if biases[0] is None else pack(biases)
-
-
-class DecoderLayer:
-    """One layer's weights, packed."""
-
-    def __init__(self, layer):
-        attention, mlp = layer.self_attn, layer.mlp
-        for linear_layer in (attention.o_proj, mlp.down_proj):
-            check_plain_linear(linear_layer)
-        self.qkv = pack_rows([attention.q_proj, attention.k_proj, attention.v_proj])
-        self.out = (attention.o_proj.weight.data, None if attention.o_proj.bias is None else attention.o_proj.bias.data)
-        self.gate_up = pack_rows([mlp.gate_proj, mlp.up_proj])
-        self.down = (mlp.down_proj.weight.data, None if mlp.down_proj.bias is None else mlp.down_proj.bias.data)
-        self.input_norm = layer.input_layernorm.weight.data
-        self.post_norm = layer.post_attention_layernorm.weight.data
-        self.q_norm = attention.q_norm.weight.data if hasattr(attention, "q_norm") else None
-        self.k_norm = attention.k_norm.weight.data if hasattr(attention, "k_norm") else None
+    kind = (config.rope_parameters or {}).get("rope_type", "default")
+    if kind == "default":
+        dim = head_dim_of(config)
+        exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+        inv_freq, scaling = 1.0 / config.rope_parameters["rope_theta"] ** exponents, 1.0
+    else:
+        inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](config, device="cpu")
+    angles = torch.arange(num_positions)[:, None].to(dtype) * inv_freq.to(dtype)
+    return angles.cos() * scaling, angles.sin() * scaling
 
 
 class Decoder:
     """The target on our kernels.
 
-    module: a loaded *ForCausalLM of a supported family, whose weights are shared. max_positions: length of the rotary table.
+    weights: DecoderWeights; config: the Hugging Face config they belong to; max_positions: length P of the rotary table.
+    Raises UnsupportedArchitecture for a config that does not run.
     """
 
-    def __init__(self, module, max_positions):
-        config = module.config
+    def __init__(self, weights, config, max_positions):
         check_supported(config)
-        check_plain_linear(module.lm_head)
-        if module.lm_head.bias is not None:
-            raise UnsupportedArchitecture("the engine does not run an lm_head with a bias yet")
-        with torch.no_grad():
-            self.layers = [DecoderLayer(layer) for layer in module.model.layers]
-        self.embedding = module.model.embed_tokens.weight.data
-        self.norm = module.model.norm.weight.data
-        self.lm_head = module.lm_head.weight.data
+        self.layers, self.embedding, self.norm = weights.layers, weights.embedding, weights.norm
+        self.lm_head = weights.lm_head
         self.eps = config.rms_norm_eps
         self.vocab_size, self.hidden_size = self.lm_head.shape
         self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.head_dim = head_dim_of(config)
         self.device, self.dtype = self.embedding.device, self.embedding.dtype
-        rope = module.model.rotary_emb
-        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
-        angles = torch.arange(max_positions, device=self.device)[:, None].to(wide) * rope.inv_freq.to(wide)
-        self.cos = angles.cos() * rope.attention_scaling  # [positions, D/2]
-        self.sin = angles.sin() * rope.attention_scaling
+        # A window that no position reaches is none.
+        self.windows = [None if w is None or w >= max_positions else w for w in windows_of(config)]
+        # Granite's four constants; None and 1 for everybody else.
+        granite = config.model_type == "granite"
+        self.attention_scale = config.attention_multiplier if granite else None
+        self.embedding_multiplier = config.embedding_multiplier if granite else 1.0
+        self.residual_multiplier = config.residual_multiplier if granite else 1.0
+        self.logits_scaling = config.logits_scaling if granite else 1.0
+        wide = torch.promote_types(self.dtype, torch.float32)
+        self.cos, self.sin = (table.to(self.device) for table in rotary_tables(config, max_positions, wide))
+
+    @classmethod
+    def from_module(cls, module, max_positions):
+        """On a loaded *ForCausalLM, whose weights become views of the packed ones: both share one copy."""
+        check_supported(module.config)
+        return cls(weights_of_module(module), module.config, max_positions)
+
+    @classmethod
+    def from_pretrained(cls, folder_or_id, config, dtype, device, max_positions, load_format="auto"):
+        """With weights of its own: a folder's or Hub id's safetensors, tensor by tensor onto the device, or random ones.
+
+        config: the model's Hugging Face config; dtype: torch.dtype of the weights, whatever the files hold; load_format: "auto"
+        or "dummy" (random weights of the config's shape; folder_or_id is not looked at). Raises ValueError, naming files and
+        tensors, before anything is read: see weights.load_weights.
+        """
+        if load_format not in LOAD_FORMATS:
+            raise ValueError(f"load_format must be one of {', '.join(LOAD_FORMATS)}, got {load_format!r}")
+        check_supported(config)
+        if load_format == "dummy":
+            weights = random_weights(config, dtype, device)
+        else:
+            weights = load_weights(folder_or_id, config, dtype, device)
+        return cls(weights, config, max_positions)
 
     def forward(self, batch, kv):
-        """Final hidden states (after the final norm) of all nodes; writes their KV.
+        """Hidden states behind the final norm of all rows; writes their keys and values into the cache.
 
-        batch: a ForwardPass; kv [layers, 2, rows, D]  ->  [B, N, H]
+        batch: a ForwardPass of M rows; kv [layers, 2, rows, D]  ->  [M, H]
         """
-        num_requests, num_nodes = batch.tokens.shape
-        hq, hk = self.num_heads, self.num_kv_heads
-        positions = batch.positions.flatten()
-        cos, sin = self.cos[positions], self.sin[positions]  # [M, D/2]
-        residual = F.embedding(batch.tokens.flatten(), self.embedding)  # [M, H]
-        x = None
-        for layer, layer_kv in zip(self.layers, kv):
-            if x is None:
+        residual = embed(batch.tokens, self.embedding, self.embedding_multiplier)  # [M, H]
+        parts = None  # [S, M, H] what the layer before adds to the residual
+        for layer, window, layer_kv in zip(self.layers, self.windows, kv):
+            if parts is None:
                 x = rms_norm(residual, layer.input_norm, self.eps)
             else:
-                x, residual = add_rms_norm(x, residual, layer.input_norm, self.eps)
-            qkv = linear(x, *layer.qkv).view(-1, hq + 2 * hk, self.head_dim)
-            qk = qkv[:, : hq + hk]
-            if layer.q_norm is not None:
-                q, k = qk.split((hq, hk), 1)
-                qk = torch.cat((rms_norm(q, layer.q_norm, self.eps), rms_norm(k, layer.k_norm, self.eps)), 1)
-            qk = rotary(qk, cos, sin)
-            new = torch.stack((qk[:, hq:], qkv[:, hq + hk :])).view(2, -1, self.head_dim)  # [2, M HK, D]
-            layer_kv.index_copy_(1, batch.write_rows, new)
-            q = qk[:, :hq].view(num_requests, num_nodes, hq, self.head_dim)
-            x = tree_attention(q, layer_kv, batch.index).view(-1, hq * self.head_dim).to(self.dtype)
-            x, residual = add_rms_norm(linear(x, *layer.out), residual, layer.post_norm, self.eps)
-            x = linear(silu_mul(linear(x, *layer.gate_up)), *layer.down)
-        x, _ = add_rms_norm(x, residual, self.norm, self.eps)
-        return x.view(num_requests, num_nodes, -1)
+                x, residual = add_rms_norm(parts, residual, layer.input_norm, self.eps, self.residual_multiplier)
+            q = rotary_kv_write(
+                linear_parts(x, *layer.qkv),
+                batch.positions,
+                self.cos,
+                self.sin,
+                batch.cache_slots,
+                layer_kv,
+                self.num_heads,
+                self.num_kv_heads,
+                layer.q_norm,
+                layer.k_norm,
+                self.eps,
+            )  # [M, HQ, D]
+            x = batch.attention.attend(q, layer_kv, scale=self.attention_scale, window=window)
+            parts = linear_parts(x.flatten(1), *layer.out)
+            x, residual = add_rms_norm(parts, residual, layer.post_norm, self.eps, self.residual_multiplier)
+            parts = linear_parts(gate_up_silu(x, *layer.gate_up), *layer.down)
+        x, _ = add_rms_norm(parts, residual, self.norm, self.eps, self.residual_multiplier)
+        return x
 
     def logits(self, hidden):
-        """lm_head over hidden states, in fp32 at least.  [M, H] -> [M, V]"""
+        """lm_head over hidden states [M, H] -> [M, V], in the model's dtype on a GPU and in fp32 at least on the CPU."""
         logits = linear(hidden, self.lm_head)
-        return logits if logits.dtype == torch.float64 else logits.float()
+        if self.logits_scaling != 1:
+            logits = logits / self.logits_scaling
+        return logits if logits.is_cuda or logits.dtype == torch.float64 else logits.float()

@@ -1,211 +1,367 @@
-"""The engine: schedule, then draft -> verify -> commit, hand tokens back.
+"""The engine: schedule, launch one step, hand the tokens of the step before back.
 
-A prompt is computed as a chain of already-known nodes, through the very pass that verifies drafts, PREFILL_NODES at a time. So a
-prompt's KV is the same bits however it is cut. Plain decoding is a tree of one node.
-
-Letters: B requests, N nodes per request, D the tree's depth, H hidden, V vocabulary, L committed length.
+A step (step.py) runs on the device from the slots' own rows, so the host need not know a step's tokens to launch the next
+one: on a GPU it reads them one step late, while the next step computes. On the CPU it reads them at once. Whatever a late step
+did for a request that had ended, or was preempted, is dropped; tokens are a function of the request alone, so computing them
+again gives the same ones.
 """
 
 import time
+from collections import deque
+from dataclasses import dataclass
 
 import torch
 
-from ..kernels.kv_commit import kv_commit, kv_rows
-from ..kernels.tree_attention import build_tree_index
+from ..kernels.prefill_attention import build_prefill_index
+from ..kernels.tree_attention import PAGE, build_tree_index
+from .cache import PagedCache, pages_that_fit
 from .decoder import ForwardPass
-from .logprobs import top_logprobs
+from .graphs import StepGraphs
+from .logprobs import gather_logprobs, read_logprobs
 from .metrics import EngineMetrics
 from .request import Status
-from .sampling import SamplingBatch, draw
+from .scheduler import Scheduler
+from .slots import SlotTable
+from .step import Step, draw
 from .tree import MAX_NODES, ROOT_ONLY, chain
 from .verify import TreeTensors, strict
 
-PREFILL_NODES = MAX_NODES
 # How many candidates per depth are kept when recording for `measure_acceptance`.
 RECORDED_WIDTH = 10
+# A prompt on the CPU is computed as a chain of known nodes by the pass that verifies drafts, so many tokens at a time.
+CPU_CHUNK = MAX_NODES
+
+
+@dataclass
+class Launched:
+    """Work whose tokens the host has not read yet."""
+
+    kind: str  # "prefill" or "decode"
+    requests: list
+    epochs: list
+    emitted: torch.Tensor  # [B, 1 + J] on the host: how many tokens, then they
+    logprobs: list  # per request None or what read_logprobs takes
+    event: object  # passed when they are there; None on the CPU
+    at: float  # when it was launched; on the CPU: done
 
 
 class Engine:
-    """Runs requests to their end on one decoder, one cache and at most one drafter.
+    """Runs requests to their end on one decoder, one cache and at most one drafter.  See `build`."""
 
-    decoder: Decoder; cache: PagedCache; scheduler: Scheduler; drafter and tree: None and ROOT_ONLY without speculation.
-    """
-
-    def __init__(self, decoder, cache, scheduler, eos_token_ids, drafter=None, tree=ROOT_ONLY):
-        self.decoder, self.cache, self.scheduler, self.drafter = decoder, cache, scheduler, drafter
-        self.eos_token_ids = eos_token_ids
+    def __init__(self, decoder, cache, scheduler, slots, eos_token_ids, drafter, tree, verifier, captured):
+        self.decoder, self.cache, self.scheduler, self.slots = decoder, cache, scheduler, slots
+        self.eos_token_ids, self.drafter = eos_token_ids, drafter
         self.tree = TreeTensors(tree, decoder.device)
-        self.prompt_tree = TreeTensors(chain(PREFILL_NODES - 1), decoder.device)
+        self.prompt_tree = TreeTensors(chain(CPU_CHUNK - 1), decoder.device)
+        self.above_root = torch.tensor([-1], device=decoder.device)
+        self.graphs = StepGraphs(
+            Step(decoder, cache, slots, self.tree, verifier, drafter), scheduler.max_num_seqs, captured
+        )
+        self.on_gpu = decoder.device.type == "cuda"
+        self.launched = deque()  # per step a list of Launched
         self.record_candidates = False  # measure_acceptance switches it on and reads `recorded`
         self.recorded = []  # (request, index of the root in its output, candidates per depth)
         self.metrics = EngineMetrics()
-        # What the drafter reads: the target's final hidden state at the last committed position of each request.  [H] each
-        self.features = {}
+        self._read_until = time.perf_counter()
+
+    @classmethod
+    def build(
+        cls,
+        decoder,
+        eos_token_ids,
+        max_model_len,
+        max_num_seqs,
+        drafter=None,
+        tree=ROOT_ONLY,
+        verifier=strict,
+        max_num_batched_tokens=2048,
+        gpu_memory_utilization=0.9,
+        enable_prefix_caching=True,
+        captured=True,
+        num_pages=None,
+        progress=lambda sizes: sizes,
+    ):
+        """An engine with a cache as large as memory allows, or as `max_num_seqs` requests of `max_model_len` tokens need.
+
+        verifier: a rule of verify.py; captured: replay CUDA graphs on a GPU; num_pages: this many pages of
+        cache instead; progress wraps the list of graphs to capture. Raises ValueError if memory does not suffice for one
+        request of max_model_len tokens, saying what would fit.
+        """
+        device, max_emitted = decoder.device, tree.max_depth + 1
+        per_request = -(-(max_model_len + tree.num_nodes + max_emitted) // PAGE)
+        slots = SlotTable(max_num_seqs, per_request, decoder.hidden_size, decoder.vocab_size, decoder.dtype, device)
+        shape = (len(decoder.layers), decoder.num_kv_heads, decoder.head_dim, decoder.dtype, device)
+
+        def make(pages, captured):
+            cache = PagedCache(shape[0], pages, *shape[1:])
+            scheduler = Scheduler(
+                pages,
+                PAGE,
+                max_num_seqs,
+                max_num_batched_tokens,
+                tree_slots=tree.num_nodes,
+                max_emitted=max_emitted,
+                enable_prefix_caching=enable_prefix_caching,
+            )
+            return cls(decoder, cache, scheduler, slots, eos_token_ids, drafter, tree, verifier, captured)
+
+        if num_pages is None:
+            workspace = make(1, False)._measure_workspace(max_num_batched_tokens) if device.type == "cuda" else 0
+            wanted = max_num_seqs * per_request
+            num_pages = pages_that_fit(
+                *shape, wanted, least=per_request, workspace=workspace, utilization=gpu_memory_utilization
+            )
+        engine = make(num_pages, captured)
+        engine.graphs.capture(progress)
+        return engine
+
+    @torch.no_grad()
+    def _measure_workspace(self, num_tokens):
+        """Bytes that a prefill of `num_tokens` and a step of all slots need besides weights and cache (they run on page 0)."""
+        device = self.decoder.device
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        nobody = self.slots.on_device([self.slots.nobody])
+        num_tokens = min(num_tokens, (self.slots.block_table.shape[1] - 1) * PAGE)
+        positions = torch.arange(num_tokens, device=device)
+        index = build_prefill_index(self.slots.block_table[nobody], [0], [num_tokens], self.cache.num_kv_heads, device)
+        forward_pass = ForwardPass(torch.zeros_like(positions), positions, positions % PAGE, index)
+        self.decoder.logits(self.decoder.forward(forward_pass, self.cache.kv)[-1:])
+        prefill = torch.cuda.max_memory_allocated(device) - before
+        torch.cuda.reset_peak_memory_stats(device)
+        self.graphs.step(self.slots.on_device([self.slots.nobody] * self.graphs.sizes[-1]))
+        step = torch.cuda.max_memory_allocated(device) - before
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        # The graphs keep a pool of their own beside what prefill takes from the allocator.
+        return prefill + step
+
+    # --- one step ---
 
     @torch.no_grad()
     def step(self):
-        """Advance: one chunk of every prompt being computed, then one tree of every running request.
+        """Advance: prompt tokens of requests being admitted, then one tree of every running request.
 
-        Returns the requests that got new tokens.
+        Returns the requests whose tokens were handed back.
         """
-        prefilling, running = self.scheduler.schedule()
-        start = time.perf_counter()
-        advanced = [request for request in prefilling if self._prefill(request)]
-        middle = time.perf_counter()
-        if running:
-            self._decode(running)
-        self.metrics.prefill_seconds += middle - start
-        self.metrics.decode_seconds += time.perf_counter() - middle
-        advanced += running
-        for request in advanced:
-            if request.finished:
-                self._release(request)
+        if not self.launched:
+            self._read_until = time.perf_counter()
+        scheduled = self.scheduler.schedule()
+        self.slots.write_pages(scheduled.grown)
+        self.metrics.num_preemptions += len(scheduled.preempted)
+        # Both are launched before anything is read: a request that turns out to have ended is in `decode` still.
+        now = []
+        if scheduled.prefill:
+            now += self._prefill(scheduled.prefill)
+        if scheduled.decode:
+            now.append(self._decode(scheduled.decode))
+        if now:
+            self.launched.append(now)
+        for launched in now:
+            for request in launched.requests:
+                request.in_flight += 1
+        advanced = []
+        while len(self.launched) > (1 if now and self.on_gpu and not self.record_candidates else 0):
+            for launched in self.launched.popleft():
+                advanced += self._read(launched)
         return advanced
 
     def cancel(self, request):
         """Drop a request, whatever it is doing."""
-        if request in self.scheduler.waiting:
-            self.scheduler.waiting.remove(request)
-        elif request in self.scheduler.active:
+        if not request.finished:
+            request.status, request.finish_reason = Status.FINISHED, "abort"
             self._release(request)
-        request.status, request.finish_reason = Status.FINISHED, "abort"
 
     def _release(self, request):
         self.scheduler.release(request)
-        self.features.pop(request.request_id, None)
         self.metrics.num_requests_finished += 1
 
-    def _forward(self, tree, tokens, committed, block_table, host_committed):
-        """One pass over tokens [B, N] (the first N nodes of `tree`).  -> hidden [B, N, H]"""
-        num_nodes = tokens.shape[1]
-        depths, ancestors = tree.depths[:num_nodes], tree.ancestors[:num_nodes]
-        ancestors = ancestors[:, : int(max(tree.tree.depths[:num_nodes])) + 1]
-        hk = self.cache.num_kv_heads
-        index = build_tree_index(
-            block_table,
-            committed,
-            host_committed,
-            depths,
-            ancestors,
-            hk,
-            torch.promote_types(self.decoder.dtype, torch.float32),
-        )
-        slots = committed[:, None] + torch.arange(num_nodes, device=committed.device)
-        batch = ForwardPass(
-            tokens=tokens,
-            positions=committed[:, None] + depths,
-            write_rows=kv_rows(block_table, slots, hk).flatten(),
-            index=index,
-        )
-        return self.decoder.forward(batch, self.cache.kv)
+    # --- prefill ---
 
-    def _prefill(self, request):
-        """Compute the next chunk of the prompt; with the last one, draw the first token. True if there is a token."""
-        start = request.committed
-        chunk = request.prompt_token_ids[start : start + PREFILL_NODES]
-        device = self.decoder.device
-        hidden = self._forward(
-            self.prompt_tree,
-            torch.tensor([chunk], device=device),
-            torch.tensor([start], device=device),
-            self.cache.block_table([request]),
-            [start],
-        )
-        request.committed += len(chunk)
+    def _prefill(self, chunks):
+        """Compute chunks of known tokens; where a request's last one is among them, draw its first token.  -> list of Launched"""
+        compute = self._compute_packed if self.on_gpu else self._compute_chains
+        hidden = compute(chunks)  # [chunks, H] at the last token of each
+        for chunk in chunks:
+            chunk.request.committed += chunk.count
+            self.scheduler.committed_advanced(chunk.request)
+            self.metrics.num_prompt_tokens += chunk.count
         self.metrics.num_prefill_passes += 1
-        self.metrics.num_prompt_tokens += len(chunk)
-        if request.committed < len(request.prompt_token_ids):
-            return False
-        request.status = Status.RUNNING
-        sampling = SamplingBatch([request], device)
-        logits = self.decoder.logits(hidden[0, -1:])  # [1, V]
-        scores = sampling.target_scores(logits[None], [[0]], self.eos_token_ids)
-        noise = sampling.noise(torch.tensor([[request.committed]], device=device), self.decoder.vocab_size)
-        token = draw(scores, noise).item()
-        self.features[request.request_id] = hidden[0, -1]
-        if request.params.logprobs is not None:
-            request.logprobs = top_logprobs(logits, [token], request.params.logprobs)
-        request.append(token)
-        self.metrics.num_generated_tokens += 1
-        return True
+        done = [i for i, chunk in enumerate(chunks) if chunk.is_last]
+        if not done:
+            return []
+        requests = [chunks[i].request for i in done]
+        hidden = hidden[self.slots.on_device(done)]
+        roots = [request.output_token_ids[-1] if request.output_token_ids else 0 for request in requests]
+        self.slots.write_requests(requests, roots, self._stop_tokens)
+        self.slots.feature[self.slots.on_device([request.slot for request in requests])] = hidden
+        for request in requests:
+            request.status = Status.RUNNING
+        # A request that was preempted goes on from its newest token.
+        fresh = [i for i, request in enumerate(requests) if not request.output_token_ids]
+        if not fresh:
+            return []
+        requests = [requests[i] for i in fresh]
+        slots = self.slots.on_device([request.slot for request in requests])
+        # The last token of the prompt is a node one above the root: the token behind it stands at L.
+        batch = self.slots.gather(slots, self.above_root)
+        logits = self.decoder.logits(hidden[self.slots.on_device(fresh)])  # [B, V]
+        tokens = draw(batch, logits, any(map(_is_filtered, requests)), self.slots)
+        self.slots.integers[slots, 1] = tokens
+        self.slots.integers[slots, 2] = batch.remaining - 1
+        emitted = torch.stack((torch.ones_like(tokens), tokens), 1)
+        return [self._hand_over("prefill", requests, emitted, lambda i: logits[i : i + 1])]
+
+    def _compute_packed(self, chunks):
+        """All chunks in one pass.  -> hidden [chunks, H] of their last tokens"""
+        tokens, positions, places, ends = [], [], [], []
+        for chunk in chunks:
+            request, stop = chunk.request, chunk.start + chunk.count
+            position = torch.arange(chunk.start, stop)
+            tokens.append(torch.tensor(request.known_token_ids[chunk.start : stop]))
+            positions.append(position)
+            places.append(torch.tensor(request.pages)[position // PAGE] * PAGE + position % PAGE)
+            ends.append((ends[-1] if ends else -1) + chunk.count)
+        packed = torch.stack([torch.cat(parts) for parts in (tokens, positions, places)])
+        tokens, positions, places = self.slots.on_device(packed).unbind()
+        block_table = self.slots.block_table[self.slots.on_device([chunk.request.slot for chunk in chunks])]
+        index = build_prefill_index(
+            block_table,
+            [chunk.start for chunk in chunks],
+            [chunk.count for chunk in chunks],
+            self.cache.num_kv_heads,
+            self.decoder.device,
+        )
+        hidden = self.decoder.forward(ForwardPass(tokens, positions, places, index), self.cache.kv)
+        return hidden[self.slots.on_device(ends)]
+
+    def _compute_chains(self, chunks):
+        """One chunk after the other, CPU_CHUNK tokens at a time.  -> hidden [chunks, H] of their last tokens"""
+        tree, last = self.prompt_tree, []
+        for chunk in chunks:
+            request = chunk.request
+            pages = torch.tensor(request.pages)
+            for start in range(chunk.start, chunk.start + chunk.count, CPU_CHUNK):
+                count = min(CPU_CHUNK, chunk.start + chunk.count - start)
+                position = torch.arange(start, start + count)
+                index = build_tree_index(
+                    pages[None],
+                    torch.tensor([start]),
+                    tree.depths[:count],
+                    tree.ancestors[:count, :count],
+                    self.cache.num_kv_heads,
+                    self.decoder.dtype,
+                )
+                tokens = torch.tensor(request.known_token_ids[start : start + count])
+                places = pages[position // PAGE] * PAGE + position % PAGE
+                hidden = self.decoder.forward(ForwardPass(tokens, position, places, index), self.cache.kv)
+            last.append(hidden[-1])
+        return torch.stack(last)
+
+    # --- decode ---
 
     def _decode(self, requests):
-        """draft -> verify -> commit for every running request."""
-        device, tree = self.decoder.device, self.tree
-        host_committed = [request.committed for request in requests]
-        committed = torch.tensor(host_committed, device=device)  # [B] = L
-        sampling = SamplingBatch(requests, device)
-        block_table = self.cache.block_table(requests)
-        # The token behind a node of depth d stands at L + d + 1; nodes of one depth share that position's noise.
-        drawn_at = committed[:, None] + 1 + torch.arange(tree.max_depth + 1, device=device)
-        noise = sampling.noise(drawn_at, self.decoder.vocab_size)  # [B, D + 1, V] or None
-
-        # Draft.
-        roots = torch.tensor([request.output_token_ids[-1] for request in requests], device=device)
-        if tree.max_depth or self.record_candidates:
-            feature = torch.stack([self.features[request.request_id] for request in requests])  # [B, H]
-            temperature = sampling.temperature if sampling.any_random else None
-            if self.record_candidates:
-                self._record(requests, feature, temperature, drawn_at)
-        if tree.max_depth:
-            tokens, _ = self.drafter.propose(roots, feature, tree, temperature, noise)
-        else:
-            tokens = roots[:, None]
-
-        # Verify. A tree is cut where max_tokens or max_model_len end: a path of d nodes emits d + 1 tokens.
-        hidden = self._forward(tree, tokens, committed, block_table, host_committed)
-        logits = self.decoder.logits(hidden.flatten(0, 1)).view(*tokens.shape, -1)  # [B, N, V]
-        emitted = [len(request.output_token_ids) for request in requests]
-        num_before = [[count + depth for depth in tree.tree.depths] for count in emitted]
-        scores = sampling.target_scores(logits, num_before, self.eos_token_ids)
-        target_tokens = draw(scores, None if noise is None else noise[:, tree.depths])  # [B, N]
-        limits = [request.num_remaining - 1 for request in requests]
-        path, num_accepted, bonus = strict(tree, tokens, target_tokens, torch.tensor(limits, device=device))
-
-        # Commit: accepted nodes move to the positions behind the committed ones; the bonus token is the next root.
-        step = torch.arange(tree.max_depth + 1, device=device)
-        source = committed[:, None] + torch.where(step <= num_accepted[:, None], path, step)
-        if not tree.tree.is_chain:
-            kv_commit(self.cache.kv, block_table, source, committed[:, None] + step, self.cache.num_kv_heads)
-        last = path.gather(1, num_accepted[:, None])  # [B, 1]
-        features = hidden.gather(1, last[:, :, None].expand(-1, -1, hidden.shape[-1])).squeeze(1)  # [B, H]
-        path_tokens = tokens.gather(1, path)  # [B, D + 1]
-        self._hand_back(requests, path, path_tokens, num_accepted, bonus, logits, features, limits)
-
-    def _hand_back(self, requests, path, path_tokens, num_accepted, bonus, logits, features, limits):
-        """Give each request its tokens, one by one, so that it ends where plain decoding would."""
-        tree = self.tree
-        path, path_tokens = path.tolist(), path_tokens.tolist()
-        for b, (request, count, token) in enumerate(zip(requests, num_accepted.tolist(), bonus.tolist())):
-            new = [*path_tokens[b][1 : count + 1], token]
-            if request.params.logprobs is not None:
-                rows = logits[b, path[b][: count + 1]]
-                request.logprobs += top_logprobs(rows, new, request.params.logprobs)
-            before = len(request.output_token_ids)
-            for one in new:
-                if request.append(one):
-                    break
-            kept = len(request.output_token_ids) - before
-            request.committed += kept
-            if request.logprobs is not None:
-                del request.logprobs[len(request.output_token_ids) :]
-            self.features[request.request_id] = features[b]
-            self.metrics.num_generated_tokens += kept
-            self.metrics.num_decoded_tokens += kept
-            if tree.max_depth:
-                drafted = sum(0 < depth <= limits[b] for depth in tree.tree.depths)
-                # An accepted token behind the end of the output was never emitted: it does not count.
-                for metrics in (request.metrics, self.metrics.spec_decode):
-                    metrics.record(drafted, min(count, kept), tree.max_depth)
+        """draft -> verify -> commit for every running request.  -> Launched"""
+        if self.record_candidates:
+            self._record(requests)
+        filtered = any(map(_is_filtered, requests))
+        output = self.graphs.run([request.slot for request in requests], filtered)
         self.metrics.num_decode_passes += 1
 
-    def _record(self, requests, feature, temperature, drawn_at):
+        def rows(i):
+            return output.logits[i].index_select(0, output.path[i])  # [D + 1, V]
+
+        return self._hand_over("decode", requests, output.emitted[: len(requests)], rows)
+
+    def _hand_over(self, kind, requests, emitted, rows):
+        """Start the copies to the host.  emitted [B, 1 + J]; rows(i): logits [J, V] of request i's tokens  ->  Launched"""
+        logprobs = [None] * len(requests)
+        for i, request in enumerate(requests):
+            if request.params.logprobs is not None:
+                found = gather_logprobs(rows(i), emitted[i, 1:], request.params.logprobs)
+                logprobs[i] = [self._to_host(x) for x in found]
+        host = self._to_host(emitted)
+        event = None
+        if self.on_gpu:
+            event = torch.cuda.Event()
+            event.record()
+        epochs = [request.epoch for request in requests]
+        return Launched(kind, list(requests), epochs, host, logprobs, event, time.perf_counter())
+
+    def _to_host(self, x):
+        if not self.on_gpu:
+            return x
+        host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        return host.copy_(x, non_blocking=True)
+
+    def _read(self, launched):
+        """Wait for launched work and give each request its tokens.  -> the requests that got some"""
+        if launched.event is not None:
+            launched.event.synchronize()
+        advanced = []
+        for i, (request, epoch) in enumerate(zip(launched.requests, launched.epochs)):
+            if request.epoch != epoch or request.finished:
+                continue  # preempted, ended or cancelled since
+            request.in_flight -= 1
+            count, *tokens = launched.emitted[i].tolist()
+            kept = self._hand_back(request, tokens[:count], launched.logprobs[i])
+            if launched.kind == "decode":
+                self._count(request, count, kept)
+            if request.finished:
+                self._release(request)
+            advanced.append(request)
+        now = time.perf_counter() if self.on_gpu else launched.at
+        if launched.kind == "prefill":
+            self.metrics.prefill_seconds += now - self._read_until
+        else:
+            self.metrics.decode_seconds += now - self._read_until
+        self._read_until = now
+        return advanced
+
+    def _hand_back(self, request, tokens, logprobs):
+        """Append tokens one by one, so that the output ends where plain decoding would.  -> how many were kept"""
+        before = len(request.output_token_ids)
+        for token in tokens:
+            if request.append(token):
+                break
+        kept = len(request.output_token_ids) - before
+        if before:  # the first token comes from the prompt's last position, which is committed already
+            request.committed += kept
+            self.scheduler.committed_advanced(request)
+        if logprobs is not None:
+            request.logprobs = (request.logprobs or []) + read_logprobs(tokens[:kept], *logprobs)
+        self.metrics.num_generated_tokens += kept
+        return kept
+
+    def _count(self, request, emitted, kept):
+        self.metrics.num_decoded_tokens += kept
+        if self.tree.max_depth:
+            # Nodes deeper than the request had tokens left were never candidates.
+            limit = request.num_remaining + kept - 1
+            drafted = sum(0 < depth <= limit for depth in self.tree.tree.depths)
+            # An accepted token behind the end of the output was never emitted: it does not count.
+            for metrics in (request.metrics, self.metrics.spec_decode):
+                metrics.record(drafted, min(emitted - 1, kept), self.tree.max_depth)
+
+    def _stop_tokens(self, request):
+        """Ids that min_tokens keeps out."""
+        return set(request.params.stop_token_ids) | (set() if request.params.ignore_eos else set(self.eos_token_ids))
+
+    def _record(self, requests):
         """Keep the best candidates of every depth, with this step's place in the sequence."""
-        noise = SamplingBatch(requests, self.decoder.device).noise(
-            drawn_at[:, :1] + torch.arange(self.drafter.num_speculative_tokens, device=drawn_at.device),
-            self.decoder.vocab_size,
-        )
-        widths = [min(RECORDED_WIDTH, self.decoder.vocab_size)] * self.drafter.num_speculative_tokens
-        found = [c.tolist() for c in self.drafter.candidates(feature, widths, temperature, noise)]
-        for b, request in enumerate(requests):
-            self.recorded.append((request, len(request.output_token_ids) - 1, [candidates[b] for candidates in found]))
+        slots = self.slots.on_device([request.slot for request in requests])
+        batch = self.slots.gather(slots, self.tree.depths)
+        depth = self.drafter.num_speculative_tokens
+        width = min(RECORDED_WIDTH, self.decoder.vocab_size)
+        found = self.drafter.candidates(batch, [width] * depth).tolist()  # [B, depth, width]
+        for request, candidates in zip(requests, found):
+            self.recorded.append((request, len(request.output_token_ids) - 1, candidates))
+
+
+def _is_filtered(request):
+    """Whether this request's logits need more than a temperature."""
+    params = request.params
+    if len(request.output_token_ids) < params.min_tokens:
+        return True
+    return params.temperature > 0 and (params.top_p < 1 or params.top_k > 0)

@@ -1,20 +1,13 @@
 """The public Python API, shaped like vLLM's: LLM, generate, chat. See LLM's docstring."""
 
-import functools
+import inspect
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 
-import torch
-from torch import nn
 from tqdm import tqdm
 
-from ..heads.checkpoint import check_head_fits, load_head, resolve_head
-from ..heads.medusa import Medusa
-from ..kernels.linear import linear
-from ..kernels.tree_attention import PAGE
-from .cache import PagedCache, pages_that_fit
-from .decoder import Decoder, check_supported
+from ..heads.checkpoint import check_head_fits
+from .decoder import check_supported
 from .drafters.medusa import MedusaDrafter
 from .engine import Engine
 from .keywords import reject_unknown
@@ -22,23 +15,10 @@ from .metrics import SpecDecodeMetrics
 from .prompt_files import render_chat
 from .request import Request
 from .sampling import SamplingParams
-from .scheduler import Scheduler
+from .speculation import check_speculative_config, choose_tree, choose_verifier, load_drafter_head
 from .stopping import StopChecker, final_text, stable_length
-from .tree import MAX_NODES, ROOT_ONLY, chain, load_tree
-from .verify import VERIFIERS
-
-ARGUMENTS = (
-    "model",
-    "tokenizer",
-    "dtype",
-    "device",
-    "max_model_len",
-    "max_num_seqs",
-    "seed",
-    "speculative_config",
-)
-SPECULATIVE_KEYS = ("model", "num_speculative_tokens", "tree", "verifier")
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
+from .target_source import check_used_in_place, eos_token_ids, load_decoder, load_tokenizer, target_config
+from .tree import MAX_NODES
 
 
 @dataclass
@@ -68,18 +48,27 @@ class RequestOutput:
 class LLM:
     """A target model, and optionally a head that drafts for it.
 
-    model: a folder or Hub id in Hugging Face layout, or a loaded *ForCausalLM (used in place, without a second copy).
+    model: a folder or Hub id in Hugging Face layout; a loaded *ForCausalLM (used in place, without a second copy); a Hugging Face
+        config, with load_format "dummy"; or another LLM, whose weights are shared.
     tokenizer: folder, Hub id or tokenizer object; None: the model's own.
     dtype: "auto", "bfloat16", "float16", "float32" or a torch.dtype. auto: the checkpoint's on a GPU; on the CPU bfloat16 or
-        float32, whichever this machine measures faster. A loaded module keeps its own.
+        float32, whichever this machine measures faster. A loaded model keeps its own.
     device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1" ...
     max_model_len: longest prompt + output in tokens; None: the model's own limit.
     max_num_seqs: how many requests run at once.
+    max_num_batched_tokens: prompt tokens computed per step; longer prompts are computed in chunks.
+    gpu_memory_utilization: share of the GPU's memory that weights, activations and cache may take together; the cache takes no
+        more than max_num_seqs requests of max_model_len tokens need.
+    num_gpu_blocks_override: cache pages (of 64 tokens) to allocate instead, on any device.
+    enable_prefix_caching: keep full pages of KV by content, and use them again for prompts that begin alike.
+    enforce_eager: launch kernels one by one on a GPU instead of replaying CUDA graphs (for debugging; the outputs are equal).
+    load_format: "auto" reads the weights; "dummy" makes random ones of the model's shape.
     seed: requests without a seed of their own derive one from this and their number.
     speculative_config: None for plain decoding, or a dict with
         model: a head (folder, run, Hub id or module); num_speculative_tokens: depth of drafts, None for as deep as the head;
         tree: "chain", "static" (the tree measured for this head, else the one shipped for its number of heads) or a tree
-        file; verifier: "strict".
+        file; verifier: "strict", or "synthetic" to accept by given rates whatever the tokens are (for measuring speed: the outputs
+        mean nothing), with acceptance_rates (unconditional, per position) or acceptance_length (tokens per step).
 
     Whatever the speculative_config, the outputs are those of plain decoding. Raises ValueError for bad arguments, naming what
     was given and what was expected; unknown keywords name the nearest known one.
@@ -93,56 +82,87 @@ class LLM:
         device="auto",
         max_model_len=None,
         max_num_seqs=8,
+        max_num_batched_tokens=2048,
+        gpu_memory_utilization=0.9,
+        num_gpu_blocks_override=None,
+        enable_prefix_caching=True,
+        enforce_eager=False,
+        load_format="auto",
         seed=0,
         speculative_config=None,
         **unknown,
     ):
-        reject_unknown(unknown, ARGUMENTS, "LLM argument")
-        if not isinstance(max_num_seqs, int) or max_num_seqs < 1:
-            raise ValueError(f"max_num_seqs must be a whole number of at least 1, got {max_num_seqs!r}")
-        if not isinstance(seed, int) or seed < 0:
-            raise ValueError(f"seed must be a whole number of at least 0, got {seed!r}")
-        if speculative_config is not None and not isinstance(speculative_config, dict):
-            raise ValueError(f"speculative_config must be a dict or None, got {speculative_config!r:.80}")
-        speculative = dict(speculative_config or {})
-        reject_unknown(speculative, SPECULATIVE_KEYS, "speculative_config key")
-        if speculative_config is not None and not isinstance(speculative.get("model"), str | Path | nn.Module):
-            raise ValueError(
-                "speculative_config needs 'model': the head that drafts (a folder, a run, a Hub id or a module)"
-            )
-        verifier = speculative.get("verifier", "strict")
-        if verifier not in VERIFIERS:
-            raise ValueError(f"verifier must be one of {', '.join(VERIFIERS)}, got {verifier!r}")
+        names = [name for name in inspect.signature(LLM.__init__).parameters if name not in ("self", "unknown")]
+        reject_unknown(unknown, names, "LLM argument")
+        _check_whole("max_num_seqs", max_num_seqs, 1)
+        _check_whole("max_num_batched_tokens", max_num_batched_tokens, 1)
+        _check_whole("seed", seed, 0)
+        if num_gpu_blocks_override is not None:
+            _check_whole("num_gpu_blocks_override", num_gpu_blocks_override, 2)
+        if not isinstance(gpu_memory_utilization, int | float) or not 0 < gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, got {gpu_memory_utilization!r}")
+        for name, value in (("enable_prefix_caching", enable_prefix_caching), ("enforce_eager", enforce_eager)):
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} must be True or False, got {value!r}")
+        if load_format not in ("auto", "dummy"):
+            raise ValueError(f"load_format must be 'auto' or 'dummy', got {load_format!r}")
+        speculative = check_speculative_config(speculative_config)
 
         # Everything that can be refused is refused before the target's weights are read.
-        config, self.model_name = _target_config(model)
+        shared = model if isinstance(model, LLM) else None
+        config, self.model_name = (shared.config, shared.model_name) if shared else target_config(model, load_format)
         check_supported(config)
-        head = _load_drafter_head(speculative["model"]) if speculative else None
+        head = load_drafter_head(speculative["model"]) if speculative else None
         if head is not None:
             check_head_fits(head, config)
-        tree = _choose_tree(speculative, head)
+        tree = choose_tree(speculative, head)
         limit = config.max_position_embeddings
         self.max_model_len = limit if max_model_len is None else max_model_len
         if not isinstance(self.max_model_len, int) or not 2 <= self.max_model_len <= limit:
             raise ValueError(f"max_model_len must be from 2 to the model's own limit of {limit}, got {max_model_len!r}")
 
-        self.tokenizer = _load_tokenizer(tokenizer, model)
-        self.module = _load_target(model, config, dtype, device)
-        self.eos_token_ids = _eos_token_ids(self.module, self.tokenizer)
-        decoder = Decoder(self.module, self.max_model_len + MAX_NODES)
+        if shared:
+            self.tokenizer = shared.tokenizer if tokenizer is None else load_tokenizer(tokenizer, None)
+            decoder = self._share(shared, dtype, device)
+            self.eos_token_ids = shared.eos_token_ids
+        else:
+            self.tokenizer = load_tokenizer(tokenizer, model)
+            decoder = load_decoder(model, config, dtype, device, self.max_model_len + MAX_NODES, load_format)
+            self.eos_token_ids = eos_token_ids(model, config, self.tokenizer)
+        verifier = choose_verifier(speculative, tree, decoder.device)
+        self.config = config
         drafter = None
         if head is not None:
-            if not isinstance(speculative["model"], nn.Module):
+            if head is not speculative["model"]:
                 head = head.to(decoder.device, decoder.dtype).eval()
             drafter = MedusaDrafter(head, decoder.lm_head)
-        per_request = -(-(self.max_model_len + tree.num_nodes) // PAGE)
-        shape = (len(decoder.layers), decoder.num_kv_heads, decoder.head_dim, decoder.dtype, decoder.device)
-        pages = pages_that_fit(*shape, wanted=max_num_seqs * per_request)
-        cache = PagedCache(shape[0], pages, *shape[1:])
-        scheduler = Scheduler(pages, PAGE, max_num_seqs, tree.num_nodes)
-        self.engine = Engine(decoder, cache, scheduler, self.eos_token_ids, drafter, tree)
+        self.engine = Engine.build(
+            decoder,
+            self.eos_token_ids,
+            self.max_model_len,
+            max_num_seqs,
+            drafter,
+            tree,
+            verifier,
+            max_num_batched_tokens=max_num_batched_tokens,
+            gpu_memory_utilization=gpu_memory_utilization,
+            enable_prefix_caching=enable_prefix_caching,
+            captured=not enforce_eager,
+            num_pages=num_gpu_blocks_override,
+        )
         self.tree, self.seed, self._num_requests = tree, seed, 0
         self.dtype, self.device = decoder.dtype, decoder.device
+
+    def _share(self, other, dtype, device):
+        """The decoder of another LLM, if it serves."""
+        decoder = other.engine.decoder
+        check_used_in_place(decoder, dtype, device)
+        if self.max_model_len > other.max_model_len:
+            raise ValueError(
+                f"max_model_len {self.max_model_len} is beyond the {other.max_model_len} of the LLM whose weights are "
+                "shared: build that one with the larger max_model_len"
+            )
+        return decoder
 
     # --- generating ---
 
@@ -333,147 +353,6 @@ def _derive_seed(seed, number):
     return (x ^ (x >> 31)) >> 1
 
 
-def _target_config(model):
-    """(Hugging Face config, name) of a target, with a clear error where there is none."""
-    if isinstance(model, nn.Module):
-        return model.config, getattr(model.config, "_name_or_path", "") or type(model).__name__
-    from transformers import AutoConfig
-
-    name = str(model)
-    path = Path(name)
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ValueError(f"{name} holds no config.json: expected a model folder in Hugging Face layout")
-    elif path.exists():
-        raise ValueError(f"{name} is a file: expected a model folder in Hugging Face layout, or a Hub id")
-    elif name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ValueError(f"there is no model folder {name}")
-    try:
-        return AutoConfig.from_pretrained(name), name
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"cannot read the model {name!r}: no such folder, and the Hub did not give it ({error}). "
-            "Check the name, the network, HF_HUB_OFFLINE, and `hf auth login` for gated models"
-        ) from error
-
-
-def _load_tokenizer(tokenizer, model):
-    if tokenizer is not None and not isinstance(tokenizer, str | Path):
-        return tokenizer
-    if tokenizer is None and isinstance(model, nn.Module):
-        return None
-    from transformers import AutoTokenizer
-
-    name = str(model if tokenizer is None else tokenizer)
-    try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        if tokenizer is None and Path(name).is_dir() and not any(Path(name).glob("*token*")):
-            return None  # a model folder without a tokenizer can still be fed token ids
-        raise ValueError(f"cannot read the tokenizer of {name!r}: {error}") from error
-
-
-def _load_target(model, config, dtype, device):
-    if isinstance(dtype, str):
-        if dtype not in ("auto", *DTYPES):
-            raise ValueError(f"dtype must be auto, {', '.join(DTYPES)} or a torch.dtype, got {dtype!r}")
-        dtype = DTYPES.get(dtype)
-    elif not isinstance(dtype, torch.dtype):
-        raise ValueError(f"dtype must be auto, {', '.join(DTYPES)} or a torch.dtype, got {dtype!r}")
-    if isinstance(model, nn.Module):
-        own, at = model.dtype, model.device
-        if dtype not in (None, own) or (device != "auto" and torch.device(device).type != at.type):
-            raise ValueError(
-                f"the loaded module is {own} on {at} and is used in place: leave dtype and device at 'auto'"
-            )
-        return model
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {device!r}") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device 'cuda' was asked for, but torch sees no GPU: use device='cpu' or 'auto'")
-    if dtype is None:
-        dtype = faster_cpu_dtype() if device.type == "cpu" else (getattr(config, "dtype", None) or torch.bfloat16)
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
-
-    try:
-        module = AutoModelForCausalLM.from_pretrained(str(model), dtype=dtype)
-    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-        raise ValueError(f"cannot load the weights of {str(model)!r}, they may be cut or missing: {error}") from error
-    return module.to(device).eval()
-
-
-@functools.cache
-def faster_cpu_dtype():
-    """bfloat16 or float32, whichever runs the engine's blocks of rows faster on this machine (measured once per process)."""
-    seconds = {}
-    x, w = torch.randn(16, 1024), torch.randn(1024, 1024)
-    for dtype in (torch.float32, torch.bfloat16):
-        xd, wd, times = x.to(dtype), w.to(dtype), []
-        for _ in range(25):
-            start = time.perf_counter()
-            linear(xd, wd)
-            times.append(time.perf_counter() - start)
-        seconds[dtype] = sorted(times)[len(times) // 4]
-    return min(seconds, key=seconds.get)
-
-
-def _eos_token_ids(module, tokenizer):
-    """All tokens that end an output: the generation config's, else the config's, else the tokenizer's."""
-    for source in (getattr(module, "generation_config", None), module.config, tokenizer):
-        found = getattr(source, "eos_token_id", None)
-        if found is not None:
-            return frozenset(found if isinstance(found, list | tuple) else [found])
-    return frozenset()
-
-
-def _load_drafter_head(head):
-    if isinstance(head, nn.Module):
-        if not isinstance(head, Medusa):
-            raise ValueError(f"speculative_config['model'] must be a Medusa head, got a {type(head).__name__} module")
-        return head
-    return load_head(head)
-
-
-def _choose_tree(speculative, head):
-    """The topology that a speculative_config asks for."""
-    if head is None:
-        return ROOT_ONLY
-    most = head.num_speculative_tokens
-    depth = speculative.get("num_speculative_tokens")
-    depth = most if depth is None else depth
-    if not isinstance(depth, int) or not 1 <= depth <= most:
-        raise ValueError(f"num_speculative_tokens must be from 1 to the head's {most}, got {depth!r}")
-    name = speculative.get("tree", "chain")
-    if not isinstance(name, str | Path):
-        raise ValueError(f"speculative_config['tree'] must be 'chain', 'static' or a tree file, got {name!r:.80}")
-    if name == "chain":
-        return chain(depth)
-    tree = load_tree(static_tree_file(speculative["model"], most) if name == "static" else name)
-    if tree.max_depth > most and name != "static":
-        raise ValueError(
-            f"{name} drafts {tree.max_depth} tokens deep, the head has {most}: measure a tree for this head"
-        )
-    return tree.truncated(depth)
-
-
-def static_tree_file(head, num_heads):
-    """The tree measured for this head (tree.json in its folder or its run), else the one shipped for its number of heads."""
-    if not isinstance(head, nn.Module):
-        folder = Path(resolve_head(head))
-        runs = [parent for parent in list(folder.parents)[:3] if (parent / "config.yaml").is_file()]
-        for place in (folder, *runs):
-            if (place / "tree.json").is_file():
-                return place / "tree.json"
-    folder = Path(__file__).parent.parent / "configs" / "trees"
-    shipped = folder / f"medusa-{num_heads}.json"
-    if not shipped.is_file():
-        known = ", ".join(sorted(path.name for path in folder.glob("*.json"))) or "none"
-        raise ValueError(
-            f"no static tree for {num_heads} heads (shipped: {known}): measure one with `headstart tree RUN` and pass its path"
-        )
-    return shipped
+def _check_whole(name, value, least):
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ..kernels.sample import log_sum_exp
+
 
 @dataclass
 class Logprob:
@@ -14,20 +16,32 @@ class Logprob:
     decoded_token: str | None = None
 
 
-def top_logprobs(logits, tokens, count):
-    """For each row the emitted token and the `count` likeliest.
+def gather_logprobs(logits, tokens, count):
+    """For each row the emitted token and the `count` likeliest, without waiting for the device.
 
-    logits [J, V] fp32, tokens: J ids  ->  list of J dicts {token id: Logprob}, likeliest first, the emitted token always in it
+    logits [J, V], tokens [J]  ->  (rank [J], ids [J, 1 + count], logprobs fp32 [J, 1 + count]); column 0 is the emitted token
+    """
+    count = min(count, logits.shape[1])
+    normaliser = log_sum_exp(logits)[:, None]  # [J, 1]
+    logits = logits.float()
+    tokens = tokens[:, None]
+    value = logits.gather(1, tokens)
+    earlier = (logits == value) & (torch.arange(logits.shape[1], device=logits.device) < tokens)
+    rank = 1 + ((logits > value) | earlier).sum(1)
+    best = logits.sort(dim=-1, descending=True, stable=True)
+    ids = torch.cat((tokens, best.indices[:, :count]), 1)
+    return rank, ids, torch.cat((value, best.values[:, :count]), 1) - normaliser
+
+
+def read_logprobs(tokens, rank, ids, logprobs):
+    """What `gather_logprobs` left on the host, for the first len(tokens) rows.
+
+    ->  list of dicts {token id: Logprob}, likeliest first, the emitted token always in it
     """
     results = []
-    for row, token in zip(logits, tokens):
-        # One row at a time, so that its bits do not depend on how many rows there are.
-        logprobs = row - torch.logsumexp(row, -1)
-        order = logprobs.sort(descending=True, stable=True).indices[:count].tolist()
-        entry = {t: Logprob(logprobs[t].item(), rank) for rank, t in enumerate(order, 1)}
-        if token not in entry:
-            value = logprobs[token]
-            earlier = (logprobs > value).sum() + (logprobs[:token] == value).sum()
-            entry[token] = Logprob(value.item(), int(earlier) + 1)
+    for row in range(len(tokens)):
+        (token, *best), (value, *values) = ids[row].tolist(), logprobs[row].tolist()
+        entry = {t: Logprob(v, place) for place, (t, v) in enumerate(zip(best, values), 1)}
+        entry.setdefault(token, Logprob(value, int(rank[row])))
         results.append(entry)
     return results

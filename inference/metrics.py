@@ -40,10 +40,11 @@ class EngineMetrics:
     """Counters of one engine since it was built."""
 
     num_requests_finished: int = 0
-    num_prompt_tokens: int = 0
+    num_prompt_tokens: int = 0  # computed; those found in the cache are not among them
     num_generated_tokens: int = 0
     num_prefill_passes: int = 0
     num_decode_passes: int = 0
+    num_preemptions: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     num_decoded_tokens: int = 0  # emitted by decode passes: all but the first token of each output
@@ -57,6 +58,7 @@ class EngineMetrics:
             "num_generated_tokens": self.num_generated_tokens,
             "num_prefill_passes": self.num_prefill_passes,
             "num_decode_passes": self.num_decode_passes,
+            "num_preemptions": self.num_preemptions,
             "prefill_seconds": self.prefill_seconds,
             "decode_seconds": self.decode_seconds,
             "decode_tokens_per_second": self.num_decoded_tokens / self.decode_seconds if self.decode_seconds else 0.0,

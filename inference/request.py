@@ -1,6 +1,7 @@
 """A request and its life: waiting -> prefilling -> running -> finished. No torch.
 
-One request is one output sequence; a prompt asked for n outputs becomes n requests with sample indices 0..n-1.
+One request is one output sequence; a prompt asked for n outputs becomes n requests with sample indices 0..n-1. A request that
+loses its pages to an older one (preemption) waits again, keeps its output tokens, and computes their keys and values anew.
 """
 
 import enum
@@ -10,16 +11,19 @@ from .metrics import SpecDecodeMetrics
 
 
 class Status(enum.Enum):
-    WAITING = "waiting"  # no pages yet
-    PREFILLING = "prefilling"  # holds pages; the prompt's KV is being computed
+    WAITING = "waiting"  # no slot, no pages
+    PREFILLING = "prefilling"  # holds a slot and pages; the KV of its known tokens is being computed
     RUNNING = "running"  # decoding
     FINISHED = "finished"
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
-    """One output being made. `committed` tokens have their KV in the cache for good; while running, the newest token (the
-    root of the next tree) is not among them."""
+    """One output being made. Compared by identity.
+
+    `committed` tokens have their KV in the cache for good, as far as the host has read (the device may be `in_flight` steps ahead);
+    while running, the newest token (the root of the next tree) is not among them.
+    """
 
     request_id: int
     prompt_token_ids: list[int]
@@ -33,6 +37,11 @@ class Request:
     logprobs: list | None = None
     committed: int = 0
     pages: list[int] = field(default_factory=list)
+    slot: int | None = None  # row of the device's tables, while admitted
+    in_flight: int = 0  # decode steps launched whose tokens the host has not read; each emits at least one token
+    epoch: int = 0  # raised by preemption: results of steps launched in an earlier epoch are stale and dropped
+    page_names: list[bytes] = field(default_factory=list)  # hash_page of the full pages of its tokens, computed once
+    num_named: int = 0  # how many of `pages`, from the first, the pool knows by those names
     finish_reason: str | None = None
     stop_reason: object = None
     output_text: str = ""
@@ -47,8 +56,28 @@ class Request:
         return self.max_new_tokens - len(self.output_token_ids)
 
     @property
+    def num_known(self):
+        """How many tokens must be in the cache before decoding goes on: the prompt, and all output tokens but the newest."""
+        return self.num_tokens - 1 if self.output_token_ids else len(self.prompt_token_ids)
+
+    @property
+    def known_token_ids(self):
+        """Those tokens. Prefill computes them; decoding then starts from the newest token, or draws the first."""
+        return self.prompt_token_ids + self.output_token_ids[:-1]
+
+    @property
+    def computed(self):
+        """Known tokens whose KV is in the cache, or on its way by work already launched: where the next chunk starts."""
+        return min(self.committed, self.num_known)
+
+    @property
     def finished(self):
         return self.status is Status.FINISHED
+
+    def tokens_between(self, start, stop):
+        """Token ids at positions start..stop-1."""
+        split = len(self.prompt_token_ids)
+        return self.prompt_token_ids[start:stop] + self.output_token_ids[max(start - split, 0) : max(stop - split, 0)]
 
     def append(self, token):
         """Add one emitted token; finishes the request where plain decoding would. True if it is finished now."""

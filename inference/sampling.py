@@ -8,9 +8,6 @@ request and the position alone (Gumbel-max). At temperature 0 there is no G. Tie
 import math
 from dataclasses import dataclass, fields
 
-import torch
-
-from ..kernels.philox import gumbel
 from .keywords import reject_unknown
 
 # Below it, logits divided by the temperature leave the range in which fp32 tells them apart.
@@ -98,74 +95,3 @@ class SamplingParams(_Fields):
 
     def __repr__(self):
         return f"SamplingParams({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in fields(_Fields))})"
-
-
-class SamplingBatch:
-    """The sampling parameters of the requests in one pass, as tensors.
-
-    requests: list of Request; device: where the logits lie. Rows are [B] in the order of the requests.
-    """
-
-    def __init__(self, requests, device):
-        params = [request.params for request in requests]
-        self.requests, self.device = requests, device
-        self.any_random = any(p.temperature > 0 for p in params)
-        self.any_filter = any(p.temperature > 0 and (p.top_p < 1 or p.top_k > 0) for p in params)
-        if self.any_random:
-            self.random = torch.tensor([p.temperature > 0 for p in params], device=device)
-            # Greedy rows divide by 1 and add no noise: exactly the logits themselves.
-            self.temperature = torch.tensor([p.temperature or 1.0 for p in params], dtype=torch.float32, device=device)
-            self.seed = torch.tensor([request.seed for request in requests], device=device)
-            self.sample = torch.tensor([request.sample_index for request in requests], device=device)
-
-    def noise(self, positions, vocab_size):
-        """Gumbel noise of the tokens drawn at `positions`; zero for greedy requests, None if all are.
-
-        positions [B, J] int64: the index of the drawn token in the sequence  ->  [B, J, V] fp32
-        """
-        if not self.any_random:
-            return None
-        seed, sample = (x[:, None].expand_as(positions) for x in (self.seed, self.sample))
-        return gumbel(seed, sample, positions, vocab_size) * self.random[:, None, None]
-
-    def target_scores(self, logits, num_before, eos_token_ids):
-        """Logits after min_tokens, temperature, top-k and top-p; what is excluded is -inf.
-
-        logits [B, N, V]; num_before [B] host lists of N: how many tokens the request has emitted before each node's own.
-        """
-        rows = [
-            (b, n, list(stops))
-            for b, request in enumerate(self.requests)
-            if (stops := set(request.params.stop_token_ids) | set(() if request.params.ignore_eos else eos_token_ids))
-            for n, before in enumerate(num_before[b])
-            if before < request.params.min_tokens
-        ]
-        if rows:
-            logits = logits.clone()
-            for b, n, stops in rows:
-                logits[b, n, stops] = -torch.inf
-        if self.any_random:
-            logits = logits / self.temperature[:, None, None]
-        if self.any_filter:
-            logits = torch.stack([_keep_top(x, r.params) for x, r in zip(logits, self.requests)])
-        return logits
-
-
-def _keep_top(scores, params):
-    """Exclude what top-k and top-p leave out.  [N, V] -> [N, V]; ties go to the lowest token id"""
-    if params.temperature == 0 or (params.top_k <= 0 and params.top_p == 1):
-        return scores
-    ordered, order = scores.sort(dim=-1, descending=True, stable=True)
-    keep = torch.ones_like(ordered, dtype=torch.bool)
-    if params.top_k > 0:
-        keep[:, params.top_k :] = False
-    if params.top_p < 1:
-        probability = ordered.masked_fill(~keep, -torch.inf).double().softmax(-1)
-        # A token stays if those before it do not yet make up top_p: the first one always does.
-        keep &= probability.cumsum(-1) - probability < params.top_p
-    return scores.masked_fill(~torch.zeros_like(keep).scatter(-1, order, keep), -torch.inf)
-
-
-def draw(scores, noise):
-    """The target's own token of every row: argmax(scores + noise), lowest id on ties.  [..., V] -> [...]"""
-    return (scores if noise is None else scores + noise).argmax(-1)

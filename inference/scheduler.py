@@ -1,63 +1,270 @@
-"""Which requests run in this step, and which pages of the cache they hold. No torch.
+"""Which requests run in this step, and which slots and pages they hold. No torch.
 
-A request is admitted when a slot is free and there are pages for its whole life: prompt, new tokens and one tree beyond them.
-So a running request never waits for memory. First come, first served.
+First come, first served. A request is admitted when a slot is free and there are pages for the tokens it knows and one tree; it
+gets more pages as it grows. When none is left, the youngest request gives up its pages and waits again, so the oldest always
+advances. Launching may run ahead of reading: a request's length is then known only up to `in_flight * max_emitted` tokens, and its
+pages cover the longest it can be.
 """
 
+import heapq
 from collections import deque
+from dataclasses import dataclass, field
 
-from .request import Status
+from .pages import FIRST, PagePool, hash_page
+from .request import Request, Status
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Known tokens start..start+count-1 of a request, to be computed in this step; after the last chunk it can decode."""
+
+    request: Request
+    start: int
+    count: int
+    is_last: bool
+
+
+@dataclass(frozen=True)
+class ScheduledStep:
+    """What one step does. `grown`: requests whose page list changed, the admitted ones included; all lists are oldest first but
+    `preempted`, which is in the order in which requests lost their pages."""
+
+    prefill: list[Chunk] = field(default_factory=list)
+    decode: list[Request] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+    admitted: list[Request] = field(default_factory=list)
+    grown: list[Request] = field(default_factory=list)
 
 
 class Scheduler:
-    """Admits requests into at most `max_num_seqs` slots and `num_pages` pages of `page_size` positions.
+    """Shares `max_num_seqs` slots and `num_pages` pages of `page_size` positions (page 0, the padding, not counted) among requests.
 
-    num_pages counts usable pages; page 0 of the cache is never handed out (padding points to it). tree_slots: positions past the
-    committed ones that a draft tree may write.
+    max_num_batched_tokens: prompt tokens computed per step, over all requests. tree_slots: nodes of a draft tree = positions past
+    the committed ones that a step may write; max_emitted: most tokens that a step emits; both 1 for plain decoding.
+    enable_prefix_caching: keep full pages by content, and let requests that begin with the same tokens share them.
     """
 
-    def __init__(self, num_pages, page_size, max_num_seqs, tree_slots):
-        self.page_size, self.max_num_seqs, self.tree_slots = page_size, max_num_seqs, tree_slots
-        self.free_pages = list(range(num_pages, 0, -1))
-        self.num_pages = num_pages
+    def __init__(
+        self,
+        num_pages,
+        page_size,
+        max_num_seqs,
+        max_num_batched_tokens,
+        tree_slots=1,
+        max_emitted=1,
+        enable_prefix_caching=True,
+    ):
+        sizes = dict(
+            num_pages=num_pages,
+            page_size=page_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_emitted=max_emitted,
+        )
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{name} must be at least 1, got {size}")
+        if tree_slots < max_emitted:
+            raise ValueError(
+                f"a tree of {tree_slots} nodes emits at most as many tokens, got max_emitted={max_emitted}"
+            )
+        self.page_size, self.max_num_seqs, self.max_num_batched_tokens = page_size, max_num_seqs, max_num_batched_tokens
+        self.tree_slots, self.max_emitted = tree_slots, max_emitted
+        self.enable_prefix_caching = enable_prefix_caching
+        self.pool = PagePool(num_pages)
+        self.free_slots = list(range(max_num_seqs))  # a heap: low slots are used first, so batches stay dense
         self.waiting = deque()
         self.active = []  # prefilling and running, in order of admission
+        self.num_preemptions = 0
+        self.num_prompt_tokens = 0  # of requests admitted
+        self.num_cached_tokens = 0  # of those, found in the cache instead of computed
 
-    def pages_needed(self, request):
-        longest = len(request.prompt_token_ids) + request.max_new_tokens + self.tree_slots
-        return -(-longest // self.page_size)
+    @property
+    def num_pages(self):
+        return self.pool.num_pages
+
+    @property
+    def num_free_pages(self):
+        return self.pool.num_free
+
+    @property
+    def has_unfinished(self):
+        return bool(self.waiting or self.active)
 
     def add(self, request):
-        """Queue a request. ValueError if it could never be admitted."""
-        needed = self.pages_needed(request)
+        """Queue a request. ValueError if it would not fit even alone."""
+        prompt, new = len(request.prompt_token_ids), request.max_new_tokens
+        needed = self._pages_for(prompt + new + self.tree_slots)
         if needed > self.num_pages:
+            room = max(self.num_pages * self.page_size - self.tree_slots, 0)
             raise ValueError(
-                f"the request needs {needed} pages of {self.page_size} tokens and the cache holds {self.num_pages}: "
+                f"a prompt of {prompt} tokens and {new} new ones need {needed} pages of {self.page_size} tokens (tree of "
+                f"{self.tree_slots} included) and the cache holds {self.num_pages}: prompt and new tokens together may be {room}; "
                 f"shorten the prompt or max_tokens, or build the LLM with more memory"
             )
         self.waiting.append(request)
 
     def schedule(self):
-        """(requests to prefill, requests to decode) of this step; admits waiting ones first."""
-        while self.waiting and len(self.active) < self.max_num_seqs:
-            request = self.waiting[0]
-            needed = self.pages_needed(request)
-            if needed > len(self.free_pages):
-                break
-            self.waiting.popleft()
-            request.pages = [self.free_pages.pop() for _ in range(needed)]
-            request.status = Status.PREFILLING
-            self.active.append(request)
-        prefilling = [request for request in self.active if request.status is Status.PREFILLING]
-        running = [request for request in self.active if request.status is Status.RUNNING]
-        return prefilling, running
+        """Decide one step and take the pages for it.  -> ScheduledStep"""
+        step = ScheduledStep()
+        for request in list(self.active):  # a younger one may be WAITING when its turn comes
+            if request.status is Status.RUNNING and request.num_remaining > request.in_flight:
+                self._schedule_decode(request, step)
+        budget = self.max_num_batched_tokens
+        for request in self.active:
+            if request.status is Status.PREFILLING:
+                budget -= self._cut_chunk(request, budget, step)
+        # Pages just taken from a request are for older ones, not for admitting it again.
+        while self.waiting and self.free_slots and budget > 0 and not step.preempted:
+            if not self._admit(self.waiting[0], step):
+                break  # the next one in the queue does not overtake it
+            budget -= self._cut_chunk(self.active[-1], budget, step)
+        return step
+
+    def committed_advanced(self, request):
+        """To be called after `request.committed` was raised: pages that became full can be shared from now on."""
+        assert request.committed <= request.num_known
+        if not self.enable_prefix_caching or request.slot is None:
+            return
+        for i in range(request.num_named, request.committed // self.page_size):
+            self.pool.name(request.pages[i], self._page_name(request, i))
+            request.num_named = i + 1
 
     def release(self, request):
-        """Take a finished request out and its pages back."""
-        self.active.remove(request)
-        self.free_pages.extend(reversed(request.pages))
-        request.pages = []
+        """Take a finished or cancelled request out, whatever it was doing, and its pages and slot back."""
+        if request.slot is not None:
+            self._take_back(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+        request.status = Status.FINISHED
 
-    @property
-    def has_unfinished(self):
-        return bool(self.waiting or self.active)
+    def check(self):
+        """Assert that no page, slot or request is lost, held twice or held by nobody. For tests and long runs; O(pages)."""
+        self.pool.check([request.pages for request in self.active])
+        slots = [request.slot for request in self.active]
+        assert sorted(slots + self.free_slots) == list(range(self.max_num_seqs)), "a slot is lost or held twice"
+        for request in self.active:
+            assert request.status in (Status.PREFILLING, Status.RUNNING), f"{request.status} but not released"
+            assert self._pages_for(request.committed) <= len(request.pages), "committed tokens without a page"
+            assert request.num_named * self.page_size <= request.committed, "a page was shared before it was full"
+            for page, name in zip(request.pages[: request.num_named], request.page_names):
+                assert self.pool.name_of.get(page, name) == name, "a page is known by another content"
+            for page in request.pages[request.num_named :]:
+                assert self.pool.num_holders[page] == 1, "a page that will be written is shared"
+        for request in self.waiting:
+            assert request.status is Status.WAITING
+            assert request.slot is None
+            assert not request.pages
+            assert request.committed == request.in_flight == request.num_named == 0
+
+    # --- the steps of schedule ---
+
+    def _pages_for(self, num_positions):
+        return -(-num_positions // self.page_size)
+
+    def _schedule_decode(self, request, step):
+        """Let a running request decode if it gets the pages that its next step may write; it may lose all of them instead."""
+        longest = len(request.prompt_token_ids) + request.max_new_tokens + self.max_emitted
+        root = min(request.committed + request.in_flight * self.max_emitted, longest)
+        needed = self._pages_for(root + self.tree_slots)
+        if needed > self.num_pages:
+            return  # once its steps in flight are read it needs less: nobody has to give way for that
+        missing = needed - len(request.pages)
+        while missing > self.pool.num_free:
+            youngest = self.active[-1]
+            if youngest is request and request.in_flight:
+                return  # the same: read first, so that no token is drawn in vain
+            self._preempt(youngest, step)
+            if youngest is request:
+                return
+        if missing > 0:
+            request.pages += [self.pool.take() for _ in range(missing)]
+            step.grown.append(request)
+        step.decode.append(request)
+
+    def _preempt(self, request, step):
+        assert len(self.active) > 1
+        assert not request.finished, "finished requests are released before the next step is scheduled"
+        self._take_back(request)
+        request.status = Status.WAITING
+        request.committed = request.in_flight = 0
+        request.epoch += 1
+        self.waiting.appendleft(request)
+        step.preempted.append(request)
+        self.num_preemptions += 1
+
+    def _take_back(self, request):
+        """Free the slot and the pages; the last pages first, so that a cached beginning outlives what follows it."""
+        self.active.remove(request)
+        heapq.heappush(self.free_slots, request.slot)
+        for page in reversed(request.pages):
+            self.pool.let_go(page)
+        request.slot, request.pages, request.num_named = None, [], 0
+
+    def _admit(self, request, step):
+        """Give the first in the queue a slot and pages, cached ones first. False if it has to wait."""
+        cached = self._cached_pages(request)
+        if self._is_being_computed(request, len(cached), step):
+            return False
+        missing = self._pages_for(request.num_known + self.tree_slots) - len(cached)
+        if missing > self.pool.num_free - sum(self.pool.is_idle(page) for page in cached):
+            return False
+        self.waiting.popleft()
+        for page in cached:
+            self.pool.hold(page)
+        request.pages = cached + [self.pool.take() for _ in range(missing)]
+        request.num_named = len(cached)
+        request.committed = len(cached) * self.page_size
+        request.slot = heapq.heappop(self.free_slots)
+        request.status = Status.PREFILLING
+        if request.epoch == 0:
+            self.num_prompt_tokens += len(request.prompt_token_ids)
+            self.num_cached_tokens += request.committed
+        self.active.append(request)
+        step.admitted.append(request)
+        step.grown.append(request)
+        return True
+
+    def _cached_pages(self, request):
+        """Pages that already hold the request's first tokens: as many as follow each other without a gap."""
+        pages = []
+        for i in range(self._num_reusable(request)):
+            page = self.pool.find(self._page_name(request, i))
+            if page is None:
+                break
+            pages.append(page)
+        return pages
+
+    def _num_reusable(self, request):
+        """How many pages may come from the cache: at least one known token is left to be computed, for its hidden state."""
+        return (request.num_known - 1) // self.page_size if self.enable_prefix_caching else 0
+
+    def _is_being_computed(self, request, i, step):
+        """Whether this step computes the very page the request would compute next: a step later it is there to be shared, as it is
+        for all but the first of a prompt's n outputs."""
+        if i >= self._num_reusable(request):
+            return False
+        first, end = i * self.page_size, (i + 1) * self.page_size
+        return any(
+            chunk.start <= first
+            and end <= chunk.start + chunk.count
+            and self._page_name(chunk.request, i) == self._page_name(request, i)
+            for chunk in step.prefill
+        )
+
+    def _page_name(self, request, i):
+        """Name of the request's i-th page, all of whose tokens are known."""
+        names = request.page_names
+        while len(names) <= i:
+            start = len(names) * self.page_size
+            tokens = request.tokens_between(start, start + self.page_size)
+            names.append(hash_page(names[-1] if names else FIRST, tokens))
+        return names[i]
+
+    def _cut_chunk(self, request, budget, step):
+        """Schedule the request's next known tokens, at most `budget`.  -> how many"""
+        left = request.num_known - request.computed
+        count = min(left, budget)
+        if count:
+            step.prefill.append(Chunk(request, request.computed, count, count == left))
+        return count

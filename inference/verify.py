@@ -1,37 +1,73 @@
 """Verifiers: the rule that turns (tree, drafted tokens, target) into an accepted path and one more token.
 
-Pure functions on tensors; they know no cache, model or tokenizer. Lossless by construction: see docs/lossless.md.
+A verifier is called with (tree, tokens [B, N], target_tokens [B, N], batch) and answers (path [B, D + 1], num_accepted [B], bonus
+[B]); it knows no cache, model or tokenizer. tree: TreeTensors; batch: slots.BatchRows. `strict` is lossless by construction: see
+docs/lossless.md. `synthetic` is not: it accepts by given rates, to measure the engine's speed without a trained head.
 
 Letters: B requests, N nodes, D the tree's greatest depth.
 """
 
 import torch
 
-VERIFIERS = ("strict",)
+from ..kernels.verify_strict import verify_strict
+
+VERIFIERS = ("strict", "synthetic")
 
 
-def strict(tree, tokens, target_tokens, depth_limit):
+def strict(tree, tokens, target_tokens, batch):
     """Follow the child that carries the target's own token; where there is none, emit that token and stop.
 
-    tree: TreeTensors; tokens [B, N] drafted (node 0: the root, known); target_tokens [B, N]: the target's own token behind each
-    node; depth_limit [B]: nodes deeper than this are not taken.
-    Returns (path [B, D + 1] node at each depth, repeated behind its end; num_accepted [B]; bonus [B] the token behind the path).
+    Nodes deeper than the tokens that the request may still emit are not taken.
     """
-    accepted = torch.zeros_like(tokens, dtype=torch.bool)
-    accepted[:, 0] = True
-    matches = tokens == target_tokens[:, tree.parents]  # [B, N]; the root's own entry is not used
-    matches &= tree.depths[None] <= depth_limit[:, None]
-    for level in tree.levels:  # nodes of depth 1, 2, ...
-        accepted[:, level] = matches[:, level] & accepted[:, tree.parents[level]]
-    num_accepted = torch.where(accepted, tree.depths[None], 0).amax(1)  # [B]
-    # Siblings carry different tokens, so one node at most is accepted per depth; argmax finds it, or the first of two equal ones.
-    at_end = accepted & (tree.depths[None] == num_accepted[:, None])
-    last = at_end.to(torch.uint8).argmax(1)  # [B]
-    return tree.ancestors[last], num_accepted, target_tokens.gather(1, last[:, None]).squeeze(1)
+    limit = batch.remaining - 1
+    return verify_strict(tree.parents, tree.depths, tokens, target_tokens, limit, tree.max_depth)
+
+
+class Synthetic:
+    """Accepts depth d with probability rates[d - 1] (unconditional, so falling), whatever the tokens are.
+
+    The accepted path runs through the first candidate of every depth. Draws depend on a request's seed and position.
+    """
+
+    def __init__(self, rates, device):
+        if not rates or any(not 0 <= rate <= 1 for rate in rates) or sorted(rates, reverse=True) != list(rates):
+            raise ValueError(
+                f"acceptance_rates are the unconditional rates of position 1, 2, ...: falling, from 0 to 1; got {rates!r}"
+            )
+        self.rates = torch.tensor(rates, dtype=torch.float64, device=device)
+
+    def __call__(self, tree, tokens, target_tokens, batch):
+        # The finaliser of splitmix64 over seed and position; its upper 53 bits as a number in [0, 1).
+        x = batch.seed + batch.committed * -0x61C8864680B583EB
+        x = (x ^ (x >> 30 & (1 << 34) - 1)) * -0x40A7B892E31B1A47
+        x = (x ^ (x >> 27 & (1 << 37) - 1)) * -0x6B2FB644ECCEEE15
+        uniform = (x >> 11 & (1 << 53) - 1).double() * 2.0**-53  # [B]
+        rates = self.rates[: tree.max_depth]
+        num_accepted = (uniform[:, None] < rates).sum(1)
+        num_accepted = torch.minimum(num_accepted, (batch.remaining - 1).clamp_min(0))
+        path = tree.ancestors[tree.deepest].expand(tokens.shape[0], -1)
+        bonus = target_tokens.gather(1, path.gather(1, num_accepted[:, None])).squeeze(1)
+        return path, num_accepted, bonus
+
+
+def rates_for_length(acceptance_length, depth):
+    """Falling rates r, r^2, ... r^depth whose sum plus one is `acceptance_length`. ValueError if no r in [0, 1] does it."""
+    if not 1 <= acceptance_length <= depth + 1:
+        raise ValueError(
+            f"acceptance_length must be from 1 to {depth + 1} tokens per step with drafts {depth} deep, got {acceptance_length}"
+        )
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        if 1 + sum(middle**i for i in range(1, depth + 1)) < acceptance_length:
+            low = middle
+        else:
+            high = middle
+    return [high**i for i in range(1, depth + 1)]
 
 
 class TreeTensors:
-    """A topology on a device: parents and depths [N], ancestors [N, D + 1], nodes of each depth."""
+    """A topology on a device: parents, depths and ranks [N], ancestors [N, D + 1]; `deepest`: the first node of depth D."""
 
     def __init__(self, tree, device):
         self.tree = tree
@@ -40,7 +76,4 @@ class TreeTensors:
         self.depths = torch.tensor(tree.depths, device=device)
         self.ranks = torch.tensor(tree.ranks, device=device)
         self.ancestors = torch.tensor(tree.ancestors, device=device)
-        self.levels = [
-            torch.tensor([n for n in range(tree.num_nodes) if tree.depths[n] == d], device=device)
-            for d in range(1, tree.max_depth + 1)
-        ]
+        self.deepest = tree.depths.index(tree.max_depth)

@@ -4,9 +4,13 @@
 
 The integers are the same bits on every device: only 64-bit integer products, shifts and masks are used. `gumbel` turns them
 into Gumbel noise keyed by (seed, sample index, position, token): token v takes word v % 4 of block v // 4.
+
+For kernels there are the same functions as device functions: `philox_words`, `chunk_words`, `gumbel_of_word`.
 """
 
 import torch
+
+from .jit import jit, tl
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -44,3 +48,37 @@ def gumbel(seed, sample, position, num_tokens, purpose=TARGET_NOISE):
     """
     uniform = (random_words(seed, sample, position, num_tokens, purpose).double() + 0.5) * 2.0**-32
     return -torch.log(-torch.log(uniform)).float()
+
+
+@jit
+def philox_words(block, seed, sample, position, purpose: tl.constexpr):
+    """The four words of `block` (a tensor of integers) as four uint32 tensors; the other arguments are int64 scalars."""
+    multiply_0: tl.constexpr = 0xD2511F53
+    multiply_1: tl.constexpr = 0xCD9E8D57
+    c0 = block.to(tl.uint32)
+    c1 = position.to(tl.uint32) + c0 * 0
+    c2 = sample.to(tl.uint32) + c0 * 0
+    c3 = c0 * 0 + purpose
+    k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    m0, m1 = tl.full(c0.shape, multiply_0, tl.uint32), tl.full(c0.shape, multiply_1, tl.uint32)
+    for _ in tl.static_range(10):
+        high_0, low_0 = tl.umulhi(c0, m0), c0 * m0
+        high_1, low_1 = tl.umulhi(c2, m1), c2 * m1
+        c0, c1, c2, c3 = high_1 ^ c1 ^ k0, low_1, high_0 ^ c3 ^ k1, low_0
+        # The increments as signed 32-bit numbers: 0x9E3779B9 and 0xBB67AE85, modulo 2^32.
+        k0, k1 = (k0.to(tl.int32) - 1640531527).to(tl.uint32), (k1.to(tl.int32) - 1150833019).to(tl.uint32)
+    return c0, c1, c2, c3
+
+
+@jit
+def gumbel_of_word(word):
+    """-log(-log((word + 1/2) / 2^32)) in fp64, as fp32.  uint32 -> fp32"""
+    uniform = (word.to(tl.float64) + 0.5) * 2.3283064365386963e-10  # 2^-32, exactly
+    return -tl.log(-tl.log(uniform)).to(tl.float32)
+
+
+@jit
+def chunk_words(start, seed, sample, position, purpose: tl.constexpr, COUNT: tl.constexpr):
+    """Words of the tokens start .. start + COUNT; start and COUNT are multiples of 4.  -> uint32 [COUNT]"""
+    w0, w1, w2, w3 = philox_words(start // 4 + tl.arange(0, COUNT // 4), seed, sample, position, purpose)
+    return tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))

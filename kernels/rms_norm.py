@@ -1,12 +1,16 @@
 """RMSNorm, alone and behind a residual addition.
 
-    rms_norm(x, w)          = x / sqrt(mean(x^2) + eps) * w                x [M, H], w [H] -> [M, H]
-    add_rms_norm(x, r, w)   : s = x + r; returns (rms_norm(s, w), s)
+    rms_norm(x, w)        = round(x / sqrt(mean(x^2) + eps)) * w                           x [..., H], w [H] -> [..., H]
+    add_rms_norm(x, r, w) : s = r + round(multiplier * round(x)); returns (rms_norm(s, w), s)
 
-Sums run in fp32 over one row at a time. Not supported: LayerNorm's mean subtraction, biases.
+x of add_rms_norm may come in parts [S, M, H]: they are added in order in fp32 and rounded once. Sums run in fp32 over one row at a
+time, one program per row with a block that depends on H alone. Not supported: LayerNorm's mean subtraction, biases.
 """
 
 import torch
+
+from .jit import jit, on_triton, tl, triton
+from .linear import sum_parts
 
 
 def rms_norm_reference(x, w, eps):
@@ -16,14 +20,87 @@ def rms_norm_reference(x, w, eps):
     return (wide * scale).to(x.dtype) * w
 
 
+def add_rms_norm_reference(x, residual, w, eps, multiplier=1.0):
+    """The formula in plain torch.  x [M, H] or [S, M, H], residual [M, H], w [H] -> two [M, H]"""
+    if x.dim() == 3:
+        total = x[0]
+        for part in x[1:]:
+            total = total + part
+        x = total.to(residual.dtype)
+    if multiplier != 1:
+        x = (x.to(torch.promote_types(x.dtype, torch.float32)) * multiplier).to(x.dtype)
+    residual = x + residual
+    return rms_norm_reference(residual, w, eps), residual
+
+
+@jit(do_not_specialize=["num_rows"])
+def _add_rms_norm(
+    parts, residual, w, normed, total, num_rows, width, eps, multiplier,
+    S: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row. S = 0: nothing is added, `parts`, `total` and `multiplier` are not used."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    at = row * width + column
+    weight = tl.load(w + column, mask=inside, other=0.0)
+    h = tl.load(residual + at, mask=inside, other=0.0)
+    if S > 0:
+        x = sum_parts(parts, at, num_rows.to(tl.int64) * width, inside, S, h.dtype)
+        if SCALED:
+            x = (x.to(tl.float32) * multiplier).to(h.dtype)
+        h = (x.to(tl.float32) + h.to(tl.float32)).to(h.dtype)
+        tl.store(total + at, h, mask=inside)
+    wide = h.to(tl.float32)
+    mean = tl.div_rn(tl.sum(wide * wide), width.to(tl.float32))
+    y = (wide * tl.rsqrt(mean + eps)).to(h.dtype)
+    tl.store(normed + at, (y.to(tl.float32) * weight.to(tl.float32)).to(h.dtype), mask=inside)
+
+
+def _launch(parts, residual, w, eps, multiplier):
+    """parts [S, M, H] or None, residual [M, H]  ->  (normed, total), each [M, H]"""
+    if w.dtype != residual.dtype:
+        raise ValueError(f"the norm's weight must be {residual.dtype} like the rows, got {w.dtype}")
+    rows, width = residual.shape
+    residual, w = _aligned(residual), _aligned(w)
+    normed = torch.empty_like(residual)
+    total = None if parts is None else torch.empty_like(residual)
+    block = triton.next_power_of_2(width)
+    if rows:
+        _add_rms_norm[(rows,)](
+            None if parts is None else _aligned(parts), residual, w, normed, total, rows, width, eps, multiplier,
+            0 if parts is None else parts.shape[0], multiplier != 1, block,
+            num_warps=min(max(block // 512, 1), 16), enable_fp_fusion=False,
+        )  # fmt: skip
+    return normed, total
+
+
+def _aligned(x):
+    """x itself, or a copy that starts at a multiple of 16 bytes: alignment may change the compiled order of a sum."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 and x.shape[-1] % 16 == 0 else x
+
+
 def rms_norm(x, w, eps):
-    """x / sqrt(mean(x^2) + eps) * w over the last axis.  [..., H], [H] -> [..., H]"""
+    """round(x / sqrt(mean(x^2) + eps)) * w over the last axis.  [..., H], [H] -> [..., H]; ValueError if they do not fit"""
     if x.shape[-1:] != w.shape:
         raise ValueError(f"rms_norm takes x [..., H] and w [H], got {tuple(x.shape)} and {tuple(w.shape)}")
-    return rms_norm_reference(x, w, eps)
+    if not on_triton(x):
+        return rms_norm_reference(x, w, eps)
+    return _launch(None, x.reshape(-1, x.shape[-1]), w, eps, 1.0)[0].view(x.shape)
 
 
-def add_rms_norm(x, residual, w, eps):
-    """(rms_norm(x + residual), x + residual).  [M, H], [M, H], [H] -> two [M, H]"""
-    residual = x + residual
-    return rms_norm(residual, w, eps), residual
+def add_rms_norm(x, residual, w, eps, multiplier=1.0):
+    """s = residual + round(multiplier * round(x)); (rms_norm(s, w), s).
+
+    x [M, H], or parts [S, M, H] to be added in order; residual [M, H], w [H] -> two [M, H] in the dtype of residual.
+    Raises ValueError for shapes that do not fit.
+    """
+    if residual.dim() != 2 or x.shape[-2:] != residual.shape or x.dim() not in (2, 3) or residual.shape[1:] != w.shape:
+        raise ValueError(
+            "add_rms_norm takes x [M, H] or [S, M, H], residual [M, H] and w [H], got "
+            f"{tuple(x.shape)}, {tuple(residual.shape)} and {tuple(w.shape)}"
+        )
+    if not on_triton(residual):
+        return add_rms_norm_reference(x, residual, w, eps, multiplier)
+    return _launch(x if x.dim() == 3 else x[None], residual, w, eps, multiplier)

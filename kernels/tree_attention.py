@@ -3,151 +3,349 @@
     q [B, N, HQ, D]       queries of N nodes per request, rotated
     kv [2, S * HK, D]     keys and values of one layer; row (page * HK + head) * PAGE + offset, so a page is [HK, PAGE, D]
     index (TreeIndex)     where each request's and each node's keys lie
-    ->  [B, N, HQ, D]     softmax(q k^T / sqrt(D)) v over the committed prefix and the node's own ancestors
+    ->  [B, N, HQ, D]     softmax(scale q k^T) v over the committed prefix and the node's own ancestors, in q's dtype
 
-Keys are taken in tiles of TILE positions aligned to absolute positions. A tile yields (max, sum, accumulator) by one
-function for one block shape, ROWS query rows by TILE keys, whether the tile is committed and shared by all nodes (prefix) or
-gathered for one node through its ancestors (tail). Tiles are added one after the other in the order of positions, and a
-masked tile adds an exact zero. So a node's bits depend on its own path alone: not on the tree, the company, or on what was
-committed when (design: docs/lossless.md). Sums are in fp32 (fp64 for fp64 input).
+Letters: B requests, N nodes, HQ query heads, HK key heads, G = HQ / HK, D head dimension (DIM lanes), L committed length, A depths
+of the tree, R = N G rows of one key head, C slots for states. Position x < L of a request lies in its slot x (page x // 64 of its
+table), node i's key in slot L + i. With a window W a node sees its own position and the W - 1 before it.
 
-Letters: B requests, N nodes, HQ query heads, HK key heads, G = HQ / HK, D head dimension, L committed length, P tiles of the
-longest prefix, T tiles of the longest tail. Not supported: sliding windows, more than ROWS query heads per key head.
+Two passes (tiles, chunks, states: attention_fold.py). The *prefix pass* folds the tiles wholly below L for the rows of all nodes
+together and leaves one state per chunk. Where requests alone fill the card it walks all chunks in one program, merging as it
+goes, and leaves two states, closed and open: the same bits, and no state per chunk in memory. The *tail pass* takes one node at a
+time: it goes on from the open chunk's state with the tile that holds L, gathering the node's ancestors by position, and merges.
+Both choose their programs from shapes, never from L. On the CPU: tile_attention.py, the same idea with tiles of 16 keys.
 """
 
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
-PAGE = 64  # positions per page of the cache
-TILE = 16  # keys per step of the sum; divides PAGE
-ROWS = 16  # query rows per block
+from .attention_fold import (
+    PAGE,
+    block_shape,
+    chunk_at,
+    chunk_start,
+    empty_state,
+    fold,
+    load_rows,
+    load_tile,
+    merge,
+    num_chunks,
+    pad_dim,
+    starts_chunk,
+    tensor_maps,
+    walk,
+)
+from .jit import jit, on_triton, tl, triton
+from .tile_attention import TileRows, build_tile_rows, tile_attention
+
+MAX_GROUP = 16  # query heads per key head
+MAX_DIM = 256
+LOG2_E = 1.4426950408889634
+NUM_PROGRAMS = 512  # of the prefix pass where chunks are spread over programs
+WALK_PROGRAMS = 256  # so many (request, key head, block of rows) fill the card on their own
 
 
 @dataclass(frozen=True)
 class TreeIndex:
-    """Rows of the cache that one forward pass reads. Made once per pass, used by every layer."""
+    """Where the keys of every node lie. Made once per forward pass, used by every layer."""
 
-    prefix_rows: torch.Tensor  # [B * P * HK * TILE] rows of the committed tiles below each request's tail
-    prefix_bias: torch.Tensor  # [B * P * HK, 1, 1] 0, or -inf where a request has fewer tiles
-    tail_rows: torch.Tensor  # [B * N * T * HK * TILE] rows of each node's own tail
-    tail_bias: torch.Tensor  # [B * N * T * HK, 1, TILE] 0, or -inf behind the node
-    num_prefix_tiles: int  # P
-    num_tail_tiles: int  # T
+    block_table: torch.Tensor  # [B, P] page numbers
+    committed: torch.Tensor  # [B] = L
+    depths: torch.Tensor  # [B, N]
+    ancestors: torch.Tensor  # [B, N, A]
+    num_kv_heads: int  # HK
+    tiles: TileRows | None  # rows of the cache, on the CPU only
+
+    def attend(self, q, kv, scale=None, window=None):
+        """q [B * N, HQ, D], kv [2, rows, D] of one layer -> [B * N, HQ, D]; see tree_attention."""
+        batch, num_nodes = self.depths.shape
+        if q.shape[0] != batch * num_nodes:
+            raise ValueError(f"attend takes {batch} x {num_nodes} rows of queries, got {q.shape[0]}")
+        return tree_attention(q.view(batch, num_nodes, *q.shape[1:]), kv, self, scale, window).view(q.shape)
 
 
-def build_tree_index(block_table, committed, committed_host, depths, ancestors, num_kv_heads, dtype=torch.float32):
+def build_tree_index(block_table, committed, depths, ancestors, num_kv_heads, dtype=None):
     """Where the keys of every node lie.
 
-    block_table [B, pages] page numbers; committed [B] = L, and the same numbers as a host list `committed_host` (they set the
-    shapes); depths [N] of the nodes; ancestors [N, max depth + 1] the node at each depth on the way from the root, itself last
-    (entries behind it are ignored).
+    block_table [B, P] page numbers; committed [B] = L; depths [N] or [B, N] of the nodes; ancestors [N, A] or [B, N, A] the node
+    at each depth on the way from the root, itself last (entries behind it are ignored). All int32 or int64, parents before
+    children. `dtype` of the sums on the CPU, fp32 unless given. On a GPU this launches nothing and reads nothing back.
     """
-    device = block_table.device
-    batch, num_nodes = committed.shape[0], depths.shape[0]
-    max_depth = ancestors.shape[1] - 1
-    num_prefix = max(length // TILE for length in committed_host)
-    num_tail = max((length + max_depth) // TILE - length // TILE + 1 for length in committed_host)
-    head = torch.arange(num_kv_heads, device=device)
-    within = torch.arange(TILE, device=device)
-
-    # Prefix: whole tiles below the tile that holds position L.
-    tile = torch.arange(num_prefix, device=device)
-    pages = block_table[:, tile * TILE // PAGE]  # [B, P]
-    offset = (tile * TILE % PAGE)[None, :, None, None] + within  # [1, P, 1, TILE]
-    prefix_rows = (pages[:, :, None, None] * num_kv_heads + head[:, None]) * PAGE + offset  # [B, P, HK, TILE]
-    beyond = tile[None] >= (committed // TILE)[:, None]
-    prefix_bias = torch.zeros(batch, num_prefix, dtype=dtype, device=device).masked_fill_(beyond, -torch.inf)
-    prefix_bias = prefix_bias[:, :, None].expand(-1, -1, num_kv_heads).reshape(-1, 1, 1)
-
-    # Tail: positions from the tile of L to the node itself. Position x < L lies at x, x = L + j at the slot of ancestor j.
-    base = committed // TILE * TILE
-    position = base[:, None] + torch.arange(num_tail * TILE, device=device)  # [B, T * TILE]
-    beyond_root = (position - committed[:, None]).clamp(0, max_depth)  # [B, T * TILE]
-    slot = committed[:, None, None] + ancestors[:, beyond_root].transpose(0, 1)  # [B, N, T * TILE]
-    slot = torch.where((position < committed[:, None])[:, None], position[:, None], slot)
-    visible = position[:, None] <= (committed[:, None] + depths)[:, :, None]  # [B, N, T * TILE]
-    slot = torch.where(visible, slot, 0)
-    pages = block_table.gather(1, (slot // PAGE).flatten(1)).view_as(slot)
-    pages = pages.view(batch, num_nodes, num_tail, 1, TILE)
-    offset = (slot % PAGE).view(batch, num_nodes, num_tail, 1, TILE)
-    tail_rows = (pages * num_kv_heads + head[:, None]) * PAGE + offset  # [B, N, T, HK, TILE]
-    tail_bias = torch.zeros(batch, num_nodes, num_tail * TILE, dtype=dtype, device=device)
-    tail_bias = tail_bias.masked_fill_(~visible, -torch.inf).view(batch, num_nodes, num_tail, 1, TILE)
-    tail_bias = tail_bias.expand(-1, -1, -1, num_kv_heads, -1).reshape(-1, 1, TILE)
-    return TreeIndex(prefix_rows.flatten(), prefix_bias, tail_rows.flatten(), tail_bias, num_prefix, num_tail)
+    batch, num_nodes = committed.shape[0], depths.shape[-1]
+    depths = depths.expand(batch, num_nodes)
+    ancestors = ancestors.expand(batch, num_nodes, ancestors.shape[-1])
+    tiles = None
+    if not on_triton(block_table):
+        tiles = build_tile_rows(block_table, committed, depths, ancestors, num_kv_heads, dtype or torch.float32)
+    return TreeIndex(block_table, committed, depths, ancestors, num_kv_heads, tiles)
 
 
-def tree_attention_reference(q, k, v, mask):
+def tree_attention_reference(q, k, v, mask, scale=None):
     """The formula on dense keys, any dtype.  q [B, N, HQ, D], k and v [B, S, HK, D], mask [B, N, S] -> [B, N, HQ, D]"""
     groups = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)
-    scores = torch.einsum("bnhd,bshd->bhns", q, k) * q.shape[-1] ** -0.5
+    scores = torch.einsum("bnhd,bshd->bhns", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
     scores = scores.masked_fill(~mask[:, None], -torch.inf)
     return torch.einsum("bhns,bshd->bnhd", scores.softmax(-1), v)
 
 
-def tree_attention(q, kv, index):
-    """Attention of every node over its path; shapes as in the legend above."""
-    batch, num_nodes, num_heads, dim = q.shape
-    num_tiles = index.num_tail_tiles
-    num_kv_heads = index.tail_rows.numel() // (batch * num_nodes * num_tiles * TILE)
-    group = num_heads // num_kv_heads
-    if group * num_kv_heads != num_heads or group > ROWS:
-        raise ValueError(
-            f"tree_attention takes up to {ROWS} query heads per key head, got {num_heads} for {num_kv_heads}"
-        )
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    q = (q.to(wide) * dim**-0.5).view(batch, num_nodes, num_kv_heads, group, dim)
+@jit
+def _load_state(stats, states, at, ok, D: tl.constexpr, DIM: tl.constexpr):
+    """State of rows `at`; the empty state where not ok."""
+    d = tl.arange(0, DIM)
+    m = tl.load(stats + 2 * at, mask=ok, other=float("-inf"))
+    l = tl.load(stats + 2 * at + 1, mask=ok, other=0.0)
+    return m, l, tl.load(states + at[:, None] * D + d[None, :], mask=ok[:, None] & (d < D)[None, :], other=0.0)
 
-    # Tail: one block of rows per node and key head.
-    block = F.pad(q, (0, 0, 0, ROWS - group))[:, :, None].expand(-1, -1, num_tiles, -1, -1, -1)
-    keys, values = kv.index_select(1, index.tail_rows).to(wide).view(2, -1, TILE, dim).unbind()
-    tail = _fold(block.reshape(-1, ROWS, dim), keys, values, index.tail_bias)
-    # -> [tiles, B, N, HK, G, .]
-    tail = [x.view(batch, num_nodes, num_tiles, num_kv_heads, ROWS, -1)[..., :group, :].movedim(2, 0) for x in tail]
 
-    if index.num_prefix_tiles:
-        prefix = _prefix(q, kv, index, wide)
-        highest, total, weighted = (torch.cat(parts) for parts in zip(prefix, tail))
+@jit
+def _store_state(stats, states, at, ok, m, l, acc, D: tl.constexpr, DIM: tl.constexpr):
+    d = tl.arange(0, DIM)
+    tl.store(stats + 2 * at, m, mask=ok)
+    tl.store(stats + 2 * at + 1, l, mask=ok)
+    tl.store(states + at[:, None] * D + d[None, :], acc, mask=ok[:, None] & (d < D)[None, :])
+
+
+@jit(do_not_specialize=["R", "C", "splits", "table_stride", "depth_stride", "window"])
+def _prefix_kernel(
+    q,
+    k_cache,
+    v_cache,
+    block_table,
+    committed,
+    depths,
+    stats,
+    states,
+    R,
+    C,
+    splits,
+    table_stride,
+    depth_stride,
+    scale,
+    window,
+    HQ: tl.constexpr,
+    HK: tl.constexpr,
+    D: tl.constexpr,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    WALK: tl.constexpr,
+    TENSOR_MAP: tl.constexpr,
+):
+    G: tl.constexpr = HQ // HK
+    h, b, split = tl.program_id(0) % HK, tl.program_id(1).to(tl.int64), tl.program_id(2)
+    r = tl.program_id(0) // HK * ROWS + tl.arange(0, ROWS)
+    d = tl.arange(0, DIM)
+    ok = r < R
+    length = tl.load(committed + b).to(tl.int32)
+    table = block_table + b * table_stride
+    tail = length // 64  # the tile of L and those behind it are the tail's
+    first = 0
+    lowest = tl.zeros((ROWS,), tl.int32)
+    if WINDOW:
+        first = tl.maximum(length - window + 1, 0) // 64
+        node = tl.load(depths + b * depth_stride + r // G, mask=ok, other=0).to(tl.int32)
+        lowest = length + node - window + 1
+    first_chunk, open_chunk = chunk_at(first * 64), chunk_at(tail * 64)
+    if split <= open_chunk - first_chunk:
+        rows = (b * (R // G) + r // G) * HQ + h * G + r % G
+        query = tl.load(q + rows[:, None] * D + d[None, :], mask=ok[:, None] & (d < D)[None, :], other=0.0)
+        if WALK:
+            m, l, acc = empty_state(ROWS, DIM)
+            chunk_m, chunk_l, chunk_acc = empty_state(ROWS, DIM)
+            m, l, acc, chunk_m, chunk_l, chunk_acc = walk(
+                query, k_cache, v_cache, table, h, first, tail, lowest, m, l, acc, chunk_m, chunk_l, chunk_acc, scale,
+                HK, D, DIM, ROWS, WINDOW, TENSOR_MAP,
+            )  # fmt: skip
+            # The chunk of L is open; if no tile of it is full, the last chunk walked has just ended.
+            if starts_chunk(tail * 64):
+                m, l, acc = merge(m, l, acc, chunk_m, chunk_l, chunk_acc)
+                chunk_m, chunk_l, chunk_acc = empty_state(ROWS, DIM)
+            at = (b * HK + h) * C * R + r
+            _store_state(stats, states, at, ok, m, l, acc, D, DIM)
+            _store_state(stats, states, at + R, ok, chunk_m, chunk_l, chunk_acc, D, DIM)
+        else:
+            # The last chunks, which are the longest, come first.
+            for i in range(split, open_chunk - first_chunk + 1, splits):
+                c = open_chunk - i
+                begin = tl.maximum(chunk_start(c) // 64, first)
+                end = tl.minimum(chunk_start(c + 1) // 64, tail)
+                if begin < end:
+                    m, l, acc = empty_state(ROWS, DIM)
+                    page = tl.load(table + begin).to(tl.int64)
+                    for t in range(begin, end):
+                        k = load_tile(k_cache, page, h, HK, D, DIM, TENSOR_MAP)
+                        v = load_tile(v_cache, page, h, HK, D, DIM, TENSOR_MAP)
+                        page = tl.load(table + t + 1, mask=t + 1 < end, other=0).to(tl.int64)
+                        visible = (t * 64 + tl.arange(0, 64))[None, :] >= lowest[:, None]
+                        m, l, acc = fold(query, k, v, visible, m, l, acc, scale, WINDOW)
+                    at = ((b * HK + h) * C + c) * R + r
+                    _store_state(stats, states, at, ok, m, l, acc, D, DIM)
+
+
+@jit(
+    do_not_specialize=[
+        "N",
+        "A",
+        "C",
+        "table_stride",
+        "depth_stride",
+        "ancestor_batch_stride",
+        "ancestor_node_stride",
+        "window",
+    ]
+)
+def _tail_kernel(
+    q,
+    k_cache,
+    v_cache,
+    block_table,
+    committed,
+    depths,
+    ancestors,
+    stats,
+    states,
+    out,
+    N,
+    A,
+    C,
+    table_stride,
+    depth_stride,
+    ancestor_batch_stride,
+    ancestor_node_stride,
+    scale,
+    window,
+    HQ: tl.constexpr,
+    HK: tl.constexpr,
+    D: tl.constexpr,
+    DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    WALK: tl.constexpr,
+):
+    G: tl.constexpr = HQ // HK
+    h, n, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    r, d, x = tl.arange(0, 64), tl.arange(0, DIM), tl.arange(0, 64)
+    ok = r < G
+    rows = (b * N + n) * HQ + h * G + r
+    query = tl.load(q + rows[:, None] * D + d[None, :], mask=ok[:, None] & (d < D)[None, :], other=0.0)
+    length = tl.load(committed + b).to(tl.int32)
+    position = length + tl.load(depths + b * depth_stride + n).to(tl.int32)
+    table = block_table + b * table_stride
+    path = ancestors + b * ancestor_batch_stride + n * ancestor_node_stride
+    tail = length // 64 * 64
+    first = 0
+    lowest = 0
+    if WINDOW:
+        first = tl.maximum(length - window + 1, 0) // 64 * 64
+        lowest = position - window + 1
+    first_chunk, open_chunk = chunk_at(first), chunk_at(tail)
+
+    # Slots of the states: the closed chunks' from `slot`, then the open chunk's.
+    slot = (b * HK + h) * C
+    if WALK:
+        open_slot = slot + 1
+        started = ok
     else:
-        highest, total, weighted = (x.contiguous() for x in tail)
+        open_slot = slot + open_chunk
+        slot += first_chunk
+        started = ok & (tail > tl.maximum(first, chunk_start(open_chunk)))
+    m, l, acc = _load_state(stats, states, (open_slot * N + n) * G + r, started, D, DIM)
+    for begin in range(tail, position + 1, 64):
+        if (begin > tail) & starts_chunk(begin):
+            _store_state(stats, states, (open_slot * N + n) * G + r, ok, m, l, acc, D, DIM)
+            open_slot += 1
+            m, l, acc = empty_state(64, DIM)
+        key = begin + x
+        seen = (key <= position) & (key >= lowest)
+        step = key - length
+        node = tl.load(path + tl.minimum(tl.maximum(step, 0), A - 1), mask=seen & (step >= 0), other=0).to(tl.int32)
+        slot_of_key = tl.where(step < 0, key, length + node)
+        page = tl.load(table + slot_of_key // 64, mask=seen, other=0).to(tl.int64)
+        place = (page * HK + h) * 64 + slot_of_key % 64
+        k, v = load_rows(k_cache, place, seen, D, DIM), load_rows(v_cache, place, seen, D, DIM)
+        m, l, acc = fold(query, k, v, ok[:, None] & seen[None, :], m, l, acc, scale, True)
+    _store_state(stats, states, (open_slot * N + n) * G + r, ok, m, l, acc, D, DIM)
+    tl.debug_barrier()  # what this program has stored is read back below, by other threads
 
-    # The tiles are added in the order of positions, one after the other; weight 0 (a masked tile) adds an exact zero.
-    scale = torch.exp(highest - highest.amax(0))  # [tiles, B, N, HK, G, 1]
-    total, weighted = total * scale, weighted * scale
-    total_sum, weighted_sum = total[0], weighted[0]
-    for t in range(1, total.shape[0]):
-        total_sum = total_sum + total[t]
-        weighted_sum = weighted_sum + weighted[t]
-    return (weighted_sum / total_sum).reshape(batch, num_nodes, num_heads, dim)
+    # Merge the chunks in order, G rows wide instead of 64. Four are loaded at a time; those behind the last one are empty.
+    g = tl.arange(0, GROUP)
+    m, l, acc = empty_state(GROUP, DIM)
+    for c in range(slot, open_slot + 1, 4):
+        at = (c * N + n) * G + g
+        stride = N * G
+        m0, l0, acc0 = _load_state(stats, states, at, g < G, D, DIM)
+        m1, l1, acc1 = _load_state(stats, states, at + stride, (g < G) & (c + 1 <= open_slot), D, DIM)
+        m2, l2, acc2 = _load_state(stats, states, at + 2 * stride, (g < G) & (c + 2 <= open_slot), D, DIM)
+        m3, l3, acc3 = _load_state(stats, states, at + 3 * stride, (g < G) & (c + 3 <= open_slot), D, DIM)
+        m, l, acc = merge(m, l, acc, m0, l0, acc0)
+        m, l, acc = merge(m, l, acc, m1, l1, acc1)
+        m, l, acc = merge(m, l, acc, m2, l2, acc2)
+        m, l, acc = merge(m, l, acc, m3, l3, acc3)
+    rows = (b * N + n) * HQ + h * G + g
+    result = (acc / l[:, None]).to(out.dtype.element_ty)
+    tl.store(out + rows[:, None] * D + d[None, :], result, mask=(g < G)[:, None] & (d < D)[None, :])
 
 
-def _prefix(q, kv, index, wide):
-    """States of the committed tiles for all nodes.  q [B, N, HK, G, D] -> (max, sum, acc), each [P, B, N, HK, G, .]"""
-    batch, num_nodes, num_kv_heads, group, dim = q.shape
-    num_tiles = index.num_prefix_tiles
-    keys, values = kv.index_select(1, index.prefix_rows).to(wide).view(2, -1, TILE, dim).unbind()
-    rows = q.transpose(1, 2).reshape(batch, num_kv_heads, num_nodes * group, dim)
-    rows = F.pad(rows, (0, 0, 0, -rows.shape[2] % ROWS))
-    states = []
-    for block in rows.split(ROWS, 2):
-        block = block[:, None].expand(-1, num_tiles, -1, -1, -1).reshape(-1, ROWS, dim)
-        state = _fold(block, keys, values, index.prefix_bias)
-        states.append([x.view(batch, num_tiles, num_kv_heads, ROWS, -1) for x in state])
-    joined = []
-    for parts in zip(*states):
-        x = torch.cat(parts, 3)[:, :, :, : num_nodes * group]
-        x = x.view(batch, num_tiles, num_kv_heads, num_nodes, group, -1)
-        joined.append(x.permute(1, 0, 3, 2, 4, 5))
-    return joined
+def tree_attention(q, kv, index, scale=None, window=None):
+    """Attention of every node over its path; shapes as in the legend above.
+
+    `scale` of the scores (> 0), 1 / sqrt(D) unless given; `window` in positions. Raises ValueError for shapes it does not take.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    check_attention(q, kv, index.num_kv_heads, scale, window)
+    if not on_triton(q):
+        return tile_attention(q, kv, index.tiles, scale, window).to(q.dtype)
+    return _launch(q, kv, index, scale, window)
 
 
-def _fold(q, k, v, bias):
-    """One tile.  q [X, ROWS, D] scaled, k and v [X, TILE, D], bias [X, 1, TILE or 1] -> max, sum [X, ROWS, 1], acc [X, ROWS, D]"""
-    scores = torch.bmm(q, k.transpose(1, 2)) + bias
-    highest = scores.amax(-1, keepdim=True)
-    # A fully masked tile has max -inf: its weight in the sum is exp(-inf) = 0, and its own terms must not be NaN.
-    p = torch.exp(scores - highest.clamp_min(torch.finfo(scores.dtype).min))
-    return highest, p.sum(-1, keepdim=True), torch.bmm(p, v)
+def _launch(q, kv, index, scale, window, walks=None, shape=None, tensor_map=False):
+    """The two passes. `walks` and `shape` override what is chosen from shapes: every choice gives the same bits."""
+    batch, num_nodes, num_heads, dim = q.shape
+    hk, table, committed = index.num_kv_heads, index.block_table, index.committed
+    group = num_heads // hk
+    num_rows = num_nodes * group
+    rows, num_warps, num_stages = block_shape(num_rows, dim, q.dtype) if shape is None else shape
+    blocks = hk * triton.cdiv(num_rows, rows)
+    walks = blocks * batch >= WALK_PROGRAMS if walks is None else walks
+    chunks = num_chunks(table.shape[1] * PAGE)
+    splits = 1 if walks else min(chunks, triton.cdiv(NUM_PROGRAMS, blocks * batch))
+    slots = 3 if walks else chunks + 1  # the tail may open one chunk more
+    states = torch.empty(batch, hk, slots, num_rows, dim, dtype=torch.float32, device=q.device)
+    stats = torch.empty(batch, hk, slots, num_rows, 2, dtype=torch.float32, device=q.device)
+    q, out = q.contiguous(), torch.empty_like(q, memory_format=torch.contiguous_format)
+    k, v = kv.unbind()
+    lanes = pad_dim(dim)
+    numbers = dict(scale=scale * LOG2_E, window=window or 0, HQ=num_heads, HK=hk, D=dim, DIM=lanes)
+    flags = dict(WINDOW=window is not None, WALK=walks, enable_fp_fusion=False)
+    keys, values = tensor_maps(k, v, lanes) if tensor_map else (k, v)
+    _prefix_kernel[blocks, batch, splits](
+        q, keys, values, table, committed, index.depths, stats, states, num_rows, slots, splits,
+        table.stride(0), index.depths.stride(0), **numbers,
+        ROWS=rows, TENSOR_MAP=tensor_map, num_warps=num_warps, num_stages=num_stages, **flags,
+    )  # fmt: skip
+    _tail_kernel[hk, num_nodes, batch](
+        q, k, v, table, committed, index.depths, index.ancestors, stats, states, out,
+        num_nodes, index.ancestors.shape[2], slots,
+        table.stride(0), index.depths.stride(0), *index.ancestors.stride()[:2], **numbers,
+        GROUP=triton.next_power_of_2(group), num_warps=4, num_stages=1, **flags,
+    )  # fmt: skip
+    return out
+
+
+def check_attention(q, kv, num_kv_heads, scale, window):
+    """ValueError for what the kernels do not take.  q [..., HQ, D], kv [2, rows, D]"""
+    num_heads, dim = q.shape[-2:]
+    if num_heads % num_kv_heads or num_heads > MAX_GROUP * num_kv_heads:
+        raise ValueError(
+            f"attention takes up to {MAX_GROUP} query heads per key head, got {num_heads} for {num_kv_heads}"
+        )
+    if dim > MAX_DIM:
+        raise ValueError(f"attention takes heads of up to {MAX_DIM} dimensions, got {dim}")
+    if kv.shape[0] != 2 or kv.shape[2] != dim or kv.dtype != q.dtype or not kv.is_contiguous():
+        raise ValueError(f"attention takes kv [2, rows, {dim}] in {q.dtype}, got {list(kv.shape)} in {kv.dtype}")
+    if scale <= 0 or (window is not None and window < 1):
+        raise ValueError(f"attention takes a scale above 0 and a window of 1 or more, got {scale} and {window}")
+    if on_triton(q) and q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"attention on a GPU takes float32, bfloat16 or float16, got {q.dtype}")

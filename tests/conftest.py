@@ -51,14 +51,19 @@ def pytest_unconfigure():
 
 
 def pytest_collection_modifyitems(config, items):
-    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if not on_gpu:
-        return
-    import torch
+    # Under the interpreter every CPU tensor goes through Triton, so those tests have a process of their own.
+    interpreting = os.environ.get("TRITON_INTERPRET") == "1"
+    left_out = [item for item in items if bool(item.get_closest_marker("interpreter")) != interpreting]
+    on_gpu = [item for item in items if item.get_closest_marker("gpu") and item not in left_out]
+    if on_gpu:
+        import torch
 
-    if not torch.cuda.is_available():
-        config.hook.pytest_deselected(items=on_gpu)
-        items[:] = [item for item in items if item not in on_gpu]
+        if not torch.cuda.is_available():
+            left_out += on_gpu
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        dropped = set(left_out)
+        items[:] = [item for item in items if item not in dropped]
 
 
 def _is_loopback(host):

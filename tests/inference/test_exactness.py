@@ -10,11 +10,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import headstart.inference.engine as engine_module
+import headstart.inference.step as step_module
+from headstart.inference.drafters.oracle import OracleDrafter
+from headstart.inference.engine import Engine
 from headstart.inference.llm import LLM
-from headstart.inference.sampling import SamplingBatch, SamplingParams
+from headstart.inference.sampling import SamplingParams
 from headstart.inference.tree import Tree, build_static_tree, chain
-from headstart.inference.verify import TreeTensors
 from headstart.kernels import tree_attention as attention_module
 
 VOCAB = 97
@@ -37,59 +38,26 @@ def make_target(seed=0, **changes):
     return model
 
 
-class KnowingDrafter:
-    """Proposes the token of the known output with probability `rate`, at a random rank; everything else is wrong."""
-
-    num_speculative_tokens = 8
-
-    def __init__(self, known, rate=0.5, seed=0):
-        self.known, self.rate, self.random = known, rate, random.Random(seed)
-        self.requests = []
-
-    def propose(self, root_tokens, feature, tree, temperature, noise):
-        rows = []
-        for request, root in zip(self.requests, root_tokens.tolist()):
-            output = self.known[request.request_id]
-            at = len(request.output_token_ids)
-            tokens = [root]
-            for node in range(1, tree.num_nodes):
-                index = at + tree.tree.depths[node] - 1
-                right = output[index] if index < len(output) else 0
-                siblings = [tokens[m] for m in range(1, node) if tree.tree.parents[m] == tree.tree.parents[node]]
-                wrong = self.random.randrange(VOCAB)
-                token = right if self.random.random() < self.rate and right not in siblings else wrong
-                while token in siblings:
-                    token = self.random.randrange(VOCAB)
-                tokens.append(token)
-            rows.append(tokens)
-        return torch.tensor(rows), []
-
-
-def give_drafter(llm, tree, known, rate=0.5):
-    """Put a KnowingDrafter with this tree into an LLM that was built plain."""
-    drafter = KnowingDrafter(known, rate)
-    engine = llm.engine
-    engine.drafter, engine.tree = drafter, TreeTensors(tree, "cpu")
-    engine.scheduler.tree_slots = tree.num_nodes
-    engine.cache = engine_module_cache(engine, tree)
-    decode = engine._decode
-
-    def decode_and_tell(requests):
-        drafter.requests = requests
-        decode(requests)
-
-    engine._decode = decode_and_tell
+def speculating(target, tree, known, prompts, rate=0.5, **options):
+    """An LLM on `target` whose drafter knows the outputs: request i (seed i) drafts from known[i]."""
+    llm = LLM(target, **options)
+    decoder = llm.engine.decoder
+    drafter = OracleDrafter(known, [len(p) for p in prompts], rate, decoder.vocab_size, decoder.device)
+    llm.engine = Engine.build(
+        decoder,
+        llm.eos_token_ids,
+        llm.max_model_len,
+        options.get("max_num_seqs", 8),
+        drafter,
+        tree,
+        num_pages=options.get("num_gpu_blocks_override"),
+    )
     return llm
 
 
-def engine_module_cache(engine, tree):
-    from headstart.inference.cache import PagedCache
-
-    decoder, old = engine.decoder, engine.cache
-    pages = old.num_pages + 2 * engine.scheduler.max_num_seqs
-    engine.scheduler.free_pages = list(range(pages, 0, -1))
-    engine.scheduler.num_pages = pages
-    return PagedCache(len(decoder.layers), pages, decoder.num_kv_heads, decoder.head_dim, decoder.dtype, decoder.device)
+def seeded(count, **params):
+    """Parameters per prompt: the oracle knows request i by its seed."""
+    return [SamplingParams(seed=i, **params) for i in range(count)]
 
 
 def prompts_of_lengths(lengths, seed=1):
@@ -109,8 +77,13 @@ TREES = {
 LENGTHS = (1, 15, 16, 17, 40, 63, 64, 65, 100, 130)
 
 
-def run(llm, prompts, params):
-    return [(out.outputs[0].token_ids, out.outputs[0].logprobs) for out in llm.generate(prompts, params)]
+def run(llm, prompts, **params):
+    outputs = llm.generate(prompts, seeded(len(prompts), **params))
+    return [(out.outputs[0].token_ids, out.outputs[0].logprobs) for out in outputs]
+
+
+def tokens_of(found):
+    return [tokens for tokens, _ in found]
 
 
 @pytest.fixture(scope="module")
@@ -118,14 +91,15 @@ def target():
     return make_target()
 
 
+LONG = dict(max_tokens=70, logprobs=3)
+
+
 @pytest.fixture(scope="module")
 def plain(target):
     """Plain outputs, one request at a time, per temperature."""
-    prompts, found = prompts_of_lengths(LENGTHS), {}
-    for temperature in (0.0, 0.8):
-        params = SamplingParams(temperature=temperature, max_tokens=70, seed=11, logprobs=3)
-        found[temperature] = run(LLM(target, max_num_seqs=1), prompts, params)
-    return prompts, found
+    prompts = prompts_of_lengths(LENGTHS)
+    one = LLM(target, max_num_seqs=1, enable_prefix_caching=False)
+    return prompts, {t: run(one, prompts, temperature=t, **LONG) for t in (0.0, 0.8)}
 
 
 @pytest.mark.parametrize("batch", [1, 8])
@@ -133,42 +107,70 @@ def plain(target):
 @pytest.mark.parametrize("name", TREES)
 def test_speculation_changes_no_token_and_no_logprob(target, plain, name, temperature, batch):
     prompts, found = plain
-    known = {(i, 0): tokens for i, (tokens, _) in enumerate(found[temperature])}
-    llm = give_drafter(LLM(target, max_num_seqs=batch), TREES[name], known)
-    params = SamplingParams(temperature=temperature, max_tokens=70, seed=11, logprobs=3)
-    outputs = run(llm, prompts, params)
-    assert [tokens for tokens, _ in outputs] == [tokens for tokens, _ in found[temperature]]
-    assert [logprobs for _, logprobs in outputs] == [logprobs for _, logprobs in found[temperature]]
+    llm = speculating(target, TREES[name], tokens_of(found[temperature]), prompts, max_num_seqs=batch)
+    outputs = run(llm, prompts, temperature=temperature, **LONG)
+    assert tokens_of(outputs) == tokens_of(found[temperature])
+    assert outputs == found[temperature]
     accepted = llm.engine.metrics.spec_decode.accepted_per_position
     assert all(count > 0 for count in accepted), f"every depth must have been accepted at times: {accepted}"
-    assert len(llm.engine.scheduler.free_pages) == llm.engine.scheduler.num_pages
+    llm.engine.scheduler.check()
+    assert llm.engine.scheduler.num_free_pages == llm.engine.scheduler.num_pages
 
 
 def test_plain_outputs_do_not_depend_on_the_batch(target, plain):
     prompts, found = plain
-    params = SamplingParams(temperature=0.8, max_tokens=70, seed=11, logprobs=3)
     order = list(range(len(prompts)))
     random.Random(3).shuffle(order)
-    outputs = run(LLM(target, max_num_seqs=5), [prompts[i] for i in order], params)
-    assert outputs == [found[0.8][i] for i in order]
+    llm = LLM(target, max_num_seqs=5)
+    params = seeded(len(prompts), temperature=0.8, **LONG)
+    outputs = llm.generate([prompts[i] for i in order], [params[i] for i in order])
+    assert [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs] == [found[0.8][i] for i in order]
+
+
+@pytest.mark.parametrize("speculation", [False, True])
+def test_preemption_changes_no_bit(target, plain, speculation):
+    prompts, found = plain
+    # Alone every request fits, all together need about three times the pages.
+    options = dict(max_num_seqs=8, num_gpu_blocks_override=9)
+    if speculation:
+        llm = speculating(target, RAGGED, tokens_of(found[0.8]), prompts, **options)
+    else:
+        llm = LLM(target, **options)
+    assert run(llm, prompts, temperature=0.8, **LONG) == found[0.8]
+    assert llm.get_metrics()["num_preemptions"] > 0
+    llm.engine.scheduler.check()
+
+
+def test_prefix_reuse_changes_no_bit(target, plain):
+    prompts, found = plain
+    llm = LLM(target, max_num_seqs=4)
+    assert run(llm, prompts, temperature=0.8, **LONG) == found[0.8]
+    computed = llm.get_metrics()["num_prompt_tokens"]
+    assert run(llm, prompts, temperature=0.8, **LONG) == found[0.8]
+    again = llm.get_metrics()["num_prompt_tokens"] - computed
+    assert again == computed - 64 * sum((len(p) - 1) // 64 for p in prompts)
+
+
+def test_chunked_prefill_changes_no_bit(target, plain):
+    prompts, found = plain
+    llm = LLM(target, max_num_seqs=8, max_num_batched_tokens=23)
+    assert run(llm, prompts, temperature=0.8, **LONG) == found[0.8]
 
 
 def test_bfloat16_outputs_are_equal_too(plain):
     target = make_target(seed=4).to(torch.bfloat16)
     prompts = plain[0][:6]
-    params = SamplingParams(temperature=0.8, max_tokens=50, seed=2, logprobs=1)
-    alone = run(LLM(target, max_num_seqs=1), prompts, params)
-    known = {(i, 0): tokens for i, (tokens, _) in enumerate(alone)}
-    assert run(give_drafter(LLM(target, max_num_seqs=6), RAGGED, known), prompts, params) == alone
+    alone = run(LLM(target, max_num_seqs=1), prompts, temperature=0.8, max_tokens=50, logprobs=1)
+    llm = speculating(target, RAGGED, tokens_of(alone), prompts, max_num_seqs=6)
+    assert run(llm, prompts, temperature=0.8, max_tokens=50, logprobs=1) == alone
 
 
 def test_trees_are_cut_where_max_model_len_ends(target):
     prompts = prompts_of_lengths([70, 75])
-    alone = run(LLM(target, max_model_len=96), prompts, SamplingParams(temperature=0.0, max_tokens=None))
-    known = {(i, 0): tokens for i, (tokens, _) in enumerate(alone)}
-    llm = give_drafter(LLM(target, max_model_len=96), RAGGED, known, rate=1.0)
-    outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=None))
-    assert [out.outputs[0].token_ids for out in outputs] == [tokens for tokens, _ in alone]
+    alone = run(LLM(target, max_model_len=96), prompts, temperature=0.0, max_tokens=None)
+    llm = speculating(target, RAGGED, tokens_of(alone), prompts, rate=1.0, max_model_len=96)
+    outputs = llm.generate(prompts, seeded(2, temperature=0.0, max_tokens=None))
+    assert [out.outputs[0].token_ids for out in outputs] == tokens_of(alone)
     assert [len(p) + len(o.outputs[0].token_ids) for p, o in zip(prompts, outputs)] == [96, 96]
     assert all(out.outputs[0].finish_reason == "length" for out in outputs)
 
@@ -178,50 +180,48 @@ def test_trees_are_cut_where_max_model_len_ends(target):
 
 def outputs_differ(target, plain, tree, temperature=0.0):
     prompts, found = plain
-    known = {(i, 0): tokens for i, (tokens, _) in enumerate(found[temperature])}
-    llm = give_drafter(LLM(target, max_num_seqs=4), tree, known)
-    params = SamplingParams(temperature=temperature, max_tokens=70, seed=11, logprobs=3)
-    return run(llm, prompts, params) != found[temperature]
+    llm = speculating(target, tree, tokens_of(found[temperature]), prompts, max_num_seqs=4)
+    return run(llm, prompts, temperature=temperature, **LONG) != found[temperature]
+
+
+def plain_again(target, plain, temperature):
+    """The plain outputs with a defect in place."""
+    llm = LLM(target, max_num_seqs=1, enable_prefix_caching=False)
+    return plain[0], {temperature: run(llm, plain[0], temperature=temperature, **LONG)}
 
 
 def test_equality_breaks_if_accepted_kv_is_not_moved(target, plain, monkeypatch):
-    monkeypatch.setattr(engine_module, "kv_commit", lambda *arguments: None)
+    monkeypatch.setattr(step_module, "kv_commit", lambda *arguments: None)
     assert outputs_differ(target, plain, RAGGED)
 
 
 def test_equality_breaks_if_siblings_keys_are_visible(target, plain, monkeypatch):
     build = attention_module.build_tree_index
 
-    def all_earlier_nodes(block_table, committed, host, depths, ancestors, *rest):
+    def all_earlier_nodes(block_table, committed, depths, ancestors, *rest):
         # Every node sees the nodes written before it, as if the tree were a chain.
         count = depths.shape[0]
         order = torch.arange(count)
-        return build(block_table, committed, host, order, order.expand(count, -1), *rest)
+        return build(block_table, committed, order, order.expand(count, -1), *rest)
 
-    monkeypatch.setattr(engine_module, "build_tree_index", all_earlier_nodes)
+    monkeypatch.setattr(step_module, "build_tree_index", all_earlier_nodes)
     assert outputs_differ(target, plain, RAGGED)
 
 
 def test_equality_breaks_if_noise_is_not_keyed_by_position(target, plain, monkeypatch):
-    noise = SamplingBatch.noise
+    sample = step_module.sample_tokens
 
-    def by_step(self, positions, vocab_size):
-        # Keyed by the place in the step instead of the place in the sequence.
-        return noise(self, torch.arange(positions.shape[1]).expand_as(positions), vocab_size)
+    def by_place(logits, temperature, seed, sample_index, position):
+        # Keyed by the row in the step instead of the place in the sequence.
+        return sample(logits, temperature, seed, sample_index, torch.arange(len(position)) % 7)
 
-    monkeypatch.setattr(SamplingBatch, "noise", by_step)
-    alone = run(
-        LLM(target, max_num_seqs=1), plain[0], SamplingParams(temperature=0.8, max_tokens=70, seed=11, logprobs=3)
-    )
-    assert outputs_differ(target, (plain[0], {0.8: alone}), chain(5), temperature=0.8)
+    monkeypatch.setattr(step_module, "sample_tokens", by_place)
+    assert outputs_differ(target, plain_again(target, plain, 0.8), chain(5), temperature=0.8)
 
 
 def test_equality_breaks_if_rows_are_not_computed_in_fixed_blocks(target, plain, monkeypatch):
     import headstart.inference.decoder as decoder_module
     from headstart.kernels.linear import linear_reference
 
-    monkeypatch.setattr(decoder_module, "linear", linear_reference)
-    alone = run(
-        LLM(target, max_num_seqs=1), plain[0], SamplingParams(temperature=0.0, max_tokens=70, seed=11, logprobs=3)
-    )
-    assert outputs_differ(target, (plain[0], {0.0: alone}), RAGGED)
+    monkeypatch.setattr(decoder_module, "linear_parts", lambda x, w, b=None: linear_reference(x, w, b)[None])
+    assert outputs_differ(target, plain_again(target, plain, 0.0), RAGGED)

@@ -88,10 +88,11 @@ def test_requests_without_a_seed_derive_one_from_the_llms_and_their_number(targe
     assert tokens(0)[0] != tokens(1)[0]
 
 
-def test_temperature_follows_the_targets_law(llm):
+def test_temperature_follows_the_targets_law(llm, target_folder):
     """The first token over many seeds against softmax(logits / T): a chi-square test, and a wrong T that fails it."""
     prompt = llm.tokenizer("abc")["input_ids"]
-    logits = llm.module(torch.tensor([prompt])).logits[0, -1].double()
+    module = AutoModelForCausalLM.from_pretrained(target_folder, dtype=llm.dtype)
+    logits = module(torch.tensor([prompt])).logits[0, -1].double()
     count = 1500
     params = [SamplingParams(temperature=0.7, max_tokens=1, seed=s, ignore_eos=True) for s in range(count)]
     drawn = [o.outputs[0].token_ids[0] for o in llm.generate([prompt] * count, params)]
@@ -111,11 +112,12 @@ def test_temperature_follows_the_targets_law(llm):
     assert statistic(1.0) > 4.5
 
 
-def test_logprobs_are_those_of_the_raw_logits(llm):
+def test_logprobs_are_those_of_the_raw_logits(llm, target_folder):
     params = SamplingParams(temperature=0.5, max_tokens=6, logprobs=2, seed=1, ignore_eos=True)
     (output,) = llm.generate("hello", params)
     ids = output.prompt_token_ids + output.outputs[0].token_ids
-    expected = llm.module(torch.tensor([ids])).logits[0].log_softmax(-1)
+    module = AutoModelForCausalLM.from_pretrained(target_folder, dtype=llm.dtype)
+    expected = module(torch.tensor([ids])).logits[0].log_softmax(-1)
     for i, (token, entry) in enumerate(zip(output.outputs[0].token_ids, output.outputs[0].logprobs)):
         row = expected[len(output.prompt_token_ids) - 1 + i]
         assert token in entry
@@ -221,7 +223,7 @@ def test_weights_cut_in_half_are_named(target_folder, tmp_path):
     folder = shutil.copytree(target_folder, tmp_path / "cut")
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
-    with pytest.raises(ValueError, match=r"cannot load the weights of .*cut"):
+    with pytest.raises(ValueError, match="cut short"):
         LLM(str(folder))
 
 
@@ -333,5 +335,5 @@ def test_an_interrupted_call_leaves_an_engine_that_goes_on(llm, monkeypatch):
         llm.generate(["long"] * 12, GREEDY)
     monkeypatch.undo()
     assert not llm.engine.scheduler.has_unfinished
-    assert len(llm.engine.scheduler.free_pages) == llm.engine.scheduler.num_pages
+    assert llm.engine.scheduler.num_free_pages == llm.engine.scheduler.num_pages
     assert llm.generate("after", GREEDY)[0].outputs[0].token_ids == expected

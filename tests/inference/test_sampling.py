@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from headstart import SamplingParams
-from headstart.inference.sampling import SamplingBatch, draw
+from headstart.inference.slots import SlotTable
+from headstart.inference.step import draw
+from headstart.kernels.sample import keep_top
 
 
 @pytest.mark.parametrize(
@@ -41,12 +43,6 @@ def test_parameters_cannot_be_changed_after_they_were_checked():
     assert "temperature=0.0" in repr(params)
 
 
-def scores(logits, **given):
-    request = SimpleNamespace(params=SamplingParams(**given), seed=1, sample_index=0)
-    batch = SamplingBatch([request], "cpu")
-    return batch.target_scores(logits[None], [[0] * len(logits)], eos_token_ids=[])[0]
-
-
 def kept_by_hand(row, top_k, top_p):
     order = sorted(range(len(row)), key=lambda t: (-row[t], t))
     if top_k > 0:
@@ -65,54 +61,47 @@ def kept_by_hand(row, top_k, top_p):
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (3, 1.0), (0, 0.7), (5, 0.6), (1, 0.01)])
 def test_top_k_and_top_p_keep_what_a_loop_over_the_sorted_tokens_keeps(top_k, top_p, temperature):
     logits = torch.randn(20, 31, generator=torch.Generator().manual_seed(0)).round(decimals=1)  # with ties
-    found = scores(logits, temperature=temperature, top_k=top_k, top_p=top_p)
+    rows = [torch.full((20,), x) for x in (temperature, top_k, top_p)]
+    found = keep_top(logits, *rows)
     for row, result in zip(logits / temperature, found):
         kept = {t for t in range(31) if result[t] > -torch.inf}
         assert kept == kept_by_hand(row.tolist(), top_k, top_p)
         assert torch.equal(result[list(kept)], row[list(kept)])
 
 
-def test_top_k_ties_go_to_the_lowest_token():
-    found = scores(torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0]]), temperature=1.0, top_k=2)
-    assert found.isfinite().tolist() == [[False, True, True, False, False]]
+def drawn(params, logits, emitted=0, seed=3, prompt=5):
+    """What `draw` answers for one request, behind the nodes of a chain.  logits [N, V] -> list of N tokens"""
+    request = SimpleNamespace(
+        params=params,
+        seed=seed,
+        sample_index=0,
+        slot=1,
+        prompt_token_ids=list(range(prompt)),
+        known_token_ids=list(range(prompt + emitted)),
+        num_remaining=100,
+    )
+    slots = SlotTable(2, 4, 8, logits.shape[1], torch.float32, torch.device("cpu"))
+    slots.write_requests([request], [0], lambda request: {5, *request.params.stop_token_ids})
+    batch = slots.gather(torch.tensor([1]), torch.arange(-1, len(logits) - 1))
+    return draw(batch, logits, True, slots).tolist()
 
 
 def test_min_tokens_excludes_what_would_end_the_output():
     params = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=[3])
-    batch = SamplingBatch([SimpleNamespace(params=params, seed=0, sample_index=0)], "cpu")
-    found = batch.target_scores(torch.zeros(1, 3, 6), [[0, 1, 2]], eos_token_ids=[5])
-    assert found.isfinite().tolist() == [[[True, True, True, False, True, False]] * 2 + [[True] * 6]]
+    logits = torch.tensor([[0.0, 0, 0, 9, 1, 8]]).repeat(3, 1)
+    assert drawn(params, logits) == [4, 4, 3]
+    assert drawn(params, logits, emitted=1) == [4, 3, 3]
 
 
-def test_greedy_requests_in_a_mixed_batch_stay_greedy():
-    requests = [SimpleNamespace(params=SamplingParams(temperature=t), seed=3, sample_index=0) for t in (0.0, 1.0)]
-    batch = SamplingBatch(requests, "cpu")
-    noise = batch.noise(torch.tensor([[4], [4]]), 50)
-    assert not noise[0].any()
-    assert noise[1].all()
-    logits = torch.randn(2, 1, 50)
-    assert draw(batch.target_scores(logits, [[0], [0]], []), noise)[0] == logits[0].argmax(-1)
+def test_greedy_draws_take_the_lowest_of_the_highest():
+    assert drawn(SamplingParams(temperature=0.0), torch.tensor([[0.0, 3.0, 3.0]])) == [1]
 
 
-def test_draw_gives_ties_to_the_lowest_token():
-    assert draw(torch.tensor([[0.0, 3.0, 3.0]]), None).item() == 1
-
-
-def test_noise_is_keyed_by_the_absolute_position_and_nothing_else():
-    def noise(positions, seed=3, sample=0):
-        request = SimpleNamespace(params=SamplingParams(temperature=1.0), seed=seed, sample_index=sample)
-        return SamplingBatch([request], "cpu").noise(torch.tensor([positions]), 40)[0]
-
-    both = noise([7, 8])
-    assert not torch.equal(both[0], both[1])
-    assert torch.equal(both[1], noise([8])[0])
-    assert torch.equal(both[1], noise([6, 7, 8])[2])
-    assert not torch.equal(both[0], noise([7], seed=4)[0])
-    assert not torch.equal(both[0], noise([7], sample=1)[0])
-
-
-def test_a_position_repeats_its_noise_in_no_other_position_of_an_output():
+def test_draws_are_keyed_by_seed_and_absolute_position():
     """At a very high temperature tokens follow the noise: noise that ignored the position would repeat one token for ever."""
-    request = SimpleNamespace(params=SamplingParams(temperature=100.0), seed=1, sample_index=0)
-    noise = SamplingBatch([request], "cpu").noise(torch.arange(60)[None], 500)
-    assert len(set(draw(torch.zeros(1, 60, 500), noise)[0].tolist())) > 40
+    params, logits = SamplingParams(temperature=100.0), torch.zeros(60, 500)
+    tokens = drawn(params, logits)
+    assert len(set(tokens)) > 40
+    assert drawn(params, logits[:50], emitted=10) == tokens[10:]
+    assert drawn(params, logits[:50], prompt=15) == tokens[10:]
+    assert drawn(params, logits, seed=4) != tokens

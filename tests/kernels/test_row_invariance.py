@@ -80,7 +80,7 @@ def test_tree_attention_computes_softmax_over_each_nodes_path(num_nodes, hq, hk,
     table = torch.randperm(batch * pages_each).view(batch, pages_each) + 1
     q = torch.randn(batch, num_nodes, hq, dim, dtype=torch.float64)
     depths, ancestors, paths = random_tree(num_nodes, seed=num_nodes)
-    index = build_tree_index(table, torch.tensor(committed), committed, depths, ancestors, hk, torch.float64)
+    index = build_tree_index(table, torch.tensor(committed), depths, ancestors, hk, torch.float64)
     found = tree_attention(q, kv, index)
     # Dense: all slots of each request in order, and a mask of the committed ones and the node's own path.
     pages = kv.view(2, -1, hk, PAGE, dim)
@@ -105,7 +105,7 @@ def test_a_nodes_bits_do_not_depend_on_what_is_already_committed():
     for committed in (0, 100, 111, 112, 113, 127, 128, 129, 148, 149):
         count = min(length - committed, 60)
         chain = torch.arange(count)
-        index = build_tree_index(table, torch.tensor([committed]), [committed], chain, chain.expand(count, -1), hk)
+        index = build_tree_index(table, torch.tensor([committed]), chain, chain.expand(count, -1), hk)
         results.append((committed + count, tree_attention(q[:, committed : committed + count], kv, index)[0]))
     final = [result[-1] for end, result in results if end == length]
     assert len(final) == 9

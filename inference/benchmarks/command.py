@@ -1,0 +1,213 @@
+"""The arguments of `headstart bench step`, `kernel`, `engine` and `peer`, and the calls they lead to.
+
+Imports nothing heavy until a benchmark runs, so that `headstart --help` stays quick.
+"""
+
+import sys
+
+
+def add_benchmarks(benchmarks, add_command, add_device):
+    """Add the four to the subparsers `benchmarks`, with the command line's own ways to add a command and the device arguments."""
+    step = add_command(
+        benchmarks,
+        "step",
+        _bench_step,
+        "One step of the engine on random weights of a named shape, against the memory floor and the library.",
+        "headstart bench step --shape llama-3-8b --rows 1,8,16,32,64 --context 1024,8192 --batch 1,8,32\n"
+        "  headstart bench step --shape llama-3-8b --rows 5 --context 1024 --batch 16",
+        "A line is one CUDA graph. forward: the target over a tree of so many rows (nodes) of each request, its own token\n"
+        "behind every node included. For the largest tree also: drafting with Medusa heads, the verify rule, the commit, and\n"
+        "the whole step; 'on top' is what that takes beyond the forward pass and beyond reading the heads' weights once.\n"
+        "x floor: times what reading the weights and the cached keys and values once takes, at the rate of a copy.\n"
+        "library: the same pass with cuBLAS, scaled_dot_product_attention and torch.compile, in one CUDA graph.\n"
+        "Below each line: which share of the time goes to which kernel.",
+    )
+    step.add_argument("--rows", default="1,8,16,32,64", help="nodes of one request, up to 64 (default 1,8,16,32,64)")
+    step.add_argument("--context", default="1024,8192", help="committed tokens of a request (default 1024,8192)")
+    step.add_argument("--batch", default="1,8,32", help="requests (default 1,8,32)")
+    step.add_argument(
+        "--lm-head",
+        default="own,shared",
+        help="whose lm_head the Medusa heads use: own, shared, both (default) or none",
+    )
+    step.add_argument(
+        "--baseline",
+        default="compiled",
+        choices=["compiled", "eager", "none"],
+        help="the library's elementwise operations through torch.compile (default), plain, or no baseline",
+    )
+    step.add_argument("--repeats", type=int, default=20, help="replays per line (default 20)")
+    _add_measurement(step, add_device)
+
+    kernel = add_command(
+        benchmarks,
+        "kernel",
+        _bench_kernel,
+        "One operation at the sizes of a named shape, against the library and the floor of bytes and operations.",
+        "headstart bench kernel linear --shape llama-3-8b --rows 1,64,2048\n"
+        "  headstart bench kernel linear --shape llama-3-8b --sweep\n"
+        "  headstart bench kernel prefill-attention --shape llama-3-8b --tokens 4096,16384",
+        "Operations: linear (a layer's four products and the lm_head), gated_mlp, attention (over draft trees),\n"
+        "prefill_attention, rms_norm, rotary, embedding, res_block, sample, verify, commit, or all.",
+    )
+    kernel.add_argument("op", help="the operation, or all")
+    kernel.add_argument("--rows", default="1,16,64,2048", help="rows of the input (default 1,16,64,2048)")
+    kernel.add_argument("--context", default="1024,8192", help="keys that attention goes over (default 1024,8192)")
+    kernel.add_argument("--batch", default="1", help="requests, for attention, verify and commit (default 1)")
+    kernel.add_argument(
+        "--tokens", default="4096,16384", help="prompt lengths for prefill_attention (default 4096,16384)"
+    )
+    kernel.add_argument("--sweep", action="store_true", help="linear: try launch configurations and print the winners")
+    kernel.add_argument("--repeats", type=int, default=15, help="replays per line (default 15)")
+    _add_measurement(kernel, add_device)
+
+    engine = add_command(
+        benchmarks,
+        "engine",
+        _bench_engine,
+        "Tokens per second of the whole engine on random weights, drafts accepted at given rates, beside plain decoding.",
+        "headstart bench engine --shape llama-3-8b --head medusa --acceptance 2.0,3.0 --batch 1,4,16,64",
+        "Through LLM.generate, at the steady state between the last prompt and the first end of an output.\n"
+        "of graph: the step's CUDA graph alone over the time the engine takes per step.\n"
+        "Also: the time to the first token of one prompt, from the start of a process to its first token with a cold and a\n"
+        "warm Triton cache, and the greatest memory taken.",
+    )
+    engine.add_argument("--head", default="medusa", choices=["medusa", "none"], help="what drafts (default medusa)")
+    engine.add_argument("--acceptance", default="2.0,3.0", help="tokens per step to accept (default 2.0,3.0)")
+    engine.add_argument("--batch", default="1,4,16,64", help="requests at once (default 1,4,16,64)")
+    engine.add_argument("--lm-head", default="own", choices=["own", "shared"], help="the heads' lm_heads (default own)")
+    engine.add_argument("--tree", default="chain", help="chain (default), static, or a tree file")
+    engine.add_argument("--prompt-tokens", type=int, default=1000, help="length of a prompt (default 1000)")
+    engine.add_argument("--new-tokens", type=int, default=256, help="length of an output (default 256)")
+    engine.add_argument("--no-startup", action="store_true", help="leave out the two processes that start-up takes")
+    _add_measurement(engine, add_device)
+
+    peer = add_command(
+        benchmarks,
+        "peer",
+        _bench_peer,
+        "The same random model by transformers' generate (static cache, compiled) and by this engine, in one run.",
+        "headstart bench peer --shape llama-3-8b --batch 1",
+        "Milliseconds between tokens. start: until everything is compiled and warm. agreeing: tokens of an output that are\n"
+        "the same before the first near-tie falls differently.",
+    )
+    peer.add_argument("--batch", default="1", help="requests at once (default 1)")
+    peer.add_argument("--prompt-tokens", type=int, default=1000, help="length of a prompt (default 1000)")
+    peer.add_argument("--new-tokens", type=int, default=64, help="length of an output (default 64)")
+    _add_measurement(peer, add_device)
+
+
+def _add_measurement(parser, add_device):
+    """What every benchmark on random weights takes."""
+    parser.add_argument("--shape", required=True, help="a named shape, e.g. llama-3-8b, or a folder with a config.json")
+    parser.add_argument(
+        "--output", help="write the JSON object here; a bare NAME stands for benchmarks/results/<date>-NAME.json"
+    )
+    parser.add_argument("--commit", help="of the code, where this is no git checkout")
+    add_device(parser)
+
+
+def _bench_step(arguments):
+    from .step import StepSettings, bench_step
+
+    lm_heads = () if arguments.lm_head == "none" else tuple(arguments.lm_head.split(","))
+    for name in lm_heads:
+        if name not in ("own", "shared"):
+            raise ValueError(f"--lm-head takes own, shared, own,shared or none, got {arguments.lm_head!r}")
+    settings = StepSettings(
+        shape=arguments.shape,
+        rows=_numbers("--rows", arguments.rows),
+        contexts=_numbers("--context", arguments.context),
+        batches=_numbers("--batch", arguments.batch),
+        lm_heads=lm_heads,
+        baseline=arguments.baseline,
+        repeats=_at_least_one("--repeats", arguments.repeats),
+    )
+    bench_step(settings, **_measurement(arguments))
+
+
+def _bench_kernel(arguments):
+    from .kernel import OPERATIONS, KernelSettings, bench_kernel, sweep_kernel
+
+    op = arguments.op.replace("-", "_")
+    if op not in (*OPERATIONS, "all"):
+        raise ValueError(f"there is no operation {arguments.op!r}: choose one of {', '.join(OPERATIONS)} or all")
+    (batch,) = _numbers("--batch", arguments.batch, most=1)
+    settings = KernelSettings(
+        op=op,
+        shape=arguments.shape,
+        rows=_numbers("--rows", arguments.rows),
+        contexts=_numbers("--context", arguments.context),
+        batch=batch,
+        tokens=_numbers("--tokens", arguments.tokens),
+        repeats=_at_least_one("--repeats", arguments.repeats),
+    )
+    (sweep_kernel if arguments.sweep else bench_kernel)(settings, **_measurement(arguments))
+
+
+def _bench_engine(arguments):
+    from .engine import EngineSettings, bench_engine
+
+    settings = EngineSettings(
+        shape=arguments.shape,
+        acceptance=_numbers("--acceptance", arguments.acceptance, float) if arguments.head == "medusa" else (),
+        batches=_numbers("--batch", arguments.batch),
+        lm_head=arguments.lm_head,
+        tree=arguments.tree,
+        prompt_tokens=_at_least_one("--prompt-tokens", arguments.prompt_tokens),
+        new_tokens=_at_least_one("--new-tokens", arguments.new_tokens),
+        startup=not arguments.no_startup,
+    )
+    bench_engine(settings, **_measurement(arguments))
+
+
+def _bench_peer(arguments):
+    from .peer import PeerSettings, bench_peer
+
+    settings = PeerSettings(
+        shape=arguments.shape,
+        batches=_numbers("--batch", arguments.batch),
+        prompt_tokens=_at_least_one("--prompt-tokens", arguments.prompt_tokens),
+        new_tokens=_at_least_one("--new-tokens", arguments.new_tokens),
+    )
+    bench_peer(settings, **_measurement(arguments))
+
+
+def _measurement(arguments):
+    """Device, dtype, command line and output of a benchmark on random weights."""
+    import torch
+
+    from ..target_source import DTYPES
+
+    device = arguments.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        is_gpu = torch.device(device).type == "cuda"
+    except RuntimeError as error:
+        raise ValueError(f"--device {device!r} is none that torch knows: use auto, cpu, cuda or cuda:1 ...") from error
+    if is_gpu and not torch.cuda.is_available():
+        raise ValueError("--device cuda was asked for, but torch sees no GPU: use --device cpu")
+    if arguments.dtype not in ("auto", *DTYPES):
+        raise ValueError(f"--dtype must be auto or one of {', '.join(DTYPES)}, got {arguments.dtype!r}")
+    dtype = DTYPES.get(arguments.dtype, torch.bfloat16 if is_gpu else torch.float32)
+    command = " ".join(["headstart", *sys.argv[1:]])
+    return dict(device=device, dtype=dtype, command=command, output=arguments.output, commit=arguments.commit)
+
+
+def _numbers(name, text, kind=int, most=None):
+    """A comma-separated list of numbers of at least 1, as a tuple."""
+    try:
+        numbers = tuple(kind(part) for part in text.split(","))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < 1 or (most and len(numbers) > most):
+        what = "one number" if most == 1 else "numbers separated by commas"
+        raise ValueError(f"{name} takes {what} of at least 1, got {text!r}")
+    return numbers
+
+
+def _at_least_one(name, number):
+    if number < 1:
+        raise ValueError(f"{name} must be at least 1, got {number}")
+    return number

@@ -1,0 +1,70 @@
+"""CUDA graphs of the step: one per batch bucket, captured once and replayed.
+
+A bucket is a number of batch rows: 1, 2, 4, 8 ... up to max_num_seqs. Rows without a request point to the slot of nobody. All
+graphs share one memory pool, so what a replay leaves behind must be read before the next one: in stream order it is.
+"""
+
+import torch
+
+
+def buckets(max_num_seqs):
+    """Numbers of rows that get a graph of their own.  6 -> [1, 2, 4, 6]"""
+    sizes = [1]
+    while sizes[-1] < max_num_seqs:
+        sizes.append(min(2 * sizes[-1], max_num_seqs))
+    return sizes
+
+
+class StepGraphs:
+    """Runs a Step for any number of requests: through a graph of the smallest bucket that holds them, or directly.
+
+    step: Step; captured: False runs every step directly (always so where there is no GPU).
+    """
+
+    def __init__(self, step, max_num_seqs, captured=True):
+        self.step, self.sizes = step, buckets(max_num_seqs)
+        self.captured = captured and step.slots.device.type == "cuda"
+        self._graphs = {}  # (rows, filtered) -> (graph, static row numbers, StepOutput)
+        self._rows = {}  # (rows, filtered) -> the slots that the static row numbers hold now
+        self._pool = None
+
+    def capture(self, progress=lambda sizes: sizes):
+        """Make the graphs of all buckets; those with filters are made when first used. Largest first: it sizes the pool."""
+        if self.captured:
+            for size in progress(self.sizes[::-1]):
+                self._graph(size, False)
+
+    def run(self, slots, filtered):
+        """One step of the requests in `slots` (a host list).  -> StepOutput, whose first len(slots) rows are theirs"""
+        if not self.captured:
+            return self.step(self.step.slots.on_device(slots), filtered)
+        size = next(size for size in self.sizes if size >= len(slots))
+        graph, rows, output = self._graph(size, filtered)
+        padded = slots + [self.step.slots.nobody] * (size - len(slots))
+        if self._rows[size, filtered] != padded:
+            rows.copy_(torch.tensor(padded).pin_memory(), non_blocking=True)
+            self._rows[size, filtered] = padded
+        graph.replay()
+        return output
+
+    def _graph(self, size, filtered):
+        key = (size, filtered)
+        if key not in self._graphs:
+            device = self.step.slots.device
+            rows = torch.full((size,), self.step.slots.nobody, device=device)
+            if filtered:
+                self.step.slots.stop_mask  # noqa: B018  it must exist before the capture
+            # A run before the capture compiles the kernels; the rows of nobody change nothing.
+            stream = torch.cuda.Stream(device)
+            stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(stream):
+                self.step(rows, filtered)
+            torch.cuda.current_stream(device).wait_stream(stream)
+            torch.cuda.synchronize(device)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+                output = self.step(rows, filtered)
+            self._pool = self._pool or graph.pool()
+            self._graphs[key] = (graph, rows, output)
+            self._rows[key] = [self.step.slots.nobody] * size
+        return self._graphs[key]

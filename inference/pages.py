@@ -1,0 +1,88 @@
+"""The pool of cache pages: reference counts, and full pages found again by their content. No torch.
+
+A page is free (its content is of no use), held (by one request or more), or idle: free as well, but its content is named and may be
+reused until another request needs the page. Idle pages are given up in the order in which they became idle, oldest first.
+"""
+
+import hashlib
+from array import array
+from collections import Counter, OrderedDict
+
+FIRST = bytes(32)  # stands for the page before the first one
+
+
+def hash_page(previous, token_ids):
+    """Name of a full page: a digest of its tokens and of the name of the page before it (FIRST if there is none).  -> 32 bytes
+
+    A page's keys and values depend on every token up to its end, and on nothing else. All fields have a fixed width (32 bytes, then
+    8 per token), so different inputs are different bytes; digests of different bytes agree with a probability of 2**-256.
+    """
+    return hashlib.blake2b(previous + array("q", token_ids).tobytes(), digest_size=32).digest()
+
+
+class PagePool:
+    """Pages 1..num_pages. Page 0 is never handed out: padding points to it."""
+
+    def __init__(self, num_pages):
+        self.num_pages = num_pages
+        self.free = list(range(num_pages, 0, -1))
+        self.idle = OrderedDict()  # page -> None, the longest idle first
+        self.num_holders = [0] * (num_pages + 1)
+        self.page_of, self.name_of = {}, {}  # name -> page and back, for held and idle pages with known content
+
+    @property
+    def num_free(self):
+        """Pages that `take` can hand out, idle ones included."""
+        return len(self.free) + len(self.idle)
+
+    def take(self):
+        """A page for one holder, its content undefined. An idle page loses its name only when no other page is free."""
+        if self.free:
+            page = self.free.pop()
+        else:
+            page, _ = self.idle.popitem(last=False)
+            del self.page_of[self.name_of.pop(page)]
+        self.num_holders[page] = 1
+        return page
+
+    def hold(self, page):
+        """One more holder of a named page."""
+        assert page in self.name_of
+        self.idle.pop(page, None)
+        self.num_holders[page] += 1
+
+    def let_go(self, page):
+        """One holder less; the last one leaves the page idle if it has a name, free otherwise."""
+        assert self.num_holders[page] > 0
+        self.num_holders[page] -= 1
+        if self.num_holders[page]:
+            return
+        if page in self.name_of:
+            self.idle[page] = None
+        else:
+            self.free.append(page)
+
+    def name(self, page, name):
+        """Say what a held page contains, so that `find` finds it. Where another page has the same content, that one stays."""
+        assert self.num_holders[page] > 0
+        if name not in self.page_of and page not in self.name_of:
+            self.page_of[name], self.name_of[page] = page, name
+
+    def find(self, name):
+        """The page of that name, or None."""
+        return self.page_of.get(name)
+
+    def is_idle(self, page):
+        return page in self.idle
+
+    def check(self, page_lists):
+        """Assert that every page is free, idle or held exactly as often as `page_lists` name it, and that none is lost."""
+        held = Counter(page for pages in page_lists for page in pages)
+        assert all(len(set(pages)) == len(pages) for pages in page_lists), "a request holds a page twice"
+        assert sorted([*self.free, *self.idle, *held]) == list(range(1, self.num_pages + 1)), (
+            "a page is lost or doubled"
+        )
+        assert Counter({page: n for page, n in enumerate(self.num_holders) if n}) == held, "holders and lists disagree"
+        assert {page: name for name, page in self.page_of.items()} == self.name_of, "names are not one to one"
+        assert all(page in self.name_of for page in self.idle), "an idle page has no name"
+        assert not any(page in self.name_of for page in self.free), "a free page has a name"

@@ -1,0 +1,95 @@
+"""Named shapes of published models, for benchmarks and tests that need no checkpoint: random weights have the same speed.
+
+    config = config_of("llama-3-8b")        # a transformers config
+    decoder = Decoder.from_pretrained(None, config, torch.bfloat16, "cuda", 4096, load_format="dummy")
+
+No special tokens are set: random weights end no output.
+"""
+
+_LLAMA_3 = dict(
+    model_type="llama",
+    vocab_size=128256,
+    num_key_value_heads=8,
+    rms_norm_eps=1e-5,
+    max_position_embeddings=131072,
+    rope_parameters=dict(
+        rope_type="llama3",
+        rope_theta=500000.0,
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
+    ),
+)
+_LLAMA_3_8B = _LLAMA_3 | dict(
+    hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, head_dim=128
+)
+
+# The arguments of each model's config. Llama 3 is taken in its 3.1 form, whose positions reach 131072.
+SHAPES = {
+    "llama-3-8b": _LLAMA_3_8B,
+    # The 8B's width at a sixteenth of its depth: what the bit-equality suite runs.
+    "llama-3-8b-2layers": _LLAMA_3_8B | dict(num_hidden_layers=2),
+    "llama-3-70b": _LLAMA_3
+    | dict(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64, head_dim=128),
+    "llama-2-7b": dict(
+        model_type="llama",
+        vocab_size=32000,
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=32,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=4096,
+        rope_parameters=dict(rope_type="default", rope_theta=10000.0),
+    ),
+    # v0.1, the one with a sliding window.
+    "mistral-7b": dict(
+        model_type="mistral",
+        vocab_size=32000,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=32768,
+        sliding_window=4096,
+        rope_parameters=dict(rope_type="default", rope_theta=10000.0),
+    ),
+    "qwen2.5-7b": dict(
+        model_type="qwen2",
+        vocab_size=152064,
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        rms_norm_eps=1e-6,
+        max_position_embeddings=32768,
+        rope_parameters=dict(rope_type="default", rope_theta=1000000.0),
+    ),
+    "qwen3-8b": dict(
+        model_type="qwen3",
+        vocab_size=151936,
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        rms_norm_eps=1e-6,
+        max_position_embeddings=40960,
+        rope_parameters=dict(rope_type="default", rope_theta=1000000.0),
+    ),
+}
+
+
+def config_of(name):
+    """The transformers config of a named shape; ValueError listing the names for an unknown one."""
+    from transformers import AutoConfig
+
+    if name not in SHAPES:
+        raise ValueError(f"there is no shape {name!r}: choose one of {', '.join(sorted(SHAPES))}")
+    return AutoConfig.for_model(**SHAPES[name], bos_token_id=None, eos_token_id=None)

@@ -1,0 +1,121 @@
+"""What the device knows of every admitted request: one row ("slot") per request, read and advanced by the step itself.
+
+The host writes a row when a request is admitted, when it gets pages, and when its prompt is done; after that the step keeps it up
+to date, and the host only reads emitted tokens, one step late. The last row belongs to nobody: batch rows without a request
+point to it, and to page 0 of the cache.
+
+Letters: S slots, B rows of a batch, P pages of the longest request, H hidden size.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from ..kernels.slot_rows import advance_slots, gather_slots
+
+# Columns of SlotTable.integers. committed: L; root: the newest token; remaining: how many tokens may still be emitted;
+# min_position: tokens before it must not be stop tokens (min_tokens).
+INTEGERS = ("committed", "root", "remaining", "seed", "sample", "top_k", "min_position")
+FLOATS = ("temperature", "top_p")
+
+
+@dataclass(frozen=True)
+class BatchRows:
+    """The slots of one batch, gathered, and what follows from them for the nodes of its tree (GatheredSlots)."""
+
+    slots: torch.Tensor  # [B]
+    integers: torch.Tensor  # [7, B]
+    floats: torch.Tensor  # [2, B]
+    block_table: torch.Tensor  # [B, P]
+    feature: torch.Tensor  # [B, H]
+    positions: torch.Tensor  # [B N]
+    cache_slots: torch.Tensor  # [B N]
+    draws: torch.Tensor  # [3, B N] seed, sample, position of the token drawn behind each node
+    node_temperature: torch.Tensor  # [B N]
+
+    committed = property(lambda self: self.integers[0])
+    root = property(lambda self: self.integers[1])
+    remaining = property(lambda self: self.integers[2])
+    seed = property(lambda self: self.integers[3])
+    sample = property(lambda self: self.integers[4])
+    top_k = property(lambda self: self.integers[5])
+    min_position = property(lambda self: self.integers[6])
+    temperature = property(lambda self: self.floats[0])
+    top_p = property(lambda self: self.floats[1])
+
+
+class SlotTable:
+    """Rows of `max_num_seqs` requests and one for nobody.
+
+    max_pages: pages of the longest request; feature: dtype and width of what drafters read.
+    """
+
+    def __init__(self, max_num_seqs, max_pages, hidden_size, vocab_size, dtype, device):
+        rows = max_num_seqs + 1
+        self.nobody, self.device, self.vocab_size = max_num_seqs, device, vocab_size
+        self.integers = torch.zeros(rows, len(INTEGERS), dtype=torch.int64, device=device)
+        self.floats = torch.zeros(rows, len(FLOATS), dtype=torch.float32, device=device)
+        self.block_table = torch.zeros(rows, max_pages, dtype=torch.int32, device=device)
+        self.feature = torch.zeros(rows, hidden_size, dtype=dtype, device=device)
+        self._stop_mask = None
+
+    @property
+    def stop_mask(self):
+        """Which tokens min_tokens forbids.  bool [S + 1, V], made when first needed"""
+        if self._stop_mask is None:
+            self._stop_mask = torch.zeros(self.nobody + 1, self.vocab_size, dtype=torch.bool, device=self.device)
+        return self._stop_mask
+
+    def gather(self, slots, depths):
+        """BatchRows of slots [B], for nodes of these depths [N]."""
+        found = gather_slots(slots, self.integers, self.floats, self.block_table, self.feature, depths)
+        return BatchRows(slots, *found)
+
+    def advance(self, slots, hidden, tokens, path, num_accepted, bonus):
+        """After a step: committed length, root, remaining and feature of every row.  -> emitted [B, D + 2], see advance_slots"""
+        return advance_slots(slots, self.integers, self.feature, hidden, tokens, path, num_accepted, bonus, self.nobody)
+
+    # --- written by the host, without waiting for the device ---
+
+    def write_pages(self, requests):
+        """Page numbers of these requests."""
+        if not requests:
+            return
+        width = self.block_table.shape[1]
+        rows = [request.pages + [0] * (width - len(request.pages)) for request in requests]
+        slots = [request.slot for request in requests]
+        self.block_table[self.on_device(slots)] = self.on_device(rows, torch.int32)
+
+    def write_requests(self, requests, roots, stop_tokens):
+        """Everything but pages and feature, for requests whose known tokens are all computed.
+
+        roots: their newest tokens (0 where it is still to be drawn); stop_tokens(request): ids that min_tokens forbids.
+        """
+        slots = self.on_device([request.slot for request in requests])
+        self.integers[slots] = self.on_device(
+            [
+                [
+                    len(request.known_token_ids),
+                    root,
+                    request.num_remaining,
+                    request.seed,
+                    request.sample_index,
+                    max(request.params.top_k, 0),
+                    len(request.prompt_token_ids) + request.params.min_tokens,
+                ]
+                for request, root in zip(requests, roots)
+            ]
+        )
+        self.floats[slots] = self.on_device(
+            [[request.params.temperature, request.params.top_p] for request in requests], torch.float32
+        )
+        if any(request.params.min_tokens for request in requests):
+            mask = torch.zeros(len(requests), self.vocab_size, dtype=torch.bool)
+            for row, request in zip(mask, requests):
+                row[list(stop_tokens(request))] = True
+            self.stop_mask[slots] = self.on_device(mask)
+
+    def on_device(self, values, dtype=torch.int64):
+        """A list or CPU tensor on the device, through pinned memory where there is one."""
+        tensor = values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=dtype)
+        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor

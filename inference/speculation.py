@@ -1,0 +1,91 @@
+"""What a speculative_config asks for: the head that drafts, the tree, and the rule that accepts."""
+
+from pathlib import Path
+
+from torch import nn
+
+from ..heads.checkpoint import load_head, resolve_head
+from ..heads.medusa import Medusa
+from .keywords import reject_unknown
+from .tree import ROOT_ONLY, chain, load_tree
+from .verify import VERIFIERS, Synthetic, rates_for_length, strict
+
+KEYS = ("model", "num_speculative_tokens", "tree", "verifier", "acceptance_rates", "acceptance_length")
+
+
+def check_speculative_config(config):
+    """A copy of the speculative_config as a dict ({} for None), or ValueError."""
+    if config is not None and not isinstance(config, dict):
+        raise ValueError(f"speculative_config must be a dict or None, got {config!r:.80}")
+    reject_unknown(config or {}, KEYS, "speculative_config key")
+    if config is not None and not isinstance(config.get("model"), str | Path | nn.Module):
+        raise ValueError(
+            "speculative_config needs 'model': the head that drafts (a folder, a run, a Hub id or a module)"
+        )
+    return dict(config or {})
+
+
+def load_drafter_head(head):
+    """A Medusa head from a module, folder, run or Hub id."""
+    if isinstance(head, nn.Module):
+        if not isinstance(head, Medusa):
+            raise ValueError(f"speculative_config['model'] must be a Medusa head, got a {type(head).__name__} module")
+        return head
+    return load_head(head)
+
+
+def choose_tree(speculative, head):
+    """The topology that a speculative_config asks for."""
+    if head is None:
+        return ROOT_ONLY
+    most = head.num_speculative_tokens
+    depth = speculative.get("num_speculative_tokens")
+    depth = most if depth is None else depth
+    if not isinstance(depth, int) or not 1 <= depth <= most:
+        raise ValueError(f"num_speculative_tokens must be from 1 to the head's {most}, got {depth!r}")
+    name = speculative.get("tree", "chain")
+    if not isinstance(name, str | Path):
+        raise ValueError(f"speculative_config['tree'] must be 'chain', 'static' or a tree file, got {name!r:.80}")
+    if name == "chain":
+        return chain(depth)
+    tree = load_tree(static_tree_file(speculative["model"], most) if name == "static" else name)
+    if tree.max_depth > most and name != "static":
+        raise ValueError(
+            f"{name} drafts {tree.max_depth} tokens deep, the head has {most}: measure a tree for this head"
+        )
+    return tree.truncated(depth)
+
+
+def static_tree_file(head, num_heads):
+    """The tree measured for this head (tree.json in its folder or its run), else the one shipped for its number of heads."""
+    if not isinstance(head, nn.Module):
+        folder = Path(resolve_head(head))
+        runs = [parent for parent in list(folder.parents)[:3] if (parent / "config.yaml").is_file()]
+        for place in (folder, *runs):
+            if (place / "tree.json").is_file():
+                return place / "tree.json"
+    folder = Path(__file__).parent.parent / "configs" / "trees"
+    shipped = folder / f"medusa-{num_heads}.json"
+    if not shipped.is_file():
+        known = ", ".join(sorted(path.name for path in folder.glob("*.json"))) or "none"
+        raise ValueError(
+            f"no static tree for {num_heads} heads (shipped: {known}): measure one with `headstart tree RUN` and pass its path"
+        )
+    return shipped
+
+
+def choose_verifier(speculative, tree, device):
+    """The rule that a speculative_config asks for."""
+    name = speculative.get("verifier", "strict")
+    if name not in VERIFIERS:
+        raise ValueError(f"verifier must be one of {', '.join(VERIFIERS)}, got {name!r}")
+    rates, length = speculative.get("acceptance_rates"), speculative.get("acceptance_length")
+    if name == "strict":
+        if rates is not None or length is not None:
+            raise ValueError("acceptance_rates and acceptance_length belong to the verifier 'synthetic'")
+        return strict
+    if (rates is None) == (length is None):
+        raise ValueError("the verifier 'synthetic' takes acceptance_rates or acceptance_length, one of the two")
+    if rates is not None and len(rates) < tree.max_depth:
+        raise ValueError(f"acceptance_rates has {len(rates)} positions, the drafts are {tree.max_depth} deep")
+    return Synthetic(rates if rates is not None else rates_for_length(length, tree.max_depth), device)

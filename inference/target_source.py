@@ -1,0 +1,126 @@
+"""Where a target comes from: its config, tokenizer and weights, with clear errors before long work."""
+
+import contextlib
+import functools
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ..kernels.linear import linear
+from .decoder import Decoder
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
+
+
+def target_config(model, load_format):
+    """(Hugging Face config, name) of a target, with a clear error where there is none."""
+    from transformers import AutoConfig, PreTrainedConfig
+
+    if isinstance(model, nn.Module):
+        return model.config, getattr(model.config, "_name_or_path", "") or type(model).__name__
+    if isinstance(model, PreTrainedConfig):
+        if load_format != "dummy":
+            raise ValueError("a config has no weights: pass load_format='dummy' for random ones, or a model folder")
+        return model, model.model_type
+    name = str(model)
+    path = Path(name)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(f"{name} holds no config.json: expected a model folder in Hugging Face layout")
+    elif path.exists():
+        raise ValueError(f"{name} is a file: expected a model folder in Hugging Face layout, or a Hub id")
+    elif name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ValueError(f"there is no model folder {name}")
+    try:
+        return AutoConfig.from_pretrained(name), name
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"cannot read the model {name!r}: no such folder, and the Hub did not give it ({error}). "
+            "Check the name, the network, HF_HUB_OFFLINE, and `hf auth login` for gated models"
+        ) from error
+
+
+def load_tokenizer(tokenizer, model):
+    """The tokenizer asked for, or the model's own; None where a model has none."""
+    if tokenizer is not None and not isinstance(tokenizer, str | Path):
+        return tokenizer
+    if tokenizer is None and not isinstance(model, str | Path):
+        return None
+    from transformers import AutoTokenizer
+
+    name = str(model if tokenizer is None else tokenizer)
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        if tokenizer is None and Path(name).is_dir() and not any(Path(name).glob("*token*")):
+            return None  # a model folder without a tokenizer can still be fed token ids
+        raise ValueError(f"cannot read the tokenizer of {name!r}: {error}") from error
+
+
+def named_dtype(dtype):
+    """A torch.dtype, or None for "auto". ValueError for anything else."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in ("auto", *DTYPES):
+        raise ValueError(f"dtype must be auto, {', '.join(DTYPES)} or a torch.dtype, got {dtype!r}")
+    return DTYPES.get(dtype)
+
+
+def check_used_in_place(loaded, dtype, device):
+    """ValueError if a loaded model (or decoder) is asked to be of another dtype or on another device than it is."""
+    if named_dtype(dtype) not in (None, loaded.dtype) or device not in ("auto", loaded.device.type, str(loaded.device)):
+        raise ValueError(
+            f"the loaded model is {loaded.dtype} on {loaded.device} and is used in place: leave dtype and device at 'auto'"
+        )
+
+
+def load_decoder(model, config, dtype, device, max_positions, load_format):
+    """The target on our kernels, from wherever it comes."""
+    if isinstance(model, nn.Module):
+        check_used_in_place(model, dtype, device)
+        return Decoder.from_module(model, max_positions)
+    dtype = named_dtype(dtype)
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {device!r}") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device 'cuda' was asked for, but torch sees no GPU: use device='cpu' or 'auto'")
+    if dtype is None:
+        dtype = faster_cpu_dtype() if device.type == "cpu" else (getattr(config, "dtype", None) or torch.bfloat16)
+    source = str(model) if isinstance(model, str | Path) else None
+    return Decoder.from_pretrained(source, config, dtype, device, max_positions, load_format)
+
+
+@functools.cache
+def faster_cpu_dtype():
+    """bfloat16 or float32, whichever runs the engine's blocks of rows faster on this machine (measured once per process)."""
+    seconds = {}
+    x, w = torch.randn(16, 1024), torch.randn(1024, 1024)
+    for dtype in (torch.float32, torch.bfloat16):
+        xd, wd, times = x.to(dtype), w.to(dtype), []
+        for _ in range(25):
+            start = time.perf_counter()
+            linear(xd, wd)
+            times.append(time.perf_counter() - start)
+        seconds[dtype] = sorted(times)[len(times) // 4]
+    return min(seconds, key=seconds.get)
+
+
+def eos_token_ids(model, config, tokenizer):
+    """All tokens that end an output: the generation config's, else the config's, else the tokenizer's."""
+    generation = getattr(model, "generation_config", None)
+    if isinstance(model, str | Path):
+        from transformers import GenerationConfig
+
+        with contextlib.suppress(OSError):  # not every model has one
+            generation = GenerationConfig.from_pretrained(str(model))
+    for source in (generation, config, tokenizer):
+        found = getattr(source, "eos_token_id", None)
+        if found is not None:
+            return frozenset(found if isinstance(found, list | tuple) else [found])
+    return frozenset()

@@ -1,0 +1,364 @@
+"""A decoder's weights in the engine's layout: from a loaded module, from safetensors, or random.
+
+The engine packs q, k, v into one product and gate, up into another. `tensor_plan` says which tensors of a Hugging Face
+checkpoint make up which packed one; everything else follows from it. A checkpoint is read tensor by tensor straight into the
+packed weights on the device: beyond the weights themselves at most CHUNK_BYTES are held, on either side. Names, shapes, dtypes
+and the length of every file are compared with the plan before anything is allocated.
+
+Does not know: other layouts than Hugging Face's, .bin and .pt files, quantised tensors, tensor parallelism.
+
+Letters: H hidden, I intermediate, V vocabulary, HQ and HK query and key heads, D head dimension.
+"""
+
+import math
+import sys
+import warnings
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from .checkpoint_files import find_files, first_few, open_file, read_header
+
+# The dtypes that a weight may have in a file; any other is somebody's quantisation.
+FILE_DTYPES = ("F64", "F32", "F16", "BF16")
+# What is copied, and cast, at once.
+CHUNK_BYTES = 64 * 2**20
+# From this size on, loading shows a progress bar where someone watches.
+LARGE_BYTES = 2**30
+
+
+class UnsupportedArchitecture(ValueError):
+    """The engine does not run this target yet; the message lists what it runs."""
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One layer's weights. A product is (weight [N, K], bias [N] or None)."""
+
+    qkv: tuple  # [(HQ + 2 HK) D, H]
+    out: tuple  # [H, HQ D]
+    gate_up: tuple  # [2 I, H]
+    down: tuple  # [H, I]
+    input_norm: torch.Tensor  # [H]
+    post_norm: torch.Tensor  # [H]
+    q_norm: torch.Tensor | None = None  # [D]
+    k_norm: torch.Tensor | None = None  # [D]
+
+
+@dataclass(frozen=True)
+class DecoderWeights:
+    """All weights of a decoder, on one device and of one dtype. With tied embeddings, lm_head is the embedding itself."""
+
+    embedding: torch.Tensor  # [V, H]
+    layers: list[LayerWeights]
+    norm: torch.Tensor  # [H]
+    lm_head: torch.Tensor  # [V, H]
+
+
+# --- from a loaded module ---
+
+
+def weights_of_module(module):
+    """DecoderWeights of a loaded *ForCausalLM. The module's packed weights become views, so both share one copy.
+
+    Raises UnsupportedArchitecture for layers that are no plain Linear, and for a module spread over devices or dtypes.
+    """
+    for layer in module.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        for one in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj):
+            check_plain_linear(one)
+        for one in (mlp.gate_proj, mlp.up_proj, mlp.down_proj):
+            check_plain_linear(one)
+    check_plain_linear(module.lm_head)
+    if module.lm_head.bias is not None:
+        raise UnsupportedArchitecture("the engine does not run an lm_head with a bias yet")
+    kinds = sorted({f"{parameter.dtype} on {parameter.device}" for parameter in module.parameters()})
+    if len(kinds) > 1:
+        raise UnsupportedArchitecture(
+            f"the engine does not run a module spread over {', '.join(kinds)} yet: load it in one dtype on one device"
+        )
+    with torch.no_grad():
+        return DecoderWeights(
+            embedding=module.model.embed_tokens.weight.data,
+            layers=[_layer_of_module(layer, module.config.model_type == "qwen3") for layer in module.model.layers],
+            norm=module.model.norm.weight.data,
+            lm_head=module.lm_head.weight.data,
+        )
+
+
+def _layer_of_module(layer, has_head_norms):
+    attention, mlp = layer.self_attn, layer.mlp
+    return LayerWeights(
+        qkv=pack_rows([attention.q_proj, attention.k_proj, attention.v_proj]),
+        out=pack_rows([attention.o_proj]),
+        gate_up=pack_rows([mlp.gate_proj, mlp.up_proj]),
+        down=pack_rows([mlp.down_proj]),
+        input_norm=layer.input_layernorm.weight.data,
+        post_norm=layer.post_attention_layernorm.weight.data,
+        q_norm=attention.q_norm.weight.data if has_head_norms else None,
+        k_norm=attention.k_norm.weight.data if has_head_norms else None,
+    )
+
+
+def check_plain_linear(layer):
+    """Raise UnsupportedArchitecture for anything but a plain Linear: an adapter or a quantised layer computes something else."""
+    if type(layer) is not nn.Linear:
+        raise UnsupportedArchitecture(
+            f"the engine does not run layers of type {type(layer).__module__}.{type(layer).__name__} yet, only plain Linear "
+            "ones: merge adapters into the weights first (merge_and_unload), and load without quantisation"
+        )
+
+
+def pack_rows(linears):
+    """One weight [sum of N, K] (and bias) for several Linear modules, which become views of it.
+
+    Modules packed before (an earlier engine on the same module), and a single one, are taken as they lie, not copied.
+    """
+
+    for layer in linears:
+        check_plain_linear(layer)
+
+    def pack(parameters):
+        first = parameters[0].data
+        step, adjacent = first.data_ptr(), True
+        for parameter in parameters:
+            adjacent &= parameter.data_ptr() == step and parameter.is_contiguous()
+            adjacent &= parameter.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+            step += parameter.nbytes
+        rows = sum(parameter.shape[0] for parameter in parameters)
+        if adjacent:
+            return first.as_strided((rows, *first.shape[1:]), first.stride())
+        packed = torch.cat([parameter.data for parameter in parameters])
+        start = 0
+        for parameter in parameters:
+            parameter.data = packed[start : start + parameter.shape[0]]
+            start += parameter.shape[0]
+        return packed
+
+    biases = [layer.bias for layer in linears]
+    if any(bias is None for bias in biases) != all(bias is None for bias in biases):
+        raise UnsupportedArchitecture("the engine does not run packed products of which only some have a bias")
+    return pack([layer.weight for layer in linears]), None if biases[0] is None else pack(biases)
+
+
+# --- what a checkpoint holds ---
+
+
+def head_dim_of(config):
+    """D of a Hugging Face config."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def tensor_plan(config):
+    """{packed tensor: {tensor of the checkpoint: shape}}, in the order of loading; parts are stacked along dimension 0.
+
+    With tied embeddings there is no "lm_head".
+    """
+    hidden, vocab, dim = config.hidden_size, config.vocab_size, head_dim_of(config)
+    q, kv = config.num_attention_heads * dim, config.num_key_value_heads * dim
+    inner = config.intermediate_size
+    qkv_bias, out_bias, mlp_bias = _biases(config)
+    plan = {"embedding": {"model.embed_tokens.weight": (vocab, hidden)}}
+    for i in range(config.num_hidden_layers):
+
+        def add(packed, parts, width=None, bias=False, i=i):
+            place = f"model.layers.{i}."
+            if width is None:
+                plan[f"layers.{i}.{packed}"] = {f"{place}{name}.weight": (rows,) for name, rows in parts.items()}
+                return
+            plan[f"layers.{i}.{packed}.weight"] = {f"{place}{name}.weight": (n, width) for name, n in parts.items()}
+            if bias:
+                plan[f"layers.{i}.{packed}.bias"] = {f"{place}{name}.bias": (rows,) for name, rows in parts.items()}
+
+        add("input_norm", {"input_layernorm": hidden})
+        projections = {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
+        add("qkv", projections, width=hidden, bias=qkv_bias)
+        if config.model_type == "qwen3":
+            add("q_norm", {"self_attn.q_norm": dim})
+            add("k_norm", {"self_attn.k_norm": dim})
+        add("out", {"self_attn.o_proj": hidden}, width=q, bias=out_bias)
+        add("post_norm", {"post_attention_layernorm": hidden})
+        add("gate_up", {"mlp.gate_proj": inner, "mlp.up_proj": inner}, width=hidden, bias=mlp_bias)
+        add("down", {"mlp.down_proj": hidden}, width=inner, bias=mlp_bias)
+    plan["norm"] = {"model.norm.weight": (hidden,)}
+    if not config.tie_word_embeddings:
+        plan["lm_head"] = {"lm_head.weight": (vocab, hidden)}
+    return plan
+
+
+def _biases(config):
+    """Whether qkv, out and the MLP's products have biases: Qwen2 by its nature, the others by their config."""
+    if config.model_type == "qwen2":
+        return True, False, False
+    attention = getattr(config, "attention_bias", False)
+    return attention, attention, getattr(config, "mlp_bias", False)
+
+
+def weight_bytes(config, dtype):
+    """Bytes of all weights in `dtype`."""
+    plan = tensor_plan(config)
+    return dtype.itemsize * sum(math.prod(shape) for parts in plan.values() for shape in parts.values())
+
+
+def _allocate(parts, dtype, device):
+    """The packed tensor for `parts`, uninitialised."""
+    shapes = list(parts.values())
+    return torch.empty((sum(shape[0] for shape in shapes), *shapes[0][1:]), dtype=dtype, device=device)
+
+
+def _assemble(config, tensors):
+    """DecoderWeights from {packed name: tensor}."""
+
+    def product(name):
+        return tensors[f"{name}.weight"], tensors.get(f"{name}.bias")
+
+    layers = []
+    for at in (f"layers.{i}" for i in range(config.num_hidden_layers)):
+        products = {name: product(f"{at}.{name}") for name in ("qkv", "out", "gate_up", "down")}
+        norms = {name: tensors.get(f"{at}.{name}") for name in ("input_norm", "post_norm", "q_norm", "k_norm")}
+        layers.append(LayerWeights(**products, **norms))
+    embedding = tensors["embedding"]
+    return DecoderWeights(embedding, layers, tensors["norm"], tensors.get("lm_head", embedding))
+
+
+def _check_memory(config, dtype, device):
+    """ValueError if the weights cannot fit into the GPU's free memory."""
+    if device.type != "cuda":
+        return
+    need = weight_bytes(config, dtype)
+    # What torch keeps cached counts as free.
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = torch.cuda.mem_get_info(device)[0] + cached
+    if need > free:
+        raise ValueError(
+            f"the weights take {need / 2**30:.1f} GiB in {str(dtype).removeprefix('torch.')} and {free / 2**30:.1f} GiB are "
+            f"free on {device}: free memory, choose a smaller dtype or a smaller model"
+        )
+
+
+# --- random weights ---
+
+
+def random_weights(config, dtype, device, seed=0):
+    """DecoderWeights of the config's shape, the same for the same seed and device, without reading anything.
+
+    Weights are normal with deviation K^-1/2 over their K inputs (0.016 for 4096), so that activations keep their size at any
+    width; norms are one, biases normal with deviation 0.02.
+    """
+    device = torch.device(device)
+    _check_memory(config, dtype, device)
+    generator = torch.Generator(device).manual_seed(seed)
+    tensors = {}
+    for name, parts in tensor_plan(config).items():
+        tensor = tensors[name] = _allocate(parts, dtype, device)
+        if tensor.dim() == 2:
+            tensor.normal_(std=tensor.shape[1] ** -0.5, generator=generator)
+        elif name.endswith(".bias"):
+            tensor.normal_(std=0.02, generator=generator)
+        else:
+            tensor.fill_(1)
+    return _assemble(config, tensors)
+
+
+# --- from safetensors ---
+
+
+def load_weights(folder_or_id, config, dtype, device):
+    """DecoderWeights from a folder or a Hub id with model.safetensors, or with an index and its shards.
+
+    config: the model's Hugging Face config; dtype: what tensors are cast to, one by one; device: where they go.
+    Raises ValueError, before any tensor is read, for files that are missing, cut short or of another kind, naming them, and for
+    tensors that are missing, unexpected, misshapen or quantised, naming those.
+    """
+    device = torch.device(device)
+    files = find_files(folder_or_id, getattr(config, "_commit_hash", None))
+    headers = {path: read_header(path) for path in files}
+    where = {name: path for path, header in headers.items() for name in header}
+    plan = tensor_plan(config)
+    if config.tie_word_embeddings:
+        _plan_tied(plan, where)
+    _check_tensors(folder_or_id, plan, headers)
+    _check_memory(config, dtype, device)
+    opened = {path: open_file(path) for path in files}
+    # A tensor of an opened file is a view of it: nothing is read, or takes memory, until it is used.
+    stored = {name: opened[where[name]].get_tensor(name) for parts in plan.values() for name in parts}
+    if config.tie_word_embeddings and "lm_head" in plan:
+        _tie_if_equal(plan, stored)
+    tensors, total = {}, sum(stored[name].nbytes for parts in plan.values() for name in parts)
+    with _progress_bar(total) as bar:
+        for packed, parts in plan.items():
+            tensors[packed], start = _allocate(parts, dtype, device), 0
+            for name, (rows, *_) in parts.items():
+                _copy(stored[name], tensors[packed][start : start + rows], bar)
+                start += rows
+    return _assemble(config, tensors)
+
+
+def _plan_tied(plan, where):
+    """With tied embeddings files hold either name or both: plan for what is there."""
+    (embedding, shape), lm_head = *plan["embedding"].items(), "lm_head.weight"
+    if lm_head in where:
+        plan["lm_head" if embedding in where else "embedding"] = {lm_head: shape}
+
+
+def _tie_if_equal(plan, stored):
+    """Of both names, one is loaded; or both, with a warning, if they differ (as transformers does)."""
+    (embedding,), (lm_head,) = plan["embedding"], plan["lm_head"]
+    if stored[embedding].dtype == stored[lm_head].dtype and torch.equal(stored[embedding], stored[lm_head]):
+        del plan["lm_head"]
+        return
+    warnings.warn(
+        f"the config ties {lm_head} to {embedding}, but the checkpoint holds different values: both are used, as they are",
+        stacklevel=3,
+    )
+
+
+def _copy(source, target, bar):
+    """target = source, cast and moved in pieces of at most CHUNK_BYTES."""
+    rows = max(1, CHUNK_BYTES // max(1, source[0].nbytes))
+    for piece, place in zip(source.split(rows), target.split(rows)):
+        # To another device bytes go as they are and are cast there: the cast is faster and the host holds no copy.
+        place.copy_(piece.to(target.device) if piece.dtype != target.dtype else piece)
+        bar.update(piece.nbytes)
+
+
+def _progress_bar(total):
+    return tqdm(
+        total=total,
+        desc="loading weights",
+        unit="B",
+        unit_scale=True,
+        dynamic_ncols=True,
+        disable=total < LARGE_BYTES or not sys.stderr.isatty(),
+    )
+
+
+def _check_tensors(model, plan, headers):
+    """ValueError listing every difference between the plan and what the files hold."""
+    found = {name: (path, *entry) for path, header in headers.items() for name, entry in header.items()}
+    wanted = {name: shape for parts in plan.values() for name, shape in parts.items()}
+    # Old Llama files hold this table of the positions, which follows from the config.
+    computed = "rotary_emb.inv_freq"
+    missing = [name for name in wanted if name not in found]
+    extra = [name for name in found if name not in wanted and not name.endswith(computed)]
+    misshapen, quantised = [], []
+    for name, wanted_shape in wanted.items():
+        path, dtype, shape = found.get(name, (None, FILE_DTYPES[0], wanted_shape))
+        if shape != wanted_shape:
+            misshapen.append(f"{name} is {list(shape)} in {path.name} and {list(wanted_shape)} by config.json")
+        if dtype not in FILE_DTYPES:
+            quantised.append(f"{name} is {dtype}")
+    problems = [
+        text.format(first_few(names))
+        for names, text in (
+            (missing, "it lacks {}"),
+            (extra, "it holds {}, which this architecture does not have"),
+            (misshapen, "{}"),
+            (quantised, "{}; quantised weights do not run yet, only " + ", ".join(FILE_DTYPES)),
+        )
+        if names
+    ]
+    if problems:
+        raise ValueError(f"the checkpoint {model} does not fit its config: {'; '.join(problems)}")

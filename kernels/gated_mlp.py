@@ -1,0 +1,136 @@
+"""The first half of a gated MLP in one kernel: y = silu(x Wg^T) * (x Wu^T), gate and up rounded to x's dtype first.
+
+    x [M, K], w [2 I, K] (I gate rows, then I up rows), b [2 I] or None  ->  [M, I]
+
+Every program computes a tile of the gate and the matching tile of up, so the [M, 2 I] product never goes to memory. The sums
+are those of linear.py, the last step is silu_mul.py's: bits equal linear followed by silu_mul, for any number of rows.
+Fused where the product of w has one range of K (linear_table.py: every wide model); else it is linear, then silu_mul.
+"""
+
+import torch
+
+from .jit import jit, on_triton, tl, triton
+from .linear import check_kernel_operands, check_product, linear, linear_reference
+from .linear_prefill import TensorDescriptor, maps_fit, num_multiprocessors, tile_of
+from .linear_table import DECODE_ROWS, gated_launch, gated_prefill_launch, num_splits, tile_rows
+from .overlap import await_previous, overlap, release_next
+from .silu_mul import silu_mul, silu_mul_reference, silu_product
+
+
+def gate_up_silu_reference(x, w, b=None):
+    """The formula on the library's product, any dtype; not row-invariant.  [M, K], [2 I, K] -> [M, I]"""
+    return silu_mul_reference(linear_reference(x, w, b))
+
+
+@jit(do_not_specialize=["num_rows"])
+def _decode(
+    x, w, b, out, num_rows,
+    I: tl.constexpr, K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, MAPS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """One tile [BLOCK_N, BLOCK_M] of the gate and of up, weights on the left (see linear.py)."""
+    row = tl.program_id(0) * BLOCK_M
+    feature = tl.program_id(1) * BLOCK_N
+    rows = row + tl.arange(0, BLOCK_M)
+    features = feature + tl.arange(0, BLOCK_N)
+    gate = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    await_previous(OVERLAP)
+    if MAPS:
+        for k in range(0, K, BLOCK_K):
+            values = x.load([row, k]).T
+            gate = tl.dot(w.load([feature, k]), values, gate)
+            up = tl.dot(w.load([I + feature, k]), values, up)
+    else:
+        depths = tl.arange(0, BLOCK_K)
+        gate_tile = w + features.to(tl.int64)[:, None] * K + depths[None, :]
+        x_tile = x + rows.to(tl.int64)[None, :] * K + depths[:, None]
+        for k in range(0, K, BLOCK_K):
+            w_mask = (features < I)[:, None] & (k + depths < K)[None, :]
+            gate_weights = tl.load(gate_tile + k, mask=w_mask, other=0.0, eviction_policy="evict_first")
+            up_weights = tl.load(gate_tile + I * K + k, mask=w_mask, other=0.0, eviction_policy="evict_first")
+            values = tl.load(x_tile + k, mask=(rows < num_rows)[None, :] & (k + depths < K)[:, None], other=0.0)
+            gate = tl.dot(gate_weights, values, gate, input_precision="ieee")
+            up = tl.dot(up_weights, values, up, input_precision="ieee")
+    release_next(OVERLAP)
+    if b is not None:
+        gate += tl.load(b + features, mask=features < I, other=0.0).to(tl.float32)[:, None]
+        up += tl.load(b + I + features, mask=features < I, other=0.0).to(tl.float32)[:, None]
+    place = rows.to(tl.int64)[None, :] * I + features[:, None]
+    mask = (rows < num_rows)[None, :] & (features < I)[:, None]
+    tl.store(out + place, silu_product(gate, up, out.dtype.element_ty), mask=mask)
+
+
+@jit(do_not_specialize=["num_rows"])
+def _prefill(
+    x, w, y, b, num_rows,
+    I: tl.constexpr, K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Tensor maps x [M, K], w [2, I, K], y [M, I]: large tiles, one program a multiprocessor (see linear_prefill.py).
+
+    A tile of the gate and the tile of up are one operand of 2 * BLOCK_N features: the widest instruction reads it at full rate,
+    two of half the width reached 0.77 of the library's rate.
+    """
+    await_previous(OVERLAP)
+    release_next(OVERLAP)
+    num_row_tiles = tl.cdiv(num_rows, BLOCK_M)
+    num_feature_tiles: tl.constexpr = (I + BLOCK_N - 1) // BLOCK_N
+    for item in tl.range(tl.program_id(0), num_row_tiles * num_feature_tiles, PROGRAMS, flatten=True):
+        row_tile, feature_tile = tile_of(item, num_row_tiles, num_feature_tiles, GROUP)
+        row = row_tile * BLOCK_M
+        feature = feature_tile * BLOCK_N
+        acc = tl.zeros((BLOCK_M, 2 * BLOCK_N), tl.float32)
+        for k in range(0, K, BLOCK_K):
+            values = x.load([row, k])
+            weights = w.load([0, feature, k]).reshape(2 * BLOCK_N, BLOCK_K)  # the gate's rows, then up's
+            acc = tl.dot(values, weights.T, acc)
+        gate, up = acc.reshape(BLOCK_M, 2, BLOCK_N).permute(0, 2, 1).split()
+        if b is not None:
+            features = feature + tl.arange(0, BLOCK_N)
+            gate += tl.load(b + features, mask=features < I, other=0.0).to(tl.float32)[None, :]
+            up += tl.load(b + I + features, mask=features < I, other=0.0).to(tl.float32)[None, :]
+        y.store([row, feature], silu_product(gate, up, y.dtype))
+
+
+def gate_up_silu(x, w, b=None, launch=None):
+    """silu(x Wg^T) * (x Wu^T), rows independent of each other to the bit.  x [M, K], w [2 I, K], b [2 I] -> [M, I]
+
+    Raises ValueError for shapes that do not fit and for an odd number of weight rows. `launch` replaces the tables' (the sweep
+    tries them).
+    """
+    check_product("gate_up_silu", x, w, b)
+    if w.shape[0] % 2:
+        raise ValueError(f"gate_up_silu takes w [2 I, K], gate rows then up rows, got {tuple(w.shape)}")
+    if not on_triton(x) or num_splits(*w.shape) > 1:
+        return silu_mul(linear(x, w, b))
+    check_kernel_operands("gate_up_silu", x, w, b)
+    x = x.contiguous()
+    (M, K), width = x.shape, w.shape[0] // 2
+    y = torch.empty((M, width), dtype=x.dtype, device=x.device)
+    if not y.numel():
+        return y
+    if M > DECODE_ROWS and width % 8 == 0 and maps_fit(x, w):
+        launch = launch or gated_prefill_launch(width, K)
+        programs = num_multiprocessors(x.device)
+        tiles = triton.cdiv(M, launch.rows) * triton.cdiv(width, launch.features)
+        _prefill[(min(programs, tiles),)](
+            TensorDescriptor.from_tensor(x, [launch.rows, launch.depth]),
+            TensorDescriptor(w, [2, width, K], [width * K, K, 1], [2, launch.features, launch.depth]),
+            TensorDescriptor.from_tensor(y, [launch.rows, launch.features]),
+            b, M, width, K, launch.rows, launch.features, launch.depth, launch.group, programs,
+            num_stages=launch.stages, num_warps=launch.warps, **overlap(y),
+        )  # fmt: skip
+        return y
+    rows = tile_rows(M, x.element_size())
+    launch = launch or gated_launch(width, K, rows, x.element_size())
+    maps = maps_fit(x, w)
+    if maps:
+        x = TensorDescriptor.from_tensor(x, [rows, launch.depth])
+        w = TensorDescriptor.from_tensor(w, [launch.features, launch.depth])
+    _decode[(triton.cdiv(M, rows), triton.cdiv(width, launch.features))](
+        x, w, b, y, M, width, K, rows, launch.features, launch.depth, maps,
+        num_stages=launch.stages, num_warps=launch.warps, **overlap(y),
+    )  # fmt: skip
+    return y

@@ -1,0 +1,40 @@
+"""Triton where it is installed, and the question which tensors it works on.
+
+Kernels are written with `jit` and `tl` from here, so that a machine without Triton (a Mac, a bare CPU) can import every op and
+run its reference. A GPU tensor never falls back: its wrapper calls `on_triton`, which raises if Triton is missing.
+"""
+
+import os
+
+try:
+    import triton
+    import triton.language as tl
+
+    jit = triton.jit
+except ImportError:
+    triton = None
+
+    class tl:
+        """Stands in for triton.language where kernels are only defined, never launched."""
+
+        constexpr = None
+
+    def jit(function=None, **_):
+        return (lambda decorated: decorated) if function is None else function
+
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def on_triton(x):
+    """True if ops on the tensor x run as Triton kernels: on a GPU, or anywhere under TRITON_INTERPRET=1.
+
+    Raises RuntimeError if they should and Triton is not installed.
+    """
+    if not (x.is_cuda or INTERPRETED):
+        return False
+    if triton is None:
+        raise RuntimeError(
+            f"tensors on {x.device} run on Triton kernels, and triton is not installed: pip install triton"
+        )
+    return True

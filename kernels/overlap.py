@@ -1,0 +1,42 @@
+"""Programmatic dependent launch: a kernel may start while the one before it still runs, and waits where it needs its results.
+
+    kernel[grid](..., **overlap(x))       # passes OVERLAP (tl.constexpr) and, where the device can, launch_pdl=True
+
+Inside, `await_previous(OVERLAP)` stands before the first read or write of anything that another kernel writes or reads, and
+`release_next(OVERLAP)` after it: from there on the next kernel may start. Every kernel launched this way must await; then the
+results are those of launches one after the other, whatever the kernels around it do. Between two kernels that both take part
+about a microsecond is saved, in CUDA graphs too: 4 to 5 of 115 microseconds of an 8B layer's products, norms and copies (H200).
+Releasing before the wait lets whole chains of kernels pile up on the multiprocessors: 142 microseconds instead of 115.
+"""
+
+import functools
+
+import torch
+
+from .jit import jit, tl
+
+
+@jit
+def await_previous(OVERLAP: tl.constexpr):
+    """Waits until the previous kernel has ended and its writes are visible."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+
+
+@jit
+def release_next(OVERLAP: tl.constexpr):
+    """Lets the next kernel start as soon as every program of this one has come here."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@functools.lru_cache
+def _supported(device):
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def overlap(x):
+    """Keyword arguments of a launch on x's device: {"OVERLAP": bool} and `launch_pdl` where the hardware can (Hopper on)."""
+    if x.is_cuda and _supported(x.device):
+        return {"OVERLAP": True, "launch_pdl": True}
+    return {"OVERLAP": False}

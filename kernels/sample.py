@@ -1,0 +1,370 @@
+"""From logits to tokens: the draw, the best tokens of a row, the law's normaliser, and top-k / top-p.
+
+    score of token v = logits[v] / T + G(seed, sample, position, v)      G: Gumbel noise of kernels/philox.py; T = 0: logits[v]
+
+    sample_tokens   the token of the highest score (a draw from softmax(logits / T))           [M, V] -> [M]
+    top_tokens      the `width` tokens of the highest scores, best first                       [M, V] -> [M, width]
+    log_sum_exp     log(sum(exp(logits)))                                                      [M, V] -> fp32 [M]
+    keep_top        logits / T, minus infinity for what top-k and top-p leave out              [M, V] -> fp32 [M, V]
+
+Scores are fp32, the division is IEEE's. Ties go to the lowest token id; NaN counts as minus infinity. A drafter that ranks its own
+logits with the target's seed, sample and position sees the very same noise. On a GPU the vocabulary is cut into fixed chunks, so
+that one row fills the card; sums over chunks run in the order of chunks, a row's bits never depend on other rows.
+
+Letters: M rows, V vocabulary, C chunks, W width.
+"""
+
+import torch
+
+from .jit import jit, on_triton, tl, triton
+from .philox import TARGET_NOISE, chunk_words, gumbel, gumbel_of_word
+
+MAX_WIDTH = 64  # of top_tokens
+_CHUNK = 1024  # tokens per program where tokens are ranked
+_SUM_CHUNK = 4096  # tokens per partial sum: fixed, it orders the sums
+
+
+def scores_reference(logits, temperature=None, seed=None, sample=None, position=None):
+    """logits / T + G in fp32, NaN as minus infinity.  [M, V], four [M] -> [M, V]; temperature None: all 0"""
+    scores = logits.float()
+    scores = scores.masked_fill(scores.isnan(), -torch.inf)
+    if temperature is None:
+        return scores
+    drawn = (temperature > 0).nonzero().squeeze(1)
+    if drawn.numel():
+        scores = scores.clone()
+        noise = gumbel(seed[drawn].long(), sample[drawn].long(), position[drawn].long(), logits.shape[1])
+        scores[drawn] = scores[drawn] / temperature[drawn].float()[:, None] + noise
+    return scores
+
+
+def top_tokens_reference(logits, width, temperature=None, seed=None, sample=None, position=None):
+    """The formula by a stable sort.  [M, V] -> [M, width]"""
+    scores = scores_reference(logits, temperature, seed, sample, position)
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :width]
+
+
+def log_sum_exp_reference(logits):
+    """The formula in fp32, added as a tree of halves: no library sum, whose order may depend on the number of rows."""
+    wide = logits.float()
+    highest = wide.amax(-1, keepdim=True)
+    highest = torch.where(highest.isinf(), 0, highest)
+    terms = torch.exp(wide - highest)
+    terms = torch.nn.functional.pad(terms, (0, (1 << (terms.shape[1] - 1).bit_length()) - terms.shape[1]))
+    while terms.shape[1] > 1:
+        half = terms.shape[1] // 2
+        terms = terms[:, :half] + terms[:, half:]
+    return (highest + torch.log(terms)).squeeze(1)
+
+
+def scaled_reference(logits, temperature):
+    """logits / T in fp32 (T = 0: logits), NaN as minus infinity, minus zero as zero.  [M, V], [M] -> [M, V]"""
+    scores = logits.float() / torch.where(temperature > 0, temperature.float(), 1)[:, None]
+    return torch.where(scores.isnan(), -torch.inf, scores) + 0.0
+
+
+def keep_top_reference(logits, temperature, top_k, top_p):
+    """The rule in plain torch. Rows of temperature 0 keep everything."""
+    scores = scaled_reference(logits, temperature)
+    ordered, order = scores.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(scores.shape[1], device=scores.device)
+    limit = torch.where(top_k > 0, top_k.long(), scores.shape[1])[:, None]
+    keep = rank < limit
+    probability = ordered.masked_fill(~keep, -torch.inf).double().softmax(-1)
+    # A token stays if those before it do not yet make up top_p: the first one always does.
+    share = top_p.double()[:, None]
+    keep &= (probability.cumsum(-1) - probability < share) | (share >= 1)
+    keep |= (temperature <= 0)[:, None]
+    return scores.masked_fill(~torch.zeros_like(keep).scatter(-1, order, keep), -torch.inf)
+
+
+@jit
+def _key(score, token):
+    """An int64 that orders like (score, then the lower token first); the token stands in its low half."""
+    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
+    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return (ordered.to(tl.int64) << 32) + (0x7FFFFFFF - token).to(tl.int64)
+
+
+@jit
+def _rough_gumbel(word):
+    """gumbel_of_word in fp32 by fast logarithms, at most 1e-4 away from it (seen: 7e-6)."""
+    rest = ((word ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 1 - u
+    near_one = rest * (1.0 + rest * (0.5 + rest * (0.33333333 + rest * 0.25)))  # -log(1 - rest)
+    uniform = (word.to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    exponential = tl.where(rest < 0.0625, near_one, tl.log2(uniform) * -0.6931471805599453)
+    return tl.log2(exponential) * -0.6931471805599453
+
+
+@jit
+def _store_best(keys, out, WIDTH: tl.constexpr):
+    """The WIDTH highest of `keys` (all different), best first."""
+    lowest: tl.constexpr = -0x8000000000000000
+    for i in range(WIDTH):
+        best = tl.max(keys, 0)
+        tl.store(out + i, best)
+        keys = tl.where(keys == best, lowest, keys)
+
+
+@jit(do_not_specialize=["num_chunks"])
+def _chunk_best(
+    logits, temperature, seed, sample, position, keys, vocab_size, num_chunks,
+    NOISE: tl.constexpr, ROUGH: tl.constexpr, PURPOSE: tl.constexpr, WIDTH: tl.constexpr, ROOM: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The WIDTH best of one chunk of one row.  -> keys [M, C, WIDTH]
+
+    Noise in fp64 is dear, and few tokens are near the top. So with ROUGH all tokens are ranked by a rough noise first
+    and only those that may be among the best, at most ROOM, get the true one. Where more may be, or fewer than
+    WIDTH are finite, all get it.
+    """
+    lowest: tl.constexpr = -0x8000000000000000
+    pid = tl.program_id(0)
+    row, chunk = (pid // num_chunks).to(tl.int64), pid % num_chunks
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    inside = token < vocab_size
+    score = tl.load(logits + row * vocab_size + token, mask=inside, other=float("-inf")).to(tl.float32)
+    score = tl.where(score == score, score, float("-inf"))
+    out = keys + pid.to(tl.int64) * WIDTH
+    if not NOISE:
+        _store_best(tl.where(inside, _key(score, token), lowest), out, WIDTH)
+    elif tl.load(temperature + row) > 0:
+        heat = tl.load(temperature + row).to(tl.float32)
+        score = tl.div_rn(score, tl.full(score.shape, 1.0, tl.float32) * heat)
+        seed_, sample_ = tl.load(seed + row).to(tl.int64), tl.load(sample + row).to(tl.int64)
+        words = chunk_words(chunk * CHUNK, seed_, sample_, tl.load(position + row).to(tl.int64), PURPOSE, CHUNK)
+        all_exact = True
+        if ROUGH:
+            # Two tokens whose rough scores are further apart than the bound allows keep their order in the true ones; the
+            # second term is the rounding of the sums.
+            rough = score + _rough_gumbel(words)
+            place = tl.arange(0, ROOM)
+            found_token, found_score = tl.full((ROOM,), -1, tl.int32), tl.full((ROOM,), 0.0, tl.float32)
+            found_word = tl.full((ROOM,), 0, tl.int32)
+            count, least = 0, float("-inf")
+            best = tl.max(rough, 0)
+            while (best >= least) & (count < ROOM) & (best > float("-inf")):
+                which = tl.min(tl.where(rough == best, token, 0x7FFFFFFF), 0)
+                here = token == which
+                found_token = tl.where(place == count, which, found_token)
+                found_score = tl.where(place == count, tl.max(tl.where(here, score, float("-inf")), 0), found_score)
+                word = tl.sum(tl.where(here, words.to(tl.int32, bitcast=True), 0), 0)
+                found_word = tl.where(place == count, word, found_word)
+                rough = tl.where(here, float("-inf"), rough)
+                count += 1
+                if count == WIDTH:
+                    least = best - 2e-4 - 1e-6 * tl.abs(best)
+                best = tl.max(rough, 0)
+            all_exact = (count < WIDTH) | ((best >= least) & (best > float("-inf")))
+            if not all_exact:
+                exact = found_score + gumbel_of_word(found_word.to(tl.uint32, bitcast=True))
+                _store_best(tl.where(found_token >= 0, _key(exact, found_token), lowest), out, WIDTH)
+        if all_exact:
+            score += gumbel_of_word(words)
+            _store_best(tl.where(inside, _key(score, token), lowest), out, WIDTH)
+    else:
+        _store_best(tl.where(inside, _key(score, token), lowest), out, WIDTH)
+
+
+@jit
+def _merge_best(keys, out, count, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """The WIDTH best tokens of one row's keys [C * W].  -> out [M, WIDTH]"""
+    lowest: tl.constexpr = -0x8000000000000000
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    found = tl.load(keys + row * count + i, mask=i < count, other=lowest)
+    for rank in range(WIDTH):
+        best = tl.max(found, 0)
+        tl.store(out + row * WIDTH + rank, 0x7FFFFFFF - (best & 0xFFFFFFFF))
+        found = tl.where(found == best, lowest, found)
+
+
+@jit(do_not_specialize=["num_chunks"])
+def _chunk_sums(logits, highest, sums, vocab_size, num_chunks, CHUNK: tl.constexpr):
+    pid = tl.program_id(0)
+    row, chunk = (pid // num_chunks).to(tl.int64), pid % num_chunks
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(logits + row * vocab_size + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
+    top = tl.max(x, 0)
+    shift = tl.where(tl.abs(top) == float("inf"), 0.0, top)
+    tl.store(highest + pid, top)
+    tl.store(sums + pid, tl.sum(tl.exp(x - shift), 0))
+
+
+@jit(do_not_specialize=["num_chunks"])
+def _merge_sums(highest, sums, out, num_chunks, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    inside = i < num_chunks
+    tops = tl.load(highest + row * num_chunks + i, mask=inside, other=float("-inf"))
+    parts = tl.load(sums + row * num_chunks + i, mask=inside, other=0.0)
+    top = tl.max(tops, 0)
+    shift = tl.where(tl.abs(top) == float("inf"), 0.0, top)
+    tops = tl.where(tl.abs(tops) == float("inf"), 0.0, tops)
+    # A chunk of nothing but minus infinities has the sum 0 and counts as 0 whatever it is scaled by.
+    scaled = tl.where(parts == 0.0, 0.0, parts * tl.exp(tops - shift))
+    tl.store(out + row, shift + tl.log(tl.sum(scaled, 0)))
+
+
+@jit
+def _scale(logits, temperature, scores, vocab_size, BLOCK: tl.constexpr):
+    row = tl.program_id(1).to(tl.int64)
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = token < vocab_size
+    x = tl.load(logits + row * vocab_size + token, mask=inside).to(tl.float32)
+    heat = tl.load(temperature + row).to(tl.float32)
+    heat = tl.where(heat > 0, heat, 1.0)
+    x = tl.div_rn(x, tl.full(x.shape, 1.0, tl.float32) * heat)
+    x = tl.where(x == x, x, float("-inf"))
+    tl.store(scores + row * vocab_size + token, tl.where(x == 0.0, 0.0, x), mask=inside)
+
+
+@jit
+def _weights(ordered, row, rank, limit, vocab_size):
+    """exp(score - highest score) in fp64 of the tokens at `rank`, 0 from `limit` on."""
+    top = tl.load(ordered + row * vocab_size)
+    x = tl.load(ordered + row * vocab_size + rank, mask=rank < limit, other=float("-inf"))
+    return tl.where(x == top, 1.0, tl.exp(x.to(tl.float64) - top.to(tl.float64)))
+
+
+@jit
+def _limit(top_k, row, vocab_size):
+    k = tl.load(top_k + row).to(tl.int64)
+    return tl.where(k > 0, tl.minimum(k, vocab_size), vocab_size)
+
+
+@jit(do_not_specialize=["num_chunks"])
+def _share_sums(ordered, top_k, sums, vocab_size, num_chunks, CHUNK: tl.constexpr):
+    pid = tl.program_id(0)
+    row, chunk = (pid // num_chunks).to(tl.int64), pid % num_chunks
+    rank = chunk * CHUNK + tl.arange(0, CHUNK)
+    tl.store(sums + pid, tl.sum(_weights(ordered, row, rank, _limit(top_k, row, vocab_size), vocab_size), 0))
+
+
+@jit(do_not_specialize=["num_chunks"])
+def _keep(
+    ordered,
+    order,
+    sums,
+    temperature,
+    top_k,
+    top_p,
+    scores,
+    vocab_size,
+    num_chunks,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    row, chunk = (pid // num_chunks).to(tl.int64), pid % num_chunks
+    rank = chunk * CHUNK + tl.arange(0, CHUNK)
+    inside = rank < vocab_size
+    limit = _limit(top_k, row, vocab_size)
+    share = tl.load(top_p + row).to(tl.float64)
+    c = tl.arange(0, CHUNKS)
+    parts = tl.load(sums + row * num_chunks + c, mask=c < num_chunks, other=0.0)
+    before = tl.sum(tl.where(c < chunk, parts, 0.0), 0)
+    weight = _weights(ordered, row, rank, limit, vocab_size)
+    greedy = tl.load(temperature + row) <= 0
+    limit = tl.where(greedy, vocab_size, limit)
+    bound = tl.where(greedy | (share >= 1), float("inf"), share * tl.sum(parts, 0))
+    # A token stays if those before it do not yet make up top_p: the first one always does.
+    keep = (rank < limit) & (before + (tl.cumsum(weight, 0) - weight) < bound)
+    x = tl.load(ordered + row * vocab_size + rank, mask=inside, other=0.0)
+    token = tl.load(order + row * vocab_size + rank, mask=inside, other=0)
+    tl.store(scores + row * vocab_size + token, tl.where(keep, x, float("-inf")), mask=inside)
+
+
+def sample_tokens(logits, temperature=None, seed=None, sample=None, position=None):
+    """The token of the highest score of every row.  logits [M, V] -> int64 [M]
+
+    temperature [M] (0: the likeliest token; None: 0 for all rows), seed, sample and position [M] integers: what keys the noise.
+    Raises ValueError for shapes that do not fit.
+    """
+    if not on_triton(logits):
+        _check("sample_tokens", logits, temperature, seed, sample, position)
+        return scores_reference(logits, temperature, seed, sample, position).argmax(-1)
+    return top_tokens(logits, 1, temperature, seed, sample, position).squeeze(1)
+
+
+def top_tokens(logits, width, temperature=None, seed=None, sample=None, position=None, rough=True):
+    """The `width` tokens of the highest scores of every row, best first.  logits [M, V] -> int64 [M, width]
+
+    The other arguments are those of sample_tokens. Raises ValueError for shapes that do not fit and widths outside [1, MAX_WIDTH].
+    """
+    _check("top_tokens", logits, temperature, seed, sample, position)
+    rows, vocab_size = logits.shape
+    if not 1 <= width <= min(MAX_WIDTH, vocab_size):
+        raise ValueError(f"top_tokens takes a width from 1 to {min(MAX_WIDTH, vocab_size)}, got {width}")
+    if not on_triton(logits):
+        return top_tokens_reference(logits, width, temperature, seed, sample, position)
+    chunks = triton.cdiv(vocab_size, _CHUNK)
+    keys = torch.empty(rows, chunks * width, dtype=torch.int64, device=logits.device)
+    found = torch.empty(rows, width, dtype=torch.int64, device=logits.device)
+    if rows:
+        noise = [None] * 4 if temperature is None else [x.contiguous() for x in (temperature, seed, sample, position)]
+        _chunk_best[(rows * chunks,)](
+            logits.contiguous(), *noise, keys, vocab_size, chunks, temperature is not None, rough, TARGET_NOISE, width,
+            triton.next_power_of_2(width + 8), _CHUNK, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+        block = triton.next_power_of_2(chunks * width)
+        _merge_best[(rows,)](keys, found, chunks * width, width, block, num_warps=min(max(block // 256, 1), 8))
+    return found
+
+
+def log_sum_exp(logits):
+    """log(sum(exp(logits))) of every row.  [M, V] -> fp32 [M]; ValueError for another rank"""
+    _check("log_sum_exp", logits)
+    if not on_triton(logits):
+        return log_sum_exp_reference(logits)
+    rows, vocab_size = logits.shape
+    chunks = triton.cdiv(vocab_size, _SUM_CHUNK)
+    highest, sums = torch.empty(2, rows, chunks, dtype=torch.float32, device=logits.device)
+    out = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    if rows:
+        logits = logits.contiguous()
+        if logits.data_ptr() % 16 and vocab_size % 16 == 0:
+            logits = logits.clone()  # alignment may change the compiled order of a sum
+        _chunk_sums[(rows * chunks,)](
+            logits, highest, sums, vocab_size, chunks, _SUM_CHUNK, num_warps=4, enable_fp_fusion=False
+        )
+        _merge_sums[(rows,)](
+            highest, sums, out, chunks, triton.next_power_of_2(chunks), num_warps=1, enable_fp_fusion=False
+        )
+    return out
+
+
+def keep_top(logits, temperature, top_k, top_p):
+    """Scores logits / T in which what top-k and top-p leave out is minus infinity.  logits [M, V] -> fp32 [M, V]
+
+    temperature [M]: rows of 0 are neither divided nor cut. top_k [M] integers: 0 keeps all. top_p [M] in (0, 1]: of the likeliest
+    tokens that top_k left, those stay before which less than top_p has been counted. Raises ValueError for shapes that do not fit.
+    """
+    _check("keep_top", logits, temperature, top_k, top_p)
+    if not on_triton(logits):
+        return keep_top_reference(logits, temperature, top_k, top_p)
+    rows, vocab_size = logits.shape
+    scores = torch.empty(rows, vocab_size, dtype=torch.float32, device=logits.device)
+    if not rows:
+        return scores
+    temperature, top_k, top_p = temperature.contiguous(), top_k.contiguous(), top_p.contiguous()
+    _scale[(triton.cdiv(vocab_size, _CHUNK), rows)](
+        logits.contiguous(), temperature, scores, vocab_size, _CHUNK, num_warps=4
+    )
+    ordered, order = torch.sort(scores, dim=-1, descending=True, stable=True)
+    chunks = triton.cdiv(vocab_size, _CHUNK)
+    sums = torch.empty(rows, chunks, dtype=torch.float64, device=logits.device)
+    _share_sums[(rows * chunks,)](ordered, top_k, sums, vocab_size, chunks, _CHUNK, num_warps=4, enable_fp_fusion=False)
+    _keep[(rows * chunks,)](
+        ordered, order, sums, temperature, top_k, top_p, scores, vocab_size, chunks, _CHUNK, triton.next_power_of_2(chunks),
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return scores
+
+
+def _check(op, logits, *per_row):
+    """logits [M, V], the rest [M] (or all None)."""
+    if logits.dim() != 2:
+        raise ValueError(f"{op} takes logits [M, V], got {tuple(logits.shape)}")
+    shapes = [None if x is None else tuple(x.shape) for x in per_row]
+    if shapes and any(shape is not None for shape in shapes) and shapes != [(logits.shape[0],)] * len(shapes):
+        raise ValueError(f"{op} takes one entry per row of logits {tuple(logits.shape)}, got {shapes}")

@@ -1,0 +1,253 @@
+"""The benchmarks on random weights, on the CPU with the references: what they print, write and refuse. No figure is judged."""
+
+import json
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from headstart.cli import main
+from headstart.inference.benchmarks import floor, library, results, timing
+from headstart.inference.benchmarks.shape import random_decoder, spread_tree
+from headstart.inference.tree import ROOT_ONLY, chain
+from headstart.inference.verify import TreeTensors
+
+CPU = ["--device", "cpu", "--dtype", "float32"]
+
+
+@pytest.fixture(scope="module")
+def shape(tmp_path_factory):
+    """A folder with the config of a tiny Llama."""
+    folder = tmp_path_factory.mktemp("shape")
+    LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=128,
+        max_position_embeddings=512,
+        eos_token_id=None,
+        bos_token_id=None,
+    ).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(autouse=True)
+def small_measurements(monkeypatch):
+    """The rates of copies and products from sizes that take no time."""
+    monkeypatch.setitem(floor.COPIED_BYTES, "cpu", 1 << 20)
+    monkeypatch.setitem(floor.SQUARE, "cpu", 64)
+
+
+@pytest.fixture
+def bench(shape, capsys):
+    """Run `headstart bench` on the tiny shape.  -> (the lines before the object, the object)"""
+
+    def run(what, *arguments):
+        assert main(["bench", what, *arguments, "--shape", shape, *CPU]) == 0
+        *lines, last = capsys.readouterr().out.strip().splitlines()
+        return lines, json.loads(last)
+
+    return run
+
+
+def check_times(row):
+    assert 0 < row["p20"] <= row["p50"] <= row["p80"]
+
+
+def test_step_prints_a_line_per_size_and_the_parts_of_the_largest_tree(bench, tmp_path):
+    output = tmp_path / "step.json"
+    lines, found = bench(
+        "step", "--rows", "1,6", "--context", "70", "--batch", "1,3", "--repeats", "3", "--baseline", "eager",
+        "--output", str(output),
+    )  # fmt: skip
+    forwards = [row for row in found["rows"] if row["part"] == "forward"]
+    assert [(row["batch"], row["rows"]) for row in forwards] == [(1, 1), (1, 6), (3, 1), (3, 6)]
+    parts = [row["part"] for row in found["rows"] if (row["batch"], row["rows"]) == (3, 6)]
+    assert parts == [
+        "forward", "draft, own", "verify", "commit", "whole step, own", "draft, shared", "whole step, shared",
+    ]  # fmt: skip
+    for row in found["rows"]:
+        check_times(row)
+    for row in forwards:
+        assert row["library"] > 0
+        assert row["over_floor"] == pytest.approx(row["p50"] / row["floor"], rel=1e-3)
+        assert sum(row["shares"].values()) == pytest.approx(1, abs=0.05)
+    assert found["facts"]["weight_bytes"] > 0
+    for key in ("date", "hardware", "torch", "triton", "commit", "command"):
+        assert key in found
+    assert json.loads(output.read_text()) == found
+    table = [line for line in lines if line.split()[:3] == ["70", "3", "6"]]
+    assert len(table) == len(parts)
+
+
+def test_step_leaves_out_what_does_not_fit_with_a_note(bench, monkeypatch):
+    monkeypatch.setattr("headstart.inference.benchmarks.step.free_bytes", lambda device: 100_000)
+    lines, found = bench("step", "--rows", "1", "--context", "64,400", "--batch", "1", "--baseline", "none")
+    assert any("context 400, batch 1: left out" in line for line in lines)
+    assert [row["context"] for row in found["rows"]] == [64]
+
+
+def test_floor_counts_every_weight_and_every_key_once(shape):
+    decoder = random_decoder(shape, "cpu", torch.float32, 128)
+    hidden, inter, vocab, heads, kv_heads, dim = 32, 48, 128, 4, 2, 8
+    layer = (heads + 2 * kv_heads) * dim * hidden + heads * dim * hidden + 3 * hidden * inter + 2 * hidden
+    assert floor.weight_bytes(decoder) == 4 * (2 * layer + hidden + vocab * hidden)
+    assert floor.kv_bytes(decoder, 3, 10) == 3 * 10 * 2 * 2 * kv_heads * dim * 4
+
+
+@pytest.mark.parametrize("tree", [ROOT_ONLY, chain(3), spread_tree(9)], ids=["root", "chain", "tree"])
+def test_baseline_computes_what_the_engine_computes(shape, tree):
+    """Greedy tokens of the baseline over dense keys equal those of the engine's pass over the same keys in pages."""
+    from headstart.inference.benchmarks.step import StandingRequests, pages_needed
+    from headstart.inference.cache import PagedCache
+    from headstart.inference.verify import strict
+
+    torch.manual_seed(0)
+    batch, context = 2, 70
+    decoder = random_decoder(shape, "cpu", torch.float32, 128)
+    nodes, hk, dim = tree.num_nodes, decoder.num_kv_heads, decoder.head_dim
+    cache = PagedCache(2, pages_needed(batch, context, nodes), hk, dim, torch.float32, torch.device("cpu"))
+    cache.kv.normal_()
+    standing = StandingRequests(decoder, cache, batch, context, tree, strict)
+    keys = torch.zeros(2 * 2 * batch * hk * (context + nodes) * dim)
+    step = library.LibraryStep(decoder, batch, context, TreeTensors(tree, "cpu"), keys, "eager")
+    step.tokens = standing.tokens
+    pages = cache.kv.view(2, 2, -1, hk, 64, dim)[:, :, standing.slots.block_table[:batch].long()]
+    pages = pages.movedim(4, 3).reshape(2, 2, batch, hk, -1, dim)  # [layers, 2, B, HK, positions, D]
+    step.kv[..., :context, :] = pages[..., :context, :]
+    with torch.no_grad():
+        assert torch.equal(standing.forward().view(batch, nodes), step())
+
+
+@pytest.mark.parametrize(
+    "op",
+    ["linear", "gated_mlp", "attention", "rms_norm", "rotary", "embedding", "res_block", "sample", "verify", "commit"],
+)
+def test_kernel_times_every_operation(bench, op):
+    _, found = bench("kernel", op, "--rows", "1,5", "--context", "70", "--repeats", "2")
+    assert found["rows"]
+    for row in found["rows"]:
+        check_times(row)
+        assert row["floor"] > 0
+    assert {row["rows"] for row in found["rows"]} <= {1, 5}
+
+
+def test_kernel_linear_sums_up_a_layer(bench):
+    lines, found = bench("kernel", "linear", "--rows", "3", "--repeats", "2")
+    assert any("a layer's four products at 3 rows" in line for line in lines)
+    assert found["facts"]["layer_rate_of_library_at_3_rows"] > 0
+
+
+def test_engine_accepts_at_the_asked_rates_and_shows_plain_decoding_beside(bench):
+    _, found = bench(
+        "engine", "--acceptance", "2.0", "--batch", "1,2", "--prompt-tokens", "20", "--new-tokens", "200", "--no-startup"
+    )  # fmt: skip
+    assert [(row["draft"], row["batch"]) for row in found["rows"]] == [
+        ("plain", 1), ("plain", 2), ("medusa chain, own", 1), ("medusa chain, own", 2),
+    ]  # fmt: skip
+    for row in found["rows"]:
+        check_times(row)
+        assert row["tokens_per_second"] > 0
+        assert row["of_graph"] > 0
+    assert found["rows"][0]["tokens_per_step"] == 1
+    assert found["rows"][3]["tokens_per_step"] == pytest.approx(2.0, abs=0.5)
+    assert found["facts"]["first_token_ms"]["p50"] > 0
+
+
+def test_engine_says_when_outputs_are_too_short_for_a_steady_state(bench):
+    lines, found = bench(
+        "engine", "--head", "none", "--batch", "1", "--prompt-tokens", "4", "--new-tokens", "6", "--no-startup"
+    )
+    assert found["rows"] == []
+    assert any("plain, batch 1: left out, no steady state" in line for line in lines)
+
+
+@pytest.mark.slow
+def test_engine_measures_start_up_in_processes_of_their_own(bench):
+    _, found = bench(
+        "engine", "--head", "none", "--batch", "1", "--prompt-tokens", "4", "--new-tokens", "40"
+    )  # fmt: skip
+    for seconds in found["facts"]["startup"].values():
+        assert 0 < seconds["imported"] < seconds["built"] < seconds["first_token"]
+
+
+def test_peer_decodes_the_same_model_in_both_ways(bench):
+    _, found = bench("peer", "--batch", "2", "--prompt-tokens", "9", "--new-tokens", "24")
+    theirs, ours = found["rows"]
+    assert (theirs["engine"], ours["engine"]) == ("transformers, static", "headstart")
+    check_times(theirs)
+    check_times(ours)
+    assert ours["agreeing"] == 24  # fp32: no near-tie among these
+    assert ours["speedup"] == pytest.approx(theirs["p50"] / ours["p50"], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["step", "--shape", "llama-9"], "there is no shape 'llama-9'"),
+        (
+            ["step", "--shape", "SHAPE", "--rows", "1,x"],
+            "--rows takes numbers separated by commas of at least 1, got '1,x'",
+        ),
+        (["step", "--shape", "SHAPE", "--rows", "65"], "num_nodes must be from 1 to 64"),
+        (["step", "--shape", "SHAPE", "--context", "0"], "--context takes"),
+        (["step", "--shape", "SHAPE", "--lm-head", "its"], "--lm-head takes own, shared"),
+        (["step", "--shape", "SHAPE", "--repeats", "0"], "--repeats must be at least 1"),
+        (["step", "--shape", "SHAPE", "--dtype", "int4"], "--dtype must be auto or one of"),
+        (["step", "--shape", "SHAPE", "--device", "warp"], "--device 'warp' is none that torch knows"),
+        (["step", "--shape", "SHAPE", "--output", "/proc/x/y.json"], "cannot write /proc/x/y.json"),
+        (["kernel", "softmax", "--shape", "SHAPE"], "there is no operation 'softmax'"),
+        (["kernel", "linear", "--shape", "SHAPE", "--batch", "1,2"], "--batch takes one number"),
+        (["kernel", "prefill-attention", "--shape", "SHAPE"], "prefill_attention runs on a GPU only"),
+        (["kernel", "sample", "--shape", "SHAPE", "--sweep"], "--sweep is for linear"),
+        (["engine", "--shape", "SHAPE", "--acceptance", "9", "--prompt-tokens", "9"], "acceptance_length must be from 1 to 5"),
+        (["engine", "--shape", "SHAPE", "--prompt-tokens", "500", "--no-startup"], "beyond the shape's 512"),
+        (["peer", "--shape", "SHAPE", "--new-tokens", "3"], "--new-tokens must be at least 16"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(shape, arguments, message, capsys):
+    filled = [{"SHAPE": shape}.get(word, word) for word in arguments]
+    assert main(["bench", *filled, *(() if {"--device", "--dtype"} & set(filled) else CPU)]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.err.count("\n") == 1
+
+
+def test_help_teaches_every_benchmark(capsys):
+    assert main(["bench"]) == 0
+    overview = capsys.readouterr().out
+    for name in ("speculation", "step", "kernel", "engine", "peer"):
+        assert name in overview
+        with pytest.raises(SystemExit) as end:
+            main(["bench", name, "--help"])
+        assert end.value.code == 0
+        assert f"headstart bench {name}" in capsys.readouterr().out.split("example:")[1]
+
+
+def test_percentiles_are_of_the_samples():
+    assert timing.Times.of([5, 1, 4, 2, 3, 6]) == timing.Times(2, 3, 5)
+
+
+def test_bare_output_name_is_dated_and_kept_with_the_results():
+    path = results.result_path("step-h200")
+    assert path.parent.parts == ("benchmarks", "results")
+    assert path.name.endswith("-step-h200.json")
+    assert results.result_path("here.json").name == "here.json"
+    assert results.result_path("a/b").parts == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "short"),
+    [
+        ("_linear_kernel", "_linear_kernel"),
+        (
+            "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<int>>(int)",
+            "vectorized_elementwise_kernel",
+        ),
+        ("void (anonymous namespace)::softmax_warp<1>(float*)", "softmax_warp"),
+    ],
+)
+def test_kernel_names_are_shortened(kernel, short):
+    assert timing.short_name(kernel) == short
