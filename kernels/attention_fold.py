@@ -14,6 +14,8 @@ every fused multiply-add is written out and every kernel is launched with `enabl
 contracts nothing on its own; and 64 query rows take 4 warps, 128 take 8, so that `tl.sum` adds the keys of a row in one order.
 """
 
+import torch
+
 from .jit import jit, tl, triton
 
 PAGE = 64  # positions per page of the cache, and keys per tile
@@ -142,21 +144,32 @@ def walk(
     return m, l, acc, chunk_m, chunk_l, chunk_acc
 
 
-def block_shape(num_rows, dim, dtype):
-    """(ROWS, num_warps, num_stages) of a block of queries: larger blocks read the keys less often and change no row's bits."""
-    wide = dtype.itemsize > 2
-    rows = 128 if num_rows > 64 and dim <= 128 and not wide else 64
-    stages = (2 if dim <= 64 else 1) if wide else (2 if dim > 128 else 3)
-    return rows, rows // 16, stages
-
-
 def pad_dim(dim):
     """Lanes that hold a head: a power of two, at least what a matrix instruction takes."""
     return max(16, triton.next_power_of_2(dim))
 
 
-def tensor_maps(k, v, lanes):
-    """Keys and values [rows, D] for loads by the copy engine, tiles of [64, lanes]."""
+def count_stages(dim, dtype):
+    """Tiles in flight, as many as leave room for a second block of 64 queries on a multiprocessor (for wide heads: for one)."""
+    if dtype.itemsize > 2:
+        return 2 if dim <= 64 else 1
+    return 3 if dim <= 128 else 2
+
+
+def has_hopper_features(x):
+    """Whether tiles can be loaded by tensor maps and a kernel may start while the one before it ends: on a GPU from 9.0 on."""
+    return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
+
+
+def tile_sources(k, v, lanes, tensor_map=None):
+    """(keys, values, whether they are tensor maps) to load tiles [64, lanes] from, of keys and values [rows, D] of one layer.
+
+    Tensor maps where the device has them and rows are whole multiples of 16 bytes: the same values, by the copy engine.
+    """
+    if tensor_map is None:
+        tensor_map = has_hopper_features(k) and k.shape[1] * k.itemsize % 16 == 0 and k.data_ptr() % 16 == 0
+    if not tensor_map:
+        return k, v, False
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    return [TensorDescriptor.from_tensor(x, [PAGE, lanes]) for x in (k, v)]
+    return *(TensorDescriptor.from_tensor(x, [PAGE, lanes]) for x in (k, v)), True

@@ -10,7 +10,7 @@ Fused where the product of w has one range of K (linear_table.py: every wide mod
 import torch
 
 from .jit import jit, on_triton, tl, triton
-from .linear import check_kernel_operands, check_product, linear, linear_reference
+from .linear import check_kernel_operands, check_product, linear, linear_reference, range_product
 from .linear_prefill import TensorDescriptor, maps_fit, num_multiprocessors, tile_of
 from .linear_table import DECODE_ROWS, gated_launch, gated_prefill_launch, num_splits, tile_rows
 from .overlap import await_previous, overlap, release_next
@@ -33,25 +33,18 @@ def _decode(
     feature = tl.program_id(1) * BLOCK_N
     rows = row + tl.arange(0, BLOCK_M)
     features = feature + tl.arange(0, BLOCK_N)
-    gate = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     await_previous(OVERLAP)
     if MAPS:
+        gate = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for k in range(0, K, BLOCK_K):
             values = x.load([row, k]).T
             gate = tl.dot(w.load([feature, k]), values, gate)
             up = tl.dot(w.load([I + feature, k]), values, up)
     else:
-        depths = tl.arange(0, BLOCK_K)
-        gate_tile = w + features.to(tl.int64)[:, None] * K + depths[None, :]
-        x_tile = x + rows.to(tl.int64)[None, :] * K + depths[:, None]
-        for k in range(0, K, BLOCK_K):
-            w_mask = (features < I)[:, None] & (k + depths < K)[None, :]
-            gate_weights = tl.load(gate_tile + k, mask=w_mask, other=0.0, eviction_policy="evict_first")
-            up_weights = tl.load(gate_tile + I * K + k, mask=w_mask, other=0.0, eviction_policy="evict_first")
-            values = tl.load(x_tile + k, mask=(rows < num_rows)[None, :] & (k + depths < K)[:, None], other=0.0)
-            gate = tl.dot(gate_weights, values, gate, input_precision="ieee")
-            up = tl.dot(up_weights, values, up, input_precision="ieee")
+        row_mask, feature_mask = rows < num_rows, features < I
+        gate = range_product(x, w, rows, features, row_mask, feature_mask, 0, K, K, BLOCK_K)
+        up = range_product(x, w, rows, I + features, row_mask, feature_mask, 0, K, K, BLOCK_K)
     release_next(OVERLAP)
     if b is not None:
         gate += tl.load(b + features, mask=features < I, other=0.0).to(tl.float32)[:, None]

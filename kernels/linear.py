@@ -34,9 +34,36 @@ def linear_reference(x, w, b=None):
 def sum_parts(parts, offsets, stride, mask, S: tl.constexpr, DTYPE: tl.constexpr):
     """The S parts at `offsets` (element offsets into part 0; parts are `stride` apart), added in order, as DTYPE."""
     total = tl.load(parts + offsets, mask=mask, other=0.0).to(tl.float32)
-    for s in tl.static_range(1, S):
-        total += tl.load(parts + s * stride + offsets, mask=mask, other=0.0)
+    for _ in tl.static_range(1, S):
+        parts += stride
+        total += tl.load(parts + offsets, mask=mask, other=0.0)
     return total.to(DTYPE)
+
+
+@jit
+def range_product(
+    x, w, rows, features, row_mask, feature_mask, start, K: tl.constexpr, SPLIT: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """Sums over the range of K from `start`, by pointers and masks, so for any shape and dtype.  -> [features, rows] in float32
+
+    float32 has no tensor cores that would sum 16 products at once: there, runs of 256 are summed apart, which keeps the error at
+    the library's. The depth of a tile is the same for all of its launches.
+    """
+    RUN: tl.constexpr = 256 if x.dtype.element_ty == tl.float32 else SPLIT
+    total = tl.zeros((features.shape[0], rows.shape[0]), tl.float32)
+    depths = start + tl.arange(0, BLOCK_K)
+    w_tile = w + features.to(tl.int64)[:, None] * K + depths[None, :]
+    x_tile = x + rows.to(tl.int64)[None, :] * K + depths[:, None]
+    for run in range(0, SPLIT, RUN):
+        acc = tl.zeros((features.shape[0], rows.shape[0]), tl.float32)
+        for k in range(run, run + RUN, BLOCK_K):
+            inside = (k + depths < K) & (k + tl.arange(0, BLOCK_K) < SPLIT)
+            w_mask = feature_mask[:, None] & inside[None, :]
+            weights = tl.load(w_tile + k, mask=w_mask, other=0.0, eviction_policy="evict_first")
+            values = tl.load(x_tile + k, mask=row_mask[None, :] & inside[:, None], other=0.0)
+            acc = tl.dot(weights, values, acc, input_precision="ieee")
+        total += acc
+    return total
 
 
 @jit(do_not_specialize=["num_rows"])
@@ -54,21 +81,13 @@ def _decode(
     part = tl.program_id(2)
     rows = row + tl.arange(0, BLOCK_M)
     features = feature + tl.arange(0, BLOCK_N)
-    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     await_previous(OVERLAP)
     if MAPS:
+        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for k in range(part * SPLIT, part * SPLIT + SPLIT, BLOCK_K):
             acc = tl.dot(w.load([feature, k]), x.load([row, k]).T, acc)
     else:
-        depths = part * SPLIT + tl.arange(0, BLOCK_K)
-        w_tile = w + features.to(tl.int64)[:, None] * K + depths[None, :]
-        x_tile = x + rows.to(tl.int64)[None, :] * K + depths[:, None]
-        for k in range(0, SPLIT, BLOCK_K):
-            inside = (k + depths < K) & (k + tl.arange(0, BLOCK_K) < SPLIT)
-            w_mask = (features < N)[:, None] & inside[None, :]
-            weights = tl.load(w_tile + k, mask=w_mask, other=0.0, eviction_policy="evict_first")
-            values = tl.load(x_tile + k, mask=(rows < num_rows)[None, :] & inside[:, None], other=0.0)
-            acc = tl.dot(weights, values, acc, input_precision="ieee")
+        acc = range_product(x, w, rows, features, rows < num_rows, features < N, part * SPLIT, K, SPLIT, BLOCK_K)
     release_next(OVERLAP)
     if b is not None:  # noqa: SIM102 (a condition of the compiler's, then one of the program's)
         if part == 0:

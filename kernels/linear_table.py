@@ -23,6 +23,9 @@ class Launch(NamedTuple):
     warps: int
 
 
+FLOAT32 = Launch(64, 32, 2, 4)  # no tensor cores: one launch for every product, whose depth is part of the sums
+
+
 class PrefillLaunch(NamedTuple):
     """Tile of rows, of output features, depth in K, stages, warps, row tiles that walk the features together."""
 
@@ -37,14 +40,46 @@ class PrefillLaunch(NamedTuple):
 SPLITS = {(6144, 4096): 1, (4096, 4096): 2, (28672, 4096): 1, (4096, 14336): 2, (128256, 4096): 1, (16384, 4096): 1}
 
 DECODE = {
-    (6144, 4096): {16: Launch(64, 128, 6, 4), 32: Launch(64, 128, 6, 4), 64: Launch(64, 128, 6, 4)},
-    (4096, 4096): {16: Launch(64, 128, 4, 4), 32: Launch(64, 128, 4, 4), 64: Launch(64, 64, 8, 4)},
-    (4096, 14336): {16: Launch(64, 128, 6, 4), 32: Launch(64, 128, 6, 4), 64: Launch(64, 64, 8, 4)},
-    (128256, 4096): {16: Launch(64, 128, 4, 4), 32: Launch(128, 128, 4, 8), 64: Launch(128, 128, 4, 8)},
-    (16384, 4096): {16: Launch(128, 128, 4, 4), 32: Launch(128, 128, 4, 8), 64: Launch(128, 128, 4, 8)},
+    (6144, 4096): {
+        16: Launch(64, 128, 6, 4),
+        32: Launch(64, 128, 6, 4),
+        64: Launch(64, 128, 6, 4),
+        128: Launch(64, 64, 8, 4),
+        256: Launch(64, 64, 4, 8),
+    },
+    (4096, 14336): {
+        16: Launch(64, 128, 6, 4),
+        32: Launch(64, 128, 4, 4),
+        64: Launch(64, 128, 6, 4),
+        128: Launch(64, 128, 4, 4),
+        256: Launch(64, 64, 4, 8),
+    },
+    (128256, 4096): {
+        16: Launch(128, 128, 4, 4),
+        32: Launch(128, 128, 4, 8),
+        64: Launch(128, 128, 4, 8),
+        128: Launch(128, 64, 3, 8),
+        256: Launch(128, 64, 4, 8),
+    },
+    (16384, 4096): {
+        16: Launch(64, 128, 4, 4),
+        32: Launch(128, 128, 4, 8),
+        64: Launch(128, 128, 4, 4),
+        128: Launch(128, 64, 6, 8),
+        256: Launch(128, 64, 4, 8),
+    },
 }
 
-GATED_DECODE = {(14336, 4096): {16: Launch(64, 128, 3, 4), 32: Launch(64, 128, 3, 4), 64: Launch(64, 64, 4, 4)}}
+# gate_up_silu, by (I, K)
+GATED_DECODE = {
+    (14336, 4096): {
+        16: Launch(64, 128, 3, 4),
+        32: Launch(128, 128, 3, 8),
+        64: Launch(128, 64, 4, 8),
+        128: Launch(128, 64, 4, 8),
+        256: Launch(64, 64, 4, 8),
+    }
+}
 
 PREFILL = {}
 
@@ -79,19 +114,27 @@ def tile_rows(num_rows, itemsize=2):
 def decode_launch(N, K, rows, itemsize=2):
     """Launch of linear's decode kernel for a row tile of `rows` (see tile_rows)."""
     if itemsize > 2:
-        return Launch(64, 32, 2, 4)
+        return FLOAT32
     if rows in DECODE.get((N, K), {}):
         return DECODE[N, K][rows]
-    return {128: Launch(128, 64, 4, 8), 256: Launch(128, 64, 3, 8)}.get(rows, Launch(64, 128, 4, 4))
+    # What the measured shapes agree on: few tiles want deep pipelines, many tiles want to be large.
+    few = -(-N // 64) * num_splits(N, K) <= 264
+    if rows <= 64:
+        return Launch(64, 128, 4, 4) if few else Launch(128, 128, 4, 4 if rows == 16 else 8)
+    if rows == 128:
+        return Launch(64, 128, 4, 4) if few else Launch(128, 64, 6, 8)
+    return Launch(64, 64, 4, 8) if few else Launch(128, 64, 4, 8)
 
 
 def gated_launch(I, K, rows, itemsize=2):
     """Launch of gate_up_silu's decode kernel; `features` counts those of the gate, and as many of up."""
     if itemsize > 2:
-        return Launch(64, 32, 2, 4)
+        return FLOAT32
     if rows in GATED_DECODE.get((I, K), {}):
         return GATED_DECODE[I, K][rows]
-    return {128: Launch(64, 64, 4, 8), 256: Launch(64, 64, 3, 8)}.get(rows, Launch(64, 128, 3, 4))
+    if rows <= 32:
+        return Launch(64, 128, 3, 4)
+    return Launch(64, 64, 4, 8) if rows == 256 or I < 8192 else Launch(128, 64, 4, 8)
 
 
 def prefill_launch(N, K):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .attention_fold import block_shape, empty_state, fold, load_rows, merge, pad_dim, starts_chunk, tensor_maps, walk
+from .attention_fold import count_stages, empty_state, fold, load_rows, merge, pad_dim, starts_chunk, tile_sources, walk
 from .jit import jit, tl, triton
 from .tree_attention import LOG2_E, check_attention
 
@@ -153,22 +153,20 @@ def prefill_attention(q, kv, index, scale=None, window=None):
     return _launch(q, kv, index, scale, window)
 
 
-def _launch(q, kv, index, scale, window, shape=None, tensor_map=False):
-    """`shape` and `tensor_map` override what is chosen from shapes: every choice gives the same bits."""
+def _launch(q, kv, index, scale, window, rows=64, num_stages=None, tensor_map=None):
+    """What follows `window` overrides what is chosen from shapes: every choice gives the same bits."""
     num_heads, dim = q.shape[1:]
     hk, counts = index.num_kv_heads, index.host_counts
-    group = num_heads // hk
-    rows, num_warps, num_stages = block_shape(max(counts) * group, dim, q.dtype) if shape is None else shape
-    blocks = sum(triton.cdiv(count, rows // group) for count in counts)
+    blocks = sum(triton.cdiv(count, rows // (num_heads // hk)) for count in counts)
     q, out = q.contiguous(), torch.empty_like(q, memory_format=torch.contiguous_format)
     k, v = kv.unbind()
     lanes = pad_dim(dim)
-    maps = tensor_maps(k, v, lanes) if tensor_map else (k, v)
+    keys, values, tensor_map = tile_sources(k, v, lanes, tensor_map)
     _prefill_kernel[hk, blocks](
-        q, k, v, *maps, index.block_table, index.starts, index.counts, out,
+        q, k, v, keys, values, index.block_table, index.starts, index.counts, out,
         len(counts), index.block_table.stride(0), scale * LOG2_E, window or 0,
         HQ=num_heads, HK=hk, D=dim, DIM=lanes, REQUESTS=triton.next_power_of_2(len(counts)), ROWS=rows,
         WINDOW=window is not None, TENSOR_MAP=tensor_map,
-        num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=False,
+        num_warps=rows // 16, num_stages=num_stages or count_stages(dim, q.dtype), enable_fp_fusion=False,
     )  # fmt: skip
     return out

@@ -11,6 +11,7 @@ import torch
 
 from .jit import jit, on_triton, tl, triton
 from .linear import sum_parts
+from .overlap import await_previous, overlap, release_next
 
 
 def rms_norm_reference(x, w, eps):
@@ -36,13 +37,15 @@ def add_rms_norm_reference(x, residual, w, eps, multiplier=1.0):
 @jit(do_not_specialize=["num_rows"])
 def _add_rms_norm(
     parts, residual, w, normed, total, num_rows, width, eps, multiplier,
-    S: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
+    S: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One row. S = 0: nothing is added, `parts`, `total` and `multiplier` are not used."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
     at = row * width + column
+    await_previous(OVERLAP)
+    release_next(OVERLAP)
     weight = tl.load(w + column, mask=inside, other=0.0)
     h = tl.load(residual + at, mask=inside, other=0.0)
     if S > 0:
@@ -70,7 +73,7 @@ def _launch(parts, residual, w, eps, multiplier):
         _add_rms_norm[(rows,)](
             None if parts is None else _aligned(parts), residual, w, normed, total, rows, width, eps, multiplier,
             0 if parts is None else parts.shape[0], multiplier != 1, block,
-            num_warps=min(max(block // 512, 1), 16), enable_fp_fusion=False,
+            num_warps=min(max(block // 512, 1), 16), enable_fp_fusion=False, **overlap(residual),
         )  # fmt: skip
     return normed, total
 

@@ -14,6 +14,7 @@ import torch
 
 from .jit import jit, on_triton, tl, triton
 from .linear import sum_parts
+from .overlap import await_previous, overlap, release_next
 from .rms_norm import rms_norm_reference
 from .rotary import rotary
 from .tree_attention import PAGE
@@ -60,9 +61,11 @@ def _norm_heads(a, b, w, i, inside, eps, D: tl.constexpr):
 def _rotary_kv_write(
     qkv, positions, cos, sin, cache_slots, layer_kv, q, q_norm, k_norm, num_rows, cache_rows, eps,
     S: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-    HEADS: tl.constexpr, HALF: tl.constexpr,
+    HEADS: tl.constexpr, HALF: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads of one kind (q, then k, then v) of one row."""
+    await_previous(OVERLAP)
+    release_next(OVERLAP)
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     q_groups: tl.constexpr = (HQ + HEADS - 1) // HEADS
     k_groups: tl.constexpr = (HK + HEADS - 1) // HEADS
@@ -141,6 +144,6 @@ def rotary_kv_write(
         _rotary_kv_write[(rows, groups)](
             qkv.contiguous(), positions.contiguous(), cos.contiguous(), sin.contiguous(), cache_slots.contiguous(), layer_kv, q,
             q_norm, k_norm, rows, layer_kv.shape[1], eps, qkv.shape[0], num_heads, num_kv_heads, dim, PAGE, _HEADS,
-            triton.next_power_of_2(dim // 2), num_warps=1, enable_fp_fusion=False,
+            triton.next_power_of_2(dim // 2), num_warps=1, enable_fp_fusion=False, **overlap(layer_kv),
         )  # fmt: skip
     return q

@@ -22,18 +22,19 @@ import torch
 
 from .attention_fold import (
     PAGE,
-    block_shape,
     chunk_at,
     chunk_start,
+    count_stages,
     empty_state,
     fold,
+    has_hopper_features,
     load_rows,
     load_tile,
     merge,
     num_chunks,
     pad_dim,
     starts_chunk,
-    tensor_maps,
+    tile_sources,
     walk,
 )
 from .jit import jit, on_triton, tl, triton
@@ -132,8 +133,11 @@ def _prefix_kernel(
     WINDOW: tl.constexpr,
     WALK: tl.constexpr,
     TENSOR_MAP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     G: tl.constexpr = HQ // HK
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
     h, b, split = tl.program_id(0) % HK, tl.program_id(1).to(tl.int64), tl.program_id(2)
     r = tl.program_id(0) // HK * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, DIM)
@@ -184,6 +188,22 @@ def _prefix_kernel(
                     _store_state(stats, states, at, ok, m, l, acc, D, DIM)
 
 
+@jit
+def _gather(
+    k_cache, v_cache, table, path, begin, length, position, lowest, h, A,
+    HK: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """Keys and values [64, DIM] of the positions from `begin` on a node's path, and which of them the node sees [64]."""
+    key = begin + tl.arange(0, 64)
+    seen = (key <= position) & (key >= lowest)
+    step = key - length
+    node = tl.load(path + tl.minimum(tl.maximum(step, 0), A - 1), mask=seen & (step >= 0), other=0).to(tl.int32)
+    slot = tl.where(step < 0, key, length + node)
+    page = tl.load(table + slot // 64, mask=seen, other=0).to(tl.int64)
+    rows = (page * HK + h) * 64 + slot % 64
+    return load_rows(k_cache, rows, seen, D, DIM), load_rows(v_cache, rows, seen, D, DIM), seen
+
+
 @jit(
     do_not_specialize=[
         "N",
@@ -223,10 +243,11 @@ def _tail_kernel(
     GROUP: tl.constexpr,
     WINDOW: tl.constexpr,
     WALK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     G: tl.constexpr = HQ // HK
     h, n, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    r, d, x = tl.arange(0, 64), tl.arange(0, DIM), tl.arange(0, 64)
+    r, d, g = tl.arange(0, 64), tl.arange(0, DIM), tl.arange(0, GROUP)
     ok = r < G
     rows = (b * N + n) * HQ + h * G + r
     query = tl.load(q + rows[:, None] * D + d[None, :], mask=ok[:, None] & (d < D)[None, :], other=0.0)
@@ -241,8 +262,11 @@ def _tail_kernel(
         first = tl.maximum(length - window + 1, 0) // 64 * 64
         lowest = position - window + 1
     first_chunk, open_chunk = chunk_at(first), chunk_at(tail)
+    k, v, seen = _gather(k_cache, v_cache, table, path, tail, length, position, lowest, h, A, HK, D, DIM)
 
-    # Slots of the states: the closed chunks' from `slot`, then the open chunk's.
+    # Merge the closed chunks in order, G rows wide. Four are loaded at a time; those behind the last one are empty.
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()  # all above was done while the prefix pass still ran
     slot = (b * HK + h) * C
     if WALK:
         open_slot = slot + 1
@@ -251,41 +275,36 @@ def _tail_kernel(
         open_slot = slot + open_chunk
         slot += first_chunk
         started = ok & (tail > tl.maximum(first, chunk_start(open_chunk)))
-    m, l, acc = _load_state(stats, states, (open_slot * N + n) * G + r, started, D, DIM)
-    for begin in range(tail, position + 1, 64):
-        if (begin > tail) & starts_chunk(begin):
-            _store_state(stats, states, (open_slot * N + n) * G + r, ok, m, l, acc, D, DIM)
-            open_slot += 1
-            m, l, acc = empty_state(64, DIM)
-        key = begin + x
-        seen = (key <= position) & (key >= lowest)
-        step = key - length
-        node = tl.load(path + tl.minimum(tl.maximum(step, 0), A - 1), mask=seen & (step >= 0), other=0).to(tl.int32)
-        slot_of_key = tl.where(step < 0, key, length + node)
-        page = tl.load(table + slot_of_key // 64, mask=seen, other=0).to(tl.int64)
-        place = (page * HK + h) * 64 + slot_of_key % 64
-        k, v = load_rows(k_cache, place, seen, D, DIM), load_rows(v_cache, place, seen, D, DIM)
-        m, l, acc = fold(query, k, v, ok[:, None] & seen[None, :], m, l, acc, scale, True)
-    _store_state(stats, states, (open_slot * N + n) * G + r, ok, m, l, acc, D, DIM)
-    tl.debug_barrier()  # what this program has stored is read back below, by other threads
-
-    # Merge the chunks in order, G rows wide instead of 64. Four are loaded at a time; those behind the last one are empty.
-    g = tl.arange(0, GROUP)
-    m, l, acc = empty_state(GROUP, DIM)
-    for c in range(slot, open_slot + 1, 4):
+    closed_m, closed_l, closed_acc = empty_state(GROUP, DIM)
+    stride = N * G
+    for c in range(slot, open_slot, 4):
         at = (c * N + n) * G + g
-        stride = N * G
         m0, l0, acc0 = _load_state(stats, states, at, g < G, D, DIM)
-        m1, l1, acc1 = _load_state(stats, states, at + stride, (g < G) & (c + 1 <= open_slot), D, DIM)
-        m2, l2, acc2 = _load_state(stats, states, at + 2 * stride, (g < G) & (c + 2 <= open_slot), D, DIM)
-        m3, l3, acc3 = _load_state(stats, states, at + 3 * stride, (g < G) & (c + 3 <= open_slot), D, DIM)
-        m, l, acc = merge(m, l, acc, m0, l0, acc0)
-        m, l, acc = merge(m, l, acc, m1, l1, acc1)
-        m, l, acc = merge(m, l, acc, m2, l2, acc2)
-        m, l, acc = merge(m, l, acc, m3, l3, acc3)
-    rows = (b * N + n) * HQ + h * G + g
+        m1, l1, acc1 = _load_state(stats, states, at + stride, (g < G) & (c + 1 < open_slot), D, DIM)
+        m2, l2, acc2 = _load_state(stats, states, at + 2 * stride, (g < G) & (c + 2 < open_slot), D, DIM)
+        m3, l3, acc3 = _load_state(stats, states, at + 3 * stride, (g < G) & (c + 3 < open_slot), D, DIM)
+        closed_m, closed_l, closed_acc = merge(closed_m, closed_l, closed_acc, m0, l0, acc0)
+        closed_m, closed_l, closed_acc = merge(closed_m, closed_l, closed_acc, m1, l1, acc1)
+        closed_m, closed_l, closed_acc = merge(closed_m, closed_l, closed_acc, m2, l2, acc2)
+        closed_m, closed_l, closed_acc = merge(closed_m, closed_l, closed_acc, m3, l3, acc3)
+
+    # Go on from the open chunk, 64 rows wide as everywhere; rows behind the G heads carry copies that nobody stores.
+    chunk_m, chunk_l, chunk_acc = _load_state(stats, states, (open_slot * N + n) * G + r, started, D, DIM)
+    m = tl.reshape(tl.broadcast_to(closed_m[None, :], (64 // GROUP, GROUP)), (64,))
+    l = tl.reshape(tl.broadcast_to(closed_l[None, :], (64 // GROUP, GROUP)), (64,))
+    acc = tl.reshape(tl.broadcast_to(closed_acc[None, :, :], (64 // GROUP, GROUP, DIM)), (64, DIM))
+    visible = ok[:, None] & seen[None, :]
+    chunk_m, chunk_l, chunk_acc = fold(query, k, v, visible, chunk_m, chunk_l, chunk_acc, scale, True)
+    for begin in range(tail + 64, position + 1, 64):
+        if starts_chunk(begin):
+            m, l, acc = merge(m, l, acc, chunk_m, chunk_l, chunk_acc)
+            chunk_m, chunk_l, chunk_acc = empty_state(64, DIM)
+        k, v, seen = _gather(k_cache, v_cache, table, path, begin, length, position, lowest, h, A, HK, D, DIM)
+        visible = ok[:, None] & seen[None, :]
+        chunk_m, chunk_l, chunk_acc = fold(query, k, v, visible, chunk_m, chunk_l, chunk_acc, scale, True)
+    m, l, acc = merge(m, l, acc, chunk_m, chunk_l, chunk_acc)
     result = (acc / l[:, None]).to(out.dtype.element_ty)
-    tl.store(out + rows[:, None] * D + d[None, :], result, mask=(g < G)[:, None] & (d < D)[None, :])
+    tl.store(out + rows[:, None] * D + d[None, :], result, mask=ok[:, None] & (d < D)[None, :])
 
 
 def tree_attention(q, kv, index, scale=None, window=None):
@@ -300,36 +319,40 @@ def tree_attention(q, kv, index, scale=None, window=None):
     return _launch(q, kv, index, scale, window)
 
 
-def _launch(q, kv, index, scale, window, walks=None, shape=None, tensor_map=False):
-    """The two passes. `walks` and `shape` override what is chosen from shapes: every choice gives the same bits."""
+def _launch(
+    q, kv, index, scale, window, walks=None, rows=64, num_stages=None, tensor_map=None, overlap=None, limits=None
+):
+    """The two passes. What follows `window` overrides what is chosen from shapes: every choice gives the same bits."""
     batch, num_nodes, num_heads, dim = q.shape
     hk, table, committed = index.num_kv_heads, index.block_table, index.committed
     group = num_heads // hk
     num_rows = num_nodes * group
-    rows, num_warps, num_stages = block_shape(num_rows, dim, q.dtype) if shape is None else shape
     blocks = hk * triton.cdiv(num_rows, rows)
     walks = blocks * batch >= WALK_PROGRAMS if walks is None else walks
+    overlap = has_hopper_features(q) if overlap is None else overlap
     chunks = num_chunks(table.shape[1] * PAGE)
     splits = 1 if walks else min(chunks, triton.cdiv(NUM_PROGRAMS, blocks * batch))
-    slots = 3 if walks else chunks + 1  # the tail may open one chunk more
+    slots = 2 if walks else chunks
     states = torch.empty(batch, hk, slots, num_rows, dim, dtype=torch.float32, device=q.device)
     stats = torch.empty(batch, hk, slots, num_rows, 2, dtype=torch.float32, device=q.device)
     q, out = q.contiguous(), torch.empty_like(q, memory_format=torch.contiguous_format)
     k, v = kv.unbind()
     lanes = pad_dim(dim)
+    keys, values, tensor_map = tile_sources(k, v, lanes, tensor_map)
     numbers = dict(scale=scale * LOG2_E, window=window or 0, HQ=num_heads, HK=hk, D=dim, DIM=lanes)
-    flags = dict(WINDOW=window is not None, WALK=walks, enable_fp_fusion=False)
-    keys, values = tensor_maps(k, v, lanes) if tensor_map else (k, v)
+    flags = dict(WINDOW=window is not None, WALK=walks, OVERLAP=overlap, enable_fp_fusion=False)
     _prefix_kernel[blocks, batch, splits](
         q, keys, values, table, committed, index.depths, stats, states, num_rows, slots, splits,
-        table.stride(0), index.depths.stride(0), **numbers,
-        ROWS=rows, TENSOR_MAP=tensor_map, num_warps=num_warps, num_stages=num_stages, **flags,
+        table.stride(0), index.depths.stride(0), **numbers, ROWS=rows, TENSOR_MAP=tensor_map,
+        num_warps=rows // 16, num_stages=num_stages or count_stages(dim, q.dtype), **flags,
     )  # fmt: skip
+    if overlap:
+        flags["launch_pdl"] = True
     _tail_kernel[hk, num_nodes, batch](
         q, k, v, table, committed, index.depths, index.ancestors, stats, states, out,
         num_nodes, index.ancestors.shape[2], slots,
         table.stride(0), index.depths.stride(0), *index.ancestors.stride()[:2], **numbers,
-        GROUP=triton.next_power_of_2(group), num_warps=4, num_stages=1, **flags,
+        GROUP=triton.next_power_of_2(group), num_warps=4, num_stages=1, **flags, **(limits or {}),
     )  # fmt: skip
     return out
 

@@ -32,6 +32,7 @@ from .timing import Repeatable, release
 # More than a round should find in the last-level cache (50 to 60 MB on an H100 or H200), and the most copies of anything.
 ROTATED_BYTES = {"cuda": 240 << 20, "cpu": 0}
 MOST_COPIES = 64
+ROUND_CALLS = {"cuda": 12, "cpu": 1}
 # From so many rows on it is prefill, which asks the lm_head for the last token of a prompt only.
 PREFILL_ROWS = 512
 
@@ -121,12 +122,15 @@ def bench_kernel(settings, device, dtype, command, output=None, commit=None):
 
 
 def sweep_kernel(settings, device, dtype, command, output=None, commit=None):
-    """Try launch configurations of linear for the shape's products and print the winners."""
+    """Try launch configurations of linear for the shape's products; prints the winners, then the JSON object, which is returned."""
     if settings.op != "linear":
         raise ValueError(f"--sweep is for linear, whose launches stand in a table; got {settings.op!r}")
     from .linear_sweep import sweep_linear
 
-    sweep_linear(Sizes.of(config_of_shape(settings.shape)).products, settings.rows, torch.device(device), dtype)
+    report = Report("kernel-sweep", {}, device, command, vars(settings), output, commit)
+    products = Sizes.of(config_of_shape(settings.shape)).products
+    report.rows = sweep_linear(products, settings.rows, torch.device(device), dtype)
+    return report.finish()
 
 
 class KernelBench:
@@ -158,12 +162,18 @@ class KernelBench:
 
         Returns (ours, library) in ms per call; the library's is None without one.
         """
-        times = Repeatable(ours, self.device, calls).time(self.settings.repeats)
-        other = Repeatable(library, self.device, calls).time(self.settings.repeats) if library else None
+        times = self.time(ours, calls)
+        other = self.time(library, calls) if library else None
         self.row(
             op, what, rows, times, other, milliseconds(num_bytes, self.bandwidth, operations, self.rate), operations
         )
         return times.p50, other and other.p50
+
+    def time(self, work, calls):
+        """Times of one call. A round holds at least ROUND_CALLS: launching a graph takes as long as a short kernel."""
+        rounds = -(-ROUND_CALLS[self.device.type] // calls)
+        several = Repeatable(lambda: [work() for _ in range(rounds)], self.device, calls * rounds)
+        return several.time(self.settings.repeats)
 
     def row(self, op, what, rows, times, library, floor, operations=0):
         row = {"op": op, "what": what, "rows": rows}

@@ -11,7 +11,7 @@ import torch
 from ...kernels.gated_mlp import gate_up_silu
 from ...kernels.linear import decode_parts
 from ...kernels.linear_prefill import maps_fit, prefill_linear
-from ...kernels.linear_table import DECODE_ROWS, Launch, PrefillLaunch, num_splits, tile_rows
+from ...kernels.linear_table import DECODE_ROWS, SPLIT_ALIGNMENT, Launch, PrefillLaunch, num_splits, tile_rows
 from .timing import release, time_of
 
 SHARED_MEMORY = 227 << 10  # bytes of an H200's multiprocessor that one program may take
@@ -20,7 +20,7 @@ PAST_L2 = 300e6  # bytes of weights that a measurement walks through, six times 
 
 def decode_launches(rows, operands=1):
     """Launches that fit, for a row tile of `rows` and so many weight tiles at once."""
-    for features, depth, stages, warps in itertools.product((64, 128), (64, 128, 256), (2, 3, 4, 6, 8), (4, 8)):
+    for features, depth, stages, warps in itertools.product((64, 128), (64, SPLIT_ALIGNMENT), (3, 4, 6, 8), (4, 8)):
         taken = (features * operands + rows) * depth * 2 * stages
         accumulators = features * operands * rows // (32 * warps)
         if (

@@ -86,7 +86,7 @@ class Repeatable:
         """
         on_gpu = self.device.type == "cuda"
         activities = [torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU]
-        with torch.profiler.profile(activities=activities) as profile:
+        with torch.profiler.profile(activities=activities, acc_events=True) as profile:
             self()
             if on_gpu:
                 torch.cuda.synchronize(self.device)

@@ -5,6 +5,16 @@ import torch
 
 from headstart.kernels.gated_mlp import gate_up_silu, gate_up_silu_reference
 from headstart.kernels.linear import linear, linear_parts, linear_reference, num_splits
+from headstart.kernels.linear_table import (
+    DECODE,
+    GATED_DECODE,
+    SPLIT_ALIGNMENT,
+    SPLITS,
+    decode_launch,
+    gated_launch,
+    split_depth,
+    tile_rows,
+)
 from headstart.kernels.silu_mul import silu_mul, silu_mul_reference
 
 GPU_DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -49,9 +59,9 @@ def test_linear_computes_its_formula_at_odd_shapes(kernel_device, n, k, rows):
             found = linear(x, w, bias)
             assert found.dtype == dtype
             assert found.shape == (rows, n)
-            # float32: sums of another order than the library's may err a little more than its own, never by a wrong element.
+            # float32: where the library's error is that of the rounding alone, a few sums may round otherwise.
             library = error(linear_reference(x, w, bias), exact)
-            assert error(found, exact) <= 2 * library + (3e-7 if dtype == torch.float32 else 0)
+            assert error(found, exact) <= 2 * library + (1e-7 if dtype == torch.float32 else 0)
 
 
 @pytest.mark.gpu
@@ -63,7 +73,7 @@ def test_linear_computes_its_formula_for_many_rows(n, k, rows, dtype):
     exact = linear_reference(x.double(), w.double(), b.double())
     poison("cuda")
     assert error(linear(x, w, b), exact) <= 2 * error(linear_reference(x, w, b), exact) + (
-        3e-7 if dtype == torch.float32 else 0
+        1e-7 if dtype == torch.float32 else 0
     )
 
 
@@ -91,7 +101,7 @@ def test_gate_up_silu_is_linear_then_silu_mul(kernel_device, width, k, rows):
             assert torch.equal(found, silu_mul(linear(x, w, bias)))
             exact = gate_up_silu_reference(x.double(), w.double(), None if bias is None else bias.double())
             library = error(gate_up_silu_reference(x, w, bias), exact)
-            assert error(found, exact) <= 2 * library + (3e-7 if dtype == torch.float32 else 0)
+            assert error(found, exact) <= 2 * library + (1e-7 if dtype == torch.float32 else 0)
 
 
 def test_silu_mul_computes_its_formula(kernel_device):
@@ -154,6 +164,23 @@ def test_products_run_inside_a_captured_graph():
             result.fill_(float("nan"))
         graph.replay()
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_every_launch_of_the_tables_fits_and_ends_with_a_range_of_k():
+    launches = [(launch, rows, 1) for by_rows in DECODE.values() for rows, launch in by_rows.items()]
+    launches += [(launch, rows, 2) for by_rows in GATED_DECODE.values() for rows, launch in by_rows.items()]
+    for n, k in (*SPLITS, (1, 1), (300, 20000), (1 << 20, 8192)):
+        for rows in (16, 32, 64, 128, 256):
+            launches += [(decode_launch(n, k, rows), rows, 1), (gated_launch(n, k, rows), rows, 2)]
+        assert num_splits(n, k) == 1 or split_depth(k, num_splits(n, k)) * (num_splits(n, k) - 1) < k
+    for launch, rows, operands in launches:
+        assert SPLIT_ALIGNMENT % launch.depth == 0
+        assert (launch.features * operands + rows) * launch.depth * 2 * launch.stages < 227 << 10
+
+
+@pytest.mark.parametrize(("count", "rows"), [(1, 16), (16, 16), (17, 32), (65, 128), (256, 256), (5000, 256)])
+def test_a_row_tile_is_the_narrowest_that_holds_the_rows(count, rows):
+    assert tile_rows(count) == rows
 
 
 def test_no_rows_give_no_rows(kernel_device):

@@ -124,11 +124,9 @@ def test_bits_are_those_of_decoding_one_by_one(hq, hk, dim, dtype, window):
     alone = build_prefill_index(table[1:2], [3], [497], hk, "cuda").attend(others[:497], kv, None, window)
     assert torch.equal(found[600:1097], alone)
     index = build_prefill_index(table[:1], [0], [length], hk, "cuda")
-    stages = 1 if dtype == torch.float32 or dim > 128 else 2
-    for shape in ((64, 4, stages), (128, 8, stages))[: 1 + (stages == 2)]:
-        assert torch.equal(_launch(q, kv, index, dim**-0.5, window, shape=shape), whole), shape
-        if stages == 2:
-            assert torch.equal(_launch(q, kv, index, dim**-0.5, window, shape=shape, tensor_map=True), whole), shape
+    narrow = dtype != torch.float32 and dim <= 128
+    for choice in (dict(tensor_map=False), dict(rows=128), dict(rows=128, tensor_map=False))[: 1 + 2 * narrow]:
+        assert torch.equal(_launch(q, kv, index, dim**-0.5, window, **choice), whole), choice
 
 
 @pytest.mark.gpu

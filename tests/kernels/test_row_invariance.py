@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from headstart.kernels.kv_commit import kv_commit
 from headstart.kernels.linear import linear
 from headstart.kernels.rms_norm import add_rms_norm, rms_norm
 from headstart.kernels.rotary import rotary
@@ -110,24 +109,6 @@ def test_a_nodes_bits_do_not_depend_on_what_is_already_committed():
     final = [result[-1] for end, result in results if end == length]
     assert len(final) == 9
     assert all(torch.equal(one, final[0]) for one in final)
-
-
-def test_commit_reads_every_source_before_it_writes():
-    torch.manual_seed(0)
-    hk = 2
-    kv = torch.randn(3, 2, 4 * hk * PAGE, 4)
-    before = kv.clone().view(3, 2, 4, hk, PAGE, 4)
-    table = torch.tensor([[2, 3]])
-    kv_commit(kv, table, torch.tensor([[62, 64, 65, 70]]), torch.tensor([[62, 63, 64, 65]]), hk)
-    after = kv.view(3, 2, 4, hk, PAGE, 4)
-
-    def at(pages, slot):
-        return pages[:, :, (2, 3)[slot // PAGE], :, slot % PAGE]
-
-    for source, destination in ((62, 62), (64, 63), (65, 64), (70, 65)):
-        assert torch.equal(at(after, destination), at(before, source))
-    assert torch.equal(at(after, 61), at(before, 61))
-    assert torch.equal(after[:, :, 1], before[:, :, 1])
 
 
 def test_shapes_that_do_not_fit_are_refused():

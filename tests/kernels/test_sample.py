@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
+from headstart.kernels import sample
 from headstart.kernels.jit import jit, tl
 from headstart.kernels.philox import chunk_words, gumbel, gumbel_of_word, random_words
 from headstart.kernels.sample import (
-    _rough_gumbel,
     keep_top,
     log_sum_exp,
     sample_tokens,
@@ -39,22 +39,21 @@ def keyed(rows, device, temperature, seed=0):
 
 
 @jit
-def _noise(words, seed, sample, position, drawn, exact, rough, START: tl.constexpr, COUNT: tl.constexpr):
+def _noise(words, seed, sample, position, drawn, exact, START: tl.constexpr, COUNT: tl.constexpr):
     i = tl.arange(0, COUNT)
     found = chunk_words(START, tl.load(seed), tl.load(sample), tl.load(position), 0, COUNT)
     tl.store(drawn + i, found.to(tl.int64))
     given = tl.load(words + i).to(tl.uint32)
     tl.store(exact + i, gumbel_of_word(given))
-    tl.store(rough + i, _rough_gumbel(given))
 
 
 def noise_of(words, device, start=0, key=(0, 0, 0)):
-    """What the kernels make of 32-bit words [256]: drawn words from `start` on, exact and rough noise of the given ones."""
+    """What the kernels make of 32-bit words [256]: drawn words from `start` on, the noise of the given ones."""
     drawn = torch.empty(256, dtype=torch.int64, device=device)
-    exact, rough = torch.empty(2, 256, device=device)
+    exact = torch.empty(256, device=device)
     key = [torch.tensor([x], device=device) for x in key]
-    _noise[(1,)](words.to(device), *key, drawn, exact, rough, start, 256)
-    return drawn.cpu(), exact.cpu(), rough.cpu()
+    _noise[(1,)](words.to(device), *key, drawn, exact, start, 256)
+    return drawn.cpu(), exact.cpu()
 
 
 def exact_gumbel(words):
@@ -64,7 +63,7 @@ def exact_gumbel(words):
 @pytest.mark.parametrize("start", [0, 1024, 127 * 1024])
 def test_kernels_draw_the_integers_of_the_reference(kernel_device, start):
     for key in ((5, 0, 17), (2**40 + 3, 3, 100_000), (2**63 - 1, 2**31 - 1, 2**31 - 1)):
-        drawn, _, _ = noise_of(torch.zeros(256, dtype=torch.int64), kernel_device, start, key)
+        drawn, _ = noise_of(torch.zeros(256, dtype=torch.int64), kernel_device, start, key)
         expected = random_words(*[torch.tensor(x) for x in key], start + 256)[start:]
         assert torch.equal(drawn, expected)
 
@@ -78,12 +77,10 @@ def test_gumbel_noise_agrees_with_the_reference_to_two_ulp(kernel_device):
         words[: len(extremes)] = extremes
         words[len(extremes) : 64] = 2**32 - 1 - torch.randint(2**20, (64 - len(extremes),))
         expected = exact_gumbel(words)
-        _, exact, rough = noise_of(words, kernel_device)
+        _, exact = noise_of(words, kernel_device)
         assert exact.isfinite().all()
         ulp = torch.nextafter(expected.abs(), torch.tensor(torch.inf)) - expected.abs()
         assert ((exact - expected).abs() <= 2 * ulp).all()
-        # The bound of the rough noise that _chunk_best counts on is 1e-4.
-        assert (rough - expected).abs().max() < 3e-5
     assert exact_gumbel(torch.tensor(2**32 - 1)).item() == pytest.approx(33 * math.log(2), rel=1e-6)
 
 
@@ -144,20 +141,6 @@ def test_nan_never_wins(device):
     assert not keep_top(logits, *[torch.full((2,), x, device=device) for x in (1.0, 0, 0.9)]).isnan().any()
 
 
-@pytest.mark.parametrize("width", [1, 8, 64])
-def test_true_noise_for_the_few_near_the_top_changes_no_rank(kernel_device, width):
-    """Rough noise first or true noise for all: the same tokens, also where hundreds of scores are nearly or exactly equal."""
-    vocab_size = 20_000 if kernel_device == "cuda" else 1100
-    torch.manual_seed(0)
-    logits = torch.randn(5, vocab_size) * torch.tensor([1.0, 1e-3, 1e4, 0.0, 3.0])[:, None]
-    logits[4] = logits[4].round()
-    logits = (logits + torch.tensor([0.0, 1e6, 0.0, 3e3, -1e5])[:, None]).to(kernel_device)
-    for seed in range(40 if kernel_device == "cuda" else 1):
-        arguments = keyed(5, kernel_device, torch.tensor([1.0, 1.0, 1.0, 1e-3, 1.0]), seed)
-        rough, exact = (top_tokens(logits, width, *arguments, rough=x) for x in (True, False))
-        assert torch.equal(rough, exact)
-
-
 @pytest.mark.parametrize("vocab_size", [1, 9, 4096, 5000])
 def test_log_sum_exp_is_as_exact_as_torchs_own(device, vocab_size):
     torch.manual_seed(0)
@@ -207,6 +190,34 @@ def test_filters_keep_the_likeliest_tokens(device, vocab_size):
         expected = torch.full((vocab_size,), -torch.inf)
         expected[list(keep)] = scaled[row, list(keep)]
         assert torch.equal(found[row], expected), row
+
+
+@pytest.mark.parametrize("chunk", [1024, 2048, 4096])
+def test_the_size_of_the_chunks_changes_no_token(kernel_device, chunk, monkeypatch):
+    logits = torch.randn(3, 5000, device=kernel_device).mul(2).round()  # ties across chunks
+    rows = keyed(3, kernel_device, torch.tensor([0.0, 1.0, 0.3]))
+    expected = top_tokens_reference(logits.cpu(), 5, *[x.cpu() for x in rows])
+    monkeypatch.setattr(sample, "_CHUNK", chunk)
+    assert torch.equal(top_tokens(logits, 5, *rows).cpu(), expected)
+    assert torch.equal(sample_tokens(logits, *rows).cpu(), expected[:, 0])
+
+
+def test_rows_of_the_reference_depend_on_no_other_row():
+    logits = torch.randn(40, 1111, generator=torch.Generator().manual_seed(0)) * 3
+    rows = keyed(40, "cpu", torch.rand(40, generator=torch.Generator().manual_seed(1)))
+    top_k, top_p = torch.arange(40) % 7 * 9, 0.3 + 0.1 * (torch.arange(40) % 8)
+    for op in (
+        lambda x, r, *_: top_tokens(x, 5, *r),
+        lambda x, *_: log_sum_exp(x),
+        lambda x, r, k, p: keep_top(x, r[0], k, p),
+    ):
+        whole = op(logits, rows, top_k, top_p)
+        for count in (1, 2, 7, 16, 33):
+            for start in (0, 40 - count):
+                some = slice(start, start + count)
+                assert torch.equal(
+                    op(logits[some].clone(), [x[some] for x in rows], top_k[some], top_p[some]), whole[some]
+                )
 
 
 @pytest.mark.gpu

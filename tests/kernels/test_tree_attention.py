@@ -206,15 +206,14 @@ def test_a_nodes_bits_are_those_of_plain_decoding(hq, hk, dim, dtype, window):
     """Trees of 1 to 64 nodes, a path through them with the keys of a sequence: scattered in the tree or committed in order."""
     if dtype == torch.float32 and dim > 64:
         pytest.skip("slow without tensor cores, and nothing that 64 lanes do not show")
-    lengths = LENGTHS if dim == 128 else LENGTHS[::3]
-    check_bits(Sequences(hq, hk, dim, dtype, max(lengths) + 130, window), lengths)
+    lengths, counts = (LENGTHS, (1, 2, 8, 17, 33, 64)) if dim == 128 else (LENGTHS[1:15:4], (1, 9, 64))
+    check_bits(Sequences(hq, hk, dim, dtype, max(lengths) + 130, window), lengths, counts)
 
 
-def check_bits(sequences, lengths, counts=(1, 2, 8, 17, 33, 64)):
+def check_bits(sequences, lengths, counts):
     """Every node of a path equals plain decoding; a batch equals its requests alone; every choice of programs agrees."""
     hk, window, dtype, dim = sequences.hk, sequences.window, sequences.kv.dtype, sequences.kv.shape[-1]
     narrow = dtype != torch.float32 and dim <= 128
-    stages = 2 if narrow else 1
     for length in lengths:
         starts = [max(length - b, 0) for b in range(3)]
         committed = torch.tensor(starts, device="cuda")
@@ -231,9 +230,9 @@ def check_bits(sequences, lengths, counts=(1, 2, 8, 17, 33, 64)):
                 alone = build_tree_index(sequences.tables[b : b + 1], committed[b : b + 1], depths, ancestors, hk)
                 assert torch.equal(alone.attend(q[b], kv, None, window), found[b]), (length, num_nodes, b)
             for walks in (False, True):
-                for shape in ((64, 4, stages), (128, 8, stages))[: 1 + narrow]:
-                    other = _launch(q, kv, index, dim**-0.5, window, walks=walks, shape=shape)
-                    assert torch.equal(other, found), (length, num_nodes, walks, shape)
+                for choice in (dict(), dict(tensor_map=False), dict(overlap=False), dict(rows=128))[: 3 + narrow]:
+                    other = _launch(q, kv, index, dim**-0.5, window, walks=walks, **choice)
+                    assert torch.equal(other, found), (length, num_nodes, walks, choice)
 
 
 @pytest.mark.gpu
