@@ -275,9 +275,7 @@ def _tree(arguments):
     if arguments.nodes == "auto":
         print("timing trees of several sizes on this machine ...", file=sys.stderr)
         with tempfile.TemporaryDirectory() as folder:
-            tree, rows = measured_best_tree(
-                llm, str(head_folder), found["rates"], prompts[:4], folder
-            )
+            tree, rows = measured_best_tree(llm, str(head_folder), found["rates"], prompts[:4], folder)
         print("nodes  tokens/step  tokens/s")
         for row in rows:
             mark = "  <- fastest" if row["num_nodes"] == tree.num_nodes else ""
@@ -298,8 +296,8 @@ def _bench_speculation(arguments):
     from headstart.heads.checkpoint import load_head, resolve_head
     from headstart.inference.compare import candidate_trees, compare, format_table, hardware_name, save_comparison
     from headstart.inference.llm import LLM
-    from headstart.inference.speculation import static_tree_file
     from headstart.inference.prompt_files import read_prompts, render_prompt
+    from headstart.inference.speculation import static_tree_file
 
     _check_count(arguments.num_prompts)
     if arguments.output:

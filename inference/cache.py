@@ -24,9 +24,7 @@ class PagedCache:
         self.kv = torch.zeros(num_layers, 2, rows, head_dim, dtype=dtype, device=device)
 
 
-def pages_that_fit(
-    num_layers, num_kv_heads, head_dim, dtype, device, wanted, least=2, workspace=0, utilization=0.9
-):
+def pages_that_fit(num_layers, num_kv_heads, head_dim, dtype, device, wanted, least=2, workspace=0, utilization=0.9):
     """How many pages to allocate: what is wanted, or as many as memory allows.
 
     least: pages that one request of max_model_len takes; workspace: bytes to leave for activations; utilization: share of a

@@ -46,10 +46,10 @@ def range_product(
 ):
     """Sums over the range of K from `start`, by pointers and masks, so for any shape and dtype.  -> [features, rows] in float32
 
-    float32 has no tensor cores that would sum 16 products at once: there, runs of 256 are summed apart, which keeps the error at
+    float32 has no tensor cores that would sum 16 products at once: there, runs of 64 are summed apart, which keeps the error at
     the library's. The depth of a tile is the same for all of its launches.
     """
-    RUN: tl.constexpr = 256 if x.dtype.element_ty == tl.float32 else SPLIT
+    RUN: tl.constexpr = 64 if x.dtype.element_ty == tl.float32 else SPLIT
     total = tl.zeros((features.shape[0], rows.shape[0]), tl.float32)
     depths = start + tl.arange(0, BLOCK_K)
     w_tile = w + features.to(tl.int64)[:, None] * K + depths[None, :]

@@ -241,13 +241,14 @@ def _tail_kernel(
     D: tl.constexpr,
     DIM: tl.constexpr,
     GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
     WINDOW: tl.constexpr,
     WALK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     G: tl.constexpr = HQ // HK
     h, n, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    r, d, g = tl.arange(0, 64), tl.arange(0, DIM), tl.arange(0, GROUP)
+    r, d, g = tl.arange(0, ROWS), tl.arange(0, DIM), tl.arange(0, GROUP)
     ok = r < G
     rows = (b * N + n) * HQ + h * G + r
     query = tl.load(q + rows[:, None] * D + d[None, :], mask=ok[:, None] & (d < D)[None, :], other=0.0)
@@ -290,15 +291,15 @@ def _tail_kernel(
 
     # Go on from the open chunk, 64 rows wide as everywhere; rows behind the G heads carry copies that nobody stores.
     chunk_m, chunk_l, chunk_acc = _load_state(stats, states, (open_slot * N + n) * G + r, started, D, DIM)
-    m = tl.reshape(tl.broadcast_to(closed_m[None, :], (64 // GROUP, GROUP)), (64,))
-    l = tl.reshape(tl.broadcast_to(closed_l[None, :], (64 // GROUP, GROUP)), (64,))
-    acc = tl.reshape(tl.broadcast_to(closed_acc[None, :, :], (64 // GROUP, GROUP, DIM)), (64, DIM))
+    m = tl.reshape(tl.broadcast_to(closed_m[None, :], (ROWS // GROUP, GROUP)), (ROWS,))
+    l = tl.reshape(tl.broadcast_to(closed_l[None, :], (ROWS // GROUP, GROUP)), (ROWS,))
+    acc = tl.reshape(tl.broadcast_to(closed_acc[None, :, :], (ROWS // GROUP, GROUP, DIM)), (ROWS, DIM))
     visible = ok[:, None] & seen[None, :]
     chunk_m, chunk_l, chunk_acc = fold(query, k, v, visible, chunk_m, chunk_l, chunk_acc, scale, True)
     for begin in range(tail + 64, position + 1, 64):
         if starts_chunk(begin):
             m, l, acc = merge(m, l, acc, chunk_m, chunk_l, chunk_acc)
-            chunk_m, chunk_l, chunk_acc = empty_state(64, DIM)
+            chunk_m, chunk_l, chunk_acc = empty_state(ROWS, DIM)
         k, v, seen = _gather(k_cache, v_cache, table, path, begin, length, position, lowest, h, A, HK, D, DIM)
         visible = ok[:, None] & seen[None, :]
         chunk_m, chunk_l, chunk_acc = fold(query, k, v, visible, chunk_m, chunk_l, chunk_acc, scale, True)
@@ -320,7 +321,7 @@ def tree_attention(q, kv, index, scale=None, window=None):
 
 
 def _launch(
-    q, kv, index, scale, window, walks=None, rows=64, num_stages=None, tensor_map=None, overlap=None, limits=None
+    q, kv, index, scale, window, walks=None, rows=64, num_stages=None, tensor_map=None, overlap=None, tail=(64, 1)
 ):
     """The two passes. What follows `window` overrides what is chosen from shapes: every choice gives the same bits."""
     batch, num_nodes, num_heads, dim = q.shape
@@ -352,7 +353,7 @@ def _launch(
         q, k, v, table, committed, index.depths, index.ancestors, stats, states, out,
         num_nodes, index.ancestors.shape[2], slots,
         table.stride(0), index.depths.stride(0), *index.ancestors.stride()[:2], **numbers,
-        GROUP=triton.next_power_of_2(group), num_warps=4, num_stages=1, **flags, **(limits or {}),
+        GROUP=triton.next_power_of_2(group), ROWS=tail[0], num_warps=tail[0] // 16, num_stages=tail[1], **flags,
     )  # fmt: skip
     return out
 

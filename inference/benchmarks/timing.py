@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 
 import torch
+from torch.autograd import DeviceType
 
 WARMUP = 3
 KEPT_FREE = 0.06  # share of a GPU's memory that nothing is planned into
@@ -82,7 +83,8 @@ class Repeatable:
     def shares(self):
         """Which share of the time of one call goes to each kernel.  {name: share}, greatest first
 
-        Names are the kernels' own on a GPU, torch operators' on the CPU. The time between kernels belongs to none.
+        Names are the kernels' own on a GPU, torch operators' on the CPU. The time between kernels belongs to none; that in which a
+        kernel, started early, waits for the one before it belongs to the one before.
         """
         on_gpu = self.device.type == "cuda"
         activities = [torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU]
@@ -90,11 +92,24 @@ class Repeatable:
             self()
             if on_gpu:
                 torch.cuda.synchronize(self.device)
-        spent = Counter()
-        for event in profile.key_averages():
-            spent[short_name(event.key)] += event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        if on_gpu:
+            ran = [event for event in profile.events() if event.device_type == DeviceType.CUDA]
+            spent = time_alone((event.name, event.time_range.start, event.time_range.end) for event in ran)
+        else:
+            spent = Counter()
+            for event in profile.key_averages():
+                spent[short_name(event.key)] += event.self_cpu_time_total
         total = sum(spent.values())
         return {name: round(value / total, 4) for name, value in spent.most_common() if value > 0}
+
+
+def time_alone(intervals):
+    """Counter of the time of each kernel behind the end of those that started before it.  intervals of (name, start, end)"""
+    spent, reached = Counter(), 0.0
+    for name, start, end in sorted(intervals, key=lambda interval: interval[1:]):
+        spent[short_name(name)] += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return spent
 
 
 def short_name(kernel, longest=48):

@@ -202,7 +202,10 @@ def test_peer_decodes_the_same_model_in_both_ways(bench):
         (["kernel", "linear", "--shape", "SHAPE", "--batch", "1,2"], "--batch takes one number"),
         (["kernel", "prefill-attention", "--shape", "SHAPE"], "prefill_attention runs on a GPU only"),
         (["kernel", "sample", "--shape", "SHAPE", "--sweep"], "--sweep is for linear"),
-        (["engine", "--shape", "SHAPE", "--acceptance", "9", "--prompt-tokens", "9"], "acceptance_length must be from 1 to 5"),
+        (
+            ["engine", "--shape", "SHAPE", "--acceptance", "9", "--prompt-tokens", "9"],
+            "acceptance_length must be from 1 to 5",
+        ),
         (["engine", "--shape", "SHAPE", "--prompt-tokens", "500", "--no-startup"], "beyond the shape's 512"),
         (["peer", "--shape", "SHAPE", "--new-tokens", "3"], "--new-tokens must be at least 16"),
     ],
@@ -228,6 +231,12 @@ def test_help_teaches_every_benchmark(capsys):
 
 def test_percentiles_are_of_the_samples():
     assert timing.Times.of([5, 1, 4, 2, 3, 6]) == timing.Times(2, 3, 5)
+
+
+def test_waiting_for_the_kernel_before_is_not_a_share_of_time():
+    """b starts while a runs and waits for it; c starts after a gap; the second a is over before c ends."""
+    found = timing.time_alone([("c", 30, 40), ("a", 0, 10), ("b", 4, 12), ("a", 31, 35)])
+    assert found == {"a": 10, "b": 2, "c": 10}
 
 
 def test_bare_output_name_is_dated_and_kept_with_the_results():

@@ -3,7 +3,9 @@
 import pytest
 
 
-@pytest.fixture(params=[pytest.param("cuda", marks=pytest.mark.gpu), pytest.param("cpu", marks=pytest.mark.interpreter)])
+@pytest.fixture(
+    params=[pytest.param("cuda", marks=pytest.mark.gpu), pytest.param("cpu", marks=pytest.mark.interpreter)]
+)
 def kernel_device(request):
-    """"cuda", or "cpu" under TRITON_INTERPRET=1. A test that takes it runs in both places."""
+    """The device: cuda, or cpu under TRITON_INTERPRET=1. A test that takes it runs in both places."""
     return request.param
