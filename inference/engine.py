@@ -117,17 +117,17 @@ class Engine:
 
     @torch.no_grad()
     def _measure_workspace(self, num_tokens):
-        """Bytes that a prefill of `num_tokens` and a step of all slots need besides weights and cache (they run on page 0)."""
+        """Bytes that a prefill of `num_tokens` and a step of all slots need besides weights and cache.
+
+        Everything runs for nobody, on page 0. Prompts of other lengths are tried too: the first of each kind compiles kernels, and
+        should not do so while somebody waits.
+        """
         device = self.decoder.device
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        nobody = self.slots.on_device([self.slots.nobody])
         num_tokens = min(num_tokens, (self.slots.block_table.shape[1] - 1) * PAGE)
-        positions = torch.arange(num_tokens, device=device)
-        index = build_prefill_index(self.slots.block_table[nobody], [0], [num_tokens], self.cache.num_kv_heads, device)
-        forward_pass = ForwardPass(torch.zeros_like(positions), positions, positions % PAGE, index)
-        self.decoder.logits(self.decoder.forward(forward_pass, self.cache.kv)[-1:])
+        before = torch.cuda.memory_allocated(device)
+        for count in [*(n for n in (1, 20, 40, 100, 200, 300) if n < num_tokens), num_tokens]:
+            torch.cuda.reset_peak_memory_stats(device)
+            self._prefill_nobody(count)
         prefill = torch.cuda.max_memory_allocated(device) - before
         torch.cuda.reset_peak_memory_stats(device)
         self.graphs.step(self.slots.on_device([self.slots.nobody] * self.graphs.sizes[-1]))
@@ -136,6 +136,13 @@ class Engine:
         torch.cuda.empty_cache()
         # The graphs keep a pool of their own beside what prefill takes from the allocator.
         return prefill + step
+
+    def _prefill_nobody(self, num_tokens):
+        device, nobody = self.decoder.device, self.slots.on_device([self.slots.nobody])
+        positions = torch.arange(num_tokens, device=device)
+        index = build_prefill_index(self.slots.block_table[nobody], [0], [num_tokens], self.cache.num_kv_heads, device)
+        forward_pass = ForwardPass(torch.zeros_like(positions), positions, positions % PAGE, index)
+        self.decoder.logits(self.decoder.forward(forward_pass, self.cache.kv)[-1:])
 
     # --- one step ---
 

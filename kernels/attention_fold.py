@@ -11,7 +11,9 @@
 So tiles, chunks and their order depend on positions alone, and a row's bits are the same whether its keys were committed or still
 in the tree, read by one program or by many, for one row or for 128. Two things hold the arithmetic together across kernels:
 every fused multiply-add is written out and every kernel is launched with `enable_fp_fusion=False`, so that the compiler
-contracts nothing on its own; and 64 query rows take 4 warps, 128 take 8, so that `tl.sum` adds the keys of a row in one order.
+contracts nothing on its own; and a warp holds 16 whole rows (64 rows take 4 warps, 128 take 8), so that `tl.sum` adds the keys of
+a row in one order. Seen on an H200: 16, 64 and 128 rows agree in every bit (so mma.sync and wgmma do); 32 rows on 2 warps, where
+a row is spread over both, do not.
 """
 
 import torch

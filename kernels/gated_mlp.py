@@ -7,10 +7,16 @@ are those of linear.py, the last step is silu_mul.py's: bits equal linear follow
 Fused where the product of w has one range of K (linear_table.py: every wide model); else it is linear, then silu_mul.
 """
 
-import torch
-
 from .jit import jit, on_triton, tl, triton
-from .linear import check_kernel_operands, check_product, linear, linear_reference, range_product
+from .linear import (
+    check_kernel_operands,
+    check_product,
+    empty_rows,
+    linear,
+    linear_reference,
+    map_of_rows,
+    range_product,
+)
 from .linear_prefill import TensorDescriptor, maps_fit, num_multiprocessors, tile_of
 from .linear_table import DECODE_ROWS, gated_launch, gated_prefill_launch, num_splits, tile_rows
 from .overlap import await_previous, overlap, release_next
@@ -47,6 +53,9 @@ def _decode(
         up = range_product(x, w, rows, I + features, row_mask, feature_mask, 0, K, K, BLOCK_K)
     release_next(OVERLAP)
     if b is not None:
+        # The selection keeps the compiler from starting a product of one step from the bias: that is another order of the sum.
+        gate = tl.where((rows < num_rows)[None, :], gate, 0.0)
+        up = tl.where((rows < num_rows)[None, :], up, 0.0)
         gate += tl.load(b + features, mask=features < I, other=0.0).to(tl.float32)[:, None]
         up += tl.load(b + I + features, mask=features < I, other=0.0).to(tl.float32)[:, None]
     place = rows.to(tl.int64)[None, :] * I + features[:, None]
@@ -101,7 +110,7 @@ def gate_up_silu(x, w, b=None, launch=None):
     check_kernel_operands("gate_up_silu", x, w, b)
     x = x.contiguous()
     (M, K), width = x.shape, w.shape[0] // 2
-    y = torch.empty((M, width), dtype=x.dtype, device=x.device)
+    y = empty_rows(M, width, x.dtype, x.device)
     if not y.numel():
         return y
     if M > DECODE_ROWS and width % 8 == 0 and maps_fit(x, w):
@@ -118,10 +127,10 @@ def gate_up_silu(x, w, b=None, launch=None):
         return y
     rows = tile_rows(M, x.element_size())
     launch = launch or gated_launch(width, K, rows, x.element_size())
-    maps = maps_fit(x, w)
+    rows_map = map_of_rows(x, rows, launch.depth) if maps_fit(x, w) else None
+    maps = rows_map is not None
     if maps:
-        x = TensorDescriptor.from_tensor(x, [rows, launch.depth])
-        w = TensorDescriptor.from_tensor(w, [launch.features, launch.depth])
+        x, w = rows_map, TensorDescriptor.from_tensor(w, [launch.features, launch.depth])
     _decode[(triton.cdiv(M, rows), triton.cdiv(width, launch.features))](
         x, w, b, y, M, width, K, rows, launch.features, launch.depth, maps,
         num_stages=launch.stages, num_warps=launch.warps, **overlap(y),

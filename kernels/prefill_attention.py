@@ -18,6 +18,7 @@ import torch
 
 from .attention_fold import count_stages, empty_state, fold, load_rows, merge, pad_dim, starts_chunk, tile_sources, walk
 from .jit import jit, tl, triton
+from .linear import empty_rows
 from .tree_attention import LOG2_E, check_attention
 
 
@@ -158,7 +159,7 @@ def _launch(q, kv, index, scale, window, rows=64, num_stages=None, tensor_map=No
     num_heads, dim = q.shape[1:]
     hk, counts = index.num_kv_heads, index.host_counts
     blocks = sum(triton.cdiv(count, rows // (num_heads // hk)) for count in counts)
-    q, out = q.contiguous(), torch.empty_like(q, memory_format=torch.contiguous_format)
+    q, out = q.contiguous(), empty_rows(q.shape[0], q.shape[1] * q.shape[2], q.dtype, q.device).view(q.shape)
     k, v = kv.unbind()
     lanes = pad_dim(dim)
     keys, values, tensor_map = tile_sources(k, v, lanes, tensor_map)

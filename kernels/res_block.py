@@ -9,7 +9,7 @@ rounded, then added. Head k's rows lie together, as the products behind want the
 import torch
 
 from .jit import jit, on_triton, tl, triton
-from .linear import sum_parts
+from .linear import empty_rows, sum_parts
 
 _BLOCK = 1024  # features per program
 
@@ -53,7 +53,7 @@ def add_silu(x, parts, num_heads):
     if not on_triton(x):
         return add_silu_reference(x, parts, num_heads)
     rows, width = x.shape
-    out = torch.empty(num_heads, rows, width, dtype=x.dtype, device=x.device)
+    out = empty_rows(num_heads * rows, width, x.dtype, x.device).view(num_heads, rows, width)
     if out.numel():
         grid = (rows, num_heads, triton.cdiv(width, _BLOCK))
         _add_silu[grid](

@@ -10,7 +10,7 @@ time, one program per row with a block that depends on H alone. Not supported: L
 import torch
 
 from .jit import jit, on_triton, tl, triton
-from .linear import sum_parts
+from .linear import empty_rows, sum_parts
 from .overlap import await_previous, overlap, release_next
 
 
@@ -66,7 +66,7 @@ def _launch(parts, residual, w, eps, multiplier):
         raise ValueError(f"the norm's weight must be {residual.dtype} like the rows, got {w.dtype}")
     rows, width = residual.shape
     residual, w = _aligned(residual), _aligned(w)
-    normed = torch.empty_like(residual)
+    normed = empty_rows(rows, width, residual.dtype, residual.device)
     total = None if parts is None else torch.empty_like(residual)
     block = triton.next_power_of_2(width)
     if rows:

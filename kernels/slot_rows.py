@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from .jit import jit, on_triton, tl, triton
+from .linear import empty_rows
 from .tree_attention import PAGE
 
 
@@ -141,7 +142,7 @@ def gather_slots(slots, integers, floats, block_table, feature, depths):
         wide(num_integers, batch),
         torch.empty(num_floats, batch, device=device),
         torch.empty(batch, num_pages, dtype=block_table.dtype, device=device),
-        torch.empty(batch, hidden_size, dtype=feature.dtype, device=device),
+        empty_rows(batch, hidden_size, feature.dtype, device),
         wide(batch * num_nodes),
         wide(batch * num_nodes),
         wide(3, batch * num_nodes),

@@ -38,13 +38,14 @@ from .attention_fold import (
     walk,
 )
 from .jit import jit, on_triton, tl, triton
+from .linear import empty_rows
 from .tile_attention import TileRows, build_tile_rows, tile_attention
 
 MAX_GROUP = 16  # query heads per key head
 MAX_DIM = 256
 LOG2_E = 1.4426950408889634
 NUM_PROGRAMS = 512  # of the prefix pass where chunks are spread over programs
-WALK_PROGRAMS = 256  # so many (request, key head, block of rows) fill the card on their own
+WALK_PROGRAMS = 128  # so many (request, key head, block of rows) fill the card on their own
 
 
 @dataclass(frozen=True)
@@ -289,7 +290,7 @@ def _tail_kernel(
         closed_m, closed_l, closed_acc = merge(closed_m, closed_l, closed_acc, m2, l2, acc2)
         closed_m, closed_l, closed_acc = merge(closed_m, closed_l, closed_acc, m3, l3, acc3)
 
-    # Go on from the open chunk, 64 rows wide as everywhere; rows behind the G heads carry copies that nobody stores.
+    # Go on from the open chunk, ROWS wide as folds are; rows behind the G heads carry copies that nobody stores.
     chunk_m, chunk_l, chunk_acc = _load_state(stats, states, (open_slot * N + n) * G + r, started, D, DIM)
     m = tl.reshape(tl.broadcast_to(closed_m[None, :], (ROWS // GROUP, GROUP)), (ROWS,))
     l = tl.reshape(tl.broadcast_to(closed_l[None, :], (ROWS // GROUP, GROUP)), (ROWS,))
@@ -321,7 +322,7 @@ def tree_attention(q, kv, index, scale=None, window=None):
 
 
 def _launch(
-    q, kv, index, scale, window, walks=None, rows=64, num_stages=None, tensor_map=None, overlap=None, tail=(64, 1)
+    q, kv, index, scale, window, walks=None, rows=64, num_stages=None, tensor_map=None, overlap=None, tail_rows=64
 ):
     """The two passes. What follows `window` overrides what is chosen from shapes: every choice gives the same bits."""
     batch, num_nodes, num_heads, dim = q.shape
@@ -336,7 +337,7 @@ def _launch(
     slots = 2 if walks else chunks
     states = torch.empty(batch, hk, slots, num_rows, dim, dtype=torch.float32, device=q.device)
     stats = torch.empty(batch, hk, slots, num_rows, 2, dtype=torch.float32, device=q.device)
-    q, out = q.contiguous(), torch.empty_like(q, memory_format=torch.contiguous_format)
+    q, out = q.contiguous(), empty_rows(batch * num_nodes, num_heads * dim, q.dtype, q.device).view(q.shape)
     k, v = kv.unbind()
     lanes = pad_dim(dim)
     keys, values, tensor_map = tile_sources(k, v, lanes, tensor_map)
@@ -353,7 +354,7 @@ def _launch(
         q, k, v, table, committed, index.depths, index.ancestors, stats, states, out,
         num_nodes, index.ancestors.shape[2], slots,
         table.stride(0), index.depths.stride(0), *index.ancestors.stride()[:2], **numbers,
-        GROUP=triton.next_power_of_2(group), ROWS=tail[0], num_warps=tail[0] // 16, num_stages=tail[1], **flags,
+        GROUP=triton.next_power_of_2(group), ROWS=tail_rows, num_warps=tail_rows // 16, num_stages=1, **flags,
     )  # fmt: skip
     return out
 

@@ -67,7 +67,7 @@ def test_linear_computes_its_formula_at_odd_shapes(kernel_device, n, k, rows):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", GPU_DTYPES)
 @pytest.mark.parametrize(("n", "k"), [(97, 129), (200, 2056), (6144, 4096), (33, 7)])
-@pytest.mark.parametrize("rows", [80, 129, 256, 257, 1000])
+@pytest.mark.parametrize("rows", [80, 100, 129, 256, 257, 1000])
 def test_linear_computes_its_formula_for_many_rows(n, k, rows, dtype):
     x, w, b = operands(rows, n, k, dtype, "cuda")
     exact = linear_reference(x.double(), w.double(), b.double())
@@ -111,7 +111,7 @@ def test_silu_mul_computes_its_formula(kernel_device):
         assert error(silu_mul(x), exact) <= 2 * error(silu_mul_reference(x), exact) + 1e-7
 
 
-ROW_COUNTS = (*range(2, 65), 80, 128, 200, 256, 257, 300, 1000, 2048)
+ROW_COUNTS = (*range(2, 65), 80, 100, 128, 200, 256, 257, 300, 1000, 2048)
 
 
 @pytest.mark.gpu
@@ -128,11 +128,11 @@ def test_a_row_has_the_same_bits_alone_and_in_any_company(n, k, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("width", "k"), [(14336, 4096), (6000, 520), (97, 129)])
+@pytest.mark.parametrize(("width", "k"), [(14336, 4096), (6000, 520), (97, 129), (104, 64)])
 def test_gate_up_silu_has_the_same_bits_for_any_number_of_rows(width, k, dtype):
     x, w, b = operands(2048, 2 * width, k, dtype, "cuda")
     alone = torch.cat([gate_up_silu(x[row : row + 1], w, b) for row in range(16)])
-    for rows in (2, 16, 17, 33, 65, 80, 129, 200, 256, 257, 1000, 2048):
+    for rows in (2, 16, 17, 33, 65, 80, 100, 129, 200, 256, 257, 1000, 2048):
         found = gate_up_silu(x[:rows], w, b)
         assert torch.equal(found[: min(rows, 16)], alone[: min(rows, 16)]), rows
         assert torch.equal(found, silu_mul(linear(x[:rows], w, b))), rows

@@ -134,12 +134,13 @@ def test_the_index_is_made_without_waiting_for_the_device():
     table, num_pages = draw_table([300, 200], "cuda")
     kv = draw_cache(num_pages, 2, 64, torch.bfloat16, "cuda")
     q = torch.randn(400, 8, 64, device="cuda").bfloat16()
-    build_prefill_index(table, [0, 100], [300, 100], 2, "cuda").attend(q, kv)
+    expected = build_prefill_index(table, [0, 100], [300, 100], 2, "cuda").attend(q, kv)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        build_prefill_index(table, [0, 100], [300, 100], 2, "cuda").attend(q, kv)
+        found = build_prefill_index(table, [0, 100], [300, 100], 2, "cuda").attend(q, kv)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(found, expected)
 
 
 def test_chunks_without_tokens_are_refused():
