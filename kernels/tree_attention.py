@@ -39,6 +39,7 @@ from .attention_fold import (
 )
 from .jit import jit, on_triton, tl, triton
 from .linear import empty_rows
+from .overlap import await_previous, release_next
 from .tile_attention import TileRows, build_tile_rows, tile_attention
 
 MAX_GROUP = 16  # query heads per key head
@@ -137,8 +138,9 @@ def _prefix_kernel(
     OVERLAP: tl.constexpr,
 ):
     G: tl.constexpr = HQ // HK
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
+    # The tail pass may start once this one's inputs are there: before its own wait it reads nothing newer.
+    await_previous(OVERLAP)
+    release_next(OVERLAP)
     h, b, split = tl.program_id(0) % HK, tl.program_id(1).to(tl.int64), tl.program_id(2)
     r = tl.program_id(0) // HK * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, DIM)
@@ -267,8 +269,8 @@ def _tail_kernel(
     k, v, seen = _gather(k_cache, v_cache, table, path, tail, length, position, lowest, h, A, HK, D, DIM)
 
     # Merge the closed chunks in order, G rows wide. Four are loaded at a time; those behind the last one are empty.
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()  # all above was done while the prefix pass still ran
+    await_previous(OVERLAP)  # all above was done while the prefix pass still ran
+    release_next(OVERLAP)
     slot = (b * HK + h) * C
     if WALK:
         open_slot = slot + 1
@@ -343,13 +345,13 @@ def _launch(
     keys, values, tensor_map = tile_sources(k, v, lanes, tensor_map)
     numbers = dict(scale=scale * LOG2_E, window=window or 0, HQ=num_heads, HK=hk, D=dim, DIM=lanes)
     flags = dict(WINDOW=window is not None, WALK=walks, OVERLAP=overlap, enable_fp_fusion=False)
+    if overlap:
+        flags["launch_pdl"] = True
     _prefix_kernel[blocks, batch, splits](
         q, keys, values, table, committed, index.depths, stats, states, num_rows, slots, splits,
         table.stride(0), index.depths.stride(0), **numbers, ROWS=rows, TENSOR_MAP=tensor_map,
         num_warps=rows // 16, num_stages=num_stages or count_stages(dim, q.dtype), **flags,
     )  # fmt: skip
-    if overlap:
-        flags["launch_pdl"] = True
     _tail_kernel[hk, num_nodes, batch](
         q, k, v, table, committed, index.depths, index.ancestors, stats, states, out,
         num_nodes, index.ancestors.shape[2], slots,

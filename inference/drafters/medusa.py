@@ -33,6 +33,7 @@ class MedusaDrafter:
         self.dtype = next(head.parameters()).dtype
         # A shared lm_head is used in the heads' dtype; where that is the target's own, no copy is made.
         self.shared_weight = lm_head_weight.to(self.dtype) if head.config.shared_lm_head else None
+        self.ahead = torch.arange(1, self.num_speculative_tokens + 1, device=lm_head_weight.device)[:, None]
         self.packed = None
         if on_triton(lm_head_weight):
             self.packed = pack_rows([one.blocks[0].linear for one in head.heads])
@@ -62,8 +63,8 @@ class MedusaDrafter:
         depth, width = len(widths), max(widths)
         logits = self.logits(batch.feature, depth)  # [K, B, V]
         # Head k drafts the token at L + 1 + k, with the noise that the target will draw it with.
-        position = batch.committed + 1 + torch.arange(depth, device=logits.device)[:, None]  # [K, B]
-        rows = [x.expand_as(position).flatten() for x in (batch.temperature, batch.seed, batch.sample)]
+        position = batch.committed + self.ahead[:depth]  # [K, B]
+        rows = [x.repeat(depth) for x in (batch.temperature, batch.seed, batch.sample)]
         found = top_tokens(logits.flatten(0, 1), width, *rows, position.flatten())
         return found.view(depth, -1, width).transpose(0, 1)
 
