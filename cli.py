@@ -243,7 +243,7 @@ def _stream_and_time(llm, prompt, params, show):
 def _tree(arguments):
     from headstart.heads.checkpoint import load_head, resolve_head
     from headstart.inference.acceptance import measure_acceptance
-    from headstart.inference.compare import measured_best_tree
+    from headstart.inference.compare import PAGES, measured_best_tree
     from headstart.inference.llm import LLM
     from headstart.inference.prompt_files import read_prompts, render_prompt
     from headstart.inference.tree import MAX_NODES, build_static_tree, expected_acceptance_length, save_tree
@@ -267,6 +267,7 @@ def _tree(arguments):
         model,
         device=arguments.device,
         dtype=arguments.dtype,
+        num_gpu_blocks_override=8 * PAGES,  # the engines of the trees to be timed need memory, too
         speculative_config={"model": str(head_folder), "tree": "chain"},
     )
     prompts = [render_prompt(llm.tokenizer, prompt) for prompt in prompts]
@@ -304,7 +305,8 @@ def _bench_speculation(arguments):
         _check_writable(Path(arguments.output))
     prompts = read_prompts(_prompt_file(arguments.prompts, arguments.model), count=arguments.num_prompts)
     folders = [resolve_head(source) for source in arguments.head]
-    base = LLM(arguments.model, device=arguments.device, dtype=arguments.dtype, max_num_seqs=1)
+    shared = dict(max_num_seqs=1, num_gpu_blocks_override=2)  # only its weights are used
+    base = LLM(arguments.model, device=arguments.device, dtype=arguments.dtype, **shared)
     prompts = [render_prompt(base.tokenizer, prompt) for prompt in prompts]
     with tempfile.TemporaryDirectory() as scratch:
         heads = []

@@ -42,7 +42,7 @@ def main(arguments=None):
     if options.output:
         Path(options.output).write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
-    return 1 if result["differing"] else 0
+    return 1 if result["differing"] or not result["compared"] else 0
 
 
 def long_run(minutes, num_compared, num_pages, seed):

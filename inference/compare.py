@@ -13,9 +13,10 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from ..kernels.tree_attention import PAGE
 from .llm import LLM
 from .sampling import SamplingParams
-from .tree import build_static_tree, load_tree, save_tree
+from .tree import MAX_NODES, build_static_tree, load_tree, save_tree
 
 
 def hardware_name(device):
@@ -31,6 +32,10 @@ def hardware_name(device):
         model = names[0] if names else model
     threads = torch.get_num_threads()
     return f"{model}, {threads} thread{'s' if threads > 1 else ''}"
+
+
+# Several engines share the device, so each gets a cache for one request of 4k tokens only.
+PAGES = (4096 + 2 * MAX_NODES) // PAGE
 
 
 class Contestant:
@@ -58,7 +63,7 @@ def compare(target, heads, prompts, temperatures=(0.0, 0.8), max_tokens=96, seed
     """
 
     def make_llm(speculative=None):
-        return LLM(target, max_num_seqs=1, speculative_config=speculative)
+        return LLM(target, max_num_seqs=1, num_gpu_blocks_override=PAGES, speculative_config=speculative)
 
     def contestants():
         yield Contestant("none", "none", make_llm())
@@ -70,6 +75,7 @@ def compare(target, heads, prompts, temperatures=(0.0, 0.8), max_tokens=96, seed
     total = len(temperatures) * len(prompts) * (1 + sum(len(trees) for _, _, trees in heads))
     with tqdm(total=total, desc="comparing", unit="output", disable=not use_tqdm, dynamic_ncols=True) as bar:
         for temperature in temperatures:
+            runs = None  # the engines of the temperature before give their memory back first
             runs = list(contestants())
             for run in runs:  # first calls pay for allocations and thread start-up
                 run.llm.generate([prompts[0]], SamplingParams(temperature=temperature, max_tokens=8, seed=seed))

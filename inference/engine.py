@@ -6,6 +6,7 @@ did for a request that had ended, or was preempted, is dropped; tokens are a fun
 again gives the same ones.
 """
 
+import contextlib
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -43,6 +44,12 @@ class Launched:
     logprobs: list  # per request None or what read_logprobs takes
     event: object  # passed when they are there; None on the CPU
     at: float  # when it was launched; on the CPU: done
+    num_read: int = 0  # requests that have been given their tokens
+
+
+def on_device(device):
+    """Triton and CUDA events look at the current device: this makes it `device`."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 class Engine:
@@ -58,6 +65,7 @@ class Engine:
             Step(decoder, cache, slots, self.tree, verifier, drafter), scheduler.max_num_seqs, captured
         )
         self.on_gpu = decoder.device.type == "cuda"
+        self.steps_late = 1 if self.on_gpu else 0  # how many steps may be unread when the next one is launched
         self.launched = deque()  # per step a list of Launched
         self.record_candidates = False  # measure_acceptance switches it on and reads `recorded`
         self.recorded = []  # (request, index of the root in its output, candidates per depth)
@@ -105,14 +113,15 @@ class Engine:
             )
             return cls(decoder, cache, scheduler, slots, eos_token_ids, drafter, tree, verifier, captured)
 
-        if num_pages is None:
-            workspace = make(1, False)._measure_workspace(max_num_batched_tokens) if device.type == "cuda" else 0
-            wanted = max_num_seqs * per_request
-            num_pages = pages_that_fit(
-                *shape, wanted, least=per_request, workspace=workspace, utilization=gpu_memory_utilization
-            )
-        engine = make(num_pages, captured)
-        engine.graphs.capture(progress)
+        with on_device(device):
+            if num_pages is None:
+                workspace = make(1, False)._measure_workspace(max_num_batched_tokens) if device.type == "cuda" else 0
+                wanted = max_num_seqs * per_request
+                num_pages = pages_that_fit(
+                    *shape, wanted, least=per_request, workspace=workspace, utilization=gpu_memory_utilization
+                )
+            engine = make(num_pages, captured)
+            engine.graphs.capture(progress)
         return engine
 
     @torch.no_grad()
@@ -123,14 +132,15 @@ class Engine:
         should not do so while somebody waits.
         """
         device = self.decoder.device
-        num_tokens = min(num_tokens, (self.slots.block_table.shape[1] - 1) * PAGE)
+        num_tokens = max(1, min(num_tokens, (self.slots.block_table.shape[1] - 1) * PAGE))
         before = torch.cuda.memory_allocated(device)
         for count in [*(n for n in (1, 20, 40, 100, 200, 300) if n < num_tokens), num_tokens]:
             torch.cuda.reset_peak_memory_stats(device)
             self._prefill_nobody(count)
         prefill = torch.cuda.max_memory_allocated(device) - before
         torch.cuda.reset_peak_memory_stats(device)
-        self.graphs.step(self.slots.on_device([self.slots.nobody] * self.graphs.sizes[-1]))
+        for filtered in (False, True):
+            self.graphs.step(self.slots.on_device([self.slots.nobody] * self.graphs.sizes[-1]), filtered)
         step = torch.cuda.max_memory_allocated(device) - before
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
@@ -152,7 +162,13 @@ class Engine:
 
         Returns the requests whose tokens were handed back.
         """
-        if not self.launched:
+        with on_device(self.decoder.device):
+            return self._step()
+
+    def _step(self):
+        if not self.scheduler.active:
+            # What is still unread belongs to requests that have ended: nobody waited for it.
+            self.launched.clear()
             self._read_until = time.perf_counter()
         scheduled = self.scheduler.schedule()
         self.slots.write_pages(scheduled.grown)
@@ -160,7 +176,7 @@ class Engine:
         # Both are launched before anything is read: a request that turns out to have ended is in `decode` still.
         now = []
         if scheduled.prefill:
-            now += self._prefill(scheduled.prefill)
+            now.append(self._prefill(scheduled.prefill))
         if scheduled.decode:
             now.append(self._decode(scheduled.decode))
         if now:
@@ -169,25 +185,23 @@ class Engine:
             for request in launched.requests:
                 request.in_flight += 1
         advanced = []
-        while len(self.launched) > (1 if now and self.on_gpu and not self.record_candidates else 0):
-            for launched in self.launched.popleft():
+        while len(self.launched) > (self.steps_late if now and not self.record_candidates else 0):
+            # An entry goes once it is read: an interrupt while waiting loses nothing.
+            for launched in self.launched[0]:
                 advanced += self._read(launched)
+            self.launched.popleft()
         return advanced
 
     def cancel(self, request):
         """Drop a request, whatever it is doing."""
         if not request.finished:
             request.status, request.finish_reason = Status.FINISHED, "abort"
-            self._release(request)
-
-    def _release(self, request):
-        self.scheduler.release(request)
-        self.metrics.num_requests_finished += 1
+            self.scheduler.release(request)
 
     # --- prefill ---
 
     def _prefill(self, chunks):
-        """Compute chunks of known tokens; where a request's last one is among them, draw its first token.  -> list of Launched"""
+        """Compute chunks of known tokens; where a request's last one is among them, draw its first token.  -> Launched"""
         compute = self._compute_packed if self.on_gpu else self._compute_chains
         hidden = compute(chunks)  # [chunks, H] at the last token of each
         for chunk in chunks:
@@ -197,7 +211,7 @@ class Engine:
         self.metrics.num_prefill_passes += 1
         done = [i for i, chunk in enumerate(chunks) if chunk.is_last]
         if not done:
-            return []
+            return self._hand_over("prefill", [], hidden[:0], None)
         requests = [chunks[i].request for i in done]
         hidden = hidden[self.slots.on_device(done)]
         roots = [request.output_token_ids[-1] if request.output_token_ids else 0 for request in requests]
@@ -208,7 +222,7 @@ class Engine:
         # A request that was preempted goes on from its newest token.
         fresh = [i for i, request in enumerate(requests) if not request.output_token_ids]
         if not fresh:
-            return []
+            return self._hand_over("prefill", [], hidden[:0], None)
         requests = [requests[i] for i in fresh]
         slots = self.slots.on_device([request.slot for request in requests])
         # The last token of the prompt is a node one above the root: the token behind it stands at L.
@@ -218,7 +232,7 @@ class Engine:
         self.slots.integers[slots, 1] = tokens
         self.slots.integers[slots, 2] = batch.remaining - 1
         emitted = torch.stack((torch.ones_like(tokens), tokens), 1)
-        return [self._hand_over("prefill", requests, emitted, lambda i: logits[i : i + 1])]
+        return self._hand_over("prefill", requests, emitted, lambda i: logits[i : i + 1])
 
     def _compute_packed(self, chunks):
         """All chunks in one pass.  -> hidden [chunks, H] of their last tokens"""
@@ -307,17 +321,21 @@ class Engine:
         if launched.event is not None:
             launched.event.synchronize()
         advanced = []
-        for i, (request, epoch) in enumerate(zip(launched.requests, launched.epochs)):
-            if request.epoch != epoch or request.finished:
-                continue  # preempted, ended or cancelled since
-            request.in_flight -= 1
-            count, *tokens = launched.emitted[i].tolist()
-            kept = self._hand_back(request, tokens[:count], launched.logprobs[i])
-            if launched.kind == "decode":
-                self._count(request, count, kept)
-            if request.finished:
-                self._release(request)
-            advanced.append(request)
+        while launched.num_read < len(launched.requests):
+            i = launched.num_read
+            request = launched.requests[i]
+            # Else it was preempted, has ended or was cancelled since.
+            if request.epoch == launched.epochs[i] and not request.finished:
+                count, *tokens = launched.emitted[i].tolist()
+                kept = self._hand_back(request, tokens[:count], launched.logprobs[i])
+                request.in_flight -= 1
+                if launched.kind == "decode":
+                    self._count(request, count, kept)
+                advanced.append(request)
+            if request.finished and request.slot is not None:
+                self.scheduler.release(request)
+                self.metrics.num_requests_finished += 1
+            launched.num_read += 1
         now = time.perf_counter() if self.on_gpu else launched.at
         if launched.kind == "prefill":
             self.metrics.prefill_seconds += now - self._read_until

@@ -117,7 +117,9 @@ class LLM:
             check_head_fits(head, config)
         tree = choose_tree(speculative, head)
         limit = config.max_position_embeddings
-        self.max_model_len = limit if max_model_len is None else max_model_len
+        if max_model_len is None:
+            max_model_len = shared.max_model_len if shared else limit
+        self.max_model_len = max_model_len
         if not isinstance(self.max_model_len, int) or not 2 <= self.max_model_len <= limit:
             raise ValueError(f"max_model_len must be from 2 to the model's own limit of {limit}, got {max_model_len!r}")
 

@@ -71,7 +71,9 @@ class SamplingParams(_Fields):
         )
         require(real(self.top_p) and 0 < self.top_p <= 1, "top_p", "in (0, 1]")
         require(
-            whole(self.top_k) and self.top_k >= -1, "top_k", "a whole number: 0 or -1 for all, else how many to keep"
+            whole(self.top_k) and -1 <= self.top_k < 2**31,
+            "top_k",
+            "a whole number: 0 or -1 for all, else how many to keep",
         )
         require(
             self.max_tokens is None or (whole(self.max_tokens) and self.max_tokens >= 1),

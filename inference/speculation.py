@@ -86,6 +86,7 @@ def choose_verifier(speculative, tree, device):
         return strict
     if (rates is None) == (length is None):
         raise ValueError("the verifier 'synthetic' takes acceptance_rates or acceptance_length, one of the two")
-    if rates is not None and len(rates) < tree.max_depth:
+    rule = Synthetic(rates if rates is not None else rates_for_length(length, tree.max_depth), device)
+    if len(rule.rates) < tree.max_depth:
         raise ValueError(f"acceptance_rates has {len(rates)} positions, the drafts are {tree.max_depth} deep")
-    return Synthetic(rates if rates is not None else rates_for_length(length, tree.max_depth), device)
+    return rule

@@ -15,6 +15,9 @@ from ..kernels.sample import keep_top, sample_tokens
 from ..kernels.tree_attention import build_tree_index
 from .decoder import ForwardPass
 
+# Sorting the vocabulary takes some 30 bytes per row and token: so many rows are filtered at once.
+FILTERED_ROWS = 256
+
 
 @dataclass(frozen=True)
 class StepOutput:
@@ -66,13 +69,21 @@ class Step:
 def draw(batch, logits, filtered, slots):
     """The target's own token behind every node: at L + depth + 1 for a node of that depth.  logits [M, V] -> [M]"""
     temperature, (seed, sample, position) = batch.node_temperature, batch.draws
-    if filtered:
-        of_nodes = (len(batch.slots), -1)
-        early = position.view(of_nodes) < batch.min_position[:, None]  # [B, N]
-        forbidden = early[:, :, None] & slots.stop_mask[batch.slots][:, None]
-        logits = logits.masked_fill(forbidden.flatten(0, 1), -torch.inf)
-        top_k, top_p = (x[:, None].expand_as(early).flatten() for x in (batch.top_k, batch.top_p))
-        logits = keep_top(logits, temperature, top_k, top_p)
+    if not filtered:
+        return sample_tokens(logits, temperature, seed, sample, position)
+    of_nodes = (len(batch.slots), position.shape[0] // len(batch.slots))
+
+    def per_node(x):
+        return x[:, None].expand(of_nodes).flatten()
+
+    early = position < per_node(batch.min_position)  # [M]
+    slot, top_k, top_p = per_node(batch.slots), per_node(batch.top_k), per_node(batch.top_p)
+    tokens = []
+    for block in torch.arange(len(position), device=position.device).split(FILTERED_ROWS):
+        forbidden = early[block, None] & slots.stop_mask[slot[block]]
+        scores = logits[block].masked_fill(forbidden, -torch.inf)
+        scores = keep_top(scores, temperature[block], top_k[block], top_p[block])
         # The scores are divided already; 1 and 0 only say where noise is wanted.
-        temperature = (temperature > 0).to(temperature.dtype)
-    return sample_tokens(logits, temperature, seed, sample, position)
+        noisy = (temperature[block] > 0).to(temperature.dtype)
+        tokens.append(sample_tokens(scores, noisy, seed[block], sample[block], position[block]))
+    return torch.cat(tokens)

@@ -19,6 +19,8 @@ def target_config(model, load_format):
     from transformers import AutoConfig, PreTrainedConfig
 
     if isinstance(model, nn.Module):
+        if load_format != "auto":
+            raise ValueError("a loaded model has its weights: load_format belongs to a folder, a Hub id or a config")
         return model.config, getattr(model.config, "_name_or_path", "") or type(model).__name__
     if isinstance(model, PreTrainedConfig):
         if load_format != "dummy":

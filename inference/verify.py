@@ -30,7 +30,8 @@ class Synthetic:
     """
 
     def __init__(self, rates, device):
-        if not rates or any(not 0 <= rate <= 1 for rate in rates) or sorted(rates, reverse=True) != list(rates):
+        numbers = isinstance(rates, list | tuple) and all(isinstance(rate, int | float) for rate in rates)
+        if not numbers or not rates or not 0 <= min(rates) <= max(rates) <= 1 or sorted(rates)[::-1] != list(rates):
             raise ValueError(
                 f"acceptance_rates are the unconditional rates of position 1, 2, ...: falling, from 0 to 1; got {rates!r}"
             )
@@ -52,9 +53,9 @@ class Synthetic:
 
 def rates_for_length(acceptance_length, depth):
     """Falling rates r, r^2, ... r^depth whose sum plus one is `acceptance_length`. ValueError if no r in [0, 1] does it."""
-    if not 1 <= acceptance_length <= depth + 1:
+    if not isinstance(acceptance_length, int | float) or not 1 <= acceptance_length <= depth + 1:
         raise ValueError(
-            f"acceptance_length must be from 1 to {depth + 1} tokens per step with drafts {depth} deep, got {acceptance_length}"
+            f"acceptance_length must be from 1 to {depth + 1} tokens per step with drafts {depth} deep, got {acceptance_length!r}"
         )
     low, high = 0.0, 1.0
     for _ in range(60):

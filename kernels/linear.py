@@ -167,6 +167,8 @@ def map_of_rows(x, rows, depth):
     goes on behind x (empty_rows), the map covers it: whatever stands there reaches only rows that nobody stores.
     """
     M, K = x.shape
+    if rows < M:
+        return None  # more than one tile of rows: a product that the large tiles do not take
     room = (x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()) // K
     if room >= rows:
         return TensorDescriptor(x, [rows, K], [K, 1], [rows, depth])

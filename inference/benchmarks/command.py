@@ -28,7 +28,7 @@ def add_benchmarks(benchmarks, add_command, add_device):
     step.add_argument(
         "--lm-head",
         default="own,shared",
-        help="whose lm_head the Medusa heads use: own, shared, both (default) or none",
+        help="whose lm_head the Medusa heads use: own, shared, own,shared for both (default) or none",
     )
     step.add_argument(
         "--baseline",

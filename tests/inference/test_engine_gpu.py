@@ -18,6 +18,7 @@ from headstart.inference.sampling import SamplingParams
 from headstart.inference.shapes import config_of
 from headstart.inference.tree import build_static_tree, chain
 from headstart.kernels import tree_attention as attention_module
+from headstart.kernels.linear import decode_parts
 
 pytestmark = pytest.mark.gpu
 
@@ -76,8 +77,14 @@ def test_speculation_changes_no_bit(wide, temperature):
 
 def test_filters_keep_the_equality(wide):
     prompts = make_prompts(wide.engine.decoder.vocab_size)[:6]
-    filters = dict(temperature=0.9, top_k=40, top_p=0.9, max_tokens=40)
-    plain = run(LLM(wide, max_model_len=1024, max_num_seqs=1), prompts, **filters)
+    filters = dict(temperature=0.9, top_k=40, top_p=0.9, max_tokens=40, logprobs=1)
+    alone = LLM(wide, max_model_len=1024, max_num_seqs=1)
+    found = run(alone, prompts, **filters)
+    # Tokens that come up early and late: min_tokens must keep the early ones out.
+    filters |= dict(min_tokens=12, stop_token_ids=[tokens[i] for tokens, _ in found for i in (5, 25)])
+    plain = run(alone, prompts, **filters)
+    assert any(len(tokens) < 40 for tokens, _ in plain)
+    assert all(len(tokens) >= 12 for tokens, _ in plain)
     assert run(speculating(wide, prompts, plain, RAGGED, 8), prompts, **filters) == plain
 
 
@@ -173,13 +180,7 @@ def test_equality_breaks_if_the_split_depends_on_the_rows(outputs_differ, monkey
     parts = decoder_module.linear_parts
 
     def by_rows(x, w, b=None):
-        if x.shape[0] <= 8:
-            return parts(x, w, b)
-        half = w.shape[1] // 2
-        first, second = (
-            parts(x[:, i].contiguous(), w[:, i].contiguous()).sum(0) for i in (slice(half), slice(half, None))
-        )
-        return (first.float() + second.float()).to(x.dtype)[None]
+        return parts(x, w, b) if x.shape[0] <= 8 else decode_parts(x.contiguous(), w, b, splits=4)
 
     monkeypatch.setattr(decoder_module, "linear_parts", by_rows)
     assert outputs_differ()

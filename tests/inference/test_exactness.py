@@ -5,6 +5,7 @@ path occurs; the target is a small random model, whose near-ties make it a stric
 """
 
 import random
+import time
 
 import pytest
 import torch
@@ -139,6 +140,63 @@ def test_preemption_changes_no_bit(target, plain, speculation):
     assert run(llm, prompts, temperature=0.8, **LONG) == found[0.8]
     assert llm.get_metrics()["num_preemptions"] > 0
     llm.engine.scheduler.check()
+
+
+def test_reading_late_changes_no_bit(target, plain):
+    """As on a GPU: a step is launched before the one before it is read. Requests end, are preempted and cancelled meanwhile."""
+    prompts, found = plain
+    stops = [tokens[40] for tokens, _ in found[0.8][-2:]]
+    params = seeded(len(prompts), temperature=0.8, stop_token_ids=stops, **LONG)
+    expected = [o.outputs[0].token_ids for o in LLM(target, max_num_seqs=1).generate(prompts, params)]
+    assert len({len(tokens) for tokens in expected}) > 3, "requests must end at different places"
+    llm = speculating(target, RAGGED, tokens_of(found[0.8]), prompts, max_num_seqs=6, num_gpu_blocks_override=9)
+    llm.engine.steps_late = 1
+    assert [o.outputs[0].token_ids for o in llm.generate(prompts, params)] == expected
+    assert llm.get_metrics()["num_preemptions"] > 0
+    # What was launched for requests that have ended does not count as time, however late the next call comes.
+    before = llm.get_metrics()["decode_seconds"]
+    time.sleep(0.5)
+    llm.generate(prompts[:1], params[:1])
+    assert llm.get_metrics()["decode_seconds"] - before < 0.4
+    doomed = llm._make_requests(None, prompts[3], params[3])[0]
+    llm.engine.scheduler.add(doomed)
+    for _ in range(4):
+        llm.engine.step()
+    llm.engine.cancel(doomed)
+    assert [o.outputs[0].token_ids for o in llm.generate(prompts, params)] == expected
+    llm.engine.scheduler.check()
+    assert llm.engine.scheduler.num_free_pages == llm.engine.scheduler.num_pages
+
+
+def test_an_interrupt_while_reading_loses_no_token(target, plain, monkeypatch):
+    prompts, found = plain
+    llm = LLM(target, max_num_seqs=2)
+    llm.engine.steps_late = 1
+    params = seeded(2, temperature=0.8, **LONG)
+    stream = llm._make_requests(None, prompts[1], params[1])[0]
+    llm.engine.scheduler.add(stream)
+    hand_back, calls = llm.engine._hand_back, []
+
+    def interrupted(*arguments):
+        calls.append(1)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return hand_back(*arguments)
+
+    monkeypatch.setattr(llm.engine, "_hand_back", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([prompts[0]], params[:1])
+    while not stream.finished:
+        llm.engine.step()
+    assert stream.output_token_ids == found[0.8][1][0]
+
+
+def test_prompt_time_is_counted_chunk_by_chunk(target):
+    llm = LLM(target, max_num_batched_tokens=16)
+    started = time.perf_counter()
+    llm.generate([[5] * 400], SamplingParams(max_tokens=1))
+    wall = time.perf_counter() - started
+    assert llm.get_metrics()["prefill_seconds"] > 0.5 * wall
 
 
 def test_prefix_reuse_changes_no_bit(target, plain):

@@ -128,7 +128,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_company(n, k, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("width", "k"), [(14336, 4096), (6000, 520), (97, 129), (104, 64)])
+@pytest.mark.parametrize(("width", "k"), [(14336, 4096), (6000, 520), (97, 129), (104, 64), (100, 64)])
 def test_gate_up_silu_has_the_same_bits_for_any_number_of_rows(width, k, dtype):
     x, w, b = operands(2048, 2 * width, k, dtype, "cuda")
     alone = torch.cat([gate_up_silu(x[row : row + 1], w, b) for row in range(16)])
