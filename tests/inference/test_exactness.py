@@ -209,6 +209,22 @@ def test_prefix_reuse_changes_no_bit(target, plain):
     assert again == computed - 64 * sum((len(p) - 1) // 64 for p in prompts)
 
 
+def test_filters_change_no_bit(target, plain):
+    prompts = plain[0][:6]
+    filters = dict(temperature=0.9, top_k=40, top_p=0.95, max_tokens=40, logprobs=1)
+    alone = LLM(target, max_num_seqs=1)
+    found = run(alone, prompts, **filters)
+    # Of one request a token that comes up late and ends it, of the next one that comes up early and must be kept out.
+    stops = [tokens[5 if i % 2 else 25] for i, (tokens, _) in enumerate(found)]
+    filters |= dict(min_tokens=12, stop_token_ids=stops[:2])
+    expected = run(alone, prompts, **filters)
+    assert any(len(tokens) < 40 for tokens, _ in expected)
+    assert all(len(tokens) >= 12 for tokens, _ in expected)
+    llm = speculating(target, RAGGED, tokens_of(expected), prompts, max_num_seqs=6)
+    llm.engine.steps_late = 1
+    assert run(llm, prompts, **filters) == expected
+
+
 def test_chunked_prefill_changes_no_bit(target, plain):
     prompts, found = plain
     llm = LLM(target, max_num_seqs=8, max_num_batched_tokens=23)
