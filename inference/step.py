@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ..kernels.keep_top import keep_top
 from ..kernels.kv_commit import kv_commit
-from ..kernels.sample import keep_top, sample_tokens
+from ..kernels.sample import sample_tokens
 from ..kernels.tree_attention import build_tree_index
 from .decoder import ForwardPass
 

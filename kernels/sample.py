@@ -1,11 +1,10 @@
-"""From logits to tokens: the draw, the best tokens of a row, the law's normaliser, and top-k / top-p.
+"""From logits to tokens: the draw, the best tokens of a row, and the law's normaliser. Top-k and top-p: keep_top.py.
 
     score of token v = logits[v] / T + G(seed, sample, position, v)      G: Gumbel noise of kernels/philox.py; T = 0: logits[v]
 
     sample_tokens   the token of the highest score (a draw from softmax(logits / T))           [M, V] -> [M]
     top_tokens      the `width` tokens of the highest scores, best first                       [M, V] -> [M, width]
     log_sum_exp     log(sum(exp(logits)))                                                      [M, V] -> fp32 [M]
-    keep_top        logits / T, minus infinity for what top-k and top-p leave out              [M, V] -> fp32 [M, V]
 
 Scores are fp32, the division is IEEE's. Ties go to the lowest token id; NaN counts as minus infinity. A drafter that ranks its own
 logits with the target's seed, sample and position sees the very same noise. On a GPU the vocabulary is cut into fixed chunks, so
@@ -60,27 +59,6 @@ def log_sum_exp_reference(logits):
         half = terms.shape[1] // 2
         terms = terms[:, :half] + terms[:, half:]
     return (highest + torch.log(terms)).squeeze(1)
-
-
-def scaled_reference(logits, temperature):
-    """logits / T in fp32 (T = 0: logits), NaN as minus infinity, minus zero as zero.  [M, V], [M] -> [M, V]"""
-    scores = logits.float() / torch.where(temperature > 0, temperature.float(), 1)[:, None]
-    return torch.where(scores.isnan(), -torch.inf, scores) + 0.0
-
-
-def keep_top_reference(logits, temperature, top_k, top_p):
-    """The rule in plain torch. Rows of temperature 0 keep everything."""
-    scores = scaled_reference(logits, temperature)
-    ordered, order = scores.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(scores.shape[1], device=scores.device)
-    limit = torch.where(top_k > 0, top_k.long(), scores.shape[1])[:, None]
-    keep = rank < limit
-    probability = ordered.masked_fill(~keep, -torch.inf).double().softmax(-1)
-    # A token stays if those before it do not yet make up top_p: the first one always does.
-    share = top_p.double()[:, None]
-    keep &= (probability.cumsum(-1) - probability < share) | (share >= 1)
-    keep |= (temperature <= 0)[:, None]
-    return scores.masked_fill(~torch.zeros_like(keep).scatter(-1, order, keep), -torch.inf)
 
 
 @jit
@@ -170,75 +148,6 @@ def _merge_sums(highest, sums, out, num_chunks, BLOCK: tl.constexpr):
     tl.store(out + row, shift + tl.log(tl.sum(scaled, 0)))
 
 
-@jit
-def _scale(logits, temperature, scores, vocab_size, BLOCK: tl.constexpr):
-    row = tl.program_id(1).to(tl.int64)
-    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = token < vocab_size
-    x = tl.load(logits + row * vocab_size + token, mask=inside).to(tl.float32)
-    heat = tl.load(temperature + row).to(tl.float32)
-    heat = tl.where(heat > 0, heat, 1.0)
-    x = tl.div_rn(x, tl.full(x.shape, 1.0, tl.float32) * heat)
-    x = tl.where(x == x, x, float("-inf"))
-    tl.store(scores + row * vocab_size + token, tl.where(x == 0.0, 0.0, x), mask=inside)
-
-
-@jit
-def _weights(ordered, row, rank, limit, vocab_size):
-    """exp(score - highest score) in fp64 of the tokens at `rank`, 0 from `limit` on."""
-    top = tl.load(ordered + row * vocab_size)
-    x = tl.load(ordered + row * vocab_size + rank, mask=rank < limit, other=float("-inf"))
-    return tl.where(x == top, 1.0, tl.exp(x.to(tl.float64) - top.to(tl.float64)))
-
-
-@jit
-def _limit(top_k, row, vocab_size):
-    k = tl.load(top_k + row).to(tl.int64)
-    return tl.where(k > 0, tl.minimum(k, vocab_size), vocab_size)
-
-
-@jit(do_not_specialize=["num_chunks"])
-def _share_sums(ordered, top_k, sums, vocab_size, num_chunks, CHUNK: tl.constexpr):
-    pid = tl.program_id(0)
-    row, chunk = (pid // num_chunks).to(tl.int64), pid % num_chunks
-    rank = chunk * CHUNK + tl.arange(0, CHUNK)
-    tl.store(sums + pid, tl.sum(_weights(ordered, row, rank, _limit(top_k, row, vocab_size), vocab_size), 0))
-
-
-@jit(do_not_specialize=["num_chunks"])
-def _keep(
-    ordered,
-    order,
-    sums,
-    temperature,
-    top_k,
-    top_p,
-    scores,
-    vocab_size,
-    num_chunks,
-    CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-):
-    pid = tl.program_id(0)
-    row, chunk = (pid // num_chunks).to(tl.int64), pid % num_chunks
-    rank = chunk * CHUNK + tl.arange(0, CHUNK)
-    inside = rank < vocab_size
-    limit = _limit(top_k, row, vocab_size)
-    share = tl.load(top_p + row).to(tl.float64)
-    c = tl.arange(0, CHUNKS)
-    parts = tl.load(sums + row * num_chunks + c, mask=c < num_chunks, other=0.0)
-    before = tl.sum(tl.where(c < chunk, parts, 0.0), 0)
-    weight = _weights(ordered, row, rank, limit, vocab_size)
-    greedy = tl.load(temperature + row) <= 0
-    limit = tl.where(greedy, vocab_size, limit)
-    bound = tl.where(greedy | (share >= 1), float("inf"), share * tl.sum(parts, 0))
-    # A token stays if those before it do not yet make up top_p: the first one always does.
-    keep = (rank < limit) & (before + (tl.cumsum(weight, 0) - weight) < bound)
-    x = tl.load(ordered + row * vocab_size + rank, mask=inside, other=0.0)
-    token = tl.load(order + row * vocab_size + rank, mask=inside, other=0)
-    tl.store(scores + row * vocab_size + token, tl.where(keep, x, float("-inf")), mask=inside)
-
-
 def sample_tokens(logits, temperature=None, seed=None, sample=None, position=None):
     """The token of the highest score of every row.  logits [M, V] -> int64 [M]
 
@@ -246,7 +155,7 @@ def sample_tokens(logits, temperature=None, seed=None, sample=None, position=Non
     Raises ValueError for shapes that do not fit.
     """
     if not on_triton(logits):
-        _check("sample_tokens", logits, temperature, seed, sample, position)
+        check_rows("sample_tokens", logits, temperature, seed, sample, position)
         return scores_reference(logits, temperature, seed, sample, position).argmax(-1)
     return top_tokens(logits, 1, temperature, seed, sample, position).squeeze(1)
 
@@ -256,7 +165,7 @@ def top_tokens(logits, width, temperature=None, seed=None, sample=None, position
 
     The other arguments are those of sample_tokens. Raises ValueError for shapes that do not fit and widths outside [1, MAX_WIDTH].
     """
-    _check("top_tokens", logits, temperature, seed, sample, position)
+    check_rows("top_tokens", logits, temperature, seed, sample, position)
     rows, vocab_size = logits.shape
     if not 1 <= width <= min(MAX_WIDTH, vocab_size):
         raise ValueError(f"top_tokens takes a width from 1 to {min(MAX_WIDTH, vocab_size)}, got {width}")
@@ -278,7 +187,7 @@ def top_tokens(logits, width, temperature=None, seed=None, sample=None, position
 
 def log_sum_exp(logits):
     """log(sum(exp(logits))) of every row.  [M, V] -> fp32 [M]; ValueError for another rank"""
-    _check("log_sum_exp", logits)
+    check_rows("log_sum_exp", logits)
     if not on_triton(logits):
         return log_sum_exp_reference(logits)
     rows, vocab_size = logits.shape
@@ -298,35 +207,7 @@ def log_sum_exp(logits):
     return out
 
 
-def keep_top(logits, temperature, top_k, top_p):
-    """Scores logits / T in which what top-k and top-p leave out is minus infinity.  logits [M, V] -> fp32 [M, V]
-
-    temperature [M]: rows of 0 are neither divided nor cut. top_k [M] integers: 0 keeps all. top_p [M] in (0, 1]: of the likeliest
-    tokens that top_k left, those stay before which less than top_p has been counted. Raises ValueError for shapes that do not fit.
-    """
-    _check("keep_top", logits, temperature, top_k, top_p)
-    if not on_triton(logits):
-        return keep_top_reference(logits, temperature, top_k, top_p)
-    rows, vocab_size = logits.shape
-    scores = torch.empty(rows, vocab_size, dtype=torch.float32, device=logits.device)
-    if not rows:
-        return scores
-    temperature, top_k, top_p = temperature.contiguous(), top_k.contiguous(), top_p.contiguous()
-    _scale[(triton.cdiv(vocab_size, _CHUNK), rows)](
-        logits.contiguous(), temperature, scores, vocab_size, _CHUNK, num_warps=4
-    )
-    ordered, order = torch.sort(scores, dim=-1, descending=True, stable=True)
-    chunks = triton.cdiv(vocab_size, _CHUNK)
-    sums = torch.empty(rows, chunks, dtype=torch.float64, device=logits.device)
-    _share_sums[(rows * chunks,)](ordered, top_k, sums, vocab_size, chunks, _CHUNK, num_warps=4, enable_fp_fusion=False)
-    _keep[(rows * chunks,)](
-        ordered, order, sums, temperature, top_k, top_p, scores, vocab_size, chunks, _CHUNK, triton.next_power_of_2(chunks),
-        num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
-    return scores
-
-
-def _check(op, logits, *per_row):
+def check_rows(op, logits, *per_row):
     """logits [M, V], the rest [M] (or all None)."""
     if logits.dim() != 2:
         raise ValueError(f"{op} takes logits [M, V], got {tuple(logits.shape)}")

@@ -6,7 +6,7 @@ import torch
 from headstart import SamplingParams
 from headstart.inference.slots import SlotTable
 from headstart.inference.step import draw
-from headstart.kernels.sample import keep_top
+from headstart.kernels.keep_top import keep_top
 
 
 @pytest.mark.parametrize(

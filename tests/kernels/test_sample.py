@@ -7,9 +7,9 @@ import torch
 
 from headstart.kernels import sample
 from headstart.kernels.jit import jit, tl
+from headstart.kernels.keep_top import keep_top
 from headstart.kernels.philox import chunk_words, gumbel, gumbel_of_word, random_words
 from headstart.kernels.sample import (
-    keep_top,
     log_sum_exp,
     sample_tokens,
     scores_reference,
