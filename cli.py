@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 from headstart.inference.benchmarks.command import add_benchmarks
+from headstart.inference.output_files import check_writable
 
 # Which held-out prompts are for what: a tree is never measured on the prompts that the comparison reports.
 COMPARED_PROMPTS = 16
@@ -252,7 +253,7 @@ def _tree(arguments):
         raise ValueError(f"--nodes must be auto or from 1 to {MAX_NODES}, got {arguments.nodes!r}")
     head_folder = resolve_head(arguments.source)
     output = Path(arguments.output) if arguments.output else Path(arguments.source) / "tree.json"
-    _check_writable(output)
+    check_writable(output)
     model = arguments.model or _target_of(arguments.source, load_head(head_folder))
     _check_count(arguments.num_prompts)
     own = Path(arguments.source) / "heldout.jsonl"  # what the training kept out of its data
@@ -302,7 +303,7 @@ def _bench_speculation(arguments):
 
     _check_count(arguments.num_prompts)
     if arguments.output:
-        _check_writable(Path(arguments.output))
+        check_writable(Path(arguments.output))
     prompts = read_prompts(_prompt_file(arguments.prompts, arguments.model), count=arguments.num_prompts)
     folders = [resolve_head(source) for source in arguments.head]
     shared = dict(max_num_seqs=1, num_gpu_blocks_override=2)  # only its weights are used
@@ -348,16 +349,6 @@ def _report(arguments):
 def _check_count(number):
     if number < 1:
         raise ValueError(f"--num-prompts must be at least 1, got {number}")
-
-
-def _check_writable(path):
-    """Raise ValueError now, not after minutes of work, if a file cannot be written at `path`."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror or error}; name another file with --output") from error
 
 
 def _prompt_file(given, model):

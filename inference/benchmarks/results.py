@@ -6,7 +6,6 @@ The object: benchmark, date, hardware, torch and triton versions, commit, comman
 import json
 import subprocess
 import sys
-import tempfile
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import torch
 
 from ..compare import hardware_name
+from ..output_files import check_writable
 
 RESULTS = Path("benchmarks") / "results"
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,7 +30,7 @@ class Report:
         self.columns, self.rows, self.facts, self._headed = columns, [], {}, False
         self.path = None if output is None else result_path(output)
         if self.path is not None:
-            _check_writable(self.path)
+            check_writable(self.path)
         self.head = {
             "benchmark": name,
             "date": date.today().isoformat(),
@@ -75,16 +75,6 @@ class Report:
             print(f"written to {self.path}")
         print(json.dumps(content), flush=True)
         return content
-
-
-def _check_writable(path):
-    """Raise ValueError now, not after minutes of work, if a file cannot be written at `path`."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror or error}; name another file with --output") from error
 
 
 def result_path(output):
