@@ -151,6 +151,14 @@ def test_cancelled_requests_leave_no_trace(wide):
     assert llm.engine.scheduler.num_free_pages == llm.engine.scheduler.num_pages
 
 
+def test_a_context_of_less_than_a_page_runs(wide):
+    short = LLM(wide, max_model_len=32, max_num_seqs=2)
+    long = LLM(wide, max_model_len=1024, max_num_seqs=2)
+    for params in (dict(temperature=0.0), dict(temperature=0.8)):
+        (found,), (expected,) = (run(llm, [[1, 2, 3]], max_tokens=20, **params) for llm in (short, long))
+        assert found == expected
+
+
 def test_too_little_memory_says_what_would_fit(wide):
     with pytest.raises(ValueError, match=r"max_model_len \d+"):
         LLM(wide, max_model_len=1024, max_num_seqs=4, gpu_memory_utilization=0.001)

@@ -127,6 +127,16 @@ def test_a_row_has_the_same_bits_alone_and_in_any_company(n, k, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", GPU_DTYPES)
+def test_eight_thousand_rows_are_those_of_one(dtype):
+    x, w, b = operands(8192, 1000, 520, dtype, "cuda")
+    for rows in (4097, 8191, 8192):
+        found = linear(x[:rows], w, b)
+        for row in (0, 1, 255, 256, 4000, 4096, rows - 1):
+            assert torch.equal(found[row], linear(x[row : row + 1], w, b)[0]), (rows, row)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("width", "k"), [(14336, 4096), (6000, 520), (97, 129), (104, 64), (100, 64)])
 def test_gate_up_silu_has_the_same_bits_for_any_number_of_rows(width, k, dtype):
