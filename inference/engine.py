@@ -43,7 +43,7 @@ class Launched:
     emitted: torch.Tensor  # [B, 1 + J] on the host: how many tokens, then they
     logprobs: list  # per request None or what read_logprobs takes
     event: object  # passed when they are there; None on the CPU
-    at: float  # when it was launched; on the CPU: done
+    at: float  # when it was launched; where nothing is read late: done
     num_read: int = 0  # requests that have been given their tokens
 
 
@@ -336,7 +336,7 @@ class Engine:
                 self.scheduler.release(request)
                 self.metrics.num_requests_finished += 1
             launched.num_read += 1
-        now = time.perf_counter() if self.on_gpu else launched.at
+        now = time.perf_counter() if self.steps_late else launched.at
         if launched.kind == "prefill":
             self.metrics.prefill_seconds += now - self._read_until
         else:

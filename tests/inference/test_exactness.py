@@ -151,6 +151,14 @@ def test_reading_late_changes_no_bit(target, plain):
     assert len({len(tokens) for tokens in expected}) > 3, "requests must end at different places"
     llm = speculating(target, RAGGED, tokens_of(found[0.8]), prompts, max_num_seqs=6, num_gpu_blocks_override=9)
     llm.engine.steps_late = 1
+    step = llm.engine.step
+
+    def checked_step():
+        advanced = step()
+        llm.engine.scheduler.check()
+        return advanced
+
+    llm.engine.step = checked_step
     assert [o.outputs[0].token_ids for o in llm.generate(prompts, params)] == expected
     assert llm.get_metrics()["num_preemptions"] > 0
     # What was launched for requests that have ended does not count as time, however late the next call comes.
@@ -186,7 +194,7 @@ def test_an_interrupt_while_reading_loses_no_token(target, plain, monkeypatch):
     monkeypatch.setattr(llm.engine, "_hand_back", interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.generate([prompts[0]], params[:1])
-    while not stream.finished:
+    for _ in range(200):
         llm.engine.step()
     assert stream.output_token_ids == found[0.8][1][0]
 
