@@ -162,9 +162,12 @@ def test_reading_late_changes_no_bit(target, plain):
     assert [o.outputs[0].token_ids for o in llm.generate(prompts, params)] == expected
     assert llm.get_metrics()["num_preemptions"] > 0
     # What was launched for requests that have ended does not count as time, however late the next call comes.
+    stopped = next(i for i, tokens in enumerate(expected) if len(tokens) < LONG["max_tokens"])
+    llm.generate([prompts[stopped]], [params[stopped]])
+    assert llm.engine.launched, "a step was launched before the stop token was read"
     before = llm.get_metrics()["decode_seconds"]
     time.sleep(0.5)
-    llm.generate(prompts[:1], params[:1])
+    llm.generate([prompts[stopped]], [params[stopped]])
     assert llm.get_metrics()["decode_seconds"] - before < 0.4
     doomed = llm._make_requests(None, prompts[3], params[3])[0]
     llm.engine.scheduler.add(doomed)
