@@ -10,6 +10,7 @@ Letters: B requests, N nodes, D the tree's greatest depth.
 import torch
 
 from ..kernels.verify_strict import verify_strict
+from ..kernels.verify_synthetic import verify_synthetic
 
 VERIFIERS = ("strict", "synthetic")
 
@@ -38,17 +39,8 @@ class Synthetic:
         self.rates = torch.tensor(rates, dtype=torch.float64, device=device)
 
     def __call__(self, tree, tokens, target_tokens, batch):
-        # The finaliser of splitmix64 over seed and position; its upper 53 bits as a number in [0, 1).
-        x = batch.seed + batch.committed * -0x61C8864680B583EB
-        x = (x ^ (x >> 30 & (1 << 34) - 1)) * -0x40A7B892E31B1A47
-        x = (x ^ (x >> 27 & (1 << 37) - 1)) * -0x6B2FB644ECCEEE15
-        uniform = (x >> 11 & (1 << 53) - 1).double() * 2.0**-53  # [B]
-        rates = self.rates[: tree.max_depth]
-        num_accepted = (uniform[:, None] < rates).sum(1)
-        num_accepted = torch.minimum(num_accepted, (batch.remaining - 1).clamp_min(0))
-        path = tree.ancestors[tree.deepest].expand(tokens.shape[0], -1)
-        bonus = target_tokens.gather(1, path.gather(1, num_accepted[:, None])).squeeze(1)
-        return path, num_accepted, bonus
+        path = tree.ancestors[tree.deepest]
+        return verify_synthetic(path, self.rates, batch.seed, batch.committed, batch.remaining, target_tokens)
 
 
 def rates_for_length(acceptance_length, depth):
@@ -68,7 +60,10 @@ def rates_for_length(acceptance_length, depth):
 
 
 class TreeTensors:
-    """A topology on a device: parents, depths and ranks [N], ancestors [N, D + 1]; `deepest`: the first node of depth D."""
+    """A topology on a device: parents, depths and ranks [N], ancestors [N, D + 1]; `deepest`: the first node of depth D.
+
+    columns [N - 1]: where each node but the root stands among candidates [D, W] laid out flat, W the greatest of the tree's widths.
+    """
 
     def __init__(self, tree, device):
         self.tree = tree
@@ -78,3 +73,4 @@ class TreeTensors:
         self.ranks = torch.tensor(tree.ranks, device=device)
         self.ancestors = torch.tensor(tree.ancestors, device=device)
         self.deepest = tree.depths.index(tree.max_depth)
+        self.columns = (self.depths[1:] - 1) * max(tree.widths, default=0) + self.ranks[1:]

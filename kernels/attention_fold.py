@@ -151,11 +151,14 @@ def pad_dim(dim):
     return max(16, triton.next_power_of_2(dim))
 
 
-def count_stages(dim, dtype):
-    """Tiles in flight, as many as leave room for a second block of 64 queries on a multiprocessor (for wide heads: for one)."""
+def count_stages(dim, dtype, alone=False):
+    """Tiles in flight: as many as leave room for a second block of 64 queries on a multiprocessor (for wide heads: for one).
+
+    alone: there are no more programs than multiprocessors, and one tile more is in flight.
+    """
     if dtype.itemsize > 2:
         return 2 if dim <= 64 else 1
-    return 3 if dim <= 128 else 2
+    return 3 + alone if dim <= 128 else 2
 
 
 def has_hopper_features(x):

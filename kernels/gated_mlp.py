@@ -7,18 +7,20 @@ are those of linear.py, the last step is silu_mul.py's: bits equal linear follow
 Fused where the product of w has one range of K (linear_table.py: every wide model); else it is linear, then silu_mul.
 """
 
+import torch
+
 from .jit import jit, on_triton, tl, triton
 from .linear import (
     check_kernel_operands,
     check_product,
+    decode_operands,
     empty_rows,
     linear,
     linear_reference,
-    map_of_rows,
     range_product,
 )
 from .linear_prefill import TensorDescriptor, maps_fit, num_multiprocessors, tile_of
-from .linear_table import DECODE_ROWS, gated_launch, gated_prefill_launch, num_splits, tile_rows
+from .linear_table import DECODE_ROWS, gated_launch, gated_prefill_launch, num_splits
 from .overlap import await_previous, overlap, release_next
 from .silu_mul import silu_mul, silu_mul_reference, silu_product
 
@@ -28,30 +30,10 @@ def gate_up_silu_reference(x, w, b=None):
     return silu_mul_reference(linear_reference(x, w, b))
 
 
-@jit(do_not_specialize=["num_rows"])
-def _decode(
-    x, w, b, out, num_rows,
-    I: tl.constexpr, K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, MAPS: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """One tile [BLOCK_N, BLOCK_M] of the gate and of up, weights on the left (see linear.py)."""
-    row = tl.program_id(0) * BLOCK_M
-    feature = tl.program_id(1) * BLOCK_N
+@jit
+def _store_tile(gate, up, b, out, num_rows, row, features, I: tl.constexpr, BLOCK_M: tl.constexpr):
+    """silu(gate) * up, [BLOCK_N, BLOCK_M] each and without their biases yet, to the rows from `row` of out [M, I]"""
     rows = row + tl.arange(0, BLOCK_M)
-    features = feature + tl.arange(0, BLOCK_N)
-    await_previous(OVERLAP)
-    if MAPS:
-        gate = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        for k in range(0, K, BLOCK_K):
-            values = x.load([row, k]).T
-            gate = tl.dot(w.load([feature, k]), values, gate)
-            up = tl.dot(w.load([I + feature, k]), values, up)
-    else:
-        row_mask, feature_mask = rows < num_rows, features < I
-        gate = range_product(x, w, rows, features, row_mask, feature_mask, 0, K, K, BLOCK_K)
-        up = range_product(x, w, rows, I + features, row_mask, feature_mask, 0, K, K, BLOCK_K)
-    release_next(OVERLAP)
     if b is not None:
         # The selection keeps the compiler from starting a product of one step from the bias: that is another order of the sum.
         gate = tl.where((rows < num_rows)[None, :], gate, 0.0)
@@ -61,6 +43,49 @@ def _decode(
     place = rows.to(tl.int64)[None, :] * I + features[:, None]
     mask = (rows < num_rows)[None, :] & (features < I)[:, None]
     tl.store(out + place, silu_product(gate, up, out.dtype.element_ty), mask=mask)
+
+
+@jit(do_not_specialize=["num_rows"])
+def _decode(
+    x, more_x, w, b, out, num_rows,
+    I: tl.constexpr, K: tl.constexpr,
+    BLOCK_M: tl.constexpr, MORE_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    MAPS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """One tile [BLOCK_N, BLOCK_M + MORE_M] of the gate and of up, weights on the left (see linear.py)."""
+    row = tl.program_id(0) * BLOCK_M
+    feature = tl.program_id(1) * BLOCK_N
+    features = feature + tl.arange(0, BLOCK_N)
+    await_previous(OVERLAP)
+    if MAPS:
+        gate = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        if MORE_M:
+            more_gate = tl.zeros((BLOCK_N, MORE_M), tl.float32)
+            more_up = tl.zeros((BLOCK_N, MORE_M), tl.float32)
+            for k in range(0, K, BLOCK_K):
+                values = x.load([0, k]).T
+                more_values = more_x.load([BLOCK_M, k]).T
+                gate_weights = w.load([feature, k])
+                up_weights = w.load([I + feature, k])
+                gate = tl.dot(gate_weights, values, gate)
+                more_gate = tl.dot(gate_weights, more_values, more_gate)
+                up = tl.dot(up_weights, values, up)
+                more_up = tl.dot(up_weights, more_values, more_up)
+        else:
+            for k in range(0, K, BLOCK_K):
+                values = x.load([row, k]).T
+                gate = tl.dot(w.load([feature, k]), values, gate)
+                up = tl.dot(w.load([I + feature, k]), values, up)
+    else:
+        rows = row + tl.arange(0, BLOCK_M)
+        row_mask, feature_mask = rows < num_rows, features < I
+        gate = range_product(x, w, rows, features, row_mask, feature_mask, 0, K, K, BLOCK_K)
+        up = range_product(x, w, rows, I + features, row_mask, feature_mask, 0, K, K, BLOCK_K)
+    release_next(OVERLAP)
+    _store_tile(gate, up, b, out, num_rows, row, features, I, BLOCK_M)
+    if MORE_M:
+        _store_tile(more_gate, more_up, b, out, num_rows, BLOCK_M, features, I, MORE_M)
 
 
 @jit(do_not_specialize=["num_rows"])
@@ -125,14 +150,11 @@ def gate_up_silu(x, w, b=None, launch=None):
             num_stages=launch.stages, num_warps=launch.warps, **overlap(y),
         )  # fmt: skip
         return y
-    rows = tile_rows(M, x.element_size())
-    launch = launch or gated_launch(width, K, rows, x.element_size())
-    rows_map = map_of_rows(x, rows, launch.depth) if maps_fit(x, w) else None
-    maps = rows_map is not None
-    if maps:
-        x, w = rows_map, TensorDescriptor.from_tensor(w, [launch.features, launch.depth])
-    _decode[(triton.cdiv(M, rows), triton.cdiv(width, launch.features))](
-        x, w, b, y, M, width, K, rows, launch.features, launch.depth, maps,
-        num_stages=launch.stages, num_warps=launch.warps, **overlap(y),
+    itemsize = x.element_size()
+    operands = decode_operands(x, w, lambda rows: launch or gated_launch(width, K, rows, itemsize))
+    x, more_x, w, rows, more_rows, chosen = operands
+    _decode[(triton.cdiv(M, rows + more_rows), triton.cdiv(width, chosen.features))](
+        x, more_x, w, b, y, M, width, K, rows, more_rows, chosen.features, chosen.depth, not torch.is_tensor(x),
+        num_stages=chosen.stages, num_warps=chosen.warps, **overlap(y),
     )  # fmt: skip
     return y

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from .jit import jit, on_triton, tl, triton
 from .linear_prefill import TensorDescriptor, maps_fit, prefill_linear
-from .linear_table import DECODE_ROWS, decode_launch, num_splits, split_depth, tile_rows
+from .linear_table import DECODE_ROWS, decode_launch, halves_of_tile, num_splits, split_depth, tile_rows
 from .overlap import await_previous, overlap, release_next
 
 # Measured on two cores of an AVX-512 CPU, all products of a 7.5 M model: one bare bf16 row 1.15 ms, a block of 16 2.0 ms.
@@ -66,34 +66,51 @@ def range_product(
     return total
 
 
+@jit
+def _store_tile(acc, b, out, num_rows, row, features, part, N: tl.constexpr, BLOCK_M: tl.constexpr):
+    """acc [BLOCK_N, BLOCK_M], and in the first range the bias, to the rows from `row` of out [S, M, N]"""
+    if b is not None:  # noqa: SIM102 (a condition of the compiler's, then one of the program's)
+        if part == 0:
+            acc += tl.load(b + features, mask=features < N, other=0.0).to(tl.float32)[:, None]
+    rows = row + tl.arange(0, BLOCK_M)
+    place = (part.to(tl.int64) * num_rows + rows)[None, :] * N + features[:, None]
+    tl.store(out + place, acc.to(out.dtype.element_ty), mask=(rows < num_rows)[None, :] & (features < N)[:, None])
+
+
 @jit(do_not_specialize=["num_rows"])
 def _decode(
-    x, w, b, out, num_rows,
+    x, more_x, w, b, out, num_rows,
     N: tl.constexpr, K: tl.constexpr, SPLIT: tl.constexpr, S: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, MAPS: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_M: tl.constexpr, MORE_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    MAPS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One tile [BLOCK_N, BLOCK_M] of one range of K.  x [M, K], w [N, K], b [N] or None -> out [S, M, N]
+    """One tile [BLOCK_N, BLOCK_M + MORE_M] of one range of K.  x [M, K], w [N, K], b [N] or None -> out [S, M, N]
 
-    x and w are tensor maps with MAPS, else pointers.
+    x and w are tensor maps with MAPS, else pointers; more_x: x in tiles of MORE_M rows (0: none).
     """
     row = tl.program_id(0) * BLOCK_M
     feature = tl.program_id(1) * BLOCK_N
     part = tl.program_id(2)
-    rows = row + tl.arange(0, BLOCK_M)
     features = feature + tl.arange(0, BLOCK_N)
     await_previous(OVERLAP)
     if MAPS:
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        for k in range(part * SPLIT, part * SPLIT + SPLIT, BLOCK_K):
-            acc = tl.dot(w.load([feature, k]), x.load([row, k]).T, acc)
+        if MORE_M:
+            more = tl.zeros((BLOCK_N, MORE_M), tl.float32)
+            for k in range(part * SPLIT, part * SPLIT + SPLIT, BLOCK_K):
+                weights = w.load([feature, k])
+                acc = tl.dot(weights, x.load([0, k]).T, acc)
+                more = tl.dot(weights, more_x.load([BLOCK_M, k]).T, more)
+        else:
+            for k in range(part * SPLIT, part * SPLIT + SPLIT, BLOCK_K):
+                acc = tl.dot(w.load([feature, k]), x.load([row, k]).T, acc)
     else:
+        rows = row + tl.arange(0, BLOCK_M)
         acc = range_product(x, w, rows, features, rows < num_rows, features < N, part * SPLIT, K, SPLIT, BLOCK_K)
     release_next(OVERLAP)
-    if b is not None:  # noqa: SIM102 (a condition of the compiler's, then one of the program's)
-        if part == 0:
-            acc += tl.load(b + features, mask=features < N, other=0.0).to(tl.float32)[:, None]
-    place = (part.to(tl.int64) * num_rows + rows)[None, :] * N + features[:, None]
-    tl.store(out + place, acc.to(out.dtype.element_ty), mask=(rows < num_rows)[None, :] & (features < N)[:, None])
+    _store_tile(acc, b, out, num_rows, row, features, part, N, BLOCK_M)
+    if MORE_M:
+        _store_tile(more, b, out, num_rows, BLOCK_M, features, part, N, MORE_M)
 
 
 @jit
@@ -160,8 +177,9 @@ def empty_rows(num_rows, width, dtype, device):
     return torch.empty(room, width, dtype=dtype, device=device)[:num_rows]
 
 
-def map_of_rows(x, rows, depth):
-    """A tensor map of x [M, K] in one tile of `rows` >= M rows, or None where loads by pointers are faster.
+def maps_of_rows(x, rows, depth):
+    """Tensor maps of x [M, K] in the two halves of one tile of `rows` >= M rows (the second None if there is one half), or None
+    where loads by pointers are faster.
 
     Rows that a map must fill in are slow to load (qkv of an 8B, tile of 128: 65 rows 28.5 us, 128 rows 17.7). So where memory
     goes on behind x (empty_rows), the map covers it: whatever stands there reaches only rows that nobody stores.
@@ -170,11 +188,27 @@ def map_of_rows(x, rows, depth):
     if rows < M:
         return None  # more than one tile of rows: a product that the large tiles do not take
     room = (x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()) // K
-    if room >= rows:
-        return TensorDescriptor(x, [rows, K], [K, 1], [rows, depth])
-    if rows == 16 or 3 * rows <= 4 * M:
-        return TensorDescriptor.from_tensor(x, [rows, depth])
-    return None
+    if room < rows and rows != 16 and 3 * rows > 4 * M:
+        return None
+    shape, (half, more) = [rows if room >= rows else M, K], halves_of_tile(rows)
+    return (
+        TensorDescriptor(x, shape, [K, 1], [half, depth]),
+        TensorDescriptor(x, shape, [K, 1], [more, depth]) if more else None,
+    )
+
+
+def decode_operands(x, w, launch_of):
+    """What the decode kernels take for x [M, K] and weights w: (x, second half of x, w, rows, rows of the second half, launch).
+
+    launch_of(rows): the launch of a row tile. Tensor maps where they fit, else the tensors themselves.
+    """
+    rows = tile_rows(x.shape[0], x.element_size())
+    launch = launch_of(rows)
+    maps = maps_of_rows(x, rows, launch.depth) if maps_fit(x, w) else None
+    if maps:
+        return *maps, TensorDescriptor.from_tensor(w, [launch.features, launch.depth]), *halves_of_tile(rows), launch
+    rows = triton.next_power_of_2(rows)
+    return x, None, w, rows, 0, launch_of(rows)
 
 
 def decode_parts(x, w, b=None, splits=None, launch=None):
@@ -183,22 +217,18 @@ def decode_parts(x, w, b=None, splits=None, launch=None):
     The operands are checked by the caller.
     """
     (M, K), N = x.shape, w.shape[0]
-    S = splits or num_splits(N, K)
-    rows = tile_rows(M, x.element_size())
-    launch = launch or decode_launch(N, K, rows, x.element_size())
+    S, itemsize = splits or num_splits(N, K), x.element_size()
     parts = torch.empty((S, M, N), dtype=x.dtype if S == 1 else torch.float32, device=x.device)
     if not parts.numel():
         return parts
     split = split_depth(K, S)
+    operands = decode_operands(x, w, lambda rows: launch or decode_launch(N, K, rows, itemsize))
+    x, more_x, w, rows, more_rows, chosen = operands
     # A tensor map ends with K, not with a range of it.
-    assert S == 1 or split % launch.depth == 0, (split, launch)
-    rows_map = map_of_rows(x, rows, launch.depth) if maps_fit(x, w) else None
-    maps = rows_map is not None
-    if maps:
-        x, w = rows_map, TensorDescriptor.from_tensor(w, [launch.features, launch.depth])
-    _decode[(triton.cdiv(M, rows), triton.cdiv(N, launch.features), S)](
-        x, w, b, parts, M, N, K, split, S, rows, launch.features, launch.depth, maps,
-        num_stages=launch.stages, num_warps=launch.warps, **overlap(parts),
+    assert S == 1 or split % chosen.depth == 0, (split, chosen)
+    _decode[(triton.cdiv(M, rows + more_rows), triton.cdiv(N, chosen.features), S)](
+        x, more_x, w, b, parts, M, N, K, split, S, rows, more_rows, chosen.features, chosen.depth, not torch.is_tensor(x),
+        num_stages=chosen.stages, num_warps=chosen.warps, **overlap(parts),
     )  # fmt: skip
     return parts
 

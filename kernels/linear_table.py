@@ -11,6 +11,8 @@ Changing a number of splits changes the bits of every output; changing a launch 
 from typing import NamedTuple
 
 DECODE_ROWS = 256  # the widest row tile of the decode kernel: up to here every weight is read once
+# 80 and 96 are a tile of 64 and one of 16 or 32 on the same weights: less to multiply than 128, so cooler too.
+ROW_TILES = (16, 32, 64, 80, 96, 128, DECODE_ROWS)
 SPLIT_ALIGNMENT = 128  # ranges of K end at multiples of this, so that every depth of tile gives the same partial sums
 
 
@@ -44,6 +46,8 @@ DECODE = {
         16: Launch(64, 128, 6, 4),
         32: Launch(64, 128, 6, 4),
         64: Launch(64, 128, 6, 4),
+        80: Launch(64, 128, 5, 4),
+        96: Launch(64, 128, 5, 4),
         128: Launch(64, 64, 8, 4),
         256: Launch(64, 64, 4, 8),
     },
@@ -51,6 +55,8 @@ DECODE = {
         16: Launch(64, 128, 6, 4),
         32: Launch(64, 128, 4, 4),
         64: Launch(64, 128, 6, 4),
+        80: Launch(64, 128, 5, 4),
+        96: Launch(64, 128, 5, 4),
         128: Launch(64, 128, 4, 4),
         256: Launch(64, 64, 4, 8),
     },
@@ -58,6 +64,8 @@ DECODE = {
         16: Launch(128, 128, 4, 4),
         32: Launch(128, 128, 4, 8),
         64: Launch(128, 128, 4, 8),
+        80: Launch(128, 128, 4, 4),
+        96: Launch(128, 64, 6, 4),
         128: Launch(128, 64, 3, 8),
         256: Launch(128, 64, 4, 8),
     },
@@ -76,6 +84,8 @@ GATED_DECODE = {
         16: Launch(64, 128, 3, 4),
         32: Launch(128, 128, 3, 8),
         64: Launch(128, 64, 4, 8),
+        80: Launch(64, 64, 4, 4),
+        96: Launch(64, 64, 4, 4),
         128: Launch(128, 64, 4, 8),
         256: Launch(64, 64, 4, 8),
     }
@@ -104,11 +114,14 @@ def split_depth(K, splits):
 
 
 def tile_rows(num_rows, itemsize=2):
-    """The decode kernel's row tile: the narrowest of 16, 32 ... DECODE_ROWS that holds the rows (64 at most in float32)."""
-    rows, most = 16, DECODE_ROWS if itemsize == 2 else 64
-    while rows < min(num_rows, most):
-        rows *= 2
-    return rows
+    """The decode kernel's row tile: the narrowest of ROW_TILES that holds the rows (64 at most in float32)."""
+    most = DECODE_ROWS if itemsize == 2 else 64
+    return next(rows for rows in ROW_TILES if rows >= min(num_rows, most))
+
+
+def halves_of_tile(rows):
+    """A row tile as the powers of two that matrix instructions take: (64, 16), (64, 32), else (rows, 0)."""
+    return (64, rows - 64) if 64 < rows < 128 else (rows, 0)
 
 
 def decode_launch(N, K, rows, itemsize=2):
@@ -119,7 +132,9 @@ def decode_launch(N, K, rows, itemsize=2):
         return DECODE[N, K][rows]
     # What the measured shapes agree on: few tiles want deep pipelines, many tiles want to be large.
     few = -(-N // 64) * num_splits(N, K) <= 264
-    if rows <= 64:
+    if rows < 128:
+        if rows > 64:
+            return Launch(64, 128, 5, 4) if few else Launch(128, 64, 6, 4)
         return Launch(64, 128, 4, 4) if few else Launch(128, 128, 4, 4 if rows == 16 else 8)
     if rows == 128:
         return Launch(64, 128, 4, 4) if few else Launch(128, 64, 6, 8)
@@ -134,6 +149,8 @@ def gated_launch(I, K, rows, itemsize=2):
         return GATED_DECODE[I, K][rows]
     if rows <= 32:
         return Launch(64, 128, 3, 4)
+    if 64 < rows < 128:
+        return Launch(64, 64, 4, 4)
     return Launch(64, 64, 4, 8) if rows == 256 or I < 8192 else Launch(128, 64, 4, 8)
 
 

@@ -101,9 +101,9 @@ def _store_best(keys, out, WIDTH: tl.constexpr):
         keys = tl.where(keys == best, lowest, keys)
 
 
-@jit(do_not_specialize=["num_chunks"])
+@jit(do_not_specialize=["num_chunks", "num_keys"])
 def _chunk_best(
-    logits, temperature, seed, sample, position, keys, vocab_size, num_chunks,
+    logits, temperature, seed, sample, position, keys, vocab_size, num_chunks, num_keys,
     NOISE: tl.constexpr, PURPOSE: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The WIDTH best of one chunk of one row.  -> keys [M, C, WIDTH]"""
@@ -115,9 +115,10 @@ def _chunk_best(
     score = tl.where(score == score, score, float("-inf"))
     if NOISE:
         # All loaded at once, also where the temperature is 0: the latencies overlap.
-        heat = tl.load(temperature + row).to(tl.float32)
-        seed_, sample_ = tl.load(seed + row).to(tl.int64), tl.load(sample + row).to(tl.int64)
-        position_ = tl.load(position + row).to(tl.int64)
+        key = row % num_keys
+        heat = tl.load(temperature + key).to(tl.float32)
+        seed_, sample_ = tl.load(seed + key).to(tl.int64), tl.load(sample + key).to(tl.int64)
+        position_ = tl.load(position + key).to(tl.int64) + row // num_keys
         if heat > 0:
             words = chunk_words(chunk * CHUNK, seed_, sample_, position_, PURPOSE, CHUNK)
             score = tl.div_rn(score, tl.full(score.shape, 1.0, tl.float32) * heat) + gumbel_of_word(words)
@@ -185,13 +186,21 @@ def sample_tokens(logits, temperature=None, seed=None, sample=None, position=Non
 def top_tokens(logits, width, temperature=None, seed=None, sample=None, position=None):
     """The `width` tokens of the highest scores of every row, best first.  logits [M, V] -> int64 [M, width]
 
-    The other arguments are those of sample_tokens. Raises ValueError for shapes that do not fit and widths outside [1, MAX_WIDTH].
+    The other arguments are those of sample_tokens, or of the first B rows alone, M = K B: then row k B + b is drawn with the noise
+    of row b, k positions later (drafts of K depths). ValueError for shapes that do not fit and widths outside [1, MAX_WIDTH].
     """
-    check_rows("top_tokens", logits, temperature, seed, sample, position)
+    drawn = logits if temperature is None or not len(temperature) else logits[: len(temperature)]
+    check_rows("top_tokens", drawn, temperature, seed, sample, position)
     rows, vocab_size = logits.shape
+    if rows % max(len(drawn), 1):
+        raise ValueError(f"top_tokens takes keys for all rows or for a whole part of them, got {len(drawn)} for {rows}")
     if not 1 <= width <= min(MAX_WIDTH, vocab_size):
         raise ValueError(f"top_tokens takes a width from 1 to {min(MAX_WIDTH, vocab_size)}, got {width}")
     if not on_triton(logits):
+        if len(drawn) < rows:
+            ahead = torch.arange(rows // len(drawn), device=logits.device)[:, None]
+            temperature, seed, sample = (x.repeat(len(ahead)) for x in (temperature, seed, sample))
+            position = (position + ahead).flatten()
         return top_tokens_reference(logits, width, temperature, seed, sample, position)
     chunks = triton.cdiv(vocab_size, _CHUNK)
     keys = torch.empty(rows, chunks * width, dtype=torch.int64, device=logits.device)
@@ -199,7 +208,7 @@ def top_tokens(logits, width, temperature=None, seed=None, sample=None, position
     if rows:
         noise = [None] * 4 if temperature is None else [x.contiguous() for x in (temperature, seed, sample, position)]
         _chunk_best[(rows * chunks,)](
-            logits.contiguous(), *noise, keys, vocab_size, chunks, temperature is not None, TARGET_NOISE, width, _CHUNK,
+            logits.contiguous(), *noise, keys, vocab_size, chunks, len(drawn), temperature is not None, TARGET_NOISE, width, _CHUNK,
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
         block = triton.next_power_of_2(chunks * width)

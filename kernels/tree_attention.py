@@ -39,6 +39,7 @@ from .attention_fold import (
 )
 from .jit import jit, on_triton, tl, triton
 from .linear import empty_rows
+from .linear_prefill import num_multiprocessors
 from .overlap import await_previous, release_next
 from .tile_attention import TileRows, build_tile_rows, tile_attention
 
@@ -138,7 +139,8 @@ def _prefix_kernel(
     OVERLAP: tl.constexpr,
 ):
     G: tl.constexpr = HQ // HK
-    # The tail pass may start once this one's inputs are there: before its own wait it reads nothing newer.
+    # The tail pass may start once this one's inputs are there: before its own wait it reads nothing newer. Where programs walk,
+    # this pass itself is launched plainly: there is one program a multiprocessor, and early ones pile up where room is first.
     await_previous(OVERLAP)
     release_next(OVERLAP)
     h, b, split = tl.program_id(0) % HK, tl.program_id(1).to(tl.int64), tl.program_id(2)
@@ -345,18 +347,19 @@ def _launch(
     keys, values, tensor_map = tile_sources(k, v, lanes, tensor_map)
     numbers = dict(scale=scale * LOG2_E, window=window or 0, HQ=num_heads, HK=hk, D=dim, DIM=lanes)
     flags = dict(WINDOW=window is not None, WALK=walks, OVERLAP=overlap, enable_fp_fusion=False)
-    if overlap:
-        flags["launch_pdl"] = True
+    alone = walks and q.is_cuda and blocks * batch <= num_multiprocessors(q.device)
+    stages = num_stages or count_stages(dim, q.dtype, alone)
+    early = {"launch_pdl": True} if overlap else {}
     _prefix_kernel[blocks, batch, splits](
         q, keys, values, table, committed, index.depths, stats, states, num_rows, slots, splits,
         table.stride(0), index.depths.stride(0), **numbers, ROWS=rows, TENSOR_MAP=tensor_map,
-        num_warps=rows // 16, num_stages=num_stages or count_stages(dim, q.dtype), **flags,
+        num_warps=rows // 16, num_stages=stages, **flags, **({} if walks else early),
     )  # fmt: skip
     _tail_kernel[hk, num_nodes, batch](
         q, k, v, table, committed, index.depths, index.ancestors, stats, states, out,
         num_nodes, index.ancestors.shape[2], slots,
         table.stride(0), index.depths.stride(0), *index.ancestors.stride()[:2], **numbers,
-        GROUP=triton.next_power_of_2(group), ROWS=tail_rows, num_warps=tail_rows // 16, num_stages=1, **flags,
+        GROUP=triton.next_power_of_2(group), ROWS=tail_rows, num_warps=tail_rows // 16, num_stages=1, **flags, **early,
     )  # fmt: skip
     return out
 

@@ -10,7 +10,7 @@ import torch
 from tqdm import tqdm
 
 from ...kernels.gated_mlp import gate_up_silu
-from ...kernels.linear import decode_parts
+from ...kernels.linear import decode_parts, empty_rows
 from ...kernels.linear_prefill import maps_fit, prefill_linear
 from ...kernels.linear_table import DECODE_ROWS, SPLIT_ALIGNMENT, Launch, PrefillLaunch, num_splits, tile_rows
 from .timing import release, time_of
@@ -43,7 +43,7 @@ def prefill_launches(splits, operands=1):
             yield PrefillLaunch(rows, features, 64, stages, 8, group)
 
 
-def sweep_linear(products, rows=(1, 16, 32, 64, 128, 256, 2048), device="cuda", dtype=torch.bfloat16, repeats=7):
+def sweep_linear(products, rows=(1, 16, 32, 64, 80, 128, 256, 2048), device="cuda", dtype=torch.bfloat16, repeats=7):
     """Times of every launch of every product at every number of rows; prints the winners.
 
     products: {name: (N, K)}; one called "gate_up" is measured as gate_up_silu. Returns rows of {product, N, K, rows, splits,
@@ -57,7 +57,7 @@ def sweep_linear(products, rows=(1, 16, 32, 64, 128, 256, 2048), device="cuda", 
         copies = max(2, min(8, int(PAST_L2 / (N * K * 2)) + 1))
         weights = [torch.randn(N, K, device=device, dtype=dtype) * K**-0.5 for _ in range(copies)]
         for count in rows:
-            x = torch.randn(count, K, device=device, dtype=dtype)
+            x = empty_rows(count, K, dtype, device).normal_()
             for splits in (1,) if name == "gate_up" else (1, 2, 4):
                 lines = list(_sweep_one(name, x, weights, splits, repeats))
                 found += lines

@@ -33,7 +33,6 @@ class MedusaDrafter:
         self.dtype = next(head.parameters()).dtype
         # A shared lm_head is used in the heads' dtype; where that is the target's own, no copy is made.
         self.shared_weight = lm_head_weight.to(self.dtype) if head.config.shared_lm_head else None
-        self.ahead = torch.arange(1, self.num_speculative_tokens + 1, device=lm_head_weight.device)[:, None]
         self.packed = None
         if on_triton(lm_head_weight):
             self.packed = pack_rows([one.blocks[0].linear for one in head.heads])
@@ -63,13 +62,11 @@ class MedusaDrafter:
         depth, width = len(widths), max(widths)
         logits = self.logits(batch.feature, depth)  # [K, B, V]
         # Head k drafts the token at L + 1 + k, with the noise that the target will draw it with.
-        position = batch.committed + self.ahead[:depth]  # [K, B]
-        rows = [x.repeat(depth) for x in (batch.temperature, batch.seed, batch.sample)]
-        found = top_tokens(logits.flatten(0, 1), width, *rows, position.flatten())
+        keys = batch.temperature, batch.seed, batch.sample, batch.committed + 1
+        found = top_tokens(logits.flatten(0, 1), width, *keys)
         return found.view(depth, -1, width).transpose(0, 1)
 
     def propose(self, batch, tree):
         """Tokens of all nodes.  batch: BatchRows, tree: TreeTensors  ->  [B, N]"""
         found = self.candidates(batch, tree.tree.widths).flatten(1)  # [B, K width]
-        columns = (tree.depths[1:] - 1) * max(tree.tree.widths) + tree.ranks[1:]
-        return torch.cat((batch.root[:, None], found[:, columns]), 1)
+        return torch.cat((batch.root[:, None], found[:, tree.columns]), 1)

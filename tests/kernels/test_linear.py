@@ -8,6 +8,7 @@ from headstart.kernels.linear import linear, linear_parts, linear_reference, num
 from headstart.kernels.linear_table import (
     DECODE,
     GATED_DECODE,
+    ROW_TILES,
     SPLIT_ALIGNMENT,
     SPLITS,
     decode_launch,
@@ -98,7 +99,11 @@ def test_gate_up_silu_is_linear_then_silu_mul(kernel_device, width, k, rows):
         for bias in (b, None):
             poison(kernel_device)
             found = gate_up_silu(x, w, bias)
-            assert torch.equal(found, silu_mul(linear(x, w, bias)))
+            apart = silu_mul(linear(x, w, bias))
+            if kernel_device == "cuda":
+                assert torch.equal(found, apart)
+            else:  # the interpreter's products are numpy's, whose order of sums is the processor's affair
+                torch.testing.assert_close(found, apart)
             exact = gate_up_silu_reference(x.double(), w.double(), None if bias is None else bias.double())
             library = error(gate_up_silu_reference(x, w, bias), exact)
             assert error(found, exact) <= 2 * library + (1e-7 if dtype == torch.float32 else 0)
@@ -111,7 +116,7 @@ def test_silu_mul_computes_its_formula(kernel_device):
         assert error(silu_mul(x), exact) <= 2 * error(silu_mul_reference(x), exact) + 1e-7
 
 
-ROW_COUNTS = (*range(2, 65), 80, 100, 128, 200, 256, 257, 300, 1000, 2048)
+ROW_COUNTS = (*range(2, 65), 65, 80, 81, 96, 97, 100, 128, 200, 256, 257, 300, 1000, 2048)
 
 
 @pytest.mark.gpu
@@ -142,7 +147,7 @@ def test_eight_thousand_rows_are_those_of_one(dtype):
 def test_gate_up_silu_has_the_same_bits_for_any_number_of_rows(width, k, dtype):
     x, w, b = operands(2048, 2 * width, k, dtype, "cuda")
     alone = torch.cat([gate_up_silu(x[row : row + 1], w, b) for row in range(16)])
-    for rows in (2, 16, 17, 33, 65, 80, 100, 129, 200, 256, 257, 1000, 2048):
+    for rows in (2, 16, 17, 33, 65, 80, 90, 96, 100, 129, 200, 256, 257, 1000, 2048):
         found = gate_up_silu(x[:rows], w, b)
         assert torch.equal(found[: min(rows, 16)], alone[: min(rows, 16)]), rows
         assert torch.equal(found, silu_mul(linear(x[:rows], w, b))), rows
@@ -180,7 +185,7 @@ def test_every_launch_of_the_tables_fits_and_ends_with_a_range_of_k():
     launches = [(launch, rows, 1) for by_rows in DECODE.values() for rows, launch in by_rows.items()]
     launches += [(launch, rows, 2) for by_rows in GATED_DECODE.values() for rows, launch in by_rows.items()]
     for n, k in (*SPLITS, (1, 1), (300, 20000), (1 << 20, 8192)):
-        for rows in (16, 32, 64, 128, 256):
+        for rows in ROW_TILES:
             launches += [(decode_launch(n, k, rows), rows, 1), (gated_launch(n, k, rows), rows, 2)]
         assert num_splits(n, k) == 1 or split_depth(k, num_splits(n, k)) * (num_splits(n, k) - 1) < k
     for launch, rows, operands in launches:
@@ -188,7 +193,9 @@ def test_every_launch_of_the_tables_fits_and_ends_with_a_range_of_k():
         assert (launch.features * operands + rows) * launch.depth * 2 * launch.stages < 227 << 10
 
 
-@pytest.mark.parametrize(("count", "rows"), [(1, 16), (16, 16), (17, 32), (65, 128), (256, 256), (5000, 256)])
+@pytest.mark.parametrize(
+    ("count", "rows"), [(1, 16), (16, 16), (17, 32), (65, 80), (81, 96), (97, 128), (256, 256), (5000, 256)]
+)
 def test_a_row_tile_is_the_narrowest_that_holds_the_rows(count, rows):
     assert tile_rows(count) == rows
 

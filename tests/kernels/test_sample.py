@@ -100,6 +100,16 @@ def test_draws_are_those_of_the_formula(device, vocab_size):
             assert top_tokens(arguments[0], width, *arguments[1:]).tolist() == best.tolist()
 
 
+def test_rows_may_share_keys_and_stand_later(device):
+    logits = torch.randn(6, 1100, generator=torch.Generator().manual_seed(0)).to(device)
+    heat, seed, sample, position = keyed(2, device, torch.tensor([0.0, 1.0]))
+    later = (position + torch.arange(3, device=device)[:, None]).flatten()
+    expected = top_tokens(logits, 3, heat.repeat(3), seed.repeat(3), sample.repeat(3), later)
+    assert torch.equal(top_tokens(logits, 3, heat, seed, sample, position), expected)
+    with pytest.raises(ValueError, match="a whole part"):
+        top_tokens(logits[:5], 3, heat, seed, sample, position)
+
+
 def test_indices_may_have_32_bits(device):
     logits = torch.randn(4, 300, device=device)
     heat, *key = keyed(4, device, 1.0)
