@@ -8,6 +8,7 @@ from transformers import LlamaConfig
 
 from headstart.cli import main
 from headstart.inference.benchmarks import floor, library, results, timing
+from headstart.inference.benchmarks.linear_sweep import cases_of
 from headstart.inference.benchmarks.shape import random_decoder, spread_tree
 from headstart.inference.tree import ROOT_ONLY, chain
 from headstart.inference.verify import TreeTensors
@@ -260,3 +261,12 @@ def test_bare_output_name_is_dated_and_kept_with_the_results():
 )
 def test_kernel_names_are_shortened(kernel, short):
     assert timing.short_name(kernel) == short
+
+
+def test_the_sweep_tries_launches_for_every_product_rows_and_splits():
+    cases = cases_of({"o": (512, 512), "gate_up": (1024, 512)}, (1, 80, 2048), torch.bfloat16)
+    kinds = {(case.name, case.count, case.splits, type(case.launch).__name__) for case in cases}
+    few = {("o", count, splits, "Launch") for count in (1, 80) for splits in (1, 2, 4)}
+    many = {("o", 2048, splits, "PrefillLaunch") for splits in (1, 2, 4)} | {("gate_up", 2048, 1, "PrefillLaunch")}
+    assert kinds == few | many | {("gate_up", 1, 1, "Launch"), ("gate_up", 80, 1, "Launch")}
+    assert len(set(cases)) == len(cases) > 100
