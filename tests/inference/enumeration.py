@@ -91,14 +91,18 @@ def make_draft(case, tokens, q=None, drawing=None):
     return Draft(tokens, at_nodes(tree, q or case.q, tokens, inner), law, drawn)
 
 
-def run(rule, case, drafts=None, draft=None, p=None, limit=None):
-    """Every draft times every answer of every comparison.  -> draft [R], Verdict, weights [R], and what to call the rule with again"""
+def run(rule, case, drafts=None, draft=None, limit=None):
+    """Every draft times every answer of every comparison, R rows.  -> draft, found (Verdict), weights [R], rows [R], and `again`:
+    what to call the untouched rule with.
+
+    drafts: (tokens [B, N], weights [B]) instead of all; draft: what the rule is told instead of the truth about them.
+    """
     tree = case.tree
     tokens, weights = drafts or all_drafts(case)
     draft = draft or make_draft(case, tokens)
-    p = at_nodes(tree, case.p, tokens, range(tree.num_nodes)) if p is None else p
+    p = at_nodes(tree, case.p, tokens, range(tree.num_nodes))
     answers = torch.cartesian_prod(*[torch.tensor([0, 1])] * (tree.num_nodes - 1)).view(-1, tree.num_nodes - 1)
-    row = torch.arange(len(tokens)).repeat_interleave(len(answers))
+    rows = torch.arange(len(tokens)).repeat_interleave(len(answers))
     answers = torch.nn.functional.pad(answers, (1, 0)).repeat(len(tokens), 1)  # [R, N]; 1: u is not below the threshold
     thresholds = torch.zeros(answers.shape, dtype=torch.float64)
 
@@ -107,41 +111,42 @@ def run(rule, case, drafts=None, draft=None, p=None, limit=None):
         thresholds.scatter_(1, u.long().div(2, rounding_mode="floor").view(len(u), -1), threshold.reshape(len(u), -1))
         return u % 2 == 0
 
-    limit = torch.full((len(row),), tree.max_depth if limit is None else limit)
-    draft = draft._replace(tokens=draft.tokens[row], q=draft.q[row])
-    arguments = TreeTensors(tree, "cpu"), draft, p[row]
+    limit = torch.full((len(rows),), tree.max_depth if limit is None else limit)
+    draft = draft._replace(tokens=draft.tokens[rows], q=draft.q[rows])
+    arguments = TreeTensors(tree, "cpu"), draft, p[rows]
     with mock.patch.object(ratio_rules, "accepts", accepts):
         found = rule(*arguments, (answers + 2 * torch.arange(tree.num_nodes)).double(), limit)
     chance = torch.where(answers == 0, thresholds, 1 - thresholds)[:, 1:].prod(1)
     middle = torch.where(answers == 0, thresholds / 2, (1 + thresholds) / 2)
-    return SimpleNamespace(
-        draft=draft, found=found, weights=weights[row] * chance, again=(*arguments, middle, limit), row=row
-    )
+    again = (*arguments, middle, limit)
+    return SimpleNamespace(draft=draft, found=found, weights=weights[rows] * chance, rows=rows, again=again)
 
 
 def emitted_law(rule, case, **given):
-    """The law of the next D + 1 tokens, the rest drawn from p, and the expected number of accepted tokens."""
+    """The law of the next D + 1 tokens under a rule, those behind a step's last drawn from p, and how many drafts it accepts."""
     result = run(rule, case, **given)
-    assert abs(result.weights.sum() - 1) < 1e-12
-    possible = result.weights > 0
-    if not given:
-        again = rule(*result.again)
-        for first, second in zip(result.found, again):
+    if "drafts" not in given and "draft" not in given:
+        possible = result.weights > 0
+        for first, second in zip(result.found, rule(*result.again)):
             assert torch.equal(first[possible], second[possible])
-    size, (path, num_accepted, law) = case.p[0].shape[-1], result.found
-    tokens = result.draft.tokens.gather(1, path)
-    total = torch.ones(1, dtype=torch.float64) * 0
-    for length in range(case.tree.max_depth + 1):
-        here = possible & (num_accepted == length)
+    return law_of_tokens(case, result.draft.tokens, *result.found, result.weights)
+
+
+def law_of_tokens(case, tokens, path, num_accepted, law, weights):
+    """The same from rows of outcomes with their weights.  -> law [V] * (D + 1), expected number of accepted tokens"""
+    assert abs(weights.sum() - 1) < 1e-12
+    size, tokens = case.p[0].shape[-1], tokens.gather(1, path)
+    total = torch.zeros(())
+    for length, table in enumerate(case.p):
+        here = (weights > 0) & (num_accepted == length)
         assert (tokens[here, 1 : length + 1] >= 0).all()
         index = torch.zeros(int(here.sum()), dtype=torch.int64)
         for depth in range(1, length + 1):
             index = index * size + tokens[here, depth]
         ends = torch.zeros(size**length, size, dtype=torch.float64)
-        ends.index_add_(0, index, result.weights[here, None] * law[here])
-        total = (total.view(-1, 1) * case.p[length].reshape(-1, size) if length else 0) + ends
-        total = total.flatten()
-    return total.view_as(case.joint), float((result.weights * num_accepted).sum())
+        ends.index_add_(0, index, weights[here, None] * law[here])
+        total = total[..., None] * table + ends.view_as(table)
+    return total, float((weights * num_accepted).sum())
 
 
 def total_variation(law, case):
