@@ -25,9 +25,7 @@ class Draft(NamedTuple):
     tokens: torch.Tensor  # [B, N], node 0 is the root; -1: an empty slot, never accepted, nor is what hangs below it
     q: torch.Tensor  # [B, L, V] draft laws after temperature, top-k, top-p, each kept once; p's dtype
     law: torch.Tensor  # [N] or [B, N]: which of the L laws the children of a node come from; of leaves, any
-    drawn: (
-        torch.Tensor
-    )  # bool [N] or [B, N]: a draw from its slot's law; else chosen without chance, from a one-hot law
+    drawn: torch.Tensor  # bool [N] or [B, N]: a draw from its slot's law; else chosen without chance, law one-hot
 
 
 class Verdict(NamedTuple):
@@ -37,7 +35,7 @@ class Verdict(NamedTuple):
 
 
 def token(tree, draft, p, u, depth_limit):
-    """Modified rejection sampling on a chain: arXiv 2302.01318, algorithm 2; 2211.17192, algorithm 1.
+    """Modified rejection sampling on a chain: arXiv 2302.01318 and 2211.17192.
 
     Accept x_i iff u_i q_i(x_i) < p_i(x_i), up to the first rejection; then y ~ norm((p - q)+), or y ~ p after the last token.
     """
@@ -51,7 +49,7 @@ def token(tree, draft, p, u, depth_limit):
 
 
 def block(tree, draft, p, u, depth_limit):
-    """Block verification on a chain: arXiv 2403.10444, algorithm 2.
+    """Block verification on a chain: arXiv 2403.10444.
 
     P_i = min(1, P_{i-1} p_i(x_i) / q_i(x_i)), S_i = sum((P_i p_{i+1} - q_{i+1})+), h_i = S_i / (S_i + 1 - P_i), at the last token
     h_k = P_k. tau is the greatest i with u_i < h_i, also where an earlier one failed; y ~ norm((P_tau p - q)+), after the last p.
@@ -75,10 +73,8 @@ def recursive(tree, draft, p, u, depth_limit):
     At the accepted node, for its children in order: accept x iff u q'(x) < p(x), q' the law of the slot; else p <- norm((p - q')+).
     """
     live, parents = live_nodes(tree, draft, depth_limit)
-    node = torch.zeros_like(
-        parents[:, 0]
-    )  # [B] the last accepted one; P, Q: its law, and that of its next slot, [B, V]
-    P, Q = p[:, 0], next_law(draft, 0)
+    node = torch.zeros_like(parents[:, 0])  # [B] the last one accepted
+    P, Q = p[:, 0], next_law(draft, 0)  # [B, V] its law after the children so far, and that of its next slot
     # In topological order one pass is enough: the children of a node taken come behind it.
     for n in range(1, parents.shape[1]):
         x = draft.tokens[:, n]

@@ -204,7 +204,7 @@ def test_draft_noise_used_again_in_the_next_step_breaks_block_only():
         return max(float((two_steps(rule, case, reused) - case.joint.sum(2)).abs().sum() / 2) for case in cases)
 
     assert max(off(token, False), off(block, False), off(token, True)) < 1e-12
-    assert off(block, True) > 0.005
+    assert off(block, True) > 0.02
 
 
 @pytest.mark.parametrize("rule", RATIO_RULES.values())
