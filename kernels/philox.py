@@ -3,7 +3,8 @@
     key = (seed low, seed high), counter = (block, position, sample, purpose)  ->  four 32-bit integers
 
 The integers are the same bits on every device: only 64-bit integer products, shifts and masks are used. `gumbel` turns them
-into Gumbel noise keyed by (seed, sample index, position, token): token v takes word v % 4 of block v // 4.
+into Gumbel noise keyed by (seed, sample index, position, token): token v takes word v % 4 of block v // 4; `uniform` turns them
+into numbers in [0, 1).
 
 For kernels there are the same functions as device functions: `philox_words`, `chunk_words`, `gumbel_of_word`.
 """
@@ -16,7 +17,13 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _MASK = 0xFFFFFFFF
 
-TARGET_NOISE = 0  # purposes: draws that must be independent of each other get different ones
+# Purposes: draws that must be independent of each other get different ones.
+TARGET_NOISE = 0  # the target's own tokens, keyed by the position drawn for
+# These are keyed by the position of a step's root, so that no step uses another's again.
+DRAFT_NOISE = 1  # the children of a node; salted with the node
+ACCEPT_UNIFORM = 2  # one per node
+RESIDUAL_NOISE = 3  # the token behind the accepted path
+NUM_PURPOSES = 4
 
 
 def philox4x32(key, counter):
@@ -33,10 +40,11 @@ def philox4x32(key, counter):
 
 
 def random_words(seed, sample, position, num_tokens, purpose=TARGET_NOISE):
-    """One 32-bit word per token.  seed, sample, position: int64 [...]  ->  int64 [..., num_tokens]"""
+    """One 32-bit word per token.  seed, sample, position, purpose: int64 [...]  ->  int64 [..., num_tokens]"""
     block = torch.arange((num_tokens + 3) // 4, device=position.device)
     key = ((seed & _MASK)[..., None], ((seed >> 32) & _MASK)[..., None])
-    counter = (block, position[..., None], sample[..., None], torch.tensor(purpose, device=position.device))
+    purpose = torch.as_tensor(purpose, device=position.device)
+    counter = (block, position[..., None], sample[..., None], purpose[..., None])
     words = torch.stack(torch.broadcast_tensors(*philox4x32(key, counter)), -1)
     return words.flatten(-2)[..., :num_tokens]
 
@@ -48,6 +56,19 @@ def gumbel(seed, sample, position, num_tokens, purpose=TARGET_NOISE):
     """
     uniform = (random_words(seed, sample, position, num_tokens, purpose).double() + 0.5) * 2.0**-32
     return -torch.log(-torch.log(uniform)).float()
+
+
+def uniform(seed, sample, position, count, purpose=ACCEPT_UNIFORM):
+    """word / 2^32, exactly: 32 bits in [0, 1).  int64 [...] -> fp64 [..., count]
+
+    Not fp32, whose 24 bits would make 0, accepted wherever p > 0, 256 times as likely, or round the largest words to 1.
+    """
+    return random_words(seed, sample, position, count, purpose).double() * 2.0**-32
+
+
+def salted(purpose, node):
+    """The purpose of a draw of its own at every node of a draft. ints or int64 tensors"""
+    return purpose + NUM_PURPOSES * node
 
 
 @jit

@@ -3,7 +3,8 @@ import math
 import pytest
 import torch
 
-from headstart.kernels.philox import gumbel, philox4x32, random_words
+from headstart.kernels import philox
+from headstart.kernels.philox import gumbel, philox4x32, random_words, salted, uniform
 
 
 @pytest.mark.parametrize(
@@ -54,6 +55,49 @@ def test_gumbel_noise_follows_its_law():
     # P(G < x) = exp(-exp(-x)); with 400k draws the empirical law stays within 0.004 of it
     for x in (-1.0, 0.0, 1.0, 3.0):
         assert abs((g < x).double().mean().item() - math.exp(-math.exp(-x))) < 0.004
+
+
+def coarse(words):
+    """What is wrong: the 24 bits that fp32 would hold."""
+    return (words >> 8).double() * 2.0**-24
+
+
+def test_uniforms_have_32_bits(monkeypatch):
+    word = torch.tensor([0, 1, 255, 256, 511, 2**31, 2**32 - 1])
+    monkeypatch.setattr(philox, "random_words", lambda *key: word)
+    u = uniform(None, None, None, 7)
+    assert torch.equal(u * 2.0**32, word.double())
+    assert u.max() < 1
+    assert not torch.equal(coarse(word) * 2.0**32, word.double())
+
+
+def test_a_token_of_ratio_2_to_the_minus_28_is_accepted_that_often(monkeypatch):
+    """Of the 2^32 words 16 accept it; with 24 bits 256 would."""
+    word = torch.arange(1024)
+    monkeypatch.setattr(philox, "random_words", lambda *key: word)
+    assert (uniform(None, None, None, 1024) < 2.0**-28).sum() == 16
+    assert (coarse(word) < 2.0**-28).sum() == 256
+
+
+def test_the_largest_gumbel_noise_is_that_of_32_bits(monkeypatch):
+    """log(2^33); with 24 bits it would stop at log(2^25), and no token rarer than about e^-20 against another would ever win."""
+    monkeypatch.setattr(philox, "random_words", lambda *key: torch.tensor([0, 2**32 - 1]))
+    assert gumbel(None, None, None, 2).tolist() == pytest.approx(
+        [-math.log(33 * math.log(2)), 33 * math.log(2)], rel=1e-6
+    )
+    assert -math.log(-math.log(coarse(torch.tensor(2**32 - 1)) + 2.0**-25)) < 18
+
+
+def test_uniforms_follow_their_law_and_no_purpose_or_node_repeats_another():
+    key = torch.tensor(3), torch.tensor(0), torch.tensor(0)
+    rows = [
+        uniform(*key, 100_000, salted(purpose, node)) for purpose in range(philox.NUM_PURPOSES) for node in (0, 1, 63)
+    ]
+    for i, row in enumerate(rows):
+        assert abs(row.mean().item() - 0.5) < 5 / math.sqrt(12 * 100_000)
+        assert abs((row**2).mean().item() - 1 / 3) < 5 * math.sqrt(4 / 45 / 100_000)
+        for other in rows[:i]:
+            assert abs(torch.corrcoef(torch.stack([row, other]))[0, 1].item()) < 5 / math.sqrt(100_000)
 
 
 @pytest.mark.gpu

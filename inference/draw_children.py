@@ -1,0 +1,114 @@
+"""Drawing a node's children from the draft's law, and which verifier may follow which way of drawing them.
+
+    deterministic   the k likeliest tokens, without chance                              noise: none
+    shared_noise    top-k of log q + G, G the noise of the target's own token there     noise: TARGET_NOISE
+    sampled         top-k of log q + G = k draws without replacement, in their order    noise: DRAFT_NOISE, see below
+    top_and_one     the k - 1 likeliest, then one draw from the rest                    noise: DRAFT_NOISE, see below
+
+The ratio rules (ratio_rules.py) need the draft's noise to be fresh in every step and at every node with children: they reject with
+knowledge of tokens further down, so a token drawn again from the same noise is no longer a draw from q. Key it by
+(seed, sample, position of the *root*, salted(DRAFT_NOISE, node)): the root moves in every step.
+
+Letters: B requests, N nodes, V vocabulary, k children.
+"""
+
+import torch
+
+DRAWINGS = ("deterministic", "shared_noise", "sampled", "top_and_one")
+CHAIN_RULES = ("token", "block")
+RATIO_VERIFIERS = (*CHAIN_RULES, "recursive", "traversal")
+# vLLM's rejection_sample_method: the verifier on a chain, and on a tree.
+VLLM_METHODS = {
+    "strict": ("strict", "strict"),
+    "probabilistic": ("token", "recursive"),
+    "standard": ("token", "recursive"),
+    "block": ("block", "traversal"),
+    "synthetic": ("synthetic", "synthetic"),
+}
+
+
+def draw_children(log_q, num_children, drawing, noise=None):
+    """The tokens of `num_children` children in the order of their drawing.  log_q, noise [..., V] -> int64 [..., k]
+
+    log_q: log of the draft's law after temperature, top-k and top-p, minus infinity outside its support; any constant may be added.
+    noise: Gumbel noise; 0 in the rows of a request at temperature 0, whose children are then the likeliest tokens in every
+    way of drawing. Ties go to the lowest token. Where the support is smaller than k, the last slots are empty: -1.
+    Raises ValueError for another way of drawing, and for noise that is missing or not wanted.
+    """
+    if drawing not in DRAWINGS:
+        raise ValueError(f"drawing must be one of {', '.join(DRAWINGS)}, got {drawing!r}")
+    if (noise is None) != (drawing == "deterministic"):
+        raise ValueError(f"drawing={drawing!r} takes {'no ' if noise is not None else ''}noise")
+    if drawing != "top_and_one":
+        return top(log_q if noise is None else log_q + noise, num_children)
+    first = top(log_q, num_children - 1)
+    rest = log_q
+    for i in range(num_children - 1):  # one by one: empty slots stand for no token
+        chosen = first[..., i : i + 1]
+        rest = torch.where(chosen >= 0, rest.scatter(-1, chosen.clamp(min=0), -torch.inf), rest)
+    return torch.cat([first, top(rest + noise, 1)], -1)
+
+
+def top(scores, k):
+    """The tokens of the k highest scores, best first, -1 where a score is minus infinity.  [..., V] -> [..., k]"""
+    best, tokens = scores.sort(dim=-1, descending=True, stable=True)
+    tokens = tokens.masked_fill(best == -torch.inf, -1)[..., :k]
+    return torch.nn.functional.pad(tokens, (0, k - tokens.shape[-1]), value=-1)
+
+
+def drawn_nodes(drawing, parents):
+    """Which nodes' tokens are draws from their slot's law: ratio_rules.Draft.drawn.  parents [..., N] -> bool [..., N]
+
+    For a request at temperature 0 none are. Raises ValueError for shared noise, which the ratio rules cannot follow.
+    """
+    if drawing == "deterministic":
+        return torch.zeros_like(parents, dtype=torch.bool)
+    if drawing == "sampled":
+        return torch.ones_like(parents, dtype=torch.bool)
+    if drawing == "top_and_one":
+        node = torch.arange(parents.shape[-1], device=parents.device)
+        younger = (parents[..., None, :] == parents[..., None]) & (node > node[:, None])
+        return ~younger.any(-1)
+    raise ValueError(f"drawing must be deterministic, sampled or top_and_one, got {drawing!r}")
+
+
+def choose_verifier(method, tree):
+    """The verifier that vLLM's rejection_sample_method stands for with this topology (tree.Tree). ValueError for another name."""
+    if method not in VLLM_METHODS:
+        raise ValueError(f"rejection_sample_method must be one of {', '.join(VLLM_METHODS)}, got {method!r}")
+    return VLLM_METHODS[method][not tree.is_chain]
+
+
+def check_drawing(verifier, drawing, tree):
+    """Raise ValueError, saying why, if `verifier` would not keep the target's law behind children drawn so on this tree.Tree.
+
+    strict emits the target's own tokens whatever was drafted, synthetic keeps no law anyway: both follow every way.
+    """
+    if verifier not in (*RATIO_VERIFIERS, "strict", "synthetic"):
+        raise ValueError(f"verifier must be one of strict, {', '.join(RATIO_VERIFIERS)}, synthetic, got {verifier!r}")
+    if drawing not in DRAWINGS:
+        raise ValueError(f"drawing must be one of {', '.join(DRAWINGS)}, got {drawing!r}")
+    if verifier not in RATIO_VERIFIERS:
+        return
+    if verifier in CHAIN_RULES and not tree.is_chain:
+        other = "traversal" if verifier == "block" else "recursive"
+        raise ValueError(
+            f"verifier={verifier!r} is defined on chains only, this tree has siblings: a rejected token's law would be counted "
+            f"twice; use verifier={other!r}"
+        )
+    if drawing == "shared_noise":
+        raise ValueError(
+            f"verifier={verifier!r} needs drafts drawn with noise of their own, fresh in every step; drawing='shared_noise' uses a "
+            "position's noise again in the next step. Use drawing='sampled', or verifier='strict'"
+        )
+    if drawing == "deterministic":
+        return
+    slots = {}
+    for node in range(1, tree.num_nodes):
+        slots.setdefault(tree.parents[node], []).append(tree.ranks[node])
+    for parent, ranks in slots.items():
+        if ranks != list(range(len(ranks))):
+            raise ValueError(
+                f"the children of node {parent} have the ranks {ranks}: children drawn by drawing={drawing!r} are looked at in the "
+                f"order of their drawing and none may be left out, so the ranks must be {list(range(len(ranks)))}"
+            )

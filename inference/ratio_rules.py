@@ -1,0 +1,208 @@
+"""The verifiers that compare two laws: `token` and `block` on chains, `recursive` and `traversal` on trees.
+
+    rule(tree, draft, p, u, depth_limit)  ->  Verdict: the accepted path, and the law of the one token to emit behind it
+
+p [B, N, V] is the target's law behind every node, u [B, N] a uniform in [0, 1) per node (the root's is not read). All four keep the
+target's law if q is the law that the children were really drawn from, the children of different nodes were drawn independently, and
+no noise is used twice: not for two purposes, and not in two steps (`block` and `traversal` look at nodes behind the accepted ones).
+Tests prove it by enumeration. This is the reference: plain torch, any float dtype, no cache, model or tokenizer.
+
+What a rule reads of V, per drafted child: p and q at its token; and, for what follows when it is not taken, one sum over V of
+(r p - q)+ and, if a sibling follows, one of q without the child. `recursive` and `token` (r = 1) need the sums only along the path
+they walk; `block` and `traversal` need them for every child, in the order of the nodes, and decide after all of them.
+
+Letters: B requests, N nodes, D the tree's greatest depth, V vocabulary, L draft laws.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+
+class Draft(NamedTuple):
+    """What was drafted, and from which laws. Siblings stand in the order in which they were drawn."""
+
+    tokens: torch.Tensor  # [B, N], node 0 is the root; -1: an empty slot, never accepted, nor is what hangs below it
+    q: torch.Tensor  # [B, L, V] draft laws after temperature, top-k, top-p, each kept once; p's dtype
+    law: torch.Tensor  # [N] or [B, N]: which of the L laws the children of a node come from; of leaves, any
+    drawn: torch.Tensor  # bool [N] or [B, N]: a draw from its slot's law; else chosen without chance, law one-hot
+
+
+class Verdict(NamedTuple):
+    path: torch.Tensor  # [B, D + 1] the accepted node at each depth, the last one repeated
+    num_accepted: torch.Tensor  # [B]
+    law: torch.Tensor  # [B, V] of the token to emit
+
+
+def token(tree, draft, p, u, depth_limit):
+    """Modified rejection sampling on a chain: arXiv 2302.01318 and 2211.17192.
+
+    Accept x_i iff u_i q_i(x_i) < p_i(x_i), up to the first rejection; then y ~ norm((p - q)+), or y ~ p after the last token.
+    """
+    goes_on, x, q = chain_laws(tree, draft, depth_limit)
+    taken = goes_on & accepts(u.roll(-1, 1), at(p, x), at(q, x))  # [B, N] of the child of every node
+    num_accepted = taken.long().cumprod(1).sum(1)
+    p = pick(p, num_accepted)
+    rest, _ = residual(p, pick(q, num_accepted))
+    law = torch.where(pick(goes_on, num_accepted)[:, None], rest, p)
+    return verdict(tree, num_accepted, law)
+
+
+def block(tree, draft, p, u, depth_limit):
+    """Block verification on a chain: arXiv 2403.10444.
+
+    P_i = min(1, P_{i-1} p_i(x_i) / q_i(x_i)), S_i = sum((P_i p_{i+1} - q_{i+1})+), h_i = S_i / (S_i + 1 - P_i), at the last token
+    h_k = P_k. tau is the greatest i with u_i < h_i, also where an earlier one failed; y ~ norm((P_tau p - q)+), after the last p.
+    """
+    goes_on, x, q = chain_laws(tree, draft, depth_limit)
+    p_x, q_x = at(p, x), at(q, x)  # [B, N]
+    P = torch.ones_like(p_x)
+    for i in range(1, P.shape[1]):
+        P[:, i] = ratio(P[:, i - 1] * p_x[:, i - 1], q_x[:, i - 1])
+    rest, S = residual(p, q, P)
+    h = torch.where(goes_on, keep_rate(S, P), P)
+    taken = goes_on.roll(1, 1) & accepts(u, h, 1.0)  # [B, N] of the node itself
+    num_accepted = torch.where(taken, tree.depths, 0).amax(1)
+    law = torch.where(pick(goes_on, num_accepted)[:, None], pick(rest, num_accepted), pick(p, num_accepted))
+    return verdict(tree, num_accepted, law)
+
+
+def recursive(tree, draft, p, u, depth_limit):
+    """Recursive rejection sampling on a tree, from the root: arXiv 2402.14160 (without replacement), 2305.09781.
+
+    At the accepted node, for its children in order: accept x iff u q'(x) < p(x), q' the law of the slot; else p <- norm((p - q')+).
+    """
+    live, parents = live_nodes(tree, draft, depth_limit)
+    node = torch.zeros_like(parents[:, 0])  # [B] the last one accepted
+    P, Q = p[:, 0], next_law(draft, 0)  # [B, V] its law after the children so far, and that of its next slot
+    # In topological order one pass is enough: the children of a node taken come behind it.
+    for n in range(1, parents.shape[1]):
+        x = draft.tokens[:, n]
+        slot = slot_law(Q, x, draft.drawn[..., n])
+        tried = live[:, n] & (parents[:, n] == node)
+        taken = tried & accepts(u[:, n], at(P, x), at(slot, x))
+        rest, _ = residual(P, slot)
+        P = torch.where(taken[:, None], p[:, n], torch.where(tried[:, None], rest, P))
+        Q = torch.where(taken[:, None], next_law(draft, n), torch.where(tried[:, None], without(Q, x), Q))
+        node = torch.where(taken, n, node)
+    return verdict(tree, node, P)
+
+
+def traversal(tree, draft, p, u, depth_limit):
+    """Traversal verification on a tree, from the leaves: arXiv 2505.12398.
+
+    visit(node, r): for its children in order: visit(x, min(1, r P(x) / Q(x))); when that fails P, r <- norm((r P - Q)+), keep_rate.
+    After the children accept the node with probability r and emit y ~ P. No r depends on a decision: first all r, then the walk.
+    """
+    live, parents = live_nodes(tree, draft, depth_limit)
+    rows = torch.arange(len(p), device=p.device)
+    P = p.clone()  # [B, N, V] a node's law after the children so far have failed; Q: that of its next slot
+    Q = torch.stack([next_law(draft, n) for n in range(parents.shape[1])], 1)
+    r = torch.ones_like(p[..., 0])  # [B, N] the rate at which a node is accepted after the children so far have failed
+    for n in range(1, parents.shape[1]):
+        x, above = draft.tokens[:, n], (rows, parents[:, n])
+        slot = slot_law(Q[above], x, draft.drawn[..., n])
+        r[:, n] = ratio(r[above] * at(P[above], x), at(slot, x))
+        rest, S = residual(P[above], slot, r[above])
+        failed = live[:, n]
+        P[above] = torch.where(failed[:, None], rest, P[above])
+        Q[above] = torch.where(failed[:, None], without(Q[above], x), Q[above])
+        r[above] = torch.where(failed, keep_rate(S, r[above]), r[above])
+    found = live & accepts(u, r, 1.0)
+    for n in range(parents.shape[1] - 1, 0, -1):
+        found[rows, parents[:, n]] |= found[:, n]  # something is accepted at or below the node
+    node = torch.zeros_like(parents[:, 0])
+    for n in range(1, parents.shape[1]):
+        node = torch.where(found[:, n] & (parents[:, n] == node), n, node)
+    return verdict(tree, node, P[rows, node])
+
+
+RATIO_RULES = {"token": token, "block": block, "recursive": recursive, "traversal": traversal}
+
+
+def draw(law, noise):
+    """A token from every law by Gumbel-max; ties to the lowest id.  law, noise [B, V] -> [B]
+
+    The noise must serve nothing else: not the target's own tokens, not the draft (philox.py, RESIDUAL_NOISE).
+    """
+    return (law.log() + noise).argmax(-1)
+
+
+def accepts(u, numerator, denominator):
+    """u < numerator / denominator, without the division. Strict: u = 0 does not accept what the target never emits."""
+    return u * denominator < numerator
+
+
+def ratio(numerator, denominator):
+    """min(1, numerator / denominator); 0 where the numerator is 0."""
+    return torch.where(numerator < denominator, numerator / denominator, (numerator > 0).to(numerator.dtype))
+
+
+def residual(p, q, r=None):
+    """norm((r p - q)+) and the mass S before it is normalised; where that is 0 numerically, p.  [..., V] -> [..., V], [...]"""
+    rest = ((p if r is None else r[..., None] * p) - q).clamp(min=0)
+    S = rest.sum(-1, keepdim=True)
+    return torch.where(S > 0, rest / S, p), S.squeeze(-1)
+
+
+def keep_rate(S, r):
+    """S / (S + 1 - r): the rate at which a node is accepted after a child has failed; with S = 0 it stays 1 or becomes 0."""
+    return torch.where(S > 0, S / (S + 1 - r), (r >= 1).to(r.dtype))
+
+
+def slot_law(q, x, drawn):
+    """The law that a child x came from: q, without the siblings before it, if it was drawn; else one-hot.  [B, V], [B], [B]"""
+    one_hot = torch.zeros_like(q).scatter(-1, x.clamp(min=0)[..., None], 1.0)
+    return torch.where(drawn[..., None], q, one_hot)
+
+
+def without(q, x):
+    """The law of the next slot: q without token x, renormalised; no mass left: all zero, the slots that follow are empty."""
+    rest = q.scatter(-1, x.clamp(min=0)[..., None], 0.0)
+    mass = rest.sum(-1, keepdim=True)
+    return torch.where(mass > 0, rest / mass, rest)
+
+
+def at(law, x):
+    """law(x).  [..., V], [...] -> [...]; of an empty slot, any value"""
+    return law.gather(-1, x.clamp(min=0)[..., None]).squeeze(-1)
+
+
+def pick(laws, i):
+    """laws[b, i[b]].  [B, k, ...], [B] -> [B, ...]"""
+    return laws[torch.arange(len(laws), device=laws.device), i]
+
+
+def next_law(draft, node):
+    """The law that the first child of `node` is drawn from.  -> [B, V]"""
+    return pick(draft.q, draft.law[..., node].expand(len(draft.q)))
+
+
+def live_nodes(tree, draft, depth_limit):
+    """Which nodes stand for a token, like all their ancestors, within the limit; and everyone's parent.  -> two [B, N]"""
+    parents = tree.parents.expand_as(draft.tokens).clamp(min=0)
+    live = (draft.tokens >= 0) & (tree.depths <= depth_limit[:, None])
+    live[:, 0] = True
+    for _ in range(tree.max_depth):
+        live &= live.gather(1, parents)
+    return live, parents
+
+
+def chain_laws(tree, draft, depth_limit):
+    """Per node of a chain: whether a token follows it, which, and the law that it was drawn from.  -> [B, N], [B, N], [B, N, V]"""
+    live, _ = live_nodes(tree, draft, depth_limit)
+    nothing = torch.full_like(draft.tokens[:, :1], -1)
+    goes_on, x = torch.cat([live[:, 1:], nothing > 0], 1), torch.cat([draft.tokens[:, 1:], nothing], 1)
+    q = torch.stack([next_law(draft, n) for n in range(x.shape[1])], 1)
+    return goes_on, x, slot_law(q, x, draft.drawn.roll(-1, -1))
+
+
+def verdict(tree, node, law):
+    """The path from the root to `node` [B], its last entry repeated, and the law of what follows."""
+    parents = tree.parents.expand(len(node), -1).clamp(min=0)
+    num_accepted = tree.depths.expand(len(node), -1).gather(1, node[:, None]).squeeze(1)
+    path = node[:, None].repeat(1, tree.max_depth + 1)
+    for depth in range(tree.max_depth - 1, -1, -1):
+        node = torch.where(depth < num_accepted, parents.gather(1, node[:, None]).squeeze(1), node)
+        path[:, depth] = node
+    return Verdict(path, num_accepted, law)
