@@ -25,7 +25,7 @@ from .floor import copy_bandwidth, head_bytes, kv_bytes, milliseconds, weight_by
 from .library import LibraryStep
 from .results import Report, decimals, plain, shares_text
 from .shape import NUM_HEADS, random_decoder, random_head, spread_tree
-from .timing import Repeatable, free_bytes, release
+from .timing import Repeatable, plannable_bytes, release
 
 SHORT_CALLS = 10
 HEAD_LAYOUTS = ("own", "shared")  # whose lm_head the heads use
@@ -161,7 +161,7 @@ class _Bench:
         dense = kv_bytes(decoder, batch, context + most) if settings.baseline != "none" else 0
         # Logits in the model's dtype and fp32, and the states of the prefix pass, are the largest of the rest.
         rest = batch * most * (decoder.vocab_size * 6 + context // 256 * decoder.num_heads * (decoder.head_dim + 2) * 4)
-        free = free_bytes(decoder.device)
+        free = plannable_bytes(decoder.device)
         if cached + rest > free:
             self.report.note(
                 f"{where}: left out, it takes {(cached + rest) / 1e9:.0f} GB and {free / 1e9:.0f} are free"
@@ -227,7 +227,7 @@ class _Bench:
         """
         decoder, settings, device = self.decoder, self.settings, self.decoder.device
         needed = NUM_HEADS * decoder.lm_head.nbytes if layout == "own" else 0
-        if needed > free_bytes(device):
+        if needed > plannable_bytes(device):
             self.report.note(
                 f"context {context}, batch {batch}: no {layout} lm_heads, {needed / 1e9:.0f} GB do not fit"
             )

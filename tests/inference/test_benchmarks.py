@@ -83,7 +83,7 @@ def test_step_prints_a_line_per_size_and_the_parts_of_the_largest_tree(bench, tm
 
 
 def test_step_leaves_out_what_does_not_fit_with_a_note(bench, monkeypatch):
-    monkeypatch.setattr("headstart.inference.benchmarks.step.free_bytes", lambda device: 100_000)
+    monkeypatch.setattr("headstart.inference.benchmarks.step.plannable_bytes", lambda device: 100_000)
     lines, found = bench("step", "--rows", "1", "--context", "64,400", "--batch", "1", "--baseline", "none")
     assert any("context 400, batch 1: left out" in line for line in lines)
     assert [row["context"] for row in found["rows"]] == [64]

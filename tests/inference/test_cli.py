@@ -138,6 +138,9 @@ def test_a_broken_prompt_file_names_file_and_line(target_folder, head_folder, tm
     arguments = ["tree", str(head_folder), "--model", str(target_folder), "--prompts", str(path)]
     assert main(arguments) == 2
     assert "broken.jsonl, line 2 is not JSON" in capsys.readouterr().err
+    path.write_text('{"messages": ["a"]}\n')
+    assert main(arguments) == 2
+    assert "broken.jsonl, line 1: a message is {'role': ..., 'content': ...}, got 'a'" in capsys.readouterr().err
 
 
 def test_help_teaches_every_command(capsys):
