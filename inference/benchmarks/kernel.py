@@ -26,7 +26,7 @@ from ..verify import TreeTensors
 from .floor import copy_bandwidth, milliseconds, product_rate
 from .library import LibraryAttention, rotate
 from .results import Report, decimals, plain
-from .shape import NUM_HEADS, config_of_shape, spread_tree
+from .shape import NUM_HEADS, check_fits, config_of_shape, spread_tree
 from .timing import Repeatable, release
 
 # More than a round should find in the last-level cache (50 to 60 MB on an H100 or H200), and the most copies of anything.
@@ -111,6 +111,7 @@ def bench_kernel(settings, device, dtype, command, output=None, commit=None):
             "prefill_attention runs on a GPU only: elsewhere prompts go through the pass that verifies trees"
         )
     sizes = Sizes.of(config_of_shape(settings.shape))
+    check_fits(settings.shape, device, dtype, largest_product, "the largest weights")
     report = Report("kernel", COLUMNS, device, command, vars(settings), output, commit)
     bench = KernelBench(settings, sizes, device, dtype, report)
     for name in names:
@@ -119,6 +120,11 @@ def bench_kernel(settings, device, dtype, command, output=None, commit=None):
             with torch.no_grad():
                 OPERATIONS[name](bench)
     return report.finish()
+
+
+def largest_product(config, dtype):
+    """Bytes of the largest weights of one product: more than one product's are never held at once."""
+    return dtype.itemsize * max(out * width for out, width in Sizes.of(config).products.values())
 
 
 def sweep_kernel(settings, device, dtype, command, output=None, commit=None):
