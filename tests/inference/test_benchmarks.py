@@ -251,6 +251,24 @@ def test_a_shape_beyond_the_free_memory_is_refused_with_those_that_fit(arguments
         assert fitting.split(", ")[0] == "llama-3-8b-2layers"
 
 
+def test_kernel_refuses_keys_beyond_the_free_memory(shape, capsys):
+    arguments = [
+        "kernel",
+        "attention",
+        "--shape",
+        shape,
+        *CPU,
+        "--rows",
+        "1",
+        "--context",
+        "64",
+        "--batch",
+        "1000000000",
+    ]
+    assert main(["bench", *arguments]) == 2
+    assert "GiB are free on cpu: lower --batch, --context or --rows" in capsys.readouterr().err
+
+
 def test_step_measures_the_usual_contexts_that_the_model_reaches(bench):
     _, found = bench("step", "--rows", "1", "--batch", "1", "--repeats", "1", "--baseline", "none")
     assert [row["context"] for row in found["rows"]] == [511]
