@@ -27,23 +27,21 @@ export OMP_WAIT_POLICY := PASSIVE
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
 
-# All cores train, up to four: the embedded model is small, and more than two was not measured.
-# Decoding it takes one: its products are so small that waking a sleeping thread costs more than it saves (a pass over 64 rows: 62 ms
-# with two sleeping threads, 28 ms with one).
-ONE_THREAD := OMP_NUM_THREADS=1
-quickstart: export OMP_NUM_THREADS := $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -lt 4 ] && echo $$n || echo 4)
+# All cores train, up to four: the embedded model is small, and more than two was not measured. (Commands that decode choose their
+# threads themselves.)
+TRAINING_THREADS = OMP_NUM_THREADS=$(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -lt 4 ] && echo $$n || echo 4)
 quickstart: $(RUN)/export/config.json
-	$(ONE_THREAD) $(BIN)/headstart bench speculation --model assets/stdlib-coder --head $(RUN)/export \
+	$(BIN)/headstart bench speculation --model assets/stdlib-coder --head $(RUN)/export \
 	  --head assets/stdlib-coder-medusa --output $(RUN)/benchmark.json
 	$(BIN)/headstart report $(RUN)
 
 # A finished run is kept and used again; an unfinished one goes on from its newest checkpoint.
 $(RUN)/head/config.json: | $(READY)
-	$(BIN)/accelerate launch --config_file configs/accelerate/cpu.yaml train/medusa.py --config configs/quickstart.yaml \
+	$(TRAINING_THREADS) $(BIN)/accelerate launch --config_file configs/accelerate/cpu.yaml train/medusa.py --config configs/quickstart.yaml \
 	  $$(test -z "$$(ls -A $(RUN) 2>/dev/null)" || echo --resume)
 
 $(RUN)/tree.json: $(RUN)/head/config.json
-	$(ONE_THREAD) $(BIN)/headstart tree $(RUN)
+	$(BIN)/headstart tree $(RUN)
 
 $(RUN)/export/config.json: $(RUN)/head/config.json $(RUN)/tree.json
 	rm -rf $(RUN)/export

@@ -26,11 +26,17 @@ def main(argv=None):
     except BrokenPipeError:
         os._exit(0)  # the reader of our output left: nothing more to say
     except (ValueError, OSError) as error:
-        print(f"headstart {arguments.command}: error: {error}", file=sys.stderr)
+        print(f"{_name(arguments)}: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"headstart {arguments.command}: interrupted", file=sys.stderr)
+        print(f"{_name(arguments)}: interrupted", file=sys.stderr)
         return 130
+
+
+def _name(arguments):
+    """The command as it was typed, e.g. `headstart bench step`."""
+    what = [arguments.what] if arguments.command == "bench" and arguments.what else []
+    return " ".join(["headstart", arguments.command, *what])
 
 
 def build_parser():
@@ -158,9 +164,11 @@ def _add_model(parser):
 
 def _add_speculation(parser):
     parser.add_argument("--head", help="a head that drafts: a folder, a run or a Hub id (default: plain decoding)")
-    parser.add_argument("--tree", default="chain", help="chain (default), static, or a tree file")
+    parser.add_argument("--tree", help="with --head: chain (default), static, or a tree file")
     parser.add_argument(
-        "--num-speculative-tokens", type=int, help="depth of the drafts (default: as deep as the head goes)"
+        "--num-speculative-tokens",
+        type=int,
+        help="with --head: depth of the drafts (default: as deep as the head goes)",
     )
 
 
@@ -171,6 +179,9 @@ def _generate(arguments):
 
     if arguments.compare and not arguments.head:
         raise ValueError("--compare shows a head beside plain decoding: name one with --head")
+    for option, given in (("--tree", arguments.tree), ("--num-speculative-tokens", arguments.num_speculative_tokens)):
+        if given is not None and not arguments.head:
+            raise ValueError(f"{option} {given} says how a head drafts: name one with --head, or leave it out")
     params = SamplingParams(
         temperature=arguments.temperature,
         top_p=arguments.top_p,
@@ -186,9 +197,10 @@ def _generate(arguments):
     if arguments.head:
         speculative = {
             "model": arguments.head,
-            "tree": arguments.tree,
+            "tree": arguments.tree or "chain",
             "num_speculative_tokens": arguments.num_speculative_tokens,
         }
+    _choose_threads(arguments.model, arguments.device)
     shared = dict(max_model_len=arguments.max_model_len, max_num_seqs=1)
     llm = LLM(
         arguments.model,
@@ -264,6 +276,7 @@ def _tree(arguments):
         prompts = read_prompts(source, start=start, count=arguments.num_prompts)
     else:
         source, prompts = own, read_prompts(own)[: arguments.num_prompts]
+    _choose_threads(model, arguments.device)
     llm = LLM(
         model,
         device=arguments.device,
@@ -306,6 +319,7 @@ def _bench_speculation(arguments):
         check_writable(Path(arguments.output))
     prompts = read_prompts(_prompt_file(arguments.prompts, arguments.model), count=arguments.num_prompts)
     folders = [resolve_head(source) for source in arguments.head]
+    _choose_threads(arguments.model, arguments.device)
     shared = dict(max_num_seqs=1, num_gpu_blocks_override=2)  # only its weights are used
     base = LLM(arguments.model, device=arguments.device, dtype=arguments.dtype, **shared)
     prompts = [render_prompt(base.tokenizer, prompt) for prompt in prompts]
@@ -344,6 +358,16 @@ def _report(arguments):
 
     print(write_report(Path(arguments.source), Path(arguments.output) if arguments.output else None))
     return 0
+
+
+def _choose_threads(model, device):
+    from headstart.inference.decoder import check_supported
+    from headstart.inference.target_source import choose_device, target_config
+    from headstart.inference.threads import choose_threads
+
+    config, _ = target_config(model, "auto")
+    check_supported(config)
+    choose_threads(config, choose_device(device))
 
 
 def _check_count(number):

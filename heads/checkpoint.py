@@ -222,6 +222,18 @@ def resolve_head(path_or_id):
 _STEP = re.compile(r"^step-(\d+)$")
 
 
+def find_head(folder):
+    """The folder of the head that `folder` is, or holds as a run or a checkpoint does; None if it holds none, as a target's."""
+    folder = Path(folder)
+    try:
+        if not (folder / "config.json").is_file():
+            folder = resolve_head(folder)
+        config = read_config(folder)
+    except ValueError:
+        return None
+    return folder if "medusa_num_heads" in config or config.get("model_type") == "medusa" else None
+
+
 def _fetch_head(repo_id):
     """Download a head's files from the Hub (or find them in its cache) and return their folder."""
     try:

@@ -4,11 +4,10 @@ kv [layers, 2, (pages + 1) * HK * 64, D]: keys and values; a page of one layer i
 in block tables points to it, so it must stay finite and its content is never used.
 """
 
-import os
-
 import torch
 
 from ..kernels.tree_attention import PAGE
+from .memory import free_bytes, in_gib
 
 # Share of the free host memory that the cache may take on the CPU.
 CPU_SHARE = 0.5
@@ -31,14 +30,14 @@ def pages_that_fit(num_layers, num_kv_heads, head_dim, dtype, device, wanted, le
     GPU's whole memory that weights, workspace and cache may take together. ValueError, saying what would fit, if fewer than
     `least` pages do.
     """
-    page_bytes = num_layers * 2 * num_kv_heads * PAGE * head_dim * dtype.itemsize
+    page_bytes = bytes_of_page(num_layers, num_kv_heads, head_dim, dtype)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         budget = total * utilization - (total - free) - workspace
         where = f"gpu_memory_utilization {utilization} of {total / 2**30:.1f} GiB leaves"
         advice = "raise gpu_memory_utilization, free memory on the GPU"
     else:
-        budget = _free_host_bytes() * CPU_SHARE
+        budget = free_bytes(device) * CPU_SHARE
         where, advice = f"half of the free memory of {device} is", "free memory"
     fit = max(0, int(budget // page_bytes) - 1)  # page 0 is nobody's
     if fit < least:
@@ -50,12 +49,16 @@ def pages_that_fit(num_layers, num_kv_heads, head_dim, dtype, device, wanted, le
     return min(wanted, fit)
 
 
-def _free_host_bytes():
-    try:
-        with open("/proc/meminfo") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass  # not Linux: the total is what can be asked for
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def check_pages_fit(num_layers, num_kv_heads, head_dim, dtype, device, num_pages):
+    """ValueError, saying how many would fit, if a cache of num_pages pages does not fit into the free memory."""
+    page_bytes, free = bytes_of_page(num_layers, num_kv_heads, head_dim, dtype), free_bytes(device)
+    if (num_pages + 1) * page_bytes > free:
+        raise ValueError(
+            f"num_gpu_blocks_override={num_pages} pages of {PAGE} tokens take {in_gib((num_pages + 1) * page_bytes)} and "
+            f"{in_gib(free)} are free on {device}: at most {max(0, free // page_bytes - 1)} fit, or leave it out"
+        )
+
+
+def bytes_of_page(num_layers, num_kv_heads, head_dim, dtype):
+    """Bytes of one page's keys and values in all layers."""
+    return num_layers * 2 * num_kv_heads * PAGE * head_dim * dtype.itemsize

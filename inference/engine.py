@@ -15,7 +15,7 @@ import torch
 
 from ..kernels.prefill_attention import build_prefill_index
 from ..kernels.tree_attention import PAGE, build_tree_index
-from .cache import PagedCache, pages_that_fit
+from .cache import PagedCache, check_pages_fit, pages_that_fit
 from .decoder import ForwardPass
 from .graphs import StepGraphs
 from .logprobs import gather_logprobs, read_logprobs
@@ -93,7 +93,7 @@ class Engine:
 
         verifier: a rule of verify.py; captured: replay CUDA graphs on a GPU; num_pages: this many pages of
         cache instead; progress wraps the list of graphs to capture. Raises ValueError if memory does not suffice for one
-        request of max_model_len tokens, saying what would fit.
+        request of max_model_len tokens, or for num_pages, saying what would fit.
         """
         device, max_emitted = decoder.device, tree.max_depth + 1
         per_request = -(-(max_model_len + tree.num_nodes + max_emitted) // PAGE)
@@ -114,7 +114,9 @@ class Engine:
             return cls(decoder, cache, scheduler, slots, eos_token_ids, drafter, tree, verifier, captured)
 
         with on_device(device):
-            if num_pages is None:
+            if num_pages is not None:
+                check_pages_fit(*shape, num_pages)
+            else:
                 workspace = make(1, False)._measure_workspace(max_num_batched_tokens) if device.type == "cuda" else 0
                 wanted = max_num_seqs * per_request
                 num_pages = pages_that_fit(
@@ -173,6 +175,9 @@ class Engine:
         scheduled = self.scheduler.schedule()
         self.slots.write_pages(scheduled.grown)
         self.metrics.num_preemptions += len(scheduled.preempted)
+        if self.scheduler.enable_prefix_caching:
+            self.metrics.prefix_cache_queries = self.scheduler.num_prompt_tokens
+            self.metrics.prefix_cache_hits = self.scheduler.num_cached_tokens
         # Both are launched before anything is read: a request that turns out to have ended is in `decode` still.
         now = []
         if scheduled.prefill:

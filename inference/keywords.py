@@ -1,12 +1,49 @@
-"""Refuse unknown keywords by name, with the nearest known one. No torch."""
+"""Refuse unknown keywords by name: what vLLM takes and this does not, and misspellings of a known one. No torch."""
 
 import difflib
 
+# What code written for vLLM may pass. `LLM`:
+VLLM_ARGUMENTS = """
+task runner convert revision code_revision tokenizer_revision tokenizer_mode skip_tokenizer_init trust_remote_code
+allowed_local_media_path hf_config_path hf_token hf_overrides config_format generation_config override_generation_config
+served_model_name download_dir model_impl model_loader_extra_config quantization rope_scaling rope_theta
+tensor_parallel_size pipeline_parallel_size data_parallel_size decode_context_parallel_size enable_expert_parallel
+distributed_executor_backend disable_custom_all_reduce worker_cls
+block_size kv_cache_dtype kv_cache_memory_bytes calculate_kv_scales swap_space cpu_offload_gb kv_transfer_config
+prefix_caching_hash_algo disable_sliding_window sliding_window
+enable_chunked_prefill max_num_partial_prefills scheduling_policy async_scheduling num_scheduler_steps
+max_seq_len_to_capture compilation_config cuda_graph_sizes attention_backend disable_async_output_proc
+disable_cascade_attn max_logprobs logprobs_mode logits_processors logits_processor_pattern disable_log_stats
+enable_lora max_loras max_lora_rank lora_extra_vocab_size fully_sharded_loras enable_prompt_adapter
+limit_mm_per_prompt mm_processor_kwargs mm_processor_cache_gb enable_prompt_embeds pooler_config override_pooler_config
+guided_decoding_backend structured_outputs_config reasoning_parser enable_sleep_mode profiler_config additional_config
+"""
+# `SamplingParams`:
+VLLM_SAMPLING = """
+presence_penalty frequency_penalty repetition_penalty min_p logit_bias allowed_token_ids bad_words logits_processors
+prompt_logprobs logprob_token_ids flat_logprobs detokenize skip_special_tokens spaces_between_special_tokens
+include_stop_str_in_output output_kind truncate_prompt_tokens structured_outputs guided_decoding extra_args
+best_of use_beam_search beam_width length_penalty early_stopping thinking_token_budget repetition_detection
+"""
+# `speculative_config`:
+VLLM_SPECULATIVE = """
+method draft_tensor_parallel_size max_model_len quantization revision prompt_lookup_max prompt_lookup_min
+disable_padded_drafter_batch rejection_sample_method draft_sample_method enforce_eager parallel_drafting
+"""
 
-def reject_unknown(given, known, what):
-    """Raise ValueError if `given` (names) holds one that `known` does not; `what` says whose keywords they are."""
+
+def reject_unknown(given, known, what, vllm=""):
+    """Raise ValueError if `given` (names) holds one that `known` does not.
+
+    what: whose keywords they are; vllm: those that vLLM takes there besides, to say so.
+    """
     for name in given:
-        if name not in known:
-            nearest = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.0)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-            raise ValueError(f"unknown {what} {name!r}{hint} Known: {', '.join(known)}")
+        if name in known:
+            continue
+        if name in vllm.split():
+            raise ValueError(
+                f"{what} {name!r} is vLLM's and not supported here (yet): leave it out. Known: {', '.join(known)}"
+            )
+        nearest = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.7)
+        hint = f"; did you mean {nearest[0]!r}?" if nearest else "."
+        raise ValueError(f"unknown {what} {name!r}{hint} Known: {', '.join(known)}")

@@ -10,14 +10,22 @@ from ..heads.checkpoint import check_head_fits
 from .decoder import check_supported
 from .drafters.medusa import MedusaDrafter
 from .engine import Engine
-from .keywords import reject_unknown
+from .keywords import VLLM_ARGUMENTS, reject_unknown
 from .metrics import SpecDecodeMetrics
 from .prompt_files import render_chat
 from .request import Request
 from .sampling import SamplingParams
 from .speculation import check_speculative_config, choose_tree, choose_verifier, load_drafter_head
 from .stopping import StopChecker, final_text, stable_length
-from .target_source import check_used_in_place, eos_token_ids, load_decoder, load_tokenizer, target_config
+from .target_source import (
+    check_used_in_place,
+    eos_token_ids,
+    load_decoder,
+    load_tokenizer,
+    named_device,
+    named_dtype,
+    target_config,
+)
 from .tree import MAX_NODES
 
 
@@ -53,7 +61,7 @@ class LLM:
     tokenizer: folder, Hub id or tokenizer object; None: the model's own.
     dtype: "auto", "bfloat16", "float16", "float32" or a torch.dtype. auto: the checkpoint's on a GPU; on the CPU bfloat16 or
         float32, whichever this machine measures faster. A loaded model keeps its own.
-    device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1" ...
+    device: "auto" or None (a GPU if there is one), "cpu", "cuda", "cuda:1" ... or a torch.device.
     max_model_len: longest prompt + output in tokens; None: the model's own limit.
     max_num_seqs: how many requests run at once.
     max_num_batched_tokens: prompt tokens computed per step; longer prompts are computed in chunks.
@@ -71,7 +79,7 @@ class LLM:
         mean nothing), with acceptance_rates (unconditional, per position) or acceptance_length (tokens per step).
 
     Whatever the speculative_config, the outputs are those of plain decoding. Raises ValueError for bad arguments, naming what
-    was given and what was expected; unknown keywords name the nearest known one.
+    was given and what was expected; unknown keywords that are nearly spelled like a known one name it.
     """
 
     def __init__(
@@ -93,19 +101,21 @@ class LLM:
         **unknown,
     ):
         names = [name for name in inspect.signature(LLM.__init__).parameters if name not in ("self", "unknown")]
-        reject_unknown(unknown, names, "LLM argument")
+        reject_unknown(unknown, names, "LLM argument", VLLM_ARGUMENTS)
         _check_whole("max_num_seqs", max_num_seqs, 1)
         _check_whole("max_num_batched_tokens", max_num_batched_tokens, 1)
         _check_whole("seed", seed, 0)
         if num_gpu_blocks_override is not None:
             _check_whole("num_gpu_blocks_override", num_gpu_blocks_override, 2)
-        if not isinstance(gpu_memory_utilization, int | float) or not 0 < gpu_memory_utilization <= 1:
+        is_share = isinstance(gpu_memory_utilization, int | float) and not isinstance(gpu_memory_utilization, bool)
+        if not is_share or not 0 < gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, got {gpu_memory_utilization!r}")
         for name, value in (("enable_prefix_caching", enable_prefix_caching), ("enforce_eager", enforce_eager)):
             if not isinstance(value, bool):
                 raise ValueError(f"{name} must be True or False, got {value!r}")
         if load_format not in ("auto", "dummy"):
             raise ValueError(f"load_format must be 'auto' or 'dummy', got {load_format!r}")
+        named_dtype(dtype), named_device(device)  # refuse what they do not know
         speculative = check_speculative_config(speculative_config)
 
         # Everything that can be refused is refused before the target's weights are read.
@@ -179,6 +189,10 @@ class LLM:
             sampling_params = SamplingParams()
         if isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params] * len(prompts)
+        if not isinstance(sampling_params, list | tuple):
+            raise ValueError(
+                f"sampling_params must be a SamplingParams or a list of them, got {type(sampling_params).__name__}"
+            )
         if len(sampling_params) != len(prompts):
             raise ValueError(
                 f"{len(sampling_params)} sampling_params for {len(prompts)} prompts: give one, or one per prompt"
@@ -220,21 +234,19 @@ class LLM:
         return self._output(text, [request])
 
     def chat(self, messages, sampling_params=None, use_tqdm=False):
-        """Outputs for one conversation (a list of {"role", "content"}) or several, through the model's chat template."""
-        if not messages:
-            raise ValueError("chat takes a conversation: a non-empty list of {'role': ..., 'content': ...}")
-        conversations = [messages] if isinstance(messages[0], dict) else messages
+        """Outputs for one conversation (a list of {"role", "content"}) or several, through the tokenizer's chat template."""
+        several = isinstance(messages, list | tuple) and messages and all(isinstance(m, list | tuple) for m in messages)
+        conversations = messages if several else [messages]
         prompts = []
         for conversation in conversations:
             text = render_chat(self.tokenizer, conversation)
-            ids = self.tokenizer(text, add_special_tokens=False)[
-                "input_ids"
-            ]  # the template writes its own special tokens
+            # The template writes its own special tokens.
+            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
             prompts.append({"prompt": text, "prompt_token_ids": ids})
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def get_metrics(self):
-        """Counters since the LLM was built: requests, tokens, seconds, acceptance (inference/metrics.py)."""
+        """Counters since the LLM was built: requests, tokens, cache hits, seconds, acceptance (inference/metrics.py)."""
         return self.engine.metrics.as_dict()
 
     # --- the steps of generate ---

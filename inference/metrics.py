@@ -41,6 +41,10 @@ class EngineMetrics:
 
     num_requests_finished: int = 0
     num_prompt_tokens: int = 0  # computed; those found in the cache are not among them
+    prefix_cache_queries: int = (
+        0  # prompt tokens looked up in the cache (names and units are vLLM's); a preemption adds none
+    )
+    prefix_cache_hits: int = 0  # of those, found
     num_generated_tokens: int = 0
     num_prefill_passes: int = 0
     num_decode_passes: int = 0
@@ -55,6 +59,8 @@ class EngineMetrics:
         return {
             "num_requests_finished": self.num_requests_finished,
             "num_prompt_tokens": self.num_prompt_tokens,
+            "prefix_cache_queries": self.prefix_cache_queries,
+            "prefix_cache_hits": self.prefix_cache_hits,
             "num_generated_tokens": self.num_generated_tokens,
             "num_prefill_passes": self.num_prefill_passes,
             "num_decode_passes": self.num_decode_passes,

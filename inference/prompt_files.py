@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
 
 def read_prompts(path, start=0, count=None):
     """The prompts of lines start .. start + count of a JSONL file, as `render_prompt` takes them.
@@ -33,7 +35,9 @@ def read_prompts(path, start=0, count=None):
 def _prompt(entry, where):
     if isinstance(entry, dict) and isinstance(entry.get("messages"), list):
         messages = entry["messages"]
-        while messages and messages[-1].get("role") == "assistant":
+        for message in messages:
+            check_message(message, where)
+        while messages and messages[-1]["role"] == "assistant":
             messages = messages[:-1]
         if messages:
             return {"messages": messages}
@@ -42,14 +46,41 @@ def _prompt(entry, where):
     raise ValueError(f"{where} needs 'messages' with a user turn, 'prompt' or 'prompt_token_ids'; got {entry!r:.120}")
 
 
+def check_message(message, where):
+    """ValueError unless a message has a role, and content that a template can show."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise ValueError(f"{where}: a message is {{'role': ..., 'content': ...}}, got {message!r:.120}")
+    # An assistant that only calls tools says nothing.
+    if not isinstance(message.get("content"), str | list) and not message.get("tool_calls"):
+        raise ValueError(f"{where}: a message needs 'content', the text as a string; got {message!r:.120}")
+
+
 def render_chat(tokenizer, messages):
-    """A conversation as the prompt for its next assistant turn, through the chat template. ValueError where that fails."""
+    """A conversation as the prompt for its next assistant turn, through the chat template.
+
+    Raises ValueError without a template, for messages without a role or content, for roles that neither ROLES nor the template
+    names, and where the template refuses.
+    """
     from jinja2 import TemplateError
 
-    if tokenizer is None or not tokenizer.chat_template:
+    if not isinstance(messages, list | tuple) or not messages:
         raise ValueError(
-            "conversations need a tokenizer with a chat template: this model has none, give text or token ids"
+            "chat takes a conversation, a non-empty list of {'role': ..., 'content': ...}, or a list of conversations; "
+            f"got {messages!r:.120}"
         )
+    if tokenizer is None:
+        raise ValueError("conversations need a tokenizer, and there is none: build the LLM with tokenizer=...")
+    if not tokenizer.chat_template:
+        raise ValueError("conversations need a chat template, and this tokenizer has none: give text or token ids")
+    template = str(tokenizer.chat_template)
+    for number, message in enumerate(messages):
+        check_message(message, f"message {number} of the conversation")
+        role = message["role"]
+        if role not in ROLES and repr(role) not in template and f'"{role}"' not in template:
+            raise ValueError(
+                f"message {number} of the conversation has the unknown role {role!r}: known are {', '.join(ROLES)}, and "
+                "what the chat template names"
+            )
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except TemplateError as error:

@@ -8,7 +8,7 @@ request and the position alone (Gumbel-max). At temperature 0 there is no G. Tie
 import math
 from dataclasses import dataclass, fields
 
-from .keywords import reject_unknown
+from .keywords import VLLM_SAMPLING, reject_unknown
 
 # Below it, logits divided by the temperature leave the range in which fp32 tells them apart.
 LEAST_TEMPERATURE = 1e-5
@@ -38,11 +38,17 @@ class SamplingParams(_Fields):
     function of (prompt, parameters, seed); None derives one from (LLM seed, number of the request). n: outputs per prompt.
     logprobs: also return the log-probabilities of the emitted token and of the so many likeliest (of the raw logits).
 
-    Raises ValueError for values out of range and for unknown keywords (naming the nearest known).
+    Raises ValueError for values out of range and for unknown keywords.
     """
 
-    def __init__(self, **given):
-        reject_unknown(given, [field.name for field in fields(_Fields)], "sampling parameter")
+    def __init__(self, *positional, **given):
+        names = [field.name for field in fields(_Fields)]
+        if positional:
+            raise ValueError(
+                f"SamplingParams takes keywords only, got {positional[0]!r}: write for example temperature=0.5; "
+                f"Known: {', '.join(names)}"
+            )
+        reject_unknown(given, names, "sampling parameter", VLLM_SAMPLING)
         if isinstance(given.get("stop"), str):
             given["stop"] = (given["stop"],)
         for name, what in (("stop", "a string or a list of strings"), ("stop_token_ids", "a list of token ids")):

@@ -6,7 +6,7 @@ from torch import nn
 
 from ..heads.checkpoint import load_head, resolve_head
 from ..heads.medusa import Medusa
-from .keywords import reject_unknown
+from .keywords import VLLM_SPECULATIVE, reject_unknown
 from .tree import ROOT_ONLY, chain, load_tree
 from .verify import VERIFIERS, Synthetic, rates_for_length, strict
 
@@ -17,7 +17,7 @@ def check_speculative_config(config):
     """A copy of the speculative_config as a dict ({} for None), or ValueError."""
     if config is not None and not isinstance(config, dict):
         raise ValueError(f"speculative_config must be a dict or None, got {config!r:.80}")
-    reject_unknown(config or {}, KEYS, "speculative_config key")
+    reject_unknown(config or {}, KEYS, "speculative_config key", VLLM_SPECULATIVE)
     if config is not None and not isinstance(config.get("model"), str | Path | nn.Module):
         raise ValueError(
             "speculative_config needs 'model': the head that drafts (a folder, a run, a Hub id or a module)"

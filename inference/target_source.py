@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ..heads.checkpoint import find_head
+from ..heads.medusa import Medusa
 from ..kernels.linear import linear
 from .decoder import Decoder
 
@@ -19,6 +21,7 @@ def target_config(model, load_format):
     from transformers import AutoConfig, PreTrainedConfig
 
     if isinstance(model, nn.Module):
+        check_causal_lm(model)
         if load_format != "auto":
             raise ValueError("a loaded model has its weights: load_format belongs to a folder, a Hub id or a config")
         return model.config, getattr(model.config, "_name_or_path", "") or type(model).__name__
@@ -27,13 +30,27 @@ def target_config(model, load_format):
             raise ValueError("a config has no weights: pass load_format='dummy' for random ones, or a model folder")
         return model, model.model_type
     name = str(model)
+    if not isinstance(model, str | Path) or not name.strip():
+        raise ValueError(
+            "model must be a folder or Hub id (str or Path), a loaded *ForCausalLM, a Hugging Face config or an LLM, "
+            f"got {model!r:.80}"
+        )
     path = Path(name)
     if path.is_dir():
+        if find_head(path):
+            raise ValueError(
+                f"{name} holds a head, not a target: give the target as model, and the head as "
+                "speculative_config={'model': ...} (on the command line --head)"
+            )
         if not (path / "config.json").is_file():
             raise ValueError(f"{name} holds no config.json: expected a model folder in Hugging Face layout")
-    elif path.exists():
+        try:
+            return AutoConfig.from_pretrained(name), name
+        except (OSError, ValueError) as error:
+            raise ValueError(f"cannot read {path / 'config.json'}: {error}") from error
+    if path.exists():
         raise ValueError(f"{name} is a file: expected a model folder in Hugging Face layout, or a Hub id")
-    elif name.startswith((".", "/", "~")) or name.count("/") > 1:
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ValueError(f"there is no model folder {name}")
     try:
         return AutoConfig.from_pretrained(name), name
@@ -42,6 +59,20 @@ def target_config(model, load_format):
             f"cannot read the model {name!r}: no such folder, and the Hub did not give it ({error}). "
             "Check the name, the network, HF_HUB_OFFLINE, and `hf auth login` for gated models"
         ) from error
+
+
+def check_causal_lm(module):
+    """ValueError for a loaded module that is no target, such as a headless model, a wrapper or a head."""
+    from transformers import PreTrainedModel
+
+    if isinstance(module, PreTrainedModel) and module.can_generate():
+        return
+    kind = type(module).__name__
+    if isinstance(module, Medusa):
+        advice = "that is a head: give it as speculative_config={'model': head}, and its target as model"
+    else:
+        advice = "load it with AutoModelForCausalLM, and give what a wrapper wraps (an adapter: after merge_and_unload)"
+    raise ValueError(f"model must be a loaded *ForCausalLM of transformers, got a {kind} module: {advice}")
 
 
 def load_tokenizer(tokenizer, model):
@@ -70,9 +101,35 @@ def named_dtype(dtype):
     return DTYPES.get(dtype)
 
 
+def named_device(device):
+    """A torch.device, or None for "auto" and None. ValueError for one that is not there or that the engine does not run on."""
+    if device is None or device == "auto":
+        return None
+    try:
+        found = torch.device(device) if isinstance(device, str | torch.device) else None
+    except RuntimeError:
+        found = None
+    if found is None or found.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {device!r}")
+    if found.type == "cuda":
+        count = torch.cuda.device_count()
+        if not count:
+            raise ValueError(f"device {str(device)!r} was asked for, but torch sees no GPU: use 'cpu' or 'auto'")
+        if (found.index or 0) >= count:
+            raise ValueError(f"device {str(device)!r} was asked for, but the last GPU here is 'cuda:{count - 1}'")
+    return found
+
+
+def choose_device(device):
+    """The torch.device asked for; for "auto" and None a GPU if there is one. ValueError as `named_device`."""
+    return named_device(device) or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def check_used_in_place(loaded, dtype, device):
     """ValueError if a loaded model (or decoder) is asked to be of another dtype or on another device than it is."""
-    if named_dtype(dtype) not in (None, loaded.dtype) or device not in ("auto", loaded.device.type, str(loaded.device)):
+    device = named_device(device) or loaded.device
+    same_device = device.type == loaded.device.type and device.index in (None, loaded.device.index)
+    if named_dtype(dtype) not in (None, loaded.dtype) or not same_device:
         raise ValueError(
             f"the loaded model is {loaded.dtype} on {loaded.device} and is used in place: leave dtype and device at 'auto'"
         )
@@ -83,15 +140,7 @@ def load_decoder(model, config, dtype, device, max_positions, load_format):
     if isinstance(model, nn.Module):
         check_used_in_place(model, dtype, device)
         return Decoder.from_module(model, max_positions)
-    dtype = named_dtype(dtype)
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {device!r}") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device 'cuda' was asked for, but torch sees no GPU: use device='cpu' or 'auto'")
+    dtype, device = named_dtype(dtype), choose_device(device)
     if dtype is None:
         dtype = faster_cpu_dtype() if device.type == "cpu" else (getattr(config, "dtype", None) or torch.bfloat16)
     source = str(model) if isinstance(model, str | Path) else None

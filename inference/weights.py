@@ -20,6 +20,7 @@ from torch import nn
 from tqdm import tqdm
 
 from .checkpoint_files import find_files, first_few, open_file, read_header
+from .memory import free_bytes, in_gib
 
 # The dtypes that a weight may have in a file; any other is somebody's quantisation.
 FILE_DTYPES = ("F64", "F32", "F16", "BF16")
@@ -224,17 +225,12 @@ def _assemble(config, tensors):
 
 
 def _check_memory(config, dtype, device):
-    """ValueError if the weights cannot fit into the GPU's free memory."""
-    if device.type != "cuda":
-        return
-    need = weight_bytes(config, dtype)
-    # What torch keeps cached counts as free.
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    free = torch.cuda.mem_get_info(device)[0] + cached
+    """ValueError if the weights cannot fit into the device's free memory."""
+    need, free = weight_bytes(config, dtype), free_bytes(device)
     if need > free:
         raise ValueError(
-            f"the weights take {need / 2**30:.1f} GiB in {str(dtype).removeprefix('torch.')} and {free / 2**30:.1f} GiB are "
-            f"free on {device}: free memory, choose a smaller dtype or a smaller model"
+            f"the weights take {in_gib(need)} in {str(dtype).removeprefix('torch.')} and {in_gib(free)} are free on "
+            f"{device}: free memory, choose a smaller dtype or a smaller model"
         )
 
 

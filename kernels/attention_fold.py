@@ -16,9 +16,8 @@ a row in one order. Seen on an H200: 16, 64 and 128 rows agree in every bit (so 
 a row is spread over both, do not.
 """
 
-import torch
-
 from .jit import jit, tl, triton
+from .overlap import is_hopper
 
 PAGE = 64  # positions per page of the cache, and keys per tile
 _CHUNKS = ((0, 256, 0), (2048, 512, 8), (8192, 1024, 20))  # (from position, keys per chunk, number of its first chunk)
@@ -161,18 +160,13 @@ def count_stages(dim, dtype, alone=False):
     return 3 + alone if dim <= 128 else 2
 
 
-def has_hopper_features(x):
-    """Whether tiles can be loaded by tensor maps and a kernel may start while the one before it ends: on a GPU from 9.0 on."""
-    return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
-
-
 def tile_sources(k, v, lanes, tensor_map=None):
     """(keys, values, whether they are tensor maps) to load tiles [64, lanes] from, of keys and values [rows, D] of one layer.
 
     Tensor maps where the device has them and rows are whole multiples of 16 bytes: the same values, by the copy engine.
     """
     if tensor_map is None:
-        tensor_map = has_hopper_features(k) and k.shape[1] * k.itemsize % 16 == 0 and k.data_ptr() % 16 == 0
+        tensor_map = is_hopper(k.device) and k.shape[1] * k.itemsize % 16 == 0 and k.data_ptr() % 16 == 0
     if not tensor_map:
         return k, v, False
     from triton.tools.tensor_descriptor import TensorDescriptor

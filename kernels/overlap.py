@@ -31,12 +31,13 @@ def release_next(OVERLAP: tl.constexpr):
 
 
 @functools.lru_cache
-def _supported(device):
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+def is_hopper(device):
+    """Whether a kernel may start while the one before it ends, and tiles can be loaded by tensor maps: on a GPU from 9.0 on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def overlap(x):
-    """Keyword arguments of a launch on x's device: {"OVERLAP": bool} and `launch_pdl` where the hardware can (Hopper on)."""
-    if x.is_cuda and _supported(x.device):
+    """Keyword arguments of a launch on x's device: {"OVERLAP": bool} and `launch_pdl` where the hardware can."""
+    if is_hopper(x.device):
         return {"OVERLAP": True, "launch_pdl": True}
     return {"OVERLAP": False}

@@ -27,7 +27,6 @@ from .attention_fold import (
     count_stages,
     empty_state,
     fold,
-    has_hopper_features,
     load_rows,
     load_tile,
     merge,
@@ -40,7 +39,7 @@ from .attention_fold import (
 from .jit import jit, on_triton, tl, triton
 from .linear import empty_rows
 from .linear_prefill import num_multiprocessors
-from .overlap import await_previous, release_next
+from .overlap import await_previous, is_hopper, release_next
 from .tile_attention import TileRows, build_tile_rows, tile_attention
 
 MAX_GROUP = 16  # query heads per key head
@@ -335,7 +334,7 @@ def _launch(
     num_rows = num_nodes * group
     blocks = hk * triton.cdiv(num_rows, rows)
     walks = blocks * batch >= WALK_PROGRAMS if walks is None else walks
-    overlap = has_hopper_features(q) if overlap is None else overlap
+    overlap = is_hopper(q.device) if overlap is None else overlap
     chunks = num_chunks(table.shape[1] * PAGE)
     splits = 1 if walks else min(chunks, triton.cdiv(NUM_PROGRAMS, blocks * batch))
     slots = 2 if walks else chunks

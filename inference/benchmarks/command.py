@@ -23,7 +23,9 @@ def add_benchmarks(benchmarks, add_command, add_device):
         "Below each line: which share of the time goes to which kernel.",
     )
     step.add_argument("--rows", default="1,8,16,32,64", help="nodes of one request, up to 64 (default 1,8,16,32,64)")
-    step.add_argument("--context", default="1024,8192", help="committed tokens of a request (default 1024,8192)")
+    step.add_argument(
+        "--context", help="committed tokens of a request (default 1024,8192, where the model's positions reach so far)"
+    )
     step.add_argument("--batch", default="1,8,32", help="requests (default 1,8,32)")
     step.add_argument(
         "--lm-head",
@@ -73,10 +75,10 @@ def add_benchmarks(benchmarks, add_command, add_device):
         "warm Triton cache, and the greatest memory taken.",
     )
     engine.add_argument("--head", default="medusa", choices=["medusa", "none"], help="what drafts (default medusa)")
-    engine.add_argument("--acceptance", default="2.0,3.0", help="tokens per step to accept (default 2.0,3.0)")
+    engine.add_argument("--acceptance", help="tokens per step to accept of a head's drafts (default 2.0,3.0)")
     engine.add_argument("--batch", default="1,4,16,64", help="requests at once (default 1,4,16,64)")
-    engine.add_argument("--lm-head", default="own", choices=["own", "shared"], help="the heads' lm_heads (default own)")
-    engine.add_argument("--tree", default="chain", help="chain (default), static, or a tree file")
+    engine.add_argument("--lm-head", choices=["own", "shared"], help="the heads' lm_heads (default own)")
+    engine.add_argument("--tree", help="of the heads' drafts: chain (default), static, or a tree file")
     engine.add_argument("--prompt-tokens", type=int, default=1000, help="length of a prompt (default 1000)")
     engine.add_argument("--new-tokens", type=int, default=256, help="length of an output (default 256)")
     engine.add_argument("--no-startup", action="store_true", help="leave out the two processes that start-up takes")
@@ -117,7 +119,7 @@ def _bench_step(arguments):
     settings = StepSettings(
         shape=arguments.shape,
         rows=_numbers("--rows", arguments.rows),
-        contexts=_numbers("--context", arguments.context),
+        contexts=_numbers("--context", arguments.context) if arguments.context else None,
         batches=_numbers("--batch", arguments.batch),
         lm_heads=lm_heads,
         baseline=arguments.baseline,
@@ -148,12 +150,17 @@ def _bench_kernel(arguments):
 def _bench_engine(arguments):
     from .engine import EngineSettings, bench_engine
 
+    drafts = arguments.head == "medusa"
+    for option in ("acceptance", "lm_head", "tree"):
+        given = getattr(arguments, option)
+        if given is not None and not drafts:
+            raise ValueError(f"--{option.replace('_', '-')} {given} says how heads draft, and --head none has none")
     settings = EngineSettings(
         shape=arguments.shape,
-        acceptance=_numbers("--acceptance", arguments.acceptance, float) if arguments.head == "medusa" else (),
+        acceptance=_numbers("--acceptance", arguments.acceptance or "2.0,3.0", float) if drafts else (),
         batches=_numbers("--batch", arguments.batch),
-        lm_head=arguments.lm_head,
-        tree=arguments.tree,
+        lm_head=arguments.lm_head or "own",
+        tree=arguments.tree or "chain",
         prompt_tokens=_at_least_one("--prompt-tokens", arguments.prompt_tokens),
         new_tokens=_at_least_one("--new-tokens", arguments.new_tokens),
         startup=not arguments.no_startup,
@@ -174,25 +181,20 @@ def _bench_peer(arguments):
 
 
 def _measurement(arguments):
-    """Device, dtype, command line and output of a benchmark on random weights."""
+    """Device, dtype, command line and output of a benchmark on random weights. Chooses the threads, too."""
     import torch
 
-    from ..target_source import DTYPES
+    from ..target_source import DTYPES, choose_device
+    from ..threads import choose_threads
+    from .shape import config_of_shape
 
-    device = arguments.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        is_gpu = torch.device(device).type == "cuda"
-    except RuntimeError as error:
-        raise ValueError(f"--device {device!r} is none that torch knows: use auto, cpu, cuda or cuda:1 ...") from error
-    if is_gpu and not torch.cuda.is_available():
-        raise ValueError("--device cuda was asked for, but torch sees no GPU: use --device cpu")
+    device = choose_device(arguments.device)
     if arguments.dtype not in ("auto", *DTYPES):
         raise ValueError(f"--dtype must be auto or one of {', '.join(DTYPES)}, got {arguments.dtype!r}")
-    dtype = DTYPES.get(arguments.dtype, torch.bfloat16 if is_gpu else torch.float32)
+    dtype = DTYPES.get(arguments.dtype, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    choose_threads(config_of_shape(arguments.shape), device)
     command = " ".join(["headstart", *sys.argv[1:]])
-    return dict(device=device, dtype=dtype, command=command, output=arguments.output, commit=arguments.commit)
+    return dict(device=str(device), dtype=dtype, command=command, output=arguments.output, commit=arguments.commit)
 
 
 def _numbers(name, text, kind=int, most=None):

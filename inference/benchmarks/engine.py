@@ -11,6 +11,7 @@ import itertools
 import random
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -20,7 +21,7 @@ from ..slots import INTEGERS
 from ..speculation import choose_tree
 from ..verify import rates_for_length
 from .results import Report, decimals, plain
-from .shape import config_of_shape, empty_head, random_head
+from .shape import bytes_with_heads, check_fits, config_of_shape, empty_head, random_head
 from .startup import seconds_to_first_token
 from .timing import Repeatable, Times, release
 
@@ -109,6 +110,11 @@ def bench_engine(settings, device, dtype, command, output=None, commit=None):
     depth = choose_tree({"model": head, "tree": settings.tree}, head).max_depth
     for acceptance in settings.acceptance:
         rates_for_length(acceptance, depth)  # refuses what such drafts cannot reach
+    if settings.acceptance:
+        with_heads = partial(bytes_with_heads, shared_lm_head=settings.lm_head == "shared")
+        check_fits(settings.shape, device, dtype, with_heads, "the weights and heads")
+    else:
+        check_fits(settings.shape, device, dtype)
     report = Report("engine", COLUMNS, device, command, vars(settings), output, commit)
     most = max(settings.batches)
     if settings.startup:  # first, while this process holds no memory of the device

@@ -5,6 +5,7 @@ round is one CUDA graph; figures are per call. The floor is the larger of bytes 
 of the library's 8192 x 8192 x 8192 product, both measured in the same run.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -22,11 +23,12 @@ from ...kernels.rotary_kv_write import rotary_kv_write
 from ...kernels.sample import sample_tokens, top_tokens
 from ...kernels.tree_attention import PAGE, build_tree_index
 from ...kernels.verify_strict import verify_strict
+from ..memory import free_bytes, in_gib
 from ..verify import TreeTensors
 from .floor import copy_bandwidth, milliseconds, product_rate
 from .library import LibraryAttention, rotate
 from .results import Report, decimals, plain
-from .shape import NUM_HEADS, config_of_shape, spread_tree
+from .shape import NUM_HEADS, check_fits, config_of_shape, spread_tree
 from .timing import Repeatable, release
 
 # More than a round should find in the last-level cache (50 to 60 MB on an H100 or H200), and the most copies of anything.
@@ -111,6 +113,7 @@ def bench_kernel(settings, device, dtype, command, output=None, commit=None):
             "prefill_attention runs on a GPU only: elsewhere prompts go through the pass that verifies trees"
         )
     sizes = Sizes.of(config_of_shape(settings.shape))
+    check_fits(settings.shape, device, dtype, largest_product, "the largest weights")
     report = Report("kernel", COLUMNS, device, command, vars(settings), output, commit)
     bench = KernelBench(settings, sizes, device, dtype, report)
     for name in names:
@@ -119,6 +122,11 @@ def bench_kernel(settings, device, dtype, command, output=None, commit=None):
             with torch.no_grad():
                 OPERATIONS[name](bench)
     return report.finish()
+
+
+def largest_product(config, dtype):
+    """Bytes of the largest weights of one product: more than one product's are never held at once."""
+    return dtype.itemsize * max(out * width for out, width in Sizes.of(config).products.values())
 
 
 def sweep_kernel(settings, device, dtype, command, output=None, commit=None):
@@ -148,6 +156,12 @@ class KernelBench:
         )
 
     def random(self, *shape, scale=1.0):
+        needed, free = math.prod(shape) * self.dtype.itemsize, free_bytes(self.device)
+        if needed > free:
+            raise ValueError(
+                f"a tensor of {' x '.join(map(str, shape))} takes {in_gib(needed)} and {in_gib(free)} are free on "
+                f"{self.device}: lower --batch, --context or --rows"
+            )
         return torch.randn(*shape, device=self.device, dtype=self.dtype).mul_(scale)
 
     def integers(self, high, *shape):
@@ -252,8 +266,8 @@ def paged_cache(bench, batch, positions):
     pages = -(-positions // PAGE)
     rows = (batch * pages + 1) * sizes.num_kv_heads * PAGE
     layers = min(sizes.layers, bench.copies(2 * rows * sizes.head_dim * 2))
-    table = 1 + torch.arange(batch * pages, device=bench.device).view(batch, pages)
-    return bench.random(layers, 2, rows, sizes.head_dim), table
+    kv = bench.random(layers, 2, rows, sizes.head_dim)
+    return kv, 1 + torch.arange(batch * pages, device=bench.device).view(batch, pages)
 
 
 def bench_attention(bench):

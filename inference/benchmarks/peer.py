@@ -17,7 +17,7 @@ from ..llm import LLM
 from ..sampling import SamplingParams
 from .engine import StepRecorder
 from .results import Report, decimals, plain
-from .shape import config_of_shape
+from .shape import check_fits, config_of_shape
 from .timing import Times, release
 
 COLUMNS = {
@@ -65,6 +65,7 @@ def bench_peer(settings, device, dtype, command, output=None, commit=None):
             f"--new-tokens must be at least 16, and with --prompt-tokens at most {config.max_position_embeddings} tokens, got "
             f"{settings.prompt_tokens} + {settings.new_tokens}"
         )
+    check_fits(settings.shape, device, dtype)
     report = Report("peer", COLUMNS, device, command, vars(settings), output, commit)
     with torch.device(device):
         module = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)

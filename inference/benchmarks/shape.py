@@ -5,9 +5,11 @@ from pathlib import Path
 import torch
 
 from ...heads.medusa import Medusa, MedusaConfig
-from ..decoder import Decoder
-from ..shapes import config_of
+from ..decoder import Decoder, check_supported
+from ..memory import free_bytes, in_gib
+from ..shapes import SHAPES, config_of
 from ..tree import build_static_tree
+from ..weights import weight_bytes
 
 NUM_HEADS = 4
 # Chances of the candidates of a depth that trees are shaped by: falling, as those of a typical Medusa head.
@@ -21,6 +23,29 @@ def config_of_shape(shape):
 
         return AutoConfig.from_pretrained(shape)
     return config_of(shape)
+
+
+def check_fits(shape, device, dtype, num_bytes=weight_bytes, what="the weights"):
+    """ValueError, naming the shapes that would fit, if a shape's weights do not fit into the free memory of the device.
+
+    num_bytes(config, dtype) and what: what is held at once, where that is something else than the weights of the target.
+    """
+    config = config_of_shape(shape)
+    check_supported(config)
+    needed, free = num_bytes(config, dtype), free_bytes(torch.device(device))
+    if needed > free:
+        fitting = [name for name in SHAPES if num_bytes(config_of(name), dtype) <= free]
+        raise ValueError(
+            f"{what} of {shape} take {in_gib(needed)} in {str(dtype).removeprefix('torch.')} and {in_gib(free)} are free "
+            f"on {device}: name a shape that fits ({', '.join(fitting) or 'of the named ones none does'}), a folder with the "
+            "config.json of a smaller model, or a smaller --dtype"
+        )
+
+
+def bytes_with_heads(config, dtype, shared_lm_head):
+    """Bytes of a target's weights and of NUM_HEADS Medusa heads beside it."""
+    head = empty_head(config.hidden_size, config.vocab_size, shared_lm_head)
+    return weight_bytes(config, dtype) + dtype.itemsize * sum(parameter.numel() for parameter in head.parameters())
 
 
 def random_decoder(shape, device, dtype, max_positions):

@@ -39,6 +39,7 @@ def main(shape, dtype, device, max_num_seqs, prompt_tokens, began):
 
     from ..llm import LLM
     from ..sampling import SamplingParams
+    from ..threads import choose_threads
     from .shape import config_of_shape
 
     def since():
@@ -46,6 +47,7 @@ def main(shape, dtype, device, max_num_seqs, prompt_tokens, began):
 
     seconds = {"imported": since()}
     config, count = config_of_shape(shape), int(prompt_tokens)
+    choose_threads(config, torch.device(device))
     length = min(config.max_position_embeddings, 2 * count)
     llm = LLM(
         config, load_format="dummy", dtype=dtype, device=device, max_model_len=length, max_num_seqs=int(max_num_seqs)

@@ -9,7 +9,7 @@ The floor is the weights and the committed keys and values, read once, at the ra
 memory does not suffice are left out with a note.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -24,10 +24,11 @@ from ..verify import TreeTensors, strict
 from .floor import copy_bandwidth, head_bytes, kv_bytes, milliseconds, weight_bytes
 from .library import LibraryStep
 from .results import Report, decimals, plain, shares_text
-from .shape import NUM_HEADS, random_decoder, random_head, spread_tree
-from .timing import Repeatable, free_bytes, release
+from .shape import NUM_HEADS, check_fits, config_of_shape, random_decoder, random_head, spread_tree
+from .timing import Repeatable, plannable_bytes, release
 
 SHORT_CALLS = 10
+DEFAULT_CONTEXTS = (1024, 8192)
 HEAD_LAYOUTS = ("own", "shared")  # whose lm_head the heads use
 
 COLUMNS = {
@@ -52,7 +53,7 @@ class StepSettings:
 
     shape: str
     rows: tuple[int, ...] = (1, 8, 16, 32, 64)
-    contexts: tuple[int, ...] = (1024, 8192)
+    contexts: tuple[int, ...] | None = None  # DEFAULT_CONTEXTS, as far as the model's positions reach
     batches: tuple[int, ...] = (1, 8, 32)
     lm_heads: tuple[str, ...] = HEAD_LAYOUTS
     baseline: str = "compiled"
@@ -125,6 +126,13 @@ def bench_step(settings, device, dtype, command, output=None, commit=None):
     """Measure every line of `settings`. Prints the table, then the JSON object, which is returned."""
     for nodes in settings.rows:
         spread_tree(nodes)  # refuses impossible sizes before any work
+    # As in the engine: the root has a position of the model, a draft may stand beyond them.
+    longest = config_of_shape(settings.shape).max_position_embeddings - 1
+    if settings.contexts is None:
+        settings = replace(settings, contexts=tuple(c for c in DEFAULT_CONTEXTS if c <= longest) or (longest,))
+    if max(settings.contexts) > longest:
+        raise ValueError(f"--context {max(settings.contexts)} is beyond {settings.shape}: at most {longest} fit")
+    check_fits(settings.shape, device, dtype)
     report = Report("step", COLUMNS, device, command, vars(settings), output, commit)
     reach = max(settings.contexts) + max(settings.rows)
     decoder = random_decoder(settings.shape, device, dtype, reach)
@@ -161,7 +169,7 @@ class _Bench:
         dense = kv_bytes(decoder, batch, context + most) if settings.baseline != "none" else 0
         # Logits in the model's dtype and fp32, and the states of the prefix pass, are the largest of the rest.
         rest = batch * most * (decoder.vocab_size * 6 + context // 256 * decoder.num_heads * (decoder.head_dim + 2) * 4)
-        free = free_bytes(decoder.device)
+        free = plannable_bytes(decoder.device)
         if cached + rest > free:
             self.report.note(
                 f"{where}: left out, it takes {(cached + rest) / 1e9:.0f} GB and {free / 1e9:.0f} are free"
@@ -227,7 +235,7 @@ class _Bench:
         """
         decoder, settings, device = self.decoder, self.settings, self.decoder.device
         needed = NUM_HEADS * decoder.lm_head.nbytes if layout == "own" else 0
-        if needed > free_bytes(device):
+        if needed > plannable_bytes(device):
             self.report.note(
                 f"context {context}, batch {batch}: no {layout} lm_heads, {needed / 1e9:.0f} GB do not fit"
             )

@@ -6,6 +6,7 @@ not in the engine's steady state. Nothing here judges a figure or rotates data p
 
 import gc
 import itertools
+import os
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -13,8 +14,10 @@ from dataclasses import asdict, dataclass
 import torch
 from torch.autograd import DeviceType
 
+from ..memory import free_bytes
+
 WARMUP = 3
-KEPT_FREE = 0.06  # share of a GPU's memory that nothing is planned into
+KEPT_FREE = 0.06  # share of a GPU's memory, and of the free memory of a CPU, that nothing is planned into
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,8 @@ class Repeatable:
         kernel, started early, waits for the one before it belongs to the one before.
         """
         on_gpu = self.device.type == "cuda"
+        # Its library greets and takes leave on stderr, in the middle of a table, unless the level is above all of its messages.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         activities = [torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU]
         with torch.profiler.profile(activities=activities, acc_events=True) as profile:
             self()
@@ -123,12 +128,11 @@ def time_of(work, device, repeats=20, num_calls=1):
     return Repeatable(work, device, num_calls).time(repeats)
 
 
-def free_bytes(device):
-    """Bytes that may still be allocated on a GPU; on the CPU no limit is asked for."""
-    if device.type != "cuda":
-        return 1 << 62
-    free, total = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) - int(KEPT_FREE * total)
+def plannable_bytes(device):
+    """Bytes that a benchmark may plan to allocate: the free ones but for KEPT_FREE of the memory."""
+    free = free_bytes(device)
+    whole = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else free
+    return free - int(KEPT_FREE * whole)
 
 
 def release(device):

@@ -84,7 +84,7 @@ def test_step_prints_a_line_per_size_and_the_parts_of_the_largest_tree(bench, tm
 
 
 def test_step_leaves_out_what_does_not_fit_with_a_note(bench, monkeypatch):
-    monkeypatch.setattr("headstart.inference.benchmarks.step.free_bytes", lambda device: 100_000)
+    monkeypatch.setattr("headstart.inference.benchmarks.step.plannable_bytes", lambda device: 100_000)
     lines, found = bench("step", "--rows", "1", "--context", "64,400", "--batch", "1", "--baseline", "none")
     assert any("context 400, batch 1: left out" in line for line in lines)
     assert [row["context"] for row in found["rows"]] == [64]
@@ -194,10 +194,12 @@ def test_peer_decodes_the_same_model_in_both_ways(bench):
         ),
         (["step", "--shape", "SHAPE", "--rows", "65"], "num_nodes must be from 1 to 64"),
         (["step", "--shape", "SHAPE", "--context", "0"], "--context takes"),
+        (["step", "--shape", "SHAPE", "--context", "64,512"], "--context 512 is beyond SHAPE: at most 511 fit"),
         (["step", "--shape", "SHAPE", "--lm-head", "its"], "--lm-head takes own, shared"),
         (["step", "--shape", "SHAPE", "--repeats", "0"], "--repeats must be at least 1"),
         (["step", "--shape", "SHAPE", "--dtype", "int4"], "--dtype must be auto or one of"),
-        (["step", "--shape", "SHAPE", "--device", "warp"], "--device 'warp' is none that torch knows"),
+        (["step", "--shape", "SHAPE", "--device", "warp"], "device must be auto, cpu, cuda or cuda:N, got 'warp'"),
+        (["step", "--shape", "SHAPE", "--device", "cuda:99"], "device 'cuda:99' was asked for, but"),
         (["step", "--shape", "SHAPE", "--output", "/proc/x/y.json"], "cannot write /proc/x/y.json"),
         (["kernel", "softmax", "--shape", "SHAPE"], "there is no operation 'softmax'"),
         (["kernel", "linear", "--shape", "SHAPE", "--batch", "1,2"], "--batch takes one number"),
@@ -208,6 +210,9 @@ def test_peer_decodes_the_same_model_in_both_ways(bench):
             "acceptance_length must be from 1 to 5",
         ),
         (["engine", "--shape", "SHAPE", "--prompt-tokens", "500", "--no-startup"], "beyond the shape's 512"),
+        (["engine", "--shape", "SHAPE", "--head", "none", "--tree", "chain"], "--tree chain says how heads draft"),
+        (["engine", "--shape", "SHAPE", "--head", "none", "--lm-head", "own"], "--lm-head own says how heads draft"),
+        (["engine", "--shape", "SHAPE", "--head", "none", "--acceptance", "2"], "--acceptance 2 says how heads draft"),
         (["peer", "--shape", "SHAPE", "--new-tokens", "3"], "--new-tokens must be at least 16"),
     ],
 )
@@ -215,8 +220,66 @@ def test_bad_input_is_one_line_and_status_2(shape, arguments, message, capsys):
     filled = [{"SHAPE": shape}.get(word, word) for word in arguments]
     assert main(["bench", *filled, *(() if {"--device", "--dtype"} & set(filled) else CPU)]) == 2
     printed = capsys.readouterr()
-    assert message in printed.err
+    assert printed.err.startswith(f"headstart bench {arguments[0]}: error: ")
+    assert message.replace("SHAPE", shape) in printed.err
     assert printed.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "takes"),
+    [
+        (["step"], "the weights of llama-3-8b take 29.9 GiB in float32"),
+        (["engine", "--head", "none", "--no-startup"], "the weights of llama-3-8b take 29.9 GiB"),
+        (["engine", "--no-startup"], "the weights and heads of llama-3-8b take 38.0 GiB"),
+        (["engine", "--lm-head", "shared", "--no-startup"], "the weights and heads of llama-3-8b take 30.2 GiB"),
+        (["peer"], "the weights of llama-3-8b take 29.9 GiB"),
+        (["kernel", "linear", "--rows", "1"], "the largest weights of llama-3-8b take 2.0 GiB"),
+    ],
+)
+def test_a_shape_beyond_the_free_memory_is_refused_with_those_that_fit(arguments, takes, capsys, monkeypatch):
+    free = 1 << 30 if arguments[0] == "kernel" else 26 << 30
+    monkeypatch.setattr("headstart.inference.benchmarks.shape.free_bytes", lambda device: free)
+    assert main(["bench", *arguments, "--shape", "llama-3-8b", *CPU]) == 2
+    printed = capsys.readouterr().err
+    assert takes in printed
+    assert f"and {free >> 30}.0 GiB are free on cpu" in printed
+    fitting = printed.split("name a shape that fits (")[1].split(")")[0]
+    if arguments[0] == "kernel":
+        assert fitting == "llama-2-7b, mistral-7b"
+    elif takes.startswith("the weights of"):
+        assert fitting == "llama-3-8b-2layers, llama-2-7b"
+    else:
+        assert fitting.split(", ")[0] == "llama-3-8b-2layers"
+
+
+def test_kernel_refuses_keys_beyond_the_free_memory(shape, capsys):
+    arguments = [
+        "kernel",
+        "attention",
+        "--shape",
+        shape,
+        *CPU,
+        "--rows",
+        "1",
+        "--context",
+        "64",
+        "--batch",
+        "1000000000",
+    ]
+    assert main(["bench", *arguments]) == 2
+    assert "GiB are free on cpu: lower --batch, --context or --rows" in capsys.readouterr().err
+
+
+def test_step_measures_the_usual_contexts_that_the_model_reaches(bench):
+    _, found = bench("step", "--rows", "1", "--batch", "1", "--repeats", "1", "--baseline", "none")
+    assert [row["context"] for row in found["rows"]] == [511]
+    assert found["settings"]["contexts"] == [511]
+
+
+def test_the_profiler_says_nothing_between_the_lines(shape, capfd):
+    work = timing.Repeatable(lambda: torch.ones(9) + 1, "cpu")
+    assert work.shares()
+    assert capfd.readouterr().err == ""
 
 
 def test_help_teaches_every_benchmark(capsys):

@@ -2,10 +2,13 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from headstart.cli import main
+from headstart.inference.threads import choose_threads
 from headstart.inference.tree import load_tree
 
 
@@ -107,6 +110,12 @@ def test_bench_prints_a_table_and_writes_its_rows(target_folder, head_folder, pr
     [
         (["generate", "--model", "./missing", "x"], "there is no model folder ./missing"),
         (["generate", "--model", "TARGET", "--compare", "x"], "--compare shows a head beside plain decoding"),
+        (["generate", "--model", "TARGET", "--tree", "chain", "x"], "--tree chain says how a head drafts"),
+        (
+            ["generate", "--model", "TARGET", "--num-speculative-tokens", "2", "x"],
+            "--num-speculative-tokens 2 says how a head drafts",
+        ),
+        (["generate", "--model", "HEAD", "x"], "holds a head, not a target"),
         (["generate", "--model", "TARGET", "--temperature", "-1", "x"], "temperature must be"),
         (["generate", "--model", "TARGET", " "], "the prompt is empty"),
         (["tree", "HEAD", "--model", "TARGET", "--output", "/proc/x/tree.json"], "cannot write /proc/x/tree.json"),
@@ -138,6 +147,54 @@ def test_a_broken_prompt_file_names_file_and_line(target_folder, head_folder, tm
     arguments = ["tree", str(head_folder), "--model", str(target_folder), "--prompts", str(path)]
     assert main(arguments) == 2
     assert "broken.jsonl, line 2 is not JSON" in capsys.readouterr().err
+    path.write_text('{"messages": ["a"]}\n')
+    assert main(arguments) == 2
+    assert "broken.jsonl, line 1: a message is {'role': ..., 'content': ...}, got 'a'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("hidden", "device", "variable", "expected"),
+    [
+        (256, "cpu", None, 1),
+        (512, "cpu", None, 1),
+        (513, "cpu", None, 2),
+        (256, "cuda", None, 2),
+        (256, "cpu", "OMP_NUM_THREADS", 2),
+        (256, "cpu", "MKL_NUM_THREADS", 2),
+    ],
+)
+def test_small_models_decode_on_one_thread_of_a_cpu(hidden, device, variable, expected, monkeypatch, threads):
+    if variable:
+        monkeypatch.setenv(variable, "2")
+    choose_threads(SimpleNamespace(hidden_size=hidden), torch.device(device))
+    assert torch.get_num_threads() == expected
+
+
+def test_every_command_that_decodes_chooses_its_threads(target_folder, head_folder, prompt_file, tmp_path, threads):
+    head_folder = shutil.copytree(head_folder, tmp_path / "head")
+    model = ["--model", str(target_folder), "--device", "cpu"]
+    prompts = ["--prompts", prompt_file, "--num-prompts", "1"]
+    shape = ["--shape", str(target_folder), "--device", "cpu"]
+    for command in (
+        ["generate", *model, "--max-tokens", "1", "x"],
+        ["tree", str(head_folder), *model, *prompts, "--nodes", "4"],
+        ["bench", "speculation", *model, *prompts, "--head", str(head_folder), "--max-tokens", "2"],
+        ["bench", "kernel", "rms-norm", *shape, "--rows", "1", "--repeats", "1"],
+    ):
+        torch.set_num_threads(2)
+        assert main(command) == 0
+        assert torch.get_num_threads() == 1
+
+
+@pytest.fixture
+def threads(monkeypatch):
+    """Two threads, none of them asked for by the user; the number before comes back."""
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 def test_help_teaches_every_command(capsys):

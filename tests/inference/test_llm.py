@@ -1,14 +1,17 @@
 """The public API: what it takes, what it gives, and what it refuses before any work."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from headstart import LLM, SamplingParams
 from headstart.heads.checkpoint import save_head
 from headstart.inference.decoder import UnsupportedArchitecture
+from headstart.inference.shapes import config_of
 from headstart.inference.tree import chain, save_tree
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -234,14 +237,59 @@ def test_a_conversation_that_the_template_refuses_is_shown(target_folder):
     with pytest.raises(ValueError, match=r"roles must alternate.*hello"):
         llm.chat([{"role": "user", "content": "hello"}])
     tokenizer.chat_template = None
-    with pytest.raises(ValueError, match="need a tokenizer with a chat template"):
+    with pytest.raises(ValueError, match="this tokenizer has none"):
         llm.chat([{"role": "user", "content": "hello"}])
+
+
+def test_a_chat_without_a_tokenizer_asks_for_one(target_folder):
+    llm = LLM(AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32))
+    with pytest.raises(ValueError, match=r"build the LLM with tokenizer="):
+        llm.chat([{"role": "user", "content": "hello"}])
+
+
+USER = {"role": "user", "content": "hello"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ("hi", "chat takes a conversation.*got 'hi'"),
+        ([], "chat takes a conversation"),
+        ([[USER], []], "chat takes a conversation"),
+        (USER, "chat takes a conversation"),
+        (["hi"], "message 0 of the conversation: a message is .*got 'hi'"),
+        ([USER, {"content": "x"}], "message 1 of the conversation: a message is"),
+        ([{"role": "user"}], "message 0 of the conversation: a message needs 'content'"),
+        ([{"role": "user", "content": None}], "needs 'content'"),
+        ([{"role": "boss", "content": "x"}], "unknown role 'boss': known are system, developer, user, assistant, tool"),
+    ],
+)
+def test_bad_conversations_are_refused(llm, messages, message):
+    with pytest.raises(ValueError, match=message):
+        llm.chat(messages, GREEDY)
+
+
+def test_a_role_that_the_template_names_is_taken(target_folder):
+    tokenizer = AutoTokenizer.from_pretrained(target_folder)
+    tokenizer.chat_template = "{% for m in messages %}{{ '!' if m['role'] == 'boss' }}{{ m['content'] }}{% endfor %}"
+    llm = LLM(str(target_folder), tokenizer=tokenizer, dtype="float32")
+    (output,) = llm.chat([{"role": "boss", "content": "go"}], GREEDY)
+    assert output.prompt == "!go"
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (dict(max_model_length=5), "unknown LLM argument 'max_model_length'; did you mean 'max_model_len'"),
+        (dict(zzz=5), r"unknown LLM argument 'zzz'\. Known: model"),
+        (dict(tensor_parallel_size=2), "LLM argument 'tensor_parallel_size' is vLLM's and not supported here"),
+        (dict(quantization="awq"), "'quantization' is vLLM's"),
+        (dict(speculative_config={"model": "HEAD", "method": "medusa"}), "'method' is vLLM's"),
+        (dict(gpu_memory_utilization=True), "gpu_memory_utilization must be above 0 and at most 1, got True"),
+        (dict(num_gpu_blocks_override=10**9), r"1000000000 pages of 64 tokens take .* GiB and .* GiB are free on cpu"),
+        (dict(device="mps"), "device must be auto, cpu, cuda or cuda:N, got 'mps'"),
+        (dict(device=0), "device must be auto, cpu, cuda or cuda:N, got 0"),
+        (dict(device="cuda:99"), "'cuda:99' was asked for, but"),
         (dict(max_model_len=257), "max_model_len must be from 2 to the model's own limit of 256"),
         (dict(max_num_seqs=0), "max_num_seqs"),
         (dict(dtype="int8"), "dtype must be auto"),
@@ -266,6 +314,64 @@ def test_bad_arguments_are_refused_by_name(target_folder, head_folder, arguments
         arguments = {**arguments, "speculative_config": speculative | {"model": str(head_folder)}}
     with pytest.raises(ValueError, match=message):
         LLM(str(target_folder), **arguments)
+
+
+@pytest.mark.parametrize("model", [None, 3, "", " ", Path()])
+def test_what_is_no_model_is_refused_without_asking_the_hub(model):
+    expected = "config.json" if model == Path() else r"model must be a folder or Hub id"
+    with pytest.raises(ValueError, match=expected):
+        LLM(model)
+
+
+@pytest.mark.parametrize("kind", ["LlamaModel", "LlamaForSequenceClassification"])
+def test_a_module_that_writes_no_tokens_is_refused(target_folder, kind):
+    module = getattr(transformers, kind)(transformers.AutoConfig.from_pretrained(target_folder))
+    with pytest.raises(ValueError, match=rf"loaded \*ForCausalLM of transformers, got a {kind} module"):
+        LLM(module)
+    with pytest.raises(ValueError, match="got a Linear module"):
+        LLM(torch.nn.Linear(2, 2))
+
+
+def test_a_head_given_as_the_model_is_called_one(target_folder, head_folder, make_target_head, tmp_path):
+    run = tmp_path / "run"
+    save_head(make_target_head(), run / "head")
+    save_head(make_target_head(), tmp_path / "vllm", format="vllm")
+    for folder in (head_folder, run, tmp_path / "vllm"):
+        with pytest.raises(ValueError, match=r"holds a head, not a target.*speculative_config"):
+            LLM(str(folder))
+    with pytest.raises(ValueError, match="that is a head"):
+        LLM(make_target_head())
+    # A target may keep its head beside it.
+    both = shutil.copytree(target_folder, tmp_path / "both")
+    save_head(make_target_head(), both / "head")
+    assert LLM(str(both), dtype="float32").generate([[5, 6]], GREEDY)
+
+
+def test_the_device_may_be_left_to_the_engine(llm, target_folder):
+    assert (
+        LLM(str(target_folder), dtype="float32", device=None).device == LLM(str(target_folder), dtype="float32").device
+    )
+    assert LLM(llm, device=torch.device("cpu")).device.type == "cpu"
+
+
+def test_weights_beyond_the_free_memory_are_refused_before_any_is_made(monkeypatch):
+    monkeypatch.setattr("headstart.inference.weights.free_bytes", lambda device: 20 << 30)
+    monkeypatch.setattr("headstart.inference.weights._allocate", lambda *_: pytest.fail("a weight was made"))
+    with pytest.raises(ValueError, match=r"the weights take 29\.9 GiB in float32 and 20\.0 GiB are free on cpu"):
+        LLM(config_of("llama-3-8b"), load_format="dummy", device="cpu", dtype="float32", max_model_len=64)
+
+
+def test_the_metrics_count_tokens_found_in_the_cache(target_folder):
+    llm = LLM(str(target_folder), dtype="float32", max_num_seqs=1)
+    prompt = list(range(130))
+    for _ in range(2):
+        llm.generate([prompt], GREEDY)
+    metrics = llm.get_metrics()
+    assert (metrics["prefix_cache_queries"], metrics["prefix_cache_hits"]) == (260, 128)
+    assert metrics["num_prompt_tokens"] == 260 - 128
+    without = LLM(llm, enable_prefix_caching=False)
+    without.generate([prompt], GREEDY)
+    assert without.get_metrics()["prefix_cache_queries"] == 0
 
 
 def test_a_missing_model_is_named(tmp_path):
@@ -318,6 +424,8 @@ def test_counts_of_prompts_and_parameters_must_agree(llm):
         llm.generate("x", [GREEDY, GREEDY])
     with pytest.raises(ValueError, match="must be a SamplingParams"):
         llm.generate("x", [{"temperature": 0}])
+    with pytest.raises(ValueError, match="must be a SamplingParams or a list of them, got float"):
+        llm.generate("x", 0.5)
 
 
 def test_an_interrupted_call_leaves_an_engine_that_goes_on(llm, monkeypatch):

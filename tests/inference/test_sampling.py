@@ -28,11 +28,17 @@ from headstart.kernels.keep_top import keep_top
         (dict(n=0), "n must be at least 1"),
         (dict(logprobs=-1), "logprobs"),
         (dict(temprature=1), "unknown sampling parameter 'temprature'; did you mean 'temperature'"),
+        (dict(frequency_penalty=1), "sampling parameter 'frequency_penalty' is vLLM's and not supported here"),
     ],
 )
 def test_bad_values_are_refused_by_name(given, message):
     with pytest.raises(ValueError, match=message):
         SamplingParams(**given)
+
+
+def test_parameters_without_a_name_are_refused():
+    with pytest.raises(ValueError, match=r"keywords only, got 0\.5: write for example temperature=0\.5"):
+        SamplingParams(0.5)
 
 
 def test_parameters_cannot_be_changed_after_they_were_checked():
