@@ -205,7 +205,7 @@ class EngineBench:
             llm.generate(prompts, params)
         tokens, seconds, steps = recorder.steady(batch)
         mean = seconds * 1e3 / len(steps)
-        graph = self.graph_alone(llm, batch)
+        graph = self.graph_alone(llm, batch, len(steps))
         return {
             "tokens_per_step": tokens / len(steps) / batch,
             "tokens_per_second": tokens / seconds,
@@ -217,8 +217,11 @@ class EngineBench:
             "peak": torch.cuda.max_memory_allocated(llm.device) / 2**30 if llm.device.type == "cuda" else None,
         }
 
-    def graph_alone(self, llm, batch):
-        """Times of the engine's own step, replayed without the engine, for requests in the middle of their outputs."""
+    def graph_alone(self, llm, batch, repeats):
+        """Times of the engine's own step, replayed without the engine, for requests in the middle of their outputs.
+
+        As often as the engine has stepped: a card at its power limit slows down in the first second.
+        """
         engine, settings = llm.engine, self.settings
         slots, device = engine.slots, llm.device
         context = settings.prompt_tokens + settings.new_tokens // 2
@@ -234,4 +237,4 @@ class EngineBench:
             slots.integers[:batch] = state  # each step would move the requests on
             engine.graphs.run(rows, False)
 
-        return Repeatable(step, device, captured=False).time()
+        return Repeatable(step, device, captured=False).time(repeats)
