@@ -17,7 +17,7 @@ from ..kernels.prefill_attention import build_prefill_index
 from ..kernels.tree_attention import PAGE, build_tree_index
 from .cache import PagedCache, check_pages_fit, pages_that_fit
 from .decoder import ForwardPass
-from .graphs import PrefillPasses, StepGraphs
+from .graphs import StepGraphs
 from .logprobs import gather_logprobs, read_logprobs
 from .metrics import EngineMetrics
 from .request import Status
@@ -64,7 +64,6 @@ class Engine:
         self.graphs = StepGraphs(
             Step(decoder, cache, slots, self.tree, verifier, drafter), scheduler.max_num_seqs, captured
         )
-        self.prefills = PrefillPasses(decoder, cache, slots, scheduler.max_num_batched_tokens, captured)
         self.on_gpu = decoder.device.type == "cuda"
         self.steps_late = 1 if self.on_gpu else 0  # how many steps may be unread when the next one is launched
         self.launched = deque()  # per step a list of Launched
@@ -125,7 +124,6 @@ class Engine:
                 )
             engine = make(num_pages, captured)
             engine.graphs.capture(progress)
-            engine.prefills.capture()
         return engine
 
     @torch.no_grad()
@@ -148,8 +146,8 @@ class Engine:
         step = torch.cuda.max_memory_allocated(device) - before
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
-        # Both kinds of graphs keep pools of their own beside what a long prefill takes from the allocator.
-        return 2 * prefill + step
+        # The graphs keep a pool of their own beside what prefill takes from the allocator.
+        return prefill + step
 
     def _prefill_nobody(self, num_tokens):
         device, nobody = self.decoder.device, self.slots.on_device([self.slots.nobody])
@@ -251,10 +249,17 @@ class Engine:
             positions.append(position)
             places.append(torch.tensor(request.pages)[position // PAGE] * PAGE + position % PAGE)
             ends.append((ends[-1] if ends else -1) + chunk.count)
-        packed = (torch.cat(parts) for parts in (tokens, positions, places))
+        packed = torch.stack([torch.cat(parts) for parts in (tokens, positions, places)])
+        tokens, positions, places = self.slots.on_device(packed).unbind()
         block_table = self.slots.block_table[self.slots.on_device([chunk.request.slot for chunk in chunks])]
-        starts, counts = [chunk.start for chunk in chunks], [chunk.count for chunk in chunks]
-        hidden = self.prefills.run(*packed, block_table, starts, counts)
+        index = build_prefill_index(
+            block_table,
+            [chunk.start for chunk in chunks],
+            [chunk.count for chunk in chunks],
+            self.cache.num_kv_heads,
+            self.decoder.device,
+        )
+        hidden = self.decoder.forward(ForwardPass(tokens, positions, places, index), self.cache.kv)
         return hidden[self.slots.on_device(ends)]
 
     def _compute_chains(self, chunks):

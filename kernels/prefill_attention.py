@@ -28,11 +28,8 @@ class PrefillIndex:
 
     block_table: torch.Tensor  # [R, P] page numbers
     starts: torch.Tensor  # [R] position of each chunk's first token
-    counts: torch.Tensor  # [R] tokens of each chunk, 0 for none
-    num_tokens: int  # rows of queries, those behind the last chunk's included: nothing is computed for them
-    host_counts: (
-        tuple | None
-    )  # the counts, which then set the number of programs; None: whatever counts may come up to num_tokens
+    counts: torch.Tensor  # [R] tokens of each chunk
+    host_counts: tuple  # the same numbers: they set the number of programs
     num_kv_heads: int  # HK
 
     def attend(self, q, kv, scale=None, window=None):
@@ -56,7 +53,7 @@ def build_prefill_index(block_table, starts, counts, num_kv_heads, device):
     if torch.device(device).type == "cuda":
         both = both.pin_memory()
     both = both.to(device, non_blocking=True)
-    return PrefillIndex(block_table, both[0], both[1], int(counts.sum()), tuple(counts.tolist()), num_kv_heads)
+    return PrefillIndex(block_table, both[0], both[1], tuple(counts.tolist()), num_kv_heads)
 
 
 def prefill_attention_reference(q, k, v, start, scale=None, window=None):
@@ -104,12 +101,10 @@ def _prefill_kernel(
     ends = tl.cumsum(blocks, 0)
     request = tl.sum((ends <= block).to(tl.int32), 0)
     packed = tl.sum(tl.where(i < request, count, 0), 0)
-    # Behind the last block of the last request there is nothing to do.
-    alive = block < tl.max(ends, 0)
     count = tl.sum(tl.where(i == request, count, 0), 0)
-    block = tl.where(alive, tl.sum(tl.where(i == request, ends, 0), 0) - 1 - block, 0)
-    start = tl.load(starts + request, mask=alive, other=0)
-    table = block_table + tl.where(alive, request, 0).to(tl.int64) * table_stride
+    block = tl.sum(tl.where(i == request, ends, 0), 0) - 1 - block
+    start = tl.load(starts + request)
+    table = block_table + request.to(tl.int64) * table_stride
 
     r, d, x = tl.arange(0, ROWS), tl.arange(0, DIM), tl.arange(0, 64)
     token = block * TOKENS + r // G
@@ -143,7 +138,7 @@ def _prefill_kernel(
             seen &= key[None, :] >= lowest[:, None]
         chunk_m, chunk_l, chunk_acc = fold(query, k, v, seen, chunk_m, chunk_l, chunk_acc, scale, True)
     m, l, acc = merge(m, l, acc, chunk_m, chunk_l, chunk_acc)
-    result = (acc / tl.where(l == 0.0, 1.0, l)[:, None]).to(out.dtype.element_ty)  # 0: rows of nobody
+    result = (acc / l[:, None]).to(out.dtype.element_ty)
     tl.store(out + rows[:, None] * D + d[None, :], result, mask=ok[:, None] & (d < D)[None, :])
 
 
@@ -154,28 +149,24 @@ def prefill_attention(q, kv, index, scale=None, window=None):
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     check_attention(q, kv, index.num_kv_heads, scale, window)
-    if q.shape[0] != index.num_tokens:
-        raise ValueError(f"prefill_attention takes {index.num_tokens} rows of queries, got {q.shape[0]}")
+    if q.shape[0] != sum(index.host_counts):
+        raise ValueError(f"prefill_attention takes {sum(index.host_counts)} rows of queries, got {q.shape[0]}")
     return _launch(q, kv, index, scale, window)
 
 
 def _launch(q, kv, index, scale, window, rows=64, num_stages=None, tensor_map=None):
     """What follows `window` overrides what is chosen from shapes: every choice gives the same bits."""
     num_heads, dim = q.shape[1:]
-    hk, num_requests = index.num_kv_heads, len(index.counts)
-    per_block = rows // (num_heads // hk)
-    if index.host_counts is None:
-        blocks = index.num_tokens // per_block + num_requests
-    else:
-        blocks = sum(triton.cdiv(count, per_block) for count in index.host_counts)
+    hk, counts = index.num_kv_heads, index.host_counts
+    blocks = sum(triton.cdiv(count, rows // (num_heads // hk)) for count in counts)
     q, out = q.contiguous(), empty_rows(q.shape[0], q.shape[1] * q.shape[2], q.dtype, q.device).view(q.shape)
     k, v = kv.unbind()
     lanes = pad_dim(dim)
     keys, values, tensor_map = tile_sources(k, v, lanes, tensor_map)
     _prefill_kernel[hk, blocks](
         q, k, v, keys, values, index.block_table, index.starts, index.counts, out,
-        num_requests, index.block_table.stride(0), scale * LOG2_E, window or 0,
-        HQ=num_heads, HK=hk, D=dim, DIM=lanes, REQUESTS=triton.next_power_of_2(num_requests), ROWS=rows,
+        len(counts), index.block_table.stride(0), scale * LOG2_E, window or 0,
+        HQ=num_heads, HK=hk, D=dim, DIM=lanes, REQUESTS=triton.next_power_of_2(len(counts)), ROWS=rows,
         WINDOW=window is not None, TENSOR_MAP=tensor_map,
         num_warps=rows // 16, num_stages=num_stages or count_stages(dim, q.dtype), enable_fp_fusion=False,
     )  # fmt: skip

@@ -75,19 +75,6 @@ def test_speculation_changes_no_bit(wide, temperature):
     assert run(eager, prompts[:4], temperature=temperature, **LONG) == plain[:4], "without graphs"
 
 
-def test_captured_prompts_have_the_bits_of_launched_ones(wide):
-    vocab = wide.engine.decoder.vocab_size
-    generator = torch.Generator().manual_seed(5)
-    lengths = (1, 15, 16, 17, 100, 127, 128, 129, 300, 700, 2, 3, 4, 5, 6, 7, 8, 9)
-    prompts = [torch.randint(vocab, (length,), generator=generator).tolist() for length in lengths]
-    assert wide.engine.prefills.sizes
-    options = dict(max_model_len=1024, enable_prefix_caching=False)
-    few = dict(temperature=0.8, max_tokens=3, logprobs=1)
-    launched = run(LLM(wide, enforce_eager=True, max_num_seqs=1, **options), prompts, **few)
-    for most in (1, 7, 64):  # passes of one chunk, of several, of more than are captured
-        assert run(LLM(wide, max_num_seqs=most, **options), prompts, **few) == launched, most
-
-
 def test_filters_keep_the_equality(wide):
     prompts = make_prompts(wide.engine.decoder.vocab_size)[:6]
     filters = dict(temperature=0.9, top_k=40, top_p=0.9, max_tokens=40, logprobs=1)

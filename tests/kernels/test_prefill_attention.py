@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from headstart.kernels.prefill_attention import (
-    PrefillIndex,
     _launch,
     build_prefill_index,
     prefill_attention_reference,
@@ -61,16 +60,6 @@ def check_values(device, dtype, hq, hk, dim, starts, counts, window=None, scale=
     found = build_prefill_index(table, starts, counts, hk, device).attend(q, kv, scale, window)
     assert found.dtype == dtype
     assert found.isfinite().all()
-    # Room for three requests more and for 37 rows behind the last chunk, as in a captured pass.
-    spare = PrefillIndex(
-        torch.nn.functional.pad(table, (0, 0, 0, 3)),
-        *torch.tensor([starts + [0] * 3, counts + [0] * 3], dtype=torch.int32, device=device),
-        sum(counts) + 37,
-        None,
-        hk,
-    )
-    padded = spare.attend(torch.nn.functional.pad(q, (0, 0, 0, 0, 0, 37)), kv, scale, window)
-    assert torch.equal(padded[: sum(counts)], found)
     exact, library = [], []
     for r, part in enumerate(q.split(counts)):
         k, v = dense_keys(kv, table[r], lengths[r], hk)
