@@ -100,6 +100,27 @@ def build_parser():
     _add_bench_speculation(benchmarks)
     add_benchmarks(benchmarks, _add_command, _add_device)
 
+    lossless = command(
+        "verify-lossless",
+        _verify_lossless,
+        "Check on your own model that speculation leaves the output as it was: bit by bit, and in law.",
+        "headstart verify-lossless --model assets/stdlib-coder --head assets/stdlib-coder-medusa --tree static",
+        "bits: tokens and log-probabilities against plain decoding, one request at a time. law: many short samples with and\n"
+        "without speculation, by a two-sample G-test, and as a control the same test between two temperatures. Ends with 1 if a\n"
+        "check fails. docs/lossless.md says what each verifier promises.",
+    )
+    _add_model(lossless)
+    _add_speculation(lossless)
+    lossless.add_argument("--verifier", default="strict", help="the rule that accepts drafts (default strict)")
+    lossless.add_argument("--prompts", help="JSONL of prompts (default: heldout.jsonl in the target's folder)")
+    lossless.add_argument("--num-prompts", type=int, default=8, help="the first so many (default 8)")
+    lossless.add_argument("--max-tokens", type=int, default=64, help="new tokens per prompt (default 64)")
+    lossless.add_argument("--temperature", type=float, action="append", help="may be given again (default: 0 and 0.8)")
+    lossless.add_argument(
+        "--samples", type=int, default=500, help="per side and temperature for the law; 0: none (default 500)"
+    )
+    lossless.add_argument("--output", help="also write the checks as JSON here")
+
     report = command(
         "report",
         _report,
@@ -351,6 +372,55 @@ def _bench_speculation(arguments):
         print("some outputs differ from plain decoding: this is a bug, please report it", file=sys.stderr)
         return 1
     return 0
+
+
+def _verify_lossless(arguments):
+    import json
+
+    from headstart.inference.llm import LLM
+    from headstart.inference.lossless import as_rows, verdict, verify_lossless
+    from headstart.inference.prompt_files import read_prompts, render_prompt
+
+    if not arguments.head:
+        raise ValueError("verify-lossless checks speculation: name what drafts with --head")
+    _check_count(arguments.num_prompts)
+    if arguments.samples < 0:
+        raise ValueError(f"--samples must be at least 0, got {arguments.samples}")
+    if arguments.output:
+        check_writable(Path(arguments.output))
+    prompts = read_prompts(_prompt_file(arguments.prompts, arguments.model), count=arguments.num_prompts)
+    _choose_threads(arguments.model, arguments.device)
+    base = LLM(
+        arguments.model,
+        device=arguments.device,
+        dtype=arguments.dtype,
+        max_model_len=arguments.max_model_len,
+        max_num_seqs=1,
+        num_gpu_blocks_override=64,  # it only holds the weights
+        enforce_eager=True,
+    )
+    speculative = {
+        "model": arguments.head,
+        "tree": arguments.tree or "chain",
+        "num_speculative_tokens": arguments.num_speculative_tokens,
+        "verifier": arguments.verifier,
+    }
+    checks = verify_lossless(
+        base,
+        speculative,
+        [render_prompt(base.tokenizer, prompt) for prompt in prompts],
+        temperatures=tuple(arguments.temperature or (0.0, 0.8)),
+        max_tokens=arguments.max_tokens,
+        samples=arguments.samples,
+        use_tqdm=True,
+    )
+    for check in checks:
+        print(check.line())
+    passed, sentence = verdict(checks, arguments.verifier)
+    print(sentence)
+    if arguments.output:
+        Path(arguments.output).write_text(json.dumps({"lossless": passed, "checks": as_rows(checks)}, indent=1) + "\n")
+    return 0 if passed else 1
 
 
 def _report(arguments):
