@@ -119,13 +119,13 @@ class Comparison:
         self.labels, self.rows, self.random = labels, [], random.Random(2)
 
     def answer(self, llm, which, logprobs=None, tokens=None):
-        """Requests `which` in shuffled order.  -> {request: (token ids, logprobs)}"""
+        """Requests `which` in shuffled order.  -> {request: (token ids, (logprobs, those of the prompt))}"""
         order = list(which)
         self.random.shuffle(order)
         shared = dict(temperature=self.temperature, max_tokens=tokens or self.max_tokens, ignore_eos=True)
-        params = [SamplingParams(seed=i, logprobs=logprobs, **shared) for i in order]
+        params = [SamplingParams(seed=i, logprobs=logprobs, prompt_logprobs=logprobs, **shared) for i in order]
         outputs = llm.generate([self.prompts[i] for i in order], params)
-        return {i: (o.outputs[0].token_ids, o.outputs[0].logprobs) for i, o in zip(order, outputs)}
+        return {i: (o.outputs[0].token_ids, (o.outputs[0].logprobs, o.prompt_logprobs)) for i, o in zip(order, outputs)}
 
     def add(self, draft, llm, which, expected, **options):
         """Answer, compare with what is expected (None: nothing yet), and keep a row.  -> the answers"""

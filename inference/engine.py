@@ -7,6 +7,7 @@ again gives the same ones.
 """
 
 import contextlib
+import itertools
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from ..kernels.tree_attention import PAGE, build_tree_index
 from .cache import PagedCache, check_pages_fit, pages_that_fit
 from .decoder import ForwardPass
 from .graphs import StepGraphs
-from .logprobs import gather_logprobs, read_logprobs
+from .logprobs import gather_emitted, score_hidden, score_prompts
 from .metrics import EngineMetrics
 from .request import Status
 from .scheduler import Scheduler
@@ -41,7 +42,8 @@ class Launched:
     requests: list
     epochs: list
     emitted: torch.Tensor  # [B, 1 + J] on the host: how many tokens, then they
-    logprobs: list  # per request None or what read_logprobs takes
+    logprobs: dict  # {place of a request that wants them: (GatheredLogprobs on the host, its first row there)}
+    prompts: list  # PromptParts not delivered yet
     event: object  # passed when they are there; None on the CPU
     at: float  # when it was launched; where nothing is read late: done
     num_read: int = 0  # requests that have been given their tokens
@@ -55,14 +57,14 @@ def on_device(device):
 class Engine:
     """Runs requests to their end on one decoder, one cache and at most one drafter.  See `build`."""
 
-    def __init__(self, decoder, cache, scheduler, slots, eos_token_ids, drafter, tree, verifier, captured):
+    def __init__(self, decoder, cache, scheduler, slots, eos_token_ids, drafter, tree, verifier, captured, processed):
         self.decoder, self.cache, self.scheduler, self.slots = decoder, cache, scheduler, slots
         self.eos_token_ids, self.drafter = eos_token_ids, drafter
         self.tree = TreeTensors(tree, decoder.device)
         self.prompt_tree = TreeTensors(chain(CPU_CHUNK - 1), decoder.device)
         self.above_root = torch.tensor([-1], device=decoder.device)
         self.graphs = StepGraphs(
-            Step(decoder, cache, slots, self.tree, verifier, drafter), scheduler.max_num_seqs, captured
+            Step(decoder, cache, slots, self.tree, verifier, drafter, processed), scheduler.max_num_seqs, captured
         )
         self.on_gpu = decoder.device.type == "cuda"
         self.steps_late = 1 if self.on_gpu else 0  # how many steps may be unread when the next one is launched
@@ -87,13 +89,14 @@ class Engine:
         enable_prefix_caching=True,
         captured=True,
         num_pages=None,
+        logprobs_mode="raw_logprobs",
         progress=lambda sizes: sizes,
     ):
         """An engine with a cache as large as memory allows, or as `max_num_seqs` requests of `max_model_len` tokens need.
 
         verifier: a rule of verify.py; captured: replay CUDA graphs on a GPU; num_pages: this many pages of
-        cache instead; progress wraps the list of graphs to capture. Raises ValueError if memory does not suffice for one
-        request of max_model_len tokens, or for num_pages, saying what would fit.
+        cache instead; logprobs_mode: one of logprobs.py; progress wraps the list of graphs to capture. Raises ValueError if
+        memory does not suffice for one request of max_model_len tokens, or for num_pages, saying what would fit.
         """
         device, max_emitted = decoder.device, tree.max_depth + 1
         per_request = -(-(max_model_len + tree.num_nodes + max_emitted) // PAGE)
@@ -111,7 +114,8 @@ class Engine:
                 max_emitted=max_emitted,
                 enable_prefix_caching=enable_prefix_caching,
             )
-            return cls(decoder, cache, scheduler, slots, eos_token_ids, drafter, tree, verifier, captured)
+            processed = logprobs_mode == "processed_logprobs"
+            return cls(decoder, cache, scheduler, slots, eos_token_ids, drafter, tree, verifier, captured, processed)
 
         with on_device(device):
             if num_pages is not None:
@@ -138,7 +142,8 @@ class Engine:
         before = torch.cuda.memory_allocated(device)
         for count in [*(n for n in (1, 20, 40, 100, 200, 300) if n < num_tokens), num_tokens]:
             torch.cuda.reset_peak_memory_stats(device)
-            self._prefill_nobody(count)
+            hidden = self._prefill_nobody(count)
+        score_hidden(self.decoder, hidden, torch.zeros(num_tokens, dtype=torch.int64, device=device), 1)
         prefill = torch.cuda.max_memory_allocated(device) - before
         torch.cuda.reset_peak_memory_stats(device)
         for filtered in (False, True):
@@ -154,7 +159,9 @@ class Engine:
         positions = torch.arange(num_tokens, device=device)
         index = build_prefill_index(self.slots.block_table[nobody], [0], [num_tokens], self.cache.num_kv_heads, device)
         forward_pass = ForwardPass(torch.zeros_like(positions), positions, positions % PAGE, index)
-        self.decoder.logits(self.decoder.forward(forward_pass, self.cache.kv)[-1:])
+        hidden = self.decoder.forward(forward_pass, self.cache.kv)
+        self.decoder.logits(hidden[-1:])
+        return hidden
 
     # --- one step ---
 
@@ -208,17 +215,19 @@ class Engine:
     def _prefill(self, chunks):
         """Compute chunks of known tokens; where a request's last one is among them, draw its first token.  -> Launched"""
         compute = self._compute_packed if self.on_gpu else self._compute_chains
-        hidden = compute(chunks)  # [chunks, H] at the last token of each
+        hidden = compute(chunks)  # [T, H]
+        prompts = score_prompts(chunks, hidden, self.decoder, self.slots.on_device, self._to_host)
         for chunk in chunks:
             chunk.request.committed += chunk.count
             self.scheduler.committed_advanced(chunk.request)
             self.metrics.num_prompt_tokens += chunk.count
         self.metrics.num_prefill_passes += 1
-        done = [i for i, chunk in enumerate(chunks) if chunk.is_last]
+        ends = itertools.accumulate(chunk.count for chunk in chunks)
+        done = [(end - 1, chunk.request) for end, chunk in zip(ends, chunks) if chunk.is_last]
         if not done:
-            return self._hand_over("prefill", [], hidden[:0], None)
-        requests = [chunks[i].request for i in done]
-        hidden = hidden[self.slots.on_device(done)]
+            return self._hand_over("prefill", [], hidden[:0], prompts)
+        requests = [request for _, request in done]
+        hidden = hidden[self.slots.on_device([row for row, _ in done])]  # [B, H] at the last token of each
         roots = [request.output_token_ids[-1] if request.output_token_ids else 0 for request in requests]
         self.slots.write_requests(requests, roots, self._stop_tokens)
         self.slots.feature[self.slots.on_device([request.slot for request in requests])] = hidden
@@ -227,28 +236,28 @@ class Engine:
         # A request that was preempted goes on from its newest token.
         fresh = [i for i, request in enumerate(requests) if not request.output_token_ids]
         if not fresh:
-            return self._hand_over("prefill", [], hidden[:0], None)
+            return self._hand_over("prefill", [], hidden[:0], prompts)
         requests = [requests[i] for i in fresh]
         slots = self.slots.on_device([request.slot for request in requests])
         # The last token of the prompt is a node one above the root: the token behind it stands at L.
         batch = self.slots.gather(slots, self.above_root)
         logits = self.decoder.logits(hidden[self.slots.on_device(fresh)])  # [B, V]
-        tokens = draw(batch, logits, any(map(_is_filtered, requests)), self.slots)
+        scores = torch.empty_like(logits, dtype=torch.float32) if self.graphs.step.keep_scores else None
+        tokens = draw(batch, logits, any(map(_is_filtered, requests)), self.slots, scores)
         self.slots.integers[slots, 1] = tokens
         self.slots.integers[slots, 2] = batch.remaining - 1
         emitted = torch.stack((torch.ones_like(tokens), tokens), 1)
-        return self._hand_over("prefill", requests, emitted, lambda i: logits[i : i + 1])
+        return self._hand_over("prefill", requests, emitted, prompts, (logits if scores is None else scores)[:, None])
 
     def _compute_packed(self, chunks):
-        """All chunks in one pass.  -> hidden [chunks, H] of their last tokens"""
-        tokens, positions, places, ends = [], [], [], []
+        """All chunks in one pass.  -> hidden [T, H] of their tokens, one chunk after the other"""
+        tokens, positions, places = [], [], []
         for chunk in chunks:
             request, stop = chunk.request, chunk.start + chunk.count
             position = torch.arange(chunk.start, stop)
             tokens.append(torch.tensor(request.known_token_ids[chunk.start : stop]))
             positions.append(position)
             places.append(torch.tensor(request.pages)[position // PAGE] * PAGE + position % PAGE)
-            ends.append((ends[-1] if ends else -1) + chunk.count)
         packed = torch.stack([torch.cat(parts) for parts in (tokens, positions, places)])
         tokens, positions, places = self.slots.on_device(packed).unbind()
         block_table = self.slots.block_table[self.slots.on_device([chunk.request.slot for chunk in chunks])]
@@ -259,12 +268,11 @@ class Engine:
             self.cache.num_kv_heads,
             self.decoder.device,
         )
-        hidden = self.decoder.forward(ForwardPass(tokens, positions, places, index), self.cache.kv)
-        return hidden[self.slots.on_device(ends)]
+        return self.decoder.forward(ForwardPass(tokens, positions, places, index), self.cache.kv)
 
     def _compute_chains(self, chunks):
-        """One chunk after the other, CPU_CHUNK tokens at a time.  -> hidden [chunks, H] of their last tokens"""
-        tree, last = self.prompt_tree, []
+        """One chunk after the other, CPU_CHUNK tokens at a time.  -> hidden [T, H] as _compute_packed's"""
+        tree, hidden = self.prompt_tree, []
         for chunk in chunks:
             request = chunk.request
             pages = torch.tensor(request.pages)
@@ -281,9 +289,8 @@ class Engine:
                 )
                 tokens = torch.tensor(request.known_token_ids[start : start + count])
                 places = pages[position // PAGE] * PAGE + position % PAGE
-                hidden = self.decoder.forward(ForwardPass(tokens, position, places, index), self.cache.kv)
-            last.append(hidden[-1])
-        return torch.stack(last)
+                hidden.append(self.decoder.forward(ForwardPass(tokens, position, places, index), self.cache.kv))
+        return torch.cat(hidden)
 
     # --- decode ---
 
@@ -294,26 +301,28 @@ class Engine:
         filtered = any(map(_is_filtered, requests))
         output = self.graphs.run([request.slot for request in requests], filtered)
         self.metrics.num_decode_passes += 1
+        emitted = output.emitted[: len(requests)]
+        if output.scores is not None:
+            return self._hand_over("decode", requests, emitted, [], output.scores)
+        return self._hand_over("decode", requests, emitted, [], output.logits, output.path)
 
-        def rows(i):
-            return output.logits[i].index_select(0, output.path[i])  # [D + 1, V]
+    def _hand_over(self, kind, requests, emitted, prompts, logits=None, path=None):
+        """Start the copies to the host.  emitted [B, 1 + J], prompts: list of PromptPart  ->  Launched
 
-        return self._hand_over("decode", requests, output.emitted[: len(requests)], rows)
-
-    def _hand_over(self, kind, requests, emitted, rows):
-        """Start the copies to the host.  emitted [B, 1 + J]; rows(i): logits [J, V] of request i's tokens  ->  Launched"""
-        logprobs = [None] * len(requests)
-        for i, request in enumerate(requests):
-            if request.params.logprobs is not None:
-                found = gather_logprobs(rows(i), emitted[i, 1:], request.params.logprobs)
-                logprobs[i] = [self._to_host(x) for x in found]
+        logits [B, N, V]: what the tokens are scored by; path [B, J]: each one's node (None: the j-th for the j-th token).
+        """
+        asked, logprobs = [i for i, request in enumerate(requests) if request.params.logprobs is not None], {}
+        if asked:
+            count = max(requests[i].params.logprobs for i in asked)
+            found = gather_emitted(emitted[:, 1:], logits, path, self.slots.on_device(asked), count).map(self._to_host)
+            logprobs = {i: (found, place * (emitted.shape[1] - 1)) for place, i in enumerate(asked)}
         host = self._to_host(emitted)
         event = None
         if self.on_gpu:
             event = torch.cuda.Event()
             event.record()
         epochs = [request.epoch for request in requests]
-        return Launched(kind, list(requests), epochs, host, logprobs, event, time.perf_counter())
+        return Launched(kind, list(requests), epochs, host, logprobs, prompts, event, time.perf_counter())
 
     def _to_host(self, x):
         if not self.on_gpu:
@@ -326,13 +335,16 @@ class Engine:
         if launched.event is not None:
             launched.event.synchronize()
         advanced = []
+        while launched.prompts:
+            launched.prompts[0].deliver()
+            del launched.prompts[0]
         while launched.num_read < len(launched.requests):
             i = launched.num_read
             request = launched.requests[i]
             # Else it was preempted, has ended or was cancelled since.
             if request.epoch == launched.epochs[i] and not request.finished:
                 count, *tokens = launched.emitted[i].tolist()
-                kept = self._hand_back(request, tokens[:count], launched.logprobs[i])
+                kept = self._hand_back(request, tokens[:count], launched.logprobs.get(i))
                 request.in_flight -= 1
                 if launched.kind == "decode":
                     self._count(request, count, kept)
@@ -360,7 +372,9 @@ class Engine:
             request.committed += kept
             self.scheduler.committed_advanced(request)
         if logprobs is not None:
-            request.logprobs = (request.logprobs or []) + read_logprobs(tokens[:kept], *logprobs)
+            gathered, first = logprobs
+            request.logprobs = request.logprobs or []
+            request.logprobs += gathered.read(first, first + kept, request.params.logprobs)
         self.metrics.num_generated_tokens += kept
         return kept
 

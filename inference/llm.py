@@ -11,6 +11,7 @@ from .decoder import check_supported
 from .drafters.medusa import MedusaDrafter
 from .engine import Engine
 from .keywords import VLLM_ARGUMENTS, reject_unknown
+from .logprobs import LOGPROBS_MODES
 from .metrics import SpecDecodeMetrics
 from .prompt_files import render_chat
 from .request import Request
@@ -38,7 +39,8 @@ class CompletionOutput:
     token_ids: list[int]
     finish_reason: str | None
     stop_reason: object = None
-    logprobs: list | None = None  # per token {token id: Logprob}
+    logprobs: list | None = None  # per token {token id: Logprob}, the emitted token first, then the likeliest
+    cumulative_logprob: float | None = None  # of the emitted tokens, where logprobs were asked for
     spec_decode_metrics: SpecDecodeMetrics = field(default_factory=SpecDecodeMetrics)
 
 
@@ -51,6 +53,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool = True
+    prompt_logprobs: list | None = None  # None for the first token, then as CompletionOutput.logprobs
 
 
 class LLM:
@@ -77,6 +80,8 @@ class LLM:
         tree: "chain", "static" (the tree measured for this head, else the one shipped for its number of heads) or a tree
         file; verifier: "strict", or "synthetic" to accept by given rates whatever the tokens are (for measuring speed: the outputs
         mean nothing), with acceptance_rates (unconditional, per position) or acceptance_length (tokens per step).
+    logprobs_mode: "raw_logprobs" (of the target's logits) or "processed_logprobs" (of the law a token was drawn from, behind
+        temperature and filters). prompt_logprobs are always raw.
 
     Whatever the speculative_config, the outputs are those of plain decoding. Raises ValueError for bad arguments, naming what
     was given and what was expected; unknown keywords that are nearly spelled like a known one name it.
@@ -98,6 +103,7 @@ class LLM:
         load_format="auto",
         seed=0,
         speculative_config=None,
+        logprobs_mode="raw_logprobs",
         **unknown,
     ):
         names = [name for name in inspect.signature(LLM.__init__).parameters if name not in ("self", "unknown")]
@@ -115,6 +121,8 @@ class LLM:
                 raise ValueError(f"{name} must be True or False, got {value!r}")
         if load_format not in ("auto", "dummy"):
             raise ValueError(f"load_format must be 'auto' or 'dummy', got {load_format!r}")
+        if logprobs_mode not in LOGPROBS_MODES:
+            raise ValueError(f"logprobs_mode must be one of {', '.join(LOGPROBS_MODES)}, got {logprobs_mode!r}")
         named_dtype(dtype), named_device(device)  # refuse what they do not know
         speculative = check_speculative_config(speculative_config)
 
@@ -161,6 +169,7 @@ class LLM:
             enable_prefix_caching=enable_prefix_caching,
             captured=not enforce_eager,
             num_pages=num_gpu_blocks_override,
+            logprobs_mode=logprobs_mode,
         )
         self.tree, self.seed, self._num_requests = tree, seed, 0
         self.dtype, self.device = decoder.dtype, decoder.device
@@ -300,6 +309,8 @@ class LLM:
                 sample_index=sample,
                 max_new_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
                 stop_checker=StopChecker(self.tokenizer, self.eos_token_ids, params),
+                # Once per prompt: its other outputs find the pages that this one computes.
+                prompt_logprobs=[None] if params.prompt_logprobs is not None and sample == 0 else None,
             )
             for sample in range(params.n)
         ]
@@ -324,12 +335,13 @@ class LLM:
                     self.engine.cancel(request)
 
     def _output(self, text, group):
-        outputs = []
+        outputs, prompt_logprobs = [], group[0].prompt_logprobs
+        self._add_text(prompt_logprobs)
         for request in group:
-            if request.logprobs is not None and self.tokenizer is not None:
-                for entry in request.logprobs:
-                    for token, logprob in entry.items():
-                        logprob.decoded_token = self.tokenizer.decode([token])
+            self._add_text(request.logprobs)
+            cumulative = None
+            if request.logprobs is not None:
+                cumulative = sum(e[token].logprob for e, token in zip(request.logprobs, request.output_token_ids))
             outputs.append(
                 CompletionOutput(
                     index=request.sample_index,
@@ -338,10 +350,24 @@ class LLM:
                     finish_reason=request.finish_reason,
                     stop_reason=request.stop_reason if request.stop_reason not in self.eos_token_ids else None,
                     logprobs=request.logprobs,
+                    cumulative_logprob=cumulative,
                     spec_decode_metrics=request.metrics,
                 )
             )
-        return RequestOutput(group[0].request_id[0], text, group[0].prompt_token_ids, outputs)
+        return RequestOutput(
+            group[0].request_id[0], text, group[0].prompt_token_ids, outputs, prompt_logprobs=prompt_logprobs
+        )
+
+    def _add_text(self, logprobs):
+        """decoded_token of every Logprob in a list of entries or Nones."""
+        if logprobs is None or self.tokenizer is None:
+            return
+        texts = {}
+        for entry in filter(None, logprobs):
+            for token, logprob in entry.items():
+                if token not in texts:
+                    texts[token] = self.tokenizer.decode([token])
+                logprob.decoded_token = texts[token]
 
 
 def _as_prompt_list(prompts):

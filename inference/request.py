@@ -35,6 +35,7 @@ class Request:
     status: Status = Status.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     logprobs: list | None = None
+    prompt_logprobs: list | None = None  # starts as [None] where they are wanted, grows to one entry per prompt token
     committed: int = 0
     pages: list[int] = field(default_factory=list)
     slot: int | None = None  # row of the device's tables, while admitted
@@ -64,6 +65,20 @@ class Request:
     def known_token_ids(self):
         """Those tokens. Prefill computes them; decoding then starts from the newest token, or draws the first."""
         return self.prompt_token_ids + self.output_token_ids[:-1]
+
+    @property
+    def wants_prompt_logprobs(self):
+        """Whether some are still to come, as far as the host has read."""
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt_token_ids)
+
+    @property
+    def num_skippable(self):
+        """How many known tokens, from the first, a cache may supply: of the others somebody needs the hidden states.
+
+        The last known token always is one, for the next token; so is each that predicts a prompt token whose logprob is wanted.
+        """
+        last = self.num_known - 1
+        return min(len(self.prompt_logprobs) - 1, last) if self.wants_prompt_logprobs else last
 
     @property
     def computed(self):

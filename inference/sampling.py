@@ -27,16 +27,20 @@ class _Fields:
     seed: int | None = None
     n: int = 1
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    include_stop_str_in_output: bool = False
 
 
 class SamplingParams(_Fields):
     """How one request is sampled; names and defaults are vLLM's.
 
     temperature: 0 is greedy. top_p in (0, 1]; top_k: 0 or -1 keeps all. max_tokens: at most so many new tokens (None: up to
-    max_model_len). min_tokens: no EOS or stop token before. stop: a string or several that end the output (not part of
-    it). stop_token_ids: tokens that end it (part of token_ids). ignore_eos: go on behind EOS. seed: an int makes the output a
-    function of (prompt, parameters, seed); None derives one from (LLM seed, number of the request). n: outputs per prompt.
-    logprobs: also return the log-probabilities of the emitted token and of the so many likeliest (of the raw logits).
+    max_model_len). min_tokens: no EOS, stop token or stop string before. stop: a string or several that end the output.
+    stop_token_ids: tokens that end it, and are part of token_ids. include_stop_str_in_output: the text keeps the stop string,
+    or the stop token's text, that ended it. ignore_eos: go on behind EOS. seed: an int makes the output a function of (prompt,
+    parameters, seed); None derives one from (LLM seed, number of the request). n: outputs per prompt.
+    logprobs: also return the log-probabilities of the emitted token and of the so many likeliest, at every position
+    (LLM's logprobs_mode says of which law). prompt_logprobs: the same for the prompt's tokens but the first, of the raw logits.
 
     Raises ValueError for values out of range and for unknown keywords.
     """
@@ -95,11 +99,10 @@ class SamplingParams(_Fields):
             self.seed is None or (whole(self.seed) and 0 <= self.seed < 2**63), "seed", "None or from 0 to 2^63 - 1"
         )
         require(whole(self.n) and self.n >= 1, "n", "at least 1")
-        require(
-            self.logprobs is None or (whole(self.logprobs) and 0 <= self.logprobs <= 100),
-            "logprobs",
-            "None or from 0 to 100",
-        )
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            require(count is None or (whole(count) and 0 <= count <= 100), name, "None or from 0 to 100")
+        require(isinstance(self.include_stop_str_in_output, bool), "include_stop_str_in_output", "True or False")
 
     def __repr__(self):
         return f"SamplingParams({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in fields(_Fields))})"

@@ -236,8 +236,8 @@ class Scheduler:
         return pages
 
     def _num_reusable(self, request):
-        """How many pages may come from the cache: at least one known token is left to be computed, for its hidden state."""
-        return (request.num_known - 1) // self.page_size if self.enable_prefix_caching else 0
+        """How many pages may come from the cache: tokens whose hidden states are needed are left to be computed."""
+        return request.num_skippable // self.page_size if self.enable_prefix_caching else 0
 
     def _is_being_computed(self, request, i, step):
         """Whether this step computes the very page the request would compute next: a step later it is there to be shared, as it is

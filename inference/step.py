@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..kernels.keep_top import keep_top
+from ..kernels.keep_top import keep_top, scaled_reference
 from ..kernels.kv_commit import kv_commit
 from ..kernels.sample import sample_tokens
 from ..kernels.tree_attention import build_tree_index
@@ -27,18 +27,19 @@ class StepOutput:
     emitted: torch.Tensor  # [B, D + 2] how many tokens were emitted, they, zeros
     path: torch.Tensor  # [B, D + 1] the accepted node at each depth
     logits: torch.Tensor  # [B, N, V] of the target
+    scores: torch.Tensor | None  # fp32 [B, D + 1, V] that the path's tokens were drawn from, where they are kept
 
 
 class Step:
     """draft -> verify -> commit for the requests of some slots.
 
     decoder: Decoder; cache: PagedCache; slots: SlotTable; tree: TreeTensors; verifier: a rule of verify.py; drafter: None if the
-    tree is the root alone.
+    tree is the root alone. keep_scores: also give back the scores that tokens were drawn from (4 bytes per row and token).
     """
 
-    def __init__(self, decoder, cache, slots, tree, verifier, drafter=None):
+    def __init__(self, decoder, cache, slots, tree, verifier, drafter=None, keep_scores=False):
         self.decoder, self.cache, self.slots = decoder, cache, slots
-        self.tree, self.verifier, self.drafter = tree, verifier, drafter
+        self.tree, self.verifier, self.drafter, self.keep_scores = tree, verifier, drafter, keep_scores
 
     @torch.no_grad()
     def __call__(self, rows, filtered=False):
@@ -48,14 +49,17 @@ class Step:
         tokens = self.drafter.propose(batch, tree) if tree.max_depth else batch.root[:, None]  # [B, N]
         hidden = self.forward(batch, tokens)  # [M, H]
         logits = self.decoder.logits(hidden)  # [M, V]
-        target_tokens = draw(batch, logits, filtered, self.slots).view(tokens.shape)
+        scores = torch.empty_like(logits, dtype=torch.float32) if self.keep_scores else None
+        target_tokens = draw(batch, logits, filtered, self.slots, scores).view(tokens.shape)
         path, num_accepted, bonus = self.verifier(tree, tokens, target_tokens, batch)
         # Commit: accepted nodes move to the positions behind the committed ones; the bonus token is the next root.
         if not tree.tree.is_chain:
             hk = self.cache.num_kv_heads
             kv_commit(self.cache.kv, batch.block_table, batch.committed, path, num_accepted, hk)
         emitted = self.slots.advance(rows, hidden, tokens, path, num_accepted, bonus)
-        return StepOutput(emitted, path, logits.view(*tokens.shape, -1))
+        if scores is not None:
+            scores = scores.view(*tokens.shape, -1)[torch.arange(len(path), device=path.device)[:, None], path]
+        return StepOutput(emitted, path, logits.view(*tokens.shape, -1), scores)
 
     def forward(self, batch, tokens):
         """The target over all nodes.  tokens [B, N] -> hidden [M, H]; writes the nodes' KV at places L + n"""
@@ -67,10 +71,16 @@ class Step:
         return self.decoder.forward(forward_pass, self.cache.kv)
 
 
-def draw(batch, logits, filtered, slots):
-    """The target's own token behind every node: at L + depth + 1 for a node of that depth.  logits [M, V] -> [M]"""
+def draw(batch, logits, filtered, slots, processed=None):
+    """The target's own token behind every node: at L + depth + 1 for a node of that depth.  logits [M, V] -> [M]
+
+    processed: None, or fp32 [M, V] to be filled with the scores the tokens are drawn from, before the noise.
+    """
     temperature, (seed, sample, position) = batch.node_temperature, batch.draws
     if not filtered:
+        if processed is not None:
+            for part in zip(*(x.split(FILTERED_ROWS) for x in (processed, logits, temperature))):
+                part[0].copy_(scaled_reference(*part[1:]))
         return sample_tokens(logits, temperature, seed, sample, position)
     of_nodes = (len(batch.slots), position.shape[0] // len(batch.slots))
 
@@ -84,6 +94,8 @@ def draw(batch, logits, filtered, slots):
         forbidden = early[block, None] & slots.stop_mask[slot[block]]
         scores = logits[block].masked_fill(forbidden, -torch.inf)
         scores = keep_top(scores, temperature[block], top_k[block], top_p[block])
+        if processed is not None:
+            processed[block] = scores
         # The scores are divided already; 1 and 0 only say where noise is wanted.
         noisy = (temperature[block] > 0).to(temperature.dtype)
         tokens.append(sample_tokens(scores, noisy, seed[block], sample[block], position[block]))

@@ -18,26 +18,43 @@ class StopChecker:
         if token in self.stop_ids:
             return token
         if self.params.stop:
-            found = find_stop(self.text(request), self.params.stop)
+            found = self.find(request)
             if found:
                 return found[1]
         return None
 
+    def find(self, request):
+        """(index, string) of the stop string that ends the output, or None."""
+        early = request.output_token_ids[: self.params.min_tokens]
+        return find_stop(self.text(request), self.params.stop, len(self.decode(early)) if early else 0)
+
     def text(self, request):
         """The output's text so far, stop strings included."""
-        return self.tokenizer.decode(request.output_token_ids, skip_special_tokens=True) if self.tokenizer else ""
+        return self.decode(request.output_token_ids)
+
+    def decode(self, token_ids):
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True) if self.tokenizer else ""
 
 
-def find_stop(text, stops):
-    """(index, string) of the stop string that occurs first in `text`, or None."""
-    found = [(text.index(stop), stop) for stop in stops if stop in text]
-    return min(found) if found else None
+def find_stop(text, stops, start=0):
+    """(index, string) of the stop string that occurs first in `text`, of those that end behind text[:start], or None."""
+    found = [(text.find(stop, max(start + 1 - len(stop), 0)), stop) for stop in stops]
+    return min(((index, stop) for index, stop in found if index >= 0), default=None)
 
 
 def final_text(request):
-    """The finished output's text: without special tokens, cut before the stop string that ended it."""
-    text = request.stop_checker.text(request)
-    return text.split(request.stop_reason, 1)[0] if isinstance(request.stop_reason, str) else text
+    """The finished output's text: without special tokens, and without the stop string or stop token that ended it.
+
+    With include_stop_str_in_output it ends with the stop string, or with the stop token's text unless that token is special.
+    """
+    checker, reason = request.stop_checker, request.stop_reason
+    kept = checker.params.include_stop_str_in_output
+    if isinstance(reason, str):
+        index, stop = checker.find(request)
+        return checker.text(request)[: index + (len(stop) if kept else 0)]
+    if reason is not None and not kept:
+        return checker.decode(request.output_token_ids[:-1])
+    return checker.text(request)
 
 
 def stable_length(text, stops):

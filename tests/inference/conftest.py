@@ -7,6 +7,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from headstart.heads.checkpoint import save_head
 from headstart.heads.medusa import Medusa, MedusaConfig
+from headstart.inference.drafters.oracle import OracleDrafter
+from headstart.inference.engine import Engine
+from headstart.inference.llm import LLM
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}<|assistant|>{% generation %}{{ m['content'] }}<|end|>"
@@ -71,3 +74,42 @@ def head_folder(target_folder, tmp_path_factory):
 def make_target_head(target_folder):
     """make_head for the session's target."""
     return lambda **changes: make_head(target_folder, **changes)
+
+
+@pytest.fixture(scope="session")
+def random_target():
+    """A random Llama of two layers and 97 tokens without an EOS, whose near-ties make it a strict judge."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        vocab_size=97,
+        max_position_embeddings=512,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="session")
+def speculate():
+    """speculate(target, tree, known, prompts, rate, llm options, **engine options): an LLM whose drafter knows the outputs.
+
+    Request i must have the seed i; it drafts known[i], each token wrongly with probability 1 - rate.
+    """
+
+    def make(target, tree, known, prompts, rate=0.5, options=None, **of_engine):
+        llm = LLM(target, **(options or {}))
+        decoder = llm.engine.decoder
+        drafter = OracleDrafter(known, [len(p) for p in prompts], rate, decoder.vocab_size, decoder.device)
+        max_num_seqs = llm.engine.scheduler.max_num_seqs
+        llm.engine = Engine.build(
+            decoder, llm.eos_token_ids, llm.max_model_len, max_num_seqs, drafter, tree, **of_engine
+        )
+        return llm
+
+    return make

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import headstart.inference.decoder as decoder_module
+import headstart.inference.logprobs as logprobs_module
 import headstart.inference.step as step_module
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.inference.drafters.oracle import OracleDrafter
@@ -75,6 +76,43 @@ def test_speculation_changes_no_bit(wide, temperature):
     assert run(eager, prompts[:4], temperature=temperature, **LONG) == plain[:4], "without graphs"
 
 
+def score_prompts(llm, prompts):
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=2, ignore_eos=True)
+    return [output.prompt_logprobs for output in llm.generate(prompts, params)]
+
+
+def test_prompt_logprobs_are_equal_however_the_prompt_was_computed(wide, monkeypatch):
+    prompts = make_prompts(wide.engine.decoder.vocab_size)
+    alone = LLM(wide, max_model_len=1024, max_num_seqs=1)
+    found = score_prompts(alone, prompts)
+    assert [len(one) for one in found] == list(LENGTHS)
+    assert score_prompts(alone, prompts) == found, "with cached prefixes"
+    assert score_prompts(wide, prompts) == found, "in a batch"
+    for output, expected in zip(prompts[-3:], run(alone, prompts[-3:], temperature=0.8, **LONG)):
+        (again,) = score_prompts(alone, [output + expected[0]])
+        assert again[len(output) :] == expected[1], "decoding scored the same tokens"
+    monkeypatch.setattr(logprobs_module, "SCORED_ROWS", 37)
+    chunked = LLM(wide, max_model_len=1024, max_num_batched_tokens=100)
+    assert score_prompts(chunked, prompts) == found, "in chunks, in other slices"
+
+
+def test_processed_logprobs_keep_the_equality(wide):
+    """Requests with and without filters side by side: the scores of a row come about in two ways."""
+    prompts = make_prompts(wide.engine.decoder.vocab_size)[:8]
+
+    def mixed(llm):
+        shared = dict(max_tokens=40, logprobs=2, ignore_eos=True)
+        laws = (dict(temperature=0.0), dict(temperature=0.7), dict(temperature=0.9, top_k=40, top_p=0.9))
+        params = [SamplingParams(seed=i, **shared, **laws[i % 3]) for i in range(len(prompts))]
+        return [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in llm.generate(prompts, params)]
+
+    mode = dict(logprobs_mode="processed_logprobs")
+    plain = mixed(LLM(wide, max_model_len=1024, max_num_seqs=1, **mode))
+    assert mixed(LLM(wide, max_model_len=1024, max_num_seqs=8, **mode)) == plain
+    assert mixed(speculating(wide, prompts, plain, RAGGED, 8, **mode)) == plain
+    assert [a[1] == b[1] for a, b in zip(mixed(wide), plain)] == [i % 3 == 0 for i in range(len(prompts))]
+
+
 def test_filters_keep_the_equality(wide):
     prompts = make_prompts(wide.engine.decoder.vocab_size)[:6]
     filters = dict(temperature=0.9, top_k=40, top_p=0.9, max_tokens=40, logprobs=1)
@@ -113,7 +151,8 @@ def test_medusa_heads_change_no_bit(wide, shared_lm_head):
 
 def test_two_hundred_steps_never_wait_for_the_device(wide):
     llm = speculating(wide, [[1, 2, 3]] * 8, [([5] * 400, None)] * 8, RAGGED, 8)
-    params = [SamplingParams(seed=i, temperature=0.5, max_tokens=900, ignore_eos=True) for i in range(8)]
+    shared = dict(temperature=0.5, max_tokens=900, ignore_eos=True)
+    params = [SamplingParams(seed=i, logprobs=2 if i % 2 else None, **shared) for i in range(8)]
     for group in [llm._make_requests(None, [1, 2, 3], one) for one in params]:
         llm.engine.scheduler.add(group[0])
     for _ in range(5):
