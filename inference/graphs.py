@@ -26,6 +26,7 @@ class StepGraphs:
         self.captured = captured and step.slots.device.type == "cuda"
         self._graphs = {}  # (rows, filtered) -> (graph, static row numbers, StepOutput)
         self._rows = {}  # (rows, filtered) -> the slots that the static row numbers hold now
+        self._num_tables = 0  # of LogitState, when the filtered graphs were captured
         self._pool = None
 
     def capture(self, progress=lambda sizes: sizes):
@@ -39,6 +40,8 @@ class StepGraphs:
         if not self.captured:
             return self.step(self.step.slots.on_device(slots), filtered)
         size = next(size for size in self.sizes if size >= len(slots))
+        if filtered:
+            self._forget_outdated()
         graph, rows, output = self._graph(size, filtered)
         padded = slots + [self.step.slots.nobody] * (size - len(slots))
         if self._rows[size, filtered] != padded:
@@ -47,13 +50,18 @@ class StepGraphs:
         graph.replay()
         return output
 
+    def _forget_outdated(self):
+        """Graphs hold addresses: those captured before a table of the logits was made would pass it over."""
+        now = self.step.slots.logit_state.num_tables
+        if now != self._num_tables:
+            self._graphs = {key: graph for key, graph in self._graphs.items() if not key[1]}
+            self._num_tables = now
+
     def _graph(self, size, filtered):
         key = (size, filtered)
         if key not in self._graphs:
             device = self.step.slots.device
             rows = torch.full((size,), self.step.slots.nobody, device=device)
-            if filtered:
-                self.step.slots.stop_mask  # noqa: B018  it must exist before the capture
             # A run before the capture compiles the kernels; the rows of nobody change nothing.
             stream = torch.cuda.Stream(device)
             stream.wait_stream(torch.cuda.current_stream(device))

@@ -67,7 +67,7 @@ def kept_by_hand(row, top_k, top_p):
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (3, 1.0), (0, 0.7), (5, 0.6), (1, 0.01)])
 def test_top_k_and_top_p_keep_what_a_loop_over_the_sorted_tokens_keeps(top_k, top_p, temperature):
     logits = torch.randn(20, 31, generator=torch.Generator().manual_seed(0)).round(decimals=1)  # with ties
-    rows = [torch.full((20,), x) for x in (temperature, top_k, top_p)]
+    rows = [torch.full((20,), x) for x in (temperature, top_k, top_p, 0.0)]
     found = keep_top(logits, *rows)
     for row, result in zip(logits / temperature, found):
         kept = {t for t in range(31) if result[t] > -torch.inf}
@@ -85,6 +85,7 @@ def drawn(params, logits, emitted=0, seed=3, prompt=5):
         prompt_token_ids=list(range(prompt)),
         known_token_ids=list(range(prompt + emitted)),
         num_remaining=100,
+        bad_words=(),
     )
     slots = SlotTable(2, 4, 8, logits.shape[1], torch.float32, torch.device("cpu"))
     slots.write_requests([request], [0], lambda request: {5, *request.params.stop_token_ids})
