@@ -78,9 +78,10 @@ class SamplingParams(_Fields):
             if value is not None or name != "allowed_token_ids":
                 given[name] = tuple(value or ())
         bias = given.get("logit_bias")
-        if bias is not None and not isinstance(bias, dict | tuple):
-            raise ValueError(f"logit_bias must be a dictionary {{token id: bias}}, got {bias!r}")
-        given["logit_bias"] = tuple(dict(bias or ()).items())
+        try:
+            given["logit_bias"] = () if bias is None else tuple(dict(bias).items())
+        except (TypeError, ValueError):
+            raise ValueError(f"logit_bias must be a dictionary {{token id: bias}}, got {bias!r}") from None
         super().__init__(**given)
         self._check()
         object.__setattr__(self, "logit_bias", tuple(sorted(self.logit_bias)))
