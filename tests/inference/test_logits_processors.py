@@ -1,4 +1,6 @@
-"""The scores behind every node of a tree against transformers' logits processors over that node's own tokens, in vLLM's order."""
+"""The scores behind every node of a tree against transformers' logits processors over that node's own tokens, in vLLM's order;
+and whole outputs against a loop around transformers' model and processors.
+"""
 
 from types import SimpleNamespace
 
@@ -17,13 +19,15 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from headstart import SamplingParams
+import headstart.inference.llm as llm_module
+from headstart import LLM, SamplingParams
 from headstart.inference.logit_state import LogitState
 from headstart.inference.slots import SlotTable
 from headstart.inference.step import draw, filtered_scores, path_tokens
 from headstart.inference.tree import build_static_tree
 from headstart.inference.verify import TreeTensors
 from headstart.kernels.process_logits import LogitTables
+from headstart.tests.inference.test_exactness import make_target, speculating
 
 VOCAB = 61
 TREE = build_static_tree([[0.6, 0.3, 0.2], [0.5, 0.3], [0.5, 0.2], [0.4]], 13)
@@ -149,6 +153,54 @@ def test_the_first_token_is_drawn_from_the_same_law(name):
     found = filtered_scores(batch, logits, slots, None, torch.arange(1))
     expected = processors(params, bad_words)(torch.tensor([PROMPT]), logits.clone())
     assert torch.equal(found, expected)
+
+
+# Behind each of six tokens only two others may come, so the newest token decides about every next one.
+FOLLOWING = tuple((10 + i, 10 + (i + k) % 6) for i in range(6) for k in (0, 3, 4, 5))
+WRITING = {
+    "repetition": dict(repetition_penalty=1.7),
+    "counts": dict(presence_penalty=1.3, frequency_penalty=0.4),
+    "rewards": dict(presence_penalty=-1.5, frequency_penalty=-0.3, repetition_penalty=0.7),
+    "bias and stops": dict(logit_bias={2: 9, 3: 9.5, 8: -3}, stop_token_ids=[2, 3], min_tokens=11),
+    "bad_words": dict(allowed_token_ids=list(range(10, 16)), bad_words=["spelt below"]),
+    "all": dict(
+        allowed_token_ids=[2, *range(10, 16)],
+        bad_words=["spelt below"],
+        min_tokens=13,
+        stop_token_ids=[2, 3],
+        logit_bias={2: 9, 11: 0.5},
+        repetition_penalty=0.8,
+        presence_penalty=-0.4,
+        frequency_penalty=1.2,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_target(seed=3, vocab_size=VOCAB)
+
+
+@pytest.mark.parametrize("speculation", [False, True])
+@pytest.mark.parametrize("name", WRITING)
+def test_greedy_outputs_are_those_of_a_loop_around_transformers(model, monkeypatch, name, speculation):
+    params = SamplingParams(seed=0, temperature=0.0, max_tokens=30, **WRITING[name])
+    bad_words = FOLLOWING if params.bad_words else ()
+    sequence = torch.tensor([PROMPT])
+    rules = processors(params, bad_words)
+    with torch.no_grad():
+        while sequence.shape[1] < len(PROMPT) + 30 and sequence[0, -1].item() not in params.stop_token_ids:
+            scores = rules(sequence, model(sequence).logits[:, -1].float())
+            sequence = torch.cat((sequence, scores.argmax(-1, keepdim=True)), 1)
+    expected = sequence[0, len(PROMPT) :].tolist()
+    llm = speculating(model, TREE, [expected], [PROMPT], 0.8) if speculation else LLM(model)
+    monkeypatch.setattr(llm_module, "bad_word_sequences", lambda *_: bad_words)
+    (request,) = llm._make_requests(None, PROMPT, params)
+    llm.engine.scheduler.add(request)
+    while not request.finished:
+        llm.engine.step()
+    assert request.output_token_ids == expected
+    assert params.min_tokens < len(expected) <= 30
 
 
 def test_requests_without_such_parameters_get_the_same_bits_in_both_variants():
