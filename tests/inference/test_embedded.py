@@ -52,8 +52,7 @@ def test_shipped_heads_change_no_token_and_are_accepted(embedded, plain, tempera
     assert llm.get_metrics()["acceptance_length"] >= least[tree, temperature]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_shipped_heads_change_no_token_whatever_the_parameters(embedded, temperature):
+def test_shipped_heads_change_no_token_whatever_the_parameters(embedded):
     """One request with each parameter, in one batch; the first ones are checked for what they ask."""
     module, tokenizer, prompts, _ = embedded
     given = [
@@ -64,7 +63,7 @@ def test_shipped_heads_change_no_token_whatever_the_parameters(embedded, tempera
         dict(allowed_token_ids=list(range(0, len(tokenizer), 2)), min_tokens=10),
         {},
     ]
-    params = [SamplingParams(temperature=temperature, max_tokens=24, seed=5, **own) for own in given]
+    params = [SamplingParams(temperature=0.8, max_tokens=24, seed=5, **own) for own in given]
     alone = LLM(module, tokenizer=tokenizer, max_num_seqs=1)
     expected = [o.outputs[0].token_ids for o in alone.generate(prompts[: len(given)], params)]
     bad = bad_word_sequences(params[0].bad_words, tokenizer)
