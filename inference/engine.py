@@ -242,11 +242,15 @@ class Engine:
         # The last token of the prompt is a node one above the root: the token behind it stands at L.
         batch = self.slots.gather(slots, self.above_root)
         logits = self.decoder.logits(hidden[self.slots.on_device(fresh)])  # [B, V]
-        scores = torch.empty_like(logits, dtype=torch.float32) if self.graphs.step.keep_scores else None
-        tokens = draw(batch, logits, any(map(_is_filtered, requests)), self.slots, scores)
+        filtered, scores = any(map(_is_filtered, requests)), None
+        if self.graphs.step.keep_scores:
+            scores = torch.empty_like(logits, dtype=torch.float32)
+        tokens = draw(batch, logits, filtered, self.slots, processed=scores)
         self.slots.integers[slots, 1] = tokens
         self.slots.integers[slots, 2] = batch.remaining - 1
         emitted = torch.stack((torch.ones_like(tokens), tokens), 1)
+        if filtered:
+            self.slots.logit_state.record(slots, batch.committed - 1, emitted)
         return self._hand_over("prefill", requests, emitted, prompts, (logits if scores is None else scores)[:, None])
 
     def _compute_packed(self, chunks):
@@ -405,7 +409,4 @@ class Engine:
 
 def _is_filtered(request):
     """Whether this request's logits need more than a temperature."""
-    params = request.params
-    if len(request.output_token_ids) < params.min_tokens:
-        return True
-    return params.temperature > 0 and (params.top_p < 1 or params.top_k > 0)
+    return request.params.is_filtered or len(request.output_token_ids) < request.params.min_tokens

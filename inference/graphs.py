@@ -1,7 +1,9 @@
 """CUDA graphs of the step: one per batch bucket, captured once and replayed.
 
 A bucket is a number of batch rows: 1, 2, 4, 8 ... up to max_num_seqs. Rows without a request point to the slot of nobody. All
-graphs share one memory pool, so what a replay leaves behind must be read before the next one: in stream order it is.
+graphs share one memory pool, so what a replay leaves behind must be read before the next one: in stream order it is. A step whose
+requests need more than a temperature has graphs of its own, captured when first used, and again when a request needs a table
+(logit_state.py) that was not there before.
 """
 
 import torch
@@ -26,6 +28,7 @@ class StepGraphs:
         self.captured = captured and step.slots.device.type == "cuda"
         self._graphs = {}  # (rows, filtered) -> (graph, static row numbers, StepOutput)
         self._rows = {}  # (rows, filtered) -> the slots that the static row numbers hold now
+        self._num_tables = 0  # of LogitState, when the filtered graphs were captured
         self._pool = None
 
     def capture(self, progress=lambda sizes: sizes):
@@ -39,6 +42,8 @@ class StepGraphs:
         if not self.captured:
             return self.step(self.step.slots.on_device(slots), filtered)
         size = next(size for size in self.sizes if size >= len(slots))
+        if filtered:
+            self._forget_outdated()
         graph, rows, output = self._graph(size, filtered)
         padded = slots + [self.step.slots.nobody] * (size - len(slots))
         if self._rows[size, filtered] != padded:
@@ -47,24 +52,34 @@ class StepGraphs:
         graph.replay()
         return output
 
+    def _forget_outdated(self):
+        """Graphs hold addresses: those captured before a table of the logits was made would pass it over."""
+        now = self.step.slots.logit_state.num_tables
+        if now != self._num_tables:
+            if any(filtered for _, filtered in self._graphs):
+                torch.cuda.synchronize(self.step.slots.device)  # the newest replay may still be running
+            self._graphs = {key: graph for key, graph in self._graphs.items() if not key[1]}
+            self._num_tables = now
+
     def _graph(self, size, filtered):
         key = (size, filtered)
         if key not in self._graphs:
-            device = self.step.slots.device
-            rows = torch.full((size,), self.step.slots.nobody, device=device)
-            if filtered:
-                self.step.slots.stop_mask  # noqa: B018  it must exist before the capture
-            # A run before the capture compiles the kernels; the rows of nobody change nothing.
-            stream = torch.cuda.Stream(device)
-            stream.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(stream):
-                self.step(rows, filtered)
-            torch.cuda.current_stream(device).wait_stream(stream)
-            torch.cuda.synchronize(device)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, stream=stream):
-                output = self.step(rows, filtered)
-            self._pool = self._pool or graph.pool()
-            self._graphs[key] = (graph, rows, output)
+            self._graphs[key] = self._capture(size, filtered)
             self._rows[key] = [self.step.slots.nobody] * size
         return self._graphs[key]
+
+    def _capture(self, size, filtered):
+        device = self.step.slots.device
+        rows = torch.full((size,), self.step.slots.nobody, device=device)
+        # A run before the capture compiles the kernels; the rows of nobody change nothing.
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            self.step(rows, filtered)
+        torch.cuda.current_stream(device).wait_stream(stream)
+        torch.cuda.synchronize(device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+            output = self.step(rows, filtered)
+        self._pool = self._pool or graph.pool()
+        return graph, rows, output

@@ -20,8 +20,7 @@ guided_decoding_backend structured_outputs_config reasoning_parser enable_sleep_
 """
 # `SamplingParams`:
 VLLM_SAMPLING = """
-presence_penalty frequency_penalty repetition_penalty min_p logit_bias allowed_token_ids bad_words logits_processors
-prompt_logprobs logprob_token_ids flat_logprobs detokenize skip_special_tokens spaces_between_special_tokens
+logits_processors prompt_logprobs logprob_token_ids flat_logprobs detokenize skip_special_tokens spaces_between_special_tokens
 include_stop_str_in_output output_kind truncate_prompt_tokens structured_outputs guided_decoding extra_args
 best_of use_beam_search beam_width length_penalty early_stopping thinking_token_budget repetition_detection
 """

@@ -10,6 +10,7 @@ from ..heads.checkpoint import check_head_fits
 from .decoder import check_supported
 from .drafters.medusa import MedusaDrafter
 from .engine import Engine
+from .forbidden_tokens import bad_word_sequences, check_tokens
 from .keywords import VLLM_ARGUMENTS, reject_unknown
 from .logprobs import LOGPROBS_MODES
 from .metrics import SpecDecodeMetrics
@@ -288,18 +289,18 @@ class LLM:
                 f"prompt {number} has {len(ids)} tokens; with max_model_len {self.max_model_len} at most "
                 f"{self.max_model_len - 1} fit, so that one new token does: shorten it or raise max_model_len"
             )
-        for token in params.stop_token_ids:
-            if token >= vocab:
-                raise ValueError(f"stop_token_ids of prompt {number} holds {token}; the vocabulary has {vocab} tokens")
-        if params.stop and self.tokenizer is None:
-            raise ValueError(
-                f"stop strings of prompt {number} need a tokenizer: pass tokenizer=..., or use stop_token_ids"
-            )
+        for name, advice in (("stop", ", or use stop_token_ids"), ("bad_words", "")):
+            if getattr(params, name) and self.tokenizer is None:
+                raise ValueError(f"{name} strings of prompt {number} need a tokenizer: pass tokenizer=...{advice}")
+        bad_words = bad_word_sequences(params.bad_words, self.tokenizer)
+        stop_ids = StopChecker(self.tokenizer, self.eos_token_ids, params).stop_ids
+        check_tokens(params, bad_words, stop_ids, vocab, number)
         return text, list(ids), params
 
     def _make_requests(self, text, ids, params):
         number, self._num_requests = self._num_requests, self._num_requests + 1
         room = self.max_model_len - len(ids)
+        bad_words = bad_word_sequences(params.bad_words, self.tokenizer)
         return [
             Request(
                 request_id=(number, sample),
@@ -311,6 +312,7 @@ class LLM:
                 stop_checker=StopChecker(self.tokenizer, self.eos_token_ids, params),
                 # Once per prompt: its other outputs find the pages that this one computes.
                 prompt_logprobs=[None] if params.prompt_logprobs is not None and sample == 0 else None,
+                bad_words=bad_words,
             )
             for sample in range(params.n)
         ]

@@ -32,6 +32,7 @@ class Request:
     sample_index: int
     max_new_tokens: int  # max_tokens cut to what max_model_len leaves
     stop_checker: object  # (request) -> (finish_reason, text length) | None, called after every appended token
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
     status: Status = Status.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     logprobs: list | None = None

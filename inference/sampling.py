@@ -1,7 +1,8 @@
 """SamplingParams, and the way from logits to the target's own token.
 
-The target's token at a node is argmax(logits' + G): logits' are the logits after min_tokens, temperature, top-k and top-p, G
-is Gumbel noise keyed by (seed, sample index, position, token), so it is a draw from softmax(logits') that depends on the
+The target's token at a node is argmax(logits' + G): logits' are the logits after, in vLLM's order, allowed_token_ids, bad_words,
+min_tokens, logit_bias, the penalties (kernels/process_logits.py), temperature, min_p, top_k and top_p (kernels/keep_top.py); G is
+Gumbel noise keyed by (seed, sample index, position, token), so it is a draw from softmax(logits') that depends on the
 request and the position alone (Gumbel-max). At temperature 0 there is no G. Ties go to the lowest token id.
 """
 
@@ -10,6 +11,8 @@ from dataclasses import dataclass, fields
 
 from .keywords import VLLM_SAMPLING, reject_unknown
 
+# Powers of ten around 1 that leave a logit in the range of fp32.
+LEAST_REPETITION, GREATEST_REPETITION = 1e-5, 1e5
 # Below it, logits divided by the temperature leave the range in which fp32 tells them apart.
 LEAST_TEMPERATURE = 1e-5
 
@@ -19,6 +22,13 @@ class _Fields:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
     max_tokens: int | None = 16
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
@@ -34,11 +44,16 @@ class _Fields:
 class SamplingParams(_Fields):
     """How one request is sampled; names and defaults are vLLM's.
 
-    temperature: 0 is greedy. top_p in (0, 1]; top_k: 0 or -1 keeps all. max_tokens: at most so many new tokens (None: up to
-    max_model_len). min_tokens: no EOS, stop token or stop string before. stop: a string or several that end the output.
-    stop_token_ids: tokens that end it, and are part of token_ids. include_stop_str_in_output: the text keeps the stop string,
-    or the stop token's text, that ended it. ignore_eos: go on behind EOS. seed: an int makes the output a function of (prompt,
-    parameters, seed); None derives one from (LLM seed, number of the request). n: outputs per prompt.
+    temperature: 0 is greedy. top_p in (0, 1]; top_k: 0 or -1 keeps all; min_p in [0, 1]: leave out tokens less likely than this
+    share of the likeliest. repetition_penalty: logits of tokens of the prompt or the output are divided by it if positive, else
+    multiplied. frequency_penalty, presence_penalty from -2 to 2: taken off the logits of the output's tokens, once per
+    occurrence or once. logit_bias: {token id: from -100 to 100}, added to logits (kept as a sorted tuple of pairs).
+    allowed_token_ids: no other tokens. bad_words: strings whose last token is forbidden where it would complete them, with a
+    space before them and without; the prompt counts as said (in vLLM only the output does). max_tokens: at most so many new
+    tokens (None: up to max_model_len). min_tokens: no EOS, stop token or stop string before. stop: a string or several that end
+    the output. stop_token_ids: tokens that end it, and are part of token_ids. include_stop_str_in_output: the text keeps the
+    stop string, or the stop token's text, that ended it. ignore_eos: go on behind EOS. seed: an int makes the output a function
+    of (prompt, parameters, seed); None derives one from (LLM seed, number of the request). n: outputs per prompt.
     logprobs: also return the log-probabilities of the emitted token and of the so many likeliest, at every position
     (LLM's logprobs_mode says of which law). prompt_logprobs: the same for the prompt's tokens but the first, of the raw logits.
 
@@ -55,13 +70,37 @@ class SamplingParams(_Fields):
         reject_unknown(given, names, "sampling parameter", VLLM_SAMPLING)
         if isinstance(given.get("stop"), str):
             given["stop"] = (given["stop"],)
-        for name, what in (("stop", "a string or a list of strings"), ("stop_token_ids", "a list of token ids")):
+        for name, what in (
+            ("stop", "a string or a list of strings"),
+            ("bad_words", "a list of strings"),
+            ("stop_token_ids", "a list of token ids"),
+            ("allowed_token_ids", "a list of token ids"),
+        ):
             value = given.get(name)
             if value is not None and not isinstance(value, list | tuple | set):
                 raise ValueError(f"{name} must be {what}, got {value!r}")
-            given[name] = tuple(value or ())
+            if value is not None or name != "allowed_token_ids":
+                given[name] = tuple(value or ())
+        bias = given.get("logit_bias")
+        try:
+            given["logit_bias"] = () if bias is None else tuple(dict(bias).items())
+        except (TypeError, ValueError):
+            raise ValueError(f"logit_bias must be a dictionary {{token id: bias}}, got {bias!r}") from None
         super().__init__(**given)
         self._check()
+        object.__setattr__(self, "logit_bias", tuple(sorted(self.logit_bias)))
+
+    @property
+    def has_penalties(self):
+        """Whether a token's logit depends on the tokens before it."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def is_filtered(self):
+        """Whether the logits need more than a temperature, at every token. (min_tokens: at the first ones.)"""
+        cut = self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+        given = self.logit_bias or self.bad_words or self.allowed_token_ids is not None
+        return bool(cut or given or self.has_penalties)
 
     def _check(self):
         def require(condition, name, expected):
@@ -74,6 +113,9 @@ class SamplingParams(_Fields):
         def real(value):
             return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
+        def token_ids(values):
+            return all(whole(t) and t >= 0 for t in values)
+
         require(
             real(self.temperature) and (self.temperature == 0 or self.temperature >= LEAST_TEMPERATURE),
             "temperature",
@@ -85,6 +127,28 @@ class SamplingParams(_Fields):
             "top_k",
             "a whole number: 0 or -1 for all, else how many to keep",
         )
+        require(real(self.min_p) and 0 <= self.min_p <= 1, "min_p", "in [0, 1]")
+        require(
+            real(self.repetition_penalty) and LEAST_REPETITION <= self.repetition_penalty <= GREATEST_REPETITION,
+            "repetition_penalty",
+            f"above 0 (from {LEAST_REPETITION} to {GREATEST_REPETITION:g}; 1 for none)",
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            require(real(value) and -2 <= value <= 2, name, "from -2 to 2")
+        require(
+            token_ids(token for token, _ in self.logit_bias)
+            and all(real(bias) and -100 <= bias <= 100 for _, bias in self.logit_bias),
+            "logit_bias",
+            "a dictionary {token id: bias from -100 to 100}",
+        )
+        require(
+            self.allowed_token_ids is None or (self.allowed_token_ids and token_ids(self.allowed_token_ids)),
+            "allowed_token_ids",
+            "None or a list of at least one token id",
+        )
+        spoken = all(isinstance(s, str) and s.strip() for s in self.bad_words)
+        require(spoken, "bad_words", "a list of strings that are more than white space")
         require(
             self.max_tokens is None or (whole(self.max_tokens) and self.max_tokens >= 1),
             "max_tokens",
@@ -93,7 +157,7 @@ class SamplingParams(_Fields):
         limit = math.inf if self.max_tokens is None else self.max_tokens
         require(whole(self.min_tokens) and 0 <= self.min_tokens <= limit, "min_tokens", "from 0 to max_tokens")
         require(all(isinstance(s, str) and s for s in self.stop), "stop", "a non-empty string or a list of them")
-        require(all(whole(t) and t >= 0 for t in self.stop_token_ids), "stop_token_ids", "a list of token ids")
+        require(token_ids(self.stop_token_ids), "stop_token_ids", "a list of token ids")
         require(isinstance(self.ignore_eos, bool), "ignore_eos", "True or False")
         require(
             self.seed is None or (whole(self.seed) and 0 <= self.seed < 2**63), "seed", "None or from 0 to 2^63 - 1"

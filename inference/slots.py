@@ -12,11 +12,14 @@ from dataclasses import dataclass
 import torch
 
 from ..kernels.slot_rows import advance_slots, gather_slots
+from ..kernels.tree_attention import PAGE
+from .logit_state import LogitState
 
 # Columns of SlotTable.integers. committed: L; root: the newest token; remaining: how many tokens may still be emitted;
 # min_position: tokens before it must not be stop tokens (min_tokens).
 INTEGERS = ("committed", "root", "remaining", "seed", "sample", "top_k", "min_position")
-FLOATS = ("temperature", "top_p")
+FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+NO_CHANGE = (0.0, 1.0, 0.0, 1.0, 0.0, 0.0)  # floats of a slot without a request
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class BatchRows:
 
     slots: torch.Tensor  # [B]
     integers: torch.Tensor  # [7, B]
-    floats: torch.Tensor  # [2, B]
+    floats: torch.Tensor  # [6, B]
     block_table: torch.Tensor  # [B, P]
     feature: torch.Tensor  # [B, H]
     positions: torch.Tensor  # [B N]
@@ -42,6 +45,10 @@ class BatchRows:
     min_position = property(lambda self: self.integers[6])
     temperature = property(lambda self: self.floats[0])
     top_p = property(lambda self: self.floats[1])
+    min_p = property(lambda self: self.floats[2])
+    repetition_penalty = property(lambda self: self.floats[3])
+    presence_penalty = property(lambda self: self.floats[4])
+    frequency_penalty = property(lambda self: self.floats[5])
 
 
 class SlotTable:
@@ -52,19 +59,12 @@ class SlotTable:
 
     def __init__(self, max_num_seqs, max_pages, hidden_size, vocab_size, dtype, device):
         rows = max_num_seqs + 1
-        self.nobody, self.device, self.vocab_size = max_num_seqs, device, vocab_size
+        self.nobody, self.device = max_num_seqs, device
         self.integers = torch.zeros(rows, len(INTEGERS), dtype=torch.int64, device=device)
-        self.floats = torch.zeros(rows, len(FLOATS), dtype=torch.float32, device=device)
+        self.floats = torch.tensor(NO_CHANGE, device=device).repeat(rows, 1)
         self.block_table = torch.zeros(rows, max_pages, dtype=torch.int32, device=device)
         self.feature = torch.zeros(rows, hidden_size, dtype=dtype, device=device)
-        self._stop_mask = None
-
-    @property
-    def stop_mask(self):
-        """Which tokens min_tokens forbids.  bool [S + 1, V], made when first needed"""
-        if self._stop_mask is None:
-            self._stop_mask = torch.zeros(self.nobody + 1, self.vocab_size, dtype=torch.bool, device=self.device)
-        return self._stop_mask
+        self.logit_state = LogitState(rows, vocab_size, max_pages * PAGE, device, self.on_device)
 
     def gather(self, slots, depths):
         """BatchRows of slots [B], for nodes of these depths [N]."""
@@ -107,13 +107,9 @@ class SlotTable:
             ]
         )
         self.floats[slots] = self.on_device(
-            [[request.params.temperature, request.params.top_p] for request in requests], torch.float32
+            [[getattr(request.params, name) for name in FLOATS] for request in requests], torch.float32
         )
-        if any(request.params.min_tokens for request in requests):
-            mask = torch.zeros(len(requests), self.vocab_size, dtype=torch.bool)
-            for row, request in zip(mask, requests):
-                row[list(stop_tokens(request))] = True
-            self.stop_mask[slots] = self.on_device(mask)
+        self.logit_state.write(requests, stop_tokens)
 
     def on_device(self, values, dtype=torch.int64):
         """A list or CPU tensor on the device, through pinned memory where there is one."""

@@ -12,6 +12,7 @@ import torch
 
 from ..kernels.keep_top import keep_top, scaled_reference
 from ..kernels.kv_commit import kv_commit
+from ..kernels.process_logits import NodeRows, process_logits
 from ..kernels.sample import sample_tokens
 from ..kernels.tree_attention import build_tree_index
 from .decoder import ForwardPass
@@ -43,20 +44,23 @@ class Step:
 
     @torch.no_grad()
     def __call__(self, rows, filtered=False):
-        """Advance the requests in slots `rows` [B]; filtered: some of them use top_k, top_p or min_tokens.  -> StepOutput"""
+        """Advance the requests in slots `rows` [B]; filtered: some need more than a temperature.  -> StepOutput"""
         tree = self.tree
         batch = self.slots.gather(rows, tree.depths)
         tokens = self.drafter.propose(batch, tree) if tree.max_depth else batch.root[:, None]  # [B, N]
         hidden = self.forward(batch, tokens)  # [M, H]
         logits = self.decoder.logits(hidden)  # [M, V]
         scores = torch.empty_like(logits, dtype=torch.float32) if self.keep_scores else None
-        target_tokens = draw(batch, logits, filtered, self.slots, scores).view(tokens.shape)
+        drafted = path_tokens(tokens, tree) if filtered else None
+        target_tokens = draw(batch, logits, filtered, self.slots, drafted, scores).view(tokens.shape)
         path, num_accepted, bonus = self.verifier(tree, tokens, target_tokens, batch)
         # Commit: accepted nodes move to the positions behind the committed ones; the bonus token is the next root.
         if not tree.tree.is_chain:
             hk = self.cache.num_kv_heads
             kv_commit(self.cache.kv, batch.block_table, batch.committed, path, num_accepted, hk)
         emitted = self.slots.advance(rows, hidden, tokens, path, num_accepted, bonus)
+        if filtered:
+            self.slots.logit_state.record(rows, batch.committed, emitted)
         if scores is not None:
             scores = scores.view(*tokens.shape, -1)[torch.arange(len(path), device=path.device)[:, None], path]
         return StepOutput(emitted, path, logits.view(*tokens.shape, -1), scores)
@@ -71,10 +75,38 @@ class Step:
         return self.decoder.forward(forward_pass, self.cache.kv)
 
 
-def draw(batch, logits, filtered, slots, processed=None):
+def path_tokens(tokens, tree):
+    """The drafted tokens on every node's path, its own included, -1 behind it.  tokens [B, N] -> [B N, D]"""
+    depth = torch.arange(1, tree.max_depth + 1, device=tokens.device)
+    on_path = depth <= tree.depths[:, None]  # [N, D]
+    return torch.where(on_path, tokens[:, tree.ancestors[:, 1:]], -1).flatten(0, 1)
+
+
+def filtered_scores(batch, logits, slots, path, rows):
+    """Scores of these rows whose softmax is the law they are drawn from (temperature 0: whose best token is drawn).
+
+    logits [M, V]; path [M, D]: path_tokens, None where there is no tree; rows [R] of the M  ->  fp32 [R, V]
+    """
+    request = rows // (len(logits) // len(batch.slots))
+    nodes = NodeRows(
+        slot=batch.slots[request],
+        root=batch.committed[request],
+        position=batch.draws[2][rows],
+        min_position=batch.min_position[request],
+        repetition=batch.repetition_penalty[request],
+        presence=batch.presence_penalty[request],
+        frequency=batch.frequency_penalty[request],
+        path=rows.new_empty(len(rows), 0) if path is None else path[rows],
+    )
+    scores = process_logits(logits[rows], nodes, slots.logit_state.tables)
+    return keep_top(scores, *(x[request] for x in (batch.temperature, batch.top_k, batch.top_p, batch.min_p)))
+
+
+def draw(batch, logits, filtered, slots, path=None, processed=None):
     """The target's own token behind every node: at L + depth + 1 for a node of that depth.  logits [M, V] -> [M]
 
-    processed: None, or fp32 [M, V] to be filled with the scores the tokens are drawn from, before the noise.
+    path [M, D]: path_tokens, where the rows are nodes of a tree; processed: None, or fp32 [M, V] to be filled with the scores
+    the tokens are drawn from, before the noise.
     """
     temperature, (seed, sample, position) = batch.node_temperature, batch.draws
     if not filtered:
@@ -82,21 +114,12 @@ def draw(batch, logits, filtered, slots, processed=None):
             for part in zip(*(x.split(FILTERED_ROWS) for x in (processed, logits, temperature))):
                 part[0].copy_(scaled_reference(*part[1:]))
         return sample_tokens(logits, temperature, seed, sample, position)
-    of_nodes = (len(batch.slots), position.shape[0] // len(batch.slots))
-
-    def per_node(x):
-        return x[:, None].expand(of_nodes).flatten()
-
-    early = position < per_node(batch.min_position)  # [M]
-    slot, top_k, top_p = per_node(batch.slots), per_node(batch.top_k), per_node(batch.top_p)
     tokens = []
-    for block in torch.arange(len(position), device=position.device).split(FILTERED_ROWS):
-        forbidden = early[block, None] & slots.stop_mask[slot[block]]
-        scores = logits[block].masked_fill(forbidden, -torch.inf)
-        scores = keep_top(scores, temperature[block], top_k[block], top_p[block])
+    for rows in torch.arange(len(position), device=position.device).split(FILTERED_ROWS):
+        scores = filtered_scores(batch, logits, slots, path, rows)
         if processed is not None:
-            processed[block] = scores
+            processed[rows] = scores
         # The scores are divided already; 1 and 0 only say where noise is wanted.
-        noisy = (temperature[block] > 0).to(temperature.dtype)
-        tokens.append(sample_tokens(scores, noisy, seed[block], sample[block], position[block]))
+        noisy = (temperature[rows] > 0).to(temperature.dtype)
+        tokens.append(sample_tokens(scores, noisy, seed[rows], sample[rows], position[rows]))
     return torch.cat(tokens)

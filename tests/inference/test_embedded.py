@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headstart import LLM, SamplingParams, load_head
+from headstart.inference.forbidden_tokens import bad_word_sequences
 from headstart.inference.prompt_files import read_prompts, render_prompt
 from headstart.inference.tree import build_static_tree, save_tree
 from headstart.train.features import FrozenTarget
@@ -49,6 +50,28 @@ def test_shipped_heads_change_no_token_and_are_accepted(embedded, plain, tempera
     assert [o.outputs[0].token_ids for o in outputs] == plain[temperature]
     least = {("chain", 0.0): 1.5, ("tree of 64", 0.0): 2.0, ("chain", 0.8): 1.2, ("tree of 64", 0.8): 1.6}
     assert llm.get_metrics()["acceptance_length"] >= least[tree, temperature]
+
+
+def test_shipped_heads_change_no_token_whatever_the_parameters(embedded):
+    """One request with each parameter, in one batch; the first ones are checked for what they ask."""
+    module, tokenizer, prompts, _ = embedded
+    given = [
+        dict(bad_words=["return", "self.", "os.path", "None"]),
+        dict(repetition_penalty=1.3),
+        dict(presence_penalty=0.8, frequency_penalty=0.4),
+        dict(min_p=0.1, logit_bias={tokenizer(" return")["input_ids"][0]: 5}),
+        dict(allowed_token_ids=list(range(0, len(tokenizer), 2)), min_tokens=10),
+        {},
+    ]
+    params = [SamplingParams(temperature=0.8, max_tokens=24, seed=5, **own) for own in given]
+    alone = LLM(module, tokenizer=tokenizer, max_num_seqs=1)
+    expected = [o.outputs[0].token_ids for o in alone.generate(prompts[: len(given)], params)]
+    bad = bad_word_sequences(params[0].bad_words, tokenizer)
+    assert not any(tuple(expected[0][i : i + len(word)]) == word for word in bad for i in range(24))
+    assert not any(token % 2 for token in expected[4])
+    llm = LLM(module, tokenizer=tokenizer, max_num_seqs=4, speculative_config={"model": str(HEADS), "tree": "static"})
+    assert [o.outputs[0].token_ids for o in llm.generate(prompts[: len(given)], params)] == expected
+    assert llm.get_metrics()["acceptance_length"] > 1.2
 
 
 def test_training_and_engine_agree_on_every_accepted_count(embedded):

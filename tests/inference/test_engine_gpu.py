@@ -127,6 +127,35 @@ def test_filters_keep_the_equality(wide):
     assert run(speculating(wide, prompts, plain, RAGGED, 8), prompts, **filters) == plain
 
 
+def test_parameters_keep_the_equality_also_when_their_tables_come_late(wide):
+    prompts = make_prompts(wide.engine.decoder.vocab_size)[:6]
+    given = [
+        dict(top_k=50),
+        dict(logit_bias={5: 3, 7: -2}, min_p=0.01),
+        dict(presence_penalty=-1, frequency_penalty=-0.3),
+        dict(repetition_penalty=0.7),
+        dict(allowed_token_ids=list(range(0, 4000, 3)), min_tokens=9, stop_token_ids=[3, 6]),
+        {},
+    ]
+
+    def parameters(count):
+        common = dict(temperature=0.8, max_tokens=40, logprobs=1, ignore_eos=True)
+        return [SamplingParams(seed=i, **(common | (own if i < count else {}))) for i, own in enumerate(given)]
+
+    def outputs(llm, params):
+        return [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in llm.generate(prompts, params)]
+
+    alone = LLM(wide, max_model_len=1024, max_num_seqs=1)
+    plain = {count: outputs(alone, parameters(count)) for count in range(1, 6)}
+    assert outputs(LLM(wide, max_model_len=1024, enforce_eager=True), parameters(5)) == plain[5]
+    llm = speculating(wide, prompts, plain[5], RAGGED, 8)
+    # Every round makes another table necessary, for which the graphs of the round before have no address.
+    for count in range(1, 6):
+        assert outputs(llm, parameters(count)) == plain[count], count
+    pressed = speculating(wide, prompts, plain[5], RAGGED, 6, num_pages=20)
+    assert outputs(pressed, parameters(5)) == plain[5]
+
+
 @pytest.mark.parametrize("shared_lm_head", [False, True])
 def test_medusa_heads_change_no_bit(wide, shared_lm_head):
     decoder = wide.engine.decoder
@@ -149,11 +178,13 @@ def test_medusa_heads_change_no_bit(wide, shared_lm_head):
         assert (found[k] - expected).norm() < 2e-2 * expected.norm()
 
 
-def test_two_hundred_steps_never_wait_for_the_device(wide):
+@pytest.mark.parametrize("own", [{}, dict(frequency_penalty=0.1, logit_bias={3: 1}, min_p=0.01)])
+def test_two_hundred_steps_never_wait_for_the_device(wide, own):
     llm = speculating(wide, [[1, 2, 3]] * 8, [([5] * 400, None)] * 8, RAGGED, 8)
-    shared = dict(temperature=0.5, max_tokens=900, ignore_eos=True)
+    shared = dict(temperature=0.5, max_tokens=900, ignore_eos=True, **own)
     params = [SamplingParams(seed=i, logprobs=2 if i % 2 else None, **shared) for i in range(8)]
     for group in [llm._make_requests(None, [1, 2, 3], one) for one in params]:
+        group[0].bad_words = ((5, 6), (7, 8, 9)) if own else ()
         llm.engine.scheduler.add(group[0])
     for _ in range(5):
         llm.engine.step()

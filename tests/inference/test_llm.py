@@ -11,9 +11,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 from headstart import LLM, SamplingParams
 from headstart.heads.checkpoint import save_head
 from headstart.inference.decoder import UnsupportedArchitecture
+from headstart.inference.forbidden_tokens import bad_word_sequences
 from headstart.inference.shapes import config_of
 from headstart.inference.tree import chain, save_tree
 
+EMBEDDED = Path(__file__).resolve().parents[2] / "assets" / "stdlib-coder"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
 
@@ -417,6 +419,52 @@ def test_bad_prompts_are_refused_before_any_work(llm, prompt, message):
         llm.generate(prompt, GREEDY)
     assert llm.get_metrics() == before
     assert not llm.engine.scheduler.has_unfinished
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (dict(stop_token_ids=[5, 259]), "stop_token_ids of prompt 1 holds 259; the vocabulary has 259 tokens"),
+        (dict(allowed_token_ids=[5, 700]), "allowed_token_ids of prompt 1 holds 700; the vocabulary has 259 tokens"),
+        (dict(logit_bias={3: 1, 259: 1}), "logit_bias of prompt 1 holds 259; the vocabulary has 259 tokens"),
+        (dict(bad_words=["a" * 17]), "bad_words holds 'aaaaaaaaaaaaaaaaa', which is 17 tokens long; at most 16"),
+        (dict(bad_words=[f"{i:03d}" for i in range(129)]), "bad_words makes 129 sequences .*; at most 128"),
+        (
+            dict(allowed_token_ids=[64, 258], bad_words=["a"], min_tokens=1),
+            r"allowed_token_ids \[64, 258\] of prompt 1 leaves nothing to draw",
+        ),
+    ],
+)
+def test_tokens_that_cannot_be_named_or_forbidden_are_refused_before_any_work(llm, given, message):
+    assert llm.tokenizer("a")["input_ids"] == [64]
+    assert set(llm.eos_token_ids) == {258}
+    before = llm.get_metrics()["num_requests_finished"]
+    with pytest.raises(ValueError, match=message):
+        llm.generate(["a", "b"], [GREEDY, SamplingParams(**given)])
+    assert llm.get_metrics()["num_requests_finished"] == before
+    assert not llm.engine.scheduler.has_unfinished
+
+
+def test_bad_words_need_a_tokenizer(target_folder):
+    llm = LLM(AutoModelForCausalLM.from_pretrained(target_folder))
+    with pytest.raises(ValueError, match="bad_words strings of prompt 0 need a tokenizer"):
+        llm.generate([[1, 2]], SamplingParams(bad_words=["a"]))
+
+
+def test_bad_words_are_spelt_with_and_without_a_space():
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
+
+    def ids(text):
+        return tuple(tokenizer(text)["input_ids"])
+
+    assert len(ids("return")) == len(ids(" return")) == 1, "another token with a space"
+    assert bad_word_sequences(["return"], tokenizer) == (ids("return"), ids(" return"))
+    assert bad_word_sequences(["  return"], tokenizer) == (ids("return"), ids(" return"))
+    assert len(ids("os.path")) == len(ids(" os.path")) == 3
+    assert bad_word_sequences(["os.path", "1"], tokenizer) == (*map(ids, ("os.path", " os.path", "1", " 1")),)
+    # Where the space makes more tokens, the word without it is found behind it.
+    word = next(word for word in ("\n", "(x", "::", "日") if word.strip() and len(ids(" " + word)) != len(ids(word)))
+    assert bad_word_sequences([word], tokenizer) == (ids(word),)
 
 
 def test_counts_of_prompts_and_parameters_must_agree(llm):

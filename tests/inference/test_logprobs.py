@@ -308,7 +308,7 @@ def test_rows_without_filters_have_the_same_scores_in_both_variants(random_targe
     logits[:, 3], logits[:, 5], logits[:, 7] = -0.0, torch.nan, -torch.inf
     scores = torch.full((2, 12, VOCAB), torch.nan)
     for filtered in (False, True):
-        draw(batch, logits, filtered, llm.engine.slots, scores[int(filtered)])
+        draw(batch, logits, filtered, llm.engine.slots, processed=scores[int(filtered)])
     assert torch.equal(scores[0].view(torch.int32), scores[1].view(torch.int32))
 
 

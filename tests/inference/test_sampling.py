@@ -1,3 +1,4 @@
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +21,30 @@ from headstart.kernels.keep_top import keep_top
         (dict(top_p=0), r"top_p must be in \(0, 1\], got 0"),
         (dict(top_p=1.1), r"top_p must be in \(0, 1\], got 1.1"),
         (dict(top_k=-2), "top_k"),
+        (dict(min_p=-0.1), r"min_p must be in \[0, 1\], got -0.1"),
+        (dict(min_p=1.5), r"min_p must be in \[0, 1\], got 1.5"),
+        (dict(min_p="0.1"), r"min_p must be in \[0, 1\], got '0.1'"),
+        (dict(repetition_penalty=0), r"repetition_penalty must be above 0 \(from 1e-05 to 100000; 1 for none\), got 0"),
+        (dict(repetition_penalty=-1.1), "repetition_penalty must be above 0 .*, got -1.1"),
+        (dict(repetition_penalty=float("inf")), "repetition_penalty must be above 0 .*, got inf"),
+        (dict(presence_penalty=2.1), "presence_penalty must be from -2 to 2, got 2.1"),
+        (dict(frequency_penalty=-3), "frequency_penalty must be from -2 to 2, got -3"),
+        (dict(frequency_penalty=True), "frequency_penalty must be from -2 to 2, got True"),
+        (dict(logit_bias=5), "logit_bias must be a dictionary {token id: bias}, got 5"),
+        (dict(logit_bias=[1, 2]), r"logit_bias must be a dictionary {token id: bias}, got \[1, 2\]"),
+        (
+            dict(logit_bias={-1: 1}),
+            r"logit_bias must be a dictionary {token id: bias from -100 to 100}, got \(\(-1, 1\),\)",
+        ),
+        (dict(logit_bias={"1": 1}), "logit_bias must be a dictionary {token id: bias from -100 to 100}"),
+        (dict(logit_bias={1: 100.5}), r"bias from -100 to 100}, got \(\(1, 100.5\),\)"),
+        (dict(logit_bias={1: float("nan")}), "bias from -100 to 100}, got"),
+        (dict(allowed_token_ids=[]), r"allowed_token_ids must be None or a list of at least one token id, got \(\)"),
+        (dict(allowed_token_ids=7), "allowed_token_ids must be a list of token ids, got 7"),
+        (dict(allowed_token_ids=[1.0]), r"allowed_token_ids must be None or a list .*, got \(1.0,\)"),
+        (dict(bad_words="word"), "bad_words must be a list of strings, got 'word'"),
+        (dict(bad_words=["word", ""]), r"bad_words must be a list of strings .*, got \('word', ''\)"),
+        (dict(bad_words=[3]), r"bad_words must be a list of strings .*, got \(3,\)"),
         (dict(max_tokens=0), "max_tokens must be at least 1"),
         (dict(min_tokens=17), "min_tokens must be from 0 to max_tokens"),
         (dict(stop=[""]), "stop must be"),
@@ -28,7 +53,7 @@ from headstart.kernels.keep_top import keep_top
         (dict(n=0), "n must be at least 1"),
         (dict(logprobs=-1), "logprobs"),
         (dict(temprature=1), "unknown sampling parameter 'temprature'; did you mean 'temperature'"),
-        (dict(frequency_penalty=1), "sampling parameter 'frequency_penalty' is vLLM's and not supported here"),
+        (dict(best_of=1), "sampling parameter 'best_of' is vLLM's and not supported here"),
     ],
 )
 def test_bad_values_are_refused_by_name(given, message):
@@ -49,6 +74,14 @@ def test_parameters_cannot_be_changed_after_they_were_checked():
     assert "temperature=0.0" in repr(params)
 
 
+def test_parameters_can_be_made_again_from_their_fields():
+    params = SamplingParams(logit_bias={7: 1.5, 3: -2}, allowed_token_ids=[3, 7], bad_words=["no"], presence_penalty=1)
+    assert params.logit_bias == ((3, -2), (7, 1.5))
+    assert dataclasses.replace(params) == params
+    assert hash(params) == hash(SamplingParams(**dataclasses.asdict(params)))
+    assert SamplingParams(logit_bias=None, bad_words=None, allowed_token_ids=None) == SamplingParams()
+
+
 def kept_by_hand(row, top_k, top_p):
     order = sorted(range(len(row)), key=lambda t: (-row[t], t))
     if top_k > 0:
@@ -67,7 +100,7 @@ def kept_by_hand(row, top_k, top_p):
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (3, 1.0), (0, 0.7), (5, 0.6), (1, 0.01)])
 def test_top_k_and_top_p_keep_what_a_loop_over_the_sorted_tokens_keeps(top_k, top_p, temperature):
     logits = torch.randn(20, 31, generator=torch.Generator().manual_seed(0)).round(decimals=1)  # with ties
-    rows = [torch.full((20,), x) for x in (temperature, top_k, top_p)]
+    rows = [torch.full((20,), x) for x in (temperature, top_k, top_p, 0.0)]
     found = keep_top(logits, *rows)
     for row, result in zip(logits / temperature, found):
         kept = {t for t in range(31) if result[t] > -torch.inf}
@@ -85,6 +118,7 @@ def drawn(params, logits, emitted=0, seed=3, prompt=5):
         prompt_token_ids=list(range(prompt)),
         known_token_ids=list(range(prompt + emitted)),
         num_remaining=100,
+        bad_words=(),
     )
     slots = SlotTable(2, 4, 8, logits.shape[1], torch.float32, torch.device("cpu"))
     slots.write_requests([request], [0], lambda request: {5, *request.params.stop_token_ids})

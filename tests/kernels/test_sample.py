@@ -148,7 +148,7 @@ def test_nan_never_wins(device):
         found = sample_tokens(logits, *keyed(2, device, heat)).tolist()
         assert found[0] != 3
         assert found[1] == 0
-    assert not keep_top(logits, *[torch.full((2,), x, device=device) for x in (1.0, 0, 0.9)]).isnan().any()
+    assert not keep_top(logits, *[torch.full((2,), x, device=device) for x in (1.0, 0, 0.9, 0.1)]).isnan().any()
 
 
 @pytest.mark.parametrize("vocab_size", [1, 9, 4096, 5000])
@@ -167,13 +167,14 @@ def test_log_sum_exp_is_as_exact_as_torchs_own(device, vocab_size):
     assert not found.isnan().any()
 
 
-def kept(logits, heat, top_k, top_p):
+def kept(logits, heat, top_k, top_p, min_p):
     """One row, token by token in Python."""
     scores = [x / heat for x in logits.double().tolist()] if heat else logits.tolist()
     order = sorted(range(len(scores)), key=lambda v: (-scores[v], v))
     if not heat:
         return set(order)
     order = order[:top_k] if top_k else order
+    order = [v for v in order if math.exp(scores[v] - scores[order[0]]) >= min_p]
     weights = [math.exp(scores[v] - scores[order[0]]) for v in order]
     total, before, keep = sum(weights), 0.0, set()
     for v, weight in zip(order, weights):
@@ -192,11 +193,12 @@ def test_filters_keep_the_likeliest_tokens(device, vocab_size):
     heat = torch.tensor([1.0, 0.5, 0.0, 1.0, 2.0, 1.0, 1.0, 1.5])
     top_k = torch.tensor([0, 3, 2, 0, 40, 4, 5, 10**6])
     top_p = torch.tensor([1.0, 1.0, 0.1, 0.75, 0.9, 0.6, 0.9, 0.001])
-    found = keep_top(*[x.to(device) for x in (logits, heat, top_k, top_p)]).cpu()
+    min_p = torch.tensor([0.2, 0.3, 0.9, 0.0, 0.05, 1.0, 0.5, 0.7])
+    found = keep_top(*[x.to(device) for x in (logits, heat, top_k, top_p, min_p)]).cpu()
     scaled = logits / torch.where(heat > 0, heat, 1)[:, None]
     assert found.dtype == torch.float32
     for row in range(8):
-        keep = kept(logits[row], heat[row].item(), top_k[row].item(), top_p[row].item())
+        keep = kept(logits[row], heat[row].item(), top_k[row].item(), top_p[row].item(), min_p[row].item())
         expected = torch.full((vocab_size,), -torch.inf)
         expected[list(keep)] = scaled[row, list(keep)]
         assert torch.equal(found[row], expected), row
@@ -216,17 +218,19 @@ def test_rows_of_the_reference_depend_on_no_other_row():
     logits = torch.randn(40, 1111, generator=torch.Generator().manual_seed(0)) * 3
     rows = keyed(40, "cpu", torch.rand(40, generator=torch.Generator().manual_seed(1)))
     top_k, top_p = torch.arange(40) % 7 * 9, 0.3 + 0.1 * (torch.arange(40) % 8)
+    min_p = 0.02 * (torch.arange(40) % 3)
     for op in (
         lambda x, r, *_: top_tokens(x, 5, *r),
         lambda x, *_: log_sum_exp(x),
-        lambda x, r, k, p: keep_top(x, r[0], k, p),
+        lambda x, r, k, p, m: keep_top(x, r[0], k, p, m),
     ):
-        whole = op(logits, rows, top_k, top_p)
+        whole = op(logits, rows, top_k, top_p, min_p)
         for count in (1, 2, 7, 16, 33):
             for start in (0, 40 - count):
                 some = slice(start, start + count)
                 assert torch.equal(
-                    op(logits[some].clone(), [x[some] for x in rows], top_k[some], top_p[some]), whole[some]
+                    op(logits[some].clone(), [x[some] for x in rows], top_k[some], top_p[some], min_p[some]),
+                    whole[some],
                 )
 
 
@@ -237,39 +241,40 @@ def test_rows_depend_on_no_other_row_and_agree_with_the_cpu():
         logits = (torch.randn(200, vocab_size, device="cuda") * 3).to(dtype)
         heat = torch.rand(200) * (torch.arange(200) % 3 > 0)
         rows = keyed(200, "cuda", heat)
-        top_k, top_p = (torch.arange(200, device="cuda") % 7) * 9, 0.3 + 0.1 * (torch.arange(200, device="cuda") % 8)
+        number = torch.arange(200, device="cuda")
+        filters = (number % 7 * 9, 0.3 + 0.1 * (number % 8), 0.02 * (number % 3))
         ops = {
             "sample": lambda x, r, *_: sample_tokens(x, *r),
             "top": lambda x, r, *_: top_tokens(x, 10, *r),
             "sum": lambda x, *_: log_sum_exp(x),
-            "keep": lambda x, r, k, p: keep_top(x, r[0], k, p),
+            "keep": lambda x, r, *filters: keep_top(x, r[0], *filters),
         }
         for name, op in ops.items():
-            whole = op(logits, rows, top_k, top_p)
+            whole = op(logits, rows, *filters)
             for count in (*range(1, 65, 1 if name != "keep" else 9), 199):
                 for start in (0, 200 - count):
                     some = slice(start, start + count)
-                    few = op(logits[some], [x[some] for x in rows], top_k[some], top_p[some])
+                    few = op(logits[some], [x[some] for x in rows], *[x[some] for x in filters])
                     assert torch.equal(few, whole[some]), (name, count, start)
         few = [x[:24].cpu() for x in rows]
         scores = scores_reference(logits[:24].cpu(), *few)
         assert sample_tokens(logits, *rows)[:24].tolist() == scores.argmax(-1).tolist()
         best = scores.sort(dim=-1, descending=True, stable=True).indices[:, :10]
         assert top_tokens(logits, 10, *rows)[:24].tolist() == best.tolist()
-        expected = keep_top(logits[:24].cpu(), few[0], top_k[:24].cpu(), top_p[:24].cpu())
-        assert torch.equal(keep_top(logits, rows[0], top_k, top_p)[:24].cpu(), expected)
+        expected = keep_top(logits[:24].cpu(), few[0], *[x[:24].cpu() for x in filters])
+        assert torch.equal(keep_top(logits, rows[0], *filters)[:24].cpu(), expected)
 
 
 @pytest.mark.gpu
 def test_every_op_can_be_captured_in_a_graph():
     logits = torch.randn(3, 5000, device="cuda")
     rows = keyed(3, "cuda", torch.tensor([0.0, 1.0, 0.5]))
-    top_k, top_p = torch.tensor([0, 5, 0], device="cuda"), torch.tensor([1.0, 1.0, 0.5], device="cuda")
+    filters = [torch.tensor(x, device="cuda") for x in ([0, 5, 0], [1.0, 1.0, 0.5], [0.0, 0.1, 0.1])]
     op = lambda: (  # noqa: E731
         sample_tokens(logits, *rows),
         top_tokens(logits, 5, *rows),
         log_sum_exp(logits),
-        keep_top(logits, rows[0], top_k, top_p),
+        keep_top(logits, rows[0], *filters),
     )
     op()
     graph = torch.cuda.CUDAGraph()
