@@ -380,6 +380,8 @@ def _verify_lossless(arguments):
     from headstart.inference.llm import LLM
     from headstart.inference.lossless import as_rows, verdict, verify_lossless
     from headstart.inference.prompt_files import read_prompts, render_prompt
+    from headstart.inference.sampling import SamplingParams
+    from headstart.inference.speculation import choose_tree, choose_verifier, load_drafter_head
 
     if not arguments.head:
         raise ValueError("verify-lossless checks speculation: name what drafts with --head")
@@ -388,6 +390,20 @@ def _verify_lossless(arguments):
         raise ValueError(f"--samples must be at least 0, got {arguments.samples}")
     if arguments.output:
         check_writable(Path(arguments.output))
+    if arguments.verifier == "synthetic":
+        raise ValueError("--verifier synthetic promises nothing that could be checked: it accepts by given rates")
+    temperatures = tuple(arguments.temperature or (0.0, 0.8))
+    for temperature in temperatures:
+        SamplingParams(temperature=temperature, max_tokens=arguments.max_tokens)  # refuses what is out of range
+    speculative = {
+        "model": arguments.head,
+        "tree": arguments.tree or "chain",
+        "num_speculative_tokens": arguments.num_speculative_tokens,
+        "verifier": arguments.verifier,
+    }
+    # Refused before the target's weights are read: a head that is none, a tree it cannot draft, an unknown verifier.
+    tree = choose_tree(speculative, load_drafter_head(arguments.head))
+    choose_verifier(speculative, tree, "cpu")
     prompts = read_prompts(_prompt_file(arguments.prompts, arguments.model), count=arguments.num_prompts)
     _choose_threads(arguments.model, arguments.device)
     base = LLM(
@@ -399,17 +415,13 @@ def _verify_lossless(arguments):
         num_gpu_blocks_override=64,  # it only holds the weights
         enforce_eager=True,
     )
-    speculative = {
-        "model": arguments.head,
-        "tree": arguments.tree or "chain",
-        "num_speculative_tokens": arguments.num_speculative_tokens,
-        "verifier": arguments.verifier,
-    }
+    if base.tokenizer is None and not all("prompt_token_ids" in prompt for prompt in prompts):
+        raise ValueError(f"{arguments.model} has no tokenizer: give prompts with prompt_token_ids")
     checks = verify_lossless(
         base,
         speculative,
         [render_prompt(base.tokenizer, prompt) for prompt in prompts],
-        temperatures=tuple(arguments.temperature or (0.0, 0.8)),
+        temperatures=temperatures,
         max_tokens=arguments.max_tokens,
         samples=arguments.samples,
         use_tqdm=True,

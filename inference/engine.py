@@ -151,8 +151,11 @@ class Engine:
         step = torch.cuda.max_memory_allocated(device) - before
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
-        # The graphs keep a pool of their own beside what prefill takes from the allocator.
-        return prefill + step
+        # The graphs keep a pool of their own beside what prefill takes from the allocator. Each of them holds what its step leaves
+        # behind; over all sizes that is twice the largest, once with filters and once without.
+        rows, own = self.graphs.sizes[-1] * self.tree.num_nodes, self.decoder.dtype.itemsize
+        held = rows * self.decoder.vocab_size * (3 * own + (12 if self.graphs.step.keep_scores else 0))
+        return prefill + step + held
 
     def _prefill_nobody(self, num_tokens):
         device, nobody = self.decoder.device, self.slots.on_device([self.slots.nobody])
@@ -214,6 +217,12 @@ class Engine:
 
     def _prefill(self, chunks):
         """Compute chunks of known tokens; where a request's last one is among them, draw its first token.  -> Launched"""
+        ends = itertools.accumulate(chunk.count for chunk in chunks)
+        done = [(end - 1, chunk.request) for end, chunk in zip(ends, chunks) if chunk.is_last]
+        requests = [request for _, request in done]
+        if done:  # first, for it may take memory: if there is none, nothing has happened yet
+            roots = [request.output_token_ids[-1] if request.output_token_ids else 0 for request in requests]
+            self.slots.write_requests(requests, roots, self._stop_tokens)
         compute = self._compute_packed if self.on_gpu else self._compute_chains
         hidden = compute(chunks)  # [T, H]
         prompts = score_prompts(chunks, hidden, self.decoder, self.slots.on_device, self._to_host)
@@ -222,14 +231,9 @@ class Engine:
             self.scheduler.committed_advanced(chunk.request)
             self.metrics.num_prompt_tokens += chunk.count
         self.metrics.num_prefill_passes += 1
-        ends = itertools.accumulate(chunk.count for chunk in chunks)
-        done = [(end - 1, chunk.request) for end, chunk in zip(ends, chunks) if chunk.is_last]
         if not done:
             return self._hand_over("prefill", [], hidden[:0], prompts)
-        requests = [request for _, request in done]
         hidden = hidden[self.slots.on_device([row for row, _ in done])]  # [B, H] at the last token of each
-        roots = [request.output_token_ids[-1] if request.output_token_ids else 0 for request in requests]
-        self.slots.write_requests(requests, roots, self._stop_tokens)
         self.slots.feature[self.slots.on_device([request.slot for request in requests])] = hidden
         for request in requests:
             request.status = Status.RUNNING
@@ -393,8 +397,9 @@ class Engine:
                 metrics.record(drafted, min(emitted - 1, kept), self.tree.max_depth)
 
     def _stop_tokens(self, request):
-        """Ids that min_tokens keeps out."""
-        return set(request.params.stop_token_ids) | (set() if request.params.ignore_eos else set(self.eos_token_ids))
+        """Ids that min_tokens keeps out: as in vLLM EOS is one, ignored or not. A model may name one that it cannot emit."""
+        ids = {*request.params.stop_token_ids, *self.eos_token_ids}
+        return {token for token in ids if token < self.decoder.vocab_size}
 
     def _record(self, requests):
         """Keep the best candidates of every depth, with this step's place in the sequence."""

@@ -29,7 +29,8 @@ class StepGraphs:
         self._graphs = {}  # (rows, filtered) -> (graph, static row numbers, StepOutput)
         self._rows = {}  # (rows, filtered) -> the slots that the static row numbers hold now
         self._num_tables = 0  # of LogitState, when the filtered graphs were captured
-        self._pool = None
+        # One pool and one stream for all graphs: memory that one capture has freed serves the next only on the same stream.
+        self._pool = self._stream = None
 
     def capture(self, progress=lambda sizes: sizes):
         """Make the graphs of all buckets; those with filters are made when first used. Largest first: it sizes the pool."""
@@ -72,7 +73,7 @@ class StepGraphs:
         device = self.step.slots.device
         rows = torch.full((size,), self.step.slots.nobody, device=device)
         # A run before the capture compiles the kernels; the rows of nobody change nothing.
-        stream = torch.cuda.Stream(device)
+        self._stream = stream = self._stream or torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             self.step(rows, filtered)

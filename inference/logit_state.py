@@ -38,13 +38,15 @@ class LogitState:
         for request in requests:
             for name, row in self._rows(request, stop_tokens):
                 rows[name][request.slot] = row
+        # All tables that are missing or none: some are of use in pairs only.
+        self.tables = self.tables._replace(**{name: self._table(name, given) for name, given in rows.items() if given})
         for name, given in rows.items():
             written = self._written.setdefault(name, set())
             stale = [request.slot for request in requests if request.slot in written and request.slot not in given]
             if stale:
                 getattr(self.tables, name).index_fill_(0, self.on_device(stale), CLEAN.get(name, 0))
             if given:
-                table = self._table(name, next(iter(given.values())))
+                table = getattr(self.tables, name)
                 table[self.on_device(list(given))] = self.on_device(torch.stack(list(given.values())))
             self._written[name] = (written - set(stale)) | given.keys()
 
@@ -61,12 +63,12 @@ class LogitState:
             at = (slots[:, None], root[:, None] + 1 + step)
             self.tables.tokens[at] = torch.where(kept, tokens.int(), self.tables.tokens[at])
 
-    def _table(self, name, row):
-        table = getattr(self.tables, name)
+    def _table(self, name, given):
+        """The table of this name, made if there is none.  given: {slot: row}, not empty"""
+        row, table = next(iter(given.values())), getattr(self.tables, name)
         if table is None:
             shape = (self.num_slots, *row.shape)
             table = torch.full(shape, CLEAN.get(name, 0), dtype=row.dtype, device=self.device)
-            self.tables = self.tables._replace(**{name: table})
         return table
 
     def _rows(self, request, stop_tokens):

@@ -166,11 +166,14 @@ def two_sample_test(one, other):
 
 
 def verdict(checks, verifier):
-    """(whether all passed, one sentence)."""
+    """(whether there were checks and all passed, one sentence)."""
+    if not checks:
+        return False, "nothing was checked: give a temperature of 0, or --samples"
     if not all(check.passed is not False for check in checks):
         return False, "NOT lossless: with the shipped verifiers this is a bug, please report it with the lines above"
     weak = any(check.passed is None for check in checks)
-    bits = "the same bits at every temperature" if verifier == "strict" else "the same tokens at temperature 0"
+    bits = "the same bits at every temperature tried" if verifier == "strict" else "the same tokens at temperature 0"
+    bits = bits if any(check.kind == "bits" for check in checks) else "bits not compared"
     law = " and no difference in law found" if any(check.kind == "law" for check in checks) else ""
     caveat = "; a control saw nothing, so raise --samples to trust the law's test" if weak else ""
     return True, f"lossless: {bits}{law}{caveat}"

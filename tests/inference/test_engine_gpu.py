@@ -110,7 +110,10 @@ def test_processed_logprobs_keep_the_equality(wide):
     plain = mixed(LLM(wide, max_model_len=1024, max_num_seqs=1, **mode))
     assert mixed(LLM(wide, max_model_len=1024, max_num_seqs=8, **mode)) == plain
     assert mixed(speculating(wide, prompts, plain, RAGGED, 8, **mode)) == plain
-    assert [a[1] == b[1] for a, b in zip(mixed(wide), plain)] == [i % 3 == 0 for i in range(len(prompts))]
+    for i, ((_, raw), (_, processed)) in enumerate(zip(mixed(wide), plain)):
+        pairs = [(a[t].logprob, b[t].logprob) for a, b in zip(raw, processed) for t in a.keys() & b.keys()]
+        near = max(abs(a - b) for a, b in pairs) < 1e-4  # the normaliser of 16-bit logits is added in another order
+        assert near == (i % 3 == 0), i
 
 
 def test_filters_keep_the_equality(wide):

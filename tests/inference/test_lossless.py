@@ -33,7 +33,7 @@ def test_speculation_as_shipped_is_found_lossless(base, head_folder):
     assert checks[5].kind == "control"
     passed, sentence = verdict(checks, "strict")
     assert passed
-    assert sentence.startswith("lossless: the same bits at every temperature")
+    assert sentence.startswith("lossless: the same bits at every temperature tried")
 
 
 def test_a_rule_that_takes_every_first_draft_is_found_out(base, head_folder, monkeypatch):
