@@ -15,6 +15,7 @@ from ..kernels.kv_commit import kv_commit
 from ..kernels.sample import sample_tokens
 from ..kernels.tree_attention import build_tree_index
 from .decoder import ForwardPass
+from .verify import Ratio
 
 # Sorting the vocabulary takes some 30 bytes per row and token: so many rows are filtered at once.
 FILTERED_ROWS = 256
@@ -43,13 +44,21 @@ class Step:
     @torch.no_grad()
     def __call__(self, rows, filtered=False):
         """Advance the requests in slots `rows` [B]; filtered: some of them use top_k, top_p or min_tokens.  -> StepOutput"""
-        tree = self.tree
+        tree, by_ratio = self.tree, isinstance(self.verifier, Ratio)
         batch = self.slots.gather(rows, tree.depths)
-        tokens = self.drafter.propose(batch, tree) if tree.max_depth else batch.root[:, None]  # [B, N]
+        if by_ratio:
+            draft = self.drafter.draft(batch, tree, filtered)
+            tokens = draft.tokens.clamp(min=0)  # an empty slot is computed as any token would be, and never accepted
+        else:
+            tokens = self.drafter.propose(batch, tree) if tree.max_depth else batch.root[:, None]  # [B, N]
         hidden = self.forward(batch, tokens)  # [M, H]
         logits = self.decoder.logits(hidden)  # [M, V]
-        target_tokens = draw(batch, logits, filtered, self.slots).view(tokens.shape)
-        path, num_accepted, bonus = self.verifier(tree, tokens, target_tokens, batch)
+        if by_ratio:
+            laws = target_scores(batch, logits, filtered, self.slots)
+            path, num_accepted, bonus = self.verifier(tree, draft, *laws, batch)
+        else:
+            target_tokens = draw(batch, logits, filtered, self.slots).view(tokens.shape)
+            path, num_accepted, bonus = self.verifier(tree, tokens, target_tokens, batch)
         # Commit: accepted nodes move to the positions behind the committed ones; the bonus token is the next root.
         if not tree.tree.is_chain:
             hk = self.cache.num_kv_heads
@@ -72,6 +81,25 @@ def draw(batch, logits, filtered, slots):
     temperature, (seed, sample, position) = batch.node_temperature, batch.draws
     if not filtered:
         return sample_tokens(logits, temperature, seed, sample, position)
+    return torch.cat(
+        [
+            sample_tokens(scores, noisy, seed[block], sample[block], position[block])
+            for block, scores, noisy in filtered_scores(batch, logits, slots)
+        ]
+    )
+
+
+def target_scores(batch, logits, filtered, slots):
+    """Scores and temperature whose law (kernels/row_laws.py) is the target's behind every node.  [M, V] -> [M, V], [M]"""
+    if not filtered:
+        return logits, batch.node_temperature
+    _, scores, noisy = zip(*filtered_scores(batch, logits, slots))
+    return torch.cat(scores), torch.cat(noisy)
+
+
+def filtered_scores(batch, logits, slots):
+    """Some rows at a time: which, their scores after min_tokens, temperature, top-k and top-p, and 1 where they are drawn from."""
+    temperature, position = batch.node_temperature, batch.draws[2]
     of_nodes = (len(batch.slots), position.shape[0] // len(batch.slots))
 
     def per_node(x):
@@ -79,12 +107,9 @@ def draw(batch, logits, filtered, slots):
 
     early = position < per_node(batch.min_position)  # [M]
     slot, top_k, top_p = per_node(batch.slots), per_node(batch.top_k), per_node(batch.top_p)
-    tokens = []
     for block in torch.arange(len(position), device=position.device).split(FILTERED_ROWS):
         forbidden = early[block, None] & slots.stop_mask[slot[block]]
         scores = logits[block].masked_fill(forbidden, -torch.inf)
         scores = keep_top(scores, temperature[block], top_k[block], top_p[block])
         # The scores are divided already; 1 and 0 only say where noise is wanted.
-        noisy = (temperature[block] > 0).to(temperature.dtype)
-        tokens.append(sample_tokens(scores, noisy, seed[block], sample[block], position[block]))
-    return torch.cat(tokens)
+        yield block, scores, (temperature[block] > 0).to(temperature.dtype)
