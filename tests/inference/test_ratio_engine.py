@@ -64,6 +64,29 @@ def test_at_temperature_0_the_embedded_target_speaks_as_without_drafts(rule, tre
         assert llm.get_metrics()["acceptance_length"] > 1.2
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("rule", RATIO_RULES)
+def test_on_the_gpu_too_and_in_graphs_as_without(rule, tree_file):
+    target, head = str(ASSETS / "stdlib-coder"), str(ASSETS / "stdlib-coder-medusa")
+    plain = LLM(target, device="cuda")
+    prompts = [render_prompt(plain.tokenizer, p) for p in read_prompts(f"{target}/heldout.jsonl", count=12)]
+    greedy = SamplingParams(temperature=0.0, max_tokens=40)
+    expected = [o.outputs[0].token_ids for o in plain.generate(prompts, greedy)]
+    for tree in ("chain", tree_file)[: 1 if rule in RATIO_RULES[:2] else 2]:
+        speculative = {"model": head, "tree": tree, "verifier": rule}
+        llm = LLM(target, device="cuda", speculative_config=speculative)
+        assert [o.outputs[0].token_ids for o in llm.generate(prompts, greedy)] == expected
+        # Mixed: a replay that left a signal behind would hang or change the next one's tokens.
+        mixed = [
+            SamplingParams(temperature=0.4 * (i % 3), top_k=40 * (i % 2), seed=i, max_tokens=40, ignore_eos=True)
+            for i in range(len(prompts))
+        ]
+        eager = LLM(target, device="cuda", enforce_eager=True, max_num_seqs=5, speculative_config=speculative)
+        found, again = ([o.outputs[0].token_ids for o in one.generate(prompts, mixed)] for one in (llm, eager))
+        assert found == again
+        assert llm.get_metrics()["acceptance_length"] > 1.2
+
+
 def test_a_greedy_request_among_others_is_greedy():
     model, head = small_target(11)
     plain = LLM(model, max_num_seqs=4).generate([[1, 2, 3]], SamplingParams(temperature=0.0, max_tokens=12))
