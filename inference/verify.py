@@ -61,7 +61,7 @@ class Ratio:
         q = probabilities(draft.scores.flatten(0, 1), draft.temperature.repeat(len(draft.scores)))
         q = q.view(draft.scores.shape).transpose(0, 1)  # [B, L, V]
         drawn = draft.drawn & (draft.temperature > 0)[:, None]  # [B, N]
-        # Where q underflows its token counts as an empty slot: the law it was drawn from is not known.
+        # Where q underflows its token counts as an empty slot; the others are renormalised without it, so the law is kept.
         rows = torch.arange(batch, device=q.device)[:, None]
         lost = drawn & (q[rows, draft.law[tree.parents], draft.tokens.clamp(min=0)] == 0)
         told = Draft(draft.tokens.masked_fill(lost, -1), q, draft.law, drawn)

@@ -131,3 +131,20 @@ def test_a_draft_law_of_another_temperature_is_seen(monkeypatch):
     monkeypatch.setattr(Ratio, "by_reference", wrong)
     for rule, tree in RULES:
         assert measured(rule, tree) > 6
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("rule", ["recursive", "traversal"])
+def test_where_q_underflows_the_law_is_kept(rule, device):
+    """The second child is drawn from what is e^-1000 under the first: q = 0 must not read as a token that the draft never gives."""
+    tree, count = TreeTensors(Tree((-1, 0, 0), (0, 0, 1)), device), 20_000
+    rows, ones = torch.arange(count, device=device), torch.ones(count, device=device)
+    p = torch.tensor([0.1, 0.5, 0.3, 0.1], dtype=torch.float64)
+    batch = SimpleNamespace(root=rows * 0, seed=rows, sample=rows * 0, committed=rows * 0 + 7, remaining=rows * 0 + 9)
+    scores = torch.tensor([0.0, -1000.0, -1000.0, -1000.0], device=device).expand(1, count, -1).contiguous()
+    draft = draw_nodes.NodeDraws(tree, "sampled")(batch, scores, ones)
+    assert len(draft.tokens[:, 2].unique()) == 3
+    target = p.log().float().to(device).expand(3 * count, -1)
+    path, num_accepted, bonus = Ratio(rule)(tree, draft, target, ones.repeat(3), batch)
+    first = torch.where(num_accepted > 0, draft.tokens.gather(1, path[:, 1:2]).squeeze(1), bonus)
+    assert surprise(torch.bincount(first.cpu(), minlength=4), p) < 6
