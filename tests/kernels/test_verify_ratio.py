@@ -120,14 +120,14 @@ def by_reference(scores, temperature):
 @pytest.mark.parametrize("recursive", [True, False])
 def test_the_kernel_decides_as_the_reference(kernel_device, quick, recursive):
     on_gpu = kernel_device == "cuda"
-    lengths = set()
+    cases, lengths = CASES if on_gpu else CASES[recursive::2], set()
     for vocab_size, seed in product((127, 1013, 32000, 151936) if on_gpu else (21,), range(4 if on_gpu else 1)):
         dtype = torch.bfloat16 if seed % 2 else torch.float32
-        arguments, told = problem(CASES, vocab_size, kernel_device, seed, dtype)
+        arguments, told = problem(cases, vocab_size, kernel_device, seed, dtype)
         found = run(arguments, recursive)
         wrong, clear = disagreements(found, told, RULES[recursive])
         assert not wrong.any(), (vocab_size, seed, wrong.nonzero())
-        assert clear.sum() >= 0.9 * len(CASES)
+        assert clear.sum() >= 0.9 * len(cases)
         lengths |= set(found[1].tolist())
     assert lengths >= {0, 1, 2}
 
