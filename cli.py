@@ -381,7 +381,7 @@ def _verify_lossless(arguments):
     from headstart.inference.lossless import as_rows, verdict, verify_lossless
     from headstart.inference.prompt_files import read_prompts, render_prompt
     from headstart.inference.sampling import SamplingParams
-    from headstart.inference.speculation import choose_tree, choose_verifier, load_drafter_head
+    from headstart.inference.speculation import choose_drawing, choose_tree, load_drafter_head
 
     if not arguments.head:
         raise ValueError("verify-lossless checks speculation: name what drafts with --head")
@@ -403,7 +403,7 @@ def _verify_lossless(arguments):
     }
     # Refused before the target's weights are read: a head that is none, a tree it cannot draft, an unknown verifier.
     tree = choose_tree(speculative, load_drafter_head(arguments.head))
-    choose_verifier(speculative, tree, "cpu")
+    choose_drawing(speculative, tree)
     prompts = read_prompts(_prompt_file(arguments.prompts, arguments.model), count=arguments.num_prompts)
     _choose_threads(arguments.model, arguments.device)
     base = LLM(

@@ -17,7 +17,7 @@ from .metrics import SpecDecodeMetrics
 from .prompt_files import render_chat
 from .request import Request
 from .sampling import SamplingParams
-from .speculation import check_speculative_config, choose_tree, choose_verifier, load_drafter_head
+from .speculation import check_speculative_config, choose_drawing, choose_tree, choose_verifier, load_drafter_head
 from .stopping import StopChecker, final_text, stable_length
 from .target_source import (
     check_used_in_place,
@@ -79,13 +79,16 @@ class LLM:
     speculative_config: None for plain decoding, or a dict with
         model: a head (folder, run, Hub id or module); num_speculative_tokens: depth of drafts, None for as deep as the head;
         tree: "chain", "static" (the tree measured for this head, else the one shipped for its number of heads) or a tree
-        file; verifier: "strict", or "synthetic" to accept by given rates whatever the tokens are (for measuring speed: the outputs
-        mean nothing), with acceptance_rates (unconditional, per position) or acceptance_length (tokens per step).
+        file; verifier: "strict" (the tokens of plain decoding, bit by bit), "token" or "block" on a chain, "recursive" or
+        "traversal" on any tree (tokens of the same law), or "synthetic" to accept by given rates whatever the tokens are (for
+        measuring speed: the outputs mean nothing), with acceptance_rates (unconditional, per position) or acceptance_length
+        (tokens per step); rejection_sample_method: vLLM's name of a verifier instead; draft_sample_method: how drafts are drawn:
+        "shared_noise" (the default of "strict"), "probabilistic" (that of the ratio rules), "greedy" or "top_and_one".
     logprobs_mode: "raw_logprobs" (of the target's logits) or "processed_logprobs" (of the law a token was drawn from, behind
         temperature and filters). prompt_logprobs are always raw.
 
-    Whatever the speculative_config, the outputs are those of plain decoding. Raises ValueError for bad arguments, naming what
-    was given and what was expected; unknown keywords that are nearly spelled like a known one name it.
+    By default the outputs are those of plain decoding, whatever the head and the tree: see docs/lossless.md. Raises ValueError for
+    bad arguments, naming what was given and what was expected; unknown keywords that are nearly spelled like a known one name it.
     """
 
     def __init__(
@@ -135,6 +138,7 @@ class LLM:
         if head is not None:
             check_head_fits(head, config)
         tree = choose_tree(speculative, head)
+        rule, drawing = choose_drawing(speculative, tree)
         limit = config.max_position_embeddings
         if max_model_len is None:
             max_model_len = shared.max_model_len if shared else limit
@@ -150,13 +154,13 @@ class LLM:
             self.tokenizer = load_tokenizer(tokenizer, model)
             decoder = load_decoder(model, config, dtype, device, self.max_model_len + MAX_NODES, load_format)
             self.eos_token_ids = eos_token_ids(model, config, self.tokenizer)
-        verifier = choose_verifier(speculative, tree, decoder.device)
+        verifier = choose_verifier(rule, speculative, tree, decoder.device)
         self.config = config
         drafter = None
         if head is not None:
             if head is not speculative["model"]:
                 head = head.to(decoder.device, decoder.dtype).eval()
-            drafter = MedusaDrafter(head, decoder.lm_head)
+            drafter = MedusaDrafter(head, decoder.lm_head, drawing)
         self.engine = Engine.build(
             decoder,
             self.eos_token_ids,

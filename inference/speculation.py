@@ -6,11 +6,29 @@ from torch import nn
 
 from ..heads.checkpoint import load_head, resolve_head
 from ..heads.medusa import Medusa
+from . import draw_children
+from .draw_children import RATIO_VERIFIERS, check_drawing
 from .keywords import VLLM_SPECULATIVE, reject_unknown
 from .tree import ROOT_ONLY, chain, load_tree
-from .verify import VERIFIERS, Synthetic, rates_for_length, strict
+from .verify import VERIFIERS, Ratio, Synthetic, rates_for_length, strict
 
-KEYS = ("model", "num_speculative_tokens", "tree", "verifier", "acceptance_rates", "acceptance_length")
+KEYS = (
+    "model",
+    "num_speculative_tokens",
+    "tree",
+    "verifier",
+    "rejection_sample_method",
+    "draft_sample_method",
+    "acceptance_rates",
+    "acceptance_length",
+)
+# draft_sample_method: vLLM's names for two ways of drawing, ours for the others.
+DRAFT_SAMPLE_METHODS = {
+    "greedy": "deterministic",
+    "probabilistic": "sampled",
+    "shared_noise": "shared_noise",
+    "top_and_one": "top_and_one",
+}
 
 
 def check_speculative_config(config):
@@ -74,16 +92,35 @@ def static_tree_file(head, num_heads):
     return shipped
 
 
-def choose_verifier(speculative, tree, device):
-    """The rule that a speculative_config asks for."""
-    name = speculative.get("verifier", "strict")
+def choose_drawing(speculative, tree):
+    """The names of the verifier and of the way of drawing, which fit each other and the tree."""
+    name, method = speculative.get("verifier"), speculative.get("rejection_sample_method")
+    if name is not None and method is not None:
+        raise ValueError(
+            f"verifier={name!r} and rejection_sample_method={method!r} say the same thing: give one of them"
+        )
+    if method is not None:
+        name = draw_children.choose_verifier(method, tree)
+    name = "strict" if name is None else name
     if name not in VERIFIERS:
         raise ValueError(f"verifier must be one of {', '.join(VERIFIERS)}, got {name!r}")
+    method = speculative.get("draft_sample_method")
+    if method is None:
+        method = "probabilistic" if name in RATIO_VERIFIERS else "shared_noise"
+    if method not in DRAFT_SAMPLE_METHODS:
+        raise ValueError(f"draft_sample_method must be one of {', '.join(DRAFT_SAMPLE_METHODS)}, got {method!r}")
+    drawing = DRAFT_SAMPLE_METHODS[method]
+    check_drawing(name, drawing, tree)
+    return name, drawing
+
+
+def choose_verifier(name, speculative, tree, device):
+    """The rule of this name, with what a speculative_config says of it."""
     rates, length = speculative.get("acceptance_rates"), speculative.get("acceptance_length")
-    if name == "strict":
+    if name != "synthetic":
         if rates is not None or length is not None:
             raise ValueError("acceptance_rates and acceptance_length belong to the verifier 'synthetic'")
-        return strict
+        return strict if name == "strict" else Ratio(name)
     if (rates is None) == (length is None):
         raise ValueError("the verifier 'synthetic' takes acceptance_rates or acceptance_length, one of the two")
     rule = Synthetic(rates if rates is not None else rates_for_length(length, tree.max_depth), device)

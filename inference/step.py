@@ -16,6 +16,7 @@ from ..kernels.process_logits import NodeRows, process_logits
 from ..kernels.sample import sample_tokens
 from ..kernels.tree_attention import build_tree_index
 from .decoder import ForwardPass
+from .verify import Ratio
 
 # Sorting the vocabulary takes some 30 bytes per row and token: so many rows are filtered at once.
 FILTERED_ROWS = 256
@@ -45,15 +46,23 @@ class Step:
     @torch.no_grad()
     def __call__(self, rows, filtered=False):
         """Advance the requests in slots `rows` [B]; filtered: some need more than a temperature.  -> StepOutput"""
-        tree = self.tree
+        tree, by_ratio = self.tree, isinstance(self.verifier, Ratio)
         batch = self.slots.gather(rows, tree.depths)
-        tokens = self.drafter.propose(batch, tree) if tree.max_depth else batch.root[:, None]  # [B, N]
+        if by_ratio:
+            draft = self.drafter.draft(batch, tree, filtered)
+            tokens = draft.tokens.clamp(min=0)  # an empty slot is computed as any token would be, and never accepted
+        else:
+            tokens = self.drafter.propose(batch, tree) if tree.max_depth else batch.root[:, None]  # [B, N]
         hidden = self.forward(batch, tokens)  # [M, H]
         logits = self.decoder.logits(hidden)  # [M, V]
         scores = torch.empty_like(logits, dtype=torch.float32) if self.keep_scores else None
         drafted = path_tokens(tokens, tree) if filtered else None
-        target_tokens = draw(batch, logits, filtered, self.slots, drafted, scores).view(tokens.shape)
-        path, num_accepted, bonus = self.verifier(tree, tokens, target_tokens, batch)
+        if by_ratio:
+            laws = target_scores(batch, logits, filtered, self.slots, drafted, scores)
+            path, num_accepted, bonus = self.verifier(tree, draft, *laws, batch)
+        else:
+            target_tokens = draw(batch, logits, filtered, self.slots, drafted, scores).view(tokens.shape)
+            path, num_accepted, bonus = self.verifier(tree, tokens, target_tokens, batch)
         # Commit: accepted nodes move to the positions behind the committed ones; the bonus token is the next root.
         if not tree.tree.is_chain:
             hk = self.cache.num_kv_heads
@@ -111,8 +120,7 @@ def draw(batch, logits, filtered, slots, path=None, processed=None):
     temperature, (seed, sample, position) = batch.node_temperature, batch.draws
     if not filtered:
         if processed is not None:
-            for part in zip(*(x.split(FILTERED_ROWS) for x in (processed, logits, temperature))):
-                part[0].copy_(scaled_reference(*part[1:]))
+            fill_scaled(processed, logits, temperature)
         return sample_tokens(logits, temperature, seed, sample, position)
     tokens = []
     for rows in torch.arange(len(position), device=position.device).split(FILTERED_ROWS):
@@ -123,3 +131,25 @@ def draw(batch, logits, filtered, slots, path=None, processed=None):
         noisy = (temperature[rows] > 0).to(temperature.dtype)
         tokens.append(sample_tokens(scores, noisy, seed[rows], sample[rows], position[rows]))
     return torch.cat(tokens)
+
+
+def target_scores(batch, logits, filtered, slots, path=None, processed=None):
+    """Scores and temperature whose law (kernels/row_laws.py) is the target's behind every node.  [M, V] -> [M, V], [M]
+
+    path and processed: as for draw.
+    """
+    temperature = batch.node_temperature
+    if not filtered:
+        if processed is not None:
+            fill_scaled(processed, logits, temperature)
+        return logits, temperature
+    scores = torch.empty_like(logits, dtype=torch.float32) if processed is None else processed
+    for rows in torch.arange(len(logits), device=logits.device).split(FILTERED_ROWS):
+        scores[rows] = filtered_scores(batch, logits, slots, path, rows)
+    return scores, (temperature > 0).to(temperature.dtype)
+
+
+def fill_scaled(processed, logits, temperature):
+    """The scores of rows that use no more than a temperature.  fp32 [M, V] <- [M, V], [M]"""
+    for part in zip(*(x.split(FILTERED_ROWS) for x in (processed, logits, temperature))):
+        part[0].copy_(scaled_reference(*part[1:]))

@@ -1,18 +1,26 @@
 """Verifiers: the rule that turns (tree, drafted tokens, target) into an accepted path and one more token.
 
-A verifier is called with (tree, tokens [B, N], target_tokens [B, N], batch) and answers (path [B, D + 1], num_accepted [B], bonus
-[B]); it knows no cache, model or tokenizer. tree: TreeTensors; batch: slots.BatchRows. `strict` is lossless by construction: see
-docs/lossless.md. `synthetic` is not: it accepts by given rates, to measure the engine's speed without a trained head.
+`strict` and `synthetic` are called with (tree, tokens [B, N], target_tokens [B, N], batch); the ratio rules with (tree, draft,
+scores [B N, V], temperature [B N], batch), for they compare the laws of target and draft. All answer (path [B, D + 1],
+num_accepted [B], bonus [B]) and know no cache, model or tokenizer. tree: TreeTensors; batch: slots.BatchRows. `strict` keeps every
+bit and the ratio rules keep the law: see docs/lossless.md. `synthetic` keeps nothing: it accepts by given rates, to measure the
+engine's speed without a trained head.
 
-Letters: B requests, N nodes, D the tree's greatest depth.
+Letters: B requests, N nodes, D the tree's greatest depth, V vocabulary.
 """
 
 import torch
 
+from ..kernels.jit import on_triton
+from ..kernels.philox import RESIDUAL_NOISE, gumbel, uniform
+from ..kernels.row_laws import probabilities
+from ..kernels.verify_ratio import make_workspace, verify_ratio
 from ..kernels.verify_strict import verify_strict
 from ..kernels.verify_synthetic import verify_synthetic
+from .draw_children import RATIO_VERIFIERS
+from .ratio_rules import RATIO_RULES, Draft, draw
 
-VERIFIERS = ("strict", "synthetic")
+VERIFIERS = ("strict", *RATIO_VERIFIERS, "synthetic")
 
 
 def strict(tree, tokens, target_tokens, batch):
@@ -22,6 +30,43 @@ def strict(tree, tokens, target_tokens, batch):
     """
     limit = batch.remaining - 1
     return verify_strict(tree.parents, tree.depths, tokens, target_tokens, limit, tree.max_depth)
+
+
+class Ratio:
+    """A rule of ratio_rules.py by its name, on the device that the tensors are on. Keeps a workspace per batch size.
+
+    Its noise is keyed by the position of a step's root (kernels/philox.py), so that no step uses another's again.
+    """
+
+    def __init__(self, name):
+        self.name, self._workspaces = name, {}
+
+    def __call__(self, tree, draft, scores, temperature, batch):
+        """draft: draw_nodes.Drafted; scores, temperature: the target's law at every node, as row_laws.py defines it."""
+        limit, key = batch.remaining - 1, (batch.seed, batch.sample, batch.committed)
+        if not on_triton(scores):
+            return self.by_reference(tree, draft, scores, temperature, limit, key)
+        shape = tuple(draft.tokens.shape)
+        if shape not in self._workspaces:
+            self._workspaces[shape] = make_workspace(*shape, scores.device)
+        return verify_ratio(
+            self.name in ("token", "recursive"), tree.parents, tree.depths, draft.tokens, scores, temperature, draft.scores,
+            draft.temperature, draft.law, draft.drawn, limit, *key, tree.max_depth, self._workspaces[shape],
+        )  # fmt: skip
+
+    def by_reference(self, tree, draft, scores, temperature, limit, key):
+        """The same by the reference: every law is computed."""
+        (batch, nodes), vocab_size = draft.tokens.shape, scores.shape[1]
+        p = probabilities(scores, temperature).view(batch, nodes, vocab_size)
+        q = probabilities(draft.scores.flatten(0, 1), draft.temperature.repeat(len(draft.scores)))
+        q = q.view(draft.scores.shape).transpose(0, 1)  # [B, L, V]
+        drawn = draft.drawn & (draft.temperature > 0)[:, None]  # [B, N]
+        # Where q underflows its token counts as an empty slot; the others are renormalised without it, so the law is kept.
+        rows = torch.arange(batch, device=q.device)[:, None]
+        lost = drawn & (q[rows, draft.law[tree.parents], draft.tokens.clamp(min=0)] == 0)
+        told = Draft(draft.tokens.masked_fill(lost, -1), q, draft.law, drawn)
+        found = RATIO_RULES[self.name](tree, told, p, uniform(*key, nodes), limit)
+        return found.path, found.num_accepted, draw(found.law, gumbel(*key, vocab_size, RESIDUAL_NOISE))
 
 
 class Synthetic:

@@ -72,14 +72,14 @@ def salted(purpose, node):
 
 
 @jit
-def philox_words(block, seed, sample, position, purpose: tl.constexpr):
+def philox_words(block, seed, sample, position, purpose):
     """The four words of `block` (a tensor of integers) as four uint32 tensors; the other arguments are int64 scalars."""
     multiply_0: tl.constexpr = 0xD2511F53
     multiply_1: tl.constexpr = 0xCD9E8D57
     c0 = block.to(tl.uint32)
     c1 = position.to(tl.uint32) + c0 * 0
     c2 = sample.to(tl.uint32) + c0 * 0
-    c3 = c0 * 0 + purpose
+    c3 = (c0 * 0 + purpose).to(tl.uint32)
     k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     m0, m1 = tl.full(c0.shape, multiply_0, tl.uint32), tl.full(c0.shape, multiply_1, tl.uint32)
     for _ in tl.static_range(10):
@@ -99,7 +99,7 @@ def gumbel_of_word(word):
 
 
 @jit
-def chunk_words(start, seed, sample, position, purpose: tl.constexpr, COUNT: tl.constexpr):
+def chunk_words(start, seed, sample, position, purpose, COUNT: tl.constexpr):
     """Words of the tokens start .. start + COUNT; start and COUNT are multiples of 4.  -> uint32 [COUNT]"""
     w0, w1, w2, w3 = philox_words(start // 4 + tl.arange(0, COUNT // 4), seed, sample, position, purpose)
     return tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))

@@ -4,19 +4,20 @@
 
     sample_tokens   the token of the highest score (a draw from softmax(logits / T))           [M, V] -> [M]
     top_tokens      the `width` tokens of the highest scores, best first                       [M, V] -> [M, width]
+    draw_tokens     the same for nodes of a draft, each with noise of its own               [L, B, V] -> [I, B, width]
     log_sum_exp     log(sum(exp(logits)))                                                      [M, V] -> fp32 [M]
 
 Scores are fp32, the division is IEEE's. Ties go to the lowest token id; NaN counts as minus infinity. A drafter that ranks its own
 logits with the target's seed, sample and position sees the very same noise. On a GPU the vocabulary is cut into fixed chunks, so
 that one row fills the card; sums over chunks run in the order of chunks, a row's bits never depend on other rows.
 
-Letters: M rows, V vocabulary, C chunks, W width.
+Letters: M rows, V vocabulary, C chunks, W width; L laws of a draft, I of its nodes, B requests.
 """
 
 import torch
 
 from .jit import jit, on_triton, tl, triton
-from .philox import TARGET_NOISE, chunk_words, gumbel, gumbel_of_word
+from .philox import DRAFT_NOISE, NUM_PURPOSES, TARGET_NOISE, chunk_words, gumbel, gumbel_of_word, salted
 
 MAX_WIDTH = 64  # of top_tokens
 KEPT_NOISE = 64  # rows of noise kept by noise_rows, the newest ones
@@ -60,7 +61,11 @@ def scores_reference(logits, temperature=None, seed=None, sample=None, position=
 
 def top_tokens_reference(logits, width, temperature=None, seed=None, sample=None, position=None):
     """The formula: one argmax after the other where they are few, else a stable sort.  [M, V] -> [M, width]"""
-    scores = scores_reference(logits, temperature, seed, sample, position)
+    return best_tokens(scores_reference(logits, temperature, seed, sample, position), width)
+
+
+def best_tokens(scores, width):
+    """The `width` tokens of the highest scores, best first.  [M, V] -> [M, width]"""
     if width > 16 or bool(((scores > -torch.inf).sum(1) < width).any()):
         return scores.sort(dim=-1, descending=True, stable=True).indices[:, :width]
     found = [scores.argmax(-1, keepdim=True)]
@@ -68,6 +73,16 @@ def top_tokens_reference(logits, width, temperature=None, seed=None, sample=None
         scores = scores.scatter(1, found[-1], -torch.inf)
         found.append(scores.argmax(-1, keepdim=True))
     return torch.cat(found, 1)
+
+
+def draw_tokens_reference(scores, width, laws, nodes, temperature, seed, sample, position):
+    """The formula in plain torch."""
+    noise = gumbel(seed, sample, position, scores.shape[-1], salted(DRAFT_NOISE, nodes)[:, None])  # [I, B, V]
+    heat = temperature.float()[:, None]
+    wide = scores_reference(scores.flatten(0, 1)).view(scores.shape)[laws]
+    wide = torch.where(heat > 0, wide / torch.where(heat > 0, heat, 1) + noise, wide).flatten(0, 1)
+    tokens = best_tokens(wide, width)
+    return tokens.masked_fill(wide.gather(1, tokens) == -torch.inf, -1).view(len(nodes), -1, width)
 
 
 def log_sum_exp_reference(logits):
@@ -103,24 +118,31 @@ def _store_best(keys, out, WIDTH: tl.constexpr):
 
 @jit(do_not_specialize=["num_chunks", "num_keys"])
 def _chunk_best(
-    logits, temperature, seed, sample, position, keys, vocab_size, num_chunks, num_keys,
-    NOISE: tl.constexpr, PURPOSE: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
+    logits, temperature, seed, sample, position, laws, nodes, keys, vocab_size, num_chunks, num_keys,
+    NOISE: tl.constexpr, PURPOSE: tl.constexpr, SALT: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The WIDTH best of one chunk of one row.  -> keys [M, C, WIDTH]"""
     pid = tl.program_id(0)
     row, chunk = (pid // num_chunks).to(tl.int64), pid % num_chunks
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = token < vocab_size
-    score = tl.load(logits + row * vocab_size + token, mask=inside, other=float("-inf")).to(tl.float32)
+    source = row
+    if SALT:
+        source = tl.load(laws + row // num_keys).to(tl.int64) * num_keys + row % num_keys
+    score = tl.load(logits + source * vocab_size + token, mask=inside, other=float("-inf")).to(tl.float32)
     score = tl.where(score == score, score, float("-inf"))
     if NOISE:
         # All loaded at once, also where the temperature is 0: the latencies overlap.
         key = row % num_keys
         heat = tl.load(temperature + key).to(tl.float32)
         seed_, sample_ = tl.load(seed + key).to(tl.int64), tl.load(sample + key).to(tl.int64)
-        position_ = tl.load(position + key).to(tl.int64) + row // num_keys
+        position_ = tl.load(position + key).to(tl.int64)
+        if SALT:
+            purpose = tl.load(nodes + row // num_keys).to(tl.int64) * SALT + PURPOSE
+        else:
+            purpose, position_ = PURPOSE, position_ + row // num_keys
         if heat > 0:
-            words = chunk_words(chunk * CHUNK, seed_, sample_, position_, PURPOSE, CHUNK)
+            words = chunk_words(chunk * CHUNK, seed_, sample_, position_, purpose, CHUNK)
             score = tl.div_rn(score, tl.full(score.shape, 1.0, tl.float32) * heat) + gumbel_of_word(words)
     out = keys + pid.to(tl.int64) * WIDTH
     if WIDTH == 1:
@@ -132,15 +154,18 @@ def _chunk_best(
 
 
 @jit
-def _merge_best(keys, out, count, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """The WIDTH best tokens of one row's keys [C * W].  -> out [M, WIDTH]"""
+def _merge_best(keys, out, count, WIDTH: tl.constexpr, EMPTY: tl.constexpr, BLOCK: tl.constexpr):
+    """The WIDTH best tokens of one row's keys [C * W]; EMPTY: -1 for a score of minus infinity.  -> out [M, WIDTH]"""
     lowest: tl.constexpr = -0x8000000000000000
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     found = tl.load(keys + row * count + i, mask=i < count, other=lowest)
     for rank in range(WIDTH):
         best = tl.max(found, 0)
-        tl.store(out + row * WIDTH + rank, 0x7FFFFFFF - (best & 0xFFFFFFFF))
+        token = 0x7FFFFFFF - (best & 0xFFFFFFFF)
+        if EMPTY:
+            token = tl.where((best >> 32) <= -0x7F800001, -1, token)  # what _key makes of minus infinity
+        tl.store(out + row * WIDTH + rank, token)
         found = tl.where(found == best, lowest, found)
 
 
@@ -202,17 +227,49 @@ def top_tokens(logits, width, temperature=None, seed=None, sample=None, position
             temperature, seed, sample = (x.repeat(len(ahead)) for x in (temperature, seed, sample))
             position = (position + ahead).flatten()
         return top_tokens_reference(logits, width, temperature, seed, sample, position)
+    noise = [None] * 4 if temperature is None else [x.contiguous() for x in (temperature, seed, sample, position)]
+    return launch_best(logits, rows, width, noise, None, None, len(drawn), TARGET_NOISE)
+
+
+def draw_tokens(scores, width, laws, nodes, temperature, seed, sample, position):
+    """Draws without replacement for nodes of a draft: the best of log q + G in their order.  [L, B, V] -> int64 [I, B, width]
+
+    laws, nodes [I] integers: the law that a node draws from, and its number, which salts the noise; the rest [B] as for
+    sample_tokens, the position being that of the step's root (philox.py, DRAFT_NOISE). Temperature 0: the likeliest tokens. -1
+    where there are no more tokens of finite score. Raises ValueError for shapes that do not fit and widths outside [1, MAX_WIDTH].
+    """
+    if scores.dim() != 3 or laws.dim() != 1 or laws.shape != nodes.shape:
+        raise ValueError(
+            f"draw_tokens takes scores [L, B, V], laws and nodes [I], got {[tuple(x.shape) for x in (scores, laws, nodes)]}"
+        )
+    _, batch, vocab_size = scores.shape
+    check_rows("draw_tokens", scores[0], temperature, seed, sample, position)
+    if not 1 <= width <= min(MAX_WIDTH, vocab_size):
+        raise ValueError(f"draw_tokens takes a width from 1 to {min(MAX_WIDTH, vocab_size)}, got {width}")
+    if not on_triton(scores):
+        return draw_tokens_reference(scores, width, laws, nodes, temperature, seed, sample, position)
+    noise = [x.contiguous() for x in (temperature, seed, sample, position)]
+    found = launch_best(
+        scores, len(nodes) * batch, width, noise, laws.contiguous(), nodes.contiguous(), batch, DRAFT_NOISE
+    )
+    return found.view(len(nodes), batch, width)
+
+
+def launch_best(logits, rows, width, noise, laws, nodes, num_keys, purpose):
+    """The two launches of top_tokens and draw_tokens (laws, nodes not None).  -> int64 [rows, width]"""
+    vocab_size = logits.shape[-1]
     chunks = triton.cdiv(vocab_size, _CHUNK)
     keys = torch.empty(rows, chunks * width, dtype=torch.int64, device=logits.device)
     found = torch.empty(rows, width, dtype=torch.int64, device=logits.device)
     if rows:
-        noise = [None] * 4 if temperature is None else [x.contiguous() for x in (temperature, seed, sample, position)]
         _chunk_best[(rows * chunks,)](
-            logits.contiguous(), *noise, keys, vocab_size, chunks, len(drawn), temperature is not None, TARGET_NOISE, width, _CHUNK,
-            num_warps=4, enable_fp_fusion=False,
+            logits.contiguous(), *noise, laws, nodes, keys, vocab_size, chunks, num_keys, noise[0] is not None, purpose,
+            0 if nodes is None else NUM_PURPOSES, width, _CHUNK, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
         block = triton.next_power_of_2(chunks * width)
-        _merge_best[(rows,)](keys, found, chunks * width, width, block, num_warps=min(max(block // 256, 1), 8))
+        _merge_best[(rows,)](
+            keys, found, chunks * width, width, nodes is not None, block, num_warps=min(max(block // 256, 1), 8)
+        )
     return found
 
 

@@ -1,8 +1,9 @@
 """Drafting with Medusa heads: head k proposes candidates for depth k + 1 from the feature of the last committed token.
 
-The heads do not look at each other's tokens, so every node of depth d takes its candidate from one list: rank r means the
-r-th best of head d - 1, whatever the parent. Under noise the candidates are the top of log q + G with the target's own G at that
-position (shared noise): it proposes what the target is about to draw.
+The heads do not look at each other's tokens, so all nodes of depth d share the law of head d - 1. For the verifier `strict` they
+share one list of candidates too: rank r means the r-th best, whatever the parent, and under noise the best of log q + G with the
+target's own G at that position (shared noise): it proposes what the target is about to draw. For the ratio rules every node draws
+its children for itself (draw_nodes.py), or takes the likeliest.
 
 Letters: B requests, N nodes, K heads in use, H hidden, V vocabulary, L committed length.
 """
@@ -11,23 +12,27 @@ import torch
 
 from ...heads.medusa import Medusa
 from ...kernels.jit import on_triton
+from ...kernels.keep_top import keep_top
 from ...kernels.linear import linear, linear_parts
 from ...kernels.res_block import add_silu
 from ...kernels.sample import top_tokens
+from ..draw_nodes import Drafted, NodeDraws
 from ..weights import pack_rows
 
 
 class MedusaDrafter:
     """Drafts trees with Medusa heads.
 
-    head: a Medusa module, read in place (a head in training is used as it is at the moment); lm_head_weight [V, H]: the target's.
+    head: a Medusa module, read in place (a head in training is used as it is at the moment); lm_head_weight [V, H]: the target's;
+    drawing: a way of draw_children.py.
     On a GPU the first blocks of all heads are packed into one product; the module's weights become views of it.
     """
 
     features = Medusa.features
 
-    def __init__(self, head, lm_head_weight):
-        self.head = head
+    def __init__(self, head, lm_head_weight, drawing="shared_noise"):
+        self.head, self.drawing = head, drawing
+        self._draws = {}  # per tree
         self.num_speculative_tokens = head.num_speculative_tokens
         self.lm_head_weight = lm_head_weight
         self.dtype = next(head.parameters()).dtype
@@ -68,5 +73,28 @@ class MedusaDrafter:
 
     def propose(self, batch, tree):
         """Tokens of all nodes.  batch: BatchRows, tree: TreeTensors  ->  [B, N]"""
+        if self.drawing != "shared_noise":
+            return self.draft(batch, tree).tokens.clamp(min=0)
         found = self.candidates(batch, tree.tree.widths).flatten(1)  # [B, K width]
         return torch.cat((batch.root[:, None], found[:, tree.columns]), 1)
+
+    def draft(self, batch, tree, filtered=False):
+        """The same with the laws of the nodes, for a rule that compares them.  -> Drafted
+
+        filtered: some requests use top_k, top_p or min_p, which cut the drafts' laws too. Not for shared noise.
+        """
+        assert self.drawing != "shared_noise"
+        scores, temperature = self.logits(batch.feature, tree.max_depth), batch.temperature  # [K, B, V]
+        if self.drawing == "deterministic":
+            width = max(tree.tree.widths)
+            found = top_tokens(scores.flatten(0, 1), width).view(tree.max_depth, -1, width)
+            tokens = torch.cat((batch.root[:, None], found.transpose(0, 1).flatten(1)[:, tree.columns]), 1)
+            none = torch.zeros_like(tree.depths, dtype=torch.bool)
+            return Drafted(tokens, scores, temperature, tree.depths.clamp(max=tree.max_depth - 1), none)
+        if tree.tree not in self._draws:
+            self._draws[tree.tree] = NodeDraws(tree, self.drawing)
+        if filtered:
+            cut = (x.repeat(tree.max_depth) for x in (temperature, batch.top_k, batch.top_p, batch.min_p))
+            # The scores are divided already; 1 and 0 only say where noise is wanted.
+            scores, temperature = keep_top(scores.flatten(0, 1), *cut).view(scores.shape), (temperature > 0).float()
+        return self._draws[tree.tree](batch, scores, temperature)

@@ -68,10 +68,11 @@ def test_the_two_sample_test_has_the_rate_it_promises_and_power():
 
 def test_a_verdict_says_what_was_and_was_not_seen():
     good, blind, bad = (Check("law", "", "", passed) for passed in (True, None, False))
-    assert verdict([good], "token") == (
-        True,
-        "lossless: the same tokens at temperature 0 and no difference in law found",
-    )
+    same = Check("bits", "", "", True)
+    found = "and no difference in law found"
+    assert verdict([good], "token") == (True, f"lossless: bits not compared {found}")
+    assert verdict([same, good], "token") == (True, f"lossless: the same tokens at temperature 0 {found}")
+    assert not verdict([], "token")[0]
     assert "raise --samples" in verdict([good, blind], "strict")[1]
     assert verdict([good, bad], "strict")[1].startswith("NOT lossless")
 

@@ -5,11 +5,13 @@ import math
 import pytest
 import torch
 
+from headstart.inference.draw_children import draw_children
 from headstart.kernels import sample
 from headstart.kernels.jit import jit, tl
 from headstart.kernels.keep_top import keep_top
-from headstart.kernels.philox import chunk_words, gumbel, gumbel_of_word, random_words
+from headstart.kernels.philox import DRAFT_NOISE, chunk_words, gumbel, gumbel_of_word, random_words, salted
 from headstart.kernels.sample import (
+    draw_tokens,
     log_sum_exp,
     sample_tokens,
     scores_reference,
@@ -108,6 +110,25 @@ def test_rows_may_share_keys_and_stand_later(device):
     assert torch.equal(top_tokens(logits, 3, heat, seed, sample, position), expected)
     with pytest.raises(ValueError, match="a whole part"):
         top_tokens(logits[:5], 3, heat, seed, sample, position)
+
+
+@pytest.mark.parametrize("vocab_size", [5, 1100])
+def test_nodes_draw_with_noise_of_their_own_from_the_laws_they_share(device, vocab_size):
+    generator = torch.Generator().manual_seed(vocab_size)
+    scores = 2 * torch.randn(2, 3, vocab_size, generator=generator)
+    scores[1, 1, 2:] = -torch.inf  # two tokens for three slots
+    heat, *key = keyed(3, "cpu", torch.tensor([0.0, 0.6, 1.3]))
+    laws, nodes = torch.tensor([0, 1, 1, 0]), torch.tensor([0, 1, 7, 63])
+    arguments = [x.to(device) for x in (laws, nodes, heat, *key)]
+    found = draw_tokens(scores.to(device), 3, *arguments).cpu()
+    for i, node in enumerate(nodes.tolist()):
+        noise = gumbel(*key, vocab_size, salted(DRAFT_NOISE, node)) * (heat > 0)[:, None]
+        log_q = scores[laws[i]] / torch.where(heat > 0, heat, 1)[:, None]
+        assert torch.equal(found[i], draw_children(log_q, 3, "sampled", noise))
+    assert found[1, 1, 2] == -1
+    assert torch.equal(found[:, 0], draw_children(scores[laws, 0], 3, "deterministic"))
+    if vocab_size > 5:
+        assert not torch.equal(found[1, 2], found[2, 2])
 
 
 def test_indices_may_have_32_bits(device):
@@ -295,3 +316,7 @@ def test_shapes_that_do_not_fit_are_refused():
         top_tokens(logits, 6)
     with pytest.raises(ValueError, match=r"logits \[M, V\]"):
         log_sum_exp(row)
+    with pytest.raises(ValueError, match=r"laws and nodes \[I\]"):
+        draw_tokens(logits, 2, row, row, row, row, row, row)
+    with pytest.raises(ValueError, match="width from 1 to 5"):
+        draw_tokens(logits[None], 6, row, row, row, row, row, row)

@@ -1,0 +1,150 @@
+"""The ratio rules with the real generator, drafter and verifier, over several steps: the joint law of three tokens, by a G-test.
+
+The target is a table: the law of a token given the one before it, so that a hundred thousand requests are one batch. Everything
+else is the engine's: heads, draws per node, uniforms, residuals, and their keys from step to step. On a GPU those are the kernels.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from headstart.heads.medusa import Medusa, MedusaConfig
+from headstart.inference import draw_nodes, verify
+from headstart.inference.drafters.medusa import MedusaDrafter
+from headstart.inference.draw_children import draw_children
+from headstart.inference.tree import Tree, chain
+from headstart.inference.verify import Ratio, TreeTensors
+from headstart.kernels.philox import gumbel
+from headstart.tests.inference.g_test import surprise
+
+VOCAB, HIDDEN, ROOT = 4, 8, 1
+BALANCED = Tree((-1, 0, 0, 1, 1, 2, 2), (0, 0, 1, 0, 1, 0, 1))
+RULES = [("token", chain(2)), ("block", chain(2)), ("recursive", BALANCED), ("traversal", BALANCED)]
+
+
+class Table:
+    """A target whose next token depends on the newest one, and heads that guess it badly: many ways of failing are seen."""
+
+    def __init__(self, drawing, device, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        self.logits = 1.2 * torch.randn(VOCAB, VOCAB, generator=generator)  # [newest token, V]
+        head = Medusa(MedusaConfig(num_heads=2, hidden_size=HIDDEN, vocab_size=VOCAB, shared_lm_head=False))
+        for one in head.heads:
+            torch.nn.init.normal_(one.blocks[0].linear.weight, std=0.2, generator=generator)
+            torch.nn.init.normal_(one.lm_head.weight, std=1.2, generator=generator)
+        # One-hot features: the heads know the newest token.
+        self.features = torch.nn.functional.one_hot(torch.arange(VOCAB), HIDDEN).float().to(device)
+        self.drafter = MedusaDrafter(
+            head.requires_grad_(False).to(device), torch.zeros(VOCAB, HIDDEN, device=device), drawing
+        )
+        self.temperature = 0.8
+
+    def joint(self):
+        """The law of three tokens behind ROOT.  [V^3]"""
+        p = (self.logits.double() / self.temperature).softmax(-1)
+        return (p[ROOT][:, None, None] * p[:, :, None] * p[None]).flatten()
+
+    def steps(self, rule, tree, count, device):
+        """Three tokens of each of `count` requests, by as many steps as they take.  -> counts [V^3]"""
+        tree, verifier = TreeTensors(tree, device), Ratio(rule)
+        rows = torch.arange(count, device=device)
+        output = torch.full((count, 3 + tree.max_depth + 1), -1, device=device)
+        emitted = torch.zeros_like(rows)
+        heat = torch.full((count,), self.temperature, device=device)
+        logits = self.logits.to(device)
+        while (emitted < 3).any():
+            newest = output.gather(1, (emitted - 1).clamp(min=0)[:, None]).squeeze(1)
+            root = torch.where(emitted > 0, newest, ROOT)
+            batch = SimpleNamespace(
+                root=root, feature=self.features[root], temperature=heat, seed=rows * 7919 + 3, sample=rows % 3,
+                committed=emitted + 10, remaining=torch.full_like(rows, 99),
+            )  # fmt: skip
+            draft = self.drafter.draft(batch, tree)
+            of_nodes = heat.repeat_interleave(tree.num_nodes)
+            scores = logits[draft.tokens.clamp(min=0)].flatten(0, 1)  # [M, V]
+            path, num_accepted, bonus = verifier(tree, draft, scores, of_nodes, batch)
+            here = torch.where(emitted < 3, emitted, 3)
+            for depth in range(tree.max_depth + 1):
+                drafted = draft.tokens.gather(1, path[:, min(depth + 1, tree.max_depth), None]).squeeze(1)
+                token = torch.where(depth < num_accepted, drafted, bonus)
+                place = (here + depth)[:, None]
+                token = torch.where(depth <= num_accepted, token, output.gather(1, place).squeeze(1))
+                output.scatter_(1, place, token[:, None])
+            emitted = torch.where(emitted < 3, emitted + num_accepted + 1, emitted)
+        cell = (output[:, :3] * VOCAB ** torch.arange(2, -1, -1, device=device)).sum(1)
+        return torch.bincount(cell, minlength=VOCAB**3).cpu()
+
+
+def measured(rule, tree, drawing="sampled", count=60_000, device="cpu"):
+    table = Table(drawing, device)
+    return surprise(table.steps(rule, tree, count, device), table.joint())
+
+
+@pytest.mark.parametrize("drawing", ["sampled", "top_and_one", "deterministic"])
+@pytest.mark.parametrize(("rule", "tree"), RULES)
+def test_three_tokens_follow_the_targets_law(rule, tree, drawing):
+    assert measured(rule, tree, drawing) < 6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("drawing", ["sampled", "top_and_one", "deterministic"])
+@pytest.mark.parametrize(("rule", "tree"), RULES)
+def test_a_million_times_three_tokens_follow_the_targets_law(rule, tree, drawing):
+    assert measured(rule, tree, drawing, 1_000_000, "cuda") < 6
+
+
+def keyed_by_position(scores, width, laws, nodes, temperature, seed, sample, position):
+    """What is wrong: noise of the position drafted for, as the target's is; it comes again in the next step."""
+    noise = gumbel(seed, sample, position + 1 + laws[:, None], scores.shape[-1], 1)
+    return draw_children(scores[laws] / temperature[:, None] + noise, width, "deterministic")
+
+
+def shared_by_a_depth(scores, width, laws, nodes, *keys):
+    """What is wrong: nodes of a depth have the same children."""
+    first = torch.stack([(laws == law).int().argmax() for law in laws])
+    return draw_tokens(scores, width, laws, nodes[first], *keys)
+
+
+draw_tokens = draw_nodes.draw_tokens
+
+
+@pytest.mark.parametrize(
+    ("rule", "tree", "wrong"), [("block", chain(2), keyed_by_position), ("traversal", BALANCED, shared_by_a_depth)]
+)
+def test_draft_noise_that_is_not_fresh_is_seen(rule, tree, wrong, monkeypatch):
+    monkeypatch.setattr(draw_nodes, "draw_tokens", wrong)
+    assert measured(rule, tree) > 6
+
+
+def test_residual_noise_from_the_drafts_is_seen(monkeypatch):
+    monkeypatch.setattr(verify, "RESIDUAL_NOISE", 1)  # DRAFT_NOISE at node 0
+    assert measured("token", chain(2)) > 6
+
+
+def test_a_draft_law_of_another_temperature_is_seen(monkeypatch):
+    real = Ratio.by_reference
+
+    def wrong(self, tree, draft, *rest):
+        return real(self, tree, draft._replace(temperature=draft.temperature * 1.25), *rest)
+
+    monkeypatch.setattr(Ratio, "by_reference", wrong)
+    for rule, tree in RULES:
+        assert measured(rule, tree) > 6
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("rule", ["recursive", "traversal"])
+def test_where_q_underflows_the_law_is_kept(rule, device):
+    """The second child is drawn from what is e^-1000 under the first: q = 0 must not read as a token that the draft never gives."""
+    tree, count = TreeTensors(Tree((-1, 0, 0), (0, 0, 1)), device), 20_000
+    rows, ones = torch.arange(count, device=device), torch.ones(count, device=device)
+    p = torch.tensor([0.1, 0.5, 0.3, 0.1], dtype=torch.float64)
+    batch = SimpleNamespace(root=rows * 0, seed=rows, sample=rows * 0, committed=rows * 0 + 7, remaining=rows * 0 + 9)
+    scores = torch.tensor([0.0, -1000.0, -1000.0, -1000.0], device=device).expand(1, count, -1).contiguous()
+    draft = draw_nodes.NodeDraws(tree, "sampled")(batch, scores, ones)
+    assert len(draft.tokens[:, 2].unique()) == 3
+    target = p.log().float().to(device).expand(3 * count, -1)
+    path, num_accepted, bonus = Ratio(rule)(tree, draft, target, ones.repeat(3), batch)
+    first = torch.where(num_accepted > 0, draft.tokens.gather(1, path[:, 1:2]).squeeze(1), bonus)
+    assert surprise(torch.bincount(first.cpu(), minlength=4), p) < 6
