@@ -64,6 +64,20 @@ def test_at_temperature_0_the_embedded_target_speaks_as_without_drafts(rule, tre
         assert llm.get_metrics()["acceptance_length"] > 1.2
 
 
+@pytest.mark.parametrize("rule", RATIO_RULES)
+def test_the_law_is_the_one_behind_all_of_a_requests_parameters(rule, tree_file):
+    module, head = small_target(24)
+    own = dict(repetition_penalty=1.4, frequency_penalty=0.6, logit_bias={3: 1.5}, min_p=0.05, min_tokens=4)
+    params = [SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, **own)] * 3
+    prompts = [[1, 2, 3], [7, 7, 8, 9], [5]]
+    plain = [o.outputs[0].token_ids for o in LLM(module).generate(prompts, params)]
+    greedy = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    assert plain != [o.outputs[0].token_ids for o in LLM(module).generate(prompts, greedy)], "they change nothing"
+    tree = "chain" if rule in RATIO_RULES[:2] else tree_file
+    llm = LLM(module, speculative_config={"model": head, "tree": tree, "verifier": rule})
+    assert [o.outputs[0].token_ids for o in llm.generate(prompts, params)] == plain
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rule", RATIO_RULES)
 def test_on_the_gpu_too_and_in_graphs_as_without(rule, tree_file):
