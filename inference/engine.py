@@ -22,6 +22,7 @@ from .graphs import StepGraphs
 from .logprobs import gather_emitted, score_hidden, score_prompts
 from .metrics import EngineMetrics
 from .request import Status
+from .sampling import CHANGED, CUT, NO_FILTERS
 from .scheduler import Scheduler
 from .slots import SlotTable
 from .step import Step, draw
@@ -146,15 +147,15 @@ class Engine:
         score_hidden(self.decoder, hidden, torch.zeros(num_tokens, dtype=torch.int64, device=device), 1)
         prefill = torch.cuda.max_memory_allocated(device) - before
         torch.cuda.reset_peak_memory_stats(device)
-        for filtered in (False, True):
-            self.graphs.step(self.slots.on_device([self.slots.nobody] * self.graphs.sizes[-1]), filtered)
+        for filters in (NO_FILTERS, CUT):
+            self.graphs.step(self.slots.on_device([self.slots.nobody] * self.graphs.sizes[-1]), filters)
         step = torch.cuda.max_memory_allocated(device) - before
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         # The graphs keep a pool of their own beside what prefill takes from the allocator. Each of them holds what its step leaves
-        # behind; over all sizes that is twice the largest, once with filters and once without.
+        # behind; over all sizes that is twice the largest, for each kind of filters.
         rows, own = self.graphs.sizes[-1] * self.tree.num_nodes, self.decoder.dtype.itemsize
-        held = rows * self.decoder.vocab_size * (3 * own + (12 if self.graphs.step.keep_scores else 0))
+        held = rows * self.decoder.vocab_size * 5 * (own + (4 if self.graphs.step.keep_scores else 0))
         return prefill + step + held
 
     def _prefill_nobody(self, num_tokens):
@@ -246,14 +247,14 @@ class Engine:
         # The last token of the prompt is a node one above the root: the token behind it stands at L.
         batch = self.slots.gather(slots, self.above_root)
         logits = self.decoder.logits(hidden[self.slots.on_device(fresh)])  # [B, V]
-        filtered, scores = any(map(_is_filtered, requests)), None
+        filters, scores = max(map(_filters, requests)), None
         if self.graphs.step.keep_scores:
             scores = torch.empty_like(logits, dtype=torch.float32)
-        tokens = draw(batch, logits, filtered, self.slots, processed=scores)
+        tokens = draw(batch, logits, filters, self.slots, processed=scores)
         self.slots.integers[slots, 1] = tokens
         self.slots.integers[slots, 2] = batch.remaining - 1
         emitted = torch.stack((torch.ones_like(tokens), tokens), 1)
-        if filtered:
+        if filters:
             self.slots.logit_state.record(slots, batch.committed - 1, emitted)
         return self._hand_over("prefill", requests, emitted, prompts, (logits if scores is None else scores)[:, None])
 
@@ -306,8 +307,7 @@ class Engine:
         """draft -> verify -> commit for every running request.  -> Launched"""
         if self.record_candidates:
             self._record(requests)
-        filtered = any(map(_is_filtered, requests))
-        output = self.graphs.run([request.slot for request in requests], filtered)
+        output = self.graphs.run([request.slot for request in requests], max(map(_filters, requests)))
         self.metrics.num_decode_passes += 1
         emitted = output.emitted[: len(requests)]
         if output.scores is not None:
@@ -412,6 +412,7 @@ class Engine:
             self.recorded.append((request, len(request.output_token_ids) - 1, candidates))
 
 
-def _is_filtered(request):
-    """Whether this request's logits need more than a temperature."""
-    return request.params.is_filtered or len(request.output_token_ids) < request.params.min_tokens
+def _filters(request):
+    """What the next logits of this request need: see sampling.py."""
+    early = len(request.output_token_ids) < request.params.min_tokens
+    return max(request.params.filters, CHANGED if early else NO_FILTERS)

@@ -8,6 +8,8 @@ requests need more than a temperature has graphs of its own, captured when first
 
 import torch
 
+from .sampling import NO_FILTERS
+
 
 def buckets(max_num_seqs):
     """Numbers of rows that get a graph of their own.  6 -> [1, 2, 4, 6]"""
@@ -26,8 +28,8 @@ class StepGraphs:
     def __init__(self, step, max_num_seqs, captured=True):
         self.step, self.sizes = step, buckets(max_num_seqs)
         self.captured = captured and step.slots.device.type == "cuda"
-        self._graphs = {}  # (rows, filtered) -> (graph, static row numbers, StepOutput)
-        self._rows = {}  # (rows, filtered) -> the slots that the static row numbers hold now
+        self._graphs = {}  # (rows, filters) -> (graph, static row numbers, StepOutput)
+        self._rows = {}  # (rows, filters) -> the slots that the static row numbers hold now
         self._num_tables = 0  # of LogitState, when the filtered graphs were captured
         # One pool and one stream for all graphs: memory that one capture has freed serves the next only on the same stream.
         self._pool = self._stream = None
@@ -36,20 +38,20 @@ class StepGraphs:
         """Make the graphs of all buckets; those with filters are made when first used. Largest first: it sizes the pool."""
         if self.captured:
             for size in progress(self.sizes[::-1]):
-                self._graph(size, False)
+                self._graph(size, NO_FILTERS)
 
-    def run(self, slots, filtered):
+    def run(self, slots, filters):
         """One step of the requests in `slots` (a host list).  -> StepOutput, whose first len(slots) rows are theirs"""
         if not self.captured:
-            return self.step(self.step.slots.on_device(slots), filtered)
+            return self.step(self.step.slots.on_device(slots), filters)
         size = next(size for size in self.sizes if size >= len(slots))
-        if filtered:
+        if filters:
             self._forget_outdated()
-        graph, rows, output = self._graph(size, filtered)
+        graph, rows, output = self._graph(size, filters)
         padded = slots + [self.step.slots.nobody] * (size - len(slots))
-        if self._rows[size, filtered] != padded:
+        if self._rows[size, filters] != padded:
             rows.copy_(torch.tensor(padded).pin_memory(), non_blocking=True)
-            self._rows[size, filtered] = padded
+            self._rows[size, filters] = padded
         graph.replay()
         return output
 
@@ -57,30 +59,30 @@ class StepGraphs:
         """Graphs hold addresses: those captured before a table of the logits was made would pass it over."""
         now = self.step.slots.logit_state.num_tables
         if now != self._num_tables:
-            if any(filtered for _, filtered in self._graphs):
+            if any(filters for _, filters in self._graphs):
                 torch.cuda.synchronize(self.step.slots.device)  # the newest replay may still be running
             self._graphs = {key: graph for key, graph in self._graphs.items() if not key[1]}
             self._num_tables = now
 
-    def _graph(self, size, filtered):
-        key = (size, filtered)
+    def _graph(self, size, filters):
+        key = (size, filters)
         if key not in self._graphs:
-            self._graphs[key] = self._capture(size, filtered)
+            self._graphs[key] = self._capture(size, filters)
             self._rows[key] = [self.step.slots.nobody] * size
         return self._graphs[key]
 
-    def _capture(self, size, filtered):
+    def _capture(self, size, filters):
         device = self.step.slots.device
         rows = torch.full((size,), self.step.slots.nobody, device=device)
         # A run before the capture compiles the kernels; the rows of nobody change nothing.
         self._stream = stream = self._stream or torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            self.step(rows, filtered)
+            self.step(rows, filters)
         torch.cuda.current_stream(device).wait_stream(stream)
         torch.cuda.synchronize(device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=stream):
-            output = self.step(rows, filtered)
+            output = self.step(rows, filters)
         self._pool = self._pool or graph.pool()
         return graph, rows, output

@@ -17,6 +17,11 @@ LEAST_REPETITION, GREATEST_REPETITION = 1e-5, 1e5
 LEAST_TEMPERATURE = 1e-5
 
 
+# What logits need beside a temperature, each including those before it: nothing; process_logits; min_p, top_k and top_p too, for
+# which the vocabulary is sorted.
+NO_FILTERS, CHANGED, CUT = 0, 1, 2
+
+
 @dataclass(frozen=True)
 class _Fields:
     temperature: float = 1.0
@@ -96,11 +101,12 @@ class SamplingParams(_Fields):
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @property
-    def is_filtered(self):
-        """Whether the logits need more than a temperature, at every token. (min_tokens: at the first ones.)"""
-        cut = self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+    def filters(self):
+        """What the logits need at every token: NO_FILTERS, CHANGED or CUT. (min_tokens changes them at the first ones.)"""
+        if self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0):
+            return CUT
         given = self.logit_bias or self.bad_words or self.allowed_token_ids is not None
-        return bool(cut or given or self.has_penalties)
+        return CHANGED if given or self.has_penalties else NO_FILTERS
 
     def _check(self):
         def require(condition, name, expected):

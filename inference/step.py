@@ -10,12 +10,13 @@ from dataclasses import dataclass
 
 import torch
 
-from ..kernels.keep_top import keep_top, scaled_reference
+from ..kernels.keep_top import keep_top, scale
 from ..kernels.kv_commit import kv_commit
 from ..kernels.process_logits import NodeRows, process_logits
 from ..kernels.sample import sample_tokens
 from ..kernels.tree_attention import build_tree_index
 from .decoder import ForwardPass
+from .sampling import CUT, NO_FILTERS
 from .verify import Ratio
 
 # Sorting the vocabulary takes some 30 bytes per row and token: so many rows are filtered at once.
@@ -44,31 +45,31 @@ class Step:
         self.tree, self.verifier, self.drafter, self.keep_scores = tree, verifier, drafter, keep_scores
 
     @torch.no_grad()
-    def __call__(self, rows, filtered=False):
-        """Advance the requests in slots `rows` [B]; filtered: some need more than a temperature.  -> StepOutput"""
+    def __call__(self, rows, filters=NO_FILTERS):
+        """Advance the requests in slots `rows` [B]; filters: the most that one of them needs (sampling.py).  -> StepOutput"""
         tree, by_ratio = self.tree, isinstance(self.verifier, Ratio)
         batch = self.slots.gather(rows, tree.depths)
         if by_ratio:
-            draft = self.drafter.draft(batch, tree, filtered)
+            draft = self.drafter.draft(batch, tree, filters == CUT)
             tokens = draft.tokens.clamp(min=0)  # an empty slot is computed as any token would be, and never accepted
         else:
             tokens = self.drafter.propose(batch, tree) if tree.max_depth else batch.root[:, None]  # [B, N]
         hidden = self.forward(batch, tokens)  # [M, H]
         logits = self.decoder.logits(hidden)  # [M, V]
         scores = torch.empty_like(logits, dtype=torch.float32) if self.keep_scores else None
-        drafted = path_tokens(tokens, tree) if filtered else None
+        drafted = path_tokens(tokens, tree) if filters else None
         if by_ratio:
-            laws = target_scores(batch, logits, filtered, self.slots, drafted, scores)
+            laws = target_scores(batch, logits, filters, self.slots, drafted, scores)
             path, num_accepted, bonus = self.verifier(tree, draft, *laws, batch)
         else:
-            target_tokens = draw(batch, logits, filtered, self.slots, drafted, scores).view(tokens.shape)
+            target_tokens = draw(batch, logits, filters, self.slots, drafted, scores).view(tokens.shape)
             path, num_accepted, bonus = self.verifier(tree, tokens, target_tokens, batch)
         # Commit: accepted nodes move to the positions behind the committed ones; the bonus token is the next root.
         if not tree.tree.is_chain:
             hk = self.cache.num_kv_heads
             kv_commit(self.cache.kv, batch.block_table, batch.committed, path, num_accepted, hk)
         emitted = self.slots.advance(rows, hidden, tokens, path, num_accepted, bonus)
-        if filtered:
+        if filters:
             self.slots.logit_state.record(rows, batch.committed, emitted)
         if scores is not None:
             scores = scores.view(*tokens.shape, -1)[torch.arange(len(path), device=path.device)[:, None], path]
@@ -91,7 +92,7 @@ def path_tokens(tokens, tree):
     return torch.where(on_path, tokens[:, tree.ancestors[:, 1:]], -1).flatten(0, 1)
 
 
-def filtered_scores(batch, logits, slots, path, rows):
+def filtered_scores(batch, logits, filters, slots, path, rows):
     """Scores of these rows whose softmax is the law they are drawn from (temperature 0: whose best token is drawn).
 
     logits [M, V]; path [M, D]: path_tokens, None where there is no tree; rows [R] of the M  ->  fp32 [R, V]
@@ -108,23 +109,25 @@ def filtered_scores(batch, logits, slots, path, rows):
         path=rows.new_empty(len(rows), 0) if path is None else path[rows],
     )
     scores = process_logits(logits[rows], nodes, slots.logit_state.tables)
+    if filters < CUT:
+        return scale(scores, batch.temperature[request])
     return keep_top(scores, *(x[request] for x in (batch.temperature, batch.top_k, batch.top_p, batch.min_p)))
 
 
-def draw(batch, logits, filtered, slots, path=None, processed=None):
+def draw(batch, logits, filters, slots, path=None, processed=None):
     """The target's own token behind every node: at L + depth + 1 for a node of that depth.  logits [M, V] -> [M]
 
     path [M, D]: path_tokens, where the rows are nodes of a tree; processed: None, or fp32 [M, V] to be filled with the scores
     the tokens are drawn from, before the noise.
     """
     temperature, (seed, sample, position) = batch.node_temperature, batch.draws
-    if not filtered:
+    if not filters:
         if processed is not None:
             fill_scaled(processed, logits, temperature)
         return sample_tokens(logits, temperature, seed, sample, position)
     tokens = []
     for rows in torch.arange(len(position), device=position.device).split(FILTERED_ROWS):
-        scores = filtered_scores(batch, logits, slots, path, rows)
+        scores = filtered_scores(batch, logits, filters, slots, path, rows)
         if processed is not None:
             processed[rows] = scores
         # The scores are divided already; 1 and 0 only say where noise is wanted.
@@ -133,23 +136,23 @@ def draw(batch, logits, filtered, slots, path=None, processed=None):
     return torch.cat(tokens)
 
 
-def target_scores(batch, logits, filtered, slots, path=None, processed=None):
+def target_scores(batch, logits, filters, slots, path=None, processed=None):
     """Scores and temperature whose law (kernels/row_laws.py) is the target's behind every node.  [M, V] -> [M, V], [M]
 
     path and processed: as for draw.
     """
     temperature = batch.node_temperature
-    if not filtered:
+    if not filters:
         if processed is not None:
             fill_scaled(processed, logits, temperature)
         return logits, temperature
     scores = torch.empty_like(logits, dtype=torch.float32) if processed is None else processed
     for rows in torch.arange(len(logits), device=logits.device).split(FILTERED_ROWS):
-        scores[rows] = filtered_scores(batch, logits, slots, path, rows)
+        scores[rows] = filtered_scores(batch, logits, filters, slots, path, rows)
     return scores, (temperature > 0).to(temperature.dtype)
 
 
 def fill_scaled(processed, logits, temperature):
     """The scores of rows that use no more than a temperature.  fp32 [M, V] <- [M, V], [M]"""
     for part in zip(*(x.split(FILTERED_ROWS) for x in (processed, logits, temperature))):
-        part[0].copy_(scaled_reference(*part[1:]))
+        part[0].copy_(scale(*part[1:]))

@@ -1,6 +1,7 @@
 """Min-p, top-k and top-p: the scores of a law from which unlikely tokens are left out.
 
-    keep_top        logits / T, minus infinity for what min-p, top-k and top-p leave out       [M, V] -> fp32 [M, V]
+    scale           logits / T                                                                 [M, V] -> fp32 [M, V]
+    keep_top        the same, minus infinity for what min-p, top-k and top-p leave out         [M, V] -> fp32 [M, V]
 
 Exact: rows are sorted, likeliest first, ties by the lowest id. Min-p keeps tokens at least min_p times as likely as the likeliest.
 Of what min-p and top-k left, those tokens stay before which less than top_p of the mass has been counted. Scores are fp32, the
@@ -115,6 +116,20 @@ def _keep(
     tl.store(scores + row * vocab_size + token, tl.where(keep, x, float("-inf")), mask=inside)
 
 
+def scale(logits, temperature):
+    """Scores logits / T, those of rows of temperature 0 as they are.  [M, V], [M] -> fp32 [M, V]; ValueError for other shapes"""
+    check_rows("scale", logits, temperature)
+    if not on_triton(logits):
+        return scaled_reference(logits, temperature)
+    rows, vocab_size = logits.shape
+    scores = torch.empty(rows, vocab_size, dtype=torch.float32, device=logits.device)
+    if rows:
+        _scale[(triton.cdiv(vocab_size, _CHUNK), rows)](
+            logits.contiguous(), temperature.contiguous(), scores, vocab_size, _CHUNK, num_warps=4
+        )
+    return scores
+
+
 def keep_top(logits, temperature, top_k, top_p, min_p):
     """Scores logits / T in which what min-p, top-k and top-p leave out is minus infinity.  logits [M, V] -> fp32 [M, V]
 
@@ -126,13 +141,10 @@ def keep_top(logits, temperature, top_k, top_p, min_p):
     if not on_triton(logits):
         return keep_top_reference(logits, temperature, top_k, top_p, min_p)
     rows, vocab_size = logits.shape
-    scores = torch.empty(rows, vocab_size, dtype=torch.float32, device=logits.device)
+    scores = scale(logits, temperature)
     if not rows:
         return scores
     temperature, top_k, top_p, min_p = (x.contiguous() for x in (temperature, top_k, top_p, min_p))
-    _scale[(triton.cdiv(vocab_size, _CHUNK), rows)](
-        logits.contiguous(), temperature, scores, vocab_size, _CHUNK, num_warps=4
-    )
     ordered, order = torch.sort(scores, dim=-1, descending=True, stable=True)
     chunks = triton.cdiv(vocab_size, _CHUNK)
     sums = torch.empty(rows, chunks, dtype=torch.float64, device=logits.device)

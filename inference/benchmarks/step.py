@@ -17,6 +17,7 @@ from ...kernels.kv_commit import kv_commit
 from ...kernels.tree_attention import PAGE
 from ..cache import PagedCache
 from ..drafters.medusa import MedusaDrafter
+from ..sampling import NO_FILTERS
 from ..slots import FLOATS, INTEGERS, SlotTable
 from ..step import Step, draw
 from ..tree import ROOT_ONLY
@@ -95,7 +96,7 @@ class StandingRequests:
         """The target over all nodes, and its token behind each."""
         batch = self.gathered()
         logits = self.step.decoder.logits(self.step.forward(batch, self.tokens))
-        return draw(batch, logits, False, self.slots)
+        return draw(batch, logits, NO_FILTERS, self.slots)
 
     def draft(self):
         return self.step.drafter.propose(self.gathered(), self.tree)

@@ -22,6 +22,7 @@ from transformers.generation import (
 import headstart.inference.llm as llm_module
 from headstart import LLM, SamplingParams
 from headstart.inference.logit_state import LogitState
+from headstart.inference.sampling import CHANGED, CUT, NO_FILTERS
 from headstart.inference.slots import SlotTable
 from headstart.inference.step import draw, filtered_scores, path_tokens
 from headstart.inference.tree import build_static_tree
@@ -132,7 +133,7 @@ def test_scores_behind_every_node_are_those_of_transformers(name):
     tokens[:, 0] = OUTPUT[-1]
     batch = slots.gather(torch.tensor([1]), tree.depths)
     rows = torch.arange(TREE.num_nodes)
-    found = filtered_scores(batch, logits, slots, path_tokens(tokens, tree), rows)
+    found = filtered_scores(batch, logits, CUT, slots, path_tokens(tokens, tree), rows)
     changed = 0
     for node in rows.tolist():
         path = [tokens[0, n].item() for n in TREE.ancestors[node][1 : TREE.depths[node] + 1]]
@@ -150,7 +151,7 @@ def test_the_first_token_is_drawn_from_the_same_law(name):
     slots = make_slots(a_request(params, bad_words, output=[]))
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(1)) * 3
     batch = slots.gather(torch.tensor([1]), torch.tensor([-1]))
-    found = filtered_scores(batch, logits, slots, None, torch.arange(1))
+    found = filtered_scores(batch, logits, CUT, slots, None, torch.arange(1))
     expected = processors(params, bad_words)(torch.tensor([PROMPT]), logits.clone())
     assert torch.equal(found, expected)
 
@@ -214,13 +215,16 @@ def test_requests_without_such_parameters_get_the_same_bits_in_both_variants():
     batch = slots.gather(torch.tensor([1, 0, 2]), tree.depths)
     rows = torch.arange(len(logits))
     path = path_tokens(tokens, tree)
-    found = filtered_scores(batch, logits, slots, path, rows).view(3, -1, VOCAB)
+    found = filtered_scores(batch, logits, CUT, slots, path, rows).view(3, -1, VOCAB)
     expected = logits.view(3, -1, VOCAB)
     assert torch.equal(found[0], expected[0])
     assert not torch.equal(found[1], expected[1])
     assert torch.equal(found[2], expected[2] / torch.tensor(0.83))
-    both = [draw(batch, logits, filtered, slots, path).view(3, -1) for filtered in (True, False)]
-    assert torch.equal(both[0][[0, 2]], both[1][[0, 2]])
+    changed = filtered_scores(batch, logits, CHANGED, slots, path, rows).view(3, -1, VOCAB)
+    assert torch.equal(changed[[0, 2]], found[[0, 2]]), "what cuts nothing needs no sorting"
+    drawn = [draw(batch, logits, filters, slots, path).view(3, -1) for filters in (NO_FILTERS, CHANGED, CUT)]
+    assert torch.equal(drawn[0][[0, 2]], drawn[1][[0, 2]])
+    assert torch.equal(drawn[0][[0, 2]], drawn[2][[0, 2]])
 
 
 def test_tables_are_made_when_needed_and_rows_are_cleaned_when_their_slot_is_given_on():

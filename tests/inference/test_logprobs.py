@@ -9,6 +9,7 @@ import headstart.inference.logprobs as module
 from headstart import LLM, SamplingParams
 from headstart.inference.engine import Engine
 from headstart.inference.request import Request, Status
+from headstart.inference.sampling import CHANGED, CUT, NO_FILTERS
 from headstart.inference.scheduler import ScheduledStep
 from headstart.inference.step import draw
 from headstart.inference.tree import build_static_tree, chain
@@ -298,18 +299,19 @@ def test_speculation_and_company_change_no_processed_logprob(random_target, prom
     assert [a[1] == b[1] for a, b in zip(raw, expected)] == [i % len(LAWS) == 0 for i in range(len(prompts))]
 
 
-def test_rows_without_filters_have_the_same_scores_in_both_variants(random_target):
-    """`draw` writes them in two ways, and which one is taken depends on the company."""
+def test_rows_without_filters_have_the_same_scores_in_all_variants(random_target):
+    """`draw` writes them in three ways, and which one is taken depends on the company."""
     llm = LLM(random_target, max_num_seqs=4)
     llm.engine.slots.floats[:, 0] = torch.tensor([0.0, 0.3, 1.0, 1.7, 0.0])
     llm.engine.slots.floats[:, 1] = 1.0
     batch = llm.engine.slots.gather(torch.arange(4), torch.arange(3))
     logits = torch.randn(12, VOCAB, generator=torch.Generator().manual_seed(0))
     logits[:, 3], logits[:, 5], logits[:, 7] = -0.0, torch.nan, -torch.inf
-    scores = torch.full((2, 12, VOCAB), torch.nan)
-    for filtered in (False, True):
-        draw(batch, logits, filtered, llm.engine.slots, processed=scores[int(filtered)])
-    assert torch.equal(scores[0].view(torch.int32), scores[1].view(torch.int32))
+    scores = torch.full((3, 12, VOCAB), torch.nan)
+    for filters in (NO_FILTERS, CHANGED, CUT):
+        draw(batch, logits, filters, llm.engine.slots, processed=scores[filters])
+    for other in scores[1:]:
+        assert torch.equal(scores[0].view(torch.int32), other.view(torch.int32))
 
 
 def test_other_modes_and_bad_counts_are_refused(random_target):

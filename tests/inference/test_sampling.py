@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from headstart import SamplingParams
+from headstart.inference.sampling import CUT
 from headstart.inference.slots import SlotTable
 from headstart.inference.step import draw
 from headstart.kernels.keep_top import keep_top
@@ -123,7 +124,7 @@ def drawn(params, logits, emitted=0, seed=3, prompt=5):
     slots = SlotTable(2, 4, 8, logits.shape[1], torch.float32, torch.device("cpu"))
     slots.write_requests([request], [0], lambda request: {5, *request.params.stop_token_ids})
     batch = slots.gather(torch.tensor([1]), torch.arange(-1, len(logits) - 1))
-    return draw(batch, logits, True, slots).tolist()
+    return draw(batch, logits, CUT, slots).tolist()
 
 
 def test_min_tokens_excludes_what_would_end_the_output():
