@@ -72,7 +72,7 @@ def drawn_nodes(drawing, parents):
     raise ValueError(f"drawing must be deterministic, sampled or top_and_one, got {drawing!r}")
 
 
-def choose_verifier(method, tree):
+def verifier_of_method(method, tree):
     """The verifier that vLLM's rejection_sample_method stands for with this topology (tree.Tree). ValueError for another name."""
     if method not in VLLM_METHODS:
         raise ValueError(f"rejection_sample_method must be one of {', '.join(VLLM_METHODS)}, got {method!r}")

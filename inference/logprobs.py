@@ -1,7 +1,7 @@
 """Log-probabilities of emitted and of prompt tokens: gathered on the device without waiting for it, read later on the host.
 
 `raw_logprobs` (vLLM's default) are the log-softmax of the target's logits in fp32; `processed_logprobs` that of the scores a token
-was drawn from: after min_tokens, temperature, top-k and top-p (tokens left out have minus infinity). Prompt tokens were not drawn:
+was drawn from, behind all of the request's parameters (tokens left out have minus infinity). Prompt tokens were not drawn:
 theirs are always raw. Never more than SCORED_ROWS rows over the vocabulary are held at once.
 
 Letters: R rows, V vocabulary, W listed tokens per row.

@@ -31,7 +31,7 @@ class Request:
     seed: int
     sample_index: int
     max_new_tokens: int  # max_tokens cut to what max_model_len leaves
-    stop_checker: object  # (request) -> (finish_reason, text length) | None, called after every appended token
+    stop_checker: object  # stopping.StopChecker, called after every appended token: what stopped the request, or None
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
     status: Status = Status.WAITING
     output_token_ids: list[int] = field(default_factory=list)

@@ -6,8 +6,7 @@ from torch import nn
 
 from ..heads.checkpoint import load_head, resolve_head
 from ..heads.medusa import Medusa
-from . import draw_children
-from .draw_children import RATIO_VERIFIERS, check_drawing
+from .draw_children import RATIO_VERIFIERS, check_drawing, verifier_of_method
 from .keywords import VLLM_SPECULATIVE, reject_unknown
 from .tree import ROOT_ONLY, chain, load_tree
 from .verify import VERIFIERS, Ratio, Synthetic, rates_for_length, strict
@@ -100,7 +99,7 @@ def choose_drawing(speculative, tree):
             f"verifier={name!r} and rejection_sample_method={method!r} say the same thing: give one of them"
         )
     if method is not None:
-        name = draw_children.choose_verifier(method, tree)
+        name = verifier_of_method(method, tree)
     name = "strict" if name is None else name
     if name not in VERIFIERS:
         raise ValueError(f"verifier must be one of {', '.join(VERIFIERS)}, got {name!r}")

@@ -10,6 +10,7 @@ class StopChecker:
     def __init__(self, tokenizer, eos_token_ids, params):
         self.tokenizer, self.params = tokenizer, params
         self.stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
+        self._early_length = None  # of the text of the first min_tokens tokens, once they are there
 
     def __call__(self, request):
         token = request.output_token_ids[-1]
@@ -25,8 +26,9 @@ class StopChecker:
 
     def find(self, request):
         """(index, string) of the stop string that ends the output, or None."""
-        early = request.output_token_ids[: self.params.min_tokens]
-        return find_stop(self.text(request), self.params.stop, len(self.decode(early)) if early else 0)
+        if self._early_length is None:
+            self._early_length = len(self.decode(request.output_token_ids[: self.params.min_tokens]))
+        return find_stop(self.text(request), self.params.stop, self._early_length)
 
     def text(self, request):
         """The output's text so far, stop strings included."""

@@ -172,7 +172,7 @@ def linear_parts(x, w, b=None):
 
 
 def empty_rows(num_rows, width, dtype, device):
-    """An uninitialised [num_rows, width] with room behind it for a whole tile of rows, which map_of_rows makes use of."""
+    """An uninitialised [num_rows, width] with room behind it for a whole tile of rows, which maps_of_rows makes use of."""
     room = max(num_rows, tile_rows(num_rows, dtype.itemsize))
     return torch.empty(room, width, dtype=dtype, device=device)[:num_rows]
 

@@ -154,6 +154,9 @@ def process_logits(logits, nodes, tables):
         table = getattr(tables, name)
         if table is not None and table.shape[1:] != (vocab_size,):
             raise ValueError(f"{name} must be [S, {vocab_size}], got {tuple(table.shape)}")
+    for one, other in (("counts", "seen"), ("words", "tokens")):
+        if (getattr(tables, one) is None) != (getattr(tables, other) is None):
+            raise ValueError(f"{one} and {other} are of use together: give both or neither")
     if not on_triton(logits):
         return process_logits_reference(logits, nodes, tables)
     scores = torch.empty(rows, vocab_size, dtype=torch.float32, device=logits.device)

@@ -10,9 +10,9 @@ from headstart.inference.draw_children import (
     DRAWINGS,
     RATIO_VERIFIERS,
     check_drawing,
-    choose_verifier,
     draw_children,
     drawn_nodes,
+    verifier_of_method,
 )
 from headstart.inference.ratio_rules import RATIO_RULES
 from headstart.inference.tree import Tree, chain
@@ -153,8 +153,8 @@ def test_left_out_ranks_are_fine_where_children_are_chosen():
 
 def test_vllms_names_stand_for_the_rule_of_the_topology():
     names = ("strict", "probabilistic", "standard", "block", "synthetic")
-    assert [choose_verifier(name, chain(2)) for name in names] == ["strict", "token", "token", "block", "synthetic"]
-    assert [choose_verifier(name, PAIR) for name in names] == [
+    assert [verifier_of_method(name, chain(2)) for name in names] == ["strict", "token", "token", "block", "synthetic"]
+    assert [verifier_of_method(name, PAIR) for name in names] == [
         "strict",
         "recursive",
         "recursive",
@@ -162,4 +162,4 @@ def test_vllms_names_stand_for_the_rule_of_the_topology():
         "synthetic",
     ]
     with pytest.raises(ValueError, match=r"rejection_sample_method must be one of .* got 'fast'"):
-        choose_verifier("fast", PAIR)
+        verifier_of_method("fast", PAIR)
