@@ -28,6 +28,7 @@ from ..verify import TreeTensors
 from .floor import copy_bandwidth, milliseconds, product_rate
 from .library import LibraryAttention, rotate
 from .results import Report, decimals, plain
+from .rules import bench_rules
 from .shape import NUM_HEADS, check_fits, config_of_shape, spread_tree
 from .timing import Repeatable, release
 
@@ -469,5 +470,6 @@ OPERATIONS = {
     "res_block": bench_res_block,
     "sample": bench_sample,
     "verify": bench_verify,
+    "rules": bench_rules,
     "commit": bench_commit,
 }

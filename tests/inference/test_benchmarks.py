@@ -333,3 +333,12 @@ def test_the_sweep_tries_launches_for_every_product_rows_and_splits():
     many = {("o", 2048, splits, "PrefillLaunch") for splits in (1, 2, 4)} | {("gate_up", 2048, 1, "PrefillLaunch")}
     assert kinds == few | many | {("gate_up", 1, 1, "Launch"), ("gate_up", 80, 1, "Launch")}
     assert len(set(cases)) == len(cases) > 100
+
+
+def test_every_verifier_has_a_line_with_and_without_filters(shape, capsys):
+    assert main(["bench", "kernel", "rules", "--shape", shape, "--rows", "10", "--repeats", "1", *CPU]) == 0
+    printed = capsys.readouterr().out
+    for name, size in (("recursive", "1 x 10"), ("traversal", "1 x 10"), ("token", "2 x 5"), ("block", "2 x 5")):
+        assert f"{name}, {size} " in printed
+        assert f"{name}, {size}, cut " in printed
+    assert printed.count("strict, ") == 4 * 2, "in the table and in the JSON"
