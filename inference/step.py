@@ -7,6 +7,7 @@ Letters: B requests, N nodes per request, M = B N rows, D the tree's depth, H hi
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -50,10 +51,11 @@ class Step:
         tree, by_ratio = self.tree, isinstance(self.verifier, Ratio)
         batch = self.slots.gather(rows, tree.depths)
         if by_ratio:
-            draft = self.drafter.draft(batch, tree, filters == CUT)
+            draft = self.drafter.draft(batch, tree, self._shape_drafts(batch, filters))
             tokens = draft.tokens.clamp(min=0)  # an empty slot is computed as any token would be, and never accepted
         else:
-            tokens = self.drafter.propose(batch, tree) if tree.max_depth else batch.root[:, None]  # [B, N]
+            shape = self._shape_drafts(batch, filters)
+            tokens = self.drafter.propose(batch, tree, shape) if tree.max_depth else batch.root[:, None]  # [B, N]
         hidden = self.forward(batch, tokens)  # [M, H]
         logits = self.decoder.logits(hidden)  # [M, V]
         scores = torch.empty_like(logits, dtype=torch.float32) if self.keep_scores else None
@@ -74,6 +76,10 @@ class Step:
         if scores is not None:
             scores = scores.view(*tokens.shape, -1)[torch.arange(len(path), device=path.device)[:, None], path]
         return StepOutput(emitted, path, logits.view(*tokens.shape, -1), scores)
+
+    def _shape_drafts(self, batch, filters):
+        """What a drafter passes its logits through: draft_scores of this batch, None where a temperature is all there is."""
+        return partial(draft_scores, batch, filters, self.slots) if filters else None
 
     def forward(self, batch, tokens):
         """The target over all nodes.  tokens [B, N] -> hidden [M, H]; writes the nodes' KV at places L + n"""
@@ -97,18 +103,41 @@ def filtered_scores(batch, logits, filters, slots, path, rows):
 
     logits [M, V]; path [M, D]: path_tokens, None where there is no tree; rows [R] of the M  ->  fp32 [R, V]
     """
+    path = rows.new_empty(len(rows), 0) if path is None else path[rows]
     request = rows // (len(logits) // len(batch.slots))
+    return _scores_of_requests(batch, logits[rows], filters, slots, request, batch.draws[2][rows], path)
+
+
+def draft_scores(batch, filters, slots, logits):
+    """The same for drafts of K depths: scores and the temperature to draw them with.  [K, B, V] -> fp32 [K, B, V], [B]
+
+    The output counts up to the root: what the draft itself says on its way is not looked at.
+    """
+    (depths, requests), device = logits.shape[:2], logits.device
+    request = torch.arange(requests, device=device).repeat(depths)
+    position = (batch.committed + 1 + torch.arange(depths, device=device)[:, None]).flatten()
+    unknown = torch.full((len(request), depths), -1, device=device)
+    logits = logits.flatten(0, 1)
+    scores = [
+        _scores_of_requests(batch, logits[rows], filters, slots, request[rows], position[rows], unknown[rows])
+        for rows in torch.arange(len(request), device=device).split(FILTERED_ROWS)
+    ]
+    return torch.cat(scores).view(depths, requests, -1), (batch.temperature > 0).to(batch.temperature.dtype)
+
+
+def _scores_of_requests(batch, logits, filters, slots, request, position, path):
+    """Scores of rows [R, V] that belong to these requests, stand at these positions [R] and have these tokens behind the root."""
     nodes = NodeRows(
         slot=batch.slots[request],
         root=batch.committed[request],
-        position=batch.draws[2][rows],
+        position=position,
         min_position=batch.min_position[request],
         repetition=batch.repetition_penalty[request],
         presence=batch.presence_penalty[request],
         frequency=batch.frequency_penalty[request],
-        path=rows.new_empty(len(rows), 0) if path is None else path[rows],
+        path=path,
     )
-    scores = process_logits(logits[rows], nodes, slots.logit_state.tables)
+    scores = process_logits(logits, nodes, slots.logit_state.tables)
     if filters < CUT:
         return scale(scores, batch.temperature[request])
     return keep_top(scores, *(x[request] for x in (batch.temperature, batch.top_k, batch.top_p, batch.min_p)))

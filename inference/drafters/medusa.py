@@ -12,7 +12,6 @@ import torch
 
 from ...heads.medusa import Medusa
 from ...kernels.jit import on_triton
-from ...kernels.keep_top import keep_top
 from ...kernels.linear import linear, linear_parts
 from ...kernels.res_block import add_silu
 from ...kernels.sample import top_tokens
@@ -59,32 +58,37 @@ class MedusaDrafter:
             return linear(hidden.flatten(0, 1), self.shared_weight).view(num_heads, feature.shape[0], -1)
         return torch.stack([linear(x, head.lm_head.weight) for x, head in zip(hidden, heads)])
 
-    def candidates(self, batch, widths):
+    def candidates(self, batch, widths, shape=None):
         """The best tokens of each depth, best first; the `widths` of narrower depths are filled up.
 
-        batch: BatchRows; widths: how many per depth  ->  int64 [B, K, greatest width]
+        batch: BatchRows; widths: how many per depth; shape: as for propose  ->  int64 [B, K, greatest width]
         """
         depth, width = len(widths), max(widths)
-        logits = self.logits(batch.feature, depth)  # [K, B, V]
+        scores, temperature = self.scores(batch, depth, shape)
         # Head k drafts the token at L + 1 + k, with the noise that the target will draw it with.
-        keys = batch.temperature, batch.seed, batch.sample, batch.committed + 1
-        found = top_tokens(logits.flatten(0, 1), width, *keys)
+        keys = temperature, batch.seed, batch.sample, batch.committed + 1
+        found = top_tokens(scores.flatten(0, 1), width, *keys)
         return found.view(depth, -1, width).transpose(0, 1)
 
-    def propose(self, batch, tree):
-        """Tokens of all nodes.  batch: BatchRows, tree: TreeTensors  ->  [B, N]"""
+    def scores(self, batch, depth, shape):
+        """Scores and temperature whose law the first `depth` heads draft from.  -> [K, B, V], [B]"""
+        logits = self.logits(batch.feature, depth)
+        return (logits, batch.temperature) if shape is None else shape(logits)
+
+    def propose(self, batch, tree, shape=None):
+        """Tokens of all nodes.  batch: BatchRows, tree: TreeTensors  ->  [B, N]
+
+        shape: None, or what changes logits [K, B, V] as the requests ask; returns scores and temperature (step.draft_scores).
+        """
         if self.drawing != "shared_noise":
-            return self.draft(batch, tree).tokens.clamp(min=0)
-        found = self.candidates(batch, tree.tree.widths).flatten(1)  # [B, K width]
+            return self.draft(batch, tree, shape).tokens.clamp(min=0)
+        found = self.candidates(batch, tree.tree.widths, shape).flatten(1)  # [B, K width]
         return torch.cat((batch.root[:, None], found[:, tree.columns]), 1)
 
-    def draft(self, batch, tree, filtered=False):
-        """The same with the laws of the nodes, for a rule that compares them.  -> Drafted
-
-        filtered: some requests use top_k, top_p or min_p, which cut the drafts' laws too. Not for shared noise.
-        """
+    def draft(self, batch, tree, shape=None):
+        """The same with the laws of the nodes, for a rule that compares them. Not for shared noise.  -> Drafted"""
         assert self.drawing != "shared_noise"
-        scores, temperature = self.logits(batch.feature, tree.max_depth), batch.temperature  # [K, B, V]
+        scores, temperature = self.scores(batch, tree.max_depth, shape)
         if self.drawing == "deterministic":
             width = max(tree.tree.widths)
             found = top_tokens(scores.flatten(0, 1), width).view(tree.max_depth, -1, width)
@@ -93,8 +97,4 @@ class MedusaDrafter:
             return Drafted(tokens, scores, temperature, tree.depths.clamp(max=tree.max_depth - 1), none)
         if tree.tree not in self._draws:
             self._draws[tree.tree] = NodeDraws(tree, self.drawing)
-        if filtered:
-            cut = (x.repeat(tree.max_depth) for x in (temperature, batch.top_k, batch.top_p, batch.min_p))
-            # The scores are divided already; 1 and 0 only say where noise is wanted.
-            scores, temperature = keep_top(scores.flatten(0, 1), *cut).view(scores.shape), (temperature > 0).float()
         return self._draws[tree.tree](batch, scores, temperature)

@@ -39,8 +39,8 @@ class OracleDrafter:
             self._siblings[tree.tree] = [torch.tensor(x, device=self.device) for x in (place, number)]
         return self._siblings[tree.tree]
 
-    def propose(self, batch, tree):
-        """Tokens of all nodes.  batch: BatchRows, tree: TreeTensors  ->  [B, N]"""
+    def propose(self, batch, tree, shape=None):
+        """Tokens of all nodes.  batch: BatchRows, tree: TreeTensors; shape is not looked at  ->  [B, N]"""
         place, number = self.siblings(tree)
         request = batch.seed.clamp(0, len(self.known) - 1)
         position = batch.committed[:, None] + tree.depths  # [B, N]

@@ -7,11 +7,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+import headstart.inference.step as step_module
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.inference.drafters.medusa import MedusaDrafter
 from headstart.inference.llm import LLM
 from headstart.inference.prompt_files import read_prompts, render_prompt
 from headstart.inference.sampling import SamplingParams
+from headstart.inference.step import Step, draft_scores
 from headstart.inference.tree import Tree, save_tree
 from headstart.inference.verify import Ratio, strict
 from headstart.tests.inference.g_test import surprise
@@ -214,3 +216,34 @@ def test_a_drafter_of_shared_noise_hands_out_no_laws():
     _, head = small_target(11)
     with pytest.raises(AssertionError):
         MedusaDrafter(head, torch.zeros(11, 16)).draft(None, None)
+
+
+@pytest.mark.parametrize("rule", ["strict", "token"])
+def test_drafts_follow_what_a_request_asks_of_its_logits(rule, monkeypatch):
+    module, head = small_target(24)
+    seen = []
+
+    def recorded(batch, filters, slots, logits):
+        scores, temperature = draft_scores(batch, filters, slots, logits)
+        seen.append((scores, temperature))
+        return scores, temperature
+
+    monkeypatch.setattr(step_module, "draft_scores", recorded)
+    llm = LLM(module, speculative_config={"model": head, "tree": "chain", "verifier": rule})
+    allowed = [2, 3, 5, 7, 11]
+    own = dict(temperature=0.9, top_k=3, allowed_token_ids=allowed, max_tokens=40, ignore_eos=True)
+    params = [SamplingParams(seed=seed, **own) for seed in range(20)]
+    prompts = [[1, 2, 3 + seed % 5] for seed in range(20)]
+    llm.generate(prompts, params)
+    with_own = llm.get_metrics()["acceptance_length"]
+    assert seen
+    for scores, temperature in seen:
+        kept = scores > -torch.inf
+        assert (kept.sum(-1) <= 3).all()
+        assert not kept[..., [token for token in range(24) if token not in allowed]].any()
+        assert (temperature == 1).all()
+    # Without: heads that do not know of them draft what cannot be said.
+    monkeypatch.setattr(Step, "_shape_drafts", lambda *_: None)
+    llm = LLM(module, speculative_config={"model": head, "tree": "chain", "verifier": rule})
+    llm.generate(prompts, params)
+    assert llm.get_metrics()["acceptance_length"] < with_own
