@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..kernels.keep_top import Kept
 from ..kernels.sample import draw_tokens
 from .draw_children import drawn_nodes
 
@@ -22,6 +23,7 @@ class Drafted(NamedTuple):
     temperature: torch.Tensor  # [B]; 0: the children are the likeliest tokens
     law: torch.Tensor  # [N] which of the L laws the children of a node come from; of leaves, any
     drawn: torch.Tensor  # bool [N] a draw from its slot's law, unless the temperature is 0; else chosen without chance
+    kept: Kept | None = None  # [L B] on a GPU, where the laws are cut: `scores` are those of what it keeps
 
 
 class NodeDraws:
@@ -40,14 +42,14 @@ class NodeDraws:
         self.law = tree.depths.clamp(max=max(tree.max_depth - 1, 0))
         self.drawn = drawn_nodes(drawing, torch.tensor(parents, device=device))
 
-    def __call__(self, batch, scores, temperature):
-        """batch: BatchRows; scores [L, B, V], temperature [B]  ->  Drafted"""
+    def __call__(self, batch, scores, temperature, kept=None):
+        """batch: BatchRows; scores [L, B, V], temperature [B], kept: as in Drafted  ->  Drafted"""
         keys = batch.seed, batch.sample, batch.committed
         found = draw_tokens(scores, self.width, self.laws, self.nodes, temperature, *keys)  # [I, B, W]
         if self.drawing == "top_and_one":
             found = self.top_and_one(found, scores, torch.zeros_like(temperature), keys)
         found = found.transpose(0, 1).flatten(1)[:, self.columns]  # [B, N - 1]
-        return Drafted(torch.cat((batch.root[:, None], found), 1), scores, temperature, self.law, self.drawn)
+        return Drafted(torch.cat((batch.root[:, None], found), 1), scores, temperature, self.law, self.drawn, kept)
 
     def top_and_one(self, draws, scores, no_temperature, keys):
         """The k - 1 likeliest tokens, then the first of `draws` that is none of them: it has the highest perturbed score of the

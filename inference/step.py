@@ -11,17 +11,19 @@ from functools import partial
 
 import torch
 
-from ..kernels.keep_top import keep_top, scale
+from ..kernels.jit import on_triton
+from ..kernels.keep_top import keep_top, kept_scores, scale
 from ..kernels.kv_commit import kv_commit
 from ..kernels.process_logits import NodeRows, process_logits
 from ..kernels.sample import sample_tokens
+from ..kernels.sample_kept import sample_kept
 from ..kernels.tree_attention import build_tree_index
 from .decoder import ForwardPass
 from .sampling import CUT, NO_FILTERS
 from .verify import Ratio
 
-# Sorting the vocabulary takes some 30 bytes per row and token: so many rows are filtered at once.
-FILTERED_ROWS = 256
+# What filtering leaves behind takes up to 8 bytes per row and token: so many rows are filtered at once.
+FILTERED_ROWS = 1024
 
 
 @dataclass(frozen=True)
@@ -59,10 +61,10 @@ class Step:
         hidden = self.forward(batch, tokens)  # [M, H]
         logits = self.decoder.logits(hidden)  # [M, V]
         scores = torch.empty_like(logits, dtype=torch.float32) if self.keep_scores else None
-        drafted = path_tokens(tokens, tree) if filters else None
+        drafted = path_tokens(tokens, tree) if filters and self.slots.logit_state.num_tables else None
         if by_ratio:
             laws = target_scores(batch, logits, filters, self.slots, drafted, scores)
-            path, num_accepted, bonus = self.verifier(tree, draft, *laws, batch)
+            path, num_accepted, bonus = self.verifier(tree, draft, batch, *laws)
         else:
             target_tokens = draw(batch, logits, filters, self.slots, drafted, scores).view(tokens.shape)
             path, num_accepted, bonus = self.verifier(tree, tokens, target_tokens, batch)
@@ -98,18 +100,17 @@ def path_tokens(tokens, tree):
     return torch.where(on_path, tokens[:, tree.ancestors[:, 1:]], -1).flatten(0, 1)
 
 
-def filtered_scores(batch, logits, filters, slots, path, rows):
-    """Scores of these rows whose softmax is the law they are drawn from (temperature 0: whose best token is drawn).
+def filtered_scores(batch, logits, filters, slots, path):
+    """Scores of rows whose softmax is the law they are drawn from (temperature 0: whose best token is drawn).
 
-    logits [M, V]; path [M, D]: path_tokens, None where there is no tree; rows [R] of the M  ->  fp32 [R, V]
+    logits [M, V]; path [M, D]: path_tokens, None where there is no tree  ->  fp32 [M, V]
     """
-    path = rows.new_empty(len(rows), 0) if path is None else path[rows]
-    request = rows // (len(logits) // len(batch.slots))
-    return _scores_of_requests(batch, logits[rows], filters, slots, request, batch.draws[2][rows], path)
+    scores, temperature, kept = _of_nodes(batch, logits, filters, slots, path, slice(0, len(logits)))
+    return scale(scores, temperature) if kept is None else kept_scores(kept)
 
 
 def draft_scores(batch, filters, slots, logits):
-    """The same for drafts of K depths: scores and the temperature to draw them with.  [K, B, V] -> fp32 [K, B, V], [B]
+    """The same for drafts of K depths.  [K, B, V] -> fp32 [K, B, V], temperature to draw with [B], the Kept [K B] on a GPU
 
     The output counts up to the root: what the draft itself says on its way is not looked at.
     """
@@ -117,16 +118,37 @@ def draft_scores(batch, filters, slots, logits):
     request = torch.arange(requests, device=device).repeat(depths)
     position = (batch.committed + 1 + torch.arange(depths, device=device)[:, None]).flatten()
     unknown = torch.full((len(request), depths), -1, device=device)
-    logits = logits.flatten(0, 1)
-    scores = [
-        _scores_of_requests(batch, logits[rows], filters, slots, request[rows], position[rows], unknown[rows])
-        for rows in torch.arange(len(request), device=device).split(FILTERED_ROWS)
-    ]
-    return torch.cat(scores).view(depths, requests, -1), (batch.temperature > 0).to(batch.temperature.dtype)
+    changed = _changed(batch, logits.flatten(0, 1), filters, slots, request, position, unknown)
+    heat = batch.temperature.repeat(depths)
+    kept = keep_top(changed, heat, *_filters(batch, request)) if filters >= CUT else None
+    scores = scale(changed, heat) if kept is None else kept_scores(kept)
+    # The scores are divided already; 1 and 0 only say where noise is wanted.
+    noisy = (batch.temperature > 0).to(batch.temperature.dtype)
+    return scores.view(logits.shape), noisy, kept if on_triton(logits) else None
 
 
-def _scores_of_requests(batch, logits, filters, slots, request, position, path):
+def _of_nodes(batch, logits, filters, slots, path, part):
+    """What nodes `part` (a slice) of the M are drawn from: scores as the request changes them, their temperature, what is kept of
+    them if they are cut.  logits [M, V] -> [R, V], [R], Kept or None"""
+    position, temperature = batch.draws[2][part], batch.node_temperature[part]
+    request = torch.arange(len(batch.slots), device=logits.device)
+    request = request[:, None].expand(-1, len(logits) // len(request)).flatten()[part]
+    path = request.new_empty(len(request), 0) if path is None else path[part]
+    scores = _changed(batch, logits[part], filters, slots, request, position, path)
+    if filters < CUT:
+        return scores, temperature, None
+    return scores, temperature, keep_top(scores, temperature, *_filters(batch, request))
+
+
+def _filters(batch, request):
+    """Top-k, top-p and min-p of rows that belong to these requests."""
+    return batch.top_k[request], batch.top_p[request], batch.min_p[request]
+
+
+def _changed(batch, logits, filters, slots, request, position, path):
     """Scores of rows [R, V] that belong to these requests, stand at these positions [R] and have these tokens behind the root."""
+    if not filters or not slots.logit_state.num_tables:
+        return logits
     nodes = NodeRows(
         slot=batch.slots[request],
         root=batch.committed[request],
@@ -137,10 +159,7 @@ def _scores_of_requests(batch, logits, filters, slots, request, position, path):
         frequency=batch.frequency_penalty[request],
         path=path,
     )
-    scores = process_logits(logits, nodes, slots.logit_state.tables)
-    if filters < CUT:
-        return scale(scores, batch.temperature[request])
-    return keep_top(scores, *(x[request] for x in (batch.temperature, batch.top_k, batch.top_p, batch.min_p)))
+    return process_logits(logits, nodes, slots.logit_state.tables)
 
 
 def draw(batch, logits, filters, slots, path=None, processed=None):
@@ -149,39 +168,29 @@ def draw(batch, logits, filters, slots, path=None, processed=None):
     path [M, D]: path_tokens, where the rows are nodes of a tree; processed: None, or fp32 [M, V] to be filled with the scores
     the tokens are drawn from, before the noise.
     """
-    temperature, (seed, sample, position) = batch.node_temperature, batch.draws
-    if not filters:
-        if processed is not None:
-            fill_scaled(processed, logits, temperature)
-        return sample_tokens(logits, temperature, seed, sample, position)
+    keys = batch.draws
+    if not filters and processed is None:
+        return sample_tokens(logits, batch.node_temperature, *keys)
     tokens = []
-    for rows in torch.arange(len(position), device=position.device).split(FILTERED_ROWS):
-        scores = filtered_scores(batch, logits, filters, slots, path, rows)
+    for start in range(0, len(logits), FILTERED_ROWS):
+        part = slice(start, start + FILTERED_ROWS)
+        scores, temperature, kept = _of_nodes(batch, logits, filters, slots, path, part)
+        noise = [x[part] for x in keys]
+        drawn = sample_tokens(scores, temperature, *noise) if kept is None else sample_kept(kept, *noise)
         if processed is not None:
-            processed[rows] = scores
-        # The scores are divided already; 1 and 0 only say where noise is wanted.
-        noisy = (temperature[rows] > 0).to(temperature.dtype)
-        tokens.append(sample_tokens(scores, noisy, seed[rows], sample[rows], position[rows]))
+            processed[part] = scale(scores, temperature) if kept is None else kept_scores(kept)
+        tokens.append(drawn)
     return torch.cat(tokens)
 
 
 def target_scores(batch, logits, filters, slots, path=None, processed=None):
-    """Scores and temperature whose law (kernels/row_laws.py) is the target's behind every node.  [M, V] -> [M, V], [M]
+    """Scores and temperature whose law (kernels/row_laws.py) is the target's behind every node.  [M, V] -> [M, V], [M], Kept
 
-    path and processed: as for draw.
+    path and processed: as for draw. On a GPU, where laws are cut, the law is that of what is kept; else that is None.
     """
-    temperature = batch.node_temperature
-    if not filters:
-        if processed is not None:
-            fill_scaled(processed, logits, temperature)
-        return logits, temperature
-    scores = torch.empty_like(logits, dtype=torch.float32) if processed is None else processed
-    for rows in torch.arange(len(logits), device=logits.device).split(FILTERED_ROWS):
-        scores[rows] = filtered_scores(batch, logits, filters, slots, path, rows)
-    return scores, (temperature > 0).to(temperature.dtype)
-
-
-def fill_scaled(processed, logits, temperature):
-    """The scores of rows that use no more than a temperature.  fp32 [M, V] <- [M, V], [M]"""
-    for part in zip(*(x.split(FILTERED_ROWS) for x in (processed, logits, temperature))):
-        part[0].copy_(scale(*part[1:]))
+    scores, temperature, kept = _of_nodes(batch, logits, filters, slots, path, slice(0, len(logits)))
+    if processed is not None:
+        processed.copy_(scale(scores, temperature) if kept is None else kept_scores(kept))
+    if kept is None or on_triton(logits):
+        return scores, temperature, kept
+    return kept_scores(kept), (temperature > 0).to(temperature.dtype), None

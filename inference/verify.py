@@ -1,7 +1,7 @@
 """Verifiers: the rule that turns (tree, drafted tokens, target) into an accepted path and one more token.
 
 `strict` and `synthetic` are called with (tree, tokens [B, N], target_tokens [B, N], batch); the ratio rules with (tree, draft,
-scores [B N, V], temperature [B N], batch), for they compare the laws of target and draft. All answer (path [B, D + 1],
+batch, scores [B N, V], temperature [B N]), for they compare the laws of target and draft. All answer (path [B, D + 1],
 num_accepted [B], bonus [B]) and know no cache, model or tokenizer. tree: TreeTensors; batch: slots.BatchRows. `strict` keeps every
 bit and the ratio rules keep the law: see docs/lossless.md. `synthetic` keeps nothing: it accepts by given rates, to measure the
 engine's speed without a trained head.
@@ -41,8 +41,9 @@ class Ratio:
     def __init__(self, name):
         self.name, self._workspaces = name, {}
 
-    def __call__(self, tree, draft, scores, temperature, batch):
-        """draft: draw_nodes.Drafted; scores, temperature: the target's law at every node, as row_laws.py defines it."""
+    def __call__(self, tree, draft, batch, scores, temperature, kept=None):
+        """draft: draw_nodes.Drafted; scores, temperature: the target's law at every node, as row_laws.py defines it; kept: on a GPU,
+        where laws are cut, that of what keep_top.Kept says, and the draft has one too."""
         limit, key = batch.remaining - 1, (batch.seed, batch.sample, batch.committed)
         if not on_triton(scores):
             return self.by_reference(tree, draft, scores, temperature, limit, key)
@@ -52,6 +53,7 @@ class Ratio:
         return verify_ratio(
             self.name in ("token", "recursive"), tree.parents, tree.depths, draft.tokens, scores, temperature, draft.scores,
             draft.temperature, draft.law, draft.drawn, limit, *key, tree.max_depth, self._workspaces[shape],
+            None if kept is None else (kept, draft.kept),
         )  # fmt: skip
 
     def by_reference(self, tree, draft, scores, temperature, limit, key):

@@ -6,7 +6,7 @@ The integers are the same bits on every device: only 64-bit integer products, sh
 into Gumbel noise keyed by (seed, sample index, position, token): token v takes word v % 4 of block v // 4; `uniform` turns them
 into numbers in [0, 1).
 
-For kernels there are the same functions as device functions: `philox_words`, `chunk_words`, `gumbel_of_word`.
+For kernels there are the same functions as device functions: `philox_words`, `chunk_words`, `token_words`, `gumbel_of_word`.
 """
 
 import torch
@@ -103,3 +103,11 @@ def chunk_words(start, seed, sample, position, purpose, COUNT: tl.constexpr):
     """Words of the tokens start .. start + COUNT; start and COUNT are multiples of 4.  -> uint32 [COUNT]"""
     w0, w1, w2, w3 = philox_words(start // 4 + tl.arange(0, COUNT // 4), seed, sample, position, purpose)
     return tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
+
+
+@jit
+def token_words(token, seed, sample, position, purpose):
+    """Words of any tokens: four times the work of chunk_words.  int32 [...] -> uint32 [...]"""
+    w0, w1, w2, w3 = philox_words(token // 4, seed, sample, position, purpose)
+    place = token % 4
+    return tl.where(place == 0, w0, tl.where(place == 1, w1, tl.where(place == 2, w2, w3)))

@@ -12,8 +12,9 @@ its draft's law q are, token by token, j steps whose scalars are known from the 
 
     P <- max(r P - (q / mass, or one-hot), 0) / S,  S its sum,     q <- q without the child's token,  mass its sum
 
-so that a child costs one walk. A program per node makes them; in `traversal` it waits for its parent's program to publish the rate
-at which it is entered. Programs behind them decide, each for itself, and draw the token that follows, each on its part of V:
+so that a child costs one walk. Where laws are cut by min-p, top-k or top-p (keep_top.py), walks go over what is left: the target's
+tokens for S, as nothing else has any P, and the draft's for its mass. A program per node makes them; in `traversal` it waits for
+its parent's program to publish the rate at which it is entered. Programs behind them decide, each for itself, and draw the token that follows, each on its part of V:
 argmax(log P + G). A program waits only for programs of lower number, which start first, so all come to an end, also where they
 run one by one. Requests at temperature 0 need no walk: their laws are one-hot.
 
@@ -28,7 +29,8 @@ from typing import NamedTuple
 import torch
 
 from .jit import jit, on_triton, tl, triton
-from .philox import ACCEPT_UNIFORM, RESIDUAL_NOISE, chunk_words, gumbel_of_word
+from .keep_top import scores_at
+from .philox import ACCEPT_UNIFORM, RESIDUAL_NOISE, chunk_words, gumbel_of_word, token_words
 from .row_laws import row_laws
 from .sample import _key
 
@@ -83,6 +85,23 @@ def _law(scores, v, inside, top, per_nat, total):
 
 
 @jit
+def _target_law(row, v, inside, heat, lowest, top, unit, total, CUT: tl.constexpr):
+    """The same of the target: where laws are cut, `row` holds logits before they are divided or cut."""
+    if CUT:
+        x = scores_at(row, v, inside, heat)
+        p = tl.where(_key(x, v) >= lowest, tl.exp2((x - top) * unit) * (1.0 / total), 0.0)
+    else:
+        p = _law(row, v, inside, top, unit, total)
+    return p
+
+
+@jit
+def _listed(tokens, i, count, vocab_size):
+    """The i-th tokens of `count` that are listed, or the i-th of all."""
+    return tl.where(count < vocab_size, tl.load(tokens + i, mask=(i < count) & (count < vocab_size), other=0), i)
+
+
+@jit
 def _behind(P, q, v, steps, count):
     """A node's law P and its draft's rest q at the tokens v, after `count` children have failed."""
     for i in range(count):
@@ -95,17 +114,19 @@ def _behind(P, q, v, steps, count):
 
 @jit
 def _walk_children(
-    node, parent, token, live, n, r, signals, steps, drawn, p_row, p_top, p_unit, p_total, q_row, q_top, q_unit, q_total,
-    vocab_size,     RECURSIVE: tl.constexpr, NODES: tl.constexpr, BLOCK: tl.constexpr,
+    node, parent, token, live, n, r, signals, steps, drawn,
+    p_row, p_heat, p_lowest, p_top, p_unit, p_total, p_tokens, p_count, q_row, q_top, q_unit, q_total, q_tokens, q_count,
+    vocab_size, RECURSIVE: tl.constexpr, CUT: tl.constexpr, NODES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Publish the rates of the children of node n, entered at rate r, and store what each leaves behind.  -> its last rate"""
     children = live & (parent == n)
-    last, mass = n, r * 0.0 + 1.0
-    for j in range(tl.sum(children.to(tl.int32), 0)):
+    last, mass, num_children = n, r * 0.0 + 1.0, tl.sum(children.to(tl.int32), 0)
+    for j in range(num_children):
         c = tl.min(tl.where(children & (node > last), node, NODES), 0)
         last = c
         x = tl.sum(tl.where(node == c, token, 0), 0)
-        p_x, q_x = _law(p_row, x, x >= 0, p_top, p_unit, p_total), _law(q_row, x, x >= 0, q_top, q_unit, q_total)
+        p_x = _target_law(p_row, x, x >= 0, p_heat, p_lowest, p_top, p_unit, p_total, CUT)
+        q_x = _law(q_row, x, x >= 0, q_top, q_unit, q_total)
         p_x, q_x = _behind(p_x, q_x, x, steps, j)
         soft = tl.load(drawn + c).to(tl.int32) != 0
         there = (q_x > 0) | (soft == 0)
@@ -116,13 +137,25 @@ def _walk_children(
         tl.atomic_xchg(signals + c, rate.to(tl.int32, bitcast=True) | -0x80000000)
         inverse, hot = tl.where(soft, 1.0 / mass, 0.0), tl.where(soft, 0.0, 1.0)
         sums, left = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
-        for start in range(0, vocab_size, BLOCK):
+        for start in range(0, p_count, BLOCK):
             v = start + tl.arange(0, BLOCK)
-            inside = v < vocab_size
-            P, q = _law(p_row, v, inside, p_top, p_unit, p_total), _law(q_row, v, inside, q_top, q_unit, q_total)
+            inside = v < p_count
+            if CUT:
+                v = _listed(p_tokens, v, p_count, vocab_size)
+            P = _target_law(p_row, v, inside, p_heat, p_lowest, p_top, p_unit, p_total, CUT)
+            q = _law(q_row, v, inside, q_top, q_unit, q_total)
             P, q = _behind(P, q, v, steps, j)
             sums += tl.maximum(r * P - inverse * q - tl.where(v == x, hot, 0.0), 0.0)
             left += tl.where(v == x, 0.0, q)
+        if CUT:
+            left = tl.zeros((BLOCK,), tl.float32)
+            for start in range(0, tl.where(j < num_children - 1, q_count, 0), BLOCK):
+                v = start + tl.arange(0, BLOCK)
+                inside = v < q_count
+                v = _listed(q_tokens, v, q_count, vocab_size)
+                q = _law(q_row, v, inside, q_top, q_unit, q_total)
+                _, q = _behind(q, q, v, steps, j)
+                left += tl.where(v == x, 0.0, q)
         S = tl.sum(sums, 0)
         mass = tl.where(there, tl.sum(left, 0), mass)
         some = there & (S > 1e-30)
@@ -139,11 +172,12 @@ def _walk_children(
 
 @jit(do_not_specialize=["batch", "num_nodes", "max_depth"])
 def _verify_ratio(
-    scores, temperature, top, total, best, draft_scores, draft_temperature, draft_top, draft_total, law, drawn,
+    scores, temperature, top, total, best, lowest, kept, num_kept,
+    draft_scores, draft_temperature, draft_top, draft_total, draft_kept, num_draft_kept, law, drawn,
     parents, depths, tokens, depth_limit, seed, sample, position, signals, rates, steps, keys, path, num_accepted, bonus,
     topology_stride, law_stride, drawn_stride, batch, num_nodes, max_depth, vocab_size,
-    RECURSIVE: tl.constexpr, NODES: tl.constexpr, DOUBLINGS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
-    UNIFORM: tl.constexpr, NOISE: tl.constexpr,
+    RECURSIVE: tl.constexpr, CUT: tl.constexpr, NODES: tl.constexpr, DOUBLINGS: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK: tl.constexpr, UNIFORM: tl.constexpr, NOISE: tl.constexpr,
 ):  # fmt: skip
     log2_e: tl.constexpr = 1.4426950408889634
     pid = tl.program_id(0)
@@ -159,6 +193,8 @@ def _verify_ratio(
     law += request * law_stride
     drawn += request * drawn_stride
     p_unit = log2_e / tl.where(heat > 0, heat, 1.0)
+    if CUT:
+        p_unit = log2_e + heat * 0.0  # the highest score is one that has been divided
     q_unit = log2_e / tl.where(heat > 0, tl.load(draft_temperature + request).to(tl.float32), 1.0)
     if pid < num_nodes * batch:
         n = pid // batch
@@ -172,12 +208,19 @@ def _verify_ratio(
                             bits = tl.atomic_add(signals + n, 0)
                         r = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
                 q_law = tl.load(law + n).to(tl.int64) * batch + request
+                p_law = first + n
+                p_lowest, p_tokens, p_count, q_tokens, q_count = 0, tokens, vocab_size, tokens, vocab_size
+                if CUT:
+                    p_lowest, p_count = tl.load(lowest + p_law), tl.load(num_kept + p_law)
+                    q_count = tl.load(num_draft_kept + q_law)
+                    p_tokens, q_tokens = kept + p_law * vocab_size, draft_kept + q_law * vocab_size
                 r = _walk_children(
                     node, parent, token, live, n, r, signals,
                     steps + 5 * (first + tl.sum((parent < n).to(tl.int32), 0) - 1),
-                    drawn, scores + (first + n) * vocab_size, tl.load(top + first + n), p_unit, tl.load(total + first + n),
+                    drawn, scores + p_law * vocab_size, heat, p_lowest, tl.load(top + p_law), p_unit, tl.load(total + p_law),
+                    p_tokens, p_count,
                     draft_scores + q_law * vocab_size, tl.load(draft_top + q_law), q_unit, tl.load(draft_total + q_law),
-                    vocab_size, RECURSIVE, NODES, BLOCK,
+                    q_tokens, q_count, vocab_size, RECURSIVE, CUT, NODES, BLOCK,
                 )  # fmt: skip
                 tl.store(rates + first + n, r)
             tl.debug_barrier()
@@ -203,7 +246,10 @@ def _verify_ratio(
                 for _ in range(max_depth):
                     taken |= tl.max(kids * taken[None, :], 1)  # something is accepted at or below the node
         else:
-            wanted = tl.load(best + first + tl.maximum(parent, 0), mask=live, other=-1)
+            if CUT:  # the only token that is kept
+                wanted = tl.load(kept + (first + tl.maximum(parent, 0)) * vocab_size, mask=live, other=-1).to(tl.int64)
+            else:
+                wanted = tl.load(best + first + tl.maximum(parent, 0), mask=live, other=-1)
             taken = (live & (node > 0) & (token == wanted)).to(tl.int32)
         n = part * 0
         count = part * 0
@@ -219,18 +265,25 @@ def _verify_ratio(
             tried = tl.sum((live & (parent == n)).to(tl.int32), 0)
             steps += 5 * (first + tl.sum((parent < n).to(tl.int32), 0) - 1)
             q_law = tl.load(law + n, mask=tried > 0, other=0).to(tl.int64) * batch + request
-            p_top, p_total = tl.load(top + first + n), tl.load(total + first + n)
+            p_top, p_total, p_lowest, p_count = tl.load(top + first + n), tl.load(total + first + n), 0, vocab_size
+            if CUT:
+                p_lowest, p_count = tl.load(lowest + first + n), tl.load(num_kept + first + n)
             q_top, q_total = tl.load(draft_top + q_law), tl.load(draft_total + q_law)
             p_row, q_row = scores + (first + n) * vocab_size, draft_scores + q_law * vocab_size
             key = _key(p_top * 0.0 + float("-inf"), n * 0)
-            for start in range(part * BLOCK, vocab_size, PARTS * BLOCK):
+            for start in range(part * BLOCK, p_count, PARTS * BLOCK):
                 v = start + tl.arange(0, BLOCK)
-                inside = v < vocab_size
-                P = _law(p_row, v, inside, p_top, p_unit, p_total)
+                inside = v < p_count
+                if CUT:
+                    v = _listed(kept + (first + n) * vocab_size, v, p_count, vocab_size)
+                P = _target_law(p_row, v, inside, heat, p_lowest, p_top, p_unit, p_total, CUT)
                 q = _law(q_row, v, inside & (tried > 0), q_top, q_unit, q_total)
                 P, q = _behind(P, q, v, steps, tried)
                 if tl.max(P, 0) > 0:
-                    words = chunk_words(start, seed_, sample_, position_, NOISE, BLOCK)
+                    if CUT:
+                        words = token_words(v, seed_, sample_, position_, NOISE)
+                    else:
+                        words = chunk_words(start, seed_, sample_, position_, NOISE, BLOCK)
                     score = tl.where(P > 0, tl.log(P) + gumbel_of_word(words), float("-inf"))
                     highest = tl.max(score, 0)
                     key = tl.maximum(key, _key(highest, tl.min(tl.where(score == highest, v, 0x7FFFFFFF), 0)))
@@ -242,17 +295,21 @@ def _verify_ratio(
                 tl.store(signals + node, node * 0, mask=node < num_nodes)
                 tl.store(signals + num_nodes + tl.arange(0, 2), tl.zeros((2,), tl.int32))
         elif part == 0:
-            tl.store(bonus + request, tl.load(best + first + n))
+            if CUT:
+                tl.store(bonus + request, tl.load(kept + (first + n) * vocab_size).to(tl.int64))
+            else:
+                tl.store(bonus + request, tl.load(best + first + n))
 
 
 def verify_ratio(
     recursive, parents, depths, tokens, scores, temperature, draft_scores, draft_temperature, law, drawn, depth_limit,
-    seed, sample, position, max_depth, workspace,
+    seed, sample, position, max_depth, workspace, kept=None,
 ):  # fmt: skip
     """Accepted path, its length and the token behind it; see above for shapes.
 
     recursive: `recursive` (on a chain `token`), else `traversal` (`block`); max_depth: of the tree; workspace: make_workspace of
-    the same shape. Siblings stand in the order of their drawing. Returns (path int64 [B, max_depth + 1], num_accepted int64 [B],
+    the same shape. kept: where laws are cut, the keep_top.Kept of the target, of the same scores and temperature, and that of the
+    draft, whose scores are what is kept already. Siblings stand in the order of their drawing. Returns (path int64 [B, max_depth + 1], num_accepted int64 [B],
     bonus int64 [B]). Raises ValueError for shapes that do not fit, and for tensors that Triton cannot run on: there
     inference/ratio_rules.py is to be called.
     """
@@ -284,15 +341,19 @@ def verify_ratio(
     path = torch.empty(batch, max_depth + 1, dtype=torch.int64, device=tokens.device)
     num_accepted, bonus = (torch.empty(batch, dtype=torch.int64, device=tokens.device) for _ in range(2))
     if batch:
-        target = row_laws(scores, temperature)
-        draft = row_laws(draft_scores.reshape(-1, vocab_size), draft_temperature)
+        if kept is None:
+            draft = row_laws(draft_scores.reshape(-1, vocab_size), draft_temperature)
+            laws = (*row_laws(scores, temperature), None, None, None), (draft.top, draft.total, None, None)
+        else:
+            laws = [(x.top, x.total, x.lowest, x.tokens, x.count) for x in kept]
+            laws = (*laws[0][:2], None, *laws[0][2:]), (*laws[1][:2], *laws[1][3:])
         parts = workspace.keys.shape[1]
         _verify_ratio[(batch * (num_nodes + parts),)](
-            scores.contiguous(), temperature.contiguous(), *target, draft_scores.contiguous(), draft_temperature.contiguous(),
-            draft.top, draft.total, law.contiguous(), drawn.contiguous(), parents.contiguous(), depths.contiguous(),
+            scores.contiguous(), temperature.contiguous(), *laws[0], draft_scores.contiguous(), draft_temperature.contiguous(),
+            *laws[1], law.contiguous(), drawn.contiguous(), parents.contiguous(), depths.contiguous(),
             tokens.contiguous(), depth_limit.contiguous(), seed.contiguous(), sample.contiguous(), position.contiguous(),
             *workspace, path, num_accepted, bonus, *(num_nodes if x.dim() == 2 else 0 for x in (parents, law, drawn)),
-            batch, num_nodes, max_depth, vocab_size, recursive, max(triton.next_power_of_2(num_nodes), 4),
+            batch, num_nodes, max_depth, vocab_size, recursive, kept is not None, max(triton.next_power_of_2(num_nodes), 4),
             max(max_depth, 1).bit_length(), parts, _BLOCK, ACCEPT_UNIFORM, RESIDUAL_NOISE, num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
     return path, num_accepted, bonus

@@ -12,7 +12,7 @@ import torch
 from ..draw_nodes import NodeDraws
 from ..sampling import CUT, NO_FILTERS
 from ..slots import FLOATS, INTEGERS, SlotTable
-from ..step import draw, path_tokens, target_scores
+from ..step import draft_scores, draw, target_scores
 from ..tree import MAX_NODES, chain
 from ..verify import Ratio, TreeTensors, strict
 from .shape import spread_tree
@@ -45,17 +45,17 @@ def _line(bench, name, topology, batch, filters):
     slots.floats[:batch] = torch.tensor([LAW.get(column, 0.0) for column in FLOATS], device=device)
     requests = slots.gather(torch.arange(batch, device=device), tree.depths)
     logits = bench.random(batch * tree.num_nodes, vocab, scale=3)
-    drafted = NodeDraws(tree, "sampled")(
-        requests, bench.random(tree.max_depth, batch, vocab, scale=3), requests.temperature
-    )
+    laws = bench.random(tree.max_depth, batch, vocab, scale=3), requests.temperature, None
+    if filters:
+        laws = draft_scores(requests, filters, slots, laws[0])
+    drafted = NodeDraws(tree, "sampled")(requests, *laws)
     tokens, ratio = drafted.tokens.clamp(min=0), Ratio(name) if name != "strict" else None
 
     def ours():
-        path = path_tokens(tokens, tree) if filters else None
         if ratio is None:
-            target = draw(requests, logits, filters, slots, path)
+            target = draw(requests, logits, filters, slots)
             return strict(tree, tokens, target.view(tokens.shape), requests)
-        return ratio(tree, drafted, *target_scores(requests, logits, filters, slots, path), requests)
+        return ratio(tree, drafted, requests, *target_scores(requests, logits, filters, slots))
 
     what = f"{name}, {batch} x {tree.num_nodes}{', cut' if filters else ''}"
     bench.line("rules", what, len(logits), ours, None, logits.nbytes)

@@ -64,21 +64,21 @@ class MedusaDrafter:
         batch: BatchRows; widths: how many per depth; shape: as for propose  ->  int64 [B, K, greatest width]
         """
         depth, width = len(widths), max(widths)
-        scores, temperature = self.scores(batch, depth, shape)
+        scores, temperature, _ = self.scores(batch, depth, shape)
         # Head k drafts the token at L + 1 + k, with the noise that the target will draw it with.
         keys = temperature, batch.seed, batch.sample, batch.committed + 1
         found = top_tokens(scores.flatten(0, 1), width, *keys)
         return found.view(depth, -1, width).transpose(0, 1)
 
     def scores(self, batch, depth, shape):
-        """Scores and temperature whose law the first `depth` heads draft from.  -> [K, B, V], [B]"""
+        """Scores and temperature whose law the first `depth` heads draft from.  -> [K, B, V], [B], Drafted.kept"""
         logits = self.logits(batch.feature, depth)
-        return (logits, batch.temperature) if shape is None else shape(logits)
+        return (logits, batch.temperature, None) if shape is None else shape(logits)
 
     def propose(self, batch, tree, shape=None):
         """Tokens of all nodes.  batch: BatchRows, tree: TreeTensors  ->  [B, N]
 
-        shape: None, or what changes logits [K, B, V] as the requests ask; returns scores and temperature (step.draft_scores).
+        shape: None, or what changes logits [K, B, V] as the requests ask; step.draft_scores.
         """
         if self.drawing != "shared_noise":
             return self.draft(batch, tree, shape).tokens.clamp(min=0)
@@ -88,13 +88,13 @@ class MedusaDrafter:
     def draft(self, batch, tree, shape=None):
         """The same with the laws of the nodes, for a rule that compares them. Not for shared noise.  -> Drafted"""
         assert self.drawing != "shared_noise"
-        scores, temperature = self.scores(batch, tree.max_depth, shape)
+        scores, temperature, kept = self.scores(batch, tree.max_depth, shape)
         if self.drawing == "deterministic":
             width = max(tree.tree.widths)
             found = top_tokens(scores.flatten(0, 1), width).view(tree.max_depth, -1, width)
             tokens = torch.cat((batch.root[:, None], found.transpose(0, 1).flatten(1)[:, tree.columns]), 1)
             none = torch.zeros_like(tree.depths, dtype=torch.bool)
-            return Drafted(tokens, scores, temperature, tree.depths.clamp(max=tree.max_depth - 1), none)
+            return Drafted(tokens, scores, temperature, tree.depths.clamp(max=tree.max_depth - 1), none, kept)
         if tree.tree not in self._draws:
             self._draws[tree.tree] = NodeDraws(tree, self.drawing)
-        return self._draws[tree.tree](batch, scores, temperature)
+        return self._draws[tree.tree](batch, scores, temperature, kept)

@@ -10,7 +10,7 @@ from headstart.inference.drafters.medusa import MedusaDrafter
 from headstart.inference.draw_children import draw_children
 from headstart.inference.tree import Tree, chain
 from headstart.inference.verify import TreeTensors
-from headstart.kernels.keep_top import keep_top
+from headstart.kernels.keep_top import keep_top, kept_scores
 from headstart.kernels.philox import DRAFT_NOISE, gumbel, salted
 
 VOCAB, HIDDEN, BATCH = 23, 8, 40
@@ -49,8 +49,8 @@ def test_every_node_draws_its_children_from_the_law_of_its_depth(number, drawing
     cut = batch.temperature, batch.top_k, batch.top_p, batch.min_p
 
     def shape(logits):
-        scores = keep_top(logits.flatten(0, 1), *(x.repeat(len(logits)) for x in cut))
-        return scores.view(logits.shape), (batch.temperature > 0).float()
+        scores = kept_scores(keep_top(logits.flatten(0, 1), *(x.repeat(len(logits)) for x in cut)))
+        return scores.view(logits.shape), (batch.temperature > 0).float(), None
 
     found = medusa.draft(batch, TreeTensors(tree, "cpu"), shape if filtered else None)
     logits = medusa.logits(batch.feature, tree.max_depth)
@@ -60,7 +60,7 @@ def test_every_node_draws_its_children_from_the_law_of_its_depth(number, drawing
         children = [c for c in range(1, tree.num_nodes) if tree.parents[c] == n]
         log_q = logits[tree.depths[n]] / heat
         if filtered:
-            log_q = keep_top(logits[tree.depths[n]], *cut)
+            log_q = kept_scores(keep_top(logits[tree.depths[n]], *cut))
         noise = gumbel(batch.seed, batch.sample, batch.committed, VOCAB, salted(DRAFT_NOISE, n))
         noise = None if drawing == "deterministic" else noise * (batch.temperature > 0)[:, None]
         expected = draw_children(log_q, len(children), drawing, noise)

@@ -133,7 +133,7 @@ def test_scores_behind_every_node_are_those_of_transformers(name):
     tokens[:, 0] = OUTPUT[-1]
     batch = slots.gather(torch.tensor([1]), tree.depths)
     rows = torch.arange(TREE.num_nodes)
-    found = filtered_scores(batch, logits, CUT, slots, path_tokens(tokens, tree), rows)
+    found = filtered_scores(batch, logits, CUT, slots, path_tokens(tokens, tree))
     changed = 0
     for node in rows.tolist():
         path = [tokens[0, n].item() for n in TREE.ancestors[node][1 : TREE.depths[node] + 1]]
@@ -151,7 +151,7 @@ def test_the_first_token_is_drawn_from_the_same_law(name):
     slots = make_slots(a_request(params, bad_words, output=[]))
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(1)) * 3
     batch = slots.gather(torch.tensor([1]), torch.tensor([-1]))
-    found = filtered_scores(batch, logits, CUT, slots, None, torch.arange(1))
+    found = filtered_scores(batch, logits, CUT, slots, None)
     expected = processors(params, bad_words)(torch.tensor([PROMPT]), logits.clone())
     assert torch.equal(found, expected)
 
@@ -213,14 +213,13 @@ def test_requests_without_such_parameters_get_the_same_bits_in_both_variants():
     tokens = torch.randint(VOCAB, (3, TREE.num_nodes), generator=generator)
     logits = torch.randn(3 * TREE.num_nodes, VOCAB, generator=generator)
     batch = slots.gather(torch.tensor([1, 0, 2]), tree.depths)
-    rows = torch.arange(len(logits))
     path = path_tokens(tokens, tree)
-    found = filtered_scores(batch, logits, CUT, slots, path, rows).view(3, -1, VOCAB)
+    found = filtered_scores(batch, logits, CUT, slots, path).view(3, -1, VOCAB)
     expected = logits.view(3, -1, VOCAB)
     assert torch.equal(found[0], expected[0])
     assert not torch.equal(found[1], expected[1])
     assert torch.equal(found[2], expected[2] / torch.tensor(0.83))
-    changed = filtered_scores(batch, logits, CHANGED, slots, path, rows).view(3, -1, VOCAB)
+    changed = filtered_scores(batch, logits, CHANGED, slots, path).view(3, -1, VOCAB)
     assert torch.equal(changed[[0, 2]], found[[0, 2]]), "what cuts nothing needs no sorting"
     drawn = [draw(batch, logits, filters, slots, path).view(3, -1) for filters in (NO_FILTERS, CHANGED, CUT)]
     assert torch.equal(drawn[0][[0, 2]], drawn[1][[0, 2]])

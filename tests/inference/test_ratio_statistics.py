@@ -4,6 +4,7 @@ The target is a table: the law of a token given the one before it, so that a hun
 else is the engine's: heads, draws per node, uniforms, residuals, and their keys from step to step. On a GPU those are the kernels.
 """
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -13,13 +14,18 @@ from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.inference import draw_nodes, verify
 from headstart.inference.drafters.medusa import MedusaDrafter
 from headstart.inference.draw_children import draw_children
+from headstart.inference.sampling import CUT, NO_FILTERS
+from headstart.inference.step import draft_scores, target_scores
 from headstart.inference.tree import Tree, chain
 from headstart.inference.verify import Ratio, TreeTensors
+from headstart.kernels.keep_top import keep_top_reference, kept_scores_reference
 from headstart.kernels.philox import gumbel
 from headstart.tests.inference.g_test import surprise
 
 VOCAB, HIDDEN, ROOT = 4, 8, 1
 BALANCED = Tree((-1, 0, 0, 1, 1, 2, 2), (0, 0, 1, 0, 1, 0, 1))
+NO_TABLES = SimpleNamespace(logit_state=SimpleNamespace(num_tables=0))
+CUTS = {"top_k": 3, "top_p": 0.9, "min_p": 0.02}
 RULES = [("token", chain(2)), ("block", chain(2)), ("recursive", BALANCED), ("traversal", BALANCED)]
 
 
@@ -40,12 +46,16 @@ class Table:
         )
         self.temperature = 0.8
 
-    def joint(self):
+    def joint(self, filters=NO_FILTERS):
         """The law of three tokens behind ROOT.  [V^3]"""
         p = (self.logits.double() / self.temperature).softmax(-1)
+        if filters:
+            rows = [torch.full((VOCAB,), x) for x in (self.temperature, *CUTS.values())]
+            p = kept_scores_reference(keep_top_reference(self.logits, *rows)).double().softmax(-1)
+            assert (p == 0).any()
         return (p[ROOT][:, None, None] * p[:, :, None] * p[None]).flatten()
 
-    def steps(self, rule, tree, count, device):
+    def steps(self, rule, tree, count, device, filters=NO_FILTERS):
         """Three tokens of each of `count` requests, by as many steps as they take.  -> counts [V^3]"""
         tree, verifier = TreeTensors(tree, device), Ratio(rule)
         rows = torch.arange(count, device=device)
@@ -58,12 +68,15 @@ class Table:
             root = torch.where(emitted > 0, newest, ROOT)
             batch = SimpleNamespace(
                 root=root, feature=self.features[root], temperature=heat, seed=rows * 7919 + 3, sample=rows % 3,
-                committed=emitted + 10, remaining=torch.full_like(rows, 99),
+                committed=emitted + 10, remaining=torch.full_like(rows, 99), slots=rows,
+                node_temperature=heat.repeat_interleave(tree.num_nodes), draws=(None, None, rows.repeat(tree.num_nodes)),
+                **{name: torch.full((count,), value, device=device) for name, value in CUTS.items()},
             )  # fmt: skip
-            draft = self.drafter.draft(batch, tree)
-            of_nodes = heat.repeat_interleave(tree.num_nodes)
+            shape = partial(draft_scores, batch, filters, NO_TABLES) if filters else None
+            draft = self.drafter.draft(batch, tree, shape)
             scores = logits[draft.tokens.clamp(min=0)].flatten(0, 1)  # [M, V]
-            path, num_accepted, bonus = verifier(tree, draft, scores, of_nodes, batch)
+            laws = target_scores(batch, scores, filters, NO_TABLES)
+            path, num_accepted, bonus = verifier(tree, draft, batch, *laws)
             here = torch.where(emitted < 3, emitted, 3)
             for depth in range(tree.max_depth + 1):
                 drafted = draft.tokens.gather(1, path[:, min(depth + 1, tree.max_depth), None]).squeeze(1)
@@ -76,9 +89,11 @@ class Table:
         return torch.bincount(cell, minlength=VOCAB**3).cpu()
 
 
-def measured(rule, tree, drawing="sampled", count=60_000, device="cpu"):
+def measured(rule, tree, drawing="sampled", count=60_000, device="cpu", filters=NO_FILTERS):
     table = Table(drawing, device)
-    return surprise(table.steps(rule, tree, count, device), table.joint())
+    found, law = table.steps(rule, tree, count, device, filters), table.joint(filters)
+    assert not found[law == 0].any()
+    return surprise(found[law > 0], law[law > 0])
 
 
 @pytest.mark.parametrize("drawing", ["sampled", "top_and_one", "deterministic"])
@@ -87,11 +102,17 @@ def test_three_tokens_follow_the_targets_law(rule, tree, drawing):
     assert measured(rule, tree, drawing) < 6
 
 
+@pytest.mark.parametrize(("rule", "tree"), RULES)
+def test_three_tokens_follow_the_law_that_filters_leave(rule, tree):
+    assert measured(rule, tree, filters=CUT) < 6
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("filters", [NO_FILTERS, CUT])
 @pytest.mark.parametrize("drawing", ["sampled", "top_and_one", "deterministic"])
 @pytest.mark.parametrize(("rule", "tree"), RULES)
-def test_a_million_times_three_tokens_follow_the_targets_law(rule, tree, drawing):
-    assert measured(rule, tree, drawing, 1_000_000, "cuda") < 6
+def test_a_million_times_three_tokens_follow_the_targets_law(rule, tree, drawing, filters):
+    assert measured(rule, tree, drawing, 1_000_000, "cuda", filters) < 6
 
 
 def keyed_by_position(scores, width, laws, nodes, temperature, seed, sample, position):
@@ -145,6 +166,6 @@ def test_where_q_underflows_the_law_is_kept(rule, device):
     draft = draw_nodes.NodeDraws(tree, "sampled")(batch, scores, ones)
     assert len(draft.tokens[:, 2].unique()) == 3
     target = p.log().float().to(device).expand(3 * count, -1)
-    path, num_accepted, bonus = Ratio(rule)(tree, draft, target, ones.repeat(3), batch)
+    path, num_accepted, bonus = Ratio(rule)(tree, draft, batch, target, ones.repeat(3))
     first = torch.where(num_accepted > 0, draft.tokens.gather(1, path[:, 1:2]).squeeze(1), bonus)
     assert surprise(torch.bincount(first.cpu(), minlength=4), p) < 6

@@ -8,7 +8,7 @@ from headstart import SamplingParams
 from headstart.inference.sampling import CUT
 from headstart.inference.slots import SlotTable
 from headstart.inference.step import draw
-from headstart.kernels.keep_top import keep_top
+from headstart.kernels.keep_top import keep_top, kept_scores
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def kept_by_hand(row, top_k, top_p):
 def test_top_k_and_top_p_keep_what_a_loop_over_the_sorted_tokens_keeps(top_k, top_p, temperature):
     logits = torch.randn(20, 31, generator=torch.Generator().manual_seed(0)).round(decimals=1)  # with ties
     rows = [torch.full((20,), x) for x in (temperature, top_k, top_p, 0.0)]
-    found = keep_top(logits, *rows)
+    found = kept_scores(keep_top(logits, *rows))
     for row, result in zip(logits / temperature, found):
         kept = {t for t in range(31) if result[t] > -torch.inf}
         assert kept == kept_by_hand(row.tolist(), top_k, top_p)

@@ -1,4 +1,4 @@
-"""Draws, best tokens, normalisers and filters over the vocabulary: values, ties, extreme words, rows that keep to themselves."""
+"""Draws, best tokens and normalisers over the vocabulary: values, ties, extreme words, rows that keep to themselves."""
 
 import math
 
@@ -8,7 +8,7 @@ import torch
 from headstart.inference.draw_children import draw_children
 from headstart.kernels import sample
 from headstart.kernels.jit import jit, tl
-from headstart.kernels.keep_top import keep_top
+from headstart.kernels.keep_top import keep_top, kept_scores
 from headstart.kernels.philox import DRAFT_NOISE, chunk_words, gumbel, gumbel_of_word, random_words, salted
 from headstart.kernels.sample import (
     draw_tokens,
@@ -18,6 +18,7 @@ from headstart.kernels.sample import (
     top_tokens,
     top_tokens_reference,
 )
+from headstart.kernels.sample_kept import sample_kept
 
 
 @pytest.fixture(
@@ -169,7 +170,6 @@ def test_nan_never_wins(device):
         found = sample_tokens(logits, *keyed(2, device, heat)).tolist()
         assert found[0] != 3
         assert found[1] == 0
-    assert not keep_top(logits, *[torch.full((2,), x, device=device) for x in (1.0, 0, 0.9, 0.1)]).isnan().any()
 
 
 @pytest.mark.parametrize("vocab_size", [1, 9, 4096, 5000])
@@ -186,43 +186,6 @@ def test_log_sum_exp_is_as_exact_as_torchs_own(device, vocab_size):
     assert found[0] == -torch.inf
     assert found[1] == torch.inf
     assert not found.isnan().any()
-
-
-def kept(logits, heat, top_k, top_p, min_p):
-    """One row, token by token in Python."""
-    scores = [x / heat for x in logits.double().tolist()] if heat else logits.tolist()
-    order = sorted(range(len(scores)), key=lambda v: (-scores[v], v))
-    if not heat:
-        return set(order)
-    order = order[:top_k] if top_k else order
-    order = [v for v in order if math.exp(scores[v] - scores[order[0]]) >= min_p]
-    weights = [math.exp(scores[v] - scores[order[0]]) for v in order]
-    total, before, keep = sum(weights), 0.0, set()
-    for v, weight in zip(order, weights):
-        if before / total < top_p or top_p >= 1:
-            keep.add(v)
-        before += weight
-    return keep
-
-
-@pytest.mark.parametrize("vocab_size", [6, 300, 2100])
-def test_filters_keep_the_likeliest_tokens(device, vocab_size):
-    torch.manual_seed(vocab_size)
-    logits = torch.randn(8, vocab_size) * 2
-    logits[5] = logits[5].round()  # ties
-    logits[6, 1:] = -torch.inf
-    heat = torch.tensor([1.0, 0.5, 0.0, 1.0, 2.0, 1.0, 1.0, 1.5])
-    top_k = torch.tensor([0, 3, 2, 0, 40, 4, 5, 10**6])
-    top_p = torch.tensor([1.0, 1.0, 0.1, 0.75, 0.9, 0.6, 0.9, 0.001])
-    min_p = torch.tensor([0.2, 0.3, 0.9, 0.0, 0.05, 1.0, 0.5, 0.7])
-    found = keep_top(*[x.to(device) for x in (logits, heat, top_k, top_p, min_p)]).cpu()
-    scaled = logits / torch.where(heat > 0, heat, 1)[:, None]
-    assert found.dtype == torch.float32
-    for row in range(8):
-        keep = kept(logits[row], heat[row].item(), top_k[row].item(), top_p[row].item(), min_p[row].item())
-        expected = torch.full((vocab_size,), -torch.inf)
-        expected[list(keep)] = scaled[row, list(keep)]
-        assert torch.equal(found[row], expected), row
 
 
 @pytest.mark.parametrize("chunk", [1024, 2048, 4096])
@@ -243,7 +206,7 @@ def test_rows_of_the_reference_depend_on_no_other_row():
     for op in (
         lambda x, r, *_: top_tokens(x, 5, *r),
         lambda x, *_: log_sum_exp(x),
-        lambda x, r, k, p, m: keep_top(x, r[0], k, p, m),
+        lambda x, r, k, p, m: kept_scores(keep_top(x, r[0], k, p, m)),
     ):
         whole = op(logits, rows, top_k, top_p, min_p)
         for count in (1, 2, 7, 16, 33):
@@ -268,11 +231,13 @@ def test_rows_depend_on_no_other_row_and_agree_with_the_cpu():
             "sample": lambda x, r, *_: sample_tokens(x, *r),
             "top": lambda x, r, *_: top_tokens(x, 10, *r),
             "sum": lambda x, *_: log_sum_exp(x),
-            "keep": lambda x, r, *filters: keep_top(x, r[0], *filters),
+            "keep": lambda x, r, *filters: kept_scores(keep_top(x, r[0], *filters)),
+            "mass": lambda x, r, *filters: keep_top(x, r[0], *filters).total,
+            "draw": lambda x, r, *filters: sample_kept(keep_top(x, r[0], *filters), *r[1:]),
         }
         for name, op in ops.items():
             whole = op(logits, rows, *filters)
-            for count in (*range(1, 65, 1 if name != "keep" else 9), 199):
+            for count in (*range(1, 65, 1 if name in ("sample", "top", "sum") else 9), 199):
                 for start in (0, 200 - count):
                     some = slice(start, start + count)
                     few = op(logits[some], [x[some] for x in rows], *[x[some] for x in filters])
@@ -283,7 +248,9 @@ def test_rows_depend_on_no_other_row_and_agree_with_the_cpu():
         best = scores.sort(dim=-1, descending=True, stable=True).indices[:, :10]
         assert top_tokens(logits, 10, *rows)[:24].tolist() == best.tolist()
         expected = keep_top(logits[:24].cpu(), few[0], *[x[:24].cpu() for x in filters])
-        assert torch.equal(keep_top(logits, rows[0], *filters)[:24].cpu(), expected)
+        found = keep_top(logits, rows[0], *filters)
+        assert torch.equal(kept_scores(found)[:24].cpu(), kept_scores(expected))
+        assert sample_kept(found, *rows[1:])[:24].tolist() == sample_kept(expected, *few[1:]).tolist()
 
 
 @pytest.mark.gpu
@@ -291,12 +258,17 @@ def test_every_op_can_be_captured_in_a_graph():
     logits = torch.randn(3, 5000, device="cuda")
     rows = keyed(3, "cuda", torch.tensor([0.0, 1.0, 0.5]))
     filters = [torch.tensor(x, device="cuda") for x in ([0, 5, 0], [1.0, 1.0, 0.5], [0.0, 0.1, 0.1])]
-    op = lambda: (  # noqa: E731
-        sample_tokens(logits, *rows),
-        top_tokens(logits, 5, *rows),
-        log_sum_exp(logits),
-        keep_top(logits, rows[0], *filters),
-    )
+
+    def op():
+        kept = keep_top(logits, rows[0], *filters)
+        return (
+            sample_tokens(logits, *rows),
+            top_tokens(logits, 5, *rows),
+            log_sum_exp(logits),
+            kept_scores(kept),
+            sample_kept(kept, *rows[1:]),
+        )
+
     op()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -1,9 +1,6 @@
 """The ratio rules on the device against the reference in fp64: same uniforms, same laws, same noise for the token behind."""
 
-import importlib.util
-import sys
 from itertools import product
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,8 +11,16 @@ from headstart.inference.ratio_rules import RATIO_RULES, Draft
 from headstart.inference.tree import Tree, chain
 from headstart.kernels import verify_ratio as module
 from headstart.kernels.jit import jit, tl
+from headstart.kernels.keep_top import (
+    keep_top,
+    keep_top_reference,
+    kept_scores_reference,
+    keys_reference,
+    scaled_reference,
+)
 from headstart.kernels.philox import ACCEPT_UNIFORM, RESIDUAL_NOISE, gumbel, uniform
 from headstart.kernels.row_laws import probabilities, row_laws_reference
+from headstart.tests.kernels.mutants import mutated
 
 TREES = [
     chain(0),
@@ -30,10 +35,11 @@ RULES = {True: RATIO_RULES["recursive"], False: RATIO_RULES["traversal"]}
 NODES, DEPTH = 7, 3
 
 
-def problem(cases, vocab_size, device="cpu", seed=0, dtype=torch.float32, spread=0.7):
+def problem(cases, vocab_size, device="cpu", seed=0, dtype=torch.float32, spread=0.7, cut=False):
     """Arguments of verify_ratio for one request per (tree, drawing), each with its topology, and what the reference is told.
 
-    In between: requests at temperature 0, depth limits, laws with zeros, slots left empty. spread: how far p is from q.
+    In between: requests at temperature 0, depth limits, laws with zeros, slots left empty. spread: how far p is from q;
+    cut: by top-k, top-p and min-p, some requests by nothing.
     """
     generator = torch.Generator().manual_seed(seed)
     batch = len(cases)
@@ -44,13 +50,27 @@ def problem(cases, vocab_size, device="cpu", seed=0, dtype=torch.float32, spread
     base = 2 * torch.randn(batch, NODES, vocab_size, generator=generator)
     scores = (base + spread * torch.randn(base.shape, generator=generator)).to(dtype)
     draft_scores = base.flip(1).transpose(0, 1).contiguous().to(dtype)  # [L, B, V], laws in another order than nodes
-    cut = vocab_size // 2
-    scores[kind % 5 == 1, :, :cut] = -torch.inf  # as top-k and top-p leave tokens out
-    draft_scores[:, kind % 5 == 2, cut:] = -torch.inf
+    half = vocab_size // 2
+    scores[kind % 5 == 1, :, :half] = -torch.inf  # as top-k and top-p leave tokens out
+    draft_scores[:, kind % 5 == 2, half:] = -torch.inf
     temperature = torch.where(kind % 6 == 5, 0.0, 0.5 + torch.rand(batch, generator=generator))
     draft_temperature = torch.where(temperature > 0, 0.5 + torch.rand(batch, generator=generator), 0.0)
-    p = probabilities(scores.flatten(0, 1).double(), temperature.repeat_interleave(NODES)).view(base.shape)
-    q = probabilities(draft_scores.flatten(0, 1).double(), draft_temperature.repeat(NODES))
+    p_scores, p_heat = scores.flatten(0, 1), temperature.repeat_interleave(NODES)
+    q_scores, q_heat = draft_scores.flatten(0, 1), draft_temperature.repeat(NODES)
+    kept = None
+    if cut:
+        filters = torch.tensor([3, 0, 0, vocab_size // 2, 0]), torch.tensor([0.8, 0.9, 1.0, 1.0, 1.0])
+        filters = [x[kind % 5] for x in (*filters, torch.tensor([0.0, 0.0, 0.0, 0.01, 0.1]))]
+        given = (
+            (p_scores, p_heat, *(x.repeat_interleave(NODES) for x in filters)),
+            (q_scores, q_heat, *(x.repeat(NODES) for x in filters)),
+        )
+        kept = [keep_top(*[x.to(device) for x in rows]) if device == "cuda" else listed(*rows) for rows in given]
+        p_scores, q_scores = (kept_scores_reference(keep_top_reference(*rows)) for rows in given)
+        p_heat, q_heat = (p_heat > 0).float(), (q_heat > 0).float()
+        draft_scores, draft_temperature = q_scores.view(draft_scores.shape), (draft_temperature > 0).float()
+    p = probabilities(p_scores.double(), p_heat).view(base.shape)
+    q = probabilities(q_scores.double(), q_heat)
     q = q.view(draft_scores.shape).transpose(0, 1)  # [B, L, V]
     for b, (tree, drawing) in enumerate(cases):
         size = tree.num_nodes
@@ -60,10 +80,9 @@ def problem(cases, vocab_size, device="cpu", seed=0, dtype=torch.float32, spread
         drawn[b, :size] = drawn_nodes(drawing, torch.tensor(tree.parents)) & bool(temperature[b] > 0)
         for n in sorted(set(tree.parents[1:])):
             children = [c for c in range(1, size) if tree.parents[c] == n]
-            scale = temperature[b] if temperature[b] > 0 else 1.0
             noise = -torch.log(-torch.log(torch.rand(vocab_size, generator=generator, dtype=torch.float64)))
             noise = None if drawing == "deterministic" else noise * bool(temperature[b] > 0)
-            log_q = q[b, law[b, n]].log() if temperature[b] > 0 else draft_scores[law[b, n], b].double() / scale
+            log_q = q[b, law[b, n]].log() if temperature[b] > 0 else draft_scores[law[b, n], b].double()
             tokens[b, children] = draw_children(log_q, len(children), drawing, noise)
     tokens[kind % 9 == 7, 2] = -1
     limit = torch.tensor([9, 9, 9, 9, 1, 9, 0])[kind % 7]
@@ -81,7 +100,14 @@ def problem(cases, vocab_size, device="cpu", seed=0, dtype=torch.float32, spread
         limit=limit,
         noise=gumbel(*key, vocab_size, RESIDUAL_NOISE).double() * (temperature > 0)[:, None],
     )
-    return {name: x.to(device) for name, x in arguments.items()}, told
+    return {name: x.to(device) for name, x in arguments.items()} | {"kept": kept}, told
+
+
+def listed(*rows):
+    """keep_top's kernel by the reference, which lists no tokens: the interpreter takes its time."""
+    kept = keep_top_reference(*rows)
+    keep = keys_reference(scaled_reference(*rows[:2])) >= kept.lowest[:, None]
+    return kept._replace(tokens=(~keep).to(torch.uint8).argsort(stable=True).int())
 
 
 def run(arguments, recursive, kernel=module, max_depth=DEPTH, workspace=None):
@@ -117,13 +143,14 @@ def by_reference(scores, temperature):
     return row_laws_reference(scores, temperature.repeat(len(scores) // len(temperature)))
 
 
+@pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("recursive", [True, False])
-def test_the_kernel_decides_as_the_reference(kernel_device, quick, recursive):
+def test_the_kernel_decides_as_the_reference(kernel_device, quick, recursive, cut):
     on_gpu = kernel_device == "cuda"
     cases, lengths = CASES if on_gpu else CASES[recursive::2], set()
     for vocab_size, seed in product((127, 1013, 32000, 151936) if on_gpu else (21,), range(4 if on_gpu else 1)):
         dtype = torch.bfloat16 if seed % 2 else torch.float32
-        arguments, told = problem(cases, vocab_size, kernel_device, seed, dtype)
+        arguments, told = problem(cases, vocab_size, kernel_device, seed, dtype, cut=cut)
         found = run(arguments, recursive)
         wrong, clear = disagreements(found, told, RULES[recursive])
         assert not wrong.any(), (vocab_size, seed, wrong.nonzero())
@@ -143,8 +170,8 @@ MUTANTS = {
     "the path ends at the first failure": ("taken |= tl.max(kids * taken[None, :], 1)", "taken |= 0", 4),
     "the residual of recursive": ("tl.where(some, r, 1.0)", "tl.where(some, 1.0, 1.0)", 0),
     "a bonus that ignores the children": ("_behind(P, q, v, steps, tried)", "_behind(P, q, v, steps, 0)", 2),
-    "a bonus without temperature": ("P = _law(p_row, v, inside, p_top, p_unit,", "P = _law(p_row, v, inside, p_top, log2_e,", 4),
-    "uniforms of another position": ("words(0, seed_, sample_, position_,", "words(0, seed_, sample_, position_ + 1,", 4),
+    "a bonus without temperature": ("inside, heat, p_lowest, p_top, p_unit,", "inside, heat, p_lowest, p_top, log2_e,", 4),
+    "uniforms of another position": ("(0, seed_, sample_, position_,", "(0, seed_, sample_, position_ + 1,", 4),
     "noise of another purpose": ("sample_, position_, NOISE, BLOCK)", "sample_, position_, UNIFORM, BLOCK)", 0),
     "a depth limit that is not kept": ("(depth <= limit)", "(depth <= 99)", 3),
 }  # fmt: skip
@@ -158,28 +185,15 @@ def only(b, arguments, told):
     tree = SimpleNamespace(parents=told.tree.parents[b : b + 1], depths=told.tree.depths[b : b + 1], max_depth=DEPTH)
     alone = {name: getattr(told, name)[b : b + 1] for name in ("p", "u", "limit", "noise")}
     return (
-        {name: x[rows.get(name, slice(b, b + 1))] for name, x in arguments.items()},
+        {name: x[rows.get(name, slice(b, b + 1))] for name, x in arguments.items() if x is not None},
         SimpleNamespace(tree=tree, draft=Draft(*(x[b : b + 1] for x in draft)), **alone),
     )
-
-
-def mutated(name, tmp_path):
-    """The kernel's module with one line changed."""
-    text, (before, after, _) = Path(module.__file__).read_text(), MUTANTS[name]
-    assert text.count(before) == 1
-    path = tmp_path / "mutant.py"
-    path.write_text(text.replace(before, after))
-    spec = importlib.util.spec_from_file_location("headstart.kernels.mutant", path)
-    kernel = importlib.util.module_from_spec(spec)
-    sys.modules["headstart.kernels.mutant"] = kernel
-    spec.loader.exec_module(kernel)
-    return kernel
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_fault_in_the_kernel_is_seen(kernel_device, quick, monkeypatch, tmp_path, name):
     arguments, told = only(MUTANTS[name][2], *problem(TELLING, 21, kernel_device, seed=10, spread=1.0))
-    kernel = mutated(name, tmp_path)
+    kernel = mutated(module, *MUTANTS[name][:2], tmp_path)
     for setting in ("_MAX_PARTS", "_BLOCK", "row_laws"):
         monkeypatch.setattr(kernel, setting, getattr(module, setting))
     wrong, _ = disagreements(run(arguments, False), told, RULES[False])

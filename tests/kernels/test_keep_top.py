@@ -1,0 +1,175 @@
+"""What min-p, top-k and top-p keep: by a loop over the tokens, on ties, in every size of the kernel's steps; and draws from it."""
+
+import math
+
+import pytest
+import torch
+
+from headstart.kernels import keep_top as module
+from headstart.kernels.keep_top import keep_top, keep_top_reference, kept_scores, kept_scores_reference, scale
+from headstart.kernels.sample import sample_tokens
+from headstart.kernels.sample_kept import sample_kept
+from headstart.tests.kernels.mutants import mutated
+
+
+@pytest.fixture(
+    params=[
+        "reference",
+        pytest.param("cuda", marks=pytest.mark.gpu),
+        pytest.param("cpu", marks=pytest.mark.interpreter),
+    ]
+)
+def device(request):
+    """Where a test runs: the reference on the CPU, the kernel on a GPU, the kernel in the interpreter."""
+    return "cpu" if request.param == "reference" else request.param
+
+
+def by_hand(logits, heat, top_k, top_p, min_p):
+    """One row, token by token in Python."""
+    scores = [x / heat for x in logits.double().tolist()] if heat else logits.tolist()
+    order = sorted(range(len(scores)), key=lambda v: (-scores[v], v))
+    if not heat:
+        return set(order)
+    order = order[:top_k] if top_k else order
+    order = [v for v in order if math.exp(scores[v] - scores[order[0]]) >= min_p]
+    weights = [math.exp(scores[v] - scores[order[0]]) for v in order]
+    total, before, keep = sum(weights), 0.0, set()
+    for v, weight in zip(order, weights):
+        if before / total < top_p or top_p >= 1:
+            keep.add(v)
+        before += weight
+    return keep
+
+
+@pytest.mark.parametrize("vocab_size", [6, 300, 2100])
+def test_filters_keep_the_likeliest_tokens(device, vocab_size):
+    torch.manual_seed(vocab_size)
+    logits = torch.randn(8, vocab_size) * 2
+    logits[5] = logits[5].round()  # ties
+    logits[6, 1:] = -torch.inf
+    heat = torch.tensor([1.0, 0.5, 0.0, 1.0, 2.0, 1.0, 1.0, 1.5])
+    top_k = torch.tensor([0, 3, 2, 0, 40, 4, 5, 10**6])
+    top_p = torch.tensor([1.0, 1.0, 0.1, 0.75, 0.9, 0.6, 0.9, 0.001])
+    min_p = torch.tensor([0.2, 0.3, 0.9, 0.0, 0.05, 1.0, 0.5, 0.7])
+    found = kept_scores(keep_top(*[x.to(device) for x in (logits, heat, top_k, top_p, min_p)])).cpu()
+    scaled = logits / torch.where(heat > 0, heat, 1)[:, None]
+    assert found.dtype == torch.float32
+    for row in range(8):
+        keep = by_hand(logits[row], heat[row].item(), top_k[row].item(), top_p[row].item(), min_p[row].item())
+        expected = torch.full((vocab_size,), -torch.inf)
+        expected[list(keep)] = scaled[row, list(keep)]
+        assert torch.equal(found[row], expected), row
+
+
+def problem(vocab_size, device="cpu", rows=24, seed=0):
+    """logits, temperature, top-k, top-p, min-p of rows of all kinds: ties, one score for all, nothing but minus infinity, NaN ..."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows, vocab_size, generator=generator) * 3
+    logits[3:8] = logits[3:8].bfloat16().float()
+    logits[8] = 1
+    logits[9] = -torch.inf
+    logits[10, 5:] = -torch.inf
+    logits[11, ::3] = torch.nan
+    logits[12] = torch.randint(4, (vocab_size,), generator=generator).float()
+    logits[13] *= 30
+    row = torch.arange(rows)
+    filters = (
+        torch.tensor([1.0, 0.7, 0.0, 1.3, 1e-3])[row % 5],
+        torch.tensor([0, 5, 50, 0, 1, vocab_size, 3000, 20])[row % 8],
+        torch.tensor([1.0, 0.9, 0.5, 0.3, 0.999])[row // 2 % 5],
+        torch.tensor([0.0, 0.0, 0.05, 0.0, 0.0, 0.0, 0.5])[row % 7],
+    )
+    return [x.to(device) for x in (logits, *filters)]
+
+
+def differences(found, expected):
+    """What a Kept of the kernel has otherwise than the reference's, by name."""
+    wrong = []
+    if not torch.equal(found.count.cpu(), expected.count):
+        wrong.append("count")
+    if not torch.equal(kept_scores(found).cpu(), kept_scores_reference(expected)):
+        wrong.append("scores")
+    if not torch.equal(found.top.cpu(), expected.top):
+        wrong.append("top")
+    if not torch.allclose(found.total.cpu(), expected.total, rtol=1e-6, atol=0):
+        wrong.append("total")
+    scores, vocab_size = kept_scores_reference(expected), expected.logits.shape[1]
+    for row, count in enumerate(expected.count.tolist()):
+        if count < vocab_size and expected.temperature[row] > 0 and (scores[row] > -torch.inf).any():
+            listed = found.tokens[row, :count].tolist()
+            if listed != (scores[row] > -torch.inf).nonzero().squeeze(1).tolist():
+                wrong.append(f"tokens of row {row}")
+    return wrong
+
+
+def reference(problem):
+    """The reference on the CPU, also where kernels run there."""
+    kept = keep_top_reference(*[x.cpu() for x in problem])
+    return kept._replace(logits=kept.logits.float())
+
+
+# Tokens of a group, groups or tokens of a tile, tokens of a chunk, few tokens, tokens whose mass is added; None: as they are.
+STEPS = [None, (8, 64, 128, 16, 128), (8, 64, 128, 64, 256)]
+
+
+def set_steps(monkeypatch, kernel, steps):
+    for name, size in zip(("_GROUP", "_TILE", "_CHUNK", "_FEW", "_SPAN"), steps or ()):
+        monkeypatch.setattr(kernel, name, size)
+
+
+@pytest.mark.parametrize("steps", STEPS)
+def test_the_kernel_keeps_what_the_reference_keeps(kernel_device, monkeypatch, steps):
+    set_steps(monkeypatch, module, steps)
+    for vocab_size in (127, 1013, 32000, 151936) if kernel_device == "cuda" else (300,):
+        given = problem(vocab_size, kernel_device)
+        assert not differences(keep_top(*given), reference(given)), vocab_size
+
+
+@pytest.mark.gpu
+def test_the_kernel_keeps_it_of_every_dtype_too():
+    for dtype, seed in ((torch.bfloat16, 1), (torch.float16, 2)):
+        logits, *filters = problem(128_256, "cuda", seed=seed)
+        given = logits.to(dtype), *filters
+        assert not differences(keep_top(*given), reference(given))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("0.5 * (1.0 - share)", "500.0 * (1.0 - share)"),
+        ("tl.log(floor) - 0.01", "tl.log(floor) + 0.5"),
+        ("bound = tl.min(lowest, 0).to(tl.float64)", "bound = tl.min(lowest, 0).to(tl.float64) + 10.0"),
+        ("while (from_low - from_high > 1)", "while (from_low - from_high > 4)"),
+        ("keep = (i < listed) & (key >= least)", "keep = (i < listed)"),
+        ("likely >= floor, likely * UNITS", "likely > floor, likely * UNITS"),
+    ],
+)
+def test_a_fault_in_the_kernel_is_seen(kernel_device, monkeypatch, tmp_path, before, after):
+    kernel = mutated(module, before, after, tmp_path)
+    set_steps(monkeypatch, kernel, STEPS[1])
+    given = problem(300, kernel_device)
+    given[2][14], given[3][14], given[4][14] = 0, 0.5, 1.0  # of which only ties with the likeliest are left
+    given[0][14] = given[0][14].round()
+    given = [x[[1, 3, 6, 14, 16, 18]] for x in given]
+    assert differences(kernel.keep_top(*given), reference(given))
+
+
+def test_draws_are_those_from_the_scores_that_are_left(device):
+    vocab_size = 3000 if device == "cuda" else 150
+    given = problem(vocab_size, device)
+    kept, row = keep_top(*given), torch.arange(24, device=device)
+    keys = 2**40 + row, row % 3, 100 + row
+    expected = sample_tokens(kept_scores(kept), (given[1] > 0).float(), *keys)
+    assert sample_kept(kept, *keys).tolist() == expected.tolist()
+    assert not kept_scores(kept).isnan().any()
+    assert torch.equal(scale(*given[:2])[0], kept_scores(kept)[0]), "a row that asks for nothing"
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    logits, *filters = problem(40)
+    with pytest.raises(ValueError, match="keep_top takes one entry per row"):
+        keep_top(logits, *filters[:3], filters[3][:2])
+    with pytest.raises(ValueError, match="at most 2097152 tokens"):
+        keep_top(torch.zeros(0, 1 << 22), *(x[:0] for x in filters))
+    with pytest.raises(ValueError, match="sample_kept takes one entry per row"):
+        sample_kept(keep_top(logits, *filters), *[torch.zeros(3, dtype=torch.int64)] * 3)
