@@ -29,7 +29,9 @@ _GROUP = 128  # tokens of which the highest score is looked at first
 _CHUNK = 4096  # tokens per program where the vocabulary is walked over
 _TILE = 1024  # tokens, or groups, that a row's program looks at together
 _FEW = 256  # tokens that are each compared with each
+_MOST = 1024  # tokens that are searched among, before all are
 _SPAN = 32768  # tokens per program that adds masses
+_BINS = 1024  # of the histogram
 _UNITS = 2.0**40  # of mass in the likeliest token
 LOWEST_KEY = -0x7F800001 << 32  # no key of a token is lower
 
@@ -161,52 +163,71 @@ def _highest(tops, num_groups, heat, TILE: tl.constexpr):
 
 
 @jit
-def _limit(top_k, row, greedy, vocab_size):
-    """How many tokens top-k leaves."""
+def _asked(temperature, top_k, top_p, min_p, row, vocab_size):
+    """Of a row: what its logits are divided by, how many tokens top-k leaves, top-p and min-p; one token at temperature 0."""
+    greedy = tl.load(temperature + row) <= 0
     k = tl.where(greedy, 1, tl.load(top_k + row).to(tl.int64))
-    return tl.where((k > 0) & (k < vocab_size), k, vocab_size)
+    limit = tl.where((k > 0) & (k < vocab_size), k, vocab_size)
+    share = tl.where(greedy, 1.0, tl.load(top_p + row).to(tl.float64))
+    floor = tl.where(greedy, 0.0, tl.load(min_p + row).to(tl.float64))
+    return _heat(temperature, row), limit, share, floor
+
+
+@jit
+def _score_of(key):
+    """The score of a key."""
+    ordered = (key >> 32).to(tl.int32)
+    return tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).to(tl.float32, bitcast=True)
+
+
+@jit
+def _bin(score, top, BINS: tl.constexpr):
+    """Which bin of the histogram a score falls into, 0 the highest: it never rises with the score."""
+    below = tl.where(score == top, 0.0, (top - score) * (BINS / 28))  # 2^-40 is e^-27.7
+    return tl.minimum(below, BINS - 1.0).to(tl.int32)
 
 
 @jit(do_not_specialize=["num_groups", "num_spans"])
-def _row_masses(
-    logits, temperature, top_k, min_p, tops, masses, vocab_size, num_groups, num_spans,
-    SPAN: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, UNITS: tl.constexpr,
+def _masses_of_rows(
+    logits, temperature, top_k, top_p, min_p, tops, masses, histogram, vocab_size, num_groups, num_spans,
+    SPAN: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, BINS: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
-    """The mass of every SPAN tokens, of rows without top-k: for others it is counted when their tokens are known."""
+    """The mass of every SPAN tokens, of rows without top-k; and the histogram of rows that keep many: mass and number per bin."""
     row, span = (tl.program_id(0) // num_spans).to(tl.int64), tl.program_id(0) % num_spans
-    greedy = tl.load(temperature + row) <= 0
-    if _limit(top_k, row, greedy, vocab_size) == vocab_size:
-        heat = _heat(temperature, row)
+    heat, limit, share, floor = _asked(temperature, top_k, top_p, min_p, row, vocab_size)
+    if 4 * limit > num_groups:
         top = _highest(tops + row * num_groups, num_groups, heat, TILE)
-        floor = tl.load(min_p + row).to(tl.float64)
-        mass = tl.zeros((CHUNK,), tl.int64)
+        histogram += row * 2 * BINS
+        masses_ = tl.zeros((CHUNK,), tl.int64)
         for start in range(span * SPAN, tl.minimum((span + 1) * SPAN, vocab_size), CHUNK):
             token = start + tl.arange(0, CHUNK)
-            inside = token < vocab_size
-            score = scores_at(logits + row * vocab_size, token, inside, heat)
-            mass += tl.where(inside, _masses(score, top, floor, UNITS), 0)
-        tl.store(masses + row * num_spans + span, tl.sum(mass, 0))
+            score = scores_at(logits + row * vocab_size, token, token < vocab_size, heat)
+            there = (token < vocab_size) & (score > float("-inf"))
+            mass = tl.where(there, _masses(score, top, floor, UNITS), 0)
+            masses_ += mass
+            bin = _bin(score, top, BINS)
+            tl.atomic_add(histogram + bin, mass, mask=tl.where(share < 1, mass, 0) > 0, sem="relaxed")
+            tl.atomic_add(histogram + BINS + bin, there.to(tl.int64), mask=there & (limit < vocab_size), sem="relaxed")
+        tl.store(masses + row * num_spans + span, tl.sum(masses_, 0))
 
 
 @jit
 def _search(
-    row, listed, count, heat, top, floor, wanted, enough, low, high, from_low,
-    LISTED: tl.constexpr, MASS: tl.constexpr, TILE: tl.constexpr, UNITS: tl.constexpr,
+    row, listed, count, heat, top, floor, bound, bin, before, wanted, enough, from_low,
+    LISTED: tl.constexpr, MASS: tl.constexpr, TILE: tl.constexpr, BINS: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
-    """The highest key from which on there are `wanted` tokens, or units of mass.
+    """The highest key from which on there are `wanted` tokens in a window, or units of mass with those `before` it.
 
-    As many have keys from `low` on and fewer from `high` on, none so far; from_low: how many tokens have keys from `low` on. The
-    tokens are the first `count`, or the ones `listed`. Three keys in between are tried at a time, until one token is left there, or
-    `enough` tokens from `low` on: then it is not the highest such key.
+    The tokens are the first `count`, or the ones `listed`; those in the window have a score of at least `bound` and are in `bin`, if
+    that is not negative. There are from_low of them, and as much as is wanted. Three keys are tried at a time, until one token is
+    left between what is too high and what is not, or `enough` tokens: then it is not the highest such key.
     """
+    low, high = _key(top * 0.0 + float("-inf"), count * 0 + 0x7FFFFFFF), _key(top, count * 0) + 1
     from_high = from_low * 0
     while (from_low - from_high > 1) & (from_low > enough):
         step = tl.maximum((high >> 2) - (low >> 2), 1)
-        key_1, key_2, key_3 = (
-            tl.minimum(low + step, high),
-            tl.minimum(low + 2 * step, high),
-            tl.minimum(low + 3 * step, high),
-        )
+        key_1, key_2, key_3 = low + step, low + 2 * step, low + 3 * step
+        key_1, key_2, key_3 = tl.minimum(key_1, high), tl.minimum(key_2, high), tl.minimum(key_3, high)
         counts = tl.zeros((TILE,), tl.int64)
         mass_1, mass_2, mass_3 = counts, counts, counts
         for start in range(0, count, TILE):
@@ -216,6 +237,7 @@ def _search(
             if LISTED:
                 token = tl.load(listed + i, mask=inside, other=0)
             score = scores_at(row, token, inside, heat)
+            inside = _in_window(score, top, bound, bin, BINS)
             key = _key(score, token)
             in_1, in_2, in_3 = inside & (key >= key_1), inside & (key >= key_2), inside & (key >= key_3)
             counts += in_1.to(tl.int64) + (in_2.to(tl.int64) << 21) + (in_3.to(tl.int64) << 42)
@@ -227,11 +249,15 @@ def _search(
         packed = tl.sum(counts, 0)
         from_1, from_2, from_3 = packed & 0x1FFFFF, (packed >> 21) & 0x1FFFFF, packed >> 42
         if MASS:
-            enough_1 = tl.sum(mass_1, 0).to(tl.float64) >= wanted
-            enough_2 = tl.sum(mass_2, 0).to(tl.float64) >= wanted
-            enough_3 = tl.sum(mass_3, 0).to(tl.float64) >= wanted
+            enough_1 = (tl.sum(mass_1, 0) + before).to(tl.float64) >= wanted
+            enough_2 = (tl.sum(mass_2, 0) + before).to(tl.float64) >= wanted
+            enough_3 = (tl.sum(mass_3, 0) + before).to(tl.float64) >= wanted
         else:
-            enough_1, enough_2, enough_3 = from_1 >= wanted, from_2 >= wanted, from_3 >= wanted
+            enough_1, enough_2, enough_3 = (
+                from_1 + before >= wanted,
+                from_2 + before >= wanted,
+                from_3 + before >= wanted,
+            )
         from_low = tl.where(enough_3, from_3, tl.where(enough_2, from_2, tl.where(enough_1, from_1, from_low)))
         low = tl.where(enough_3, key_3, tl.where(enough_2, key_2, tl.where(enough_1, key_1, low)))
         from_high = tl.where(enough_1, tl.where(enough_2, tl.where(enough_3, from_high, from_3), from_2), from_1)
@@ -240,198 +266,199 @@ def _search(
 
 
 @jit
-def _candidates(row, tops, hits, listed, heat, bound, vocab_size, num_groups, GROUP: tl.constexpr, TILE: tl.constexpr):
-    """List the tokens whose score is `bound` at least, the lowest first.  -> how many"""
-    num_hits = num_groups * 0
+def _in_window(score, top, bound, bin, BINS: tl.constexpr):
+    """Whether scores are at least `bound` and, if `bin` is not negative, in that bin."""
+    own = tl.where(bin >= 0, _bin(score, top, BINS), bin)
+    return (score >= bound) & (score > float("-inf")) & (own == bin)
+
+
+@jit
+def _hit_groups(tops, hits, heat, top, bound, bin, num_groups, TILE: tl.constexpr, BINS: tl.constexpr):
+    """List the groups that may have tokens in a window.  -> how many"""
+    count = num_groups * 0
     for start in range(0, num_groups, TILE):
         group = start + tl.arange(0, TILE)
         score = scores_at(tops, group, group < num_groups, heat)
-        hit = (score.to(tl.float64) >= bound) & (score > float("-inf"))
-        place = num_hits + tl.cumsum(hit.to(tl.int32), 0) - 1
+        hit = (score >= bound) & (score > float("-inf"))
+        hit = hit & (tl.where(bin >= 0, _bin(score, top, BINS), bin) <= bin)
+        place = count + tl.cumsum(hit.to(tl.int32), 0) - 1
         tl.store(hits + place, group, mask=hit)
-        num_hits += tl.sum(hit.to(tl.int32), 0)
+        count += tl.sum(hit.to(tl.int32), 0)
     tl.debug_barrier()
+    return count
+
+
+@jit
+def _token_of(hits, i, num_hits, vocab_size, GROUP: tl.constexpr):
+    """The i-th tokens of the groups listed; vocab_size behind the last."""
+    return tl.load(hits + i // GROUP, mask=i < num_hits * GROUP, other=vocab_size) * GROUP + i % GROUP
+
+
+@jit
+def _collect(
+    row, tops, hits, few, heat, top, bound, bin, vocab_size, num_groups,
+    GROUP: tl.constexpr, MOST: tl.constexpr, TILE: tl.constexpr, BINS: tl.constexpr,
+):  # fmt: skip
+    """List the tokens in a window, the lowest first, but no more than MOST.  -> how many they are"""
+    num_hits = _hit_groups(tops, hits, heat, top, bound, bin, num_groups, TILE, BINS)
     count = num_groups * 0
     for start in range(0, num_hits * GROUP, TILE):
-        i = start + tl.arange(0, TILE)
-        token = tl.load(hits + i // GROUP, mask=i < num_hits * GROUP, other=vocab_size) * GROUP + i % GROUP
+        token = _token_of(hits, start + tl.arange(0, TILE), num_hits, vocab_size, GROUP)
         score = scores_at(row, token, token < vocab_size, heat)
-        found = (score.to(tl.float64) >= bound) & (score > float("-inf"))
+        found = _in_window(score, top, bound, bin, BINS)
         place = count + tl.cumsum(found.to(tl.int32), 0) - 1
-        tl.store(listed + place, token, mask=found)
+        tl.store(few + place, token, mask=found & (place < MOST))
         count += tl.sum(found.to(tl.int32), 0)
     tl.debug_barrier()
     return count
 
 
 @jit
-def _bound(
-    tops, highest, heat, limit, share, floor, mass, vocab_size, num_groups, TILE: tl.constexpr, UNITS: tl.constexpr
-):
-    """A score that no token which is kept falls below, in fp64."""
-    bound = share * 0.0 + float("-inf")
-    if limit <= num_groups:
-        low, high = _key(highest * 0.0 + float("-inf"), num_groups * 0 + 0x7FFFFFFF), _key(highest, num_groups * 0) + 1
-        # A few groups too many cost less than telling the last ones apart.
-        least = _search(
-            tops, tops, num_groups, heat, highest, floor, limit, limit + 16, low, high, num_groups.to(tl.int64),
-            False, False, TILE, UNITS,
-        )  # fmt: skip
-        lowest = tl.full((TILE,), float("inf"), tl.float32)
-        for start in range(0, num_groups, TILE):
-            group = start + tl.arange(0, TILE)
-            score = scores_at(tops, group, group < num_groups, heat)
-            lowest = tl.minimum(
-                lowest, tl.where((group < num_groups) & (_key(score, group) >= least), score, float("inf"))
-            )
-        bound = tl.min(lowest, 0).to(tl.float64)
-    # Both a little lower than they are: rounding must not lose a token.
-    if (share < 1) & (limit == vocab_size):
-        tail = tl.maximum(0.5 * (1.0 - share) * mass.to(tl.float64) / vocab_size, 0.5)
-        bound = tl.maximum(bound, highest.to(tl.float64) + tl.log(tail / UNITS))
-    if floor > 0:
-        bound = tl.maximum(bound, highest.to(tl.float64) + tl.log(floor) - 0.01)
-    return bound
-
-
-@jit
-def _least_of_few(
-    row,
-    listed,
-    count,
-    heat,
-    highest,
-    limit,
-    share,
-    floor,
-    mass,
-    end,
-    vocab_size,
-    FEW: tl.constexpr,
-    UNITS: tl.constexpr,
-):
-    """The lowest key that is kept of at most FEW listed tokens: each is compared with each."""
-    i = tl.arange(0, FEW)
-    token = tl.load(listed + i, mask=i < count, other=0)
-    score = scores_at(row, token, i < count, heat)
-    key, mass_ = _key(score, token), _masses(score, highest, floor, UNITS)
-    rank, before = tl.zeros((FEW,), tl.int32), tl.zeros((FEW,), tl.int64)
-    for start in range(0, count, 16):
-        j = start + tl.arange(0, 16)
-        other = tl.load(listed + j, mask=j < count, other=0)
-        score_j = scores_at(row, other, j < count, heat)
-        above = (_key(score_j, other)[None, :] > key[:, None]) & (j < count)[None, :]
-        rank += tl.sum(above.to(tl.int32), 1)
-        before += tl.sum(tl.where(above, _masses(score_j, highest, floor, UNITS)[None, :], 0), 1)
-    keep = (i < count) & (rank < limit)
-    if limit < vocab_size:
-        mass = tl.sum(tl.where(keep, mass_, 0), 0)
-    keep = keep & (before.to(tl.float64) < tl.where(share < 1, share * mass.to(tl.float64), float("inf")))
-    return tl.min(tl.where(keep, key, end), 0)
-
-
-@jit
-def _least_of_many(
-    row,
-    listed,
-    count,
-    heat,
-    highest,
-    limit,
-    share,
-    floor,
-    mass,
-    least,
-    end,
-    vocab_size,
-    TILE: tl.constexpr,
-    UNITS: tl.constexpr,
-):
-    """The same of any number, by two searches from the key `least` on."""
-    from_least = count.to(tl.int64)
-    if count > limit:
-        least = _search(
-            row, listed, count, heat, highest, floor, limit, limit, least, end, from_least, True, False, TILE, UNITS
-        )
-        from_least = limit
-    if share < 1:
-        if limit < vocab_size:
-            masses = tl.zeros((TILE,), tl.int64)
-            for start in range(0, count, TILE):
-                i = start + tl.arange(0, TILE)
-                token = tl.load(listed + i, mask=i < count, other=0)
-                score = scores_at(row, token, i < count, heat)
-                kept = (i < count) & (_key(score, token) >= least)
-                masses += tl.where(kept, _masses(score, highest, floor, UNITS), 0)
-            mass = tl.sum(masses, 0)
-        least = _search(
-            row, listed, count, heat, highest, floor, share * mass.to(tl.float64), 0, least, end, from_least,
-            True, True, TILE, UNITS,
-        )  # fmt: skip
+def _lowest_key(
+    row, few, count, heat, top, floor, bound, bin, before, wanted, vocab_size,
+    MASS: tl.constexpr, FEW: tl.constexpr, MOST: tl.constexpr, TILE: tl.constexpr, BINS: tl.constexpr, UNITS: tl.constexpr,
+):  # fmt: skip
+    """The key of the last token of a window ahead of which, with those `before` it, there are less than `wanted` tokens or units
+    of mass. `count` tokens are in it; few: they, if there are no more than MOST."""
+    if count <= FEW:
+        # Each is compared with each.
+        i = tl.arange(0, FEW)
+        token = tl.load(few + i, mask=i < count, other=0)
+        key, ahead = _key(scores_at(row, token, i < count, heat), token), tl.zeros((FEW,), tl.int64)
+        for start in range(0, count, 16):
+            j = start + tl.arange(0, 16)
+            other = tl.load(few + j, mask=j < count, other=0)
+            score = scores_at(row, other, j < count, heat)
+            amount = tl.where(j < count, _masses(score, top, floor, UNITS) if MASS else 1, 0).to(tl.int64)
+            ahead += tl.sum(tl.where(_key(score, other)[None, :] > key[:, None], amount[None, :], 0), 1)
+        keep = (i < count) & ((ahead + before).to(tl.float64) < wanted)
+        least = tl.min(tl.where(keep, key, 0x7FFFFFFFFFFFFFFF), 0)
+    else:
+        # As many tokens as wanted are enough to stop; a mass is not known until one token is left.
+        enough = (wanted - before).to(tl.int64) * (0 if MASS else 1)
+        if count <= MOST:
+            least = _search(
+                row, few, count, heat, top, floor, bound, bin, before, wanted, enough, count.to(tl.int64),
+                True, MASS, TILE, BINS, UNITS,
+            )  # fmt: skip
+        else:
+            least = _search(
+                row, few, vocab_size, heat, top, floor, bound, bin, before, wanted, enough, count.to(tl.int64),
+                False, MASS, TILE, BINS, UNITS,
+            )  # fmt: skip
     return least
+
+
+@jit
+def _mass_from(
+    row, few, count, heat, top, floor, bound, bin, least, vocab_size,
+    MOST: tl.constexpr, TILE: tl.constexpr, BINS: tl.constexpr, UNITS: tl.constexpr,
+):  # fmt: skip
+    """The mass of the tokens of a window whose keys are not lower than `least`."""
+    masses = tl.zeros((TILE,), tl.int64)
+    for start in range(0, tl.where(count <= MOST, count, vocab_size), TILE):
+        i = start + tl.arange(0, TILE)
+        token = tl.where(count <= MOST, tl.load(few + i, mask=(i < count) & (count <= MOST), other=0), i)
+        score = scores_at(row, token, (i < vocab_size) & ((i < count) | (count > MOST)), heat)
+        kept = _in_window(score, top, bound, bin, BINS) & (_key(score, token) >= least)
+        masses += tl.where(kept, _masses(score, top, floor, UNITS), 0)
+    return tl.sum(masses, 0)
+
+
+@jit
+def _bin_of(amounts, wanted, BINS: tl.constexpr):
+    """The bin in which an amount, added up from bin 0 on, reaches `wanted`.  -> bin, the amount before it"""
+    bin = tl.arange(0, BINS)
+    amount = tl.load(amounts + bin)
+    found = tl.min(tl.where(tl.cumsum(amount, 0).to(tl.float64) >= wanted, bin, BINS), 0)
+    return found, tl.sum(tl.where(bin < found, amount, 0), 0)
 
 
 @jit(do_not_specialize=["num_groups", "num_spans"])
 def _select(
-    logits, temperature, top_k, top_p, min_p, tops, masses, hits, tokens, counts, lowest, top, total,
+    logits, temperature, top_k, top_p, min_p, tops, masses, histogram, hits, few, tokens, counts, lowest, top, total,
     vocab_size, num_groups, num_spans,
-    GROUP: tl.constexpr, TILE: tl.constexpr, FEW: tl.constexpr, SPANS: tl.constexpr, UNITS: tl.constexpr, LOWEST: tl.constexpr,
+    GROUP: tl.constexpr, TILE: tl.constexpr, FEW: tl.constexpr, MOST: tl.constexpr, SPANS: tl.constexpr, BINS: tl.constexpr,
+    UNITS: tl.constexpr, LOWEST: tl.constexpr,
 ):  # fmt: skip
     """What one row keeps."""
     row = tl.program_id(0).to(tl.int64)
-    greedy = tl.load(temperature + row) <= 0
-    heat, limit = _heat(temperature, row), _limit(top_k, row, greedy, vocab_size)
-    share = tl.where(greedy, 1.0, tl.load(top_p + row).to(tl.float64))
-    floor = tl.where(greedy, 0.0, tl.load(min_p + row).to(tl.float64))
+    heat, limit, share, floor = _asked(temperature, top_k, top_p, min_p, row, vocab_size)
     logits += row * vocab_size
-    tops += row * num_groups
     tokens += row * vocab_size
+    tops += row * num_groups
+    hits += row * num_groups
+    histogram += row * 2 * BINS
+    few += row * MOST
     span = tl.arange(0, SPANS)
     spans = tl.load(masses + row * num_spans + span, mask=(span < num_spans) & (limit == vocab_size), other=0)
-    mass = tl.sum(spans, 0)
+    mass, none = tl.sum(spans, 0), num_groups.to(tl.int64) * 0
     highest = _highest(tops, num_groups, heat, TILE)
-    end = _key(highest, num_groups * 0) + 1  # no key is as high
-    least = end * 0 + LOWEST
-    count = num_groups * 0 + vocab_size.to(tl.int32)
+    count, least = num_groups * 0 + vocab_size, none + LOWEST
     if highest == float("-inf"):
         count = num_groups * 0 + 1
-        mass = end * 0
+        mass = none
         tl.store(tokens, 0)
     elif (limit < vocab_size) | (share < 1) | (floor > 0):
-        bound = _bound(tops, highest, heat, limit, share, floor, mass, vocab_size, num_groups, TILE, UNITS)
-        listed = _candidates(
-            logits, tops, hits + row * num_groups, tokens, heat, bound, vocab_size, num_groups, GROUP, TILE
-        )
-        if listed <= FEW:
-            least = _least_of_few(
-                logits, tokens, listed, heat, highest, limit, share, floor, mass, end, vocab_size, FEW, UNITS
+        bound, bin, before, listed = highest * 0.0 + float("-inf"), num_groups * 0 - 1, none, num_groups * 0
+        if limit < vocab_size:
+            if 4 * limit <= num_groups:
+                # The scores of the best groups; a few too many cost less than telling the last ones apart.
+                least = _search(
+                    tops, tops, num_groups, heat, highest, floor, bound, bin, none, limit, limit + 16,
+                    num_groups.to(tl.int64), False, False, TILE, BINS, UNITS,
+                )  # fmt: skip
+                bound = _score_of(least)
+            else:
+                bin, before = _bin_of(histogram + BINS, limit, BINS)
+            listed = _collect(
+                logits, tops, hits, few, heat, highest, bound, bin, vocab_size, num_groups, GROUP, MOST, TILE, BINS
             )
-        else:
-            least = _key(bound.to(tl.float32), num_groups * 0 + 0x7FFFFFFF)
-            least = _least_of_many(
-                logits, tokens, listed, heat, highest, limit, share, floor, mass, least, end, vocab_size, TILE, UNITS
-            )
+            least = _lowest_key(
+                logits, few, listed, heat, highest, floor, bound, bin, before, limit, vocab_size,
+                False, FEW, MOST, TILE, BINS, UNITS,
+            )  # fmt: skip
+            least = tl.where(bin == BINS, LOWEST, least)  # there are no more than top-k leaves
+        if share < 1:
+            if limit < vocab_size:
+                mass = _mass_from(
+                    logits, few, listed, heat, highest, floor, bound, bin, least, vocab_size, MOST, TILE, BINS, UNITS
+                )
+                index = tl.arange(0, BINS)
+                mass += tl.sum(tl.load(histogram + index, mask=index < bin, other=0), 0)
+            wanted = share * mass.to(tl.float64)
+            before = none
+            if 4 * limit > num_groups:
+                bin, before = _bin_of(histogram, wanted, BINS)
+                listed = _collect(
+                    logits, tops, hits, few, heat, highest, bound, bin, vocab_size, num_groups, GROUP, MOST, TILE, BINS
+                )
+            least = _lowest_key(
+                logits, few, listed, heat, highest, floor, bound, bin, before, wanted, vocab_size,
+                True, FEW, MOST, TILE, BINS, UNITS,
+            )  # fmt: skip
+        bound = _score_of(least)
+        if floor > 0:  # a little lower than it is: rounding must not lose a token
+            bound = tl.maximum(bound, (highest.to(tl.float64) + tl.log(floor) - 0.01).to(tl.float32))
+        num_hits = _hit_groups(tops, hits, heat, highest, bound, num_groups * 0 - 1, num_groups, TILE, BINS)
         count = num_groups * 0
-        first = end + tl.zeros((TILE,), tl.int64)
-        masses_ = tl.zeros((TILE,), tl.int64)
-        for start in range(0, listed, TILE):
-            i = start + tl.arange(0, TILE)
-            token = tl.load(tokens + i, mask=i < listed, other=0)
-            score = scores_at(logits, token, i < listed, heat)
-            key, mass_ = _key(score, token), _masses(score, highest, floor, UNITS)
+        first, masses_ = tl.full((TILE,), 0x7FFFFFFFFFFFFFFF, tl.int64), tl.zeros((TILE,), tl.int64)
+        for start in range(0, num_hits * GROUP, TILE):
+            token = _token_of(hits, start + tl.arange(0, TILE), num_hits, vocab_size, GROUP)
+            score = scores_at(logits, token, token < vocab_size, heat)
             likely = tl.exp(score.to(tl.float64) - highest.to(tl.float64))
-            keep = (i < listed) & (key >= least) & ((score == highest) | (likely >= floor))
+            keep = (score >= bound) & (_key(score, token) >= least) & ((score == highest) | (likely >= floor))
+            keep = keep & (score > float("-inf"))
             place = count + tl.cumsum(keep.to(tl.int32), 0) - 1
-            tl.debug_barrier()  # what is overwritten has been read
             tl.store(tokens + place, token, mask=keep)
             count += tl.sum(keep.to(tl.int32), 0)
-            first = tl.minimum(first, tl.where(keep, key, end))
-            masses_ += tl.where(keep, mass_, 0)
-            tl.debug_barrier()
+            first = tl.minimum(first, tl.where(keep, _key(score, token), 0x7FFFFFFFFFFFFFFF))
+            masses_ += tl.where(keep, _masses(score, highest, floor, UNITS), 0)
         mass, least = tl.sum(masses_, 0), tl.min(first, 0)
     tl.store(counts + row, count)
     tl.store(lowest + row, least)
     tl.store(top + row, tl.where(highest == float("-inf"), 0.0, highest))
+    greedy = tl.load(temperature + row) <= 0
     tl.store(total + row, tl.where(greedy, 1.0, mass.to(tl.float64) / UNITS).to(tl.float32))
 
 
@@ -489,15 +516,18 @@ def keep_top(logits, temperature, top_k, top_p, min_p):
     if rows:
         tops = torch.empty(rows, groups, dtype=torch.float32, device=device)
         hits = torch.empty(rows, groups, dtype=torch.int32, device=device)
+        few = torch.empty(rows, _MOST, dtype=torch.int32, device=device)
         spans = triton.cdiv(vocab_size, _SPAN)
         masses = torch.empty(rows, spans, dtype=torch.int64, device=device)
+        histogram = torch.zeros(rows, 2, _BINS, dtype=torch.int64, device=device)
+        asked = logits, temperature, top_k, top_p, min_p
         _group_tops[(rows * chunks,)](logits, tops, vocab_size, groups, chunks, _GROUP, _CHUNK // _GROUP, num_warps=4)
-        _row_masses[(rows * spans,)](
-            logits, temperature, top_k, min_p, tops, masses, vocab_size, groups, spans, _SPAN, _CHUNK // 4, _TILE, _UNITS,
+        _masses_of_rows[(rows * spans,)](
+            *asked, tops, masses, histogram, vocab_size, groups, spans, _SPAN, _CHUNK // 4, _TILE, _BINS, _UNITS,
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
         _select[(rows,)](
-            logits, temperature, top_k, top_p, min_p, tops, masses, hits, *kept[2:], vocab_size, groups, spans,
-            _GROUP, _TILE, _FEW, triton.next_power_of_2(spans), _UNITS, LOWEST_KEY, num_warps=4, enable_fp_fusion=False,
+            *asked, tops, masses, histogram, hits, few, *kept[2:], vocab_size, groups, spans, _GROUP, _TILE, _FEW, _MOST,
+            triton.next_power_of_2(spans), _BINS, _UNITS, LOWEST_KEY, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return kept
