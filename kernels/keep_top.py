@@ -29,8 +29,9 @@ _GROUP = 128  # tokens of which the highest score is looked at first
 _CHUNK = 4096  # tokens per program where the vocabulary is walked over
 _TILE = 1024  # tokens, or groups, that a row's program looks at together
 _FEW = 256  # tokens that are each compared with each
-_MOST = 1024  # tokens that are searched among, before all are
-_SPAN = 32768  # tokens per program that adds masses
+_MOST = 8192  # tokens that are searched among, before all are
+_SCAN = 2048  # tokens that are looked at together where tokens are listed
+_SPAN = 8192  # tokens per program that adds masses
 _BINS = 1024  # of the histogram
 _UNITS = 2.0**40  # of mass in the likeliest token
 LOWEST_KEY = -0x7F800001 << 32  # no key of a token is lower
@@ -84,7 +85,8 @@ def keep_top_reference(logits, temperature, top_k, top_p, min_p):
     top = torch.where(ordered[:, 0] > -torch.inf, ordered[:, 0], 0)
     total = torch.where(greedy[:, 0], 1.0, (mass * keep).sum(-1).double() / _UNITS).float()
     lowest = keys_reference(scores).gather(1, order.gather(1, count[:, None] - 1))[:, 0]
-    nothing_asked = ((limit >= scores.shape[1]) & (share >= 1) & (min_p[:, None] <= 0) & ~greedy)[:, 0]
+    nothing_asked = (limit >= scores.shape[1]) & (share >= 1) & (min_p[:, None] <= 0) & ~greedy
+    nothing_asked = (nothing_asked & (ordered[:, :1] > -torch.inf))[:, 0]
     lowest = torch.where(nothing_asked, LOWEST_KEY, lowest)
     count = torch.where(nothing_asked, scores.shape[1], count).int()
     return Kept(logits, temperature, None, count, lowest, top, total)
@@ -113,9 +115,15 @@ def _heat(temperature, row):
 
 
 @jit
+def _likely(score, top):
+    """How likely a token is, in fp64, next to the likeliest."""
+    return tl.where(score == top, 1.0, tl.exp(score.to(tl.float64) - top.to(tl.float64)))
+
+
+@jit
 def _masses(score, top, floor, UNITS: tl.constexpr):
     """Whole units of mass, 0 for what is less than `floor` times as likely as the likeliest."""
-    likely = tl.where(score == top, 1.0, tl.exp(score.to(tl.float64) - top.to(tl.float64)))
+    likely = _likely(score, top)
     return tl.where(likely >= floor, likely * UNITS, 0.0).to(tl.int64)
 
 
@@ -289,21 +297,21 @@ def _hit_groups(tops, hits, heat, top, bound, bin, num_groups, TILE: tl.constexp
 
 
 @jit
-def _token_of(hits, i, num_hits, vocab_size, GROUP: tl.constexpr):
-    """The i-th tokens of the groups listed; vocab_size behind the last."""
-    return tl.load(hits + i // GROUP, mask=i < num_hits * GROUP, other=vocab_size) * GROUP + i % GROUP
+def _token_of(hits, i, count, vocab_size, GROUP: tl.constexpr):
+    """The i-th of `count` tokens, those of the groups listed; vocab_size or more behind the last."""
+    return tl.load(hits + i // GROUP, mask=i < count, other=vocab_size) * GROUP + i % GROUP
 
 
 @jit
 def _collect(
     row, tops, hits, few, heat, top, bound, bin, vocab_size, num_groups,
-    GROUP: tl.constexpr, MOST: tl.constexpr, TILE: tl.constexpr, BINS: tl.constexpr,
+    GROUP: tl.constexpr, MOST: tl.constexpr, SCAN: tl.constexpr, TILE: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     """List the tokens in a window, the lowest first, but no more than MOST.  -> how many they are"""
     num_hits = _hit_groups(tops, hits, heat, top, bound, bin, num_groups, TILE, BINS)
     count = num_groups * 0
-    for start in range(0, num_hits * GROUP, TILE):
-        token = _token_of(hits, start + tl.arange(0, TILE), num_hits, vocab_size, GROUP)
+    for start in range(0, num_hits * GROUP, SCAN):
+        token = _token_of(hits, start + tl.arange(0, SCAN), num_hits * GROUP, vocab_size, GROUP)
         score = scores_at(row, token, token < vocab_size, heat)
         found = _in_window(score, top, bound, bin, BINS)
         place = count + tl.cumsum(found.to(tl.int32), 0) - 1
@@ -378,7 +386,7 @@ def _bin_of(amounts, wanted, BINS: tl.constexpr):
 def _select(
     logits, temperature, top_k, top_p, min_p, tops, masses, histogram, hits, few, tokens, counts, lowest, top, total,
     vocab_size, num_groups, num_spans,
-    GROUP: tl.constexpr, TILE: tl.constexpr, FEW: tl.constexpr, MOST: tl.constexpr, SPANS: tl.constexpr, BINS: tl.constexpr,
+    GROUP: tl.constexpr, TILE: tl.constexpr, FEW: tl.constexpr, MOST: tl.constexpr, SCAN: tl.constexpr, SPANS: tl.constexpr, BINS: tl.constexpr,
     UNITS: tl.constexpr, LOWEST: tl.constexpr,
 ):  # fmt: skip
     """What one row keeps."""
@@ -412,7 +420,21 @@ def _select(
             else:
                 bin, before = _bin_of(histogram + BINS, limit, BINS)
             listed = _collect(
-                logits, tops, hits, few, heat, highest, bound, bin, vocab_size, num_groups, GROUP, MOST, TILE, BINS
+                logits,
+                tops,
+                hits,
+                few,
+                heat,
+                highest,
+                bound,
+                bin,
+                vocab_size,
+                num_groups,
+                GROUP,
+                MOST,
+                SCAN,
+                TILE,
+                BINS,
             )
             least = _lowest_key(
                 logits, few, listed, heat, highest, floor, bound, bin, before, limit, vocab_size,
@@ -431,29 +453,48 @@ def _select(
             if 4 * limit > num_groups:
                 bin, before = _bin_of(histogram, wanted, BINS)
                 listed = _collect(
-                    logits, tops, hits, few, heat, highest, bound, bin, vocab_size, num_groups, GROUP, MOST, TILE, BINS
+                    logits,
+                    tops,
+                    hits,
+                    few,
+                    heat,
+                    highest,
+                    bound,
+                    bin,
+                    vocab_size,
+                    num_groups,
+                    GROUP,
+                    MOST,
+                    SCAN,
+                    TILE,
+                    BINS,
                 )
             least = _lowest_key(
                 logits, few, listed, heat, highest, floor, bound, bin, before, wanted, vocab_size,
                 True, FEW, MOST, TILE, BINS, UNITS,
             )  # fmt: skip
-        bound = _score_of(least)
-        if floor > 0:  # a little lower than it is: rounding must not lose a token
-            bound = tl.maximum(bound, (highest.to(tl.float64) + tl.log(floor) - 0.01).to(tl.float32))
-        num_hits = _hit_groups(tops, hits, heat, highest, bound, num_groups * 0 - 1, num_groups, TILE, BINS)
+        everywhere = (4 * limit > num_groups) | (listed > MOST)  # else what is kept is among the few
+        if everywhere:
+            bound = _score_of(least)
+            if floor > 0:  # a little lower than it is: rounding must not lose a token
+                bound = tl.maximum(bound, (highest.to(tl.float64) + tl.log(floor) - 0.01).to(tl.float32))
+            listed = GROUP * _hit_groups(tops, hits, heat, highest, bound, num_groups * 0 - 1, num_groups, TILE, BINS)
         count = num_groups * 0
-        first, masses_ = tl.full((TILE,), 0x7FFFFFFFFFFFFFFF, tl.int64), tl.zeros((TILE,), tl.int64)
-        for start in range(0, num_hits * GROUP, TILE):
-            token = _token_of(hits, start + tl.arange(0, TILE), num_hits, vocab_size, GROUP)
+        first, masses_ = tl.full((SCAN,), 0x7FFFFFFFFFFFFFFF, tl.int64), tl.zeros((SCAN,), tl.int64)
+        for start in range(0, listed, SCAN):
+            i = start + tl.arange(0, SCAN)
+            if everywhere:
+                token = _token_of(hits, i, listed, vocab_size, GROUP)
+            else:
+                token = tl.load(few + i, mask=i < listed, other=vocab_size)
             score = scores_at(logits, token, token < vocab_size, heat)
-            likely = tl.exp(score.to(tl.float64) - highest.to(tl.float64))
-            keep = (score >= bound) & (_key(score, token) >= least) & ((score == highest) | (likely >= floor))
-            keep = keep & (score > float("-inf"))
+            key, likely = _key(score, token), _likely(score, highest)
+            keep = (score > float("-inf")) & (key >= least) & (likely >= floor)
             place = count + tl.cumsum(keep.to(tl.int32), 0) - 1
             tl.store(tokens + place, token, mask=keep)
             count += tl.sum(keep.to(tl.int32), 0)
-            first = tl.minimum(first, tl.where(keep, _key(score, token), 0x7FFFFFFFFFFFFFFF))
-            masses_ += tl.where(keep, _masses(score, highest, floor, UNITS), 0)
+            first = tl.minimum(first, tl.where(keep, key, 0x7FFFFFFFFFFFFFFF))
+            masses_ += tl.where(keep, likely * UNITS, 0.0).to(tl.int64)
         mass, least = tl.sum(masses_, 0), tl.min(first, 0)
     tl.store(counts + row, count)
     tl.store(lowest + row, least)
@@ -528,6 +569,6 @@ def keep_top(logits, temperature, top_k, top_p, min_p):
         )  # fmt: skip
         _select[(rows,)](
             *asked, tops, masses, histogram, hits, few, *kept[2:], vocab_size, groups, spans, _GROUP, _TILE, _FEW, _MOST,
-            triton.next_power_of_2(spans), _BINS, _UNITS, LOWEST_KEY, num_warps=4, enable_fp_fusion=False,
+            _SCAN, triton.next_power_of_2(spans), _BINS, _UNITS, LOWEST_KEY, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return kept

@@ -109,8 +109,8 @@ def reference(problem):
 
 
 # Sizes of the kernel's steps, so small that all of its ways are gone; None: as they are.
-NAMES = ("_GROUP", "_TILE", "_CHUNK", "_FEW", "_MOST", "_SPAN", "_BINS")
-STEPS = [None, (4, 64, 256, 16, 32, 128, 32), (8, 64, 256, 64, 128, 256, 256)]
+NAMES = ("_GROUP", "_TILE", "_CHUNK", "_FEW", "_MOST", "_SCAN", "_SPAN", "_BINS")
+STEPS = [None, (4, 64, 256, 16, 32, 64, 128, 32), (8, 64, 256, 64, 128, 128, 256, 256)]
 
 
 def set_steps(monkeypatch, kernel, steps):
@@ -142,7 +142,8 @@ def test_the_kernel_keeps_it_of_every_dtype_too():
         ("tl.log(floor) - 0.01", "tl.log(floor) + 0.5"),
         ("bound = _score_of(least)\n            else", "bound = _score_of(least) + 10.0\n            else"),
         ("while (from_low - from_high > 1)", "while (from_low - from_high > 4)"),
-        ("(_key(score, token) >= least) & ((score == highest)", "((score == highest)"),
+        ("& (key >= least) & (likely >= floor)", "& (likely >= floor)"),
+        ("& (key >= least) & (likely >= floor)", "& (key >= least)"),
         ("likely >= floor, likely * UNITS", "likely > floor, likely * UNITS"),
         ("bin < found, amount, 0", "bin <= found, amount, 0"),
         ("mask=index < bin, other=0", "mask=index <= bin, other=0"),
@@ -157,7 +158,8 @@ def test_a_fault_in_the_kernel_is_seen(kernel_device, monkeypatch, tmp_path, bef
     given = problem(300, kernel_device)
     given[2][14], given[3][14], given[4][14] = 0, 0.5, 1.0  # of which only ties with the likeliest are left
     given[0][14] = given[0][14].round()
-    given = [x[[1, 3, 6, 10, 14, 16, 18, 22]] for x in given]
+    given[2][23], given[3][23], given[4][23] = 5, 1.0, 0.4  # min-p leaves less than top-k
+    given = [x[[1, 3, 6, 10, 14, 16, 18, 22, 23]] for x in given]
     assert differences(kernel.keep_top(*given), reference(given))
 
 
