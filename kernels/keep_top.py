@@ -221,12 +221,12 @@ def _masses_of_rows(
 
 @jit
 def _search(
-    row, listed, count, heat, top, floor, bound, bin, before, wanted, enough, from_low,
-    LISTED: tl.constexpr, MASS: tl.constexpr, TILE: tl.constexpr, BINS: tl.constexpr, UNITS: tl.constexpr,
+    row, listed, count, are_listed, heat, top, floor, bound, bin, before, wanted, enough, from_low,
+    MASS: tl.constexpr, TILE: tl.constexpr, BINS: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
     """The highest key from which on there are `wanted` tokens in a window, or units of mass with those `before` it.
 
-    The tokens are the first `count`, or the ones `listed`; those in the window have a score of at least `bound` and are in `bin`, if
+    The tokens are the first `count`, or if they are listed, `listed`; those in the window have a score of at least `bound` and are in `bin`, if
     that is not negative. There are from_low of them, and as much as is wanted. Three keys are tried at a time, until one token is
     left between what is too high and what is not, or `enough` tokens: then it is not the highest such key.
     """
@@ -241,9 +241,7 @@ def _search(
         for start in range(0, count, TILE):
             i = start + tl.arange(0, TILE)
             inside = i < count
-            token = i
-            if LISTED:
-                token = tl.load(listed + i, mask=inside, other=0)
+            token = tl.where(are_listed, tl.load(listed + i, mask=inside & are_listed, other=0), i)
             score = scores_at(row, token, inside, heat)
             inside = _in_window(score, top, bound, bin, BINS)
             key = _key(score, token)
@@ -344,16 +342,10 @@ def _lowest_key(
     else:
         # As many tokens as wanted are enough to stop; a mass is not known until one token is left.
         enough = (wanted - before).to(tl.int64) * (0 if MASS else 1)
-        if count <= MOST:
-            least = _search(
-                row, few, count, heat, top, floor, bound, bin, before, wanted, enough, count.to(tl.int64),
-                True, MASS, TILE, BINS, UNITS,
-            )  # fmt: skip
-        else:
-            least = _search(
-                row, few, vocab_size, heat, top, floor, bound, bin, before, wanted, enough, count.to(tl.int64),
-                False, MASS, TILE, BINS, UNITS,
-            )  # fmt: skip
+        least = _search(
+            row, few, tl.where(count <= MOST, count, vocab_size), count <= MOST, heat, top, floor, bound, bin, before, wanted,
+            enough, count.to(tl.int64), MASS, TILE, BINS, UNITS,
+        )  # fmt: skip
     return least
 
 
@@ -413,8 +405,8 @@ def _select(
             if 4 * limit <= num_groups:
                 # The scores of the best groups; a few too many cost less than telling the last ones apart.
                 least = _search(
-                    tops, tops, num_groups, heat, highest, floor, bound, bin, none, limit, limit + 16,
-                    num_groups.to(tl.int64), False, False, TILE, BINS, UNITS,
+                    tops, hits, num_groups, num_groups < 0, heat, highest, floor, bound, bin, none, limit, limit + 16,
+                    num_groups.to(tl.int64), False, TILE, BINS, UNITS,
                 )  # fmt: skip
                 bound = _score_of(least)
             else:
