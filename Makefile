@@ -47,10 +47,11 @@ $(RUN)/export/config.json: $(RUN)/head/config.json $(RUN)/tree.json
 	rm -rf $(RUN)/export
 	$(BIN)/heads.export $(RUN) --format medusa --output $(RUN)/export
 
-# One thread each: the test models are tiny, and a busy neighbour then costs nothing.
+# A process per core, up to four, of one thread each: the test models are tiny, and a busy neighbour then costs nothing. Each process
+# starts with neighbouring tests, which share what they build, and takes from the others when it is done.
 test: export OMP_NUM_THREADS := 1
 test: $(READY)
-	$(BIN)/pytest -m "not gpu"
+	$(BIN)/pytest -m "not gpu" -n logical --maxprocesses 4 --dist worksteal
 
 lint: $(READY)
 	$(BIN)/ruff check .

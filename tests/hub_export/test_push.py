@@ -76,9 +76,9 @@ def test_every_file_arrives_byte_by_byte_in_a_private_repository(source, tmp_pat
     assert len([line for line in fake_hub.requests if line.startswith("PUT /storage/")]) == 2
 
 
-def test_a_pushed_head_loads_by_its_id_and_then_without_network(source, tmp_path, fake_hub):
+def test_a_pushed_head_loads_by_its_id_and_then_without_network(source, run_here, tmp_path, fake_hub):
     (source / "tree.json").write_text('{"parents": [-1, 0], "ranks": [0, 0]}')
-    assert push(source, tmp_path / "out", fake_hub, "--push-to-hub").returncode == 0
+    assert run_here(tmp_path / "out", "--push-to-hub") == 0
     script = (
         "import sys, torch; from headstart.heads.checkpoint import load_head, resolve_head;"
         "one, other = load_head('tester/out'), load_head(sys.argv[1]); assert one.config == other.config;"

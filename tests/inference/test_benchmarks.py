@@ -143,7 +143,7 @@ def test_kernel_linear_sums_up_a_layer(bench):
 
 def test_engine_accepts_at_the_asked_rates_and_shows_plain_decoding_beside(bench):
     _, found = bench(
-        "engine", "--acceptance", "2.0", "--batch", "1,2", "--prompt-tokens", "20", "--new-tokens", "200", "--no-startup"
+        "engine", "--acceptance", "2.0", "--batch", "1,2", "--prompt-tokens", "20", "--new-tokens", "120", "--no-startup"
     )  # fmt: skip
     assert [(row["draft"], row["batch"]) for row in found["rows"]] == [
         ("plain", 1), ("plain", 2), ("medusa chain, own", 1), ("medusa chain, own", 2),

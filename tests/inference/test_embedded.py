@@ -16,6 +16,7 @@ from headstart.train.features import FrozenTarget
 ASSETS = Path(__file__).resolve().parents[2] / "assets"
 TARGET, HEADS = ASSETS / "stdlib-coder", ASSETS / "stdlib-coder-medusa"
 NUM_PROMPTS = 32
+FEW = 10  # of them, on the CPU: above every batch tried, so that slots are used again
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def plain(embedded):
     module, tokenizer, prompts, _ = embedded
     llm = LLM(module, tokenizer=tokenizer, max_num_seqs=1)
     params = {t: SamplingParams(temperature=t, max_tokens=32, seed=5) for t in (0.0, 0.8)}
-    return {t: [o.outputs[0].token_ids for o in llm.generate(prompts, params[t])] for t in params}
+    return {t: [o.outputs[0].token_ids for o in llm.generate(prompts[:FEW], params[t])] for t in params}
 
 
 @pytest.mark.slow
@@ -46,7 +47,7 @@ def test_shipped_heads_change_no_token_and_are_accepted(embedded, plain, tempera
     speculative = {"model": str(HEADS), "tree": "chain" if tree == "chain" else tree_file}
     llm = LLM(module, tokenizer=tokenizer, max_num_seqs=batch, speculative_config=speculative)
     assert llm.tree.num_nodes == (5 if tree == "chain" else 64)
-    outputs = llm.generate(prompts, SamplingParams(temperature=temperature, max_tokens=32, seed=5))
+    outputs = llm.generate(prompts[:FEW], SamplingParams(temperature=temperature, max_tokens=32, seed=5))
     assert [o.outputs[0].token_ids for o in outputs] == plain[temperature]
     least = {("chain", 0.0): 1.5, ("tree of 64", 0.0): 2.0, ("chain", 0.8): 1.2, ("tree of 64", 0.8): 1.6}
     assert llm.get_metrics()["acceptance_length"] >= least[tree, temperature]
@@ -89,7 +90,7 @@ def test_training_and_engine_agree_on_every_accepted_count(embedded):
     step.verifier = recording
     head, target = load_head(HEADS, dtype=torch.float32), FrozenTarget(module)
     checked, counts = 0, set()
-    for prompt in prompts[:12]:
+    for prompt in prompts[:8]:
         steps.clear()
         (output,) = llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True))
         text = torch.tensor([output.prompt_token_ids + output.outputs[0].token_ids])
@@ -105,7 +106,7 @@ def test_training_and_engine_agree_on_every_accepted_count(embedded):
             assert count == accepted, (prompt["prompt"], committed)
             checked += 1
             counts.add(count)
-    assert checked > 200
+    assert checked > 150
     assert counts >= {0, 1, 2, 3}
 
 

@@ -28,7 +28,7 @@ def kinds(checks):
 
 def test_speculation_as_shipped_is_found_lossless(base, head_folder):
     speculative = {"model": str(head_folder), "tree": "chain"}
-    checks = verify_lossless(base, speculative, PROMPTS, (0.0, COLD), max_tokens=12, batch=4, samples=150)
+    checks = verify_lossless(base, speculative, PROMPTS, (0.0, COLD), max_tokens=12, batch=4, samples=100)
     assert kinds(checks)[:5] == [("bits", True)] * 4 + [("law", True)]
     assert checks[5].kind == "control"
     passed, sentence = verdict(checks, "strict")
@@ -45,7 +45,7 @@ def test_a_rule_that_takes_every_first_draft_is_found_out(base, head_folder, mon
 
     monkeypatch.setattr(verify_module, "verify_strict", credulous)
     speculative = {"model": str(head_folder), "tree": "chain"}
-    checks = verify_lossless(base, speculative, PROMPTS, (0.0, COLD), max_tokens=12, batch=4, samples=150)
+    checks = verify_lossless(base, speculative, PROMPTS, (0.0, COLD), max_tokens=12, batch=4, samples=100)
     assert ("bits", False) in kinds(checks)
     assert ("law", False) in kinds(checks)
     assert not verdict(checks, "strict")[0]

@@ -50,13 +50,20 @@ def small_target(vocab_size):
     return model, head.requires_grad_(False)
 
 
-@pytest.mark.parametrize("rule", RATIO_RULES)
-def test_at_temperature_0_the_embedded_target_speaks_as_without_drafts(rule, tree_file):
+@pytest.fixture(scope="module")
+def embedded():
+    """The embedded target, its tokenizer, three prompts, greedy parameters and the outputs without drafts."""
     module = AutoModelForCausalLM.from_pretrained(ASSETS / "stdlib-coder", dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(ASSETS / "stdlib-coder")
     prompts = [render_prompt(tokenizer, p) for p in read_prompts(ASSETS / "stdlib-coder" / "heldout.jsonl", count=3)]
     params = SamplingParams(temperature=0.0, max_tokens=20)
     plain = [o.outputs[0].token_ids for o in LLM(module, tokenizer=tokenizer).generate(prompts, params)]
+    return module, tokenizer, prompts, params, plain
+
+
+@pytest.mark.parametrize("rule", RATIO_RULES)
+def test_at_temperature_0_the_embedded_target_speaks_as_without_drafts(rule, tree_file, embedded):
+    module, tokenizer, prompts, params, plain = embedded
     for method, tree in product(
         ("probabilistic", "greedy"), ("chain", tree_file)[: 1 if rule in RATIO_RULES[:2] else 2]
     ):
@@ -153,13 +160,12 @@ def test_the_engines_outputs_follow_the_targets_law(rule, method, top_k, tree_fi
     tree = tree_file if rule in ("recursive", "traversal") else "chain"
     speculative = {"model": head, "tree": tree, "verifier": rule, "draft_sample_method": method}
     llm = LLM(model, max_num_seqs=128, speculative_config=speculative)
-    counts = counts_of(llm, [1, 4], 2500, temperature=0.9, top_k=top_k)
+    counts = counts_of(llm, [1, 4], 1500, temperature=0.9, top_k=top_k)
     joint = exact_joint(model, [1, 4], 0.9, top_k, 3)
     assert surprise(counts, joint) < 6
     assert 1.2 < llm.get_metrics()["acceptance_length"] < 3.5
     # The test can fail: of the law at another temperature this is no sample.
-    if not top_k:
-        assert surprise(counts, exact_joint(model, [1, 4], 1.3, 0, 3)) > 6
+    assert surprise(counts, exact_joint(model, [1, 4], 1.1, top_k, 3)) > 6
 
 
 def test_the_same_seed_gives_the_same_tokens_in_any_company():

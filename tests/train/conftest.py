@@ -2,11 +2,15 @@
 
 import json
 import random
+import runpy
+import sys
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from headstart.train import medusa, stdlib_pairs
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}<|assistant|>{% generation %}{{ m['content'] }}<|end|>"
@@ -73,6 +77,18 @@ def conversations(tmp_path_factory):
     return str(path)
 
 
+@pytest.fixture(scope="session")
+def stdlib_source():
+    """All pairs of this interpreter's standard library, whose source takes seconds to parse."""
+    return stdlib_pairs.stdlib_source_pairs()
+
+
+@pytest.fixture(scope="session")
+def stdlib_splits(stdlib_source):
+    """{split: pairs} as stdlib_pairs gives them."""
+    return dict(zip(stdlib_pairs.SPLITS, stdlib_pairs.split_pairs(stdlib_source)))
+
+
 @pytest.fixture
 def arguments(word_target, conversations, tmp_path):
     """arguments(lr=0.1, ...) -> argv of a run that takes a fraction of a second, in tmp_path/"run"."""
@@ -84,6 +100,20 @@ def arguments(word_target, conversations, tmp_path):
         return [word for name, value in values.items() for word in (f"--{name}", str(value))]
 
     return build
+
+
+@pytest.fixture
+def run_script(monkeypatch, capsys):
+    """run_script(argv) -> (status, what it says on stderr) of train/medusa.py as a script, without a process of its own."""
+
+    def run(words):
+        monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)  # no launcher to leave with
+        monkeypatch.setattr(sys, "argv", [medusa.__file__, *words])
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(medusa.__file__, run_name="__main__")
+        return end.value.code, capsys.readouterr().err
+
+    return run
 
 
 @pytest.fixture

@@ -86,7 +86,8 @@ def test_both_shapes_and_all_role_names_become_the_same_messages(tmp_path):
     assert load_conversations(write(tmp_path / "a.json", [sharegpt, openai])) == [expected, expected]
 
 
-def test_builtin_set_gives_its_splits():
+def test_builtin_set_gives_its_splits(stdlib_source, monkeypatch):
+    monkeypatch.setattr("headstart.train.stdlib_pairs.stdlib_source_pairs", lambda: stdlib_source)
     train, heldout = load_conversations("stdlib"), load_conversations("stdlib", "heldout")
     assert len(train) > 5 * len(heldout) > 500
     assert [turn["role"] for turn in train[0]] == ["user", "assistant"]

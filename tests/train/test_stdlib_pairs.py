@@ -12,11 +12,6 @@ from headstart.train import stdlib_pairs as source
 DOC = "Return the sum of both numbers, always."
 
 
-@pytest.fixture(scope="module")
-def splits():
-    return {split: source.stdlib_pairs(split) for split in source.SPLITS}
-
-
 def pairs_of(text, **kwargs):
     return source.pairs_from_source(textwrap.dedent(text), "some.module", **kwargs)
 
@@ -118,7 +113,8 @@ def test_split_depends_on_the_modules_name_alone():
     assert 0.035 < share < 0.045
 
 
-def test_standard_library_gives_thousands_of_valid_functions(splits):
+def test_standard_library_gives_thousands_of_valid_functions(stdlib_splits):
+    splits = stdlib_splits
     assert len(splits["train"]) > 4000
     assert len(splits["heldout"]) >= 200
     for pair in splits["train"] + splits["heldout"]:
@@ -129,15 +125,16 @@ def test_standard_library_gives_thousands_of_valid_functions(splits):
         assert 40 <= len(pair.answer) <= 3000
 
 
-def test_no_heldout_module_or_body_is_in_the_training_split(splits):
+def test_no_heldout_module_or_body_is_in_the_training_split(stdlib_splits):
+    splits = stdlib_splits
     assert all(source.is_heldout(pair.module) for pair in splits["heldout"])
     assert not any(source.is_heldout(pair.module) for pair in splits["train"])
     bodies = [source.body_key(pair.answer) for split in source.SPLITS for pair in splits[split]]
     assert len(set(bodies)) == len(bodies)
 
 
-def test_standard_library_comes_in_the_same_order_every_time(splits):
-    assert source.stdlib_pairs("train") == splits["train"]
+def test_standard_library_comes_in_the_same_order_every_time(stdlib_splits):
+    assert source.stdlib_pairs("train") == stdlib_splits["train"]
 
 
 def test_copies_of_heldout_functions_are_dropped_and_documented_copies_preferred():

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from headstart.train import target
 from headstart.train.data import block_attention_mask, encode_conversations, load_conversations, pack
 from headstart.train.muon import orthogonalize
-from headstart.train.stdlib_pairs import body_key, is_heldout, stdlib_pairs
+from headstart.train.stdlib_pairs import body_key, is_heldout
 from headstart.train.target_corpus import CHAT_TEMPLATE, SPECIAL_TOKENS, encode
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,17 +66,17 @@ def test_template_masks_the_assistants_text_and_its_end(tokenizer):
     assert prompt == "<|user|>Write f.<|assistant|>"
 
 
-def test_training_encodes_pairs_as_the_template_does(tokenizer):
-    pairs = stdlib_pairs("heldout")
+def test_training_encodes_pairs_as_the_template_does(tokenizer, stdlib_splits):
+    pairs = stdlib_splits["heldout"]
     encoded = encode(tokenizer.backend_tokenizer, pairs)
     by_template = encode_conversations(tokenizer, [pair.conversation() for pair in pairs])
     assert [(ids.tolist(), marks.tolist()) for ids, marks in encoded] == by_template
 
 
-def test_heldout_prompts_are_of_heldout_modules_and_unseen_here(tokenizer, heldout):
+def test_heldout_prompts_are_of_heldout_modules_and_unseen_here(tokenizer, heldout, stdlib_splits):
     assert len(heldout) >= 200
     assert all(is_heldout(line["module"]) for line in heldout)
-    training = {body_key(pair.answer) for pair in stdlib_pairs("train")}
+    training = {body_key(pair.answer) for pair in stdlib_splits["train"]}
     assert not any(body_key(line["messages"][1]["content"]) in training for line in heldout)
     for line in heldout:
         assert [turn["role"] for turn in line["messages"]] == ["user", "assistant"]
@@ -138,8 +138,8 @@ def test_script_learns_writes_a_loadable_model_and_never_overwrites(tmp_path, mo
         target.main(tiny_arguments(output))
 
 
-def test_too_little_source_is_told_and_leaves_nothing_behind(tmp_path, monkeypatch):
-    pairs = stdlib_pairs("train")[:100]
+def test_too_little_source_is_told_and_leaves_nothing_behind(tmp_path, monkeypatch, stdlib_splits):
+    pairs = stdlib_splits["train"][:100]
     monkeypatch.setattr("headstart.train.target_corpus.stdlib_source_pairs", lambda further: pairs)
     with pytest.raises(ValueError, match=r"documented functions to train on.*at least 500"):
         target.main(tiny_arguments(tmp_path / "model"))
