@@ -42,8 +42,8 @@ class Ratio:
         self.name, self._workspaces = name, {}
 
     def __call__(self, tree, draft, batch, scores, temperature, kept=None):
-        """draft: draw_nodes.Drafted; scores, temperature: the target's law at every node, as row_laws.py defines it; kept: on a GPU,
-        where laws are cut, that of what keep_top.Kept says, and the draft has one too."""
+        """draft: draw_nodes.Drafted; scores, temperature: the target's law at every node, as row_laws.py defines it; kept: on a
+        GPU, where laws are cut, that of what keep_top.Kept says, and the draft has one too."""
         limit, key = batch.remaining - 1, (batch.seed, batch.sample, batch.committed)
         if not on_triton(scores):
             return self.by_reference(tree, draft, scores, temperature, limit, key)

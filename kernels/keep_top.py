@@ -5,15 +5,14 @@
     kept_scores     the scores, minus infinity for what is left out                   Kept -> fp32 [M, V]
     scale           the scores of all tokens                                          [M, V] -> fp32 [M, V]
 
-Exact, no approximate threshold. Tokens are ordered by score, ties by the lowest id. Min-p keeps those at least min_p times as likely
-as the likeliest, top-k the first k. Of what both left, those stay before which less than top_p of the mass has been counted. So
-all three keep the first tokens of one order, and one key (`sample._key`: score, then token) says which: the lowest one kept.
+Exact, no approximate threshold. Tokens are ordered by score, ties by the lowest id. Min-p keeps those at least min_p times as
+likely as the likeliest, top-k the first k. Of what both left, those stay before which less than top_p of the mass has been counted.
+So all three keep the first tokens of one order, and one key (`sample._key`: score, then token) says which: the lowest one kept.
 
-Nothing is sorted. One pass over the vocabulary leaves the highest score of every group of tokens. The k-th highest of those is no
-higher than the k-th highest token, a token below (1 - top_p) / V of the mass cannot be within top_p, and what is above such
-bounds is few: it is listed, and the lowest key kept is found by comparing each with each, or searched for by counting. Masses are
-counted in whole units of 2^-40 of the likeliest token, so sums have no order and a row's bits never depend on other rows. NaN
-counts as minus infinity.
+Nothing is sorted. One pass over the vocabulary leaves the highest score of every group of tokens: where top-k leaves few, it says
+in which groups to look for them. Where many are left another pass makes a histogram, mass and number of tokens per bin of scores:
+it says in which bin the last one kept is. lowest_key.py finds it there. Masses are counted in whole units of 2^-40 of the
+likeliest token, so sums have no order and a row's bits never depend on other rows. NaN counts as minus infinity.
 
 Letters: M rows, V vocabulary, G groups.
 """
@@ -23,6 +22,20 @@ from typing import NamedTuple
 import torch
 
 from .jit import jit, on_triton, tl, triton
+from .lowest_key import (
+    bin_of,
+    collect,
+    hit_groups,
+    likelihood,
+    lowest_key,
+    mass_from,
+    mass_of,
+    score_bin,
+    score_of,
+    scores_at,
+    search,
+    token_of,
+)
 from .sample import _key, check_rows
 
 _GROUP = 128  # tokens of which the highest score is looked at first
@@ -100,31 +113,10 @@ def kept_scores_reference(kept):
 
 
 @jit
-def scores_at(row, token, inside, heat):
-    """Scores of some tokens of a row whose temperature is `heat`; minus infinity outside."""
-    x = tl.load(row + token, mask=inside, other=float("-inf")).to(tl.float32)
-    x = tl.div_rn(x, tl.where(inside, heat, 1.0))
-    return tl.where(x == x, tl.where(x == 0.0, 0.0, x), float("-inf"))
-
-
-@jit
 def _heat(temperature, row):
     """What a row's logits are divided by."""
     heat = tl.load(temperature + row).to(tl.float32)
     return tl.where(heat > 0, heat, 1.0)
-
-
-@jit
-def _likely(score, top):
-    """How likely a token is, in fp64, next to the likeliest."""
-    return tl.where(score == top, 1.0, tl.exp(score.to(tl.float64) - top.to(tl.float64)))
-
-
-@jit
-def _masses(score, top, floor, UNITS: tl.constexpr):
-    """Whole units of mass, 0 for what is less than `floor` times as likely as the likeliest."""
-    likely = _likely(score, top)
-    return tl.where(likely >= floor, likely * UNITS, 0.0).to(tl.int64)
 
 
 @jit(do_not_specialize=["num_chunks"])
@@ -181,20 +173,6 @@ def _asked(temperature, top_k, top_p, min_p, row, vocab_size):
     return _heat(temperature, row), limit, share, floor
 
 
-@jit
-def _score_of(key):
-    """The score of a key."""
-    ordered = (key >> 32).to(tl.int32)
-    return tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).to(tl.float32, bitcast=True)
-
-
-@jit
-def _bin(score, top, BINS: tl.constexpr):
-    """Which bin of the histogram a score falls into, 0 the highest: it never rises with the score."""
-    below = tl.where(score == top, 0.0, (top - score) * (BINS / 28))  # 2^-40 is e^-27.7
-    return tl.minimum(below, BINS - 1.0).to(tl.int32)
-
-
 @jit(do_not_specialize=["num_groups", "num_spans"])
 def _masses_of_rows(
     logits, temperature, top_k, top_p, min_p, tops, masses, histogram, vocab_size, num_groups, num_spans,
@@ -211,175 +189,20 @@ def _masses_of_rows(
             token = start + tl.arange(0, CHUNK)
             score = scores_at(logits + row * vocab_size, token, token < vocab_size, heat)
             there = (token < vocab_size) & (score > float("-inf"))
-            mass = tl.where(there, _masses(score, top, floor, UNITS), 0)
+            mass = tl.where(there, mass_of(score, top, floor, UNITS), 0)
             masses_ += mass
-            bin = _bin(score, top, BINS)
+            bin = score_bin(score, top, BINS)
             tl.atomic_add(histogram + bin, mass, mask=tl.where(share < 1, mass, 0) > 0, sem="relaxed")
             tl.atomic_add(histogram + BINS + bin, there.to(tl.int64), mask=there & (limit < vocab_size), sem="relaxed")
         tl.store(masses + row * num_spans + span, tl.sum(masses_, 0))
-
-
-@jit
-def _search(
-    row, listed, count, are_listed, heat, top, floor, bound, bin, before, wanted, enough, from_low,
-    MASS: tl.constexpr, TILE: tl.constexpr, BINS: tl.constexpr, UNITS: tl.constexpr,
-):  # fmt: skip
-    """The highest key from which on there are `wanted` tokens in a window, or units of mass with those `before` it.
-
-    The tokens are the first `count`, or if they are listed, `listed`; those in the window have a score of at least `bound` and are in `bin`, if
-    that is not negative. There are from_low of them, and as much as is wanted. Three keys are tried at a time, until one token is
-    left between what is too high and what is not, or `enough` tokens: then it is not the highest such key.
-    """
-    low, high = _key(top * 0.0 + float("-inf"), count * 0 + 0x7FFFFFFF), _key(top, count * 0) + 1
-    from_high = from_low * 0
-    while (from_low - from_high > 1) & (from_low > enough):
-        step = tl.maximum((high >> 2) - (low >> 2), 1)
-        key_1, key_2, key_3 = low + step, low + 2 * step, low + 3 * step
-        key_1, key_2, key_3 = tl.minimum(key_1, high), tl.minimum(key_2, high), tl.minimum(key_3, high)
-        counts = tl.zeros((TILE,), tl.int64)
-        mass_1, mass_2, mass_3 = counts, counts, counts
-        for start in range(0, count, TILE):
-            i = start + tl.arange(0, TILE)
-            inside = i < count
-            token = tl.where(are_listed, tl.load(listed + i, mask=inside & are_listed, other=0), i)
-            score = scores_at(row, token, inside, heat)
-            inside = _in_window(score, top, bound, bin, BINS)
-            key = _key(score, token)
-            in_1, in_2, in_3 = inside & (key >= key_1), inside & (key >= key_2), inside & (key >= key_3)
-            counts += in_1.to(tl.int64) + (in_2.to(tl.int64) << 21) + (in_3.to(tl.int64) << 42)
-            if MASS:
-                mass = _masses(score, top, floor, UNITS)
-                mass_1 += tl.where(in_1, mass, 0)
-                mass_2 += tl.where(in_2, mass, 0)
-                mass_3 += tl.where(in_3, mass, 0)
-        packed = tl.sum(counts, 0)
-        from_1, from_2, from_3 = packed & 0x1FFFFF, (packed >> 21) & 0x1FFFFF, packed >> 42
-        if MASS:
-            enough_1 = (tl.sum(mass_1, 0) + before).to(tl.float64) >= wanted
-            enough_2 = (tl.sum(mass_2, 0) + before).to(tl.float64) >= wanted
-            enough_3 = (tl.sum(mass_3, 0) + before).to(tl.float64) >= wanted
-        else:
-            enough_1, enough_2, enough_3 = (
-                from_1 + before >= wanted,
-                from_2 + before >= wanted,
-                from_3 + before >= wanted,
-            )
-        from_low = tl.where(enough_3, from_3, tl.where(enough_2, from_2, tl.where(enough_1, from_1, from_low)))
-        low = tl.where(enough_3, key_3, tl.where(enough_2, key_2, tl.where(enough_1, key_1, low)))
-        from_high = tl.where(enough_1, tl.where(enough_2, tl.where(enough_3, from_high, from_3), from_2), from_1)
-        high = tl.where(enough_1, tl.where(enough_2, tl.where(enough_3, high, key_3), key_2), key_1)
-    return low
-
-
-@jit
-def _in_window(score, top, bound, bin, BINS: tl.constexpr):
-    """Whether scores are at least `bound` and, if `bin` is not negative, in that bin."""
-    own = tl.where(bin >= 0, _bin(score, top, BINS), bin)
-    return (score >= bound) & (score > float("-inf")) & (own == bin)
-
-
-@jit
-def _hit_groups(tops, hits, heat, top, bound, bin, num_groups, TILE: tl.constexpr, BINS: tl.constexpr):
-    """List the groups that may have tokens in a window.  -> how many"""
-    count = num_groups * 0
-    for start in range(0, num_groups, TILE):
-        group = start + tl.arange(0, TILE)
-        score = scores_at(tops, group, group < num_groups, heat)
-        hit = (score >= bound) & (score > float("-inf"))
-        hit = hit & (tl.where(bin >= 0, _bin(score, top, BINS), bin) <= bin)
-        place = count + tl.cumsum(hit.to(tl.int32), 0) - 1
-        tl.store(hits + place, group, mask=hit)
-        count += tl.sum(hit.to(tl.int32), 0)
-    tl.debug_barrier()
-    return count
-
-
-@jit
-def _token_of(hits, i, count, vocab_size, GROUP: tl.constexpr):
-    """The i-th of `count` tokens, those of the groups listed; vocab_size or more behind the last."""
-    return tl.load(hits + i // GROUP, mask=i < count, other=vocab_size) * GROUP + i % GROUP
-
-
-@jit
-def _collect(
-    row, tops, hits, few, heat, top, bound, bin, vocab_size, num_groups,
-    GROUP: tl.constexpr, MOST: tl.constexpr, SCAN: tl.constexpr, TILE: tl.constexpr, BINS: tl.constexpr,
-):  # fmt: skip
-    """List the tokens in a window, the lowest first, but no more than MOST.  -> how many they are"""
-    num_hits = _hit_groups(tops, hits, heat, top, bound, bin, num_groups, TILE, BINS)
-    count = num_groups * 0
-    for start in range(0, num_hits * GROUP, SCAN):
-        token = _token_of(hits, start + tl.arange(0, SCAN), num_hits * GROUP, vocab_size, GROUP)
-        score = scores_at(row, token, token < vocab_size, heat)
-        found = _in_window(score, top, bound, bin, BINS)
-        place = count + tl.cumsum(found.to(tl.int32), 0) - 1
-        tl.store(few + place, token, mask=found & (place < MOST))
-        count += tl.sum(found.to(tl.int32), 0)
-    tl.debug_barrier()
-    return count
-
-
-@jit
-def _lowest_key(
-    row, few, count, heat, top, floor, bound, bin, before, wanted, vocab_size,
-    MASS: tl.constexpr, FEW: tl.constexpr, MOST: tl.constexpr, TILE: tl.constexpr, BINS: tl.constexpr, UNITS: tl.constexpr,
-):  # fmt: skip
-    """The key of the last token of a window ahead of which, with those `before` it, there are less than `wanted` tokens or units
-    of mass. `count` tokens are in it; few: they, if there are no more than MOST."""
-    if count <= FEW:
-        # Each is compared with each.
-        i = tl.arange(0, FEW)
-        token = tl.load(few + i, mask=i < count, other=0)
-        key, ahead = _key(scores_at(row, token, i < count, heat), token), tl.zeros((FEW,), tl.int64)
-        for start in range(0, count, 16):
-            j = start + tl.arange(0, 16)
-            other = tl.load(few + j, mask=j < count, other=0)
-            score = scores_at(row, other, j < count, heat)
-            amount = tl.where(j < count, _masses(score, top, floor, UNITS) if MASS else 1, 0).to(tl.int64)
-            ahead += tl.sum(tl.where(_key(score, other)[None, :] > key[:, None], amount[None, :], 0), 1)
-        keep = (i < count) & ((ahead + before).to(tl.float64) < wanted)
-        least = tl.min(tl.where(keep, key, 0x7FFFFFFFFFFFFFFF), 0)
-    else:
-        # As many tokens as wanted are enough to stop; a mass is not known until one token is left.
-        enough = (wanted - before).to(tl.int64) * (0 if MASS else 1)
-        least = _search(
-            row, few, tl.where(count <= MOST, count, vocab_size), count <= MOST, heat, top, floor, bound, bin, before, wanted,
-            enough, count.to(tl.int64), MASS, TILE, BINS, UNITS,
-        )  # fmt: skip
-    return least
-
-
-@jit
-def _mass_from(
-    row, few, count, heat, top, floor, bound, bin, least, vocab_size,
-    MOST: tl.constexpr, TILE: tl.constexpr, BINS: tl.constexpr, UNITS: tl.constexpr,
-):  # fmt: skip
-    """The mass of the tokens of a window whose keys are not lower than `least`."""
-    masses = tl.zeros((TILE,), tl.int64)
-    for start in range(0, tl.where(count <= MOST, count, vocab_size), TILE):
-        i = start + tl.arange(0, TILE)
-        token = tl.where(count <= MOST, tl.load(few + i, mask=(i < count) & (count <= MOST), other=0), i)
-        score = scores_at(row, token, (i < vocab_size) & ((i < count) | (count > MOST)), heat)
-        kept = _in_window(score, top, bound, bin, BINS) & (_key(score, token) >= least)
-        masses += tl.where(kept, _masses(score, top, floor, UNITS), 0)
-    return tl.sum(masses, 0)
-
-
-@jit
-def _bin_of(amounts, wanted, BINS: tl.constexpr):
-    """The bin in which an amount, added up from bin 0 on, reaches `wanted`.  -> bin, the amount before it"""
-    bin = tl.arange(0, BINS)
-    amount = tl.load(amounts + bin)
-    found = tl.min(tl.where(tl.cumsum(amount, 0).to(tl.float64) >= wanted, bin, BINS), 0)
-    return found, tl.sum(tl.where(bin < found, amount, 0), 0)
 
 
 @jit(do_not_specialize=["num_groups", "num_spans"])
 def _select(
     logits, temperature, top_k, top_p, min_p, tops, masses, histogram, hits, few, tokens, counts, lowest, top, total,
     vocab_size, num_groups, num_spans,
-    GROUP: tl.constexpr, TILE: tl.constexpr, FEW: tl.constexpr, MOST: tl.constexpr, SCAN: tl.constexpr, SPANS: tl.constexpr, BINS: tl.constexpr,
-    UNITS: tl.constexpr, LOWEST: tl.constexpr,
+    GROUP: tl.constexpr, TILE: tl.constexpr, FEW: tl.constexpr, MOST: tl.constexpr, SCAN: tl.constexpr, SPANS: tl.constexpr,
+    BINS: tl.constexpr, UNITS: tl.constexpr, LOWEST: tl.constexpr,
 ):  # fmt: skip
     """What one row keeps."""
     row = tl.program_id(0).to(tl.int64)
@@ -404,14 +227,14 @@ def _select(
         if limit < vocab_size:
             if 4 * limit <= num_groups:
                 # The scores of the best groups; a few too many cost less than telling the last ones apart.
-                least = _search(
+                least = search(
                     tops, hits, num_groups, num_groups < 0, heat, highest, floor, bound, bin, none, limit, limit + 16,
                     num_groups.to(tl.int64), False, TILE, BINS, UNITS,
                 )  # fmt: skip
-                bound = _score_of(least)
+                bound = score_of(least)
             else:
-                bin, before = _bin_of(histogram + BINS, limit, BINS)
-            listed = _collect(
+                bin, before = bin_of(histogram + BINS, limit, BINS)
+            listed = collect(
                 logits,
                 tops,
                 hits,
@@ -428,14 +251,14 @@ def _select(
                 TILE,
                 BINS,
             )
-            least = _lowest_key(
+            least = lowest_key(
                 logits, few, listed, heat, highest, floor, bound, bin, before, limit, vocab_size,
                 False, FEW, MOST, TILE, BINS, UNITS,
             )  # fmt: skip
             least = tl.where(bin == BINS, LOWEST, least)  # there are no more than top-k leaves
         if share < 1:
             if limit < vocab_size:
-                mass = _mass_from(
+                mass = mass_from(
                     logits, few, listed, heat, highest, floor, bound, bin, least, vocab_size, MOST, TILE, BINS, UNITS
                 )
                 index = tl.arange(0, BINS)
@@ -443,8 +266,8 @@ def _select(
             wanted = share * mass.to(tl.float64)
             before = none
             if 4 * limit > num_groups:
-                bin, before = _bin_of(histogram, wanted, BINS)
-                listed = _collect(
+                bin, before = bin_of(histogram, wanted, BINS)
+                listed = collect(
                     logits,
                     tops,
                     hits,
@@ -461,26 +284,26 @@ def _select(
                     TILE,
                     BINS,
                 )
-            least = _lowest_key(
+            least = lowest_key(
                 logits, few, listed, heat, highest, floor, bound, bin, before, wanted, vocab_size,
                 True, FEW, MOST, TILE, BINS, UNITS,
             )  # fmt: skip
         everywhere = (4 * limit > num_groups) | (listed > MOST)  # else what is kept is among the few
         if everywhere:
-            bound = _score_of(least)
+            bound = score_of(least)
             if floor > 0:  # a little lower than it is: rounding must not lose a token
                 bound = tl.maximum(bound, (highest.to(tl.float64) + tl.log(floor) - 0.01).to(tl.float32))
-            listed = GROUP * _hit_groups(tops, hits, heat, highest, bound, num_groups * 0 - 1, num_groups, TILE, BINS)
+            listed = GROUP * hit_groups(tops, hits, heat, highest, bound, num_groups * 0 - 1, num_groups, TILE, BINS)
         count = num_groups * 0
         first, masses_ = tl.full((SCAN,), 0x7FFFFFFFFFFFFFFF, tl.int64), tl.zeros((SCAN,), tl.int64)
         for start in range(0, listed, SCAN):
             i = start + tl.arange(0, SCAN)
             if everywhere:
-                token = _token_of(hits, i, listed, vocab_size, GROUP)
+                token = token_of(hits, i, listed, vocab_size, GROUP)
             else:
                 token = tl.load(few + i, mask=i < listed, other=vocab_size)
             score = scores_at(logits, token, token < vocab_size, heat)
-            key, likely = _key(score, token), _likely(score, highest)
+            key, likely = _key(score, token), likelihood(score, highest)
             keep = (score > float("-inf")) & (key >= least) & (likely >= floor)
             place = count + tl.cumsum(keep.to(tl.int32), 0) - 1
             tl.store(tokens + place, token, mask=keep)

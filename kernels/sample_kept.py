@@ -8,7 +8,8 @@ Letters: M rows, V vocabulary.
 import torch
 
 from .jit import jit, on_triton, tl, triton
-from .keep_top import LOWEST_KEY, kept_scores, scores_at
+from .keep_top import LOWEST_KEY, kept_scores
+from .lowest_key import scores_at
 from .philox import TARGET_NOISE, chunk_words, gumbel_of_word, token_words
 from .sample import _key, _merge_best, check_rows, sample_tokens
 

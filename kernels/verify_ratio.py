@@ -12,11 +12,11 @@ its draft's law q are, token by token, j steps whose scalars are known from the 
 
     P <- max(r P - (q / mass, or one-hot), 0) / S,  S its sum,     q <- q without the child's token,  mass its sum
 
-so that a child costs one walk. Where laws are cut by min-p, top-k or top-p (keep_top.py), walks go over what is left: the target's
-tokens for S, as nothing else has any P, and the draft's for its mass. A program per node makes them; in `traversal` it waits for
-its parent's program to publish the rate at which it is entered. Programs behind them decide, each for itself, and draw the token that follows, each on its part of V:
-argmax(log P + G). A program waits only for programs of lower number, which start first, so all come to an end, also where they
-run one by one. Requests at temperature 0 need no walk: their laws are one-hot.
+so that a child costs one walk. Where laws are cut by min-p, top-k or top-p (keep_top.py), walks go over what is left: the
+target's tokens for S, as nothing else has any P, and the draft's for its mass. A program per node makes them; in `traversal` it
+waits for its parent's program to publish the rate at which it is entered. Programs behind them decide, each for itself, and draw
+the token that follows, each on its part of V: argmax(log P + G). A program waits only for programs of lower number, which start
+first, so all come to an end, also where they run one by one. Requests at temperature 0 need no walk: their laws are one-hot.
 
 Uniforms are those of philox.uniform (word n for node n). A drawn child whose q underflows to 0 counts as an empty slot.
 The workspace is left as it was found: zeros where programs signal each other, so a CUDA graph can replay the launch.
@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 
 from .jit import jit, on_triton, tl, triton
-from .keep_top import scores_at
+from .lowest_key import scores_at
 from .philox import ACCEPT_UNIFORM, RESIDUAL_NOISE, chunk_words, gumbel_of_word, token_words
 from .row_laws import row_laws
 from .sample import _key
@@ -307,11 +307,11 @@ def verify_ratio(
 ):  # fmt: skip
     """Accepted path, its length and the token behind it; see above for shapes.
 
-    recursive: `recursive` (on a chain `token`), else `traversal` (`block`); max_depth: of the tree; workspace: make_workspace of
-    the same shape. kept: where laws are cut, the keep_top.Kept of the target, of the same scores and temperature, and that of the
-    draft, whose scores are what is kept already. Siblings stand in the order of their drawing. Returns (path int64 [B, max_depth + 1], num_accepted int64 [B],
-    bonus int64 [B]). Raises ValueError for shapes that do not fit, and for tensors that Triton cannot run on: there
-    inference/ratio_rules.py is to be called.
+    recursive: `recursive` (on a chain `token`), else `traversal` (`block`); max_depth: of the tree; workspace: make_workspace of the
+    same shape. kept: where laws are cut, the keep_top.Kept of the target, of the same scores and temperature, and that of the
+    draft, whose scores are what is kept already. Siblings stand in the order of their drawing. Returns (path int64 [B, max_depth
+    + 1], num_accepted int64 [B], bonus int64 [B]). Raises ValueError for shapes that do not fit, and for tensors that Triton
+    cannot run on: there inference/ratio_rules.py is to be called.
     """
     if not on_triton(tokens):
         raise ValueError(
