@@ -54,9 +54,9 @@ def search(
 ):  # fmt: skip
     """The highest key from which on there are `wanted` tokens in a window, or units of mass with those `before` it.
 
-    The tokens are the first `count`, or if they are listed, `listed`; those in the window have a score of at least `bound` and are in
-    `bin`, if that is not negative. There are from_low of them, and as much as is wanted. Three keys are tried at a time, until
-    one token is left between what is too high and what is not, or `enough` tokens: then it is not the highest such key.
+    The tokens are the first `count`, or if they are listed, `listed`; those in the window have a score of at least `bound` and
+    are in `bin`, if that is not negative. There are from_low of them, and as much as is wanted. Three keys are tried at a time,
+    until one token is left between what is too high and what is not, or `enough` tokens: then it is not the highest such key.
     """
     low, high = _key(top * 0.0 + float("-inf"), count * 0 + 0x7FFFFFFF), _key(top, count * 0) + 1
     from_high = from_low * 0

@@ -307,8 +307,8 @@ def verify_ratio(
 ):  # fmt: skip
     """Accepted path, its length and the token behind it; see above for shapes.
 
-    recursive: `recursive` (on a chain `token`), else `traversal` (`block`); max_depth: of the tree; workspace: make_workspace of the
-    same shape. kept: where laws are cut, the keep_top.Kept of the target, of the same scores and temperature, and that of the
+    recursive: `recursive` (on a chain `token`), else `traversal` (`block`); max_depth: of the tree; workspace: make_workspace of
+    the same shape. kept: where laws are cut, the keep_top.Kept of the target, of the same scores and temperature, and that of the
     draft, whose scores are what is kept already. Siblings stand in the order of their drawing. Returns (path int64 [B, max_depth
     + 1], num_accepted int64 [B], bonus int64 [B]). Raises ValueError for shapes that do not fit, and for tensors that Triton
     cannot run on: there inference/ratio_rules.py is to be called.
