@@ -1,4 +1,4 @@
-"""The ratio rules with the real generator, drafter and verifier, over several steps: the joint law of three tokens, by a G-test.
+"""The verifiers with the real generator and drafter, over several steps: the joint law of three tokens, by a G-test.
 
 The target is a table: the law of a token given the one before it, so that a hundred thousand requests are one batch. Everything
 else is the engine's: heads, draws per node, uniforms, residuals, and their keys from step to step. On a GPU those are the kernels.
@@ -12,17 +12,19 @@ import torch
 
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.inference import draw_nodes, verify
+from headstart.inference import step as step_module
 from headstart.inference.drafters.medusa import MedusaDrafter
 from headstart.inference.draw_children import draw_children
 from headstart.inference.sampling import CUT, NO_FILTERS
-from headstart.inference.step import draft_scores, target_scores
+from headstart.inference.step import draft_scores, draw, target_scores
 from headstart.inference.tree import Tree, chain
-from headstart.inference.verify import Ratio, TreeTensors
+from headstart.inference.verify import Ratio, TreeTensors, strict
 from headstart.kernels.keep_top import keep_top_reference, kept_scores_reference
 from headstart.kernels.philox import gumbel
 from headstart.tests.inference.g_test import surprise
 
 VOCAB, HIDDEN, ROOT = 4, 8, 1
+FEWER = 4000  # requests: on the CPU the target's noise is made row by row
 BALANCED = Tree((-1, 0, 0, 1, 1, 2, 2), (0, 0, 1, 0, 1, 0, 1))
 NO_TABLES = SimpleNamespace(logit_state=SimpleNamespace(num_tables=0))
 CUTS = {"top_k": 3, "top_p": 0.9, "min_p": 0.02}
@@ -57,7 +59,7 @@ class Table:
 
     def steps(self, rule, tree, count, device, filters=NO_FILTERS):
         """Three tokens of each of `count` requests, by as many steps as they take.  -> counts [V^3]"""
-        tree, verifier = TreeTensors(tree, device), Ratio(rule)
+        tree = TreeTensors(tree, device)
         rows = torch.arange(count, device=device)
         output = torch.full((count, 3 + tree.max_depth + 1), -1, device=device)
         emitted = torch.zeros_like(rows)
@@ -69,17 +71,24 @@ class Table:
             batch = SimpleNamespace(
                 root=root, feature=self.features[root], temperature=heat, seed=rows * 7919 + 3, sample=rows % 3,
                 committed=emitted + 10, remaining=torch.full_like(rows, 99), slots=rows,
-                node_temperature=heat.repeat_interleave(tree.num_nodes), draws=(None, None, rows.repeat(tree.num_nodes)),
+                node_temperature=heat.repeat_interleave(tree.num_nodes),
                 **{name: torch.full((count,), value, device=device) for name, value in CUTS.items()},
             )  # fmt: skip
+            position = (batch.committed[:, None] + tree.depths + 1).flatten()  # of the token drawn behind every node
+            batch.draws = (*(x.repeat_interleave(tree.num_nodes) for x in (batch.seed, batch.sample)), position)
             shape = partial(draft_scores, batch, filters, NO_TABLES) if filters else None
-            draft = self.drafter.draft(batch, tree, shape)
-            scores = logits[draft.tokens.clamp(min=0)].flatten(0, 1)  # [M, V]
-            laws = target_scores(batch, scores, filters, NO_TABLES)
-            path, num_accepted, bonus = verifier(tree, draft, batch, *laws)
+            if rule == "strict":
+                tokens = self.drafter.propose(batch, tree, shape)  # [B, N]
+                target = draw(batch, logits[tokens].flatten(0, 1), filters, NO_TABLES).view(tokens.shape)
+                path, num_accepted, bonus = strict(tree, tokens, target, batch)
+            else:
+                draft = self.drafter.draft(batch, tree, shape)
+                tokens = draft.tokens
+                laws = target_scores(batch, logits[tokens.clamp(min=0)].flatten(0, 1), filters, NO_TABLES)
+                path, num_accepted, bonus = Ratio(rule)(tree, draft, batch, *laws)
             here = torch.where(emitted < 3, emitted, 3)
             for depth in range(tree.max_depth + 1):
-                drafted = draft.tokens.gather(1, path[:, min(depth + 1, tree.max_depth), None]).squeeze(1)
+                drafted = tokens.gather(1, path[:, min(depth + 1, tree.max_depth), None]).squeeze(1)
                 token = torch.where(depth < num_accepted, drafted, bonus)
                 place = (here + depth)[:, None]
                 token = torch.where(depth <= num_accepted, token, output.gather(1, place).squeeze(1))
@@ -107,12 +116,26 @@ def test_three_tokens_follow_the_law_that_filters_leave(rule, tree):
     assert measured(rule, tree, filters=CUT) < 6
 
 
+@pytest.mark.parametrize("filters", [NO_FILTERS, CUT])
+@pytest.mark.parametrize("drawing", ["shared_noise", "sampled"])
+def test_three_tokens_of_strict_do(drawing, filters):
+    assert measured("strict", BALANCED, drawing, FEWER, filters=filters) < 6
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("filters", [NO_FILTERS, CUT])
 @pytest.mark.parametrize("drawing", ["sampled", "top_and_one", "deterministic"])
 @pytest.mark.parametrize(("rule", "tree"), RULES)
 def test_a_million_times_three_tokens_follow_the_targets_law(rule, tree, drawing, filters):
     assert measured(rule, tree, drawing, 1_000_000, "cuda", filters) < 6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("filters", [NO_FILTERS, CUT])
+@pytest.mark.parametrize("drawing", ["shared_noise", "deterministic"])
+@pytest.mark.parametrize("tree", [chain(2), BALANCED])
+def test_a_million_times_three_tokens_of_strict_do(tree, drawing, filters):
+    assert measured("strict", tree, drawing, 1_000_000, "cuda", filters) < 6
 
 
 def keyed_by_position(scores, width, laws, nodes, temperature, seed, sample, position):
@@ -136,6 +159,17 @@ draw_tokens = draw_nodes.draw_tokens
 def test_draft_noise_that_is_not_fresh_is_seen(rule, tree, wrong, monkeypatch):
     monkeypatch.setattr(draw_nodes, "draw_tokens", wrong)
     assert measured(rule, tree) > 6
+
+
+def test_noise_of_the_root_for_every_node_is_seen(monkeypatch):
+    """What is wrong with `strict`: tokens of one step drawn with the same noise."""
+
+    def wrong(batch, *rest):
+        batch.draws = (*batch.draws[:2], batch.committed.repeat_interleave(len(batch.draws[2]) // len(batch.committed)))
+        return step_module.draw(batch, *rest)
+
+    monkeypatch.setitem(globals(), "draw", wrong)
+    assert measured("strict", chain(2), "sampled", FEWER) > 6
 
 
 def test_residual_noise_from_the_drafts_is_seen(monkeypatch):
