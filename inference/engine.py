@@ -156,7 +156,9 @@ class Engine:
         # behind; over all sizes that is twice the largest, for each kind of filters.
         rows, own = self.graphs.sizes[-1] * self.tree.num_nodes, self.decoder.dtype.itemsize
         held = rows * self.decoder.vocab_size * 5 * (own + (4 if self.graphs.step.keep_scores else 0))
-        return prefill + step + held
+        # Until a request needs one of the tables that change logits, no step holds its changed scores.
+        changed = (rows + self.graphs.sizes[-1] * self.tree.max_depth) * self.decoder.vocab_size * 4
+        return prefill + step + held + changed
 
     def _prefill_nobody(self, num_tokens):
         device, nobody = self.decoder.device, self.slots.on_device([self.slots.nobody])

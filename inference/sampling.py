@@ -17,8 +17,8 @@ LEAST_REPETITION, GREATEST_REPETITION = 1e-5, 1e5
 LEAST_TEMPERATURE = 1e-5
 
 
-# What logits need beside a temperature, each including those before it: nothing; process_logits; min_p, top_k and top_p too, for
-# which the vocabulary is sorted.
+# What logits need beside a temperature, each including those before it: nothing; process_logits; min_p, top_k and top_p
+# too (keep_top).
 NO_FILTERS, CHANGED, CUT = 0, 1, 2
 
 

@@ -22,7 +22,7 @@ from .decoder import ForwardPass
 from .sampling import CUT, NO_FILTERS
 from .verify import Ratio
 
-# What filtering leaves behind takes up to 8 bytes per row and token: so many rows are filtered at once.
+# What a row's filters leave behind takes up to 8 bytes per token: so many rows are drawn from at once.
 FILTERED_ROWS = 1024
 
 

@@ -88,7 +88,9 @@ def keep_top_reference(logits, temperature, top_k, top_p, min_p):
     limit = torch.where(top_k > 0, top_k.long(), scores.shape[1])[:, None]
     # By way of softmax, which takes row by row: a bare exp rounds by an element's place among all rows.
     likely = ordered.double().softmax(-1)
-    likely = torch.where(ordered == ordered[:, :1], 1.0, likely / likely[:, :1])
+    likely = torch.where(
+        ordered == ordered[:, :1], 1.0, (likely / likely[:, :1]).nan_to_num(0)
+    )  # NaN: next to infinity
     keep = (rank < limit) & (likely >= min_p.double()[:, None]) & (ordered > -torch.inf)
     mass = torch.where(keep, likely * _UNITS, 0).long()
     before, share = mass.cumsum(-1) - mass, top_p.double()[:, None]
@@ -178,7 +180,7 @@ def _masses_of_rows(
     logits, temperature, top_k, top_p, min_p, tops, masses, histogram, vocab_size, num_groups, num_spans,
     SPAN: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, BINS: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
-    """The mass of every SPAN tokens, of rows without top-k; and the histogram of rows that keep many: mass and number per bin."""
+    """Of rows that may keep many: the mass of every SPAN tokens, and a histogram, mass and number per bin of scores."""
     row, span = (tl.program_id(0) // num_spans).to(tl.int64), tl.program_id(0) % num_spans
     heat, limit, share, floor = _asked(temperature, top_k, top_p, min_p, row, vocab_size)
     if 4 * limit > num_groups:
@@ -223,13 +225,17 @@ def _select(
         mass = none
         tl.store(tokens, 0)
     elif (limit < vocab_size) | (share < 1) | (floor > 0):
-        bound, bin, before, listed = highest * 0.0 + float("-inf"), num_groups * 0 - 1, none, num_groups * 0
+        bound, bin, before, listed = score_of(none + LOWEST), num_groups * 0 - 1, none, num_groups * 0
         if limit < vocab_size:
             if 4 * limit <= num_groups:
                 # The scores of the best groups; a few too many cost less than telling the last ones apart.
+                finite = tl.zeros((TILE,), tl.int64)
+                for start in range(0, num_groups, TILE):
+                    group = start + tl.arange(0, TILE)
+                    finite += (scores_at(tops, group, group < num_groups, heat) > float("-inf")).to(tl.int64)
                 least = search(
                     tops, hits, num_groups, num_groups < 0, heat, highest, floor, bound, bin, none, limit, limit + 16,
-                    num_groups.to(tl.int64), False, TILE, BINS, UNITS,
+                    tl.sum(finite, 0), False, TILE, BINS, UNITS,
                 )  # fmt: skip
                 bound = score_of(least)
             else:
@@ -350,12 +356,12 @@ def keep_top(logits, temperature, top_k, top_p, min_p):
 
     temperature [M]: rows of 0 are not divided. top_k [M] integers: 0 keeps all. min_p [M] in [0, 1]: tokens less likely than that
     share of the likeliest go. top_p [M] in (0, 1]: of the likeliest tokens that are left, those stay before which less than top_p
-    has been counted. Raises ValueError for shapes that do not fit and more than 2^21 tokens.
+    has been counted. Raises ValueError for shapes that do not fit and from 2^21 tokens on.
     """
     check_rows("keep_top", logits, temperature, top_k, top_p, min_p)
     rows, vocab_size = logits.shape
-    if vocab_size > 1 << 21:
-        raise ValueError(f"keep_top takes logits of at most {1 << 21} tokens, got {vocab_size}")
+    if vocab_size >= 1 << 21:  # so many are counted in 21 bits
+        raise ValueError(f"keep_top takes logits of less than {1 << 21} tokens, got {vocab_size}")
     if not on_triton(logits):
         return keep_top_reference(logits, temperature, top_k, top_p, min_p)
     logits, temperature, top_k, top_p, min_p = (x.contiguous() for x in (logits, temperature, top_k, top_p, min_p))

@@ -58,9 +58,10 @@ def search(
     are in `bin`, if that is not negative. There are from_low of them, and as much as is wanted. Three keys are tried at a time,
     until one token is left between what is too high and what is not, or `enough` tokens: then it is not the highest such key.
     """
-    low, high = _key(top * 0.0 + float("-inf"), count * 0 + 0x7FFFFFFF), _key(top, count * 0) + 1
+    low = _key(tl.where(top == top, float("-inf"), top), count * 0 + 0x7FFFFFFF)
+    high = _key(top, count * 0) + 1
     from_high = from_low * 0
-    while (from_low - from_high > 1) & (from_low > enough):
+    while (from_low - from_high > 1) & (from_low > enough) & (high > low + 1):
         step = tl.maximum((high >> 2) - (low >> 2), 1)
         key_1, key_2, key_3 = low + step, low + 2 * step, low + 3 * step
         key_1, key_2, key_3 = tl.minimum(key_1, high), tl.minimum(key_2, high), tl.minimum(key_3, high)
@@ -148,6 +149,14 @@ def collect(
 
 
 @jit
+def in_turn(row, few, start, count, heat, vocab_size, MOST: tl.constexpr, TILE: tl.constexpr):
+    """The next tokens of those listed, or of all if they are too many to be; scores of minus infinity behind the last."""
+    i = start + tl.arange(0, TILE)
+    token = tl.where(count <= MOST, tl.load(few + i, mask=(i < count) & (count <= MOST), other=0), i)
+    return token, scores_at(row, token, i < tl.where(count <= MOST, count, vocab_size), heat)
+
+
+@jit
 def lowest_key(
     row, few, count, heat, top, floor, bound, bin, before, wanted, vocab_size,
     MASS: tl.constexpr, FEW: tl.constexpr, MOST: tl.constexpr, TILE: tl.constexpr, BINS: tl.constexpr, UNITS: tl.constexpr,
@@ -174,6 +183,15 @@ def lowest_key(
             row, few, tl.where(count <= MOST, count, vocab_size), count <= MOST, heat, top, floor, bound, bin, before, wanted,
             enough, count.to(tl.int64), MASS, TILE, BINS, UNITS,
         )  # fmt: skip
+        # What was found may lie below the token's own key, and with it tokens behind the window.
+        keys = tl.full((TILE,), 0x7FFFFFFFFFFFFFFF, tl.int64)
+        for start in range(0, tl.where(count <= MOST, count, vocab_size), TILE):
+            token, score = in_turn(row, few, start, count, heat, vocab_size, MOST, TILE)
+            key = _key(score, token)
+            keys = tl.minimum(
+                keys, tl.where(in_window(score, top, bound, bin, BINS) & (key >= least), key, 0x7FFFFFFFFFFFFFFF)
+            )
+        least = tl.min(keys, 0)
     return least
 
 
@@ -185,9 +203,7 @@ def mass_from(
     """The mass of the tokens of a window whose keys are not lower than `least`."""
     masses = tl.zeros((TILE,), tl.int64)
     for start in range(0, tl.where(count <= MOST, count, vocab_size), TILE):
-        i = start + tl.arange(0, TILE)
-        token = tl.where(count <= MOST, tl.load(few + i, mask=(i < count) & (count <= MOST), other=0), i)
-        score = scores_at(row, token, (i < vocab_size) & ((i < count) | (count > MOST)), heat)
+        token, score = in_turn(row, few, start, count, heat, vocab_size, MOST, TILE)
         kept = in_window(score, top, bound, bin, BINS) & (_key(score, token) >= least)
         masses += tl.where(kept, mass_of(score, top, floor, UNITS), 0)
     return tl.sum(masses, 0)

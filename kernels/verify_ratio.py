@@ -270,7 +270,7 @@ def _verify_ratio(
                 p_lowest, p_count = tl.load(lowest + first + n), tl.load(num_kept + first + n)
             q_top, q_total = tl.load(draft_top + q_law), tl.load(draft_total + q_law)
             p_row, q_row = scores + (first + n) * vocab_size, draft_scores + q_law * vocab_size
-            key = _key(p_top * 0.0 + float("-inf"), n * 0)
+            key = _key(tl.where(p_top == p_top, float("-inf"), p_top), n * 0)
             for start in range(part * BLOCK, p_count, PARTS * BLOCK):
                 v = start + tl.arange(0, BLOCK)
                 inside = v < p_count
@@ -335,6 +335,10 @@ def verify_ratio(
         raise ValueError(
             f"verify_ratio takes parents, depths, law and drawn [N] or [B, N] for {num_nodes} nodes, got "
             f"{[tuple(x.shape) for x in per_node]}"
+        )
+    if kept is not None and [len(x.count) for x in kept] != [rows, len(draft_scores) * batch]:
+        raise ValueError(
+            f"verify_ratio takes what is kept of {rows} and {len(draft_scores) * batch} rows, got {[len(x.count) for x in kept]}"
         )
     if workspace.rates.shape != tokens.shape:
         raise ValueError(f"the workspace is for {tuple(workspace.rates.shape)} nodes, not {tuple(tokens.shape)}")

@@ -5,12 +5,12 @@ path occurs; the target is a small random model, whose near-ties make it a stric
 """
 
 import random
-import time
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import headstart.inference.engine as engine_module
 import headstart.inference.step as step_module
 from headstart.inference.drafters.oracle import OracleDrafter
 from headstart.inference.engine import Engine
@@ -142,7 +142,16 @@ def test_preemption_changes_no_bit(target, plain, speculation):
     llm.engine.scheduler.check()
 
 
-def test_reading_late_changes_no_bit(target, plain):
+class Clock:
+    """Stands for the engine's `time`: it goes on when it is told to."""
+
+    now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+
+def test_reading_late_changes_no_bit(target, plain, monkeypatch):
     """As on a GPU: a step is launched before the one before it is read. Requests end, are preempted and cancelled meanwhile."""
     prompts, found = plain
     stops = [tokens[25] for tokens, _ in found[0.8][-2:]]
@@ -165,10 +174,14 @@ def test_reading_late_changes_no_bit(target, plain):
     stopped = next(i for i, tokens in enumerate(expected) if len(tokens) < LONG["max_tokens"])
     llm.generate([prompts[stopped]], [params[stopped]])
     assert llm.engine.launched, "a step was launched before the stop token was read"
-    before = llm.get_metrics()["decode_seconds"]
-    time.sleep(0.5)
+    clock = Clock()
+    monkeypatch.setattr(engine_module, "time", clock)
     llm.generate([prompts[stopped]], [params[stopped]])
-    assert llm.get_metrics()["decode_seconds"] - before < 0.4
+    assert llm.engine.launched
+    before = llm.get_metrics()["decode_seconds"]
+    clock.now += 1000
+    llm.generate([prompts[stopped]], [params[stopped]])
+    assert llm.get_metrics()["decode_seconds"] == before
     doomed = llm._make_requests(None, prompts[3], params[3])[0]
     llm.engine.scheduler.add(doomed)
     for _ in range(4):
@@ -202,12 +215,18 @@ def test_an_interrupt_while_reading_loses_no_token(target, plain, monkeypatch):
     assert stream.output_token_ids == found[0.8][1][0]
 
 
-def test_prompt_time_is_counted_chunk_by_chunk(target):
-    llm = LLM(target, max_num_batched_tokens=16)
-    started = time.perf_counter()
+def test_prompt_time_is_counted_chunk_by_chunk(target, monkeypatch):
+    llm, clock = LLM(target, max_num_batched_tokens=16), Clock()
+    monkeypatch.setattr(engine_module, "time", clock)
+    forward = llm.engine.decoder.forward
+
+    def timed(*arguments):
+        clock.now += 1
+        return forward(*arguments)
+
+    monkeypatch.setattr(llm.engine.decoder, "forward", timed)
     llm.generate([[5] * 400], SamplingParams(max_tokens=1))
-    wall = time.perf_counter() - started
-    assert llm.get_metrics()["prefill_seconds"] > 0.5 * wall
+    assert llm.get_metrics()["prefill_seconds"] == 25
 
 
 def test_prefix_reuse_changes_no_bit(target, plain):
