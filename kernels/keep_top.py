@@ -378,18 +378,19 @@ def keep_top(logits, temperature, top_k, top_p, min_p):
     if rows:
         tops = torch.empty(rows, groups, dtype=torch.float32, device=device)
         hits = torch.empty(rows, groups, dtype=torch.int32, device=device)
-        few = torch.empty(rows, _MOST, dtype=torch.int32, device=device)
+        most, bins = (min(size, max(triton.next_power_of_2(vocab_size), 16)) for size in (_MOST, _BINS))
+        few = torch.empty(rows, most, dtype=torch.int32, device=device)
         spans = triton.cdiv(vocab_size, _SPAN)
         masses = torch.empty(rows, spans, dtype=torch.int64, device=device)
-        histogram = torch.zeros(rows, 2, _BINS, dtype=torch.int64, device=device)
+        histogram = torch.zeros(rows, 2, bins, dtype=torch.int64, device=device)
         asked = logits, temperature, top_k, top_p, min_p
         _group_tops[(rows * chunks,)](logits, tops, vocab_size, groups, chunks, _GROUP, _CHUNK // _GROUP, num_warps=4)
         _masses_of_rows[(rows * spans,)](
-            *asked, tops, masses, histogram, vocab_size, groups, spans, _SPAN, _CHUNK // 4, _TILE, _BINS, _UNITS,
+            *asked, tops, masses, histogram, vocab_size, groups, spans, _SPAN, _CHUNK // 4, _TILE, bins, _UNITS,
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
         _select[(rows,)](
-            *asked, tops, masses, histogram, hits, few, *kept[2:], vocab_size, groups, spans, _GROUP, _TILE, _FEW, _MOST,
-            _SCAN, triton.next_power_of_2(spans), _BINS, _UNITS, LOWEST_KEY, num_warps=4, enable_fp_fusion=False,
+            *asked, tops, masses, histogram, hits, few, *kept[2:], vocab_size, groups, spans, _GROUP, _TILE, _FEW, most,
+            _SCAN, triton.next_power_of_2(spans), bins, _UNITS, LOWEST_KEY, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return kept
