@@ -76,7 +76,7 @@ def problem(vocab_size, device="cpu", rows=24, seed=0):
     logits[13] *= 30
     logits[17, 3:] = -torch.inf
     logits[19, :24], logits[19, 24:] = 0, -5
-    logits[21, 7], logits[21, 70] = torch.inf, torch.inf
+    logits[21, 7], logits[21, vocab_size // 2] = torch.inf, torch.inf
     row = torch.arange(rows) + seed
     filters = (
         torch.tensor([1.0, 0.7, 0.0, 1.3, 1e-3])[row % 5],
