@@ -5,9 +5,9 @@
 
 Targets: the embedded model, and a random one of two layers as wide as an 8B Llama-3. Drafters: Medusa heads (trained ones for
 the embedded model, untrained ones for the wide one), and an oracle that knows the plain outputs and lies half of the time, so
-that every length of accepted path comes up. Per target, dtype and temperature: all requests plainly in one batch, a few of them
-again alone and with their logprobs, then every tree in batches of several sizes, in shuffled order. Exits with 1 if anything
-differs.
+that every length of accepted path comes up. Per target, dtype and temperature, and once more with every request asking for
+something else beside it (filters, penalties, biases ...): all requests plainly in one batch, a few of them again alone and with
+their logprobs, then every tree in batches of several sizes, in shuffled order. Exits with 1 if anything differs.
 """
 
 import argparse
@@ -37,6 +37,17 @@ TREES = {
     "tree of 24": build_static_tree([[0.6, 0.3, 0.2, 0.1], [0.5, 0.3, 0.1], [0.5, 0.2], [0.4, 0.2], [0.4]], 24),
     "tree of 64": build_static_tree([[0.3] * 10, [0.2] * 8, [0.2] * 8, [0.1] * 4], 64),
 }
+# What requests ask for in turn where they do not all ask for the same.
+MIXED = [
+    {},
+    {"top_p": 0.9},
+    {"top_k": 50, "top_p": 0.95},
+    {"temperature": 0.0, "repetition_penalty": 1.3},
+    {"min_p": 0.05, "presence_penalty": 0.5, "frequency_penalty": 0.2},
+    {"logit_bias": {5: 4.0, 17: -100.0}, "top_k": 400},
+    {"allowed_token_ids": list(range(3, 2003, 2)), "frequency_penalty": 0.7},
+    {"temperature": 0.3, "top_p": 0.7, "repetition_penalty": 0.9},
+]
 
 
 def main(arguments=None):
@@ -105,17 +116,19 @@ def compare_target(target, dtype, device, num_requests, max_tokens):
     base = make_llm(target, dtype, device, max_num_seqs=min(64, num_requests))
     prompts = make_prompts(base, num_requests, random.Random(1))
     rows = []
-    for temperature in (0.0, 0.8):
-        comparison = Comparison(base, prompts, temperature, max_tokens, {"target": target, "dtype": dtype})
+    for temperature, mixed in ((0.0, [{}]), (0.8, [{}]), (0.8, MIXED)):
+        labels = {"target": target, "dtype": dtype, "parameters": "mixed" if len(mixed) > 1 else "temperature"}
+        comparison = Comparison(base, prompts, temperature, mixed, max_tokens, labels)
         rows += comparison.run(medusa_heads(target, base))
     return rows
 
 
 class Comparison:
-    """All ways of answering the same requests at one temperature."""
+    """All ways of answering the same requests at one temperature, each with one of the parameters in `mixed` as well."""
 
-    def __init__(self, base, prompts, temperature, max_tokens, labels):
+    def __init__(self, base, prompts, temperature, mixed, max_tokens, labels):
         self.base, self.prompts, self.temperature, self.max_tokens = base, prompts, temperature, max_tokens
+        self.mixed = mixed
         self.labels, self.rows, self.random = labels, [], random.Random(2)
 
     def answer(self, llm, which, logprobs=None, tokens=None):
@@ -123,7 +136,8 @@ class Comparison:
         order = list(which)
         self.random.shuffle(order)
         shared = dict(temperature=self.temperature, max_tokens=tokens or self.max_tokens, ignore_eos=True)
-        params = [SamplingParams(seed=i, logprobs=logprobs, prompt_logprobs=logprobs, **shared) for i in order]
+        shared |= dict(logprobs=logprobs, prompt_logprobs=logprobs)
+        params = [SamplingParams(seed=i, **(shared | self.mixed[i % len(self.mixed)])) for i in order]
         outputs = llm.generate([self.prompts[i] for i in order], params)
         return {i: (o.outputs[0].token_ids, (o.outputs[0].logprobs, o.prompt_logprobs)) for i, o in zip(order, outputs)}
 

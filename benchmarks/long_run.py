@@ -4,8 +4,9 @@
     python benchmarks/long_run.py --minutes 0.2 --sample 20
 
 Requests of many lengths arrive and are cancelled at random while the cache holds about half of what they need, so some are
-preempted; some begin alike and share pages. The page pool is checked as it goes. At the end a random sample of the finished
-outputs is compared with plain decoding of the same requests one by one. Exits with 1 if anything differs.
+preempted; some begin alike and share pages, and some ask for filters, penalties or biases. The page pool is checked as it goes.
+At the end a random sample of the finished outputs is compared with plain decoding of the same requests one by one. Exits with 1
+if anything differs.
 """
 
 import argparse
@@ -67,6 +68,12 @@ def long_run(minutes, num_compared, num_pages, seed):
         params = SamplingParams(
             temperature=temperature,
             top_p=0.9 if generator.random() < 0.05 else 1.0,
+            top_k=40 if generator.random() < 0.05 else 0,
+            min_p=0.05 if generator.random() < 0.05 else 0.0,
+            repetition_penalty=1.2 if generator.random() < 0.05 else 1.0,
+            frequency_penalty=0.3 if generator.random() < 0.05 else 0.0,
+            logit_bias={7: 3.0} if generator.random() < 0.05 else None,
+            min_tokens=3 if generator.random() < 0.05 else 0,
             max_tokens=generator.randrange(1, 300),
             ignore_eos=generator.random() < 0.5,
             seed=generator.randrange(2**62),
