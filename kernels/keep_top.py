@@ -241,22 +241,8 @@ def _select(
             else:
                 bin, before = bin_of(histogram + BINS, limit, BINS)
             listed = collect(
-                logits,
-                tops,
-                hits,
-                few,
-                heat,
-                highest,
-                bound,
-                bin,
-                vocab_size,
-                num_groups,
-                GROUP,
-                MOST,
-                SCAN,
-                TILE,
-                BINS,
-            )
+                logits, tops, hits, few, heat, highest, bound, bin, vocab_size, num_groups, GROUP, MOST, SCAN, TILE, BINS
+            )  # fmt: skip
             least = lowest_key(
                 logits, few, listed, heat, highest, floor, bound, bin, before, limit, vocab_size,
                 False, FEW, MOST, TILE, BINS, UNITS,
@@ -274,22 +260,8 @@ def _select(
             if 4 * limit > num_groups:
                 bin, before = bin_of(histogram, wanted, BINS)
                 listed = collect(
-                    logits,
-                    tops,
-                    hits,
-                    few,
-                    heat,
-                    highest,
-                    bound,
-                    bin,
-                    vocab_size,
-                    num_groups,
-                    GROUP,
-                    MOST,
-                    SCAN,
-                    TILE,
-                    BINS,
-                )
+                    logits, tops, hits, few, heat, highest, bound, bin, vocab_size, num_groups, GROUP, MOST, SCAN, TILE, BINS
+                )  # fmt: skip
             least = lowest_key(
                 logits, few, listed, heat, highest, floor, bound, bin, before, wanted, vocab_size,
                 True, FEW, MOST, TILE, BINS, UNITS,
