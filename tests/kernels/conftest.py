@@ -36,3 +36,15 @@ def patch_once_per_launch():
         patch.setattr(interpreter.GridExecutor, "__call__", launch_unpatched)
         patch.setattr(interpreter, "_patch_lang", patch_unless_patched)
         yield
+
+
+@pytest.fixture(
+    params=[
+        "reference",
+        pytest.param("cuda", marks=pytest.mark.gpu),
+        pytest.param("cpu", marks=pytest.mark.interpreter),
+    ]
+)
+def device(request):
+    """Where a test runs: the reference on the CPU, the kernel on a GPU, the kernel in the interpreter."""
+    return "cpu" if request.param == "reference" else request.param

@@ -14,18 +14,6 @@ from headstart.kernels.sample_kept import sample_kept
 from headstart.tests.kernels.mutants import mutated
 
 
-@pytest.fixture(
-    params=[
-        "reference",
-        pytest.param("cuda", marks=pytest.mark.gpu),
-        pytest.param("cpu", marks=pytest.mark.interpreter),
-    ]
-)
-def device(request):
-    """Where a test runs: the reference on the CPU, the kernel on a GPU, the kernel in the interpreter."""
-    return "cpu" if request.param == "reference" else request.param
-
-
 def by_hand(logits, heat, top_k, top_p, min_p):
     """One row, token by token in Python."""
     scores = [x / heat for x in logits.double().tolist()] if heat else logits.tolist()

@@ -9,18 +9,6 @@ from headstart.kernels.kv_commit import kv_commit
 from headstart.kernels.tree_attention import PAGE
 
 
-@pytest.fixture(
-    params=[
-        "reference",
-        pytest.param("cuda", marks=pytest.mark.gpu),
-        pytest.param("cpu", marks=pytest.mark.interpreter),
-    ]
-)
-def device(request):
-    """Where a test runs: the reference on the CPU, the kernel on a GPU, the kernel in the interpreter."""
-    return "cpu" if request.param == "reference" else request.param
-
-
 @pytest.mark.parametrize("index", [torch.int64, torch.int32])
 @pytest.mark.parametrize(("length", "dim", "kv_heads"), [(2, 8, 1), (6, 20, 3), (9, 16, 2), (64, 4, 2)])
 def test_commit_reads_every_source_before_it_writes(device, length, dim, kv_heads, index):

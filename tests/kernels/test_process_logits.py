@@ -15,18 +15,6 @@ from headstart.kernels.process_logits import (
 SLOTS, LONGEST = 4, 40
 
 
-@pytest.fixture(
-    params=[
-        "reference",
-        pytest.param("cuda", marks=pytest.mark.gpu),
-        pytest.param("cpu", marks=pytest.mark.interpreter),
-    ]
-)
-def device(request):
-    """Where a test runs: the reference on the CPU, the kernel on a GPU, the kernel in the interpreter."""
-    return "cpu" if request.param == "reference" else request.param
-
-
 def make_tables(vocab_size, generator):
     def numbers(high, *shape):
         return torch.randint(high, shape, generator=generator)

@@ -6,17 +6,6 @@ import torch
 from headstart.kernels.row_laws import probabilities, row_laws
 
 
-@pytest.fixture(
-    params=[
-        "reference",
-        pytest.param("cuda", marks=pytest.mark.gpu),
-        pytest.param("cpu", marks=pytest.mark.interpreter),
-    ]
-)
-def device(request):
-    return "cpu" if request.param == "reference" else request.param
-
-
 def law_of(scores, temperature, laws):
     heat = torch.where(temperature > 0, temperature, 1)[:, None].double()
     return ((scores.double() - laws.top[:, None].double()) / heat).exp() / laws.total[:, None].double()

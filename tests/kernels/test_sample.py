@@ -21,18 +21,6 @@ from headstart.kernels.sample import (
 from headstart.kernels.sample_kept import sample_kept
 
 
-@pytest.fixture(
-    params=[
-        "reference",
-        pytest.param("cuda", marks=pytest.mark.gpu),
-        pytest.param("cpu", marks=pytest.mark.interpreter),
-    ]
-)
-def device(request):
-    """Where a test runs: the reference on the CPU, the kernel on a GPU, the kernel in the interpreter."""
-    return "cpu" if request.param == "reference" else request.param
-
-
 def keyed(rows, device, temperature, seed=0):
     """temperature, seed, sample, position of `rows` rows."""
     generator = torch.Generator().manual_seed(seed)

@@ -8,18 +8,6 @@ import torch
 from headstart.kernels.verify_strict import verify_strict, verify_strict_reference
 
 
-@pytest.fixture(
-    params=[
-        "reference",
-        pytest.param("cuda", marks=pytest.mark.gpu),
-        pytest.param("cpu", marks=pytest.mark.interpreter),
-    ]
-)
-def device(request):
-    """Where a test runs: the reference on the CPU, the kernel on a GPU, the kernel in the interpreter."""
-    return "cpu" if request.param == "reference" else request.param
-
-
 def random_tree(generator, size):
     parents = [-1] + [generator.randrange(max(0, n - generator.choice([1, 4, 64])), n) for n in range(1, size)]
     depths = [0]
