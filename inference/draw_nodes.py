@@ -25,6 +25,24 @@ class Drafted(NamedTuple):
     law: torch.Tensor | None = None  # [N] which of the L laws the children of a node come from; of leaves, any
     drawn: torch.Tensor | None = None  # bool [N] a draw from its slot's law, unless the temperature is 0; else chosen
     kept: Kept | None = None  # [L B] on a GPU, where the laws are cut: `scores` are those of what it keeps
+    topology: object = None  # Topology, where the tree is a dynamic one
+
+
+class Topology(NamedTuple):
+    """The trees of a batch where each request has its own: attributes of verify.TreeTensors, per request."""
+
+    tree: object  # tree.DynamicTree
+    parents: torch.Tensor  # [B, N] in topological order, that of the root 0
+    depths: torch.Tensor  # [B, N]
+    ancestors: torch.Tensor  # [B, N, D + 1] the node at each depth on the way from the root, itself last and repeated
+
+    @property
+    def num_nodes(self):
+        return self.tree.num_nodes
+
+    @property
+    def max_depth(self):
+        return self.tree.max_depth
 
 
 class NodeDraws:

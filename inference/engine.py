@@ -26,7 +26,7 @@ from .sampling import CHANGED, CUT, NO_FILTERS
 from .scheduler import Scheduler
 from .slots import SlotTable
 from .step import Step, draw
-from .tree import MAX_NODES, ROOT_ONLY, chain
+from .tree import MAX_NODES, ROOT_ONLY, DynamicTree, chain
 from .verify import TreeTensors, strict
 
 # How many candidates per depth are kept when recording for `measure_acceptance`.
@@ -102,7 +102,10 @@ class Engine:
         """
         device, max_emitted = decoder.device, tree.max_depth + 1
         own = drafter is not None and drafter.kv_shape is not None
-        tree_slots = tree.num_nodes + (drafter.extra_places if drafter else 0)
+        tree_slots = tree.num_nodes
+        if drafter is not None:
+            rows = 1 + tree.num_rows if isinstance(tree, DynamicTree) else tree.num_nodes
+            tree_slots = max(tree_slots, rows) + drafter.extra_places
         per_request = -(-(max_model_len + tree_slots + max_emitted) // PAGE)
         width, dtype = (drafter and drafter.state_shape) or (decoder.hidden_size, decoder.dtype)
         slots = SlotTable(max_num_seqs, per_request, width, decoder.vocab_size, dtype, device)
@@ -438,7 +441,9 @@ class Engine:
         if self.tree.max_depth:
             # Nodes deeper than the request had tokens left were never candidates.
             limit = request.num_remaining + kept - 1
-            drafted = sum(0 < depth <= limit for depth in self.tree.tree.depths)
+            drafted = self.tree.num_nodes - 1  # where the tree is grown on the device its depths are not known here
+            if not isinstance(self.tree.tree, DynamicTree):
+                drafted = sum(0 < depth <= limit for depth in self.tree.tree.depths)
             # An accepted token behind the end of the output was never emitted: it does not count.
             for metrics in (request.metrics, self.metrics.spec_decode):
                 metrics.record(drafted, min(emitted - 1, kept), self.tree.max_depth)

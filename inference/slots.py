@@ -50,6 +50,12 @@ class BatchRows:
     presence_penalty = property(lambda self: self.floats[4])
     frequency_penalty = property(lambda self: self.floats[5])
 
+    def at_depths(self, depths):
+        """The same for nodes at other depths [B, N] than the zeros it was gathered for."""
+        deeper = depths.flatten()
+        draws = torch.stack((self.draws[0], self.draws[1], self.draws[2] + deeper))
+        return replace(self, positions=self.positions + deeper, draws=draws)
+
     def one_token_ago(self):
         """The same as before the root was emitted: L is one less. For what a drafter's `advance` reads."""
         committed = self.committed - 1

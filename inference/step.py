@@ -54,11 +54,14 @@ class Step:
         batch = self.slots.gather(rows, tree.depths)
         if tree.max_depth:
             draft = drafter.propose(batch, tree, self._shape_drafts(batch, filters))
+            if draft.topology is not None:
+                tree = draft.topology
+                batch = batch.at_depths(tree.depths)
             # An empty slot is computed as any token would be, and accepted only where that token is right.
             tokens = draft.tokens.clamp(min=0)  # [B, N]
         else:
             tokens = batch.root[:, None]
-        hidden, feature = self.forward(batch, tokens)  # [M, H], [M, F]
+        hidden, feature = self.forward(batch, tokens, tree)  # [M, H], [M, F]
         logits = self.decoder.logits(hidden)  # [M, V]
         scores = torch.empty_like(logits, dtype=torch.float32) if self.keep_scores else None
         drafted = path_tokens(tokens, tree) if filters and self.slots.logit_state.num_tables else None
@@ -86,9 +89,9 @@ class Step:
         """What a drafter passes its logits through: draft_scores of this batch, None where a temperature is all there is."""
         return partial(draft_scores, batch, filters, self.slots, self.tree.max_depth) if filters else None
 
-    def forward(self, batch, tokens):
+    def forward(self, batch, tokens, tree):
         """The target over all nodes.  tokens [B, N] -> hidden [M, H], feature [M, F]; writes the nodes' KV at places L + n"""
-        tree, hk = self.tree, self.cache.num_kv_heads
+        hk = self.cache.num_kv_heads
         index = build_tree_index(
             batch.block_table, batch.committed, tree.depths, tree.ancestors, hk, self.decoder.dtype
         )
@@ -99,8 +102,10 @@ class Step:
 def path_tokens(tokens, tree):
     """The drafted tokens on every node's path, its own included, -1 behind it.  tokens [B, N] -> [B N, D]"""
     depth = torch.arange(1, tree.max_depth + 1, device=tokens.device)
-    on_path = depth <= tree.depths[:, None]  # [N, D]
-    return torch.where(on_path, tokens[:, tree.ancestors[:, 1:]], -1).flatten(0, 1)
+    on_path = depth <= tree.depths[..., None]  # [N, D] or [B, N, D]
+    nodes = tree.ancestors[..., 1:].expand(len(tokens), -1, -1)
+    found = tokens.gather(1, nodes.flatten(1)).view(nodes.shape)
+    return torch.where(on_path, found, -1).flatten(0, 1)
 
 
 def filtered_scores(batch, logits, filters, slots, path):

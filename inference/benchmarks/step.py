@@ -95,7 +95,7 @@ class StandingRequests:
     def forward(self):
         """The target over all nodes, and its token behind each."""
         batch = self.gathered()
-        logits = self.step.decoder.logits(self.step.forward(batch, self.tokens)[0])
+        logits = self.step.decoder.logits(self.step.forward(batch, self.tokens, self.tree)[0])
         return draw(batch, logits, NO_FILTERS, self.slots)
 
     def draft(self):

@@ -27,6 +27,16 @@ class Level(NamedTuple):
     depths: torch.Tensor  # [n] depth - 1 each: how far behind the first row's position it stands
 
 
+class GrownLevel(NamedTuple):
+    """The nodes of a dynamic tree that are expanded at one depth: what `expand` reads of a Level."""
+
+    depth: int
+    first: int
+    count: int
+    ancestors: torch.Tensor  # [B, n, depth]
+    depths: torch.Tensor  # [n]
+
+
 class Levels:
     """The levels of a TreeTensors, and where the nodes stand in the order in which they are drafted."""
 

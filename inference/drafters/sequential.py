@@ -8,13 +8,14 @@ Letters: B requests, N nodes, n nodes with children of one depth, I of all depth
 
 import torch
 
-from ...kernels.sample import top_tokens
+from ...kernels.dynamic_tree import grow_reference, prune_reference
+from ...kernels.sample import log_sum_exp, top_tokens
 from ..draw_children import drawn_nodes
-from ..draw_nodes import Drafted, draw_families
-from ..tree import chain
+from ..draw_nodes import Drafted, Topology, draw_families
+from ..tree import DynamicTree, chain
 from ..verify import TreeTensors
 from .drafter import Drafter
-from .levels import Levels
+from .levels import GrownLevel, Levels
 
 
 class SequentialDrafter(Drafter):
@@ -37,6 +38,8 @@ class SequentialDrafter(Drafter):
 
     def propose(self, batch, tree, shape=None):
         """Tokens of all nodes; their laws too unless the drawing is shared noise: see Drafter.propose."""
+        if isinstance(tree.tree, DynamicTree):
+            return self._grow(batch, tree.tree, shape)
         plan = self.levels(tree)
         seed, sample, position = (
             batch.draws.view(3, len(batch.slots), -1)[:, :, plan.inner].transpose(1, 2).contiguous()
@@ -76,6 +79,59 @@ class SequentialDrafter(Drafter):
         keys = batch.seed, batch.sample, batch.committed
         return draw_families(self.drawing, scores, level.width, laws, level.nodes, level.sizes, temperature, keys)
 
+    def _grow(self, batch, tree, shape):
+        """A dynamic tree: kernels/dynamic_tree.py.  -> Drafted, with its topology and no law of its own"""
+        width, (requests, device) = tree.width, (len(batch.slots), batch.root.device)
+        logits, state = self.start(batch)  # [n, B, V], [B, n, S], n = 1 and then the width
+        law, values, above = logits, None, torch.full((requests, 1), -1, device=device)
+        paths = torch.empty(
+            requests, 1, 0, dtype=torch.int64, device=device
+        )  # [B, n, depth] rows on the way to each node
+        rank = torch.arange(width, device=device)
+        totals, tokens, parents = [], [], []
+        for depth in range(tree.max_depth):
+            count = len(logits)
+            depths = torch.full((count,), depth, device=device)
+            scores, temperature, _ = (logits, batch.temperature, None) if shape is None else shape(logits, depths)
+            found, gains = self._confidence(scores, temperature, width, depth, batch)  # [B, n, k] each
+            total, chosen = grow_reference(gains, values)
+            totals.append(total)
+            tokens.append(found.flatten(1))
+            parents.append(above.repeat_interleave(width, 1))
+            if depth + 1 < tree.max_depth:
+                values = total.gather(1, chosen)
+                above = sum(x.shape[1] for x in totals[:-1]) + chosen  # their numbers among all candidates
+                parent = chosen // width
+                rows = (depth * width + rank).expand(requests, 1, -1).transpose(1, 2)  # [B, k, 1]
+                paths = torch.cat((_rows_of(paths, parent), rows), 2)
+                level = GrownLevel(depth + 1, depth * width + 1, width, paths, torch.full_like(rank, depth))
+                logits, state = self.expand(batch, level, tokens[-1].gather(1, chosen), _rows_of(state, parent))
+        given = torch.cat(totals, 1), torch.cat(tokens, 1), torch.cat(parents, 1)
+        nodes, *topology = prune_reference(*given, batch.root, width, tree.max_depth, tree.num_nodes)
+        if self.drawing == "shared_noise":
+            return Drafted(nodes, topology=Topology(tree, *topology))
+        # Chosen without chance, so no law is looked at: any one stands for all.
+        laws = law if shape is None else shape(law, torch.zeros(1, dtype=torch.int64, device=device))[0]
+        none = torch.zeros_like(nodes[0])
+        return Drafted(nodes, laws, temperature, none, none.bool(), None, Topology(tree, *topology))
+
+    def _confidence(self, scores, temperature, width, depth, batch):
+        """The best tokens of nodes at a depth and the log of what speaks for each.  scores [n, B, V] -> two [B, n, width]
+
+        Without noise that is the draft's probability. With the target's noise its draw is nearly known: of the best perturbed
+        scores each has the weight that their softmax gives it.
+        """
+        count, rows = len(scores), scores.flatten(0, 1)
+        if self.drawing == "shared_noise":
+            keys = temperature, batch.seed, batch.sample, batch.committed + 1 + depth
+            tokens, best = top_tokens(rows, width, *(x.repeat(count) for x in keys), with_scores=True)
+            cold = temperature.repeat(count)[:, None] <= 0
+            total = torch.where(cold, log_sum_exp(rows)[:, None], best.logsumexp(1, keepdim=True))
+        else:
+            tokens, best = top_tokens(rows, width, with_scores=True)
+            total = log_sum_exp(rows)[:, None]
+        return [x.view(count, -1, width).transpose(0, 1) for x in (tokens, best - total)]
+
     def candidates(self, batch, widths):
         """The best tokens of each depth, best first, behind the draft's own first choices: see Drafter.candidates."""
         width, found, (logits, state) = max(widths), [], self.start(batch)
@@ -92,3 +148,8 @@ class SequentialDrafter(Drafter):
         if tree.tree not in self._levels:
             self._levels[tree.tree] = Levels(tree)
         return self._levels[tree.tree]
+
+
+def _rows_of(x, chosen):
+    """x [B, n, S], chosen [B, k]  ->  [B, k, S]"""
+    return x.gather(1, chosen[:, :, None].expand(-1, -1, x.shape[2]))
