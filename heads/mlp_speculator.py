@@ -71,6 +71,7 @@ class MLPSpeculator(nn.Module):
     """
 
     features = ("final",)
+    needs_embedding = False
 
     def __init__(self, config):
         super().__init__()
