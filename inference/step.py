@@ -74,7 +74,7 @@ class Step:
             kv_commit(self.cache.kv, batch.block_table, batch.committed, path, num_accepted, hk)
         emitted = self.slots.advance(rows, hidden, tokens, path, num_accepted, bonus)
         if filters:
-            self.slots.logit_state.record(rows, batch.committed, emitted)
+            self.slots.logit_state.record(rows, emitted)
         if scores is not None:
             scores = scores.view(*tokens.shape, -1)[torch.arange(len(path), device=path.device)[:, None], path]
         return StepOutput(emitted, path, logits.view(*tokens.shape, -1), scores)
