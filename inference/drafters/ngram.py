@@ -1,0 +1,59 @@
+"""Drafting without a model: what followed the newest tokens where they were last written (kernels/prompt_lookup.py).
+
+vLLM's method "ngram". Good for outputs that repeat their prompt or themselves: code that is edited, quotations, tables. It proposes
+chains only, for one earlier place gives one continuation, and nothing where the newest tokens are new.
+
+Letters: B requests, N nodes, D the chain's depth, L committed length.
+"""
+
+import torch
+
+from ...kernels.prompt_lookup import prompt_lookup
+from ..draw_nodes import Drafted
+
+
+class NgramDrafter:
+    """Copies what followed the longest match of the newest `shortest` to `longest` tokens.
+
+    tree: tree.Tree, a chain. Raises ValueError for another, and unless 1 <= shortest <= longest.
+    """
+
+    features = ()  # it reads the slots' history, nothing of the target
+
+    def __init__(self, tree, shortest, longest):
+        if not tree.is_chain or not tree.max_depth:
+            raise ValueError(
+                f"prompt lookup drafts a chain of at least one token, this tree has {tree.num_nodes} nodes, {tree.max_depth} deep: "
+                "use tree='chain'"
+            )
+        whole = all(isinstance(x, int) and not isinstance(x, bool) for x in (shortest, longest))
+        if not whole or not 1 <= shortest <= longest:
+            raise ValueError(
+                f"prompt_lookup_min and prompt_lookup_max must be whole numbers, 1 <= min <= max, got {shortest!r} and {longest!r}"
+            )
+        self.shortest, self.longest, self.num_speculative_tokens = shortest, longest, tree.max_depth
+
+    def copied(self, batch, num_drafted):
+        """Tokens behind the root, -1 where there is nothing to propose.  batch: BatchRows -> [B, num_drafted]"""
+        # The root stands at L, so L + 1 tokens are known.
+        return prompt_lookup(batch.history, batch.slots, batch.committed + 1, self.shortest, self.longest, num_drafted)
+
+    def candidates(self, batch, widths):
+        """One candidate per depth, the first; the others are -1.  batch: BatchRows -> int64 [B, len(widths), max(widths)]"""
+        found = self.copied(batch, len(widths))[..., None]
+        return torch.nn.functional.pad(found, (0, max(widths) - 1), value=-1)
+
+    def propose(self, batch, tree, shape=None):
+        """Tokens of all nodes.  batch: BatchRows, tree: TreeTensors of a chain; shape is not looked at  ->  [B, N]
+
+        Where there is nothing to propose they are 0: the verifier accepts none but the target's own.
+        """
+        return self.draft(batch, tree).tokens.clamp(min=0)
+
+    def draft(self, batch, tree, shape=None):
+        """The same for a rule that compares laws: tokens chosen without chance, so that there is no law to look at.  -> Drafted"""
+        assert tree.tree.is_chain
+        tokens = torch.cat((batch.root[:, None], self.copied(batch, tree.max_depth)), 1)
+        drawn = torch.zeros_like(tree.depths, dtype=torch.bool)
+        law = torch.zeros_like(tree.depths)
+        return Drafted(tokens, scores=None, temperature=None, law=law, drawn=drawn)
