@@ -291,11 +291,11 @@ class Engine:
         if self.graphs.step.keep_scores:
             scores = torch.empty_like(logits, dtype=torch.float32)
         tokens = draw(batch, logits, filters, self.slots, processed=scores)
-        self.slots.integers[slots, 1] = tokens
+        self.slots.write_first_tokens(slots, tokens, batch.committed)
         self.slots.integers[slots, 2] = batch.remaining - 1
         emitted = torch.stack((torch.ones_like(tokens), tokens), 1)
         if filters:
-            self.slots.logit_state.record(slots, batch.committed - 1, emitted)
+            self.slots.logit_state.record(slots, emitted)
         return self._hand_over("prefill", requests, emitted, prompts, (logits if scores is None else scores)[:, None])
 
     def _compute(self, chunks):

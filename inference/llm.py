@@ -84,14 +84,15 @@ class LLM:
     speculative_config: None for plain decoding, or a dict with
         model: a head of any family (folder, run, Hub id or module), or a smaller model of the same vocabulary (folder, Hub id with
         method "draft_model", or loaded); method: vLLM's name of what it is, found out where it is not given: "medusa",
-        "mlp_speculator", "eagle" (EAGLE-1 and 2), "eagle3", "draft_model"; num_speculative_tokens: depth of drafts, None for what
-        the head was made for;
-        tree: "chain", "static" (the tree measured for this head, else the one shipped for its number of heads) or a tree
-        file; verifier: "strict" (the tokens of plain decoding, bit by bit), "token" or "block" on a chain, "recursive" or
-        "traversal" on any tree (tokens of the same law), or "synthetic" to accept by given rates whatever the tokens are (for
-        measuring speed: the outputs mean nothing), with acceptance_rates (unconditional, per position) or acceptance_length
-        (tokens per step); rejection_sample_method: vLLM's name of a verifier instead; draft_sample_method: how drafts are drawn:
-        "shared_noise" (the default of "strict"), "probabilistic" (that of the ratio rules), "greedy" or "top_and_one".
+        "mlp_speculator", "eagle" (EAGLE-1 and 2), "eagle3", "draft_model", or "ngram", which needs no model and copies what
+        followed the newest prompt_lookup_min to prompt_lookup_max (1 to 4) tokens before; num_speculative_tokens: depth of drafts,
+        None for what the head was made for; tree: "chain", "static" (the tree measured for this head, else the one shipped for its
+        method and depth), "dynamic" (grown in every step from the draft's confidence) or a tree file; verifier: "strict" (the
+        tokens of plain decoding, bit by bit), "token" or "block" on a chain, "recursive" or "traversal" on any tree (tokens of the
+        same law), or "synthetic" to accept by given rates whatever the tokens are (for measuring speed: the outputs mean nothing),
+        with acceptance_rates (unconditional, per position) or acceptance_length (tokens per step); rejection_sample_method: vLLM's
+        name of a verifier instead; draft_sample_method: how drafts are drawn: "shared_noise" (the default of "strict"),
+        "probabilistic" (that of the ratio rules), "greedy" or "top_and_one".
     logprobs_mode: "raw_logprobs" (of the target's logits) or "processed_logprobs" (of the law a token was drawn from, behind
         temperature and filters). prompt_logprobs are always raw.
 
@@ -162,7 +163,7 @@ class LLM:
             self.eos_token_ids = eos_token_ids(model, config, self.tokenizer)
         verifier = choose_verifier(rule, speculative, tree, decoder.device)
         self.config = config
-        drafter = build_drafter(source, speculative, tree.max_depth, drawing, decoder, self.max_model_len + MAX_NODES)
+        drafter = build_drafter(source, speculative, tree, drawing, decoder, self.max_model_len + MAX_NODES)
         self.engine = Engine.build(
             decoder,
             self.eos_token_ids,

@@ -4,12 +4,13 @@ The host writes a row when a request is admitted, when it gets pages, and when i
 to date, and the host only reads emitted tokens, one step late. The last row belongs to nobody: batch rows without a request
 point to it, and to page 0 of the cache.
 
-Letters: S slots, B rows of a batch, P pages of the longest request, H width of a feature.
+Letters: S slots, B rows of a batch, P pages of the longest request, T tokens that they hold, H width of a feature.
 """
 
 from dataclasses import dataclass, replace
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from ..kernels.slot_rows import advance_slots, gather_slots
 from ..kernels.tree_attention import PAGE
@@ -35,6 +36,7 @@ class BatchRows:
     cache_slots: torch.Tensor  # [B N]
     draws: torch.Tensor  # [3, B N] seed, sample, position of the token drawn behind each node
     node_temperature: torch.Tensor  # [B N]
+    history: torch.Tensor  # int32 [S, T] of all slots, not gathered: the sequence up to and including the root
 
     committed = property(lambda self: self.integers[0])
     root = property(lambda self: self.integers[1])
@@ -86,17 +88,24 @@ class SlotTable:
         self.floats = torch.tensor(NO_CHANGE, device=device).repeat(rows, 1)
         self.block_table = torch.zeros(rows, max_pages, dtype=torch.int32, device=device)
         self.feature = torch.zeros(rows, width, dtype=dtype, device=device)
-        self.logit_state = LogitState(rows, vocab_size, max_pages * PAGE, device, self.on_device)
+        self.history = torch.zeros(rows, max_pages * PAGE, dtype=torch.int32, device=device)
+        self.logit_state = LogitState(self.history, vocab_size, self.on_device)
 
     def gather(self, slots, depths):
         """BatchRows of slots [B], for nodes of these depths [N]."""
         found = gather_slots(slots, self.integers, self.floats, self.block_table, self.feature, depths)
-        return BatchRows(slots, *found)
+        return BatchRows(slots, *found, self.history)
 
     def advance(self, slots, hidden, tokens, path, num_accepted, bonus):
-        """After a step: committed length, root, remaining and, unless `hidden` is None, feature of every row.  -> emitted
+        """After a step: committed length, root, remaining, history and, unless `hidden` is None, feature of every row.  -> emitted
         [B, D + 2], see advance_slots"""
-        return advance_slots(slots, self.integers, self.feature, hidden, tokens, path, num_accepted, bonus, self.nobody)
+        verdict = path, num_accepted, bonus
+        return advance_slots(slots, self.integers, self.feature, hidden, tokens, *verdict, self.nobody, self.history)
+
+    def write_first_tokens(self, slots, tokens, places):
+        """Roots that were drawn behind a prompt.  slots, tokens, places [B]"""
+        self.integers[slots, 1] = tokens
+        self.history[slots, places] = tokens.to(self.history.dtype)
 
     # --- written by the host, without waiting for the device ---
 
@@ -132,6 +141,9 @@ class SlotTable:
         self.floats[slots] = self.on_device(
             [[getattr(request.params, name) for name in FLOATS] for request in requests], torch.float32
         )
+        known = [torch.tensor(request.prompt_token_ids + request.output_token_ids) for request in requests]
+        tokens = pad_sequence(known, batch_first=True).to(self.history.dtype)
+        self.history[slots, : tokens.shape[1]] = self.on_device(tokens)
         self.logit_state.write(requests, stop_tokens)
 
     def on_device(self, values, dtype=torch.int64):

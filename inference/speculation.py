@@ -15,6 +15,7 @@ from .drafters.draft_model import DraftModelDrafter
 from .drafters.eagle import Eagle3Drafter, EagleDrafter
 from .drafters.medusa import MedusaDrafter
 from .drafters.mlp_speculator import MLPSpeculatorDrafter
+from .drafters.ngram import NgramDrafter
 from .draw_children import RATIO_VERIFIERS, check_drawing, verifier_of_method
 from .keywords import VLLM_SPECULATIVE, reject_unknown
 from .target_source import load_decoder, target_config
@@ -25,6 +26,8 @@ KEYS = (
     "method",
     "model",
     "num_speculative_tokens",
+    "prompt_lookup_min",
+    "prompt_lookup_max",
     "tree",
     "verifier",
     "rejection_sample_method",
@@ -34,7 +37,7 @@ KEYS = (
 )
 # vLLM's names of what drafts.
 HEADS = {"medusa": Medusa, "mlp_speculator": MLPSpeculator, "eagle": Eagle, "eagle3": Eagle3}
-METHODS = (*HEADS, "draft_model")
+METHODS = (*HEADS, "draft_model", "ngram")
 # draft_sample_method: vLLM's names for two ways of drawing, ours for the others.
 DRAFT_SAMPLE_METHODS = {
     "greedy": "deterministic",
@@ -46,9 +49,9 @@ DRAFT_SAMPLE_METHODS = {
 
 @dataclass(frozen=True)
 class DraftSource:
-    """What drafts: a head (a module), or a model of the target's vocabulary.
+    """What drafts: a head (a module), a model of the target's vocabulary, or the sequence itself.
 
-    method: one of METHODS; head: the module, None for a model; model, config: where a draft model comes from, and its config.
+    method: one of METHODS; head: the module, or None; model, config: where a draft model comes from, and its config.
     """
 
     method: str
@@ -77,10 +80,19 @@ def check_speculative_config(config):
     method, model = config.get("method"), config.get("model")
     if method is not None and method not in METHODS:
         raise ValueError(f"speculative_config['method'] must be one of {', '.join(METHODS)}, got {method!r}")
+    lookup = [key for key in ("prompt_lookup_min", "prompt_lookup_max") if config.get(key) is not None]
+    if method == "ngram":
+        if model is not None:
+            raise ValueError(
+                f"the method 'ngram' copies from the sequence itself and takes no model, got {_named(model)}"
+            )
+        return dict(config)
+    if lookup:
+        raise ValueError(f"{lookup[0]} belongs to the method 'ngram': say method='ngram', or leave it out")
     if not isinstance(model, str | Path | nn.Module) and not _is_model(model):
         raise ValueError(
             "speculative_config needs 'model': what drafts, a head (a folder, a run, a Hub id or a module) or a smaller model of "
-            "the same vocabulary"
+            "the same vocabulary; or method='ngram', which needs none"
         )
     return dict(config)
 
@@ -92,7 +104,9 @@ def find_draft_source(speculative, target):
     """
     if not speculative:
         return None
-    method, model = speculative.get("method"), speculative["model"]
+    method, model = speculative.get("method"), speculative.get("model")
+    if method == "ngram":
+        return DraftSource("ngram")
     if method == "draft_model" or (method is None and _is_model(model)):
         config, name = target_config(model, _load_format(model))
         check_supported(config)
@@ -139,13 +153,16 @@ def _named(model):
     return f"this {type(model).__name__}" if isinstance(model, nn.Module) else str(model)
 
 
-def build_drafter(source, speculative, depth, drawing, decoder, max_positions):
+def build_drafter(source, speculative, tree, drawing, decoder, max_positions):
     """The drafter of a DraftSource, on the target's device.
 
-    depth: how deep it drafts; decoder: the target's Decoder; max_positions: longest sequence, the tree's places included
+    tree: what it is to draft; decoder: the target's Decoder; max_positions: longest sequence, the tree's places included
     """
     if source is None:
         return None
+    depth = tree.max_depth
+    if source.method == "ngram":
+        return NgramDrafter(tree, *lookup_range(speculative))
     if source.method == "draft_model":
         load_format = _load_format(source.model)
         dtype, device = ("auto", "auto") if isinstance(source.model, nn.Module) else (decoder.dtype, decoder.device)
@@ -166,6 +183,14 @@ def build_drafter(source, speculative, depth, drawing, decoder, max_positions):
         head.take_embedding(decoder.embedding)
     kind = EagleDrafter if source.method == "eagle" else Eagle3Drafter
     return kind(head, decoder, depth, drawing)
+
+
+def lookup_range(speculative):
+    """(fewest, most) tokens that prompt lookup compares; given one of them, both are that one, as in vLLM; given none, 1 to 4."""
+    shortest, longest = speculative.get("prompt_lookup_min"), speculative.get("prompt_lookup_max")
+    if shortest is None and longest is None:
+        return 1, 4
+    return (longest if shortest is None else shortest), (shortest if longest is None else longest)
 
 
 def choose_tree(speculative, source):
@@ -193,6 +218,8 @@ def choose_tree(speculative, source):
         raise ValueError(
             "Medusa heads do not look at each other's tokens: they draft chains and static trees, not dynamic ones"
         )
+    if source.method == "ngram":
+        NgramDrafter(tree, *lookup_range(speculative))  # refuses what it cannot draft
     if tree.max_depth > source.most and name != "static":
         raise ValueError(
             f"{name} drafts {tree.max_depth} tokens deep, the head has {source.most}: measure a tree for this head"

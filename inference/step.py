@@ -80,7 +80,7 @@ class Step:
         if own_state:
             self.slots.feature[rows] = drafter.advance(batch, feature, emitted, path, num_accepted)
         if filters:
-            self.slots.logit_state.record(rows, batch.committed, emitted)
+            self.slots.logit_state.record(rows, emitted)
         if scores is not None:
             scores = scores.view(*tokens.shape, -1)[torch.arange(len(path), device=path.device)[:, None], path]
         return StepOutput(emitted, path, logits.view(*tokens.shape, -1), scores)

@@ -83,7 +83,7 @@ class SequentialDrafter(Drafter):
         """A dynamic tree: kernels/dynamic_tree.py.  -> Drafted, with its topology and no law of its own"""
         width, (requests, device) = tree.width, (len(batch.slots), batch.root.device)
         logits, state = self.start(batch)  # [n, B, V], [B, n, S], n = 1 and then the width
-        law, values, above = logits, None, torch.full((requests, 1), -1, device=device)
+        values, above = None, torch.full((requests, 1), -1, device=device)
         paths = torch.empty(
             requests, 1, 0, dtype=torch.int64, device=device
         )  # [B, n, depth] rows on the way to each node
@@ -110,10 +110,9 @@ class SequentialDrafter(Drafter):
         nodes, *topology = prune_reference(*given, batch.root, width, tree.max_depth, tree.num_nodes)
         if self.drawing == "shared_noise":
             return Drafted(nodes, topology=Topology(tree, *topology))
-        # Chosen without chance, so no law is looked at: any one stands for all.
-        laws = law if shape is None else shape(law, torch.zeros(1, dtype=torch.int64, device=device))[0]
+        # Chosen without chance, so no law is looked at.
         none = torch.zeros_like(nodes[0])
-        return Drafted(nodes, laws, temperature, none, none.bool(), None, Topology(tree, *topology))
+        return Drafted(nodes, law=none, drawn=none.bool(), topology=Topology(tree, *topology))
 
     def _confidence(self, scores, temperature, width, depth, batch):
         """The best tokens of nodes at a depth and the log of what speaks for each.  scores [n, B, V] -> two [B, n, width]
