@@ -4,10 +4,10 @@ The host writes a row when a request is admitted, when it gets pages, and when i
 to date, and the host only reads emitted tokens, one step late. The last row belongs to nobody: batch rows without a request
 point to it, and to page 0 of the cache.
 
-Letters: S slots, B rows of a batch, P pages of the longest request, T tokens that they hold, H hidden size.
+Letters: S slots, B rows of a batch, P pages of the longest request, T tokens that they hold, H width of a feature.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -52,20 +52,42 @@ class BatchRows:
     presence_penalty = property(lambda self: self.floats[4])
     frequency_penalty = property(lambda self: self.floats[5])
 
+    def at_depths(self, depths):
+        """The same for nodes at other depths [B, N] than the zeros it was gathered for."""
+        deeper = depths.flatten()
+        draws = torch.stack((self.draws[0], self.draws[1], self.draws[2] + deeper))
+        return replace(self, positions=self.positions + deeper, draws=draws)
+
+    def one_token_ago(self):
+        """The same as before the root was emitted: L is one less. For what a drafter's `advance` reads."""
+        committed = self.committed - 1
+        integers = torch.cat((committed[None], self.integers[1:]))
+        places = committed[:, None]
+        cache_slots = self.block_table.gather(1, places // PAGE).long() * PAGE + places % PAGE
+        return replace(self, integers=integers, cache_slots=cache_slots.flatten())
+
+    def places(self, start, stop):
+        """Where in the cache the places L + start .. L + stop - 1 lie.  -> int64 [B, stop - start] page * 64 + offset"""
+        num_nodes = self.cache_slots.shape[0] // len(self.slots)
+        if stop <= num_nodes:
+            return self.cache_slots.view(-1, num_nodes)[:, start:stop]
+        places = self.committed[:, None] + torch.arange(start, stop, device=self.slots.device)
+        return self.block_table.gather(1, places // PAGE).long() * PAGE + places % PAGE
+
 
 class SlotTable:
     """Rows of `max_num_seqs` requests and one for nobody.
 
-    max_pages: pages of the longest request; feature: dtype and width of what drafters read.
+    max_pages: pages of the longest request; width, dtype: of what the drafter keeps of a request from step to step (`feature`).
     """
 
-    def __init__(self, max_num_seqs, max_pages, hidden_size, vocab_size, dtype, device):
+    def __init__(self, max_num_seqs, max_pages, width, vocab_size, dtype, device):
         rows = max_num_seqs + 1
         self.nobody, self.device = max_num_seqs, device
         self.integers = torch.zeros(rows, len(INTEGERS), dtype=torch.int64, device=device)
         self.floats = torch.tensor(NO_CHANGE, device=device).repeat(rows, 1)
         self.block_table = torch.zeros(rows, max_pages, dtype=torch.int32, device=device)
-        self.feature = torch.zeros(rows, hidden_size, dtype=dtype, device=device)
+        self.feature = torch.zeros(rows, width, dtype=dtype, device=device)
         self.history = torch.zeros(rows, max_pages * PAGE, dtype=torch.int32, device=device)
         self.logit_state = LogitState(self.history, vocab_size, self.on_device)
 
@@ -75,8 +97,8 @@ class SlotTable:
         return BatchRows(slots, *found, self.history)
 
     def advance(self, slots, hidden, tokens, path, num_accepted, bonus):
-        """After a step: committed length, root, remaining, feature and history of every row.  -> emitted [B, D + 2], see
-        advance_slots"""
+        """After a step: committed length, root, remaining, history and, unless `hidden` is None, feature of every row.  -> emitted
+        [B, D + 2], see advance_slots"""
         verdict = path, num_accepted, bonus
         return advance_slots(slots, self.integers, self.feature, hidden, tokens, *verdict, self.nobody, self.history)
 

@@ -20,6 +20,7 @@ from ..kernels.verify_strict import verify_strict
 from ..kernels.verify_synthetic import verify_synthetic
 from .draw_children import RATIO_VERIFIERS
 from .ratio_rules import RATIO_RULES, Draft, draw
+from .tree import DynamicTree
 
 VERIFIERS = ("strict", *RATIO_VERIFIERS, "synthetic")
 
@@ -127,11 +128,15 @@ class TreeTensors:
     """A topology on a device: parents, depths and ranks [N], ancestors [N, D + 1]; `deepest`: the first node of depth D.
 
     columns [N - 1]: where each node but the root stands among candidates [D, W] laid out flat, W the greatest of the tree's widths.
+    Of a DynamicTree nothing is known before it is grown (draw_nodes.Topology), and the depths are 0.
     """
 
     def __init__(self, tree, device):
         self.tree = tree
         self.num_nodes, self.max_depth = tree.num_nodes, tree.max_depth
+        if isinstance(tree, DynamicTree):
+            self.depths = torch.zeros(tree.num_nodes, dtype=torch.int64, device=device)
+            return
         self.parents = torch.tensor((0, *tree.parents[1:]), device=device)
         self.depths = torch.tensor(tree.depths, device=device)
         self.ranks = torch.tensor(tree.ranks, device=device)

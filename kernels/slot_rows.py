@@ -2,8 +2,8 @@
 
     gather_slots:   slots [B] -> each slot's numbers, pages and feature, and for every node its position, the cache slot that takes
                     its key, and what the draw behind it is keyed by
-    advance_slots:  committed length, root, remaining tokens and feature of every slot after a step, and the emitted tokens, which
-                    it also writes behind the root in the slot's history
+    advance_slots:  committed length, root, remaining tokens and, unless the drafter writes it, feature of every slot after a
+                    step, and the emitted tokens, which it also writes behind the root in the slot's history
 
 A slot table holds integers [S, I] (columns 0..2: committed length L, root, remaining tokens; 3, 4: seed, sample), floats [S, F]
 (column 0: temperature), block_table [S, P], feature [S, H] and history [S, T], the slot's tokens up to and including the root.
@@ -63,7 +63,8 @@ def advance_slots_reference(slots, integers, feature, hidden, tokens, path, num_
     committed, _, remaining = integers[slots, :3].T
     integers[slots, :3] = torch.stack((committed + num_emitted, bonus, remaining - num_emitted), 1) * kept[:, None]
     last = path.gather(1, num_accepted[:, None]).squeeze(1)
-    feature[slots] = hidden.view(*tokens.shape, -1)[torch.arange(len(slots), device=slots.device), last]
+    if hidden is not None:
+        feature[slots] = hidden.view(*tokens.shape, -1)[torch.arange(len(slots), device=slots.device), last]
     step = torch.arange(path.shape[1], device=slots.device)
     follows = tokens.gather(1, path).roll(-1, 1)  # [B, D + 1] the token drafted at depth 1, 2, ...
     emitted = torch.where(step < num_accepted[:, None], follows, 0)
@@ -117,8 +118,9 @@ def _advance(
     b, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot, count = tl.load(slots + b), tl.load(num_accepted + b)
     x = part * BLOCK + tl.arange(0, BLOCK)
-    last = tl.load(path + b * J + count)
-    tl.store(feature + slot * H + x, tl.load(hidden + (b * N + last) * H + x, mask=x < H), mask=x < H)
+    if hidden is not None:
+        last = tl.load(path + b * J + count)
+        tl.store(feature + slot * H + x, tl.load(hidden + (b * N + last) * H + x, mask=x < H), mask=x < H)
     if part == 0:
         kept = (slot != nobody).to(tl.int64)
         root = tl.load(bonus + b)
@@ -170,15 +172,16 @@ def gather_slots(slots, integers, floats, block_table, feature, depths):
 def advance_slots(slots, integers, feature, hidden, tokens, path, num_accepted, bonus, nobody, history):
     """Advance the slots [B] in place; the slot `nobody` stays zero.
 
-    hidden [B N, H], tokens [B, N], path [B, D + 1], num_accepted and bonus [B] (int64)  ->  emitted [B, D + 2]: how many tokens,
-    the accepted ones and the bonus token, zeros. history int32 [S, T]; a token that has no place in it is not written
+    hidden [B N, H] (None: features stay), tokens [B, N], path [B, D + 1], num_accepted and bonus [B] (int64)  ->  emitted
+    [B, D + 2]: how many tokens, the accepted ones and the bonus token, zeros. history int32 [S, T]; a token that has no place in it
+    is not written
     """
     if not on_triton(slots):
         return advance_slots_reference(
             slots, integers, feature, hidden, tokens, path, num_accepted, bonus, nobody, history
         )
     batch, num_nodes = tokens.shape
-    depth, hidden_size, block = path.shape[1], feature.shape[1], 1024
+    depth, hidden_size, block = path.shape[1], 1 if hidden is None else feature.shape[1], 1024
     emitted = torch.empty(batch, depth + 1, dtype=torch.int64, device=slots.device)
     _advance[batch, triton.cdiv(hidden_size, block)](
         slots, integers, feature, hidden, tokens.contiguous(), path.contiguous(), num_accepted, bonus, emitted, history,

@@ -10,15 +10,14 @@ import torch
 
 from ...kernels.prompt_lookup import prompt_lookup
 from ..draw_nodes import Drafted
+from .drafter import Drafter
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Copies what followed the longest match of the newest `shortest` to `longest` tokens.
 
     tree: tree.Tree, a chain. Raises ValueError for another, and unless 1 <= shortest <= longest.
     """
-
-    features = ()  # it reads the slots' history, nothing of the target
 
     def __init__(self, tree, shortest, longest):
         if not tree.is_chain or not tree.max_depth:
@@ -44,16 +43,11 @@ class NgramDrafter:
         return torch.nn.functional.pad(found, (0, max(widths) - 1), value=-1)
 
     def propose(self, batch, tree, shape=None):
-        """Tokens of all nodes.  batch: BatchRows, tree: TreeTensors of a chain; shape is not looked at  ->  [B, N]
+        """Tokens of all nodes, -1 where there is nothing to propose: see Drafter.propose. shape is not looked at.
 
-        Where there is nothing to propose they are 0: the verifier accepts none but the target's own.
+        They are chosen without chance, so that for a rule that compares laws there is none to look at.
         """
-        return self.draft(batch, tree).tokens.clamp(min=0)
-
-    def draft(self, batch, tree, shape=None):
-        """The same for a rule that compares laws: tokens chosen without chance, so that there is no law to look at.  -> Drafted"""
         assert tree.tree.is_chain
         tokens = torch.cat((batch.root[:, None], self.copied(batch, tree.max_depth)), 1)
-        drawn = torch.zeros_like(tree.depths, dtype=torch.bool)
-        law = torch.zeros_like(tree.depths)
-        return Drafted(tokens, scores=None, temperature=None, law=law, drawn=drawn)
+        none = torch.zeros_like(tree.depths, dtype=torch.bool)
+        return Drafted(tokens, law=torch.zeros_like(tree.depths), drawn=none)

@@ -138,14 +138,14 @@ def test_the_ratio_rules_follow_it_without_a_law(target, plain, rule):
     assert mixed == again
     # The law that nothing was drawn from plays no part: with others, the same bits.
     drafter = llm.engine.drafter
-    told = drafter.draft
+    told = drafter.propose
 
     def with_laws(batch, tree, shape=None):
         draft = told(batch, tree, shape)
         laws = torch.randn(2, len(batch.slots), VOCAB, generator=torch.Generator().manual_seed(len(drafter.proposed)))
         return draft._replace(scores=laws, temperature=torch.ones(len(batch.slots)), law=tree.depths % 2)
 
-    drafter.draft = with_laws
+    drafter.propose = with_laws
     assert run(llm, plain[0], 0.8) == mixed
 
 
@@ -156,7 +156,7 @@ def test_candidates_stand_in_the_first_place(target):
     slots.integers[2, :2] = torch.tensor([5, 2])
     batch = slots.gather(torch.tensor([2]), llm.engine.tree.depths)
     assert llm.engine.drafter.candidates(batch, [2, 2, 1]).tolist() == [[[3, -1], [4, -1], [1, -1]]]
-    assert llm.engine.drafter.propose(batch, llm.engine.tree).tolist() == [[2, 3, 4, 1, 2]]
+    assert llm.engine.drafter.propose(batch, llm.engine.tree).tokens.tolist() == [[2, 3, 4, 1, 2]]
 
 
 def test_what_it_cannot_draft_is_refused():

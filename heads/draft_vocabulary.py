@@ -1,0 +1,61 @@
+"""The draft vocabulary of EAGLE-3 heads: a part of the target's tokens, as published files say it.
+
+d2t int64 [VD]: draft token i is the target's token i + d2t[i] (offsets, not ids); t2d bool [V]: which of the
+target's tokens there are.
+"""
+
+import torch
+
+
+def build_draft_vocabulary(counts, size, always=()):
+    """The `size` most frequent tokens: (d2t, t2d), ids ascending, ties to the lower id.
+
+    counts int64 [V]: how often each token is supervised; always: ids that are in whatever their counts, as stop tokens
+    should be (what is not in cannot be drafted). Raises ValueError for a size or ids that the vocabulary does not have.
+    """
+    vocab_size = len(counts)
+    always = sorted({int(id) for id in always})
+    if not 2 <= size <= vocab_size:
+        raise ValueError(f"the draft vocabulary must have from 2 to the target's {vocab_size} tokens, got {size}")
+    if always and not 0 <= always[0] <= always[-1] < vocab_size:
+        raise ValueError(f"tokens {always} are to be in the draft vocabulary, but the target's end at {vocab_size - 1}")
+    if len(always) > size:
+        raise ValueError(f"{len(always)} tokens are to be in a draft vocabulary of {size}")
+    order = counts.double().cpu()
+    order[always] = torch.inf
+    ids = torch.argsort(order, descending=True, stable=True)[:size].sort().values
+    t2d = torch.zeros(vocab_size, dtype=torch.bool)
+    t2d[ids] = True
+    return ids - torch.arange(size), t2d
+
+
+def check_d2t(d2t, draft_vocab_size, vocab_size):
+    """The t2d [V] that belongs to a d2t; ValueError, naming tensor and expectation, if it is not of these sizes or ids repeat."""
+    if d2t.dtype != torch.int64 or tuple(d2t.shape) != (draft_vocab_size,):
+        raise ValueError(f"tensor d2t is {d2t.dtype} {tuple(d2t.shape)}, expected torch.int64 {(draft_vocab_size,)}")
+    ids = torch.arange(draft_vocab_size) + d2t.cpu()
+    outside = ((ids < 0) | (ids >= vocab_size)).nonzero().flatten()
+    if len(outside):
+        first = int(outside[0])
+        raise ValueError(
+            f"tensor d2t gives draft token {first} the id {int(ids[first])} (d2t holds offsets: {first} + {int(d2t[first])}), "
+            f"expected ids from 0 to {vocab_size - 1}"
+        )
+    t2d = torch.zeros(vocab_size, dtype=torch.bool)
+    t2d[ids] = True
+    if repeated := draft_vocab_size - int(t2d.sum()):
+        raise ValueError(f"tensor d2t gives {repeated} ids more than once, expected distinct ones")
+    return t2d
+
+
+def check_t2d(t2d, expected):
+    """ValueError, naming what is wrong, unless t2d is the `expected` [V] one."""
+    if t2d.dtype != torch.bool or t2d.shape != expected.shape:
+        raise ValueError(f"tensor t2d is {t2d.dtype} {tuple(t2d.shape)}, expected torch.bool {tuple(expected.shape)}")
+    wrong = (t2d.cpu() != expected).nonzero().flatten()
+    if len(wrong):
+        first = int(wrong[0])
+        raise ValueError(
+            f"tensor t2d disagrees with d2t on {len(wrong)} tokens: it says {bool(t2d[first])} of token {first}, expected "
+            f"{bool(expected[first])}"
+        )
