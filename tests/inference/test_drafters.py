@@ -1,4 +1,4 @@
-"""Every way of drafting: it changes no bit, it keeps a ratio rule's law independent of the company, and it drafts what the head says.
+"""Every way of drafting: it changes no bit, drafts the same whoever shares the batch, and drafts what the head says.
 
 The heads are random, so almost every draft is wrong: the paths by which drafts are dropped are walked all the time. With the
 target as its own draft model every draft is right.
@@ -126,7 +126,7 @@ def test_no_bit_changes(setting, tree_files, name, tree):
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("name", ["mlp", "eagle", "eagle3", "model", "target"])
 def test_under_a_ratio_rule_the_company_changes_nothing(setting, tree_files, name, tree):
-    """Drafts are drawn from the draft's own laws, so they must not depend on who shares the batch, or on pages found in the cache."""
+    """Drafts are drawn from the draft's own laws: these depend on the request alone, not on the batch or on pages it found."""
     target, plain = setting
     if target.device.type == "cuda" and name == "mlp":
         pytest.skip("its products are the library's, whose bits depend on the number of rows")

@@ -1,6 +1,7 @@
 """Prompt lookup in the engine: no bit is changed, its drafts are those of the sequence as it stands, and some are accepted."""
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from headstart.tests.inference.test_exactness import VOCAB, make_target
 from headstart.tests.kernels.test_prompt_lookup import look_up
 
 SHORTEST, LONGEST, DEPTH = 1, 3, 4
+TARGET = str(Path(__file__).resolve().parents[2] / "assets" / "stdlib-coder")
 PAGES = dict(max_num_seqs=8, num_gpu_blocks_override=4)  # alone every request fits, all together do not
 
 
@@ -31,7 +33,7 @@ class Watched(NgramDrafter):
         return found
 
 
-def looking_up(target, rule=strict, late=0, **options):
+def looking_up(target, rule=strict, late=None, **options):
     llm = LLM(target, **options)
     decoder, tree = llm.engine.decoder, chain(DEPTH)
     num_seqs, pages = options.get("max_num_seqs", 8), options.get("num_gpu_blocks_override")
@@ -39,7 +41,8 @@ def looking_up(target, rule=strict, late=0, **options):
     llm.engine = Engine.build(
         decoder, llm.eos_token_ids, llm.max_model_len, num_seqs, drafter, tree, rule, num_pages=pages
     )
-    llm.engine.steps_late = late
+    if late is not None:
+        llm.engine.steps_late = late
     return llm
 
 
@@ -99,6 +102,29 @@ def test_repetitive_prompts_of_every_token_are_drafted_too(target):
     found, expected = ([x.outputs[0].token_ids for x in one.generate(prompts, params)] for one in (llm, LLM(target)))
     assert found == expected
     assert llm.engine.metrics.spec_decode.num_accepted_tokens > 10
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rule", [strict, Ratio("token"), Ratio("block")])
+def test_on_the_gpu_too_in_graphs(rule):
+    plain = LLM(TARGET, device="cuda")
+    prompts = [[i, 700 + i, 41, 9] * 40 for i in range(60, 72)]
+    for given in (
+        dict(temperature=0.0),
+        dict(temperature=0.8),
+        dict(temperature=0.8, top_k=20, repetition_penalty=1.1),
+    ):
+        params = [SamplingParams(seed=i, max_tokens=50, ignore_eos=True, **given) for i in range(len(prompts))]
+        llm = LLM(plain)
+        drafter = NgramDrafter(chain(DEPTH), SHORTEST, LONGEST)
+        decoder = llm.engine.decoder
+        llm.engine = Engine.build(decoder, llm.eos_token_ids, llm.max_model_len, 8, drafter, chain(DEPTH), rule)
+        found = [x.outputs[0].token_ids for x in llm.generate(prompts, params)]
+        assert llm.engine.metrics.spec_decode.num_accepted_tokens > 10
+        if rule is strict or given["temperature"] == 0:
+            assert found == [x.outputs[0].token_ids for x in plain.generate(prompts, params)]
+        else:
+            assert found == [x.outputs[0].token_ids for x in llm.generate(prompts, params)]
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "recursive", "traversal"])

@@ -163,7 +163,7 @@ def test_the_kernel_decides_as_the_reference(kernel_device, quick, recursive, cu
 
 @pytest.mark.parametrize(("recursive", "cut"), [(True, True), (False, False)])
 def test_a_draft_chosen_without_chance_needs_no_law(kernel_device, quick, recursive, cut):
-    cases = [(tree, "deterministic") for tree in (chain(3), TREES[4], chain(3), chain(1))]
+    cases = [(tree, "deterministic") for tree in (chain(3), TREES[4], chain(3), chain(3), chain(1), chain(3))]
     arguments, _ = problem(cases, 21, kernel_device, seed=10, cut=cut)
     expected = run(arguments, recursive)
     tokens, scores, kept = (arguments[name] for name in ("tokens", "scores", "kept"))
