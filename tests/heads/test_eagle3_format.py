@@ -155,6 +155,13 @@ def test_t2d_follows_from_d2t_and_the_whole_vocabulary_needs_neither():
         from_file(tensors, config)
 
 
+def test_draft_tokens_in_another_order_are_read_as_they_are():
+    tensors, config = published()
+    ids = (torch.arange(VD) + tensors["d2t"])[torch.randperm(VD, generator=torch.Generator().manual_seed(1))]
+    tensors["d2t"] = ids - torch.arange(VD)
+    assert torch.equal(from_file(tensors, config)[1]["d2t"], tensors["d2t"])
+
+
 @pytest.mark.parametrize(
     "keys",
     [
