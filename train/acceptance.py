@@ -15,7 +15,7 @@ from ..inference.decoder import UnsupportedArchitecture
 from ..inference.llm import LLM
 from ..inference.sampling import SamplingParams
 from .data import BUILT_IN, encode_conversations, load_conversations
-from .distillation import count_teacher_forced_runs, find_labels
+from .distillation import count_teacher_forced_runs, find_labels, medusa_predictions
 
 
 def choose_held_out(data, eval_data, target, conversations, count):
@@ -115,9 +115,8 @@ class AcceptanceMeter:
             features = self.target.features(input_ids, torch.arange(len(ids), device=device)[None], document_ids)[0]
             marks = torch.tensor([supervised], device=device)
             labels = find_labels(input_ids, document_ids, marks, num_heads)
-            runs, count = count_teacher_forced_runs(
-                self.head, features, labels, self.target.lm_head.weight, self.chunk_tokens
-            )
+            predictions = medusa_predictions(self.head, features, self.target.lm_head.weight)
+            runs, count = count_teacher_forced_runs(predictions, labels, self.chunk_tokens)
             reached = [total + run for total, run in zip(reached, runs)]
             roots += count
         if not roots:

@@ -4,8 +4,8 @@
     accelerate launch train/medusa.py --config configs/medusa.yaml --target ORG/MODEL --data conversations.jsonl --lr 5e-4
     accelerate launch train/medusa.py --config configs/quickstart.yaml --resume
 
-conversations -> token ids and assistant mask -> packed rows -> the target's features -> K heads -> loss against the text and the
-target's law, summed and divided by the number of labels of the whole optimiser step. `--help` lists every key. A run writes only
+conversations -> token ids and assistant mask -> packed rows -> the target's features -> K heads -> loss against the target's law or
+the text, summed and divided by the number of labels of the whole optimiser step. `--help` lists every key. A run writes only
 into its `output` folder: config.yaml, metrics.jsonl, checkpoints/, acceptance.json, head/.
 
 Every rank knows all rows and their order, so label counts need no communication; gradients are summed over the ranks once per
@@ -36,8 +36,9 @@ from headstart.train.checkpointing import (
     save_final_head,
 )
 from headstart.train.data import BUILT_IN, load_conversations, write_conversations
-from headstart.train.distillation import Objective, accumulate_gradients, find_labels, summarize
+from headstart.train.distillation import Objective, accumulate_gradients, find_labels, medusa_predictions, summarize
 from headstart.train.features import FeatureCache, FrozenTarget, load_target
+from headstart.train.losses import LOSSES, Loss
 from headstart.train.optimization import build_optimizer, choose_autocast, sum_gradients, update, warmup_cosine
 from headstart.train.recipe import check_values, key, parse_recipe, resolved_values, save_recipe
 from headstart.train.rows import (
@@ -75,8 +76,13 @@ class Recipe:
     num_heads: int = key(4, "heads; head k (from 0) predicts the token k + 2 places ahead", least=1)
     num_layers: int = key(1, "residual blocks per head", least=1)
     shared_lm_head: bool = key(False, "heads end in the target's lm_head instead of one of their own")
-    hard_weight: float = key(0.0, "weight of the cross entropy against the text", least=0)
-    soft_weight: float = key(1.0, "weight of the forward KL from the target's law", least=0)
+    loss: str = key(
+        "kl",
+        "hard: cross entropy against the text; kl: forward KL from the target's law; lk: from kl over to the rate of acceptance "
+        "(arXiv 2602.23881); lk-log: minus its logarithm",
+        choices=LOSSES,
+    )
+    lk_eta: float = key(10.0, "of lk: the larger, the sooner the rate of acceptance takes over from kl", least=0)
     head_weight_decay: float = key(0.8, "head k's loss counts this to the power k", least=0)
     lr: float = key(1e-3, "peak learning rate of AdamW", least=0)
     warmup_ratio: float = key(
@@ -116,12 +122,10 @@ class Recipe:
 
     def __post_init__(self):
         check_values(self)
-        if vars(self)["hard_weight"] == vars(self)["soft_weight"] == 0:
-            raise ValueError("hard_weight and soft_weight are both 0: there is nothing to learn from; raise one")
 
     @property
     def objective(self):
-        return Objective(self.hard_weight, self.soft_weight, [self.head_weight_decay**k for k in range(self.num_heads)])
+        return Objective(Loss(self.loss, self.lk_eta), [self.head_weight_decay**k for k in range(self.num_heads)])
 
     @property
     def checkpoint_to_resume(self):
@@ -298,8 +302,10 @@ def main(argv):
                     features = target.features(input_ids, position_ids, document_ids)
                 labels = find_labels(input_ids, document_ids, supervised, recipe.num_heads)
                 projection = (target.lm_head, recipe.objective, num_labels, recipe.chunk_tokens)
+                features = features.flatten(0, 1)  # [B T, H]
                 with autocast:
-                    share = accumulate_gradients(head, features.flatten(0, 1), labels, *projection, with_hits=logs)
+                    predictions = medusa_predictions(head, features, target.lm_head.weight)
+                    share = accumulate_gradients(predictions, features, labels, *projection, with_hits=logs)
                 fed.append(index.tolist())
                 shares.append(share)  # [K, 4]
 

@@ -52,7 +52,7 @@ def build_rows(tokenizer, conversations, row_length, max_tokens, seed, note):
 
 def count_labels(packed):
     """Labels per row: supervised positions that the first head can predict.  -> int64 [R]"""
-    labels = find_labels(packed.input_ids, packed.document_ids, packed.supervised, num_heads=1)
+    labels = find_labels(packed.input_ids, packed.document_ids, packed.supervised, num_depths=1)
     rows = labels.positions // packed.input_ids.shape[1]
     return torch.bincount(rows, minlength=len(packed.input_ids))
 

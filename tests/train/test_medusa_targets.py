@@ -58,7 +58,7 @@ def test_target_that_the_engine_does_not_run_is_measured_teacher_forced(
 ):
     folder = save(tmp_path / "target", word_target, transformers.GPT2Config, **GPT2)
     # Against the text, so let the heads learn the text: its answers count upwards.
-    keys = {"hard_weight": 1, "soft_weight": 0, "lr": 0.05, "num_epochs": 12, "max_steps": 0, "head_weight_decay": 1}
+    keys = {"loss": "hard", "lr": 0.05, "num_epochs": 12, "max_steps": 0, "head_weight_decay": 1}
     assert medusa.main(arguments(target=folder, eval_prompts=6, eval_tokens=6, **keys)) == 0
     assert "acceptance is teacher-forced on the held-out text, not the engine's" in capsys.readouterr().err
     (line,) = read_metrics("acceptance")

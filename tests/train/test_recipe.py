@@ -101,9 +101,9 @@ def test_help_lists_every_key_with_default_and_explanation(capsys):
             assert f"--{f.name} (default {f.default!r})" in text
 
 
-def test_a_recipe_without_any_loss_is_refused():
-    with pytest.raises(ValueError, match="nothing to learn from"):
-        parse_recipe(Recipe, [*NEEDED, "--soft_weight", "0"], "")
+def test_an_unknown_loss_is_refused_by_name():
+    with pytest.raises(ValueError, match="loss must be one of hard, kl, lk, lk-log, got 'ce'"):
+        parse_recipe(Recipe, [*NEEDED, "--loss", "ce"], "")
 
 
 def test_recipe_cannot_be_changed_after_it_is_made():
