@@ -1,9 +1,9 @@
-"""Save and load heads: folders written whole or not at all, every published format recognised by its tensors.
+"""Save and load heads: folders written whole or not at all, every family and format recognised by its tensors.
 
     save_head(head, "runs/first/head")
     head = load_head("runs/first")               # a run, a checkpoint, a head folder or a Hub id
 
-Reads weights_only .pt files and safetensors, nothing that could run code. Does not know optimisers, engines or cards.
+Reads weights_only .pt and .bin files and safetensors, nothing that could run code. Does not know optimisers, engines or cards.
 """
 
 import errno
@@ -19,24 +19,22 @@ from pickle import UnpicklingError
 import torch
 from huggingface_hub import constants, hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HTTPError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
+from . import medusa_format
 from .formats import (
     SAFETENSORS_FILE,
     TORCH_FILE,
+    WEIGHT_FILES,
     check_format,
-    detect_table,
-    family,
     from_file,
     native_format,
+    recognise,
     to_file,
 )
-from .medusa import Medusa
 
 TREE_FILE = "tree.json"  # the draft tree measured for a head may lie beside it
-# In the order in which a folder is searched: where both are there, the .pt repeats the .safetensors.
-WEIGHT_FILES = (SAFETENSORS_FILE["medusa"], TORCH_FILE["medusa"], SAFETENSORS_FILE["vllm"])
 
 
 @contextmanager
@@ -86,7 +84,7 @@ def _flush(path):
 def save_head(head, folder, format=None, dtype=None, torch_file=False, lm_head_weight=None):
     """Write `head` into a new `folder`, whole or not at all.
 
-    format: "medusa", "medusa-shared" or "vllm"; None takes the one of the first two that fits the head.
+    format: one of its family's (heads/formats.py); None takes the family's own.
     dtype: what to cast to (torch.dtype or its name); None keeps the head's.
     torch_file: also write the .pt that the original Medusa code reads (exports do, training checkpoints need not).
     lm_head_weight: the target's lm_head [V, H], which "vllm" stores with heads that share it.
@@ -102,18 +100,22 @@ def write_head(head, folder, format, dtype=None, torch_file=False, lm_head_weigh
     """The files of save_head, into an existing folder that the caller stages."""
     tensors, config = to_file(head, format, lm_head_weight)
     if dtype is not None:
-        tensors = {name: tensor.to(to_dtype(dtype)) for name, tensor in tensors.items()}
-    kind = family(format)
-    config_path, path = Path(folder, "config.json"), Path(folder, SAFETENSORS_FILE[kind])
+        tensors = {name: _cast(tensor, to_dtype(dtype)) for name, tensor in tensors.items()}
+    config_path, path = Path(folder, "config.json"), Path(folder, SAFETENSORS_FILE[format])
     config_path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     with _failing_as_oserror(path):
         save_file(tensors, path, metadata={"format": "pt"})
     # The library creates its file readable by the owner alone; the others follow the umask, and so must this one.
     shutil.copymode(config_path, path)
-    if torch_file and kind in TORCH_FILE:
-        path = Path(folder, TORCH_FILE[kind])
+    if torch_file and format in TORCH_FILE:
+        path = Path(folder, TORCH_FILE[format])
         with _failing_as_oserror(path), path.open("wb") as file:
             torch.save(tensors, file)
+
+
+def _cast(tensor, dtype):
+    """Weights in another dtype; numbers of tokens stay what they are."""
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 @contextmanager
@@ -128,7 +130,7 @@ def _failing_as_oserror(path):
 
 
 def load_head(path_or_id, dtype=None):
-    """Load heads from a head folder, a run, a checkpoint or a Hub id, in any format of heads/formats.py.
+    """Load a head of any family from a head folder, a run, a checkpoint or a Hub id, in any format of heads/formats.py.
 
     dtype: torch.dtype or its name; None keeps the file's.
     Raises ValueError naming the file and what is wrong with it: cut, damaged, tensors missing, unexpected or misshapen;
@@ -139,10 +141,10 @@ def load_head(path_or_id, dtype=None):
     config = read_config(folder)
     tensors = read_tensors(path)
     try:
-        if detect_table(tensors, config) == "medusa-shared" and "vocab_size" not in config:
+        if _lacks_vocab_size(tensors, config):
             config["vocab_size"] = _target_vocab_size(config.get("base_model_name_or_path"))
-        head_config, state, _ = from_file(tensors, config)
-        dtypes = {tensor.dtype for tensor in tensors.values()}
+        kind, head_config, state = from_file(tensors, config)
+        dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
         if dtype is None and len(dtypes) > 1:
             mixed = ", ".join(sorted(str(one).removeprefix("torch.") for one in dtypes))
             raise ValueError(f"its tensors are of different dtypes ({mixed}): say dtype= to load them as one")
@@ -150,7 +152,7 @@ def load_head(path_or_id, dtype=None):
         raise ValueError(f"{path}: {error}") from None
     # Memory without values: no random numbers are drawn for weights that the file gives.
     with torch.device("meta"):
-        head = Medusa(head_config)
+        head = kind(head_config)
     head = head.to(dtypes.pop() if dtype is None else to_dtype(dtype)).to_empty(device="cpu")
     head.load_state_dict(state)  # copies: blocks that a file ties come apart here, and the file may change afterwards
     return head
@@ -179,10 +181,10 @@ def read_config(folder):
 
 
 def read_tensors(path):
-    """{name: tensor} of a .safetensors or .pt file; ValueError naming the file if it is cut or damaged."""
+    """{name: tensor} of a .safetensors, .pt or .bin file; ValueError naming the file if it is cut or damaged."""
     Path(path).open("rb").close()  # a file that may not be read raises its own error here, not "damaged" below
     try:
-        if Path(path).suffix == ".pt":
+        if Path(path).suffix in (".pt", ".bin"):
             tensors = torch.load(path, map_location="cpu", weights_only=True)
         else:
             tensors = load_file(path)
@@ -228,10 +230,22 @@ def find_head(folder):
     try:
         if not (folder / "config.json").is_file():
             folder = resolve_head(folder)
-        config = read_config(folder)
+        read_config(folder)
+        path = find_weights(folder)
+        return folder if path and recognise(_read_names(path)) else None
     except ValueError:
         return None
-    return folder if "medusa_num_heads" in config or config.get("model_type") == "medusa" else None
+
+
+def _read_names(path):
+    """The tensor names of a weight file; of a .safetensors only the header is read: it may be a whole target's."""
+    if path.suffix != ".safetensors":
+        return list(read_tensors(path))
+    try:
+        with safe_open(path, framework="pt") as file:
+            return list(file.keys())
+    except SafetensorError as error:
+        raise ValueError(f"{path} cannot be read ({error})") from None
 
 
 def _fetch_head(repo_id):
@@ -262,6 +276,13 @@ def _fetch(repo_id, name):
 
 def _first_line(error):
     return (str(error).strip().splitlines() or ["no reason given"])[0]
+
+
+def _lacks_vocab_size(tensors, config):
+    """Whether neither tensors nor config tell the vocabulary, as of published Medusa heads with a shared lm_head."""
+    if "vocab_size" in config or recognise(tensors) != "Medusa":
+        return False
+    return medusa_format.detect_table(tensors, config) == "medusa-shared"
 
 
 def _target_vocab_size(target):

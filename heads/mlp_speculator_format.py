@@ -11,13 +11,23 @@ from importlib.metadata import version
 
 import torch
 
-from .formats import list_names
 from .mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
+from .tensor_checks import check_tensors, shape_of
 
+FORMATS = ("mlp-speculator",)
 PREFIX = "speculator."
 
 
-def to_file(head):
+def native_format(head):
+    return FORMATS[0]
+
+
+def check_format(head, format):
+    """The one format says every MLP speculator."""
+    return format
+
+
+def to_file(head, format=FORMATS[0], lm_head_weight=None):
     """The tensors and the config that say `head`: ({name: tensor}, config dict)."""
     config = head.config
     tensors = {PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
@@ -38,7 +48,7 @@ def to_file(head):
     }
 
 
-def is_mlp_speculator(names):
+def recognises(names):
     """Whether a file with tensors of these names holds an MLP speculator."""
     return any(name.startswith(PREFIX) for name in names)
 
@@ -56,7 +66,7 @@ def from_file(tensors, config):
     if tied:
         _drop_repeated(tensors)
     steps = _num_steps(tensors, config, tied)
-    sizes = [_shape(tensors, name) for name in ("emb.0.weight", "proj.0.weight")]
+    sizes = [shape_of(tensors, PREFIX + name) for name in ("emb.0.weight", "proj.0.weight")]
     shape = MLPSpeculatorConfig(
         hidden_size=sizes[1][1],
         vocab_size=sizes[0][0],
@@ -68,16 +78,7 @@ def from_file(tensors, config):
     )
     with torch.device("meta"):
         expected = {PREFIX + name: tensor.shape for name, tensor in MLPSpeculator(shape).state_dict().items()}
-    missing, unexpected = sorted(expected.keys() - tensors), sorted(tensors.keys() - expected)
-    if missing or unexpected:
-        parts = [f"missing: {list_names(missing)}"] if missing else []
-        parts += [f"unexpected: {list_names(unexpected)}"] if unexpected else []
-        raise ValueError(f"tensor names do not fit; {'; '.join(parts)}")
-    for name, tensor in tensors.items():
-        if tensor.shape != expected[name]:
-            raise ValueError(f"tensor {name} is {tuple(tensor.shape)}, expected {tuple(expected[name])}")
-        if not tensor.is_floating_point():
-            raise ValueError(f"tensor {name} is {tensor.dtype}, expected floating point")
+    check_tensors(tensors, expected)
     _check_sizes(shape, config)
     return shape, {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
 
@@ -104,14 +105,6 @@ def _num_steps(tensors, config, tied):
     if type(steps) is not int or not 1 <= steps <= 64:
         raise ValueError(f'steps are tied, so config.json must say "n_predict", from 1 to 64; it says {steps!r}')
     return steps
-
-
-def _shape(tensors, name):
-    tensor = tensors.get(PREFIX + name)
-    if tensor is None or tensor.dim() != 2:
-        found = "missing" if tensor is None else f"{tuple(tensor.shape)}"
-        raise ValueError(f"tensor {PREFIX}{name} is {found}, expected two axes; the file holds {list_names(tensors)}")
-    return tensor.shape
 
 
 def _check_sizes(shape, config):

@@ -17,7 +17,8 @@ from pathlib import Path
 from torch import nn
 
 from ..heads.checkpoint import check_is_free, load_head, resolve_head, staged_folder, to_dtype, write_head
-from ..heads.formats import FORMATS, check_format
+from ..heads.formats import check_family, check_format
+from ..heads.medusa_format import FORMATS
 from .measurements import find_measurements
 from .model_card import is_hub_id, model_card
 from .push import check_can_push, push_folder
@@ -98,6 +99,7 @@ def export_head(source, output, format, dtype=None, base_model=None, license=Non
     check_is_free(output)
     folder = resolve_head(source)
     head = load_head(folder)
+    check_family(head, "Medusa")
     table = check_format(head, format)
     measured = find_measurements(folder)
     source_dtype = next(head.parameters()).dtype

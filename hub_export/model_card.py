@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 from huggingface_hub.utils import validate_repo_id
 
-from ..heads.formats import family, native_format
+from ..heads.medusa_format import family, native_format
 
 # format -> (reader, what it takes), in the order of the card's table. From the design's on-disk formats, 2026-11.
 READERS = {

@@ -2,8 +2,8 @@
 
 import torch
 
-from ..heads.checkpoint import WEIGHT_FILES, load_head, read_tensors
-from ..heads.formats import to_file
+from ..heads.checkpoint import load_head, read_tensors
+from ..heads.formats import WEIGHT_FILES, to_file
 
 
 def check_finite(head):

@@ -25,6 +25,7 @@ import torch
 from accelerate.utils import gather_object
 
 from ..heads.checkpoint import load_head, save_head, staged_folder
+from ..heads.formats import check_family, family_of
 
 _STEP = re.compile(r"step-(\d+)")
 _TRIAL = ".can-be-written-"
@@ -202,7 +203,9 @@ def read_state(folder):
 
 def load_checkpoint(folder, head, optimizer, accelerator):
     """Put head, optimiser and this rank's random generators into the state of the checkpoint."""
-    head.load_state_dict(load_head(Path(folder, "head")).state_dict())
+    saved = load_head(Path(folder, "head"))
+    check_family(saved, family_of(head))
+    head.load_state_dict(saved.state_dict())
     # On the CPU first: mapped to a device, a fused optimiser's steps and moments are placed by load_state_dict itself.
     optimizer.load_state_dict(torch.load(Path(folder, "optimizer.pt"), map_location="cpu", weights_only=True))
     states = torch.load(Path(folder, "rng.pt"), map_location="cpu", weights_only=True)

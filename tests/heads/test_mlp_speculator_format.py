@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from headstart.heads.mlp_speculator import MLPSpeculator
-from headstart.heads.mlp_speculator_format import from_file, is_mlp_speculator, to_file
+from headstart.heads.mlp_speculator_format import from_file, recognises, to_file
 from headstart.tests.heads.test_mlp_speculator import H, S, V, make
 
 
@@ -14,7 +14,7 @@ from headstart.tests.heads.test_mlp_speculator import H, S, V, make
 def test_what_is_written_is_read_bit_by_bit(steps, tied, scaled):
     head = make(steps, tied, scaled)
     tensors, config = to_file(head)
-    assert is_mlp_speculator(tensors)
+    assert recognises(tensors)
     shape, state = from_file(tensors, config)
     assert shape == head.config
     other = MLPSpeculator(shape).double()

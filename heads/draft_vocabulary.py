@@ -1,0 +1,56 @@
+"""The draft vocabulary of EAGLE-3 heads: a part of the target's tokens, as published files say it.
+
+d2t int64 [VD]: draft token i is the target's token i + d2t[i] (offsets, not ids); t2d bool [V]: which of the
+target's tokens there are.
+"""
+
+import torch
+
+
+def build_draft_vocabulary(counts, size, always=()):
+    """The `size` most frequent tokens: (d2t, t2d), ids ascending, ties to the lower id.
+
+    counts int64 [V]: how often each token is supervised; always: ids that are in whatever their counts, as stop tokens
+    should be (what is not in cannot be drafted). Raises ValueError for a size or ids that the vocabulary does not have.
+    """
+    vocab_size = len(counts)
+    always = sorted({int(id) for id in always})
+    if not 2 <= size <= vocab_size:
+        raise ValueError(f"the draft vocabulary must have from 2 to the target's {vocab_size} tokens, got {size}")
+    if always and not 0 <= always[0] <= always[-1] < vocab_size:
+        raise ValueError(f"tokens {always} are to be in the draft vocabulary, but the target's end at {vocab_size - 1}")
+    if len(always) > size:
+        raise ValueError(f"{len(always)} tokens are to be in a draft vocabulary of {size}")
+    order = counts.double().cpu()
+    order[always] = torch.inf
+    ids = torch.argsort(order, descending=True, stable=True)[:size].sort().values
+    t2d = torch.zeros(vocab_size, dtype=torch.bool)
+    t2d[ids] = True
+    return ids - torch.arange(size), t2d
+
+
+def check_draft_vocabulary(d2t, t2d, draft_vocab_size, vocab_size):
+    """ValueError, naming tensor and expectation, unless d2t and t2d are of these sizes and say the same distinct tokens."""
+    if d2t.dtype != torch.int64 or tuple(d2t.shape) != (draft_vocab_size,):
+        raise ValueError(f"tensor d2t is {d2t.dtype} {tuple(d2t.shape)}, expected torch.int64 {(draft_vocab_size,)}")
+    if t2d.dtype != torch.bool or tuple(t2d.shape) != (vocab_size,):
+        raise ValueError(f"tensor t2d is {t2d.dtype} {tuple(t2d.shape)}, expected torch.bool {(vocab_size,)}")
+    ids = torch.arange(draft_vocab_size) + d2t.cpu()
+    outside = ((ids < 0) | (ids >= vocab_size)).nonzero().flatten()
+    if len(outside):
+        first = int(outside[0])
+        raise ValueError(
+            f"tensor d2t gives draft token {first} the id {int(ids[first])} (d2t holds offsets: {first} + {int(d2t[first])}), "
+            f"expected ids from 0 to {vocab_size - 1}"
+        )
+    if len(ids.unique()) < draft_vocab_size:
+        raise ValueError(f"tensor d2t gives {draft_vocab_size - len(ids.unique())} ids twice, expected distinct ones")
+    said = torch.zeros(vocab_size, dtype=torch.bool)
+    said[ids] = True
+    wrong = (said != t2d.cpu()).nonzero().flatten()
+    if len(wrong):
+        first = int(wrong[0])
+        raise ValueError(
+            f"tensor t2d disagrees with d2t on {len(wrong)} tokens: it says {bool(t2d[first])} of token {first}, expected "
+            f"{bool(said[first])}"
+        )

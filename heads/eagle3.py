@@ -1,0 +1,199 @@
+"""EAGLE-3 heads (arXiv 2503.01840): one decoder layer over several of the target's layers, trained on its own states.
+
+    g_t = fc([r_t of layer a ; r_t of layer b ; ...])      step 0, r the residual streams entering the aux layers; later g = state
+    z_t = [input_layernorm(e(x_{t+1+i})) ; hidden_norm(g_t)]
+    state_t = DecoderLayer(z_t), g_t its residual          hidden_norm(g_t) with norm_before_residual; position t + i
+    logits = lm_head(norm(state_t))                        over the draft vocabulary; predicts x_{t+2+i}
+
+Draft token i is the target's token i + d2t[i]; t2d says which of the target's tokens there are. Both are None where the draft
+vocabulary is the whole one. The embedding is the target's, frozen; where the head is of another width, it trains one of its own.
+
+Letters: B rows of a batch, T tokens per row, S steps, H hidden size of the head, HT of the target, A aux layers, V the
+target's vocabulary, VD the draft's.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from .draft_vocabulary import check_draft_vocabulary
+from .layers import DecoderLayer, LayerConfig, RMSNorm, Rotary, check_embedding, share_embedding
+from .packed_attention import PackedAttention
+
+NUM_DEFAULT_LAYERS = 3
+MOST_STEPS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Config(LayerConfig):
+    """Shape of an EAGLE-3 head. aux_layer_ids: id k is the residual stream entering layer k (0-based), the number of layers the one
+    behind the last; None: those that published heads read, which the target's depth tells (`default_aux_layers`)."""
+
+    target_hidden_size: int
+    draft_vocab_size: int
+    aux_layer_ids: tuple[int, ...] | None = None
+    norm_before_residual: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        ids = self.aux_layer_ids
+        if ids is not None and not (
+            isinstance(ids, tuple)
+            and ids
+            and all(type(id) is int and id >= 0 for id in ids)
+            and sorted({*ids}) == [*ids]
+        ):
+            raise ValueError(f"Eagle3Config.aux_layer_ids must be ascending layer numbers, got {ids!r}")
+        if not 2 <= self.draft_vocab_size <= self.vocab_size:
+            raise ValueError(
+                f"Eagle3Config.draft_vocab_size must be from 2 to the vocab_size {self.vocab_size}, got {self.draft_vocab_size}"
+            )
+
+    @classmethod
+    def for_target(cls, target_config, **changes):
+        """As LayerConfig.for_target; by default with the whole vocabulary and the aux layers of published heads."""
+        text = target_config.get_text_config()
+        taken = {"target_hidden_size": text.hidden_size, "draft_vocab_size": text.vocab_size}
+        if "aux_layer_ids" not in changes:
+            taken["aux_layer_ids"] = default_aux_layers(text.num_hidden_layers)
+        return super().for_target(target_config, **taken | changes)
+
+    @property
+    def num_aux_layers(self):
+        return NUM_DEFAULT_LAYERS if self.aux_layer_ids is None else len(self.aux_layer_ids)
+
+    @property
+    def own_embedding(self):
+        """Whether the head trains an embedding of its own, because it is of another width than the target."""
+        return self.hidden_size != self.target_hidden_size
+
+
+def default_aux_layers(num_layers):
+    """The layers that published heads read of a target with `num_layers` layers; ValueError if it has too few."""
+    if num_layers < 7:
+        raise ValueError(
+            f"a target of {num_layers} layers has no default aux layers (2, n//2, n-3): give aux_layer_ids"
+        )
+    return 2, num_layers // 2, num_layers - 3
+
+
+class Eagle3Layer(DecoderLayer):
+    """The decoder layer with its two norms: one of the embedding, one of the state."""
+
+    def __init__(self, config):
+        super().__init__(config, 2 * config.hidden_size)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm_before_residual = config.norm_before_residual
+
+    def forward(self, embedded, state, rotation, attention):
+        """embedded and state [B, T, H] -> [B, T, H]"""
+        normed = self.hidden_norm(state)
+        z = torch.cat((self.input_layernorm(embedded), normed), -1)
+        return super().forward(z, normed if self.norm_before_residual else state, rotation, attention)
+
+
+class Eagle3(nn.Module):
+    """Several steps over several features of the target, each on the state of the one before.
+
+    features: the layers whose entering residual streams it reads, low to high.
+    embed_tokens: None if the head's file held none, until take_embedding.  d2t int64 [VD], t2d bool [V]: None for the whole
+    vocabulary; a new head has the first VD tokens until set_draft_vocabulary.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        size = config.hidden_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, size).requires_grad_(config.own_embedding)
+        self.embedding_is_targets = False
+        self.fc = nn.Linear(config.num_aux_layers * config.target_hidden_size, size, bias=False)
+        self.midlayer = Eagle3Layer(config)
+        self.norm = RMSNorm(size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
+        whole = config.draft_vocab_size == config.vocab_size
+        self.register_buffer("d2t", None if whole else torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+        self.register_buffer("t2d", None if whole else torch.arange(config.vocab_size) < config.draft_vocab_size)
+        self.rotary = Rotary(config)
+
+    @property
+    def features(self):
+        if self.config.aux_layer_ids is None:
+            raise ValueError(
+                "this head's file names no aux layers: call head.take_depth(the target's number of layers) first"
+            )
+        return self.config.aux_layer_ids
+
+    @property
+    def num_speculative_tokens(self):
+        """A default, not a limit."""
+        return self.config.num_speculative_tokens
+
+    @property
+    def label_offsets(self):
+        """Step i at position t predicts the token at t + label_offsets[i]."""
+        return tuple(2 + i for i in range(self.num_speculative_tokens))
+
+    @property
+    def needs_embedding(self):
+        return self.embed_tokens is None
+
+    def take_embedding(self, weight):
+        """Use the target's embedding table [V, HT] itself, without a copy. ValueError if this head needs another one."""
+        self.embed_tokens = share_embedding(weight, self.config.vocab_size, self.config.hidden_size)
+        self.embedding_is_targets = True
+
+    def take_depth(self, num_layers):
+        """Read the default aux layers of a target with `num_layers` layers, if the head's file named none."""
+        if self.config.aux_layer_ids is None:
+            self.config = replace(self.config, aux_layer_ids=default_aux_layers(num_layers))
+
+    @property
+    def draft_token_ids(self):
+        """The target's id of every draft token, int64 [VD]; None for the whole vocabulary."""
+        return None if self.d2t is None else torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    def set_draft_vocabulary(self, d2t, t2d):
+        """Draft over these tokens (build_draft_vocabulary). Raises ValueError if they are not of this head's sizes."""
+        check_draft_vocabulary(d2t, t2d, self.config.draft_vocab_size, self.config.vocab_size)
+        if self.d2t is None:
+            raise ValueError("this head drafts over the whole vocabulary: it takes no d2t and t2d")
+        self.d2t.copy_(d2t)
+        self.t2d.copy_(t2d)
+
+    @torch.no_grad()
+    def initialize_from_target(self, lm_head_weight):
+        """Start lm_head as the draft tokens' rows of the target's [V, HT]. ValueError if the shapes do not fit."""
+        expected = (self.config.vocab_size, self.config.hidden_size)
+        if tuple(lm_head_weight.shape) != expected:
+            raise ValueError(
+                f"the target's lm_head is {tuple(lm_head_weight.shape)}, this head can start from {expected}"
+            )
+        ids = self.draft_token_ids
+        self.lm_head.weight.copy_(lm_head_weight if ids is None else lm_head_weight[ids.to(lm_head_weight.device)])
+
+    def logits(self, state):
+        """Prediction over the draft vocabulary.  [..., H] -> [..., VD]"""
+        return self.lm_head(self.norm(state))
+
+    def forward(self, features, tokens, position_ids, document_ids, num_steps):
+        """The states of `num_steps` steps over packed rows, each step on the states of the one before ("training-time test").
+
+        At step i row t attends to the step-0 keys of rows <= t of its own document and to its own row's keys of steps 1 to i.
+
+        features [B, T, A HT]; tokens [B, T, S >= num_steps] those at t + 1, t + 2, ...; position_ids [B, T] of t; document_ids
+        [B, T]  ->  num_steps tensors [B, T, H]
+        """
+        check_embedding(self.embed_tokens)
+        if not 1 <= num_steps <= min(MOST_STEPS, tokens.shape[-1]):
+            raise ValueError(
+                f"num_steps must be from 1 to {MOST_STEPS} and at most the {tokens.shape[-1]} tokens given per row, got {num_steps}"
+            )
+        state = self.fc(features.to(self.fc.weight.dtype))
+        attention, states = PackedAttention(document_ids), []
+        for step in range(num_steps):
+            embedded = self.embed_tokens(tokens[..., step]).to(state.dtype)
+            state = self.midlayer(embedded, state, self.rotary(position_ids + step, state.dtype), attention)
+            states.append(state)
+        return states

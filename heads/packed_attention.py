@@ -1,0 +1,103 @@
+"""Causal attention over packed documents, and over what a row itself wrote in later steps of an unrolled forward.
+
+    call 0:  row t sees the keys of rows <= t of its own document
+    call i:  row t sees the same keys of call 0, and its own row's keys of calls 1 to i
+
+That is EAGLE-3's training-time test (arXiv 2503.01840). The first part has one [T, T] mask for all calls, and the second is i keys
+per row; the two softmaxes are joined exactly by their normalisers. No [T, i T] mask or score matrix is made.
+
+On a GPU the first part is FlexAttention, compiled, with a block mask; on the CPU, where FlexAttention has no backward, it is SDPA
+with a mask (call 0) or plain products. Not supported: attention dropout, sliding windows, float64 on a GPU.
+
+Letters: B rows of a batch, T tokens per row, HQ and HK query and key heads, D head dimension.
+"""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+
+FLEX_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FLEX_LEAST_DIM = 16
+
+
+class PackedAttention:
+    """One layer's attention in one forward; `attend` is called once per step.
+
+    document_ids [B, T] integers: rows with the same number see each other; padding has a number of its own.
+    """
+
+    def __init__(self, document_ids):
+        self.document_ids = document_ids
+        self.first = None  # keys and values of call 0, [B, HK, T, D] each
+        self.later = []  # those of each later call
+        self.mask = None
+
+    def attend(self, q, k, v):
+        """q [B, HQ, T, D], k and v [B, HK, T, D] of this step -> [B, HQ, T, D]"""
+        if self.first is None:
+            self.first = k, v
+            self.mask = _block_mask(self.document_ids) if q.is_cuda else _dense_mask(self.document_ids)
+            return _attend(q, k, v, self.mask, with_normaliser=False)[0]
+        self.later.append((k, v))
+        out, normaliser = _attend(q, *self.first, self.mask, with_normaliser=True)
+        return _join(out, normaliser, q, self.later)
+
+
+def _dense_mask(document_ids):
+    """Which rows see which.  -> bool [B, 1, T, T]"""
+    same = document_ids[:, None, :, None] == document_ids[:, None, None, :]
+    return same & torch.ones(same.shape[-2:], dtype=torch.bool, device=same.device).tril()
+
+
+def _block_mask(document_ids):
+    """The same as FlexAttention takes it."""
+
+    def sees(b, h, row, column):
+        return (document_ids[b, row] == document_ids[b, column]) & (row >= column)
+
+    size = document_ids.shape[1]
+    return _compiled(create_block_mask)(sees, len(document_ids), None, size, size, device=document_ids.device)
+
+
+@functools.cache
+def _compiled(function):
+    return torch.compile(function)
+
+
+def _attend(q, k, v, mask, with_normaliser):
+    """Attention over one set of keys, and if asked for the log of each row's sum of exponentials.
+
+    -> ([B, HQ, T, D], fp32 or wider [B, HQ, T] or None)
+    """
+    if q.is_cuda:
+        if q.dtype not in FLEX_DTYPES or q.shape[-1] < FLEX_LEAST_DIM:
+            raise ValueError(
+                f"on a GPU heads are trained with FlexAttention, which takes float32, bfloat16 or float16 and head dimensions "
+                f"from {FLEX_LEAST_DIM}; got {q.dtype} and {q.shape[-1]}: change head_dim, or train on the CPU"
+            )
+        asked = AuxRequest(lse=True) if with_normaliser else None
+        found = _compiled(flex_attention)(q, k, v, block_mask=mask, enable_gqa=True, return_aux=asked)
+        return (found[0], found[1].lse) if with_normaliser else (found, None)
+    if not with_normaliser:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True), None
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = _wide(q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5)  # [B, HQ, T, T]
+    normaliser = scores.masked_fill(~mask, -torch.inf).logsumexp(-1)
+    weights = (scores - normaliser[..., None]).exp().masked_fill(~mask, 0.0)
+    return weights.to(v.dtype) @ v, normaliser
+
+
+def _join(out, normaliser, q, later):
+    """Attention over the keys behind `out`, and each row's own keys of later calls.  -> [B, HQ, T, D]"""
+    group = q.shape[1] // later[0][0].shape[1]
+    k, v = (_wide(torch.stack(parts, -2).repeat_interleave(group, 1)) for parts in zip(*later))  # [B, HQ, T, i, D]
+    scores = (_wide(q)[..., None, :] * k).sum(-1) * q.shape[-1] ** -0.5  # [B, HQ, T, i]
+    total = torch.logaddexp(normaliser, scores.logsumexp(-1))
+    own = ((scores - total[..., None]).exp()[..., None] * v).sum(-2)
+    return (_wide(out) * (normaliser - total).exp()[..., None] + own).to(out.dtype)
+
+
+def _wide(x):
+    return x if x.dtype == torch.float64 else x.float()

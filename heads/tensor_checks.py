@@ -1,0 +1,40 @@
+"""What every file format checks of the tensors it is given, and the words for what is wrong with them."""
+
+
+def list_names(names, most=8):
+    """The first few of many names, for error messages."""
+    names = sorted(names)
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more if names else "no tensors"
+
+
+def check_names(expected, found):
+    """ValueError listing what is missing and what is unexpected, unless the two hold the same names."""
+    missing, unexpected = set(expected) - set(found), set(found) - set(expected)
+    if missing or unexpected:
+        parts = [f"missing: {list_names(missing)}"] if missing else []
+        parts += [f"unexpected: {list_names(unexpected)}"] if unexpected else []
+        raise ValueError(f"tensor names do not fit; {'; '.join(parts)}")
+
+
+def check_tensors(tensors, shapes):
+    """ValueError naming what is wrong, unless `tensors` are floating point and have exactly these names and shapes.
+
+    tensors: {name: tensor}; shapes: {name: shape}.
+    """
+    check_names(shapes, tensors)
+    for name, tensor in tensors.items():
+        if tuple(tensor.shape) != tuple(shapes[name]):
+            raise ValueError(f"tensor {name} is {tuple(tensor.shape)}, expected {tuple(shapes[name])}")
+        if not tensor.is_floating_point():
+            raise ValueError(f"tensor {name} is {tensor.dtype}, expected floating point")
+
+
+def shape_of(tensors, name, num_axes=2):
+    """The shape of a tensor from which sizes are read; ValueError if it is not there or has another number of axes."""
+    tensor = tensors.get(name)
+    if tensor is None or tensor.dim() != num_axes:
+        found = "missing" if tensor is None else f"{tuple(tensor.shape)}"
+        axes = {1: "one axis", 2: "two axes"}[num_axes]
+        raise ValueError(f"tensor {name} is {found}, expected {axes}; the file holds {list_names(tensors)}")
+    return tuple(tensor.shape)

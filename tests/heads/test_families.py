@@ -1,0 +1,79 @@
+"""Heads of every family are recognised by their tensors, whatever their config says, and never taken for one another."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from headstart.heads.checkpoint import check_head_fits, find_head, load_head, save_head
+from headstart.heads.formats import check_family, family_of
+from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
+from headstart.tests.heads.test_checkpoint import H, V, edit_config, llama_config, make_head, same_head
+from headstart.train.checkpointing import load_checkpoint
+
+
+def test_an_mlp_speculator_is_recognised_by_its_tensors(tmp_path):
+    head = MLPSpeculator(MLPSpeculatorConfig(H, V, 12, num_steps=2, base_model_name_or_path="some/target"))
+    save_head(head, tmp_path / "head")
+    assert {path.name for path in (tmp_path / "head").iterdir()} == {"config.json", "model.safetensors"}
+    edit_config(tmp_path / "head", model_type="medusa", medusa_num_heads=2)  # a config that lies
+    loaded = load_head(tmp_path / "head", dtype="bfloat16")
+    assert loaded.config == head.config
+    assert same_head(loaded, head.bfloat16())
+    check_head_fits(loaded, llama_config())
+    with pytest.raises(ValueError, match="vocabulary 37, the target has 99"):
+        check_head_fits(loaded, llama_config(vocab_size=99))
+
+
+def test_a_head_of_another_family_is_named():
+    speculator = MLPSpeculator(MLPSpeculatorConfig(H, V, 12))
+    check_family(speculator, "MLP speculator")
+    with pytest.raises(ValueError, match="a head of the family MLP speculator, expected one of the family Medusa"):
+        check_family(speculator, "Medusa")
+    with pytest.raises(ValueError, match="a head of the family Medusa, expected one of the family MLP speculator"):
+        check_family(make_head(), "MLP speculator")
+    with pytest.raises(ValueError, match="a Linear is no head: expected one of Medusa, MLP speculator"):
+        family_of(torch.nn.Linear(2, 2))
+
+
+def test_formats_of_another_family_are_refused(tmp_path):
+    speculator = MLPSpeculator(MLPSpeculatorConfig(H, V, 12))
+    with pytest.raises(
+        ValueError, match="family MLP speculator has no format 'medusa': expected one of mlp-speculator"
+    ):
+        save_head(speculator, tmp_path / "head", format="medusa")
+    with pytest.raises(ValueError, match="family Medusa has no format 'mlp-speculator': expected one of medusa, "):
+        save_head(make_head(), tmp_path / "head", format="mlp-speculator")
+
+
+def test_heads_are_told_from_targets_by_their_tensors(tmp_path):
+    save_head(MLPSpeculator(MLPSpeculatorConfig(H, V, 12)), tmp_path / "run" / "head")
+    save_head(make_head(), tmp_path / "vllm", format="vllm")
+    assert find_head(tmp_path / "run") == find_head(tmp_path / "run" / "head") == tmp_path / "run" / "head"
+    assert find_head(tmp_path / "vllm") == tmp_path / "vllm"
+    small = LlamaConfig(vocab_size=V, hidden_size=H, intermediate_size=8, num_hidden_layers=1, num_attention_heads=4)
+    LlamaForCausalLM(small).save_pretrained(tmp_path / "target")
+    edit_config(tmp_path / "target", model_type="medusa")
+    assert find_head(tmp_path / "target") is None
+    (tmp_path / "vllm" / "model.safetensors").write_bytes(b"cut")
+    assert find_head(tmp_path / "vllm") is None
+
+
+def test_weights_of_a_bin_file_are_read_without_running_code(tmp_path):
+    save_head(make_head(), tmp_path / "head")
+    tensors = load_file(tmp_path / "head" / "medusa_lm_head.safetensors")
+    (tmp_path / "head" / "medusa_lm_head.safetensors").unlink()
+    torch.save(tensors, tmp_path / "head" / "pytorch_model.bin")
+    assert same_head(load_head(tmp_path / "head"), make_head())
+    torch.save(tensors | {"code": Path}, tmp_path / "head" / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin cannot be read"):
+        load_head(tmp_path / "head")
+
+
+def test_a_run_does_not_go_on_with_heads_of_another_family(tmp_path):
+    save_head(make_head(), tmp_path / "head")
+    with pytest.raises(ValueError, match="a head of the family Medusa, expected one of the family MLP speculator"):
+        load_checkpoint(tmp_path, MLPSpeculator(MLPSpeculatorConfig(H, V, 12)), None, Accelerator(cpu=True))
