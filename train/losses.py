@@ -7,7 +7,7 @@
     lk-log    -log alpha                       LK's other form
     + top_k_weight * sum of -p log q over the 10 likeliest tokens of p (not normalised again): HASS's term (arXiv 2408.15766)
 
-A draft vocabulary of Vd < V tokens (`draft_ids`): q is normalised over the Vd, p over all V, so p sums to P < 1 over the slice. Each
+Draft vocabularies of Vd < V tokens (`draft_ids`): q is normalised over the Vd, p over all V; over the slice it sums to P < 1. Each
 sum above then runs over the slice. kl counts what the draft can say and nothing for the mass outside, where it would be
 infinite: its least value is P log P < 0, at q = p / P. alpha is the exact rate of acceptance as before (q is 0 outside), at most P.
 The 10 tokens are the likeliest of the slice. hard exists for labels inside alone: the caller leaves the others out.
