@@ -1,4 +1,4 @@
-"""A head against the frozen target: labels, predictions, losses chunk by chunk, and their metrics. For heads of every family.
+"""A head of any family against the frozen target: labels, loss chunk by chunk, and their metrics (heads: train/predictions.py).
 
 Alignment: depth k (from 0; head k, step k) of the root at t predicts x_{t+2+k}. Seen from the label at y = t + 2 + k: the soft
 label is the target's law at y - 1, the root lies at y - 2 - k, and label and root belong to one document. All depths
@@ -14,7 +14,6 @@ Letters: B rows, T tokens per row, M = B T, N labels, C labels of a chunk, S wid
 K depths.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -45,19 +44,6 @@ def find_labels(input_ids, document_ids, supervised, num_depths):
     valid = torch.stack(valid)  # [K, M]
     positions = valid[0].nonzero()[:, 0]
     return Labels(positions, input_ids.flatten()[positions], valid[:, positions])
-
-
-@dataclass(frozen=True)
-class Predictions:
-    """What a head says of a micro-batch, up to its last product with a vocabulary.
-
-    states: K tensors [M, S], row t of the k-th being what predicts x_{t+2+k}; where they require gradients they get them, once.
-    logits: (rows [C, S] of states[k], k) -> [C, V]. draft_ids: int64 [V], the tokens of a draft vocabulary; None: the target's.
-    """
-
-    states: list
-    logits: Callable
-    draft_ids: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -114,24 +100,6 @@ def accumulate_gradients(predictions, features, labels, lm_head, objective, num_
     carrying = [k for k, gradient in enumerate(gradients) if gradient is not None]
     torch.autograd.backward([predictions.states[k] for k in carrying], [gradients[k] for k in carrying])
     return totals
-
-
-def medusa_predictions(head, features, lm_head_weight):
-    """Medusa heads over features [M, H]: every head reads the feature itself."""
-    weight = usable_weight(head, lm_head_weight)
-    states = [features] * head.num_speculative_tokens
-    return Predictions(states, lambda rows, k: head.logits(rows.to(head_dtype(head)), k, weight))
-
-
-def head_dtype(head):
-    return next(head.parameters()).dtype
-
-
-def usable_weight(head, lm_head_weight):
-    """The target's lm_head as heads that share it multiply with it: in their dtype, unless autocast converts both."""
-    if not head.config.shared_lm_head or torch.is_autocast_enabled(lm_head_weight.device.type):
-        return lm_head_weight
-    return lm_head_weight.to(head_dtype(head))
 
 
 def summarize(totals, objective, num_labels):

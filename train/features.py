@@ -263,7 +263,7 @@ class FeatureCache:
                     part[rows].to(accelerator.device)
                     for part in (packed.input_ids, packed.position_ids, packed.document_ids)
                 ]
-                self.stored[rows] = target.features(*batch, layers=layers).to(self.stored)
+                self.stored[rows] = target.features(*batch, layers).to(self.stored)
                 bar.update(min(accelerator.num_processes * len(batch[0]), len(self.stored) - bar.n))
         return not stop.agreed(accelerator)
 

@@ -6,10 +6,15 @@ import time
 import torch
 
 
+class NonFiniteLoss(RuntimeError):
+    """The loss or its gradient is not finite; no optimiser step was made with it."""
+
+
 def build_optimizer(head, weight_decay, beta1, beta2):
     """AdamW in the parameters' fp32, all state included; weight decay on matrices only. The caller sets each step's lr."""
-    matrices = [parameter for parameter in head.parameters() if parameter.ndim >= 2]
-    vectors = [parameter for parameter in head.parameters() if parameter.ndim < 2]
+    trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trained if parameter.ndim >= 2]
+    vectors = [parameter for parameter in trained if parameter.ndim < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=0.0, betas=(beta1, beta2), fused=True)
 
@@ -26,7 +31,7 @@ def warmup_cosine(step, num_steps, peak, warmup_ratio, min_ratio):
 def sum_gradients(accelerator, head):
     """Add up the gradients of all ranks: their shares are divided by the global number of labels already."""
     if accelerator.num_processes > 1:
-        for parameter in head.parameters():
+        for parameter in (parameter for parameter in head.parameters() if parameter.requires_grad):
             if parameter.grad is None:  # none of this rank's rows had a label for this head
                 parameter.grad = torch.zeros_like(parameter)
             parameter.grad = accelerator.reduce(parameter.grad, "sum")

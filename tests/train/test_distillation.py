@@ -7,14 +7,13 @@ import torch.nn.functional as F
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.train.distillation import (
     Objective,
-    Predictions,
     accumulate_gradients,
     count_teacher_forced_runs,
     find_labels,
-    medusa_predictions,
     summarize,
 )
 from headstart.train.losses import Loss
+from headstart.train.predictions import Predictions, medusa_predictions
 
 H, V, K = 12, 23, 3
 HARD, KL, LK = Loss("hard"), Loss("kl"), Loss("lk", eta=2.0)
@@ -77,9 +76,8 @@ def ours(head, lm_head, batch, objective, chunk_tokens=7, with_hits=False):
     input_ids, document_ids, supervised, features = batch
     labels = find_labels(input_ids, document_ids, supervised, K)
     head.zero_grad()
-    features = features.flatten(0, 1)
     predictions = medusa_predictions(head, features, lm_head.weight)
-    arguments = (features, labels, lm_head, objective, len(labels.positions), chunk_tokens)
+    arguments = (features.flatten(0, 1), labels, lm_head, objective, len(labels.positions), chunk_tokens)
     totals = accumulate_gradients(predictions, *arguments, with_hits=with_hits)
     return totals, summarize(totals, objective, len(labels.positions))
 
@@ -263,7 +261,7 @@ def test_teacher_forced_runs_are_those_of_a_walk_over_the_text():
     says = torch.where(wrong, (says + 1) % V, says)
     features = F.one_hot(says, V).flatten(2).double()
     labels = find_labels(input_ids, document_ids, supervised, K)
-    predictions = medusa_predictions(head, features.flatten(0, 1), None)
+    predictions = medusa_predictions(head, features, None)
     reached, roots = count_teacher_forced_runs(predictions, labels, chunk_tokens=13)
     expected, count = [0] * K, 0
     for row in range(4):

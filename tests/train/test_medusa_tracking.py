@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headstart.train import medusa
+from headstart.train import medusa, run_folder
 from headstart.train.tracking import MetricsFile, wandb_mode
 
 
@@ -86,7 +86,7 @@ def test_offline_run_holds_config_curves_plot_and_samples(arguments, tmp_path, l
 
 
 def test_missing_wandb_is_a_note(arguments, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(medusa, "has_wandb", lambda: False)
+    monkeypatch.setattr(run_folder, "has_wandb", lambda: False)
     assert medusa.main(arguments(tracker="wandb")) == 0
     assert "wandb is not installed" in capsys.readouterr().err
     assert len(MetricsFile(tmp_path / "run" / "metrics.jsonl").lines()) == 6

@@ -128,5 +128,5 @@ def test_learning_rate_rises_then_falls_as_a_cosine():
 
 
 def test_steps_come_from_epochs_unless_they_are_given():
-    assert parse_recipe(Recipe, [*NEEDED, "--num_epochs", "1.5"], "").num_steps(100, 8) == 19
-    assert parse_recipe(Recipe, [*NEEDED, "--max_steps", "5"], "").num_steps(100, 8) == 5
+    assert parse_recipe(Recipe, [*NEEDED, "--num_epochs", "1.5"], "").num_updates(100, 8) == 19
+    assert parse_recipe(Recipe, [*NEEDED, "--max_steps", "5"], "").num_updates(100, 8) == 5
