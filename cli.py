@@ -329,11 +329,12 @@ def _tree(arguments):
 
 
 def _bench_speculation(arguments):
-    from headstart.heads.checkpoint import load_head, resolve_head
+    from headstart.heads.checkpoint import resolve_head
     from headstart.inference.compare import candidate_trees, compare, format_table, hardware_name, save_comparison
     from headstart.inference.llm import LLM
     from headstart.inference.prompt_files import read_prompts, render_prompt
-    from headstart.inference.speculation import static_tree_file
+    from headstart.inference.speculation import find_draft_source, static_tree_file
+    from headstart.inference.target_source import target_config
 
     _check_count(arguments.num_prompts)
     if arguments.output:
@@ -347,11 +348,11 @@ def _bench_speculation(arguments):
     with tempfile.TemporaryDirectory() as scratch:
         heads = []
         for number, (source, folder) in enumerate(zip(arguments.head, folders)):
-            head = load_head(folder)
-            tree_file = static_tree_file(folder, head.num_speculative_tokens)
+            head = find_draft_source({"model": folder}, target_config(arguments.model, "auto")[0])
+            tree_file = static_tree_file(folder, head)
             place = Path(scratch) / str(number)
             place.mkdir()
-            drafts = candidate_trees(head.num_speculative_tokens, tree_file, arguments.nodes, place)
+            drafts = candidate_trees(head.depth, tree_file, arguments.nodes, place)
             heads.append((source, str(folder), drafts))
         rows = compare(
             base,
@@ -381,7 +382,8 @@ def _verify_lossless(arguments):
     from headstart.inference.lossless import as_rows, verdict, verify_lossless
     from headstart.inference.prompt_files import read_prompts, render_prompt
     from headstart.inference.sampling import SamplingParams
-    from headstart.inference.speculation import choose_drawing, choose_tree, load_drafter_head
+    from headstart.inference.speculation import choose_drawing, choose_tree, find_draft_source
+    from headstart.inference.target_source import target_config
 
     if not arguments.head:
         raise ValueError("verify-lossless checks speculation: name what drafts with --head")
@@ -402,7 +404,8 @@ def _verify_lossless(arguments):
         "verifier": arguments.verifier,
     }
     # Refused before the target's weights are read: a head that is none, a tree it cannot draft, an unknown verifier.
-    tree = choose_tree(speculative, load_drafter_head(arguments.head))
+    target, _ = target_config(arguments.model, "auto")
+    tree = choose_tree(speculative, find_draft_source(speculative, target))
     choose_drawing(speculative, tree)
     prompts = read_prompts(_prompt_file(arguments.prompts, arguments.model), count=arguments.num_prompts)
     _choose_threads(arguments.model, arguments.device)

@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from . import medusa_format
+from .eagle3 import Eagle3, default_aux_layers
 from .formats import (
     SAFETENSORS_FILE,
     TORCH_FILE,
@@ -133,6 +134,7 @@ def load_head(path_or_id, dtype=None):
     """Load a head of any family from a head folder, a run, a checkpoint or a Hub id, in any format of heads/formats.py.
 
     dtype: torch.dtype or its name; None keeps the file's.
+    An EAGLE head whose file holds no embedding needs the target's (`needs_embedding`, `take_embedding`).
     Raises ValueError naming the file and what is wrong with it: cut, damaged, tensors missing, unexpected or misshapen;
     or what was tried, where nothing was found.
     """
@@ -153,6 +155,8 @@ def load_head(path_or_id, dtype=None):
     # Memory without values: no random numbers are drawn for weights that the file gives.
     with torch.device("meta"):
         head = kind(head_config)
+    if head.state_dict().keys() - state.keys() == {"embed_tokens.weight"}:
+        head.embed_tokens = None  # it is the target's: head.take_embedding
     head = head.to(dtypes.pop() if dtype is None else to_dtype(dtype)).to_empty(device="cpu")
     head.load_state_dict(state)  # copies: blocks that a file ties come apart here, and the file may change afterwards
     return head
@@ -299,16 +303,24 @@ def _target_vocab_size(target):
 
 
 def check_head_fits(head, target_config):
-    """ValueError, naming both sides, if the head was made for another hidden size or vocabulary than the target's.
+    """ValueError, naming both sides, if the head was made for another target: hidden size, vocabulary, or aux layers.
 
     target_config: the target's transformers config (of a multimodal one, its text part counts).
     """
     text = target_config.get_text_config()
+    deep = isinstance(head, Eagle3)
     pairs = (
-        ("hidden size", head.config.hidden_size, text.hidden_size),
+        ("hidden size", head.config.target_hidden_size if deep else head.config.hidden_size, text.hidden_size),
         ("vocabulary", head.config.vocab_size, text.vocab_size),
     )
     wrong = [f"{name} {ours}, the target has {theirs}" for name, ours, theirs in pairs if ours != theirs]
+    if deep:
+        depth = text.num_hidden_layers
+        layers = default_aux_layers(depth) if head.config.aux_layer_ids is None else head.features
+        if layers[-1] > depth:
+            wrong.append(
+                f"aux layers {list(layers)}, the target has layers 0 to {depth - 1} and {depth} for what is behind them"
+            )
     if wrong:
         trained_for = head.config.base_model_name_or_path or "a target it does not name"
         raise ValueError(f"the head (made for {trained_for}) does not fit this target: it has {' and '.join(wrong)}")

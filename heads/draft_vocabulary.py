@@ -29,12 +29,10 @@ def build_draft_vocabulary(counts, size, always=()):
     return ids - torch.arange(size), t2d
 
 
-def check_draft_vocabulary(d2t, t2d, draft_vocab_size, vocab_size):
-    """ValueError, naming tensor and expectation, unless d2t and t2d are of these sizes and say the same distinct tokens."""
+def check_d2t(d2t, draft_vocab_size, vocab_size):
+    """The t2d [V] that belongs to a d2t; ValueError, naming tensor and expectation, if it is not of these sizes or ids repeat."""
     if d2t.dtype != torch.int64 or tuple(d2t.shape) != (draft_vocab_size,):
         raise ValueError(f"tensor d2t is {d2t.dtype} {tuple(d2t.shape)}, expected torch.int64 {(draft_vocab_size,)}")
-    if t2d.dtype != torch.bool or tuple(t2d.shape) != (vocab_size,):
-        raise ValueError(f"tensor t2d is {t2d.dtype} {tuple(t2d.shape)}, expected torch.bool {(vocab_size,)}")
     ids = torch.arange(draft_vocab_size) + d2t.cpu()
     outside = ((ids < 0) | (ids >= vocab_size)).nonzero().flatten()
     if len(outside):
@@ -43,14 +41,21 @@ def check_draft_vocabulary(d2t, t2d, draft_vocab_size, vocab_size):
             f"tensor d2t gives draft token {first} the id {int(ids[first])} (d2t holds offsets: {first} + {int(d2t[first])}), "
             f"expected ids from 0 to {vocab_size - 1}"
         )
-    if len(ids.unique()) < draft_vocab_size:
-        raise ValueError(f"tensor d2t gives {draft_vocab_size - len(ids.unique())} ids twice, expected distinct ones")
-    said = torch.zeros(vocab_size, dtype=torch.bool)
-    said[ids] = True
-    wrong = (said != t2d.cpu()).nonzero().flatten()
+    t2d = torch.zeros(vocab_size, dtype=torch.bool)
+    t2d[ids] = True
+    if repeated := draft_vocab_size - int(t2d.sum()):
+        raise ValueError(f"tensor d2t gives {repeated} ids more than once, expected distinct ones")
+    return t2d
+
+
+def check_t2d(t2d, expected):
+    """ValueError, naming what is wrong, unless t2d is the `expected` [V] one."""
+    if t2d.dtype != torch.bool or t2d.shape != expected.shape:
+        raise ValueError(f"tensor t2d is {t2d.dtype} {tuple(t2d.shape)}, expected torch.bool {tuple(expected.shape)}")
+    wrong = (t2d.cpu() != expected).nonzero().flatten()
     if len(wrong):
         first = int(wrong[0])
         raise ValueError(
             f"tensor t2d disagrees with d2t on {len(wrong)} tokens: it says {bool(t2d[first])} of token {first}, expected "
-            f"{bool(said[first])}"
+            f"{bool(expected[first])}"
         )

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from .draft_vocabulary import check_draft_vocabulary
+from .draft_vocabulary import check_d2t, check_t2d
 from .layers import DecoderLayer, LayerConfig, RMSNorm, Rotary, check_embedding, share_embedding
 from .packed_attention import PackedAttention
 
@@ -156,9 +156,9 @@ class Eagle3(nn.Module):
 
     def set_draft_vocabulary(self, d2t, t2d):
         """Draft over these tokens (build_draft_vocabulary). Raises ValueError if they are not of this head's sizes."""
-        check_draft_vocabulary(d2t, t2d, self.config.draft_vocab_size, self.config.vocab_size)
         if self.d2t is None:
             raise ValueError("this head drafts over the whole vocabulary: it takes no d2t and t2d")
+        check_t2d(t2d, check_d2t(d2t, self.config.draft_vocab_size, self.config.vocab_size))
         self.d2t.copy_(d2t)
         self.t2d.copy_(t2d)
 

@@ -4,7 +4,9 @@ A family is recognised by its tensors' names. Every format module answers the sa
 `recognises`, `native_format`, `check_format`, `to_file`, `from_file`. This file touches no disk (heads/checkpoint.py does).
 """
 
-from . import medusa_format, mlp_speculator_format
+from . import eagle3_format, eagle_format, medusa_format, mlp_speculator_format
+from .eagle import Eagle
+from .eagle3 import Eagle3
 from .medusa import Medusa
 from .mlp_speculator import MLPSpeculator
 from .tensor_checks import list_names
@@ -13,6 +15,8 @@ from .tensor_checks import list_names
 FAMILIES = {
     "Medusa": (Medusa, medusa_format),
     "MLP speculator": (MLPSpeculator, mlp_speculator_format),
+    "EAGLE-3": (Eagle3, eagle3_format),
+    "EAGLE": (Eagle, eagle_format),
 }
 FORMATS = tuple(format for _, formats in FAMILIES.values() for format in formats.FORMATS)
 

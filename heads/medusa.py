@@ -68,6 +68,7 @@ class Medusa(nn.Module):
     """
 
     features = ("final",)
+    needs_embedding = False
 
     def __init__(self, config):
         super().__init__()

@@ -71,6 +71,7 @@ class MLPSpeculator(nn.Module):
     """
 
     features = ("final",)
+    needs_embedding = False
 
     def __init__(self, config):
         super().__init__()
@@ -109,6 +110,10 @@ class MLPSpeculator(nn.Module):
     def logits(self, state, depth):
         """Prediction of step `depth` from the state that it left.  [..., S] -> [..., V]"""
         return self._of(self.head, depth)(state)
+
+    def lm_head_of(self, depth):
+        """The weight [V, S] of a step's lm_head."""
+        return self._of(self.head, depth).weight
 
     def forward(self, features, tokens):
         """Predictions of all steps over given text, and their label offsets.

@@ -69,21 +69,29 @@ def _compiled(function):
 def _attend(q, k, v, mask, with_normaliser):
     """Attention over one set of keys, and if asked for the log of each row's sum of exponentials.
 
-    -> ([B, HQ, T, D], fp32 or wider [B, HQ, T] or None)
+    mask: _block_mask on a GPU, _dense_mask elsewhere  ->  ([B, HQ, T, D], fp32 or wider [B, HQ, T] or None)
     """
-    if q.is_cuda:
-        if q.dtype not in FLEX_DTYPES or q.shape[-1] < FLEX_LEAST_DIM:
-            raise ValueError(
-                f"on a GPU heads are trained with FlexAttention, which takes float32, bfloat16 or float16 and head dimensions "
-                f"from {FLEX_LEAST_DIM}; got {q.dtype} and {q.shape[-1]}: change head_dim, or train on the CPU"
-            )
-        asked = AuxRequest(lse=True) if with_normaliser else None
-        found = _compiled(flex_attention)(q, k, v, block_mask=mask, enable_gqa=True, return_aux=asked)
-        return (found[0], found[1].lse) if with_normaliser else (found, None)
+    if not q.is_cuda:
+        return _attend_dense(q, k, v, mask, with_normaliser)
+    if q.dtype not in FLEX_DTYPES or q.shape[-1] < FLEX_LEAST_DIM:
+        raise ValueError(
+            "on a GPU heads are trained with FlexAttention, which takes float32, bfloat16 or float16 and head dimensions from "
+            f"{FLEX_LEAST_DIM}; got {q.dtype} and {q.shape[-1]}: change head_dim, or train on the CPU"
+        )
+    return _attend_flex(q, k, v, mask, with_normaliser)
+
+
+def _attend_flex(q, k, v, mask, with_normaliser):
+    aux = AuxRequest(lse=True) if with_normaliser else None
+    found = _compiled(flex_attention)(q, k, v, block_mask=mask, enable_gqa=True, return_aux=aux)
+    return (found[0], found[1].lse) if with_normaliser else (found, None)
+
+
+def _attend_dense(q, k, v, mask, with_normaliser):
     if not with_normaliser:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True), None
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    scores = _wide(q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5)  # [B, HQ, T, T]
+    scores = _wide(q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5  # [B, HQ, T, T]
     normaliser = scores.masked_fill(~mask, -torch.inf).logsumexp(-1)
     weights = (scores - normaliser[..., None]).exp().masked_fill(~mask, 0.0)
     return weights.to(v.dtype) @ v, normaliser

@@ -17,20 +17,24 @@ from pathlib import Path
 from torch import nn
 
 from ..heads.checkpoint import check_is_free, load_head, resolve_head, staged_folder, to_dtype, write_head
-from ..heads.formats import check_family, check_format
-from ..heads.medusa_format import FORMATS
+from ..heads.formats import FORMATS, check_format, family_of
 from .measurements import find_measurements
 from .model_card import is_hub_id, model_card
 from .push import check_can_push, push_folder
 from .read_back import check_finite, compare_with_source
 
 DESCRIPTION = """\
-Write trained Medusa heads in a format that others read, with a model card, and optionally push them to the Hub.
+Write a trained head in a format that others read, with a model card, and optionally push it to the Hub.
 
 formats
-  medusa         lm_heads of the heads' own ("V1"): Headstart, the original Medusa code, text-generation-inference
-  medusa-shared  heads that use the target's lm_head ("V2"): Headstart, the original's legacy class, TGI
-  vllm           vLLM 0.20 to 0.32, and Headstart; heads that share the target's lm_head carry a copy of it
+  medusa          lm_heads of the heads' own ("V1"): Headstart, the original Medusa code, text-generation-inference
+  medusa-shared   heads that use the target's lm_head ("V2"): Headstart, the original's legacy class, TGI
+  vllm            Medusa in vLLM 0.20 to 0.32, and Headstart; heads that share the target's lm_head carry a copy of it
+  mlp-speculator  IBM's: Headstart, text-generation-inference, fms-extras, vLLM to 0.9
+  eagle-vllm      EAGLE-1 and 2: Headstart, vLLM, the original EAGLE code
+  eagle-sglang    the same weights for SGLang, and Headstart
+  eagle3          EAGLE-3, the plain layout: Headstart, vLLM, SGLang, the original EAGLE code
+  speculators     EAGLE-3 as Red Hat's library and vLLM read it, and Headstart
 """
 
 EXAMPLES = """\
@@ -99,7 +103,6 @@ def export_head(source, output, format, dtype=None, base_model=None, license=Non
     check_is_free(output)
     folder = resolve_head(source)
     head = load_head(folder)
-    check_family(head, "Medusa")
     table = check_format(head, format)
     measured = find_measurements(folder)
     source_dtype = next(head.parameters()).dtype
@@ -116,14 +119,14 @@ def export_head(source, output, format, dtype=None, base_model=None, license=Non
     card = model_card(
         head, format, name or output.name, measured, license, next(head.parameters()).dtype != source_dtype
     )
-    print(f"exporting {head.config.num_heads} heads from {folder}")
+    print(f"exporting a head of the family {family_of(head)} from {folder}")
     with staged_folder(output) as staging:
         write_head(head, staging, format, torch_file=True, lm_head_weight=lm_head_weight)
         (staging / "README.md").write_text(card, encoding="utf-8")
         if measured.tree is not None:
             shutil.copyfile(measured.tree, staging / measured.tree.name)
         num_compared = compare_with_source(staging, head, format, lm_head_weight)
-    print(f"read back: {num_compared} tensors and the logits of {head.config.num_heads} heads are equal bit by bit")
+    print(f"read back: {num_compared} tensors and what the head computes are equal bit by bit")
     print(f"wrote {output} ({', '.join(sorted(path.name for path in output.iterdir()))})")
     target = head.config.base_model_name_or_path
     if not is_hub_id(target):

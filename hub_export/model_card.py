@@ -9,31 +9,15 @@ from pathlib import Path
 import yaml
 from huggingface_hub.utils import validate_repo_id
 
-from ..heads.medusa_format import family, native_format
+from ..heads.formats import family_of
+from .readers import VLLM_METHODS, readers_table
 
-# format -> (reader, what it takes), in the order of the card's table. From the design's on-disk formats, 2026-11.
-READERS = {
-    "medusa": (
-        ("Headstart", "yes"),
-        ("the original Medusa code (FasterDecoding)", "yes, through `medusa_lm_head.pt`{five}"),
-        ("text-generation-inference", "yes, through `medusa_lm_head.safetensors`"),
-        ("vLLM", "not this layout: export with `--format vllm` for vLLM 0.20 to 0.32"),
-        ("SGLang", "no Medusa support"),
-    ),
-    "medusa-shared": (
-        ("Headstart", "yes"),
-        ("the original Medusa code (FasterDecoding)", "by its legacy class, through `medusa_lm_head.pt`"),
-        ("text-generation-inference", "{tgi_shared}"),
-        ("vLLM", "not this layout: export with `--format vllm` for vLLM 0.20 to 0.32"),
-        ("SGLang", "no Medusa support"),
-    ),
-    "vllm": (
-        ("Headstart", "yes"),
-        ("vLLM", "0.20 to 0.32 (0.33 removed Medusa)"),
-        ("the original Medusa code (FasterDecoding)", "not this layout: export with `--format {native}`"),
-        ("text-generation-inference", "not this layout: export with `--format {native}`"),
-        ("SGLang", "no Medusa support"),
-    ),
+# family -> (tag, what the card calls such a head, arXiv number of its paper)
+PAPERS = {
+    "Medusa": ("medusa", "Medusa heads", "2401.10774"),
+    "MLP speculator": ("mlp-speculator", "MLP speculator", "2404.19124"),
+    "EAGLE": ("eagle", "EAGLE head", "2401.15077"),
+    "EAGLE-3": ("eagle3", "EAGLE-3 head", "2503.01840"),
 }
 
 
@@ -79,27 +63,48 @@ def _front_matter(head, license):
         "library_name": "headstart",
         "license": license or "other",
         "pipeline_tag": "text-generation",
-        "tags": ["headstart", "medusa", "speculative-decoding"],
+        "tags": ["headstart", PAPERS[family_of(head)][0], "speculative-decoding"],
     }
     return f"---\n{yaml.safe_dump(fields, sort_keys=False)}---"
 
 
 def _summary(head, format, target):
-    config = head.config
+    config, depth = head.config, head.num_speculative_tokens
     num_parameters = sum(parameter.numel() for parameter in head.parameters())
     dtype = str(next(head.parameters()).dtype).removeprefix("torch.")
-    lm_head = "the target's lm_head, shared" if config.shared_lm_head else "an lm_head of its own per head"
+    _, kind, paper = PAPERS[family_of(head)]
+    count, verb = (
+        (f"{depth} ", "draft up to") if family_of(head) == "Medusa" else ("An " if kind[0] in "EM" else "A ", "drafts")
+    )
+    rows = "\n".join(f"| {name} | {value} |" for name, value in _shape(head))
+    hidden_size = config.target_hidden_size if family_of(head) == "EAGLE-3" else config.hidden_size
     return (
-        f"{config.num_heads} Medusa heads ([arXiv 2401.10774](https://arxiv.org/abs/2401.10774)) that draft up to "
-        f"{config.num_heads} tokens ahead for the target `{target}`, trained and exported with Headstart. In Headstart's "
-        "engine the target checks every drafted token, and the output is the one it gives without them.\n\n"
+        f"{count}{kind} ([arXiv {paper}](https://arxiv.org/abs/{paper})) that {verb} {depth} tokens ahead for the target "
+        f"`{target}`, trained and exported with Headstart. In Headstart's engine the target checks every drafted token, and the "
+        "output is the one it gives without them.\n\n"
         "| | |\n|---|---|\n"
-        f"| target | `{target}`: hidden size {config.hidden_size}, vocabulary {config.vocab_size} |\n"
-        f"| residual blocks per head | {config.num_layers} |\n"
-        f"| logits | {lm_head} |\n"
+        f"| target | `{target}`: hidden size {hidden_size}, vocabulary {config.vocab_size} |\n"
+        f"{rows}\n"
         f"| parameters | {num_parameters:,} in {dtype} |\n"
         f"| format | `{format}` |"
     )
+
+
+def _shape(head):
+    """(name, value) of what a family's heads differ in."""
+    config, family = head.config, family_of(head)
+    if family == "Medusa":
+        lm_head = "the target's lm_head, shared" if config.shared_lm_head else "an lm_head of its own per head"
+        return [("residual blocks per head", config.num_layers), ("logits", lm_head)]
+    if family == "MLP speculator":
+        shared = "shared by all steps" if config.tie_weights else "one set per step"
+        return [("inner size", config.inner_size), ("weights", shared)]
+    if family == "EAGLE":
+        return [("logits", "the target's lm_head")]
+    layers = (
+        "the default ones of the target" if config.aux_layer_ids is None else ", ".join(map(str, config.aux_layer_ids))
+    )
+    return [("reads what enters the target's layers", layers), ("draft vocabulary", config.draft_vocab_size)]
 
 
 def _measured(measured, dtype_changed):
@@ -165,13 +170,13 @@ def _figure(value):
 
 def _usage(head, format, name, target, measured):
     tree = "static" if measured.tree is not None else "chain"
-    config = head.config
+    depth = head.num_speculative_tokens
     text = f'''```python
 from headstart import LLM, SamplingParams
 
 llm = LLM(
     model="{target}",
-    speculative_config={{"model": "{name}", "num_speculative_tokens": {config.num_heads}, "tree": "{tree}"}},
+    speculative_config={{"model": "{name}", "num_speculative_tokens": {depth}, "tree": "{tree}"}},
 )
 [result] = llm.generate(["Write a function that reads a file."], SamplingParams(temperature=0.0, max_tokens=96))
 print(result.outputs[0].text, result.outputs[0].spec_decode_metrics)
@@ -182,30 +187,21 @@ The heads alone, as a module: `from headstart import load_head; head = load_head
 ```sh
 headstart generate --model {target} --head {name} --tree {tree} --compare "Write a function that reads a file."
 ```'''
-    if family(format) == "vllm":
+    if format in VLLM_METHODS:
+        method, versions = VLLM_METHODS[format]
         text += f"""
 
-In vLLM 0.20 to 0.32 (which drafts chains, with sampling rules of its own):
+In {versions}:
 
 ```sh
-vllm serve {target} --speculative-config '{{"method": "medusa", "model": "{name}", "num_speculative_tokens": {config.num_heads}}}'
+vllm serve {target} --speculative-config '{{"method": "{method}", "model": "{name}", "num_speculative_tokens": {depth}}}'
 ```"""
     return text
 
 
 def _readers(head, format):
-    config = head.config
-    five = (
-        ""
-        if config.num_heads == 5
-        else f", which builds 5 heads whatever the config says: these are {config.num_heads}"
-    )
-    tgi = "yes, through `medusa_lm_head.safetensors`"
-    if config.num_layers > 1:
-        tgi = f"no: it takes one residual block per head, these have {config.num_layers}"
     lines = ["| reader | takes these files |", "|---|---|"]
-    for reader, takes in READERS[format]:
-        lines.append(f"| {reader} | {takes.format(five=five, tgi_shared=tgi, native=native_format(head))} |")
+    lines += [f"| {reader} | {takes} |" for reader, takes in readers_table(head, format)]
     return "\n".join(lines)
 
 

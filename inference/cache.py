@@ -16,21 +16,20 @@ CPU_SHARE = 0.5
 class PagedCache:
     """Keys and values of all layers for `num_pages` pages."""
 
-    def __init__(self, num_layers, num_pages, num_kv_heads, head_dim, dtype, device):
+    def __init__(self, num_pages, num_layers, num_kv_heads, head_dim, dtype, device):
         self.num_pages, self.num_kv_heads = num_pages, num_kv_heads
         rows = (num_pages + 1) * num_kv_heads * PAGE
         # Zeros: memory fresh from the allocator may hold NaN, which a masked key's weight of 0 would not remove.
         self.kv = torch.zeros(num_layers, 2, rows, head_dim, dtype=dtype, device=device)
 
 
-def pages_that_fit(num_layers, num_kv_heads, head_dim, dtype, device, wanted, least=2, workspace=0, utilization=0.9):
+def pages_that_fit(page_bytes, device, wanted, least=2, workspace=0, utilization=0.9):
     """How many pages to allocate: what is wanted, or as many as memory allows.
 
-    least: pages that one request of max_model_len takes; workspace: bytes to leave for activations; utilization: share of a
-    GPU's whole memory that weights, workspace and cache may take together. ValueError, saying what would fit, if fewer than
-    `least` pages do.
+    page_bytes: of one page; least: pages that one request of max_model_len takes; workspace: bytes to leave for activations;
+    utilization: share of a GPU's whole memory that weights, workspace and cache may take together. ValueError, saying what would
+    fit, if fewer than `least` pages do.
     """
-    page_bytes = bytes_of_page(num_layers, num_kv_heads, head_dim, dtype)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         budget = total * utilization - (total - free) - workspace
@@ -49,9 +48,9 @@ def pages_that_fit(num_layers, num_kv_heads, head_dim, dtype, device, wanted, le
     return min(wanted, fit)
 
 
-def check_pages_fit(num_layers, num_kv_heads, head_dim, dtype, device, num_pages):
+def check_pages_fit(page_bytes, device, num_pages):
     """ValueError, saying how many would fit, if a cache of num_pages pages does not fit into the free memory."""
-    page_bytes, free = bytes_of_page(num_layers, num_kv_heads, head_dim, dtype), free_bytes(device)
+    free = free_bytes(device)
     if (num_pages + 1) * page_bytes > free:
         raise ValueError(
             f"num_gpu_blocks_override={num_pages} pages of {PAGE} tokens take {in_gib((num_pages + 1) * page_bytes)} and "

@@ -129,6 +129,11 @@ class Decoder:
         wide = torch.promote_types(self.dtype, torch.float32)
         self.cos, self.sin = (table.to(self.device) for table in rotary_tables(config, max_positions, wide))
 
+    @property
+    def kv_shape(self):
+        """(layers, key heads, head dimension, dtype) of its cache."""
+        return len(self.layers), self.num_kv_heads, self.head_dim, self.dtype
+
     @classmethod
     def from_module(cls, module, max_positions):
         """On a loaded *ForCausalLM, whose weights become views of the packed ones: both share one copy."""
@@ -152,37 +157,26 @@ class Decoder:
             weights = load_weights(folder_or_id, config, dtype, device)
         return cls(weights, config, max_positions)
 
-    def forward(self, batch, kv):
-        """Hidden states behind the final norm of all rows; writes their keys and values into the cache.
+    def forward(self, batch, kv, streams=()):
+        """Hidden states behind the final norm of all rows, and what a drafter reads; writes keys and values into the cache.
 
-        batch: a ForwardPass of M rows; kv [layers, 2, rows, D]  ->  [M, H]
+        batch: a ForwardPass of M rows; kv [layers, 2, rows, D]; streams: layers whose input's residual stream is the drafter's
+        feature, ascending (the number of layers: behind the last one), side by side  ->  hidden [M, H], feature [M, A H]; without
+        streams the feature is the hidden state
         """
         residual = embed(batch.tokens, self.embedding, self.embedding_multiplier)  # [M, H]
         parts = None  # [S, M, H] what the layer before adds to the residual
+        entering = []  # [M, H] the residual streams entering the layers
         for layer, window, layer_kv in zip(self.layers, self.windows, kv):
             if parts is None:
                 x = rms_norm(residual, layer.input_norm, self.eps)
             else:
                 x, residual = add_rms_norm(parts, residual, layer.input_norm, self.eps, self.residual_multiplier)
-            q = rotary_kv_write(
-                linear_parts(x, *layer.qkv),
-                batch.positions,
-                self.cos,
-                self.sin,
-                batch.cache_slots,
-                layer_kv,
-                self.num_heads,
-                self.num_kv_heads,
-                layer.q_norm,
-                layer.k_norm,
-                self.eps,
-            )  # [M, HQ, D]
-            x = batch.attention.attend(q, layer_kv, scale=self.attention_scale, window=window)
-            parts = linear_parts(x.flatten(1), *layer.out)
-            x, residual = add_rms_norm(parts, residual, layer.post_norm, self.eps, self.residual_multiplier)
-            parts = linear_parts(gate_up_silu(x, *layer.gate_up), *layer.down)
-        x, _ = add_rms_norm(parts, residual, self.norm, self.eps, self.residual_multiplier)
-        return x
+            entering.append(residual)
+            parts, residual = run_layer(self, layer, x, residual, batch, layer_kv, window)
+        x, residual = add_rms_norm(parts, residual, self.norm, self.eps, self.residual_multiplier)
+        entering.append(residual)
+        return x, torch.cat([entering[i] for i in streams], 1) if streams else x
 
     def logits(self, hidden):
         """lm_head over hidden states [M, H] -> [M, V], in the model's dtype on a GPU and in fp32 at least on the CPU."""
@@ -190,3 +184,29 @@ class Decoder:
         if self.logits_scaling != 1:
             logits = logits / self.logits_scaling
         return logits if logits.is_cuda or logits.dtype == torch.float64 else logits.float()
+
+
+def run_layer(model, layer, x, residual, batch, layer_kv, window=None):
+    """Attention and MLP of one layer over M rows; writes their keys and values.
+
+    model: a Decoder, or a drafter with its num_heads, num_kv_heads, cos, sin, eps, attention_scale and residual_multiplier; layer:
+    LayerWeights; x [M, K]: what q, k and v read; residual [M, H]; batch: ForwardPass; layer_kv [2, rows, D]
+    ->  parts [S, M, H] that are still to be added, residual [M, H]
+    """
+    q = rotary_kv_write(
+        linear_parts(x, *layer.qkv),
+        batch.positions,
+        model.cos,
+        model.sin,
+        batch.cache_slots,
+        layer_kv,
+        model.num_heads,
+        model.num_kv_heads,
+        layer.q_norm,
+        layer.k_norm,
+        model.eps,
+    )  # [M, HQ, D]
+    x = batch.attention.attend(q, layer_kv, scale=model.attention_scale, window=window)
+    parts = linear_parts(x.flatten(1), *layer.out)
+    x, residual = add_rms_norm(parts, residual, layer.post_norm, model.eps, model.residual_multiplier)
+    return linear_parts(gate_up_silu(x, *layer.gate_up), *layer.down), residual

@@ -14,6 +14,8 @@ Letters: B requests, N nodes, V vocabulary, k children.
 
 import torch
 
+from .tree import DynamicTree
+
 DRAWINGS = ("deterministic", "shared_noise", "sampled", "top_and_one")
 CHAIN_RULES = ("token", "block")
 RATIO_VERIFIERS = (*CHAIN_RULES, "recursive", "traversal")
@@ -103,6 +105,12 @@ def check_drawing(verifier, drawing, tree):
         )
     if drawing == "deterministic":
         return
+    if isinstance(tree, DynamicTree):
+        raise ValueError(
+            f"verifier={verifier!r} on a dynamic tree needs drafts chosen without chance: which of them are kept depends on the "
+            "draft's law, so draws would be looked at because of what they are. Use drawing='deterministic', a static tree, or "
+            "verifier='strict'"
+        )
     slots = {}
     for node in range(1, tree.num_nodes):
         slots.setdefault(tree.parents[node], []).append(tree.ranks[node])

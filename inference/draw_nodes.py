@@ -16,18 +16,37 @@ from .draw_children import drawn_nodes
 
 
 class Drafted(NamedTuple):
-    """Drawn nodes and what they were drawn from: ratio_rules.Draft before any probability is computed."""
+    """Drawn nodes and, where the verifier compares them, what they were drawn from: ratio_rules.Draft before any probability is
+    computed."""
 
     tokens: torch.Tensor  # [B, N], node 0 is the root; -1: an empty slot
-    scores: torch.Tensor  # [L, B, V]: a law is the softmax of scores / temperature
-    temperature: torch.Tensor  # [B]; 0: the children are the likeliest tokens
-    law: torch.Tensor  # [N] which of the L laws the children of a node come from; of leaves, any
-    drawn: torch.Tensor  # bool [N] a draw from its slot's law, unless the temperature is 0; else chosen without chance
+    scores: torch.Tensor | None = None  # [L, B, V]: a law is the softmax of scores / temperature
+    temperature: torch.Tensor | None = None  # [B]; 0: the children are the likeliest tokens
+    law: torch.Tensor | None = None  # [N] which of the L laws the children of a node come from; of leaves, any
+    drawn: torch.Tensor | None = None  # bool [N] a draw from its slot's law, unless the temperature is 0; else chosen
     kept: Kept | None = None  # [L B] on a GPU, where the laws are cut: `scores` are those of what it keeps
+    topology: object = None  # Topology, where the tree is a dynamic one
+
+
+class Topology(NamedTuple):
+    """The trees of a batch where each request has its own: attributes of verify.TreeTensors, per request."""
+
+    tree: object  # tree.DynamicTree
+    parents: torch.Tensor  # [B, N] in topological order, that of the root 0
+    depths: torch.Tensor  # [B, N]
+    ancestors: torch.Tensor  # [B, N, D + 1] the node at each depth on the way from the root, itself last and repeated
+
+    @property
+    def num_nodes(self):
+        return self.tree.num_nodes
+
+    @property
+    def max_depth(self):
+        return self.tree.max_depth
 
 
 class NodeDraws:
-    """How the nodes of one tree (TreeTensors) are drawn in the ways "sampled" and "top_and_one"."""
+    """How the nodes of one tree (TreeTensors) are drawn in the ways "sampled" and "top_and_one", from one law per depth."""
 
     def __init__(self, tree, drawing):
         parents, ranks = tree.tree.parents, tree.tree.ranks
@@ -45,20 +64,28 @@ class NodeDraws:
     def __call__(self, batch, scores, temperature, kept=None):
         """batch: BatchRows; scores [L, B, V], temperature [B], kept: as in Drafted  ->  Drafted"""
         keys = batch.seed, batch.sample, batch.committed
-        found = draw_tokens(scores, self.width, self.laws, self.nodes, temperature, *keys)  # [I, B, W]
-        if self.drawing == "top_and_one":
-            found = self.top_and_one(found, scores, torch.zeros_like(temperature), keys)
+        families = self.laws, self.nodes, self.sizes
+        found = draw_families(self.drawing, scores, self.width, *families, temperature, keys)  # [I, B, W]
         found = found.transpose(0, 1).flatten(1)[:, self.columns]  # [B, N - 1]
         return Drafted(torch.cat((batch.root[:, None], found), 1), scores, temperature, self.law, self.drawn, kept)
 
-    def top_and_one(self, draws, scores, no_temperature, keys):
-        """The k - 1 likeliest tokens, then the first of `draws` that is none of them: it has the highest perturbed score of the
-        rest, for of k draws without replacement at most k - 1 are among the likeliest.  draws [I, B, W] -> [I, B, W]"""
-        likeliest = draw_tokens(scores, self.width, self.laws, self.nodes, no_temperature, *keys)
-        place = torch.arange(self.width, device=draws.device)
-        last = (self.sizes - 1)[:, None, None]  # where a node's drawn child stands
-        known = torch.where(place < last, likeliest, -2)
-        free = ~(draws[..., None] == known[..., None, :]).any(-1)  # [I, B, W]
-        one = draws.gather(-1, free.to(torch.uint8).argmax(-1, keepdim=True))
-        one = torch.where(free.any(-1, keepdim=True), one, -1)
-        return torch.where(place == last, one, likeliest)
+
+def draw_families(drawing, scores, width, laws, nodes, sizes, temperature, keys):
+    """The children of I nodes, in the order of their drawing; drawing: "sampled" or "top_and_one".
+
+    scores [L, B, V]; width: the most children of one; laws, nodes, sizes [I]: a node's law, its number, how many children it has;
+    temperature [B]; keys: seed, sample and position of the step's root, [B] each  ->  int64 [I, B, W], -1: an empty slot
+    """
+    draws = draw_tokens(scores, width, laws, nodes, temperature, *keys)
+    if drawing == "sampled":
+        return draws
+    # The k - 1 likeliest tokens, then the first of the draws that is none of them: it has the highest perturbed score of the rest,
+    # for of k draws without replacement at most k - 1 are among the likeliest.
+    likeliest = draw_tokens(scores, width, laws, nodes, torch.zeros_like(temperature), *keys)
+    place = torch.arange(width, device=draws.device)
+    last = (sizes - 1)[:, None, None]  # where a node's drawn child stands
+    known = torch.where(place < last, likeliest, -2)
+    free = ~(draws[..., None] == known[..., None, :]).any(-1)  # [I, B, W]
+    one = draws.gather(-1, free.to(torch.uint8).argmax(-1, keepdim=True))
+    one = torch.where(free.any(-1, keepdim=True), one, -1)
+    return torch.where(place == last, one, likeliest)

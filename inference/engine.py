@@ -16,7 +16,7 @@ import torch
 
 from ..kernels.prefill_attention import build_prefill_index
 from ..kernels.tree_attention import PAGE, build_tree_index
-from .cache import PagedCache, check_pages_fit, pages_that_fit
+from .cache import PagedCache, bytes_of_page, check_pages_fit, pages_that_fit
 from .decoder import ForwardPass
 from .graphs import StepGraphs
 from .logprobs import gather_emitted, score_hidden, score_prompts
@@ -26,7 +26,7 @@ from .sampling import CHANGED, CUT, NO_FILTERS
 from .scheduler import Scheduler
 from .slots import SlotTable
 from .step import Step, draw
-from .tree import MAX_NODES, ROOT_ONLY, chain
+from .tree import MAX_NODES, ROOT_ONLY, DynamicTree, chain
 from .verify import TreeTensors, strict
 
 # How many candidates per depth are kept when recording for `measure_acceptance`.
@@ -64,6 +64,7 @@ class Engine:
         self.tree = TreeTensors(tree, decoder.device)
         self.prompt_tree = TreeTensors(chain(CPU_CHUNK - 1), decoder.device)
         self.above_root = torch.tensor([-1], device=decoder.device)
+        self.keeps_state = drafter is not None and drafter.state_shape is not None
         self.graphs = StepGraphs(
             Step(decoder, cache, slots, self.tree, verifier, drafter, processed), scheduler.max_num_seqs, captured
         )
@@ -100,32 +101,46 @@ class Engine:
         memory does not suffice for one request of max_model_len tokens, or for num_pages, saying what would fit.
         """
         device, max_emitted = decoder.device, tree.max_depth + 1
-        per_request = -(-(max_model_len + tree.num_nodes + max_emitted) // PAGE)
-        slots = SlotTable(max_num_seqs, per_request, decoder.hidden_size, decoder.vocab_size, decoder.dtype, device)
-        shape = (len(decoder.layers), decoder.num_kv_heads, decoder.head_dim, decoder.dtype, device)
+        own = drafter is not None and drafter.kv_shape is not None
+        tree_slots = tree.num_nodes
+        if drafter is not None:
+            rows = 1 + tree.num_rows if isinstance(tree, DynamicTree) else tree.num_nodes
+            tree_slots = max(tree_slots, rows) + drafter.extra_places
+        per_request = -(-(max_model_len + tree_slots + max_emitted) // PAGE)
+        width, dtype = (drafter and drafter.state_shape) or (decoder.hidden_size, decoder.dtype)
+        slots = SlotTable(max_num_seqs, per_request, width, decoder.vocab_size, dtype, device)
+        page_bytes = bytes_of_page(*decoder.kv_shape) + (bytes_of_page(*drafter.kv_shape) if own else 0)
 
         def make(pages, captured):
-            cache = PagedCache(shape[0], pages, *shape[1:])
+            cache = PagedCache(pages, *decoder.kv_shape, device)
+            if own:
+                drafter.attach(PagedCache(pages, *drafter.kv_shape, device).kv)
             scheduler = Scheduler(
                 pages,
                 PAGE,
                 max_num_seqs,
                 max_num_batched_tokens,
-                tree_slots=tree.num_nodes,
+                tree_slots=tree_slots,
                 max_emitted=max_emitted,
                 enable_prefix_caching=enable_prefix_caching,
+                lookahead=drafter.lookahead if drafter else 0,
             )
             processed = logprobs_mode == "processed_logprobs"
             return cls(decoder, cache, scheduler, slots, eos_token_ids, drafter, tree, verifier, captured, processed)
 
         with on_device(device):
             if num_pages is not None:
-                check_pages_fit(*shape, num_pages)
+                check_pages_fit(page_bytes, device, num_pages)
             else:
                 workspace = make(1, False)._measure_workspace(max_num_batched_tokens) if device.type == "cuda" else 0
                 wanted = max_num_seqs * per_request
                 num_pages = pages_that_fit(
-                    *shape, wanted, least=per_request, workspace=workspace, utilization=gpu_memory_utilization
+                    page_bytes,
+                    device,
+                    wanted,
+                    least=per_request,
+                    workspace=workspace,
+                    utilization=gpu_memory_utilization,
                 )
             engine = make(num_pages, captured)
             engine.graphs.capture(progress)
@@ -163,11 +178,20 @@ class Engine:
     def _prefill_nobody(self, num_tokens):
         device, nobody = self.decoder.device, self.slots.on_device([self.slots.nobody])
         positions = torch.arange(num_tokens, device=device)
-        index = build_prefill_index(self.slots.block_table[nobody], [0], [num_tokens], self.cache.num_kv_heads, device)
-        forward_pass = ForwardPass(torch.zeros_like(positions), positions, positions % PAGE, index)
-        hidden = self.decoder.forward(forward_pass, self.cache.kv)
+
+        def forward_pass(num_kv_heads):
+            index = build_prefill_index(self.slots.block_table[nobody], [0], [num_tokens], num_kv_heads, device)
+            return ForwardPass(torch.zeros_like(positions), positions, positions % PAGE, index)
+
+        hidden, feature = self._forward(forward_pass(self.cache.num_kv_heads))
+        if self.keeps_state:
+            self.drafter.fill(forward_pass(self.drafter.kv_shape[1]), feature)
         self.decoder.logits(hidden[-1:])
         return hidden
+
+    def _forward(self, forward_pass):
+        """The target over some rows.  -> hidden [M, H], feature [M, F]"""
+        return self.decoder.forward(forward_pass, self.cache.kv, self.drafter.streams if self.drafter else ())
 
     # --- one step ---
 
@@ -220,14 +244,15 @@ class Engine:
 
     def _prefill(self, chunks):
         """Compute chunks of known tokens; where a request's last one is among them, draw its first token.  -> Launched"""
-        ends = itertools.accumulate(chunk.count for chunk in chunks)
+        ends = list(itertools.accumulate(chunk.count for chunk in chunks))
         done = [(end - 1, chunk.request) for end, chunk in zip(ends, chunks) if chunk.is_last]
         requests = [request for _, request in done]
         if done:  # first, for it may take memory: if there is none, nothing has happened yet
             roots = [request.output_token_ids[-1] if request.output_token_ids else 0 for request in requests]
             self.slots.write_requests(requests, roots, self._stop_tokens)
-        compute = self._compute_packed if self.on_gpu else self._compute_chains
-        hidden = compute(chunks)  # [T, H]
+        hidden, feature = self._compute(chunks)  # [T, H], [T, F]
+        if self.keeps_state:
+            self._fill(chunks, feature, ends)
         prompts = score_prompts(chunks, hidden, self.decoder, self.slots.on_device, self._to_host)
         for chunk in chunks:
             chunk.request.committed += chunk.count
@@ -236,10 +261,23 @@ class Engine:
         self.metrics.num_prefill_passes += 1
         if not done:
             return self._hand_over("prefill", [], hidden[:0], prompts)
-        hidden = hidden[self.slots.on_device([row for row, _ in done])]  # [B, H] at the last token of each
-        self.slots.feature[self.slots.on_device([request.slot for request in requests])] = hidden
+        last = self.slots.on_device([row for row, _ in done])
+        hidden, feature = hidden[last], feature[last]  # [B, H], [B, F] at the last token of each
+        launched = self._draw_first(requests, hidden, prompts)
+        slots = self.slots.on_device([request.slot for request in requests])
+        if self.keeps_state:
+            # As if a step had just emitted the root: the token before it was the root then.
+            batch = self.slots.gather(slots, self.tree.depths).one_token_ago()
+            first = torch.zeros(len(slots), 1, dtype=torch.int64, device=slots.device)
+            emitted = torch.stack((torch.ones_like(batch.root), batch.root), 1)
+            feature = self.drafter.advance(batch, feature, emitted, first, first[:, 0])
+        self.slots.feature[slots] = feature
         for request in requests:
             request.status = Status.RUNNING
+        return launched
+
+    def _draw_first(self, requests, hidden, prompts):
+        """The first token of every request that has none.  hidden [B, H] of the requests' last tokens  ->  Launched"""
         # A request that was preempted goes on from its newest token.
         fresh = [i for i, request in enumerate(requests) if not request.output_token_ids]
         if not fresh:
@@ -253,55 +291,65 @@ class Engine:
         if self.graphs.step.keep_scores:
             scores = torch.empty_like(logits, dtype=torch.float32)
         tokens = draw(batch, logits, filters, self.slots, processed=scores)
-        self.slots.integers[slots, 1] = tokens
+        self.slots.write_first_tokens(slots, tokens, batch.committed)
         self.slots.integers[slots, 2] = batch.remaining - 1
         emitted = torch.stack((torch.ones_like(tokens), tokens), 1)
         if filters:
-            self.slots.logit_state.record(slots, batch.committed - 1, emitted)
+            self.slots.logit_state.record(slots, emitted)
         return self._hand_over("prefill", requests, emitted, prompts, (logits if scores is None else scores)[:, None])
 
-    def _compute_packed(self, chunks):
-        """All chunks in one pass.  -> hidden [T, H] of their tokens, one chunk after the other"""
-        tokens, positions, places = [], [], []
+    def _compute(self, chunks):
+        """The target over all chunks.  -> hidden [T, H], feature [T, F] of their tokens, one chunk after the other"""
+        rows = []
         for chunk in chunks:
-            request, stop = chunk.request, chunk.start + chunk.count
-            position = torch.arange(chunk.start, stop)
-            tokens.append(torch.tensor(request.known_token_ids[chunk.start : stop]))
-            positions.append(position)
-            places.append(torch.tensor(request.pages)[position // PAGE] * PAGE + position % PAGE)
-        packed = torch.stack([torch.cat(parts) for parts in (tokens, positions, places)])
-        tokens, positions, places = self.slots.on_device(packed).unbind()
-        block_table = self.slots.block_table[self.slots.on_device([chunk.request.slot for chunk in chunks])]
-        index = build_prefill_index(
-            block_table,
-            [chunk.start for chunk in chunks],
-            [chunk.count for chunk in chunks],
-            self.cache.num_kv_heads,
-            self.decoder.device,
-        )
-        return self.decoder.forward(ForwardPass(tokens, positions, places, index), self.cache.kv)
+            known = chunk.request.known_token_ids
+            rows.append((chunk.request, chunk.start, known[chunk.start : chunk.start + chunk.count]))
+        passes = self._prompt_passes(rows, self.cache.num_kv_heads, self.decoder.dtype)
+        hidden, feature = zip(*(self._forward(forward_pass) for forward_pass, _ in passes))
+        return torch.cat(hidden), torch.cat(feature)
 
-    def _compute_chains(self, chunks):
-        """One chunk after the other, CPU_CHUNK tokens at a time.  -> hidden [T, H] as _compute_packed's"""
-        tree, hidden = self.prompt_tree, []
-        for chunk in chunks:
-            request = chunk.request
+    def _fill(self, chunks, feature, ends):
+        """The drafter's own keys and values of the chunks.  feature [T, F]; ends: where each chunk's rows end"""
+        rows, features = [], []
+        for chunk, end in zip(chunks, ends):
+            count, tokens = self.drafter.prompt_rows(chunk)
+            if count:
+                rows.append((chunk.request, chunk.start, tokens))
+                features.append(feature[end - chunk.count : end - chunk.count + count])
+        if rows:
+            features = torch.cat(features)
+            for forward_pass, part in self._prompt_passes(rows, self.drafter.kv_shape[1], self.drafter.kv_shape[3]):
+                self.drafter.fill(forward_pass, features[part])
+
+    def _prompt_passes(self, rows, num_kv_heads, dtype):
+        """(ForwardPass, which of all rows it holds) for rows of requests: a list of (request, place of the first, their tokens).
+
+        On a GPU all go in one pass; on the CPU one request after the other, CPU_CHUNK rows at a time.
+        """
+        if self.on_gpu:
+            packed = [
+                (torch.tensor(tokens), torch.arange(start, start + len(tokens)), torch.tensor(request.pages))
+                for request, start, tokens in rows
+            ]
+            places = [pages[position // PAGE] * PAGE + position % PAGE for _, position, pages in packed]
+            parts = [torch.cat(part) for part in ([x[0] for x in packed], [x[1] for x in packed], places)]
+            tokens, positions, places = self.slots.on_device(torch.stack(parts)).unbind()
+            block_table = self.slots.block_table[self.slots.on_device([request.slot for request, _, _ in rows])]
+            starts, counts = [start for _, start, _ in rows], [len(tokens) for _, _, tokens in rows]
+            index = build_prefill_index(block_table, starts, counts, num_kv_heads, self.decoder.device)
+            yield ForwardPass(tokens, positions, places, index), slice(None)
+            return
+        tree, first = self.prompt_tree, 0
+        for request, start, tokens in rows:
             pages = torch.tensor(request.pages)
-            for start in range(chunk.start, chunk.start + chunk.count, CPU_CHUNK):
-                count = min(CPU_CHUNK, chunk.start + chunk.count - start)
-                position = torch.arange(start, start + count)
-                index = build_tree_index(
-                    pages[None],
-                    torch.tensor([start]),
-                    tree.depths[:count],
-                    tree.ancestors[:count, :count],
-                    self.cache.num_kv_heads,
-                    self.decoder.dtype,
-                )
-                tokens = torch.tensor(request.known_token_ids[start : start + count])
+            for at in range(0, len(tokens), CPU_CHUNK):
+                part = torch.tensor(tokens[at : at + CPU_CHUNK])
+                position = start + at + torch.arange(len(part))
+                nodes = tree.depths[: len(part)], tree.ancestors[: len(part), : len(part)]
+                index = build_tree_index(pages[None], position[:1], *nodes, num_kv_heads, dtype)
                 places = pages[position // PAGE] * PAGE + position % PAGE
-                hidden.append(self.decoder.forward(ForwardPass(tokens, position, places, index), self.cache.kv))
-        return torch.cat(hidden)
+                yield ForwardPass(part, position, places, index), slice(first, first + len(part))
+                first += len(part)
 
     # --- decode ---
 
@@ -393,7 +441,9 @@ class Engine:
         if self.tree.max_depth:
             # Nodes deeper than the request had tokens left were never candidates.
             limit = request.num_remaining + kept - 1
-            drafted = sum(0 < depth <= limit for depth in self.tree.tree.depths)
+            drafted = self.tree.num_nodes - 1  # where the tree is grown on the device its depths are not known here
+            if not isinstance(self.tree.tree, DynamicTree):
+                drafted = sum(0 < depth <= limit for depth in self.tree.tree.depths)
             # An accepted token behind the end of the output was never emitted: it does not count.
             for metrics in (request.metrics, self.metrics.spec_decode):
                 metrics.record(drafted, min(emitted - 1, kept), self.tree.max_depth)

@@ -6,9 +6,7 @@ from dataclasses import dataclass, field
 
 from tqdm import tqdm
 
-from ..heads.checkpoint import check_head_fits
 from .decoder import check_supported
-from .drafters.medusa import MedusaDrafter
 from .engine import Engine
 from .forbidden_tokens import bad_word_sequences, check_tokens
 from .keywords import VLLM_ARGUMENTS, reject_unknown
@@ -17,7 +15,14 @@ from .metrics import SpecDecodeMetrics
 from .prompt_files import render_chat
 from .request import Request
 from .sampling import SamplingParams
-from .speculation import check_speculative_config, choose_drawing, choose_tree, choose_verifier, load_drafter_head
+from .speculation import (
+    build_drafter,
+    check_speculative_config,
+    choose_drawing,
+    choose_tree,
+    choose_verifier,
+    find_draft_source,
+)
 from .stopping import StopChecker, final_text, stable_length
 from .target_source import (
     check_used_in_place,
@@ -77,13 +82,17 @@ class LLM:
     load_format: "auto" reads the weights; "dummy" makes random ones of the model's shape.
     seed: requests without a seed of their own derive one from this and their number.
     speculative_config: None for plain decoding, or a dict with
-        model: a head (folder, run, Hub id or module); num_speculative_tokens: depth of drafts, None for as deep as the head;
-        tree: "chain", "static" (the tree measured for this head, else the one shipped for its number of heads) or a tree
-        file; verifier: "strict" (the tokens of plain decoding, bit by bit), "token" or "block" on a chain, "recursive" or
-        "traversal" on any tree (tokens of the same law), or "synthetic" to accept by given rates whatever the tokens are (for
-        measuring speed: the outputs mean nothing), with acceptance_rates (unconditional, per position) or acceptance_length
-        (tokens per step); rejection_sample_method: vLLM's name of a verifier instead; draft_sample_method: how drafts are drawn:
-        "shared_noise" (the default of "strict"), "probabilistic" (that of the ratio rules), "greedy" or "top_and_one".
+        model: a head of any family (folder, run, Hub id or module), or a smaller model of the same vocabulary (folder, Hub id with
+        method "draft_model", or loaded); method: vLLM's name of what it is, found out where it is not given: "medusa",
+        "mlp_speculator", "eagle" (EAGLE-1 and 2), "eagle3", "draft_model", or "ngram", which needs no model and copies what
+        followed the newest prompt_lookup_min to prompt_lookup_max (1 to 4) tokens before; num_speculative_tokens: depth of drafts,
+        None for what the head was made for; tree: "chain", "static" (the tree measured for this head, else the one shipped for its
+        method and depth), "dynamic" (grown in every step from the draft's confidence) or a tree file; verifier: "strict" (the
+        tokens of plain decoding, bit by bit), "token" or "block" on a chain, "recursive" or "traversal" on any tree (tokens of the
+        same law), or "synthetic" to accept by given rates whatever the tokens are (for measuring speed: the outputs mean nothing),
+        with acceptance_rates (unconditional, per position) or acceptance_length (tokens per step); rejection_sample_method: vLLM's
+        name of a verifier instead; draft_sample_method: how drafts are drawn: "shared_noise" (the default of "strict"),
+        "probabilistic" (that of the ratio rules), "greedy" or "top_and_one".
     logprobs_mode: "raw_logprobs" (of the target's logits) or "processed_logprobs" (of the law a token was drawn from, behind
         temperature and filters). prompt_logprobs are always raw.
 
@@ -134,10 +143,8 @@ class LLM:
         shared = model if isinstance(model, LLM) else None
         config, self.model_name = (shared.config, shared.model_name) if shared else target_config(model, load_format)
         check_supported(config)
-        head = load_drafter_head(speculative["model"]) if speculative else None
-        if head is not None:
-            check_head_fits(head, config)
-        tree = choose_tree(speculative, head)
+        source = find_draft_source(speculative, config)
+        tree = choose_tree(speculative, source)
         rule, drawing = choose_drawing(speculative, tree)
         limit = config.max_position_embeddings
         if max_model_len is None:
@@ -156,11 +163,7 @@ class LLM:
             self.eos_token_ids = eos_token_ids(model, config, self.tokenizer)
         verifier = choose_verifier(rule, speculative, tree, decoder.device)
         self.config = config
-        drafter = None
-        if head is not None:
-            if head is not speculative["model"]:
-                head = head.to(decoder.device, decoder.dtype).eval()
-            drafter = MedusaDrafter(head, decoder.lm_head, drawing)
+        drafter = build_drafter(source, speculative, tree, drawing, decoder, self.max_model_len + MAX_NODES)
         self.engine = Engine.build(
             decoder,
             self.eos_token_ids,

@@ -1,8 +1,9 @@
-"""What the device knows of every slot to change its logits: bias, stop tokens, counts, bad words, tokens.
+"""What the device knows of every slot to change its logits: bias, stop tokens, counts, bad words.
 
 Each table is made when the first request needs it, so requests without such parameters cost nothing. The host writes a slot's rows
-when its request's known tokens are computed, also again after a preemption; counts and tokens are then kept up to date by the step
-itself (`record`). A row of a slot whose request does not need the table changes nothing.
+when its request's known tokens are computed, also again after a preemption; counts are then kept up to date by the step itself
+(`record`). A row of a slot whose request does not need the table changes nothing. Bad words are looked for in the slots' history,
+which is always there (slots.py).
 
 Letters: S slots, B rows of a batch, V vocabulary, T tokens of the longest sequence, J tokens emitted at most.
 """
@@ -16,14 +17,14 @@ CLEAN = {"words": -1}
 
 
 class LogitState:
-    """LogitTables of `num_slots` slots, the last of which belongs to nobody and stays clean.
+    """LogitTables of slots, the last of which belongs to nobody and stays clean.
 
-    on_device: moves a list or CPU tensor there without waiting.
+    history int32 [S, T]: their tokens, which others keep; on_device: moves a list or CPU tensor there without waiting.
     """
 
-    def __init__(self, num_slots, vocab_size, max_length, device, on_device):
-        self.num_slots, self.vocab_size, self.max_length = num_slots, vocab_size, max_length
-        self.device, self.on_device = device, on_device
+    def __init__(self, history, vocab_size, on_device):
+        self.history, self.vocab_size, self.on_device = history, vocab_size, on_device
+        self.num_slots = len(history)
         self.tables = LogitTables()
         self._written = {}  # name of a table -> slots whose row is not clean
 
@@ -39,7 +40,8 @@ class LogitState:
             for name, row in self._rows(request, stop_tokens):
                 rows[name][request.slot] = row
         # All tables that are missing or none: some are of use in pairs only.
-        self.tables = self.tables._replace(**{name: self._table(name, given) for name, given in rows.items() if given})
+        made = {name: self._table(name, given) for name, given in rows.items() if given}
+        self.tables = self.tables._replace(**made | ({"tokens": self.history} if "words" in made else {}))
         for name, given in rows.items():
             written = self._written.setdefault(name, set())
             stale = [request.slot for request in requests if request.slot in written and request.slot not in given]
@@ -50,8 +52,8 @@ class LogitState:
                 table[self.on_device(list(given))] = self.on_device(torch.stack(list(given.values())))
             self._written[name] = (written - set(stale)) | given.keys()
 
-    def record(self, slots, root, emitted):
-        """Count and keep emitted tokens.  slots [B]; root [B]: the first stands behind it; emitted [B, 1 + J]: how many, they"""
+    def record(self, slots, emitted):
+        """Count emitted tokens.  slots [B]; emitted [B, 1 + J]: how many, they"""
         num_emitted, tokens = emitted[:, :1], emitted[:, 1:]
         step = torch.arange(tokens.shape[1], device=tokens.device)
         kept = (step < num_emitted) & (slots != self.num_slots - 1)[:, None]
@@ -59,16 +61,13 @@ class LogitState:
             at = slots[:, None] * self.vocab_size + tokens
             # Whole numbers: the order in which they are added does not matter.
             self.tables.counts.view(-1).scatter_add_(0, at.flatten(), kept.int().flatten())
-        if self.tables.tokens is not None:
-            at = (slots[:, None], root[:, None] + 1 + step)
-            self.tables.tokens[at] = torch.where(kept, tokens.int(), self.tables.tokens[at])
 
     def _table(self, name, given):
         """The table of this name, made if there is none.  given: {slot: row}, not empty"""
         row, table = next(iter(given.values())), getattr(self.tables, name)
         if table is None:
             shape = (self.num_slots, *row.shape)
-            table = torch.full(shape, CLEAN.get(name, 0), dtype=row.dtype, device=self.device)
+            table = torch.full(shape, CLEAN.get(name, 0), dtype=row.dtype, device=self.history.device)
         return table
 
     def _rows(self, request, stop_tokens):
@@ -99,6 +98,3 @@ class LogitState:
             for place, word in zip(row, several):
                 place[-len(word) :] = torch.tensor(word)
             yield "words", row
-            row = torch.zeros(self.max_length, dtype=torch.int32)
-            row[: request.num_tokens] = torch.tensor(request.tokens_between(0, request.num_tokens))
-            yield "tokens", row

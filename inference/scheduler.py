@@ -41,7 +41,9 @@ class Scheduler:
 
     max_num_batched_tokens: prompt tokens computed per step, over all requests. tree_slots: nodes of a draft tree = positions past
     the committed ones that a step may write; max_emitted: most tokens that a step emits; both 1 for plain decoding.
-    enable_prefix_caching: keep full pages by content, and let requests that begin with the same tokens share them.
+    enable_prefix_caching: keep full pages by content, and let requests that begin with the same tokens share them. lookahead: how
+    many tokens behind a page its content depends on (what an EAGLE head keeps of a token reads the next one): they are part of its
+    name.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Scheduler:
         tree_slots=1,
         max_emitted=1,
         enable_prefix_caching=True,
+        lookahead=0,
     ):
         sizes = dict(
             num_pages=num_pages,
@@ -70,7 +73,7 @@ class Scheduler:
             )
         self.page_size, self.max_num_seqs, self.max_num_batched_tokens = page_size, max_num_seqs, max_num_batched_tokens
         self.tree_slots, self.max_emitted = tree_slots, max_emitted
-        self.enable_prefix_caching = enable_prefix_caching
+        self.enable_prefix_caching, self.lookahead = enable_prefix_caching, lookahead
         self.pool = PagePool(num_pages)
         self.free_slots = list(range(max_num_seqs))  # a heap: low slots are used first, so batches stay dense
         self.waiting = deque()
@@ -126,7 +129,7 @@ class Scheduler:
         assert request.committed <= request.num_known
         if not self.enable_prefix_caching or request.slot is None:
             return
-        for i in range(request.num_named, request.committed // self.page_size):
+        for i in range(request.num_named, (request.committed - self.lookahead) // self.page_size):
             self.pool.name(request.pages[i], self._page_name(request, i))
             request.num_named = i + 1
 
@@ -237,6 +240,7 @@ class Scheduler:
 
     def _num_reusable(self, request):
         """How many pages may come from the cache: tokens whose hidden states are needed are left to be computed."""
+        # Behind the last token that may be skipped there is another one, so the lookahead is known.
         return request.num_skippable // self.page_size if self.enable_prefix_caching else 0
 
     def _is_being_computed(self, request, i, step):
@@ -247,17 +251,17 @@ class Scheduler:
         first, end = i * self.page_size, (i + 1) * self.page_size
         return any(
             chunk.start <= first
-            and end <= chunk.start + chunk.count
+            and end + self.lookahead <= chunk.start + chunk.count
             and self._page_name(chunk.request, i) == self._page_name(request, i)
             for chunk in step.prefill
         )
 
     def _page_name(self, request, i):
-        """Name of the request's i-th page, all of whose tokens are known."""
+        """Name of the request's i-th page, all of whose tokens are known, and those behind it that it depends on."""
         names = request.page_names
         while len(names) <= i:
             start = len(names) * self.page_size
-            tokens = request.tokens_between(start, start + self.page_size)
+            tokens = request.tokens_between(start, start + self.page_size + self.lookahead)
             names.append(hash_page(names[-1] if names else FIRST, tokens))
         return names[i]
 

@@ -4,12 +4,13 @@ The host writes a row when a request is admitted, when it gets pages, and when i
 to date, and the host only reads emitted tokens, one step late. The last row belongs to nobody: batch rows without a request
 point to it, and to page 0 of the cache.
 
-Letters: S slots, B rows of a batch, P pages of the longest request, H hidden size.
+Letters: S slots, B rows of a batch, P pages of the longest request, T tokens that they hold, H width of a feature.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from ..kernels.slot_rows import advance_slots, gather_slots
 from ..kernels.tree_attention import PAGE
@@ -35,6 +36,7 @@ class BatchRows:
     cache_slots: torch.Tensor  # [B N]
     draws: torch.Tensor  # [3, B N] seed, sample, position of the token drawn behind each node
     node_temperature: torch.Tensor  # [B N]
+    history: torch.Tensor  # int32 [S, T] of all slots, not gathered: the sequence up to and including the root
 
     committed = property(lambda self: self.integers[0])
     root = property(lambda self: self.integers[1])
@@ -50,30 +52,60 @@ class BatchRows:
     presence_penalty = property(lambda self: self.floats[4])
     frequency_penalty = property(lambda self: self.floats[5])
 
+    def at_depths(self, depths):
+        """The same for nodes at other depths [B, N] than the zeros it was gathered for."""
+        deeper = depths.flatten()
+        draws = torch.stack((self.draws[0], self.draws[1], self.draws[2] + deeper))
+        return replace(self, positions=self.positions + deeper, draws=draws)
+
+    def one_token_ago(self):
+        """The same as before the root was emitted: L is one less. For what a drafter's `advance` reads."""
+        committed = self.committed - 1
+        integers = torch.cat((committed[None], self.integers[1:]))
+        places = committed[:, None]
+        cache_slots = self.block_table.gather(1, places // PAGE).long() * PAGE + places % PAGE
+        return replace(self, integers=integers, cache_slots=cache_slots.flatten())
+
+    def places(self, start, stop):
+        """Where in the cache the places L + start .. L + stop - 1 lie.  -> int64 [B, stop - start] page * 64 + offset"""
+        num_nodes = self.cache_slots.shape[0] // len(self.slots)
+        if stop <= num_nodes:
+            return self.cache_slots.view(-1, num_nodes)[:, start:stop]
+        places = self.committed[:, None] + torch.arange(start, stop, device=self.slots.device)
+        return self.block_table.gather(1, places // PAGE).long() * PAGE + places % PAGE
+
 
 class SlotTable:
     """Rows of `max_num_seqs` requests and one for nobody.
 
-    max_pages: pages of the longest request; feature: dtype and width of what drafters read.
+    max_pages: pages of the longest request; width, dtype: of what the drafter keeps of a request from step to step (`feature`).
     """
 
-    def __init__(self, max_num_seqs, max_pages, hidden_size, vocab_size, dtype, device):
+    def __init__(self, max_num_seqs, max_pages, width, vocab_size, dtype, device):
         rows = max_num_seqs + 1
         self.nobody, self.device = max_num_seqs, device
         self.integers = torch.zeros(rows, len(INTEGERS), dtype=torch.int64, device=device)
         self.floats = torch.tensor(NO_CHANGE, device=device).repeat(rows, 1)
         self.block_table = torch.zeros(rows, max_pages, dtype=torch.int32, device=device)
-        self.feature = torch.zeros(rows, hidden_size, dtype=dtype, device=device)
-        self.logit_state = LogitState(rows, vocab_size, max_pages * PAGE, device, self.on_device)
+        self.feature = torch.zeros(rows, width, dtype=dtype, device=device)
+        self.history = torch.zeros(rows, max_pages * PAGE, dtype=torch.int32, device=device)
+        self.logit_state = LogitState(self.history, vocab_size, self.on_device)
 
     def gather(self, slots, depths):
         """BatchRows of slots [B], for nodes of these depths [N]."""
         found = gather_slots(slots, self.integers, self.floats, self.block_table, self.feature, depths)
-        return BatchRows(slots, *found)
+        return BatchRows(slots, *found, self.history)
 
     def advance(self, slots, hidden, tokens, path, num_accepted, bonus):
-        """After a step: committed length, root, remaining and feature of every row.  -> emitted [B, D + 2], see advance_slots"""
-        return advance_slots(slots, self.integers, self.feature, hidden, tokens, path, num_accepted, bonus, self.nobody)
+        """After a step: committed length, root, remaining, history and, unless `hidden` is None, feature of every row.  -> emitted
+        [B, D + 2], see advance_slots"""
+        verdict = path, num_accepted, bonus
+        return advance_slots(slots, self.integers, self.feature, hidden, tokens, *verdict, self.nobody, self.history)
+
+    def write_first_tokens(self, slots, tokens, places):
+        """Roots that were drawn behind a prompt.  slots, tokens, places [B]"""
+        self.integers[slots, 1] = tokens
+        self.history[slots, places] = tokens.to(self.history.dtype)
 
     # --- written by the host, without waiting for the device ---
 
@@ -109,6 +141,9 @@ class SlotTable:
         self.floats[slots] = self.on_device(
             [[getattr(request.params, name) for name in FLOATS] for request in requests], torch.float32
         )
+        known = [torch.tensor(request.prompt_token_ids + request.output_token_ids) for request in requests]
+        tokens = pad_sequence(known, batch_first=True).to(self.history.dtype)
+        self.history[slots, : tokens.shape[1]] = self.on_device(tokens)
         self.logit_state.write(requests, stop_tokens)
 
     def on_device(self, values, dtype=torch.int64):

@@ -50,15 +50,18 @@ class Step:
     @torch.no_grad()
     def __call__(self, rows, filters=NO_FILTERS):
         """Advance the requests in slots `rows` [B]; filters: the most that one of them needs (sampling.py).  -> StepOutput"""
-        tree, by_ratio = self.tree, isinstance(self.verifier, Ratio)
+        tree, drafter, by_ratio = self.tree, self.drafter, isinstance(self.verifier, Ratio)
         batch = self.slots.gather(rows, tree.depths)
-        if by_ratio:
-            draft = self.drafter.draft(batch, tree, self._shape_drafts(batch, filters))
-            tokens = draft.tokens.clamp(min=0)  # an empty slot is computed as any token would be, and never accepted
+        if tree.max_depth:
+            draft = drafter.propose(batch, tree, self._shape_drafts(batch, filters))
+            if draft.topology is not None:
+                tree = draft.topology
+                batch = batch.at_depths(tree.depths)
+            # An empty slot is computed as any token would be, and accepted only where that token is right.
+            tokens = draft.tokens.clamp(min=0)  # [B, N]
         else:
-            shape = self._shape_drafts(batch, filters)
-            tokens = self.drafter.propose(batch, tree, shape) if tree.max_depth else batch.root[:, None]  # [B, N]
-        hidden = self.forward(batch, tokens)  # [M, H]
+            tokens = batch.root[:, None]
+        hidden, feature = self.forward(batch, tokens, tree)  # [M, H], [M, F]
         logits = self.decoder.logits(hidden)  # [M, V]
         scores = torch.empty_like(logits, dtype=torch.float32) if self.keep_scores else None
         drafted = path_tokens(tokens, tree) if filters and self.slots.logit_state.num_tables else None
@@ -72,32 +75,37 @@ class Step:
         if not tree.tree.is_chain:
             hk = self.cache.num_kv_heads
             kv_commit(self.cache.kv, batch.block_table, batch.committed, path, num_accepted, hk)
-        emitted = self.slots.advance(rows, hidden, tokens, path, num_accepted, bonus)
+        own_state = drafter is not None and drafter.state_shape is not None
+        emitted = self.slots.advance(rows, None if own_state else feature, tokens, path, num_accepted, bonus)
+        if own_state:
+            self.slots.feature[rows] = drafter.advance(batch, feature, emitted, path, num_accepted)
         if filters:
-            self.slots.logit_state.record(rows, batch.committed, emitted)
+            self.slots.logit_state.record(rows, emitted)
         if scores is not None:
             scores = scores.view(*tokens.shape, -1)[torch.arange(len(path), device=path.device)[:, None], path]
         return StepOutput(emitted, path, logits.view(*tokens.shape, -1), scores)
 
     def _shape_drafts(self, batch, filters):
         """What a drafter passes its logits through: draft_scores of this batch, None where a temperature is all there is."""
-        return partial(draft_scores, batch, filters, self.slots) if filters else None
+        return partial(draft_scores, batch, filters, self.slots, self.tree.max_depth) if filters else None
 
-    def forward(self, batch, tokens):
-        """The target over all nodes.  tokens [B, N] -> hidden [M, H]; writes the nodes' KV at places L + n"""
-        tree, hk = self.tree, self.cache.num_kv_heads
+    def forward(self, batch, tokens, tree):
+        """The target over all nodes.  tokens [B, N] -> hidden [M, H], feature [M, F]; writes the nodes' KV at places L + n"""
+        hk = self.cache.num_kv_heads
         index = build_tree_index(
             batch.block_table, batch.committed, tree.depths, tree.ancestors, hk, self.decoder.dtype
         )
         forward_pass = ForwardPass(tokens.flatten(), batch.positions, batch.cache_slots, index)
-        return self.decoder.forward(forward_pass, self.cache.kv)
+        return self.decoder.forward(forward_pass, self.cache.kv, self.drafter.streams if self.drafter else ())
 
 
 def path_tokens(tokens, tree):
     """The drafted tokens on every node's path, its own included, -1 behind it.  tokens [B, N] -> [B N, D]"""
     depth = torch.arange(1, tree.max_depth + 1, device=tokens.device)
-    on_path = depth <= tree.depths[:, None]  # [N, D]
-    return torch.where(on_path, tokens[:, tree.ancestors[:, 1:]], -1).flatten(0, 1)
+    on_path = depth <= tree.depths[..., None]  # [N, D] or [B, N, D]
+    nodes = tree.ancestors[..., 1:].expand(len(tokens), -1, -1)
+    found = tokens.gather(1, nodes.flatten(1)).view(nodes.shape)
+    return torch.where(on_path, found, -1).flatten(0, 1)
 
 
 def filtered_scores(batch, logits, filters, slots, path):
@@ -109,17 +117,18 @@ def filtered_scores(batch, logits, filters, slots, path):
     return scale(scores, temperature) if kept is None else kept_scores(kept)
 
 
-def draft_scores(batch, filters, slots, logits):
-    """The same for drafts of K depths.  [K, B, V] -> fp32 [K, B, V], temperature to draw with [B], the Kept [K B] on a GPU
+def draft_scores(batch, filters, slots, max_depth, logits, depths):
+    """The same for drafts of K nodes at depths [K], all below max_depth.  logits [K, B, V] -> fp32 [K, B, V], temperature to draw
+    with [B], the Kept [K B] on a GPU
 
     The output counts up to the root: what the draft itself says on its way is not looked at.
     """
-    (depths, requests), device = logits.shape[:2], logits.device
-    request = torch.arange(requests, device=device).repeat(depths)
-    position = (batch.committed + 1 + torch.arange(depths, device=device)[:, None]).flatten()
-    unknown = torch.full((len(request), depths), -1, device=device)
+    (count, requests), device = logits.shape[:2], logits.device
+    request = torch.arange(requests, device=device).repeat(count)
+    position = (batch.committed + 1 + depths[:, None]).flatten()
+    unknown = torch.full((len(request), max_depth), -1, device=device)
     changed = _changed(batch, logits.flatten(0, 1), filters, slots, request, position, unknown)
-    heat = batch.temperature.repeat(depths)
+    heat = batch.temperature.repeat(count)
     kept = keep_top(changed, heat, *_filters(batch, request)) if filters >= CUT else None
     scores = scale(changed, heat) if kept is None else kept_scores(kept)
     # The scores are divided already; 1 and 0 only say where noise is wanted.

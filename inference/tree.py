@@ -93,7 +93,53 @@ class Tree:
         return "\n".join(["root", *lines(0, "")])
 
 
+@dataclass(frozen=True)
+class DynamicTree:
+    """A tree that is grown anew in every step from the draft's own confidence (EAGLE-2, arXiv 2406.16858).
+
+    At every depth the `width` nodes of the greatest confidence get `width` children each, `max_depth` times; of all these
+    candidates the best num_nodes - 1 make the tree, whose root is the newest token. A node's confidence is the product along its
+    path.
+    """
+
+    max_depth: int
+    width: int
+    num_nodes: int
+    is_chain = False
+
+    def __post_init__(self):
+        for name in ("max_depth", "width", "num_nodes"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"a dynamic tree's {name} must be a whole number of at least 1, got {value!r}")
+        most = min(MAX_NODES, 1 + self.num_candidates)
+        if not 2 <= self.num_nodes <= most:
+            raise ValueError(
+                f"a dynamic tree of depth {self.max_depth} and width {self.width} has from 2 to {most} nodes, the root included; "
+                f"got {self.num_nodes}"
+            )
+
+    @property
+    def num_candidates(self):
+        return self.width + (self.max_depth - 1) * self.width**2
+
+    @property
+    def num_rows(self):
+        """Nodes that are expanded, the root not among them."""
+        return (self.max_depth - 1) * self.width
+
+    def truncated(self, max_depth):
+        """The same, at most so deep."""
+        depth = min(self.max_depth, max_depth)
+        most = 1 + self.width + (depth - 1) * self.width**2
+        return DynamicTree(depth, self.width, min(self.num_nodes, most))
+
+    def draw(self):
+        return f"grown in every step: {self.num_nodes} nodes, up to {self.max_depth} deep, {self.width} expanded at each depth"
+
+
 ROOT_ONLY = Tree((-1,), (0,))
+DEFAULT_DYNAMIC = DynamicTree(max_depth=5, width=8, num_nodes=32)
 
 
 def chain(num_tokens):
@@ -141,8 +187,12 @@ def expected_acceptance_length(tree, rates):
 
 
 def save_tree(tree, path, rates=None):
-    """Write the tree as JSON: parents, ranks and, where known, the rates it was built from and what they promise."""
-    content = {"parents": list(tree.parents), "ranks": list(tree.ranks)}
+    """Write the tree as JSON: parents, ranks and, where known, the rates it was built from and what they promise; of a DynamicTree
+    its three numbers."""
+    if isinstance(tree, DynamicTree):
+        content = {"dynamic": {"max_depth": tree.max_depth, "width": tree.width, "num_nodes": tree.num_nodes}}
+    else:
+        content = {"parents": list(tree.parents), "ranks": list(tree.ranks)}
     if rates is not None:
         content["rates"] = [[round(rate, 6) for rate in ranks] for ranks in rates]
         content["expected_acceptance_length"] = round(expected_acceptance_length(tree, rates), 4)
@@ -159,8 +209,11 @@ def load_tree(path):
         raise ValueError(f"no tree file at {path}; make one with `headstart tree RUN`, or use tree='chain' or 'static'")
     try:
         content = json.loads(path.read_text())
+        if "dynamic" in content:
+            return DynamicTree(**content["dynamic"])
         return Tree(tuple(content["parents"]), tuple(content["ranks"]))
     except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{path} is not a tree file ({error}); expected JSON with lists 'parents' and 'ranks'"
+            f"{path} is not a tree file ({error}); expected JSON with lists 'parents' and 'ranks', or 'dynamic' with max_depth, "
+            "width and num_nodes"
         ) from error

@@ -12,6 +12,7 @@ Letters: B requests, N nodes, D the tree's greatest depth, V vocabulary.
 import torch
 
 from ..kernels.jit import on_triton
+from ..kernels.keep_top import Kept
 from ..kernels.philox import RESIDUAL_NOISE, gumbel, uniform
 from ..kernels.row_laws import probabilities
 from ..kernels.verify_ratio import make_workspace, verify_ratio
@@ -19,6 +20,7 @@ from ..kernels.verify_strict import verify_strict
 from ..kernels.verify_synthetic import verify_synthetic
 from .draw_children import RATIO_VERIFIERS
 from .ratio_rules import RATIO_RULES, Draft, draw
+from .tree import DynamicTree
 
 VERIFIERS = ("strict", *RATIO_VERIFIERS, "synthetic")
 
@@ -42,9 +44,12 @@ class Ratio:
         self.name, self._workspaces = name, {}
 
     def __call__(self, tree, draft, batch, scores, temperature, kept=None):
-        """draft: draw_nodes.Drafted; scores, temperature: the target's law at every node, as row_laws.py defines it; kept: on a
-        GPU, where laws are cut, that of what keep_top.Kept says, and the draft has one too."""
+        """draft: draw_nodes.Drafted, without scores if all of it was chosen without chance; scores, temperature: the target's law
+        at every node, as row_laws.py defines it; kept: on a GPU, where laws are cut, that of what keep_top.Kept says, and a draft
+        with scores has one too."""
         limit, key = batch.remaining - 1, (batch.seed, batch.sample, batch.committed)
+        if draft.scores is None:
+            draft = with_any_law(draft, scores, kept)
         if not on_triton(scores):
             return self.by_reference(tree, draft, scores, temperature, limit, key)
         shape = tuple(draft.tokens.shape)
@@ -69,6 +74,19 @@ class Ratio:
         told = Draft(draft.tokens.masked_fill(lost, -1), q, draft.law, drawn)
         found = RATIO_RULES[self.name](tree, told, p, uniform(*key, nodes), limit)
         return found.path, found.num_accepted, draw(found.law, gumbel(*key, vocab_size, RESIDUAL_NOISE))
+
+
+def with_any_law(draft, scores, kept):
+    """A draft of which nothing is drawn, with a law that is read and plays no part: some of the target's scores, so that nothing is
+    copied or computed for it, at a temperature so high that no probability overflows (where laws are cut, a highest score is one
+    that has been divided)."""
+    batch = len(draft.tokens)
+    return draft._replace(
+        scores=scores[None, :batch],
+        temperature=torch.full((batch,), 1e30, device=scores.device),
+        law=torch.zeros_like(draft.law),
+        kept=None if kept is None else Kept(*(None if x is None else x[:batch] for x in kept)),
+    )
 
 
 class Synthetic:
@@ -110,11 +128,15 @@ class TreeTensors:
     """A topology on a device: parents, depths and ranks [N], ancestors [N, D + 1]; `deepest`: the first node of depth D.
 
     columns [N - 1]: where each node but the root stands among candidates [D, W] laid out flat, W the greatest of the tree's widths.
+    Of a DynamicTree nothing is known before it is grown (draw_nodes.Topology), and the depths are 0.
     """
 
     def __init__(self, tree, device):
         self.tree = tree
         self.num_nodes, self.max_depth = tree.num_nodes, tree.max_depth
+        if isinstance(tree, DynamicTree):
+            self.depths = torch.zeros(tree.num_nodes, dtype=torch.int64, device=device)
+            return
         self.parents = torch.tensor((0, *tree.parents[1:]), device=device)
         self.depths = torch.tensor(tree.depths, device=device)
         self.ranks = torch.tensor(tree.ranks, device=device)

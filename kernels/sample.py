@@ -59,9 +59,11 @@ def scores_reference(logits, temperature=None, seed=None, sample=None, position=
     return scores
 
 
-def top_tokens_reference(logits, width, temperature=None, seed=None, sample=None, position=None):
+def top_tokens_reference(logits, width, temperature=None, seed=None, sample=None, position=None, with_scores=False):
     """The formula: one argmax after the other where they are few, else a stable sort.  [M, V] -> [M, width]"""
-    return best_tokens(scores_reference(logits, temperature, seed, sample, position), width)
+    scores = scores_reference(logits, temperature, seed, sample, position)
+    tokens = best_tokens(scores, width)
+    return (tokens, scores.gather(1, tokens)) if with_scores else tokens
 
 
 def best_tokens(scores, width):
@@ -154,8 +156,9 @@ def _chunk_best(
 
 
 @jit
-def _merge_best(keys, out, count, WIDTH: tl.constexpr, EMPTY: tl.constexpr, BLOCK: tl.constexpr):
-    """The WIDTH best tokens of one row's keys [C * W]; EMPTY: -1 for a score of minus infinity.  -> out [M, WIDTH]"""
+def _merge_best(keys, out, scores, count, WIDTH: tl.constexpr, EMPTY: tl.constexpr, BLOCK: tl.constexpr):
+    """The WIDTH best tokens of one row's keys [C * W]; EMPTY: -1 for a score of minus infinity.  -> out and, unless it is None,
+    scores [M, WIDTH]"""
     lowest: tl.constexpr = -0x8000000000000000
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
@@ -166,6 +169,10 @@ def _merge_best(keys, out, count, WIDTH: tl.constexpr, EMPTY: tl.constexpr, BLOC
         if EMPTY:
             token = tl.where((best >> 32) <= -0x7F800001, -1, token)  # what _key makes of minus infinity
         tl.store(out + row * WIDTH + rank, token)
+        if scores is not None:
+            ordered = (best >> 32).to(tl.int32)
+            bits = tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered)
+            tl.store(scores + row * WIDTH + rank, bits.to(tl.float32, bitcast=True))
         found = tl.where(found == best, lowest, found)
 
 
@@ -208,8 +215,9 @@ def sample_tokens(logits, temperature=None, seed=None, sample=None, position=Non
     return top_tokens(logits, 1, temperature, seed, sample, position).squeeze(1)
 
 
-def top_tokens(logits, width, temperature=None, seed=None, sample=None, position=None):
-    """The `width` tokens of the highest scores of every row, best first.  logits [M, V] -> int64 [M, width]
+def top_tokens(logits, width, temperature=None, seed=None, sample=None, position=None, with_scores=False):
+    """The `width` tokens of the highest scores of every row, best first.  logits [M, V] -> int64 [M, width]; with_scores: and fp32
+    [M, width], those scores
 
     The other arguments are those of sample_tokens, or of the first B rows alone, M = K B: then row k B + b is drawn with the noise
     of row b, k positions later (drafts of K depths). ValueError for shapes that do not fit and widths outside [1, MAX_WIDTH].
@@ -226,9 +234,11 @@ def top_tokens(logits, width, temperature=None, seed=None, sample=None, position
             ahead = torch.arange(rows // len(drawn), device=logits.device)[:, None]
             temperature, seed, sample = (x.repeat(len(ahead)) for x in (temperature, seed, sample))
             position = (position + ahead).flatten()
-        return top_tokens_reference(logits, width, temperature, seed, sample, position)
+        return top_tokens_reference(logits, width, temperature, seed, sample, position, with_scores)
     noise = [None] * 4 if temperature is None else [x.contiguous() for x in (temperature, seed, sample, position)]
-    return launch_best(logits, rows, width, noise, None, None, len(drawn), TARGET_NOISE)
+    scores = torch.empty(rows, width, device=logits.device) if with_scores else None
+    found = launch_best(logits, rows, width, noise, None, None, len(drawn), TARGET_NOISE, scores)
+    return (found, scores) if with_scores else found
 
 
 def draw_tokens(scores, width, laws, nodes, temperature, seed, sample, position):
@@ -255,8 +265,8 @@ def draw_tokens(scores, width, laws, nodes, temperature, seed, sample, position)
     return found.view(len(nodes), batch, width)
 
 
-def launch_best(logits, rows, width, noise, laws, nodes, num_keys, purpose):
-    """The two launches of top_tokens and draw_tokens (laws, nodes not None).  -> int64 [rows, width]"""
+def launch_best(logits, rows, width, noise, laws, nodes, num_keys, purpose, scores=None):
+    """The two launches of top_tokens and draw_tokens (laws, nodes not None).  -> int64 [rows, width]; scores: filled if not None"""
     vocab_size = logits.shape[-1]
     chunks = triton.cdiv(vocab_size, _CHUNK)
     keys = torch.empty(rows, chunks * width, dtype=torch.int64, device=logits.device)
@@ -268,7 +278,7 @@ def launch_best(logits, rows, width, noise, laws, nodes, num_keys, purpose):
         )  # fmt: skip
         block = triton.next_power_of_2(chunks * width)
         _merge_best[(rows,)](
-            keys, found, chunks * width, width, nodes is not None, block, num_warps=min(max(block // 256, 1), 8)
+            keys, found, scores, chunks * width, width, nodes is not None, block, num_warps=min(max(block // 256, 1), 8)
         )
     return found
 

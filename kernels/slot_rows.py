@@ -2,13 +2,14 @@
 
     gather_slots:   slots [B] -> each slot's numbers, pages and feature, and for every node its position, the cache slot that takes
                     its key, and what the draw behind it is keyed by
-    advance_slots:  committed length, root, remaining tokens and feature of every slot after a step, and the emitted tokens
+    advance_slots:  committed length, root, remaining tokens and, unless the drafter writes it, feature of every slot after a
+                    step, and the emitted tokens, which it also writes behind the root in the slot's history
 
 A slot table holds integers [S, I] (columns 0..2: committed length L, root, remaining tokens; 3, 4: seed, sample), floats [S, F]
-(column 0: temperature), block_table [S, P] and feature [S, H]. Written as tensor operations the two cost some 40 launches, 2 % of
-a step of an 8B. They move and count, and sum nothing.
+(column 0: temperature), block_table [S, P], feature [S, H] and history [S, T], the slot's tokens up to and including the root.
+Written as tensor operations the two cost some 40 launches, 2 % of a step of an 8B. They move and count, and sum nothing.
 
-Letters: S slots, B rows of a batch, N nodes, D the tree's depth, P pages of the longest request, H hidden.
+Letters: S slots, B rows of a batch, N nodes, D the tree's depth, P pages of the longest request, H hidden, T its places.
 """
 
 from typing import NamedTuple
@@ -55,18 +56,24 @@ def gather_slots_reference(slots, integers, floats, block_table, feature, depths
     )
 
 
-def advance_slots_reference(slots, integers, feature, hidden, tokens, path, num_accepted, bonus, nobody):
+def advance_slots_reference(slots, integers, feature, hidden, tokens, path, num_accepted, bonus, nobody, history):
     """The same in plain torch operations."""
     num_emitted = num_accepted + 1
     kept = (slots != nobody).long()
     committed, _, remaining = integers[slots, :3].T
     integers[slots, :3] = torch.stack((committed + num_emitted, bonus, remaining - num_emitted), 1) * kept[:, None]
     last = path.gather(1, num_accepted[:, None]).squeeze(1)
-    feature[slots] = hidden.view(*tokens.shape, -1)[torch.arange(len(slots), device=slots.device), last]
+    if hidden is not None:
+        feature[slots] = hidden.view(*tokens.shape, -1)[torch.arange(len(slots), device=slots.device), last]
     step = torch.arange(path.shape[1], device=slots.device)
     follows = tokens.gather(1, path).roll(-1, 1)  # [B, D + 1] the token drafted at depth 1, 2, ...
     emitted = torch.where(step < num_accepted[:, None], follows, 0)
     emitted = torch.where(step == num_accepted[:, None], bonus[:, None], emitted)
+    place = committed[:, None] + 1 + step  # [B, D + 1]
+    written = (step < num_emitted[:, None]) & (place < history.shape[1]) & (kept == 1)[:, None]
+    # What is not written goes to nobody's first place, as the zero that stands there.
+    at = torch.where(written, slots[:, None], nobody), torch.where(written, place, 0)
+    history[at] = torch.where(written, emitted, 0).to(history.dtype)
     return torch.cat((num_emitted[:, None], emitted), 1)
 
 
@@ -105,18 +112,20 @@ def _gather(
 
 @jit
 def _advance(
-    slots, integers, feature, hidden, tokens, path, num_accepted, bonus, emitted, nobody,
-    N, J, H, I: tl.constexpr, DEPTHS: tl.constexpr, BLOCK: tl.constexpr,
+    slots, integers, feature, hidden, tokens, path, num_accepted, bonus, emitted, history, nobody,
+    N, J, H, T, I: tl.constexpr, DEPTHS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     b, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot, count = tl.load(slots + b), tl.load(num_accepted + b)
     x = part * BLOCK + tl.arange(0, BLOCK)
-    last = tl.load(path + b * J + count)
-    tl.store(feature + slot * H + x, tl.load(hidden + (b * N + last) * H + x, mask=x < H), mask=x < H)
+    if hidden is not None:
+        last = tl.load(path + b * J + count)
+        tl.store(feature + slot * H + x, tl.load(hidden + (b * N + last) * H + x, mask=x < H), mask=x < H)
     if part == 0:
         kept = (slot != nobody).to(tl.int64)
         root = tl.load(bonus + b)
-        tl.store(integers + slot * I, (tl.load(integers + slot * I) + count + 1) * kept)
+        committed = tl.load(integers + slot * I)
+        tl.store(integers + slot * I, (committed + count + 1) * kept)
         tl.store(integers + slot * I + 1, root * kept)
         tl.store(integers + slot * I + 2, (tl.load(integers + slot * I + 2) - count - 1) * kept)
         step = tl.arange(0, DEPTHS)
@@ -125,6 +134,9 @@ def _advance(
         token = tl.where(step == count, root, token)
         tl.store(emitted + b * (J + 1), count + 1)
         tl.store(emitted + b * (J + 1) + 1 + step, token, mask=step < J)
+        place = committed + 1 + step
+        written = (step <= count) & (place < T) & (slot != nobody)
+        tl.store(history + slot * T + place, token.to(tl.int32), mask=written)
 
 
 def gather_slots(slots, integers, floats, block_table, feature, depths):
@@ -157,20 +169,23 @@ def gather_slots(slots, integers, floats, block_table, feature, depths):
     return out
 
 
-def advance_slots(slots, integers, feature, hidden, tokens, path, num_accepted, bonus, nobody):
+def advance_slots(slots, integers, feature, hidden, tokens, path, num_accepted, bonus, nobody, history):
     """Advance the slots [B] in place; the slot `nobody` stays zero.
 
-    hidden [B N, H], tokens [B, N], path [B, D + 1], num_accepted and bonus [B] (int64)  ->  emitted [B, D + 2]: how many tokens,
-    the accepted ones and the bonus token, zeros
+    hidden [B N, H] (None: features stay), tokens [B, N], path [B, D + 1], num_accepted and bonus [B] (int64)  ->  emitted
+    [B, D + 2]: how many tokens, the accepted ones and the bonus token, zeros. history int32 [S, T]; a token that has no place in it
+    is not written
     """
     if not on_triton(slots):
-        return advance_slots_reference(slots, integers, feature, hidden, tokens, path, num_accepted, bonus, nobody)
+        return advance_slots_reference(
+            slots, integers, feature, hidden, tokens, path, num_accepted, bonus, nobody, history
+        )
     batch, num_nodes = tokens.shape
-    depth, hidden_size, block = path.shape[1], feature.shape[1], 1024
+    depth, hidden_size, block = path.shape[1], 1 if hidden is None else feature.shape[1], 1024
     emitted = torch.empty(batch, depth + 1, dtype=torch.int64, device=slots.device)
     _advance[batch, triton.cdiv(hidden_size, block)](
-        slots, integers, feature, hidden, tokens.contiguous(), path.contiguous(), num_accepted, bonus, emitted, nobody,
-        num_nodes, depth, hidden_size,
+        slots, integers, feature, hidden, tokens.contiguous(), path.contiguous(), num_accepted, bonus, emitted, history,
+        nobody, num_nodes, depth, hidden_size, history.shape[1],
         I=integers.shape[1], DEPTHS=triton.next_power_of_2(depth), BLOCK=block,
     )  # fmt: skip
     return emitted

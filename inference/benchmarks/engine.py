@@ -18,7 +18,7 @@ import torch
 from ..llm import LLM
 from ..sampling import SamplingParams
 from ..slots import INTEGERS
-from ..speculation import choose_tree
+from ..speculation import DraftSource, choose_tree
 from ..verify import rates_for_length
 from .results import Report, decimals, plain
 from .shape import bytes_with_heads, check_fits, config_of_shape, empty_head, random_head
@@ -107,7 +107,7 @@ def bench_engine(settings, device, dtype, command, output=None, commit=None):
     if min(settings.new_tokens, settings.prompt_tokens) < 2:
         raise ValueError("--prompt-tokens and --new-tokens must be at least 2")
     head = empty_head(config.hidden_size, config.vocab_size, settings.lm_head == "shared")
-    depth = choose_tree({"model": head, "tree": settings.tree}, head).max_depth
+    depth = choose_tree({"model": head, "tree": settings.tree}, DraftSource("medusa", head)).max_depth
     for acceptance in settings.acceptance:
         rates_for_length(acceptance, depth)  # refuses what such drafts cannot reach
     if settings.acceptance:

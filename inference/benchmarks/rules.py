@@ -47,7 +47,9 @@ def _line(bench, name, topology, batch, filters):
     logits = bench.random(batch * tree.num_nodes, vocab, scale=3)
     laws = bench.random(tree.max_depth, batch, vocab, scale=3), requests.temperature, None
     if filters:
-        laws = draft_scores(requests, filters, slots, laws[0])
+        laws = draft_scores(
+            requests, filters, slots, tree.max_depth, laws[0], torch.arange(tree.max_depth, device=device)
+        )
     drafted = NodeDraws(tree, "sampled")(requests, *laws)
     tokens, ratio = drafted.tokens.clamp(min=0), Ratio(name) if name != "strict" else None
 

@@ -95,7 +95,7 @@ class StandingRequests:
     def forward(self):
         """The target over all nodes, and its token behind each."""
         batch = self.gathered()
-        logits = self.step.decoder.logits(self.step.forward(batch, self.tokens))
+        logits = self.step.decoder.logits(self.step.forward(batch, self.tokens, self.tree)[0])
         return draw(batch, logits, NO_FILTERS, self.slots)
 
     def draft(self):
@@ -181,8 +181,7 @@ class _Bench:
                 f"{where}: no baseline, its own keys and values of {dense / 1e9:.0f} GB do not fit as well"
             )
             dense = 0
-        shape = (decoder.num_kv_heads, decoder.head_dim, decoder.dtype, decoder.device)
-        cache = PagedCache(len(decoder.layers), pages_needed(batch, context, most), *shape)
+        cache = PagedCache(pages_needed(batch, context, most), *decoder.kv_shape, decoder.device)
         cache.kv.normal_()
         keys = None
         if dense:

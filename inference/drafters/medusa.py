@@ -10,24 +10,22 @@ Letters: B requests, N nodes, K heads in use, H hidden, V vocabulary, L committe
 
 import torch
 
-from ...heads.medusa import Medusa
 from ...kernels.jit import on_triton
 from ...kernels.linear import linear, linear_parts
 from ...kernels.res_block import add_silu
 from ...kernels.sample import top_tokens
 from ..draw_nodes import Drafted, NodeDraws
 from ..weights import pack_rows
+from .drafter import Drafter
 
 
-class MedusaDrafter:
+class MedusaDrafter(Drafter):
     """Drafts trees with Medusa heads.
 
     head: a Medusa module, read in place (a head in training is used as it is at the moment); lm_head_weight [V, H]: the target's;
     drawing: a way of draw_children.py.
     On a GPU the first blocks of all heads are packed into one product; the module's weights become views of it.
     """
-
-    features = Medusa.features
 
     def __init__(self, head, lm_head_weight, drawing="shared_noise"):
         self.head, self.drawing = head, drawing
@@ -58,39 +56,26 @@ class MedusaDrafter:
             return linear(hidden.flatten(0, 1), self.shared_weight).view(num_heads, feature.shape[0], -1)
         return torch.stack([linear(x, head.lm_head.weight) for x, head in zip(hidden, heads)])
 
-    def candidates(self, batch, widths, shape=None):
-        """The best tokens of each depth, best first; the `widths` of narrower depths are filled up.
+    def candidates(self, batch, widths):
+        """The best tokens of each depth, best first: see Drafter.candidates. Heads do not look at each other's choices."""
+        return self._candidates(batch, self.logits(batch.feature, len(widths)), batch.temperature, max(widths))
 
-        batch: BatchRows; widths: how many per depth; shape: as for propose  ->  int64 [B, K, greatest width]
-        """
-        depth, width = len(widths), max(widths)
-        scores, temperature, _ = self.scores(batch, depth, shape)
+    def _candidates(self, batch, scores, temperature, width):
+        """scores [K, B, V], temperature [B]  ->  int64 [B, K, width]"""
         # Head k drafts the token at L + 1 + k, with the noise that the target will draw it with.
         keys = temperature, batch.seed, batch.sample, batch.committed + 1
-        found = top_tokens(scores.flatten(0, 1), width, *keys)
-        return found.view(depth, -1, width).transpose(0, 1)
-
-    def scores(self, batch, depth, shape):
-        """Scores and temperature whose law the first `depth` heads draft from.  -> [K, B, V], [B], Drafted.kept"""
-        logits = self.logits(batch.feature, depth)
-        return (logits, batch.temperature, None) if shape is None else shape(logits)
+        return top_tokens(scores.flatten(0, 1), width, *keys).view(len(scores), -1, width).transpose(0, 1)
 
     def propose(self, batch, tree, shape=None):
-        """Tokens of all nodes.  batch: BatchRows, tree: TreeTensors  ->  [B, N]
-
-        shape: None, or what changes logits [K, B, V] as the requests ask; step.draft_scores.
-        """
-        if self.drawing != "shared_noise":
-            return self.draft(batch, tree, shape).tokens.clamp(min=0)
-        found = self.candidates(batch, tree.tree.widths, shape).flatten(1)  # [B, K width]
-        return torch.cat((batch.root[:, None], found[:, tree.columns]), 1)
-
-    def draft(self, batch, tree, shape=None):
-        """The same with the laws of the nodes, for a rule that compares them. Not for shared noise.  -> Drafted"""
-        assert self.drawing != "shared_noise"
-        scores, temperature, kept = self.scores(batch, tree.max_depth, shape)
+        """Tokens of all nodes; their laws too unless the drawing is shared noise: see Drafter.propose."""
+        scores, temperature, kept = self.logits(batch.feature, tree.max_depth), batch.temperature, None
+        if shape is not None:
+            scores, temperature, kept = shape(scores, torch.arange(len(scores), device=scores.device))
+        width = max(tree.tree.widths)
+        if self.drawing == "shared_noise":
+            found = self._candidates(batch, scores, temperature, width).flatten(1)  # [B, K width]
+            return Drafted(torch.cat((batch.root[:, None], found[:, tree.columns]), 1))
         if self.drawing == "deterministic":
-            width = max(tree.tree.widths)
             found = top_tokens(scores.flatten(0, 1), width).view(tree.max_depth, -1, width)
             tokens = torch.cat((batch.root[:, None], found.transpose(0, 1).flatten(1)[:, tree.columns]), 1)
             none = torch.zeros_like(tree.depths, dtype=torch.bool)

@@ -8,6 +8,9 @@ Letters: R known requests, T their longest output, B requests in a batch, N node
 
 import torch
 
+from ..draw_nodes import Drafted
+from .drafter import Drafter
+
 
 def _mix(x):
     """The finaliser of splitmix64.  int64 -> int64"""
@@ -16,7 +19,7 @@ def _mix(x):
     return x ^ (x >> 31 & (1 << 33) - 1)
 
 
-class OracleDrafter:
+class OracleDrafter(Drafter):
     """Below each node one child carries the known output's token with probability `rate`; all other children are wrong.
 
     known: R lists of output tokens; prompt_lengths: R; request r is recognised by its seed, which must be r.
@@ -40,7 +43,7 @@ class OracleDrafter:
         return self._siblings[tree.tree]
 
     def propose(self, batch, tree, shape=None):
-        """Tokens of all nodes.  batch: BatchRows, tree: TreeTensors; shape is not looked at  ->  [B, N]"""
+        """Tokens of all nodes, without laws: see Drafter.propose; shape is not looked at."""
         place, number = self.siblings(tree)
         request = batch.seed.clamp(0, len(self.known) - 1)
         position = batch.committed[:, None] + tree.depths  # [B, N]
@@ -52,4 +55,4 @@ class OracleDrafter:
         # Siblings' wrong tokens differ from each other and from the right one.
         wrong = (right + 1 + place + number * ((word & 0xFFFF) % max(self.vocab_size // 128, 1))) % self.vocab_size
         tokens = torch.where(told, right, wrong)
-        return torch.cat((batch.root[:, None], tokens[:, 1:]), 1)
+        return Drafted(torch.cat((batch.root[:, None], tokens[:, 1:]), 1))

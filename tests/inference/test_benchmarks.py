@@ -109,7 +109,7 @@ def test_baseline_computes_what_the_engine_computes(shape, tree):
     batch, context = 2, 70
     decoder = random_decoder(shape, "cpu", torch.float32, 128)
     nodes, hk, dim = tree.num_nodes, decoder.num_kv_heads, decoder.head_dim
-    cache = PagedCache(2, pages_needed(batch, context, nodes), hk, dim, torch.float32, torch.device("cpu"))
+    cache = PagedCache(pages_needed(batch, context, nodes), 2, hk, dim, torch.float32, torch.device("cpu"))
     cache.kv.normal_()
     standing = StandingRequests(decoder, cache, batch, context, tree, strict)
     keys = torch.zeros(2 * 2 * batch * hk * (context + nodes) * dim)

@@ -84,9 +84,7 @@ def make_model(seed=1, **changes):
 def run_decoder(decoder, tokens, passes):
     """Logits [T, V] of `tokens` [T] computed as chains of `passes` tokens each, over pages in no particular order."""
     device, num_pages = decoder.device, -(-len(tokens) // PAGE)
-    cache = PagedCache(
-        len(decoder.layers), num_pages, decoder.num_kv_heads, decoder.head_dim, decoder.dtype, decoder.device
-    )
+    cache = PagedCache(num_pages, *decoder.kv_shape, decoder.device)
     table = torch.arange(num_pages, 0, -1, device=device)[None]
     found, start = [], 0
     with torch.no_grad():
@@ -103,7 +101,7 @@ def run_decoder(decoder, tokens, passes):
             )
             slots = table[0, positions // PAGE] * PAGE + positions % PAGE
             batch = ForwardPass(tokens[start : start + count].to(device), positions, slots, index)
-            found.append(decoder.logits(decoder.forward(batch, cache.kv)))
+            found.append(decoder.logits(decoder.forward(batch, cache.kv)[0]))
             start += count
     assert start == len(tokens)
     return torch.cat(found).cpu()

@@ -48,11 +48,11 @@ def test_every_node_draws_its_children_from_the_law_of_its_depth(number, drawing
     tree, batch, medusa = TREES[number], batch_rows(), drafter(drawing)
     cut = batch.temperature, batch.top_k, batch.top_p, batch.min_p
 
-    def shape(logits):
+    def shape(logits, depths):
         scores = kept_scores(keep_top(logits.flatten(0, 1), *(x.repeat(len(logits)) for x in cut)))
         return scores.view(logits.shape), (batch.temperature > 0).float(), None
 
-    found = medusa.draft(batch, TreeTensors(tree, "cpu"), shape if filtered else None)
+    found = medusa.propose(batch, TreeTensors(tree, "cpu"), shape if filtered else None)
     logits = medusa.logits(batch.feature, tree.max_depth)
     heat = torch.where(batch.temperature > 0, batch.temperature, 1)[:, None]
     assert torch.equal(found.tokens[:, 0], batch.root)
@@ -83,17 +83,18 @@ def test_every_node_draws_its_children_from_the_law_of_its_depth(number, drawing
 def test_nodes_that_share_a_law_draw_different_children_and_the_next_step_draws_anew():
     tree, medusa = TreeTensors(TREES[1], "cpu"), drafter("sampled")
     batch = batch_rows()
-    tokens = medusa.draft(batch, tree).tokens[batch.temperature > 0]
+    tokens = medusa.propose(batch, tree).tokens[batch.temperature > 0]
     assert (tokens[:, 4] != tokens[:, 6]).float().mean() > 0.2  # first children of two nodes of depth 1
     batch.committed += 1
-    again = medusa.draft(batch, tree).tokens[batch.temperature > 0]
+    again = medusa.propose(batch, tree).tokens[batch.temperature > 0]
     assert (tokens[:, 1:] != again[:, 1:]).float().mean() > 0.2
 
 
 def test_for_strict_every_way_of_drawing_proposes_tokens():
     batch, tree = batch_rows(), TreeTensors(TREES[1], "cpu")
     proposed = {
-        drawing: drafter(drawing).propose(batch, tree) for drawing in ("shared_noise", "deterministic", "sampled")
+        drawing: drafter(drawing).propose(batch, tree).tokens.clamp(min=0)
+        for drawing in ("shared_noise", "deterministic", "sampled")
     }
     greedy = batch.temperature == 0
     for tokens in proposed.values():

@@ -237,21 +237,33 @@ def test_tables_are_made_when_needed_and_rows_are_cleaned_when_their_slot_is_giv
     assert state.num_tables == len(LogitTables._fields) > before
     dirty = [table.clone() for table in state.tables]
     slots.write_requests([a_request(SamplingParams(), slot=2)], [0], lambda _: STOPS)
-    assert all(torch.equal(now, then) for now, then in zip(state.tables, dirty)), "another slot's rows were touched"
+    assert all(torch.equal(now[:2], then[:2]) for now, then in zip(state.tables, dirty)), (
+        "another slot's rows were touched"
+    )
     slots.write_requests([a_request(SamplingParams())], [0], lambda _: STOPS)
-    for name, table in state.tables._asdict().items():
+    assert state.tables.tokens is slots.history
+    for name, table in state.tables._replace(tokens=slots.history[-1])._asdict().items():
         assert (table == (-1 if name == "words" else 0)).all(), name
 
 
-def test_emitted_tokens_are_counted_and_kept_and_nobody_stays_clean():
-    state = LogitState(3, VOCAB, 40, torch.device("cpu"), torch.as_tensor)
-    request = a_request(SamplingParams(presence_penalty=1), WORDS, slot=0)
+def test_emitted_tokens_are_counted_and_nobody_stays_clean():
+    state = LogitState(torch.zeros(3, 40, dtype=torch.int32), VOCAB, torch.as_tensor)
+    request = a_request(SamplingParams(presence_penalty=1), slot=0)
     state.write([request], None)
-    slots, root = torch.tensor([0, 2, 2]), torch.tensor([len(PROMPT) + len(OUTPUT) - 1, 0, 0])
-    state.record(slots, root, torch.tensor([[2, 9, 33, 44], [3, 1, 2, 3], [1, 5, 0, 0]]))
-    state.record(slots[:1], root[:1] + 2, torch.tensor([[3, 9, 9, 10]]))
+    slots = torch.tensor([0, 2, 2])
+    state.record(slots, torch.tensor([[2, 9, 33, 44], [3, 1, 2, 3], [1, 5, 0, 0]]))
+    state.record(slots[:1], torch.tensor([[3, 9, 9, 10]]))
     output = [*OUTPUT, 9, 33, 9, 9, 10]
     assert state.tables.counts[0].tolist() == [output.count(token) for token in range(VOCAB)]
-    assert state.tables.tokens[0].tolist() == PROMPT + output + [0] * (40 - len(PROMPT) - len(output))
-    for table in (state.tables.counts, state.tables.tokens):
-        assert not table[1:].any()
+    assert not state.tables.counts[1:].any()
+
+
+def test_the_history_is_the_sequence_up_to_the_root():
+    first, second = a_request(SamplingParams(), slot=0), a_request(SamplingParams(), slot=1, output=[])
+    slots = make_slots(first, second)
+    slots.write_first_tokens(torch.tensor([1]), torch.tensor([77]), torch.tensor([len(PROMPT)]))
+    known = PROMPT + OUTPUT, [*PROMPT, 77]
+    for row, tokens in zip(slots.history, known):
+        assert row[: len(tokens)].tolist() == tokens
+    assert slots.integers[:2, 1].tolist() == [OUTPUT[-1], 77]
+    assert not slots.history[2:].any()

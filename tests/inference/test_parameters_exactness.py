@@ -8,9 +8,11 @@ import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+import headstart.inference.slots as slots_module
 import headstart.inference.step as step_module
 from headstart import LLM, SamplingParams
 from headstart.inference.logit_state import LogitState
+from headstart.inference.slots import SlotTable
 from headstart.inference.step import path_tokens
 from headstart.inference.tree import chain
 from headstart.tests.inference.test_exactness import RAGGED, VOCAB, make_target, prompts_of_lengths, speculating
@@ -221,19 +223,36 @@ def test_equality_breaks_if_the_law_does_not_follow_the_path(target, biting, mon
     assert not equality_holds(target, biting, monkeypatch, name, (step_module, "path_tokens", defect))
 
 
-@pytest.mark.parametrize("name", ["frequency_penalty", "bad_words"])
-def test_equality_breaks_if_the_step_keeps_no_count_of_what_it_emits(target, biting, monkeypatch, name):
+def test_equality_breaks_if_the_step_keeps_no_count_of_what_it_emits(target, biting, monkeypatch):
     nothing = (LogitState, "record", lambda *arguments: None)
-    assert not equality_holds(target, biting, monkeypatch, name, nothing, tree=chain(4))
+    assert not equality_holds(target, biting, monkeypatch, "frequency_penalty", nothing, tree=chain(4))
 
 
-@pytest.mark.parametrize(("name", "table"), [("frequency_penalty", "counts"), ("bad_words", "tokens")])
-def test_equality_breaks_if_a_table_is_not_restored_after_preemption(target, biting, monkeypatch, name, table):
+def test_equality_breaks_if_the_step_keeps_no_history_of_what_it_emits(target, biting, monkeypatch):
+    advance = slots_module.advance_slots
+    forgetful = (slots_module, "advance_slots", lambda *given: advance(*given[:-1], given[-1].clone()))
+    assert not equality_holds(target, biting, monkeypatch, "bad_words", forgetful, tree=chain(4))
+
+
+def test_equality_breaks_if_counts_are_not_restored_after_preemption(target, biting, monkeypatch):
     rows = LogitState._rows
 
     def forgetful(state, request, stop_tokens):
         for found, row in rows(state, request, stop_tokens):
-            yield found, torch.zeros_like(row) if found == table and request.output_token_ids else row
+            yield found, torch.zeros_like(row) if found == "counts" and request.output_token_ids else row
 
     pressed = dict(num_gpu_blocks_override=6)
-    assert not equality_holds(target, biting, monkeypatch, name, (LogitState, "_rows", forgetful), **pressed)
+    defect = (LogitState, "_rows", forgetful)
+    assert not equality_holds(target, biting, monkeypatch, "frequency_penalty", defect, **pressed)
+
+
+def test_equality_breaks_if_the_history_is_not_restored_after_preemption(target, biting, monkeypatch):
+    write = SlotTable.write_requests
+
+    def forgetful(slots, requests, *given):
+        write(slots, requests, *given)
+        slots.history[[request.slot for request in requests if request.output_token_ids]] = 0
+
+    pressed = dict(num_gpu_blocks_override=6)
+    defect = (SlotTable, "write_requests", forgetful)
+    assert not equality_holds(target, biting, monkeypatch, "bad_words", defect, **pressed)

@@ -9,7 +9,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 import headstart.inference.step as step_module
 from headstart.heads.medusa import Medusa, MedusaConfig
-from headstart.inference.drafters.medusa import MedusaDrafter
 from headstart.inference.llm import LLM
 from headstart.inference.prompt_files import read_prompts, render_prompt
 from headstart.inference.sampling import SamplingParams
@@ -218,19 +217,13 @@ def test_what_would_not_keep_the_law_is_refused(speculative, message, tree_file)
         LLM(model, speculative_config={"model": head} | speculative)
 
 
-def test_a_drafter_of_shared_noise_hands_out_no_laws():
-    _, head = small_target(11)
-    with pytest.raises(AssertionError):
-        MedusaDrafter(head, torch.zeros(11, 16)).draft(None, None)
-
-
 @pytest.mark.parametrize("rule", ["strict", "token"])
 def test_drafts_follow_what_a_request_asks_of_its_logits(rule, monkeypatch):
     module, head = small_target(24)
     seen = []
 
-    def recorded(batch, filters, slots, logits):
-        found = draft_scores(batch, filters, slots, logits)
+    def recorded(*arguments):
+        found = draft_scores(*arguments)
         seen.append(found[:2])
         return found
 

@@ -76,13 +76,13 @@ class Table:
             )  # fmt: skip
             position = (batch.committed[:, None] + tree.depths + 1).flatten()  # of the token drawn behind every node
             batch.draws = (*(x.repeat_interleave(tree.num_nodes) for x in (batch.seed, batch.sample)), position)
-            shape = partial(draft_scores, batch, filters, NO_TABLES) if filters else None
+            shape = partial(draft_scores, batch, filters, NO_TABLES, tree.max_depth) if filters else None
             if rule == "strict":
-                tokens = self.drafter.propose(batch, tree, shape)  # [B, N]
+                tokens = self.drafter.propose(batch, tree, shape).tokens.clamp(min=0)  # [B, N]
                 target = draw(batch, logits[tokens].flatten(0, 1), filters, NO_TABLES).view(tokens.shape)
                 path, num_accepted, bonus = strict(tree, tokens, target, batch)
             else:
-                draft = self.drafter.draft(batch, tree, shape)
+                draft = self.drafter.propose(batch, tree, shape)
                 tokens = draft.tokens
                 laws = target_scores(batch, logits[tokens.clamp(min=0)].flatten(0, 1), filters, NO_TABLES)
                 path, num_accepted, bonus = Ratio(rule)(tree, draft, batch, *laws)

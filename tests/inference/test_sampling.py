@@ -117,6 +117,7 @@ def drawn(params, logits, emitted=0, seed=3, prompt=5):
         sample_index=0,
         slot=1,
         prompt_token_ids=list(range(prompt)),
+        output_token_ids=list(range(emitted)),
         known_token_ids=list(range(prompt + emitted)),
         num_remaining=100,
         bad_words=(),

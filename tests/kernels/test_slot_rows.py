@@ -37,6 +37,7 @@ def test_slots_are_read_as_by_plain_operations(kernel_device, tree):
 
 @pytest.mark.parametrize("tree", [chain(0), chain(4), TREE])
 def test_slots_advance_as_by_plain_operations(kernel_device, tree):
+    num_places = 240
     integers, _, _, feature = make_slots(kernel_device)
     depth, nodes = tree.max_depth, tree.num_nodes
     generator = torch.Generator().manual_seed(1)
@@ -48,12 +49,18 @@ def test_slots_advance_as_by_plain_operations(kernel_device, tree):
     bonus = torch.tensor([7, 8, 9, 10, 11])
     given = [x.to(kernel_device) for x in (hidden, tokens, path, counts, bonus)]
     slots = slots.to(kernel_device)
-    other_integers, other_feature = integers.clone(), feature.clone()
-    found = advance_slots(slots, integers, feature, *given, nobody=6)
-    expected = advance_slots_reference(slots, other_integers, other_feature, *given, nobody=6)
+    integers[5, 0] = num_places - 1  # its history is full
+    history = torch.randint(0, 90, (7, num_places), generator=generator, dtype=torch.int32).to(kernel_device)
+    history[6] = 0
+    others = [x.clone() for x in (integers, feature, history)]
+    found = advance_slots(slots, integers, feature, *given, nobody=6, history=history)
+    expected = advance_slots_reference(slots, *others[:2], *given, nobody=6, history=others[2])
+    other_integers, other_feature, other_history = others
     assert torch.equal(found, expected)
     assert torch.equal(integers, other_integers)
     assert torch.equal(feature[:6], other_feature[:6])
+    assert torch.equal(history, other_history)
+    assert not history[6].any()
 
 
 def test_advancing_emits_the_path_and_then_the_bonus_token():
@@ -64,11 +71,16 @@ def test_advancing_emits_the_path_and_then_the_bonus_token():
     hidden = torch.randn(13, feature.shape[1])
     node = next(n for n in range(13) if TREE.depths[n] == 2)
     path = tree.ancestors[node][None]
-    emitted = advance_slots(
-        torch.tensor([2]), integers, feature, hidden, tokens, path, torch.tensor([2]), torch.tensor([55]), nobody=6
-    )
+    history = torch.full((7, 300), 9, dtype=torch.int32)
+    given = torch.tensor([2]), integers, feature, hidden, tokens, path, torch.tensor([2]), torch.tensor([55])
+    history[6] = 0
+    emitted = advance_slots(*given, nobody=6, history=history)
     assert emitted[0].tolist() == [3, 100 + path[0, 1].item(), 100 + node, 55, *[0] * (TREE.max_depth - 2)]
     assert integers[2, :3].tolist() == [before[2, 0] + 3, 55, before[2, 2] - 3]
     assert torch.equal(feature[2], hidden[node])
+    root = before[2, 0].item()
+    assert history[2].tolist() == [9] * (root + 1) + [100 + path[0, 1].item(), 100 + node, 55] + [9] * (296 - root)
+    assert (history[[0, 1, 3, 4, 5]] == 9).all()
+    assert not history[6].any()
     before[2, :3] = integers[2, :3]
     assert torch.equal(integers, before)

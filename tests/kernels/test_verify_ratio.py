@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from headstart.inference.draw_children import draw_children, drawn_nodes
+from headstart.inference.draw_nodes import Drafted
 from headstart.inference.ratio_rules import RATIO_RULES, Draft
 from headstart.inference.tree import Tree, chain
+from headstart.inference.verify import with_any_law
 from headstart.kernels import verify_ratio as module
 from headstart.kernels.jit import jit, tl
 from headstart.kernels.keep_top import (
@@ -157,6 +159,21 @@ def test_the_kernel_decides_as_the_reference(kernel_device, quick, recursive, cu
         assert clear.sum() >= 0.9 * len(cases)
         lengths |= set(found[1].tolist())
     assert lengths >= {0, 1, 2}
+
+
+@pytest.mark.parametrize(("recursive", "cut"), [(True, True), (False, False)])
+def test_a_draft_chosen_without_chance_needs_no_law(kernel_device, quick, recursive, cut):
+    cases = [(tree, "deterministic") for tree in (chain(3), TREES[4], chain(3), chain(1))]
+    arguments, _ = problem(cases, 21, kernel_device, seed=10, cut=cut)
+    expected = run(arguments, recursive)
+    tokens, scores, kept = (arguments[name] for name in ("tokens", "scores", "kept"))
+    told = Drafted(tokens, None, None, arguments["law"], arguments["drawn"])
+    told = with_any_law(told, scores, None if kept is None else kept[0])
+    arguments |= {"draft_scores": told.scores, "draft_temperature": told.temperature, "law": told.law}
+    found = run(arguments | {"kept": None if kept is None else (kept[0], told.kept)}, recursive)
+    assert expected[1].max() > 0
+    for ours, others in zip(found, expected):
+        assert torch.equal(ours, others)
 
 
 TELLING = [CASES[i] for i in (13, 10, 17, 7, 12)]

@@ -1,0 +1,137 @@
+"""What the files of EAGLE heads say of their decoder layer: sizes in its tensors, the rest in a Llama's config.json.
+
+Both ways: `read_layer` for LayerConfig's fields, `layer_keys` for the config's. Rope has two spellings, `rope_theta` and
+`rope_scaling`, or `rope_parameters` with both; either is read, both are written. This file touches no disk.
+"""
+
+from importlib.metadata import version
+
+import torch
+
+from .layers import rope_frequencies
+from .tensor_checks import shape_of
+
+DEFAULT_THETA = 10000.0  # published EAGLE-3 heads say none and were trained with it
+# What transformers' LlamaConfig takes where a file says nothing.
+DEFAULTS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
+
+
+def read_layer(tensors, prefix, config, hidden_size):
+    """LayerConfig's fields of a file, but for the hidden size and the vocabulary: {name: value}.
+
+    tensors: the file's; prefix: of the layer's names in it; config: the Llama's config.json as a dict. Tensors decide; the config
+    answers what they cannot. Raises ValueError naming the tensor or the key.
+    """
+    query = f"{prefix}self_attn.q_proj"
+    q_rows, kv_rows = (shape_of(tensors, f"{prefix}self_attn.{one}_proj.weight")[0] for one in ("q", "k"))
+    said = config.get("num_attention_heads")
+    head_dim = config.get("head_dim") or (hidden_size // said if type(said) is int and said > 0 else None)
+    if type(head_dim) is not int or head_dim < 1:
+        raise ValueError(
+            f'config.json must say "head_dim" or "num_attention_heads"; it says {config.get("head_dim")!r} and {said!r}'
+        )
+    for name, rows in ((query, q_rows), (f"{prefix}self_attn.k_proj", kv_rows)):
+        if rows % head_dim:
+            raise ValueError(
+                f"tensor {name}.weight has {rows} rows, expected a multiple of the head dimension {head_dim}"
+            )
+    if said not in (None, q_rows // head_dim):
+        raise ValueError(
+            f'config.json says "num_attention_heads": {said!r}, the {q_rows} rows of {query}.weight are {q_rows // head_dim} '
+            f"heads of {head_dim}"
+        )
+    if config.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise ValueError(f'config.json says "hidden_act": {config["hidden_act"]!r}, expected "silu"')
+    theta, scaling = read_rope(config)
+    return {
+        "intermediate_size": shape_of(tensors, f"{prefix}mlp.gate_proj.weight")[0],
+        "num_attention_heads": q_rows // head_dim,
+        "num_key_value_heads": kv_rows // head_dim,
+        "head_dim": head_dim,
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "attention_bias": f"{query}.bias" in tensors,
+        "base_model_name_or_path": config.get("base_model_name_or_path") or "",
+        **{key: DEFAULTS[key] if config.get(key) is None else config[key] for key in DEFAULTS},
+        **(
+            {}
+            if config.get("num_speculative_tokens") is None
+            else {"num_speculative_tokens": config["num_speculative_tokens"]}
+        ),
+    }
+
+
+def read_rope(config):
+    """(theta, scaling or None) of a config.json in either spelling; ValueError where the two say different things."""
+    parts = [config.get(key) or {} for key in ("rope_parameters", "rope_scaling")]
+    if not all(isinstance(part, dict) for part in parts):
+        raise ValueError(f"config.json's rope_parameters and rope_scaling must be objects, got {parts}")
+    thetas = [part.get("rope_theta") for part in (config, *parts)]
+    thetas = sorted({theta for theta in thetas if theta is not None})
+    if len(thetas) > 1:
+        raise ValueError(f"config.json says rope_theta twice and differently: {', '.join(map(str, thetas))}")
+    scalings = []
+    for part in parts:
+        scaling = {key: value for key, value in part.items() if key not in ("rope_theta", "type")}
+        scaling.setdefault("rope_type", part.get("type", "default"))
+        if scaling.pop("partial_rotary_factor", 1.0) != 1.0:
+            raise ValueError("config.json asks for partial rotation (partial_rotary_factor), which is not supported")
+        if scaling["rope_type"] != "default" and scaling not in scalings:
+            scalings.append(scaling)
+    if len(scalings) > 1:
+        raise ValueError(f"config.json scales rope twice and differently: {scalings[0]} and {scalings[1]}")
+    return float(thetas[0]) if thetas else DEFAULT_THETA, scalings[0] if scalings else None
+
+
+def check_rope(shape):
+    """ValueError if the rope scaling of a LayerConfig lacks what its type needs."""
+    try:
+        rope_frequencies(shape)
+    except (KeyError, TypeError, ZeroDivisionError) as error:
+        raise ValueError(f"config.json's rope scaling {shape.rope_scaling} is not complete: {error}") from None
+
+
+def layer_keys(shape):
+    """The keys of a Llama's config.json that say a LayerConfig; every one that a reader would guess when it is missing."""
+    return {
+        "model_type": "llama",
+        "base_model_name_or_path": shape.base_model_name_or_path,
+        "num_hidden_layers": 1,
+        **{key: getattr(shape, key) for key in ("hidden_size", "vocab_size", "intermediate_size", "head_dim")},
+        **{key: getattr(shape, key) for key in ("num_attention_heads", "num_key_value_heads", "rms_norm_eps")},
+        "max_position_embeddings": shape.max_position_embeddings,
+        "hidden_act": "silu",
+        # attention_bias would ask readers for a bias of o_proj, too; vLLM knows this key for q, k and v alone.
+        "attention_bias": False,
+        **({"qkv_bias": True} if shape.attention_bias else {}),
+        "mlp_bias": False,
+        "rope_theta": shape.rope_theta,
+        "rope_scaling": shape.rope_scaling,
+        "rope_parameters": shape.rope_parameters,
+        # Even if the target ties: SGLang would put the embedding in the place of lm_head.
+        "tie_word_embeddings": False,
+        "num_speculative_tokens": shape.num_speculative_tokens,
+        "transformers_version": version("transformers"),
+    }
+
+
+def shapes_of(kind, shape):
+    """{our tensor name: its shape} of a head that nobody has made.  kind: its class; shape: its config"""
+    with torch.device("meta"):
+        return {name: tuple(tensor.shape) for name, tensor in kind(shape).state_dict().items()}
+
+
+def vocab_size_of(tensors, config):
+    """The target's vocabulary: the rows of embed_tokens or the length of t2d, else what the config says."""
+    said = config.get("vocab_size")
+    for name, axes in (("embed_tokens.weight", 2), ("t2d", 1)):
+        if name in tensors:
+            size = shape_of(tensors, name, axes)[0]
+            if said not in (None, size):
+                raise ValueError(f'config.json says "vocab_size": {said!r}, tensor {name} says {size}')
+            return size
+    if type(said) is not int:
+        raise ValueError(
+            f'no tensor tells the target\'s vocabulary, so config.json must say "vocab_size"; it says {said!r}'
+        )
+    return said

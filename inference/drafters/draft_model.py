@@ -1,0 +1,27 @@
+"""Drafting with a smaller model of the same vocabulary, chain or tree (arXiv 2211.17192; vLLM's method "draft_model").
+
+It runs on the engine's own decoder, with keys and values of its own. With the target itself as the draft every token is accepted.
+"""
+
+from .own_cache import OwnCacheDrafter
+
+
+class DraftModelDrafter(OwnCacheDrafter):
+    """decoder: the draft model's Decoder; num_speculative_tokens: how deep it drafts; drawing: a way of draw_children.py."""
+
+    shift = 1  # a token's keys stand at its own position
+    extra_places = 1
+
+    def __init__(self, decoder, num_speculative_tokens, drawing="shared_noise"):
+        super().__init__(drawing)
+        self.decoder, self.num_speculative_tokens = decoder, num_speculative_tokens
+        self.kv_shape, self.state_shape = decoder.kv_shape, (decoder.hidden_size, decoder.dtype)
+
+    def run(self, forward_pass, source, from_target):
+        return self.decoder.forward(forward_pass, self.kv)[0]
+
+    def logits(self, state):
+        return self.decoder.logits(state)
+
+    def prompt_rows(self, chunk):
+        return chunk.count, chunk.request.known_token_ids[chunk.start : chunk.start + chunk.count]

@@ -1,0 +1,61 @@
+"""What the engine asks of everything that drafts.
+
+A drafter proposes the tokens of a draft tree from what a request's slot keeps from step to step: by default the target's last
+hidden state at the last committed token. A drafter may keep a state of its own there instead (`state_shape`), and keys and values
+of its own (`kv_shape`), in pages of the same numbers as the target's.
+
+Letters: B requests, N nodes, D the tree's depth, F width of the target's feature, S width of the state, V vocabulary.
+"""
+
+
+class Drafter:
+    """Defaults of a drafter that keeps the target's last hidden state and nothing else.
+
+    streams: layers of the target whose input's residual stream it reads, ascending; none: the last hidden state
+    state_shape: (width, dtype) of a state of its own; None: it keeps the target's last hidden state
+    kv_shape: (layers, key heads, head dimension, dtype) of keys and values of its own; None: it has none
+    lookahead: how many tokens behind a page its own keys and values in that page depend on
+    extra_places: positions behind those of the tree's nodes that it writes keys and values to
+    """
+
+    streams = ()
+    state_shape = None
+    kv_shape = None
+    lookahead = 0
+    extra_places = 0
+
+    def attach(self, kv):
+        """Use this cache [layers, 2, rows, head dimension]; only where kv_shape is given."""
+
+    def propose(self, batch, tree, shape=None):
+        """Tokens of all nodes, and their laws where the verifier compares them.
+
+        batch: BatchRows; tree: TreeTensors; shape: None, or what changes logits [K, B, V] of nodes at depths [K] as the requests
+        ask (step.draft_scores)  ->  draw_nodes.Drafted
+        """
+        raise NotImplementedError
+
+    def candidates(self, batch, widths):
+        """The best tokens behind the root and behind the draft's own first choices; the `widths` of narrower depths are filled up.
+
+        batch: BatchRows; widths: how many per depth  ->  int64 [B, len(widths), greatest width]
+        """
+        raise NotImplementedError
+
+    # --- only where state_shape is given ---
+
+    def advance(self, batch, feature, emitted, path, num_accepted):
+        """After a step: the state behind its newest token, and keys and values of what it emitted.
+
+        batch: BatchRows as before the step; feature [B N, F] of its nodes; emitted [B, D + 2]: how many tokens, they; path
+        [B, D + 1]; num_accepted [B]  ->  [B, S]
+        """
+        raise NotImplementedError
+
+    def prompt_rows(self, chunk):
+        """Which of a chunk's rows (scheduler.Chunk) it computes on its own.  -> (how many, from the first; the tokens they read)"""
+        raise NotImplementedError
+
+    def fill(self, forward_pass, feature):
+        """Compute keys and values of prompt rows.  forward_pass: ForwardPass of M rows; feature [M, F] of the target there"""
+        raise NotImplementedError

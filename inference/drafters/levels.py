@@ -1,0 +1,82 @@
+"""A static tree as drafters walk it whose laws depend on the drafted tokens: depth by depth.
+
+At every depth only nodes with children need a law. They are numbered through, depth by depth and the root first: such a number
+less one is a node's *row*, the place of its keys and values behind the committed ones.
+
+Letters: B requests, N nodes, I nodes with children.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+
+class Level(NamedTuple):
+    """The nodes with children of one depth, n of them, and their c children."""
+
+    depth: int
+    first: int  # number of the first of them
+    count: int  # n
+    nodes: torch.Tensor  # [n] node numbers
+    sizes: torch.Tensor  # [n] how many children each has
+    width: int  # greatest rank of a child, plus one
+    columns: torch.Tensor  # [c] where each child stands among candidates [n, width] laid out flat
+    taken: torch.Tensor  # [n of the next level] which of the children have children
+    parents: torch.Tensor  # [n of the next level] which of the n they are children of
+    ancestors: torch.Tensor  # [n, depth] rows on the way to each, its own last; empty for the root
+    depths: torch.Tensor  # [n] depth - 1 each: how far behind the first row's position it stands
+
+
+class GrownLevel(NamedTuple):
+    """The nodes of a dynamic tree that are expanded at one depth: what `expand` reads of a Level."""
+
+    depth: int
+    first: int
+    count: int
+    ancestors: torch.Tensor  # [B, n, depth]
+    depths: torch.Tensor  # [n]
+
+
+class Levels:
+    """The levels of a TreeTensors, and where the nodes stand in the order in which they are drafted."""
+
+    def __init__(self, tree):
+        device, tree = tree.depths.device, tree.tree
+        children = {n: [m for m in range(1, tree.num_nodes) if tree.parents[m] == n] for n in range(tree.num_nodes)}
+        inner, drafted = [0], [0]
+        self.levels, first, number = [], 0, {0: 0}
+
+        def tensor(values):
+            return torch.tensor(values, dtype=torch.int64, device=device)
+
+        for depth in range(tree.max_depth):
+            width = max(tree.ranks[m] for n in inner for m in children[n]) + 1
+            below = [m for n in inner for m in children[n]]
+            columns = [inner.index(tree.parents[m]) * width + tree.ranks[m] for m in below]
+            following = [m for m in below if children[m]]
+            paths = [[number[a] - 1 for a in tree.ancestors[n][1 : depth + 1]] for n in inner]
+            self.levels.append(
+                Level(
+                    depth,
+                    first,
+                    len(inner),
+                    tensor(inner),
+                    tensor([len(children[n]) for n in inner]),
+                    width,
+                    tensor(columns),
+                    tensor([below.index(m) for m in following]),
+                    tensor([inner.index(tree.parents[m]) for m in following]),
+                    tensor(paths).view(len(inner), depth),
+                    torch.full((len(inner),), depth - 1, device=device),
+                )
+            )
+            drafted += below
+            first += len(inner)
+            inner = following
+            number |= {n: first + i for i, n in enumerate(inner)}
+        self.num_inner = first
+        self.inner = torch.cat([level.nodes for level in self.levels])
+        self.order = tensor([drafted.index(n) for n in range(tree.num_nodes)])  # [N] where a node was drafted
+        inner = self.inner.tolist()
+        # The law that a node's children come from; of leaves, any.
+        self.law = tensor([inner.index(n) if n in inner else 0 for n in range(tree.num_nodes)])

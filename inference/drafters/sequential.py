@@ -1,0 +1,154 @@
+"""Drafting where a node's law depends on the tokens drafted before it: one law per node with children, depth by depth.
+
+A drafter of this kind says what the law behind the root is (`start`) and what that behind further nodes is, given their tokens and
+the state of their parents (`expand`); how children are drawn from the laws (draw_children.py) is the same for all.
+
+Letters: B requests, N nodes, n nodes with children of one depth, I of all depths, W candidates per node, S state, V vocabulary.
+"""
+
+import torch
+
+from ...kernels.dynamic_tree import grow_reference, prune_reference
+from ...kernels.sample import log_sum_exp, top_tokens
+from ..draw_children import drawn_nodes
+from ..draw_nodes import Drafted, Topology, draw_families
+from ..tree import DynamicTree, chain
+from ..verify import TreeTensors
+from .drafter import Drafter
+from .levels import GrownLevel, Levels
+
+
+class SequentialDrafter(Drafter):
+    """See above. drawing: a way of draw_children.py."""
+
+    def __init__(self, drawing):
+        self.drawing = drawing
+        self._levels = {}  # per tree
+
+    def start(self, batch):
+        """The law behind the root.  batch: BatchRows  ->  logits [1, B, V], state [B, 1, S]"""
+        raise NotImplementedError
+
+    def expand(self, batch, level, tokens, state):
+        """Laws behind the nodes of a level (levels.Level), whose parents' states are those given.
+
+        tokens [B, n], state [B, n, S]  ->  logits [n, B, V], state [B, n, S]
+        """
+        raise NotImplementedError
+
+    def propose(self, batch, tree, shape=None):
+        """Tokens of all nodes; their laws too unless the drawing is shared noise: see Drafter.propose."""
+        if isinstance(tree.tree, DynamicTree):
+            return self._grow(batch, tree.tree, shape)
+        plan = self.levels(tree)
+        seed, sample, position = (
+            batch.draws.view(3, len(batch.slots), -1)[:, :, plan.inner].transpose(1, 2).contiguous()
+        )
+        with_laws, laws, kept = self.drawing != "shared_noise", None, []
+        tokens, (logits, state) = [batch.root[:, None]], self.start(batch)
+        for level, following in zip(plan.levels, [*plan.levels[1:], None]):
+            scores, temperature, left = (logits, batch.temperature, None)
+            if shape is not None:
+                scores, temperature, left = shape(logits, level.depths + 1)
+            here = slice(level.first, level.first + level.count)
+            keys = [x[here].flatten() for x in (seed, sample, position)]
+            found = self._draw(level, scores, temperature, keys, batch)  # [n, B, W]
+            children = found.transpose(0, 1).flatten(1)[:, level.columns]  # [B, c]
+            tokens.append(children)
+            if with_laws:
+                if laws is None:
+                    laws = scores.new_empty(plan.num_inner, *scores.shape[1:])
+                laws[here] = scores
+                kept.append(left)
+            if following is not None:
+                inner = children[:, level.taken].clamp(min=0)
+                logits, state = self.expand(batch, following, inner, state[:, level.parents])
+        tokens = torch.cat(tokens, 1)[:, plan.order]
+        if not with_laws:
+            return Drafted(tokens)
+        joined = None if kept[0] is None else type(kept[0])(*(torch.cat(parts) for parts in zip(*kept)))
+        drawn = drawn_nodes(self.drawing, tree.parents)
+        return Drafted(tokens, laws, temperature, plan.law, drawn, joined)
+
+    def _draw(self, level, scores, temperature, keys, batch):
+        """Candidates of the level's nodes.  scores [n, B, V], temperature [B], keys: three [n B]  ->  [n, B, W]"""
+        if self.drawing in ("shared_noise", "deterministic"):
+            noise = () if self.drawing == "deterministic" else (temperature.repeat(level.count), *keys)
+            return top_tokens(scores.flatten(0, 1), level.width, *noise).view(*scores.shape[:2], level.width)
+        laws = torch.arange(level.count, device=scores.device)
+        keys = batch.seed, batch.sample, batch.committed
+        return draw_families(self.drawing, scores, level.width, laws, level.nodes, level.sizes, temperature, keys)
+
+    def _grow(self, batch, tree, shape):
+        """A dynamic tree: kernels/dynamic_tree.py.  -> Drafted, with its topology and no law of its own"""
+        width, (requests, device) = tree.width, (len(batch.slots), batch.root.device)
+        logits, state = self.start(batch)  # [n, B, V], [B, n, S], n = 1 and then the width
+        values, above = None, torch.full((requests, 1), -1, device=device)
+        paths = torch.empty(
+            requests, 1, 0, dtype=torch.int64, device=device
+        )  # [B, n, depth] rows on the way to each node
+        rank = torch.arange(width, device=device)
+        totals, tokens, parents = [], [], []
+        for depth in range(tree.max_depth):
+            count = len(logits)
+            depths = torch.full((count,), depth, device=device)
+            scores, temperature, _ = (logits, batch.temperature, None) if shape is None else shape(logits, depths)
+            found, gains = self._confidence(scores, temperature, width, depth, batch)  # [B, n, k] each
+            total, chosen = grow_reference(gains, values)
+            totals.append(total)
+            tokens.append(found.flatten(1))
+            parents.append(above.repeat_interleave(width, 1))
+            if depth + 1 < tree.max_depth:
+                values = total.gather(1, chosen)
+                above = sum(x.shape[1] for x in totals[:-1]) + chosen  # their numbers among all candidates
+                parent = chosen // width
+                rows = (depth * width + rank).expand(requests, 1, -1).transpose(1, 2)  # [B, k, 1]
+                paths = torch.cat((_rows_of(paths, parent), rows), 2)
+                level = GrownLevel(depth + 1, depth * width + 1, width, paths, torch.full_like(rank, depth))
+                logits, state = self.expand(batch, level, tokens[-1].gather(1, chosen), _rows_of(state, parent))
+        given = torch.cat(totals, 1), torch.cat(tokens, 1), torch.cat(parents, 1)
+        nodes, *topology = prune_reference(*given, batch.root, width, tree.max_depth, tree.num_nodes)
+        if self.drawing == "shared_noise":
+            return Drafted(nodes, topology=Topology(tree, *topology))
+        # Chosen without chance, so no law is looked at.
+        none = torch.zeros_like(nodes[0])
+        return Drafted(nodes, law=none, drawn=none.bool(), topology=Topology(tree, *topology))
+
+    def _confidence(self, scores, temperature, width, depth, batch):
+        """The best tokens of nodes at a depth and the log of what speaks for each.  scores [n, B, V] -> two [B, n, width]
+
+        Without noise that is the draft's probability. With the target's noise its draw is nearly known: of the best perturbed
+        scores each has the weight that their softmax gives it.
+        """
+        count, rows = len(scores), scores.flatten(0, 1)
+        if self.drawing == "shared_noise":
+            keys = temperature, batch.seed, batch.sample, batch.committed + 1 + depth
+            tokens, best = top_tokens(rows, width, *(x.repeat(count) for x in keys), with_scores=True)
+            cold = temperature.repeat(count)[:, None] <= 0
+            total = torch.where(cold, log_sum_exp(rows)[:, None], best.logsumexp(1, keepdim=True))
+        else:
+            tokens, best = top_tokens(rows, width, with_scores=True)
+            total = log_sum_exp(rows)[:, None]
+        return [x.view(count, -1, width).transpose(0, 1) for x in (tokens, best - total)]
+
+    def candidates(self, batch, widths):
+        """The best tokens of each depth, best first, behind the draft's own first choices: see Drafter.candidates."""
+        width, found, (logits, state) = max(widths), [], self.start(batch)
+        levels = self.levels(TreeTensors(chain(len(widths)), batch.root.device)).levels
+        for level in levels:
+            keys = batch.temperature, batch.seed, batch.sample, batch.committed + 1 + level.depth
+            found.append(top_tokens(logits[0], width, *keys))
+            if level.depth + 1 < len(widths):
+                logits, state = self.expand(batch, levels[level.depth + 1], found[-1][:, :1], state)
+        return torch.stack(found, 1)
+
+    def levels(self, tree):
+        """The Levels of a TreeTensors."""
+        if tree.tree not in self._levels:
+            self._levels[tree.tree] = Levels(tree)
+        return self._levels[tree.tree]
+
+
+def _rows_of(x, chosen):
+    """x [B, n, S], chosen [B, k]  ->  [B, k, S]"""
+    return x.gather(1, chosen[:, :, None].expand(-1, -1, x.shape[2]))

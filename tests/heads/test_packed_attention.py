@@ -1,0 +1,83 @@
+"""FlexAttention, which trains heads on a GPU, is given the same documents, scale and groups as the CPU's attention."""
+
+import copy
+
+import pytest
+import torch
+
+from headstart.heads import packed_attention
+from headstart.heads.eagle3 import Eagle3, Eagle3Config
+from headstart.heads.packed_attention import PackedAttention
+
+B, T, HQ, HK, D = 2, 150, 6, 2, 16  # no multiple of FlexAttention's blocks
+
+
+def documents():
+    ids = torch.zeros(B, T, dtype=torch.int64)
+    ids[0, 70:] = 1
+    ids[1, 130:] = -1
+    return ids
+
+
+def rows(heads, seed):
+    return torch.randn(B, heads, T, D, generator=torch.Generator().manual_seed(seed))
+
+
+def test_flex_attention_gets_what_the_dense_one_gets(monkeypatch):
+    """Uncompiled, as it runs on the CPU, without a backward pass."""
+    monkeypatch.setattr(packed_attention, "_compiled", lambda function: function)
+    q, k, v = rows(HQ, 0), rows(HK, 1), rows(HK, 2)
+    masks = packed_attention._block_mask(documents()), packed_attention._dense_mask(documents())
+    out, normaliser = packed_attention._attend_flex(q, k, v, masks[0], with_normaliser=True)
+    expected, expected_normaliser = packed_attention._attend_dense(q, k, v, masks[1], with_normaliser=True)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(normaliser, expected_normaliser, rtol=0, atol=1e-5)
+    alone, _ = packed_attention._attend_dense(q, k, v, masks[1], with_normaliser=False)
+    torch.testing.assert_close(expected, alone, rtol=0, atol=1e-5)
+    open_mask = packed_attention._dense_mask(torch.zeros_like(documents()))
+    assert (packed_attention._attend_dense(q, k, v, open_mask, True)[0] - out).abs().max() > 1e-2
+
+
+def test_later_calls_add_a_rows_own_keys_only():
+    """Against one softmax over all keys that a row sees, with the mask [T, 3 T] that the two parts spare."""
+    steps = [(rows(HQ, 3 * i), rows(HK, 3 * i + 1), rows(HK, 3 * i + 2)) for i in range(3)]
+    attention = PackedAttention(documents())
+    found = [attention.attend(*step) for step in steps][-1]
+    k, v = (torch.cat([step[part] for step in steps], 2).repeat_interleave(HQ // HK, 1) for part in (1, 2))
+    own = torch.eye(T, dtype=torch.bool).expand(B, 1, T, T)
+    mask = torch.cat([packed_attention._dense_mask(documents()), own, own], -1)
+    scores = (steps[-1][0] @ k.transpose(-1, -2) / D**0.5).masked_fill(~mask, -torch.inf)
+    torch.testing.assert_close(found, scores.softmax(-1) @ v, rtol=0, atol=1e-5)
+
+
+def head_and_inputs(head_dim=D):
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=48, vocab_size=64, intermediate_size=96, target_hidden_size=32, draft_vocab_size=32)
+    heads = dict(num_attention_heads=HQ, num_key_value_heads=HK, head_dim=head_dim, aux_layer_ids=(1, 2))
+    positions = torch.arange(T).repeat(B, 1)
+    positions[0, 70:] -= 70
+    inputs = (torch.randn(B, T, 64), torch.randint(64, (B, T, 4)), positions, documents())
+    return Eagle3(Eagle3Config(**sizes, **heads)), inputs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_steps", [1, 4])
+def test_training_on_a_gpu_is_training_on_the_cpu(num_steps):
+    head, inputs = head_and_inputs()
+    other = copy.deepcopy(head).cuda()
+    for one, device in ((head, "cpu"), (other, "cuda")):
+        states = one(*(part.to(device) for part in inputs), num_steps)
+        one.logits(torch.stack(states)).logsumexp(-1).mean().backward()
+    for (name, ours), theirs in zip(head.named_parameters(), other.parameters()):
+        scale = ours.grad.abs().max().item()
+        torch.testing.assert_close(theirs.grad.cpu(), ours.grad, rtol=0, atol=1e-3 * scale + 1e-7, msg=name)
+
+
+@pytest.mark.gpu
+def test_what_flex_attention_does_not_take_is_refused():
+    head, inputs = head_and_inputs(head_dim=8)
+    with pytest.raises(ValueError, match=r"head dimensions from 16; got torch\.float32 and 8"):
+        head.cuda()(*(part.cuda() for part in inputs), 1)
+    head, inputs = head_and_inputs()
+    with pytest.raises(ValueError, match=r"got torch\.float64 and 16"):
+        head.double().cuda()(*(part.cuda() for part in inputs), 1)

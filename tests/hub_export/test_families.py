@@ -1,0 +1,86 @@
+"""heads.export writes the head of every family in every format of it, and its card tells who reads that."""
+
+import ast
+import re
+
+import pytest
+import torch
+
+from headstart.heads.checkpoint import load_head, save_head
+from headstart.heads.eagle import Eagle, EagleConfig
+from headstart.heads.eagle3 import Eagle3, Eagle3Config
+from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
+from headstart.hub_export.export import main
+from headstart.hub_export.read_back import compare_with_source
+from headstart.hub_export.readers import READERS
+from headstart.tests.heads.test_eagle import SHAPE
+
+H, V = SHAPE["hidden_size"], SHAPE["vocab_size"]
+TARGET = {"base_model_name_or_path": "some/target"}
+EAGLE3 = SHAPE | TARGET | dict(target_hidden_size=20, draft_vocab_size=11, aux_layer_ids=(1, 3, 5))
+HEADS = {
+    "mlp-speculator": lambda: MLPSpeculator(MLPSpeculatorConfig(H, V, 12, **TARGET)),
+    "eagle-vllm": lambda: Eagle(EagleConfig(**SHAPE, **TARGET)),
+    "eagle-sglang": lambda: Eagle(EagleConfig(**SHAPE, **TARGET)),
+    "eagle3": lambda: Eagle3(Eagle3Config(**EAGLE3)),
+    "speculators": lambda: Eagle3(Eagle3Config(**EAGLE3 | {"norm_before_residual": True})),
+}
+SAID = {
+    "mlp-speculator": [
+        "| text-generation-inference | yes, but it takes no notice of `scale_input`",
+        "| vLLM | to 0.9 |",
+    ],
+    "eagle-vllm": ["| vLLM | yes |", "An EAGLE head", '"method": "eagle"'],
+    "eagle-sglang": ["| SGLang | yes |", "| vLLM | not this dialect: export with `--format eagle-vllm` |"],
+    "eagle3": [
+        "| draft vocabulary | 11 |",
+        "| reads what enters the target's layers | 1, 3, 5 |",
+        '"method": "eagle3"',
+    ],
+    "speculators": ["| SGLang | no: it knows no `norm_before_residual`, which is true here |"],
+}
+
+
+@pytest.mark.parametrize("format", HEADS)
+def test_every_format_is_exported_and_read_back(tmp_path, capsys, format):
+    torch.manual_seed(0)
+    head = HEADS[format]()
+    save_head(head, tmp_path / "source")
+    arguments = [str(tmp_path / "source"), "--format", format, "--output", str(tmp_path / "out"), "--dtype", "bfloat16"]
+    assert main(arguments) == 0, capsys.readouterr().err
+    loaded = load_head(tmp_path / "out")
+    assert loaded.config == head.config
+    expected = head.bfloat16().state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.state_dict().items())
+    text = (tmp_path / "out" / "README.md").read_text()
+    for said in (*SAID[format], "`some/target`", f"| format | `{format}` |", "| Headstart | yes |"):
+        assert said in text
+    [code] = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    ast.parse(code)
+
+
+def test_every_format_has_its_readers():
+    from headstart.heads.formats import FORMATS
+
+    assert set(READERS) == set(FORMATS)
+
+
+@pytest.mark.parametrize("format", ["eagle-vllm", "eagle3"])
+def test_a_head_without_its_embedding_is_exported_without(tmp_path, format):
+    head = HEADS[format]() if format == "eagle-vllm" else Eagle3(Eagle3Config(**EAGLE3 | {"target_hidden_size": H}))
+    head.embed_tokens = None
+    save_head(head, tmp_path / "source")
+    assert main([str(tmp_path / "source"), "--format", format, "--output", str(tmp_path / "out")]) == 0
+    assert load_head(tmp_path / "out").needs_embedding
+    assert head.needs_embedding
+
+
+@pytest.mark.parametrize("format", HEADS)
+def test_what_reads_back_differently_is_no_export(tmp_path, format):
+    head = HEADS[format]()
+    save_head(head, tmp_path / "out", format=format)
+    compare_with_source(tmp_path / "out", head, format)
+    with torch.no_grad():
+        next(parameter for parameter in head.parameters() if parameter.requires_grad)[0, 0] += 1
+    with pytest.raises(ValueError, match="read back differs from what was written"):
+        compare_with_source(tmp_path / "out", head, format)

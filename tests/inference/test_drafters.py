@@ -1,0 +1,275 @@
+"""Every way of drafting: it changes no bit, it keeps a ratio rule's law independent of the company, and it drafts what the head says.
+
+The heads are random, so almost every draft is wrong: the paths by which drafts are dropped are walked all the time. With the
+target as its own draft model every draft is right.
+"""
+
+import json
+import re
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from headstart.heads.eagle import Eagle, EagleConfig
+from headstart.heads.eagle3 import Eagle3, Eagle3Config
+from headstart.heads.medusa import Medusa, MedusaConfig
+from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
+from headstart.inference.llm import LLM
+from headstart.inference.sampling import SamplingParams
+from headstart.inference.tree import build_static_tree, save_tree
+
+VOCAB, DEPTH = 97, 4
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+TREES = ("chain", "static", "dynamic")
+LENGTHS = (1, 2, 17, 63, 64, 65, 100, 130)  # of the prompts: below, at and across pages
+TEMPERATURES = (0.0, 0.8)
+
+
+def llama(seed=0, **changes):
+    torch.manual_seed(seed)
+    shape = dict(
+        hidden_size=48, intermediate_size=80, num_hidden_layers=4, num_attention_heads=6, num_key_value_heads=2
+    )
+    tokens = dict(vocab_size=VOCAB, bos_token_id=None, eos_token_id=None)
+    config = LlamaConfig(**shape | changes, **tokens, max_position_embeddings=512, initializer_range=0.3)
+    return LlamaForCausalLM(config).eval()
+
+
+def make(name, target):
+    """What drafts, by a name."""
+    config = target.config
+    torch.manual_seed(7)
+    if name == "medusa":
+        head = Medusa(MedusaConfig(config.hidden_size, VOCAB, DEPTH))
+        for parameter in head.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+        return head
+    if name.startswith("mlp"):
+        plain = dict(tie_weights=False, scale_input=False) if name == "mlp-untied" else {}
+        return MLPSpeculator(MLPSpeculatorConfig(config.hidden_size, VOCAB, 32, DEPTH, **plain))
+    if name == "eagle":
+        head = Eagle(EagleConfig.for_target(config, fc_bias=True, attention_bias=True))
+    elif name == "eagle3":
+        head = Eagle3(Eagle3Config.for_target(config, aux_layer_ids=(0, 2, 4), draft_vocab_size=40))
+        chosen = torch.randperm(VOCAB)[:40].sort().values
+        head.set_draft_vocabulary(chosen - torch.arange(40), torch.isin(torch.arange(VOCAB), chosen))
+    elif name == "eagle3-narrow":  # of another width, over the whole vocabulary, one feature
+        shape = dict(hidden_size=24, intermediate_size=40, num_attention_heads=3, num_key_value_heads=1)
+        head = Eagle3(Eagle3Config.for_target(config, aux_layer_ids=(3,), norm_before_residual=True, **shape))
+    else:
+        return {"target": target, "model": llama(1, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)}[name]
+    for parameter in head.parameters():
+        if parameter.dim() == 2:
+            torch.nn.init.normal_(parameter, std=0.3)
+    if not isinstance(head, Eagle3) or not head.config.own_embedding:
+        head.take_embedding(target.model.embed_tokens.weight)
+    return head
+
+
+DRAFTERS = ("medusa", "mlp", "mlp-untied", "eagle", "eagle3", "eagle3-narrow", "model", "target")
+
+
+@pytest.fixture(scope="module")
+def tree_files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trees")
+    save_tree(build_static_tree([[0.6, 0.3, 0.2], [0.5, 0.3], [0.5, 0.2], [0.4]], 16), folder / "static.json")
+    (folder / "dynamic.json").write_text(json.dumps({"dynamic": dict(max_depth=DEPTH, width=3, num_nodes=14)}))
+    return {"chain": "chain"} | {name: str(folder / f"{name}.json") for name in ("static", "dynamic")}
+
+
+def prompts_and_params(temperature, **changes):
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in LENGTHS]
+    return prompts, [
+        SamplingParams(seed=i, temperature=temperature, max_tokens=10, **changes) for i in range(len(LENGTHS))
+    ]
+
+
+def outputs(llm, temperature, **changes):
+    found = [x.outputs[0] for x in llm.generate(*prompts_and_params(temperature, **changes))]
+    return [(x.token_ids, x.logprobs) for x in found]
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def setting(request):
+    """(target, {temperature: plain outputs}) on a device."""
+    target = llama().to(request.param)
+    plain = LLM(target, max_num_seqs=1)
+    return target, {t: outputs(plain, t, logprobs=2) for t in TEMPERATURES}
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_no_bit_changes(setting, tree_files, name, tree):
+    if (name, tree) == ("medusa", "dynamic"):
+        pytest.skip("Medusa heads draft no dynamic trees: test_what_cannot_be_drafted_is_refused")
+    target, plain = setting
+    head = make(name, target).to(target.device)
+    for batch in (1, 8):
+        llm = LLM(
+            target,
+            max_num_seqs=batch,
+            max_num_batched_tokens=48,  # prompts come in chunks
+            speculative_config={"model": head, "num_speculative_tokens": DEPTH, "tree": tree_files[tree]},
+        )
+        for temperature in TEMPERATURES:
+            assert outputs(llm, temperature, logprobs=2) == plain[temperature], (batch, temperature)
+        metrics = llm.get_metrics()
+        if name == "target":  # 9 tokens behind the first, by 5, then 4 that are left
+            assert metrics["num_spec_steps"] == 2 * 2 * len(LENGTHS)
+        else:
+            assert metrics["num_accepted_tokens"] > 0
+        llm.engine.scheduler.check()
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("name", ["mlp", "eagle", "eagle3", "model", "target"])
+def test_under_a_ratio_rule_the_company_changes_nothing(setting, tree_files, name, tree):
+    """Drafts are drawn from the draft's own laws, so they must not depend on who shares the batch, or on pages found in the cache."""
+    target, plain = setting
+    if target.device.type == "cuda" and name == "mlp":
+        pytest.skip("its products are the library's, whose bits depend on the number of rows")
+    head, found = make(name, target).to(target.device), []
+    for batch in (1, 8):
+        speculative = {
+            "model": head,
+            "num_speculative_tokens": DEPTH,
+            "tree": tree_files[tree],
+            "verifier": "traversal",
+        }
+        llm = LLM(target, max_num_seqs=batch, speculative_config=speculative)
+        assert [tokens for tokens, _ in outputs(llm, 0.0)] == [tokens for tokens, _ in plain[0.0]]
+        found += [outputs(llm, 0.8), outputs(llm, 0.8)]  # the second finds the first one's pages
+        assert llm.get_metrics()["prefix_cache_hits"] > 0
+    assert all(one == found[0] for one in found)
+
+
+class Watched:
+    """Keeps the logits of every level that a drafter computes, and what it drafted."""
+
+    def __init__(self, drafter):
+        self.steps, self.levels = [], []
+        self.start, self.expand, self.propose = drafter.start, drafter.expand, drafter.propose
+        drafter.start, drafter.expand, drafter.propose = self._start, self._expand, self._propose
+
+    def _start(self, batch):
+        found = self.start(batch)
+        self.levels = [found[0][0].clone()]
+        return found
+
+    def _expand(self, *arguments):
+        found = self.expand(*arguments)
+        self.levels.append(found[0][0].clone())
+        return found
+
+    def _propose(self, batch, tree, shape=None):
+        drafted = self.propose(batch, tree, shape)
+        self.steps.append((batch.committed.item(), drafted.tokens[0].tolist(), self.levels))
+        return drafted
+
+
+@pytest.mark.parametrize("name", ["mlp", "mlp-untied", "eagle", "eagle3", "eagle3-narrow"])
+def test_the_engine_drafts_what_the_head_says_of_the_same_text(setting, name):
+    """The training forward over the whole text, with the drafted tokens behind the root, gives the logits of every level."""
+    target, _ = setting
+    head = make(name, target).to(target.device)
+    llm = LLM(target, max_num_seqs=1, speculative_config={"model": head, "num_speculative_tokens": DEPTH})
+    watched = Watched(llm.engine.drafter)
+    prompt = prompts_and_params(0.0)[0][5]
+    output = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=8))[0].outputs[0].token_ids
+    text, compared = prompt + output, 0
+    for committed, drafted, levels in watched.steps:
+        if text[: committed + 1][-1] != drafted[0] or committed + 1 > len(text):
+            continue  # launched before its request was seen to have ended
+        known = torch.tensor([text[:committed]], device=target.device)
+        with torch.no_grad():
+            expected = say(head, target, known, torch.tensor(drafted, device=target.device))
+        for level, logits in zip(levels, expected):
+            kept = level > -torch.inf
+            assert kept.sum() == len(logits[logits > -torch.inf])
+            assert torch.allclose(level[kept], logits[kept], rtol=1e-4, atol=1e-4)
+            compared += 1
+    assert compared >= 2 * DEPTH
+
+
+def say(head, target, known, drafted):
+    """Logits [V] of every step behind the text `known` [1, L] and the tokens `drafted` [D + 1], by the training forward."""
+    found = target.model(known, output_hidden_states=True)
+    length, final = known.shape[1], found.last_hidden_state
+    if isinstance(head, MLPSpeculator):
+        return [x[0] for x in head(final[:, -1], drafted[None, :DEPTH])[0]]
+    following = torch.cat((known[0, 1:], drafted))  # the token at t + 1, of every t
+    positions, one = torch.arange(length, device=known.device)[None], torch.zeros_like(known)
+    if isinstance(head, Eagle):
+        # Its training forward is one step; unrolled on its own states, row by row, that is the text with the states as features.
+        features, states = final, []
+        for step in range(DEPTH):
+            count = length + step
+            at, document = (
+                torch.arange(count, device=known.device)[None],
+                torch.zeros(1, count, dtype=torch.long, device=known.device),
+            )
+            states.append(head(features, following[None, :count], at, document)[:, -1:])
+            features = torch.cat((features, states[-1]), 1)
+        return [target.lm_head(state)[0, 0] for state in states]
+    streams = [found.hidden_states[i] for i in head.features if i < target.config.num_hidden_layers]
+    if target.config.num_hidden_layers in head.features:
+        kept = []
+        hook = target.model.norm.register_forward_pre_hook(lambda _, given: kept.append(given[0]))
+        target.model(known)
+        hook.remove()
+        streams.append(kept[0])
+    tokens = torch.stack([following[i : i + length] for i in range(DEPTH)], -1)[None]
+    states = head(torch.cat(streams, -1), tokens, positions, one, DEPTH)
+    logits = [head.logits(state)[0, -1] for state in states]
+    if head.d2t is None:
+        return logits
+    return [x.new_full((VOCAB,), -torch.inf).index_copy(0, head.draft_token_ids, x) for x in logits]
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (dict(name="medusa", tree="dynamic"), "Medusa heads do not look at each other's tokens"),
+        (dict(name="eagle", method="eagle3"), "method='eagle3', but this Eagle is a head of the method 'eagle'"),
+        (dict(name="eagle", num_speculative_tokens=64), "num_speculative_tokens must be from 1 to 63, got 64"),
+        (dict(name="mlp", num_speculative_tokens=5), "num_speculative_tokens must be from 1 to the head's 4, got 5"),
+        (dict(name="model"), "the method 'draft_model' needs num_speculative_tokens"),
+        (dict(name="eagle", tree="dynamic", verifier="token"), "is defined on chains only"),
+        (
+            dict(name="eagle", tree="dynamic", verifier="traversal", draft_sample_method="probabilistic"),
+            "chosen without chance",
+        ),
+        (
+            dict(name="eagle", tree="dynamic", verifier="synthetic", acceptance_length=2),
+            "give it a chain or a static tree",
+        ),
+        (dict(method="ngram"), "needs num_speculative_tokens"),
+        (dict(method="ngram", num_speculative_tokens=3, tree="dynamic"), "prompt lookup drafts a chain"),
+        (dict(method="ngram", num_speculative_tokens=3, prompt_lookup_min=3, prompt_lookup_max=2), "1 <= min <= max"),
+        (dict(name="eagle", prompt_lookup_max=2), "prompt_lookup_max belongs to the method 'ngram'"),
+        (dict(name="eagle", method="ngram"), "takes no model"),
+        (dict(name="eagle", method="magic"), "method'] must be one of medusa, mlp_speculator"),
+    ],
+)
+def test_what_cannot_be_drafted_is_refused(asked, message):
+    target, asked = llama(), dict(asked)
+    if name := asked.pop("name", None):
+        asked["model"] = make(name, target)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        LLM(target, speculative_config=asked)
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused():
+    target = llama()
+    other = LlamaForCausalLM(LlamaConfig(**target.config.to_dict() | dict(vocab_size=98)))
+    with pytest.raises(ValueError, match="has a vocabulary of 98 tokens, the target one of 97"):
+        LLM(target, speculative_config={"model": other, "num_speculative_tokens": 2})
+
+
+def test_prompt_lookup_by_its_name():
+    target = llama()
+    plain = outputs(LLM(target), 0.0)
+    speculative = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    assert outputs(LLM(target, speculative_config=speculative), 0.0) == plain
