@@ -38,6 +38,7 @@ class Eagle(nn.Module):
         self.config = config
         size = config.hidden_size
         self.embed_tokens = nn.Embedding(config.vocab_size, size).requires_grad_(False)
+        self.embedding_is_targets = False  # then files leave it out
         self.fc = nn.Linear(2 * size, size, bias=config.fc_bias)
         self.layers = nn.ModuleList([DecoderLayer(config, size)])
         self.rotary = Rotary(config)
@@ -59,6 +60,7 @@ class Eagle(nn.Module):
     def take_embedding(self, weight):
         """Use the target's embedding table [V, H] itself, without a copy. ValueError if it is of another shape."""
         self.embed_tokens = share_embedding(weight, self.config.vocab_size, self.config.hidden_size)
+        self.embedding_is_targets = True
 
     def forward(self, features, next_tokens, position_ids, document_ids):
         """One step, teacher-forced, over packed rows: the states that target.lm_head turns into logits.

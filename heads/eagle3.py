@@ -107,7 +107,7 @@ class Eagle3(nn.Module):
         self.config = config
         size = config.hidden_size
         self.embed_tokens = nn.Embedding(config.vocab_size, size).requires_grad_(config.own_embedding)
-        self.embedding_is_targets = False
+        self.embedding_is_targets = False  # then plain files leave it out
         self.fc = nn.Linear(config.num_aux_layers * config.target_hidden_size, size, bias=False)
         self.midlayer = Eagle3Layer(config)
         self.norm = RMSNorm(size, config.rms_norm_eps)

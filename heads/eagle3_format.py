@@ -54,6 +54,8 @@ def to_file(head, format, lm_head_weight=None):
     state = dict(head.state_dict())
     if format == "eagle3" and head.embedding_is_targets:
         del state[EMBEDDING]  # readers share the target's
+    elif EMBEDDING in state:
+        state[EMBEDDING] = state[EMBEDDING].to(head.fc.weight.dtype)  # the target's may be of another dtype
     tensors = {_renamed(name, "midlayer.", LAYER[format]): tensor.cpu().contiguous() for name, tensor in state.items()}
     return tensors, (_speculators_config if format == "speculators" else _plain_config)(head.config)
 

@@ -3,8 +3,9 @@
     eagle-vllm     vLLM: architectures ["LlamaForCausalLM"], no fc.bias; it guesses the method from "eagle-" in the path
     eagle-sglang   SGLang: architectures ["LlamaForCausalLMEagle"], fc.bias always there (zeros for a head that has none)
 
-Tensors are called as in heads/eagle.py, complete. Published files leave out embed_tokens (then it is the target's:
-Eagle.take_embedding), and have fc.bias whatever their config says: tensors decide. No format holds an lm_head or a final norm.
+Tensors are called as in heads/eagle.py, complete. embed_tokens is left out where it is the target's (Eagle.take_embedding), as in
+published files: both readers take the target's own. fc.bias is in published files whatever their config says: tensors decide. No
+format holds an lm_head or a final norm.
 
 This file touches no disk.
 """
@@ -41,7 +42,10 @@ def check_format(head, format):
 
 def to_file(head, format, lm_head_weight=None):
     """The tensors and the config that say `head`: ({name: tensor}, config dict)."""
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
+    state = dict(head.state_dict())
+    if head.embedding_is_targets:
+        del state[EMBEDDING]
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in state.items()}
     if format == "eagle-sglang" and "fc.bias" not in tensors:
         tensors["fc.bias"] = torch.zeros_like(tensors["fc.weight"][:, 0]).contiguous()
     # "bias": false is of fc to the original reader, and of the attention to others.

@@ -68,7 +68,7 @@ class Medusa(nn.Module):
     """
 
     features = ("final",)
-    needs_embedding = False
+    needs_embedding = embedding_is_targets = False
 
     def __init__(self, config):
         super().__init__()

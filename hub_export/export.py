@@ -103,6 +103,11 @@ def export_head(source, output, format, dtype=None, base_model=None, license=Non
     check_is_free(output)
     folder = resolve_head(source)
     head = load_head(folder)
+    if format == "speculators" and head.needs_embedding:
+        # A copy of its own, which files hold; what it takes as the target's they leave out.
+        weight = read_target(base_model or head.config.base_model_name_or_path, format).get_input_embeddings().weight
+        head.take_embedding(weight.to(next(head.parameters()).dtype))
+        head.embedding_is_targets = False
     table = check_format(head, format)
     measured = find_measurements(folder)
     source_dtype = next(head.parameters()).dtype
@@ -134,20 +139,24 @@ def export_head(source, output, format, dtype=None, base_model=None, license=Non
         print(f"note: {named}; for others to use it, export with --base-model OWNER/NAME")
 
 
-def read_target_lm_head(target):
-    """The lm_head [V, H] of a target (folder or Hub id): heads that share it have none to put into a vllm file."""
+def read_target(target, format):
+    """The loaded model of a target (folder or Hub id): formats that store a part of it need it."""
     if not target:
-        raise ValueError("format 'vllm' stores the target's lm_head, and the heads name no target: give --base-model")
-    from transformers import AutoModelForCausalLM  # seconds to import, and only this format needs it
+        raise ValueError(f"format {format!r} stores a part of the target, and the head names none: give --base-model")
+    from transformers import AutoModelForCausalLM  # seconds to import, and only these formats need it
 
     try:
-        model = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
+        return AutoModelForCausalLM.from_pretrained(target, dtype="auto")
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"format 'vllm' stores the target's lm_head, and the target {target!r} cannot be loaded "
+            f"format {format!r} stores a part of the target, and the target {target!r} cannot be loaded "
             f"({str(error).splitlines()[0]}): give --base-model with a folder or a Hub id"
         ) from error
-    lm_head = model.get_output_embeddings()
+
+
+def read_target_lm_head(target):
+    """The lm_head [V, H] of a target (folder or Hub id): heads that share it have none to put into a vllm file."""
+    lm_head = read_target(target, "vllm").get_output_embeddings()
     if not isinstance(lm_head, nn.Linear) or lm_head.bias is not None:
         raise ValueError(f"the target {target!r} has no lm_head that is one matrix without bias")
     return lm_head.weight.detach()

@@ -34,7 +34,7 @@ READERS = {
     ),
     "eagle-vllm": (
         (VLLM, "yes"),
-        ("the original EAGLE code", "yes"),
+        ("the original EAGLE code", "{original_eagle}"),
         (SGLANG, "not this dialect: export with `--format eagle-sglang`"),
         (TGI, "no EAGLE support"),
     ),
@@ -87,6 +87,8 @@ def _conditions(head, format):
             if config.scale_input
             else "yes"
         }
+    if format == "eagle-vllm":
+        return {"original_eagle": "no: it wants the target's embedding in the file" if head.needs_embedding else "yes"}
     if format == "eagle-sglang":
         lost = "no: its `fc` has no bias, this head's has one"
         return {"vllm_eagle": lost if config.fc_bias else "not this dialect: export with `--format eagle-vllm`"}

@@ -205,7 +205,7 @@ def load_checkpoint(folder, head, optimizer, accelerator):
     """Put head, optimiser and this rank's random generators into the state of the checkpoint."""
     saved = load_head(Path(folder, "head"))
     check_family(saved, family_of(head))
-    if saved.needs_embedding:  # the target's, which checkpoints leave out
+    if head.embedding_is_targets:  # never overwritten, and most checkpoints leave it out
         saved.take_embedding(head.embed_tokens.weight)
     head.load_state_dict(saved.state_dict())
     # On the CPU first: mapped to a device, a fused optimiser's steps and moments are placed by load_state_dict itself.

@@ -11,12 +11,19 @@ class NonFiniteLoss(RuntimeError):
 
 
 def build_optimizer(head, weight_decay, beta1, beta2):
-    """AdamW in the parameters' fp32, all state included; weight decay on matrices only. The caller sets each step's lr."""
-    trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
-    matrices = [parameter for parameter in trained if parameter.ndim >= 2]
-    vectors = [parameter for parameter in trained if parameter.ndim < 2]
+    """AdamW in the parameters' fp32, all state included; weight decay on matrices only. The caller sets each step's lr.
+
+    Frozen parameters stay out: an EAGLE head's embedding is the target's own table.
+    """
+    matrices = [parameter for parameter in trained(head) if parameter.ndim >= 2]
+    vectors = [parameter for parameter in trained(head) if parameter.ndim < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=0.0, betas=(beta1, beta2), fused=True)
+
+
+def trained(head):
+    """The parameters that training moves."""
+    return [parameter for parameter in head.parameters() if parameter.requires_grad]
 
 
 def warmup_cosine(step, num_steps, peak, warmup_ratio, min_ratio):
@@ -31,7 +38,7 @@ def warmup_cosine(step, num_steps, peak, warmup_ratio, min_ratio):
 def sum_gradients(accelerator, head):
     """Add up the gradients of all ranks: their shares are divided by the global number of labels already."""
     if accelerator.num_processes > 1:
-        for parameter in (parameter for parameter in head.parameters() if parameter.requires_grad):
+        for parameter in trained(head):
             if parameter.grad is None:  # none of this rank's rows had a label for this head
                 parameter.grad = torch.zeros_like(parameter)
             parameter.grad = accelerator.reduce(parameter.grad, "sum")

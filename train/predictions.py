@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from .optimization import trained
+
 
 @dataclass(frozen=True)
 class Predictions:
@@ -54,7 +56,8 @@ def next_tokens(input_ids, count):
 
 
 def head_dtype(head):
-    return next(head.parameters()).dtype
+    """What the head is trained in; a frozen embedding may be the target's own, in another dtype."""
+    return trained(head)[0].dtype
 
 
 def usable_weight(head, lm_head_weight):

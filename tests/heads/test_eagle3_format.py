@@ -95,7 +95,7 @@ def test_files_hold_the_published_names_and_keys(tmp_path):
 
 def test_the_targets_embedding_stays_out_of_plain_files_only(tmp_path):
     head = with_table(make(target_hidden_size=H))
-    table = torch.randn(V, H)
+    table = torch.randn(V, H).bfloat16().float()
     head.take_embedding(table)
     save_head(head, tmp_path / "head")
     loaded = load_head(tmp_path / "head", dtype="bfloat16")
@@ -153,6 +153,13 @@ def test_t2d_follows_from_d2t_and_the_whole_vocabulary_needs_neither():
     tensors["d2t"][0], tensors["d2t"][1] = 1, -1
     with pytest.raises(ValueError, match="d2t reorders the whole vocabulary, expected zeros"):
         from_file(tensors, config)
+
+
+def test_draft_tokens_in_another_order_are_read_as_they_are():
+    tensors, config = published()
+    ids = (torch.arange(VD) + tensors["d2t"])[torch.randperm(VD, generator=torch.Generator().manual_seed(1))]
+    tensors["d2t"] = ids - torch.arange(VD)
+    assert torch.equal(from_file(tensors, config)[1]["d2t"], tensors["d2t"])
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,8 @@ def test_published_bin_files_without_embedding_take_the_targets(tmp_path):
     head.take_embedding(torch.randn(V, H))
     features, tokens = text()
     assert head(features.float(), tokens, *one_document(T)).isfinite().all()
+    save_head(head, tmp_path / "again")
+    assert load_head(tmp_path / "again").needs_embedding  # what is the target's is not written
     with pytest.raises(ValueError, match="hidden size 24, the target has 48"):
         check_head_fits(head, llama_config(hidden_size=48))
 

@@ -1,6 +1,8 @@
 """Heads of every family are recognised by their tensors, whatever their config says, and never taken for one another."""
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,10 +11,13 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.heads.checkpoint import check_head_fits, find_head, load_head, save_head
-from headstart.heads.formats import check_family, family_of
+from headstart.heads.eagle import Eagle, EagleConfig
+from headstart.heads.eagle3 import Eagle3, Eagle3Config
+from headstart.heads.formats import check_family, family_of, native_format
 from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 from headstart.tests.heads.test_checkpoint import H, V, edit_config, llama_config, make_head, same_head
-from headstart.train.checkpointing import load_checkpoint
+from headstart.train.checkpointing import load_checkpoint, save_checkpoint
+from headstart.train.optimization import build_optimizer, sum_gradients, update
 
 
 def test_an_mlp_speculator_is_recognised_by_its_tensors(tmp_path):
@@ -77,3 +82,38 @@ def test_a_run_does_not_go_on_with_heads_of_another_family(tmp_path):
     save_head(make_head(), tmp_path / "head")
     with pytest.raises(ValueError, match="a head of the family Medusa, expected one of the family MLP speculator"):
         load_checkpoint(tmp_path, MLPSpeculator(MLPSpeculatorConfig(H, V, 12)), None, Accelerator(cpu=True))
+
+
+SIZES = dict(hidden_size=H, vocab_size=V, intermediate_size=8, num_attention_heads=2, num_key_value_heads=1, head_dim=4)
+EAGLE3 = Eagle3Config(**SIZES, target_hidden_size=H, draft_vocab_size=9, aux_layer_ids=(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [(Eagle, EagleConfig(**SIZES)), (Eagle3, EAGLE3), (Eagle3, replace(EAGLE3, norm_before_residual=True))],
+)
+def test_a_run_goes_on_with_the_targets_embedding(tmp_path, kind, config):
+    """In another dtype than the head's, as on a GPU; plain checkpoints leave it out."""
+    head = kind(config)
+    table = torch.randn(V, H).bfloat16()
+    head.take_embedding(table)
+    expected = {name: tensor.clone() for name, tensor in head.state_dict().items()}
+    optimizer, accelerator = build_optimizer(head, 0.1, 0.9, 0.999), Accelerator(cpu=True)
+    save_checkpoint(tmp_path, 1, head, optimizer, {}, accelerator, num_kept=1)
+    saved = load_file(tmp_path / "checkpoints/step-000001/head/model.safetensors")
+    assert ("embed_tokens.weight" in saved) == (native_format(head) == "speculators")
+
+    # One step of two ranks with weight decay: everything moves but the table.
+    tokens, positions, documents = torch.randint(V, (1, 5, 2)), torch.arange(5)[None], torch.zeros(1, 5).long()
+    if kind is Eagle:
+        outputs = [head(torch.randn(1, 5, H), tokens[..., 0], positions, documents)]
+    else:
+        outputs = [head.logits(state) for state in head(torch.randn(1, 5, 2 * H), tokens, positions, documents, 2)]
+    sum(output.square().sum() for output in outputs).backward()
+    sum_gradients(SimpleNamespace(num_processes=2, reduce=lambda gradient, how: 2 * gradient), head)
+    update(head, optimizer, 0.1, 0.0)
+    moved = {name for name, tensor in head.state_dict().items() if not torch.equal(tensor, expected[name])}
+    assert moved == {*expected} - {"embed_tokens.weight", "d2t", "t2d"}
+    load_checkpoint(tmp_path / "checkpoints" / "step-000001", head, optimizer, accelerator)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in head.state_dict().items())
+    assert head.embed_tokens.weight.data_ptr() == table.data_ptr()

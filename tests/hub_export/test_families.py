@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.heads.checkpoint import load_head, save_head
 from headstart.heads.eagle import Eagle, EagleConfig
@@ -84,3 +85,20 @@ def test_what_reads_back_differently_is_no_export(tmp_path, format):
         next(parameter for parameter in head.parameters() if parameter.requires_grad)[0, 0] += 1
     with pytest.raises(ValueError, match="read back differs from what was written"):
         compare_with_source(tmp_path / "out", head, format)
+
+
+def test_speculators_files_take_the_embedding_from_the_target(tmp_path, capsys):
+    target = LlamaConfig(vocab_size=V, hidden_size=H, intermediate_size=8, num_hidden_layers=1, num_attention_heads=4)
+    model = LlamaForCausalLM(target)
+    model.save_pretrained(tmp_path / "target")
+    head = Eagle3(Eagle3Config(**EAGLE3 | {"target_hidden_size": H, "base_model_name_or_path": ""}))
+    head.take_embedding(model.get_input_embeddings().weight)
+    save_head(head, tmp_path / "source")
+    arguments = [str(tmp_path / "source"), "--format", "speculators", "--output", str(tmp_path / "out")]
+    assert main(arguments) == 1
+    assert (
+        "'speculators' stores a part of the target, and the head names none: give --base-model"
+        in capsys.readouterr().err
+    )
+    assert main([*arguments, "--base-model", str(tmp_path / "target")]) == 0
+    assert torch.equal(load_head(tmp_path / "out").embed_tokens.weight, model.get_input_embeddings().weight)
