@@ -32,7 +32,7 @@ from .shape import check_fits, config_of_shape
 from .step import standing_slots
 from .timing import Repeatable, Times, release
 
-CALLS = 5  # in one graph: the launch of a graph takes as long as a short kernel
+CALLS = {"cuda": 5, "cpu": 1}  # in one graph: the launch of a graph takes as long as a short kernel
 
 COLUMNS = {
     "head": ("head", 14, plain),
@@ -199,7 +199,8 @@ class DraftBench:
         return self.repeatable(lambda: self.drafter.advance(rows, feature, emitted, path, accepted))
 
     def repeatable(self, work):
-        return Repeatable(lambda: [work() for _ in range(CALLS)], self.decoder.device, CALLS)
+        calls = CALLS[self.decoder.device.type]
+        return Repeatable(lambda: [work() for _ in range(calls)], self.decoder.device, calls)
 
     def add(self, batch, part, times, num_bytes=None, shares=None):
         floor = None if num_bytes is None else milliseconds(num_bytes, self.bandwidth)

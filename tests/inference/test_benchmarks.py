@@ -177,28 +177,34 @@ def test_draft_prints_the_parts_that_a_head_has(bench, monkeypatch, tmp_path):
     monkeypatch.setattr(random_heads, "DRAFT_VOCABULARY", 40)
     output = tmp_path / "draft.json"
     lines, found = bench(
-        "draft", "--batch", "1,2", "--depth", "3", "--context", "70", "--repeats", "2", "--tree", "dynamic", "--output", str(output)
+        "draft", "--batch", "1,2", "--depth", "3", "--context", "70", "--repeats", "1", "--output", str(output)
     )  # fmt: skip
     sequential = ["first level", "level", "chain of 3"]
-    dynamic = ["levels of 8 rows", "dynamic tree", "tree building"]
-    own_keys = [*sequential[:2], "after a step", *sequential[2:]]
-    expected = {"eagle3": own_keys + dynamic, "eagle": own_keys + dynamic, "mlp_speculator": sequential + dynamic}
-    expected["medusa"] = ["chain of 3"]
+    expected = dict.fromkeys(("eagle3", "eagle"), [*sequential[:2], "after a step", *sequential[2:]])
+    expected |= {"mlp_speculator": sequential, "medusa": sequential[2:]}
     assert [(row["head"], row["batch"], row["part"]) for row in found["rows"]] == [
         (head, batch, part) for head, parts in expected.items() for batch in (1, 2) for part in parts
     ]
     for row in found["rows"]:
         assert row["p20"] <= row["p50"] <= row["p80"]
-        if row["part"] == "tree building":
-            assert row["floor"] is None
-        else:
-            assert row["over_floor"] == pytest.approx(row["p50"] / row["floor"], rel=1e-3)
+        assert row["over_floor"] == pytest.approx(row["p50"] / row["floor"], rel=1e-3)
     assert json.loads(output.read_text()) == found
     assert sum(line.split()[:3] == ["eagle3", "2", "level"] for line in lines) == 1
 
 
+def test_draft_shows_what_building_a_dynamic_tree_takes(bench):
+    _, found = bench(
+        "draft", "--head", "mlp_speculator", "--batch", "2", "--depth", "2", "--context", "9", "--repeats", "1",
+        "--tree", "dynamic",
+    )  # fmt: skip
+    static, grown, building = found["rows"][3:]
+    assert [row["part"] for row in found["rows"][3:]] == ["levels of 8 rows", "dynamic tree", "tree building"]
+    assert building["p50"] == pytest.approx(grown["p50"] - static["p50"], rel=1e-2, abs=1e-3)
+    assert building["floor"] is None
+
+
 def test_a_level_is_what_the_chain_takes_beyond_the_first(bench):
-    _, found = bench("draft", "--head", "mlp_speculator", "--batch", "1", "--depth", "4", "--repeats", "2")
+    _, found = bench("draft", "--head", "mlp_speculator", "--batch", "1", "--depth", "4", "--repeats", "2", "--context", "9")  # fmt: skip
     first, level, chain_of_4 = (row["p50"] for row in found["rows"])
     assert first + 3 * level == pytest.approx(chain_of_4, rel=1e-3)
 
@@ -307,7 +313,7 @@ def test_peer_decodes_the_same_model_in_both_ways(bench):
             "--lm-head own is for Medusa heads, and --head eagle is none",
         ),
         (
-            ["engine", "--shape", "SHAPE", "--head", "eagle", "--tree", "static"],
+            ["engine", "--shape", "SHAPE", "--head", "eagle", "--tree", "static", "--prompt-tokens", "9"],
             "no static tree for eagle drafts of 4 tokens",
         ),
         (
@@ -354,14 +360,14 @@ def test_bad_input_is_one_line_and_status_2(shape, arguments, message, capsys):
     ],
 )
 def test_a_shape_beyond_the_free_memory_is_refused_with_those_that_fit(arguments, takes, capsys, monkeypatch):
-    free = 1 << 30 if arguments[0] == "kernel" else 26 << 30
+    free = {"kernel": 1, "draft": 10}.get(arguments[0], 26) << 30
     monkeypatch.setattr("headstart.inference.benchmarks.shape.free_bytes", lambda device: free)
     assert main(["bench", *arguments, "--shape", "llama-3-8b", *CPU]) == 2
     printed = capsys.readouterr().err
     assert takes in printed
     assert f"and {free >> 30}.0 GiB are free on cpu" in printed
     fitting = printed.split("name a shape that fits (")[1].split(")")[0]
-    if arguments[0] == "kernel":
+    if arguments[0] in ("kernel", "draft"):
         assert fitting == "llama-2-7b, mistral-7b"
     elif takes.startswith("the weights of"):
         assert fitting == "llama-3-8b-2layers, llama-2-7b"
