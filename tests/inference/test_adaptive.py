@@ -84,9 +84,7 @@ def test_depths_that_are_told():
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["medusa", "eagle3", "model"])
-@pytest.mark.parametrize(
-    "told", [dict(adaptive=True), dict(num_speculative_tokens_per_batch_size={1: 4, 2: 1, 3: 0})]
-)
+@pytest.mark.parametrize("told", [dict(adaptive=True), dict(num_speculative_tokens_per_batch_size={1: 4, 2: 1, 3: 0})])
 def test_outputs_are_those_of_plain_decoding(name, told, device):
     target = llama().to(device)
     head = make(name, target).to(device)

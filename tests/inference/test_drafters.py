@@ -128,8 +128,6 @@ def test_no_bit_changes(setting, tree_files, name, tree):
 def test_under_a_ratio_rule_the_company_changes_nothing(setting, tree_files, name, tree):
     """Drafts are drawn from the draft's own laws: these depend on the request alone, not on the batch or on pages it found."""
     target, plain = setting
-    if target.device.type == "cuda" and name == "mlp":
-        pytest.skip("its products are the library's, whose bits depend on the number of rows")
     head, found = make(name, target).to(target.device), []
     for batch in (1, 8):
         speculative = {
