@@ -98,7 +98,7 @@ def run(ops, laws, temperature, width, max_depth, num_nodes, device):
     return [*answers, *candidates, *prune(candidates, root, num_nodes)], expanded
 
 
-def assert_grown_as_naively(ops, kind, shape, device, seed=0, temperature=None, batch=3):
+def assert_grown_as_naively(ops, kind, shape, device, seed=0, temperature=None, batch=2):
     width, max_depth, _ = shape
     laws = [Laws(width, kind, seed * 100 + b) for b in range(batch)]
     answers, expanded = run(ops, laws, temperature, *shape, device)
@@ -117,7 +117,7 @@ def assert_grown_as_naively(ops, kind, shape, device, seed=0, temperature=None, 
 
 OURS = grow, prune
 KINDS = ("spread", "ties", "neighbours", "no chance", "none", "faulty")
-SHAPES = [(4, 1, 4), (1, 5, 6), (3, 4, 14), (7, 2, 57)]
+SHAPES = [(9, 1, 5), (3, 4, 14), (7, 2, 57)]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda x: "width{}-depth{}-nodes{}".format(*x))
@@ -128,19 +128,19 @@ def test_the_tree_is_the_one_that_heaps_grow(device, kind, shape):
 
 @pytest.mark.parametrize(
     "shape",
-    [(1, 1, 2), (1, 5, 3), (3, 4, 2), (10, 6, 60), (16, 4, 64), (17, 8, 40)],
+    [(1, 1, 2), (1, 4, 5), (1, 4, 3), (3, 2, 2), (10, 6, 60), (16, 4, 64), (17, 8, 40)],
     ids=lambda x: f"width{x[0]}-depth{x[1]}-nodes{x[2]}",
 )
 def test_the_smallest_trees_and_the_largest(device, shape):
-    assert_grown_as_naively(OURS, "ties", shape, device, batch=2)
+    assert_grown_as_naively(OURS, "ties", shape, device)
 
 
 @pytest.mark.parametrize("shape", [(3, 4, 14), (10, 2, 40)])
 def test_with_noise_the_candidates_share_the_confidence(device, shape):
     """Requests at temperature 0 and above it in one batch."""
-    assert_grown_as_naively(OURS, "spread", shape, device, temperature=[0.0, 0.7, 1.5])
+    assert_grown_as_naively(OURS, "spread", shape, device, temperature=[0.0, 0.7])
     for seed in range(2):
-        assert_grown_as_naively(OURS, "faulty", (4, 1, 4), device, seed=seed, temperature=[0.7, 1.0, 0.0])
+        assert_grown_as_naively(OURS, "faulty", (4, 1, 4), device, seed=seed, temperature=[0.7, 0.0])
     laws = [Laws(3, "spread", b) for b in range(2)]
     answers, _ = run(OURS, laws, [0.0, 1.0], 3, 1, 2, device)
     weights = answers[0].exp().sum(1)
@@ -228,9 +228,10 @@ KERNEL_FAULTS = {
 
 
 def assert_all(ops):
-    assert_grown_as_naively(ops, "spread", (3, 4, 14), "cpu", temperature=[0.0, 0.7], batch=2)
+    assert_grown_as_naively(ops, "spread", (3, 4, 14), "cpu", temperature=[0.0, 0.7])
     for kind in KINDS:
-        assert_grown_as_naively(ops, kind, (4, 3, 20), "cpu", batch=2)
+        for shape in ((9, 1, 5), (4, 3, 20)):
+            assert_grown_as_naively(ops, kind, shape, "cpu")
 
 
 @pytest.mark.parametrize("fault", FAULTS)
