@@ -31,7 +31,7 @@ TEMPERATURES = (0.0, 0.8)
 def llama(seed=0, **changes):
     torch.manual_seed(seed)
     shape = dict(
-        hidden_size=48, intermediate_size=80, num_hidden_layers=4, num_attention_heads=6, num_key_value_heads=2
+        hidden_size=64, intermediate_size=80, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2
     )
     tokens = dict(vocab_size=VOCAB, bos_token_id=None, eos_token_id=None)
     config = LlamaConfig(**shape | changes, **tokens, max_position_embeddings=512, initializer_range=0.3)
@@ -57,10 +57,10 @@ def make(name, target):
         chosen = torch.randperm(VOCAB)[:40].sort().values
         head.set_draft_vocabulary(chosen - torch.arange(40), torch.isin(torch.arange(VOCAB), chosen))
     elif name == "eagle3-narrow":  # of another width, over the whole vocabulary, one feature
-        shape = dict(hidden_size=24, intermediate_size=40, num_attention_heads=3, num_key_value_heads=1)
+        shape = dict(hidden_size=32, intermediate_size=40, num_attention_heads=2, num_key_value_heads=1)
         head = Eagle3(Eagle3Config.for_target(config, aux_layer_ids=(3,), norm_before_residual=True, **shape))
     else:
-        return {"target": target, "model": llama(1, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)}[name]
+        return {"target": target, "model": llama(1, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)}[name]
     for parameter in head.parameters():
         if parameter.dim() == 2:
             torch.nn.init.normal_(parameter, std=0.3)
@@ -118,9 +118,9 @@ def test_no_bit_changes(setting, tree_files, name, tree):
         for temperature in TEMPERATURES:
             assert outputs(llm, temperature, logprobs=2) == plain[temperature], (batch, temperature)
         metrics = llm.get_metrics()
-        if name == "target":  # 9 tokens behind the first, by 5, then 4 that are left
+        if name == "target" and tree != "dynamic":  # 9 tokens behind the first, by 5, then 4 that are left
             assert metrics["num_spec_steps"] == 2 * 2 * len(LENGTHS)
-        else:
+        elif tree != "chain":
             assert metrics["num_accepted_tokens"] > 0
         llm.engine.scheduler.check()
 
@@ -130,8 +130,6 @@ def test_no_bit_changes(setting, tree_files, name, tree):
 def test_under_a_ratio_rule_the_company_changes_nothing(setting, tree_files, name, tree):
     """Drafts are drawn from the draft's own laws: these depend on the request alone, not on the batch or on pages it found."""
     target, plain = setting
-    if target.device.type == "cuda" and name == "mlp":
-        pytest.skip("its products are the library's, whose bits depend on the number of rows")
     head, found = make(name, target).to(target.device), []
     for batch in (1, 8):
         speculative = {
@@ -157,12 +155,12 @@ class Watched:
 
     def _start(self, batch):
         found = self.start(batch)
-        self.levels = [found[0][0].clone()]
+        self.levels = [found[0][0, 0].clone()]
         return found
 
     def _expand(self, *arguments):
         found = self.expand(*arguments)
-        self.levels.append(found[0][0].clone())
+        self.levels.append(found[0][0, 0].clone())
         return found
 
     def _propose(self, batch, tree, shape=None):
@@ -176,7 +174,8 @@ def test_the_engine_drafts_what_the_head_says_of_the_same_text(setting, name):
     """The training forward over the whole text, with the drafted tokens behind the root, gives the logits of every level."""
     target, _ = setting
     head = make(name, target).to(target.device)
-    llm = LLM(target, max_num_seqs=1, speculative_config={"model": head, "num_speculative_tokens": DEPTH})
+    speculative = {"model": head, "num_speculative_tokens": DEPTH}
+    llm = LLM(target, max_num_seqs=1, enforce_eager=True, speculative_config=speculative)  # a graph cannot be watched
     watched = Watched(llm.engine.drafter)
     prompt = prompts_and_params(0.0)[0][5]
     output = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=8))[0].outputs[0].token_ids
@@ -190,7 +189,8 @@ def test_the_engine_drafts_what_the_head_says_of_the_same_text(setting, name):
         for level, logits in zip(levels, expected):
             kept = level > -torch.inf
             assert kept.sum() == len(logits[logits > -torch.inf])
-            assert torch.allclose(level[kept], logits[kept], rtol=1e-4, atol=1e-4)
+            error = (level[kept] - logits[kept]).abs().max()
+            assert error < 2e-4 * logits[kept].abs().max()  # of random weights the states grow from layer to layer
             compared += 1
     assert compared >= 2 * DEPTH
 
