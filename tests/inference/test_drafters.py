@@ -18,6 +18,8 @@ from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 from headstart.inference.llm import LLM
 from headstart.inference.sampling import SamplingParams
 from headstart.inference.tree import build_static_tree, save_tree
+from headstart.kernels.philox import gumbel
+from headstart.tests.kernels.test_dynamic_tree import grow_naively
 
 VOCAB, DEPTH = 97, 4
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -128,8 +130,6 @@ def test_no_bit_changes(setting, tree_files, name, tree):
 def test_under_a_ratio_rule_the_company_changes_nothing(setting, tree_files, name, tree):
     """Drafts are drawn from the draft's own laws: these depend on the request alone, not on the batch or on pages it found."""
     target, plain = setting
-    if target.device.type == "cuda" and name == "mlp":
-        pytest.skip("its products are the library's, whose bits depend on the number of rows")
     head, found = make(name, target).to(target.device), []
     for batch in (1, 8):
         speculative = {
@@ -228,6 +228,72 @@ def say(head, target, known, drafted):
     if head.d2t is None:
         return logits
     return [x.new_full((VOCAB,), -torch.inf).index_copy(0, head.draft_token_ids, x) for x in logits]
+
+
+class WatchedGrowth(Watched):
+    """Keeps the law behind every expanded path of tokens, and the topology of what was drafted."""
+
+    def _start(self, batch):
+        found = self.start(batch)
+        self.rows, self.levels = [], {(): found[0][0, 0].clone()}
+        return found
+
+    def _expand(self, batch, level, tokens, state):
+        found = self.expand(batch, level, tokens, state)
+        self.rows += tokens[0].tolist()
+        for way, logits in zip(level.ancestors[0].tolist(), found[0][:, 0]):
+            self.levels[tuple(self.rows[row] for row in way)] = logits.clone()
+        return found
+
+    def _propose(self, batch, tree, shape=None):
+        drafted = self.propose(batch, tree, shape)
+        keys = batch.seed, batch.sample, batch.committed + 1
+        self.steps.append((keys, drafted.tokens[0].tolist(), drafted.topology, self.levels))
+        return drafted
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_a_dynamic_tree_is_the_one_that_heaps_grow_from_the_head_s_laws(setting, tree_files, temperature):
+    target, _ = setting
+    head = make("eagle3", target).to(target.device)
+    speculative = {"model": head, "tree": tree_files["dynamic"]}
+    llm = LLM(target, max_num_seqs=1, enforce_eager=True, speculative_config=speculative)
+    watched = WatchedGrowth(llm.engine.drafter)
+    params = SamplingParams(seed=5, temperature=temperature, max_tokens=8)
+    prompt, compared = prompts_and_params(0.0)[0][5], 0
+    text = prompt + llm.generate(prompt, params)[0].outputs[0].token_ids
+
+    def children(laws, keys, path):
+        law = laws[path].double()
+        if not temperature:
+            found = law.log_softmax(0).topk(3)
+            return list(zip(found.indices.tolist(), found.values.tolist()))
+        seed, sample, position = keys
+        found = (law / temperature + gumbel(seed, sample, position + len(path), VOCAB)[0]).topk(3)
+        return list(zip(found.indices.tolist(), found.values.log_softmax(0).tolist()))
+
+    for keys, tokens, topology, laws in watched.steps:
+        _, tree = grow_naively(lambda path, laws=laws, keys=keys: children(laws, keys, path), 3, DEPTH, 14)
+        paths = [()]
+        for token, parent in zip(tokens[1:], topology.parents[0, 1:].tolist()):
+            paths.append((*paths[parent], token))
+        assert paths == [(), *tree]
+        assert topology.depths[0].tolist() == [len(path) for path in paths]
+        for path, ancestors in zip(paths, topology.ancestors[0].tolist()):
+            assert [paths[node] for node in ancestors] == [path[:depth] for depth in range(DEPTH + 1)]
+        committed = keys[2].item() - 1
+        if text[: committed + 1][-1] != tokens[0] or committed + 1 > len(text):
+            continue  # launched before its request was seen to have ended
+        known = torch.tensor([text[:committed]], device=target.device)
+        for path in (path for path in laws if len(path) == DEPTH - 1):
+            with torch.no_grad():
+                expected = say(head, target, known, torch.tensor([tokens[0], *path, 0], device=target.device))
+            for depth, logits in enumerate(expected):
+                law, kept = laws[path[:depth]], logits > -torch.inf
+                assert torch.equal(law > -torch.inf, kept)
+                assert (law[kept] - logits[kept]).abs().max() < 2e-4 * logits[kept].abs().max()
+                compared += 1
+    assert compared >= 3 * 3 * DEPTH
 
 
 @pytest.mark.parametrize(
