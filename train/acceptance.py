@@ -1,7 +1,7 @@
 """Acceptance of a head while it trains: the engine's own figure on held-out prompts, so that it is what serving will see.
 
-The engine is built once, on the loaded target (no second copy) and on the head in training (read in place). For a target that
-the engine does not run yet, the teacher-forced figure on the held-out conversations stands in, marked as such.
+The engine is built once, on the loaded target (no second copy) and on the head in training (read in place). For a target or a
+family of heads that the engine does not run yet, the teacher-forced figure on the held-out conversations stands in, marked as such.
 """
 
 import hashlib
@@ -10,12 +10,15 @@ from pathlib import Path
 
 import torch
 
+from ..heads.medusa import Medusa
 from ..inference.acceptance import measure_acceptance
 from ..inference.decoder import UnsupportedArchitecture
 from ..inference.llm import LLM
 from ..inference.sampling import SamplingParams
 from .data import BUILT_IN, encode_conversations, load_conversations
 from .distillation import count_teacher_forced_runs, find_labels
+
+DRAFTED_BY_ENGINE = (Medusa,)  # families of heads that the engine drafts with
 
 
 def choose_held_out(data, eval_data, target, conversations, count):
@@ -56,12 +59,16 @@ def _hash(conversation):
 class AcceptanceMeter:
     """Measures a head on held-out conversations.
 
-    target: FrozenTarget; head: Medusa, read in place; conversations: held-out ones; max_tokens: new tokens per prompt;
-    max_length: longest prompt + output; note(text) tells the user. Raises ValueError if no conversation fits.
+    target: FrozenTarget; head: read in place; predict(features, input_ids, position_ids, document_ids) -> the head's Predictions;
+    conversations: held-out ones; max_tokens: new tokens per prompt; max_length: longest prompt + output; note(text) tells the user;
+    layers: whose streams the head reads. Raises ValueError if no conversation fits.
     """
 
-    def __init__(self, target, tokenizer, head, conversations, chunk_tokens, note, max_tokens, max_length):
-        self.target, self.tokenizer, self.head, self.chunk_tokens = target, tokenizer, head, chunk_tokens
+    def __init__(
+        self, target, tokenizer, head, predict, conversations, chunk_tokens, note, max_tokens, max_length, layers=()
+    ):
+        self.target, self.tokenizer, self.head, self.predict = target, tokenizer, head, predict
+        self.chunk_tokens, self.layers = chunk_tokens, layers
         self.max_tokens, self.note, self.llm = max_tokens, note, None
         encoded = encode_conversations(tokenizer, conversations)
         prompts = [ids[: supervised.index(True)] for ids, supervised in encoded]
@@ -76,6 +83,10 @@ class AcceptanceMeter:
             )
         if len(self.prompts) < len(conversations):
             note(f"{len(conversations) - len(self.prompts)} of {len(conversations)} held-out prompts are too long")
+        stands_in = "acceptance is teacher-forced on the held-out text, not the engine's"
+        if not isinstance(head, DRAFTED_BY_ENGINE):
+            note(f"{stands_in}: it does not draft with a {type(head).__name__} yet")
+            return
         try:
             self.llm = LLM(
                 model=target.model,
@@ -88,7 +99,7 @@ class AcceptanceMeter:
                 },
             )
         except UnsupportedArchitecture as error:
-            note(f"acceptance is teacher-forced on the held-out text, not the engine's: {error}")
+            note(f"{stands_in}: {error}")
 
     @property
     def source(self):
@@ -106,22 +117,21 @@ class AcceptanceMeter:
             except ValueError as error:
                 self.note(f"acceptance was not measured: {error}")
                 return None
-        device, num_heads = self.target.lm_head.weight.device, self.head.num_speculative_tokens
-        reached, roots = [0] * num_heads, 0
+        device, num_depths = self.target.lm_head.weight.device, self.head.num_speculative_tokens
+        reached, roots = [0] * num_depths, 0
         for ids, supervised in self.encoded:
-            ids, supervised = ids[: self.max_length], supervised[: self.max_length]
-            input_ids = torch.tensor([ids], device=device)
+            input_ids = torch.tensor([ids[: self.max_length]], device=device)
+            marks = torch.tensor([supervised[: self.max_length]], device=device)
             document_ids = torch.zeros_like(input_ids)
-            features = self.target.features(input_ids, torch.arange(len(ids), device=device)[None], document_ids)[0]
-            marks = torch.tensor([supervised], device=device)
-            labels = find_labels(input_ids, document_ids, marks, num_heads)
-            runs, count = count_teacher_forced_runs(
-                self.head, features, labels, self.target.lm_head.weight, self.chunk_tokens
-            )
+            batch = (input_ids, torch.arange(input_ids.shape[1], device=device)[None], document_ids)
+            with torch.no_grad():
+                predictions = self.predict(self.target.features(*batch, layers=self.layers), *batch)
+            labels = find_labels(input_ids, document_ids, marks, num_depths)
+            runs, count = count_teacher_forced_runs(predictions, labels, self.chunk_tokens)
             reached = [total + run for total, run in zip(reached, runs)]
             roots += count
         if not roots:
-            self.note(f"acceptance was not measured: no held-out answer is longer than {num_heads} tokens")
+            self.note(f"acceptance was not measured: no held-out answer is longer than {num_depths} tokens")
             return None
         per_position = [count / roots for count in reached]
         return {

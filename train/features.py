@@ -1,11 +1,13 @@
 """The frozen target as the trainers see it: packed rows in, features out; computed as they are needed or once for all rows.
 
-The feature is the last hidden state after the final norm. Any AutoModelForCausalLM will do whose logits are its lm_head applied
-to that state and whose attention follows an explicit 4D mask and position ids; `FrozenTarget.check` tries it on real rows.
+The feature is the last hidden state after the final norm, and for heads that ask for them the residual streams that enter layers.
+Any AutoModelForCausalLM will do whose logits are its lm_head applied to that state and whose attention follows an explicit 4D mask
+and position ids; `FrozenTarget.check` tries it on real rows.
 
-Letters: B rows, T tokens per row, R all rows, H hidden size, V vocabulary.
+Letters: B rows, T tokens per row, R all rows, H hidden size, V vocabulary, A residual streams asked for.
 """
 
+import contextlib
 import inspect
 import os
 import shutil
@@ -101,15 +103,66 @@ class FrozenTarget:
     def dtype(self):
         return self.lm_head.weight.dtype
 
+    @property
+    def embedding(self):
+        """The table of input embeddings [V, H]."""
+        return self.model.get_input_embeddings().weight
+
     @torch.no_grad()
-    def features(self, input_ids, position_ids, document_ids):
-        """[B, T] each (document -1 on padding) -> last hidden states [B, T, H]; documents of a row do not see each other."""
-        return self.decoder(
-            input_ids=input_ids,
-            attention_mask=self._additive_mask(document_ids),
-            position_ids=position_ids,
-            use_cache=False,
-        ).last_hidden_state
+    def features(self, input_ids, position_ids, document_ids, layers=()):
+        """[B, T] each (document -1 on padding) -> [B, T, (1 + A) H]; documents of a row do not see each other.
+
+        The last hidden state after the final norm, then the residual streams of `layers` (A ids, low to high), side by side: id k
+        is the stream that enters layer k, counted from 0, and the number of layers is the one behind the last, before the
+        norm. Raises ValueError for layers that this target does not have.
+        """
+        with contextlib.ExitStack() as hooks:
+            streams = self._record_streams(layers, hooks) if layers else {}
+            last = self.decoder(
+                input_ids=input_ids,
+                attention_mask=self._additive_mask(document_ids),
+                position_ids=position_ids,
+                use_cache=False,
+            ).last_hidden_state
+        return torch.cat([last, *(streams[k] for k in layers)], -1) if layers else last
+
+    def check_layers(self, layers):
+        """The decoder's layers, if those whose streams are asked for are among them; else ValueError."""
+        count = self.model.config.get_text_config().num_hidden_layers
+        stacks = [m for m in self.decoder.children() if isinstance(m, nn.ModuleList) and len(m) == count]
+        if len(stacks) != 1:
+            raise ValueError(
+                f"{type(self.decoder).__name__} holds {len(stacks)} lists of {count} layers, not one: the residual streams "
+                "that this head reads cannot be found in it"
+            )
+        if any(not 0 <= k <= count for k in layers) or list(layers) != sorted(set(layers)):
+            raise ValueError(
+                f"layer ids must rise from 0 (the stream that enters the first layer) to at most {count} (behind the last layer of "
+                f"this target), got {list(layers)}"
+            )
+        return stacks[0]
+
+    def _record_streams(self, layers, hooks):
+        """{layer id: stream [B, T, H]}, filled by the next pass of the decoder; the hooks go when `hooks` closes."""
+        stack, streams = self.check_layers(layers), {}
+
+        def entering(k):
+            def record(module, given, named):
+                streams[k] = given[0] if given else named["hidden_states"]
+
+            return record
+
+        def leaving(module, given, output):
+            # Behind the last layer and not hidden_states[-1] of the library, which is behind the norm.
+            streams[len(stack)] = output[0] if isinstance(output, tuple) else output
+
+        for k in layers:
+            if k < len(stack):
+                handle = stack[k].register_forward_pre_hook(entering(k), with_kwargs=True)
+            else:
+                handle = stack[-1].register_forward_hook(leaving)
+            hooks.callback(handle.remove)
+        return streams
 
     def _additive_mask(self, document_ids):
         # Additive and finite: eager attention adds whatever it is given, and a padded row of -inf would turn into NaN.
@@ -157,16 +210,19 @@ class FeatureCache:
     it ends. On a machine with enough memory it is read from the page cache, never from the disk.
     """
 
-    def __init__(self, folder, num_rows, row_length, hidden_size, dtype, accelerator, note):
-        """Reserve the file; `note(text)` is told its size first. Raises ValueError if the disk is too small."""
+    def __init__(self, folder, num_rows, row_length, width, dtype, accelerator, note):
+        """Reserve the file; `note(text)` is told its size first. width: values per token, of all layers together.
+
+        Raises ValueError if the disk is too small.
+        """
         if int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes)) != accelerator.num_processes:
             raise ValueError("cache_features works on one machine only: set it to false for a run over several")
-        count = num_rows * row_length * hidden_size
+        count = num_rows * row_length * width
         num_bytes = count * dtype.itemsize
         path = Path(folder, "features.cache")
         free = shutil.disk_usage(folder).free
         note(
-            f"feature cache: {num_rows} rows x {row_length} tokens x {hidden_size} values in {dtype} take "
+            f"feature cache: {num_rows} rows x {row_length} tokens x {width} values in {dtype} take "
             f"{num_bytes / 1e6:,.0f} MB of disk or page cache in {folder} ({free / 1e6:,.0f} MB free)"
         )
         if num_bytes > free:
@@ -180,13 +236,16 @@ class FeatureCache:
                 os.posix_fallocate(file.fileno(), 0, num_bytes)
         accelerator.wait_for_everyone()
         stored = torch.from_file(str(path), shared=True, size=count, dtype=dtype)
-        self.stored = stored.view(num_rows, row_length, hidden_size)
+        self.stored = stored.view(num_rows, row_length, width)
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             path.unlink()
 
-    def fill(self, target, packed, batch_rows, accelerator, stop):
-        """Compute every row, shared out over the ranks. Returns False if `stop` (StopSignals) ended it early."""
+    def fill(self, target, packed, batch_rows, accelerator, stop, layers=()):
+        """Compute every row, with the streams of `layers`, shared out over the ranks.
+
+        Returns False if `stop` (StopSignals) ended it early.
+        """
         self.target_dtype = target.dtype
         starts = range(accelerator.process_index * batch_rows, len(self.stored), accelerator.num_processes * batch_rows)
         with tqdm(
@@ -204,10 +263,10 @@ class FeatureCache:
                     part[rows].to(accelerator.device)
                     for part in (packed.input_ids, packed.position_ids, packed.document_ids)
                 ]
-                self.stored[rows] = target.features(*batch).to(self.stored)
+                self.stored[rows] = target.features(*batch, layers).to(self.stored)
                 bar.update(min(accelerator.num_processes * len(batch[0]), len(self.stored) - bar.n))
         return not stop.agreed(accelerator)
 
     def rows(self, index, device):
-        """Features of the rows `index` (int64 array [B]) in the target's dtype -> [B, T, H] on `device`."""
+        """Features of the rows `index` (int64 array [B]) in the target's dtype -> [B, T, width] on `device`."""
         return self.stored[torch.from_numpy(index)].to(device, self.target_dtype)

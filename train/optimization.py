@@ -6,6 +6,10 @@ import time
 import torch
 
 
+class NonFiniteLoss(RuntimeError):
+    """The loss or its gradient is not finite; no optimiser step was made with it."""
+
+
 def build_optimizer(head, weight_decay, beta1, beta2):
     """AdamW in the parameters' fp32, all state included; weight decay on matrices only. The caller sets each step's lr.
 

@@ -13,12 +13,8 @@ from .data import PackedRows, encode_conversations, pack
 from .distillation import find_labels
 
 
-def build_rows(tokenizer, conversations, row_length, max_tokens, seed, note):
-    """Encode and pack conversations in an order drawn from `seed`, at most `max_tokens` of them (0: all).
-
-    Rows without a label (one long request, its answer cut off) are left out. Returns (PackedRows, labels per row int64 [R]).
-    Raises ValueError if no label is left.
-    """
+def choose_documents(tokenizer, conversations, row_length, max_tokens, seed):
+    """Encode conversations in an order drawn from `seed`, at most `max_tokens` of them (0: all).  -> list of (ids, supervised)"""
     conversations = list(conversations)
     random.Random(seed).shuffle(conversations)
     if max_tokens:
@@ -33,18 +29,32 @@ def build_rows(tokenizer, conversations, row_length, max_tokens, seed, note):
     if max_tokens:
         total = np.cumsum([min(len(ids), row_length) for ids, _ in encoded])
         encoded = encoded[: max(int((total <= max_tokens).sum()), 1)]
-    packed = pack(encoded, row_length, pad_token_id=tokenizer.pad_token_id or 0)
+    return encoded
+
+
+def supervise_all(documents):
+    """The documents with every token supervised, the user's and the template's too."""
+    return [(ids, [True] * len(ids)) for ids, _ in documents]
+
+
+def build_rows(documents, row_length, pad_token_id, note, kind="conversations"):
+    """Pack documents (list of (ids, supervised)); `note(text)` is told what became of them, `kind` being what they are.
+
+    Rows without a label (one long request, its answer cut off) are left out. Returns (PackedRows, labels per row int64 [R]).
+    Raises ValueError if no label is left.
+    """
+    packed = pack(documents, row_length, pad_token_id or 0)
     counts = count_labels(packed)
     kept = counts > 0
     if not kept.any():
         raise ValueError(
-            f"no assistant token of {len(encoded)} conversations lies within row_length {row_length} with a token two places "
+            f"no assistant token of {len(documents)} {kind} lies within row_length {row_length} with a token two places "
             "before it: raise row_length"
         )
     parts = (packed.input_ids, packed.position_ids, packed.document_ids, packed.supervised)
     packed = PackedRows(*(part[kept] for part in parts), num_cut=packed.num_cut)
     note(
-        f"{len(encoded)} conversations in {len(packed.input_ids)} rows of {row_length} tokens, {int(counts.sum())} labels; "
+        f"{len(documents)} {kind} in {len(packed.input_ids)} rows of {row_length} tokens, {int(counts.sum())} labels; "
         f"{packed.num_cut} longer than a row were cut, {int((~kept).sum())} rows without a label left out"
     )
     return packed, counts[kept].numpy()
@@ -52,7 +62,7 @@ def build_rows(tokenizer, conversations, row_length, max_tokens, seed, note):
 
 def count_labels(packed):
     """Labels per row: supervised positions that the first head can predict.  -> int64 [R]"""
-    labels = find_labels(packed.input_ids, packed.document_ids, packed.supervised, num_heads=1)
+    labels = find_labels(packed.input_ids, packed.document_ids, packed.supervised, num_depths=1)
     rows = labels.positions // packed.input_ids.shape[1]
     return torch.bincount(rows, minlength=len(packed.input_ids))
 
@@ -86,7 +96,10 @@ def fingerprint(packed):
     return checksum
 
 
-def describe_rows(packed, index, tokenizer, num_tokens=48):
-    """What rows `index` (list) say, for an error: their numbers and the beginning of each of the first four."""
-    excerpts = [repr(tokenizer.decode(packed.input_ids[row, :num_tokens].tolist())) for row in index[:4]]
-    return f"rows {index}, which begin with {'; '.join(excerpts)}"
+def describe_fed(packed, fed, tokenizer, num_tokens=48):
+    """What this process was fed, for an error. fed: lists of rows; the first four rows are told by their beginning."""
+    rows = [row for one in fed for row in one]
+    if not rows:
+        return "another rank says what it was fed"
+    excerpts = [repr(tokenizer.decode(packed.input_ids[row, :num_tokens].tolist())) for row in rows[:4]]
+    return f"this process was fed rows {rows}, which begin with {'; '.join(excerpts)}"

@@ -89,17 +89,28 @@ def stdlib_splits(stdlib_source):
     return dict(zip(stdlib_pairs.SPLITS, stdlib_pairs.split_pairs(stdlib_source)))
 
 
-@pytest.fixture
-def arguments(word_target, conversations, tmp_path):
-    """arguments(lr=0.1, ...) -> argv of a run that takes a fraction of a second, in tmp_path/"run"."""
+def argument_builder(target, data, folder, **own):
+    """build(lr=0.1, ...) -> argv of a run that takes a fraction of a second, in folder/"run"; own: the head's keys."""
 
     def build(**keys):
-        values = {"target": word_target, "data": conversations, "output": tmp_path / "run", "row_length": 64}
+        values = {"target": target, "data": data, "output": folder / "run", "row_length": 64}
         values |= {"max_steps": 6, "batch_rows": 2, "log_every": 1, "eval_prompts": 0, "tracker": "none"}
-        values |= {"autocast": "no", "num_heads": 3, "checkpoint_every": 0, "lr": 0.01} | keys
+        values |= {"autocast": "no", "checkpoint_every": 0, "lr": 0.01} | own | keys
         return [word for name, value in values.items() for word in (f"--{name}", str(value))]
 
     return build
+
+
+@pytest.fixture
+def arguments(word_target, conversations, tmp_path):
+    """argument_builder for train/medusa.py."""
+    return argument_builder(word_target, conversations, tmp_path, num_heads=3)
+
+
+@pytest.fixture
+def speculator_arguments(word_target, conversations, tmp_path):
+    """argument_builder for train/mlp_speculator.py."""
+    return argument_builder(word_target, conversations, tmp_path, num_steps=3, inner_size=24)
 
 
 @pytest.fixture

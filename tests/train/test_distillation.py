@@ -1,4 +1,4 @@
-"""The losses against plain loops over documents and torch's own autograd."""
+"""Labels, loss and gradients of whole rows against plain loops over documents and torch's own autograd."""
 
 import pytest
 import torch
@@ -9,13 +9,14 @@ from headstart.train.distillation import (
     Objective,
     accumulate_gradients,
     count_teacher_forced_runs,
-    distillation_loss,
     find_labels,
     summarize,
-    target_law,
 )
+from headstart.train.losses import Loss
+from headstart.train.predictions import Predictions, medusa_predictions
 
 H, V, K = 12, 23, 3
+HARD, KL, LK = Loss("hard"), Loss("kl"), Loss("lk", eta=2.0)
 
 
 def make_batch(seed=0, num_rows=3, length=29):
@@ -61,10 +62,13 @@ def loss_by_loops(head, lm_head, batch, objective):
                     logits = F.linear(head.hidden(f[t], k), lm_head.weight)
                     if head.heads[k].lm_head is not None:
                         logits = head.heads[k].lm_head(head.hidden(f[t], k))
-                    hard = F.cross_entropy(logits[None], x[t + 2 + k][None])
                     law = F.softmax(lm_head(f[t + 1 + k]), -1)
-                    soft = F.kl_div(F.log_softmax(logits, -1), law, reduction="sum")
-                    total = total + objective.weights[k] * (objective.hard_weight * hard + objective.soft_weight * soft)
+                    kl = F.kl_div(F.log_softmax(logits, -1), law, reduction="sum")
+                    alpha = torch.minimum(law, F.softmax(logits, -1)).sum()
+                    w = torch.exp(-2.0 * alpha).detach()
+                    values = {"hard": F.cross_entropy(logits[None], x[t + 2 + k][None]), "kl": kl}
+                    values["lk"] = w * kl + (1 - w) * (1 - alpha)
+                    total = total + objective.weights[k] * values[objective.loss.name]
     return total / num_labels, num_labels
 
 
@@ -72,16 +76,17 @@ def ours(head, lm_head, batch, objective, chunk_tokens=7, with_hits=False):
     input_ids, document_ids, supervised, features = batch
     labels = find_labels(input_ids, document_ids, supervised, K)
     head.zero_grad()
+    predictions = medusa_predictions(head, features, lm_head.weight)
     arguments = (features.flatten(0, 1), labels, lm_head, objective, len(labels.positions), chunk_tokens)
-    totals = accumulate_gradients(head, *arguments, with_hits=with_hits)
+    totals = accumulate_gradients(predictions, *arguments, with_hits=with_hits)
     return totals, summarize(totals, objective, len(labels.positions))
 
 
-@pytest.mark.parametrize(("hard", "soft"), [(1.0, 0.0), (0.0, 1.0), (0.3, 0.9)])
+@pytest.mark.parametrize("loss", [HARD, KL, LK], ids=str)
 @pytest.mark.parametrize("shared", [False, True])
-def test_loss_and_every_gradient_are_those_of_the_definition(hard, soft, shared):
+def test_loss_and_every_gradient_are_those_of_the_definition(loss, shared):
     (head, lm_head), batch = make_head(shared=shared), make_batch()
-    objective = Objective(hard, soft, [0.8**k for k in range(K)])
+    objective = Objective(loss, [0.8**k for k in range(K)])
     expected, num_labels = loss_by_loops(head, lm_head, batch, objective)
     head.zero_grad()
     expected.backward()
@@ -96,7 +101,7 @@ def test_loss_and_every_gradient_are_those_of_the_definition(hard, soft, shared)
 
 def test_the_last_head_and_every_block_get_their_own_gradient():
     (head, lm_head), batch = make_head(), make_batch()
-    ours(head, lm_head, batch, Objective(0.5, 0.5, [1.0] * K))
+    ours(head, lm_head, batch, Objective(LK, [1.0] * K))
     blocks = [block.linear.weight for one in head.heads for block in one.blocks]
     assert len({block.data_ptr() for block in blocks}) == K * 2
     for i, block in enumerate(blocks):
@@ -106,7 +111,7 @@ def test_the_last_head_and_every_block_get_their_own_gradient():
 
 def test_padding_and_unsupervised_tokens_change_nothing():
     (head, lm_head), batch = make_head(), make_batch()
-    objective = Objective(0.5, 0.5, [1.0] * K)
+    objective = Objective(LK, [1.0] * K)
     before, line = ours(head, lm_head, batch, objective)
     input_ids, document_ids, supervised, features = batch
     padding = document_ids < 0
@@ -122,7 +127,7 @@ def test_padding_and_unsupervised_tokens_change_nothing():
 @pytest.mark.parametrize("chunk_tokens", [1, 10_000])
 def test_chunks_do_not_change_the_gradient(chunk_tokens):
     (head, lm_head), batch = make_head(), make_batch()
-    objective = Objective(0.2, 0.8, [1.0, 0.7, 0.1])
+    objective = Objective(LK, [1.0, 0.7, 0.1])
     ours(head, lm_head, batch, objective, chunk_tokens=7)
     gradients = [p.grad.clone() for p in head.parameters()]
     ours(head, lm_head, batch, objective, chunk_tokens=chunk_tokens)
@@ -132,9 +137,9 @@ def test_chunks_do_not_change_the_gradient(chunk_tokens):
 
 def test_head_weights_scale_each_heads_gradient_alone():
     (head, lm_head), batch = make_head(), make_batch()
-    ours(head, lm_head, batch, Objective(1.0, 0.0, [1.0] * K))
+    ours(head, lm_head, batch, Objective(HARD, [1.0] * K))
     full = [p.grad.clone() for p in head.heads[2].parameters()]
-    totals, line = ours(head, lm_head, batch, Objective(1.0, 0.0, [1.0, 0.5, 0.25]))
+    totals, line = ours(head, lm_head, batch, Objective(HARD, [1.0, 0.5, 0.25]))
     for parameter, expected in zip(head.heads[2].parameters(), full):
         torch.testing.assert_close(parameter.grad, expected * 0.25, rtol=1e-12, atol=0)
     weighed = sum(w * float(t) for w, t in zip((1, 0.5, 0.25), totals[:, 0])) / float(totals[0, 1])
@@ -159,40 +164,76 @@ def test_labels_are_supervised_tokens_with_a_feature_in_their_own_document():
     assert torch.equal(labels.tokens, input_ids.flatten()[labels.positions])
 
 
-@pytest.mark.parametrize(("hard", "soft"), [(1.0, 0.0), (0.0, 1.0), (0.4, 0.6), (0.7, 1.1)])
-def test_row_losses_pass_gradcheck(hard, soft):
-    torch.manual_seed(0)
-    logits = torch.randn(5, V, dtype=torch.float64, requires_grad=True)
-    law = target_law(torch.randn(5, V, dtype=torch.float64))
-    labels = torch.randint(0, V, (5,))
-    assert torch.autograd.gradcheck(lambda x: distillation_loss(x, labels, law, hard, soft), (logits,))
-    expected = hard * F.cross_entropy(logits, labels, reduction="none")
-    expected = expected + soft * F.kl_div(logits.log_softmax(-1), law[0], reduction="none").sum(-1)
-    torch.testing.assert_close(distillation_loss(logits, labels, law, hard, soft), expected, rtol=1e-12, atol=1e-13)
+def test_recurrent_states_get_the_gradient_of_one_graph():
+    """States that hang on each other, as a recurrent head's do: chunk by chunk, and one pass at the end, is autograd's own sum."""
+    torch.manual_seed(3)
+    (_, lm_head), (input_ids, document_ids, supervised, features) = make_head(), make_batch()
+    body, tail = (torch.nn.Linear(H, H, bias=False).double() for _ in range(2))
+    out = torch.nn.Linear(H, V, bias=False).double()
+    flat, labels = features.flatten(0, 1), find_labels(input_ids, document_ids, supervised, K)
+    modules = (body, tail, out)
+
+    def states():
+        found = [torch.tanh(body(flat))]
+        for _ in range(K - 1):
+            found.append(torch.tanh(tail(found[-1])))
+        return found
+
+    total, count = 0.0, len(labels.positions)
+    for k, state in enumerate(states()):
+        for position, token, valid in zip(labels.positions.tolist(), labels.tokens, labels.valid[k]):
+            if valid:
+                total = total + 0.5**k * F.cross_entropy(out(state[position - 2 - k]), token)
+    (total / count).backward()
+    expected = [module.weight.grad.clone() for module in modules]
+    for module in modules:
+        module.zero_grad()
+    predictions = Predictions(states(), lambda rows, k: out(rows))
+    objective = Objective(HARD, [0.5**k for k in range(K)])
+    totals = accumulate_gradients(predictions, flat, labels, lm_head, objective, count, chunk_tokens=7)
+    assert summarize(totals, objective, count)["loss"] == pytest.approx((total / count).item(), rel=1e-12)
+    for module, gradient in zip(modules, expected):
+        torch.testing.assert_close(module.weight.grad, gradient, rtol=1e-10, atol=1e-13)
+        assert gradient.abs().max() > 1e-4
 
 
-def test_bfloat16_logits_lose_no_more_than_rounding_them_does():
-    torch.manual_seed(0)
-    logits = torch.randn(9, 301) * 4
-    law, labels = target_law(torch.randn(9, 301) * 4), torch.randint(0, 301, (9,))
-    exact = distillation_loss(logits.bfloat16().double(), labels, [part.double() for part in law], 0.5, 0.5)
-    rounded = logits.bfloat16().requires_grad_()
-    loss = distillation_loss(rounded, labels, law, 0.5, 0.5)
-    assert loss.dtype == torch.float32
-    torch.testing.assert_close(loss.double(), exact, rtol=1e-5, atol=1e-5)
-    loss.sum().backward()
-    assert rounded.grad.dtype == torch.bfloat16
-
-
-def test_kl_to_itself_is_zero():
-    logits = torch.randn(4, V, dtype=torch.float64)
-    loss = distillation_loss(logits, torch.zeros(4, dtype=torch.int64), target_law(logits), 0.0, 1.0)
-    assert loss.abs().max() < 1e-12
+@pytest.mark.parametrize("loss", [HARD, KL], ids=str)
+def test_draft_vocabulary_reads_laws_and_labels_by_the_targets_ids(loss):
+    torch.manual_seed(4)
+    (_, lm_head), (input_ids, document_ids, supervised, features) = make_head(), make_batch()
+    draft_ids = torch.tensor([1, 2, 5, 6, 9, 13, 14, 20])
+    out = torch.nn.Linear(H, len(draft_ids), bias=False).double()
+    flat, labels = features.flatten(0, 1), find_labels(input_ids, document_ids, supervised, K)
+    total, counts, hits = 0.0, [0] * K, [0] * K
+    for k in range(K):
+        for position, token, valid in zip(labels.positions.tolist(), labels.tokens.tolist(), labels.valid[k]):
+            inside = token in draft_ids.tolist()
+            if not valid or (loss is HARD and not inside):
+                continue
+            logits = out(flat[position - 2 - k])
+            law = lm_head(flat[position - 1]).softmax(-1)[draft_ids]
+            if loss is HARD:
+                total = total - logits.log_softmax(-1)[draft_ids.tolist().index(token)]
+            else:
+                total = total + (law * (law.log() - logits.log_softmax(-1))).sum()
+            counts[k] += 1
+            hits[k] += int(draft_ids[logits.argmax()]) == token
+    total.backward()
+    expected = out.weight.grad.clone()
+    out.zero_grad()
+    predictions = Predictions([flat] * K, lambda rows, k: out(rows), draft_ids)
+    arguments = (flat, labels, lm_head, Objective(loss, [1.0] * K), 1, 5)
+    totals = accumulate_gradients(predictions, *arguments, with_hits=True)
+    torch.testing.assert_close(out.weight.grad, expected, rtol=1e-10, atol=1e-12)
+    assert totals[:, 1].tolist() == counts
+    assert totals[:, 2].tolist() == hits
+    assert totals[:, 0].sum().item() == pytest.approx(total.item(), rel=1e-12)
+    assert (loss is HARD) == (counts[0] < len(labels.positions))
 
 
 def test_hits_are_counted_against_the_text():
     (head, lm_head), batch = make_head(), make_batch(seed=3)
-    totals, line = ours(head, lm_head, batch, Objective(1.0, 0.0, [1.0] * K), with_hits=True)
+    totals, line = ours(head, lm_head, batch, Objective(HARD, [1.0] * K), with_hits=True)
     input_ids, document_ids, supervised, features = batch
     labels = find_labels(input_ids, document_ids, supervised, K)
     for k in range(K):
@@ -220,7 +261,8 @@ def test_teacher_forced_runs_are_those_of_a_walk_over_the_text():
     says = torch.where(wrong, (says + 1) % V, says)
     features = F.one_hot(says, V).flatten(2).double()
     labels = find_labels(input_ids, document_ids, supervised, K)
-    reached, roots = count_teacher_forced_runs(head, features.flatten(0, 1), labels, None, chunk_tokens=13)
+    predictions = medusa_predictions(head, features, None)
+    reached, roots = count_teacher_forced_runs(predictions, labels, chunk_tokens=13)
     expected, count = [0] * K, 0
     for row in range(4):
         for t in range(60 - 1 - K):

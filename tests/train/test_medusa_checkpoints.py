@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 
 from headstart.heads.medusa import Medusa, MedusaConfig
-from headstart.train import medusa
+from headstart.train import medusa, run_folder
 from headstart.train.checkpointing import find_damage, list_checkpoints, load_checkpoint, read_state, save_checkpoint
 from headstart.train.optimization import build_optimizer
 
@@ -113,13 +113,13 @@ def test_going_back_to_an_earlier_checkpoint_repeats_the_run(arguments, tmp_path
 def test_going_back_keeps_what_is_saved_and_drops_the_steps_given_up(arguments, tmp_path, monkeypatch):
     run(arguments, max_steps=8, checkpoint_every=2, keep_checkpoints=9)
     keys = {"max_steps": 8, "checkpoint_every": 2, "keep_checkpoints": 2}
-    kept, save = [], medusa.save_checkpoint
+    kept, save = [], run_folder.save_checkpoint
 
     def save_and_look(*arguments):
         save(*arguments)
         kept.append([int(path.name.split("-")[1]) for path in list_checkpoints(tmp_path / "run")])
 
-    monkeypatch.setattr(medusa, "save_checkpoint", save_and_look)
+    monkeypatch.setattr(run_folder, "save_checkpoint", save_and_look)
     run(arguments, **keys, resume_from=tmp_path / "run" / "checkpoints" / "step-000002")
     assert kept == [[2, 4], [4, 6], [6, 8]]
     assert not [path for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.startswith(".")]

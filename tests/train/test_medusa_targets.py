@@ -13,7 +13,7 @@ from headstart.train.acceptance import choose_held_out
 from headstart.train.checkpointing import check_output
 from headstart.train.data import load_conversations, pack
 from headstart.train.features import FeatureCache, FrozenTarget
-from headstart.train.rows import build_rows, count_labels, rows_of_step
+from headstart.train.rows import build_rows, choose_documents, count_labels, rows_of_step
 
 SMALL = {"vocab_size": 48, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 SMALL |= {"max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": 2, "pad_token_id": 2}
@@ -58,7 +58,7 @@ def test_target_that_the_engine_does_not_run_is_measured_teacher_forced(
 ):
     folder = save(tmp_path / "target", word_target, transformers.GPT2Config, **GPT2)
     # Against the text, so let the heads learn the text: its answers count upwards.
-    keys = {"hard_weight": 1, "soft_weight": 0, "lr": 0.05, "num_epochs": 12, "max_steps": 0, "head_weight_decay": 1}
+    keys = {"loss": "hard", "lr": 0.05, "num_epochs": 12, "max_steps": 0, "head_weight_decay": 1}
     assert medusa.main(arguments(target=folder, eval_prompts=6, eval_tokens=6, **keys)) == 0
     assert "acceptance is teacher-forced on the held-out text, not the engine's" in capsys.readouterr().err
     (line,) = read_metrics("acceptance")
@@ -180,9 +180,14 @@ def test_cache_larger_than_the_disk_is_refused(tmp_path):
 def test_max_tokens_picks_whole_conversations_at_random(word_target, conversations):
     tokenizer = transformers.AutoTokenizer.from_pretrained(word_target)
     loaded = load_conversations(conversations)
-    everything, _ = build_rows(tokenizer, loaded, 64, 0, 0, note=lambda text: None)
-    some, counts = build_rows(tokenizer, loaded, 64, 400, 0, note=lambda text: None)
-    others, _ = build_rows(tokenizer, loaded, 64, 400, 1, note=lambda text: None)
+
+    def rows(max_tokens, seed):
+        documents = choose_documents(tokenizer, loaded, 64, max_tokens, seed)
+        return build_rows(documents, 64, tokenizer.pad_token_id, note=lambda text: None)
+
+    everything, _ = rows(0, 0)
+    some, counts = rows(400, 0)
+    others, _ = rows(400, 1)
     tokens = int((some.document_ids >= 0).sum())
     assert 370 < tokens <= 400 < int((everything.document_ids >= 0).sum())
     assert some.input_ids.tolist() != others.input_ids.tolist()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headstart.train import medusa
+from headstart.train import medusa, run_folder
 from headstart.train.tracking import MetricsFile, wandb_mode
 
 
@@ -45,7 +45,7 @@ def logged_out(monkeypatch, tmp_path):
 
 def test_offline_run_holds_config_curves_plot_and_samples(arguments, tmp_path, logged_out, capfd):
     pytest.importorskip("wandb")
-    words = arguments(tracker="wandb", eval_prompts=3, eval_every=3, eval_tokens=8, hard_weight=0.25)
+    words = arguments(tracker="wandb", eval_prompts=3, eval_every=3, eval_tokens=8, lk_eta=2.5)
     environment = dict(os.environ)
     assert medusa.main(words) == 0
     assert "W&B: offline" in capfd.readouterr().err
@@ -57,7 +57,7 @@ def test_offline_run_holds_config_curves_plot_and_samples(arguments, tmp_path, l
     records = read_records(path)
     updates = [one for record in records for one in (*record.run.config.update, *record.config.update)]
     config = {one.key or "/".join(one.nested_key): json.loads(one.value_json) for one in updates}
-    assert config["hard_weight"] == 0.25
+    assert config["lk_eta"] == 2.5
     assert config["target"] == words[1]
     assert set(config) >= set(vars(medusa.parse_recipe(medusa.Recipe, words, "")))
 
@@ -86,7 +86,7 @@ def test_offline_run_holds_config_curves_plot_and_samples(arguments, tmp_path, l
 
 
 def test_missing_wandb_is_a_note(arguments, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(medusa, "has_wandb", lambda: False)
+    monkeypatch.setattr(run_folder, "has_wandb", lambda: False)
     assert medusa.main(arguments(tracker="wandb")) == 0
     assert "wandb is not installed" in capsys.readouterr().err
     assert len(MetricsFile(tmp_path / "run" / "metrics.jsonl").lines()) == 6

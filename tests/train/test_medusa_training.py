@@ -88,8 +88,8 @@ def test_every_head_learns_in_blocks_of_its_own(arguments, read_metrics, tmp_pat
 
 
 def test_accumulating_eight_micro_steps_is_one_batch_of_eight(arguments, read_metrics, tmp_path):
-    run(arguments, batch_rows=8, accumulate=1, hard_weight=0.5)
-    run(arguments, batch_rows=1, accumulate=8, hard_weight=0.5, output=tmp_path / "eight")
+    run(arguments, batch_rows=8, accumulate=1)
+    run(arguments, batch_rows=1, accumulate=8, output=tmp_path / "eight")
     one, eight = read_metrics(), read_metrics(run="eight")
     assert len(one) == len(eight) == 6
     for a, b in zip(one, eight):
@@ -123,9 +123,9 @@ def test_two_processes_train_as_one(arguments, read_metrics, tmp_path):
 
 
 def test_cached_features_train_as_computed_ones(arguments, read_metrics, tmp_path, capsys):
-    run(arguments, hard_weight=0.5)
+    run(arguments)
     assert "feature cache" not in capsys.readouterr().err
-    run(arguments, hard_weight=0.5, cache_features=True, output=tmp_path / "cached")
+    run(arguments, cache_features=True, output=tmp_path / "cached")
     for a, b in zip(read_metrics(), read_metrics(run="cached"), strict=True):
         assert a == approximately(b, 1e-5)
     said = capsys.readouterr().err
@@ -177,8 +177,7 @@ CHANGES = {
     "num_heads": 2,
     "num_layers": 2,
     "shared_lm_head": True,
-    "hard_weight": 0.7,
-    "soft_weight": 0.5,
+    "loss": "lk",
     "head_weight_decay": 0.5,
     "lr": 0.02,
     "warmup_ratio": 0.5,
@@ -238,6 +237,12 @@ def test_equal_recipes_give_equal_runs(arguments, baseline, tmp_path, capsys):
     assert observe(arguments, tmp_path / "again", capsys) == baseline
 
 
+def test_lk_eta_changes_lk_and_each_loss_trains_its_own_way(arguments, tmp_path, capsys):
+    runs = [{"loss": "hard"}, {"loss": "lk-log"}, {"loss": "lk"}, {"loss": "lk", "lk_eta": 1}]
+    seen = [observe(arguments, tmp_path / str(i), capsys, eval_prompts=0, **keys)[2] for i, keys in enumerate(runs)]
+    assert all(one != other for i, one in enumerate(seen) for other in seen[:i])
+
+
 def test_num_epochs_decides_where_max_steps_does_not(arguments, tmp_path, capsys):
     short = observe(arguments, tmp_path / "short", capsys, max_steps=0, num_epochs=0.5)
     assert len(observe(arguments, tmp_path / "long", capsys, max_steps=0, num_epochs=1)[0]) > len(short[0])
@@ -257,7 +262,7 @@ def test_eval_data_replaces_the_split(arguments, baseline, tmp_path, capsys):
 
 def test_every_field_of_the_recipe_is_accounted_for():
     """target, data, output, resume, resume_from and tracker have tests of their own, here and beside this file."""
-    elsewhere = {"target", "data", "output", "resume", "resume_from", "tracker", "num_epochs", "eval_data"}
+    elsewhere = {"target", "data", "output", "resume", "resume_from", "tracker", "num_epochs", "eval_data", "lk_eta"}
     assert {f.name for f in fields(medusa.Recipe)} == set(CHANGES) | elsewhere
 
 

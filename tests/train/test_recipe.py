@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from headstart.train import mlp_speculator
 from headstart.train.medusa import Recipe
 from headstart.train.recipe import check_values, key, parse_recipe, resolved_values, save_recipe
 
@@ -101,9 +102,9 @@ def test_help_lists_every_key_with_default_and_explanation(capsys):
             assert f"--{f.name} (default {f.default!r})" in text
 
 
-def test_a_recipe_without_any_loss_is_refused():
-    with pytest.raises(ValueError, match="nothing to learn from"):
-        parse_recipe(Recipe, [*NEEDED, "--soft_weight", "0"], "")
+def test_an_unknown_loss_is_refused_by_name():
+    with pytest.raises(ValueError, match="loss must be one of hard, kl, lk, lk-log, got 'ce'"):
+        parse_recipe(Recipe, [*NEEDED, "--loss", "ce"], "")
 
 
 def test_recipe_cannot_be_changed_after_it_is_made():
@@ -117,6 +118,30 @@ def test_shipped_configs_parse(name):
     assert recipe.num_heads == 4
 
 
+@pytest.mark.parametrize(
+    "name", ["mlp-speculator-quickstart.yaml", "mlp-speculator.yaml", "mlp-speculator-stage2.yaml"]
+)
+def test_shipped_configs_of_mlp_speculators_parse(name):
+    recipe = parse_recipe(mlp_speculator.Recipe, ["--config", str(CONFIGS / name)], "")
+    assert recipe.stage == (2 if "stage2" in name else 1)
+    # Every key is said on a line of its own: what is left to a default is not a part of the recipe.
+    lines = (CONFIGS / name).read_text().splitlines()
+    said = {line.split(":")[0] for line in lines if not line.startswith("#")}
+    assert {"target", "data", "output", "loss", "lr", "num_steps", "inner_size", "batch_rows"} <= said
+    assert any(line.startswith("#   accelerate launch") and "train/mlp_speculator.py" in line for line in lines)
+
+
+def test_stage_2_goes_on_with_the_head_of_stage_1_at_a_tenth_of_its_rate():
+    first, second = (
+        parse_recipe(mlp_speculator.Recipe, ["--config", str(CONFIGS / f"mlp-speculator{stage}.yaml")], "")
+        for stage in ("", "-stage2")
+    )
+    assert second.start_from == first.output
+    assert second.lr == pytest.approx(first.lr / 10)
+    shape = ("target", "num_steps", "inner_size", "tie_weights", "scale_input")
+    assert all(getattr(first, name) == getattr(second, name) for name in shape)
+
+
 def test_learning_rate_rises_then_falls_as_a_cosine():
     recipe = parse_recipe(Recipe, [*NEEDED, "--lr", "2", "--warmup_ratio", "0.1", "--min_lr_ratio", "0.25"], "")
     rates = [recipe.learning_rate(step, 100) for step in range(100)]
@@ -128,5 +153,5 @@ def test_learning_rate_rises_then_falls_as_a_cosine():
 
 
 def test_steps_come_from_epochs_unless_they_are_given():
-    assert parse_recipe(Recipe, [*NEEDED, "--num_epochs", "1.5"], "").num_steps(100, 8) == 19
-    assert parse_recipe(Recipe, [*NEEDED, "--max_steps", "5"], "").num_steps(100, 8) == 5
+    assert parse_recipe(Recipe, [*NEEDED, "--num_epochs", "1.5"], "").num_updates(100, 8) == 19
+    assert parse_recipe(Recipe, [*NEEDED, "--max_steps", "5"], "").num_updates(100, 8) == 5

@@ -1,0 +1,255 @@
+"""Train an MLP speculator (heads/mlp_speculator.py) against a frozen target: the script, from top to bottom.
+
+    accelerate launch train/mlp_speculator.py --config configs/mlp-speculator-quickstart.yaml
+    accelerate launch train/mlp_speculator.py --config configs/mlp-speculator.yaml --target ORG/MODEL --data conversations.jsonl
+    accelerate launch train/mlp_speculator.py --config configs/mlp-speculator-stage2.yaml --start_from runs/first
+
+Stage 1: conversations -> token ids and assistant mask -> packed rows -> the target's features -> n steps, each fed the text's own
+next token (teacher forcing) -> loss against the target's law or the text, summed and divided by the number of labels of the
+whole optimiser step. Stage 2 goes on with a head from stage 1, on text that the target itself writes from short prompts: our engine
+generates it before training, into generated.jsonl of the run folder. `--help` lists every key. A run writes only into its
+`output` folder: config.yaml, metrics.jsonl, checkpoints/, acceptance.json, head/, generated.jsonl.
+
+Every rank knows all rows and their order, so label counts need no communication; gradients are summed over the ranks once per
+optimiser step. It does not: shard the head over ranks, mix several data sets, feed steps with their own drafts.
+"""
+
+import math
+import sys
+from dataclasses import dataclass, fields
+
+import torch
+from tqdm import tqdm
+
+from headstart.heads.checkpoint import load_head
+from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
+from headstart.train.acceptance import AcceptanceMeter, choose_held_out
+from headstart.train.checkpointing import check_output
+from headstart.train.data import load_conversations
+from headstart.train.distillation import Objective, accumulate_gradients, find_labels, summarize
+from headstart.train.features import FeatureCache, FrozenTarget, load_target
+from headstart.train.generated_text import build_generator, cut_prompts, generated_documents
+from headstart.train.losses import Loss
+from headstart.train.optimization import NonFiniteLoss, build_optimizer, sum_gradients, update
+from headstart.train.predictions import mlp_speculator_predictions
+from headstart.train.recipe import key, parse_recipe
+from headstart.train.rows import (
+    build_rows,
+    choose_documents,
+    describe_fed,
+    fingerprint,
+    row_of_many_documents,
+    rows_of_step,
+    select_rows,
+    supervise_all,
+)
+from headstart.train.run_folder import RunFolder, begin_folder, start_processes
+from headstart.train.run_recipe import CHANGEABLE, RunRecipe, is_due
+from headstart.train.stopping import StopSignals, leave_with_launcher
+from headstart.train.tracking import Speedometer
+
+
+@dataclass(frozen=True)
+class Recipe(RunRecipe):
+    """Everything a run is told: the keys of every trainer, and those of MLP speculators."""
+
+    weight_decay: float = key(0.1, "AdamW's, on matrices (biases and norms have none)", least=0)
+    beta2: float = key(0.95, "AdamW's decay of the gradient's square", least=0, most=0.99999)
+    num_steps: int = key(3, "steps; step k (from 0) predicts the token k + 2 places ahead", least=1)
+    inner_size: int = key(0, "width of the state; 0: the target's hidden size", least=0)
+    tie_weights: bool = key(True, "steps share their weights (but for the first projection)")
+    scale_input: bool = key(True, "the feature is normalised before the first step")
+    step_weight_decay: float = key(1.0, "step k's loss counts this to the power k", least=0)
+    supervise: str = key(
+        "assistant",
+        "assistant: learn from the assistant's tokens (in stage 2: from those that the target generated); all: from every token",
+        choices=("assistant", "all"),
+    )
+    stage: int = key(1, "1: on the data; 2: on text that the target generates from pieces of the data", least=1, most=2)
+    start_from: str = key(
+        "", "begin with this head (run, checkpoint, folder or Hub id) of the same shape; stage 2 needs one"
+    )
+    num_prompts: int = key(4096, "stage 2: pieces of the data to generate from; 0: all that there are", least=0)
+    prompt_tokens: int = key(64, "stage 2: tokens per piece", least=1)
+    answer_tokens: int = key(
+        256, "stage 2: tokens generated per piece, at temperature 1 from the 10 likeliest", least=2
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.stage == 2 and not self.start_from:
+            raise ValueError("stage 2 goes on with the head of stage 1: give its run or folder as start_from")
+        if self.stage == 2 and self.prompt_tokens + self.answer_tokens > self.row_length:
+            raise ValueError(
+                f"prompt_tokens {self.prompt_tokens} and answer_tokens {self.answer_tokens} do not fit into row_length "
+                f"{self.row_length}: raise it"
+            )
+
+    @property
+    def objective(self):
+        return Objective(Loss(self.loss, self.lk_eta), [self.step_weight_decay**k for k in range(self.num_steps)])
+
+
+def build_head(recipe, target):
+    """The speculator that the recipe describes: new, or the one it starts from, which must be of that shape."""
+    inner_size = recipe.inner_size or target.hidden_size
+    shape = (
+        target.hidden_size,
+        target.vocab_size,
+        inner_size,
+        recipe.num_steps,
+        recipe.tie_weights,
+        recipe.scale_input,
+    )
+    config = MLPSpeculatorConfig(*shape, base_model_name_or_path=recipe.target)
+    if not recipe.start_from:
+        return MLPSpeculator(config)
+    head = load_head(recipe.start_from, dtype="float32")
+    if not isinstance(head, MLPSpeculator):
+        raise ValueError(f"start_from {recipe.start_from!r} holds a {type(head).__name__} head, not an MLP speculator")
+    for f in fields(config):
+        found, wanted = getattr(head.config, f.name), getattr(config, f.name)
+        if found != wanted and f.name != "base_model_name_or_path":
+            raise ValueError(
+                f"start_from {recipe.start_from!r} is a head of {f.name} {found!r}, this run asks for {wanted!r}"
+            )
+    return head
+
+
+def main(argv):
+    """Train as `argv` (list of str) says. Returns 0, or 128 + the signal that ended the run early, checkpoint saved."""
+    recipe = parse_recipe(Recipe, argv, __doc__)
+    check_output(recipe.output, recipe.resume, recipe.resume_from)
+    resumed = recipe.checkpoint_to_resume
+    accelerator, note = start_processes(recipe, "mlp_speculator")
+    device, main_rank = accelerator.device, accelerator.is_main_process
+    if recipe.resume and not resumed:
+        note(f"{recipe.output} was stopped before its first checkpoint: starting from step 0")
+
+    # Target, rows, head.
+    model, tokenizer = load_target(recipe.target, device, recipe.target_dtype)
+    target = FrozenTarget(model)
+    longest = target.check_row_length(recipe.row_length)
+    generator = None
+    if recipe.stage == 2:
+        generator = build_generator(target, tokenizer, recipe.prompt_tokens + recipe.answer_tokens)
+    head = build_head(recipe, target).to(device)
+    conversations = load_conversations(recipe.data)
+    conversations, held_out = choose_held_out(
+        recipe.data, recipe.eval_data, recipe.target, conversations, recipe.eval_prompts
+    )
+    documents = choose_documents(tokenizer, conversations, recipe.row_length, recipe.max_tokens, recipe.seed)
+    kind = "generated texts" if generator else "conversations"
+    if generator:
+        if not resumed:
+            begin_folder(recipe, accelerator)
+        prompts = cut_prompts(documents, recipe.prompt_tokens, recipe.num_prompts, recipe.seed)
+        given = (prompts, recipe.answer_tokens, recipe.seed)
+        documents = generated_documents(recipe.output, generator, recipe.target, *given, accelerator, note)
+        generator = None  # its cache is free again
+    if recipe.supervise == "all":
+        documents = supervise_all(documents)
+    packed, labels_per_row = build_rows(documents, recipe.row_length, tokenizer.pad_token_id, note, kind)
+    target.check(*select_rows(packed, [row_of_many_documents(packed)], device)[:3])
+    optimizer = build_optimizer(head, recipe.weight_decay, recipe.beta1, recipe.beta2)
+
+    def predict(features, input_ids, position_ids, document_ids):
+        return mlp_speculator_predictions(head, features, input_ids)
+
+    # The engine is built before any feature is trained on: it packs the target's weights, and packed products may differ from
+    # separate ones in the last bit, which a resumed run must not see.
+    meter = None
+    if held_out:
+        options = {"max_tokens": recipe.eval_tokens, "max_length": min(longest, 2 * recipe.row_length)}
+        meter = AcceptanceMeter(target, tokenizer, head, predict, held_out, recipe.chunk_tokens, note, **options)
+    rows_per_step = recipe.batch_rows * recipe.accumulate * accelerator.num_processes
+    num_steps = recipe.num_updates(len(labels_per_row), rows_per_step)
+    rows = {"rows": fingerprint(packed), "rows_per_step": rows_per_step}
+
+    # From here on the run folder exists, and a signal leaves a run that resumes.
+    with (
+        StopSignals() as stop,
+        RunFolder(recipe, resumed, CHANGEABLE, rows, head, optimizer, target, accelerator, note) as run,
+        tqdm(total=num_steps, initial=run.step, desc="training", unit="step", disable=not main_rank) as bar,
+    ):
+        run.keep_held_out(held_out)
+        cache = None
+        if recipe.cache_features and run.step < num_steps:
+            dtype = target.dtype if recipe.cache_dtype == "auto" else getattr(torch, recipe.cache_dtype)
+            cache = FeatureCache(run.path, *packed.input_ids.shape, target.hidden_size, dtype, accelerator, note)
+            if not cache.fill(target, packed, recipe.batch_rows, accelerator, stop):
+                run.save(head, optimizer)
+                return run.leave_early(stop)
+        autocast = torch.autocast(device.type, torch.bfloat16, enabled=run.precision == "bf16")
+        tokens_per_row = (packed.document_ids >= 0).sum(1).numpy()  # [R]
+        speed = Speedometer(run.tokens)
+
+        while True:
+            # Once in a while: measure, save, leave. It comes first, so that a resumed run makes up for what was due.
+            step, stopping = run.step, stop.agreed(accelerator)
+            if meter and is_due(step, num_steps, recipe.eval_every) and not stopping:
+                run.measure(meter)
+                speed.start(run.tokens)
+            if stopping or is_due(step, num_steps, recipe.checkpoint_every):
+                run.save(head, optimizer)
+            if stopping:
+                return run.leave_early(stop)
+            if step == num_steps:
+                break
+
+            # Forward and backward. The divisor is the whole step's, over all micro-steps and ranks, known beforehand.
+            rows = rows_of_step(step, rows_per_step, len(labels_per_row), recipe.seed)
+            logs = is_due(step + 1, num_steps, recipe.log_every)
+            num_labels = int(labels_per_row[rows].sum())
+            fed, shares = [], []
+            for micro in range(recipe.accumulate):
+                first = (micro * accelerator.num_processes + accelerator.process_index) * recipe.batch_rows
+                index = rows[first : first + recipe.batch_rows]
+                *batch, supervised = select_rows(packed, index, device)  # [B, T] each
+                features = cache.rows(index, device) if cache else target.features(*batch)  # [B, T, H]
+                input_ids, _, document_ids = batch
+                labels = find_labels(input_ids, document_ids, supervised, recipe.num_steps)
+                projection = (target.lm_head, recipe.objective, num_labels, recipe.chunk_tokens)
+                with autocast:
+                    predictions = predict(features, *batch)
+                    share = accumulate_gradients(predictions, features.flatten(0, 1), labels, *projection, logs)
+                fed.append(index.tolist())
+                shares.append(share)  # [K, 4]
+
+            # The ranks' shares add up; a number that is not finite stops the run before it reaches the weights.
+            totals = accelerator.reduce(sum(shares), "sum")
+            sum_gradients(accelerator, head)
+            if not totals[:, 0].isfinite().all():
+                bad = [one for one, share in zip(fed, shares) if not share[:, 0].isfinite().all()]
+                raise NonFiniteLoss(
+                    f"the loss of step {step + 1} is not finite; {describe_fed(packed, bad, tokenizer)}"
+                )
+            lr = recipe.learning_rate(step, num_steps)
+            grad_norm = update(head, optimizer, lr, recipe.max_grad_norm)
+            if not math.isfinite(grad_norm):
+                raise NonFiniteLoss(
+                    f"the gradient of step {step + 1} is not finite; {describe_fed(packed, fed, tokenizer)}"
+                )
+
+            run.advance(int(tokens_per_row[rows].sum()))
+            bar.update()
+            if logs:
+                line = summarize(totals, recipe.objective, num_labels)
+                line |= {"lr": lr, "grad_norm": grad_norm, "tokens": run.tokens}
+                line |= {"tokens_per_second": speed.read(run.tokens)}
+                run.record("train", line)
+                bar.set_postfix_str(
+                    f"loss {line['loss']:.3f}, {line['tokens_per_second']:,.0f} tokens/s", refresh=False
+                )
+        run.finish(head)
+    return 0
+
+
+if __name__ == "__main__":
+    leave_with_launcher()
+    try:
+        status = main(sys.argv[1:])
+    except (ValueError, OSError, NonFiniteLoss) as error:
+        print(f"error: {error}", file=sys.stderr)
+        status = 1
+    sys.exit(status)

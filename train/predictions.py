@@ -1,0 +1,64 @@
+"""What a head of each family says of packed rows, up to its last product with the vocabulary: one function per family.
+
+Depth k (from 0) of the root at t predicts x_{t+2+k}. Teacher-forced: where a head reads tokens, it reads those of the text.
+
+Letters: B rows, T tokens per row, M = B T, H hidden size, S width of a state, V vocabulary, K depths.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """states: K tensors [M, S], row t of the k-th being what predicts x_{t+2+k}; they may require gradients, and get them once.
+
+    logits: (rows [C, S] of states[k], k) -> [C, V]. draft_ids: int64 [V], the tokens of a draft vocabulary; None: the target's.
+    """
+
+    states: list
+    logits: Callable
+    draft_ids: torch.Tensor | None = None
+
+
+def medusa_predictions(head, features, lm_head_weight):
+    """Medusa heads: every one reads the feature itself.  features [B, T, H]"""
+    weight = usable_weight(head, lm_head_weight)
+    states = [features.flatten(0, 1)] * head.num_speculative_tokens
+    return Predictions(states, lambda rows, k: head.logits(rows.to(head_dtype(head)), k, weight))
+
+
+def mlp_speculator_predictions(head, features, input_ids):
+    """The steps of an MLP speculator, each on the state of the one before and the text's next token.
+
+    features [B, T, H]; input_ids [B, T]: step k of the root at t reads x_{t+1+k}
+    """
+    tokens = next_tokens(input_ids, head.num_speculative_tokens).flatten(0, 1)  # [M, K]
+    state, states = head.start(features.flatten(0, 1).to(head_dtype(head))), []
+    for k in range(head.num_speculative_tokens):
+        state = head.step(state, tokens[:, k], k)
+        states.append(state)
+    return Predictions(states, head.logits)
+
+
+def next_tokens(input_ids, count):
+    """The tokens at t + 1 to t + count of every position t.  [B, T] -> [B, T, count]
+
+    Behind the end of the row token 0 stands in, and behind that of a document what follows it: no label hangs on either.
+    """
+    padded = F.pad(input_ids, (0, count))
+    return padded[:, 1:].unfold(1, count, 1)
+
+
+def head_dtype(head):
+    return next(head.parameters()).dtype
+
+
+def usable_weight(head, lm_head_weight):
+    """The target's lm_head as heads that share it multiply with it: in their dtype, unless autocast converts both."""
+    if not head.config.shared_lm_head or torch.is_autocast_enabled(lm_head_weight.device.type):
+        return lm_head_weight
+    return lm_head_weight.to(head_dtype(head))

@@ -1,0 +1,159 @@
+"""The run folder while a run trains: its state, its figures, its checkpoints. One object that the head trainers' loops talk to.
+
+    runs/<name>/   config.yaml, metrics.jsonl, checkpoints/, acceptance.json, heldout.jsonl, head/, wandb/
+
+It decides nothing: when something is due, and what a step computes, is up to the script.
+"""
+
+import signal
+import sys
+from pathlib import Path
+
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, set_seed
+from tqdm import tqdm
+
+from .checkpointing import check_same_run, load_checkpoint, read_state, save_checkpoint, save_final_head
+from .data import BUILT_IN, write_conversations
+from .optimization import choose_autocast
+from .recipe import resolved_values, save_recipe
+from .tracking import MetricsFile, WandbTracker, has_wandb, write_json
+
+
+def start_processes(recipe, name):
+    """(Accelerator, note): this process among those that train, and how it tells the user something (main rank only).
+
+    name: the trainer's, before every note. Seeds every random generator. Raises ValueError for a set-up with sharded models.
+    """
+    tracked = recipe.tracker == "wandb" and has_wandb()
+    accelerator = Accelerator(mixed_precision="no", log_with="wandb" if tracked else None)
+    if accelerator.distributed_type not in (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU):
+        raise ValueError(
+            f"accelerate is set up for {accelerator.distributed_type}; this script runs as plain processes"
+        )
+
+    def note(text):
+        if accelerator.is_main_process:
+            tqdm.write(f"[{name}] {text}", file=sys.stderr)
+
+    if recipe.tracker == "wandb" and not tracked:
+        note("wandb is not installed: figures go to metrics.jsonl only")
+    set_seed(recipe.seed)
+    return accelerator, note
+
+
+def begin_folder(recipe, accelerator):
+    """Make the run folder, with its config.yaml, before long work that writes into it: killed there, the run starts again."""
+    if accelerator.is_main_process:
+        Path(recipe.output).mkdir(parents=True, exist_ok=True)
+        values = resolved_values(recipe) | {"resume": False, "resume_from": ""}
+        save_recipe(values, Path(recipe.output, "config.yaml"))
+    accelerator.wait_for_everyone()
+
+
+class RunFolder:
+    """Opened once everything that could be refused has been: from then on the folder exists and a signal leaves a run that resumes.
+
+    step, tokens: what is done so far. precision: "bf16" or "no", what `autocast` came to when the run was started.
+    """
+
+    def __init__(self, recipe, resumed, changeable, rows, head, optimizer, target, accelerator, note):
+        """Make or reopen it; of a resumed run, put head, optimiser and random generators into the state of the checkpoint.
+
+        resumed: checkpoint folder or None; changeable: keys that a resumed run may be told anew; rows: {"rows": fingerprint,
+        "rows_per_step": int}, which it may not. Raises ValueError if it is another run that goes on.
+        """
+        self.path, self.data, self.num_kept = Path(recipe.output), recipe.data, recipe.keep_checkpoints
+        self.accelerator, self.is_main, self.note = accelerator, accelerator.is_main_process, note
+        if resumed and recipe.autocast == "auto":  # what was measured when the run was started
+            self.precision = read_state(resumed)["recipe"]["autocast"]
+        else:
+            sizes = target.hidden_size, target.vocab_size
+            self.precision = choose_autocast(recipe.autocast, *sizes, accelerator.device)
+        values = resolved_values(recipe) | {"autocast": self.precision, "resume": False, "resume_from": ""}
+        self.state = {"step": 0, "tokens": 0, **rows, "recipe": values}
+        self.saved_step = -1
+        if resumed:
+            self.state = check_same_run(read_state(resumed), self.state, changeable, note)
+            load_checkpoint(resumed, head, optimizer, accelerator)
+            self.saved_step = self.step
+            note(f"going on from {resumed}, after step {self.step}")
+        if self.is_main:
+            self.path.mkdir(parents=True, exist_ok=True)
+            save_recipe(self.state["recipe"], self.path / "config.yaml")
+        accelerator.wait_for_everyone()
+        self.metrics = MetricsFile(self.path / "metrics.jsonl" if self.is_main else None)
+        self.metrics.truncate_after(self.step if resumed else -1)
+        tracked = bool(accelerator.log_with) and self.is_main
+        self.curves = WandbTracker(accelerator if tracked else None, self.path, self.state["recipe"], note)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.curves.close()
+
+    @property
+    def step(self):
+        return self.state["step"]
+
+    @property
+    def tokens(self):
+        return self.state["tokens"]
+
+    def keep_held_out(self, conversations):
+        """Write the conversations that the data gave up for measuring: `headstart tree RUN` measures on them."""
+        if self.is_main and conversations and self.data not in BUILT_IN:
+            write_conversations(self.path / "heldout.jsonl", conversations)
+
+    def advance(self, tokens):
+        """One optimiser step more, which was fed so many tokens."""
+        self.state["step"] += 1
+        self.state["tokens"] += tokens
+
+    def record(self, kind, figures):
+        """A line of metrics.jsonl, and its curves."""
+        line = {"step": self.step, "kind": kind} | figures
+        self.metrics.write(line)
+        self.curves.log(line)
+
+    def measure(self, meter):
+        """Have the AcceptanceMeter measure, on the main rank, and keep what it found; once per step, also of a resumed run."""
+        if self.is_main and not self.metrics.has("acceptance", self.step):
+            measured = meter.measure()
+            if measured:
+                self._record_acceptance(measured)
+        self.accelerator.wait_for_everyone()
+
+    def _record_acceptance(self, measured):
+        names = ("acceptance_length", "per_position", "num_steps", "source")
+        self.record("acceptance", {name: measured[name] for name in names})
+        positions = " ".join(f"{share:.2f}" for share in measured["per_position"])
+        how = "" if measured["source"] == "engine" else ", teacher-forced"
+        self.note(
+            f"step {self.step}: {measured['acceptance_length']:.2f} tokens per step on held-out prompts{how}; "
+            f"accepted by position {positions}"
+        )
+        write_json(self.path / "acceptance.json", {"step": self.step, **measured})
+        self.curves.log_acceptance(self.step, measured["per_position"], measured["samples"])
+
+    def save(self, head, optimizer):
+        """Write a checkpoint of this step, unless there is one; called on every rank."""
+        if self.step != self.saved_step:
+            save_checkpoint(self.path, self.step, head, optimizer, self.state, self.accelerator, self.num_kept)
+            self.saved_step = self.step
+
+    def leave_early(self, stop):
+        """What the script returns when a signal ended it: 128 + its number. The last checkpoint is saved by then."""
+        self.note(
+            f"stopped by signal {stop.requested} after step {self.step}; go on with --config {self.path / 'config.yaml'} --resume"
+        )
+        return 128 + (stop.requested or signal.SIGTERM)
+
+    def finish(self, head):
+        """Write <run>/head."""
+        if self.is_main:
+            save_final_head(head, self.path)
+        self.note(
+            f"done: {self.path / 'head'} after {self.step} steps; next: headstart tree {self.path}, heads.export {self.path}"
+        )
