@@ -1,7 +1,7 @@
 """Acceptance of a head while it trains: the engine's own figure on held-out prompts, so that it is what serving will see.
 
-The engine is built once, on the loaded target (no second copy) and on the head in training (read in place). For a target or a
-family of heads that the engine does not run yet, the teacher-forced figure on the held-out conversations stands in, marked as such.
+The engine is built once, on the loaded target (no second copy) and on the head in training (read in place). For a target that the
+engine does not run yet, the teacher-forced figure on the held-out conversations stands in, marked as such.
 """
 
 import hashlib
@@ -10,15 +10,12 @@ from pathlib import Path
 
 import torch
 
-from ..heads.medusa import Medusa
 from ..inference.acceptance import measure_acceptance
 from ..inference.decoder import UnsupportedArchitecture
 from ..inference.llm import LLM
 from ..inference.sampling import SamplingParams
 from .data import BUILT_IN, encode_conversations, load_conversations
 from .distillation import count_teacher_forced_runs, find_labels
-
-DRAFTED_BY_ENGINE = (Medusa,)  # families of heads that the engine drafts with
 
 
 def choose_held_out(data, eval_data, target, conversations, count):
@@ -59,9 +56,9 @@ def _hash(conversation):
 class AcceptanceMeter:
     """Measures a head on held-out conversations.
 
-    target: FrozenTarget; head: read in place; predict(features, input_ids, position_ids, document_ids) -> the head's Predictions;
-    conversations: held-out ones; max_tokens: new tokens per prompt; max_length: longest prompt + output; note(text) tells the user;
-    layers: whose streams the head reads. Raises ValueError if no conversation fits.
+    target: FrozenTarget; head: read in place; predict(features, input_ids, position_ids, document_ids) -> Predictions of as many
+    depths as its num_speculative_tokens; conversations: held-out ones; max_tokens: new tokens per prompt; max_length: longest
+    prompt + output; note(text) tells the user; layers: whose streams the head reads. Raises ValueError if no conversation fits.
     """
 
     def __init__(
@@ -83,10 +80,6 @@ class AcceptanceMeter:
             )
         if len(self.prompts) < len(conversations):
             note(f"{len(conversations) - len(self.prompts)} of {len(conversations)} held-out prompts are too long")
-        stands_in = "acceptance is teacher-forced on the held-out text, not the engine's"
-        if not isinstance(head, DRAFTED_BY_ENGINE):
-            note(f"{stands_in}: it does not draft with a {type(head).__name__} yet")
-            return
         try:
             self.llm = LLM(
                 model=target.model,
@@ -99,7 +92,7 @@ class AcceptanceMeter:
                 },
             )
         except UnsupportedArchitecture as error:
-            note(f"{stands_in}: {error}")
+            note(f"acceptance is teacher-forced on the held-out text, not the engine's: {error}")
 
     @property
     def source(self):
