@@ -134,6 +134,19 @@ def speculator_arguments(word_target, conversations, tmp_path):
 
 
 @pytest.fixture
+def eagle_arguments(word_target, conversations, tmp_path):
+    """argument_builder for train/eagle.py."""
+    return argument_builder(word_target, conversations, tmp_path, num_steps=2, num_speculative_tokens=3)
+
+
+@pytest.fixture
+def eagle3_arguments(word_target, conversations, tmp_path):
+    """argument_builder for train/eagle3.py."""
+    own = {"num_steps": 3, "num_speculative_tokens": 3, "aux_layers": "0,1,2", "draft_vocab_size": 40}
+    return argument_builder(word_target, conversations, tmp_path, **own)
+
+
+@pytest.fixture
 def run_script(monkeypatch, capsys):
     """run_script(argv) -> (status, what it says on stderr) of train/medusa.py as a script, without a process of its own."""
 
