@@ -94,8 +94,10 @@ def _attend_dense(q, k, v, mask, with_normaliser):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True), None
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     scores = _wide(q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5  # [B, HQ, T, T]
-    normaliser = scores.masked_fill(~mask, -torch.inf).logsumexp(-1)
-    weights = (scores - normaliser[..., None]).exp().masked_fill(~mask, 0.0)
+    # Masked before the exponential: a hidden score far above the visible ones would overflow in it, and its gradient be 0 * inf.
+    scores = scores.masked_fill(~mask, -torch.inf)
+    normaliser = scores.logsumexp(-1)
+    weights = (scores - normaliser[..., None]).exp()
     return weights.to(v.dtype) @ v, normaliser
 
 

@@ -1,7 +1,7 @@
 """Acceptance of a head while it trains: the engine's own figure on held-out prompts, so that it is what serving will see.
 
-The engine is built once, on the loaded target (no second copy) and on the head in training (read in place). For a target that
-the engine does not run yet, the teacher-forced figure on the held-out conversations stands in, marked as such.
+The engine is built once, on the loaded target (no second copy) and on the head in training (read in place). For a target that the
+engine does not run yet, the teacher-forced figure on the held-out conversations stands in, marked as such.
 """
 
 import hashlib
@@ -56,9 +56,9 @@ def _hash(conversation):
 class AcceptanceMeter:
     """Measures a head on held-out conversations.
 
-    target: FrozenTarget; head: read in place; predict(features, input_ids, position_ids, document_ids) -> the head's Predictions;
-    conversations: held-out ones; max_tokens: new tokens per prompt; max_length: longest prompt + output; note(text) tells the user;
-    layers: whose streams the head reads. Raises ValueError if no conversation fits.
+    target: FrozenTarget; head: read in place; predict(features, input_ids, position_ids, document_ids) -> Predictions of as many
+    depths as its num_speculative_tokens; conversations: held-out ones; max_tokens: new tokens per prompt; max_length: longest
+    prompt + output; note(text) tells the user; layers: whose streams the head reads. Raises ValueError if no conversation fits.
     """
 
     def __init__(

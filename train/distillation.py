@@ -5,10 +5,13 @@ label is the target's law at y - 1, the root lies at y - 2 - k, and label and ro
 therefore share one projection of the target per label.
 
     loss = sum over y, k of weight_k row_loss(y, k)  /  number of labels in the whole optimiser step, all ranks
+    row_loss = token_weight token_loss + feature_weight feature_loss
 
-row_loss is one of train/losses.py. Only supervised positions are projected, `chunk_tokens` of them at a time, each followed at once
-by its backward: no tensor of [all tokens, V] exists. Where a depth's state hangs on earlier ones (recurrent heads), the chunks
-leave their gradients at the states, and one backward pass at the end takes them from there to the parameters.
+token_loss is one of train/losses.py; feature_loss, of heads whose states are features (EAGLE), is the smooth L1 distance of the
+state at y - 2 - k from the target's feature at y - 1, averaged over its H values. Only supervised positions are projected,
+`chunk_tokens` of them at a time, each followed at once by its backward: no tensor of [all tokens, V] exists. Where a depth's state
+hangs on earlier ones (recurrent heads), the chunks leave their gradients at the states, and one backward pass at the end takes
+them from there to the parameters.
 
 Letters: B rows, T tokens per row, M = B T, N labels, C labels of a chunk, S width of a state, H hidden size, V vocabulary,
 K depths.
@@ -17,6 +20,7 @@ K depths.
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from .losses import Loss, row_losses, target_law
 
@@ -52,6 +56,8 @@ class Objective:
 
     loss: Loss
     weights: list
+    token_weight: float = 1.0
+    feature_weight: float = 0.0
 
 
 def accumulate_gradients(predictions, features, labels, lm_head, objective, num_labels, chunk_tokens, with_hits=False):
@@ -60,10 +66,12 @@ def accumulate_gradients(predictions, features, labels, lm_head, objective, num_
     features [M, H]: the target's last states; labels: Labels of at least K depths; lm_head: the target's, a module; num_labels: the
     divisor, the labels of the whole optimiser step on all ranks. Outside a draft vocabulary there is no hard loss: such a label
     counts in num_labels and for nothing else.
-    Returns fp64 [K, 4]: per depth the sum of its losses, how many labels it had, and (with_hits) its top-1 and top-5 hits.
+    Returns fp64 [K, 4]: per depth the sum of its token losses, how many labels it had, and (with_hits) its top-1 and top-5 hits;
+    with a feature_weight [K, 5], the sum of its feature losses the last.
     """
     num_depths, draft_ids = len(objective.weights), predictions.draft_ids
-    totals = torch.zeros(num_depths, 4, dtype=torch.float64, device=features.device)
+    regresses = objective.feature_weight > 0
+    totals = torch.zeros(num_depths, 4 + regresses, dtype=torch.float64, device=features.device)
     gradients = [torch.zeros_like(state) if state.requires_grad else None for state in predictions.states]
     if draft_ids is not None:
         places = torch.full((lm_head.weight.shape[0],), -1, device=draft_ids.device)
@@ -86,11 +94,16 @@ def accumulate_gradients(predictions, features, labels, lm_head, objective, num_
             rows = predictions.states[k].detach()[source].requires_grad_(gradients[k] is not None)
             logits = predictions.logits(rows, k)  # [C, V]
             losses = row_losses(logits, tokens.clamp_min(0), law, objective.loss)
-            loss = torch.where(valid[k], losses, 0).sum()
+            token_loss = torch.where(valid[k], losses, 0).sum()
+            loss = objective.token_weight * token_loss
+            if regresses:
+                feature_loss = torch.where(valid[k], _smooth_l1(rows, features[positions - 1]), 0).sum()
+                loss = loss + objective.feature_weight * feature_loss
+                totals[k, 4] += feature_loss.detach()
             (loss * (objective.weights[k] / num_labels)).backward()
             if gradients[k] is not None:
                 gradients[k].index_add_(0, source, rows.grad)
-            totals[k, 0] += loss.detach()
+            totals[k, 0] += token_loss.detach()
             totals[k, 1] += valid[k].sum()
             if with_hits:
                 best = logits.detach().topk(min(5, logits.shape[-1]), -1).indices  # [C, 5]
@@ -102,17 +115,27 @@ def accumulate_gradients(predictions, features, labels, lm_head, objective, num_
     return totals
 
 
+def _smooth_l1(states, features):
+    """Distance of [C, H] from [C, H] in fp32 at least, averaged over H  ->  [C]"""
+    wide = torch.promote_types(states.dtype, torch.float32)
+    return F.smooth_l1_loss(states.to(wide), features.to(wide), reduction="none").mean(-1)
+
+
 def summarize(totals, objective, num_labels):
     """The figures of one optimiser step for metrics.jsonl: the weighted loss, and loss, top-1 and top-5 of each depth.
 
-    totals: what `accumulate_gradients` returned, summed; num_labels: what it divided by. A depth's own loss and hit rates are
-    over its own labels, without its weight; hits are counted against the text.
+    totals: what `accumulate_gradients` returned, summed; num_labels: what it divided by. A depth's own losses (of tokens, and of
+    features where they count) and hit rates are over its own labels, without weights; hits are counted against the text.
     """
-    losses, counts, top1, top5 = totals.t().tolist()
-    line = {"loss": sum(w * loss for w, loss in zip(objective.weights, losses)) / num_labels}
+    losses, counts, *hits_and_features = totals.t().tolist()
+    names = ("loss", "top1", "top5", "feature_loss")
+    columns = dict(zip(names, (losses, *hits_and_features)))
+    features = columns.get("feature_loss", [0.0] * len(losses))
+    parts = zip(objective.weights, losses, features, strict=True)
+    weighed = (w * (objective.token_weight * one + objective.feature_weight * other) for w, one, other in parts)
+    line = {"loss": sum(weighed) / num_labels}
     for k, count in enumerate(counts):
-        shares = (losses[k], top1[k], top5[k])
-        line |= {f"head{k}_{name}": share / max(count, 1) for name, share in zip(("loss", "top1", "top5"), shares)}
+        line |= {f"head{k}_{name}": column[k] / max(count, 1) for name, column in columns.items()}
     return line
 
 

@@ -91,6 +91,19 @@ class FrozenTarget:
             )
         head.initialize_from_target(self.lm_head.weight)
 
+    def layer_config(self, kind, **changes):
+        """The config (`kind`: of an EAGLE family) of a head whose layer is shaped as this target's are.
+
+        changes: fields that shall be otherwise. Raises ValueError for a target with layers of another kind than Llama's.
+        """
+        try:
+            return kind.for_target(self.model.config, **changes)
+        except AttributeError as error:
+            raise ValueError(
+                f"the layer of such a head is shaped as the target's, and a {self.model.config.model_type} target's config says no "
+                f"{error.name}: take a target of the Llama kind, or train Medusa heads"
+            ) from error
+
     @property
     def vocab_size(self):
         return self.lm_head.weight.shape[0]
@@ -98,6 +111,10 @@ class FrozenTarget:
     @property
     def hidden_size(self):
         return self.lm_head.weight.shape[1]
+
+    @property
+    def num_layers(self):
+        return self.model.config.get_text_config().num_hidden_layers
 
     @property
     def dtype(self):
@@ -128,7 +145,7 @@ class FrozenTarget:
 
     def check_layers(self, layers):
         """The decoder's layers, if those whose streams are asked for are among them; else ValueError."""
-        count = self.model.config.get_text_config().num_hidden_layers
+        count = self.num_layers
         stacks = [m for m in self.decoder.children() if isinstance(m, nn.ModuleList) and len(m) == count]
         if len(stacks) != 1:
             raise ValueError(

@@ -5,12 +5,12 @@
     lk        w kl + (1 - w)(1 - alpha)        LK (arXiv 2602.23881): alpha = sum min(p, q) is the probability that a draft
                                                from q is accepted; w = exp(-eta alpha), held fixed: kl leads as long as q is far off
     lk-log    -log alpha                       LK's other form
-    + top_k_weight * sum of -p log q over the 10 likeliest tokens of p (not normalised again): HASS's term (arXiv 2408.15766)
+    + top_k_weight * sum of -p log q over the top_k likeliest tokens of p (not normalised again): HASS's term (arXiv 2408.15766)
 
 Draft vocabularies of Vd < V tokens (`draft_ids`): q is normalised over the Vd, p over all V; over the slice it sums to P < 1. Each
 sum above then runs over the slice. kl counts what the draft can say and nothing for the mass outside, where it would be
 infinite: its least value is P log P < 0, at q = p / P. alpha is the exact rate of acceptance as before (q is 0 outside), at most P.
-The 10 tokens are the likeliest of the slice. hard exists for labels inside alone: the caller leaves the others out.
+The top_k tokens are the likeliest of the slice. hard exists for labels inside alone: the caller leaves the others out.
 
 What it does not do: project to the vocabulary, weigh rows or positions, look at a mask (train/distillation.py).
 
@@ -22,16 +22,16 @@ from dataclasses import dataclass
 import torch
 
 LOSSES = ("hard", "kl", "lk", "lk-log")
-TOP_K = 10  # HASS's K
 
 
 @dataclass(frozen=True)
 class Loss:
-    """Which loss: its name, the eta of lk, and the weight of HASS's term, which is added to any of them."""
+    """Which loss: its name, the eta of lk, and weight and number of tokens of HASS's term, which is added to any of them."""
 
     name: str = "kl"
     eta: float = 3.0
     top_k_weight: float = 0.0
+    top_k: int = 10
 
     def __post_init__(self):
         if self.name not in LOSSES:
@@ -89,7 +89,7 @@ class _RowLosses(torch.autograd.Function):
             value = law.plogp - _dot(law.p, log_q)
             share = law.mass
         if loss.top_k_weight:
-            likely, tokens = law.p.topk(min(TOP_K, law.p.shape[-1]), -1)  # [C, K] each
+            likely, tokens = law.p.topk(min(loss.top_k, law.p.shape[-1]), -1)  # [C, K] each
             value_top = -_dot(likely, log_q.gather(-1, tokens))
         gradient = log_q.exp_()  # q: log_q is gone
         if loss.name in ("lk", "lk-log"):

@@ -44,14 +44,16 @@ def sum_gradients(accelerator, head):
             parameter.grad = accelerator.reduce(parameter.grad, "sum")
 
 
-def update(head, optimizer, lr, max_norm):
+def update(head, optimizer, lr, max_norm, max_value=0.0):
     """One optimiser step with the gradients at hand, unless their norm is not finite. Returns the norm before clipping.
 
-    max_norm: longer gradients are cut to it; 0: never.
+    max_value: every entry of the gradient is cut to plus or minus this; else max_norm: longer gradients are cut to it; 0: never.
     """
     norm = torch.nn.utils.get_total_norm([p.grad for p in head.parameters() if p.grad is not None])
     if norm.isfinite():
-        if max_norm:
+        if max_value:
+            torch.nn.utils.clip_grad_value_(head.parameters(), max_value)
+        elif max_norm:
             torch.nn.utils.clip_grads_with_norm_(head.parameters(), max_norm, norm)
         for group in optimizer.param_groups:
             group["lr"] = lr

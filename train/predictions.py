@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from ..heads.packed_attention import PackedAttention
 from .optimization import trained
 
 
@@ -28,9 +29,10 @@ class Predictions:
 
 def medusa_predictions(head, features, lm_head_weight):
     """Medusa heads: every one reads the feature itself.  features [B, T, H]"""
-    weight = usable_weight(head, lm_head_weight)
+    dtype = head_dtype(head)
+    weight = usable_weight(lm_head_weight, dtype) if head.config.shared_lm_head else lm_head_weight
     states = [features.flatten(0, 1)] * head.num_speculative_tokens
-    return Predictions(states, lambda rows, k: head.logits(rows.to(head_dtype(head)), k, weight))
+    return Predictions(states, lambda rows, k: head.logits(rows.to(dtype), k, weight))
 
 
 def mlp_speculator_predictions(head, features, input_ids):
@@ -44,6 +46,31 @@ def mlp_speculator_predictions(head, features, input_ids):
         state = head.step(state, tokens[:, k], k)
         states.append(state)
     return Predictions(states, head.logits)
+
+
+def eagle_predictions(head, features, input_ids, position_ids, document_ids, lm_head_weight, num_steps):
+    """An EAGLE head's own forward for the first step, then `num_steps` - 1 more on its own states, as it drafts (and HASS trains).
+
+    features [B, T, H]; the others [B, T]. Step i of the root at t reads x_{t+1+i} and the state of the step before, at position
+    t + i. It attends to the pairs of the text up to t, which hold the target's features, and to the root's own of steps 1 to i.
+    """
+    tokens, dtype = next_tokens(input_ids, num_steps), head.fc.weight.dtype
+    state, states, attention = features, [], PackedAttention(document_ids)
+    for i in range(num_steps):
+        pair = torch.cat((head.embed_tokens(tokens[..., i]), state), -1)  # [B, T, 2 H]
+        x = head.fc(pair.to(dtype))
+        state = head.layers[0](x, x, head.rotary(position_ids + i, x.dtype), attention)
+        states.append(state.flatten(0, 1))
+    weight = usable_weight(lm_head_weight, dtype)
+    return Predictions(states, lambda rows, k: F.linear(rows.to(dtype), weight))
+
+
+def eagle3_predictions(head, streams, input_ids, position_ids, document_ids, num_steps):
+    """An EAGLE-3 head's unrolled steps.  streams [B, T, A HT]: what enters its aux layers, side by side; the others [B, T]"""
+    states = head(streams, next_tokens(input_ids, num_steps), position_ids, document_ids, num_steps)
+    return Predictions(
+        [state.flatten(0, 1) for state in states], lambda rows, k: head.logits(rows), head.draft_token_ids
+    )
 
 
 def next_tokens(input_ids, count):
@@ -60,8 +87,6 @@ def head_dtype(head):
     return trained(head)[0].dtype
 
 
-def usable_weight(head, lm_head_weight):
-    """The target's lm_head as heads that share it multiply with it: in their dtype, unless autocast converts both."""
-    if not head.config.shared_lm_head or torch.is_autocast_enabled(lm_head_weight.device.type):
-        return lm_head_weight
-    return lm_head_weight.to(head_dtype(head))
+def usable_weight(lm_head_weight, dtype):
+    """The target's lm_head as heads of `dtype` multiply with it: in that dtype, unless autocast converts both."""
+    return lm_head_weight if torch.is_autocast_enabled(lm_head_weight.device.type) else lm_head_weight.to(dtype)

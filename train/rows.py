@@ -67,6 +67,14 @@ def count_labels(packed):
     return torch.bincount(rows, minlength=len(packed.input_ids))
 
 
+def answer_ends(packed):
+    """Where supervised stretches end: at their last token in a document.  -> bool [R, T]"""
+    goes_on = packed.supervised[:, 1:] & (packed.document_ids[:, 1:] == packed.document_ids[:, :-1])
+    ends = packed.supervised.clone()
+    ends[:, :-1] &= ~goes_on
+    return ends
+
+
 def rows_of_step(step, rows_per_step, num_rows, seed):
     """Rows of optimiser step `step` (from 0): the epochs' permutations one after the other.  -> int64 [rows_per_step]"""
     places = np.arange(step * rows_per_step, (step + 1) * rows_per_step)

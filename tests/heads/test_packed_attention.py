@@ -81,3 +81,14 @@ def test_what_flex_attention_does_not_take_is_refused():
     head, inputs = head_and_inputs()
     with pytest.raises(ValueError, match=r"got torch\.float64 and 16"):
         head.double().cuda()(*(part.cuda() for part in inputs), 1)
+
+
+def test_a_hidden_score_far_above_the_visible_ones_leaves_finite_gradients():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 5, 16, requires_grad=True) for _ in range(3))
+    with torch.no_grad():
+        q[..., 0], k[..., 4, 0] = 30.0, 60.0  # the last key scores 450 with every query: exp(450) is beyond fp32
+    attention = PackedAttention(torch.zeros(1, 5, dtype=torch.int64))
+    outputs = [attention.attend(q, k, v) for _ in range(2)]
+    torch.autograd.backward(outputs, [torch.ones_like(out) for out in outputs])
+    assert all(x.grad.isfinite().all() for x in (q, k, v))

@@ -41,9 +41,7 @@ def save_target(folder, model):
     return str(folder)
 
 
-@pytest.fixture(scope="session")
-def word_target(tmp_path_factory):
-    """Folder of a random Llama: hidden 32, 2 layers, vocabulary 48."""
+def small_llama(initializer_range):
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=48,
@@ -53,12 +51,34 @@ def word_target(tmp_path_factory):
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=256,
-        initializer_range=0.3,  # a law with some shape
+        initializer_range=initializer_range,
         eos_token_id=2,
         pad_token_id=2,
         bos_token_id=None,
     )
-    return save_target(tmp_path_factory.mktemp("target"), LlamaForCausalLM(config))
+    return LlamaForCausalLM(config)
+
+
+@pytest.fixture(scope="session")
+def word_target(tmp_path_factory):
+    """Folder of a random Llama: hidden 32, 2 layers, vocabulary 48."""
+    return save_target(tmp_path_factory.mktemp("target"), small_llama(0.3))  # a law with some shape
+
+
+@pytest.fixture(scope="session")
+def counting_target(tmp_path_factory):
+    """Folder of the same Llama, which has learned to count upwards, as the answers of `conversations` do."""
+    model, end = small_llama(0.02), 4 + len(WORDS)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(150):
+        starts, step = torch.randint(0, len(WORDS), (8, 1)), torch.arange(24)
+        counting = 4 + (starts + step) % len(WORDS)
+        counting[:, :5] = torch.randint(4, end, (8, 5))  # what was asked
+        counting[:, 5] = 1
+        optimizer.zero_grad()
+        model(input_ids=counting, labels=counting.where(step > 6, -100)).loss.backward()
+        optimizer.step()
+    return save_target(tmp_path_factory.mktemp("counting"), model)
 
 
 @pytest.fixture(scope="session")
@@ -111,6 +131,19 @@ def arguments(word_target, conversations, tmp_path):
 def speculator_arguments(word_target, conversations, tmp_path):
     """argument_builder for train/mlp_speculator.py."""
     return argument_builder(word_target, conversations, tmp_path, num_steps=3, inner_size=24)
+
+
+@pytest.fixture
+def eagle_arguments(word_target, conversations, tmp_path):
+    """argument_builder for train/eagle.py."""
+    return argument_builder(word_target, conversations, tmp_path, num_steps=2, num_speculative_tokens=3)
+
+
+@pytest.fixture
+def eagle3_arguments(word_target, conversations, tmp_path):
+    """argument_builder for train/eagle3.py."""
+    own = {"num_steps": 3, "num_speculative_tokens": 3, "aux_layers": "0,1,2", "draft_vocab_size": 40}
+    return argument_builder(word_target, conversations, tmp_path, **own)
 
 
 @pytest.fixture

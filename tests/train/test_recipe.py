@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from headstart.train import mlp_speculator
+from headstart.train import eagle, eagle3, mlp_speculator
 from headstart.train.medusa import Recipe
 from headstart.train.recipe import check_values, key, parse_recipe, resolved_values, save_recipe
 
@@ -129,6 +129,25 @@ def test_shipped_configs_of_mlp_speculators_parse(name):
     said = {line.split(":")[0] for line in lines if not line.startswith("#")}
     assert {"target", "data", "output", "loss", "lr", "num_steps", "inner_size", "batch_rows"} <= said
     assert any(line.startswith("#   accelerate launch") and "train/mlp_speculator.py" in line for line in lines)
+
+
+@pytest.mark.parametrize("trainer", [eagle, eagle3])
+@pytest.mark.parametrize("size", ["", "-quickstart"])
+def test_shipped_configs_of_eagle_heads_parse(trainer, size):
+    name = trainer.__name__.rpartition(".")[2]
+    path = CONFIGS / f"{name}{size}.yaml"
+    recipe = parse_recipe(trainer.Recipe, ["--config", str(path)], "")
+    assert recipe.target == ("assets/stdlib-coder" if size else "meta-llama/Llama-3.1-8B-Instruct")
+    lines = path.read_text().splitlines()
+    said = {line.split(":")[0] for line in lines if not line.startswith("#")}
+    own = {
+        "eagle": {"token_weight", "feature_weight", "noise"},
+        "eagle3": {"step_decay", "draft_vocab_size", "aux_layers"},
+    }
+    assert {"output", "loss", "lr", "num_steps", "num_speculative_tokens", "batch_rows"} | own[name] <= said
+    launches = [line for line in lines if line.startswith("#   accelerate launch")]
+    assert len(launches) == (1 if size else 2)
+    assert all(f"train/{name}.py --config configs/{path.name}" in line for line in launches)
 
 
 def test_stage_2_goes_on_with_the_head_of_stage_1_at_a_tenth_of_its_rate():

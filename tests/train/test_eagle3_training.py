@@ -1,0 +1,312 @@
+"""The EAGLE-3 training script on a tiny target: what it computes, and that every key does something."""
+
+import json
+import shutil
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from headstart.heads.checkpoint import load_head
+from headstart.heads.eagle3 import Eagle3
+from headstart.tests.heads.eagle_reference import eagle3_logits, eagle3_states
+from headstart.train import distillation, eagle3, predictions
+from headstart.train.checkpointing import list_checkpoints
+from headstart.train.data import encode_conversations, load_conversations, pack
+
+
+def run(arguments, **keys):
+    assert eagle3.main(arguments(**keys)) == 0
+
+
+def head_tensors(folder):
+    return load_file(Path(folder) / "head" / "model.safetensors")
+
+
+@pytest.fixture
+def few(conversations, tmp_path):
+    """A .jsonl of half a dozen conversations."""
+    path = tmp_path / "few.jsonl"
+    path.write_text("\n".join(Path(conversations).read_text().splitlines()[:6]))
+    return str(path)
+
+
+@pytest.fixture
+def sharp(monkeypatch):
+    """New heads attend to some rows far more than to others, so that positions matter."""
+
+    def build(config):
+        head = Eagle3(config)
+        for projection in (head.midlayer.self_attn.q_proj, head.midlayer.self_attn.k_proj):
+            projection.weight.data.mul_(5)
+        return head
+
+    monkeypatch.setattr(eagle3, "Eagle3", build)
+
+
+def by_definition(target, data, folder, name, shift=0):
+    """Per step: the sum of its losses, its labels, and those that count; one document and one position at a time.
+
+    shift: how far the labels are off (0: as they should be).
+    """
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(target).double(), AutoTokenizer.from_pretrained(target)
+    model.requires_grad_(False)
+    head, w = load_head(folder), {key: one.double() for key, one in head_tensors(folder).items()}
+    w["embed_tokens.weight"] = model.get_input_embeddings().weight
+    drafted = list(range(48)) if head.d2t is None else [i + int(w["d2t"][i]) for i in range(len(w["d2t"]))]
+    sums, labels, counts = [0.0] * 3, [0] * 3, [0] * 3
+    for ids, marks in encode_conversations(tokenizer, load_conversations(data)):
+        out = model(input_ids=torch.tensor([ids]), output_hidden_states=True)
+        streams, law = torch.cat(out.hidden_states[:2], -1)[0], out.logits[0].softmax(-1)
+        tokens = torch.tensor([[ids[min(t + 1 + i, len(ids) - 1)] for i in range(3)] for t in range(len(ids))])
+        for i, states in enumerate(eagle3_states(w, head.config, streams, tokens, 3)):
+            log_q = eagle3_logits(w, head.config, states).log_softmax(-1)
+            for t in range(len(ids) - 2 - i):
+                y = t + 2 + i
+                if not marks[y]:
+                    continue
+                labels[i] += 1
+                label = y + shift if y + shift < len(ids) else y
+                p, q = law[label - 1][drafted], log_q[t].exp()  # of all the law, not of the slice alone
+                kl, alpha = (p * (p.log() - log_q[t])).sum(), torch.minimum(p, q).sum()
+                weight = torch.exp(-3 * alpha)
+                values = {"kl": kl, "lk": weight * kl + (1 - weight) * (1 - alpha)}
+                if name == "hard":
+                    if ids[label] not in drafted:
+                        continue
+                    values["hard"] = -log_q[t, drafted.index(ids[label])]
+                sums[i] += float(values[name])
+                counts[i] += 1
+    return sums, labels, counts
+
+
+@pytest.mark.parametrize(("name", "size"), [("kl", 20), ("kl", 0), ("hard", 20), ("lk", 20)])
+def test_first_loss_is_that_of_the_formulae_on_unpacked_conversations(
+    eagle3_arguments, read_metrics, word_target, few, tmp_path, sharp, name, size
+):
+    """Packing, masks, streams, alignment of tokens and laws, positions, draft vocabulary, weights and the divisor at once."""
+    keys = {"loss": name, "draft_vocab_size": size, "step_decay": 0.6, "aux_layers": "0,1", "data": few}
+    run(eagle3_arguments, row_length=256, batch_rows=1, lr=0, max_steps=1, **keys)  # all of them are one row
+    (line,) = read_metrics()
+    given = (word_target, few, tmp_path / "run", name)
+    sums, labels, counts = by_definition(*given)
+    for i in range(3):
+        assert line[f"head{i}_loss"] == pytest.approx(sums[i] / counts[i], rel=2e-5)
+    assert line["loss"] == pytest.approx(sum(0.6**i * sums[i] for i in range(3)) / labels[0], rel=2e-5)
+    assert (counts[0] < labels[0]) == (name == "hard")
+    shifted, *_ = by_definition(*given, shift=1)
+    assert all(abs(shifted[i] / sums[i] - 1) > 1e-4 for i in range(3))  # what the bounds above would catch
+
+
+@pytest.mark.parametrize("mutant", ["tokens early", "tokens late", "labels", "law", "positions", "streams"])
+def test_anything_off_by_one_changes_the_loss(eagle3_arguments, read_metrics, tmp_path, monkeypatch, sharp, mutant):
+    keys = {"max_steps": 1, "batch_rows": 8, "loss": "hard" if mutant == "labels" else "kl"}
+    run(eagle3_arguments, **keys)
+    if mutant.startswith("tokens"):
+        true, step = predictions.next_tokens, 1 if mutant == "tokens early" else -1
+        monkeypatch.setattr(predictions, "next_tokens", lambda ids, n: true(ids, n).roll(step, 1))
+    elif mutant == "labels":
+        find = eagle3.find_labels
+        monkeypatch.setattr(eagle3, "find_labels", lambda ids, *rest: find(ids.roll(-1, 1), *rest))
+    elif mutant == "law":
+        law = distillation.target_law
+        monkeypatch.setattr(distillation, "target_law", lambda logits, ids: law(logits.roll(1, 0), ids))
+    else:
+        predict = eagle3.eagle3_predictions
+
+        def wrong(head, streams, ids, positions, *rest):
+            if mutant == "streams":
+                return predict(head, streams.roll(1, 1), ids, positions, *rest)
+            return predict(head, streams, ids, 2 * positions, *rest)
+
+        monkeypatch.setattr(eagle3, "eagle3_predictions", wrong)
+    run(eagle3_arguments, output=tmp_path / "mutant", **keys)
+    right, wrong = read_metrics()[0], read_metrics(run="mutant")[0]
+    assert max(abs(wrong[f"head{i}_loss"] / right[f"head{i}_loss"] - 1) for i in range(3)) > 3e-4
+
+
+def test_every_weight_gets_a_gradient_and_moves_but_the_targets_own(
+    eagle3_arguments, tmp_path, monkeypatch, counting_target
+):
+    found, update = {}, eagle3.update
+
+    def look(head, *rest):
+        found.update({name: parameter.grad for name, parameter in head.named_parameters()})
+        found["table"] = head.embed_tokens.weight
+        return update(head, *rest)
+
+    monkeypatch.setattr(eagle3, "update", look)
+    run(eagle3_arguments, target=counting_target, max_steps=1, lr=0, output=tmp_path / "start")
+    table = found.pop("table").clone()
+    assert found.pop("embed_tokens.weight") is None
+    assert all(gradient.abs().max() > 1e-6 for gradient in found.values())
+    before = head_tensors(tmp_path / "start")
+    lm_head = AutoModelForCausalLM.from_pretrained(counting_target).lm_head.weight
+    assert torch.equal(before["lm_head.weight"], lm_head[torch.arange(40) + before["d2t"]])
+    run(eagle3_arguments, target=counting_target, lr=0.02)
+    assert torch.equal(found.pop("table"), table)
+    after = head_tensors(tmp_path / "run")
+    trained = found.keys() - {"embed_tokens.weight"}
+    assert before.keys() == after.keys() == trained | {"d2t", "t2d"}
+    assert all((after[name] - before[name]).abs().max() > 1e-3 for name in trained)
+    assert all(torch.equal(after[name], before[name]) for name in ("d2t", "t2d"))
+
+
+@pytest.mark.parametrize("size", [0, 40])
+def test_trained_head_is_accepted_by_the_engine(eagle3_arguments, read_metrics, tmp_path, counting_target, size):
+    keys = {"eval_prompts": 6, "eval_tokens": 16, "num_epochs": 12, "max_steps": 0, "draft_vocab_size": size}
+    run(eagle3_arguments, lr=0.01, target=counting_target, batch_rows=4, **keys)
+    lines = read_metrics()
+    for i in range(3):
+        assert lines[-1][f"head{i}_top1"] > lines[0][f"head{i}_top1"] + 0.3
+        assert lines[-1][f"head{i}_loss"] < lines[0][f"head{i}_loss"] - 1
+    (acceptance,) = read_metrics("acceptance")
+    saved = json.loads((tmp_path / "run" / "acceptance.json").read_text())
+    assert acceptance["source"] == saved["source"] == "engine"
+    assert acceptance["acceptance_length"] == pytest.approx(1 + sum(acceptance["per_position"]))
+    head = load_head(tmp_path / "run")
+    assert len(acceptance["per_position"]) == 3 == head.num_speculative_tokens
+    assert acceptance["acceptance_length"] > (1.7 if size else 2.5)  # of 48 words eight end every draft
+    assert head.features == (0, 1, 2)
+    assert head.t2d is None if size == 0 else bool(head.t2d[2])  # the stop token
+
+
+def test_neither_chunks_nor_micro_steps_change_the_training(eagle3_arguments, read_metrics, tmp_path):
+    run(eagle3_arguments, batch_rows=8, accumulate=1)
+    run(eagle3_arguments, batch_rows=1, accumulate=8, output=tmp_path / "eight")
+    run(eagle3_arguments, batch_rows=8, chunk_tokens=7, output=tmp_path / "chunks")
+    for other in ("eight", "chunks"):
+        for a, b in zip(read_metrics(), read_metrics(run=other), strict=True):
+            assert a == {k: pytest.approx(v, rel=1e-5, abs=1e-6) if type(v) is float else v for k, v in b.items()}
+        for name, tensor in head_tensors(tmp_path / "run").items():
+            torch.testing.assert_close(head_tensors(tmp_path / other)[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_resumed_run_repeats_the_uninterrupted_one_bit_by_bit(eagle3_arguments, read_metrics, tmp_path, cached):
+    keys = {"checkpoint_every": 2, "keep_checkpoints": 9, "eval_every": 3, "eval_prompts": 3, "eval_tokens": 8}
+    run(eagle3_arguments, cache_features=cached, **keys)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    checkpoint = tmp_path / "copy" / "checkpoints" / "step-000002"
+    run(eagle3_arguments, cache_features=cached, output=tmp_path / "copy", resume_from=checkpoint, **keys)
+    for kind in ("train", "acceptance"):
+        assert read_metrics(kind) == read_metrics(kind, run="copy") != []
+    one, other = head_tensors(tmp_path / "run"), head_tensors(tmp_path / "copy")
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    states = [torch.load(list_checkpoints(tmp_path / name)[-1] / "optimizer.pt") for name in ("run", "copy")]
+    for index, entry in states[0]["state"].items():
+        assert all(torch.equal(value, states[1]["state"][index][name]) for name, value in entry.items())
+
+
+# ---- the draft vocabulary ----
+
+
+def choose(documents, size, stop_ids, word_target):
+    said, packed = [], pack(documents, 12)
+    tokenizer = AutoTokenizer.from_pretrained(word_target)
+    _, t2d = eagle3.choose_draft_vocabulary(packed, size, stop_ids, 48, tokenizer, said.append)
+    return t2d.nonzero().flatten().tolist(), said
+
+
+def test_draft_vocabulary_is_what_is_supervised_most_and_the_stop_tokens(word_target):
+    asked = [False] * 4
+    documents = [([30, 30, 30, 30, 7, 7, 8, 2], [*asked, True, True, True, True])] * 3
+    documents += [([31, 31, 31, 31, 9, 9, 9, 8], [*asked, True, True, True, True])]
+    assert choose(documents, 3, [2], word_target) == (
+        [2, 7, 8],
+        ["draft vocabulary: 3 of 48 tokens, 81.25% of the supervised ones"],
+    )
+    # Two answers in one document end twice; the last is without the stop token, and nothing names one.
+    ids, said = choose([([5, 6, 6, 2, 5, 6, 6, 3], [False, True, True, True] * 2)], 2, [], word_target)
+    assert ids == [2, 6]
+    assert (
+        "warning: 50% of the answers end with a token that is not in the draft vocabulary, mostly '<unk>' (3)"
+        in said[1]
+    )
+    assert "each of them takes one pass of the target more, in 3 tokens" in said[1]
+
+
+# ---- what is refused ----
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"num_steps": 9}, "num_steps must be at most 8, got 9"),
+        ({"num_speculative_tokens": 9}, "num_speculative_tokens must be at most 8, got 9"),
+        ({"aux_layers": "0,1,3"}, r"to at most 2 \(behind the last layer of this target\), got \[0, 1, 3\]"),
+        ({"aux_layers": "1,0"}, r"layer ids must rise .*got \[1, 0\]"),
+        ({"aux_layers": "1;2"}, "aux_layers must be layer numbers with commas between them, as 2,16,29, got '1;2'"),
+        ({"aux_layers": ""}, "a target of 2 layers has no default aux layers .*: in a recipe aux_layers, as 1,4"),
+        ({"draft_vocab_size": 49}, "draft_vocab_size must be from 2 to the vocab_size 48, got 49"),
+        ({"draft_vocab_size": 1}, "draft_vocab_size must be from 2 to the vocab_size 48, got 1"),
+    ],
+)
+def test_bad_recipes_are_refused_before_anything_is_written(eagle3_arguments, tmp_path, monkeypatch, keys, message):
+    monkeypatch.setattr(eagle3, "load_conversations", lambda data: pytest.fail("the data was read"))
+    with pytest.raises(ValueError, match=message):
+        eagle3.main(eagle3_arguments(**keys))
+    assert not (tmp_path / "run").exists()
+
+
+# ---- every key does something ----
+
+CHANGES = {
+    "seed": 1,
+    "loss": "hard",
+    "lr": 0.02,
+    "beta2": 0.5,
+    "max_grad_norm": 0.01,
+    "num_steps": 2,
+    "step_decay": 0.5,
+    "draft_vocab_size": 0,
+    "aux_layers": "0,2",
+}
+
+
+def observe(arguments, folder, **keys):
+    """All that a run leaves behind, apart from what the clock decides and from the recipe itself."""
+    run(arguments, **({"output": folder, "max_steps": 3} | keys))
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line.pop("tokens_per_second", None)
+    return lines, {name: tensor.tolist() for name, tensor in head_tensors(folder).items()}
+
+
+def test_keys_change_the_run_and_equal_recipes_do_not(eagle3_arguments, tmp_path):
+    base = observe(eagle3_arguments, tmp_path / "base")
+    assert observe(eagle3_arguments, tmp_path / "again") == base
+    for name, value in CHANGES.items():
+        assert observe(eagle3_arguments, tmp_path / name, **{name: value}) != base, name
+    own = {f.name for f in fields(eagle3.Recipe)} - {f.name for f in fields(eagle3.RunRecipe)}
+    assert own <= CHANGES.keys() | {"num_speculative_tokens"}
+
+
+def test_step_decay_scales_each_steps_share_of_the_loss(eagle3_arguments, read_metrics, tmp_path):
+    for decay in (0, 0.5, 1):
+        run(eagle3_arguments, step_decay=decay, max_steps=1, output=tmp_path / str(decay))
+    none, half, full = (read_metrics(run=str(decay))[0] for decay in (0, 0.5, 1))
+    assert none["loss"] == pytest.approx(none["head0_loss"], rel=1e-6)
+    # Every label here has a root of its own for all three steps, so a step's own loss is its share of the whole.
+    assert full["loss"] == pytest.approx(sum(full[f"head{i}_loss"] for i in range(3)), rel=1e-5)
+    assert half["loss"] == pytest.approx(sum(0.5**i * half[f"head{i}_loss"] for i in range(3)), rel=1e-5)
+
+
+def test_every_field_is_read_by_the_run(eagle3_arguments, monkeypatch):
+    """Keys that other trainers have too change a run in the tests of train/medusa.py; here they are seen to be asked for."""
+    names, seen = {f.name for f in fields(eagle3.Recipe)}, set()
+
+    class Watched(eagle3.Recipe):
+        def __getattribute__(self, name):
+            if name in names:
+                seen.add(name)
+            return super().__getattribute__(name)
+
+    monkeypatch.setattr(eagle3, "Recipe", Watched)
+    keys = {"cache_features": True, "eval_prompts": 4, "eval_tokens": 12, "max_steps": 0, "num_epochs": 0.2}
+    run(eagle3_arguments, **keys)
+    run(eagle3_arguments, resume=True, **keys)
+    assert names - seen == set()
