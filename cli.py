@@ -80,10 +80,9 @@ def build_parser():
         _tree,
         "Choose the draft tree that decodes fastest: from acceptance and step times, both measured by the engine.",
         "headstart tree runs/quickstart\n  headstart tree runs/quickstart --budget 16",
-        "Measures how often each candidate of the draft is right, and what steps over trees of several sizes and depths take on this\n"
-        "machine; then tries the tree of the most expected tokens per second against plain decoding, and against dynamic trees where\n"
-        "the drafter can grow them. The file holds the figures, and `headstart report` shows them. speculative_config's tree='static'\n"
-        "finds tree.json in a run or beside a head.",
+        "Measures how often each candidate of the draft is right and what steps over trees of several sizes and depths take here;\n"
+        "then tries the tree that promises most against plain decoding, and against dynamic trees where the drafter grows them.\n"
+        "The file holds the figures and `headstart report` shows them; tree='static' finds it in a run or beside a head.",
     )
     tree.add_argument(
         "source", metavar="RUN", help="a run, a checkpoint, a head folder, or a smaller model that drafts"
@@ -298,30 +297,19 @@ def _tree(arguments):
     from headstart.inference.llm import LLM
     from headstart.inference.prompt_files import read_prompts, render_prompt
     from headstart.inference.speculation import is_draft_model
-    from headstart.inference.tree import MAX_NODES, build_static_tree, expected_acceptance_length, save_tree
-    from headstart.inference.tree_choice import best_static_trees
+    from headstart.inference.tree import build_static_tree, save_tree
+    from headstart.inference.tree_choice import best_static_trees, check_budget
     from headstart.inference.tree_measurement import TreeMeasurement
-    from headstart.inference.tree_text import choice_sentence, choice_table
+    from headstart.inference.tree_text import outcome
 
-    budget, batch_size = arguments.budget, arguments.batch_size
-    if budget != "auto" and not (budget.isdigit() and 2 <= int(budget) <= MAX_NODES):
-        raise ValueError(f"--budget must be auto or from 2 to {MAX_NODES} nodes, the root included; got {budget!r}")
-    if batch_size is not None and budget != "auto":
-        raise ValueError(f"--batch-size {batch_size} says what to time, and --budget {budget} times nothing: drop one")
-    if batch_size is not None and batch_size < 1:
-        raise ValueError(f"--batch-size must be at least 1, got {batch_size}")
+    budget, batch_size = check_budget(arguments.budget, arguments.batch_size)
     _check_count(arguments.num_prompts)
-    # What drafts: a head, or a model, of which tree="static" would find no file.
+    # What drafts: a head, or a model, where tree="static" looks for no file.
     is_model = is_draft_model(arguments.source)
-    for option, given in (
-        ("--model", arguments.model),
-        ("--num-speculative-tokens", arguments.num_speculative_tokens),
-        ("--output", arguments.output),
-    ):
-        if is_model and given is None:
-            raise ValueError(
-                f"{arguments.source} holds no head, so it drafts as a model of its own: that needs {option}"
-            )
+    for name in ("model", "num_speculative_tokens", "output") if is_model else ():
+        if getattr(arguments, name) is None:
+            option = "--" + name.replace("_", "-")
+            raise ValueError(f"{arguments.source} holds no head: to draft with it as a model, give {option}")
     drafts = arguments.source if is_model else str(resolve_head(arguments.source))
     output = Path(arguments.output) if arguments.output else Path(arguments.source) / "tree.json"
     check_writable(output)
@@ -335,37 +323,28 @@ def _tree(arguments):
     else:
         source, prompts = own, read_prompts(own)[: arguments.num_prompts]
     _choose_threads(model, arguments.device)
+    depth = arguments.num_speculative_tokens
     llm = LLM(
         model,
         device=arguments.device,
         dtype=arguments.dtype,
         num_gpu_blocks_override=TREE_PAGES,
-        speculative_config={
-            "model": drafts,
-            "tree": "chain",
-            "num_speculative_tokens": arguments.num_speculative_tokens,
-        },
+        speculative_config={"model": drafts, "tree": "chain", "num_speculative_tokens": depth},
     )
     prompts = [render_prompt(llm.tokenizer, prompt) for prompt in prompts]
     print(f"measuring acceptance per depth and rank on {len(prompts)} prompts of {source} ...", file=sys.stderr)
     found = measure_acceptance(llm, prompts, use_tqdm=True)
     rates, choice = found["rates"][: llm.tree.max_depth], None
     best_static_trees(rates)  # refuses a draft that is never right
-    if budget == "auto":
-        print(f"timing steps on this machine, batch size {batch_size or 1} ...", file=sys.stderr)
+    if budget is None:
+        print(f"timing steps on this machine, {batch_size} request(s) at once ...", file=sys.stderr)
+        # An engine more on the head costs no second copy of it.
         head = drafts if is_model else llm.engine.drafter.head
-        tree, choice = TreeMeasurement(llm, head, prompts, batch_size or 1).choose(rates)
+        tree, choice = TreeMeasurement(llm, head, prompts, batch_size).choose(rates)
     else:
-        tree = build_static_tree(rates, int(budget))
+        tree = build_static_tree(rates, budget)
     save_tree(tree, output, rates, choice)
-    print(tree.draw())
-    drafted, measured = len(found["per_position"]), found["acceptance_length"]
-    print(f"on these {len(prompts)} prompts: chain of {drafted}: {measured:.2f} tokens per step, measured;")
-    if choice:
-        print(f"{choice_table(choice)}\n{choice_sentence(choice)}")
-    else:
-        promised = expected_acceptance_length(tree, rates)
-        print(f"tree of {tree.num_nodes} nodes: {promised:.2f}, expected from the rates")
+    print(outcome(tree, found, rates, choice, len(prompts)))
     print(f"written to {output}")
     return 0
 

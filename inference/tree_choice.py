@@ -15,6 +15,22 @@ from .tree import MAX_NODES, DynamicTree, build_static_tree, expected_acceptance
 DYNAMIC_WIDTHS = (2, 4, 8)
 
 
+def check_budget(budget, batch_size):
+    """`headstart tree`'s words --budget and --batch-size  ->  (nodes, or None for auto; requests at once). ValueError if they are
+    wrong, or do not go together."""
+    if budget != "auto" and not (budget.isdigit() and 2 <= int(budget) <= MAX_NODES):
+        raise ValueError(f"--budget must be auto or from 2 to {MAX_NODES} nodes, the root included; got {budget!r}")
+    if batch_size is None:
+        batch_size = 1
+    elif budget != "auto":
+        raise ValueError(
+            f"--batch-size {batch_size} says what to time, and with --budget {budget} nothing is: drop one"
+        )
+    if batch_size < 1:
+        raise ValueError(f"--batch-size must be at least 1, got {batch_size}")
+    return (None if budget == "auto" else int(budget)), batch_size
+
+
 @dataclass(frozen=True)
 class Timing:
     """What one step over a tree of this shape took."""

@@ -12,7 +12,7 @@ CPU, whose speed drifts, all take their turn several times. Decoding is greedy.
 import tempfile
 from dataclasses import asdict, dataclass, replace
 from datetime import date
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
 from pathlib import Path
 from statistics import fmean, median
 
@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from ..kernels.tree_attention import PAGE
 from .benchmarks.engine import NoSteadyState, StepRecorder
-from .benchmarks.timing import release
+from .benchmarks.timing import Times, release
 from .compare import hardware_name
 from .drafters.sequential import SequentialDrafter
 from .llm import LLM
@@ -32,10 +32,11 @@ from .tree_choice import StepCosts, Timing, best_static_trees, choose_promise, d
 SIZES = (2, 4, 8, 12, 16, 24, 32, 48, 64)  # whose steps are timed with trees as deep as they like
 LEVEL_SIZES = (8, 32)  # and with trees half as deep: what a level costs
 MAX_RETRIES = 4  # choices that may fall on a shape that was not timed
-MAX_TOKENS = 64  # new tokens per prompt
+TIMED_STEPS = 14  # at least, of which the first and last three do not count
+MAX_TOKENS = 64  # new tokens per prompt of a trial
 MIN_TOKENS = 32  # of these, at least
 PROMPT_TOKENS_PER_STEP = 2048
-NUM_PROMPTS = 8  # that every way of drafting decodes, or twice the batch in every round if that is more
+NUM_PROMPTS = 9  # that every way of drafting decodes, or twice the batch in every round if that is more
 CPU_ROUNDS = 3
 
 
@@ -75,8 +76,7 @@ class TreeMeasurement:
         rates: conditional acceptance per depth and rank.  -> (Tree or DynamicTree, what was measured as save_tree takes it)
         """
         trees = best_static_trees(rates)
-        timings = self.time([None, *_shapes_to_time(trees).values()], "timing steps")
-        plain, timings = timings[0], timings[1:]
+        plain, timings = self.time(list(_shapes_to_time(trees).values()), "timing steps")
         for attempts_left in range(MAX_RETRIES, -1, -1):
             costs, timed = StepCosts.fit(timings), {(timing.depth, timing.num_nodes) for timing in timings}
             curve = promises(trees, rates, costs, self.batch_size)
@@ -85,19 +85,21 @@ class TreeMeasurement:
             best = choose_promise(promises(trees, rates, costs, self.batch_size))
             if (best.depth, best.num_nodes) in timed:
                 break
-            timings += self.time([trees[best.depth, best.num_nodes]], f"timing {best.num_nodes} nodes")
-        candidates = [None, trees[best.depth, best.num_nodes]]
+            now, further = self.time([trees[best.depth, best.num_nodes]], f"timing {best.num_nodes} nodes")
+            # The machine may be slower or faster by now, and plain decoding as well.
+            timings += [replace(timing, seconds=timing.seconds * plain / now) for timing in further]
+        candidates = [trees[best.depth, best.num_nodes]]
         if isinstance(self.llm.engine.drafter, SequentialDrafter):
             candidates += dynamic_candidates(best.depth, best.num_nodes, len(rates))
         trials = self.try_out(candidates)
-        tree, trial = max(zip(candidates[1:], trials[1:]), key=lambda pair: pair[1].tokens_per_second)
+        tree, trial = max(zip(candidates, trials[1:]), key=lambda pair: pair[1].tokens_per_second)
         return tree, {
             "batch_size": self.batch_size,
             "hardware": hardware_name(self.llm.device),
             "dtype": str(self.llm.dtype).removeprefix("torch."),
             "date": date.today().isoformat(),
             "mean_prompt_tokens": round(fmean(map(len, self.prompts))),
-            "plain_step_seconds": plain.seconds,
+            "plain_step_seconds": plain,
             "timed_steps": [asdict(timing) for timing in timings],
             "seconds_per_level": costs.seconds_per_level,
             "curve": [asdict(promise) for promise in curve],
@@ -107,51 +109,64 @@ class TreeMeasurement:
         }
 
     def time(self, trees, what):
-        """Median seconds of a step with each tree, None for plain decoding.  -> list of Timing"""
+        """What a step takes with each tree, measured beside plain decoding.  -> (seconds of plain decoding, list of Timing)
+
+        Whatever else a machine does only adds time, so the 20th percentile of all steps counts.
+        """
         prompts = self._take(self.batch_size)
-        room = self.llm.max_model_len - max(map(len, prompts))
         # While the last prompts are computed, the first requests decode already.
         passes = sum(map(len, prompts)) // PROMPT_TOKENS_PER_STEP
-        params = SamplingParams(temperature=0.0, max_tokens=min(MAX_TOKENS + 8 * passes, room), ignore_eos=True)
 
-        def measure(llm, _):
+        def num_tokens(tree):
+            longest = (TIMED_STEPS + passes) * ((tree.max_depth if tree else 1) + 1)
+            return min(longest, self.llm.max_model_len - max(map(len, prompts)))
+
+        def measure(llm, tree, _):
+            params = SamplingParams(temperature=0.0, max_tokens=num_tokens(tree), ignore_eos=True)
             try:
                 with StepRecorder(llm.engine) as recorder:
                     llm.generate(prompts, params)
-                return median(recorder.steady(self.batch_size)[2]) / 1e3
+                return recorder.steady(self.batch_size)[2]
             except NoSteadyState as error:
                 raise ValueError(
                     f"steps of {self.batch_size} requests cannot be timed: with {params.max_tokens} new tokens each, outputs end "
                     "before enough steps were made by all; lower --batch-size, or give shorter prompts"
                 ) from error
 
-        found = self._in_turn(trees, what, prompts, params.max_tokens, measure)
-        return [
-            Timing(tree.max_depth if tree else 0, tree.num_nodes if tree else 1, median(seconds))
-            for tree, seconds in zip(trees, found)
-        ]
+        tokens = max(map(num_tokens, [None, *trees]))
+        plain, *seconds = (
+            Times.of(chain.from_iterable(turns)).p20 / 1e3
+            for turns in self._in_turn([None, *trees], what, prompts, tokens, measure)
+        )
+        return plain, [Timing(tree.max_depth, tree.num_nodes, one) for tree, one in zip(trees, seconds)]
 
     def try_out(self, trees):
-        """Decode prompts with each tree, None for plain decoding.  -> list of Trial"""
+        """Decode prompts without drafts and with each tree.  -> list of Trial, plain decoding first
+
+        A tree's rate is plain decoding's times the median over the turns of how much faster it was in that turn.
+        """
         prompts = self._take(max(NUM_PROMPTS, 2 * self.batch_size * self.rounds))
         params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
 
-        def measure(llm, turn):
+        def measure(llm, _, turn):
             llm.generate(prompts[:1], replace(params, max_tokens=8))  # first calls pay for allocations
             metrics = llm.engine.metrics
             metrics.num_decoded_tokens, metrics.decode_seconds, metrics.spec_decode = 0, 0.0, SpecDecodeMetrics()
             llm.generate(prompts[turn :: self.rounds], params)
-            spec = metrics.spec_decode
-            return metrics.num_decoded_tokens, metrics.decode_seconds, spec.num_accepted_tokens, spec.num_steps
-
-        trials, found = [], self._in_turn(trees, "trying the choice", prompts, MAX_TOKENS, measure)
-        for tree, turns in zip(trees, found):
-            tokens, seconds, accepted, steps = map(sum, zip(*turns))
-            if not tokens:
+            if not metrics.num_decoded_tokens:
                 raise ValueError("every output ended at its first token, so no step was made: give other prompts")
-            kind = "none" if tree is None else "dynamic" if isinstance(tree, DynamicTree) else "static"
-            shape = (tree.max_depth, tree.num_nodes) if tree else (0, 1)
-            trials.append(Trial(kind, *shape, 1 + accepted / max(steps, 1), tokens / seconds))
+            return metrics.num_decoded_tokens / metrics.decode_seconds, metrics.spec_decode
+
+        plain, *found = self._in_turn([None, *trees], "trying the choice", prompts, MAX_TOKENS, measure)
+        rate = median(one for one, _ in plain)
+        trials = [Trial("none", 0, 1, 1.0, rate)]
+        for tree, turns in zip(trees, found):
+            kind = "dynamic" if isinstance(tree, DynamicTree) else "static"
+            faster = median(one / other for (one, _), (other, _) in zip(turns, plain))
+            accepted, steps = (
+                sum(getattr(spec, name) for _, spec in turns) for name in ("num_accepted_tokens", "num_steps")
+            )
+            trials.append(Trial(kind, tree.max_depth, tree.num_nodes, 1 + accepted / steps, rate * faster))
         return trials
 
     def _take(self, count):
@@ -159,7 +174,7 @@ class TreeMeasurement:
         return list(islice(cycle(self.prompts), count))
 
     def _in_turn(self, trees, what, prompts, max_tokens, measure):
-        """measure(LLM, turn) with an engine for each tree, all of them once in every turn.  -> per tree a list of results"""
+        """measure(LLM, tree, turn) with an engine for each tree, all of them once in every turn.  -> per tree a list of results"""
         found = [[] for _ in trees]
         with (
             tempfile.TemporaryDirectory() as folder,
@@ -169,7 +184,7 @@ class TreeMeasurement:
         ):
             for turn in range(self.rounds):
                 for results, tree in zip(found, trees):
-                    results.append(measure(self._engine(tree, Path(folder), prompts, max_tokens), turn))
+                    results.append(measure(self._engine(tree, Path(folder), prompts, max_tokens), tree, turn))
                     release(self.llm.device)
                     bar.update()
         return found

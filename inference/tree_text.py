@@ -1,5 +1,22 @@
 """What was measured to choose a tree (tree_measurement.py), in words. No torch."""
 
+from .tree import expected_acceptance_length
+
+
+def outcome(tree, found, rates, choice, num_prompts):
+    """What `headstart tree` prints.  found: of measure_acceptance; choice: as save_tree takes it, or None"""
+    drafted, measured = len(found["per_position"]), found["acceptance_length"]
+    lines = [
+        tree.draw(),
+        f"on these {num_prompts} prompts: chain of {drafted}: {measured:.2f} tokens per step, measured;",
+    ]
+    if choice is None:
+        promised = expected_acceptance_length(tree, rates)
+        lines.append(f"tree of {tree.num_nodes} nodes: {promised:.2f}, expected from the rates")
+    else:
+        lines += [choice_table(choice), choice_sentence(choice)]
+    return "\n".join(lines)
+
 
 def choice_sentence(choice):
     """Which tree was chosen and why, or that plain decoding is faster.  choice: of a tree file"""
