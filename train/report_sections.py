@@ -138,7 +138,7 @@ def tree_section(tree, acceptance, run):
     if "dynamic" in tree:
         shape = tree["dynamic"]
         return caption(
-            f"Grown anew in every step from the draft's own confidence: {shape['num_nodes']} nodes, up to {shape['max_depth']} deep. "
+            f"Grown anew in every step from the draft's confidence: {shape['num_nodes']} nodes, {shape['max_depth']} deep at most. "
             f"At every depth the {shape['width']} likeliest nodes get {shape['width']} children each; the best of all are kept."
         )
     parents, ranks = tree["parents"], tree["ranks"]
@@ -183,9 +183,9 @@ def choice_section(tree, run):
         marked=marked,
     )
     text = caption(
-        "For every number of nodes the best tree and depth: tokens per step from the acceptance rates, divided by what a step takes. "
-        f"Steps of {len(choice['timed_steps'])} trees were timed in the engine, the others lie on the line between them. One node is "
-        "plain decoding. The marked tree then decoded prompts, beside what else could be faster:"
+        "For every number of nodes the best tree and depth: tokens per step from the acceptance rates, over the time of a step. "
+        f"Steps of {len(choice['timed_steps'])} trees were timed in the engine, the others lie on the line between them. One node "
+        "is plain decoding. The marked tree then decoded prompts, beside what else could be faster:"
     )
     return f"<p>{escape(sentence)}</p>{charts([drawing])}{text}{code(table)}"
 
