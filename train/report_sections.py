@@ -162,7 +162,7 @@ def choice_section(tree, run):
     choice = (tree or {}).get("choice")
     if not choice:
         return missing(
-            "No step was timed for this tree. Time them, and choose the tree that decodes fastest:",
+            "No steps were timed for this run yet. Time them and choose the tree that decodes fastest:",
             f"headstart tree {run} --budget auto",
         )
     try:
