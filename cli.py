@@ -12,6 +12,8 @@ from headstart.inference.output_files import check_writable
 # Which held-out prompts are for what: a tree is never measured on the prompts that the comparison reports.
 COMPARED_PROMPTS = 16
 TREE_PROMPTS = 32
+# Cache of the engine that measures acceptance, in pages of 64 tokens; those that time trees need memory, too.
+TREE_PAGES = 512
 
 
 def main(argv=None):
@@ -76,17 +78,32 @@ def build_parser():
     tree = command(
         "tree",
         _tree,
-        "Build a static draft tree for a head from acceptance measured by the engine.",
-        "headstart tree runs/quickstart",
+        "Choose the draft tree that decodes fastest: from acceptance and step times, both measured by the engine.",
+        "headstart tree runs/quickstart\n  headstart tree runs/quickstart --budget 16",
+        "Measures how often each candidate of the draft is right and what steps over trees of several sizes and depths take here;\n"
+        "then tries the tree that promises most against plain decoding, and against dynamic trees where the drafter grows them.\n"
+        "The file holds the figures and `headstart report` shows them; tree='static' finds it in a run or beside a head.",
     )
-    tree.add_argument("source", metavar="RUN", help="a run, a checkpoint or a head folder")
+    tree.add_argument(
+        "source", metavar="RUN", help="a run, a checkpoint, a head folder, or a smaller model that drafts"
+    )
     tree.add_argument("--model", help="the target (default: the one the head was trained for)")
     tree.add_argument("--prompts", help="JSONL of prompts (default: heldout.jsonl of the run, else of the target)")
     tree.add_argument("--num-prompts", type=int, default=TREE_PROMPTS, help=f"how many (default {TREE_PROMPTS})")
     tree.add_argument(
-        "--nodes", default="auto", help="nodes of the tree, root included; auto (default): measured fastest here"
+        "--budget",
+        default="auto",
+        help="nodes of a static tree, root included, and nothing is timed; auto (default): whatever is fastest here",
     )
-    tree.add_argument("--output", help="where to write (default: tree.json in RUN)")
+    tree.add_argument("--batch-size", type=int, help="with --budget auto: requests that decode at once (default 1)")
+    tree.add_argument(
+        "--num-speculative-tokens",
+        type=int,
+        help="tokens drafted ahead at most (default: what the head was made for; a model that drafts needs it)",
+    )
+    tree.add_argument(
+        "--output", help="where to write (default: tree.json in RUN; for a model that drafts there is none)"
+    )
     _add_device(tree)
 
     bench = command(
@@ -295,20 +312,28 @@ def _stream_and_time(llm, prompt, params, show):
 def _tree(arguments):
     from headstart.heads.checkpoint import load_head, resolve_head
     from headstart.inference.acceptance import measure_acceptance
-    from headstart.inference.compare import PAGES, measured_best_tree
     from headstart.inference.llm import LLM
     from headstart.inference.prompt_files import read_prompts, render_prompt
-    from headstart.inference.tree import MAX_NODES, build_static_tree, expected_acceptance_length, save_tree
+    from headstart.inference.speculation import is_draft_model
+    from headstart.inference.tree import build_static_tree, save_tree
+    from headstart.inference.tree_choice import best_static_trees, check_budget
+    from headstart.inference.tree_measurement import TreeMeasurement
+    from headstart.inference.tree_text import outcome
 
-    if arguments.nodes != "auto" and not (arguments.nodes.isdigit() and 1 <= int(arguments.nodes) <= MAX_NODES):
-        raise ValueError(f"--nodes must be auto or from 1 to {MAX_NODES}, got {arguments.nodes!r}")
-    head_folder = resolve_head(arguments.source)
+    budget, batch_size = check_budget(arguments.budget, arguments.batch_size)
+    _check_count(arguments.num_prompts)
+    # What drafts: a head, or a model, where tree="static" looks for no file.
+    is_model = is_draft_model(arguments.source)
+    for name in ("model", "num_speculative_tokens", "output") if is_model else ():
+        if getattr(arguments, name) is None:
+            option = "--" + name.replace("_", "-")
+            raise ValueError(f"{arguments.source} holds no head: to draft with it as a model, give {option}")
+    drafts = arguments.source if is_model else str(resolve_head(arguments.source))
     output = Path(arguments.output) if arguments.output else Path(arguments.source) / "tree.json"
     check_writable(output)
-    model = arguments.model or _target_of(arguments.source, load_head(head_folder))
-    _check_count(arguments.num_prompts)
+    model = arguments.model or _target_of(arguments.source, load_head(drafts))
     own = Path(arguments.source) / "heldout.jsonl"  # what the training kept out of its data
-    if arguments.prompts or not own.is_file():
+    if arguments.prompts or is_model or not own.is_file():
         source = _prompt_file(arguments.prompts, model)
         # Of the target's own prompts, the first are for `bench`.
         start = 0 if arguments.prompts else COMPARED_PROMPTS
@@ -316,33 +341,29 @@ def _tree(arguments):
     else:
         source, prompts = own, read_prompts(own)[: arguments.num_prompts]
     _choose_threads(model, arguments.device)
+    depth = arguments.num_speculative_tokens
     llm = LLM(
         model,
         device=arguments.device,
         dtype=arguments.dtype,
-        num_gpu_blocks_override=8 * PAGES,  # the engines of the trees to be timed need memory, too
-        speculative_config={"model": str(head_folder), "tree": "chain"},
+        num_gpu_blocks_override=TREE_PAGES,
+        speculative_config={"model": drafts, "tree": "chain", "num_speculative_tokens": depth},
     )
     prompts = [render_prompt(llm.tokenizer, prompt) for prompt in prompts]
     print(f"measuring acceptance per depth and rank on {len(prompts)} prompts of {source} ...", file=sys.stderr)
     found = measure_acceptance(llm, prompts, use_tqdm=True)
-    if arguments.nodes == "auto":
-        print("timing trees of several sizes on this machine ...", file=sys.stderr)
-        with tempfile.TemporaryDirectory() as folder:
-            tree, rows = measured_best_tree(llm, str(head_folder), found["rates"], prompts[:4], folder)
-        print("nodes  tokens/step  tokens/s")
-        for row in rows:
-            mark = "  <- fastest" if row["num_nodes"] == tree.num_nodes else ""
-            mark = "  plain decoding" if row["draft"] == "none" else mark
-            print(f"{row['num_nodes']:5}  {row['acceptance_length']:11.2f}  {row['tokens_per_second']:8.0f}{mark}")
+    rates, choice = found["rates"][: llm.tree.max_depth], None
+    best_static_trees(rates)  # refuses a draft that is never right
+    if budget is None:
+        print(f"timing steps on this machine, {batch_size} request(s) at once ...", file=sys.stderr)
+        # An engine more on the head costs no second copy of it.
+        head = drafts if is_model else llm.engine.drafter.head
+        tree, choice = TreeMeasurement(llm, head, prompts, batch_size).choose(rates)
     else:
-        tree = build_static_tree(found["rates"], int(arguments.nodes))
-    save_tree(tree, output, found["rates"])
-    print(tree.draw())
-    promised = expected_acceptance_length(tree, found["rates"])
-    drafted, measured = len(found["per_position"]), found["acceptance_length"]
-    print(f"on these {len(prompts)} prompts: chain of {drafted}: {measured:.2f} tokens per step, measured;")
-    print(f"tree of {tree.num_nodes} nodes: {promised:.2f}, expected from the rates; written to {output}")
+        tree = build_static_tree(rates, budget)
+    save_tree(tree, output, rates, choice)
+    print(outcome(tree, found, rates, choice, len(prompts)))
+    print(f"written to {output}")
     return 0
 
 

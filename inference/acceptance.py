@@ -5,6 +5,7 @@ per depth and rank that static trees are built from. All of it from the engine's
 import random
 from dataclasses import replace
 
+from .drafters.sequential import SequentialDrafter
 from .engine import RECORDED_WIDTH
 from .sampling import SamplingParams
 
@@ -18,7 +19,8 @@ def measure_acceptance(llm, prompts, sampling_params=None, use_tqdm=False):
     Returns a dict:
         acceptance_length, per_position (unconditional), num_steps, num_emitted   of the chain
         rates: per depth, per rank (0..9): how often the target's token at this depth is the head's candidate of this rank,
-            given that the tokens before it are the target's own; num_rates: from how many places
+            given that the tokens before it are the target's own; num_rates: from how many places. A drafter that looks at its own
+            tokens has candidates behind its first choices only: its rates are those behind accepted first choices
         samples: a few {"prompt", "output"}
     """
     engine = llm.engine
@@ -42,7 +44,9 @@ def measure_acceptance(llm, prompts, sampling_params=None, use_tqdm=False):
     depth = engine.tree.max_depth
     earlier = before.accepted_per_position or [0] * depth
     accepted = [now - then for now, then in zip(after.accepted_per_position, earlier)]
-    hits, places = rank_hits(recorded, engine.drafter.num_speculative_tokens)
+    hits, places = rank_hits(
+        recorded, engine.drafter.num_speculative_tokens, isinstance(engine.drafter, SequentialDrafter)
+    )
     return {
         "acceptance_length": 1 + sum(accepted) / steps,
         "per_position": [count / steps for count in accepted],
@@ -75,10 +79,11 @@ def acceptance_interval(outputs, resamples=2000):
     return {"acceptance_length": tokens / max(steps, 1), "low": low, "high": high, "steps": int(steps)}
 
 
-def rank_hits(recorded, num_depths):
+def rank_hits(recorded, num_depths, behind_first=False):
     """Count where the target's tokens stand among the recorded candidates.
 
-    recorded: list of (request, index of the root in its output, candidates per depth)
+    recorded: list of (request, index of the root in its output, candidates per depth); behind_first: the candidates of a depth are
+    those behind the first choices above it, so places behind another token do not count
     Returns (hits [depth][rank], places [depth]); depth d is counted where the output reaches so far.
     """
     hits = [[0] * RECORDED_WIDTH for _ in range(num_depths)]
@@ -92,7 +97,10 @@ def rank_hits(recorded, num_depths):
             token = request.output_token_ids[at]
             if token not in candidates[depth]:
                 break  # rates are conditional on the parent: nothing below a miss
-            hits[depth][candidates[depth].index(token)] += 1
+            rank = candidates[depth].index(token)
+            hits[depth][rank] += 1
+            if behind_first and rank:
+                break
     return hits, places
 
 

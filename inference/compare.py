@@ -170,23 +170,3 @@ def save_comparison(rows, path, device, dtype, command):
     aside.write_text(json.dumps(content, indent=1) + "\n")
     aside.replace(path)
     return content
-
-
-def measured_best_tree(target, head, rates, prompts, folder, sizes=(4, 6, 8, 12, 16, 24, 64), use_tqdm=True):
-    """The static tree that decodes fastest on this machine, from trying one size after the other.
-
-    rates: conditional acceptance per depth and rank. Returns (tree, rows), the first row plain decoding, rows {"num_nodes",
-    "draft", "acceptance_length", "tokens_per_second"}; files of the tried trees are written into `folder`.
-    """
-    trees = {}
-    for size in sizes:
-        tree = build_static_tree(rates, size)
-        trees[tree.num_nodes] = tree
-    drafts = []
-    for size, tree in sorted(trees.items()):
-        path = Path(folder) / f"{size}.json"
-        save_tree(tree, path, rates)
-        drafts.append((size, str(path)))
-    rows = compare(target, [("head", head, drafts)], prompts, (0.0,), max_tokens=64, use_tqdm=use_tqdm)
-    best = max(rows[1:], key=lambda row: row["tokens_per_second"])
-    return trees[best["draft"]], rows

@@ -93,7 +93,7 @@ def check_speculative_config(config):
         return dict(config)
     if lookup:
         raise ValueError(f"{lookup[0]} belongs to the method 'ngram': say method='ngram', or leave it out")
-    if not isinstance(model, str | Path | nn.Module) and not _is_model(model):
+    if not isinstance(model, str | Path | nn.Module) and not is_draft_model(model):
         raise ValueError(
             "speculative_config needs 'model': what drafts, a head (a folder, a run, a Hub id or a module) or a smaller model of "
             "the same vocabulary; or method='ngram', which needs none"
@@ -111,7 +111,7 @@ def find_draft_source(speculative, target):
     method, model = speculative.get("method"), speculative.get("model")
     if method == "ngram":
         return DraftSource("ngram")
-    if method == "draft_model" or (method is None and _is_model(model)):
+    if method == "draft_model" or (method is None and is_draft_model(model)):
         config, name = target_config(model, _load_format(model))
         check_supported(config)
         if config.vocab_size != target.get_text_config().vocab_size:
@@ -143,7 +143,7 @@ def _load_format(model):
     return "auto" if isinstance(model, str | Path | nn.Module) else "dummy"
 
 
-def _is_model(model):
+def is_draft_model(model):
     """Whether this is a draft model and not a head: a loaded one, its config, or a folder that holds no head."""
     from transformers import PreTrainedConfig, PreTrainedModel
 

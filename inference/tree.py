@@ -191,16 +191,19 @@ def expected_acceptance_length(tree, rates):
     return sum(worth)
 
 
-def save_tree(tree, path, rates=None):
+def save_tree(tree, path, rates=None, choice=None):
     """Write the tree as JSON: parents, ranks and, where known, the rates it was built from and what they promise; of a DynamicTree
-    its three numbers."""
+    its three numbers. choice: what was measured to choose it (tree_measurement.py)."""
     if isinstance(tree, DynamicTree):
         content = {"dynamic": {"max_depth": tree.max_depth, "width": tree.width, "num_nodes": tree.num_nodes}}
     else:
         content = {"parents": list(tree.parents), "ranks": list(tree.ranks)}
     if rates is not None:
         content["rates"] = [[round(rate, 6) for rate in ranks] for ranks in rates]
-        content["expected_acceptance_length"] = round(expected_acceptance_length(tree, rates), 4)
+        if not isinstance(tree, DynamicTree):  # what that one accepts depends on the draft's confidence
+            content["expected_acceptance_length"] = round(expected_acceptance_length(tree, rates), 4)
+    if choice is not None:
+        content["choice"] = choice
     path = Path(path)
     aside = path.with_name(path.name + ".tmp")
     aside.write_text(json.dumps(content) + "\n")

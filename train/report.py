@@ -14,6 +14,7 @@ from pathlib import Path
 from .report_page import render_page
 from .report_sections import (
     acceptance_section,
+    choice_section,
     config_section,
     rates_section,
     samples_section,
@@ -39,7 +40,11 @@ def write_report(run, output=None):
     config = _read_text(run / "config.yaml")
     train, measured = _read_metrics(run / "metrics.jsonl")
     acceptance = _read_json(run / "acceptance.json", ("acceptance_length",))
-    tree = _read_json(run / "tree.json", ("parents", "ranks"))
+    tree = _read_json(run / "tree.json", ())
+    if tree is not None and "dynamic" in tree:
+        _require(tree["dynamic"], ("max_depth", "width", "num_nodes"), f"{run / 'tree.json'}, dynamic")
+    elif tree is not None:
+        _require(tree, ("parents", "ranks"), run / "tree.json")
     benchmark = _read_json(run / "benchmark.json", ("rows",))
     for row in (benchmark or {}).get("rows", []):
         _require(row, ("head", "temperature", "draft"), f"{run / 'benchmark.json'}, one of its rows")
@@ -56,6 +61,7 @@ def write_report(run, output=None):
             ("Training", training_section(train)),
             ("Acceptance by depth and rank", rates_section(acceptance, tree)),
             ("The draft tree", tree_section(tree, acceptance, run)),
+            ("Why this tree", choice_section(tree, run)),
             ("Speed", speed_section(benchmark, run)),
             ("Samples", samples_section(acceptance)),
             ("Configuration", config_section(config)),

@@ -11,12 +11,12 @@ NUM_SERIES_COLOURS = 8  # --series-0 .. --series-7 of the page
 MAX_POINTS = 120  # a longer line is averaged in buckets, so that it stays readable and the page small
 
 
-def line_chart(series, *, title, y_label, start=None, y_max=None):
-    """Lines over training steps.
+def line_chart(series, *, title, y_label, x_label="training step", start=None, y_max=None, marked=None):
+    """Lines over training steps, or what x_label says.
 
-    series: list of (name, [(step, value), ...]); a name is written at the end of its line unless there is one line only.
+    series: list of (name, [(x, value), ...]); a name is written at the end of its line unless there is one line only.
     start: where the vertical axis starts unless a value lies below; by default near the smallest value.
-    y_max: the largest value that the axis may end at (1 for a share).
+    y_max: the largest value that the axis may end at (1 for a share). marked: (x, value, words) of one point to be pointed out.
     Returns "" where there is no finite value.
     """
     series = [(name, [(x, y) for x, y in points if math.isfinite(y)]) for name, points in series]
@@ -43,7 +43,7 @@ def line_chart(series, *, title, y_label, start=None, y_max=None):
         parts.append(_text(left - 8, place_y(tick) + 4, _number(tick, y_ticks), anchor="end"))
     for tick in (tick for tick in x_ticks if tick <= x_high):
         parts.append(_text(place_x(tick), height - bottom + 18, _number(tick, x_ticks)))
-    parts.append(_text((left + width - right) / 2, height - 4, "training step", kind="axis"))
+    parts.append(_text((left + width - right) / 2, height - 4, x_label, kind="axis"))
     parts.append(
         f'<text class="axis" text-anchor="middle" transform="translate(12 {(top + height - bottom) / 2:.0f}) rotate(-90)">'
         f"{escape(y_label)}</text>"
@@ -61,6 +61,12 @@ def line_chart(series, *, title, y_label, start=None, y_max=None):
             x, y = placed[-1]
             parts.append(f'<line class="leader" x1="{x + 3:.1f}" x2="{x + 11:.1f}" y1="{y:.1f}" y2="{ends[i]:.1f}"/>')
             parts.append(_text(x + 14, ends[i] + 4, name, anchor="start", kind="name", colour=colour))
+    if marked is not None:
+        x, y, words = place_x(marked[0]), place_y(marked[1]), marked[2]
+        parts.append(f'<circle class="marked" cx="{x:.1f}" cy="{y:.1f}" r="5.5"/>')
+        # Below its point, and to the side that has room.
+        right = x < (left + width) / 2
+        parts.append(_text(x + (9 if right else -9), y + 20, words, anchor="start" if right else "end", kind="name"))
     return "".join([*parts, "</svg>"])
 
 

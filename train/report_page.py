@@ -52,6 +52,7 @@ svg .node-label { font-size: 10.5px; }
 .grid { stroke: var(--grid); }
 .line { fill: none; stroke-width: 1.75; stroke-linejoin: round; stroke-linecap: round; }
 .leader { stroke: var(--rule); }
+.marked { fill: none; stroke: var(--series-1); stroke-width: 2.5; }
 .cell, .node { fill: var(--heat); }
 .node-back { fill: var(--paper); }
 .node { stroke: var(--heat); stroke-opacity: .7; }

@@ -9,6 +9,7 @@ import re
 from html import escape
 from pathlib import Path
 
+from ..inference.tree_text import choice_sentence, choice_table
 from .report_charts import heat_map, line_chart, tree_drawing
 from .report_page import caption, charts, code, missing
 
@@ -28,7 +29,11 @@ def tiles(run, train, measured, acceptance, tree, benchmark):
         if acceptance and _is_number(acceptance.get("num_steps")):
             how += f", {acceptance['num_steps']:,} steps"
         found.append((f"{chain['acceptance_length']:.2f}", "tokens per step, chain", how))
-    if tree and _is_number(tree.get("expected_acceptance_length")):
+    if tree and "dynamic" in tree and "choice" in tree:
+        chosen = tree["choice"]["chosen"]
+        figure = f"{chosen['acceptance_length']:.2f}"
+        found.append((figure, f"tokens per step, dynamic tree of {chosen['num_nodes']}", "measured by headstart tree"))
+    elif tree and _is_number(tree.get("expected_acceptance_length")):
         figure = f"{tree['expected_acceptance_length']:.2f}"
         found.append((figure, f"tokens per step, tree of {len(tree['parents'])}", "expected from the measured rates"))
     drafted = [row for row in (benchmark or {}).get("rows", []) if _is_drafted(row) and _is_number(row.get("speedup"))]
@@ -130,6 +135,12 @@ def tree_section(tree, acceptance, run):
             "No tree was built for this run yet. Build the best one from the measured acceptance:",
             f"headstart tree {run}",
         )
+    if "dynamic" in tree:
+        shape = tree["dynamic"]
+        return caption(
+            f"Grown anew in every step from the draft's confidence: {shape['num_nodes']} nodes, {shape['max_depth']} deep at most. "
+            f"At every depth the {shape['width']} likeliest nodes get {shape['width']} children each; the best of all are kept."
+        )
     parents, ranks = tree["parents"], tree["ranks"]
     rates = tree.get("rates") or (acceptance or {}).get("rates")
     try:
@@ -144,6 +155,39 @@ def tree_section(tree, acceptance, run):
         + (f"Expected from the rates: {expected:.3f} tokens per step." if _is_number(expected) else "")
     )
     return f'<div class="scroll">{drawing}</div>{text}'
+
+
+def choice_section(tree, run):
+    """Why the tree is what it is: expected tokens per second over nodes.  tree: tree.json"""
+    choice = (tree or {}).get("choice")
+    if not choice:
+        return missing(
+            "No steps were timed for this run yet. Time them and choose the tree that decodes fastest:",
+            f"headstart tree {run} --budget auto",
+        )
+    try:
+        plain = choice["batch_size"] / choice["plain_step_seconds"]
+        curve = [(1, plain), *((point["num_nodes"], point["tokens_per_second"]) for point in choice["curve"])]
+        best, sentence, table = choice["best_static"], choice_sentence(choice), choice_table(choice)
+        marked = best["num_nodes"], best["tokens_per_second"], f"{best['num_nodes']} nodes, {best['depth']} deep"
+    except (KeyError, IndexError, TypeError, ZeroDivisionError) as error:
+        raise ValueError(
+            f"{run / 'tree.json'}: 'choice' is not what headstart tree writes ({error!r}); make it again or remove it"
+        ) from error
+    drawing = line_chart(
+        [("", curve)],
+        title="Expected speed of the best static tree",
+        x_label="nodes, the root included",
+        y_label="tokens per second",
+        start=0,
+        marked=marked,
+    )
+    text = caption(
+        "For every number of nodes the best tree and depth: tokens per step from the acceptance rates, over the time of a step. "
+        f"Steps of {len(choice['timed_steps'])} trees were timed in the engine, the others lie on the line between them. One node "
+        "is plain decoding. The marked tree then decoded prompts, beside what else could be faster:"
+    )
+    return f"<p>{escape(sentence)}</p>{charts([drawing])}{text}{code(table)}"
 
 
 def speed_section(benchmark, run):

@@ -55,7 +55,7 @@ def test_tree_measures_writes_and_draws(target_folder, head_folder, prompt_file,
         "--num-prompts",
         "5",
     ]
-    assert main([*arguments, "--nodes", "6", "--output", str(output)]) == 0
+    assert main([*arguments, "--budget", "6", "--output", str(output)]) == 0
     printed = capsys.readouterr().out
     assert "root" in printed
     assert f"written to {output}" in printed
@@ -73,7 +73,7 @@ def test_tree_of_a_run_measures_on_the_prompts_that_the_run_held_out(
     shutil.copytree(head_folder, run / "head")
     (run / "config.yaml").write_text(f"target: {target_folder}\n")
     shutil.copy(prompt_file, run / "heldout.jsonl")
-    assert main(["tree", str(run), "--nodes", "4"]) == 0
+    assert main(["tree", str(run), "--budget", "4"]) == 0
     assert f"22 prompts of {run / 'heldout.jsonl'}" in capsys.readouterr().err
     assert load_tree(run / "tree.json").num_nodes > 1
 
@@ -81,7 +81,7 @@ def test_tree_of_a_run_measures_on_the_prompts_that_the_run_held_out(
 def test_bench_prints_a_table_and_writes_its_rows(target_folder, head_folder, prompt_file, tmp_path, capsys):
     head_folder = shutil.copytree(head_folder, tmp_path / "head")
     tree = ["tree", str(head_folder), "--model", str(target_folder), "--prompts", prompt_file, "--num-prompts", "5"]
-    assert main([*tree, "--nodes", "5"]) == 0
+    assert main([*tree, "--budget", "5"]) == 0
     assert (head_folder / "tree.json").is_file()
     output = tmp_path / "rows.json"
     arguments = [
@@ -125,7 +125,18 @@ def test_bench_prints_a_table_and_writes_its_rows(target_folder, head_folder, pr
         ),
         (["tree", "./missing", "--model", "TARGET"], "missing"),
         (["tree", "HEAD", "--model", "TARGET"], "ships no held-out prompts"),
-        (["tree", "HEAD", "--model", "TARGET", "--nodes", "65"], "--nodes must be auto or from 1 to 64"),
+        (["tree", "HEAD", "--model", "TARGET", "--budget", "65"], "--budget must be auto or from 2 to 64"),
+        (["tree", "HEAD", "--model", "TARGET", "--budget", "1"], "--budget must be auto or from 2 to 64"),
+        (
+            ["tree", "HEAD", "--model", "TARGET", "--budget", "8", "--batch-size", "2"],
+            "--batch-size 2 says what to time",
+        ),
+        (["tree", "HEAD", "--model", "TARGET", "--batch-size", "0"], "--batch-size must be at least 1"),
+        (
+            ["tree", "TARGET", "--model", "TARGET"],
+            "holds no head: to draft with it as a model, give --num-speculative-tokens",
+        ),
+        (["tree", "TARGET", "--model", "TARGET", "--num-speculative-tokens", "2"], "as a model, give --output"),
         (
             ["bench", "speculation", "--model", "TARGET", "--head", "HEAD", "--prompts", "./none.jsonl"],
             "no prompt file",
@@ -173,11 +184,11 @@ def test_small_models_decode_on_one_thread_of_a_cpu(hidden, device, variable, ex
 def test_every_command_that_decodes_chooses_its_threads(target_folder, head_folder, prompt_file, tmp_path, threads):
     head_folder = shutil.copytree(head_folder, tmp_path / "head")
     model = ["--model", str(target_folder), "--device", "cpu"]
-    prompts = ["--prompts", prompt_file, "--num-prompts", "1"]
+    prompts = ["--prompts", prompt_file, "--num-prompts", "5"]
     shape = ["--shape", str(target_folder), "--device", "cpu"]
     for command in (
         ["generate", *model, "--max-tokens", "1", "x"],
-        ["tree", str(head_folder), *model, *prompts, "--nodes", "4"],
+        ["tree", str(head_folder), *model, *prompts, "--budget", "4"],
         ["bench", "speculation", *model, *prompts, "--head", str(head_folder), "--max-tokens", "2"],
         ["bench", "kernel", "rms-norm", *shape, "--rows", "1", "--repeats", "1"],
     ):

@@ -14,6 +14,27 @@ RATES = [[0.5, 0.125, 0.0625], [0.25, 0.0625, 0.03125]]
 TREE = {"parents": [-1, 0, 0, 1], "ranks": [0, 0, 1, 0], "rates": RATES, "expected_acceptance_length": 1.75}
 
 
+TRIALS = [
+    {"draft": "none", "depth": 0, "num_nodes": 1, "acceptance_length": 1.0, "tokens_per_second": 200.0},
+    {"draft": "static", "depth": 2, "num_nodes": 4, "acceptance_length": 1.8, "tokens_per_second": 300.0},
+    {"draft": "dynamic", "depth": 3, "num_nodes": 4, "acceptance_length": 1.9, "tokens_per_second": 320.0},
+]
+CHOICE = {
+    "batch_size": 2,
+    "hardware": "a small machine",
+    "plain_step_seconds": 0.01,
+    "timed_steps": [{"depth": 1, "num_nodes": 2, "seconds": 0.011}, {"depth": 2, "num_nodes": 4, "seconds": 0.012}],
+    "curve": [
+        {"depth": 1, "num_nodes": 2, "tokens_per_step": 1.5, "tokens_per_second": 250.0},
+        {"depth": 2, "num_nodes": 4, "tokens_per_step": 1.75, "tokens_per_second": 300.0},
+        {"depth": 2, "num_nodes": 6, "tokens_per_step": 1.76, "tokens_per_second": 275.0},
+    ],
+    "best_static": {"depth": 2, "num_nodes": 4, "tokens_per_step": 1.75, "tokens_per_second": 300.0},
+    "trials": TRIALS[:2],
+    "chosen": TRIALS[1],
+}
+
+
 def train_line(step, **values):
     return {
         "step": step,
@@ -148,6 +169,51 @@ def test_heat_map_says_whose_rates_it_shows(run):
     assert "draft tree" not in section()
 
 
+def choice_section(run, tree):
+    (run / "tree.json").write_text(json.dumps(tree))
+    text = write_report(run).read_text(encoding="utf-8")
+    Page(text)
+    return text, text.split("<h2>Why this tree</h2>")[1].split("</section>")[0]
+
+
+def test_chart_of_the_choice_marks_the_tree_of_the_most_tokens_per_second(run):
+    _, section = choice_section(run, TREE | {"choice": CHOICE})
+    (line,) = points_of(section)
+    x, y = zip(*line)
+    assert len(line) == 4  # plain decoding is the tree of one node
+    assert y[0] - y[2] == pytest.approx(2 * (y[0] - y[1]), abs=0.2)  # 200, 250 and 300 tokens/s
+    assert x[3] - x[2] == pytest.approx(2 * (x[1] - x[0]), abs=0.2)
+    ((mark_x, mark_y),) = re.findall(r'class="marked" cx="([\d.]+)" cy="([\d.]+)"', section)
+    assert (float(mark_x), float(mark_y)) == pytest.approx(line[2], abs=0.1)
+    assert "4 nodes, 2 deep" in section
+    assert "nodes, the root included" in section
+    assert "training step" not in section
+
+
+def test_sentence_says_what_was_chosen_or_that_plain_decoding_is_faster(run):
+    _, section = choice_section(run, TREE | {"choice": CHOICE})
+    assert (
+        "At batch size 2 on a small machine the static tree of 4 nodes, 2 deep, decodes fastest: 300 tokens/s"
+        in section
+    )
+    assert "1.50 times plain decoding" in section
+    slow = CHOICE | {"trials": [TRIALS[0] | {"tokens_per_second": 301.0}, TRIALS[1]]}
+    _, section = choice_section(run, TREE | {"choice": slow})
+    assert "plain decoding is faster than any tree: 301 tokens/s, and 300 with the best of them" in section
+    assert "decodes fastest" not in section
+
+
+def test_dynamic_tree_is_told_not_drawn(run):
+    tree = {"dynamic": {"max_depth": 3, "width": 5, "num_nodes": 4}, "rates": RATES}
+    text, section = choice_section(run, tree | {"choice": CHOICE | {"trials": TRIALS, "chosen": TRIALS[2]}})
+    assert "the dynamic tree of 4 nodes, 3 deep, decodes fastest: 320 tokens/s" in section
+    assert "The best static tree, of 4 nodes, made 300." in section
+    assert "the 5 likeliest nodes get 5 children each" in text
+    assert "tokens per step, dynamic tree of 4" in text
+    _, section = choice_section(run, tree)
+    assert "headstart tree" in section
+
+
 def test_speed_table_wraps_its_words(run):
     style = write_report(run).read_text(encoding="utf-8").split("</style>")[0]
     assert ".speed th, .speed .words { white-space: normal; }" in style
@@ -223,6 +289,8 @@ def test_broken_metrics_line_is_named(run, broken):
         ("tree.json", '{"parents": [-1, 0', "tree.json, line 1: not JSON"),
         ("tree.json", '{"parents": [-1, 2], "ranks": [0, 0]}', "tree.json: parents must"),
         ("tree.json", '{"parents": [-1, 0], "ranks": [0]}', "tree.json: a tree needs one rank per node"),
+        ("tree.json", '{"dynamic": {"width": 2}}', "tree.json, dynamic: expected an object with max_depth"),
+        ("tree.json", '{"parents": [-1], "ranks": [0], "choice": {"curve": []}}', "tree.json: 'choice' is not what"),
         ("acceptance.json", "[]", "acceptance.json: expected an object with acceptance_length"),
         ("benchmark.json", '{"rows": [{"head": "x"}]}', "benchmark.json, one of its rows: expected"),
     ],
