@@ -74,7 +74,7 @@ def draft_bytes(drafter):
     if isinstance(drafter, MedusaDrafter):
         return {"first": head_bytes(head, drafter.lm_head_weight)}
     if isinstance(drafter, MLPSpeculatorDrafter):
-        own = _module_bytes(head.ln[0]) + head.lm_head_of(0).nbytes
+        own = _module_bytes(head.ln[0]) + head.head[0].weight.nbytes
         return {"first": own + head.proj[0].weight.nbytes, "level": own + head.proj[-1].weight.nbytes}
     layer, joined = sum(tensor.nbytes for tensor in layer_tensors(drafter.layer)), _module_bytes(head.fc)
     if isinstance(drafter, Eagle3Drafter):

@@ -10,6 +10,14 @@ from typing import NamedTuple
 
 import torch
 
+# A choice of columns: None where it is all of them as they stand, which in a chain it always is and costs no launch.
+Choice = torch.Tensor | None
+
+
+def choose(x, choice):
+    """x [B, n, ...]  ->  [B, of the choice, ...]"""
+    return x if choice is None else x[:, choice]
+
 
 class Level(NamedTuple):
     """The nodes with children of one depth, n of them, and their c children."""
@@ -20,9 +28,9 @@ class Level(NamedTuple):
     nodes: torch.Tensor  # [n] node numbers
     sizes: torch.Tensor  # [n] how many children each has
     width: int  # greatest rank of a child, plus one
-    columns: torch.Tensor  # [c] where each child stands among candidates [n, width] laid out flat
-    taken: torch.Tensor  # [n of the next level] which of the children have children
-    parents: torch.Tensor  # [n of the next level] which of the n they are children of
+    columns: Choice  # [c] where each child stands among candidates [n, width] laid out flat
+    taken: Choice  # [n of the next level] which of the children have children
+    parents: Choice  # [n of the next level] which of the n they are children of
     ancestors: torch.Tensor  # [n, depth] rows on the way to each, its own last; empty for the root
     depths: torch.Tensor  # [n] depth - 1 each: how far behind the first row's position it stands
 
@@ -59,6 +67,9 @@ class Levels:
         def tensor(values):
             return torch.tensor(values, dtype=torch.int64, device=device)
 
+        def choice(values, count):
+            return None if values == [*range(count)] else tensor(values)
+
         for depth in range(tree.max_depth):
             width = max(tree.ranks[m] for n in inner for m in children[n]) + 1
             below = [m for n in inner for m in children[n]]
@@ -73,9 +84,9 @@ class Levels:
                     tensor(inner),
                     tensor([len(children[n]) for n in inner]),
                     width,
-                    tensor(columns),
-                    tensor([below.index(m) for m in following]),
-                    tensor([inner.index(tree.parents[m]) for m in following]),
+                    choice(columns, len(inner) * width),
+                    choice([below.index(m) for m in following], len(below)),
+                    choice([inner.index(tree.parents[m]) for m in following], len(inner)),
                     tensor(paths).view(len(inner), depth),
                     torch.full((len(inner),), depth - 1, device=device),
                 )
@@ -86,7 +97,8 @@ class Levels:
             number |= {n: first + i for i, n in enumerate(inner)}
         self.num_inner = first
         self.inner = torch.cat([level.nodes for level in self.levels])
-        self.order = tensor([drafted.index(n) for n in range(tree.num_nodes)])  # [N] where a node was drafted
+        # [N] where a node was drafted
+        self.order = choice([drafted.index(n) for n in range(tree.num_nodes)], tree.num_nodes)
         inner = self.inner.tolist()
         # The law that a node's children come from; of leaves, any.
         self.law = tensor([inner.index(n) if n in inner else 0 for n in range(tree.num_nodes)])

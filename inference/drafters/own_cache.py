@@ -39,7 +39,7 @@ class OwnCacheDrafter(SequentialDrafter):
 
     def expand(self, batch, level, tokens, state):
         rows = slice(level.first - 1, level.first - 1 + level.count)
-        below = batch.committed + self.shift  # [B] places that are committed
+        below = self._below(batch)
         places = batch.places(rows.start + self.shift, rows.stop + self.shift)
         state = self._run_tree(batch, below, level.depths, level.ancestors, tokens, places, state, from_target=False)
         by_node = state.transpose(0, 1)  # [n, B, S]
@@ -51,10 +51,14 @@ class OwnCacheDrafter(SequentialDrafter):
         feature = feature.view(len(requests), -1, feature.shape[1])[requests[:, None], path]  # [B, J, F]
         depths = torch.arange(length, device=device)
         ancestors = depths.expand(length, length)
-        below, places = batch.committed + self.shift, batch.places(self.shift, length + self.shift)
+        below, places = self._below(batch), batch.places(self.shift, length + self.shift)
         # Rows behind the newest token stand where nothing is committed: whatever they leave is written over before it is read.
         state = self._run_tree(batch, below, depths, ancestors, emitted[:, 1:], places, feature, from_target=True)
         return state[requests, num_accepted]
+
+    def _below(self, batch):
+        """How many places are committed.  -> [B]"""
+        return batch.committed + self.shift if self.shift else batch.committed
 
     def _run_tree(self, batch, below, depths, ancestors, tokens, places, source, from_target):
         """Rows [B, n] as nodes of a tree behind `below` [B] places.  tokens, places [B, n], source [B, n, .]  ->  [B, n, S]"""

@@ -17,7 +17,7 @@ from ..draw_nodes import Drafted, Topology, draw_families
 from ..tree import DynamicTree, chain
 from ..verify import TreeTensors
 from .drafter import Drafter
-from .levels import GrownLevel, GrownLevels, Levels
+from .levels import GrownLevel, GrownLevels, Levels, choose
 
 
 class SequentialDrafter(Drafter):
@@ -55,7 +55,7 @@ class SequentialDrafter(Drafter):
             here = slice(level.first, level.first + level.count)
             keys = [x[here].flatten() for x in (seed, sample, position)]
             found = self._draw(level, scores, temperature, keys, batch)  # [n, B, W]
-            children = found.transpose(0, 1).flatten(1)[:, level.columns]  # [B, c]
+            children = choose(found.transpose(0, 1).flatten(1), level.columns)  # [B, c]
             tokens.append(children)
             if with_laws:
                 if laws is None:
@@ -63,9 +63,11 @@ class SequentialDrafter(Drafter):
                 laws[here] = scores
                 kept.append(left)
             if following is not None:
-                inner = children[:, level.taken].clamp(min=0)
-                logits, state = self.expand(batch, following, inner, state[:, level.parents])
-        tokens = torch.cat(tokens, 1)[:, plan.order]
+                inner = choose(children, level.taken)
+                if self.drawing in ("sampled", "top_and_one"):
+                    inner = inner.clamp(min=0)  # an empty slot is computed as any token would be
+                logits, state = self.expand(batch, following, inner, choose(state, level.parents))
+        tokens = choose(torch.cat(tokens, 1), plan.order)
         if not with_laws:
             return Drafted(tokens)
         joined = None if kept[0] is None else type(kept[0])(*(torch.cat(parts) for parts in zip(*kept)))
@@ -75,7 +77,8 @@ class SequentialDrafter(Drafter):
     def _draw(self, level, scores, temperature, keys, batch):
         """Candidates of the level's nodes.  scores [n, B, V], temperature [B], keys: three [n B]  ->  [n, B, W]"""
         if self.drawing in ("shared_noise", "deterministic"):
-            noise = () if self.drawing == "deterministic" else (temperature.repeat(level.count), *keys)
+            heat = temperature if level.count == 1 else temperature.repeat(level.count)
+            noise = () if self.drawing == "deterministic" else (heat, *keys)
             return top_tokens(scores.flatten(0, 1), level.width, *noise).view(*scores.shape[:2], level.width)
         laws = torch.arange(level.count, device=scores.device)
         keys = batch.seed, batch.sample, batch.committed
