@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from ..heads.packed_attention import PackedAttention
+from .optimization import trained
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,8 @@ def next_tokens(input_ids, count):
 
 
 def head_dtype(head):
-    return next(head.parameters()).dtype
+    """What the head is trained in; a frozen embedding may be the target's own, in another dtype."""
+    return trained(head)[0].dtype
 
 
 def usable_weight(lm_head_weight, dtype):

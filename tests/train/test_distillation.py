@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from headstart.heads.medusa import Medusa, MedusaConfig
+from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 from headstart.train.distillation import (
     Objective,
     accumulate_gradients,
@@ -13,7 +14,7 @@ from headstart.train.distillation import (
     summarize,
 )
 from headstart.train.losses import Loss
-from headstart.train.predictions import Predictions, medusa_predictions
+from headstart.train.predictions import Predictions, medusa_predictions, mlp_speculator_predictions
 
 H, V, K = 12, 23, 3
 HARD, KL, LK = Loss("hard"), Loss("kl"), Loss("lk", eta=2.0)
@@ -195,6 +196,37 @@ def test_recurrent_states_get_the_gradient_of_one_graph():
     for module, gradient in zip(modules, expected):
         torch.testing.assert_close(module.weight.grad, gradient, rtol=1e-10, atol=1e-13)
         assert gradient.abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_mlp_speculators_gradient_goes_back_through_all_steps(tied):
+    """Against one graph over single positions: every weight, also where later steps' losses reach earlier steps' states."""
+    torch.manual_seed(6)
+    (_, lm_head), (input_ids, document_ids, supervised, features) = make_head(), make_batch()
+    head = MLPSpeculator(MLPSpeculatorConfig(H, V, 10, K, tie_weights=tied)).double()
+    total, count = 0.0, 0
+    for row in range(len(input_ids)):
+        for t in range(input_ids.shape[1] - 2):
+            for k in range(K):
+                y = t + 2 + k
+                same = y < input_ids.shape[1] and document_ids[row, t] == document_ids[row, y] != -1
+                if same and supervised[row, y]:
+                    tokens = F.pad(input_ids[row], (0, K))[t + 1 : t + 1 + K]
+                    q = head(features[row, t], tokens)[0][k].log_softmax(-1)
+                    p = lm_head(features[row, y - 1]).softmax(-1)
+                    total = total + 0.9**k * (p * (p.log() - q)).sum()
+                    count += k == 0
+    (total / count).backward()
+    expected = {name: parameter.grad.clone() for name, parameter in head.named_parameters()}
+    head.zero_grad()
+    labels = find_labels(input_ids, document_ids, supervised, K)
+    predictions = mlp_speculator_predictions(head, features, input_ids)
+    objective = Objective(KL, [0.9**k for k in range(K)])
+    totals = accumulate_gradients(predictions, features.flatten(0, 1), labels, lm_head, objective, count, 7)
+    assert summarize(totals, objective, count)["loss"] == pytest.approx((total / count).item(), rel=1e-12)
+    for name, parameter in head.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-9, atol=1e-12, msg=name)
+        assert parameter.grad.abs().max() > 1e-6, f"{name} gets no gradient"
 
 
 @pytest.mark.parametrize("loss", [HARD, KL], ids=str)
