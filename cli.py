@@ -184,13 +184,40 @@ def _add_model(parser):
 
 
 def _add_speculation(parser):
-    parser.add_argument("--head", help="a head that drafts: a folder, a run or a Hub id (default: plain decoding)")
-    parser.add_argument("--tree", help="with --head: chain (default), static, or a tree file")
+    parser.add_argument(
+        "--head",
+        help="what drafts: a head (a folder, a run or a Hub id) or a smaller model of the same vocabulary (a folder); default: "
+        "plain decoding",
+    )
+    parser.add_argument(
+        "--method",
+        help="ngram drafts without a head, by looking up what followed the newest tokens before; otherwise it is found out",
+    )
+    parser.add_argument("--tree", help="the drafts' shape: chain (default), static, dynamic, or a tree file")
     parser.add_argument(
         "--num-speculative-tokens",
         type=int,
-        help="with --head: depth of the drafts (default: as deep as the head goes)",
+        help="depth of the drafts (default: what the head was made for; needed for models and ngram)",
     )
+
+
+def _speculative_config(arguments, **more):
+    """The speculative_config that the options of _add_speculation say, None for plain decoding; more: keys besides."""
+    if not arguments.head and not arguments.method:
+        for option, given in (
+            ("--tree", arguments.tree),
+            ("--num-speculative-tokens", arguments.num_speculative_tokens),
+        ):
+            if given is not None:
+                raise ValueError(f"{option} {given} says how a head drafts: name one with --head, or leave it out")
+        return None
+    return {
+        "model": arguments.head,
+        "method": arguments.method,
+        "tree": arguments.tree or "chain",
+        "num_speculative_tokens": arguments.num_speculative_tokens,
+        **more,
+    }
 
 
 def _generate(arguments):
@@ -198,11 +225,9 @@ def _generate(arguments):
     from headstart.inference.prompt_files import render_prompt
     from headstart.inference.sampling import SamplingParams
 
-    if arguments.compare and not arguments.head:
+    speculative = _speculative_config(arguments)
+    if arguments.compare and speculative is None:
         raise ValueError("--compare shows a head beside plain decoding: name one with --head")
-    for option, given in (("--tree", arguments.tree), ("--num-speculative-tokens", arguments.num_speculative_tokens)):
-        if given is not None and not arguments.head:
-            raise ValueError(f"{option} {given} says how a head drafts: name one with --head, or leave it out")
     params = SamplingParams(
         temperature=arguments.temperature,
         top_p=arguments.top_p,
@@ -214,13 +239,6 @@ def _generate(arguments):
     text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     if not text.strip():
         raise ValueError("the prompt is empty: give some text")
-    speculative = None
-    if arguments.head:
-        speculative = {
-            "model": arguments.head,
-            "tree": arguments.tree or "chain",
-            "num_speculative_tokens": arguments.num_speculative_tokens,
-        }
     _choose_threads(arguments.model, arguments.device)
     shared = dict(max_model_len=arguments.max_model_len, max_num_seqs=1)
     llm = LLM(
@@ -382,10 +400,16 @@ def _verify_lossless(arguments):
     from headstart.inference.lossless import as_rows, verdict, verify_lossless
     from headstart.inference.prompt_files import read_prompts, render_prompt
     from headstart.inference.sampling import SamplingParams
-    from headstart.inference.speculation import choose_drawing, choose_tree, find_draft_source
+    from headstart.inference.speculation import (
+        check_speculative_config,
+        choose_drawing,
+        choose_tree,
+        find_draft_source,
+    )
     from headstart.inference.target_source import target_config
 
-    if not arguments.head:
+    speculative = _speculative_config(arguments, verifier=arguments.verifier)
+    if speculative is None:
         raise ValueError("verify-lossless checks speculation: name what drafts with --head")
     _check_count(arguments.num_prompts)
     if arguments.samples < 0:
@@ -397,15 +421,9 @@ def _verify_lossless(arguments):
     temperatures = tuple(arguments.temperature or (0.0, 0.8))
     for temperature in temperatures:
         SamplingParams(temperature=temperature, max_tokens=arguments.max_tokens)  # refuses what is out of range
-    speculative = {
-        "model": arguments.head,
-        "tree": arguments.tree or "chain",
-        "num_speculative_tokens": arguments.num_speculative_tokens,
-        "verifier": arguments.verifier,
-    }
     # Refused before the target's weights are read: a head that is none, a tree it cannot draft, an unknown verifier.
     target, _ = target_config(arguments.model, "auto")
-    tree = choose_tree(speculative, find_draft_source(speculative, target))
+    tree = choose_tree(speculative, find_draft_source(check_speculative_config(speculative), target))
     choose_drawing(speculative, tree)
     prompts = read_prompts(_prompt_file(arguments.prompts, arguments.model), count=arguments.num_prompts)
     _choose_threads(arguments.model, arguments.device)

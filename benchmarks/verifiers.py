@@ -9,13 +9,13 @@ drafts. Requests are the unit of the bootstrap: steps of one request are not ind
 
 import argparse
 import json
-import random
 import sys
 from datetime import date
 from pathlib import Path
 
 import torch
 
+from headstart.inference.acceptance import acceptance_interval
 from headstart.inference.compare import hardware_name
 from headstart.inference.llm import LLM
 from headstart.inference.prompt_files import read_prompts, render_prompt
@@ -27,7 +27,6 @@ RULES = {
     "chain": (("strict", None), ("strict", "greedy"), ("token", None), ("block", None)),
     "static": (("strict", None), ("strict", "greedy"), ("recursive", None), ("traversal", None)),
 }
-RESAMPLES = 2000
 
 
 def main(arguments=None):
@@ -77,22 +76,7 @@ def measure(base, prompts, row, drafts, requests, max_tokens):
         for i in range(requests)
     ]
     outputs = llm.generate([prompts[i % len(prompts)] for i in range(requests)], params, use_tqdm=True)
-    pairs = []  # steps, tokens that they emitted
-    for output in outputs:
-        metrics = output.outputs[0].spec_decode_metrics
-        pairs.append((metrics.num_steps, metrics.num_steps * metrics.acceptance_length))
-    dice, lengths = random.Random(0), []
-    for _ in range(RESAMPLES):
-        steps, tokens = map(sum, zip(*dice.choices(pairs, k=len(pairs))))
-        lengths.append(tokens / steps)
-    lengths.sort()
-    steps, tokens = map(sum, zip(*pairs))
-    return {
-        "acceptance_length": tokens / steps,
-        "low": lengths[int(0.025 * RESAMPLES)],
-        "high": lengths[int(0.975 * RESAMPLES)],
-        "steps": int(steps),
-    }
+    return acceptance_interval(outputs)
 
 
 if __name__ == "__main__":

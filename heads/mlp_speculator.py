@@ -71,6 +71,7 @@ class MLPSpeculator(nn.Module):
     """
 
     features = ("final",)
+    epsilon = _EPSILON
     needs_embedding = embedding_is_targets = False
 
     def __init__(self, config):
@@ -111,9 +112,9 @@ class MLPSpeculator(nn.Module):
         """Prediction of step `depth` from the state that it left.  [..., S] -> [..., V]"""
         return self._of(self.head, depth)(state)
 
-    def lm_head_of(self, depth):
-        """The weight [V, S] of a step's lm_head."""
-        return self._of(self.head, depth).weight
+    def modules_of(self, depth):
+        """A step's embedding, projection, norm and lm_head."""
+        return tuple(self._of(modules, depth) for modules in (self.emb, self.proj, self.ln, self.head))
 
     def forward(self, features, tokens):
         """Predictions of all steps over given text, and their label offsets.

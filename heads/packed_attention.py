@@ -83,7 +83,9 @@ def _attend(q, k, v, mask, with_normaliser):
 
 def _attend_flex(q, k, v, mask, with_normaliser):
     aux = AuxRequest(lse=True) if with_normaliser else None
-    found = _compiled(flex_attention)(q, k, v, block_mask=mask, enable_gqa=True, return_aux=aux)
+    # Of rows below 128 tokens another kernel would be made, for decoding, which has no configuration for all of these shapes.
+    options = {"FORCE_USE_FLEX_ATTENTION": True}
+    found = _compiled(flex_attention)(q, k, v, block_mask=mask, enable_gqa=True, return_aux=aux, kernel_options=options)
     return (found[0], found[1].lse) if with_normaliser else (found, None)
 
 

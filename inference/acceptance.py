@@ -2,6 +2,7 @@
 per depth and rank that static trees are built from. All of it from the engine's own run, not from teacher forcing.
 """
 
+import random
 from dataclasses import replace
 
 from .engine import RECORDED_WIDTH
@@ -51,6 +52,27 @@ def measure_acceptance(llm, prompts, sampling_params=None, use_tqdm=False):
         "num_rates": places,
         "samples": [{"prompt": _show(llm, out), "output": out.outputs[0].text} for out in outputs[:NUM_SAMPLES]],
     }
+
+
+def acceptance_interval(outputs, resamples=2000):
+    """Tokens per step of RequestOutputs, pooled, and the middle 95 % of a bootstrap over the requests.
+
+    Requests are resampled, not steps: the steps of one request are not independent. Returns a dict: acceptance_length, low,
+    high, steps.
+    """
+    pairs = []  # steps, tokens that they emitted
+    for output in outputs:
+        for one in output.outputs:
+            metrics = one.spec_decode_metrics
+            pairs.append((metrics.num_steps, metrics.num_steps * metrics.acceptance_length))
+    dice, lengths = random.Random(0), []
+    for _ in range(resamples):
+        steps, tokens = map(sum, zip(*dice.choices(pairs, k=len(pairs))))
+        lengths.append(tokens / max(steps, 1))
+    lengths.sort()
+    steps, tokens = map(sum, zip(*pairs))
+    low, high = lengths[int(0.025 * resamples)], lengths[int(0.975 * resamples)]
+    return {"acceptance_length": tokens / max(steps, 1), "low": low, "high": high, "steps": int(steps)}
 
 
 def rank_hits(recorded, num_depths):

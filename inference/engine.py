@@ -16,6 +16,7 @@ import torch
 
 from ..kernels.prefill_attention import build_prefill_index
 from ..kernels.tree_attention import PAGE, build_tree_index
+from .adaptive import OneDepth
 from .cache import PagedCache, bytes_of_page, check_pages_fit, pages_that_fit
 from .decoder import ForwardPass
 from .graphs import StepGraphs
@@ -26,8 +27,8 @@ from .sampling import CHANGED, CUT, NO_FILTERS
 from .scheduler import Scheduler
 from .slots import SlotTable
 from .step import Step, draw
-from .tree import MAX_NODES, ROOT_ONLY, DynamicTree, chain
-from .verify import TreeTensors, strict
+from .tree import MAX_NODES, ROOT_ONLY, DynamicTree, chain, cut_tree
+from .verify import Ratio, TreeTensors, strict
 
 # How many candidates per depth are kept when recording for `measure_acceptance`.
 RECORDED_WIDTH = 10
@@ -45,6 +46,7 @@ class Launched:
     emitted: torch.Tensor  # [B, 1 + J] on the host: how many tokens, then they
     logprobs: dict  # {place of a request that wants them: (GatheredLogprobs on the host, its first row there)}
     prompts: list  # PromptParts not delivered yet
+    which: int  # of the engine's steps
     event: object  # passed when they are there; None on the CPU
     at: float  # when it was launched; where nothing is read late: done
     num_read: int = 0  # requests that have been given their tokens
@@ -58,16 +60,22 @@ def on_device(device):
 class Engine:
     """Runs requests to their end on one decoder, one cache and at most one drafter.  See `build`."""
 
-    def __init__(self, decoder, cache, scheduler, slots, eos_token_ids, drafter, tree, verifier, captured, processed):
+    def __init__(
+        self, decoder, cache, scheduler, slots, eos_token_ids, drafter, tree, verifier, captured, processed, plan
+    ):
         self.decoder, self.cache, self.scheduler, self.slots = decoder, cache, scheduler, slots
         self.eos_token_ids, self.drafter = eos_token_ids, drafter
         self.tree = TreeTensors(tree, decoder.device)
         self.prompt_tree = TreeTensors(chain(CPU_CHUNK - 1), decoder.device)
         self.above_root = torch.tensor([-1], device=decoder.device)
         self.keeps_state = drafter is not None and drafter.state_shape is not None
-        self.graphs = StepGraphs(
-            Step(decoder, cache, slots, self.tree, verifier, drafter, processed), scheduler.max_num_seqs, captured
-        )
+        self.plan, steps = plan, []
+        for depth in plan.depths:
+            cut = self.tree if depth == tree.max_depth else TreeTensors(cut_tree(tree, depth), decoder.device)
+            # Where nothing is drafted there is nothing to compare laws of.
+            rule = strict if depth == 0 and isinstance(verifier, Ratio) else verifier
+            steps.append(Step(decoder, cache, slots, cut, rule, drafter, processed))
+        self.graphs = StepGraphs(steps, scheduler.max_num_seqs, captured)
         self.on_gpu = decoder.device.type == "cuda"
         self.steps_late = 1 if self.on_gpu else 0  # how many steps may be unread when the next one is launched
         self.launched = deque()  # per step a list of Launched
@@ -92,13 +100,15 @@ class Engine:
         captured=True,
         num_pages=None,
         logprobs_mode="raw_logprobs",
+        plan=None,
         progress=lambda sizes: sizes,
     ):
         """An engine with a cache as large as memory allows, or as `max_num_seqs` requests of `max_model_len` tokens need.
 
-        verifier: a rule of verify.py; captured: replay CUDA graphs on a GPU; num_pages: this many pages of
-        cache instead; logprobs_mode: one of logprobs.py; progress wraps the list of graphs to capture. Raises ValueError if
-        memory does not suffice for one request of max_model_len tokens, or for num_pages, saying what would fit.
+        verifier: a rule of verify.py; plan: how deep to draft in which step (adaptive.py), None: the whole tree in all; captured:
+        replay CUDA graphs on a GPU; num_pages: this many pages of cache instead; logprobs_mode: one of logprobs.py; progress wraps
+        the list of graphs to capture. Raises ValueError if memory does not suffice for one request of max_model_len tokens, or for
+        num_pages, saying what would fit.
         """
         device, max_emitted = decoder.device, tree.max_depth + 1
         own = drafter is not None and drafter.kv_shape is not None
@@ -126,7 +136,8 @@ class Engine:
                 lookahead=drafter.lookahead if drafter else 0,
             )
             processed = logprobs_mode == "processed_logprobs"
-            return cls(decoder, cache, scheduler, slots, eos_token_ids, drafter, tree, verifier, captured, processed)
+            given = decoder, cache, scheduler, slots, eos_token_ids, drafter, tree, verifier, captured, processed
+            return cls(*given, plan or OneDepth(tree.max_depth))
 
         with on_device(device):
             if num_pages is not None:
@@ -170,7 +181,8 @@ class Engine:
         # The graphs keep a pool of their own beside what prefill takes from the allocator. Each of them holds what its step leaves
         # behind; over all sizes that is twice the largest, for each kind of filters.
         rows, own = self.graphs.sizes[-1] * self.tree.num_nodes, self.decoder.dtype.itemsize
-        held = rows * self.decoder.vocab_size * 5 * (own + (4 if self.graphs.step.keep_scores else 0))
+        all_rows = self.graphs.sizes[-1] * sum(one.tree.num_nodes for one in self.graphs.steps)
+        held = all_rows * self.decoder.vocab_size * 5 * (own + (4 if self.graphs.step.keep_scores else 0))
         # Until a request needs one of the tables that change logits, no step holds its changed scores.
         changed = (rows + self.graphs.sizes[-1] * self.tree.max_depth) * self.decoder.vocab_size * 4
         return prefill + step + held + changed
@@ -357,14 +369,15 @@ class Engine:
         """draft -> verify -> commit for every running request.  -> Launched"""
         if self.record_candidates:
             self._record(requests)
-        output = self.graphs.run([request.slot for request in requests], max(map(_filters, requests)))
+        which = self.plan.choose(len(requests))
+        output = self.graphs.run([request.slot for request in requests], max(map(_filters, requests)), which)
         self.metrics.num_decode_passes += 1
         emitted = output.emitted[: len(requests)]
         if output.scores is not None:
-            return self._hand_over("decode", requests, emitted, [], output.scores)
-        return self._hand_over("decode", requests, emitted, [], output.logits, output.path)
+            return self._hand_over("decode", requests, emitted, [], output.scores, which=which)
+        return self._hand_over("decode", requests, emitted, [], output.logits, output.path, which)
 
-    def _hand_over(self, kind, requests, emitted, prompts, logits=None, path=None):
+    def _hand_over(self, kind, requests, emitted, prompts, logits=None, path=None, which=0):
         """Start the copies to the host.  emitted [B, 1 + J], prompts: list of PromptPart  ->  Launched
 
         logits [B, N, V]: what the tokens are scored by; path [B, J]: each one's node (None: the j-th for the j-th token).
@@ -380,7 +393,7 @@ class Engine:
             event = torch.cuda.Event()
             event.record()
         epochs = [request.epoch for request in requests]
-        return Launched(kind, list(requests), epochs, host, logprobs, prompts, event, time.perf_counter())
+        return Launched(kind, list(requests), epochs, host, logprobs, prompts, which, event, time.perf_counter())
 
     def _to_host(self, x):
         if not self.on_gpu:
@@ -392,7 +405,7 @@ class Engine:
         """Wait for launched work and give each request its tokens.  -> the requests that got some"""
         if launched.event is not None:
             launched.event.synchronize()
-        advanced = []
+        advanced, accepted = [], []
         while launched.prompts:
             launched.prompts[0].deliver()
             del launched.prompts[0]
@@ -405,7 +418,8 @@ class Engine:
                 kept = self._hand_back(request, tokens[:count], launched.logprobs.get(i))
                 request.in_flight -= 1
                 if launched.kind == "decode":
-                    self._count(request, count, kept)
+                    self._count(request, count, kept, self.graphs.steps[launched.which].tree)
+                    accepted.append(count - 1)
                 advanced.append(request)
             if request.finished and request.slot is not None:
                 self.scheduler.release(request)
@@ -416,6 +430,7 @@ class Engine:
             self.metrics.prefill_seconds += now - self._read_until
         else:
             self.metrics.decode_seconds += now - self._read_until
+            self.plan.record(len(launched.requests), launched.which, now - self._read_until, accepted)
         self._read_until = now
         return advanced
 
@@ -436,14 +451,14 @@ class Engine:
         self.metrics.num_generated_tokens += kept
         return kept
 
-    def _count(self, request, emitted, kept):
+    def _count(self, request, emitted, kept, tree):
         self.metrics.num_decoded_tokens += kept
         if self.tree.max_depth:
             # Nodes deeper than the request had tokens left were never candidates.
             limit = request.num_remaining + kept - 1
-            drafted = self.tree.num_nodes - 1  # where the tree is grown on the device its depths are not known here
-            if not isinstance(self.tree.tree, DynamicTree):
-                drafted = sum(0 < depth <= limit for depth in self.tree.tree.depths)
+            drafted = tree.num_nodes - 1  # where the tree is grown on the device its depths are not known here
+            if not isinstance(tree.tree, DynamicTree):
+                drafted = sum(0 < depth <= limit for depth in tree.tree.depths)
             # An accepted token behind the end of the output was never emitted: it does not count.
             for metrics in (request.metrics, self.metrics.spec_decode):
                 metrics.record(drafted, min(emitted - 1, kept), self.tree.max_depth)

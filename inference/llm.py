@@ -19,6 +19,7 @@ from .speculation import (
     build_drafter,
     check_speculative_config,
     choose_drawing,
+    choose_plan,
     choose_tree,
     choose_verifier,
     find_draft_source,
@@ -92,7 +93,9 @@ class LLM:
         same law), or "synthetic" to accept by given rates whatever the tokens are (for measuring speed: the outputs mean nothing),
         with acceptance_rates (unconditional, per position) or acceptance_length (tokens per step); rejection_sample_method: vLLM's
         name of a verifier instead; draft_sample_method: how drafts are drawn: "shared_noise" (the default of "strict"),
-        "probabilistic" (that of the ratio rules), "greedy" or "top_and_one".
+        "probabilistic" (that of the ratio rules), "greedy" or "top_and_one"; adaptive: True cuts the tree in every step to the
+        depth that gives most tokens per second by what was measured so far, none at all where that is best;
+        num_speculative_tokens_per_batch_size: tells the depth instead, {smallest batch size: tokens}.
     logprobs_mode: "raw_logprobs" (of the target's logits) or "processed_logprobs" (of the law a token was drawn from, behind
         temperature and filters). prompt_logprobs are always raw.
 
@@ -146,6 +149,7 @@ class LLM:
         source = find_draft_source(speculative, config)
         tree = choose_tree(speculative, source)
         rule, drawing = choose_drawing(speculative, tree)
+        plan = choose_plan(speculative, tree, max_num_seqs)
         limit = config.max_position_embeddings
         if max_model_len is None:
             max_model_len = shared.max_model_len if shared else limit
@@ -178,6 +182,7 @@ class LLM:
             captured=not enforce_eager,
             num_pages=num_gpu_blocks_override,
             logprobs_mode=logprobs_mode,
+            plan=plan,
         )
         self.tree, self.seed, self._num_requests = tree, seed, 0
         self.dtype, self.device = decoder.dtype, decoder.device

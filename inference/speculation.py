@@ -10,6 +10,7 @@ from ..heads.eagle import Eagle
 from ..heads.eagle3 import Eagle3
 from ..heads.medusa import Medusa
 from ..heads.mlp_speculator import MLPSpeculator
+from .adaptive import Adaptive, PerBatchSize, depths_to_try
 from .decoder import check_supported
 from .drafters.draft_model import DraftModelDrafter
 from .drafters.eagle import Eagle3Drafter, EagleDrafter
@@ -17,6 +18,7 @@ from .drafters.medusa import MedusaDrafter
 from .drafters.mlp_speculator import MLPSpeculatorDrafter
 from .drafters.ngram import NgramDrafter
 from .draw_children import RATIO_VERIFIERS, check_drawing, verifier_of_method
+from .graphs import buckets
 from .keywords import VLLM_SPECULATIVE, reject_unknown
 from .target_source import load_decoder, target_config
 from .tree import DEFAULT_DYNAMIC, MAX_NODES, ROOT_ONLY, DynamicTree, chain, load_tree
@@ -28,6 +30,8 @@ KEYS = (
     "num_speculative_tokens",
     "prompt_lookup_min",
     "prompt_lookup_max",
+    "adaptive",
+    "num_speculative_tokens_per_batch_size",
     "tree",
     "verifier",
     "rejection_sample_method",
@@ -225,6 +229,29 @@ def choose_tree(speculative, source):
             f"{name} drafts {tree.max_depth} tokens deep, the head has {source.most}: measure a tree for this head"
         )
     return tree.truncated(depth or source.most)
+
+
+def choose_plan(speculative, tree, max_num_seqs):
+    """How deep to draft in which step (adaptive.py); None: the whole tree in every one."""
+    adaptive, told = speculative.get("adaptive", False), speculative.get("num_speculative_tokens_per_batch_size")
+    if not isinstance(adaptive, bool):
+        raise ValueError(f"speculative_config['adaptive'] must be True or False, got {adaptive!r}")
+    if told is None:
+        return Adaptive(depths_to_try(tree.max_depth), buckets(max_num_seqs)) if adaptive else None
+    if adaptive:
+        raise ValueError("adaptive measures what num_speculative_tokens_per_batch_size tells: give one of them")
+    whole = isinstance(told, dict) and all(type(x) is int for pair in told.items() for x in pair)
+    if (
+        not whole
+        or 1 not in told
+        or min(told) < 1
+        or not 0 <= min(told.values()) <= max(told.values()) <= tree.max_depth
+    ):
+        raise ValueError(
+            "num_speculative_tokens_per_batch_size must be a dict {smallest batch size: tokens}, 1 among the batch sizes and "
+            f"tokens from 0 to the tree's {tree.max_depth}, got {told!r}"
+        )
+    return PerBatchSize(told, tree.max_depth)
 
 
 def static_tree_file(model, source):

@@ -142,6 +142,11 @@ ROOT_ONLY = Tree((-1,), (0,))
 DEFAULT_DYNAMIC = DynamicTree(max_depth=5, width=8, num_nodes=32)
 
 
+def cut_tree(tree, max_depth):
+    """A Tree or DynamicTree without what is deeper; at depth 0 the root alone."""
+    return tree.truncated(max_depth) if max_depth else ROOT_ONLY
+
+
 def chain(num_tokens):
     """The chain that drafts `num_tokens` tokens (its first candidates only)."""
     return Tree(tuple(range(-1, num_tokens)), (0,) * (num_tokens + 1))

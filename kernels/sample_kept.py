@@ -71,5 +71,5 @@ def sample_kept(kept, seed, sample, position):
             logits, temperature, kept.tokens, kept.count, *keyed, keys, vocab_size, TARGET_NOISE, _PARTS, _BLOCK,
             LOWEST_KEY, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
-        _merge_best[(rows,)](keys, found, _PARTS, 1, False, triton.next_power_of_2(_PARTS), num_warps=1)
+        _merge_best[(rows,)](keys, found, None, _PARTS, 1, False, triton.next_power_of_2(_PARTS), num_warps=1)
     return found

@@ -1,13 +1,15 @@
-"""The arguments of `headstart bench step`, `kernel`, `engine` and `peer`, and the calls they lead to.
+"""The arguments of `headstart bench step`, `draft`, `kernel`, `engine` and `peer`, and the calls they lead to.
 
 Imports nothing heavy until a benchmark runs, so that `headstart --help` stays quick.
 """
 
 import sys
 
+HEADS = ("medusa", "mlp_speculator", "eagle", "eagle3")
+
 
 def add_benchmarks(benchmarks, add_command, add_device):
-    """Add the four to the subparsers `benchmarks`, with the command line's own ways to add a command and the device arguments."""
+    """Add the five to the subparsers `benchmarks`, with the command line's own ways to add a command and the device arguments."""
     step = add_command(
         benchmarks,
         "step",
@@ -41,6 +43,34 @@ def add_benchmarks(benchmarks, add_command, add_device):
     step.add_argument("--repeats", type=int, default=20, help="replays per line (default 20)")
     _add_measurement(step, add_device)
 
+    draft = add_command(
+        benchmarks,
+        "draft",
+        _bench_draft,
+        "Drafting alone with random heads for a named shape: a level, the first one, the pass after a step, the whole chain.",
+        "headstart bench draft --shape llama-3-8b --head eagle3,eagle,mlp_speculator,medusa --batch 1,16\n"
+        "  headstart bench draft --shape llama-3-8b --head eagle3 --tree dynamic",
+        "first level: what drafts the token behind the root. level: each further one (the head's layer, its lm_head, the draw);\n"
+        "from the whole chain, less the first level. after a step: the pass over what was emitted, for heads with keys of their\n"
+        "own. chain: the whole draft; Medusa heads draft all depths at once and have this line alone.\n"
+        "With --tree dynamic also: the whole draft of a tree grown in every step; the same levels with as many rows where the\n"
+        "tree is known beforehand; and the difference, which is what choosing the nodes takes.\n"
+        "x floor: times what reading the part's weights once takes, at the rate of a copy. Keys and values are not counted.\n"
+        "Published EAGLE-3 heads have 32,000 draft tokens; the MLP speculator is tied and as wide as the target.",
+    )
+    draft.add_argument("--head", default=",".join(HEADS[::-1]), help="heads to measure (default: all four)")
+    draft.add_argument("--batch", default="1,16", help="requests (default 1,16)")
+    draft.add_argument("--depth", type=int, default=5, help="how many tokens deep to draft (default 5)")
+    draft.add_argument(
+        "--tree",
+        default="chain",
+        choices=["chain", "dynamic"],
+        help="dynamic: lines of dynamic trees too (default chain)",
+    )
+    draft.add_argument("--context", default="1024", help="committed tokens of a request (default 1024)")
+    draft.add_argument("--repeats", type=int, default=20, help="replays per line (default 20)")
+    _add_measurement(draft, add_device)
+
     kernel = add_command(
         benchmarks,
         "kernel",
@@ -69,17 +99,24 @@ def add_benchmarks(benchmarks, add_command, add_device):
         "engine",
         _bench_engine,
         "Tokens per second of the whole engine on random weights, drafts accepted at given rates, beside plain decoding.",
-        "headstart bench engine --shape llama-3-8b --head medusa --acceptance 2.0,3.0 --batch 1,4,16,64",
+        "headstart bench engine --shape llama-3-8b --head medusa --acceptance 2.0,3.0 --batch 1,4,16,64\n"
+        "  headstart bench engine --shape llama-3-8b --head eagle3 --num-speculative-tokens 5 --acceptance 2.98 --batch 1,16",
         "Through LLM.generate, at the steady state between the last prompt and the first end of an output.\n"
         "of graph: the step's CUDA graph alone over the time the engine takes per step.\n"
         "Also: the time to the first token of one prompt, from the start of a process to its first token with a cold and a\n"
         "warm Triton cache, and the greatest memory taken.",
     )
-    engine.add_argument("--head", default="medusa", choices=["medusa", "none"], help="what drafts (default medusa)")
+    engine.add_argument(
+        "--head",
+        default="medusa",
+        choices=[*HEADS, "none"],
+        help="what drafts, with random weights (default medusa); eagle3 with a draft vocabulary of 32,000",
+    )
+    engine.add_argument("--num-speculative-tokens", type=int, help="how many tokens deep the head drafts (default 4)")
     engine.add_argument("--acceptance", help="tokens per step to accept of a head's drafts (default 2.0,3.0)")
     engine.add_argument("--batch", default="1,4,16,64", help="requests at once (default 1,4,16,64)")
-    engine.add_argument("--lm-head", choices=["own", "shared"], help="the heads' lm_heads (default own)")
-    engine.add_argument("--tree", help="of the heads' drafts: chain (default), static, or a tree file")
+    engine.add_argument("--lm-head", choices=["own", "shared"], help="the Medusa heads' lm_heads (default own)")
+    engine.add_argument("--tree", help="of the head's drafts: chain (default), static, or a tree file")
     engine.add_argument("--prompt-tokens", type=int, default=1000, help="length of a prompt (default 1000)")
     engine.add_argument("--new-tokens", type=int, default=256, help="length of an output (default 256)")
     engine.add_argument("--no-startup", action="store_true", help="leave out the two processes that start-up takes")
@@ -129,6 +166,26 @@ def _bench_step(arguments):
     bench_step(settings, **_measurement(arguments))
 
 
+def _bench_draft(arguments):
+    from .draft import DraftSettings, bench_draft
+
+    heads = tuple(arguments.head.split(","))
+    for name in heads:
+        if name not in HEADS:
+            raise ValueError(f"--head takes some of {', '.join(HEADS)}, separated by commas, got {arguments.head!r}")
+    (context,) = _numbers("--context", arguments.context, most=1)
+    settings = DraftSettings(
+        shape=arguments.shape,
+        heads=heads,
+        batches=_numbers("--batch", arguments.batch),
+        depth=arguments.depth,
+        dynamic=arguments.tree == "dynamic",
+        context=context,
+        repeats=_at_least_one("--repeats", arguments.repeats),
+    )
+    bench_draft(settings, **_measurement(arguments))
+
+
 def _bench_kernel(arguments):
     from .kernel import OPERATIONS, KernelSettings, bench_kernel, sweep_kernel
 
@@ -151,13 +208,18 @@ def _bench_kernel(arguments):
 def _bench_engine(arguments):
     from .engine import EngineSettings, bench_engine
 
-    drafts = arguments.head == "medusa"
-    for option in ("acceptance", "lm_head", "tree"):
+    drafts = arguments.head != "none"
+    for option in ("acceptance", "lm_head", "tree", "num_speculative_tokens"):
         given = getattr(arguments, option)
         if given is not None and not drafts:
             raise ValueError(f"--{option.replace('_', '-')} {given} says how heads draft, and --head none has none")
+    if arguments.lm_head and arguments.head != "medusa":
+        raise ValueError(f"--lm-head {arguments.lm_head} is for Medusa heads, and --head {arguments.head} is none")
+    depth = 4 if arguments.num_speculative_tokens is None else arguments.num_speculative_tokens
     settings = EngineSettings(
         shape=arguments.shape,
+        head=arguments.head if drafts else None,
+        num_speculative_tokens=_at_least_one("--num-speculative-tokens", depth),
         acceptance=_numbers("--acceptance", arguments.acceptance or "2.0,3.0", float) if drafts else (),
         batches=_numbers("--batch", arguments.batch),
         lm_head=arguments.lm_head or "own",

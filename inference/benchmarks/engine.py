@@ -1,10 +1,10 @@
 """`headstart bench engine`: tokens per second of the whole engine, through LLM.generate, on random weights of a named shape.
 
-Drafts come from random Medusa heads and are accepted by the verifier `synthetic` at a given acceptance length, so the figures are
-those of the engine with heads that good, and the outputs mean nothing. Plain decoding stands beside it. The rate is that of the
-steady state: from where the last prompt is computed to where the first output ends. *of graph* compares it with the step's CUDA
-graph replayed alone, which is all that the engine could reach. Also measured: the first token of one prompt; with `startup`, a
-process from its start to its first token with a cold and a warm Triton cache; and the memory taken at the most.
+Drafts come from a random head of any method and are accepted by the verifier `synthetic` at a given acceptance length, so the
+figures are those of the engine with a head that good, and the outputs mean nothing. Plain decoding stands beside it. The rate is
+that of the steady state: from where the last prompt is computed to where the first output ends. *of graph* compares it with the
+step's CUDA graph replayed alone, which is all that the engine could reach. Also measured: the first token of one prompt; with
+`startup`, a process from its start to its first token with a cold and a warm Triton cache; and the memory taken at the most.
 """
 
 import itertools
@@ -18,10 +18,10 @@ import torch
 from ..llm import LLM
 from ..sampling import SamplingParams
 from ..slots import INTEGERS
-from ..speculation import DraftSource, choose_tree
-from ..verify import rates_for_length
+from ..speculation import DraftSource, choose_tree, choose_verifier
+from .random_heads import bytes_with_head, empty_head, random_head
 from .results import Report, decimals, plain
-from .shape import bytes_with_heads, check_fits, config_of_shape, empty_head, random_head
+from .shape import NUM_HEADS, check_fits, config_of_shape
 from .startup import seconds_to_first_token
 from .timing import Repeatable, Times, release
 
@@ -48,6 +48,8 @@ class EngineSettings:
     """What `bench engine` measures; see `headstart bench engine --help`."""
 
     shape: str
+    head: str | None = "medusa"  # a method of random_heads.py; None: plain decoding alone
+    num_speculative_tokens: int = NUM_HEADS
     acceptance: tuple[float, ...] = (2.0, 3.0)
     batches: tuple[int, ...] = (1, 4, 16, 64)
     lm_head: str = "own"
@@ -106,15 +108,18 @@ def bench_engine(settings, device, dtype, command, output=None, commit=None):
         )
     if min(settings.new_tokens, settings.prompt_tokens) < 2:
         raise ValueError("--prompt-tokens and --new-tokens must be at least 2")
-    head = empty_head(config.hidden_size, config.vocab_size, settings.lm_head == "shared")
-    depth = choose_tree({"model": head, "tree": settings.tree}, DraftSource("medusa", head)).max_depth
-    for acceptance in settings.acceptance:
-        rates_for_length(acceptance, depth)  # refuses what such drafts cannot reach
-    if settings.acceptance:
-        with_heads = partial(bytes_with_heads, shared_lm_head=settings.lm_head == "shared")
-        check_fits(settings.shape, device, dtype, with_heads, "the weights and heads")
-    else:
+    shared = settings.lm_head == "shared"
+    if settings.head is None:
         check_fits(settings.shape, device, dtype)
+    else:
+        depth = settings.num_speculative_tokens
+        speculative = {"tree": settings.tree, "verifier": "synthetic", "num_speculative_tokens": depth}
+        head = empty_head(settings.head, config, depth, shared)
+        tree = choose_tree(speculative | {"model": head}, DraftSource(settings.head, head))
+        for acceptance in settings.acceptance:  # refuses what such drafts cannot reach
+            choose_verifier("synthetic", {"acceptance_length": acceptance}, tree, "cpu")
+        with_head = partial(bytes_with_head, method=settings.head, depth=depth, shared_lm_head=shared)
+        check_fits(settings.shape, device, dtype, with_head, "the weights and the head")
     report = Report("engine", COLUMNS, device, command, vars(settings), output, commit)
     most = max(settings.batches)
     if settings.startup:  # first, while this process holds no memory of the device
@@ -137,16 +142,11 @@ def bench_engine(settings, device, dtype, command, output=None, commit=None):
     )
     bench = EngineBench(settings, report, base)
     bench.measure_draft("plain", None)
-    if settings.acceptance:
-        head = random_head(base.engine.decoder, settings.lm_head == "shared")
+    if settings.head is not None:
+        speculative["model"] = random_head(settings.head, config, base.engine.decoder, depth, shared)
+        name = f"{settings.head} {settings.tree}" + (f", {settings.lm_head}" if settings.head == "medusa" else "")
         for acceptance in settings.acceptance:
-            speculative = {
-                "model": head,
-                "tree": settings.tree,
-                "verifier": "synthetic",
-                "acceptance_length": acceptance,
-            }
-            bench.measure_draft(f"medusa {settings.tree}, {settings.lm_head}", speculative)
+            bench.measure_draft(name, speculative | {"acceptance_length": acceptance})
     return report.finish()
 
 

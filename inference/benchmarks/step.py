@@ -24,8 +24,9 @@ from ..tree import ROOT_ONLY
 from ..verify import TreeTensors, strict
 from .floor import copy_bandwidth, head_bytes, kv_bytes, milliseconds, weight_bytes
 from .library import LibraryStep
+from .random_heads import random_head
 from .results import Report, decimals, plain, shares_text
-from .shape import NUM_HEADS, check_fits, config_of_shape, random_decoder, random_head, spread_tree
+from .shape import NUM_HEADS, check_fits, config_of_shape, random_decoder, spread_tree
 from .timing import Repeatable, plannable_bytes, release
 
 SHORT_CALLS = 10
@@ -61,6 +62,24 @@ class StepSettings:
     repeats: int = 20
 
 
+def standing_slots(batch, context, num_places, state, vocab_size, device):
+    """The SlotTable of `batch` greedy requests behind `context` tokens, with pages for so many places more.
+
+    state: (width, dtype) of what the drafter keeps of a request, which is random
+    """
+    pages = -(-(context + num_places) // PAGE)
+    width, dtype = state
+    slots = SlotTable(batch, pages, width, vocab_size, dtype, device)
+    values = {"committed": context, "remaining": 1 << 20}
+    for column, name in enumerate(INTEGERS):
+        slots.integers[:batch, column] = values.get(name, 0)
+    slots.integers[:batch, INTEGERS.index("root")] = torch.randint(vocab_size, (batch,), device=device)
+    slots.floats[:, FLOATS.index("top_p")] = 1.0
+    slots.block_table[:batch] = 1 + torch.arange(batch * pages, device=device).view(batch, pages)
+    slots.feature.normal_()
+    return slots
+
+
 class StandingRequests:
     """B requests that stand behind `context` tokens for as long as one likes, and the engine's step over them.
 
@@ -69,15 +88,8 @@ class StandingRequests:
     """
 
     def __init__(self, decoder, cache, batch, context, tree, verifier, drafter=None):
-        device, pages = decoder.device, -(-(context + tree.num_nodes) // PAGE)
-        slots = SlotTable(batch, pages, decoder.hidden_size, decoder.vocab_size, decoder.dtype, device)
-        values = {"committed": context, "remaining": 1 << 20}
-        for column, name in enumerate(INTEGERS):
-            slots.integers[:batch, column] = values.get(name, 0)
-        slots.integers[:batch, INTEGERS.index("root")] = torch.randint(decoder.vocab_size, (batch,), device=device)
-        slots.floats[:, FLOATS.index("top_p")] = 1.0
-        slots.block_table[:batch] = 1 + torch.arange(batch * pages, device=device).view(batch, pages)
-        slots.feature.normal_()
+        device, state = decoder.device, (decoder.hidden_size, decoder.dtype)
+        slots = standing_slots(batch, context, tree.num_nodes, state, decoder.vocab_size, device)
         self.slots, self.rows = slots, torch.arange(batch, device=device)
         self.tree = TreeTensors(tree, device)
         self.step = Step(decoder, cache, slots, self.tree, verifier, drafter)
@@ -240,7 +252,7 @@ class _Bench:
                 f"context {context}, batch {batch}: no {layout} lm_heads, {needed / 1e9:.0f} GB do not fit"
             )
             return
-        head = random_head(decoder, layout == "shared")
+        head = random_head("medusa", config_of_shape(settings.shape), decoder, NUM_HEADS, layout == "shared")
         drafter = MedusaDrafter(head, decoder.lm_head)
         standing = StandingRequests(decoder, cache, batch, context, spread_tree(nodes), strict, drafter)
         own = milliseconds(head_bytes(head, decoder.lm_head), self.bandwidth)

@@ -47,7 +47,7 @@ class Repeatable:
 
     def __init__(self, work, device, num_calls=1, captured=True):
         self.device, self.num_calls = torch.device(device), num_calls
-        self._run = work
+        self._work = self._run = work  # kept: a graph reads the tensors that the work holds
         if captured and self.device.type == "cuda":
             stream = torch.cuda.Stream(self.device)
             stream.wait_stream(torch.cuda.current_stream(self.device))

@@ -1,4 +1,4 @@
-"""A static tree as drafters walk it whose laws depend on the drafted tokens: depth by depth.
+"""A tree as drafters walk it whose laws depend on the drafted tokens: depth by depth.
 
 At every depth only nodes with children need a law. They are numbered through, depth by depth and the root first: such a number
 less one is a node's *row*, the place of its keys and values behind the committed ones.
@@ -35,6 +35,16 @@ class GrownLevel(NamedTuple):
     count: int
     ancestors: torch.Tensor  # [B, n, depth]
     depths: torch.Tensor  # [n]
+
+
+class GrownLevels:
+    """What is the same in every step of a TreeTensors whose tree is a dynamic one."""
+
+    def __init__(self, tree):
+        depths = torch.arange(tree.max_depth, device=tree.depths.device)[:, None]
+        self.depths = depths.repeat(1, tree.tree.width)  # [D, k]
+        self.law = torch.zeros_like(tree.depths)  # [N]
+        self.drawn = self.law.bool()
 
 
 class Levels:

@@ -6,16 +6,18 @@ the state of their parents (`expand`); how children are drawn from the laws (dra
 Letters: B requests, N nodes, n nodes with children of one depth, I of all depths, W candidates per node, S state, V vocabulary.
 """
 
+from dataclasses import replace
+
 import torch
 
-from ...kernels.dynamic_tree import grow_reference, prune_reference
+from ...kernels.dynamic_tree import Candidates, grow, prune
 from ...kernels.sample import log_sum_exp, top_tokens
 from ..draw_children import drawn_nodes
 from ..draw_nodes import Drafted, Topology, draw_families
 from ..tree import DynamicTree, chain
 from ..verify import TreeTensors
 from .drafter import Drafter
-from .levels import GrownLevel, Levels
+from .levels import GrownLevel, GrownLevels, Levels
 
 
 class SequentialDrafter(Drafter):
@@ -39,7 +41,7 @@ class SequentialDrafter(Drafter):
     def propose(self, batch, tree, shape=None):
         """Tokens of all nodes; their laws too unless the drawing is shared noise: see Drafter.propose."""
         if isinstance(tree.tree, DynamicTree):
-            return self._grow(batch, tree.tree, shape)
+            return self._grow(batch, tree, shape)
         plan = self.levels(tree)
         seed, sample, position = (
             batch.draws.view(3, len(batch.slots), -1)[:, :, plan.inner].transpose(1, 2).contiguous()
@@ -81,55 +83,44 @@ class SequentialDrafter(Drafter):
 
     def _grow(self, batch, tree, shape):
         """A dynamic tree: kernels/dynamic_tree.py.  -> Drafted, with its topology and no law of its own"""
-        width, (requests, device) = tree.width, (len(batch.slots), batch.root.device)
-        logits, state = self.start(batch)  # [n, B, V], [B, n, S], n = 1 and then the width
-        values, above = None, torch.full((requests, 1), -1, device=device)
-        paths = torch.empty(
-            requests, 1, 0, dtype=torch.int64, device=device
-        )  # [B, n, depth] rows on the way to each node
-        rank = torch.arange(width, device=device)
-        totals, tokens, parents = [], [], []
+        plan, width, requests = self.levels(tree), tree.tree.width, len(batch.slots)
+        candidates = Candidates.empty(requests, tree.max_depth, width, batch.root.device)
+        temperature, wide = None, batch
+        if self.drawing == "shared_noise":
+            # The keys of `wide` are those of a level's k B rows, repeated once for all levels.
+            integers, floats = batch.integers.repeat(1, width), batch.floats.repeat(1, width)
+            temperature, wide = batch.temperature, replace(batch, integers=integers, floats=floats)
+        nodes, (logits, state) = None, self.start(batch)  # [n, B, V], [B, n, S], n = 1 and then the width
         for depth in range(tree.max_depth):
-            count = len(logits)
-            depths = torch.full((count,), depth, device=device)
-            scores, temperature, _ = (logits, batch.temperature, None) if shape is None else shape(logits, depths)
-            found, gains = self._confidence(scores, temperature, width, depth, batch)  # [B, n, k] each
-            total, chosen = grow_reference(gains, values)
-            totals.append(total)
-            tokens.append(found.flatten(1))
-            parents.append(above.repeat_interleave(width, 1))
-            if depth + 1 < tree.max_depth:
-                values = total.gather(1, chosen)
-                above = sum(x.shape[1] for x in totals[:-1]) + chosen  # their numbers among all candidates
-                parent = chosen // width
-                rows = (depth * width + rank).expand(requests, 1, -1).transpose(1, 2)  # [B, k, 1]
-                paths = torch.cat((_rows_of(paths, parent), rows), 2)
-                level = GrownLevel(depth + 1, depth * width + 1, width, paths, torch.full_like(rank, depth))
-                logits, state = self.expand(batch, level, tokens[-1].gather(1, chosen), _rows_of(state, parent))
-        given = torch.cat(totals, 1), torch.cat(tokens, 1), torch.cat(parents, 1)
-        nodes, *topology = prune_reference(*given, batch.root, width, tree.max_depth, tree.num_nodes)
+            scores, heat = logits, wide.temperature[: logits.shape[:2].numel()]
+            if shape is not None:
+                scores, heat, _ = shape(logits, plan.depths[depth, : len(logits)])
+                heat = heat.repeat(len(logits))
+            nodes = grow(candidates, nodes, *self._confidence(scores, heat, width, depth, wide), temperature)
+            if nodes is not None:
+                level = GrownLevel(depth + 1, depth * width + 1, width, nodes.paths, plan.depths[depth])
+                logits, state = self.expand(batch, level, nodes.tokens, _rows_of(state, nodes.parents))
+        tokens, *topology = prune(candidates, batch.root, tree.num_nodes)
+        topology = Topology(tree.tree, *topology)
         if self.drawing == "shared_noise":
-            return Drafted(nodes, topology=Topology(tree, *topology))
+            return Drafted(tokens, topology=topology)
         # Chosen without chance, so no law is looked at.
-        none = torch.zeros_like(nodes[0])
-        return Drafted(nodes, law=none, drawn=none.bool(), topology=Topology(tree, *topology))
+        return Drafted(tokens, law=plan.law, drawn=plan.drawn, topology=topology)
 
-    def _confidence(self, scores, temperature, width, depth, batch):
-        """The best tokens of nodes at a depth and the log of what speaks for each.  scores [n, B, V] -> two [B, n, width]
+    def _confidence(self, scores, temperature, width, depth, wide):
+        """The best tokens of nodes at a depth and what tells their confidence, as kernels/dynamic_tree.py takes it.
 
-        Without noise that is the draft's probability. With the target's noise its draw is nearly known: of the best perturbed
-        scores each has the weight that their softmax gives it.
+        scores [n, B, V], temperature [n B], wide: BatchRows with the keys of n B rows or more  ->  tokens and their scores
+        [n, B, width], log_sums [n, B]. Without noise a token's confidence is the draft's probability. With the target's noise its
+        draw is nearly known: of the best perturbed scores each has the weight that their softmax gives it.
         """
-        count, rows = len(scores), scores.flatten(0, 1)
+        rows, keys = scores.flatten(0, 1), ()
         if self.drawing == "shared_noise":
-            keys = temperature, batch.seed, batch.sample, batch.committed + 1 + depth
-            tokens, best = top_tokens(rows, width, *(x.repeat(count) for x in keys), with_scores=True)
-            cold = temperature.repeat(count)[:, None] <= 0
-            total = torch.where(cold, log_sum_exp(rows)[:, None], best.logsumexp(1, keepdim=True))
-        else:
-            tokens, best = top_tokens(rows, width, with_scores=True)
-            total = log_sum_exp(rows)[:, None]
-        return [x.view(count, -1, width).transpose(0, 1) for x in (tokens, best - total)]
+            position = wide.committed + (1 + depth)
+            keys = temperature, *(x[: len(rows)] for x in (wide.seed, wide.sample, position))
+        tokens, best = top_tokens(rows, width, *keys, with_scores=True)
+        shape = scores.shape[:2]
+        return tokens.view(*shape, width), best.view(*shape, width), log_sum_exp(rows).view(shape)
 
     def candidates(self, batch, widths):
         """The best tokens of each depth, best first, behind the draft's own first choices: see Drafter.candidates."""
@@ -143,9 +134,9 @@ class SequentialDrafter(Drafter):
         return torch.stack(found, 1)
 
     def levels(self, tree):
-        """The Levels of a TreeTensors."""
+        """The Levels of a TreeTensors, the GrownLevels of a dynamic one."""
         if tree.tree not in self._levels:
-            self._levels[tree.tree] = Levels(tree)
+            self._levels[tree.tree] = (GrownLevels if isinstance(tree.tree, DynamicTree) else Levels)(tree)
         return self._levels[tree.tree]
 
 

@@ -7,9 +7,12 @@ import torch
 from transformers import LlamaConfig
 
 from headstart.cli import main
-from headstart.inference.benchmarks import floor, library, results, timing
+from headstart.inference.benchmarks import floor, library, random_heads, results, timing
+from headstart.inference.benchmarks.draft import parallel_chains
 from headstart.inference.benchmarks.linear_sweep import cases_of
-from headstart.inference.benchmarks.shape import random_decoder, spread_tree
+from headstart.inference.benchmarks.shape import config_of_shape, random_decoder, spread_tree
+from headstart.inference.drafters.levels import Levels
+from headstart.inference.speculation import DraftSource, build_drafter
 from headstart.inference.tree import ROOT_ONLY, chain
 from headstart.inference.verify import TreeTensors
 
@@ -157,6 +160,100 @@ def test_engine_accepts_at_the_asked_rates_and_shows_plain_decoding_beside(bench
     assert found["facts"]["first_token_ms"]["p50"] > 0
 
 
+@pytest.mark.parametrize("head", ["mlp_speculator", "eagle", "eagle3"])
+def test_engine_takes_a_head_of_every_method_and_as_deep_as_asked(bench, head, monkeypatch):
+    monkeypatch.setattr(random_heads, "DRAFT_VOCABULARY", 40)
+    _, found = bench(
+        "engine", "--head", head, "--num-speculative-tokens", "5", "--acceptance", "5.5", "--batch", "2",
+        "--prompt-tokens", "20", "--new-tokens", "120", "--no-startup",
+    )  # fmt: skip
+    assert [row["draft"] for row in found["rows"]] == ["plain", f"{head} chain"]
+    assert found["rows"][1]["nodes"] == 6
+    assert found["rows"][1]["tokens_per_step"] == pytest.approx(5.5, abs=0.5)  # out of reach of drafts 4 deep
+    assert found["settings"]["head"] == head
+
+
+def test_draft_prints_the_parts_that_a_head_has(bench, monkeypatch, tmp_path):
+    monkeypatch.setattr(random_heads, "DRAFT_VOCABULARY", 40)
+    output = tmp_path / "draft.json"
+    lines, found = bench(
+        "draft", "--batch", "1,2", "--depth", "3", "--context", "70", "--repeats", "1", "--output", str(output)
+    )  # fmt: skip
+    sequential = ["first level", "level", "chain of 3"]
+    with_keys = [*sequential[:2], "after a step", *sequential[2:]]
+    expected = {"eagle3": with_keys, "eagle": with_keys, "mlp_speculator": sequential, "medusa": sequential[2:]}
+    assert [(row["head"], row["batch"], row["part"]) for row in found["rows"]] == [
+        (head, batch, part) for head, parts in expected.items() for batch in (1, 2) for part in parts
+    ]
+    for row in found["rows"]:
+        assert row["p20"] <= row["p50"] <= row["p80"]
+        assert row["over_floor"] == pytest.approx(row["p50"] / row["floor"], rel=1e-3)
+    assert json.loads(output.read_text()) == found
+    assert sum(line.split()[:3] == ["eagle3", "2", "level"] for line in lines) == 1
+
+
+def test_draft_shows_what_building_a_dynamic_tree_takes(bench):
+    _, found = bench(
+        "draft", "--head", "mlp_speculator", "--batch", "2", "--depth", "2", "--context", "9", "--repeats", "1",
+        "--tree", "dynamic",
+    )  # fmt: skip
+    static, grown, building = found["rows"][3:]
+    assert [row["part"] for row in found["rows"][3:]] == ["levels of 8 rows", "dynamic tree", "tree building"]
+    assert building["p50"] == pytest.approx(grown["p50"] - static["p50"], rel=1e-2, abs=1e-3)
+    assert building["floor"] is None
+
+
+def test_a_level_is_what_the_chain_takes_beyond_the_first(bench):
+    _, found = bench(
+        "draft", "--head", "mlp_speculator", "--batch", "1", "--depth", "4", "--repeats", "2", "--context", "9"
+    )
+    first, level, chain_of_4 = (row["p50"] for row in found["rows"])
+    assert first + 3 * level == pytest.approx(chain_of_4, rel=1e-3)
+
+
+def test_draft_floor_counts_every_weight_of_a_part_once(shape, monkeypatch):
+    monkeypatch.setattr(random_heads, "DRAFT_VOCABULARY", 40)
+    config, decoder = config_of_shape(shape), random_decoder(shape, "cpu", torch.float32, 128)
+    hidden, inter, vocab = 32, 48, 128
+    rest = (4 * 8) * hidden + 3 * hidden * inter + hidden  # output product, MLP, the norm before it
+    qkv = (4 + 2 * 2) * 8 * hidden
+    block = hidden * hidden + hidden
+    expected = {
+        "eagle3": {
+            "first": hidden + 40 * hidden,
+            "level": 2 * qkv + rest + 2 * hidden + hidden + 40 * hidden,
+            "advance": 3 * hidden * hidden + 2 * qkv + rest + 2 * hidden,
+        },
+        "eagle": {
+            "first": vocab * hidden,
+            "level": 2 * hidden * hidden + qkv + rest + vocab * hidden,
+            "advance": 2 * hidden * hidden + qkv + rest,
+        },
+        "mlp_speculator": dict.fromkeys(("first", "level"), hidden * hidden + 2 * hidden + vocab * hidden),
+        "medusa": {"first": 3 * (block + vocab * hidden)},
+    }
+    for method, parts in expected.items():
+        head = random_heads.random_head(method, config, decoder, 3)
+        drafter = build_drafter(DraftSource(method, head), {"model": head}, chain(3), "shared_noise", decoder, None)
+        assert floor.draft_bytes(drafter) == {part: 4 * count for part, count in parts.items()}, method
+
+
+def test_a_random_eagle3_head_drafts_tokens_spread_over_the_vocabulary(shape, monkeypatch):
+    monkeypatch.setattr(random_heads, "DRAFT_VOCABULARY", 40)
+    decoder = random_decoder(shape, "cpu", torch.float32, 128)
+    head = random_heads.random_head("eagle3", config_of_shape(shape), decoder, 3)
+    ids = head.draft_token_ids.tolist()
+    assert len(set(ids)) == 40
+    assert (min(ids), max(ids) // 4) == (0, 31)
+    assert head.t2d.nonzero().flatten().tolist() == ids
+    assert head.embed_tokens.weight.data_ptr() == decoder.embedding.data_ptr()
+
+
+def test_the_static_twin_of_a_dynamic_tree_expands_as_many_nodes_and_asks_as_many_candidates():
+    levels = Levels(TreeTensors(parallel_chains(3, 4), "cpu")).levels
+    assert [(level.count, level.width) for level in levels] == [(1, 3), (3, 3), (3, 3), (3, 3)]
+
+
 def test_engine_says_when_outputs_are_too_short_for_a_steady_state(bench):
     lines, found = bench(
         "engine", "--head", "none", "--batch", "1", "--prompt-tokens", "4", "--new-tokens", "6", "--no-startup"
@@ -213,6 +310,32 @@ def test_peer_decodes_the_same_model_in_both_ways(bench):
         (["engine", "--shape", "SHAPE", "--head", "none", "--tree", "chain"], "--tree chain says how heads draft"),
         (["engine", "--shape", "SHAPE", "--head", "none", "--lm-head", "own"], "--lm-head own says how heads draft"),
         (["engine", "--shape", "SHAPE", "--head", "none", "--acceptance", "2"], "--acceptance 2 says how heads draft"),
+        (
+            ["engine", "--shape", "SHAPE", "--head", "eagle", "--lm-head", "own"],
+            "--lm-head own is for Medusa heads, and --head eagle is none",
+        ),
+        (
+            ["engine", "--shape", "SHAPE", "--head", "eagle", "--tree", "static", "--prompt-tokens", "9"],
+            "no static tree for eagle drafts of 4 tokens",
+        ),
+        (
+            ["engine", "--shape", "SHAPE", "--head", "eagle", "--tree", "dynamic", "--prompt-tokens", "9"],
+            "the verifier 'synthetic' accepts along the tree's deepest path",
+        ),
+        (
+            ["engine", "--shape", "SHAPE", "--head", "none", "--num-speculative-tokens", "3"],
+            "--num-speculative-tokens 3 says how heads draft",
+        ),
+        (
+            ["draft", "--shape", "SHAPE", "--head", "eagle,eagel"],
+            "--head takes some of medusa, mlp_speculator, eagle, eagle3",
+        ),
+        (["draft", "--shape", "SHAPE", "--depth", "1"], "--depth must be from 2 to 63, got 1"),
+        (
+            ["draft", "--shape", "SHAPE", "--depth", "8", "--tree", "dynamic"],
+            "--depth of dynamic trees 8 wide must be from 2 to 7, got 8",
+        ),
+        (["draft", "--shape", "SHAPE", "--context", "512"], "--context 512 is beyond SHAPE: at most 511 fit"),
         (["peer", "--shape", "SHAPE", "--new-tokens", "3"], "--new-tokens must be at least 16"),
     ],
 )
@@ -230,21 +353,23 @@ def test_bad_input_is_one_line_and_status_2(shape, arguments, message, capsys):
     [
         (["step"], "the weights of llama-3-8b take 29.9 GiB in float32"),
         (["engine", "--head", "none", "--no-startup"], "the weights of llama-3-8b take 29.9 GiB"),
-        (["engine", "--no-startup"], "the weights and heads of llama-3-8b take 38.0 GiB"),
-        (["engine", "--lm-head", "shared", "--no-startup"], "the weights and heads of llama-3-8b take 30.2 GiB"),
+        (["engine", "--no-startup"], "the weights and the head of llama-3-8b take 38.0 GiB"),
+        (["engine", "--lm-head", "shared", "--no-startup"], "the weights and the head of llama-3-8b take 30.2 GiB"),
+        (["engine", "--head", "eagle3", "--no-startup"], "the weights and the head of llama-3-8b take 31.5 GiB"),
+        (["draft", "--head", "medusa,eagle"], "the embedding, lm_head and a head of llama-3-8b take 14.8 GiB"),
         (["peer"], "the weights of llama-3-8b take 29.9 GiB"),
         (["kernel", "linear", "--rows", "1"], "the largest weights of llama-3-8b take 2.0 GiB"),
     ],
 )
 def test_a_shape_beyond_the_free_memory_is_refused_with_those_that_fit(arguments, takes, capsys, monkeypatch):
-    free = 1 << 30 if arguments[0] == "kernel" else 26 << 30
+    free = {"kernel": 1, "draft": 10}.get(arguments[0], 26) << 30
     monkeypatch.setattr("headstart.inference.benchmarks.shape.free_bytes", lambda device: free)
     assert main(["bench", *arguments, "--shape", "llama-3-8b", *CPU]) == 2
     printed = capsys.readouterr().err
     assert takes in printed
     assert f"and {free >> 30}.0 GiB are free on cpu" in printed
     fitting = printed.split("name a shape that fits (")[1].split(")")[0]
-    if arguments[0] == "kernel":
+    if arguments[0] in ("kernel", "draft"):
         assert fitting == "llama-2-7b, mistral-7b"
     elif takes.startswith("the weights of"):
         assert fitting == "llama-3-8b-2layers, llama-2-7b"
@@ -285,7 +410,7 @@ def test_the_profiler_says_nothing_between_the_lines(shape, capfd):
 def test_help_teaches_every_benchmark(capsys):
     assert main(["bench"]) == 0
     overview = capsys.readouterr().out
-    for name in ("speculation", "step", "kernel", "engine", "peer"):
+    for name in ("speculation", "step", "draft", "kernel", "engine", "peer"):
         assert name in overview
         with pytest.raises(SystemExit) as end:
             main(["bench", name, "--help"])

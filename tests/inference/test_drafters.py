@@ -18,6 +18,8 @@ from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 from headstart.inference.llm import LLM
 from headstart.inference.sampling import SamplingParams
 from headstart.inference.tree import build_static_tree, save_tree
+from headstart.kernels.philox import gumbel
+from headstart.tests.kernels.test_dynamic_tree import grow_naively
 
 VOCAB, DEPTH = 97, 4
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -29,7 +31,7 @@ TEMPERATURES = (0.0, 0.8)
 def llama(seed=0, **changes):
     torch.manual_seed(seed)
     shape = dict(
-        hidden_size=48, intermediate_size=80, num_hidden_layers=4, num_attention_heads=6, num_key_value_heads=2
+        hidden_size=64, intermediate_size=80, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2
     )
     tokens = dict(vocab_size=VOCAB, bos_token_id=None, eos_token_id=None)
     config = LlamaConfig(**shape | changes, **tokens, max_position_embeddings=512, initializer_range=0.3)
@@ -55,10 +57,10 @@ def make(name, target):
         chosen = torch.randperm(VOCAB)[:40].sort().values
         head.set_draft_vocabulary(chosen - torch.arange(40), torch.isin(torch.arange(VOCAB), chosen))
     elif name == "eagle3-narrow":  # of another width, over the whole vocabulary, one feature
-        shape = dict(hidden_size=24, intermediate_size=40, num_attention_heads=3, num_key_value_heads=1)
+        shape = dict(hidden_size=32, intermediate_size=40, num_attention_heads=2, num_key_value_heads=1)
         head = Eagle3(Eagle3Config.for_target(config, aux_layer_ids=(3,), norm_before_residual=True, **shape))
     else:
-        return {"target": target, "model": llama(1, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)}[name]
+        return {"target": target, "model": llama(1, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)}[name]
     for parameter in head.parameters():
         if parameter.dim() == 2:
             torch.nn.init.normal_(parameter, std=0.3)
@@ -116,9 +118,9 @@ def test_no_bit_changes(setting, tree_files, name, tree):
         for temperature in TEMPERATURES:
             assert outputs(llm, temperature, logprobs=2) == plain[temperature], (batch, temperature)
         metrics = llm.get_metrics()
-        if name == "target":  # 9 tokens behind the first, by 5, then 4 that are left
+        if name == "target" and tree != "dynamic":  # 9 tokens behind the first, by 5, then 4 that are left
             assert metrics["num_spec_steps"] == 2 * 2 * len(LENGTHS)
-        else:
+        elif tree != "chain":
             assert metrics["num_accepted_tokens"] > 0
         llm.engine.scheduler.check()
 
@@ -128,8 +130,6 @@ def test_no_bit_changes(setting, tree_files, name, tree):
 def test_under_a_ratio_rule_the_company_changes_nothing(setting, tree_files, name, tree):
     """Drafts are drawn from the draft's own laws: these depend on the request alone, not on the batch or on pages it found."""
     target, plain = setting
-    if target.device.type == "cuda" and name == "mlp":
-        pytest.skip("its products are the library's, whose bits depend on the number of rows")
     head, found = make(name, target).to(target.device), []
     for batch in (1, 8):
         speculative = {
@@ -155,12 +155,12 @@ class Watched:
 
     def _start(self, batch):
         found = self.start(batch)
-        self.levels = [found[0][0].clone()]
+        self.levels = [found[0][0, 0].clone()]
         return found
 
     def _expand(self, *arguments):
         found = self.expand(*arguments)
-        self.levels.append(found[0][0].clone())
+        self.levels.append(found[0][0, 0].clone())
         return found
 
     def _propose(self, batch, tree, shape=None):
@@ -174,7 +174,8 @@ def test_the_engine_drafts_what_the_head_says_of_the_same_text(setting, name):
     """The training forward over the whole text, with the drafted tokens behind the root, gives the logits of every level."""
     target, _ = setting
     head = make(name, target).to(target.device)
-    llm = LLM(target, max_num_seqs=1, speculative_config={"model": head, "num_speculative_tokens": DEPTH})
+    speculative = {"model": head, "num_speculative_tokens": DEPTH}
+    llm = LLM(target, max_num_seqs=1, enforce_eager=True, speculative_config=speculative)  # a graph cannot be watched
     watched = Watched(llm.engine.drafter)
     prompt = prompts_and_params(0.0)[0][5]
     output = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=8))[0].outputs[0].token_ids
@@ -188,7 +189,8 @@ def test_the_engine_drafts_what_the_head_says_of_the_same_text(setting, name):
         for level, logits in zip(levels, expected):
             kept = level > -torch.inf
             assert kept.sum() == len(logits[logits > -torch.inf])
-            assert torch.allclose(level[kept], logits[kept], rtol=1e-4, atol=1e-4)
+            error = (level[kept] - logits[kept]).abs().max()
+            assert error < 2e-4 * logits[kept].abs().max()  # of random weights the states grow from layer to layer
             compared += 1
     assert compared >= 2 * DEPTH
 
@@ -226,6 +228,72 @@ def say(head, target, known, drafted):
     if head.d2t is None:
         return logits
     return [x.new_full((VOCAB,), -torch.inf).index_copy(0, head.draft_token_ids, x) for x in logits]
+
+
+class WatchedGrowth(Watched):
+    """Keeps the law behind every expanded path of tokens, and the topology of what was drafted."""
+
+    def _start(self, batch):
+        found = self.start(batch)
+        self.rows, self.levels = [], {(): found[0][0, 0].clone()}
+        return found
+
+    def _expand(self, batch, level, tokens, state):
+        found = self.expand(batch, level, tokens, state)
+        self.rows += tokens[0].tolist()
+        for way, logits in zip(level.ancestors[0].tolist(), found[0][:, 0]):
+            self.levels[tuple(self.rows[row] for row in way)] = logits.clone()
+        return found
+
+    def _propose(self, batch, tree, shape=None):
+        drafted = self.propose(batch, tree, shape)
+        keys = batch.seed, batch.sample, batch.committed + 1
+        self.steps.append((keys, drafted.tokens[0].tolist(), drafted.topology, self.levels))
+        return drafted
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_a_dynamic_tree_is_the_one_that_heaps_grow_from_the_head_s_laws(setting, tree_files, temperature):
+    target, _ = setting
+    head = make("eagle3", target).to(target.device)
+    speculative = {"model": head, "tree": tree_files["dynamic"]}
+    llm = LLM(target, max_num_seqs=1, enforce_eager=True, speculative_config=speculative)
+    watched = WatchedGrowth(llm.engine.drafter)
+    params = SamplingParams(seed=5, temperature=temperature, max_tokens=8)
+    prompt, compared = prompts_and_params(0.0)[0][5], 0
+    text = prompt + llm.generate(prompt, params)[0].outputs[0].token_ids
+
+    def children(laws, keys, path):
+        law = laws[path].double()
+        if not temperature:
+            found = law.log_softmax(0).topk(3)
+            return list(zip(found.indices.tolist(), found.values.tolist()))
+        seed, sample, position = keys
+        found = (law / temperature + gumbel(seed, sample, position + len(path), VOCAB)[0]).topk(3)
+        return list(zip(found.indices.tolist(), found.values.log_softmax(0).tolist()))
+
+    for keys, tokens, topology, laws in watched.steps:
+        _, tree = grow_naively(lambda path, laws=laws, keys=keys: children(laws, keys, path), 3, DEPTH, 14)
+        paths = [()]
+        for token, parent in zip(tokens[1:], topology.parents[0, 1:].tolist()):
+            paths.append((*paths[parent], token))
+        assert paths == [(), *tree]
+        assert topology.depths[0].tolist() == [len(path) for path in paths]
+        for path, ancestors in zip(paths, topology.ancestors[0].tolist()):
+            assert [paths[node] for node in ancestors] == [path[:depth] for depth in range(DEPTH + 1)]
+        committed = keys[2].item() - 1
+        if text[: committed + 1][-1] != tokens[0] or committed + 1 > len(text):
+            continue  # launched before its request was seen to have ended
+        known = torch.tensor([text[:committed]], device=target.device)
+        for path in (path for path in laws if len(path) == DEPTH - 1):
+            with torch.no_grad():
+                expected = say(head, target, known, torch.tensor([tokens[0], *path, 0], device=target.device))
+            for depth, logits in enumerate(expected):
+                law, kept = laws[path[:depth]], logits > -torch.inf
+                assert torch.equal(law > -torch.inf, kept)
+                assert (law[kept] - logits[kept]).abs().max() < 2e-4 * logits[kept].abs().max()
+                compared += 1
+    assert compared >= 3 * 3 * DEPTH
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ class CountingGraphs(StepGraphs):
     """Captures nothing, and says so."""
 
     def __init__(self, slots):
-        super().__init__(SimpleNamespace(slots=slots), 2, captured=False)
+        super().__init__([SimpleNamespace(slots=slots)], 2, captured=False)
         self.captured, self.made = True, []
 
-    def _capture(self, size, filtered):
+    def _capture(self, size, filtered, which):
         self.made.append((size, filtered))
         return SimpleNamespace(replay=lambda: None), None, len(self.made)
 
