@@ -1,12 +1,7 @@
 """Acceptance of a head while it trains: the engine's own figure on held-out prompts, so that it is what serving will see.
 
-<<<<<<< HEAD
-The engine is built once, on the loaded target (no second copy) and on the head in training (read in place). For a target that the
-engine does not run yet, the teacher-forced figure on the held-out conversations stands in, marked as such.
-=======
 The engine is built once, on the loaded target (no second copy) and on the head in training (read in place). For a target that
 the engine does not run yet, the teacher-forced figure on the held-out conversations stands in, marked as such.
->>>>>>> w-eagletrain
 """
 
 import hashlib

@@ -132,37 +132,22 @@ def test_anything_off_by_one_changes_the_loss(
 
 
 @pytest.mark.parametrize("tied", [False, True])
-<<<<<<< HEAD
-def test_every_step_learns_and_every_weight_moves(
-    speculator_arguments, read_metrics, saved_head, tmp_path, tied, counting_target
-):
-    keys = {"eval_prompts": 4, "eval_tokens": 12, "num_epochs": 8, "max_steps": 0, "loss": "hard"}
-    keys |= {"start_from": saved_head(tie_weights=tied), "target": counting_target}
-    run(speculator_arguments, lr=0.02, tie_weights=tied, batch_rows=4, warmup_ratio=0, **keys)
-=======
 def test_every_step_learns_and_every_weight_moves(speculator_arguments, read_metrics, saved_head, tmp_path, tied):
     keys = {"max_steps": 60, "lr": 0.02, "batch_rows": 4, "loss": "hard"}
     start = saved_head(tie_weights=tied)
     run(speculator_arguments, tie_weights=tied, start_from=start, **keys)
->>>>>>> w-eagletrain
     lines = read_metrics()
     for k in range(3):
         assert lines[-1][f"head{k}_loss"] < 0.8 * lines[0][f"head{k}_loss"]
     before, after = load_file(start / "model.safetensors"), head_tensors(tmp_path / "run")
     assert before.keys() == after.keys()
     assert all((after[name] - before[name]).abs().max() > 1e-3 for name in before)
-<<<<<<< HEAD
-    head = load_head(tmp_path / "run")
-    assert head.config.tie_weights == tied
-    # A target that counts upwards: the engine's own figure, with these weights.
-=======
     assert load_head(tmp_path / "run").config.tie_weights == tied
 
 
 def test_acceptance_is_the_engines_own_on_held_out_prompts(speculator_arguments, read_metrics, tmp_path):
     keys = {"max_steps": 60, "lr": 0.02, "batch_rows": 4, "log_every": 60}
     run(speculator_arguments, eval_prompts=4, eval_tokens=24, **keys)
->>>>>>> w-eagletrain
     (acceptance,) = read_metrics("acceptance")
     saved = json.loads((tmp_path / "run" / "acceptance.json").read_text())
     assert acceptance["source"] == saved["source"] == "engine"
