@@ -76,7 +76,7 @@ def drawn_nodes(drawing, parents):
 
 def verifier_of_method(method, tree):
     """The verifier that vLLM's rejection_sample_method stands for with this topology (tree.Tree). ValueError for another name."""
-    if method not in VLLM_METHODS:
+    if not isinstance(method, str) or method not in VLLM_METHODS:
         raise ValueError(f"rejection_sample_method must be one of {', '.join(VLLM_METHODS)}, got {method!r}")
     return VLLM_METHODS[method][not tree.is_chain]
 

@@ -115,7 +115,8 @@ class Engine:
         tree_slots = tree.num_nodes
         if drafter is not None:
             rows = 1 + tree.num_rows if isinstance(tree, DynamicTree) else tree.num_nodes
-            tree_slots = max(tree_slots, rows) + drafter.extra_places
+            # A dynamic tree may have fewer nodes than a path that is emitted.
+            tree_slots = max(tree_slots, rows, max_emitted) + drafter.extra_places
         per_request = -(-(max_model_len + tree_slots + max_emitted) // PAGE)
         width, dtype = (drafter and drafter.state_shape) or (decoder.hidden_size, decoder.dtype)
         slots = SlotTable(max_num_seqs, per_request, width, decoder.vocab_size, dtype, device)

@@ -18,6 +18,7 @@ from .sampling import SamplingParams
 from .speculation import (
     build_drafter,
     check_speculative_config,
+    check_width,
     choose_drawing,
     choose_plan,
     choose_tree,
@@ -148,6 +149,7 @@ class LLM:
         check_supported(config)
         source = find_draft_source(speculative, config)
         tree = choose_tree(speculative, source)
+        check_width(tree, config.get_text_config().vocab_size)
         rule, drawing = choose_drawing(speculative, tree)
         plan = choose_plan(speculative, tree, max_num_seqs)
         limit = config.max_position_embeddings

@@ -10,6 +10,7 @@ from ..heads.eagle import Eagle
 from ..heads.eagle3 import Eagle3
 from ..heads.medusa import Medusa
 from ..heads.mlp_speculator import MLPSpeculator
+from ..kernels.sample import MAX_WIDTH
 from .adaptive import Adaptive, PerBatchSize, depths_to_try
 from .decoder import check_supported
 from .drafters.draft_model import DraftModelDrafter
@@ -112,6 +113,10 @@ def find_draft_source(speculative, target):
     if method == "ngram":
         return DraftSource("ngram")
     if method == "draft_model" or (method is None and is_draft_model(model)):
+        if isinstance(model, tuple(HEADS.values())):
+            raise ValueError(
+                f"speculative_config says method='draft_model', but {_named(model)} is a head: leave method out"
+            )
         config, name = target_config(model, _load_format(model))
         check_supported(config)
         if config.vocab_size != target.get_text_config().vocab_size:
@@ -135,6 +140,8 @@ def find_draft_source(speculative, target):
             f"speculative_config says method={method!r}, but {_named(model)} is a head of the method {found!r}"
         )
     check_head_fits(head, target)
+    if found == "eagle3":
+        head.take_depth(target.get_text_config().num_hidden_layers)
     return DraftSource(found, head)
 
 
@@ -179,6 +186,9 @@ def build_drafter(source, speculative, tree, drawing, decoder, max_positions):
     head = source.head
     if head is not speculative["model"]:
         head = head.to(decoder.device, decoder.dtype).eval()
+    elsewhere = next((weight.device for weight in head.parameters() if weight.device != decoder.device), None)
+    if elsewhere is not None:
+        raise ValueError(f"the head is on {elsewhere}, the target on {decoder.device}: move one to the other")
     if source.method == "medusa":
         return MedusaDrafter(head, decoder.lm_head, drawing)
     if source.method == "mlp_speculator":
@@ -202,7 +212,7 @@ def choose_tree(speculative, source):
     if source is None:
         return ROOT_ONLY
     depth = speculative.get("num_speculative_tokens")
-    if depth is not None and (not isinstance(depth, int) or not 1 <= depth <= source.most):
+    if depth is not None and (type(depth) is not int or not 1 <= depth <= source.most):
         limit = f"the head's {source.most}" if source.most == source.depth else str(source.most)
         raise ValueError(f"num_speculative_tokens must be from 1 to {limit}, got {depth!r}")
     name = speculative.get("tree", "chain")
@@ -211,13 +221,16 @@ def choose_tree(speculative, source):
             f"speculative_config['tree'] must be 'chain', 'static', 'dynamic' or a tree file, got {name!r:.80}"
         )
     if name == "dynamic":
-        tree = DEFAULT_DYNAMIC if depth is None else replace(DEFAULT_DYNAMIC, max_depth=depth)
+        deepest = depth or min(source.most, DEFAULT_DYNAMIC.max_depth)
+        # Where it is shallow there may be fewer candidates than nodes: truncated() leaves as many.
+        deepened = replace(DEFAULT_DYNAMIC, max_depth=max(deepest, DEFAULT_DYNAMIC.max_depth))
+        tree = deepened.truncated(deepest)
     elif name == "chain":
         if depth is None and source.depth is None:
             raise ValueError(f"the method {source.method!r} needs num_speculative_tokens: how many tokens it drafts")
         tree = chain(depth or source.depth)
     else:
-        tree = load_tree(static_tree_file(speculative["model"], source) if name == "static" else name)
+        tree = load_tree(static_tree_file(speculative.get("model"), source) if name == "static" else name)
     if isinstance(tree, DynamicTree) and source.method == "medusa":
         raise ValueError(
             "Medusa heads do not look at each other's tokens: they draft chains and static trees, not dynamic ones"
@@ -229,6 +242,16 @@ def choose_tree(speculative, source):
             f"{name} drafts {tree.max_depth} tokens deep, the head has {source.most}: measure a tree for this head"
         )
     return tree.truncated(depth or source.most)
+
+
+def check_width(tree, vocab_size):
+    """ValueError if a node has more candidates than can be drawn, or than there are tokens."""
+    widest = tree.width if isinstance(tree, DynamicTree) else max(tree.widths, default=0)
+    if widest > min(MAX_WIDTH, vocab_size):
+        raise ValueError(
+            f"the tree takes {widest} candidates behind a node, at most {min(MAX_WIDTH, vocab_size)} can be drawn of the target's "
+            f"{vocab_size} tokens: narrow it"
+        )
 
 
 def choose_plan(speculative, tree, max_num_seqs):
@@ -256,7 +279,11 @@ def choose_plan(speculative, tree, max_num_seqs):
 
 def static_tree_file(model, source):
     """The tree measured for this head (tree.json in its folder or its run), else the one shipped for its method and depth."""
-    if source.head is not None and not isinstance(model, nn.Module):
+    if source.head is None:
+        raise ValueError(
+            f"tree='static' is measured for a head, the method {source.method!r} has none: pass a tree file"
+        )
+    if not isinstance(model, nn.Module):
         folder = Path(resolve_head(model))
         runs = [parent for parent in list(folder.parents)[:3] if (parent / "config.yaml").is_file()]
         for place in (folder, *runs):
@@ -289,7 +316,7 @@ def choose_drawing(speculative, tree):
     if method is None:
         ratio = "greedy" if isinstance(tree, DynamicTree) else "probabilistic"
         method = ratio if name in RATIO_VERIFIERS else "shared_noise"
-    if method not in DRAFT_SAMPLE_METHODS:
+    if not isinstance(method, str) or method not in DRAFT_SAMPLE_METHODS:
         raise ValueError(f"draft_sample_method must be one of {', '.join(DRAFT_SAMPLE_METHODS)}, got {method!r}")
     drawing = DRAFT_SAMPLE_METHODS[method]
     check_drawing(name, drawing, tree)

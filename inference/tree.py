@@ -26,6 +26,8 @@ class Tree:
     def __post_init__(self):
         if not self.parents or len(self.parents) != len(self.ranks) or self.parents[0] != -1:
             raise ValueError("a tree lists one parent and one rank per node, node 0 being the root with parent -1")
+        if not all(type(number) is int for number in (*self.parents, *self.ranks)):
+            raise ValueError(f"parents and ranks are whole numbers, got {self.parents} and {self.ranks}")
         if len(self.parents) > MAX_NODES:
             raise ValueError(f"a tree has at most {MAX_NODES} nodes, the root included; got {len(self.parents)}")
         seen = set()

@@ -6,18 +6,19 @@ target as its own draft model every draft is right.
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.heads.eagle import Eagle, EagleConfig
-from headstart.heads.eagle3 import Eagle3, Eagle3Config
+from headstart.heads.eagle3 import Eagle3, Eagle3Config, default_aux_layers
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 from headstart.inference.llm import LLM
 from headstart.inference.sampling import SamplingParams
-from headstart.inference.tree import build_static_tree, save_tree
+from headstart.inference.tree import DynamicTree, build_static_tree, save_tree
 from headstart.kernels.philox import gumbel
 from headstart.tests.kernels.test_dynamic_tree import grow_naively
 
@@ -319,6 +320,12 @@ def test_a_dynamic_tree_is_the_one_that_heaps_grow_from_the_head_s_laws(setting,
         (dict(name="eagle", prompt_lookup_max=2), "prompt_lookup_max belongs to the method 'ngram'"),
         (dict(name="eagle", method="ngram"), "takes no model"),
         (dict(name="eagle", method="magic"), "method'] must be one of medusa, mlp_speculator"),
+        (dict(name="eagle", method="draft_model"), "says method='draft_model', but this Eagle is a head"),
+        (dict(name="eagle", num_speculative_tokens=True), "num_speculative_tokens must be from 1 to 63, got True"),
+        (dict(name="eagle", draft_sample_method=["greedy"]), "draft_sample_method must be one of"),
+        (dict(name="eagle", rejection_sample_method=["strict"]), "rejection_sample_method must be one of"),
+        (dict(name="model", num_speculative_tokens=3, tree="static"), "the method 'draft_model' has none"),
+        (dict(method="ngram", num_speculative_tokens=3, tree="static"), "the method 'ngram' has none"),
     ],
 )
 def test_what_cannot_be_drafted_is_refused(asked, message):
@@ -327,6 +334,60 @@ def test_what_cannot_be_drafted_is_refused(asked, message):
         asked["model"] = make(name, target)
     with pytest.raises(ValueError, match=re.escape(message)):
         LLM(target, speculative_config=asked)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            dict(dynamic=dict(max_depth=2, width=65, num_nodes=20)),
+            "65 candidates behind a node, at most 64 can be drawn",
+        ),
+        (dict(parents=[-1, 0, 0], ranks=[0, 0, 97]), "98 candidates behind a node, at most 64 can be drawn"),
+        (dict(parents=[-1, 0, 0.0], ranks=[0, 0, 1]), "parents and ranks are whole numbers"),
+        (dict(parents=[-1, 0, 0], ranks=[0, 0, 0.5]), "parents and ranks are whole numbers"),
+    ],
+)
+def test_trees_that_cannot_be_drafted_are_refused_before_anything_runs(tmp_path, content, message):
+    (tmp_path / "tree.json").write_text(json.dumps(content))
+    target = llama()
+    with pytest.raises(ValueError, match=message):
+        LLM(target, speculative_config={"model": make("eagle", target), "tree": str(tmp_path / "tree.json")})
+
+
+def test_a_head_on_another_device_is_refused():
+    target = llama()
+    with pytest.raises(ValueError, match="the head is on meta, the target on cpu"):
+        LLM(target, speculative_config={"model": make("eagle", target).to("meta")})
+
+
+def test_the_dynamic_tree_that_is_not_described_fits_what_drafts():
+    target = llama()
+    for name, asked, expected in (
+        ("mlp", None, (DEPTH, 8, 32)),  # no deeper than the head
+        ("eagle", None, (5, 8, 32)),
+        ("eagle", 1, (1, 8, 9)),  # no more nodes than there are candidates
+        ("eagle", 9, (9, 8, 32)),
+    ):
+        speculative = {"model": make(name, target), "tree": "dynamic", "num_speculative_tokens": asked}
+        assert LLM(target, num_gpu_blocks_override=16, speculative_config=speculative).tree == DynamicTree(*expected)
+
+
+@pytest.mark.parametrize("name", ["mlp", "eagle", "target"])
+def test_a_dynamic_tree_of_fewer_nodes_than_its_depth(name, tmp_path):
+    (tmp_path / "tree.json").write_text(json.dumps({"dynamic": dict(max_depth=DEPTH, width=1, num_nodes=3)}))
+    target = llama()
+    speculative = {"model": make(name, target), "tree": str(tmp_path / "tree.json")}
+    assert outputs(LLM(target, speculative_config=speculative), 0.0) == outputs(LLM(target), 0.0)
+
+
+def test_a_head_whose_file_names_no_layers_reads_the_targets_default_ones():
+    target = llama(num_hidden_layers=8)
+    head = make("eagle3", target)
+    head.config = replace(head.config, aux_layer_ids=None)
+    llm = LLM(target, speculative_config={"model": head})
+    assert llm.engine.drafter.streams == default_aux_layers(8)
+    assert outputs(llm, 0.0) == outputs(LLM(target), 0.0)
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused():
