@@ -191,7 +191,7 @@ def test_the_engine_drafts_what_the_head_says_of_the_same_text(setting, name):
             kept = level > -torch.inf
             assert kept.sum() == len(logits[logits > -torch.inf])
             error = (level[kept] - logits[kept]).abs().max()
-            assert error < 2e-4 * logits[kept].abs().max()  # of random weights the states grow from layer to layer
+            assert error < 1e-3 * logits[kept].abs().max()  # of random weights the states grow from layer to layer
             compared += 1
     assert compared >= 2 * DEPTH
 
