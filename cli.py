@@ -423,6 +423,7 @@ def _verify_lossless(arguments):
     from headstart.inference.sampling import SamplingParams
     from headstart.inference.speculation import (
         check_speculative_config,
+        check_width,
         choose_drawing,
         choose_tree,
         find_draft_source,
@@ -445,6 +446,7 @@ def _verify_lossless(arguments):
     # Refused before the target's weights are read: a head that is none, a tree it cannot draft, an unknown verifier.
     target, _ = target_config(arguments.model, "auto")
     tree = choose_tree(speculative, find_draft_source(check_speculative_config(speculative), target))
+    check_width(tree, target.get_text_config().vocab_size)
     choose_drawing(speculative, tree)
     prompts = read_prompts(_prompt_file(arguments.prompts, arguments.model), count=arguments.num_prompts)
     _choose_threads(arguments.model, arguments.device)

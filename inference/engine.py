@@ -83,6 +83,7 @@ class Engine:
         self.recorded = []  # (request, index of the root in its output, candidates per depth)
         self.metrics = EngineMetrics()
         self._read_until = time.perf_counter()
+        self._captures_until = 0  # how many graphs were captured by then
 
     @classmethod
     def build(
@@ -431,8 +432,10 @@ class Engine:
             self.metrics.prefill_seconds += now - self._read_until
         else:
             self.metrics.decode_seconds += now - self._read_until
-            self.plan.record(len(launched.requests), launched.which, now - self._read_until, accepted)
-        self._read_until = now
+            # Capturing a graph takes as long as a thousand steps: that says nothing of what a depth costs.
+            if self._captures_until == self.graphs.num_captures:
+                self.plan.record(len(launched.requests), launched.which, now - self._read_until, accepted)
+        self._read_until, self._captures_until = now, self.graphs.num_captures
         return advanced
 
     def _hand_back(self, request, tokens, logprobs):

@@ -29,6 +29,7 @@ class StepGraphs:
     def __init__(self, steps, max_num_seqs, captured=True):
         self.steps, self.sizes = steps, buckets(max_num_seqs)
         self.captured = captured and self.step.slots.device.type == "cuda"
+        self.num_captures = 0
         self._graphs = {}  # (rows, filters, which step) -> (graph, static row numbers, StepOutput)
         self._rows = {}  # the same -> the slots that the static row numbers hold now
         self._num_tables = 0  # of LogitState, when the filtered graphs were captured
@@ -92,4 +93,5 @@ class StepGraphs:
         with torch.cuda.graph(graph, pool=self._pool, stream=stream):
             output = step(rows, filters)
         self._pool = self._pool or graph.pool()
+        self.num_captures += 1
         return graph, rows, output

@@ -84,6 +84,8 @@ class AcceptanceMeter:
             self.llm = LLM(
                 model=target.model,
                 tokenizer=tokenizer,
+                # Pages hold keys of the head's own too, made by the weights that it had then.
+                enable_prefix_caching=False,
                 max_model_len=min(max_length, max(len(prompt) for prompt in prompts) + max_tokens),
                 speculative_config={
                     "model": head,

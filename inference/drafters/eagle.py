@@ -20,8 +20,9 @@ from .own_cache import OwnCacheDrafter
 class EagleDrafter(OwnCacheDrafter):
     """Drafts with an Eagle head, chain or tree.
 
-    head: the module, read in place (a head in training is used as it is at the moment; its products' weights become views of packed
-    ones); decoder: the target's Decoder; num_speculative_tokens: how deep it drafts; drawing: a way of draw_children.py.
+    head: the module, read in place: a head in training is used as it is at the moment, but for keys in pages that the prefix cache
+    kept (switch it off); its products' weights become views of packed ones. decoder: the target's Decoder; num_speculative_tokens:
+    how deep it drafts; drawing: a way of draw_children.py.
     """
 
     lookahead = 1

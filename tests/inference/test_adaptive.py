@@ -6,6 +6,7 @@ import pytest
 
 from headstart.inference.adaptive import FIRST, PROBE_EVERY, Adaptive, OneDepth, PerBatchSize, depths_to_try
 from headstart.inference.llm import LLM
+from headstart.inference.sampling import SamplingParams
 from headstart.tests.inference.test_drafters import DEVICES, llama, make, outputs
 
 DEPTHS = [5, 3, 1, 0]
@@ -128,3 +129,30 @@ def test_a_plan_that_makes_no_sense_is_refused(told, message):
     target = llama()
     with pytest.raises(ValueError, match=re.escape(message)):
         LLM(target, speculative_config={"model": make("medusa", target)} | told)
+
+
+class Recording(OneDepth):
+    """Counts the steps whose cost it is told."""
+
+    num_recorded = 0
+
+    def record(self, *_):
+        self.num_recorded += 1
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_what_capturing_a_graph_takes_is_no_cost_of_a_step(late):
+    target, recorded = llama(), []
+    for capturing in ((), (3, 6)):
+        llm = LLM(target, speculative_config={"model": make("mlp", target)})
+        graphs, llm.engine.plan, llm.engine.steps_late, calls = llm.engine.graphs, Recording(4), late, []
+
+        def run_graph(*given, run=graphs.run, graphs=graphs, calls=calls, capturing=capturing):
+            calls.append(given)
+            graphs.num_captures += len(calls) in capturing
+            return run(*given)
+
+        graphs.run = run_graph
+        llm.generate([[1, 2, 3]], SamplingParams(temperature=0.0, max_tokens=12))
+        recorded.append(llm.engine.plan.num_recorded)
+    assert recorded[1] == recorded[0] - 2 > 0
