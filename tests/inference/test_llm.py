@@ -305,7 +305,10 @@ def test_a_role_that_the_template_names_is_taken(target_folder):
         (dict(speculative_config={"model": "HEAD", "num_speculative_tokens": 4}), "from 1 to the head's 3, got 4"),
         (dict(speculative_config="HEAD"), "speculative_config must be a dict"),
         (dict(speculative_config={"model": None}), "needs 'model'"),
-        (dict(speculative_config={"model": "HEAD", "tree": None}), "must be 'chain', 'static', 'dynamic' or a tree file"),
+        (
+            dict(speculative_config={"model": "HEAD", "tree": None}),
+            "must be 'chain', 'static', 'dynamic' or a tree file",
+        ),
         (dict(speculative_config={"model": "HEAD", "verifier": "lossy"}), "verifier must be one of strict"),
         (dict(speculative_config={"model": "HEAD", "tree": "/nowhere.json"}), "no tree file at /nowhere.json"),
     ],
