@@ -8,7 +8,7 @@ most tokens per second, and now and then another one, to learn whether that has 
 """
 
 MEMORY = 0.05  # weight of the newest measurement in a running average
-FIRST = 4  # steps that are averaged evenly before that; so many are given to a depth that was never tried
+FIRST = 4  # steps that a depth is given before it is compared with others
 PROBE_EVERY = 64  # steps of a bucket between two tries of a depth that is not the best
 
 
@@ -49,7 +49,7 @@ class Adaptive:
         best = max(range(len(self.depths)), key=lambda place: self.rate(size, self.depths[place]))
         if self._steps[size] % PROBE_EVERY:
             return best
-        # Steps in a row, for the first one after a change of depth may be slower.
+        # One depth after the other, the best one among them.
         self._probed[size] = (self._probed[size] + 1) % len(self.depths)
         return self._probed[size]
 
