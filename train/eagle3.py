@@ -18,7 +18,6 @@ Every rank knows all rows and their order, so label counts need no communication
 optimiser step. It does not: train heads of another width than the target's, shard heads over ranks, mix several data sets.
 """
 
-import math
 import sys
 from dataclasses import dataclass
 
@@ -29,19 +28,18 @@ from headstart.heads.draft_vocabulary import build_draft_vocabulary
 from headstart.heads.eagle3 import MOST_STEPS, Eagle3, Eagle3Config, default_aux_layers
 from headstart.inference.target_source import eos_token_ids
 from headstart.train.acceptance import AcceptanceMeter, choose_held_out
-from headstart.train.checkpointing import check_output
 from headstart.train.data import load_conversations
 from headstart.train.distillation import Objective, accumulate_gradients, find_labels, summarize
-from headstart.train.features import FeatureCache, FrozenTarget, load_target
+from headstart.train.features import FrozenTarget, cache_features, load_target
 from headstart.train.losses import Loss
-from headstart.train.optimization import NonFiniteLoss, build_optimizer, sum_gradients, update
+from headstart.train.optimization import NonFiniteLoss, build_optimizer, finish_step
 from headstart.train.predictions import eagle3_predictions
 from headstart.train.recipe import key, parse_recipe
 from headstart.train.rows import (
     answer_ends,
     build_rows,
     choose_documents,
-    describe_fed,
+    describe_non_finite,
     fingerprint,
     row_of_many_documents,
     rows_of_step,
@@ -130,12 +128,8 @@ def choose_draft_vocabulary(packed, size, stop_ids, vocab_size, tokenizer, note)
 def main(argv):
     """Train as `argv` (list of str) says. Returns 0, or 128 + the signal that ended the run early, checkpoint saved."""
     recipe = parse_recipe(Recipe, argv, __doc__)
-    check_output(recipe.output, recipe.resume, recipe.resume_from)
-    resumed = recipe.checkpoint_to_resume
-    accelerator, note = start_processes(recipe, "eagle3")
+    accelerator, note, resumed = start_processes(recipe, "eagle3")
     device, main_rank = accelerator.device, accelerator.is_main_process
-    if recipe.resume and not resumed:
-        note(f"{recipe.output} was stopped before its first checkpoint: starting from step 0")
 
     # Target, rows, head.
     model, tokenizer = load_target(recipe.target, device, recipe.target_dtype)
@@ -191,10 +185,8 @@ def main(argv):
         run.keep_held_out(held_out)
         cache = None
         if recipe.cache_features and run.step < num_steps:
-            dtype = target.dtype if recipe.cache_dtype == "auto" else getattr(torch, recipe.cache_dtype)
-            width = (1 + len(layers)) * target.hidden_size
-            cache = FeatureCache(run.path, *packed.input_ids.shape, width, dtype, accelerator, note)
-            if not cache.fill(target, packed, recipe.batch_rows, accelerator, stop, layers):
+            cache = cache_features(run, recipe, target, packed, stop, layers)
+            if cache is None:
                 run.save(head, optimizer)
                 return run.leave_early(stop)
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=run.precision == "bf16")
@@ -235,30 +227,15 @@ def main(argv):
                 shares.append(share)  # [K, 4]
 
             # The ranks' shares add up; a number that is not finite stops the run before it reaches the weights.
-            totals = accelerator.reduce(sum(shares), "sum")
-            sum_gradients(accelerator, head)
-            if not totals[:, 0].isfinite().all():
-                bad = [one for one, share in zip(fed, shares) if not share[:, 0].isfinite().all()]
-                raise NonFiniteLoss(
-                    f"the loss of step {step + 1} is not finite; {describe_fed(packed, bad, tokenizer)}"
-                )
             lr = recipe.learning_rate(step, num_steps)
-            grad_norm = update(head, optimizer, lr, recipe.max_grad_norm)
-            if not math.isfinite(grad_norm):
-                raise NonFiniteLoss(
-                    f"the gradient of step {step + 1} is not finite; {describe_fed(packed, fed, tokenizer)}"
-                )
+            with describe_non_finite(step, packed, fed, tokenizer):
+                totals, grad_norm = finish_step(head, optimizer, shares, accelerator, lr, recipe.max_grad_norm)
 
             run.advance(int(tokens_per_row[rows].sum()))
             bar.update()
             if logs:
-                line = summarize(totals, recipe.objective, num_labels)
-                line |= {"lr": lr, "grad_norm": grad_norm, "tokens": run.tokens}
-                line |= {"tokens_per_second": speed.read(run.tokens)}
-                run.record("train", line)
-                bar.set_postfix_str(
-                    f"loss {line['loss']:.3f}, {line['tokens_per_second']:,.0f} tokens/s", refresh=False
-                )
+                figures = summarize(totals, recipe.objective, num_labels) | {"lr": lr, "grad_norm": grad_norm}
+                run.record_step(figures, speed, bar)
         run.finish(head)
     return 0
 

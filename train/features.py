@@ -220,6 +220,17 @@ class FrozenTarget:
             )
 
 
+def cache_features(run, recipe, target, packed, stop, layers=()):
+    """A FeatureCache of all rows in the run's folder, filled; None if `stop` (StopSignals) ended that early.
+
+    run: RunFolder; layers: whose streams are kept beside the last states.
+    """
+    dtype = target.dtype if recipe.cache_dtype == "auto" else getattr(torch, recipe.cache_dtype)
+    width = (1 + len(layers)) * target.hidden_size
+    cache = FeatureCache(run.path, *packed.input_ids.shape, width, dtype, run.accelerator, run.note)
+    return cache if cache.fill(target, packed, recipe.batch_rows, run.accelerator, stop, layers) else None
+
+
 class FeatureCache:
     """Features of all rows, computed once, in a memory-mapped file of the run folder.
 

@@ -7,7 +7,11 @@ import torch
 
 
 class NonFiniteLoss(RuntimeError):
-    """The loss or its gradient is not finite; no optimiser step was made with it."""
+    """The loss or its gradient (`what`) is not finite in some of this rank's `micro_steps`; no optimiser step was made with it."""
+
+    def __init__(self, what, micro_steps):
+        super().__init__(f"the {what} is not finite")
+        self.what, self.micro_steps = what, micro_steps
 
 
 def build_optimizer(head, weight_decay, beta1, beta2):
@@ -42,6 +46,23 @@ def sum_gradients(accelerator, head):
             if parameter.grad is None:  # none of this rank's rows had a label for this head
                 parameter.grad = torch.zeros_like(parameter)
             parameter.grad = accelerator.reduce(parameter.grad, "sum")
+
+
+def finish_step(head, optimizer, shares, accelerator, lr, max_norm, max_value=0.0):
+    """Add up what the ranks found and make one optimiser step with it (see `update`).
+
+    shares: of `accumulate_gradients`, one per micro-step of this rank. Returns (their sum over all ranks, the gradient's norm).
+    Raises NonFiniteLoss, before any weight is changed, where a loss or the norm is not finite; its `micro_steps` are those of this
+    rank whose loss it was, or all.
+    """
+    totals = accelerator.reduce(sum(shares), "sum")
+    sum_gradients(accelerator, head)
+    if not totals[:, 0].isfinite().all():
+        raise NonFiniteLoss("loss", [i for i, share in enumerate(shares) if not share[:, 0].isfinite().all()])
+    grad_norm = update(head, optimizer, lr, max_norm, max_value)
+    if not math.isfinite(grad_norm):
+        raise NonFiniteLoss("gradient", list(range(len(shares))))
+    return totals, grad_norm
 
 
 def update(head, optimizer, lr, max_norm, max_value=0.0):

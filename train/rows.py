@@ -5,12 +5,16 @@ Letters: R rows, T tokens per row.
 
 import random
 import zlib
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 
 from .data import PackedRows, encode_conversations, pack
 from .distillation import find_labels
+from .optimization import NonFiniteLoss
+
+TOLD_TOKENS = 48  # of each row that an error tells
 
 
 def choose_documents(tokenizer, conversations, row_length, max_tokens, seed):
@@ -104,10 +108,19 @@ def fingerprint(packed):
     return checksum
 
 
-def describe_fed(packed, fed, tokenizer, num_tokens=48):
-    """What this process was fed, for an error. fed: lists of rows; the first four rows are told by their beginning."""
-    rows = [row for one in fed for row in one]
-    if not rows:
-        return "another rank says what it was fed"
-    excerpts = [repr(tokenizer.decode(packed.input_ids[row, :num_tokens].tolist())) for row in rows[:4]]
-    return f"this process was fed rows {rows}, which begin with {'; '.join(excerpts)}"
+@contextmanager
+def describe_non_finite(step, packed, fed, tokenizer):
+    """A NonFiniteLoss from inside says its step (from 0) and what this process was fed.
+
+    fed: the rows of each micro-step; the first four rows at fault are told by their beginning.
+    """
+    try:
+        yield
+    except NonFiniteLoss as error:
+        rows = [row for i in error.micro_steps for row in fed[i]]
+        excerpts = [repr(tokenizer.decode(packed.input_ids[row, :TOLD_TOKENS].tolist())) for row in rows[:4]]
+        told = f"this process was fed rows {rows}, which begin with {'; '.join(excerpts)}"
+        error.args = (
+            f"the {error.what} of step {step + 1} is not finite; {told if rows else 'another rank says what it was fed'}",
+        )
+        raise

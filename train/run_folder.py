@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
 from tqdm import tqdm
 
-from .checkpointing import check_same_run, load_checkpoint, read_state, save_checkpoint, save_final_head
+from .checkpointing import check_output, check_same_run, load_checkpoint, read_state, save_checkpoint, save_final_head
 from .data import BUILT_IN, write_conversations
 from .optimization import choose_autocast
 from .recipe import resolved_values, save_recipe
@@ -21,10 +21,14 @@ from .tracking import MetricsFile, WandbTracker, has_wandb, write_json
 
 
 def start_processes(recipe, name):
-    """(Accelerator, note): this process among those that train, and how it tells the user something (main rank only).
+    """(Accelerator, note, resumed): this process among those that train, how it tells the user something (main rank only), and the
+    checkpoint folder that the run goes on from, or None.
 
-    name: the trainer's, before every note. Seeds every random generator. Raises ValueError for a set-up with sharded models.
+    name: the trainer's, before every note. Seeds every random generator. Raises ValueError for an output that cannot be used, for
+    a damaged checkpoint, and for a set-up with sharded models.
     """
+    check_output(recipe.output, recipe.resume, recipe.resume_from)
+    resumed = recipe.checkpoint_to_resume
     tracked = recipe.tracker == "wandb" and has_wandb()
     accelerator = Accelerator(mixed_precision="no", log_with="wandb" if tracked else None)
     if accelerator.distributed_type not in (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU):
@@ -38,8 +42,10 @@ def start_processes(recipe, name):
 
     if recipe.tracker == "wandb" and not tracked:
         note("wandb is not installed: figures go to metrics.jsonl only")
+    if recipe.resume and not resumed:
+        note(f"{recipe.output} was stopped before its first checkpoint: starting from step 0")
     set_seed(recipe.seed)
-    return accelerator, note
+    return accelerator, note, resumed
 
 
 def begin_folder(recipe, accelerator):
@@ -116,6 +122,12 @@ class RunFolder:
         line = {"step": self.step, "kind": kind} | figures
         self.metrics.write(line)
         self.curves.log(line)
+
+    def record_step(self, figures, speed, bar):
+        """The figures of the step just made: a line of metrics.jsonl, and the progress bar's text.  speed: Speedometer"""
+        speed = speed.read(self.tokens)
+        self.record("train", figures | {"tokens": self.tokens, "tokens_per_second": speed})
+        bar.set_postfix_str(f"loss {figures['loss']:.3f}, {speed:,.0f} tokens/s", refresh=False)
 
     def measure(self, meter):
         """Have the AcceptanceMeter measure, on the main rank, and keep what it found; once per step, also of a resumed run."""

@@ -131,14 +131,14 @@ def test_anything_off_by_one_changes_the_loss(eagle_arguments, read_metrics, tmp
 def test_every_weight_gets_a_gradient_and_moves_but_the_targets_own(
     eagle_arguments, tmp_path, monkeypatch, counting_target
 ):
-    found, update = {}, eagle.update
+    found, finish_step = {}, eagle.finish_step
 
     def look(head, *rest):
         found.update({name: parameter.grad for name, parameter in head.named_parameters()})
         found["table"] = head.embed_tokens.weight
-        return update(head, *rest)
+        return finish_step(head, *rest)
 
-    monkeypatch.setattr(eagle, "update", look)
+    monkeypatch.setattr(eagle, "finish_step", look)
     run(eagle_arguments, target=counting_target, max_steps=1, lr=0, output=tmp_path / "start")
     table = found.pop("table").clone()
     assert found.pop("embed_tokens.weight") is None

@@ -57,15 +57,15 @@ def assert_same_run(one, other):
 
 def stop_after(monkeypatch, step, number=signal.SIGTERM):
     """Send this process `number` while it is in optimiser step `step` (from 1)."""
-    calls, update = [], medusa.update
+    calls, finish_step = [], medusa.finish_step
 
-    def update_and_signal(*arguments):
+    def finish_and_signal(*arguments):
         calls.append(1)
         if len(calls) == step:
             os.kill(os.getpid(), number)
-        return update(*arguments)
+        return finish_step(*arguments)
 
-    monkeypatch.setattr(medusa, "update", update_and_signal)
+    monkeypatch.setattr(medusa, "finish_step", finish_and_signal)
 
 
 @pytest.mark.parametrize("cached", [False, True])
@@ -91,8 +91,10 @@ def test_run_killed_between_checkpoints_drops_the_lines_it_repeats(arguments, tm
         raise KeyboardInterrupt
 
     copy = tmp_path / "killed"
-    calls, update = [], medusa.update
-    monkeypatch.setattr(medusa, "update", lambda *a: die() if len(calls) == 6 else (calls.append(1), update(*a))[1])
+    calls, finish_step = [], medusa.finish_step
+    monkeypatch.setattr(
+        medusa, "finish_step", lambda *a: die() if len(calls) == 6 else (calls.append(1), finish_step(*a))[1]
+    )
     with pytest.raises(KeyboardInterrupt):
         medusa.main(arguments(**STEPS, output=copy))
     monkeypatch.undo()
@@ -170,7 +172,7 @@ def test_folder_without_a_checkpoint_is_not_started_over(arguments, tmp_path):
 def test_run_killed_before_its_first_checkpoint_starts_again(arguments, tmp_path, monkeypatch, capsys):
     run(arguments, max_steps=4, output=tmp_path / "whole")
     with monkeypatch.context() as patch:
-        patch.setattr(medusa, "update", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(medusa, "finish_step", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             medusa.main(arguments(max_steps=4))
     run(arguments, max_steps=4, resume=True)

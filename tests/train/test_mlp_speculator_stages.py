@@ -58,15 +58,15 @@ def assert_same_run(one, other):
 
 
 def stop_in_step(monkeypatch, step):
-    calls, update = [], mlp_speculator.update
+    calls, finish_step = [], mlp_speculator.finish_step
 
-    def update_and_signal(*arguments):
+    def finish_and_signal(*arguments):
         calls.append(1)
         if len(calls) == step:
             os.kill(os.getpid(), signal.SIGTERM)
-        return update(*arguments)
+        return finish_step(*arguments)
 
-    monkeypatch.setattr(mlp_speculator, "update", update_and_signal)
+    monkeypatch.setattr(mlp_speculator, "finish_step", finish_and_signal)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_generated_text_is_kept_and_read_again(speculator_arguments, tmp_path, s
 
     # Killed behind the generation and before the first checkpoint.
     with monkeypatch.context() as patch:
-        patch.setattr(mlp_speculator, "update", die)
+        patch.setattr(mlp_speculator, "finish_step", die)
         with pytest.raises(KeyboardInterrupt):
             mlp_speculator.main(speculator_arguments(**keys))
     before = (tmp_path / "run" / "generated.jsonl").read_bytes()
