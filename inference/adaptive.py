@@ -32,6 +32,8 @@ class Adaptive:
     depths: falling, the last one may be 0; buckets: batch sizes that are told apart, rising
     """
 
+    measures = True  # whether `record` wants to know what steps take
+
     def __init__(self, depths, buckets):
         self.depths, self.buckets = list(depths), list(buckets)
         self.seconds = {(size, depth): RunningAverage() for size in buckets for depth in depths}
@@ -70,7 +72,9 @@ class Adaptive:
 
 
 class PerBatchSize:
-    """Depths as they are told: {smallest batch size: depth}, of a tree of max_depth. The answers of Adaptive, without measuring."""
+    """Depths as they are told: {smallest batch size: depth}, of a tree of max_depth."""
+
+    measures = False
 
     def __init__(self, depth_of, max_depth):
         self.depth_of = dict(sorted(depth_of.items()))
@@ -80,18 +84,14 @@ class PerBatchSize:
         depth = [depth for size, depth in self.depth_of.items() if size <= num_requests][-1]
         return self.depths.index(depth)
 
-    def record(self, *_):
-        pass
-
 
 class OneDepth:
     """The whole tree in every step."""
+
+    measures = False
 
     def __init__(self, depth):
         self.depths = [depth]
 
     def choose(self, _):
         return 0
-
-    def record(self, *_):
-        pass

@@ -14,26 +14,23 @@ from dataclasses import dataclass
 
 import torch
 
-from ..kernels.prefill_attention import build_prefill_index
-from ..kernels.tree_attention import PAGE, build_tree_index
+from ..kernels.tree_attention import PAGE
 from .adaptive import OneDepth
 from .cache import PagedCache, bytes_of_page, check_pages_fit, pages_that_fit
-from .decoder import ForwardPass
 from .graphs import StepGraphs
 from .logprobs import gather_emitted, score_hidden, score_prompts
 from .metrics import EngineMetrics
+from .prompt_passes import PromptPasses
 from .request import Status
 from .sampling import CHANGED, CUT, NO_FILTERS
 from .scheduler import Scheduler
 from .slots import SlotTable
 from .step import Step, draw
-from .tree import MAX_NODES, ROOT_ONLY, DynamicTree, chain, cut_tree
+from .tree import ROOT_ONLY, DynamicTree, cut_tree
 from .verify import Ratio, TreeTensors, strict
 
 # How many candidates per depth are kept when recording for `measure_acceptance`.
 RECORDED_WIDTH = 10
-# A prompt on the CPU is computed as a chain of known nodes by the pass that verifies drafts, so many tokens at a time.
-CPU_CHUNK = MAX_NODES
 
 
 @dataclass
@@ -49,7 +46,12 @@ class Launched:
     which: int  # of the engine's steps
     event: object  # passed when they are there; None on the CPU
     at: float  # when it was launched; where nothing is read late: done
+    begin: object = None  # where the plan measures steps: an event before this one, on the CPU a time
     num_read: int = 0  # requests that have been given their tokens
+
+    def seconds(self):
+        """What the work took from `begin` on, on the device: the host may have had other things to do before it read."""
+        return self.at - self.begin if self.event is None else self.begin.elapsed_time(self.event) / 1e3
 
 
 def on_device(device):
@@ -66,7 +68,7 @@ class Engine:
         self.decoder, self.cache, self.scheduler, self.slots = decoder, cache, scheduler, slots
         self.eos_token_ids, self.drafter = eos_token_ids, drafter
         self.tree = TreeTensors(tree, decoder.device)
-        self.prompt_tree = TreeTensors(chain(CPU_CHUNK - 1), decoder.device)
+        self.prompts = PromptPasses(decoder, cache, slots, drafter)
         self.above_root = torch.tensor([-1], device=decoder.device)
         self.keeps_state = drafter is not None and drafter.state_shape is not None
         self.plan, steps = plan, []
@@ -83,7 +85,6 @@ class Engine:
         self.recorded = []  # (request, index of the root in its output, candidates per depth)
         self.metrics = EngineMetrics()
         self._read_until = time.perf_counter()
-        self._captures_until = 0  # how many graphs were captured by then
 
     @classmethod
     def build(
@@ -171,7 +172,7 @@ class Engine:
         before = torch.cuda.memory_allocated(device)
         for count in [*(n for n in (1, 20, 40, 100, 200, 300) if n < num_tokens), num_tokens]:
             torch.cuda.reset_peak_memory_stats(device)
-            hidden = self._prefill_nobody(count)
+            hidden = self.prompts.run_for_nobody(count)
         score_hidden(self.decoder, hidden, torch.zeros(num_tokens, dtype=torch.int64, device=device), 1)
         prefill = torch.cuda.max_memory_allocated(device) - before
         torch.cuda.reset_peak_memory_stats(device)
@@ -188,24 +189,6 @@ class Engine:
         # Until a request needs one of the tables that change logits, no step holds its changed scores.
         changed = (rows + self.graphs.sizes[-1] * self.tree.max_depth) * self.decoder.vocab_size * 4
         return prefill + step + held + changed
-
-    def _prefill_nobody(self, num_tokens):
-        device, nobody = self.decoder.device, self.slots.on_device([self.slots.nobody])
-        positions = torch.arange(num_tokens, device=device)
-
-        def forward_pass(num_kv_heads):
-            index = build_prefill_index(self.slots.block_table[nobody], [0], [num_tokens], num_kv_heads, device)
-            return ForwardPass(torch.zeros_like(positions), positions, positions % PAGE, index)
-
-        hidden, feature = self._forward(forward_pass(self.cache.num_kv_heads))
-        if self.keeps_state:
-            self.drafter.fill(forward_pass(self.drafter.kv_shape[1]), feature)
-        self.decoder.logits(hidden[-1:])
-        return hidden
-
-    def _forward(self, forward_pass):
-        """The target over some rows.  -> hidden [M, H], feature [M, F]"""
-        return self.decoder.forward(forward_pass, self.cache.kv, self.drafter.streams if self.drafter else ())
 
     # --- one step ---
 
@@ -264,9 +247,7 @@ class Engine:
         if done:  # first, for it may take memory: if there is none, nothing has happened yet
             roots = [request.output_token_ids[-1] if request.output_token_ids else 0 for request in requests]
             self.slots.write_requests(requests, roots, self._stop_tokens)
-        hidden, feature = self._compute(chunks)  # [T, H], [T, F]
-        if self.keeps_state:
-            self._fill(chunks, feature, ends)
+        hidden, feature = self.prompts.run(chunks)  # [T, H], [T, F]
         prompts = score_prompts(chunks, hidden, self.decoder, self.slots.on_device, self._to_host)
         for chunk in chunks:
             chunk.request.committed += chunk.count
@@ -312,77 +293,36 @@ class Engine:
             self.slots.logit_state.record(slots, emitted)
         return self._hand_over("prefill", requests, emitted, prompts, (logits if scores is None else scores)[:, None])
 
-    def _compute(self, chunks):
-        """The target over all chunks.  -> hidden [T, H], feature [T, F] of their tokens, one chunk after the other"""
-        rows = []
-        for chunk in chunks:
-            known = chunk.request.known_token_ids
-            rows.append((chunk.request, chunk.start, known[chunk.start : chunk.start + chunk.count]))
-        passes = self._prompt_passes(rows, self.cache.num_kv_heads, self.decoder.dtype)
-        hidden, feature = zip(*(self._forward(forward_pass) for forward_pass, _ in passes))
-        return torch.cat(hidden), torch.cat(feature)
-
-    def _fill(self, chunks, feature, ends):
-        """The drafter's own keys and values of the chunks.  feature [T, F]; ends: where each chunk's rows end"""
-        rows, features = [], []
-        for chunk, end in zip(chunks, ends):
-            count, tokens = self.drafter.prompt_rows(chunk)
-            if count:
-                rows.append((chunk.request, chunk.start, tokens))
-                features.append(feature[end - chunk.count : end - chunk.count + count])
-        if rows:
-            features = torch.cat(features)
-            for forward_pass, part in self._prompt_passes(rows, self.drafter.kv_shape[1], self.drafter.kv_shape[3]):
-                self.drafter.fill(forward_pass, features[part])
-
-    def _prompt_passes(self, rows, num_kv_heads, dtype):
-        """(ForwardPass, which of all rows it holds) for rows of requests: a list of (request, place of the first, their tokens).
-
-        On a GPU all go in one pass; on the CPU one request after the other, CPU_CHUNK rows at a time.
-        """
-        if self.on_gpu:
-            packed = [
-                (torch.tensor(tokens), torch.arange(start, start + len(tokens)), torch.tensor(request.pages))
-                for request, start, tokens in rows
-            ]
-            places = [pages[position // PAGE] * PAGE + position % PAGE for _, position, pages in packed]
-            parts = [torch.cat(part) for part in ([x[0] for x in packed], [x[1] for x in packed], places)]
-            tokens, positions, places = self.slots.on_device(torch.stack(parts)).unbind()
-            block_table = self.slots.block_table[self.slots.on_device([request.slot for request, _, _ in rows])]
-            starts, counts = [start for _, start, _ in rows], [len(tokens) for _, _, tokens in rows]
-            index = build_prefill_index(block_table, starts, counts, num_kv_heads, self.decoder.device)
-            yield ForwardPass(tokens, positions, places, index), slice(None)
-            return
-        tree, first = self.prompt_tree, 0
-        for request, start, tokens in rows:
-            pages = torch.tensor(request.pages)
-            for at in range(0, len(tokens), CPU_CHUNK):
-                part = torch.tensor(tokens[at : at + CPU_CHUNK])
-                position = start + at + torch.arange(len(part))
-                nodes = tree.depths[: len(part)], tree.ancestors[: len(part), : len(part)]
-                index = build_tree_index(pages[None], position[:1], *nodes, num_kv_heads, dtype)
-                places = pages[position // PAGE] * PAGE + position % PAGE
-                yield ForwardPass(part, position, places, index), slice(first, first + len(part))
-                first += len(part)
-
     # --- decode ---
 
     def _decode(self, requests):
         """draft -> verify -> commit for every running request.  -> Launched"""
         if self.record_candidates:
             self._record(requests)
-        which = self.plan.choose(len(requests))
+        which, num_captures = self.plan.choose(len(requests)), self.graphs.num_captures
+        begin = self._mark(timed=True) or time.perf_counter() if self.plan.measures else None
         output = self.graphs.run([request.slot for request in requests], max(map(_filters, requests)), which)
+        if self.graphs.num_captures > num_captures:
+            begin = None  # capturing takes as long as a thousand steps: that says nothing of what a depth costs
         self.metrics.num_decode_passes += 1
         emitted = output.emitted[: len(requests)]
         if output.scores is not None:
-            return self._hand_over("decode", requests, emitted, [], output.scores, which=which)
-        return self._hand_over("decode", requests, emitted, [], output.logits, output.path, which)
+            return self._hand_over("decode", requests, emitted, [], output.scores, None, which, begin)
+        return self._hand_over("decode", requests, emitted, [], output.logits, output.path, which, begin)
 
-    def _hand_over(self, kind, requests, emitted, prompts, logits=None, path=None, which=0):
+    def _mark(self, timed=False):
+        """An event here in the stream; None on the CPU."""
+        if not self.on_gpu:
+            return None
+        event = torch.cuda.Event(enable_timing=timed)
+        event.record()
+        return event
+
+    def _hand_over(self, kind, requests, emitted, prompts, logits=None, path=None, which=0, begin=None):
         """Start the copies to the host.  emitted [B, 1 + J], prompts: list of PromptPart  ->  Launched
 
-        logits [B, N, V]: what the tokens are scored by; path [B, J]: each one's node (None: the j-th for the j-th token).
+        logits [B, N, V]: what the tokens are scored by; path [B, J]: each one's node (None: the j-th for the j-th token); which,
+        begin: see Launched.
         """
         asked, logprobs = [i for i, request in enumerate(requests) if request.params.logprobs is not None], {}
         if asked:
@@ -390,12 +330,8 @@ class Engine:
             found = gather_emitted(emitted[:, 1:], logits, path, self.slots.on_device(asked), count).map(self._to_host)
             logprobs = {i: (found, place * (emitted.shape[1] - 1)) for place, i in enumerate(asked)}
         host = self._to_host(emitted)
-        event = None
-        if self.on_gpu:
-            event = torch.cuda.Event()
-            event.record()
-        epochs = [request.epoch for request in requests]
-        return Launched(kind, list(requests), epochs, host, logprobs, prompts, which, event, time.perf_counter())
+        event, epochs = self._mark(timed=begin is not None), [request.epoch for request in requests]
+        return Launched(kind, list(requests), epochs, host, logprobs, prompts, which, event, time.perf_counter(), begin)
 
     def _to_host(self, x):
         if not self.on_gpu:
@@ -432,10 +368,9 @@ class Engine:
             self.metrics.prefill_seconds += now - self._read_until
         else:
             self.metrics.decode_seconds += now - self._read_until
-            # Capturing a graph takes as long as a thousand steps: that says nothing of what a depth costs.
-            if self._captures_until == self.graphs.num_captures:
-                self.plan.record(len(launched.requests), launched.which, now - self._read_until, accepted)
-        self._read_until, self._captures_until = now, self.graphs.num_captures
+            if launched.begin is not None:
+                self.plan.record(len(launched.requests), launched.which, launched.seconds(), accepted)
+        self._read_until = now
         return advanced
 
     def _hand_back(self, request, tokens, logprobs):

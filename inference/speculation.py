@@ -193,7 +193,7 @@ def build_drafter(source, speculative, tree, drawing, decoder, max_positions):
         return MedusaDrafter(head, decoder.lm_head, drawing)
     if source.method == "mlp_speculator":
         return MLPSpeculatorDrafter(head, drawing)
-    if head.needs_embedding:
+    if head.needs_embedding or head.embedding_is_targets:  # an earlier engine's target may have been another one
         head.take_embedding(decoder.embedding)
     kind = EagleDrafter if source.method == "eagle" else Eagle3Drafter
     return kind(head, decoder, depth, drawing)

@@ -117,6 +117,9 @@ def add_benchmarks(benchmarks, add_command, add_device):
     engine.add_argument("--batch", default="1,4,16,64", help="requests at once (default 1,4,16,64)")
     engine.add_argument("--lm-head", choices=["own", "shared"], help="the Medusa heads' lm_heads (default own)")
     engine.add_argument("--tree", help="of the head's drafts: chain (default), static, or a tree file")
+    engine.add_argument(
+        "--adaptive", action="store_true", help="also let the engine choose how deep to draft in every step"
+    )
     engine.add_argument("--prompt-tokens", type=int, default=1000, help="length of a prompt (default 1000)")
     engine.add_argument("--new-tokens", type=int, default=256, help="length of an output (default 256)")
     engine.add_argument("--no-startup", action="store_true", help="leave out the two processes that start-up takes")
@@ -209,9 +212,9 @@ def _bench_engine(arguments):
     from .engine import EngineSettings, bench_engine
 
     drafts = arguments.head != "none"
-    for option in ("acceptance", "lm_head", "tree", "num_speculative_tokens"):
+    for option in ("acceptance", "lm_head", "tree", "num_speculative_tokens", "adaptive"):
         given = getattr(arguments, option)
-        if given is not None and not drafts:
+        if given is not None and given is not False and not drafts:
             raise ValueError(f"--{option.replace('_', '-')} {given} says how heads draft, and --head none has none")
     if arguments.lm_head and arguments.head != "medusa":
         raise ValueError(f"--lm-head {arguments.lm_head} is for Medusa heads, and --head {arguments.head} is none")
@@ -224,6 +227,7 @@ def _bench_engine(arguments):
         batches=_numbers("--batch", arguments.batch),
         lm_head=arguments.lm_head or "own",
         tree=arguments.tree or "chain",
+        adaptive=arguments.adaptive,
         prompt_tokens=_at_least_one("--prompt-tokens", arguments.prompt_tokens),
         new_tokens=_at_least_one("--new-tokens", arguments.new_tokens),
         startup=not arguments.no_startup,

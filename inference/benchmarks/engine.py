@@ -10,6 +10,7 @@ step's CUDA graph replayed alone, which is all that the engine could reach. Also
 import itertools
 import random
 import time
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 
@@ -29,6 +30,7 @@ COLUMNS = {
     "draft": ("draft", 22, plain),
     "batch": ("batch", 5, plain),
     "acceptance": ("asked", 5, decimals(2)),
+    "depth": ("depth", 5, decimals(1)),
     "tokens_per_step": ("tokens/step", 11, decimals(2)),
     "tokens_per_second": ("tokens/s", 8, decimals(0)),
     "p20": ("p20 ms", 7, decimals(2)),
@@ -54,6 +56,7 @@ class EngineSettings:
     batches: tuple[int, ...] = (1, 4, 16, 64)
     lm_head: str = "own"
     tree: str = "chain"
+    adaptive: bool = False  # also with the depth of every step chosen by the engine
     prompt_tokens: int = 1000
     new_tokens: int = 256
     startup: bool = True
@@ -96,6 +99,15 @@ class StepRecorder:
             )
         steps = [(b[0] - a[0]) * 1e3 for a, b in itertools.pairwise(kept)]
         return kept[-1][1] - kept[0][1], kept[-1][0] - kept[0][0], steps
+
+
+def num_steps_by_depth(plan):
+    """How many steps of each depth an adaptive plan has seen: a Counter, empty for other plans."""
+    found = Counter()
+    if plan.measures:
+        for (_, depth), average in plan.seconds.items():
+            found[depth] += average.count
+    return found
 
 
 def bench_engine(settings, device, dtype, command, output=None, commit=None):
@@ -147,6 +159,9 @@ def bench_engine(settings, device, dtype, command, output=None, commit=None):
         name = f"{settings.head} {settings.tree}" + (f", {settings.lm_head}" if settings.head == "medusa" else "")
         for acceptance in settings.acceptance:
             bench.measure_draft(name, speculative | {"acceptance_length": acceptance})
+            if settings.adaptive:
+                asked = {"acceptance_length": acceptance, "adaptive": True}
+                bench.measure_draft(f"{name}, adaptive", speculative | asked)
     return report.finish()
 
 
@@ -200,19 +215,27 @@ class EngineBench:
 
     def measure(self, llm, batch):
         params = SamplingParams(max_tokens=self.settings.new_tokens, ignore_eos=True)
-        prompts = self.prompts(llm, batch)
+        plan = llm.engine.plan
+        if plan.measures:  # first it learns what each depth costs and gives
+            llm.generate(self.prompts(llm, batch), params)
+        before = num_steps_by_depth(plan)
         with StepRecorder(llm.engine) as recorder:
-            llm.generate(prompts, params)
+            llm.generate(self.prompts(llm, batch), params)
         tokens, seconds, steps = recorder.steady(batch)
         mean = seconds * 1e3 / len(steps)
-        graph = self.graph_alone(llm, batch, len(steps))
+        chosen = num_steps_by_depth(plan) - before
+        # Alone, the step of the whole tree: an engine that cuts it has no one step to compare with.
+        graph = None if plan.measures else self.graph_alone(llm, batch, len(steps)).p50
         return {
+            "depth": sum(depth * count for depth, count in chosen.items()) / chosen.total()
+            if chosen
+            else llm.tree.max_depth,
             "tokens_per_step": tokens / len(steps) / batch,
             "tokens_per_second": tokens / seconds,
             **Times.of(steps).as_dict(),
             "mean": mean,
-            "graph": graph.p50,
-            "of_graph": graph.p50 / mean,
+            "graph": graph,
+            "of_graph": graph and graph / mean,
             "steps": len(steps),
             "peak": torch.cuda.max_memory_allocated(llm.device) / 2**30 if llm.device.type == "cuda" else None,
         }

@@ -19,6 +19,12 @@ def choose(x, choice):
     return x if choice is None else x[:, choice]
 
 
+def no_laws(tree):
+    """Drafted.law and Drafted.drawn of nodes that are all chosen without chance: int64 and bool [N]."""
+    zeros = torch.zeros_like(tree.depths)
+    return zeros, zeros.bool()
+
+
 class Level(NamedTuple):
     """The nodes with children of one depth, n of them, and their c children."""
 
@@ -51,14 +57,14 @@ class GrownLevels:
     def __init__(self, tree):
         depths = torch.arange(tree.max_depth, device=tree.depths.device)[:, None]
         self.depths = depths.repeat(1, tree.tree.width)  # [D, k]
-        self.law = torch.zeros_like(tree.depths)  # [N]
-        self.drawn = self.law.bool()
+        self.chosen = no_laws(tree)
 
 
 class Levels:
     """The levels of a TreeTensors, and where the nodes stand in the order in which they are drafted."""
 
     def __init__(self, tree):
+        self.chosen = no_laws(tree)
         device, tree = tree.depths.device, tree.tree
         children = {n: [m for m in range(1, tree.num_nodes) if tree.parents[m] == n] for n in range(tree.num_nodes)}
         inner, drafted = [0], [0]

@@ -11,6 +11,7 @@ import torch
 from ...kernels.prompt_lookup import prompt_lookup
 from ..draw_nodes import Drafted
 from .drafter import Drafter
+from .levels import no_laws
 
 
 class NgramDrafter(Drafter):
@@ -45,5 +46,4 @@ class NgramDrafter(Drafter):
     def propose(self, batch, tree, shape=None):
         """Tokens chosen without chance, so there is no law to look at: see Drafter.propose; shape is not looked at."""
         tokens = torch.cat((batch.root[:, None], self.copied(batch, tree.max_depth)), 1)
-        zeros = torch.zeros_like(tree.depths)
-        return Drafted(tokens, law=zeros, drawn=zeros.bool())
+        return Drafted(tokens, None, None, *no_laws(tree))

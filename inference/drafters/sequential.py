@@ -46,7 +46,8 @@ class SequentialDrafter(Drafter):
         seed, sample, position = (
             batch.draws.view(3, len(batch.slots), -1)[:, :, plan.inner].transpose(1, 2).contiguous()
         )
-        with_laws, laws, kept = self.drawing != "shared_noise", None, []
+        # What is chosen without chance is accepted by the target's law alone.
+        with_laws, laws, kept = self.drawing in ("sampled", "top_and_one"), None, []
         tokens, (logits, state) = [batch.root[:, None]], self.start(batch)
         for level, following in zip(plan.levels, [*plan.levels[1:], None]):
             scores, temperature, left = (logits, batch.temperature, None)
@@ -64,12 +65,14 @@ class SequentialDrafter(Drafter):
                 kept.append(left)
             if following is not None:
                 inner = choose(children, level.taken)
-                if self.drawing in ("sampled", "top_and_one"):
+                if with_laws:
                     inner = inner.clamp(min=0)  # an empty slot is computed as any token would be
                 logits, state = self.expand(batch, following, inner, choose(state, level.parents))
         tokens = choose(torch.cat(tokens, 1), plan.order)
-        if not with_laws:
+        if self.drawing == "shared_noise":
             return Drafted(tokens)
+        if not with_laws:
+            return Drafted(tokens, None, None, *plan.chosen)
         joined = None if kept[0] is None else type(kept[0])(*(torch.cat(parts) for parts in zip(*kept)))
         drawn = drawn_nodes(self.drawing, tree.parents)
         return Drafted(tokens, laws, temperature, plan.law, drawn, joined)
@@ -108,7 +111,7 @@ class SequentialDrafter(Drafter):
         if self.drawing == "shared_noise":
             return Drafted(tokens, topology=topology)
         # Chosen without chance, so no law is looked at.
-        return Drafted(tokens, law=plan.law, drawn=plan.drawn, topology=topology)
+        return Drafted(tokens, None, None, *plan.chosen, topology=topology)
 
     def _confidence(self, scores, temperature, width, depth, wide):
         """The best tokens of nodes at a depth and what tells their confidence, as kernels/dynamic_tree.py takes it.

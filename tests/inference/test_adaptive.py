@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from headstart.inference import engine
 from headstart.inference.adaptive import FIRST, PROBE_EVERY, Adaptive, OneDepth, PerBatchSize, depths_to_try
 from headstart.inference.llm import LLM
 from headstart.inference.sampling import SamplingParams
@@ -132,12 +133,16 @@ def test_a_plan_that_makes_no_sense_is_refused(told, message):
 
 
 class Recording(OneDepth):
-    """Counts the steps whose cost it is told."""
+    """Keeps the cost of the steps that it is told."""
 
-    num_recorded = 0
+    measures = True
 
-    def record(self, *_):
-        self.num_recorded += 1
+    def __init__(self, depth):
+        super().__init__(depth)
+        self.seconds = []
+
+    def record(self, num_requests, place, seconds, accepted):
+        self.seconds.append(seconds)
 
 
 @pytest.mark.parametrize("late", [0, 1])
@@ -154,5 +159,17 @@ def test_what_capturing_a_graph_takes_is_no_cost_of_a_step(late):
 
         graphs.run = run_graph
         llm.generate([[1, 2, 3]], SamplingParams(temperature=0.0, max_tokens=12))
-        recorded.append(llm.engine.plan.num_recorded)
+        recorded.append(len(llm.engine.plan.seconds))
     assert recorded[1] == recorded[0] - 2 > 0
+
+
+def test_what_a_reader_takes_between_two_tokens_is_no_cost_of_a_step(monkeypatch):
+    target, clock = llama(), iter(range(10**6))
+    monkeypatch.setattr(engine.time, "perf_counter", lambda: next(clock))
+    llm = LLM(target, speculative_config={"model": make("mlp", target)})
+    llm.engine.plan = Recording(4)
+    for _ in llm.stream([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=12)):
+        for _ in range(1000):
+            next(clock)
+    assert len(llm.engine.plan.seconds) > 3
+    assert max(llm.engine.plan.seconds) < 100

@@ -173,6 +173,24 @@ def test_engine_takes_a_head_of_every_method_and_as_deep_as_asked(bench, head, m
     assert found["settings"]["head"] == head
 
 
+def test_engine_chooses_its_own_depths_when_asked(bench):
+    _, found = bench(
+        "engine", "--head", "mlp_speculator", "--acceptance", "2.0", "--batch", "1", "--adaptive",
+        "--prompt-tokens", "20", "--new-tokens", "120", "--no-startup",
+    )  # fmt: skip
+    plain, whole, chosen = found["rows"]
+    assert [row["draft"] for row in found["rows"]] == [
+        "plain",
+        "mlp_speculator chain",
+        "mlp_speculator chain, adaptive",
+    ]
+    assert (plain["depth"], whole["depth"]) == (0, 4)
+    assert 0 < chosen["depth"] < 4, "every depth is tried"
+    assert 1 < chosen["tokens_per_step"] < 3.5
+    assert chosen["graph"] is None
+    check_times(chosen)
+
+
 def test_draft_prints_the_parts_that_a_head_has(bench, monkeypatch, tmp_path):
     monkeypatch.setattr(random_heads, "DRAFT_VOCABULARY", 40)
     output = tmp_path / "draft.json"
@@ -309,6 +327,7 @@ def test_peer_decodes_the_same_model_in_both_ways(bench):
         (["engine", "--shape", "SHAPE", "--prompt-tokens", "500", "--no-startup"], "beyond the shape's 512"),
         (["engine", "--shape", "SHAPE", "--head", "none", "--tree", "chain"], "--tree chain says how heads draft"),
         (["engine", "--shape", "SHAPE", "--head", "none", "--lm-head", "own"], "--lm-head own says how heads draft"),
+        (["engine", "--shape", "SHAPE", "--head", "none", "--adaptive"], "--adaptive True says how heads draft"),
         (["engine", "--shape", "SHAPE", "--head", "none", "--acceptance", "2"], "--acceptance 2 says how heads draft"),
         (
             ["engine", "--shape", "SHAPE", "--head", "eagle", "--lm-head", "own"],

@@ -229,7 +229,7 @@ def test_streams_return_the_same_logprobs(random_target, prompts, plain, specula
 def test_equality_breaks_if_the_path_is_ignored(random_target, prompts, plain, speculate, monkeypatch):
     hand_over = Engine._hand_over
 
-    def by_depth(self, kind, requests, emitted, prompts, logits=None, path=None, which=0):
+    def by_depth(self, kind, requests, emitted, prompts, logits=None, path=None, which=0, begin=None):
         return hand_over(self, kind, requests, emitted, prompts, logits)
 
     monkeypatch.setattr(Engine, "_hand_over", by_depth)
