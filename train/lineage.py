@@ -54,7 +54,7 @@ def find_sources(recipe, model, rows):
 
 def artifact_name(*words):
     """A name that W&B takes: at most 128 of letters, digits, - _ and ."""
-    return re.sub(r"[^A-Za-z0-9_.-]+", "-", "-".join(words)).strip("-")[-128:]
+    return "-".join(re.sub(r"[^A-Za-z0-9_.-]+", "-", word).strip("-") for word in words)[-128:]
 
 
 def _hub_or_file(name, revision):

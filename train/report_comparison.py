@@ -3,7 +3,6 @@
 names: of the runs, short and different; runs: RunFiles of each, in the same order. A run is left out of what it has no figures for.
 """
 
-from collections import Counter
 from html import escape
 
 import yaml
@@ -18,11 +17,20 @@ UNTOLD = "–"
 
 
 def run_names(runs):
-    """A name per run: its folder's, or its path where two folders are called alike; cut in the middle where it is long."""
-    counts = Counter(run.name for run in runs)
-    names = [run.name if counts[run.name] == 1 else str(run.path) for run in runs]
-    short = [name if len(name) <= LONGEST_NAME else f"{name[:8]}…{name[8 + 1 - LONGEST_NAME :]}" for name in names]
-    return short if len(set(short)) == len(set(names)) else names
+    """A name per run: its folder's, with as many of the folders above as it takes to tell them apart; cut where it is long.
+
+    Raises ValueError for a run that is given twice.
+    """
+    places = [run.path.resolve().parts for run in runs]
+    twice = [run.path for run, place in zip(runs, places) if places.count(place) > 1]
+    if twice:
+        raise ValueError(f"{twice[0]} is given twice: a comparison needs different runs")
+    depth, names = 0, [""]
+    while len(set(names)) < len(runs):
+        depth += 1
+        names = ["/".join(place[-depth:]) for place in places]
+    short = [name if len(name) <= LONGEST_NAME else f"{name[:8]}…{name[9 - LONGEST_NAME :]}" for name in names]
+    return short if len(set(short)) == len(names) else names
 
 
 def compare_ends(names, runs):

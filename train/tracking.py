@@ -137,7 +137,7 @@ class WandbTracker:
         options = {"name": self.folder.name, "group": self.folder.name, "dir": str(self.folder), "mode": mode}
         try:
             self.accelerator.init_trackers("headstart", config, {"wandb": options | {"settings": settings}})
-        except (wandb.errors.Error, OSError, ValueError) as error:
+        except Exception as error:
             self.note(f"W&B does not start {mode} ({_first_line(error)})")
             self.accelerator.trackers.clear()  # it keeps the one that failed and would start it again
             return False

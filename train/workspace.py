@@ -73,6 +73,7 @@ def save_dashboard(entity, project, title):
     """
     _import()
     import wandb
+    from wandb.sdk.lib.service.service_connection import WandbApiFailedError
     from wandb_workspaces._graphql import execute_graphql, get_app_url
     from wandb_workspaces.workspaces import internal
 
@@ -96,10 +97,11 @@ def save_dashboard(entity, project, title):
         edges = found["allViews"]["edges"]
         view.id = edges[0]["node"]["id"] if edges else ""
         internal.upsert_view2(view)
-        return f"{get_app_url(api)}/{entity}/{project}?nw={view_id(entity, project, title)}"
-    except (wandb.errors.Error, OSError) as error:
+        app = get_app_url(api).rstrip("/")
+    except (wandb.errors.Error, WandbApiFailedError, OSError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(f"W&B does not take the dashboard: {reason}") from error
+    return f"{app}/{entity}/{project}?nw={view_id(entity, project, title)}"
 
 
 def _import():
