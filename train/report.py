@@ -27,6 +27,7 @@ from .report_sections import (
     config_section,
     rates_section,
     samples_section,
+    source_of,
     speed_section,
     throughput_section,
     tiles,
@@ -72,7 +73,7 @@ def write_comparison(runs, output):
         (
             f"{run.measured[-1]['acceptance_length']:.2f}",
             f"tokens per step, {name}",
-            "chain, at the end of the training",
+            f"chain, {source_of(run.measured[-1])}",
         )
         for name, run in zip(names, found)
         if run.measured

@@ -24,7 +24,7 @@ def line_chart(series, *, title, y_label, x_label="training step", start=None, y
     if not series:
         return ""
     width, height, left, top, bottom = 480, 262, 66, 38, 40
-    right = 16 if len(series) == 1 else 22 + 7 * max(len(name) for name, _ in series)
+    right = 16 if len(series) == 1 else 18 + math.ceil(8.5 * max(len(name) for name, _ in series))  # bold
     x_ticks, _, _ = _ticks([x for _, points in series for x, _ in points], start=0, largest=None)
     y_ticks, y_low, y_high = _ticks([y for _, points in series for _, y in points], start, y_max)
     x_high = max(x for _, points in series for x, _ in points) or 1

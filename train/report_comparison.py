@@ -12,7 +12,7 @@ from .report_charts import bar_chart, heat_map
 from .report_page import caption, charts, missing, named
 from .report_sections import curve_chart, panel_series
 
-LONGEST_NAME = 20  # letters of a run's name in a drawing
+LONGEST_NAME = 16  # letters of a run's name in a drawing
 UNTOLD = "–"
 
 
@@ -71,7 +71,7 @@ def compare_rates(names, runs):
     """A heat map per run."""
     panel = DASHBOARD["Acceptance by depth and rank"][0]
     maps = [
-        f'<div class="scroll">{heat_map(run.rates, title=f"{panel.title}: {name}")}</div>{caption(name)}'
+        f'{caption(name)}<div class="scroll">{heat_map(run.rates, title=f"{panel.title}: {name}")}</div>'
         for name, run in zip(names, runs)
         if run.rates
     ]
@@ -117,7 +117,7 @@ def _family(run):
 def _recipe_table(title, names, runs):
     told = [{"family": _family(run)} | (yaml.safe_load(run.config or "") or {}) for run in runs]
     keys = dict.fromkeys(key for values in told for key in values)
-    differ = [key for key in keys if len({str(values.get(key, UNTOLD)) for values in told}) > 1]
+    differ = [key for key in keys if key != "output" and len({str(values.get(key, UNTOLD)) for values in told}) > 1]
     if not differ:
         return caption("The runs were told the same.")
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in names)

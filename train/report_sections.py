@@ -25,7 +25,7 @@ def tiles(run, train, measured, acceptance, tree, benchmark):
     found = []
     chain = acceptance or (measured[-1] if measured else None)
     if chain:
-        how = "measured by the engine" if acceptance else _source(chain)
+        how = "measured by the engine" if acceptance else source_of(chain)
         if acceptance and _is_number(acceptance.get("num_steps")):
             how += f", {acceptance['num_steps']:,} steps"
         found.append((f"{chain['acceptance_length']:.2f}", "tokens per step, chain", how))
@@ -53,7 +53,7 @@ def acceptance_section(records):
     if not records:
         return missing("No acceptance was measured in this run yet: the trainer does it every so many steps.")
     drawings = curve_charts(DASHBOARD["Acceptance while training"], records)
-    sources = " and ".join(sorted({_source(record) for record in records}))
+    sources = " and ".join(sorted({source_of(record) for record in records}))
     return charts(drawings) + caption(
         f"Chains drafted on held-out prompts, {sources}. Acceptance length: tokens emitted per step of the target, pooled "
         "over all steps; plain decoding has 1. Acceptance per drafted token: the share of all steps in which the first, "
@@ -72,7 +72,7 @@ def training_section(records):
         "and top-5 are teacher-forced, on the training data: how often the token is the head's first choice, or among "
         "its first five."
         + (
-            " Overlap: how much of the head's law the target's covers, which is the rate of acceptance at temperature 1."
+            " Alpha: the mean chance that a token drawn from the head is accepted."
             if any("head0_alpha" in record for record in records)
             else ""
         )
@@ -290,6 +290,6 @@ def _figure(value, style, unit=""):
     return format(value, style) + unit if _is_number(value) else "–"
 
 
-def _source(record):
+def source_of(record):
     names = {"engine": "measured by the engine", "teacher_forced": "teacher-forced, not run by the engine"}
     return names.get(record.get("source"), f"from {record.get('source')}")
