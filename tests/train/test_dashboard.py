@@ -9,6 +9,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+import torch
 
 from headstart.cli import main
 from headstart.train import eagle, eagle3, medusa, mlp_speculator, tracking, workspace
@@ -143,6 +144,16 @@ def test_every_family_logs_under_the_same_keys(family, script, builder, request,
     assert acceptance["family"] == family
     assert acceptance["rates"]
     assert acceptance["samples"]
+
+
+@pytest.mark.gpu
+def test_peak_memory_of_a_gpu_is_the_most_that_was_allocated_on_it():
+    device = torch.device("cuda")
+    torch.cuda.reset_peak_memory_stats(device)
+    before = tracking.peak_memory(device)
+    torch.empty(2**28, dtype=torch.uint8, device=device)  # freed again at once
+    torch.empty(2**20, dtype=torch.uint8, device=device)
+    assert tracking.peak_memory(device) == pytest.approx(before + 0.25, abs=0.01)
 
 
 def test_lines_are_told_apart_by_their_number_and_nothing_else_matches():
