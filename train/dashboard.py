@@ -44,7 +44,7 @@ DASHBOARD = {
         Panel("Loss of each head", "lines", "train/head([0-9]+)_loss", "loss"),
         Panel("First choice correct", "lines", "train/head([0-9]+)_top1", "top-1", 0, 1),
         Panel("Among the first five", "lines", "train/head([0-9]+)_top5", "top-5", 0, 1),
-        Panel("Chance that a drawn token is accepted", "lines", "train/head([0-9]+)_alpha", "alpha", 0, 1),
+        Panel("Chance that a draft is accepted", "lines", "train/head([0-9]+)_alpha", "alpha", 0, 1),
         Panel("Learning rate", "line", "train/lr", "learning rate", 0),
         Panel("Length of the gradient", "line", "train/grad_norm", "norm", 0),
     ),
