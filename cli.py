@@ -141,11 +141,25 @@ def build_parser():
     report = command(
         "report",
         _report,
-        "Write one self-contained HTML page about a run: curves, acceptance, the tree, the speed table.",
-        "headstart report runs/quickstart",
+        "Write one self-contained HTML page about a run (curves, acceptance, the tree, the speed table) or comparing several.",
+        "headstart report runs/quickstart\n  headstart report runs/medusa runs/eagle3 --output comparison.html",
     )
-    report.add_argument("source", metavar="RUN", help="the run folder")
-    report.add_argument("--output", help="where to write (default: report.html in RUN)")
+    report.add_argument("source", metavar="RUN", nargs="+", help="the run folder; several are compared on one page")
+    report.add_argument("--output", help="where to write (default: report.html in RUN; several have none)")
+
+    dashboard = command(
+        "dashboard",
+        _dashboard,
+        "Make or update the W&B workspace of the training runs: the panels of the report, live and over all runs.",
+        "headstart dashboard --entity my-team",
+        'Needs the extra "dashboard" (wandb-workspaces) and `wandb login`. Called again, it updates the view that it made.',
+    )
+    dashboard.add_argument("--entity", default="", help="user or team (default: W&B's own for this login)")
+    dashboard.add_argument("--project", default="headstart", help="where the runs are (default headstart)")
+    dashboard.add_argument("--name", default="Headstart", help="title of the view (default Headstart)")
+    dashboard.add_argument(
+        "--print", dest="show", action="store_true", help="write the workspace's JSON to stdout and contact nobody"
+    )
     return parser
 
 
@@ -480,9 +494,22 @@ def _verify_lossless(arguments):
 
 
 def _report(arguments):
-    from headstart.train.report import write_report
+    from headstart.train.report import write_comparison, write_report
 
-    print(write_report(Path(arguments.source), Path(arguments.output) if arguments.output else None))
+    if len(arguments.source) == 1:
+        print(write_report(Path(arguments.source[0]), Path(arguments.output) if arguments.output else None))
+    elif not arguments.output:
+        raise ValueError("several runs belong to no folder of their own: name the page with --output")
+    else:
+        print(write_comparison(arguments.source, arguments.output))
+    return 0
+
+
+def _dashboard(arguments):
+    from headstart.train.workspace import build_view, save_dashboard, view_json
+
+    where = (arguments.entity, arguments.project, arguments.name)
+    print(view_json(build_view(*where)) if arguments.show else save_dashboard(*where))
     return 0
 
 

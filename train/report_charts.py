@@ -1,4 +1,4 @@
-"""Drawings of the report as inline SVG: line charts, the heat map of acceptance, the draft tree.
+"""Drawings of the report as inline SVG: line charts, bars, the heat map of acceptance, the draft tree.
 
 Every function takes plain numbers and returns one `<svg>` string. Colours are CSS variables of the page (report.py), so one
 drawing serves light and dark. Values that are not finite are left out, never drawn as zero. Nothing here reads a file.
@@ -24,7 +24,7 @@ def line_chart(series, *, title, y_label, x_label="training step", start=None, y
     if not series:
         return ""
     width, height, left, top, bottom = 480, 262, 66, 38, 40
-    right = 16 if len(series) == 1 else 22 + 7 * max(len(name) for name, _ in series)
+    right = 16 if len(series) == 1 else 18 + math.ceil(8.5 * max(len(name) for name, _ in series))  # bold
     x_ticks, _, _ = _ticks([x for _, points in series for x, _ in points], start=0, largest=None)
     y_ticks, y_low, y_high = _ticks([y for _, points in series for _, y in points], start, y_max)
     x_high = max(x for _, points in series for x, _ in points) or 1
@@ -67,6 +67,32 @@ def line_chart(series, *, title, y_label, x_label="training step", start=None, y
         # Below its point, and to the side that has room.
         right = x < (left + width) / 2
         parts.append(_text(x + (9 if right else -9), y + 20, words, anchor="start" if right else "end", kind="name"))
+    return "".join([*parts, "</svg>"])
+
+
+def bar_chart(bars, *, title, unit):
+    """Horizontal bars from zero, each with its name and figure.
+
+    bars: list of (name, value >= 0); unit: of the values. Returns "" where there is no finite value.
+    """
+    bars = [(name, value) for name, value in bars if math.isfinite(value)]
+    if not bars:
+        return ""
+    row_h, top, figure_w = 30, 30, 64
+    left = 14 + 7 * max(len(name) for name, _ in bars)
+    width, height = 480, top + len(bars) * row_h + 26
+    longest = max(value for _, value in bars) or 1
+    parts = [_open(width, height, title), _text(0, 14, title, anchor="start", kind="heading")]
+    for i, (name, value) in enumerate(bars):
+        y, length = top + i * row_h, max(width - left - figure_w, 40) * value / longest
+        figure = f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+        parts.append(_text(left - 10, y + 20, name, anchor="end"))
+        parts.append(
+            f'<rect class="bars" x="{left}" y="{y + 6}" width="{length:.1f}" height="{row_h - 10}" rx="3" '
+            f'style="fill:var(--series-{i % NUM_SERIES_COLOURS})"/>'
+        )
+        parts.append(_text(left + length + 8, y + 20, figure, anchor="start", kind="name"))
+    parts.append(_text(left, height - 8, unit, anchor="start", kind="axis"))
     return "".join([*parts, "</svg>"])
 
 

@@ -103,6 +103,12 @@ def render_page(name, tiles, sections):
     )
 
 
+def standalone(drawing):
+    """One drawing as a document of its own."""
+    head = f'<meta charset="utf-8">\n<style>{STYLE}</style>'
+    return f'<!doctype html>\n<html lang="en">\n<head>{head}</head>\n<body>{drawing}</body>\n</html>\n'
+
+
 def caption(text):
     return f'<p class="caption">{escape(text)}</p>'
 
@@ -119,3 +125,8 @@ def missing(text, command=""):
 def charts(drawings):
     """The drawings side by side, as many as fit; empty ones are left out."""
     return f'<div class="charts">{"".join(f"<figure>{drawing}</figure>" for drawing in drawings if drawing)}</div>'
+
+
+def named(title, content):
+    """Something of a panel that is no drawing (a table, texts), which bears the panel's title for readers that do not see it."""
+    return f'<div role="group" aria-label="{escape(title)}">{content}</div>'

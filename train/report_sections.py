@@ -5,13 +5,13 @@ the page is for a reader who has not seen the code: every drawing has a caption 
 """
 
 import math
-import re
 from html import escape
 from pathlib import Path
 
 from ..inference.tree_text import choice_sentence, choice_table
+from .dashboard import DASHBOARD, curves
 from .report_charts import heat_map, line_chart, tree_drawing
-from .report_page import caption, charts, code, missing
+from .report_page import caption, charts, code, missing, named
 
 MAX_SAMPLES = 6
 BAR_WIDTH = 72  # pixels of the fastest row's bar
@@ -25,7 +25,7 @@ def tiles(run, train, measured, acceptance, tree, benchmark):
     found = []
     chain = acceptance or (measured[-1] if measured else None)
     if chain:
-        how = "measured by the engine" if acceptance else _source(chain)
+        how = "measured by the engine" if acceptance else source_of(chain)
         if acceptance and _is_number(acceptance.get("num_steps")):
             how += f", {acceptance['num_steps']:,} steps"
         found.append((f"{chain['acceptance_length']:.2f}", "tokens per step, chain", how))
@@ -52,16 +52,8 @@ def acceptance_section(records):
     """Acceptance over the steps of the training.  records: the acceptance lines of metrics.jsonl"""
     if not records:
         return missing("No acceptance was measured in this run yet: the trainer does it every so many steps.")
-    length = [(record["step"], record["acceptance_length"]) for record in records]
-    positions = [
-        (f"token {i + 1}", [(r["step"], r["per_position"][i]) for r in records if i < len(r["per_position"])])
-        for i in range(max(len(record["per_position"]) for record in records))
-    ]
-    drawings = [
-        line_chart([("", length)], title="Acceptance length", y_label="tokens per step", start=1),
-        line_chart(positions, title="Acceptance per drafted token", y_label="share of steps", start=0, y_max=1),
-    ]
-    sources = " and ".join(sorted({_source(record) for record in records}))
+    drawings = curve_charts(DASHBOARD["Acceptance while training"], records)
+    sources = " and ".join(sorted({source_of(record) for record in records}))
     return charts(drawings) + caption(
         f"Chains drafted on held-out prompts, {sources}. Acceptance length: tokens emitted per step of the target, pooled "
         "over all steps; plain decoding has 1. Acceptance per drafted token: the share of all steps in which the first, "
@@ -70,31 +62,51 @@ def acceptance_section(records):
 
 
 def training_section(records):
-    """Loss, accuracy per head, learning rate and speed.  records: the train lines of metrics.jsonl"""
+    """Loss, accuracy per head, learning rate.  records: the train lines of metrics.jsonl"""
     if not records:
         command = "accelerate launch train/medusa.py --config configs/quickstart.yaml"
         return missing("metrics.jsonl holds no training steps of this run: they are written while it trains.", command)
-    heads = sorted({int(match[1]) for r in records for key in r if (match := re.fullmatch(r"head(\d+)_\w+", key))})
-
-    def curve(key):
-        return [(record["step"], record[key]) for record in records if _is_number(record.get(key))]
-
-    def per_head(metric):
-        return [(f"head {head}", curve(f"head{head}_{metric}")) for head in heads]
-
-    drawings = [
-        line_chart([("", curve("loss"))], title="Training loss", y_label="loss"),
-        line_chart(per_head("loss"), title="Loss of each head", y_label="loss"),
-        line_chart(per_head("top1"), title="First choice correct", y_label="top-1", start=0, y_max=1),
-        line_chart(per_head("top5"), title="Among the first five", y_label="top-5", start=0, y_max=1),
-        line_chart([("", curve("lr"))], title="Learning rate", y_label="learning rate", start=0),
-        line_chart([("", curve("tokens_per_second"))], title="Speed", y_label="tokens per second", start=0),
-    ]
+    drawings = curve_charts(DASHBOARD["Training"], records)
     return charts(drawings) + caption(
         "Loss per supervised token. Head 0 predicts the token after the next one, every further head one token later. Top-1 "
         "and top-5 are teacher-forced, on the training data: how often the token is the head's first choice, or among "
         "its first five."
+        + (
+            " Alpha: the mean chance that a token drawn from the head is accepted."
+            if any("head0_alpha" in record for record in records)
+            else ""
+        )
     )
+
+
+def throughput_section(records):
+    """Tokens per second and memory.  records: the train lines of metrics.jsonl"""
+    drawings = curve_charts(DASHBOARD["Throughput and memory"], records)
+    if not any(drawings):
+        return missing("metrics.jsonl holds neither speed nor memory of this run: they are written while it trains.")
+    return charts(drawings) + caption(
+        "Tokens of all processes per second of training, measuring and saving left out. Memory: the most that the first process "
+        "held up to then, of its GPU, or on the CPU of the machine's memory."
+    )
+
+
+def curve_charts(panels, records):
+    """One drawing per panel of curves, "" for one without figures.  records: lines of metrics.jsonl of the panels' kind"""
+    return [curve_chart(panel, panel_series(panel, records)) for panel in panels]
+
+
+def curve_chart(panel, series, more=""):
+    """The drawing of a panel of curves; more: after its title."""
+    return line_chart(series, title=panel.title + more, y_label=panel.label, start=panel.start, y_max=panel.largest)
+
+
+def panel_series(panel, records):
+    """[(name, [(step, value), ...])] of what a panel of curves shows."""
+    figures = [(record["step"], curves(record)) for record in records]
+    keys = {key for _, values in figures for key in values}
+    return [
+        (name, [(step, values[key]) for step, values in figures if key in values]) for name, key in panel.find(keys)
+    ]
 
 
 def rates_section(acceptance, tree=None):
@@ -125,7 +137,8 @@ def rates_section(acceptance, tree=None):
         "stay visible."
         + (" Measured by headstart tree; the draft tree is chosen from these figures." if from_tree else "")
     )
-    return f'<div class="scroll">{heat_map(rates, title="Acceptance rate per depth and rank")}</div>{text}{table}'
+    drawn, listed = DASHBOARD["Acceptance by depth and rank"]
+    return f'<div class="scroll">{heat_map(rates, title=drawn.title)}</div>{text}{named(listed.title, table)}'
 
 
 def tree_section(tree, acceptance, run):
@@ -251,7 +264,9 @@ def samples_section(acceptance):
         f'<figcaption>output</figcaption><pre class="output">{escape(str(sample["output"]).strip())}</pre></figure>'
         for sample in samples[:MAX_SAMPLES]
     )
-    return caption("Held-out prompts. The heads only propose: every token written is the target's own choice.") + cards
+    (panel,) = DASHBOARD["Samples"]
+    said = caption("Held-out prompts. The heads only propose: every token written is the target's own choice.")
+    return said + named(panel.title, cards)
 
 
 def config_section(config):
@@ -275,6 +290,6 @@ def _figure(value, style, unit=""):
     return format(value, style) + unit if _is_number(value) else "–"
 
 
-def _source(record):
+def source_of(record):
     names = {"engine": "measured by the engine", "teacher_forced": "teacher-forced, not run by the engine"}
     return names.get(record.get("source"), f"from {record.get('source')}")

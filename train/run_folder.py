@@ -7,17 +7,20 @@ It decides nothing: when something is due, and what a step computes, is up to th
 
 import signal
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
 from tqdm import tqdm
 
+from ..heads.formats import family_of
 from .checkpointing import check_output, check_same_run, load_checkpoint, read_state, save_checkpoint, save_final_head
 from .data import BUILT_IN, write_conversations
+from .lineage import find_sources
 from .optimization import choose_autocast
 from .recipe import resolved_values, save_recipe
-from .tracking import MetricsFile, WandbTracker, has_wandb, write_json
+from .tracking import MetricsFile, WandbTracker, has_wandb, peak_memory, write_json
 
 
 def start_processes(recipe, name):
@@ -91,7 +94,14 @@ class RunFolder:
         self.metrics = MetricsFile(self.path / "metrics.jsonl" if self.is_main else None)
         self.metrics.truncate_after(self.step if resumed else -1)
         tracked = bool(accelerator.log_with) and self.is_main
-        self.curves = WandbTracker(accelerator if tracked else None, self.path, self.state["recipe"], note)
+        self.family = family_of(head)
+        self.curves = WandbTracker(
+            accelerator if tracked else None,
+            self.path,
+            self.state["recipe"] | {"family": self.family},
+            note,
+            lambda: find_sources(recipe, target.model, rows["rows"]),
+        )
 
     def __enter__(self):
         return self
@@ -120,6 +130,8 @@ class RunFolder:
     def record(self, kind, figures):
         """A line of metrics.jsonl, and its curves."""
         line = {"step": self.step, "kind": kind} | figures
+        if kind == "train":
+            line["peak_memory_gib"] = peak_memory(self.accelerator.device)
         self.metrics.write(line)
         self.curves.log(line)
 
@@ -146,8 +158,8 @@ class RunFolder:
             f"step {self.step}: {measured['acceptance_length']:.2f} tokens per step on held-out prompts{how}; "
             f"accepted by position {positions}"
         )
-        write_json(self.path / "acceptance.json", {"step": self.step, **measured})
-        self.curves.log_acceptance(self.step, measured["per_position"], measured["samples"])
+        write_json(self.path / "acceptance.json", {"step": self.step, "family": self.family, **measured})
+        self.curves.log_acceptance(self.step, measured)
 
     def save(self, head, optimizer):
         """Write a checkpoint of this step, unless there is one; called on every rank."""
@@ -166,6 +178,8 @@ class RunFolder:
         """Write <run>/head."""
         if self.is_main:
             save_final_head(head, self.path)
+            told = {"family": self.family, "tokens": self.tokens, "loss": self.state["recipe"]["loss"]}
+            self.curves.log_head(self.path / "head", self.step, told | asdict(head.config))
         self.note(
             f"done: {self.path / 'head'} after {self.step} steps; next: headstart tree {self.path}, heads.export {self.path}"
         )

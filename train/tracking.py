@@ -1,24 +1,30 @@
 """Where a run's figures go: always metrics.jsonl, and W&B through accelerate if the recipe asks for it.
 
-metrics.jsonl holds one JSON object per line, of kind "train" or "acceptance". W&B holds the recipe, every curve, a bar chart of
-the acceptance per position and a table of sample generations. It is online if this machine is logged in (WANDB_API_KEY or a
-netrc entry) and WANDB_MODE does not say otherwise; else offline, inside the run folder. It never asks, and a run never ends
-because of it: whatever is missing becomes a note.
+metrics.jsonl holds one JSON object per line, of kind "train" or "acceptance". W&B holds the recipe, what every panel of the
+dashboard shows (train/dashboard.py), and at the end the head as an artifact that knows its target and its data. It is online if
+this machine is logged in (train/wandb_login.py), else offline, inside the run folder. It never asks, and a run never ends because
+of it: whatever is missing becomes a note.
 """
 
 import importlib.util
 import json
-import netrc
 import os
+import resource
+import sys
 import time
 from pathlib import Path
-from urllib.parse import urlparse
+
+import torch
+
+from .dashboard import curves
+from .lineage import artifact_name
+from .report_charts import heat_map
+from .report_page import standalone
+from .wandb_login import wandb_mode
 
 TRACKERS = ("wandb", "none")
 START_TIMEOUT = 60  # seconds for W&B to answer, before the run goes on without it
-
-# What `wandb login` writes into netrc: the second since the cloud moved (wandb 0.31 reads either).
-CLOUD_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
+UPLOAD_LIMIT = 2 * 2**30  # bytes of a head that is uploaded; of a larger one W&B is told the place only
 
 
 class MetricsFile:
@@ -69,6 +75,17 @@ class Speedometer:
         return (tokens - before) / (self.clock - clock)
 
 
+def peak_memory(device):
+    """GiB: the most this process has held on its GPU, through torch; where it trains on the CPU, of the machine's memory.
+
+    On a GPU the count starts once the engine that measures acceptance is built: it sizes its cache with the same counter.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
 def write_json(path, content):
     """Written aside, then renamed."""
     aside = Path(f"{path}.partial")
@@ -80,32 +97,16 @@ def has_wandb():
     return importlib.util.find_spec("wandb") is not None
 
 
-def wandb_mode(environment=os.environ):
-    """ "online" where this machine is logged in, else "offline"; WANDB_MODE wins unless it would have to ask for a login."""
-    wanted = environment.get("WANDB_MODE", "online").lower()
-    if wanted in ("offline", "dryrun", "disabled"):
-        return "disabled" if wanted == "disabled" else "offline"
-    if environment.get("WANDB_API_KEY") or environment.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return "online"
-    own_server = environment.get("WANDB_BASE_URL")
-    hosts = (urlparse(own_server).hostname,) if own_server else CLOUD_HOSTS
-    path = Path(environment.get("NETRC") or "~/.netrc").expanduser()
-    try:
-        logins = netrc.netrc(path)
-        return "online" if any(logins.authenticators(host) for host in hosts) else "offline"
-    except (OSError, netrc.NetrcParseError):
-        return "offline"
-
-
 class WandbTracker:
     """A W&B run driven through accelerate, or nothing at all (`active` False).
 
-    accelerator: made with log_with="wandb", None for no W&B; folder: the run's; recipe: dict of its values; note(text): tells
-    the user.
+    accelerator: made with log_with="wandb", None for no W&B; folder: the run's; config: dict of what the run was told; note(text):
+    tells the user; find_sources(): what the run reads (train/lineage.py).
     """
 
-    def __init__(self, accelerator, folder, recipe, note):
-        self.accelerator, self.active = accelerator, False
+    def __init__(self, accelerator, folder, config, note, find_sources):
+        self.accelerator, self.active, self.folder = accelerator, False, Path(folder)
+        self.note, self.refused, self.sources = note, set(), ()
         self.environment = {}
         mode = wandb_mode()
         if accelerator is None or mode == "disabled":
@@ -116,72 +117,126 @@ class WandbTracker:
             note(f"W&B cannot be imported ({error}): figures go to metrics.jsonl only")
             return
         for attempt in dict.fromkeys((mode, "offline")):
-            if self._start(wandb, attempt, folder, recipe, note):
+            if self._start(wandb, attempt, config):
+                self._attempt("the lineage", self._log_sources, find_sources)
                 return
 
-    def _start(self, wandb, mode, folder, recipe, note):
+    def _start(self, wandb, mode, config):
         own = {"WANDB_SILENT": "true"}
         if mode == "offline":
             # Nothing is written outside the run folder; WANDB_MODE also keeps the library from asking for a login.
             own |= {
-                f"WANDB_{name}_DIR": str(Path(folder, "wandb", name.lower())) for name in ("CACHE", "CONFIG", "DATA")
+                f"WANDB_{name}_DIR": str(self.folder / "wandb" / name.lower()) for name in ("CACHE", "CONFIG", "DATA")
             }
             own["WANDB_MODE"] = "offline"
         for name, value in own.items():
             self.environment.setdefault(name, os.environ.get(name))
             os.environ[name] = value
-        Path(folder, "wandb").mkdir(exist_ok=True)
+        (self.folder / "wandb").mkdir(exist_ok=True)
         settings = wandb.Settings(init_timeout=START_TIMEOUT, console="off")
-        options = {"name": Path(folder).name, "group": Path(folder).name, "dir": str(folder), "mode": mode}
+        options = {"name": self.folder.name, "group": self.folder.name, "dir": str(self.folder), "mode": mode}
         try:
-            self.accelerator.init_trackers("headstart", recipe, {"wandb": options | {"settings": settings}})
-        except (wandb.errors.Error, OSError, ValueError) as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            note(f"W&B does not start {mode} ({reason})")
+            self.accelerator.init_trackers("headstart", config, {"wandb": options | {"settings": settings}})
+        except Exception as error:
+            self.note(f"W&B does not start {mode} ({_first_line(error)})")
             self.accelerator.trackers.clear()  # it keeps the one that failed and would start it again
             return False
         self.active = True
-        where = f"offline, in {folder}/wandb; `wandb sync` uploads it" if mode == "offline" else "online"
-        note(f"W&B: {where}")
+        where = f"offline, in {self.folder}/wandb; `wandb sync` uploads it" if mode == "offline" else "online"
+        self.note(f"W&B: {where}")
         return True
+
+    def _attempt(self, what, log, *arguments):
+        """log(*arguments), where a failure is a note, told once, and never the end of the run: W&B raises whatever it likes."""
+        if not self.active:
+            return
+        try:
+            log(*arguments)
+        except Exception as error:
+            if what not in self.refused:
+                self.note(f"W&B does not take {what} ({_first_line(error)}); the run folder has it")
+            self.refused.add(what)
 
     def log(self, line):
         """A line of metrics.jsonl as curves."""
-        if self.active:
-            curves = {
-                f"{line['kind']}/{name}": value
-                for name, value in line.items()
-                if isinstance(value, int | float) and name != "step"
-            }
-            for i, rate in enumerate(line.get("per_position", [])):
-                curves[f"{line['kind']}/position{i}"] = rate
-            self.accelerator.log(curves, step=line["step"])
+        self._attempt("the curves", lambda: self.accelerator.log(curves(line), step=line["step"]))
 
-    def log_acceptance(self, step, per_position, samples):
-        """The acceptance plot and the sample generations."""
-        if self.active:
-            import wandb
+    def log_acceptance(self, step, measured):
+        """What AcceptanceMeter.measure found: acceptance per position, rates per depth and rank, sample generations."""
+        self._attempt("the acceptance", self._log_acceptance, step, measured)
 
-            table = wandb.Table(
-                columns=["position", "accepted"], data=[[i, rate] for i, rate in enumerate(per_position)]
-            )
-            plot = wandb.plot.bar(table, "position", "accepted", title=f"accepted per step, after step {step}")
-            rows = [[step, sample["prompt"], sample["output"]] for sample in samples]
-            generations = wandb.Table(columns=["step", "prompt", "output"], data=rows)
-            self.accelerator.log({"acceptance/per_position": plot, "samples": generations}, step=step)
+    def _log_acceptance(self, step, measured):
+        import wandb
+
+        positions = wandb.Table(
+            columns=["position", "accepted"], data=[*map(list, enumerate(measured["per_position"]))]
+        )
+        samples = [[step, sample["prompt"], sample["output"]] for sample in measured["samples"]]
+        media = {
+            "acceptance/per_position": wandb.plot.bar(
+                positions, "position", "accepted", title=f"accepted per step, after step {step}"
+            ),
+            "samples": wandb.Table(columns=["step", "prompt", "output"], data=samples),
+        }
+        rates = measured.get("rates")  # only the engine counts them
+        if rates:
+            cells = [[step, depth + 1, rank, rate] for depth, row in enumerate(rates) for rank, rate in enumerate(row)]
+            drawing = heat_map(rates, title="Acceptance rate per depth and rank")
+            media["acceptance/rates"] = wandb.Table(columns=["step", "depth", "rank", "rate"], data=cells)
+            media["acceptance/heat_map"] = wandb.Html(standalone(drawing), inject=False)
+        self.accelerator.log(media, step=step)
+
+    def log_head(self, head_folder, step, metadata):
+        """The finished head as an artifact. Its files stay where they are until they are uploaded."""
+        self._attempt("the head", self._log_head, Path(head_folder), step, metadata)
+
+    def _log_head(self, head_folder, step, metadata):
+        import wandb
+
+        lineage = {source.role: source.metadata for source in self.sources}
+        artifact = wandb.Artifact(artifact_name(self.folder.name, "head"), "model", metadata=metadata | lineage)
+        if sum(file.stat().st_size for file in head_folder.iterdir()) <= UPLOAD_LIMIT:
+            artifact.add_dir(str(head_folder), policy="immutable", skip_cache=True)
+        else:
+            artifact.add_reference(head_folder.resolve().as_uri())
+        self._run().log_artifact(artifact, aliases=["latest", f"step-{step}"])
+
+    def _log_sources(self, find_sources):
+        """Target and data as artifacts that this run uses: described and pointed at, not uploaded."""
+        import wandb
+
+        self.sources = find_sources()
+        for source in self.sources:
+            artifact = wandb.Artifact(source.name, source.kind, metadata=source.metadata)
+            with artifact.new_file("source.json") as file:  # a changed description is another version
+                json.dump(source.metadata, file, indent=2)
+            if source.uri:
+                artifact.add_reference(source.uri, checksum=False)
+            # Run.use_artifact is this call and a wait, which offline nobody answers.
+            self._run()._log_artifact(artifact, is_user_created=True, use_after_commit=True)
+
+    def _run(self):
+        return self.accelerator.get_tracker("wandb", unwrap=True)
 
     def close(self):
         """Finish the W&B run and restore the environment."""
         if self.active:
-            import wandb
-
-            for tracker in self.accelerator.trackers:
-                tracker.finish()
-            # finish returns before the background process has written the end of its file; teardown waits for it to leave.
-            wandb.teardown()
+            self._attempt("the end of the run", self._finish)
         for name, value in self.environment.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
         self.environment, self.active = {}, False
+
+    def _finish(self):
+        import wandb
+
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
+        # finish returns before the background process has written the end of its file; teardown waits for it to leave.
+        wandb.teardown()
+
+
+def _first_line(error):
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,8 +1,10 @@
 """A tiny target on disk and a file of conversations: what the trainers' tests run on."""
 
 import json
+import os
 import random
 import runpy
+import struct
 import sys
 
 import pytest
@@ -162,12 +164,49 @@ def run_script(monkeypatch, capsys):
 
 @pytest.fixture
 def read_metrics(tmp_path):
-    """read_metrics(kind="train", run="run") -> that run's lines of this kind, without what the clock decides."""
+    """read_metrics(kind="train", run="run") -> that run's lines of this kind, without what the clock and the memory decide."""
 
     def read(kind="train", run="run"):
         lines = [json.loads(line) for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
         for line in lines:
             line.pop("tokens_per_second", None)
+            line.pop("peak_memory_gib", None)
         return [line for line in lines if line["kind"] == kind]
 
     return read
+
+
+def wandb_records(path):
+    """Protobuf records of a .wandb file: a 7-byte header, then LevelDB log blocks of 32 KiB."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, position, parts, records = path.read_bytes(), 7, b"", []
+    assert data[:4] == b":W&B"
+    while position + 7 <= len(data):
+        if 32768 - position % 32768 < 7:
+            position += 32768 - position % 32768
+            continue
+        _, length, kind = struct.unpack("<IHB", data[position : position + 7])
+        parts += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # a whole record, or the last part of one
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(parts)
+            records.append(record)
+            parts = b""
+    return records
+
+
+@pytest.fixture
+def read_records():
+    """read_records(path) -> what a .wandb file holds."""
+    return wandb_records
+
+
+@pytest.fixture
+def logged_out(monkeypatch, tmp_path):
+    """A machine that is not logged in and has an empty home."""
+    for name in [name for name in os.environ if name.startswith("WANDB_")] + ["NETRC"]:
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "home").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))

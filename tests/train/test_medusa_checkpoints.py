@@ -37,10 +37,11 @@ def run(arguments, **keys):
 
 
 def all_lines(folder):
-    """metrics.jsonl without what the clock decides."""
+    """metrics.jsonl without what the clock and the memory decide."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
         line.pop("tokens_per_second", None)
+        line.pop("peak_memory_gib", None)
     return lines
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -13,37 +12,7 @@ from headstart.train import medusa, run_folder
 from headstart.train.tracking import MetricsFile, wandb_mode
 
 
-def read_records(path):
-    """Protobuf records of a .wandb file: a 7-byte header, then LevelDB log blocks of 32 KiB."""
-    from wandb.proto import wandb_internal_pb2
-
-    data, position, parts, records = path.read_bytes(), 7, b"", []
-    assert data[:4] == b":W&B"
-    while position + 7 <= len(data):
-        if 32768 - position % 32768 < 7:
-            position += 32768 - position % 32768
-            continue
-        _, length, kind = struct.unpack("<IHB", data[position : position + 7])
-        parts += data[position + 7 : position + 7 + length]
-        position += 7 + length
-        if kind in (1, 4):  # a whole record, or the last part of one
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(parts)
-            records.append(record)
-            parts = b""
-    return records
-
-
-@pytest.fixture
-def logged_out(monkeypatch, tmp_path):
-    """A machine that is not logged in and has an empty home."""
-    for name in [name for name in os.environ if name.startswith("WANDB_")] + ["NETRC"]:
-        monkeypatch.delenv(name, raising=False)
-    (tmp_path / "home").mkdir()
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-
-
-def test_offline_run_holds_config_curves_plot_and_samples(arguments, tmp_path, logged_out, capfd):
+def test_offline_run_holds_config_curves_plot_and_samples(arguments, tmp_path, logged_out, read_records, capfd):
     pytest.importorskip("wandb")
     words = arguments(tracker="wandb", eval_prompts=3, eval_every=3, eval_tokens=8, lk_eta=2.5)
     environment = dict(os.environ)

@@ -204,11 +204,12 @@ BASE = {"cache_features": True, "eval_prompts": 4, "eval_tokens": 12, "eval_ever
 
 
 def observe(arguments, folder, capsys, **keys):
-    """All that a run leaves behind, apart from what the clock decides and from the recipe itself."""
+    """All that a run leaves behind, apart from what the clock and the memory decide and from the recipe itself."""
     run(arguments, **(BASE | {"output": folder} | keys))
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
         line.pop("tokens_per_second", None)
+        line.pop("peak_memory_gib", None)
     files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
     weights = {name: tensor.tolist() for name, tensor in head_tensors(folder).items()}
     return lines, files, weights, "feature cache" in capsys.readouterr().err

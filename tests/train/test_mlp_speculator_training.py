@@ -265,11 +265,12 @@ CHANGES = {
 
 
 def observe(arguments, folder, **keys):
-    """All that a run leaves behind, apart from what the clock decides and from the recipe itself."""
+    """All that a run leaves behind, apart from what the clock and the memory decide and from the recipe itself."""
     run(arguments, **({"output": folder, "max_steps": 3} | keys))
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
         line.pop("tokens_per_second", None)
+        line.pop("peak_memory_gib", None)
     return lines, {name: tensor.tolist() for name, tensor in head_tensors(folder).items()}
 
 
