@@ -45,9 +45,9 @@ class ChatEndpoint:
     note(text) tells the user of attempts that failed.
     """
 
-    def __init__(self, url, model, sampling, note, first_wait=FIRST_WAIT):
+    def __init__(self, url, model, sampling, note):
         self.url = completions_url(url)
-        self.model, self.sampling, self.note, self.first_wait = model, sampling, note, first_wait
+        self.model, self.sampling, self.note = model, sampling, note
         self._opener = urllib.request.build_opener(_NoRedirects)
 
     def answer(self, messages, seed, leaving):
@@ -57,7 +57,7 @@ class ChatEndpoint:
         with the server's message, where no request could succeed.
         """
         body = {"model": self.model, "messages": messages, "seed": seed, **self.sampling}
-        wait = self.first_wait
+        wait = FIRST_WAIT
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 return _read_answer(self._post(body))
