@@ -81,8 +81,8 @@ def main(arguments=None):
 
 
 def check_same_options(options, path):
-    """Nothing that other options made may be taken for ours; sides and trainings may be added to what is there."""
-    own = {name: value for name, value in vars(options).items() if name not in ("temperature", "seeds", "output")}
+    """Nothing that other options made may be taken for ours; trainings may be added to what is there."""
+    own = {name: value for name, value in vars(options).items() if name not in ("seeds", "output")}
     if path.exists() and json.loads(path.read_text()) != own:
         raise ValueError(f"{path.parent} holds what other options made ({path}): name another folder with --work")
     path.write_text(json.dumps(own, indent=1) + "\n")

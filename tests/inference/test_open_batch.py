@@ -34,11 +34,11 @@ def test_requests_that_come_while_others_run_give_what_each_gives_alone(llm):
 
 
 def test_leaving_cancels_what_has_not_ended(llm):
-    with pytest.raises(KeyboardInterrupt), OpenBatch(llm) as batch:
+    with OpenBatch(llm) as batch:
         for place in range(5):
             batch.add([7, place], params(place, 50))
         batch.step()
-        raise KeyboardInterrupt
+        assert len(batch) == 5
     assert len(batch) == 0
     assert not llm.engine.scheduler.has_unfinished
     assert len(llm.generate([[7, 8]], params(0, 5))[0].outputs[0].token_ids) == 5

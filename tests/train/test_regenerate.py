@@ -123,6 +123,18 @@ def test_company_head_and_choice_change_nothing(reference, run, tmp_path):
     assert lines_of((tmp_path / "other.jsonl").read_bytes()) != lines_of(reference)
 
 
+@pytest.mark.gpu
+def test_company_and_head_change_nothing_on_a_gpu(run, tmp_path):
+    torch.manual_seed(5)
+    save_head(MLPSpeculator(MLPSpeculatorConfig(32, 48, 24, 3)), tmp_path / "head")
+    for name, more in (("alone", []), ("many", ["--head", tmp_path / "head"])):
+        concurrency = 1 if name == "alone" else 9
+        assert run(f"{name}.jsonl", "--device", "cuda", "--concurrency", concurrency, *more)[0] == 0
+    alone = (tmp_path / "alone.jsonl").read_bytes()
+    assert len(lines_of(alone)) > 15
+    assert (tmp_path / "many.jsonl").read_bytes() == alone
+
+
 def start(words, rank=0, processes=1, port=0):
     """train/regenerate.py as `accelerate launch` starts one of its processes on a CPU."""
     shared = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
