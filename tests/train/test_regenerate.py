@@ -158,6 +158,7 @@ def kill_when(process, ready):
         process.communicate()
 
 
+@pytest.mark.slow  # three processes that import everything
 def test_killed_run_goes_on_in_two_processes_to_the_same_file(reference, words, run, tmp_path):
     part = tmp_path / "out.jsonl.partial" / "part-00000.jsonl"
     process = start(words("out.jsonl", "--concurrency", 1))
