@@ -180,7 +180,7 @@ def test_few_conversations_all_refused_write_nothing(serve, regenerate, tmp_path
     [
         (("--status", 401), "OPENAI_API_KEY, which is not set"),
         (("--status", 404), "--model must be the name that the server knows (asked for 'served')"),
-        (("--status", 307, "--location", "http://127.0.0.1:9/v1"), "redirects are not followed"),
+        (("--status", 302, "--location", "http://127.0.0.1:9/v1"), "redirects are not followed"),
     ],
 )
 def test_what_no_request_can_get_past_stops_at_once(serve, regenerate, options, message):
