@@ -8,6 +8,7 @@ from pathlib import Path
 
 from headstart.inference.benchmarks.command import add_benchmarks
 from headstart.inference.output_files import check_writable
+from headstart.train import regenerate_options
 
 # Which held-out prompts are for what: a tree is never measured on the prompts that the comparison reports.
 COMPARED_PROMPTS = 16
@@ -137,6 +138,15 @@ def build_parser():
         "--samples", type=int, default=500, help="per side and temperature for the law; 0: none (default 500)"
     )
     lossless.add_argument("--output", help="also write the checks as JSON here")
+
+    regenerate = command(
+        "regenerate",
+        _regenerate,
+        regenerate_options.SUMMARY,
+        regenerate_options.EXAMPLES,
+        regenerate_options.DETAILS,
+    )
+    regenerate_options.add_options(regenerate)
 
     report = command(
         "report",
@@ -491,6 +501,12 @@ def _verify_lossless(arguments):
     if arguments.output:
         Path(arguments.output).write_text(json.dumps({"lossless": passed, "checks": as_rows(checks)}, indent=1) + "\n")
     return 0 if passed else 1
+
+
+def _regenerate(arguments):
+    from headstart.train.regenerate import regenerate
+
+    return regenerate(arguments)
 
 
 def _report(arguments):

@@ -34,12 +34,13 @@ _SENTINEL = "\ue000\ue001\ue000"  # private-use characters, which no text contai
 _BATCH = 512  # conversations tokenised at once
 
 
-def load_conversations(data: str, split: str = "train") -> list[list[dict]]:
+def load_conversations(data: str, split: str = "train", answered: bool = True) -> list[list[dict]]:
     """Conversations, each a list of {"role": "system" | "user" | "assistant", "content": str}.
 
     data: "stdlib" or "installed" (splits "train" and "heldout"), a .json or .jsonl file (which is the split "train"), or
-    the name or folder of a dataset for the `datasets` library. Raises ValueError, naming the place, for a source that
-    does not exist, a line that is no JSON, an unknown shape or role, and a conversation without an assistant turn.
+    the name or folder of a dataset for the `datasets` library. An answer that was cut off, as its "finish_reason" says,
+    keeps that one: {..., "finish_reason": "length"}. Raises ValueError, naming the place, for a source that does not exist,
+    a line that is no JSON, an unknown shape or role, and, where `answered`, a conversation without an assistant turn.
     """
     if data in BUILT_IN:
         return [pair.conversation() for pair in BUILT_IN[data](split)]
@@ -50,7 +51,7 @@ def load_conversations(data: str, split: str = "train") -> list[list[dict]]:
         records = _read_json(path) if path.suffix == ".json" else _read_jsonl(path)
     else:
         records = _read_dataset(data, path, split)
-    conversations = [_conversation(record, where) for where, record in records]
+    conversations = [_conversation(record, where, answered) for where, record in records]
     if not conversations:
         raise ValueError(f"{data} holds no conversations (split {split!r})")
     return conversations
@@ -68,7 +69,8 @@ def encode_conversations(
 
     supervised marks the assistant's tokens: what the template's `{% generation %}` markers enclose, or, in a template
     without them, each assistant turn from the generation prompt to the end of its closing text, found by rendering the
-    conversation with the turn left out and altered. progress: show a bar.
+    conversation with the turn left out and altered. Behind an answer that was cut off ("finish_reason": "length") the
+    closing text is the template's alone, and is not marked. progress: show a bar.
     Raises ValueError, with the example, where the template refuses a conversation, and where such a mask cannot be
     derived, marks nothing, or marks everything.
     """
@@ -91,6 +93,8 @@ def encode_conversations(
             except jinja2.TemplateError as error:
                 raise _template_error(error, encode, tokenizer, batch) from error
             for messages, (ids, supervised) in zip(batch, pairs):
+                if any(_is_cut(message) for message in messages):
+                    supervised = _unmark_unwritten_ends(tokenizer, messages, ids, supervised)
                 if not any(supervised):
                     raise _mask_error("marks no token as the assistant's", tokenizer, messages)
                 if all(supervised):
@@ -204,28 +208,49 @@ def _encode_by_rendering(tokenizer, batch: list[list[dict]]) -> Iterator[tuple[l
 def _assistant_spans(tokenizer, messages: list[dict]) -> tuple[str, list[tuple[int, int]]]:
     """The rendered conversation, and where in it the assistant speaks: (start, end) in characters, per turn."""
 
-    def render(turns, prompt=False):
-        return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompt)
-
-    text = render(messages)
+    text = _render(tokenizer, messages)
     spans = []
     for turn, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
         # A turn begins where the model would be asked to go on.
-        before = render(messages[:turn], prompt=True) if turn else ""
-        # Its content ends where the rest begins that stays when something is added to the content: templates may strip
-        # whitespace and render earlier turns unlike the last, so the turn is altered in its place.
-        altered = {**message, "content": message["content"] + _SENTINEL}
-        _, found, rest = render([*messages[:turn], altered, *messages[turn + 1 :]]).partition(_SENTINEL)
-        _, found_last, closing = render([*messages[:turn], altered]).partition(_SENTINEL)
-        content_end = len(text) - len(rest)
-        end = content_end + len(closing)
-        derived = found and found_last and text.startswith(before) and text.endswith(rest) and rest.startswith(closing)
-        if not derived or content_end < len(before):
-            raise _mask_error(f"does not show where turn {turn + 1} begins and ends", tokenizer, messages)
+        before = _render(tokenizer, messages[:turn], prompt=True) if turn else ""
+        content_end, end = _closing_span(tokenizer, messages, turn, text)
+        if not text.startswith(before) or content_end < len(before):
+            raise _turn_error(turn, tokenizer, messages)
         spans.append((len(before), end))
     return text, spans
+
+
+def _closing_span(tokenizer, messages: list[dict], turn: int, text: str) -> tuple[int, int]:
+    """Where in the rendered conversation the closing text of an assistant turn stands, behind the turn's content."""
+    # The content ends where the rest begins that stays when something is added to the content: templates may strip
+    # whitespace and render earlier turns unlike the last, so the turn is altered in its place.
+    altered = {**messages[turn], "content": messages[turn]["content"] + _SENTINEL}
+    _, found, rest = _render(tokenizer, [*messages[:turn], altered, *messages[turn + 1 :]]).partition(_SENTINEL)
+    _, found_last, closing = _render(tokenizer, [*messages[:turn], altered]).partition(_SENTINEL)
+    if not (found and found_last and text.endswith(rest) and rest.startswith(closing)):
+        raise _turn_error(turn, tokenizer, messages)
+    content_end = len(text) - len(rest)
+    return content_end, content_end + len(closing)
+
+
+def _render(tokenizer, messages: list[dict], prompt: bool = False) -> str:
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+
+
+def _is_cut(message: dict) -> bool:
+    """Whether this is an answer that its writer was not let finish."""
+    return message["role"] == "assistant" and message.get("finish_reason") == "length"
+
+
+def _unmark_unwritten_ends(tokenizer, messages: list[dict], ids: list[int], supervised: list[bool]) -> list[bool]:
+    """`supervised` without the closing text, its end token too, that only the template wrote behind answers cut off."""
+    text = _render(tokenizer, messages)
+    spans = [_closing_span(tokenizer, messages, turn, text) for turn, m in enumerate(messages) if _is_cut(m)]
+    offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    assert len(offsets) == len(ids)
+    return [mark and not any(a <= start < b for a, b in spans) for mark, (start, _) in zip(supervised, offsets)]
 
 
 def _template_error(error, encode, tokenizer, batch: list[list[dict]]) -> ValueError:
@@ -250,6 +275,10 @@ def _template_error(error, encode, tokenizer, batch: list[list[dict]]) -> ValueE
     return _mask_error(f"refuses a part of a conversation ({reason})", tokenizer, culprit)
 
 
+def _turn_error(turn: int, tokenizer, messages: list[dict]) -> ValueError:
+    return _mask_error(f"does not show where turn {turn + 1} begins and ends", tokenizer, messages)
+
+
 def _mask_error(what: str, tokenizer, messages: list[dict]) -> ValueError:
     return ValueError(
         f"the chat template of {tokenizer.name_or_path!r} {what}, so the assistant's tokens cannot be told apart; "
@@ -258,7 +287,7 @@ def _mask_error(what: str, tokenizer, messages: list[dict]) -> ValueError:
     )
 
 
-def _conversation(record, where: str) -> list[dict]:
+def _conversation(record, where: str, answered: bool) -> list[dict]:
     """One record of either shape as messages."""
     turns = None
     if isinstance(record, dict):
@@ -278,8 +307,11 @@ def _conversation(record, where: str) -> list[dict]:
             raise ValueError(
                 f"{where}: a turn needs a role, one of {', '.join(_ROLES)}, and a text, found {_excerpt(turn)}"
             )
-        messages.append({"role": _ROLES[name], "content": content})
-    if all(message["role"] != "assistant" for message in messages):
+        message = {"role": _ROLES[name], "content": content}
+        if _is_cut({**turn, **message}):
+            message["finish_reason"] = "length"
+        messages.append(message)
+    if answered and all(message["role"] != "assistant" for message in messages):
         raise ValueError(f"{where}: a conversation without an assistant turn teaches nothing: {_excerpt(record)}")
     return messages
 

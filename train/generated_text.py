@@ -15,6 +15,7 @@ from pathlib import Path
 from ..inference.decoder import UnsupportedArchitecture
 from ..inference.llm import LLM
 from ..inference.sampling import SamplingParams
+from .part_files import PartFiles
 
 FILE = "generated.jsonl"
 TEMPERATURE, TOP_K = 1.0, 10  # as IBM's speculators were trained
@@ -78,26 +79,20 @@ def generated_documents(run, llm, target_name, prompts, answer_tokens, seed, acc
 
 def _generate(path, llm, prompts, answer_tokens, seed, made_from, accelerator):
     """Write the file: every rank its share aside, then the main rank all of them, in order."""
-    rank, world = accelerator.process_index, accelerator.num_processes
-    mine = range(rank, len(prompts), world)
+    parts = PartFiles(path, made_from, {}, accelerator)
+    mine = parts.share(range(len(prompts)))
     params = [
         SamplingParams(temperature=TEMPERATURE, top_k=TOP_K, max_tokens=answer_tokens, seed=_seed(seed, i))
         for i in mine
     ]
-    outputs = llm.generate([prompts[i] for i in mine], params, use_tqdm=rank == 0)
-    texts = [(one.prompt_token_ids, one.outputs[0].token_ids) for one in outputs]
-    lines = [json.dumps({"ids": [*prompt, *answer], "prompt": len(prompt)}) for prompt, answer in texts]
-    parts = [path.with_name(f".{path.name}.{part}-of-{world}") for part in range(world)]
-    parts[rank].write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-    accelerator.wait_for_everyone()
+    asked = [prompts[i] for i in mine]
+    outputs = llm.generate(asked, params, use_tqdm=accelerator.is_main_process) if mine else []
+    for i, one in zip(mine, outputs):
+        prompt, answer = one.prompt_token_ids, one.outputs[0].token_ids
+        parts.append(i, {"ids": [*prompt, *answer], "prompt": len(prompt)})
+    texts = parts.collect()
     if accelerator.is_main_process:
-        shares = [part.read_text(encoding="utf-8").splitlines() for part in parts]
-        lines = [shares[i % world][i // world] for i in range(len(prompts))]
-        aside = path.with_name(f".{path.name}.partial")
-        aside.write_text("\n".join([json.dumps({"made_from": made_from}), *lines]) + "\n", encoding="utf-8")
-        aside.replace(path)
-        for part in parts:
-            part.unlink()
+        parts.finish(json.dumps(line) for line in [{"made_from": made_from}, *(texts[i] for i in range(len(prompts)))])
     accelerator.wait_for_everyone()
 
 

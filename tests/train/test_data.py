@@ -86,6 +86,18 @@ def test_both_shapes_and_all_role_names_become_the_same_messages(tmp_path):
     assert load_conversations(write(tmp_path / "a.json", [sharegpt, openai])) == [expected, expected]
 
 
+def test_answer_cut_off_stays_marked_and_prompts_alone_can_be_asked_for(tmp_path):
+    cut = {"role": "assistant", "content": "a", "finish_reason": "length"}
+    whole = {"role": "assistant", "content": "b", "finish_reason": "stop"}
+    user = {"role": "user", "content": "q", "finish_reason": None}
+    path = write(tmp_path / "a.jsonl", {"messages": [user, cut, user, whole]}, {"messages": [user]})
+    plain = {"role": "user", "content": "q"}
+    first = [plain, cut, plain, {"role": "assistant", "content": "b"}]
+    assert load_conversations(path, answered=False) == [first, [plain]]
+    with pytest.raises(ValueError, match="line 2: a conversation without an assistant turn"):
+        load_conversations(path)
+
+
 def test_builtin_set_gives_its_splits(stdlib_source, monkeypatch):
     monkeypatch.setattr("headstart.train.stdlib_pairs.stdlib_source_pairs", lambda: stdlib_source)
     train, heldout = load_conversations("stdlib"), load_conversations("stdlib", "heldout")
@@ -199,6 +211,17 @@ def test_both_derivations_give_the_same_masks():
 def test_template_that_renders_the_last_turn_unlike_earlier_ones_is_understood():
     expected = "Un é.<|im_end|>\n<think></think>Deux.<|im_end|>\n"
     assert supervised_text(make_tokenizer(THINKING), MESSAGES) == expected
+
+
+@pytest.mark.parametrize("template", [MARKED, CHATML, THINKING], ids=["markers", "rendering", "thinking"])
+@pytest.mark.parametrize("cut", [(2,), (4,), (2, 4)])
+def test_end_that_an_answer_cut_off_never_had_is_not_supervised(template, cut):
+    tokenizer = make_tokenizer(template)
+    messages = [{**one, "finish_reason": "length"} if place in cut else one for place, one in enumerate(MESSAGES)]
+    thought = "<think></think>" if template == THINKING else ""
+    first, last = ("" if place in cut else "<|im_end|>\n" for place in (2, 4))
+    assert supervised_text(tokenizer, messages) == f"Un é.{first}{thought}Deux.{last}"
+    assert encode_conversation(tokenizer, messages)[0] == encode_conversation(tokenizer, MESSAGES)[0]
 
 
 def test_content_equal_to_other_text_is_not_confused():

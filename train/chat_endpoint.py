@@ -1,0 +1,208 @@
+"""Answers from a server that speaks OpenAI's chat completions (vLLM, SGLang ...), for clusters that serve the target already.
+
+`ChatEndpoint` asks for one answer and tries again where that can help; `answer_by_endpoint` keeps many dialogues going in threads.
+A key is taken from the environment variable OPENAI_API_KEY alone, and is never shown nor sent to another address: redirects
+are errors. Proxies are those of the environment. Not done here: streaming, tools, reasoning that a server hands out apart.
+"""
+
+import http.client
+import json
+import os
+import queue
+import random
+import re
+import threading
+import urllib.error
+import urllib.parse
+import urllib.request
+
+from .dialogue import REFUSED, TOO_LONG, Answer, Unanswerable
+
+TIMEOUT = 600  # seconds for an answer, the server's queue included
+ATTEMPTS = 10
+FIRST_WAIT, LONGEST_WAIT = (
+    1.0,
+    60.0,
+)  # seconds between attempts; each wait is twice the one before: about five minutes in all
+# How servers say that a prompt, or the prompt and max_tokens, is longer than the model allows.
+_TOO_LONG = re.compile(
+    r"context[ _-]?(length|size|window)|longer than the (model|maximum)|max_model_len|prompt is too long", re.I
+)
+
+
+class EndpointUnavailable(OSError):
+    """The server did not answer although it was asked again and again."""
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *arguments):
+        return None
+
+
+class ChatEndpoint:
+    """url: of the server, with or without /v1; model: its name there; sampling: what every request says besides (temperature ...).
+
+    note(text) tells the user of attempts that failed.
+    """
+
+    def __init__(self, url, model, sampling, note):
+        self.url = completions_url(url)
+        self.model, self.sampling, self.note = model, sampling, note
+        self._opener = urllib.request.build_opener(_NoRedirects)
+
+    def answer(self, messages, seed, leaving):
+        """The Answer to a conversation; leaving: a threading.Event that ends waiting between attempts.
+
+        Raises Unanswerable where the server refuses this conversation, EndpointUnavailable where it stays away, and ValueError,
+        with the server's message, where no request could succeed.
+        """
+        body = {"model": self.model, "messages": messages, "seed": seed, **self.sampling}
+        wait = FIRST_WAIT
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                return _read_answer(self._post(body))
+            except urllib.error.HTTPError as error:
+                said = _message(error)
+                if error.code not in (408, 429) and error.code < 500:
+                    raise self._refusal(error.code, said) from None
+                what, asked_to_wait = f"HTTP {error.code}: {said}", _seconds(error.headers.get("Retry-After"))
+            except (OSError, http.client.HTTPException) as error:
+                reason = getattr(error, "reason", error)
+                what, asked_to_wait = f"{type(reason).__name__}: {reason}", 0
+            if attempt == ATTEMPTS or leaving.is_set():
+                break
+            pause = max(wait * random.uniform(0.5, 1), min(asked_to_wait, LONGEST_WAIT))
+            self.note(f"{self.url}: {what}; trying again in {pause:.1f} s ({attempt} of {ATTEMPTS})")
+            leaving.wait(pause)
+            wait = min(2 * wait, LONGEST_WAIT)
+        raise EndpointUnavailable(
+            f"{self.url} gave no answer in {attempt} attempts (the last: {what}); is the server up? Many requests at once on a "
+            f"slow one take longer than the {TIMEOUT} s that are waited: lower --concurrency or --max-tokens"
+        )
+
+    def _post(self, body):
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get("OPENAI_API_KEY"):
+            headers["Authorization"] = f"Bearer {key}"
+        request = urllib.request.Request(self.url, json.dumps(body).encode(), headers, method="POST")
+        with self._opener.open(request, timeout=TIMEOUT) as response:
+            return response.read()
+
+    def _refusal(self, code, said):
+        """What to raise for an answer that another attempt would not change."""
+        if code in (400, 413, 422):
+            return Unanswerable(
+                TOO_LONG if _TOO_LONG.search(said) else REFUSED, f"{self.url} says (HTTP {code}): {said}"
+            )
+        advice = ""
+        if code in (401, 403):
+            state = "is set" if os.environ.get("OPENAI_API_KEY") else "is not set"
+            advice = f"; the key is read from the environment variable OPENAI_API_KEY, which {state}"
+        if code == 404:
+            advice = (
+                f"; --model must be the name that the server knows (asked for {self.model!r}), --endpoint its address"
+            )
+        if 300 <= code < 400:
+            advice = "; redirects are not followed: give the address that it leads to"
+        return ValueError(f"{self.url} says (HTTP {code}): {said}{advice}")
+
+
+def completions_url(url):
+    """http://host:8000, http://host:8000/v1 or the whole address -> .../v1/chat/completions. ValueError for what is no address."""
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"--endpoint must be an address like http://localhost:8000/v1, got {url!r}")
+    if "@" in parts.netloc:
+        raise ValueError("--endpoint takes no user and password in the address; a key is read from OPENAI_API_KEY")
+    path = parts.path.rstrip("/")
+    if not path.endswith("/chat/completions"):
+        path = (path or "/v1") + "/chat/completions"
+    return urllib.parse.urlunsplit((parts.scheme, parts.netloc, path, parts.query, ""))
+
+
+def answer_by_endpoint(endpoint, dialogues, concurrency, stop):
+    """Yield each of `dialogues` (an iterable of open ones) when it has ended, `concurrency` at a time, one thread each.
+
+    stop.requested: stop asking. Errors of any thread are raised here, behind the dialogues that had ended by then.
+    """
+    waiting, lock, leaving, ended = iter(dialogues), threading.Lock(), threading.Event(), queue.SimpleQueue()
+
+    def work():
+        try:
+            while not leaving.is_set():
+                with lock:
+                    dialogue = next(waiting, None)
+                if dialogue is None:
+                    break
+                while dialogue.is_open and not leaving.is_set():
+                    try:
+                        answer = endpoint.answer(dialogue.prompt, dialogue.next_seed, leaving)
+                    except Unanswerable as error:
+                        dialogue.end(error.reason, str(error))
+                    else:
+                        dialogue.take(answer)
+                if not dialogue.is_open:
+                    ended.put(dialogue)
+            ended.put(None)
+        except BaseException as error:  # for the main thread to raise
+            ended.put(error)
+
+    # Daemons: nobody waits for an answer that nobody wants any more.
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(concurrency)]
+    for thread in threads:
+        thread.start()
+    working = len(threads)
+    try:
+        while working and not stop.requested:
+            try:
+                one = ended.get(timeout=0.2)
+            except queue.Empty:
+                continue
+            if isinstance(one, BaseException):
+                raise one
+            if one is None:
+                working -= 1
+            else:
+                yield one
+    finally:
+        leaving.set()
+
+
+def _read_answer(body):
+    """The Answer in a completion."""
+    try:
+        reply = json.loads(body)
+        choice = reply["choices"][0]
+        text, reason = choice["message"]["content"], choice["finish_reason"]
+        usage = reply.get("usage") or {}
+    except (ValueError, KeyError, IndexError, TypeError):
+        raise ValueError(f"the endpoint's answer is no chat completion: {body[:300]!r}") from None
+    if reason not in ("stop", "length"):
+        raise Unanswerable(REFUSED, f"the endpoint ended an answer with finish_reason {reason!r}")
+    # No content: all of it was reasoning, which the server keeps apart.
+    return Answer(text or "", reason, usage.get("completion_tokens") or 0)
+
+
+def _message(error):
+    """What the server says about an error, at most 400 characters of it."""
+    try:
+        body = error.read()
+    except (OSError, http.client.HTTPException):
+        return error.reason
+    text = body.decode("utf-8", "replace").strip()
+    try:
+        said = json.loads(text)
+        for name in ("error", "detail", "message"):
+            said = said.get(name, said) if isinstance(said, dict) else said
+        text = said if isinstance(said, str) else json.dumps(said)
+    except ValueError:
+        pass
+    return text[:400] or error.reason
+
+
+def _seconds(header):
+    """Of a Retry-After header that says a number; else 0."""
+    try:
+        return max(float(header), 0.0)
+    except (TypeError, ValueError):
+        return 0.0
