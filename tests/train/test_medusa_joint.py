@@ -3,6 +3,9 @@
 import json
 import os
 import signal
+import socket
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -47,13 +50,13 @@ def joint(arguments, start):
     return lambda **keys: medusa.main(arguments(**(JOINT | {"start_from": start} | keys)))
 
 
-def build(word_target, dtype="float32", seed=3, **lora):
+def build(word_target, dtype="float32", seed=3, shared=False, **lora):
     """A target with an adapter that is no longer the identity, heads, and two packed rows."""
     model, _ = load_target(word_target, CPU, dtype)
     target = FrozenTarget(model)
     adapter = TargetAdapter(target, **({"rank": 3, "alpha": 5} | lora))
     generator = torch.Generator().manual_seed(seed)
-    head = Medusa(MedusaConfig(32, 48, 3))
+    head = Medusa(MedusaConfig(32, 48, 3, shared_lm_head=shared))
     for parameter in (*adapter.weights, *head.parameters()):
         parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.15)
     input_ids = torch.randint(0, 48, (2, 17), generator=generator)
@@ -91,14 +94,14 @@ def formula(target, adapter, head, batch, supervised, weights, target_loss, num_
                 total -= adapted[b, y - 1, ids[b, y]]
             for k, weight in enumerate(weights):
                 if y - 2 - k >= 0 and documents[b, y - 2 - k] == documents[b, y]:
-                    log_q = head.logits(features[b, y - 2 - k], k).log_softmax(-1)
+                    log_q = head.logits(features[b, y - 2 - k], k, target.lm_head.weight).log_softmax(-1)
                     total += weight * F.kl_div(log_q, law[b, y - 1], reduction="sum")
     return total / num_labels
 
 
-@pytest.mark.parametrize("target_loss", ["kl", "hard"])
-def test_loss_and_every_gradient_are_those_of_the_formula(word_target, target_loss):
-    target, adapter, head, batch, supervised = build(word_target)
+@pytest.mark.parametrize(("target_loss", "shared"), [("kl", False), ("hard", True)])
+def test_loss_and_every_gradient_are_those_of_the_formula(word_target, target_loss, shared):
+    target, adapter, head, batch, supervised = build(word_target, shared=shared)
     weights = [0.2 * 0.7**k for k in range(3)]
     objective = Objective(Loss("kl"), weights)
     totals = accumulate(target, adapter, head, batch, supervised, objective, target_loss)
@@ -242,6 +245,34 @@ def test_measuring_leaves_the_training_as_it_is(joint, tmp_path, read_metrics):
     one, other = (weights_of(tmp_path / name / "head") for name in ("run", "measured"))
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert len(read_metrics("acceptance", "measured")) == 5
+
+
+def test_two_processes_train_as_one(joint, arguments, start, read_metrics, tmp_path):
+    keys = {"max_steps": 3, "accumulate": 2}
+    joint(**keys, batch_rows=4)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    words = arguments(**JOINT, **keys, batch_rows=2, start_from=start, output=tmp_path / "two")
+    processes = [
+        subprocess.Popen(
+            [sys.executable, medusa.__file__, *words],
+            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outcomes = [process.communicate(timeout=120)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outcomes
+    for a, b in zip(read_metrics(), read_metrics(run="two"), strict=True):
+        assert a.pop("kind") == b.pop("kind") == "train"
+        assert a == pytest.approx(b, rel=1e-4, abs=1e-6)
+    one, two = (weights_of(tmp_path / name / "head") for name in ("run", "two"))
+    for name, weight in one.items():
+        torch.testing.assert_close(two[name], weight, rtol=1e-3, atol=1e-4, msg=name)
 
 
 def test_run_learns_and_says_what_became_of_the_target(joint, counting_target, tmp_path, read_metrics):
