@@ -105,7 +105,8 @@ def test_a_head_without_its_adapter_is_warned_of(target_folder, adapted_head, tm
     other = make_adapter(target_folder, tmp_path / "other", seed=1)
     speculative = {"model": adapted_head}
     with pytest.warns(UserWarning, match="trained together with the adapter .* and none is in use.*--adapter"):
-        LLM(target_folder, speculative_config=speculative)
+        llm = LLM(target_folder, dtype="float32", speculative_config=speculative)
+    assert tokens(llm) == tokens(LLM(target_folder, dtype="float32"))  # drafts are worse, no output is wrong
     with pytest.warns(UserWarning, match=r"and another one \(\w{16}\) is in use"):
         LLM(target_folder, adapter=other, speculative_config=speculative)
 
@@ -203,3 +204,24 @@ def test_the_command_decodes_the_adapted_target(target_folder, adapted_head, cap
     llm = LLM(target_folder, adapter=adapted_head, dtype="float32")
     (plain,) = llm.generate(["once"], SamplingParams(temperature=0.0, max_tokens=12))
     assert said.startswith(plain.outputs[0].text)
+
+
+def test_a_tree_is_measured_on_the_adapted_target_unless_another_is_named(
+    target_folder, adapted_head, tmp_path, monkeypatch
+):
+    run, seen = tmp_path / "run", []
+    shutil.copytree(adapted_head, run / "head")
+    (run / "config.yaml").write_text(f"target: {target_folder}\n")
+    lines = [json.dumps({"messages": [{"role": "user", "content": prompt}]}) for prompt in PROMPTS]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+
+    class Watched(LLM):
+        def __init__(self, *arguments, adapter=None, **options):
+            seen.append(adapter)
+            super().__init__(*arguments, adapter=adapter, **options)
+
+    monkeypatch.setattr("headstart.inference.llm.LLM", Watched)
+    options = ["--prompts", str(tmp_path / "prompts.jsonl"), "--num-prompts", "3", "--budget", "4"]
+    assert cli(["tree", str(run), *options]) == 0
+    assert cli(["tree", str(run), *options, "--model", str(target_folder), "--adapter", str(adapted_head)]) == 0
+    assert seen == [str(run / "head"), str(adapted_head)]
