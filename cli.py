@@ -88,7 +88,10 @@ def build_parser():
     tree.add_argument(
         "source", metavar="RUN", help="a run, a checkpoint, a head folder, or a smaller model that drafts"
     )
-    tree.add_argument("--model", help="the target (default: the one the head was trained for)")
+    tree.add_argument(
+        "--model", help="the target (default: the one the head was trained for, with its adapter if it has one)"
+    )
+    _add_adapter(tree)
     tree.add_argument("--prompts", help="JSONL of prompts (default: heldout.jsonl of the run, else of the target)")
     tree.add_argument("--num-prompts", type=int, default=TREE_PROMPTS, help=f"how many (default {TREE_PROMPTS})")
     tree.add_argument(
@@ -195,6 +198,7 @@ def _add_bench_speculation(benchmarks):
         "headstart bench speculation --model assets/stdlib-coder --head assets/stdlib-coder-medusa",
     )
     bench.add_argument("--model", required=True, help="the target: a folder or Hub id")
+    _add_adapter(bench)
     bench.add_argument(
         "--head", action="append", required=True, help="a head folder, run or Hub id; may be given again"
     )
@@ -216,8 +220,16 @@ def _add_device(parser):
     parser.add_argument("--dtype", default="auto", help="auto (default), bfloat16, float16 or float32")
 
 
+def _add_adapter(parser):
+    parser.add_argument(
+        "--adapter",
+        help="a LoRA adapter of the target, merged into its weights: a folder, a Hub id, or a run or head trained with one",
+    )
+
+
 def _add_model(parser):
     parser.add_argument("--model", required=True, help="the target: a folder or Hub id")
+    _add_adapter(parser)
     parser.add_argument(
         "--max-model-len", type=int, help="longest prompt + output in tokens (default: the model's limit)"
     )
@@ -286,6 +298,7 @@ def _generate(arguments):
         arguments.model,
         device=arguments.device,
         dtype=arguments.dtype,
+        adapter=arguments.adapter,
         speculative_config=speculative,
         **shared,
     )
@@ -336,6 +349,7 @@ def _stream_and_time(llm, prompt, params, show):
 def _tree(arguments):
     from headstart.heads.checkpoint import load_head, resolve_head
     from headstart.inference.acceptance import measure_acceptance
+    from headstart.inference.adapter import has_adapter
     from headstart.inference.llm import LLM
     from headstart.inference.prompt_files import read_prompts, render_prompt
     from headstart.inference.speculation import is_draft_model
@@ -355,7 +369,10 @@ def _tree(arguments):
     drafts = arguments.source if is_model else str(resolve_head(arguments.source))
     output = Path(arguments.output) if arguments.output else Path(arguments.source) / "tree.json"
     check_writable(output)
-    model = arguments.model or _target_of(arguments.source, load_head(drafts))
+    model, adapter = arguments.model, arguments.adapter
+    if model is None:
+        model = _target_of(arguments.source, load_head(drafts))
+        adapter = adapter or (drafts if has_adapter(drafts) else None)
     own = Path(arguments.source) / "heldout.jsonl"  # what the training kept out of its data
     if arguments.prompts or is_model or not own.is_file():
         source = _prompt_file(arguments.prompts, model)
@@ -370,6 +387,7 @@ def _tree(arguments):
         model,
         device=arguments.device,
         dtype=arguments.dtype,
+        adapter=adapter,
         num_gpu_blocks_override=TREE_PAGES,
         speculative_config={"model": drafts, "tree": "chain", "num_speculative_tokens": depth},
     )
@@ -406,7 +424,7 @@ def _bench_speculation(arguments):
     folders = [resolve_head(source) for source in arguments.head]
     _choose_threads(arguments.model, arguments.device)
     shared = dict(max_num_seqs=1, num_gpu_blocks_override=2)  # only its weights are used
-    base = LLM(arguments.model, device=arguments.device, dtype=arguments.dtype, **shared)
+    base = LLM(arguments.model, device=arguments.device, dtype=arguments.dtype, adapter=arguments.adapter, **shared)
     prompts = [render_prompt(base.tokenizer, prompt) for prompt in prompts]
     with tempfile.TemporaryDirectory() as scratch:
         heads = []
@@ -478,6 +496,7 @@ def _verify_lossless(arguments):
         arguments.model,
         device=arguments.device,
         dtype=arguments.dtype,
+        adapter=arguments.adapter,
         max_model_len=arguments.max_model_len,
         max_num_seqs=1,
         num_gpu_blocks_override=64,  # it only holds the weights

@@ -104,13 +104,13 @@ def write_head(head, folder, format, dtype=None, torch_file=False, lm_head_weigh
         tensors = {name: _cast(tensor, to_dtype(dtype)) for name, tensor in tensors.items()}
     config_path, path = Path(folder, "config.json"), Path(folder, SAFETENSORS_FILE[format])
     config_path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    with _failing_as_oserror(path):
+    with failing_as_oserror(path):
         save_file(tensors, path, metadata={"format": "pt"})
     # The library creates its file readable by the owner alone; the others follow the umask, and so must this one.
     shutil.copymode(config_path, path)
     if torch_file and format in TORCH_FILE:
         path = Path(folder, TORCH_FILE[format])
-        with _failing_as_oserror(path), path.open("wb") as file:
+        with failing_as_oserror(path), path.open("wb") as file:
             torch.save(tensors, file)
 
 
@@ -120,7 +120,7 @@ def _cast(tensor, dtype):
 
 
 @contextmanager
-def _failing_as_oserror(path):
+def failing_as_oserror(path):
     """Neither library reports a full disk as an OSError; torch has one as the context of what it raises instead."""
     try:
         yield

@@ -28,6 +28,7 @@ class MedusaConfig:
     num_layers: int = 1  # R
     shared_lm_head: bool = False
     base_model_name_or_path: str = ""
+    adapter: str = ""  # which adapter of the target they were trained together with (its fingerprint); "": none
 
     def __post_init__(self):
         for name, least in (("hidden_size", 1), ("vocab_size", 2), ("num_heads", 1), ("num_layers", 1)):

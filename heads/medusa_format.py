@@ -22,6 +22,8 @@ from .tensor_checks import check_names, check_tensors
 
 # The target's lm_head, which vllm-shared files carry along; a head that shares it holds no such tensor of its own.
 TARGET_LM_HEAD = "target.lm_head.weight"
+# The key of config.json that says which adapter of the target the heads were trained with.
+ADAPTER_KEY = "target_adapter"
 
 RENAMES = {
     "medusa": {
@@ -109,6 +111,8 @@ def to_file(head, format, lm_head_weight=None):
 
 def _file_config(table, config):
     """config.json of a file. Every key that a reader would guess when it is missing is written."""
+    # An adapter that they were trained with is named by a key of ours, which other readers pass over.
+    adapted = {ADAPTER_KEY: config.adapter} if config.adapter else {}
     if family(table) == "medusa":
         keys = {
             "base_model_name_or_path": config.base_model_name_or_path,
@@ -120,7 +124,7 @@ def _file_config(table, config):
         # an lm_head no tensor tells the vocabulary.
         if table == "medusa-shared":
             keys |= {"version": "2", "hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
-        return keys
+        return keys | adapted
     # Its reader takes any key with both "num" and "heads" in it for num_heads: none but num_heads may be added here.
     return {
         "model_type": "medusa",
@@ -137,6 +141,7 @@ def _file_config(table, config):
         "medusa_fc_bias": True,  # without it the reader drops every bias
         "original_lm_head": table == "vllm-shared",
         "transformers_version": version("transformers"),
+        **adapted,
     }
 
 
@@ -210,6 +215,7 @@ def from_file(tensors, config):
         num_layers=num_layers,
         shared_lm_head=table.endswith("-shared"),
         base_model_name_or_path=config.get("base_model_name_or_path") or "",
+        adapter=config.get(ADAPTER_KEY) or "",
     )
     return head_config, state
 

@@ -3,9 +3,11 @@
     heads.export runs/first --format medusa --output exports/first-medusa
     heads.export runs/first --format vllm --output exports/first-vllm --dtype bfloat16
     heads.export runs/first --format medusa --output exports/first --push-to-hub you/first --private
+    heads.export runs/medusa2 --format medusa --output exports/medusa2 --merge-adapter exports/medusa2-target
 
 (from the checkout also `python -m heads.export ...`). The folder appears when it is complete: written aside, read back,
-compared with the source bit by bit, then renamed. It does not convert between own and shared lm_heads.
+compared with the source bit by bit, then renamed. Of heads that were trained
+together with an adapter of their target (Medusa-2) the adapter goes along. It does not convert between own and shared lm_heads.
 """
 
 import argparse
@@ -18,8 +20,11 @@ from torch import nn
 
 from ..heads.checkpoint import check_is_free, load_head, resolve_head, staged_folder, to_dtype, write_head
 from ..heads.formats import FORMATS, check_format, family_of
+from ..inference.adapter import FOLDER as ADAPTER_FOLDER
+from ..inference.adapter import has_adapter, read_adapter
 from .measurements import find_measurements
-from .model_card import is_hub_id, model_card
+from .merge import check_can_merge, copy_adapter, merged_card, write_merged_target
+from .model_card import is_hub_id, model_card, target_name
 from .push import check_can_push, push_folder
 from .read_back import check_finite, compare_with_source
 
@@ -46,6 +51,9 @@ examples
   heads.export runs/first --format medusa --output exports/first --base-model you/target --license apache-2.0 \\
       --push-to-hub you/first --private
       log in first (`hf auth login`) or set HF_TOKEN; without REPO it is your account's NAME of the output folder
+
+  heads.export runs/medusa2 --format medusa --output exports/medusa2 --merge-adapter exports/medusa2-target
+      heads trained together with an adapter of their target: adapter/ goes along, and the target is also written merged
 
 Nothing is overwritten: --output must be a new or an empty folder. Exit status: 0 done, 1 it could not be done, 2 usage.
 """
@@ -75,6 +83,11 @@ def main(argv=None):
         metavar="REPO",
         help="push it; REPO defaults to the name of the output folder",
     )
+    parser.add_argument(
+        "--merge-adapter",
+        metavar="DIR",
+        help="also write the target, the adapter that the heads were trained with merged into its weights, to this new folder",
+    )
     parser.add_argument("--private", action="store_true", help="create the repository as a private one")
     args = parser.parse_args(argv)
     if args.private and args.push_to_hub is None:
@@ -82,7 +95,8 @@ def main(argv=None):
     try:
         output = Path(args.output).resolve()
         repo_id = None if args.push_to_hub is None else check_can_push(args.push_to_hub, output.name)
-        export_head(args.source, output, args.format, args.dtype, args.base_model, args.license, name=repo_id)
+        given = (args.source, output, args.format, args.dtype, args.base_model, args.license)
+        export_head(*given, name=repo_id, merged=args.merge_adapter)
         if repo_id is not None:
             print(f"pushed to {push_folder(output, repo_id, args.private)}")
     except (ValueError, OSError) as error:
@@ -92,12 +106,14 @@ def main(argv=None):
     return 0
 
 
-def export_head(source, output, format, dtype=None, base_model=None, license=None, name=None):
+def export_head(source, output, format, dtype=None, base_model=None, license=None, name=None, merged=None):
     """Write the head of `source` to the new folder `output` and check it by reading it back.
 
     source: whatever resolve_head takes; format: one of FORMATS; dtype: None keeps the source's; base_model: the target to
-    name instead of what the source says; name: how the card tells to load it (default: the folder's name).
-    Raises ValueError (source, format, output) or OSError (cannot write); then `output` is as it was before.
+    name instead of what the source says; name: how the card tells to load it (default: the folder's name); merged: a new folder
+    for the target with the head's adapter in its weights, or None.
+    Raises ValueError (source, format, output) or OSError (cannot write); then `output` is as it was before. The merged target
+    comes first.
     """
     output = Path(output).resolve()
     check_is_free(output)
@@ -109,6 +125,14 @@ def export_head(source, output, format, dtype=None, base_model=None, license=Non
         head.take_embedding(weight.to(next(head.parameters()).dtype))
         head.embedding_is_targets = False
     table = check_format(head, format)
+    adapted, merged_from = has_adapter(folder), None
+    if head.config.adapter and not adapted:
+        raise ValueError(f"{folder} holds heads trained with an adapter, and no {ADAPTER_FOLDER}/ beside them")
+    if merged is not None:
+        if not adapted:
+            raise ValueError(f"--merge-adapter: the heads in {folder} were trained without an adapter")
+        adapter = read_adapter(folder)
+        merged_from = check_can_merge(adapter, base_model or head.config.base_model_name_or_path, merged)
     measured = find_measurements(folder)
     source_dtype = next(head.parameters()).dtype
     if base_model:
@@ -125,9 +149,16 @@ def export_head(source, output, format, dtype=None, base_model=None, license=Non
         head, format, name or output.name, measured, license, next(head.parameters()).dtype != source_dtype
     )
     print(f"exporting a head of the family {family_of(head)} from {folder}")
+    if merged_from is not None:
+        text = merged_card(target_name(head.config.base_model_name_or_path), adapter, name or output.name)
+        changed = write_merged_target(adapter, merged_from, merged, text)
+        where = Path(merged).resolve()
+        print(f"wrote {where}: the target with the adapter in {changed} of its tensors, read back and compared")
     with staged_folder(output) as staging:
         write_head(head, staging, format, torch_file=True, lm_head_weight=lm_head_weight)
         (staging / "README.md").write_text(card, encoding="utf-8")
+        if adapted:
+            copy_adapter(folder / ADAPTER_FOLDER, staging, head.config.base_model_name_or_path)
         if measured.tree is not None:
             shutil.copyfile(measured.tree, staging / measured.tree.name)
         num_compared = compare_with_source(staging, head, format, lm_head_weight)

@@ -82,11 +82,24 @@ def _summary(head, format, target):
         f"{count}{kind} ([arXiv {paper}](https://arxiv.org/abs/{paper})) that {verb} {depth} tokens ahead for the target "
         f"`{target}`, trained and exported with Headstart. In Headstart's engine the target checks every drafted token, and the "
         "output is the one it gives without them.\n\n"
+        f"{_adapted(head, target)}"
         "| | |\n|---|---|\n"
         f"| target | `{target}`: hidden size {hidden_size}, vocabulary {config.vocab_size} |\n"
         f"{rows}\n"
         f"| parameters | {num_parameters:,} in {dtype} |\n"
         f"| format | `{format}` |"
+    )
+
+
+def _adapted(head, target):
+    """What there is to say of heads that were trained together with an adapter of their target."""
+    if family_of(head) != "Medusa" or not head.config.adapter:
+        return ""
+    return (
+        f"**They belong to the adapted target**: they were trained together with a LoRA adapter of `{target}` (Medusa-2), which "
+        f"lies in `adapter/` in peft's format (weights `{head.config.adapter}`). With it the output is the one that the adapted "
+        f"target gives without the heads, which is not that of `{target}` itself; without it their drafts are accepted less often."
+        "\n\n"
     )
 
 
@@ -171,11 +184,13 @@ def _figure(value):
 def _usage(head, format, name, target, measured):
     tree = "static" if measured.tree is not None else "chain"
     depth = head.num_speculative_tokens
+    adapted = bool(_adapted(head, target))
+    argument, option = (f'\n    adapter="{name}",', f" --adapter {name}") if adapted else ("", "")
     text = f'''```python
 from headstart import LLM, SamplingParams
 
 llm = LLM(
-    model="{target}",
+    model="{target}",{argument}
     speculative_config={{"model": "{name}", "num_speculative_tokens": {depth}, "tree": "{tree}"}},
 )
 [result] = llm.generate(["Write a function that reads a file."], SamplingParams(temperature=0.0, max_tokens=96))
@@ -185,13 +200,17 @@ print(result.outputs[0].text, result.outputs[0].spec_decode_metrics)
 The heads alone, as a module: `from headstart import load_head; head = load_head("{name}")`. From a terminal:
 
 ```sh
-headstart generate --model {target} --head {name} --tree {tree} --compare "Write a function that reads a file."
+headstart generate --model {target}{option} --head {name} --tree {tree} --compare "Write a function that reads a file."
 ```'''
     if format in VLLM_METHODS:
         method, versions = VLLM_METHODS[format]
+        of_merged = (
+            f", where TARGET is `{target}` with the adapter merged (`heads.export --merge-adapter`)" if adapted else ""
+        )
+        target = "TARGET" if adapted else target
         text += f"""
 
-In {versions}:
+In {versions}{of_merged}:
 
 ```sh
 vllm serve {target} --speculative-config '{{"method": "{method}", "model": "{name}", "num_speculative_tokens": {depth}}}'

@@ -48,7 +48,7 @@ def push_folder(folder, repo_id, private=False):
         # A repository that exists keeps its visibility, whatever create_repo was asked for.
         if private and not there.private:
             raise ValueError("it exists already and is public, and --private was asked for")
-        ours = {path.name for path in folder.iterdir()}
+        ours = {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
         others = {file.rfilename for file in there.siblings or ()} - ours
         foreign = sorted(name for name in others if name.endswith((".safetensors", ".pt", ".bin")))
         if foreign:

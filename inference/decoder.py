@@ -141,11 +141,12 @@ class Decoder:
         return cls(weights_of_module(module), module.config, max_positions)
 
     @classmethod
-    def from_pretrained(cls, folder_or_id, config, dtype, device, max_positions, load_format="auto"):
+    def from_pretrained(cls, folder_or_id, config, dtype, device, max_positions, load_format="auto", adapter=None):
         """With weights of its own: a folder's or Hub id's safetensors, tensor by tensor onto the device, or random ones.
 
         config: the model's Hugging Face config; dtype: torch.dtype of the weights, whatever the files hold; load_format: "auto"
-        or "dummy" (random weights of the config's shape; folder_or_id is not looked at). Raises ValueError, naming files and
+        or "dummy" (random weights of the config's shape; folder_or_id is not looked at); adapter: an Adapter to add to the
+        weights (not to random ones), or None. Raises ValueError, naming files and
         tensors, before anything is read: see weights.load_weights.
         """
         if load_format not in LOAD_FORMATS:
@@ -154,7 +155,7 @@ class Decoder:
         if load_format == "dummy":
             weights = random_weights(config, dtype, device)
         else:
-            weights = load_weights(folder_or_id, config, dtype, device)
+            weights = load_weights(folder_or_id, config, dtype, device, adapter)
         return cls(weights, config, max_positions)
 
     def forward(self, batch, kv, streams=()):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from tqdm import tqdm
 
+from .adapter import MERGED_KEY, choose_adapter, warn_unless_adapted
 from .decoder import check_supported
 from .engine import Engine
 from .forbidden_tokens import bad_word_sequences, check_tokens
@@ -97,6 +98,8 @@ class LLM:
         "probabilistic" (that of the ratio rules), "greedy" or "top_and_one"; adaptive: True cuts the tree in every step to the
         depth that gives most tokens per second by what was measured so far, none at all where that is best;
         num_speculative_tokens_per_batch_size: tells the depth instead, {smallest batch size: tokens}.
+    adapter: a LoRA adapter of the target in peft's format (a folder or a Hub id, or a run or head that was trained with one): it is
+        merged into the weights while they are loaded, in fp32, rounded once. The target is then the adapted one, in every respect.
     logprobs_mode: "raw_logprobs" (of the target's logits) or "processed_logprobs" (of the law a token was drawn from, behind
         temperature and filters). prompt_logprobs are always raw.
 
@@ -121,6 +124,7 @@ class LLM:
         seed=0,
         speculative_config=None,
         logprobs_mode="raw_logprobs",
+        adapter=None,
         **unknown,
     ):
         names = [name for name in inspect.signature(LLM.__init__).parameters if name not in ("self", "unknown")]
@@ -147,7 +151,11 @@ class LLM:
         shared = model if isinstance(model, LLM) else None
         config, self.model_name = (shared.config, shared.model_name) if shared else target_config(model, load_format)
         check_supported(config)
+        in_use = shared.adapter if shared else getattr(config, MERGED_KEY, "")
+        merged = choose_adapter(adapter, model, load_format)
+        self.adapter = merged.fingerprint if merged else in_use
         source = find_draft_source(speculative, config)
+        warn_unless_adapted(source.head if source else None, self.adapter)
         tree = choose_tree(speculative, source)
         check_width(tree, config.get_text_config().vocab_size)
         rule, drawing = choose_drawing(speculative, tree)
@@ -165,7 +173,8 @@ class LLM:
             self.eos_token_ids = shared.eos_token_ids
         else:
             self.tokenizer = load_tokenizer(tokenizer, model)
-            decoder = load_decoder(model, config, dtype, device, self.max_model_len + MAX_NODES, load_format)
+            positions = self.max_model_len + MAX_NODES
+            decoder = load_decoder(model, config, dtype, device, positions, load_format, merged)
             self.eos_token_ids = eos_token_ids(model, config, self.tokenizer)
         verifier = choose_verifier(rule, speculative, tree, decoder.device)
         self.config = config

@@ -135,8 +135,8 @@ def check_used_in_place(loaded, dtype, device):
         )
 
 
-def load_decoder(model, config, dtype, device, max_positions, load_format):
-    """The target on our kernels, from wherever it comes."""
+def load_decoder(model, config, dtype, device, max_positions, load_format, adapter=None):
+    """The target on our kernels, from wherever it comes; adapter: an Adapter to merge into the weights of files, or None."""
     if isinstance(model, nn.Module):
         check_used_in_place(model, dtype, device)
         return Decoder.from_module(model, max_positions)
@@ -144,7 +144,7 @@ def load_decoder(model, config, dtype, device, max_positions, load_format):
     if dtype is None:
         dtype = faster_cpu_dtype() if device.type == "cpu" else (getattr(config, "dtype", None) or torch.bfloat16)
     source = str(model) if isinstance(model, str | Path) else None
-    return Decoder.from_pretrained(source, config, dtype, device, max_positions, load_format)
+    return Decoder.from_pretrained(source, config, dtype, device, max_positions, load_format, adapter)
 
 
 @functools.cache

@@ -261,10 +261,11 @@ def random_weights(config, dtype, device, seed=0):
 # --- from safetensors ---
 
 
-def load_weights(folder_or_id, config, dtype, device):
+def load_weights(folder_or_id, config, dtype, device, adapter=None):
     """DecoderWeights from a folder or a Hub id with model.safetensors, or with an index and its shards.
 
-    config: the model's Hugging Face config; dtype: what tensors are cast to, one by one; device: where they go.
+    config: the model's Hugging Face config; dtype: what tensors are cast to, one by one; device: where they go; adapter: an
+    Adapter that is added to them on the way, in fp32, or None.
     Raises ValueError, before any tensor is read, for files that are missing, cut short or of another kind, naming them, and for
     tensors that are missing, unexpected, misshapen or quantised, naming those.
     """
@@ -276,6 +277,8 @@ def load_weights(folder_or_id, config, dtype, device):
     if config.tie_word_embeddings:
         _plan_tied(plan, where)
     _check_tensors(folder_or_id, plan, headers)
+    if adapter is not None:
+        adapter.check_fits({name: shape for parts in plan.values() for name, shape in parts.items()})
     _check_memory(config, dtype, device)
     opened = {path: open_file(path) for path in files}
     # A tensor of an opened file is a view of it: nothing is read, or takes memory, until it is used.
@@ -287,7 +290,7 @@ def load_weights(folder_or_id, config, dtype, device):
         for packed, parts in plan.items():
             tensors[packed], start = _allocate(parts, dtype, device), 0
             for name, (rows, *_) in parts.items():
-                _copy(stored[name], tensors[packed][start : start + rows], bar)
+                _copy(name, stored[name], tensors[packed][start : start + rows], adapter, bar)
                 start += rows
     return _assemble(config, tensors)
 
@@ -311,13 +314,20 @@ def _tie_if_equal(plan, stored):
     )
 
 
-def _copy(source, target, bar):
-    """target = source, cast and moved in pieces of at most CHUNK_BYTES."""
-    rows = max(1, CHUNK_BYTES // max(1, source[0].nbytes))
-    for piece, place in zip(source.split(rows), target.split(rows)):
+def _copy(name, source, target, adapter, bar):
+    """target = source and what the adapter (None: nothing) adds to it, cast and moved in pieces."""
+    rows = rows_at_once(source)
+    for first, piece, place in zip(range(0, len(source), rows), source.split(rows), target.split(rows)):
+        bar.update(piece.nbytes)
+        if adapter is not None:
+            piece = adapter.add_to(name, piece, first)
         # To another device bytes go as they are and are cast there: the cast is faster and the host holds no copy.
         place.copy_(piece.to(target.device) if piece.dtype != target.dtype else piece)
-        bar.update(piece.nbytes)
+
+
+def rows_at_once(tensor):
+    """How many rows of a stored tensor make a piece of at most CHUNK_BYTES."""
+    return max(1, CHUNK_BYTES // max(1, tensor[0].nbytes))
 
 
 def _progress_bar(total):

@@ -1,7 +1,8 @@
 """Checkpoints of a run: everything a resumed run needs to repeat the uninterrupted one bit by bit.
 
     runs/<name>/checkpoints/step-000200/
-        head/           the head, in the dtype it is trained in (load_head reads it)
+        head/           the head, in the dtype it is trained in (load_head reads it); head/adapter/ the target's adapter, in peft's
+                        format, of a run that trains one beside the head (train/target_adapter.py)
         optimizer.pt    the optimiser's state, as it is (fp32)
         rng.pt          state of the random generators (python, numpy, torch, cuda) of every rank
         state.json      step, what the run counts, the recipe, and size and checksum of every file; written last
@@ -26,6 +27,7 @@ from accelerate.utils import gather_object
 
 from ..heads.checkpoint import load_head, save_head, staged_folder
 from ..heads.formats import check_family, family_of
+from ..inference.adapter import FOLDER as ADAPTER_FOLDER
 
 _STEP = re.compile(r"step-(\d+)")
 _TRIAL = ".can-be-written-"
@@ -37,12 +39,12 @@ def list_checkpoints(run):
     return sorted(found, key=lambda path: int(_STEP.fullmatch(path.name)[1]))
 
 
-def save_checkpoint(run, step, head, optimizer, state, accelerator, num_kept):
+def save_checkpoint(run, step, head, optimizer, state, accelerator, num_kept, adapter=None):
     """Write checkpoint `step` of `run`, then remove all but the newest `num_kept` up to it; called on every rank.
 
     Those of later steps go too: they are there if the run was taken back to an earlier checkpoint, and are not of the run as
-    it goes on now. state: a JSON-able dict that `read_state` gives back. Raises OSError if it cannot be written; all that
-    were there stay.
+    it goes on now. state: a JSON-able dict that `read_state` gives back; adapter: a TargetAdapter, or None. Raises
+    OSError if it cannot be written; all that were there stay.
     """
     rng = gather_object([_rng_state(accelerator.device)])
     if accelerator.is_main_process:
@@ -52,7 +54,7 @@ def save_checkpoint(run, step, head, optimizer, state, accelerator, num_kept):
         if fresh != folder:
             shutil.rmtree(fresh, ignore_errors=True)
         with staged_folder(fresh) as staging:
-            save_head(head, staging / "head")
+            _save_head(head, staging / "head", adapter)
             _save_tensors(optimizer.state_dict(), staging / "optimizer.pt")
             _save_tensors(rng, staging / "rng.pt")
             files = sorted(path for path in staging.rglob("*") if path.is_file())
@@ -99,12 +101,23 @@ def choose_checkpoint(run, wanted=""):
     return folder
 
 
-def save_final_head(head, run):
-    """Write <run>/head; an earlier one of this run (it was extended) makes way once the new one is complete."""
+def save_final_head(head, run, adapter=None):
+    """Write <run>/head, with the TargetAdapter `adapter` in it, if there is one.
+
+    An earlier head of this run (it was extended) makes way once the new one is complete.
+    """
     fresh = Path(run, ".head.new")
     shutil.rmtree(fresh, ignore_errors=True)
-    save_head(head, fresh)
+    _save_head(head, fresh, adapter)
     _replace_folder(Path(run, "head"), fresh)
+
+
+def _save_head(head, folder, adapter):
+    """The head's folder, and in it the adapter's."""
+    if adapter is None:
+        save_head(head, folder)
+    else:
+        adapter.save_head(head, folder)
 
 
 def find_damage(folder):
@@ -201,13 +214,15 @@ def read_state(folder):
     return json.loads(Path(folder, "state.json").read_text(encoding="utf-8"))
 
 
-def load_checkpoint(folder, head, optimizer, accelerator):
-    """Put head, optimiser and this rank's random generators into the state of the checkpoint."""
+def load_checkpoint(folder, head, optimizer, accelerator, adapter=None):
+    """Put head, adapter (a TargetAdapter, or None), optimiser and this rank's random generators into the checkpoint's state."""
     saved = load_head(Path(folder, "head"))
     check_family(saved, family_of(head))
     if head.embedding_is_targets:  # never overwritten, and most checkpoints leave it out
         saved.take_embedding(head.embed_tokens.weight)
     head.load_state_dict(saved.state_dict())
+    if adapter is not None:
+        adapter.load(Path(folder, "head", ADAPTER_FOLDER))
     # On the CPU first: mapped to a device, a fused optimiser's steps and moments are placed by load_state_dict itself.
     optimizer.load_state_dict(torch.load(Path(folder, "optimizer.pt"), map_location="cpu", weights_only=True))
     states = torch.load(Path(folder, "rng.pt"), map_location="cpu", weights_only=True)

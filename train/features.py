@@ -127,6 +127,10 @@ class FrozenTarget:
 
     @torch.no_grad()
     def features(self, input_ids, position_ids, document_ids, layers=()):
+        """What `forward` returns, without a graph."""
+        return self.forward(input_ids, position_ids, document_ids, layers)
+
+    def forward(self, input_ids, position_ids, document_ids, layers=()):
         """[B, T] each (document -1 on padding) -> [B, T, (1 + A) H]; documents of a row do not see each other.
 
         The last hidden state after the final norm, then the residual streams of `layers` (A ids, low to high), side by side: id k

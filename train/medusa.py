@@ -1,28 +1,38 @@
-"""Train Medusa heads (heads/medusa.py) against a frozen target: the script, from top to bottom.
+"""Train Medusa heads (heads/medusa.py) against a frozen target, or together with an adapter of it: the script, from top to bottom.
 
     accelerate launch train/medusa.py --config configs/quickstart.yaml
     accelerate launch train/medusa.py --config configs/medusa.yaml --target ORG/MODEL --data conversations.jsonl --lr 5e-4
     accelerate launch train/medusa.py --config configs/quickstart.yaml --resume
+    accelerate launch train/medusa.py --config configs/medusa2-quickstart.yaml --start_from runs/quickstart
 
 conversations -> token ids and assistant mask -> packed rows -> the target's features -> K heads -> loss against the target's law or
-the text, summed and divided by the number of labels of the whole optimiser step. `--help` lists every key. A run writes only
+the text, summed and divided by the number of labels of the whole optimiser step. Stage `joint` (Medusa-2, train/joint.py) goes on
+with heads of the stage `heads` and trains a LoRA adapter of the target with them. `--help` lists every key. A run writes only
 into its `output` folder: config.yaml, metrics.jsonl, checkpoints/, acceptance.json, head/.
 
 Every rank knows all rows and their order, so label counts need no communication; gradients are summed over the ranks once per
-optimiser step. It does not: train the target (Medusa-2), shard heads over ranks, mix several data sets.
+optimiser step. It does not: shard heads over ranks, mix several data sets.
 """
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from tqdm import tqdm
 
+from headstart.heads.checkpoint import load_head
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.train.acceptance import AcceptanceMeter, choose_held_out
 from headstart.train.data import load_conversations
 from headstart.train.distillation import Objective, accumulate_gradients, find_labels, summarize
 from headstart.train.features import FrozenTarget, cache_features, load_target
+from headstart.train.joint import (
+    TARGET_LOSSES,
+    AdaptedMeter,
+    accumulate_joint_gradients,
+    build_joint_optimizer,
+    summarize_joint,
+)
 from headstart.train.losses import Loss
 from headstart.train.optimization import NonFiniteLoss, build_optimizer, finish_step
 from headstart.train.predictions import medusa_predictions
@@ -39,6 +49,7 @@ from headstart.train.rows import (
 from headstart.train.run_folder import RunFolder, start_processes
 from headstart.train.run_recipe import CHANGEABLE, RunRecipe, is_due
 from headstart.train.stopping import StopSignals, leave_with_launcher
+from headstart.train.target_adapter import ALL_LINEAR, TargetAdapter
 from headstart.train.tracking import Speedometer
 
 
@@ -51,10 +62,75 @@ class Recipe(RunRecipe):
     num_layers: int = key(1, "residual blocks per head", least=1)
     shared_lm_head: bool = key(False, "heads end in the target's lm_head instead of one of their own")
     head_weight_decay: float = key(0.8, "head k's loss counts this to the power k", least=0)
+    stage: str = key(
+        "heads",
+        "heads: the heads alone; joint: heads and a LoRA adapter of the target together (Medusa-2)",
+        choices=("heads", "joint"),
+    )
+    start_from: str = key(
+        "",
+        "begin with these heads (run, checkpoint, folder or Hub id) of the same shape; joint needs them, from the stage heads",
+    )
+    target_loss: str = key(
+        "kl",
+        "joint, of the adapted target itself: kl: from the frozen target's law (self-distillation); hard: cross entropy against "
+        "the text",
+        choices=TARGET_LOSSES,
+    )
+    medusa_weight: float = key(0.2, "joint: what the heads' loss counts beside the target's own", least=0)
+    target_lr: float = key(5e-4, "joint: peak learning rate of the adapter; lr is the heads'", least=0)
+    lora_rank: int = key(32, "joint: rank of the adapter", least=1)
+    lora_alpha: float = key(16.0, "joint: the adapter's products count alpha / rank", least=0)
+    lora_dropout: float = key(0.0, "joint: part of the adapter's inputs left out", least=0, most=0.99)
+    lora_targets: str = key(
+        ALL_LINEAR, "joint: names of the layers to adapt, by commas; all-linear: every Linear but lm_head"
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.stage == "joint":
+            if not self.start_from:
+                raise ValueError(
+                    "stage joint goes on with the heads of stage heads: give their run or folder as start_from"
+                )
+            if self.cache_features:
+                raise ValueError("stage joint changes the features in every step: set cache_features to false")
+            if not self.lr or not self.lora_alpha:
+                raise ValueError(
+                    "stage joint needs lr and lora_alpha above 0: the adapter learns at target_lr / lr of the heads' rate"
+                )
 
     @property
     def objective(self):
-        return Objective(Loss(self.loss, self.lk_eta), [self.head_weight_decay**k for k in range(self.num_heads)])
+        weight = self.medusa_weight if self.stage == "joint" else 1.0
+        weights = [weight * self.head_weight_decay**k for k in range(self.num_heads)]
+        return Objective(Loss(self.loss, self.lk_eta), weights)
+
+
+def build_head(recipe, target, resumed):
+    """The heads that the recipe describes: new ones, or those it starts from, which must be of that shape.
+
+    resumed: the checkpoint that will be loaded into them, which makes a start of another run's heads needless; or None.
+    """
+    shape = (target.hidden_size, target.vocab_size, recipe.num_heads, recipe.num_layers, recipe.shared_lm_head)
+    head = Medusa(MedusaConfig(*shape, base_model_name_or_path=recipe.target))
+    target.initialize(head)
+    if recipe.start_from and not resumed:
+        start = load_head(recipe.start_from, dtype="float32")
+        if not isinstance(start, Medusa):
+            raise ValueError(f"start_from {recipe.start_from!r} holds a {type(start).__name__} head, not Medusa heads")
+        if start.config.adapter:
+            raise ValueError(
+                f"start_from {recipe.start_from!r} was trained with an adapter already: give heads of stage heads"
+            )
+        for f in fields(head.config):
+            found, wanted = getattr(start.config, f.name), getattr(head.config, f.name)
+            if found != wanted and f.name != "base_model_name_or_path":
+                raise ValueError(
+                    f"start_from {recipe.start_from!r} has {f.name} {found!r}, this run asks for {wanted!r}"
+                )
+        head.load_state_dict(start.state_dict())
+    return head
 
 
 def main(argv):
@@ -74,10 +150,7 @@ def main(argv):
     documents = choose_documents(tokenizer, conversations, recipe.row_length, recipe.max_tokens, recipe.seed)
     packed, labels_per_row = build_rows(documents, recipe.row_length, tokenizer.pad_token_id, note)
     target.check(*select_rows(packed, [row_of_many_documents(packed)], device)[:3])
-    shape = (target.hidden_size, target.vocab_size, recipe.num_heads, recipe.num_layers, recipe.shared_lm_head)
-    head = Medusa(MedusaConfig(*shape, base_model_name_or_path=recipe.target)).to(device)
-    target.initialize(head)
-    optimizer = build_optimizer(head, recipe.weight_decay, recipe.beta1, recipe.beta2)
+    head = build_head(recipe, target, resumed).to(device)
 
     def predict(features, input_ids, position_ids, document_ids):
         return medusa_predictions(head, features, target.lm_head.weight)
@@ -88,6 +161,18 @@ def main(argv):
     if held_out:
         options = {"max_tokens": recipe.eval_tokens, "max_length": min(longest, 2 * recipe.row_length)}
         meter = AcceptanceMeter(target, tokenizer, head, predict, held_out, recipe.chunk_tokens, note, **options)
+
+    # What is trained. The adapter comes behind the engine, which shares the weights of plain layers.
+    adapter, trained_parts, adamw = None, head, (recipe.weight_decay, recipe.beta1, recipe.beta2)
+    if recipe.stage == "joint":
+        lora = (recipe.lora_rank, recipe.lora_alpha, recipe.lora_dropout, recipe.lora_targets)
+        adapter = TargetAdapter(target, *lora)
+        note(f"the adapter has {adapter.num_parameters:,} parameters in {len(adapter.layers)} layers of the target")
+        trained_parts = torch.nn.ModuleList([head, adapter.weights])
+        optimizer = build_joint_optimizer(head, adapter, recipe.target_lr / recipe.lr, *adamw)
+        meter = meter and AdaptedMeter(meter, adapter)
+    else:
+        optimizer = build_optimizer(head, *adamw)
     rows_per_step = recipe.batch_rows * recipe.accumulate * accelerator.num_processes
     num_steps = recipe.num_updates(len(labels_per_row), rows_per_step)
     rows = {"rows": fingerprint(packed), "rows_per_step": rows_per_step}
@@ -95,7 +180,7 @@ def main(argv):
     # From here on the run folder exists, and a signal leaves a run that resumes.
     with (
         StopSignals() as stop,
-        RunFolder(recipe, resumed, CHANGEABLE, rows, head, optimizer, target, accelerator, note) as run,
+        RunFolder(recipe, resumed, CHANGEABLE, rows, head, optimizer, target, accelerator, note, adapter) as run,
         tqdm(total=num_steps, initial=run.step, desc="training", unit="step", disable=not main_rank) as bar,
     ):
         run.keep_held_out(held_out)
@@ -131,25 +216,32 @@ def main(argv):
                 first = (micro * accelerator.num_processes + accelerator.process_index) * recipe.batch_rows
                 index = rows[first : first + recipe.batch_rows]
                 *batch, supervised = select_rows(packed, index, device)  # [B, T] each
-                features = cache.rows(index, device) if cache else target.features(*batch)  # [B, T, H]
                 input_ids, _, document_ids = batch
                 labels = find_labels(input_ids, document_ids, supervised, recipe.num_heads)
-                projection = (target.lm_head, recipe.objective, num_labels, recipe.chunk_tokens)
-                with autocast:
-                    predictions = predict(features, *batch)
-                    share = accumulate_gradients(predictions, features.flatten(0, 1), labels, *projection, logs)
+                sizes = (num_labels, recipe.chunk_tokens)
+                if adapter:
+                    objectives = (recipe.objective, recipe.target_loss)
+                    given = (target, adapter, predict, batch, labels, *objectives, *sizes, autocast, logs)
+                    share = accumulate_joint_gradients(*given)  # [1 + K, 4]
+                else:
+                    features = cache.rows(index, device) if cache else target.features(*batch)  # [B, T, H]
+                    projection = (target.lm_head, recipe.objective, *sizes)
+                    with autocast:
+                        predictions = predict(features, *batch)
+                        share = accumulate_gradients(predictions, features.flatten(0, 1), labels, *projection, logs)
                 fed.append(index.tolist())
                 shares.append(share)  # [K, 4]
 
             # The ranks' shares add up; a number that is not finite stops the run before it reaches the weights.
             lr = recipe.learning_rate(step, num_steps)
             with describe_non_finite(step, packed, fed, tokenizer):
-                totals, grad_norm = finish_step(head, optimizer, shares, accelerator, lr, recipe.max_grad_norm)
+                totals, grad_norm = finish_step(trained_parts, optimizer, shares, accelerator, lr, recipe.max_grad_norm)
 
             run.advance(int(tokens_per_row[rows].sum()))
             bar.update()
             if logs:
-                figures = summarize(totals, recipe.objective, num_labels) | {"lr": lr, "grad_norm": grad_norm}
+                summary = (summarize_joint if adapter else summarize)(totals, recipe.objective, num_labels)
+                figures = summary | {"lr": lr, "grad_norm": grad_norm}
                 run.record_step(figures, speed, bar)
         run.finish(head)
     return 0

@@ -68,6 +68,7 @@ def finish_step(head, optimizer, shares, accelerator, lr, max_norm, max_value=0.
 def update(head, optimizer, lr, max_norm, max_value=0.0):
     """One optimiser step with the gradients at hand, unless their norm is not finite. Returns the norm before clipping.
 
+    lr: of the head; a group of the optimiser that has a "rate" learns at that multiple of it.
     max_value: every entry of the gradient is cut to plus or minus this; else max_norm: longer gradients are cut to it; 0: never.
     """
     norm = torch.nn.utils.get_total_norm([p.grad for p in head.parameters() if p.grad is not None])
@@ -77,7 +78,7 @@ def update(head, optimizer, lr, max_norm, max_value=0.0):
         elif max_norm:
             torch.nn.utils.clip_grads_with_norm_(head.parameters(), max_norm, norm)
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("rate", 1.0)
         optimizer.step()
     optimizer.zero_grad()
     return norm.item()

@@ -29,6 +29,11 @@ def tiles(run, train, measured, acceptance, tree, benchmark):
         if acceptance and _is_number(acceptance.get("num_steps")):
             how += f", {acceptance['num_steps']:,} steps"
         found.append((f"{chain['acceptance_length']:.2f}", "tokens per step, chain", how))
+    if chain and _is_number(chain.get("heldout_loss")) and _is_number(chain.get("frozen_heldout_loss")):
+        frozen = chain["frozen_heldout_loss"]
+        found.append(
+            (f"{chain['heldout_loss']:.3f}", "held-out loss, adapted target", f"{frozen:.3f} of the frozen one")
+        )
     if tree and "dynamic" in tree and "choice" in tree:
         chosen = tree["choice"]["chosen"]
         figure = f"{chosen['acceptance_length']:.2f}"

@@ -66,14 +66,16 @@ class RunFolder:
     step, tokens: what is done so far. precision: "bf16" or "no", what `autocast` came to when the run was started.
     """
 
-    def __init__(self, recipe, resumed, changeable, rows, head, optimizer, target, accelerator, note):
+    def __init__(self, recipe, resumed, changeable, rows, head, optimizer, target, accelerator, note, adapter=None):
         """Make or reopen it; of a resumed run, put head, optimiser and random generators into the state of the checkpoint.
 
         resumed: checkpoint folder or None; changeable: keys that a resumed run may be told anew; rows: {"rows": fingerprint,
-        "rows_per_step": int}, which it may not. Raises ValueError if it is another run that goes on.
+        "rows_per_step": int}, which it may not; adapter: a TargetAdapter that is
+        trained beside the head, or None. Raises ValueError if it is another run that goes on.
         """
         self.path, self.data, self.num_kept = Path(recipe.output), recipe.data, recipe.keep_checkpoints
         self.accelerator, self.is_main, self.note = accelerator, accelerator.is_main_process, note
+        self.adapter = adapter
         if resumed and recipe.autocast == "auto":  # what was measured when the run was started
             self.precision = read_state(resumed)["recipe"]["autocast"]
         else:
@@ -84,7 +86,7 @@ class RunFolder:
         self.saved_step = -1
         if resumed:
             self.state = check_same_run(read_state(resumed), self.state, changeable, note)
-            load_checkpoint(resumed, head, optimizer, accelerator)
+            load_checkpoint(resumed, head, optimizer, accelerator, adapter)
             self.saved_step = self.step
             note(f"going on from {resumed}, after step {self.step}")
         if self.is_main:
@@ -150,7 +152,8 @@ class RunFolder:
         self.accelerator.wait_for_everyone()
 
     def _record_acceptance(self, measured):
-        names = ("acceptance_length", "per_position", "num_steps", "source")
+        names = ["acceptance_length", "per_position", "num_steps", "source"]
+        names += [name for name in ("heldout_loss", "frozen_heldout_loss") if name in measured]
         self.record("acceptance", {name: measured[name] for name in names})
         positions = " ".join(f"{share:.2f}" for share in measured["per_position"])
         how = "" if measured["source"] == "engine" else ", teacher-forced"
@@ -158,13 +161,19 @@ class RunFolder:
             f"step {self.step}: {measured['acceptance_length']:.2f} tokens per step on held-out prompts{how}; "
             f"accepted by position {positions}"
         )
+        if "heldout_loss" in measured:
+            losses = measured["heldout_loss"], measured["frozen_heldout_loss"]
+            self.note(
+                f"loss of the adapted target on held-out answers {losses[0]:.4f}, of the frozen one {losses[1]:.4f}"
+            )
         write_json(self.path / "acceptance.json", {"step": self.step, "family": self.family, **measured})
         self.curves.log_acceptance(self.step, measured)
 
     def save(self, head, optimizer):
         """Write a checkpoint of this step, unless there is one; called on every rank."""
         if self.step != self.saved_step:
-            save_checkpoint(self.path, self.step, head, optimizer, self.state, self.accelerator, self.num_kept)
+            kept = (self.state, self.accelerator, self.num_kept, self.adapter)
+            save_checkpoint(self.path, self.step, head, optimizer, *kept)
             self.saved_step = self.step
 
     def leave_early(self, stop):
@@ -177,7 +186,7 @@ class RunFolder:
     def finish(self, head):
         """Write <run>/head."""
         if self.is_main:
-            save_final_head(head, self.path)
+            save_final_head(head, self.path, self.adapter)
             told = {"family": self.family, "tokens": self.tokens, "loss": self.state["recipe"]["loss"]}
             self.curves.log_head(self.path / "head", self.step, told | asdict(head.config))
         self.note(

@@ -264,6 +264,8 @@ def test_eval_data_replaces_the_split(arguments, baseline, tmp_path, capsys):
 def test_every_field_of_the_recipe_is_accounted_for():
     """target, data, output, resume, resume_from and tracker have tests of their own, here and beside this file."""
     elsewhere = {"target", "data", "output", "resume", "resume_from", "tracker", "num_epochs", "eval_data", "lk_eta"}
+    elsewhere |= {"stage", "start_from", "target_loss", "medusa_weight", "target_lr"}  # test_medusa_joint.py
+    elsewhere |= {"lora_rank", "lora_alpha", "lora_dropout", "lora_targets"}
     assert {f.name for f in fields(medusa.Recipe)} == set(CHANGES) | elsewhere
 
 
@@ -280,4 +282,6 @@ def test_every_field_is_read_by_the_run(arguments, monkeypatch, tmp_path):
     monkeypatch.setattr(medusa, "Recipe", Watched)
     run(arguments, max_steps=0, num_epochs=0.2, **{k: v for k, v in BASE.items() if k != "checkpoint_every"})
     run(arguments, max_steps=0, num_epochs=0.2, resume=True, **BASE)
+    joint = {"stage": "joint", "start_from": tmp_path / "run", "output": tmp_path / "joint", "cache_features": False}
+    run(arguments, **(BASE | {"max_steps": 1} | joint))
     assert names - seen == set()

@@ -119,6 +119,22 @@ def test_shipped_configs_parse(name):
 
 
 @pytest.mark.parametrize(
+    ("name", "first"), [("medusa2-quickstart.yaml", "quickstart.yaml"), ("medusa2.yaml", "medusa.yaml")]
+)
+def test_shipped_configs_of_the_joint_stage_go_on_with_heads_of_the_same_shape(name, first):
+    joint, heads = (parse_recipe(Recipe, ["--config", str(CONFIGS / one)], "") for one in (name, first))
+    assert (joint.stage, heads.stage, joint.target) == ("joint", "heads", heads.target)
+    assert (joint.num_heads, joint.num_layers) == (heads.num_heads, heads.num_layers)
+    assert (joint.lora_rank, joint.lora_alpha, joint.medusa_weight) == (32, 16, 0.2)  # the paper's, as the rates are
+    assert joint.lr == pytest.approx(4 * joint.target_lr) == pytest.approx(2e-3)
+    # What it starts from is what the commands in its first lines leave.
+    told = "".join(line for line in (CONFIGS / name).read_text().splitlines() if line.startswith("#"))
+    assert first in told
+    assert joint.start_from == heads.output or f"--output {joint.start_from}" in told
+    assert joint.shared_lm_head == heads.shared_lm_head or "--shared_lm_head true" in told
+
+
+@pytest.mark.parametrize(
     "name", ["mlp-speculator-quickstart.yaml", "mlp-speculator.yaml", "mlp-speculator-stage2.yaml"]
 )
 def test_shipped_configs_of_mlp_speculators_parse(name):

@@ -384,3 +384,14 @@ def test_tree_nodes_of_a_depth_do_not_overlap():
         assert row[0] >= 11
         assert row[-1] <= width - 11
         assert all(b - a >= 21 for a, b in pairwise(row))
+
+
+def test_a_run_with_an_adapter_shows_what_became_of_the_target(run):
+    assert "held-out loss, adapted target" not in write_report(run).read_text()
+    path = run / "acceptance.json"
+    measured = json.loads(path.read_text()) | {"heldout_loss": 1.23456, "frozen_heldout_loss": 1.2211}
+    path.write_text(json.dumps(measured))
+    page = write_report(run).read_text()
+    assert "held-out loss, adapted target" in page
+    assert "1.235" in page
+    assert "1.221 of the frozen one" in page
