@@ -212,8 +212,8 @@ def _distill(
                     gradient -= of_kept * tl.where(q < p, q, 0.0)
             if NAME == "hard":
                 gradient -= tl.where(token == label, 1.0, 0.0)
-            for i in tl.static_range(TOP_K):
-                at = row * TOP_K + i
+            for one in tl.static_range(TOP_K):
+                at = row * TOP_K + one
                 gradient -= tl.where(token == tl.load(likely_tokens + at), top_k_weight * tl.load(likely + at), 0.0)
             tl.store(z_row + token, (factor * gradient).to(logits.dtype.element_ty), mask=inside)
         if NAME == "kl":
