@@ -81,7 +81,7 @@ def add_benchmarks(benchmarks, add_command, add_device):
         "  headstart bench kernel prefill-attention --shape llama-3-8b --tokens 4096,16384",
         "Operations: linear (a layer's four products and the lm_head), gated_mlp, attention (over draft trees),\n"
         "prefill_attention, rms_norm, rotary, embedding, res_block, sample, verify, commit, rules (every verifier from logits to\n"
-        "verdict, requests x nodes, with a temperature alone and cut by top-k and top-p too), or all.",
+        "verdict, requests x nodes, with a temperature alone and cut by top-k and top-p too), distill_loss (of training), or all.",
     )
     kernel.add_argument("op", help="the operation, or all")
     kernel.add_argument("--rows", default="1,16,64,2048", help="rows of the input (default 1,16,64,2048)")

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
@@ -261,6 +262,71 @@ def test_draft_vocabulary_reads_laws_and_labels_by_the_targets_ids(loss):
     assert totals[:, 2].tolist() == hits
     assert totals[:, 0].sum().item() == pytest.approx(total.item(), rel=1e-12)
     assert (loss is HARD) == (counts[0] < len(labels.positions))
+
+
+class _Conversions(TorchDispatchMode):
+    """How often weights [V, H] are converted to bfloat16."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten._to_copy.default:
+            self.count += found.dtype == torch.bfloat16 and found.shape == (V, H)
+        return found
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_autocast_converts_weights_once_and_not_per_chunk(shared):
+    (head, lm_head), (*batch, features) = make_head(shared=shared), make_batch()
+    head, own = head.float(), lm_head.weight.float()
+    lm_head, features = lm_head.bfloat16(), features.bfloat16()
+    labels = find_labels(*batch, K)
+    arguments = (features.flatten(0, 1), labels, lm_head, Objective(KL, [1.0] * K), len(labels.positions))
+    with torch.autocast("cpu", torch.bfloat16), _Conversions() as seen:
+        accumulate_gradients(medusa_predictions(head, features, own), *arguments, chunk_tokens=5)
+    assert seen.count == (1 if shared else K)
+    assert len(labels.positions) > 20
+    assert all(parameter.grad.abs().max() > 0 for parameter in head.parameters())
+
+
+@pytest.mark.parametrize("loss", [HARD, KL, LK, Loss("hard", top_k_weight=1.0)], ids=str)
+def test_alpha_is_the_mean_chance_that_a_draft_is_accepted(loss):
+    (head, lm_head), batch = make_head(), make_batch()
+    _, line = ours(head, lm_head, batch, Objective(loss, [1.0, 0.5, 0.0]), with_hits=True)
+    if not loss.needs_law:
+        assert not any("alpha" in name for name in line)
+        return
+    input_ids, document_ids, supervised, features = batch
+    labels, flat = find_labels(input_ids, document_ids, supervised, K), features.flatten(0, 1)
+    for k in range(K):
+        positions = labels.positions[labels.valid[k]]
+        q = head.logits(flat[positions - 2 - k], k).softmax(-1)
+        p = lm_head(flat[positions - 1]).softmax(-1)
+        assert line[f"head{k}_alpha"] == pytest.approx(torch.minimum(p, q).sum(-1).mean().item(), rel=1e-12)
+        assert 0 < line[f"head{k}_alpha"] < 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("loss", [HARD, KL, LK], ids=str)
+def test_a_chunk_holds_the_targets_logits_and_one_heads(loss):
+    """At most two tensors [C, V] in bfloat16 however many heads and tokens there are, and little else."""
+    width, vocab_size, num_heads, chunk = 64, 128256, 4, 1024
+    lm_head = torch.nn.Linear(width, vocab_size, bias=False, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
+    head = Medusa(MedusaConfig(width, vocab_size, num_heads=num_heads, shared_lm_head=True)).cuda()
+    features = torch.randn(1, 4 * chunk, width, device="cuda", dtype=torch.bfloat16)
+    input_ids = torch.randint(0, vocab_size, (1, 4 * chunk), device="cuda")
+    labels = find_labels(input_ids, torch.zeros_like(input_ids), torch.ones_like(input_ids, dtype=torch.bool), num_heads)
+    objective = Objective(loss, [1.0] * num_heads)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with torch.autocast("cuda", torch.bfloat16):
+        predictions = medusa_predictions(head, features, lm_head.weight)
+        accumulate_gradients(
+            predictions, features.flatten(0, 1), labels, lm_head, objective, len(labels.positions), chunk, with_hits=True
+        )
+    logits = chunk * vocab_size * 2
+    assert torch.cuda.max_memory_allocated() - before < (1 if loss is HARD else 2) * logits + logits / 4
 
 
 def test_hits_are_counted_against_the_text():
