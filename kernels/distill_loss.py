@@ -1,4 +1,4 @@
-"""The loss of every row of a head's logits and, in their place, its gradient: one head's law q against the text or the target's law p.
+"""Losses of the rows of a head's logits and, in their place, the gradients: its law q against the text or the target's law p.
 
     hard      -log q(label)                    cross entropy against the text
     kl        sum p (log p - log q)            forward KL from the target's law
@@ -13,17 +13,19 @@ With z the logits, d q_j / d z_i = q_j (1[i = j] - q_i), so every gradient is `s
     alpha   kept - S q,  where kept = q where q < p, else 0, and S = sum kept
     top-K   M q - top,   where top = p on the K tokens, else 0, and M = sum top
 
-The logits are overwritten by `factor` times the gradient of their row's loss: the caller hands them to the backward of the product that
-made them. Two walks over a row, three for lk and lk-log; beside the logits and the target's (target_law.py) nothing of size [C, V]
-exists on a GPU, and all arithmetic is fp32 there. By-products: alpha, which is the row's rate of acceptance, and the label's rank.
+The logits are overwritten by `factor` times the gradient of their row's loss: the caller hands them to the backward of the product
+that made them. Two walks over a row, three for lk and lk-log; beside the logits and the target's (target_law.py) nothing of size
+[C, V] exists on a GPU, and all arithmetic is fp32 there. By-products: alpha, which is the row's rate of acceptance, and the
+label's rank.
 
-Draft vocabularies of Vd < V tokens: q is normalised over the Vd, p over all V; over the slice it sums to P < 1. Each sum above then
-runs over the slice. kl counts what the draft can say and nothing for the mass outside, where it would be infinite: its least value is
-P log P < 0, at q = p / P. alpha is the exact rate of acceptance as before (q is 0 outside), at most P. The likeliest tokens are those
-of the slice.
+Draft vocabularies of Vd < V tokens: q is normalised over the Vd, p over all V; over the slice it sums to P < 1. Each sum above
+then runs over the slice. kl counts what the draft can say and nothing for the mass outside, where it would be infinite: its least
+value is P log P < 0, at q = p / P. alpha is the exact rate of acceptance as before (q is 0 outside), at most P. The likeliest
+tokens are those of the slice.
 
-p = 0 counts nothing whatever q is there (0 log 0 = 0); q = 0 where p > 0 makes kl infinite and its gradient stays finite. NaN, plus
-infinity and a row of minus infinities make the loss NaN. It does not project, and knows nothing of positions (train/distillation.py).
+p = 0 counts nothing whatever q is there (0 log 0 = 0); q = 0 where p > 0 makes kl infinite and its gradient stays finite. NaN,
+plus infinity and a row of minus infinities make the loss NaN. It does not project, and knows nothing of positions
+(train/distillation.py).
 
 Letters: C rows, V vocabulary of the logits (Vd with a draft vocabulary), K tokens of HASS's term.
 """
@@ -46,13 +48,14 @@ class RowFigures(NamedTuple):
 
     loss: torch.Tensor  # fp32, fp64 for fp64 logits
     alpha: torch.Tensor | None  # the same; None where not measured, or without the target's law
-    rank: torch.Tensor | None  # int64 place of the label, 1 the likeliest, ties to the lowest id; NO_RANK for label -1; or not measured
+    rank: torch.Tensor | None  # int64: the label's place, 1 the likeliest, ties to the lowest id; NO_RANK for label -1
 
 
 def distill_loss_reference(logits, labels, valid, law, name, eta, top_k_weight, factor, measure):
     """The formulas in plain torch, for any device."""
     log_q = torch.log_softmax(logits, -1, dtype=wide(logits.dtype))
-    shown, rank, alpha, share = labels.clamp_min(0), None, None, None  # share [C]: what q counts in the gradient; None: 1
+    shown, rank, alpha = labels.clamp_min(0), None, None
+    share = None  # [C] what q counts in the gradient; None: 1
     if measure:
         rank = rank_tokens_reference(logits, shown).where(valid & (labels >= 0), NO_RANK)
     if law is not None:
@@ -162,7 +165,9 @@ def _distill(
             y_top, y_log_sum = tl.load(target_top + row), tl.load(target_log_sum + row)
 
         # Second walk of lk and lk-log: alpha, S and kl.
-        kl, alpha, kept_sum = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+        kl = tl.zeros((BLOCK,), tl.float32)
+        alpha = tl.zeros((BLOCK,), tl.float32)
+        kept_sum = tl.zeros((BLOCK,), tl.float32)
         of_p, of_kept = 1.0, 0.0
         value = top - of_label + log_sum  # hard
         if NAME == "lk" or NAME == "lk-log":
@@ -259,7 +264,9 @@ def distill_loss(logits, labels, valid, law, name, eta=3.0, top_k_weight=0.0, fa
         ranks = torch.empty(count, dtype=torch.int64, device=logits.device)
     if count:
         top_k = law.likely.shape[1] if top_k_weight else 0
-        told = (None,) * 6 if law is None else (law.logits.contiguous(), *law[1:4], *(law[4:] if top_k else (None, None)))
+        told = (None,) * 6
+        if law is not None:
+            told = (law.logits.contiguous(), law.top, law.log_sum, law.mass, law.likely, law.likely_tokens)
         block, warps = launch(vocab_size)
         _distill[(count,)](
             logits, labels.contiguous(), valid.contiguous(), *told, losses, alphas, ranks,

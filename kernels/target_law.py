@@ -2,9 +2,9 @@
 
     log p(v) = (y(v) - top) - log_sum,   top = max y,   log_sum = log sum exp(y - top)          y: the target's logits [C, V]
 
-Both run over the whole vocabulary V, also where the head drafts over a part of it (`draft_ids`, Vd tokens): of the law then those Vd
-entries are kept, whose sum `mass` is below 1. No probability is written anywhere: y stays in its own dtype, and who walks over a row
-(distill_loss.py) makes p as it goes. Taking top away first keeps five digits that a log-normaliser of 1e4 would cost.
+Both run over the whole vocabulary V, also where the head drafts over a part of it (`draft_ids`, Vd tokens): of the law then those
+Vd entries are kept, whose sum `mass` is below 1. No probability is written anywhere: y stays in its own dtype, and who walks over
+a row (distill_loss.py) makes p as it goes. Taking top away first keeps five digits that a log-normaliser of 1e4 would cost.
 
 Logits of minus infinity have p = 0. A row of nothing else, one with plus infinity and one with NaN have no law: log_sum is NaN.
 

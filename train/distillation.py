@@ -7,13 +7,13 @@ therefore share one projection of the target per label.
     loss = sum over y, k of weight_k row_loss(y, k)  /  number of labels in the whole optimiser step, all ranks
     row_loss = token_weight token_loss + feature_weight feature_loss
 
-token_loss is one of kernels/distill_loss.py; feature_loss, of heads whose states are features (EAGLE), is the smooth L1 distance of the
-state at y - 2 - k from the target's feature at y - 1, averaged over its H values. Only supervised positions are projected,
+token_loss is one of kernels/distill_loss.py; feature_loss, of heads whose states are features (EAGLE), is the smooth L1 distance
+of the state at y - 2 - k from the target's feature at y - 1, averaged over its H values. Only supervised positions are projected,
 `chunk_tokens` of them at a time, each followed at once by its backward: no tensor of [all tokens, V] exists. Beside the weights
 there are at most two of [C, V], in the dtype of the logits: the target's, shared by all depths, and those of one depth, which the
 loss turns into their own gradient. (While a draft vocabulary's part is taken out of the target's, that part is a third.) Where a
-depth's state hangs on earlier ones (recurrent heads), the chunks leave their gradients at the states, and one backward pass at
-the end takes them from there to the parameters.
+depth's state hangs on earlier ones (recurrent heads), the chunks leave their gradients at the states, and one backward pass at the
+end takes them from there to the parameters.
 
 Letters: B rows, T tokens per row, M = B T, N labels, C labels of a chunk, S width of a state, H hidden size, V vocabulary,
 K depths.
@@ -134,8 +134,8 @@ def summarize(totals, objective, num_labels):
     """The figures of one optimiser step for metrics.jsonl: the weighted loss, and loss, top-1, top-5 and alpha of each depth.
 
     totals: what `accumulate_gradients` returned, summed; num_labels: what it divided by. A depth's own losses (of tokens, and of
-    features where they count), hit rates and alpha are over its own labels, without weights; hits are counted against the text, alpha
-    is the mean chance that a token drawn from the head is accepted (there where the loss needs the target's law).
+    features where they count), hit rates and alpha are over its own labels, without weights; hits are counted against the text,
+    alpha is the mean chance that a token drawn from the head is accepted (there where the loss needs the target's law).
     """
     losses, counts, *others = totals.t().tolist()
     names = ("loss", "top1", "top5", "alpha", "feature_loss")

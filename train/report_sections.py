@@ -87,6 +87,7 @@ def training_section(records):
         line_chart(per_head("loss"), title="Loss of each head", y_label="loss"),
         line_chart(per_head("top1"), title="First choice correct", y_label="top-1", start=0, y_max=1),
         line_chart(per_head("top5"), title="Among the first five", y_label="top-5", start=0, y_max=1),
+        line_chart(per_head("alpha"), title="Chance that a draft is accepted", y_label="alpha", start=0, y_max=1),
         line_chart([("", curve("lr"))], title="Learning rate", y_label="learning rate", start=0),
         line_chart([("", curve("tokens_per_second"))], title="Speed", y_label="tokens per second", start=0),
     ]

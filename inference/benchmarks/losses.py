@@ -1,8 +1,9 @@
 """`headstart bench kernel distill-loss`: loss and gradient of a head's logits in place, and the target's law before it.
 
-The library's way is a trainer's plain code: log_softmax in fp32, torch's own loss, autograd back to the logits; the target's law lies
-ready for both. Floors: the law reads the target's logits; a loss reads both sides' and writes the gradient (hard: no target's). What is
-overwritten is the last call's gradient: the work does not hang on the numbers. alpha and the label's rank are measured along.
+The library's way is a trainer's plain code: log_softmax in fp32, torch's own loss, autograd back to the logits; the target's law
+lies ready for both. Floors: the law reads the target's logits; a loss reads both sides' and writes the gradient (hard: no
+target's). What is overwritten is the last call's gradient: the work does not hang on the numbers. alpha and the label's rank are
+measured along.
 """
 
 import torch

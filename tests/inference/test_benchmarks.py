@@ -439,7 +439,7 @@ def test_the_profiler_says_nothing_between_the_lines(shape, capfd):
 def test_help_teaches_every_benchmark(capsys):
     assert main(["bench"]) == 0
     overview = capsys.readouterr().out
-    for name in ("speculation", "step", "draft", "kernel", "engine", "peer"):
+    for name in ("speculation", "step", "draft", "kernel", "engine", "peer", "train"):
         assert name in overview
         with pytest.raises(SystemExit) as end:
             main(["bench", name, "--help"])

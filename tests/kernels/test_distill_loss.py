@@ -1,5 +1,5 @@
-"""Each loss and its written-out gradient against autograd on the formula in fp64, against figures worked out by hand, and the kernel
-against the reference in fp64."""
+"""Each loss and its written-out gradient against autograd on the formula in fp64, against figures worked out by hand, and the
+kernel against the reference in fp64."""
 
 import math
 
@@ -236,7 +236,9 @@ def test_kernel_is_the_reference(loss, vocab_size, target_size, kernel_device):
     # In the middle of memory that nothing may touch.
     around = torch.full((len(logits) + 2, vocab_size), torch.nan, device=kernel_device)
     around[1:-1] = logits.to(kernel_device)
-    told = None if law is None else law_of(target.to(kernel_device), loss, None if ids is None else ids.to(kernel_device))
+    told = (
+        None if law is None else law_of(target.to(kernel_device), loss, None if ids is None else ids.to(kernel_device))
+    )
     figures = distill_loss(
         around[1:-1], labels.to(kernel_device), valid.to(kernel_device), told, loss.name, 3.0, loss.top_k_weight, 0.25
     )
@@ -300,6 +302,20 @@ def test_ranks_are_places_in_the_order_that_top_1_is_taken_in(device):
     figures, _ = run(logits, labels, target_law(logits.clone()), Loss("kl"))
     assert figures.rank.tolist() == [4, 1, 2, 5, 3, NO_RANK]
     assert figures.loss.isfinite().all()  # of a soft loss the label is no part
+
+
+@pytest.mark.parametrize("loss", KINDS, ids=str)
+def test_rows_that_do_not_count_get_zeros_whatever_they_hold(loss, device):
+    logits, target, _, labels, _ = (x if x is None else x.to(device) for x in text_of(301, 301))
+    logits[1] = target[2] = torch.nan
+    logits[3], target[3] = -torch.inf, -torch.inf
+    valid = torch.tensor([True, False, False, False, False, True], device=device)
+    figures, gradient = run(logits, labels, law_of(target, loss), loss, valid)
+    assert not gradient[1:5].any()
+    assert (figures.loss[1:5] == 0).all()
+    assert (figures.alpha[1:5] == 0).all()
+    assert (figures.rank[1:5] == NO_RANK).all()
+    assert (gradient[[0, 5]].abs().amax(1) > 1e-3).all()
 
 
 def test_a_factor_of_zero_leaves_the_losses(device):
@@ -375,7 +391,10 @@ def test_rows_beyond_32_bit_addresses():
     logits = torch.zeros(rows, vocab_size, device="cuda", dtype=torch.bfloat16)
     target = torch.zeros_like(logits)
     logits[-2:], target[-2:] = tail, tail.flip(0)
-    labels, valid = torch.zeros(rows, dtype=torch.int64, device="cuda"), torch.zeros(rows, dtype=torch.bool, device="cuda")
+    labels, valid = (
+        torch.zeros(rows, dtype=torch.int64, device="cuda"),
+        torch.zeros(rows, dtype=torch.bool, device="cuda"),
+    )
     valid[-2:] = True
     alone, gradient = run(tail, labels[-2:], target_law(tail.flip(0)), Loss("kl"))
     figures = distill_loss(logits, labels, valid, target_law(target), "kl")
@@ -407,5 +426,5 @@ def test_what_does_not_fit_is_refused():
 
 def test_kernel_refuses_fp64(kernel_device):
     logits = torch.zeros(2, 5, dtype=torch.float64, device=kernel_device)
-    with pytest.raises(ValueError, match="takes float32, bfloat16, float16, got torch.float64"):
+    with pytest.raises(ValueError, match=r"takes float32, bfloat16, float16, got torch\.float64"):
         target_law(logits)

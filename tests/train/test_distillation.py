@@ -316,14 +316,23 @@ def test_a_chunk_holds_the_targets_logits_and_one_heads(loss):
     head = Medusa(MedusaConfig(width, vocab_size, num_heads=num_heads, shared_lm_head=True)).cuda()
     features = torch.randn(1, 4 * chunk, width, device="cuda", dtype=torch.bfloat16)
     input_ids = torch.randint(0, vocab_size, (1, 4 * chunk), device="cuda")
-    labels = find_labels(input_ids, torch.zeros_like(input_ids), torch.ones_like(input_ids, dtype=torch.bool), num_heads)
+    labels = find_labels(
+        input_ids, torch.zeros_like(input_ids), torch.ones_like(input_ids, dtype=torch.bool), num_heads
+    )
     objective = Objective(loss, [1.0] * num_heads)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     with torch.autocast("cuda", torch.bfloat16):
         predictions = medusa_predictions(head, features, lm_head.weight)
         accumulate_gradients(
-            predictions, features.flatten(0, 1), labels, lm_head, objective, len(labels.positions), chunk, with_hits=True
+            predictions,
+            features.flatten(0, 1),
+            labels,
+            lm_head,
+            objective,
+            len(labels.positions),
+            chunk,
+            with_hits=True,
         )
     logits = chunk * vocab_size * 2
     assert torch.cuda.max_memory_allocated() - before < (1 if loss is HARD else 2) * logits + logits / 4
