@@ -36,7 +36,7 @@ import torch
 
 from .jit import jit, on_triton, tl, triton
 from .rank_tokens import rank_tokens_reference
-from .target_law import add_lanes, check_kernel_dtype, launch, merge_lanes, wide
+from .target_law import add_lanes, check_kernel_dtype, launch, merge_lanes, sum_p_times, wide
 
 LOSSES = ("hard", "kl", "lk", "lk-log")
 NO_RANK = 0x7FFFFFFF  # behind all tokens
@@ -52,23 +52,21 @@ class RowFigures(NamedTuple):
 
 
 def distill_loss_reference(logits, labels, valid, law, name, eta, top_k_weight, factor, measure):
-    """The formulas in plain torch, for any device."""
+    """The formulas in plain torch, for any device; law: by target_law_reference."""
     log_q = torch.log_softmax(logits, -1, dtype=wide(logits.dtype))
     shown, rank, alpha = labels.clamp_min(0), None, None
     share = None  # [C] what q counts in the gradient; None: 1
     if measure:
         rank = rank_tokens_reference(logits, shown).where(valid & (labels >= 0), NO_RANK)
-    if law is not None:
-        log_p = law.log_p()  # [C, V]
-        p = log_p.exp()
+    p = None if law is None else law.p  # [C, V]
     if name == "hard":
         value = -log_q.gather(-1, shown[:, None])[:, 0]  # [C]
     elif name != "lk-log":
-        value = _dot(p, torch.where(p == 0, 0, log_p.sub_(log_q)))
+        value = law.plogp - sum_p_times(p, log_q)
         share = law.mass
     if top_k_weight:
         said = log_q.gather(-1, law.likely_tokens)  # [C, K]
-        value_top = -_dot(law.likely, torch.where(law.likely == 0, 0, said))
+        value_top = -sum_p_times(law.likely, said)
     gradient = log_q.exp_()  # q: log_q is gone
     if law is not None and (measure or name in ("lk", "lk-log")):
         alpha = torch.minimum(p, gradient).sum(-1)  # [C]
@@ -102,12 +100,6 @@ def distill_loss_reference(logits, labels, valid, law, name, eta, top_k_weight, 
     gradient[~valid] = 0
     logits.copy_(gradient)
     return RowFigures(value.where(valid, 0), alpha.where(valid, 0) if measure and alpha is not None else None, rank)
-
-
-def _dot(a, b):
-    """Sum of a b over the last axis, not in the bfloat16 that autocast would make of it: that keeps two or three digits."""
-    with torch.autocast(a.device.type, enabled=False):
-        return torch.linalg.vecdot(a, b)
 
 
 @jit

@@ -3,8 +3,9 @@
     log p(v) = (y(v) - top) - log_sum,   top = max y,   log_sum = log sum exp(y - top)          y: the target's logits [C, V]
 
 Both run over the whole vocabulary V, also where the head drafts over a part of it (`draft_ids`, Vd tokens): of the law then those
-Vd entries are kept, whose sum `mass` is below 1. No probability is written anywhere: y stays in its own dtype, and who walks over
-a row (distill_loss.py) makes p as it goes. Taking top away first keeps five digits that a log-normaliser of 1e4 would cost.
+Vd entries are kept, whose sum `mass` is below 1. On a GPU no probability is written anywhere: y stays in its own dtype, and who
+walks over a row (distill_loss.py) makes p as it goes. Taking top away first keeps five digits that a log-normaliser of 1e4 would
+cost.
 
 Logits of minus infinity have p = 0. A row of nothing else, one with plus infinity and one with NaN have no law: log_sum is NaN.
 
@@ -22,18 +23,19 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class TargetLaw(NamedTuple):
-    """The law of C rows over the tokens that the head can say; top, log_sum, mass, likely in fp32 at least."""
+    """The law of C rows over the tokens that the head can say, all but the logits in fp32 at least.
+
+    The kernels know it by top and log_sum, the reference by p and plogp; what is the other's is None.
+    """
 
     logits: torch.Tensor  # [C, V]
-    top: torch.Tensor  # [C]
-    log_sum: torch.Tensor  # [C]
     mass: torch.Tensor | None = None  # [C] sum of p, where a draft vocabulary leaves tokens out; None: 1
     likely: torch.Tensor | None = None  # [C, K] p of the likeliest tokens of the slice
     likely_tokens: torch.Tensor | None = None  # int64 [C, K] their places in it
-
-    def log_p(self):
-        """Written out, for the reference and for tests.  -> [C, V]"""
-        return (self.logits.to(self.top.dtype) - self.top[:, None]) - self.log_sum[:, None]
+    top: torch.Tensor | None = None  # [C]
+    log_sum: torch.Tensor | None = None  # [C]
+    p: torch.Tensor | None = None  # [C, V]
+    plogp: torch.Tensor | None = None  # [C] sum p log p
 
 
 def wide(dtype):
@@ -42,14 +44,25 @@ def wide(dtype):
 
 
 def target_law_reference(logits, draft_ids=None):
-    """top, log_sum, mass (None without draft_ids) and the slice's logits, in plain torch."""
-    given = logits.to(wide(logits.dtype))
-    top = given.amax(-1)
-    log_sum = (given - top[:, None]).exp_().sum(-1).log_()
-    if draft_ids is None:
-        return TargetLaw(logits, top, log_sum)
-    law = TargetLaw(logits[:, draft_ids], top, log_sum)
-    return law._replace(mass=law.log_p().exp_().sum(-1))
+    """The formula in plain torch, for any device."""
+    log_p = torch.log_softmax(logits, -1, dtype=wide(logits.dtype))
+    if draft_ids is not None:
+        logits, log_p = logits[:, draft_ids], log_p[:, draft_ids]
+    p = log_p.exp()
+    mass = None if draft_ids is None else p.sum(-1)
+    return TargetLaw(logits, mass, p=p, plogp=sum_p_times(p, log_p))
+
+
+def sum_p_times(p, x):
+    """sum p x of every row, where p = 0 counts nothing even if x is infinite."""
+    total = dot(p, x)
+    return dot(p, torch.where(p == 0, 0, x)) if total.isnan().any() else total
+
+
+def dot(a, b):
+    """Sum of a b over the last axis, not in the bfloat16 that autocast would make of it: that keeps two or three digits."""
+    with torch.autocast(a.device.type, enabled=False):
+        return torch.linalg.vecdot(a, b)
 
 
 @jit
@@ -123,11 +136,20 @@ def target_law(logits, draft_ids=None, top_k=0):
             _law[(rows,)](
                 logits, draft_ids, part, tops, log_sums, masses, vocab_size, size, draft_ids is not None, block, num_warps=warps
             )  # fmt: skip
-        law = TargetLaw(logits if part is None else part, tops, log_sums, masses)
+        law = TargetLaw(logits if part is None else part, masses, top=tops, log_sum=log_sums)
     if top_k:
-        likely, tokens = law.logits.topk(min(top_k, law.logits.shape[-1]), -1)  # [C, K] each
-        law = law._replace(likely=law._replace(logits=likely).log_p().exp_(), likely_tokens=tokens)
+        law = with_likely(law, top_k)
     return law
+
+
+def with_likely(law, top_k):
+    """The law with the top_k likeliest tokens of the slice, all of it if it holds fewer."""
+    logits, tokens = law.logits.topk(min(top_k, law.logits.shape[-1]), -1)  # [C, K] each
+    if law.p is not None:
+        p = law.p.gather(-1, tokens)
+    else:
+        p = ((logits.float() - law.top[:, None]) - law.log_sum[:, None]).exp_()
+    return law._replace(likely=p, likely_tokens=tokens)
 
 
 def check_kernel_dtype(op, logits):

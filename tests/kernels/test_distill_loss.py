@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from headstart.kernels.distill_loss import LOSSES, NO_RANK, distill_loss, distill_loss_reference
-from headstart.kernels.target_law import target_law, target_law_reference
+from headstart.kernels.target_law import target_law, target_law_reference, with_likely
 from headstart.train.losses import Loss
 
 V = 23
@@ -50,10 +50,7 @@ def law_of(target, loss, draft_ids=None):
 def exact_law_of(target, loss, draft_ids=None):
     """The same by the reference, which takes fp64 wherever it runs."""
     law = target_law_reference(target, draft_ids)
-    if not loss.top_k_weight:
-        return law
-    likely, places = law.logits.topk(min(loss.top_k, law.logits.shape[-1]), -1)
-    return law._replace(likely=law._replace(logits=likely).log_p().exp(), likely_tokens=places)
+    return with_likely(law, loss.top_k) if loss.top_k_weight else law
 
 
 def run(logits, labels, law, loss, valid=None, factor=1.0, op=distill_loss):
@@ -365,7 +362,7 @@ def test_bfloat16_at_size_errs_at_most_twice_as_much_as_torch(loss, target_size,
     exact_law, torch_law = (target_law_reference(target.to(dtype), ids) for dtype in (torch.float64, torch.float32))
     if law.likely is not None:  # bfloat16 logits tie: the same ten for all
         exact_law, torch_law = (
-            one._replace(likely=one.log_p().exp().gather(-1, law.likely_tokens), likely_tokens=law.likely_tokens)
+            one._replace(likely=one.p.gather(-1, law.likely_tokens), likely_tokens=law.likely_tokens)
             for one in (exact_law, torch_law)
         )
     expected, exact = run(logits.double(), labels, exact_law, loss, valid, op=distill_loss_reference)
