@@ -199,6 +199,32 @@ def test_recurrent_states_get_the_gradient_of_one_graph():
         assert gradient.abs().max() > 1e-4
 
 
+def test_token_and_feature_losses_are_weighed_and_both_reach_the_states():
+    """Of a head whose states are features: against autograd on one graph, each part with a weight of its own."""
+    torch.manual_seed(5)
+    (_, lm_head), (input_ids, document_ids, supervised, features) = make_head(), make_batch()
+    body, flat = torch.nn.Linear(H, H).double(), features.flatten(0, 1)
+    labels = find_labels(input_ids, document_ids, supervised, 1)
+    state, positions = body(flat), labels.positions
+    law = lm_head(flat[positions - 1]).softmax(-1)
+    token_loss = F.kl_div(lm_head(state[positions - 2]).log_softmax(-1), law, reduction="sum")
+    feature_loss = F.smooth_l1_loss(state[positions - 2], flat[positions - 1], reduction="none").mean(-1).sum()
+    loss = 0.5 * (0.1 * token_loss + 0.7 * feature_loss) / len(positions)
+    loss.backward()
+    expected = body.weight.grad.clone()
+    body.zero_grad()
+    predictions = Predictions([body(flat)], lambda rows, k: lm_head(rows))
+    objective = Objective(KL, [0.5], token_weight=0.1, feature_weight=0.7)
+    totals = accumulate_gradients(predictions, flat, labels, lm_head, objective, len(positions), chunk_tokens=7)
+    assert totals[0].tolist() == pytest.approx(
+        [token_loss.item(), len(positions), 0, 0, 0, feature_loss.item()], rel=1e-12
+    )
+    assert summarize(totals, objective, len(positions))["loss"] == pytest.approx(loss.item(), rel=1e-12)
+    torch.testing.assert_close(body.weight.grad, expected, rtol=1e-10, atol=1e-13)
+    for part in (token_loss, feature_loss):
+        assert part.item() > 0.1
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_mlp_speculators_gradient_goes_back_through_all_steps(tied):
     """Against one graph over single positions: every weight, also where later steps' losses reach earlier steps' states."""
