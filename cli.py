@@ -6,7 +6,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from headstart.inference.benchmarks.command import add_benchmarks
+from headstart.inference.benchmarks.command import add_benchmarks, add_measurement
 from headstart.inference.output_files import check_writable
 from headstart.train import regenerate_options
 
@@ -120,6 +120,7 @@ def build_parser():
     benchmarks = bench.add_subparsers(title="benchmarks", metavar="WHAT", dest="what")
     _add_bench_speculation(benchmarks)
     add_benchmarks(benchmarks, _add_command, _add_device)
+    _add_bench_train(benchmarks)
 
     lossless = command(
         "verify-lossless",
@@ -225,6 +226,29 @@ def _add_adapter(parser):
         "--adapter",
         help="a LoRA adapter of the target, merged into its weights: a folder, a Hub id, or a run or head trained with one",
     )
+
+
+def _add_bench_train(benchmarks):
+    bench = _add_command(
+        benchmarks,
+        "train",
+        _bench_train,
+        "Training steps on random weights of a named shape, beside a plain PyTorch loop, against the rate of matrix products.",
+        "headstart bench train --shape llama-3-8b --head medusa\n"
+        "  headstart bench train --shape llama-3-8b --head eagle3 --loss lk --sequence 2048 --rows 2",
+        "of product: the share of the rate of a large matrix product, over the products that a step cannot do without.\n"
+        "above rest: the peak of the memory above what is held between steps (weights and the optimiser's state).",
+    )
+    bench.add_argument(
+        "--head", default="medusa", choices=["medusa", "eagle3", "mlp_speculator"], help="default medusa"
+    )
+    bench.add_argument("--loss", default="kl", choices=["hard", "kl", "lk", "lk-log"], help="default kl")
+    bench.add_argument("--sequence", type=int, default=4096, help="tokens of a row (default 4096)")
+    bench.add_argument("--rows", type=int, default=1, help="rows of a step (default 1)")
+    bench.add_argument("--lm-head", choices=["own", "shared"], help="the Medusa heads' lm_heads (default shared)")
+    bench.add_argument("--chunk-tokens", type=int, default=1024, help="labels projected at once (default 1024)")
+    bench.add_argument("--repeats", type=int, default=5, help="steps that are timed (default 5)")
+    add_measurement(bench, _add_device)
 
 
 def _add_model(parser):
@@ -454,6 +478,13 @@ def _bench_speculation(arguments):
         print("some outputs differ from plain decoding: this is a bug, please report it", file=sys.stderr)
         return 1
     return 0
+
+
+def _bench_train(arguments):
+    from headstart.inference.benchmarks.command import measurement
+    from headstart.train.benchmark import bench_train, check_settings
+
+    bench_train(check_settings(arguments), **measurement(arguments))
 
 
 def _verify_lossless(arguments):

@@ -7,11 +7,13 @@ therefore share one projection of the target per label.
     loss = sum over y, k of weight_k row_loss(y, k)  /  number of labels in the whole optimiser step, all ranks
     row_loss = token_weight token_loss + feature_weight feature_loss
 
-token_loss is one of train/losses.py; feature_loss, of heads whose states are features (EAGLE), is the smooth L1 distance of the
-state at y - 2 - k from the target's feature at y - 1, averaged over its H values. Only supervised positions are projected,
-`chunk_tokens` of them at a time, each followed at once by its backward: no tensor of [all tokens, V] exists. Where a depth's state
-hangs on earlier ones (recurrent heads), the chunks leave their gradients at the states, and one backward pass at the end takes
-them from there to the parameters.
+token_loss is one of kernels/distill_loss.py; feature_loss, of heads whose states are features (EAGLE), is the smooth L1 distance
+of the state at y - 2 - k from the target's feature at y - 1, averaged over its H values. Only supervised positions are projected,
+`chunk_tokens` of them at a time, each followed at once by its backward: no tensor of [all tokens, V] exists. Beside the weights
+there are at most two of [C, V], in the dtype of the logits: the target's, shared by all depths, and those of one depth, which the
+loss turns into their own gradient. (While a draft vocabulary's part is taken out of the target's, that part is a third.) Where a
+depth's state hangs on earlier ones (recurrent heads), the chunks leave their gradients at the states, and one backward pass at the
+end takes them from there to the parameters.
 
 Letters: B rows, T tokens per row, M = B T, N labels, C labels of a chunk, S width of a state, H hidden size, V vocabulary,
 K depths.
@@ -22,7 +24,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from .losses import Loss, row_losses, target_law
+from ..kernels.distill_loss import distill_loss
+from ..kernels.target_law import target_law
+from .losses import Loss
 
 
 @dataclass(frozen=True)
@@ -66,12 +70,13 @@ def accumulate_gradients(predictions, features, labels, lm_head, objective, num_
     features [M, H]: the target's last states; labels: Labels of at least K depths; lm_head: the target's, a module; num_labels: the
     divisor, the labels of the whole optimiser step on all ranks. Outside a draft vocabulary there is no hard loss: such a label
     counts in num_labels and for nothing else.
-    Returns fp64 [K, 4]: per depth the sum of its token losses, how many labels it had, and (with_hits) its top-1 and top-5 hits;
-    with a feature_weight [K, 5], the sum of its feature losses the last.
+    Returns fp64 [K, 5]: per depth the sum of its token losses, how many labels it had, and (with_hits) its top-1 and top-5 hits and
+    the sum of its rates of acceptance, where the loss needs the target's law; with a feature_weight [K, 6], the sum of its feature
+    losses the last.
     """
-    num_depths, draft_ids = len(objective.weights), predictions.draft_ids
+    num_depths, draft_ids, loss = len(objective.weights), predictions.draft_ids, objective.loss
     regresses = objective.feature_weight > 0
-    totals = torch.zeros(num_depths, 4 + regresses, dtype=torch.float64, device=features.device)
+    totals = torch.zeros(num_depths, 5 + regresses, dtype=torch.float64, device=features.device)
     gradients = [torch.zeros_like(state) if state.requires_grad else None for state in predictions.states]
     if draft_ids is not None:
         places = torch.full((lm_head.weight.shape[0],), -1, device=draft_ids.device)
@@ -81,35 +86,39 @@ def accumulate_gradients(predictions, features, labels, lm_head, objective, num_
         tokens = labels.tokens[start : start + chunk_tokens]
         valid = labels.valid[:, start : start + chunk_tokens]  # [K, C]
         law = None
-        if objective.loss.needs_law:
+        if loss.needs_law:
             with torch.no_grad():
-                law = target_law(lm_head(features[positions - 1]), draft_ids)
+                law = target_law(lm_head(features[positions - 1]), draft_ids, loss.top_k if loss.top_k_weight else 0)
         if draft_ids is not None:
             tokens = places[tokens]
-            if objective.loss.name == "hard":
+            if loss.name == "hard":
                 valid = valid & (tokens >= 0)
         for k in range(num_depths):
             # Labels without a feature of their own document read some other position and count for nothing.
             source = (positions - 2 - k).clamp_min(0)
             rows = predictions.states[k].detach()[source].requires_grad_(gradients[k] is not None)
             logits = predictions.logits(rows, k)  # [C, V]
-            losses = row_losses(logits, tokens.clamp_min(0), law, objective.loss)
-            token_loss = torch.where(valid[k], losses, 0).sum()
-            loss = objective.token_weight * token_loss
+            share = objective.weights[k] / num_labels
+            gradient = logits.detach()  # the same memory, which no backward reads as logits
+            arguments = (loss.name, loss.eta, loss.top_k_weight, objective.token_weight * share, with_hits)
+            figures = distill_loss(gradient, tokens, valid[k], law, *arguments)
+            ends, given = [logits], [gradient]
             if regresses:
                 feature_loss = torch.where(valid[k], _smooth_l1(rows, features[positions - 1]), 0).sum()
-                loss = loss + objective.feature_weight * feature_loss
-                totals[k, 4] += feature_loss.detach()
-            (loss * (objective.weights[k] / num_labels)).backward()
+                ends.append(feature_loss * (objective.feature_weight * share))
+                given.append(None)
+                totals[k, 5] += feature_loss.detach()
+            torch.autograd.backward(ends, given)
             if gradients[k] is not None:
                 gradients[k].index_add_(0, source, rows.grad)
-            totals[k, 0] += token_loss.detach()
+            totals[k, 0] += figures.loss.sum()
             totals[k, 1] += valid[k].sum()
             if with_hits:
-                best = logits.detach().topk(min(5, logits.shape[-1]), -1).indices  # [C, 5]
-                hits = (best == tokens[:, None]) & valid[k][:, None]
-                totals[k, 2] += hits[:, 0].sum()
-                totals[k, 3] += hits.sum()
+                totals[k, 2] += (figures.rank == 1).sum()
+                totals[k, 3] += (figures.rank <= 5).sum()
+                if figures.alpha is not None:
+                    totals[k, 4] += figures.alpha.sum()
+            del logits, gradient, ends, given  # or the next depth's would be made beside them
     carrying = [k for k, gradient in enumerate(gradients) if gradient is not None]
     torch.autograd.backward([predictions.states[k] for k in carrying], [gradients[k] for k in carrying])
     return totals
@@ -122,14 +131,17 @@ def _smooth_l1(states, features):
 
 
 def summarize(totals, objective, num_labels):
-    """The figures of one optimiser step for metrics.jsonl: the weighted loss, and loss, top-1 and top-5 of each depth.
+    """The figures of one optimiser step for metrics.jsonl: the weighted loss, and loss, top-1, top-5 and alpha of each depth.
 
     totals: what `accumulate_gradients` returned, summed; num_labels: what it divided by. A depth's own losses (of tokens, and of
-    features where they count) and hit rates are over its own labels, without weights; hits are counted against the text.
+    features where they count), hit rates and alpha are over its own labels, without weights; hits are counted against the text,
+    alpha is the mean chance that a token drawn from the head is accepted (there where the loss needs the target's law).
     """
-    losses, counts, *hits_and_features = totals.t().tolist()
-    names = ("loss", "top1", "top5", "feature_loss")
-    columns = dict(zip(names, (losses, *hits_and_features)))
+    losses, counts, *others = totals.t().tolist()
+    names = ("loss", "top1", "top5", "alpha", "feature_loss")
+    columns = dict(zip(names, (losses, *others)))
+    if not objective.loss.needs_law:
+        del columns["alpha"]
     features = columns.get("feature_loss", [0.0] * len(losses))
     parts = zip(objective.weights, losses, features, strict=True)
     weighed = (w * (objective.token_weight * one + objective.feature_weight * other) for w, one, other in parts)

@@ -224,7 +224,7 @@ def main(argv):
                     predictions = predict(features, *batch, num_steps=recipe.num_steps)
                     share = accumulate_gradients(predictions, last, labels, *projection, logs)
                 fed.append(index.tolist())
-                shares.append(share)  # [K, 4]
+                shares.append(share)  # [K, 5]
 
             # The ranks' shares add up; a number that is not finite stops the run before it reaches the weights.
             lr = recipe.learning_rate(step, num_steps)

@@ -40,7 +40,7 @@ def accumulate_joint_gradients(
     target: FrozenTarget that the TargetAdapter `adapter` sits on; predict(features, *batch) -> Predictions; batch: input_ids,
     position_ids, document_ids [B, T]; labels, num_labels, chunk_tokens, with_hits: as for `accumulate_gradients`; objective: of the
     heads, medusa_weight among its weights; target_loss: "kl" or "hard"; autocast: the context that heads compute in.
-    Returns fp64 [1 + K, 4]: the target's own totals, then the heads'.
+    Returns fp64 [1 + K, 5]: the target's own totals, then the heads'.
     """
     frozen = None
     if Loss(target_loss).needs_law:

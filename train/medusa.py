@@ -222,7 +222,7 @@ def main(argv):
                 if adapter:
                     objectives = (recipe.objective, recipe.target_loss)
                     given = (target, adapter, predict, batch, labels, *objectives, *sizes, autocast, logs)
-                    share = accumulate_joint_gradients(*given)  # [1 + K, 4]
+                    share = accumulate_joint_gradients(*given)  # [1 + K, 5]
                 else:
                     features = cache.rows(index, device) if cache else target.features(*batch)  # [B, T, H]
                     projection = (target.lm_head, recipe.objective, *sizes)
@@ -230,7 +230,7 @@ def main(argv):
                         predictions = predict(features, *batch)
                         share = accumulate_gradients(predictions, features.flatten(0, 1), labels, *projection, logs)
                 fed.append(index.tolist())
-                shares.append(share)  # [K, 4]
+                shares.append(share)  # [K, 5]
 
             # The ranks' shares add up; a number that is not finite stops the run before it reaches the weights.
             lr = recipe.learning_rate(step, num_steps)

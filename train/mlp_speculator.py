@@ -207,7 +207,7 @@ def main(argv):
                     predictions = predict(features, *batch)
                     share = accumulate_gradients(predictions, features.flatten(0, 1), labels, *projection, logs)
                 fed.append(index.tolist())
-                shares.append(share)  # [K, 4]
+                shares.append(share)  # [K, 5]
 
             # The ranks' shares add up; a number that is not finite stops the run before it reaches the weights.
             lr = recipe.learning_rate(step, num_steps)

@@ -88,5 +88,9 @@ def head_dtype(head):
 
 
 def usable_weight(lm_head_weight, dtype):
-    """The target's lm_head as heads of `dtype` multiply with it: in that dtype, unless autocast converts both."""
-    return lm_head_weight if torch.is_autocast_enabled(lm_head_weight.device.type) else lm_head_weight.to(dtype)
+    """The target's lm_head as heads of `dtype` multiply with it: in that dtype, or autocast's, converted here once.
+
+    Autocast itself keeps its copies of parameters that are trained, and would convert a frozen one for every chunk.
+    """
+    kind = lm_head_weight.device.type
+    return lm_head_weight.to(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype)

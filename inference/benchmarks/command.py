@@ -41,7 +41,7 @@ def add_benchmarks(benchmarks, add_command, add_device):
         help="the library's elementwise operations through torch.compile (default), plain, or no baseline",
     )
     step.add_argument("--repeats", type=int, default=20, help="replays per line (default 20)")
-    _add_measurement(step, add_device)
+    add_measurement(step, add_device)
 
     draft = add_command(
         benchmarks,
@@ -69,7 +69,7 @@ def add_benchmarks(benchmarks, add_command, add_device):
     )
     draft.add_argument("--context", default="1024", help="committed tokens of a request (default 1024)")
     draft.add_argument("--repeats", type=int, default=20, help="replays per line (default 20)")
-    _add_measurement(draft, add_device)
+    add_measurement(draft, add_device)
 
     kernel = add_command(
         benchmarks,
@@ -81,7 +81,7 @@ def add_benchmarks(benchmarks, add_command, add_device):
         "  headstart bench kernel prefill-attention --shape llama-3-8b --tokens 4096,16384",
         "Operations: linear (a layer's four products and the lm_head), gated_mlp, attention (over draft trees),\n"
         "prefill_attention, rms_norm, rotary, embedding, res_block, sample, verify, commit, rules (every verifier from logits to\n"
-        "verdict, requests x nodes, with a temperature alone and cut by top-k and top-p too), or all.",
+        "verdict, requests x nodes, with a temperature alone and cut by top-k and top-p too), distill_loss (of training), or all.",
     )
     kernel.add_argument("op", help="the operation, or all")
     kernel.add_argument("--rows", default="1,16,64,2048", help="rows of the input (default 1,16,64,2048)")
@@ -92,7 +92,7 @@ def add_benchmarks(benchmarks, add_command, add_device):
     )
     kernel.add_argument("--sweep", action="store_true", help="linear: try launch configurations and print the winners")
     kernel.add_argument("--repeats", type=int, default=15, help="replays per line (default 15)")
-    _add_measurement(kernel, add_device)
+    add_measurement(kernel, add_device)
 
     engine = add_command(
         benchmarks,
@@ -123,7 +123,7 @@ def add_benchmarks(benchmarks, add_command, add_device):
     engine.add_argument("--prompt-tokens", type=int, default=1000, help="length of a prompt (default 1000)")
     engine.add_argument("--new-tokens", type=int, default=256, help="length of an output (default 256)")
     engine.add_argument("--no-startup", action="store_true", help="leave out the two processes that start-up takes")
-    _add_measurement(engine, add_device)
+    add_measurement(engine, add_device)
 
     peer = add_command(
         benchmarks,
@@ -137,10 +137,10 @@ def add_benchmarks(benchmarks, add_command, add_device):
     peer.add_argument("--batch", default="1", help="requests at once (default 1)")
     peer.add_argument("--prompt-tokens", type=int, default=1000, help="length of a prompt (default 1000)")
     peer.add_argument("--new-tokens", type=int, default=64, help="length of an output (default 64)")
-    _add_measurement(peer, add_device)
+    add_measurement(peer, add_device)
 
 
-def _add_measurement(parser, add_device):
+def add_measurement(parser, add_device):
     """What every benchmark on random weights takes."""
     parser.add_argument("--shape", required=True, help="a named shape, e.g. llama-3-8b, or a folder with a config.json")
     parser.add_argument(
@@ -166,7 +166,7 @@ def _bench_step(arguments):
         baseline=arguments.baseline,
         repeats=_at_least_one("--repeats", arguments.repeats),
     )
-    bench_step(settings, **_measurement(arguments))
+    bench_step(settings, **measurement(arguments))
 
 
 def _bench_draft(arguments):
@@ -186,7 +186,7 @@ def _bench_draft(arguments):
         context=context,
         repeats=_at_least_one("--repeats", arguments.repeats),
     )
-    bench_draft(settings, **_measurement(arguments))
+    bench_draft(settings, **measurement(arguments))
 
 
 def _bench_kernel(arguments):
@@ -205,7 +205,7 @@ def _bench_kernel(arguments):
         tokens=_numbers("--tokens", arguments.tokens),
         repeats=_at_least_one("--repeats", arguments.repeats),
     )
-    (sweep_kernel if arguments.sweep else bench_kernel)(settings, **_measurement(arguments))
+    (sweep_kernel if arguments.sweep else bench_kernel)(settings, **measurement(arguments))
 
 
 def _bench_engine(arguments):
@@ -232,7 +232,7 @@ def _bench_engine(arguments):
         new_tokens=_at_least_one("--new-tokens", arguments.new_tokens),
         startup=not arguments.no_startup,
     )
-    bench_engine(settings, **_measurement(arguments))
+    bench_engine(settings, **measurement(arguments))
 
 
 def _bench_peer(arguments):
@@ -244,10 +244,10 @@ def _bench_peer(arguments):
         prompt_tokens=_at_least_one("--prompt-tokens", arguments.prompt_tokens),
         new_tokens=_at_least_one("--new-tokens", arguments.new_tokens),
     )
-    bench_peer(settings, **_measurement(arguments))
+    bench_peer(settings, **measurement(arguments))
 
 
-def _measurement(arguments):
+def measurement(arguments):
     """Device, dtype, command line and output of a benchmark on random weights. Chooses the threads, too."""
     import torch
 

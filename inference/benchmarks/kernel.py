@@ -27,6 +27,7 @@ from ..memory import free_bytes, in_gib
 from ..verify import TreeTensors
 from .floor import copy_bandwidth, milliseconds, product_rate
 from .library import LibraryAttention, rotate
+from .losses import bench_distill_loss
 from .results import Report, decimals, plain
 from .rules import bench_rules
 from .shape import NUM_HEADS, check_fits, config_of_shape, spread_tree
@@ -471,5 +472,6 @@ OPERATIONS = {
     "sample": bench_sample,
     "verify": bench_verify,
     "rules": bench_rules,
+    "distill_loss": bench_distill_loss,
     "commit": bench_commit,
 }

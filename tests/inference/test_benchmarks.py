@@ -10,11 +10,14 @@ from headstart.cli import main
 from headstart.inference.benchmarks import floor, library, random_heads, results, timing
 from headstart.inference.benchmarks.draft import parallel_chains
 from headstart.inference.benchmarks.linear_sweep import cases_of
+from headstart.inference.benchmarks.losses import ETA, torch_losses
 from headstart.inference.benchmarks.shape import config_of_shape, random_decoder, spread_tree
 from headstart.inference.drafters.levels import Levels
 from headstart.inference.speculation import DraftSource, build_drafter
 from headstart.inference.tree import ROOT_ONLY, chain
 from headstart.inference.verify import TreeTensors
+from headstart.kernels.distill_loss import LOSSES, distill_loss
+from headstart.kernels.target_law import target_law
 
 CPU = ["--device", "cpu", "--dtype", "float32"]
 
@@ -127,8 +130,11 @@ def test_baseline_computes_what_the_engine_computes(shape, tree):
 
 @pytest.mark.parametrize(
     "op",
-    ["linear", "gated_mlp", "attention", "rms_norm", "rotary", "embedding", "res_block", "sample", "verify", "commit"],
-)
+    [
+        "linear", "gated_mlp", "attention", "rms_norm", "rotary", "embedding", "res_block", "sample", "verify", "commit",
+        "distill-loss",
+    ],
+)  # fmt: skip
 def test_kernel_times_every_operation(bench, op):
     _, found = bench("kernel", op, "--rows", "1,5", "--context", "70", "--repeats", "2")
     assert found["rows"]
@@ -136,6 +142,29 @@ def test_kernel_times_every_operation(bench, op):
         check_times(row)
         assert row["floor"] > 0
     assert {row["rows"] for row in found["rows"]} <= {1, 5}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_plain_losses_are_the_kernels(name):
+    """What the benchmarks of training hold the kernel against says the same, gradients and all."""
+    logits, target = torch.randn(2, 9, 31, generator=torch.Generator().manual_seed(0))
+    labels, valid = torch.arange(9), torch.ones(9, dtype=torch.bool)
+    z = logits.clone().requires_grad_()
+    plain = torch_losses(z, labels, target.log_softmax(-1), name)
+    (0.5 * plain).sum().backward()
+    figures = distill_loss(logits, labels, valid, target_law(target), name, ETA, factor=0.5)
+    torch.testing.assert_close(figures.loss, plain.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(logits, z.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_kernel_distill_loss_has_every_loss_and_a_draft_vocabulary(bench, monkeypatch):
+    monkeypatch.setattr("headstart.inference.benchmarks.losses.DRAFT_VOCABULARY", 40)
+    _, found = bench("kernel", "distill-loss", "--rows", "3", "--repeats", "2")
+    assert [(row["op"], row["what"]) for row in found["rows"]] == [
+        ("target_law", "128"), *(("distill_loss", f"{name}, 128") for name in LOSSES),
+        ("target_law", "40 of 128"), ("distill_loss", "kl, 40 of 128"),
+    ]  # fmt: skip
+    assert all(row["library"] > 0 for row in found["rows"])
 
 
 def test_kernel_linear_sums_up_a_layer(bench):
@@ -429,7 +458,7 @@ def test_the_profiler_says_nothing_between_the_lines(shape, capfd):
 def test_help_teaches_every_benchmark(capsys):
     assert main(["bench"]) == 0
     overview = capsys.readouterr().out
-    for name in ("speculation", "step", "draft", "kernel", "engine", "peer"):
+    for name in ("speculation", "step", "draft", "kernel", "engine", "peer", "train"):
         assert name in overview
         with pytest.raises(SystemExit) as end:
             main(["bench", name, "--help"])

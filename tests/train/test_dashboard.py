@@ -21,7 +21,7 @@ from headstart.train.tracking import MetricsFile
 PANELS = [panel for panels in DASHBOARD.values() for panel in panels]
 CURVES = [panel for panel in PANELS if panel.kind in ("line", "lines", "bars")]
 # Panels of figures that no trainer logs yet.
-NOT_YET = {"Chance that a draft is accepted"}
+NOT_YET = set()
 
 
 def history_of(records):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
@@ -198,6 +199,32 @@ def test_recurrent_states_get_the_gradient_of_one_graph():
         assert gradient.abs().max() > 1e-4
 
 
+def test_token_and_feature_losses_are_weighed_and_both_reach_the_states():
+    """Of a head whose states are features: against autograd on one graph, each part with a weight of its own."""
+    torch.manual_seed(5)
+    (_, lm_head), (input_ids, document_ids, supervised, features) = make_head(), make_batch()
+    body, flat = torch.nn.Linear(H, H).double(), features.flatten(0, 1)
+    labels = find_labels(input_ids, document_ids, supervised, 1)
+    state, positions = body(flat), labels.positions
+    law = lm_head(flat[positions - 1]).softmax(-1)
+    token_loss = F.kl_div(lm_head(state[positions - 2]).log_softmax(-1), law, reduction="sum")
+    feature_loss = F.smooth_l1_loss(state[positions - 2], flat[positions - 1], reduction="none").mean(-1).sum()
+    loss = 0.5 * (0.1 * token_loss + 0.7 * feature_loss) / len(positions)
+    loss.backward()
+    expected = body.weight.grad.clone()
+    body.zero_grad()
+    predictions = Predictions([body(flat)], lambda rows, k: lm_head(rows))
+    objective = Objective(KL, [0.5], token_weight=0.1, feature_weight=0.7)
+    totals = accumulate_gradients(predictions, flat, labels, lm_head, objective, len(positions), chunk_tokens=7)
+    assert totals[0].tolist() == pytest.approx(
+        [token_loss.item(), len(positions), 0, 0, 0, feature_loss.item()], rel=1e-12
+    )
+    assert summarize(totals, objective, len(positions))["loss"] == pytest.approx(loss.item(), rel=1e-12)
+    torch.testing.assert_close(body.weight.grad, expected, rtol=1e-10, atol=1e-13)
+    for part in (token_loss, feature_loss):
+        assert part.item() > 0.1
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_mlp_speculators_gradient_goes_back_through_all_steps(tied):
     """Against one graph over single positions: every weight, also where later steps' losses reach earlier steps' states."""
@@ -263,6 +290,80 @@ def test_draft_vocabulary_reads_laws_and_labels_by_the_targets_ids(loss):
     assert (loss is HARD) == (counts[0] < len(labels.positions))
 
 
+class _Conversions(TorchDispatchMode):
+    """How often weights [V, H] are converted to bfloat16."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten._to_copy.default:
+            self.count += found.dtype == torch.bfloat16 and found.shape == (V, H)
+        return found
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_autocast_converts_weights_once_and_not_per_chunk(shared):
+    (head, lm_head), (*batch, features) = make_head(shared=shared), make_batch()
+    head, own = head.float(), lm_head.weight.float()
+    lm_head, features = lm_head.bfloat16(), features.bfloat16()
+    labels = find_labels(*batch, K)
+    arguments = (features.flatten(0, 1), labels, lm_head, Objective(KL, [1.0] * K), len(labels.positions))
+    with torch.autocast("cpu", torch.bfloat16), _Conversions() as seen:
+        accumulate_gradients(medusa_predictions(head, features, own), *arguments, chunk_tokens=5)
+    assert seen.count == (1 if shared else K)
+    assert len(labels.positions) > 20
+    assert all(parameter.grad.abs().max() > 0 for parameter in head.parameters())
+
+
+@pytest.mark.parametrize("loss", [HARD, KL, LK, Loss("hard", top_k_weight=1.0)], ids=str)
+def test_alpha_is_the_mean_chance_that_a_draft_is_accepted(loss):
+    (head, lm_head), batch = make_head(), make_batch()
+    _, line = ours(head, lm_head, batch, Objective(loss, [1.0, 0.5, 0.0]), with_hits=True)
+    if not loss.needs_law:
+        assert not any("alpha" in name for name in line)
+        return
+    input_ids, document_ids, supervised, features = batch
+    labels, flat = find_labels(input_ids, document_ids, supervised, K), features.flatten(0, 1)
+    for k in range(K):
+        positions = labels.positions[labels.valid[k]]
+        q = head.logits(flat[positions - 2 - k], k).softmax(-1)
+        p = lm_head(flat[positions - 1]).softmax(-1)
+        assert line[f"head{k}_alpha"] == pytest.approx(torch.minimum(p, q).sum(-1).mean().item(), rel=1e-12)
+        assert 0 < line[f"head{k}_alpha"] < 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("loss", [HARD, KL, LK], ids=str)
+def test_a_chunk_holds_the_targets_logits_and_one_heads(loss):
+    """At most two tensors [C, V] in bfloat16 however many heads and tokens there are, and little else."""
+    width, vocab_size, num_heads, chunk = 64, 128256, 4, 1024
+    lm_head = torch.nn.Linear(width, vocab_size, bias=False, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
+    head = Medusa(MedusaConfig(width, vocab_size, num_heads=num_heads, shared_lm_head=True)).cuda()
+    features = torch.randn(1, 4 * chunk, width, device="cuda", dtype=torch.bfloat16)
+    input_ids = torch.randint(0, vocab_size, (1, 4 * chunk), device="cuda")
+    labels = find_labels(
+        input_ids, torch.zeros_like(input_ids), torch.ones_like(input_ids, dtype=torch.bool), num_heads
+    )
+    objective = Objective(loss, [1.0] * num_heads)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with torch.autocast("cuda", torch.bfloat16):
+        predictions = medusa_predictions(head, features, lm_head.weight)
+        accumulate_gradients(
+            predictions,
+            features.flatten(0, 1),
+            labels,
+            lm_head,
+            objective,
+            len(labels.positions),
+            chunk,
+            with_hits=True,
+        )
+    logits = chunk * vocab_size * 2
+    assert torch.cuda.max_memory_allocated() - before < (1 if loss is HARD else 2) * logits + logits / 4
+
+
 def test_hits_are_counted_against_the_text():
     (head, lm_head), batch = make_head(), make_batch(seed=3)
     totals, line = ours(head, lm_head, batch, Objective(HARD, [1.0] * K), with_hits=True)
@@ -275,7 +376,7 @@ def test_hits_are_counted_against_the_text():
                 order = head.logits(features.flatten(0, 1)[position - 2 - k], k).argsort(descending=True)
                 top1 += int(order[0] == token)
                 top5 += int(token in order[:5])
-        assert totals[k, 2:].tolist() == [top1, top5]
+        assert totals[k, 2:4].tolist() == [top1, top5]
         assert top5 > top1
         assert line[f"head{k}_top5"] == pytest.approx(top5 / int(labels.valid[k].sum()))
 

@@ -115,7 +115,7 @@ def test_anything_off_by_one_changes_the_loss(eagle_arguments, read_metrics, tmp
         monkeypatch.setattr(eagle, "find_labels", lambda ids, *rest: find(ids.roll(-1, 1), *rest))
     elif mutant == "law":
         law = distillation.target_law
-        monkeypatch.setattr(distillation, "target_law", lambda logits, ids: law(logits.roll(1, 0), ids))
+        monkeypatch.setattr(distillation, "target_law", lambda logits, *rest: law(logits.roll(1, 0), *rest))
     else:
         predict = eagle.eagle_predictions
 

@@ -125,7 +125,7 @@ def test_anything_off_by_one_changes_the_loss(
         monkeypatch.setattr(mlp_speculator, "find_labels", late)
     else:
         law = distillation.target_law
-        monkeypatch.setattr(distillation, "target_law", lambda logits, ids: law(logits.roll(1, 0), ids))
+        monkeypatch.setattr(distillation, "target_law", lambda logits, *rest: law(logits.roll(1, 0), *rest))
     run(speculator_arguments, output=tmp_path / "mutant", **keys)
     right, wrong = read_metrics()[0]["loss"], read_metrics(run="mutant")[0]["loss"]
     assert abs(wrong / right - 1) > 1e-3
