@@ -22,7 +22,8 @@ from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.train.acceptance import AcceptanceMeter, choose_held_out
 from headstart.train.data import load_conversations
 from headstart.train.distillation import Objective, accumulate_gradients, find_labels, summarize
-from headstart.train.features import FrozenTarget, cache_features, load_target
+from headstart.train.feature_cache import cache_features
+from headstart.train.features import FrozenTarget, load_target
 from headstart.train.losses import Loss
 from headstart.train.optimization import NonFiniteLoss, build_optimizer, finish_step
 from headstart.train.predictions import medusa_predictions

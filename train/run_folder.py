@@ -5,6 +5,7 @@
 It decides nothing: when something is due, and what a step computes, is up to the script.
 """
 
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from tqdm import tqdm
 
 from .checkpointing import check_output, check_same_run, load_checkpoint, read_state, save_checkpoint, save_final_head
 from .data import BUILT_IN, write_conversations
+from .feature_cache import OWN_FOLDER
 from .optimization import choose_autocast
 from .recipe import resolved_values, save_recipe
 from .tracking import MetricsFile, WandbTracker, has_wandb, write_json
@@ -163,9 +165,10 @@ class RunFolder:
         return 128 + (stop.requested or signal.SIGTERM)
 
     def finish(self, head):
-        """Write <run>/head."""
+        """Write <run>/head; a feature cache in the run folder goes."""
         if self.is_main:
             save_final_head(head, self.path)
+            shutil.rmtree(self.path / OWN_FOLDER, ignore_errors=True)
         self.note(
             f"done: {self.path / 'head'} after {self.step} steps; next: headstart tree {self.path}, heads.export {self.path}"
         )
