@@ -9,7 +9,7 @@ missing. When a cache is opened, every shard is read once against its checksum, 
 computed again. Which rows are computed together follows from the row length alone: a cache holds the same bits whoever filled it.
 On several machines DIR must be a folder that all of them see. Not done here: features of some of the rows, removing a shared cache.
 
-float8 is e4m3 with one fp32 scale per token and stream: the largest value becomes 448. Values down to 2^-15 of it keep 4 bits
+float8 is e4m3 with one fp32 scale per token and stream: the largest value becomes 448. Values down to 2^-14 of it keep 4 bits
 (relative error at most 2^-4), so channels that are a thousand times larger than the rest cost the rest nothing.
 
 Letters: R rows, T tokens per row, H hidden size, A residual streams asked for, S = 1 + A streams, r rows of a shard, B of a batch.

@@ -67,7 +67,7 @@ class RunRecipe:
     )
     cache_dtype: str = key(
         "auto",
-        "what they are kept in; auto: the target's. float8_e4m3fn takes half of bfloat16's disk and is off by 2.3 %",
+        "what they are kept in; auto: the target's. float8_e4m3fn takes half of bfloat16's disk and is off by 2 %",
         choices=("auto", "float32", "bfloat16", "float8_e4m3fn"),
     )
     log_every: int = key(10, "steps between lines of metrics.jsonl; a line describes its own step", least=1)

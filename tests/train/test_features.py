@@ -1,13 +1,11 @@
 """What heads read of a target besides its last state: residual streams, by layer, and the embedding."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import transformers
 
 from headstart.train.data import pack
-from headstart.train.features import FeatureCache, FrozenTarget
+from headstart.train.features import FrozenTarget
 
 SHAPE = {"vocab_size": 48, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64}
 FAMILIES = {
@@ -76,19 +74,6 @@ def test_target_whose_layers_cannot_be_told_is_refused():
     target.decoder.more = torch.nn.ModuleList([torch.nn.Identity()] * 3)
     with pytest.raises(ValueError, match="LlamaModel holds 2 lists of 3 layers, not one"):
         target.check_layers((1,))
-
-
-def test_cache_gives_streams_back_as_they_were_computed(tmp_path):
-    target, packed = make_target(FAMILIES["llama"]), packed_rows()
-    wait = SimpleNamespace(num_processes=1, process_index=0, is_main_process=True, device=torch.device("cpu"))
-    wait.wait_for_everyone = lambda: None
-    stop = SimpleNamespace(requested=0, agreed=lambda accelerator: False)
-    said = []
-    cache = FeatureCache(tmp_path, 1, 29, 3 * 32, torch.float32, wait, said.append)
-    assert cache.fill(target, packed, 1, wait, stop, layers=(1, 3))
-    assert "29 tokens x 96 values" in said[0]
-    expected = target.features(*batch(packed), layers=(1, 3))
-    assert torch.equal(cache.rows(torch.tensor([0]).numpy(), wait.device), expected)
 
 
 def test_embedding_is_the_table_that_tokens_are_looked_up_in():

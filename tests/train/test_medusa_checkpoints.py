@@ -84,6 +84,24 @@ def test_resumed_run_repeats_the_uninterrupted_one_bit_by_bit(arguments, tmp_pat
     assert [line["step"] for line in all_lines(tmp_path / "stopped") if line["kind"] == "acceptance"] == [3, 6, 9]
 
 
+@pytest.mark.parametrize("place", ["", "shared"])
+def test_run_whose_cache_is_lost_in_between_fills_it_again(arguments, tmp_path, monkeypatch, place):
+    folder = tmp_path / (place or "stopped/features")
+    keys = STEPS | {"cache_features": True, "cache_dtype": "float8_e4m3fn"}
+    run(arguments, **keys)
+    keys["feature_cache"] = tmp_path / place if place else ""
+    stop_after(monkeypatch, 4)
+    assert medusa.main(arguments(**keys, output=tmp_path / "stopped")) == 128 + signal.SIGTERM
+    monkeypatch.undo()
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert len(before) == 2
+    shutil.rmtree(folder)
+    run(arguments, **keys, output=tmp_path / "stopped", resume=True)
+    assert_same_run(tmp_path / "run", tmp_path / "stopped")
+    left = {path.name: path.read_bytes() for path in folder.iterdir()} if folder.exists() else {}
+    assert left == (before if place else {})
+
+
 def test_run_killed_between_checkpoints_drops_the_lines_it_repeats(arguments, tmp_path, monkeypatch):
     run(arguments, **STEPS)
 
