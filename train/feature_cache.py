@@ -183,22 +183,15 @@ class FeatureCache:
         """
         missing = self._find_missing()
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
-        size, num_rows = self.description["rows_per_shard"], self.description["num_rows"]
-        left = sum(min((shard + 1) * size, num_rows) - shard * size for shard in missing)
+        left = sum(self._num_rows(shard) for shard in missing)
         with tqdm(total=left, desc="features", unit="row", disable=rank > 0 or not left, dynamic_ncols=True) as bar:
-
-            def advance(count):
-                bar.update(min(count * world, left - bar.n))
-
-            for shard in missing[rank::world]:
-                if self._path(shard).exists():  # another run that fills the same cache was faster
-                    continue
-                tensors = self._compute(shard, target, packed, stop, advance)
+            for first in range(0, len(missing), world):
+                turn = missing[first : first + world]
+                tensors = self._compute(turn, target, packed, stop, bar)
                 if tensors is None:
-                    break
-                self._write(shard, tensors)
-        if stop.agreed(self.accelerator):
-            return False
+                    return False
+                if rank < len(turn):
+                    self._write(turn[rank], tensors)
         self.accelerator.wait_for_everyone()
         self.shards = [self._open(shard) for shard in range(self.num_shards)]
         return True
@@ -223,28 +216,35 @@ class FeatureCache:
         whole = set(there) - damaged.keys()
         return [shard for shard in range(self.num_shards) if shard not in whole]
 
-    def _compute(self, shard, target, packed, stop, advance):
-        """The tensors of a shard; None if `stop` came first. advance(count) is told of rows done."""
-        d = self.description
-        first = shard * d["rows_per_shard"]
-        count = min(d["rows_per_shard"], d["num_rows"] - first)
+    def _num_rows(self, shard):
+        size = self.description["rows_per_shard"]
+        return min(size, self.description["num_rows"] - shard * size)
+
+    def _compute(self, turn, target, packed, stop, bar):
+        """The tensors of this rank's shard, `turn` holding one per rank or fewer; None if `stop` came first.
+
+        Every rank makes as many forwards as every other: a target that is divided among them needs all of them in each.
+        """
+        d, rank = self.description, self.accelerator.process_index
+        first, count = (turn[rank] * d["rows_per_shard"], self._num_rows(turn[rank])) if rank < len(turn) else (0, 0)
         shape = count, d["row_length"], d["num_streams"]
         tensors = {"states": torch.empty(*shape, d["hidden_size"], dtype=self.dtype)}
         if self.dtype == _FLOAT8:
             tensors["scales"] = torch.empty(shape)
-        for start in range(0, count, d["rows_per_forward"]):
-            if stop.requested:
+        for start in range(0, max(map(self._num_rows, turn)), d["rows_per_forward"]):
+            if stop.agreed(self.accelerator):
                 return None
-            inside = slice(start, min(start + d["rows_per_forward"], count))
-            rows = slice(first + inside.start, first + inside.stop)
+            inside = slice(start, min(start + d["rows_per_forward"], count))  # empty where this rank's shard is done
+            rows = slice(first + inside.start, first + inside.stop) if start < count else slice(0, 1)
             parts = packed.input_ids, packed.position_ids, packed.document_ids
             batch = [part[rows].to(self.accelerator.device) for part in parts]
             states = target.features(*batch, tuple(d["layers"])).unflatten(-1, (d["num_streams"], d["hidden_size"]))
-            if self.dtype == _FLOAT8:
-                states, scales = to_float8(states)
-                tensors["scales"][inside] = scales.cpu()
-            tensors["states"][inside] = states.to(self.dtype).cpu()
-            advance(inside.stop - inside.start)
+            if start < count:
+                if self.dtype == _FLOAT8:
+                    states, scales = to_float8(states)
+                    tensors["scales"][inside] = scales.cpu()
+                tensors["states"][inside] = states.to(self.dtype).cpu()
+            bar.update(sum(min(max(self._num_rows(shard) - start, 0), d["rows_per_forward"]) for shard in turn))
         return tensors
 
     def _write(self, shard, tensors):

@@ -18,7 +18,7 @@ from headstart.train.feature_cache import FeatureCache, describe, to_float8
 from headstart.train.features import FrozenTarget, load_target
 
 CPU = torch.device("cpu")
-NO_STOP = SimpleNamespace(requested=0, agreed=lambda accelerator: False)
+NO_STOP = SimpleNamespace(agreed=lambda accelerator: False)
 ASSET = os.path.join(os.path.dirname(__file__), "..", "..", "assets", "stdlib-coder")
 
 
@@ -260,33 +260,33 @@ def test_killed_fill_goes_on_with_the_shards_that_are_missing(
 
 
 def test_signal_ends_a_fill_between_forwards(open_cache, small_shards, tmp_path, monkeypatch):
-    target, packed, stop = make_target(), packed_rows(), SimpleNamespace(requested=0)
-    stop.agreed = lambda accelerator: bool(stop.requested)
+    target, packed = make_target(), packed_rows()
     calls = count_forwards(monkeypatch)
-    cache = FeatureCache(
-        tmp_path / "cache", describe(target, packed, torch.float32), torch.float32, process(), lambda text: None
-    )
-    compute = target.features
-    target.features = lambda *given: (setattr(stop, "requested", len(calls) >= 2), compute(*given))[1]
+    stop = SimpleNamespace(agreed=lambda accelerator: len(calls) == 3)
+    description = describe(target, packed, torch.float32)
+    cache = FeatureCache(tmp_path / "cache", description, torch.float32, process(), lambda text: None)
     assert not cache.fill(target, packed, stop)
     assert len(calls) == 3
     assert [path.name for path in sorted((tmp_path / "cache").iterdir())] == ["cache.json", "shard-00000.safetensors"]
 
 
-def test_ranks_fill_different_shards(open_cache, small_shards, tmp_path):
+def test_ranks_fill_different_shards(open_cache, small_shards, tmp_path, monkeypatch):
     target, packed = make_target(), packed_rows()
     whole = everything(open_cache(target, packed))
+    calls = count_forwards(monkeypatch)
     shutil.rmtree(tmp_path / "cache")
     with pytest.raises(ValueError, match="must be a folder that all of them see"):  # the other rank does nothing here
         open_cache(target, packed, rank=0, world=2)
     made = {path.name for path in (tmp_path / "cache").glob("*.safetensors")}
     assert made == {f"shard-{i:05d}.safetensors" for i in range(0, -(-len(packed.input_ids) // 4), 2)}
+    forwards = len(calls)
     (tmp_path / "other").mkdir()
     for name in made:
         (tmp_path / "cache" / name).rename(tmp_path / "other" / name)
     with pytest.raises(ValueError, match="must be a folder that all of them see"):
         open_cache(target, packed, rank=1, world=2)
     assert not made & {path.name for path in (tmp_path / "cache").iterdir()}
+    assert len(calls) == 2 * forwards  # though the other has a shard less to fill, or a shorter one
     for name in made:
         (tmp_path / "other" / name).rename(tmp_path / "cache" / name)
     assert torch.equal(everything(open_cache(target, packed)), whole)
