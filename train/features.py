@@ -2,7 +2,8 @@
 
 The feature is the last hidden state after the final norm, and for heads that ask for them the residual streams that enter layers.
 Any AutoModelForCausalLM will do whose logits are its lm_head applied to that state and whose attention follows an explicit 4D mask
-and position ids; `FrozenTarget.check` tries it on real rows.
+and position ids; `FrozenTarget.check` tries it on real rows. On a GPU the attention over them is FlexAttention with a block mask
+where the model can, else SDPA with a mask.
 
 Letters: B rows, T tokens per row, H hidden size, V vocabulary, A residual streams asked for.
 """
@@ -17,6 +18,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from ..heads.packed_attention import FLEX_DTYPES, FLEX_LEAST_DIM, FLEX_OPTIONS, block_mask
 from .data import block_attention_mask
 
 
@@ -132,11 +134,9 @@ class FrozenTarget:
         """
         with contextlib.ExitStack() as hooks:
             streams = self._record_streams(layers, hooks) if layers else {}
+            attention = self._keep_apart(document_ids, hooks)
             last = self.decoder(
-                input_ids=input_ids,
-                attention_mask=self._additive_mask(document_ids),
-                position_ids=position_ids,
-                use_cache=False,
+                input_ids=input_ids, position_ids=position_ids, use_cache=False, **attention
             ).last_hidden_state
         return torch.cat([last, *(streams[k] for k in layers)], -1) if layers else last
 
@@ -177,6 +177,26 @@ class FrozenTarget:
                 handle = stack[-1].register_forward_hook(leaving)
             hooks.callback(handle.remove)
         return streams
+
+    def _keep_apart(self, document_ids, hooks):
+        """What the decoder is told so that documents do not see each other, until `hooks` closes."""
+        if not self._takes_flex_attention(document_ids.device):
+            return {"attention_mask": self._additive_mask(document_ids)}
+        before = self.model.config._attn_implementation
+        self.model.set_attn_implementation("flex_attention")
+        hooks.callback(self.model.set_attn_implementation, before)
+        return {"attention_mask": block_mask(document_ids), "kernel_options": FLEX_OPTIONS}
+
+    def _takes_flex_attention(self, device):
+        """Whether packed rows go through FlexAttention, which reads no [B, 1, T, T] mask and skips what lies between documents.
+
+        Not with gradients: what checkpointing computes again would no longer find it.
+        """
+        config = self.model.config.get_text_config()
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        passed_on = any(p.kind == p.VAR_KEYWORD for p in inspect.signature(self.decoder.forward).parameters.values())
+        fits = head_dim >= FLEX_LEAST_DIM and self.dtype in FLEX_DTYPES and passed_on
+        return device.type == "cuda" and self.model._supports_flex_attn and fits and not torch.is_grad_enabled()
 
     def _additive_mask(self, document_ids):
         # Additive and finite: eager attention adds whatever it is given, and a padded row of -inf would turn into NaN.
