@@ -14,7 +14,15 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
 from tqdm import tqdm
 
-from .checkpointing import check_output, check_same_run, load_checkpoint, read_state, save_checkpoint, save_final_head
+from .checkpointing import (
+    check_output,
+    check_same_run,
+    load_checkpoint,
+    read_state,
+    remove_leftovers,
+    save_checkpoint,
+    save_final_head,
+)
 from .data import BUILT_IN, write_conversations
 from .feature_cache import OWN_FOLDER
 from .optimization import choose_autocast
@@ -89,6 +97,7 @@ class RunFolder:
         if self.is_main:
             self.path.mkdir(parents=True, exist_ok=True)
             save_recipe(self.state["recipe"], self.path / "config.yaml")
+            remove_leftovers(self.path)
         accelerator.wait_for_everyone()
         self.metrics = MetricsFile(self.path / "metrics.jsonl" if self.is_main else None)
         self.metrics.truncate_after(self.step if resumed else -1)
@@ -140,6 +149,8 @@ class RunFolder:
         self.accelerator.wait_for_everyone()
 
     def _record_acceptance(self, measured):
+        # The file first: a run that was killed in between has no line and measures again.
+        write_json(self.path / "acceptance.json", {"step": self.step, **measured})
         names = ("acceptance_length", "per_position", "num_steps", "source")
         self.record("acceptance", {name: measured[name] for name in names})
         positions = " ".join(f"{share:.2f}" for share in measured["per_position"])
@@ -148,7 +159,6 @@ class RunFolder:
             f"step {self.step}: {measured['acceptance_length']:.2f} tokens per step on held-out prompts{how}; "
             f"accepted by position {positions}"
         )
-        write_json(self.path / "acceptance.json", {"step": self.step, **measured})
         self.curves.log_acceptance(self.step, measured["per_position"], measured["samples"])
 
     def save(self, head, optimizer):
