@@ -249,7 +249,7 @@ class FeatureCache:
 
     def _write(self, shard, tensors):
         """Put a shard in its place, whole."""
-        metadata = {"cache": self._identity(), "crc32": str(_checksum(tensors))}
+        metadata = {"cache": self._identity(), "crc32": str(checksum_of(tensors))}
         self._put(self._path(shard).name, save(tensors, metadata))
 
     def _put(self, name, content):
@@ -295,7 +295,7 @@ class FeatureCache:
         tensors, path = self._open(shard), self._path(shard)
         with safe_open(path, framework="pt") as file:
             expected = file.metadata()["crc32"]
-        if str(_checksum(tensors)) != expected:
+        if str(checksum_of(tensors)) != expected:
             raise ValueError(f"the bytes of {path} are not those that were written")
 
     def rows(self, index, device):
@@ -343,7 +343,8 @@ def _hash_target(model):
     return _hash(*contents)
 
 
-def _checksum(tensors):
+def checksum_of(tensors):
+    """crc32 of the bytes of named tensors, as the header of a shard holds it."""
     checksum = 0
     for name in sorted(tensors):
         checksum = zlib.crc32(tensors[name].view(torch.uint8).numpy(), checksum)
