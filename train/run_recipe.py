@@ -87,6 +87,10 @@ class RunRecipe:
 
     def __post_init__(self):
         check_values(self)
+        if self.feature_cache and not self.cache_features:
+            raise ValueError(
+                f"feature_cache {self.feature_cache!r} is given and cache_features is false: set that to true, or leave it out"
+            )
 
     @property
     def checkpoint_to_resume(self):

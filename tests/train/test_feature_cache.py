@@ -12,6 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from headstart.inference.llm import LLM
 from headstart.train import feature_cache, medusa, mlp_speculator
 from headstart.train.data import encode_conversations, load_conversations, pack
 from headstart.train.feature_cache import FeatureCache, describe, to_float8
@@ -235,6 +236,20 @@ def test_layout_is_that_of_the_cache_that_is_there(open_cache, small_shards, mon
     calls = count_forwards(monkeypatch)
     assert torch.equal(everything(open_cache(target, packed)), first)
     assert not calls
+
+
+def test_engine_on_the_target_does_not_make_it_another(tmp_path):
+    """It packs the target's weights, and only runs that measure have one."""
+    model, tokenizer = load_target(ASSET, CPU, "float32")
+    packed = packed_rows()
+    before = describe(FrozenTarget(model), packed, torch.float32)
+    LLM(model=model, tokenizer=tokenizer, max_model_len=64)
+    assert describe(FrozenTarget(model), packed, torch.float32) == before
+
+
+def test_folder_without_a_cache_to_keep_in_it_is_refused(arguments, tmp_path):
+    with pytest.raises(ValueError, match=r"feature_cache '.*' is given and cache_features is false"):
+        medusa.main(arguments(feature_cache=tmp_path / "cache"))
 
 
 # ---- how it is filled ----
