@@ -20,6 +20,8 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, fle
 
 FLEX_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLEX_LEAST_DIM = 16
+# Of rows below 128 tokens another kernel would be made, for decoding, which has no configuration for all of these shapes.
+FLEX_OPTIONS = {"FORCE_USE_FLEX_ATTENTION": True}
 
 
 class PackedAttention:
@@ -38,7 +40,7 @@ class PackedAttention:
         """q [B, HQ, T, D], k and v [B, HK, T, D] of this step -> [B, HQ, T, D]"""
         if self.first is None:
             self.first = k, v
-            self.mask = _block_mask(self.document_ids) if q.is_cuda else _dense_mask(self.document_ids)
+            self.mask = block_mask(self.document_ids) if q.is_cuda else _dense_mask(self.document_ids)
             return _attend(q, k, v, self.mask, with_normaliser=False)[0]
         self.later.append((k, v))
         out, normaliser = _attend(q, *self.first, self.mask, with_normaliser=True)
@@ -51,8 +53,8 @@ def _dense_mask(document_ids):
     return same & torch.ones(same.shape[-2:], dtype=torch.bool, device=same.device).tril()
 
 
-def _block_mask(document_ids):
-    """The same as FlexAttention takes it."""
+def block_mask(document_ids):
+    """The same as FlexAttention takes it: rows of a document see each other and earlier ones; padding counts as one document."""
 
     def sees(b, h, row, column):
         return (document_ids[b, row] == document_ids[b, column]) & (row >= column)
@@ -69,7 +71,7 @@ def _compiled(function):
 def _attend(q, k, v, mask, with_normaliser):
     """Attention over one set of keys, and if asked for the log of each row's sum of exponentials.
 
-    mask: _block_mask on a GPU, _dense_mask elsewhere  ->  ([B, HQ, T, D], fp32 or wider [B, HQ, T] or None)
+    mask: block_mask on a GPU, _dense_mask elsewhere  ->  ([B, HQ, T, D], fp32 or wider [B, HQ, T] or None)
     """
     if not q.is_cuda:
         return _attend_dense(q, k, v, mask, with_normaliser)
@@ -83,9 +85,8 @@ def _attend(q, k, v, mask, with_normaliser):
 
 def _attend_flex(q, k, v, mask, with_normaliser):
     aux = AuxRequest(lse=True) if with_normaliser else None
-    # Of rows below 128 tokens another kernel would be made, for decoding, which has no configuration for all of these shapes.
-    options = {"FORCE_USE_FLEX_ATTENTION": True}
-    found = _compiled(flex_attention)(q, k, v, block_mask=mask, enable_gqa=True, return_aux=aux, kernel_options=options)
+    flex, options = _compiled(flex_attention), FLEX_OPTIONS
+    found = flex(q, k, v, block_mask=mask, enable_gqa=True, return_aux=aux, kernel_options=options)
     return (found[0], found[1].lse) if with_normaliser else (found, None)
 
 

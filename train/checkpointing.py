@@ -11,6 +11,7 @@ A checkpoint is written aside and renamed, so it is there whole or not at all. T
 rows follows from the recipe and the step (train/medusa.py).
 """
 
+import contextlib
 import errno
 import json
 import os
@@ -31,6 +32,7 @@ from ..inference.adapter import FOLDER as ADAPTER_FOLDER
 
 _STEP = re.compile(r"step-(\d+)")
 _TRIAL = ".can-be-written-"
+_UNFINISHED = "config.yaml.partial"  # all that a process leaves that is killed as it begins a run folder
 
 
 def list_checkpoints(run):
@@ -68,8 +70,25 @@ def save_checkpoint(run, step, head, optimizer, state, accelerator, num_kept, ad
         later = [path for path in steps if steps[path] > step]
         up_to_now = [path for path in steps if steps[path] <= step]
         for path in (*later, *up_to_now[:-num_kept]):
-            shutil.rmtree(path)
+            _remove_folder(path)
     accelerator.wait_for_everyone()
+
+
+def restore_replaced(run):
+    """Finish what a process was killed at that had put the old checkpoint aside for a new one; any rank may be the first to."""
+    for aside in sorted(Path(run, "checkpoints").glob(".step-*.new")) + sorted(
+        Path(run, "checkpoints").glob(".step-*.old")
+    ):
+        folder = aside.with_name(aside.name[1:-4])
+        if _STEP.fullmatch(folder.name) and not folder.exists():
+            with contextlib.suppress(FileNotFoundError):
+                aside.rename(folder)
+
+
+def remove_leftovers(run):
+    """Remove the unfinished folders of processes that were killed; by the main rank, while nothing is being saved."""
+    for path in (*Path(run, "checkpoints").glob(".*step-*"), *Path(run).glob(".*head.*")):
+        shutil.rmtree(path)
 
 
 def choose_checkpoint(run, wanted=""):
@@ -78,6 +97,7 @@ def choose_checkpoint(run, wanted=""):
     None for a run that was killed before its first checkpoint, which can only start again. Raises ValueError for a folder
     without checkpoints that holds anything else, and for damage, naming the file and the newest earlier whole checkpoint.
     """
+    restore_replaced(run)
     folder = Path(wanted) if wanted else next(reversed(list_checkpoints(run)), None)
     if folder is None:
         run = Path(run)
@@ -151,7 +171,7 @@ def check_output(run, resume, resume_from):
         raise ValueError(f"output {str(run)!r} is a file: name a new run folder")
     # Other ranks try to write here at the same moment: their trial files do not count.
     names = [path.name for path in run.iterdir()] if run.is_dir() else []
-    inside = sorted(name for name in names if not name.startswith(_TRIAL))
+    inside = sorted(name for name in names if not name.startswith(_TRIAL) and name != _UNFINISHED)
     if resume and not inside:
         raise ValueError(f"there is no run in {str(run)!r} to resume: check output, or leave --resume out")
     if resume_from and not Path(resume_from).is_dir():
@@ -231,6 +251,13 @@ def load_checkpoint(folder, head, optimizer, accelerator, adapter=None):
             f"{folder} was written by {len(states)} processes, this run has {accelerator.num_processes}: start as many"
         )
     _set_rng_state(states[accelerator.process_index], accelerator.device)
+
+
+def _remove_folder(folder):
+    """Remove it whole: killed half-way, it is no longer there under its name."""
+    gone = folder.with_name(f".{folder.name}.gone")
+    folder.rename(gone)
+    shutil.rmtree(gone)
 
 
 def _replace_folder(folder, fresh):

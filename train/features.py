@@ -1,25 +1,24 @@
-"""The frozen target as the trainers see it: packed rows in, features out; computed as they are needed or once for all rows.
+"""The frozen target as the trainers see it: packed rows in, features out.
 
 The feature is the last hidden state after the final norm, and for heads that ask for them the residual streams that enter layers.
 Any AutoModelForCausalLM will do whose logits are its lm_head applied to that state and whose attention follows an explicit 4D mask
-and position ids; `FrozenTarget.check` tries it on real rows.
+and position ids; `FrozenTarget.check` tries it on real rows. On a GPU the attention over them is FlexAttention with a block mask
+where the model can, else SDPA with a mask.
 
-Letters: B rows, T tokens per row, R all rows, H hidden size, V vocabulary, A residual streams asked for.
+Letters: B rows, T tokens per row, H hidden size, V vocabulary, A residual streams asked for.
 """
 
 import contextlib
 import inspect
-import os
-import shutil
 import sys
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from ..heads.packed_attention import FLEX_DTYPES, FLEX_LEAST_DIM, FLEX_OPTIONS, block_mask
 from .data import block_attention_mask
 
 
@@ -139,11 +138,9 @@ class FrozenTarget:
         """
         with contextlib.ExitStack() as hooks:
             streams = self._record_streams(layers, hooks) if layers else {}
+            attention = self._keep_apart(document_ids, hooks)
             last = self.decoder(
-                input_ids=input_ids,
-                attention_mask=self._additive_mask(document_ids),
-                position_ids=position_ids,
-                use_cache=False,
+                input_ids=input_ids, position_ids=position_ids, use_cache=False, **attention
             ).last_hidden_state
         return torch.cat([last, *(streams[k] for k in layers)], -1) if layers else last
 
@@ -185,6 +182,26 @@ class FrozenTarget:
             hooks.callback(handle.remove)
         return streams
 
+    def _keep_apart(self, document_ids, hooks):
+        """What the decoder is told so that documents do not see each other, until `hooks` closes."""
+        if not self._takes_flex_attention(document_ids.device):
+            return {"attention_mask": self._additive_mask(document_ids)}
+        before = self.model.config._attn_implementation
+        self.model.set_attn_implementation("flex_attention")
+        hooks.callback(self.model.set_attn_implementation, before)
+        return {"attention_mask": block_mask(document_ids), "kernel_options": FLEX_OPTIONS}
+
+    def _takes_flex_attention(self, device):
+        """Whether packed rows go through FlexAttention, which reads no [B, 1, T, T] mask and skips what lies between documents.
+
+        Not with gradients: what checkpointing computes again would no longer find it.
+        """
+        config = self.model.config.get_text_config()
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        passed_on = any(p.kind == p.VAR_KEYWORD for p in inspect.signature(self.decoder.forward).parameters.values())
+        fits = head_dim >= FLEX_LEAST_DIM and self.dtype in FLEX_DTYPES and passed_on
+        return device.type == "cuda" and self.model._supports_flex_attn and fits and not torch.is_grad_enabled()
+
     def _additive_mask(self, document_ids):
         # Additive and finite: eager attention adds whatever it is given, and a padded row of -inf would turn into NaN.
         allowed = block_attention_mask(document_ids)  # [B, 1, T, T]
@@ -222,83 +239,3 @@ class FrozenTarget:
                 f"{difference:.3g}, their mean size {logits.abs().mean().item():.3g}): it does not follow the 4D attention "
                 f"mask or the position ids, or its sliding window is shorter than the document's {len(inside)} tokens"
             )
-
-
-def cache_features(run, recipe, target, packed, stop, layers=()):
-    """A FeatureCache of all rows in the run's folder, filled; None if `stop` (StopSignals) ended that early.
-
-    run: RunFolder; layers: whose streams are kept beside the last states.
-    """
-    dtype = target.dtype if recipe.cache_dtype == "auto" else getattr(torch, recipe.cache_dtype)
-    width = (1 + len(layers)) * target.hidden_size
-    cache = FeatureCache(run.path, *packed.input_ids.shape, width, dtype, run.accelerator, run.note)
-    return cache if cache.fill(target, packed, recipe.batch_rows, run.accelerator, stop, layers) else None
-
-
-class FeatureCache:
-    """Features of all rows, computed once, in a memory-mapped file of the run folder.
-
-    The file is removed from the folder as soon as it is open everywhere; the system frees its space when the run ends, however
-    it ends. On a machine with enough memory it is read from the page cache, never from the disk.
-    """
-
-    def __init__(self, folder, num_rows, row_length, width, dtype, accelerator, note):
-        """Reserve the file; `note(text)` is told its size first. width: values per token, of all layers together.
-
-        Raises ValueError if the disk is too small.
-        """
-        if int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes)) != accelerator.num_processes:
-            raise ValueError("cache_features works on one machine only: set it to false for a run over several")
-        count = num_rows * row_length * width
-        num_bytes = count * dtype.itemsize
-        path = Path(folder, "features.cache")
-        free = shutil.disk_usage(folder).free
-        note(
-            f"feature cache: {num_rows} rows x {row_length} tokens x {width} values in {dtype} take "
-            f"{num_bytes / 1e6:,.0f} MB of disk or page cache in {folder} ({free / 1e6:,.0f} MB free)"
-        )
-        if num_bytes > free:
-            raise ValueError(
-                f"the feature cache needs {num_bytes / 1e9:.1f} GB and {folder} has {free / 1e9:.1f} GB free: set "
-                "cache_features to false (features are then computed as they are needed) or lower max_tokens"
-            )
-        if accelerator.is_main_process:
-            with open(path, "wb") as file:
-                # Reserved, not sparse: a disk that fills up later would kill the run with a bus error.
-                os.posix_fallocate(file.fileno(), 0, num_bytes)
-        accelerator.wait_for_everyone()
-        stored = torch.from_file(str(path), shared=True, size=count, dtype=dtype)
-        self.stored = stored.view(num_rows, row_length, width)
-        accelerator.wait_for_everyone()
-        if accelerator.is_main_process:
-            path.unlink()
-
-    def fill(self, target, packed, batch_rows, accelerator, stop, layers=()):
-        """Compute every row, with the streams of `layers`, shared out over the ranks.
-
-        Returns False if `stop` (StopSignals) ended it early.
-        """
-        self.target_dtype = target.dtype
-        starts = range(accelerator.process_index * batch_rows, len(self.stored), accelerator.num_processes * batch_rows)
-        with tqdm(
-            total=len(self.stored),
-            desc="features",
-            unit="row",
-            disable=not accelerator.is_main_process,
-            dynamic_ncols=True,
-        ) as bar:
-            for start in starts:
-                if stop.requested:
-                    break
-                rows = slice(start, start + batch_rows)
-                batch = [
-                    part[rows].to(accelerator.device)
-                    for part in (packed.input_ids, packed.position_ids, packed.document_ids)
-                ]
-                self.stored[rows] = target.features(*batch, layers).to(self.stored)
-                bar.update(min(accelerator.num_processes * len(batch[0]), len(self.stored) - bar.n))
-        return not stop.agreed(accelerator)
-
-    def rows(self, index, device):
-        """Features of the rows `index` (int64 array [B]) in the target's dtype -> [B, T, width] on `device`."""
-        return self.stored[torch.from_numpy(index)].to(device, self.target_dtype)

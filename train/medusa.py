@@ -25,7 +25,8 @@ from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.train.acceptance import AcceptanceMeter, choose_held_out
 from headstart.train.data import load_conversations
 from headstart.train.distillation import Objective, accumulate_gradients, find_labels, summarize
-from headstart.train.features import FrozenTarget, cache_features, load_target
+from headstart.train.feature_cache import cache_features
+from headstart.train.features import FrozenTarget, load_target
 from headstart.train.joint import (
     TARGET_LOSSES,
     AdaptedMeter,
@@ -33,6 +34,7 @@ from headstart.train.joint import (
     build_joint_optimizer,
     summarize_joint,
 )
+from headstart.train.lookahead import deal_rows, look_ahead
 from headstart.train.losses import Loss
 from headstart.train.optimization import NonFiniteLoss, build_optimizer, finish_step
 from headstart.train.predictions import medusa_predictions
@@ -190,6 +192,15 @@ def main(argv):
             if cache is None:
                 run.save(head, optimizer)
                 return run.leave_early(stop)
+
+        def make_ready(index):
+            parts = select_rows(packed, index, device)
+            if adapter:  # its features change in every step: the joint stage makes them itself
+                return *parts, parts[0]
+            return *parts, cache.rows(index, device) if cache else target.features(*parts[:3])
+
+        order = deal_rows(range(run.step, num_steps), len(labels_per_row), recipe, accelerator)
+        batches = look_ahead(make_ready, order, device)
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=run.precision == "bf16")
         tokens_per_row = (packed.document_ids >= 0).sum(1).numpy()  # [R]
         speed = Speedometer(run.tokens)
@@ -212,10 +223,8 @@ def main(argv):
             logs = is_due(step + 1, num_steps, recipe.log_every)
             num_labels = int(labels_per_row[rows].sum())
             fed, shares = [], []
-            for micro in range(recipe.accumulate):
-                first = (micro * accelerator.num_processes + accelerator.process_index) * recipe.batch_rows
-                index = rows[first : first + recipe.batch_rows]
-                *batch, supervised = select_rows(packed, index, device)  # [B, T] each
+            for _ in range(recipe.accumulate):
+                index, *batch, supervised, features = next(batches)  # [B], [B, T] each, [B, T, H]
                 input_ids, _, document_ids = batch
                 labels = find_labels(input_ids, document_ids, supervised, recipe.num_heads)
                 sizes = (num_labels, recipe.chunk_tokens)
@@ -224,7 +233,6 @@ def main(argv):
                     given = (target, adapter, predict, batch, labels, *objectives, *sizes, autocast, logs)
                     share = accumulate_joint_gradients(*given)  # [1 + K, 5]
                 else:
-                    features = cache.rows(index, device) if cache else target.features(*batch)  # [B, T, H]
                     projection = (target.lm_head, recipe.objective, *sizes)
                     with autocast:
                         predictions = predict(features, *batch)

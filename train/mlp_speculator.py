@@ -25,8 +25,10 @@ from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 from headstart.train.acceptance import AcceptanceMeter, choose_held_out
 from headstart.train.data import load_conversations
 from headstart.train.distillation import Objective, accumulate_gradients, find_labels, summarize
-from headstart.train.features import FrozenTarget, cache_features, load_target
+from headstart.train.feature_cache import cache_features
+from headstart.train.features import FrozenTarget, load_target
 from headstart.train.generated_text import build_generator, cut_prompts, generated_documents
+from headstart.train.lookahead import deal_rows, look_ahead
 from headstart.train.losses import Loss
 from headstart.train.optimization import NonFiniteLoss, build_optimizer, finish_step
 from headstart.train.predictions import mlp_speculator_predictions
@@ -173,6 +175,13 @@ def main(argv):
             if cache is None:
                 run.save(head, optimizer)
                 return run.leave_early(stop)
+
+        def make_ready(index):
+            parts = select_rows(packed, index, device)
+            return *parts, cache.rows(index, device) if cache else target.features(*parts[:3])
+
+        order = deal_rows(range(run.step, num_steps), len(labels_per_row), recipe, accelerator)
+        batches = look_ahead(make_ready, order, device)
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=run.precision == "bf16")
         tokens_per_row = (packed.document_ids >= 0).sum(1).numpy()  # [R]
         speed = Speedometer(run.tokens)
@@ -195,11 +204,8 @@ def main(argv):
             logs = is_due(step + 1, num_steps, recipe.log_every)
             num_labels = int(labels_per_row[rows].sum())
             fed, shares = [], []
-            for micro in range(recipe.accumulate):
-                first = (micro * accelerator.num_processes + accelerator.process_index) * recipe.batch_rows
-                index = rows[first : first + recipe.batch_rows]
-                *batch, supervised = select_rows(packed, index, device)  # [B, T] each
-                features = cache.rows(index, device) if cache else target.features(*batch)  # [B, T, H]
+            for _ in range(recipe.accumulate):
+                index, *batch, supervised, features = next(batches)  # [B], [B, T] each, [B, T, H]
                 input_ids, _, document_ids = batch
                 labels = find_labels(input_ids, document_ids, supervised, recipe.num_steps)
                 projection = (target.lm_head, recipe.objective, num_labels, recipe.chunk_tokens)

@@ -5,6 +5,7 @@
 It decides nothing: when something is due, and what a step computes, is up to the script.
 """
 
+import shutil
 import signal
 import sys
 from dataclasses import asdict
@@ -15,8 +16,17 @@ from accelerate.utils import DistributedType, set_seed
 from tqdm import tqdm
 
 from ..heads.formats import family_of
-from .checkpointing import check_output, check_same_run, load_checkpoint, read_state, save_checkpoint, save_final_head
+from .checkpointing import (
+    check_output,
+    check_same_run,
+    load_checkpoint,
+    read_state,
+    remove_leftovers,
+    save_checkpoint,
+    save_final_head,
+)
 from .data import BUILT_IN, write_conversations
+from .feature_cache import OWN_FOLDER
 from .lineage import find_sources
 from .optimization import choose_autocast
 from .recipe import resolved_values, save_recipe
@@ -92,6 +102,7 @@ class RunFolder:
         if self.is_main:
             self.path.mkdir(parents=True, exist_ok=True)
             save_recipe(self.state["recipe"], self.path / "config.yaml")
+            remove_leftovers(self.path)
         accelerator.wait_for_everyone()
         self.metrics = MetricsFile(self.path / "metrics.jsonl" if self.is_main else None)
         self.metrics.truncate_after(self.step if resumed else -1)
@@ -152,6 +163,8 @@ class RunFolder:
         self.accelerator.wait_for_everyone()
 
     def _record_acceptance(self, measured):
+        # The file first: a run that was killed in between has no line and measures again.
+        write_json(self.path / "acceptance.json", {"step": self.step, "family": self.family, **measured})
         names = ["acceptance_length", "per_position", "num_steps", "source"]
         names += [name for name in ("heldout_loss", "frozen_heldout_loss") if name in measured]
         self.record("acceptance", {name: measured[name] for name in names})
@@ -166,7 +179,6 @@ class RunFolder:
             self.note(
                 f"loss of the adapted target on held-out answers {losses[0]:.4f}, of the frozen one {losses[1]:.4f}"
             )
-        write_json(self.path / "acceptance.json", {"step": self.step, "family": self.family, **measured})
         self.curves.log_acceptance(self.step, measured)
 
     def save(self, head, optimizer):
@@ -184,11 +196,12 @@ class RunFolder:
         return 128 + (stop.requested or signal.SIGTERM)
 
     def finish(self, head):
-        """Write <run>/head."""
+        """Write <run>/head; a feature cache in the run folder goes."""
         if self.is_main:
             save_final_head(head, self.path, self.adapter)
             told = {"family": self.family, "tokens": self.tokens, "loss": self.state["recipe"]["loss"]}
             self.curves.log_head(self.path / "head", self.step, told | asdict(head.config))
+            shutil.rmtree(self.path / OWN_FOLDER, ignore_errors=True)
         self.note(
             f"done: {self.path / 'head'} after {self.step} steps; next: headstart tree {self.path}, heads.export {self.path}"
         )

@@ -27,7 +27,7 @@ def test_flex_attention_gets_what_the_dense_one_gets(monkeypatch):
     """Uncompiled, as it runs on the CPU, without a backward pass."""
     monkeypatch.setattr(packed_attention, "_compiled", lambda function: function)
     q, k, v = rows(HQ, 0), rows(HK, 1), rows(HK, 2)
-    masks = packed_attention._block_mask(documents()), packed_attention._dense_mask(documents())
+    masks = packed_attention.block_mask(documents()), packed_attention._dense_mask(documents())
     out, normaliser = packed_attention._attend_flex(q, k, v, masks[0], with_normaliser=True)
     expected, expected_normaliser = packed_attention._attend_dense(q, k, v, masks[1], with_normaliser=True)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)

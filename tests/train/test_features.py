@@ -1,13 +1,13 @@
 """What heads read of a target besides its last state: residual streams, by layer, and the embedding."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import transformers
+from transformers.integrations import flex_attention
 
+from headstart.heads import packed_attention
 from headstart.train.data import pack
-from headstart.train.features import FeatureCache, FrozenTarget
+from headstart.train.features import FrozenTarget
 
 SHAPE = {"vocab_size": 48, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64}
 FAMILIES = {
@@ -78,19 +78,81 @@ def test_target_whose_layers_cannot_be_told_is_refused():
         target.check_layers((1,))
 
 
-def test_cache_gives_streams_back_as_they_were_computed(tmp_path):
-    target, packed = make_target(FAMILIES["llama"]), packed_rows()
-    wait = SimpleNamespace(num_processes=1, process_index=0, is_main_process=True, device=torch.device("cpu"))
-    wait.wait_for_everyone = lambda: None
-    stop = SimpleNamespace(requested=0, agreed=lambda accelerator: False)
-    said = []
-    cache = FeatureCache(tmp_path, 1, 29, 3 * 32, torch.float32, wait, said.append)
-    assert cache.fill(target, packed, 1, wait, stop, layers=(1, 3))
-    assert "29 tokens x 96 values" in said[0]
-    expected = target.features(*batch(packed), layers=(1, 3))
-    assert torch.equal(cache.rows(torch.tensor([0]).numpy(), wait.device), expected)
-
-
 def test_embedding_is_the_table_that_tokens_are_looked_up_in():
     target = make_target(FAMILIES["gpt2"])
     assert target.embedding is target.model.transformer.wte.weight
+
+
+# ---- FlexAttention, which a GPU computes packed rows with ----
+
+WIDE = SHAPE | {"hidden_size": 64}  # heads of 16
+FLEX_FAMILIES = {
+    "llama": transformers.LlamaConfig(**WIDE, num_key_value_heads=2),
+    "qwen3": transformers.Qwen3Config(**WIDE, num_key_value_heads=2, head_dim=24),
+    "neox": transformers.GPTNeoXConfig(**WIDE),
+}
+
+
+@pytest.mark.parametrize("family", FLEX_FAMILIES)
+def test_flex_attention_gives_the_features_that_the_mask_gives(family, monkeypatch):
+    """Uncompiled, as it runs on the CPU."""
+    target, packed = make_target(FLEX_FAMILIES[family]), packed_rows()
+    expected = target.features(*batch(packed), layers=(1, 2))
+    before = target.model.config._attn_implementation
+    uncompiled = lambda q, k, v, training, **given: flex_attention.flex_attention(q, k, v, **given)  # noqa: E731
+    monkeypatch.setattr(flex_attention, "compile_friendly_flex_attention", uncompiled)
+    monkeypatch.setattr(packed_attention, "_compiled", lambda function: function)
+    used, plain = [], flex_attention.flex_attention
+    monkeypatch.setattr(flex_attention, "flex_attention", lambda *a, **b: (used.append(b), plain(*a, **b))[1])
+    monkeypatch.setattr(FrozenTarget, "_takes_flex_attention", lambda self, device: True)
+    found = target.features(*batch(packed), layers=(1, 2))
+    assert [given["kernel_options"]["FORCE_USE_FLEX_ATTENTION"] for given in used] == [True] * 3
+    inside = packed.document_ids >= 0
+    torch.testing.assert_close(found[inside], expected[inside], rtol=1e-4, atol=1e-5)
+    target.check(*batch(packed))
+    assert target.model.config._attn_implementation == before
+    one_document = packed.document_ids.clamp(max=0)
+    assert (target.features(*batch(packed)[:2], one_document) - expected[..., :64])[inside].abs().max() > 1e-2
+
+
+def test_targets_that_flex_attention_cannot_run_keep_the_mask():
+    cuda = torch.device("cuda")
+    with torch.no_grad():
+        assert make_target(FLEX_FAMILIES["llama"])._takes_flex_attention(cuda)
+        assert not make_target(FLEX_FAMILIES["llama"])._takes_flex_attention(torch.device("cpu"))
+        assert not make_target(FAMILIES["llama"])._takes_flex_attention(cuda)  # heads of 8
+        assert not make_target(FAMILIES["gpt2"])._takes_flex_attention(cuda)
+        target = make_target(FLEX_FAMILIES["llama"])
+        target.model.double()
+        assert not target._takes_flex_attention(cuda)
+    assert not make_target(FLEX_FAMILIES["llama"])._takes_flex_attention(cuda)  # with gradients
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FLEX_FAMILIES)
+def test_flex_attention_on_a_gpu_gives_what_the_mask_and_each_document_alone_give(family, dtype, monkeypatch):
+    lengths = (70, 1, 300, 129, 500, 40)
+    documents = [torch.randint(0, 48, (n,), generator=torch.Generator().manual_seed(n)) for n in lengths]
+    packed = pack([(d.tolist(), [True] * len(d)) for d in documents], 577)
+    rows = [part.cuda() for part in batch(packed)]
+    target = make_target(FLEX_FAMILIES[family])
+    target.model.to("cuda", dtype)
+    with torch.no_grad():
+        assert target._takes_flex_attention(torch.device("cuda"))
+    found = target.features(*rows, layers=(1, 3)).double()
+    wrong = target.features(*rows[:2], rows[2].clamp(max=0), layers=(1, 3)).double()
+    for i in range(len(rows[0])):
+        target.check(*(part[i : i + 1] for part in rows))
+    with monkeypatch.context() as patch:
+        patch.setattr(FrozenTarget, "_takes_flex_attention", lambda self, device: False)
+        masked = target.features(*rows, layers=(1, 3)).double()
+        target.model.double()
+        gold = target.features(*rows, layers=(1, 3))
+    for i, document in enumerate(documents):
+        alone = target.decoder(input_ids=document[None].cuda()).last_hidden_state[0]
+        torch.testing.assert_close(gold[rows[2] == i][:, :64], alone, rtol=1e-6, atol=1e-7)
+    inside = rows[2] >= 0
+    errors = [(x - gold)[inside].abs().mean().item() for x in (found, masked, wrong)]
+    assert errors[0] <= 2 * errors[1] + 1e-6
+    assert errors[2] > 4 * errors[0]

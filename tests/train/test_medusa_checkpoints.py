@@ -85,6 +85,24 @@ def test_resumed_run_repeats_the_uninterrupted_one_bit_by_bit(arguments, tmp_pat
     assert [line["step"] for line in all_lines(tmp_path / "stopped") if line["kind"] == "acceptance"] == [3, 6, 9]
 
 
+@pytest.mark.parametrize("place", ["", "shared"])
+def test_run_whose_cache_is_lost_in_between_fills_it_again(arguments, tmp_path, monkeypatch, place):
+    folder = tmp_path / (place or "stopped/features")
+    keys = STEPS | {"cache_features": True, "cache_dtype": "float8_e4m3fn"}
+    run(arguments, **keys)
+    keys["feature_cache"] = tmp_path / place if place else ""
+    stop_after(monkeypatch, 4)
+    assert medusa.main(arguments(**keys, output=tmp_path / "stopped")) == 128 + signal.SIGTERM
+    monkeypatch.undo()
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert len(before) == 2
+    shutil.rmtree(folder)
+    run(arguments, **keys, output=tmp_path / "stopped", resume=True)
+    assert_same_run(tmp_path / "run", tmp_path / "stopped")
+    left = {path.name: path.read_bytes() for path in folder.iterdir()} if folder.exists() else {}
+    assert left == (before if place else {})
+
+
 def test_run_killed_between_checkpoints_drops_the_lines_it_repeats(arguments, tmp_path, monkeypatch):
     run(arguments, **STEPS)
 
@@ -141,6 +159,52 @@ def test_checkpoint_stays_until_the_one_in_its_place_is_whole(tmp_path, monkeypa
     save_checkpoint(tmp_path, 2, head, optimizer, {"try": 3}, accelerator, num_kept=2)
     assert list((tmp_path / "checkpoints").iterdir()) == [folder]
     assert (read_state(folder)["try"], find_damage(folder)) == (3, "")
+
+
+@pytest.mark.parametrize("new", [True, False])
+def test_checkpoint_that_was_being_replaced_is_found_again(arguments, tmp_path, new):
+    """Killed between the two renames that put a new checkpoint in the place of an old one."""
+    run(arguments, **STEPS)
+    shutil.copytree(tmp_path / "run", tmp_path / "killed")
+    checkpoints = tmp_path / "killed" / "checkpoints"
+    for name in ("step-000006", "step-000008"):
+        shutil.rmtree(checkpoints / name)
+    (checkpoints / "step-000009").rename(checkpoints / "..step-000009.new.partial-01234567")
+    old = checkpoints / ".step-000004.old"
+    (checkpoints / "step-000004").rename(old)
+    if new:
+        shutil.copytree(old, checkpoints / ".step-000004.new")
+        (old / "state.json").write_text("{}")  # what was put aside is not what goes on
+    run(arguments, **STEPS, output=tmp_path / "killed", resume=True)
+    assert_same_run(tmp_path / "run", tmp_path / "killed")
+    assert not [path for path in checkpoints.iterdir() if path.name.startswith(".")]
+
+
+def test_checkpoint_that_was_being_removed_is_not_there(tmp_path, monkeypatch):
+    head, accelerator = Medusa(MedusaConfig(4, 5, num_heads=1)), Accelerator()
+    optimizer, remove = build_optimizer(head, 0.0, 0.9, 0.999), shutil.rmtree
+
+    def remove_half(path, ignore_errors=False):
+        remove(path if ignore_errors else path / "head", ignore_errors)
+        if not ignore_errors:
+            raise KeyboardInterrupt
+
+    save_checkpoint(tmp_path, 2, head, optimizer, {}, accelerator, num_kept=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", remove_half)
+        with pytest.raises(KeyboardInterrupt):
+            save_checkpoint(tmp_path, 4, head, optimizer, {}, accelerator, num_kept=1)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-000004"]
+    assert (tmp_path / "checkpoints" / ".step-000002.gone" / "state.json").exists()
+
+
+def test_folder_that_was_hardly_begun_is_as_good_as_none(arguments, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml.partial").write_text("target: hal")
+    with pytest.raises(ValueError, match=r"there is no run in .* leave --resume out"):
+        medusa.main(arguments(max_steps=2, resume=True))
+    run(arguments, max_steps=2)
+    assert not (tmp_path / "run" / "config.yaml.partial").exists()
 
 
 @pytest.mark.parametrize("resume", [False, True])

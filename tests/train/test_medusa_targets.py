@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from headstart.train import medusa
 from headstart.train.acceptance import choose_held_out
 from headstart.train.checkpointing import check_output
 from headstart.train.data import load_conversations, pack
-from headstart.train.features import FeatureCache, FrozenTarget
+from headstart.train.features import FrozenTarget
 from headstart.train.rows import build_rows, choose_documents, count_labels, rows_of_step
 
 SMALL = {"vocab_size": 48, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -163,15 +162,6 @@ def test_command_says_what_is_wrong_without_a_traceback(arguments, run_script):
     status, said = run_script(arguments(lr="fast"))
     assert status == 1
     assert said.strip().splitlines()[-1] == "error: --lr must be a number, got 'fast'"
-
-
-def test_cache_larger_than_the_disk_is_refused(tmp_path):
-    one_process = SimpleNamespace(num_processes=1, is_main_process=True)
-    said = []
-    with pytest.raises(ValueError, match="set cache_features to false"):
-        FeatureCache(tmp_path, 10**9, 4096, 4096, torch.float32, one_process, said.append)
-    assert "1000000000 rows x 4096 tokens" in said[0]
-    assert not list(tmp_path.iterdir())
 
 
 # ---- rows ----

@@ -1,0 +1,351 @@
+"""The target's features of all rows, computed once and kept: for many epochs, for a run that goes on, for several runs.
+
+    DIR/cache.json                   what they belong to: rows, target, layers, precision, shapes
+    DIR/shard-00000.safetensors      `states` [r, T, S, H] of the rows from 0 on, and in float8 `scales` [r, T, S]; its header
+                                     names the cache it is of and the checksum of its bytes
+
+A shard is written aside and renamed, so it is there whole or not at all; a fill that was killed goes on with the shards that are
+missing. When a cache is opened, every shard is read once against its checksum, shared out over the ranks, and a damaged one is
+computed again. Which rows are computed together follows from the row length alone: a cache holds the same bits whoever filled it.
+On several machines DIR must be a folder that all of them see. Not done here: features of some of the rows, removing a shared cache.
+
+float8 is e4m3 with one fp32 scale per token and stream: the largest value becomes 448. Values down to 2^-14 of it keep 4 bits
+(relative error at most 2^-4), so channels that are a thousand times larger than the rest cost the rest nothing.
+
+Letters: R rows, T tokens per row, H hidden size, A residual streams asked for, S = 1 + A streams, r rows of a shard, B of a batch.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+import zlib
+from pathlib import Path
+
+import torch
+from accelerate.utils import gather_object
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch.distributed.tensor import DTensor
+from tqdm import tqdm
+
+OWN_FOLDER = "features"  # in a run folder, where the recipe names none; RunFolder.finish removes it
+MANIFEST = "cache.json"
+SHARD_BYTES = 1 << 27  # of states: what a killed process loses at most, and what is in memory while a shard is made
+TOKENS_PER_FORWARD = 4096  # fills a GPU with an 8B target; part of what decides the last bits of a cache
+SAMPLES = 64  # values of every parameter that a target is recognised by
+
+_SHARD = re.compile(r"shard-(\d+)\.safetensors")
+_PARTIAL = re.compile(r"\.(shard-\d+\.safetensors|cache\.json)\.partial-[0-9a-f]+")
+_LAYOUT = ("format", "rows_per_forward", "rows_per_shard")  # taken from the cache that is there
+_FLOAT8 = torch.float8_e4m3fn
+
+
+def cache_features(run, recipe, target, packed, stop, layers=()):
+    """The FeatureCache of all rows, whole; None if `stop` (StopSignals) ended its filling early: what is written stays.
+
+    run: RunFolder; layers: whose streams are kept beside the last states. Raises ValueError as FeatureCache does.
+    """
+    dtype = target.dtype if recipe.cache_dtype == "auto" else getattr(torch, recipe.cache_dtype)
+    folder = recipe.feature_cache or run.path / OWN_FOLDER
+    cache = FeatureCache(folder, describe(target, packed, dtype, layers), target.dtype, run.accelerator, run.note)
+    return cache if cache.fill(target, packed, stop) else None
+
+
+def describe(target, packed, dtype, layers=()):
+    """What a cache of these rows belongs to and looks like: the content of cache.json, a dict of scalars and lists."""
+    num_rows, row_length = packed.input_ids.shape
+    num_streams = 1 + len(layers)
+    batch = max(TOKENS_PER_FORWARD // row_length, 1)
+    batch_bytes = batch * row_length * num_streams * target.hidden_size * dtype.itemsize
+    return {
+        "format": 1,
+        "rows": _hash_rows(packed),
+        "target": _hash_target(target.model),
+        "target_name": str(target.model.config.name_or_path),
+        "layers": list(layers),
+        "dtype": str(dtype).removeprefix("torch."),
+        "num_rows": num_rows,
+        "row_length": row_length,
+        "num_streams": num_streams,
+        "hidden_size": target.hidden_size,
+        "rows_per_forward": batch,
+        "rows_per_shard": batch * max(SHARD_BYTES // batch_bytes, 1),
+    }
+
+
+def to_float8(states):
+    """[..., H] -> (float8 [..., H], fp32 scales [...]): states are about their product."""
+    largest = states.abs().amax(-1).float()
+    scales = torch.where(largest > 0, largest / torch.finfo(_FLOAT8).max, 1.0)
+    return (states.float() / scales[..., None]).to(_FLOAT8), scales
+
+
+class FeatureCache:
+    """A folder of shards. Opened by __init__, completed by `fill`, read by `rows`."""
+
+    def __init__(self, folder, description, target_dtype, accelerator, note):
+        """Make or open the cache in `folder`; `note(text)` is told first how much disk it takes.
+
+        description: of `describe`; target_dtype: what `rows` returns. Raises ValueError where the folder holds something else or a
+        cache of something else, naming what differs, and where the disk is too small; nothing is written then.
+        """
+        self.folder, self.accelerator, self.note = Path(folder), accelerator, note
+        self.target_dtype = target_dtype
+        self.description = self._agree(description)
+        self.dtype = getattr(torch, self.description["dtype"])
+        self._check_disk()
+        accelerator.wait_for_everyone()  # every rank has looked before one writes
+        if accelerator.is_main_process:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._remove_leftovers()
+            if not (self.folder / MANIFEST).exists():
+                self._put(MANIFEST, (json.dumps(self.description, indent=2) + "\n").encode())
+        accelerator.wait_for_everyone()
+        self.description = self._agree(description)  # another run may have been first
+        self.shards = []
+
+    def _agree(self, wanted):
+        """`wanted` in the layout of the cache that is there, if one is and is of the same."""
+        path = self.folder / MANIFEST
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            inside = sorted(p.name for p in self.folder.iterdir()) if self.folder.is_dir() else []
+            foreign = [name for name in inside if not _SHARD.fullmatch(name) and not _PARTIAL.fullmatch(name)]
+            if foreign or (self.folder.exists() and not self.folder.is_dir()):
+                held = f"holds {', '.join(foreign[:3])}" if foreign else "is a file"
+                raise ValueError(
+                    f"feature_cache {str(self.folder)!r} {held}, which is no feature cache: name a folder of its own"
+                ) from None
+            return wanted
+        except ValueError as error:
+            raise ValueError(f"{path} is not the JSON that was written ({error}): remove {self.folder}") from None
+        if found.get("format") != wanted["format"]:
+            raise ValueError(
+                f"{path} is of format {found.get('format')!r}, this version reads {wanted['format']}: name another feature_cache"
+            )
+        names = [name for name in wanted if name not in (*_LAYOUT, "target_name")]
+        different = [
+            f"{name} {found.get(name)!r}, now {wanted[name]!r}" for name in names if found.get(name) != wanted[name]
+        ]
+        if different:
+            raise ValueError(
+                f"the feature cache {str(self.folder)!r} (of {found.get('target_name')}) is of something else than "
+                f"this run asks for: {'; '.join(different)}. rows follow from data, tokenizer, seed, max_tokens, row_length and "
+                "eval_prompts, the target from its weights. Give the run what the cache was made with, or another feature_cache"
+            )
+        return found
+
+    def _check_disk(self):
+        """Say how much disk the cache takes; ValueError if that is more than is free."""
+        d = self.description
+        width = d["num_streams"] * d["hidden_size"]
+        scales = 4 * d["num_streams"] if self.dtype == _FLOAT8 else 0  # bytes per token
+        total = d["num_rows"] * d["row_length"] * (width * self.dtype.itemsize + scales)
+        there = sum(path.stat().st_size for path in self.folder.glob("shard-*.safetensors"))
+        nearest = next(path for path in (self.folder, *self.folder.absolute().parents) if path.exists())
+        free = shutil.disk_usage(nearest).free
+        self.note(
+            f"feature cache: {d['num_rows']} rows x {d['row_length']} tokens x {width} values in {d['dtype']} take "
+            f"{total / 1e6:,.0f} MB of disk in {self.folder}; {there / 1e6:,.0f} MB are there, {free / 1e6:,.0f} MB free"
+        )
+        if total - there > free:
+            raise ValueError(
+                f"the feature cache needs {(total - there) / 1e9:.1f} GB more and {self.folder} has {free / 1e9:.1f} GB free: set "
+                "cache_features to false (features are then computed as they are needed), lower max_tokens, or name a "
+                "feature_cache on a larger disk"
+            )
+
+    def _remove_leftovers(self):
+        """The unfinished files of processes that were killed; those of a run that is filling now are locked."""
+        for path in self.folder.iterdir():
+            if _PARTIAL.fullmatch(path.name):
+                with contextlib.suppress(OSError), path.open("rb") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    path.unlink()
+
+    @property
+    def num_shards(self):
+        return -(-self.description["num_rows"] // self.description["rows_per_shard"])
+
+    def _path(self, shard):
+        return self.folder / f"shard-{shard:05d}.safetensors"
+
+    def fill(self, target, packed, stop):
+        """Compute the shards that are missing or damaged, shared out over the ranks, and open all; called on every rank.
+
+        target: FrozenTarget; packed: PackedRows. Returns False if `stop` (StopSignals) ended it early.
+        """
+        missing = self._find_missing()
+        rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        left = sum(self._num_rows(shard) for shard in missing)
+        with tqdm(total=left, desc="features", unit="row", disable=rank > 0 or not left, dynamic_ncols=True) as bar:
+            for first in range(0, len(missing), world):
+                turn = missing[first : first + world]
+                tensors = self._compute(turn, target, packed, stop, bar)
+                if tensors is None:
+                    return False
+                if rank < len(turn):
+                    self._write(turn[rank], tensors)
+        self.accelerator.wait_for_everyone()
+        self.shards = [self._open(shard) for shard in range(self.num_shards)]
+        return True
+
+    def _find_missing(self):
+        """Ids of the shards to compute, the same list on every rank; damaged ones are removed."""
+        rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        there = [shard for shard in range(self.num_shards) if self._path(shard).exists()]
+        self.accelerator.wait_for_everyone()
+        damaged = []
+        for shard in tqdm(there[rank::world], desc="checking features", unit="shard", disable=rank > 0 or not there):
+            try:
+                self._check(shard)
+            except ValueError as error:
+                damaged.append((shard, str(error)))
+        damaged = dict(gather_object(damaged))
+        for shard, reason in sorted(damaged.items()):
+            self.note(f"{reason}: its rows are computed again")
+            if self.accelerator.is_main_process:
+                self._path(shard).unlink(missing_ok=True)
+        self.accelerator.wait_for_everyone()
+        whole = set(there) - damaged.keys()
+        return [shard for shard in range(self.num_shards) if shard not in whole]
+
+    def _num_rows(self, shard):
+        size = self.description["rows_per_shard"]
+        return min(size, self.description["num_rows"] - shard * size)
+
+    def _compute(self, turn, target, packed, stop, bar):
+        """The tensors of this rank's shard, `turn` holding one per rank or fewer; None if `stop` came first.
+
+        Every rank makes as many forwards as every other: a target that is divided among them needs all of them in each.
+        """
+        d, rank = self.description, self.accelerator.process_index
+        first, count = (turn[rank] * d["rows_per_shard"], self._num_rows(turn[rank])) if rank < len(turn) else (0, 0)
+        shape = count, d["row_length"], d["num_streams"]
+        tensors = {"states": torch.empty(*shape, d["hidden_size"], dtype=self.dtype)}
+        if self.dtype == _FLOAT8:
+            tensors["scales"] = torch.empty(shape)
+        for start in range(0, max(map(self._num_rows, turn)), d["rows_per_forward"]):
+            if stop.agreed(self.accelerator):
+                return None
+            inside = slice(start, min(start + d["rows_per_forward"], count))  # empty where this rank's shard is done
+            rows = slice(first + inside.start, first + inside.stop) if start < count else slice(0, 1)
+            parts = packed.input_ids, packed.position_ids, packed.document_ids
+            batch = [part[rows].to(self.accelerator.device) for part in parts]
+            states = target.features(*batch, tuple(d["layers"])).unflatten(-1, (d["num_streams"], d["hidden_size"]))
+            if start < count:
+                if self.dtype == _FLOAT8:
+                    states, scales = to_float8(states)
+                    tensors["scales"][inside] = scales.cpu()
+                tensors["states"][inside] = states.to(self.dtype).cpu()
+            bar.update(sum(min(max(self._num_rows(shard) - start, 0), d["rows_per_forward"]) for shard in turn))
+        return tensors
+
+    def _write(self, shard, tensors):
+        """Put a shard in its place, whole."""
+        metadata = {"cache": self._identity(), "crc32": str(checksum_of(tensors))}
+        self._put(self._path(shard).name, save(tensors, metadata))
+
+    def _put(self, name, content):
+        """Write a file of the folder, whole or not at all; OSError names it if that cannot be."""
+        path = self.folder / name
+        aside = path.with_name(f".{name}.partial-{secrets.token_hex(4)}")
+        try:
+            with aside.open("xb") as file:
+                with contextlib.suppress(OSError):  # a file system without locks: leftovers stay there
+                    fcntl.flock(file, fcntl.LOCK_EX)
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+                aside.replace(path)
+        except OSError as error:
+            aside.unlink(missing_ok=True)
+            raise OSError(
+                error.errno, f"cannot write {path} ({error.strerror}); what was written before it is whole"
+            ) from error
+
+    def _identity(self):
+        known_by = {name: value for name, value in self.description.items() if name != "target_name"}
+        return _hash(json.dumps(known_by, sort_keys=True).encode())
+
+    def _open(self, shard):
+        """The tensors of a shard, memory-mapped. ValueError if the file is cut, or not of this cache."""
+        path = self._path(shard)
+        try:
+            with safe_open(path, framework="pt") as file:
+                if (file.metadata() or {}).get("cache") != self._identity():
+                    raise ValueError(f"{path} is of another cache")
+                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except FileNotFoundError:
+            raise ValueError(
+                f"{path} is not there, though a process has written it: on several machines feature_cache must be a folder that "
+                "all of them see"
+            ) from None
+        except SafetensorError as error:
+            raise ValueError(f"{path} is cut short or damaged ({error})") from None
+
+    def _check(self, shard):
+        """ValueError unless the bytes of a shard are those that were written."""
+        tensors, path = self._open(shard), self._path(shard)
+        with safe_open(path, framework="pt") as file:
+            expected = file.metadata()["crc32"]
+        if str(checksum_of(tensors)) != expected:
+            raise ValueError(f"the bytes of {path} are not those that were written")
+
+    def rows(self, index, device):
+        """Features of the rows `index` (int64 array [B]) in the target's dtype -> [B, T, S H] on `device`.
+
+        To a GPU they go from pinned memory, without waiting for it.
+        """
+        found = {}
+        for name, like in self.shards[0].items():
+            part = torch.empty(len(index), *like.shape[1:], dtype=like.dtype, pin_memory=device.type == "cuda")
+            for place, row in enumerate(index.tolist()):
+                shard, offset = divmod(row, self.description["rows_per_shard"])
+                part[place] = self.shards[shard][name][offset]
+            found[name] = part.to(device, non_blocking=True)
+        states = found["states"]  # [B, T, S, H]
+        if self.dtype == _FLOAT8:
+            states = states.float() * found["scales"][..., None]
+        return states.to(self.target_dtype).flatten(2)
+
+
+def _hash(*contents):
+    hashed = hashlib.sha256()
+    for content in contents:
+        hashed.update(content)
+    return hashed.hexdigest()[:16]
+
+
+def _hash_rows(packed):
+    """Of all that the target is given: the labels may differ."""
+    parts = (packed.input_ids, packed.position_ids, packed.document_ids)
+    return _hash(*(part.contiguous().numpy() for part in parts))
+
+
+def _hash_target(model):
+    """Of its config and of some values of every parameter, as reading all would take long; called on every rank."""
+    config = model.config.to_diff_dict()
+    volatile = ("transformers_version", "name_or_path", "use_cache")
+    config = {name: value for name, value in config.items() if name not in volatile and not name.startswith("_")}
+    contents = [json.dumps(config, sort_keys=True, default=str).encode()]
+    for name, parameter in sorted(model.named_parameters()):
+        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        # An odd step, or every value would be of the same column.
+        sample = whole.detach().flatten()[:: whole.numel() // SAMPLES | 1].cpu().contiguous()
+        contents += [f"{name} {tuple(whole.shape)} {whole.dtype}".encode(), sample.view(torch.uint8).numpy()]
+    return _hash(*contents)
+
+
+def checksum_of(tensors):
+    """crc32 of the bytes of named tensors, as the header of a shard holds it."""
+    checksum = 0
+    for name in sorted(tensors):
+        checksum = zlib.crc32(tensors[name].view(torch.uint8).numpy(), checksum)
+    return checksum
