@@ -2,12 +2,13 @@
 
     runs/<name>/checkpoints/step-000200/
         head/           the head, in the dtype it is trained in (load_head reads it)
-        optimizer.pt    the optimiser's state, as it is (fp32)
+        optimizer.pt    the optimiser's whole state (fp32), however many processes held it
         rng.pt          state of the random generators (python, numpy, torch, cuda) of every rank
         state.json      step, what the run counts, the recipe, and size and checksum of every file; written last
 
 A checkpoint is written aside and renamed, so it is there whole or not at all. The data position is the step: the order of the
-rows follows from the recipe and the step (train/medusa.py).
+rows follows from the recipe and the step (train/medusa.py). Another number of processes goes on as well, with as many rows per
+optimiser step: nothing in training draws from the saved generators, and noise is drawn per place in the step's rows.
 """
 
 import errno
@@ -45,6 +46,7 @@ def save_checkpoint(run, step, head, optimizer, state, accelerator, num_kept):
     were there stay.
     """
     rng = gather_object([_rng_state(accelerator.device)])
+    optimizer_state = optimizer.state_dict()
     if accelerator.is_main_process:
         folder = Path(run, "checkpoints", f"step-{step:06d}")
         # A run that was taken back to an earlier checkpoint passes here again: the old one stays until the new one is whole.
@@ -53,7 +55,7 @@ def save_checkpoint(run, step, head, optimizer, state, accelerator, num_kept):
             shutil.rmtree(fresh, ignore_errors=True)
         with staged_folder(fresh) as staging:
             save_head(head, staging / "head")
-            _save_tensors(optimizer.state_dict(), staging / "optimizer.pt")
+            _save_tensors(optimizer_state, staging / "optimizer.pt")
             _save_tensors(rng, staging / "rng.pt")
             files = sorted(path for path in staging.rglob("*") if path.is_file())
             manifest = {path.relative_to(staging).as_posix(): _fingerprint(path) for path in files}
@@ -184,16 +186,32 @@ def check_same_run(saved, state, changeable, note):
                 f"this run was started with {name} {old.get(name)!r}, not {new[name]!r}: a resumed run keeps it; give the "
                 "old value, or start a new output"
             )
-    for name, meaning in (("rows", "the data gives other rows"), ("rows_per_step", "rows per optimiser step differ")):
-        if saved[name] != state[name]:
-            raise ValueError(
-                f"{meaning} than when the run was started ({saved[name]}, now {state[name]}): a resumed run needs the same "
-                "data, tokenizer and number of processes"
-            )
+    if saved["rows"] != state["rows"]:
+        raise ValueError(
+            f"the data gives other rows than when the run was started ({saved['rows']}, now {state['rows']}): a resumed run needs "
+            "the same data and tokenizer"
+        )
+    if saved["rows_per_step"] != state["rows_per_step"]:
+        raise ValueError(_describe_rows_per_step(saved["rows_per_step"], state["rows_per_step"], new))
     if changed:
         changes = [f"{name} {old.get(name)!r} -> {new[name]!r}" for name in changed]
         note(f"changed since the run was started: {', '.join(changes)}")
     return {name: value for name, value in saved.items() if name != "files"} | {"recipe": new}
+
+
+def _describe_rows_per_step(wanted, given, recipe):
+    batch_rows, accumulate = recipe["batch_rows"], recipe["accumulate"]
+    processes = given // (batch_rows * accumulate)
+    if wanted % (batch_rows * processes) == 0:
+        advice = f"set accumulate to {wanted // (batch_rows * processes)}"
+    elif wanted % processes == 0:
+        advice = f"set batch_rows and accumulate so that their product is {wanted // processes}"
+    else:
+        advice = f"start a number of processes that divides {wanted}"
+    return (
+        f"the run was started with {wanted} rows per optimiser step, now batch_rows {batch_rows} x accumulate {accumulate} x {processes} "
+        f"processes make {given}, and a resumed run keeps them: {advice}"
+    )
 
 
 def read_state(folder):
@@ -202,7 +220,7 @@ def read_state(folder):
 
 
 def load_checkpoint(folder, head, optimizer, accelerator):
-    """Put head, optimiser and this rank's random generators into the state of the checkpoint."""
+    """Put head, optimiser and this rank's random generators into the state of the checkpoint, by however many processes."""
     saved = load_head(Path(folder, "head"))
     check_family(saved, family_of(head))
     if head.embedding_is_targets:  # never overwritten, and most checkpoints leave it out
@@ -211,11 +229,7 @@ def load_checkpoint(folder, head, optimizer, accelerator):
     # On the CPU first: mapped to a device, a fused optimiser's steps and moments are placed by load_state_dict itself.
     optimizer.load_state_dict(torch.load(Path(folder, "optimizer.pt"), map_location="cpu", weights_only=True))
     states = torch.load(Path(folder, "rng.pt"), map_location="cpu", weights_only=True)
-    if len(states) != accelerator.num_processes:
-        raise ValueError(
-            f"{folder} was written by {len(states)} processes, this run has {accelerator.num_processes}: start as many"
-        )
-    _set_rng_state(states[accelerator.process_index], accelerator.device)
+    _set_rng_state(states[accelerator.process_index % len(states)], accelerator.device)
 
 
 def _replace_folder(folder, fresh):
