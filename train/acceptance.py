@@ -1,8 +1,8 @@
 """Acceptance of a head while it trains: the engine's own figure on held-out prompts, so that it is what serving will see.
 
 The engine is built once, on the loaded target (no second copy) and on the head in training (read in place). For a target that
-the engine does not run yet, and for one that is sharded over the ranks, which it cannot run, the teacher-forced figure on the held-out
-conversations stands in, marked as such.
+the engine does not run yet, and for one that is sharded over the ranks, the teacher-forced figure on the held-out conversations
+stands in, marked as such.
 """
 
 import hashlib
@@ -82,7 +82,9 @@ class AcceptanceMeter:
         if len(self.prompts) < len(conversations):
             note(f"{len(conversations) - len(self.prompts)} of {len(conversations)} held-out prompts are too long")
         if target.is_sharded:
-            note("acceptance is teacher-forced on the held-out text, not the engine's: the target is sharded over the GPUs")
+            note(
+                "acceptance is teacher-forced on the held-out text, not the engine's: the target is sharded over the GPUs"
+            )
             return
         try:
             self.llm = LLM(

@@ -192,14 +192,15 @@ def check_same_run(saved, state, changeable, note):
             "the same data and tokenizer"
         )
     if saved["rows_per_step"] != state["rows_per_step"]:
-        raise ValueError(_describe_rows_per_step(saved["rows_per_step"], state["rows_per_step"], new))
+        raise ValueError(describe_rows_per_step(saved["rows_per_step"], state["rows_per_step"], new))
     if changed:
         changes = [f"{name} {old.get(name)!r} -> {new[name]!r}" for name in changed]
         note(f"changed since the run was started: {', '.join(changes)}")
     return {name: value for name, value in saved.items() if name != "files"} | {"recipe": new}
 
 
-def _describe_rows_per_step(wanted, given, recipe):
+def describe_rows_per_step(wanted, given, recipe):
+    """Why a run of `wanted` rows per optimiser step does not go on with `given`, and which keys (of recipe, a dict) would do."""
     batch_rows, accumulate = recipe["batch_rows"], recipe["accumulate"]
     processes = given // (batch_rows * accumulate)
     if wanted % (batch_rows * processes) == 0:
@@ -209,8 +210,8 @@ def _describe_rows_per_step(wanted, given, recipe):
     else:
         advice = f"start a number of processes that divides {wanted}"
     return (
-        f"the run was started with {wanted} rows per optimiser step, now batch_rows {batch_rows} x accumulate {accumulate} x {processes} "
-        f"processes make {given}, and a resumed run keeps them: {advice}"
+        f"the run was started with {wanted} rows per optimiser step, now batch_rows {batch_rows} x accumulate {accumulate} x "
+        f"{processes} processes make {given}, and a resumed run keeps them: {advice}"
     )
 
 

@@ -9,7 +9,7 @@ the text, summed and divided by the number of labels of the whole optimiser step
 into its `output` folder: config.yaml, metrics.jsonl, checkpoints/, acceptance.json, head/.
 
 Every rank knows all rows and their order, so label counts need no communication; gradients are summed over the ranks once per
-optimiser step. It does not: train the target (Medusa-2), shard heads over ranks, mix several data sets.
+optimiser step. It does not: train the target (Medusa-2), mix several data sets.
 """
 
 import sys
@@ -38,7 +38,7 @@ from headstart.train.rows import (
 )
 from headstart.train.run_folder import RunFolder, start_processes
 from headstart.train.run_recipe import CHANGEABLE, RunRecipe, is_due
-from headstart.train.stopping import StopSignals, leave_with_launcher
+from headstart.train.stopping import StopSignals, leave_group, leave_with_launcher
 from headstart.train.tracking import Speedometer
 
 
@@ -159,6 +159,7 @@ if __name__ == "__main__":
     leave_with_launcher()
     try:
         status = main(sys.argv[1:])
+        leave_group()
     except (ValueError, OSError, NonFiniteLoss) as error:
         print(f"error: {error}", file=sys.stderr)
         status = 1

@@ -69,7 +69,10 @@ def update(head, optimizer, lr, max_norm, max_value=0.0):
     max_value: every entry of the gradient is cut to plus or minus this; else max_norm: longer gradients are cut to it; 0: never.
     """
     if isinstance(optimizer, ShardedAdamW):
-        parameters, norm = optimizer.own_pieces, optimizer.gradient_norm()  # no pieces where there are more ranks than parts
+        parameters, norm = (
+            optimizer.own_pieces,
+            optimizer.gradient_norm(),
+        )  # no pieces where there are more ranks than parts
     else:
         parameters = list(head.parameters())
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])

@@ -87,7 +87,9 @@ class ShardedAdamW:
 
     def gradient_norm(self):
         """The norm of all ranks' parts together."""
-        square = torch.linalg.vector_norm(self.part).double().square()  # in fp32 it would overflow far below a norm's own limit
+        square = (
+            torch.linalg.vector_norm(self.part).double().square()
+        )  # in fp32 it would overflow far below a norm's own limit
         dist.all_reduce(square)
         return square.sqrt().float()
 
@@ -130,8 +132,7 @@ class ShardedAdamW:
         for place, (index, lo, hi, _) in enumerate(self.pieces):
             if entry := whole["state"].get(index):
                 state[place] = {
-                    name: value.reshape(-1)[lo:hi].clone() if name != "step" else value
-                    for name, value in entry.items()
+                    name: value.reshape(-1)[lo:hi].clone() if name != "step" else value for name, value in entry.items()
                 }
         self.num_updates = max((int(entry["step"]) for entry in whole["state"].values()), default=0)
         places = iter(range(len(self.pieces)))

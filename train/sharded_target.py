@@ -1,17 +1,16 @@
-"""The frozen target divided over all ranks with FSDP2, for one that does not fit on each: read from its safetensors, each rank its part.
+"""The frozen target divided over all ranks with FSDP2, for one that does not fit on each: every rank reads its part of the files.
 
-Asked for by configs/accelerate/fsdp2.yaml. The decoder's layers are divided, and gathered one at a time while a pass runs through them;
-every rank holds the embedding, the last norm and the lm_head whole. The loss multiplies with the lm_head chunk by chunk, as often as a
-rank has chunks, which a gathered one could not follow; and heads start from it and from the embedding. Both together are 4.2 GB for a
-70B Llama in bf16, beside 137 GB / N of layers.
+configs/accelerate/fsdp2.yaml asks for it. The decoder's layers are divided, and gathered one at a time while a pass runs through
+them; every rank holds the embedding, the last norm and the lm_head whole. The loss multiplies with the lm_head chunk by chunk, as
+often as a rank has chunks, which a gathered one could not follow; and heads start from it and from the embedding. Both together
+are 4.2 GB for a 70B Llama in bf16, beside 137 GB / N of layers.
 
-Every pass is a collective: all ranks make equally many. Not done here: offloading to the CPU, tensor parallelism, quantised targets,
-architectures whose modules are named otherwise than the tensors of their files.
+Every pass is a collective: all ranks make equally many. Not done here: offloading to the CPU, tensor parallelism, quantised
+targets, architectures whose modules are named otherwise than the tensors of their files.
 """
 
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate import init_empty_weights
@@ -46,7 +45,9 @@ def load_sharded(source, dtype, device):
         dist.barrier()
         folder = snapshot_download(source, allow_patterns=patterns)
     if not list(Path(folder).glob("*.safetensors")):
-        raise ValueError(f"{source!r} holds no .safetensors: a target can be divided over GPUs only if they can be read in parts")
+        raise ValueError(
+            f"{source!r} holds no .safetensors: a target can be divided over GPUs only if they can be read in parts"
+        )
     model = build_sharded(AutoConfig.from_pretrained(folder), dtype, device)
     if Path(folder, "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)

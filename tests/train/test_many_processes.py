@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from headstart.train import eagle, eagle3, medusa, mlp_speculator
@@ -14,7 +15,11 @@ from headstart.train.checkpointing import read_state
 
 ROOT = Path(medusa.__file__).parents[1]
 SEVERAL = Path(__file__).with_name("several_runs.py")
-EIGHT_ROWS = [{"batch_rows": 8, "accumulate": 1}, {"batch_rows": 2, "accumulate": 2}, {"batch_rows": 1, "accumulate": 2}]
+EIGHT_ROWS = [
+    {"batch_rows": 8, "accumulate": 1},
+    {"batch_rows": 2, "accumulate": 2},
+    {"batch_rows": 1, "accumulate": 2},
+]
 ONE, TWO, FOUR = EIGHT_ROWS  # the same rows per optimiser step on 1, 2 and 4 processes
 
 
@@ -23,9 +28,7 @@ def launch(config, num_processes, port, script, *argv):
     command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(num_processes)]
     command += ["--config_file", str(ROOT / "configs" / "accelerate" / config), "--main_process_port", str(port)]
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [*command, str(script), *argv], env=environment, capture_output=True, text=True, timeout=300
-    )
+    done = subprocess.run([*command, str(script), *argv], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stderr
 
@@ -35,15 +38,14 @@ def assert_same_training(one, other, metrics, since=0):
     curves = [[line for line in metrics(run=folder.name) if line["step"] > since] for folder in (one, other)]
     assert [line["step"] for line in curves[0]] == [line["step"] for line in curves[1]] != []
     for a, b in zip(*curves, strict=True):
-        assert b == {name: pytest.approx(value, rel=1e-5, abs=1e-6) for name, value in a.items()}
+        assert b == {k: pytest.approx(v, rel=1e-5, abs=1e-6) if isinstance(v, float) else v for k, v in a.items()}
     residuals = [a["loss"] / b["loss"] - 1 for a, b in zip(*curves)]
-    assert abs(sum(residuals) / len(residuals)) < 1e-6
+    assert abs(sum(residuals) / len(residuals)) < 3e-7
     for path in (one / "head").glob("*.safetensors"):
         expected, found = load_file(path), load_file(other / "head" / path.name)
         assert found.keys() == expected.keys()
-        moved = max((tensor - 0).abs().max().item() for tensor in expected.values())
         for name, tensor in expected.items():
-            assert (found[name] - tensor).abs().max() <= 1e-4 * moved, name
+            torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=2e-5, msg=name)
 
 
 @pytest.mark.slow
@@ -51,10 +53,13 @@ def test_four_processes_train_as_one(arguments, read_metrics, tmp_path, free_por
     """The script itself under ddp.yaml: gradients summed and moments divided over four ranks, and the engine's acceptance."""
     keys = {"eval_prompts": 3, "eval_tokens": 8, "checkpoint_every": 3}
     assert medusa.main(arguments(**ONE, **keys, output=tmp_path / "one")) == 0
-    launch("ddp.yaml", 4, free_port(), ROOT / "train" / "medusa.py", *arguments(**FOUR, **keys, output=tmp_path / "four"))
+    launch(
+        "ddp.yaml", 4, free_port(), ROOT / "train" / "medusa.py", *arguments(**FOUR, **keys, output=tmp_path / "four")
+    )
     assert_same_training(tmp_path / "one", tmp_path / "four", read_metrics)
     (one,), (four,) = (read_metrics("acceptance", run=name) for name in ("one", "four"))
-    assert four == pytest.approx(one)
+    assert four.pop("per_position") == pytest.approx(one.pop("per_position"))
+    assert four == one | {"acceptance_length": pytest.approx(one["acceptance_length"])}
     # The moments that four ranks held are whole in the checkpoint: one process goes on, at its own pace.
     checkpoint = tmp_path / "four" / "checkpoints" / "step-000003"
     assert read_state(checkpoint)["rows_per_step"] == 8

@@ -74,7 +74,9 @@ def compare(rank, world, max_norm, max_value):
         expected_norm = advance(whole, expected, step, range(world), max_norm, max_value)
         assert norm == pytest.approx(expected_norm, rel=1e-6)
         for name, parameter in whole.named_parameters():
-            torch.testing.assert_close(head.get_parameter(name), parameter, rtol=1e-6, atol=1e-6, msg=f"{name}, step {step}")
+            torch.testing.assert_close(
+                head.get_parameter(name), parameter, rtol=1e-6, atol=1e-6, msg=f"{name}, step {step}"
+            )
     state = optimizer.state_dict()
     if rank == 0:
         torch.testing.assert_close(state["state"], expected.state_dict()["state"], rtol=1e-5, atol=1e-6)

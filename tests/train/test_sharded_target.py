@@ -80,7 +80,9 @@ def test_files_that_do_not_hold_the_modules_are_refused(tied_target, run_ranks, 
     tensors = load_file(path)
     tensors["model.last_norm.weight"] = tensors.pop("model.norm.weight")
     save_file(tensors, path)
-    run_ranks(2, refuse, other, r"parts of a LlamaForCausalLM: .*model\.norm\.weight.* take configs/accelerate/ddp\.yaml")
+    run_ranks(
+        2, refuse, other, r"parts of a LlamaForCausalLM: .*model\.norm\.weight.* take configs/accelerate/ddp\.yaml"
+    )
     for path in other.glob("*.safetensors"):
         path.unlink()
     run_ranks(2, refuse, other, r"holds no \.safetensors")
