@@ -51,7 +51,7 @@ def assert_same_training(one, other, metrics, since=0):
 @pytest.mark.slow
 def test_four_processes_train_as_one(arguments, read_metrics, tmp_path, free_port):
     """The script itself under ddp.yaml: gradients summed and moments divided over four ranks, and the engine's acceptance."""
-    keys = {"eval_prompts": 3, "eval_tokens": 8, "checkpoint_every": 3}
+    keys = {"eval_prompts": 3, "eval_tokens": 8, "checkpoint_every": 3, "cache_features": True}
     assert medusa.main(arguments(**ONE, **keys, output=tmp_path / "one")) == 0
     launch(
         "ddp.yaml", 4, free_port(), ROOT / "train" / "medusa.py", *arguments(**FOUR, **keys, output=tmp_path / "four")
