@@ -200,8 +200,8 @@ def run_rank(rank, world, port, failures, check, given):
 
 
 @pytest.fixture
-def run_ranks():
-    """run_ranks(world, check, *given): check(rank, world, *given) on every rank of a gloo group, none of which may raise.
+def assert_on_ranks():
+    """assert_on_ranks(world, check, *given): check(rank, world, *given) on every rank of a gloo group, none of which may raise.
 
     They are forked off this process, which costs no start of Python; no backward pass works in them.
     """

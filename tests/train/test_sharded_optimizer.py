@@ -90,6 +90,6 @@ def compare(rank, world, max_norm, max_value):
 
 
 @pytest.mark.parametrize(("world", "max_norm", "max_value"), [(2, 0.0, 0.0), (3, 1.0, 0.0), (16, 0.0, 0.5)])
-def test_divided_adamw_is_torchs_on_the_summed_gradients(run_ranks, world, max_norm, max_value):
+def test_divided_adamw_is_torchs_on_the_summed_gradients(assert_on_ranks, world, max_norm, max_value):
     """16: more ranks than parts of 32 values, so that some have nothing to update."""
-    run_ranks(world, compare, max_norm, max_value)
+    assert_on_ranks(world, compare, max_norm, max_value)

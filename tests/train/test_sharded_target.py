@@ -64,8 +64,8 @@ def compare_with_whole(rank, world, folder, dtype):
 
 
 @pytest.mark.parametrize(("world", "dtype"), [(2, torch.float32), (3, torch.bfloat16)])
-def test_a_divided_target_gives_the_whole_ones_features(tied_target, run_ranks, world, dtype):
-    run_ranks(world, compare_with_whole, tied_target, dtype)
+def test_a_divided_target_gives_the_whole_ones_features(tied_target, assert_on_ranks, world, dtype):
+    assert_on_ranks(world, compare_with_whole, tied_target, dtype)
 
 
 def refuse(rank, world, folder, message):
@@ -73,22 +73,22 @@ def refuse(rank, world, folder, message):
         load_sharded(str(folder), torch.float32, torch.device("cpu"))
 
 
-def test_files_that_do_not_hold_the_modules_are_refused(tied_target, run_ranks, tmp_path):
+def test_files_that_do_not_hold_the_modules_are_refused(tied_target, assert_on_ranks, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(tied_target, other)
     path = next(path for path in sorted(other.glob("*.safetensors")) if "model.norm.weight" in load_file(path))
     tensors = load_file(path)
     tensors["model.last_norm.weight"] = tensors.pop("model.norm.weight")
     save_file(tensors, path)
-    run_ranks(
+    assert_on_ranks(
         2, refuse, other, r"parts of a LlamaForCausalLM: .*model\.norm\.weight.* take configs/accelerate/ddp\.yaml"
     )
     for path in other.glob("*.safetensors"):
         path.unlink()
-    run_ranks(2, refuse, other, r"holds no \.safetensors")
+    assert_on_ranks(2, refuse, other, r"holds no \.safetensors")
 
 
-def test_a_config_of_other_sizes_is_refused(tied_target, run_ranks):
+def test_a_config_of_other_sizes_is_refused(tied_target, assert_on_ranks):
     path = Path(tied_target, "config.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"intermediate_size": 40}))
-    run_ranks(2, refuse, tied_target, r"parts of a LlamaForCausalLM: Size mismatch .*_proj")
+    assert_on_ranks(2, refuse, tied_target, r"parts of a LlamaForCausalLM: Size mismatch .*_proj")
