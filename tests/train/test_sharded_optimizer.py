@@ -62,8 +62,9 @@ def compare(rank, world, max_norm, max_value):
     assert rank or empty["state"] == {}
     for step in range(1, 6):
         if step == 3:
-            # Weights that an engine has packed elsewhere are still the ones that are trained.
-            head.c.data = head.c.data.clone()
+            # Weights that an engine has packed elsewhere, and a checkpoint then set, are still the ones that are trained.
+            for model in (head, whole):
+                model.c.data = model.c.data + 0.1
         if step == 4:
             # A run that goes on: what the checkpoint holds is all there is to the optimiser.
             saved = [optimizer.state_dict()]
