@@ -113,7 +113,8 @@ class ShardedAdamW:
         state, main = {}, self.rank == 0
         for name in ("exp_avg", "exp_avg_sq") if self.num_updates else ():
             for piece in self.own_pieces:
-                piece.grad.copy_(self.adamw.state[piece][name])
+                if piece in self.adamw.state:  # else it never had a gradient in the run of one process that was loaded
+                    piece.grad.copy_(self.adamw.state[piece][name])
             _all_gather(self.buffer, self.part)
             for index, view in enumerate(self.views if main else ()):
                 step = torch.tensor(float(self.num_updates))
