@@ -1,7 +1,8 @@
 """Acceptance of a head while it trains: the engine's own figure on held-out prompts, so that it is what serving will see.
 
 The engine is built once, on the loaded target (no second copy) and on the head in training (read in place). For a target that
-the engine does not run yet, the teacher-forced figure on the held-out conversations stands in, marked as such.
+the engine does not run yet, and for one that is sharded over the ranks, the teacher-forced figure on the held-out conversations
+stands in, marked as such.
 """
 
 import hashlib
@@ -80,6 +81,11 @@ class AcceptanceMeter:
             )
         if len(self.prompts) < len(conversations):
             note(f"{len(conversations) - len(self.prompts)} of {len(conversations)} held-out prompts are too long")
+        if target.is_sharded:
+            note(
+                "acceptance is teacher-forced on the held-out text, not the engine's: the target is sharded over the GPUs"
+            )
+            return
         try:
             self.llm = LLM(
                 model=target.model,
@@ -103,7 +109,8 @@ class AcceptanceMeter:
     def measure(self):
         """A dict: acceptance_length, per_position, num_steps, source, samples, and from the engine also its rates.
 
-        None, with a note, if the prompts give nothing to measure.
+        None, with a note, if the prompts give nothing to measure. With a sharded target all ranks measure together; there are no
+        samples then.
         """
         if self.llm:
             params = SamplingParams(temperature=0.0, max_tokens=self.max_tokens)
@@ -133,7 +140,8 @@ class AcceptanceMeter:
             "acceptance_length": 1 + sum(per_position),
             "per_position": per_position,
             "num_steps": roots,
-            "samples": [self._sample(prompt) for prompt in self.prompts[:2]],
+            # Ranks that wrote together might not end together.
+            "samples": [] if self.target.is_sharded else [self._sample(prompt) for prompt in self.prompts[:2]],
             "source": self.source,
         }
 

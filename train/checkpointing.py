@@ -3,12 +3,13 @@
     runs/<name>/checkpoints/step-000200/
         head/           the head, in the dtype it is trained in (load_head reads it); head/adapter/ the target's adapter, in peft's
                         format, of a run that trains one beside the head (train/target_adapter.py)
-        optimizer.pt    the optimiser's state, as it is (fp32)
+        optimizer.pt    the optimiser's whole state (fp32), however many processes held it
         rng.pt          state of the random generators (python, numpy, torch, cuda) of every rank
         state.json      step, what the run counts, the recipe, and size and checksum of every file; written last
 
 A checkpoint is written aside and renamed, so it is there whole or not at all. The data position is the step: the order of the
-rows follows from the recipe and the step (train/medusa.py).
+rows follows from the recipe and the step (train/medusa.py). Another number of processes goes on as well, with as many rows per
+optimiser step: noise is drawn per place in the step's rows, and only an adapter's dropout from the saved generators.
 """
 
 import contextlib
@@ -49,6 +50,7 @@ def save_checkpoint(run, step, head, optimizer, state, accelerator, num_kept, ad
     OSError if it cannot be written; all that were there stay.
     """
     rng = gather_object([_rng_state(accelerator.device)])
+    optimizer_state = optimizer.state_dict()
     if accelerator.is_main_process:
         folder = Path(run, "checkpoints", f"step-{step:06d}")
         # A run that was taken back to an earlier checkpoint passes here again: the old one stays until the new one is whole.
@@ -57,7 +59,7 @@ def save_checkpoint(run, step, head, optimizer, state, accelerator, num_kept, ad
             shutil.rmtree(fresh, ignore_errors=True)
         with staged_folder(fresh) as staging:
             _save_head(head, staging / "head", adapter)
-            _save_tensors(optimizer.state_dict(), staging / "optimizer.pt")
+            _save_tensors(optimizer_state, staging / "optimizer.pt")
             _save_tensors(rng, staging / "rng.pt")
             files = sorted(path for path in staging.rglob("*") if path.is_file())
             manifest = {path.relative_to(staging).as_posix(): _fingerprint(path) for path in files}
@@ -217,16 +219,33 @@ def check_same_run(saved, state, changeable, note):
                 f"this run was started with {name} {old.get(name)!r}, not {new[name]!r}: a resumed run keeps it; give the "
                 "old value, or start a new output"
             )
-    for name, meaning in (("rows", "the data gives other rows"), ("rows_per_step", "rows per optimiser step differ")):
-        if saved[name] != state[name]:
-            raise ValueError(
-                f"{meaning} than when the run was started ({saved[name]}, now {state[name]}): a resumed run needs the same "
-                "data, tokenizer and number of processes"
-            )
+    if saved["rows"] != state["rows"]:
+        raise ValueError(
+            f"the data gives other rows than when the run was started ({saved['rows']}, now {state['rows']}): a resumed run needs "
+            "the same data and tokenizer"
+        )
+    if saved["rows_per_step"] != state["rows_per_step"]:
+        raise ValueError(describe_rows_per_step(saved["rows_per_step"], state["rows_per_step"], new))
     if changed:
         changes = [f"{name} {old.get(name)!r} -> {new[name]!r}" for name in changed]
         note(f"changed since the run was started: {', '.join(changes)}")
     return {name: value for name, value in saved.items() if name != "files"} | {"recipe": new}
+
+
+def describe_rows_per_step(wanted, given, recipe):
+    """Why a run of `wanted` rows per optimiser step does not go on with `given`, and which keys (of recipe, a dict) would do."""
+    batch_rows, accumulate = recipe["batch_rows"], recipe["accumulate"]
+    processes = given // (batch_rows * accumulate)
+    if wanted % (batch_rows * processes) == 0:
+        advice = f"set accumulate to {wanted // (batch_rows * processes)}"
+    elif wanted % processes == 0:
+        advice = f"set batch_rows and accumulate so that their product is {wanted // processes}"
+    else:
+        advice = f"start a number of processes that divides {wanted}"
+    return (
+        f"the run was started with {wanted} rows per optimiser step, now batch_rows {batch_rows} x accumulate {accumulate} x "
+        f"{processes} processes make {given}, and a resumed run keeps them: {advice}"
+    )
 
 
 def read_state(folder):
@@ -235,7 +254,8 @@ def read_state(folder):
 
 
 def load_checkpoint(folder, head, optimizer, accelerator, adapter=None):
-    """Put head, adapter (a TargetAdapter, or None), optimiser and this rank's random generators into the checkpoint's state."""
+    """Put head, adapter (a TargetAdapter, or None), optimiser and this rank's random generators into the checkpoint's state, by
+    however many processes it was written."""
     saved = load_head(Path(folder, "head"))
     check_family(saved, family_of(head))
     if head.embedding_is_targets:  # never overwritten, and most checkpoints leave it out
@@ -246,11 +266,7 @@ def load_checkpoint(folder, head, optimizer, accelerator, adapter=None):
     # On the CPU first: mapped to a device, a fused optimiser's steps and moments are placed by load_state_dict itself.
     optimizer.load_state_dict(torch.load(Path(folder, "optimizer.pt"), map_location="cpu", weights_only=True))
     states = torch.load(Path(folder, "rng.pt"), map_location="cpu", weights_only=True)
-    if len(states) != accelerator.num_processes:
-        raise ValueError(
-            f"{folder} was written by {len(states)} processes, this run has {accelerator.num_processes}: start as many"
-        )
-    _set_rng_state(states[accelerator.process_index], accelerator.device)
+    _set_rng_state(states[accelerator.process_index % len(states)], accelerator.device)
 
 
 def _remove_folder(folder):

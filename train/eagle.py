@@ -11,7 +11,7 @@ labels of the whole optimiser step. With num_steps above 1 further steps run on 
 acceptance.json, head/.
 
 Every rank knows all rows and their order, so label counts need no communication; gradients are summed over the ranks once per
-optimiser step. It does not: train the embedding or the lm_head, which are the target's; shard heads over ranks; mix data sets.
+optimiser step. It does not: train the embedding or the lm_head, which are the target's; mix data sets.
 """
 
 import sys
@@ -43,7 +43,7 @@ from headstart.train.rows import (
 )
 from headstart.train.run_folder import RunFolder, start_processes
 from headstart.train.run_recipe import CHANGEABLE, RunRecipe, is_due
-from headstart.train.stopping import StopSignals, leave_with_launcher
+from headstart.train.stopping import StopSignals, leave_group, leave_with_launcher
 from headstart.train.tracking import Speedometer
 
 
@@ -223,6 +223,7 @@ if __name__ == "__main__":
     leave_with_launcher()
     try:
         status = main(sys.argv[1:])
+        leave_group()
     except (ValueError, OSError, NonFiniteLoss) as error:
         print(f"error: {error}", file=sys.stderr)
         status = 1

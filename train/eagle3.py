@@ -15,7 +15,7 @@ and the loss sums over the draft's part of it: a position of which little can be
 supervised positions count, in the sum and in the divisor, which is the number of labels of the first step.
 
 Every rank knows all rows and their order, so label counts need no communication; gradients are summed over the ranks once per
-optimiser step. It does not: train heads of another width than the target's, shard heads over ranks, mix several data sets.
+optimiser step. It does not: train heads of another width than the target's, mix several data sets.
 """
 
 import sys
@@ -49,7 +49,7 @@ from headstart.train.rows import (
 )
 from headstart.train.run_folder import RunFolder, start_processes
 from headstart.train.run_recipe import CHANGEABLE, RunRecipe, is_due
-from headstart.train.stopping import StopSignals, leave_with_launcher
+from headstart.train.stopping import StopSignals, leave_group, leave_with_launcher
 from headstart.train.tracking import Speedometer
 
 
@@ -250,6 +250,7 @@ if __name__ == "__main__":
     leave_with_launcher()
     try:
         status = main(sys.argv[1:])
+        leave_group()
     except (ValueError, OSError, NonFiniteLoss) as error:
         print(f"error: {error}", file=sys.stderr)
         status = 1

@@ -20,10 +20,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ..heads.packed_attention import FLEX_DTYPES, FLEX_LEAST_DIM, FLEX_OPTIONS, block_mask
 from .data import block_attention_mask
+from .sharded_target import decoder_layers, is_sharded, load_sharded, wants_sharded_target
 
 
 def load_target(name, device, dtype="auto"):
     """(model, tokenizer) of a folder or Hub id: frozen, in eval mode. dtype auto: bfloat16 on a GPU, float32 on the CPU.
+
+    Launched with FSDP (configs/accelerate/fsdp2.yaml), the ranks divide it among them (sharded_target.py).
 
     Raises ValueError, before any weight is read, if there is no such model, and if its weights cannot be read.
     """
@@ -40,6 +43,8 @@ def load_target(name, device, dtype="auto"):
         ) from error
     if dtype == "auto":
         dtype = "float32" if device.type == "cpu" else "bfloat16"
+    if wants_sharded_target():
+        return load_sharded(source, getattr(torch, dtype), device), tokenizer
     try:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype))
     except (SafetensorError, RuntimeError, OSError, ValueError) as error:
@@ -104,6 +109,11 @@ class FrozenTarget:
             ) from error
 
     @property
+    def is_sharded(self):
+        """Do the ranks hold a part of it each? Then every pass is one that all of them make."""
+        return is_sharded(self.model)
+
+    @property
     def vocab_size(self):
         return self.lm_head.weight.shape[0]
 
@@ -147,18 +157,13 @@ class FrozenTarget:
     def check_layers(self, layers):
         """The decoder's layers, if those whose streams are asked for are among them; else ValueError."""
         count = self.num_layers
-        stacks = [m for m in self.decoder.children() if isinstance(m, nn.ModuleList) and len(m) == count]
-        if len(stacks) != 1:
-            raise ValueError(
-                f"{type(self.decoder).__name__} holds {len(stacks)} lists of {count} layers, not one: the residual streams "
-                "that this head reads cannot be found in it"
-            )
+        stack = decoder_layers(self.decoder, count)
         if any(not 0 <= k <= count for k in layers) or list(layers) != sorted(set(layers)):
             raise ValueError(
                 f"layer ids must rise from 0 (the stream that enters the first layer) to at most {count} (behind the last layer of "
                 f"this target), got {list(layers)}"
             )
-        return stacks[0]
+        return stack
 
     def _record_streams(self, layers, hooks):
         """{layer id: stream [B, T, H]}, filled by the next pass of the decoder; the hooks go when `hooks` closes."""

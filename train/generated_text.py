@@ -27,6 +27,11 @@ def build_generator(target, tokenizer, max_length):
 
     Raises ValueError if it does not run this target, or no text of max_length tokens.
     """
+    if target.is_sharded:
+        raise ValueError(
+            "stage 2 generates with the engine, which needs the whole target in every process: launch it with "
+            "configs/accelerate/ddp.yaml, or train stage 1 on answers that the target wrote elsewhere"
+        )
     try:
         return LLM(model=target.model, tokenizer=tokenizer, max_model_len=max_length, max_num_seqs=AT_ONCE)
     except UnsupportedArchitecture as error:

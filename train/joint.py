@@ -27,9 +27,8 @@ TARGET_LOSSES = ("kl", "hard")
 
 def build_joint_optimizer(head, adapter, target_rate, weight_decay, beta1, beta2):
     """AdamW as for the head alone, and the adapter's weights as a group whose rate is `target_rate` times the head's."""
-    optimizer = build_optimizer(head, weight_decay, beta1, beta2)
-    optimizer.add_param_group({"params": list(adapter.weights), "weight_decay": 0.0, "rate": target_rate})
-    return optimizer
+    own = {"params": list(adapter.weights), "weight_decay": 0.0, "rate": target_rate}
+    return build_optimizer(head, weight_decay, beta1, beta2, own)
 
 
 def accumulate_joint_gradients(
@@ -109,7 +108,7 @@ class AdaptedMeter:
     """
 
     def __init__(self, meter, adapter):
-        self.meter, self.adapter = meter, adapter
+        self.meter, self.adapter, self.target = meter, adapter, meter.target
 
     def measure(self):
         """What AcceptanceMeter.measure returns, with those figures."""

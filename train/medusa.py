@@ -11,7 +11,7 @@ with heads of the stage `heads` and trains a LoRA adapter of the target with the
 into its `output` folder: config.yaml, metrics.jsonl, checkpoints/, acceptance.json, head/.
 
 Every rank knows all rows and their order, so label counts need no communication; gradients are summed over the ranks once per
-optimiser step. It does not: shard heads over ranks, mix several data sets.
+optimiser step. It does not: mix several data sets.
 """
 
 import sys
@@ -50,7 +50,7 @@ from headstart.train.rows import (
 )
 from headstart.train.run_folder import RunFolder, start_processes
 from headstart.train.run_recipe import CHANGEABLE, RunRecipe, is_due
-from headstart.train.stopping import StopSignals, leave_with_launcher
+from headstart.train.stopping import StopSignals, leave_group, leave_with_launcher
 from headstart.train.target_adapter import ALL_LINEAR, TargetAdapter
 from headstart.train.tracking import Speedometer
 
@@ -259,6 +259,7 @@ if __name__ == "__main__":
     leave_with_launcher()
     try:
         status = main(sys.argv[1:])
+        leave_group()
     except (ValueError, OSError, NonFiniteLoss) as error:
         print(f"error: {error}", file=sys.stderr)
         status = 1

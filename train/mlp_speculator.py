@@ -11,7 +11,7 @@ generates it before training, into generated.jsonl of the run folder. `--help` l
 `output` folder: config.yaml, metrics.jsonl, checkpoints/, acceptance.json, head/, generated.jsonl.
 
 Every rank knows all rows and their order, so label counts need no communication; gradients are summed over the ranks once per
-optimiser step. It does not: shard the head over ranks, mix several data sets, feed steps with their own drafts.
+optimiser step. It does not: mix several data sets, feed steps with their own drafts.
 """
 
 import sys
@@ -45,7 +45,7 @@ from headstart.train.rows import (
 )
 from headstart.train.run_folder import RunFolder, begin_folder, start_processes
 from headstart.train.run_recipe import CHANGEABLE, RunRecipe, is_due
-from headstart.train.stopping import StopSignals, leave_with_launcher
+from headstart.train.stopping import StopSignals, leave_group, leave_with_launcher
 from headstart.train.tracking import Speedometer
 
 
@@ -233,6 +233,7 @@ if __name__ == "__main__":
     leave_with_launcher()
     try:
         status = main(sys.argv[1:])
+        leave_group()
     except (ValueError, OSError, NonFiniteLoss) as error:
         print(f"error: {error}", file=sys.stderr)
         status = 1

@@ -4,6 +4,9 @@ import math
 import time
 
 import torch
+import torch.distributed as dist
+
+from .sharded_optimizer import ShardedAdamW
 
 
 class NonFiniteLoss(RuntimeError):
@@ -14,15 +17,19 @@ class NonFiniteLoss(RuntimeError):
         self.what, self.micro_steps = what, micro_steps
 
 
-def build_optimizer(head, weight_decay, beta1, beta2):
+def build_optimizer(head, weight_decay, beta1, beta2, *further):
     """AdamW in the parameters' fp32, all state included; weight decay on matrices only. The caller sets each step's lr.
 
-    Frozen parameters stay out: an EAGLE head's embedding is the target's own table.
+    Frozen parameters stay out: an EAGLE head's embedding is the target's own table. Several processes divide the state among them.
+    further: groups of parameters besides the head's, as of torch.optim; their lr is multiplied by their `rate`.
     """
     matrices = [parameter for parameter in trained(head) if parameter.ndim >= 2]
     vectors = [parameter for parameter in trained(head) if parameter.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=0.0, betas=(beta1, beta2), fused=True)
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}, *further]
+    options = {"lr": 0.0, "betas": (beta1, beta2), "fused": True}
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        return ShardedAdamW(groups, dist.get_rank(), dist.get_world_size(), **options)
+    return torch.optim.AdamW(groups, **options)
 
 
 def trained(head):
@@ -39,15 +46,6 @@ def warmup_cosine(step, num_steps, peak, warmup_ratio, min_ratio):
     return peak * (min_ratio + (1 - min_ratio) * (1 + math.cos(math.pi * progress)) / 2)
 
 
-def sum_gradients(accelerator, head):
-    """Add up the gradients of all ranks: their shares are divided by the global number of labels already."""
-    if accelerator.num_processes > 1:
-        for parameter in trained(head):
-            if parameter.grad is None:  # none of this rank's rows had a label for this head
-                parameter.grad = torch.zeros_like(parameter)
-            parameter.grad = accelerator.reduce(parameter.grad, "sum")
-
-
 def finish_step(head, optimizer, shares, accelerator, lr, max_norm, max_value=0.0):
     """Add up what the ranks found and make one optimiser step with it (see `update`).
 
@@ -56,9 +54,10 @@ def finish_step(head, optimizer, shares, accelerator, lr, max_norm, max_value=0.
     rank whose loss it was, or all.
     """
     totals = accelerator.reduce(sum(shares), "sum")
-    sum_gradients(accelerator, head)
     if not totals[:, 0].isfinite().all():
         raise NonFiniteLoss("loss", [i for i, share in enumerate(shares) if not share[:, 0].isfinite().all()])
+    if accelerator.num_processes > 1:  # the ranks' shares are divided by the global number of labels already
+        optimizer.sum_gradients()
     grad_norm = update(head, optimizer, lr, max_norm, max_value)
     if not math.isfinite(grad_norm):
         raise NonFiniteLoss("gradient", list(range(len(shares))))
@@ -71,12 +70,17 @@ def update(head, optimizer, lr, max_norm, max_value=0.0):
     lr: of the head; a group of the optimiser that has a "rate" learns at that multiple of it.
     max_value: every entry of the gradient is cut to plus or minus this; else max_norm: longer gradients are cut to it; 0: never.
     """
-    norm = torch.nn.utils.get_total_norm([p.grad for p in head.parameters() if p.grad is not None])
+    if isinstance(optimizer, ShardedAdamW):
+        # No pieces where there are more ranks than parts.
+        parameters, norm = optimizer.own_pieces, optimizer.gradient_norm()
+    else:
+        parameters = list(head.parameters())
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     if norm.isfinite():
-        if max_value:
-            torch.nn.utils.clip_grad_value_(head.parameters(), max_value)
+        if max_value and parameters:
+            torch.nn.utils.clip_grad_value_(parameters, max_value)
         elif max_norm:
-            torch.nn.utils.clip_grads_with_norm_(head.parameters(), max_norm, norm)
+            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         for group in optimizer.param_groups:
             group["lr"] = lr * group.get("rate", 1.0)
         optimizer.step()

@@ -5,6 +5,7 @@
 It decides nothing: when something is due, and what a step computes, is up to the script.
 """
 
+import os
 import shutil
 import signal
 import sys
@@ -12,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, set_seed
+from accelerate.utils import DistributedType, broadcast_object_list, set_seed
 from tqdm import tqdm
 
 from ..heads.formats import family_of
@@ -30,6 +31,7 @@ from .feature_cache import OWN_FOLDER
 from .lineage import find_sources
 from .optimization import choose_autocast
 from .recipe import resolved_values, save_recipe
+from .sharded_target import wants_sharded_target
 from .tracking import MetricsFile, WandbTracker, has_wandb, peak_memory, write_json
 
 
@@ -38,16 +40,17 @@ def start_processes(recipe, name):
     checkpoint folder that the run goes on from, or None.
 
     name: the trainer's, before every note. Seeds every random generator. Raises ValueError for an output that cannot be used, for
-    a damaged checkpoint, and for a set-up with sharded models.
+    a damaged checkpoint, and for another set-up than those of configs/accelerate.
     """
     check_output(recipe.output, recipe.resume, recipe.resume_from)
     resumed = recipe.checkpoint_to_resume
     tracked = recipe.tracker == "wandb" and has_wandb()
     accelerator = Accelerator(mixed_precision="no", log_with="wandb" if tracked else None)
-    if accelerator.distributed_type not in (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU):
-        raise ValueError(
-            f"accelerate is set up for {accelerator.distributed_type}; this script runs as plain processes"
-        )
+    kinds = DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.FSDP
+    if accelerator.distributed_type not in kinds:
+        raise ValueError(f"accelerate is set up for {accelerator.distributed_type}: take a file of configs/accelerate")
+    if wants_sharded_target() and os.environ.get("FSDP_VERSION") != "2":
+        raise ValueError("accelerate is set up for the first FSDP: take configs/accelerate/fsdp2.yaml")
 
     def note(text):
         if accelerator.is_main_process:
@@ -155,10 +158,14 @@ class RunFolder:
         bar.set_postfix_str(f"loss {figures['loss']:.3f}, {speed:,.0f} tokens/s", refresh=False)
 
     def measure(self, meter):
-        """Have the AcceptanceMeter measure, on the main rank, and keep what it found; once per step, also of a resumed run."""
-        if self.is_main and not self.metrics.has("acceptance", self.step):
+        """Have the AcceptanceMeter measure and keep what it found; once per step, also of a resumed run.
+
+        The main rank does, or with a sharded target all ranks together.
+        """
+        (due,) = broadcast_object_list([self.is_main and not self.metrics.has("acceptance", self.step)])
+        if due and (self.is_main or meter.target.is_sharded):
             measured = meter.measure()
-            if measured:
+            if measured and self.is_main:
                 self._record_acceptance(measured)
         self.accelerator.wait_for_everyone()
 

@@ -106,9 +106,18 @@ class RunRecipe:
         return warmup_cosine(step, num_steps, self.lr, self.warmup_ratio, self.min_lr_ratio)
 
 
-# What a resumed run may be told anew; anything else would make it another run.
+# What a resumed run may be told anew; anything else would make it another run. (Of batch_rows and accumulate the product with the
+# number of processes must stay: checkpointing.check_same_run.)
 CHANGEABLE = {"output", "max_steps", "num_epochs", "log_every", "tracker", "checkpoint_every"}
-CHANGEABLE |= {"keep_checkpoints", "eval_every", "eval_tokens", "eval_data", "feature_cache"}
+CHANGEABLE |= {
+    "keep_checkpoints",
+    "eval_every",
+    "eval_tokens",
+    "eval_data",
+    "feature_cache",
+    "batch_rows",
+    "accumulate",
+}
 
 
 def is_due(step, num_steps, every):

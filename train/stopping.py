@@ -6,6 +6,7 @@ import signal
 import sys
 
 import torch
+import torch.distributed as dist
 
 
 class StopSignals:
@@ -46,3 +47,12 @@ def leave_with_launcher():
     if launched and sys.platform == "linux":
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+
+
+def leave_group():
+    """End the group of processes, on every rank that got to its end.
+
+    Left to the interpreter's exit, a thread of the group now and then aborts the process, which the launcher takes for a failure.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -35,6 +35,10 @@ class TargetAdapter:
         from peft import LoraConfig, get_peft_model
         from peft.tuners.lora import LoraLayer
 
+        if target.is_sharded:
+            raise ValueError(
+                "an adapter is trained on a target that every GPU holds whole: launch with configs/accelerate/ddp.yaml"
+            )
         names = [name.strip() for name in modules.split(",") if name.strip()]
         shared = (target.model.get_output_embeddings(), target.model.get_input_embeddings())
         config = LoraConfig(

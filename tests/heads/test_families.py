@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from headstart.heads.formats import check_family, family_of, native_format
 from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 from headstart.tests.heads.test_checkpoint import H, V, edit_config, llama_config, make_head, same_head
 from headstart.train.checkpointing import load_checkpoint, save_checkpoint
-from headstart.train.optimization import build_optimizer, sum_gradients, update
+from headstart.train.optimization import build_optimizer, update
 
 
 def test_an_mlp_speculator_is_recognised_by_its_tensors(tmp_path):
@@ -103,14 +102,13 @@ def test_a_run_goes_on_with_the_targets_embedding(tmp_path, kind, config):
     saved = load_file(tmp_path / "checkpoints/step-000001/head/model.safetensors")
     assert ("embed_tokens.weight" in saved) == (native_format(head) == "speculators")
 
-    # One step of two ranks with weight decay: everything moves but the table.
+    # One step with weight decay: everything moves but the table.
     tokens, positions, documents = torch.randint(V, (1, 5, 2)), torch.arange(5)[None], torch.zeros(1, 5).long()
     if kind is Eagle:
         outputs = [head(torch.randn(1, 5, H), tokens[..., 0], positions, documents)]
     else:
         outputs = [head.logits(state) for state in head(torch.randn(1, 5, 2 * H), tokens, positions, documents, 2)]
     sum(output.square().sum() for output in outputs).backward()
-    sum_gradients(SimpleNamespace(num_processes=2, reduce=lambda gradient, how: 2 * gradient), head)
     update(head, optimizer, 0.1, 0.0)
     moved = {name for name, tensor in head.state_dict().items() if not torch.equal(tensor, expected[name])}
     assert moved == {*expected} - {"embed_tokens.weight", "d2t", "t2d"}

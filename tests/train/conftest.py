@@ -4,11 +4,15 @@ import json
 import os
 import random
 import runpy
+import socket
 import struct
 import sys
+import traceback
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -210,3 +214,50 @@ def logged_out(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "home").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
+
+
+def find_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def free_port():
+    """free_port() -> a port on which several processes can meet."""
+    return find_port
+
+
+def run_rank(rank, world, port, failures, check, given):
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+        check(rank, world, *given)
+        dist.destroy_process_group()
+    except BaseException:
+        failures.put(f"rank {rank}: {traceback.format_exc()}")
+
+
+@pytest.fixture
+def assert_on_ranks():
+    """assert_on_ranks(world, check, *given): check(rank, world, *given) on every rank of a gloo group, none of which may raise.
+
+    They are forked off this process, which costs no start of Python; no backward pass works in them.
+    """
+    if torch.cuda.is_available():
+        pytest.skip("forks, which CUDA does not survive; tests/train/test_many_gpus.py starts processes there")
+
+    def run(world, check, *given):
+        context = mp.get_context("fork")
+        failures, port = context.Queue(), find_port()
+        arguments = world, port, failures, check, given
+        processes = [context.Process(target=run_rank, args=(rank, *arguments), daemon=True) for rank in range(world)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(60)
+        said = [failures.get() for _ in range(failures.qsize())]
+        assert not said, said[0]
+        assert [process.exitcode for process in processes] == [0] * world
+
+    return run

@@ -25,7 +25,7 @@ def test_keys_of_an_earlier_state_of_the_head_are_not_used_again():
     ]
 
     def meter():
-        given = SimpleNamespace(model=target), tokenizer, head, None, conversations, 64, print
+        given = SimpleNamespace(model=target, is_sharded=False), tokenizer, head, None, conversations, 64, print
         return AcceptanceMeter(*given, max_tokens=40, max_length=256)
 
     def redraw():

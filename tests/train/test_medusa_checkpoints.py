@@ -19,7 +19,14 @@ from safetensors.torch import load_file
 
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.train import medusa, run_folder
-from headstart.train.checkpointing import find_damage, list_checkpoints, load_checkpoint, read_state, save_checkpoint
+from headstart.train.checkpointing import (
+    describe_rows_per_step,
+    find_damage,
+    list_checkpoints,
+    load_checkpoint,
+    read_state,
+    save_checkpoint,
+)
 from headstart.train.optimization import build_optimizer
 
 STEPS = {
@@ -361,6 +368,38 @@ def test_resumed_run_keeps_its_recipe(arguments, name, value):
     run(arguments, max_steps=2)
     with pytest.raises(ValueError, match=f"started with {name} .*, not {value!r}"):
         medusa.main(arguments(max_steps=4, resume=True, **{name: value}))
+
+
+def test_resumed_run_may_share_out_its_rows_otherwise(arguments, tmp_path, capsys):
+    """As another number of processes would: 8 rows per step in one micro-step, then in four."""
+    run(arguments, **STEPS, batch_rows=8)
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-000004"
+    capsys.readouterr()
+    run(arguments, **STEPS, batch_rows=2, accumulate=4, resume_from=checkpoint, output=tmp_path / "on")
+    assert "batch_rows 8 -> 2, accumulate 1 -> 4" in capsys.readouterr().err
+    whole, on = all_lines(tmp_path / "run"), all_lines(tmp_path / "on")
+    losses = [line["loss"] for line in whole if line["kind"] == "train"]
+    assert [line["loss"] for line in on if line["kind"] == "train"] == pytest.approx(losses[4:], rel=1e-5)
+
+
+def test_resumed_run_keeps_its_rows_per_step_and_says_how(arguments):
+    run(arguments, max_steps=2, batch_rows=4, accumulate=3)
+    for keys, advice in (
+        ({"batch_rows": 2}, "set accumulate to 6"),
+        ({"accumulate": 4}, "set accumulate to 3"),
+        ({"batch_rows": 5}, "set batch_rows and accumulate so that their product is 12"),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"with 12 rows per optimiser step, now .* x 1 processes make \d+,.*: {advice}"
+        ):
+            medusa.main(arguments(max_steps=4, resume=True, **({"batch_rows": 4, "accumulate": 3} | keys)))
+
+
+def test_advice_counts_the_processes():
+    recipe = {"batch_rows": 4, "accumulate": 2}
+    assert "set accumulate to 4" in describe_rows_per_step(64, 32, recipe)  # 4 processes
+    assert "their product is 3" in describe_rows_per_step(12, 32, recipe)
+    assert "a number of processes that divides 62" in describe_rows_per_step(62, 32, recipe)
 
 
 def test_resumed_run_needs_the_same_data(arguments, conversations, tmp_path):

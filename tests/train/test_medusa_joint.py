@@ -194,6 +194,7 @@ def all_lines(folder):
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
         line.pop("tokens_per_second", None)
+        line.pop("peak_memory_gib", None)
     return lines
 
 

@@ -1,10 +1,6 @@
 """The training script as a whole, on a tiny target: what it computes, and that every key does something."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -17,8 +13,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from headstart.heads.checkpoint import load_head
 from headstart.train import medusa
 from headstart.train.data import encode_conversations, load_conversations
-
-SCRIPT = Path(medusa.__file__)
 
 
 def run(arguments, **keys):
@@ -97,29 +91,6 @@ def test_accumulating_eight_micro_steps_is_one_batch_of_eight(arguments, read_me
     # The rows differ in their numbers of labels, so a mean of means would be off by far more than the bound.
     for name, tensor in head_tensors(tmp_path / "run").items():
         torch.testing.assert_close(head_tensors(tmp_path / "eight")[name], tensor, rtol=1e-4, atol=2e-5, msg=name)
-
-
-def test_two_processes_train_as_one(arguments, read_metrics, tmp_path):
-    run(arguments, batch_rows=4, max_steps=3)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    shared |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    words = arguments(batch_rows=2, max_steps=3, output=tmp_path / "two", cache_features=True, eval_prompts=0)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), *words],
-            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outcomes = [process.communicate(timeout=120)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outcomes
-    for a, b in zip(read_metrics(), read_metrics(run="two"), strict=True):
-        assert a == approximately(b, 3e-6)
 
 
 def test_cached_features_train_as_computed_ones(arguments, read_metrics, tmp_path, capsys):
