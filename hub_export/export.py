@@ -21,7 +21,7 @@ from torch import nn
 from ..heads.checkpoint import check_is_free, load_head, resolve_head, staged_folder, to_dtype, write_head
 from ..heads.formats import FORMATS, check_format, family_of
 from ..inference.adapter import FOLDER as ADAPTER_FOLDER
-from ..inference.adapter import has_adapter, read_adapter
+from ..inference.adapter import adapter_of, has_adapter, read_adapter
 from .measurements import find_measurements
 from .merge import check_can_merge, copy_adapter, merged_card, write_merged_target
 from .model_card import is_hub_id, model_card, target_name
@@ -126,7 +126,7 @@ def export_head(source, output, format, dtype=None, base_model=None, license=Non
         head.embedding_is_targets = False
     table = check_format(head, format)
     adapted, merged_from = has_adapter(folder), None
-    if head.config.adapter and not adapted:
+    if adapter_of(head) and not adapted:
         raise ValueError(f"{folder} holds heads trained with an adapter, and no {ADAPTER_FOLDER}/ beside them")
     if merged is not None:
         if not adapted:

@@ -10,6 +10,7 @@ import yaml
 from huggingface_hub.utils import validate_repo_id
 
 from ..heads.formats import family_of
+from ..inference.adapter import adapter_of
 from .readers import VLLM_METHODS, readers_table
 
 # family -> (tag, what the card calls such a head, arXiv number of its paper)
@@ -93,11 +94,11 @@ def _summary(head, format, target):
 
 def _adapted(head, target):
     """What there is to say of heads that were trained together with an adapter of their target."""
-    if family_of(head) != "Medusa" or not head.config.adapter:
+    if not adapter_of(head):
         return ""
     return (
         f"**They belong to the adapted target**: they were trained together with a LoRA adapter of `{target}` (Medusa-2), which "
-        f"lies in `adapter/` in peft's format (weights `{head.config.adapter}`). With it the output is the one that the adapted "
+        f"lies in `adapter/` in peft's format (weights `{adapter_of(head)}`). With it the output is the one that the adapted "
         f"target gives without the heads, which is not that of `{target}` itself; without it their drafts are accepted less often."
         "\n\n"
     )

@@ -169,13 +169,18 @@ def fingerprint(folder):
     return digest.hexdigest()[:16]
 
 
+def adapter_of(head):
+    """The fingerprint of the adapter that a head (or None) was trained together with; "" where there is none."""
+    return head.config.adapter if isinstance(head, Medusa) else ""
+
+
 def warn_unless_adapted(head, used):
     """Warn where a head was trained together with an adapter and the target in use is not that one's.
 
     head: a module, or None; used: fingerprint of the adapter that is loaded or merged, "" for none. No output is wrong for it: the
     target that was asked for decides every token. Only the drafts are worse than they could be.
     """
-    trained_with = head.config.adapter if isinstance(head, Medusa) else ""
+    trained_with = adapter_of(head)
     if trained_with and trained_with != used:
         having = f"another one ({used})" if used else "none"
         warnings.warn(

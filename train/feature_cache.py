@@ -38,6 +38,7 @@ MANIFEST = "cache.json"
 SHARD_BYTES = 1 << 27  # of states: what a killed process loses at most, and what is in memory while a shard is made
 TOKENS_PER_FORWARD = 4096  # fills a GPU with an 8B target; part of what decides the last bits of a cache
 SAMPLES = 64  # values of every parameter that a target is recognised by
+TOLD = "headstart"  # in the header of a shard: which cache it is of, and the checksum of its tensors
 
 _SHARD = re.compile(r"shard-(\d+)\.safetensors")
 _PARTIAL = re.compile(r"\.(shard-\d+\.safetensors|cache\.json)\.partial-[0-9a-f]+")
@@ -249,8 +250,9 @@ class FeatureCache:
 
     def _write(self, shard, tensors):
         """Put a shard in its place, whole."""
-        metadata = {"cache": self._identity(), "crc32": str(checksum_of(tensors))}
-        self._put(self._path(shard).name, save(tensors, metadata))
+        # One entry: several would stand in another order in every process, and the files would differ.
+        told = f"{self._identity()} {checksum_of(tensors)}"
+        self._put(self._path(shard).name, save(tensors, {TOLD: told}))
 
     def _put(self, name, content):
         """Write a file of the folder, whole or not at all; OSError names it if that cannot be."""
@@ -279,7 +281,7 @@ class FeatureCache:
         path = self._path(shard)
         try:
             with safe_open(path, framework="pt") as file:
-                if (file.metadata() or {}).get("cache") != self._identity():
+                if (file.metadata() or {}).get(TOLD, "").partition(" ")[0] != self._identity():
                     raise ValueError(f"{path} is of another cache")
                 return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except FileNotFoundError:
@@ -294,7 +296,7 @@ class FeatureCache:
         """ValueError unless the bytes of a shard are those that were written."""
         tensors, path = self._open(shard), self._path(shard)
         with safe_open(path, framework="pt") as file:
-            expected = file.metadata()["crc32"]
+            expected = file.metadata()[TOLD].partition(" ")[2]
         if str(checksum_of(tensors)) != expected:
             raise ValueError(f"the bytes of {path} are not those that were written")
 

@@ -325,7 +325,7 @@ def empty(path):
 
 
 def replace(path):
-    save_file(load_file(path), path, metadata={"cache": "another", "crc32": "0"})
+    save_file(load_file(path), path, metadata={"headstart": "another 0"})
 
 
 @pytest.mark.parametrize(
