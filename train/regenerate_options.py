@@ -13,7 +13,7 @@ DETAILS = (
 )
 EXAMPLES = (
     "headstart regenerate conversations.jsonl --model ORG/MODEL --output answers.jsonl\n"
-    "  accelerate launch --config_file configs/accelerate/multi_gpu.yaml train/regenerate.py conversations.jsonl \\\n"
+    "  accelerate launch --config_file configs/accelerate/ddp.yaml train/regenerate.py conversations.jsonl \\\n"
     "      --model ORG/MODEL --head runs/first/head --output answers.jsonl      # one process per GPU\n"
     "  headstart regenerate conversations.jsonl --endpoint http://localhost:8000/v1 --model NAME --output answers.jsonl\n"
     "  headstart regenerate stdlib --model assets/stdlib-coder --num-conversations 100 --output trial.jsonl"

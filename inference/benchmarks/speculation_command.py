@@ -1,0 +1,84 @@
+"""`headstart bench speculation`: its arguments, and what it does."""
+
+import sys
+import tempfile
+from pathlib import Path
+
+from ..command_arguments import add_adapter, add_command, add_device, check_count, choose_threads_for, prompt_file
+from ..output_files import check_writable
+
+COMPARED_PROMPTS = 16  # the first so many held-out ones
+
+
+def add_bench_speculation(benchmarks):
+    """Add it to argparse's subparsers."""
+    bench = add_command(
+        benchmarks,
+        "speculation",
+        _bench_speculation,
+        "Speculation against plain decoding on prompts: same tokens, tokens per step, tokens per second.",
+        "headstart bench speculation --model assets/stdlib-coder --head assets/stdlib-coder-medusa",
+    )
+    bench.add_argument("--model", required=True, help="the target: a folder or Hub id")
+    add_adapter(bench)
+    bench.add_argument(
+        "--head", action="append", required=True, help="a head folder, run or Hub id; may be given again"
+    )
+    bench.add_argument("--prompts", help="JSONL of prompts (default: heldout.jsonl in the target's folder)")
+    bench.add_argument(
+        "--num-prompts", type=int, default=COMPARED_PROMPTS, help=f"the first so many (default {COMPARED_PROMPTS})"
+    )
+    bench.add_argument(
+        "--nodes", type=int, action="append", default=[], help="also the best tree of so many nodes; may be given again"
+    )
+    bench.add_argument("--max-tokens", type=int, default=96, help="new tokens per prompt (default 96)")
+    bench.add_argument("--temperature", type=float, action="append", help="may be given again (default: 0 and 0.8)")
+    bench.add_argument("--output", help="also write the rows as JSON here")
+    add_device(bench)
+
+
+def _bench_speculation(arguments):
+    from ...heads.checkpoint import resolve_head
+    from ..compare import candidate_trees, compare, format_table, hardware_name, save_comparison
+    from ..llm import LLM
+    from ..prompt_files import read_prompts, render_prompt
+    from ..speculation import find_draft_source, static_tree_file
+    from ..target_source import target_config
+
+    check_count(arguments.num_prompts)
+    if arguments.output:
+        check_writable(Path(arguments.output))
+    prompts = read_prompts(prompt_file(arguments.prompts, arguments.model), count=arguments.num_prompts)
+    folders = [resolve_head(source) for source in arguments.head]
+    choose_threads_for(arguments.model, arguments.device)
+    shared = dict(max_num_seqs=1, num_gpu_blocks_override=2)  # only its weights are used
+    base = LLM(arguments.model, device=arguments.device, dtype=arguments.dtype, adapter=arguments.adapter, **shared)
+    prompts = [render_prompt(base.tokenizer, prompt) for prompt in prompts]
+    with tempfile.TemporaryDirectory() as scratch:
+        heads = []
+        for number, (source, folder) in enumerate(zip(arguments.head, folders)):
+            head = find_draft_source({"model": folder}, target_config(arguments.model, "auto")[0])
+            tree_file = static_tree_file(folder, head)
+            place = Path(scratch) / str(number)
+            place.mkdir()
+            drafts = candidate_trees(head.depth, tree_file, arguments.nodes, place)
+            heads.append((source, str(folder), drafts))
+        rows = compare(
+            base,
+            heads,
+            prompts,
+            temperatures=arguments.temperature or (0.0, 0.8),
+            max_tokens=arguments.max_tokens,
+        )
+    dtype = str(base.dtype).removeprefix("torch.")
+    what = f"{len(prompts)} held-out prompts, {arguments.max_tokens} new tokens each, batch 1"
+    print(f"\n{what}, {dtype} on {hardware_name(base.device)}\n")
+    print(format_table(rows))
+    if arguments.output:
+        command = " ".join(["headstart", *sys.argv[1:]])
+        save_comparison(rows, arguments.output, base.device, base.dtype, command)
+        print(f"\nwritten to {arguments.output}")
+    if not all(row["identical"] for row in rows):
+        print("some outputs differ from plain decoding: this is a bug, please report it", file=sys.stderr)
+        return 1
+    return 0
