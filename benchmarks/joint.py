@@ -15,6 +15,7 @@ from datetime import date
 from pathlib import Path
 
 import torch
+import yaml
 
 from headstart.inference.acceptance import acceptance_interval
 from headstart.inference.compare import hardware_name
@@ -22,6 +23,7 @@ from headstart.inference.llm import LLM
 from headstart.inference.prompt_files import read_prompts, render_prompt
 from headstart.inference.sampling import SamplingParams
 from headstart.train import medusa
+from headstart.train.recipe import parse_recipe, resolved_values
 
 TARGET = Path(__file__).resolve().parents[1] / "assets" / "stdlib-coder"
 MOST_WORSE = 0.01  # what the adapted target's held-out loss may rise by
@@ -42,11 +44,20 @@ def main(arguments=None):
         parser.error(f"--steps must be an even number of at least 2, got {options.steps}")
     folder, half = Path(options.output), options.steps // 2
     shared = ["--target", options.target, "--data", "stdlib", "--tracker", "none", "--lr", "2e-3", "--eval_every", "0"]
-    shared += ["--checkpoint_every", "0", "--eval_prompts", "64", *keys]
+    shared += ["--checkpoint_every", "0", "--eval_prompts", "64"]
     runs = {name: folder / name for name in ("heads", "half", "joint")}
-    train(runs["heads"], options.steps, shared)
-    train(runs["half"], half, shared)
-    train(runs["joint"], half, [*shared, "--stage", "joint", "--start_from", str(runs["half"]), "--seed", "1"])
+    train(runs["heads"], options.steps, [*shared, *keys])
+    train(runs["half"], half, [*shared, *keys])
+    joint = [
+        "--seed",
+        "1",
+        *keys,
+        "--stage",
+        "joint",
+        "--start_from",
+        str(runs["half"]),
+    ]  # other rows than the first half
+    train(runs["joint"], half, [*shared, *joint])
 
     rows, prompts, device = [], read_prompts(Path(options.target) / "heldout.jsonl"), None
     for name, adapter in (("heads", None), ("half", None), ("joint", runs["joint"])):
@@ -93,10 +104,20 @@ def main(arguments=None):
 
 
 def train(output, steps, keys):
-    """One run, unless it is there and complete."""
-    if (output / "head").is_dir():
-        return
-    status = medusa.main([*keys, "--output", str(output), "--max_steps", str(steps)])
+    """One run, unless it is there and complete; one that was stopped goes on. ValueError for one of other keys."""
+    arguments = [*keys, "--output", str(output), "--max_steps", str(steps)]
+    if (output / "config.yaml").is_file():
+        wanted = resolved_values(parse_recipe(medusa.Recipe, arguments, ""))
+        found = yaml.safe_load((output / "config.yaml").read_text())
+        differing = [name for name in wanted if name != "autocast" and found.get(name) != wanted[name]]
+        if differing:
+            raise SystemExit(
+                f"error: {output} is a run with other values of {', '.join(differing)}: name another --output"
+            )
+        if (output / "head").is_dir():
+            return
+        arguments.append("--resume")
+    status = medusa.main(arguments)
     if status:
         raise SystemExit(status)
 

@@ -41,6 +41,8 @@ def main(arguments=None):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     step = build_micro_step(options, device)
     times = {True: [], False: []}
+    if options.groups < 2:
+        parser.error(f"--groups must be at least 2, got {options.groups}")
     for group in range(2 * options.groups + 2):
         lookahead.AHEAD = group % 2 == 0
         seconds = step(options.micro_steps)

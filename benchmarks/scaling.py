@@ -69,6 +69,8 @@ def main(arguments=None):
     if options.worker:
         return work(json.loads(options.worker))
     numbers = [int(word) for word in options.gpus.split(",")]
+    if numbers != sorted(set(numbers)) or any(numbers[-1] % number for number in numbers):
+        parser.error(f"--gpus must rise, and each number divide the last, got {options.gpus}")
     command = " ".join(["python", "benchmarks/scaling.py", *(sys.argv[1:] if arguments is None else arguments)])
     device = "cpu" if options.cpu else "cuda"
     settings = {name: getattr(options, name) for name in ("shape", "layers", "big", "rows", "row_length", "steps")}

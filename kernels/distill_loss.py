@@ -109,7 +109,7 @@ def _distill(
     NAME: tl.constexpr, LAW: tl.constexpr, SLICE: tl.constexpr, TOP_K: tl.constexpr, MEASURE: tl.constexpr,
     NONE: tl.constexpr, TINY: tl.constexpr, BLOCK: tl.constexpr, TOP_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row. Nothing is read back that it wrote: what the label and the likely tokens need is read before the first store."""
+    """One row. Nothing is read back that it wrote: what the label and the likely tokens need is read before the first walk."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     z_row = logits + row * vocab_size
@@ -123,8 +123,15 @@ def _distill(
             if LAW:
                 tl.store(alphas + row, 0.0)
     else:
+        # Before the first walk: its reductions are barriers, behind which one warp may overwrite what another has not read yet.
         label = tl.load(labels + row)
         of_label = tl.load(z_row + tl.maximum(label, 0)).to(tl.float32)
+        if TOP_K > 0:
+            i = tl.arange(0, TOP_BLOCK)
+            likely_ = tl.load(likely + row * TOP_K + i, mask=i < TOP_K, other=0.0)
+            of_likely = tl.load(z_row + tl.load(likely_tokens + row * TOP_K + i, mask=i < TOP_K, other=0)).to(
+                tl.float32
+            )
 
         # First walk: the normaliser of q, and how many tokens stand before the label.
         highest = tl.full((BLOCK,), float("-inf"), tl.float32)
@@ -146,10 +153,7 @@ def _distill(
             share = tl.load(mass + row)
         value_top, share_top = 0.0, 0.0
         if TOP_K > 0:
-            i = tl.arange(0, TOP_BLOCK)
-            likely_ = tl.load(likely + row * TOP_K + i, mask=i < TOP_K, other=0.0)
-            said = tl.load(z_row + tl.load(likely_tokens + row * TOP_K + i, mask=i < TOP_K, other=0)).to(tl.float32)
-            said = tl.where(likely_ == 0, 0.0, (said - top) - log_sum)
+            said = tl.where(likely_ == 0, 0.0, (of_likely - top) - log_sum)
             value_top = -top_k_weight * tl.sum(likely_ * said, 0)
             share_top = top_k_weight * tl.sum(likely_, 0)
         if LAW:

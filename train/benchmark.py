@@ -35,6 +35,7 @@ from ..inference.benchmarks.random_heads import empty_head, random_head
 from ..inference.benchmarks.results import Report, decimals, plain
 from ..inference.benchmarks.shape import check_fits, config_of_shape
 from ..inference.benchmarks.timing import Times, release
+from ..inference.engine import on_device
 from ..inference.weights import weight_bytes
 from .distillation import Objective, accumulate_gradients, find_labels, summarize
 from .features import FrozenTarget
@@ -90,7 +91,12 @@ def check_settings(arguments):
 
 def bench_train(settings, device, dtype, command, output=None, commit=None):
     """Measure the target alone, our step and the plain one. Prints the table, then the JSON object, which is returned."""
-    device, shared = torch.device(device), settings.head == "medusa" and settings.lm_head == "shared"
+    with on_device(torch.device(device)):
+        return _bench_train(settings, torch.device(device), dtype, command, output, commit)
+
+
+def _bench_train(settings, device, dtype, command, output, commit):
+    shared = settings.head == "medusa" and settings.lm_head == "shared"
     if dtype not in DISAGREEMENT:
         raise ValueError(f"bench train takes --dtype bfloat16 or float32, got {str(dtype).removeprefix('torch.')}")
     config = config_of_shape(settings.shape)

@@ -212,11 +212,17 @@ def check_same_run(saved, state, changeable, note):
     changeable: keys of the recipe that may differ. Raises ValueError naming a key that may not, or differing rows.
     """
     old, new = saved["recipe"], state["recipe"]
-    changed = [name for name in new if new[name] != old.get(name)]
+    unknown = sorted(new.keys() - old.keys())
+    if unknown:
+        raise ValueError(
+            f"the checkpoint was written by another version, which did not know {', '.join(unknown)}: go on with that version, or "
+            "start a new output"
+        )
+    changed = [name for name in new if new[name] != old[name]]
     for name in changed:
         if name not in changeable:
             raise ValueError(
-                f"this run was started with {name} {old.get(name)!r}, not {new[name]!r}: a resumed run keeps it; give the "
+                f"this run was started with {name} {old[name]!r}, not {new[name]!r}: a resumed run keeps it; give the "
                 "old value, or start a new output"
             )
     if saved["rows"] != state["rows"]:
@@ -227,7 +233,7 @@ def check_same_run(saved, state, changeable, note):
     if saved["rows_per_step"] != state["rows_per_step"]:
         raise ValueError(describe_rows_per_step(saved["rows_per_step"], state["rows_per_step"], new))
     if changed:
-        changes = [f"{name} {old.get(name)!r} -> {new[name]!r}" for name in changed]
+        changes = [f"{name} {old[name]!r} -> {new[name]!r}" for name in changed]
         note(f"changed since the run was started: {', '.join(changes)}")
     return {name: value for name, value in saved.items() if name != "files"} | {"recipe": new}
 
@@ -264,7 +270,8 @@ def load_checkpoint(folder, head, optimizer, accelerator, adapter=None):
     if adapter is not None:
         adapter.load(Path(folder, "head", ADAPTER_FOLDER))
     # On the CPU first: mapped to a device, a fused optimiser's steps and moments are placed by load_state_dict itself.
-    optimizer.load_state_dict(torch.load(Path(folder, "optimizer.pt"), map_location="cpu", weights_only=True))
+    whole = torch.load(Path(folder, "optimizer.pt"), map_location="cpu", weights_only=True, mmap=True)
+    optimizer.load_state_dict(whole)
     states = torch.load(Path(folder, "rng.pt"), map_location="cpu", weights_only=True)
     _set_rng_state(states[accelerator.process_index % len(states)], accelerator.device)
 
@@ -314,7 +321,7 @@ def _set_rng_state(state, device):
     name, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
     torch.set_rng_state(state["torch"])
-    if device.type == "cuda":
+    if device.type == "cuda" and state["cuda"] is not None:  # None where it was saved on a CPU
         torch.cuda.set_rng_state(state["cuda"], device)
 
 

@@ -42,13 +42,16 @@ def accumulate_joint_gradients(
     Returns fp64 [1 + K, 5]: the target's own totals, then the heads'.
     """
     frozen = None
-    if Loss(target_loss).needs_law:
-        with adapter.disabled():
-            frozen = target.features(*batch).flatten(0, 1)  # [M, H]
     # A target in fp32 computes in fp32 whatever the heads do; of one in bf16 only the adapter's products are affected.
-    with (
-        torch.autocast(target.lm_head.weight.device.type, enabled=False) if target.dtype == torch.float32 else autocast
-    ):
+    own_autocast = autocast
+    if target.dtype == torch.float32:
+        own_autocast = torch.autocast(target.lm_head.weight.device.type, enabled=False)
+    if Loss(target_loss).needs_law:
+        # Not without gradients, though nothing has one here: then both passes take the same attention, and an adapter that adds
+        # nothing gives the frozen law itself.
+        with adapter.disabled():
+            frozen = target.forward(*batch).detach().flatten(0, 1)  # [M, H]
+    with own_autocast:
         adapted = target.forward(*batch)  # [B, T, H], with a graph
     # Every loss leaves its gradient at a copy in fp32, and one backward pass takes the sum through the target.
     features = adapted.detach().to(torch.promote_types(adapted.dtype, torch.float32)).requires_grad_()
@@ -57,6 +60,7 @@ def accumulate_joint_gradients(
     with autocast:
         predictions = predict(features, *batch)
         heads = accumulate_gradients(predictions, fixed, labels, target.lm_head, objective, *sizes)
+    with own_autocast:
         predictions = own_predictions(features, target.lm_head)
         law_from = fixed if frozen is None else frozen
         own = accumulate_gradients(predictions, law_from, labels, target.lm_head, own_objective, *sizes)

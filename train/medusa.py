@@ -169,6 +169,8 @@ def main(argv):
     if recipe.stage == "joint":
         lora = (recipe.lora_rank, recipe.lora_alpha, recipe.lora_dropout, recipe.lora_targets)
         adapter = TargetAdapter(target, *lora)
+        if recipe.lora_dropout:  # all ranks were seeded alike
+            torch.manual_seed(recipe.seed + accelerator.process_index)
         note(f"the adapter has {adapter.num_parameters:,} parameters in {len(adapter.layers)} layers of the target")
         trained_parts = torch.nn.ModuleList([head, adapter.weights])
         optimizer = build_joint_optimizer(head, adapter, recipe.target_lr / recipe.lr, *adamw)

@@ -18,12 +18,10 @@ import sys
 import time
 import zlib
 from collections import Counter
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs
 from tqdm import tqdm
 
 import headstart
@@ -36,6 +34,7 @@ from headstart.train.dialogue import REFUSED, Dialogue
 from headstart.train.engine_answers import answer_by_engine, build_engine, describe_target
 from headstart.train.part_files import PartFiles, differences, forget_parts
 from headstart.train.regenerate_options import DETAILS, EXAMPLES, SUMMARY, add_options
+from headstart.train.run_folder import patient_processes
 from headstart.train.stopping import StopSignals, leave_with_launcher
 from headstart.train.tracking import write_json
 
@@ -63,8 +62,7 @@ def regenerate(options):
     sampling = check_options(options)
     output = Path(options.output)
     check_writable(output)
-    # One process may have to wait for another for hours.
-    processes = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=30))])
+    processes = Accelerator(kwargs_handlers=[patient_processes()])
 
     def note(text):
         if processes.is_main_process:

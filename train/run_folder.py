@@ -10,10 +10,11 @@ import shutil
 import signal
 import sys
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, broadcast_object_list, set_seed
+from accelerate.utils import DistributedType, InitProcessGroupKwargs, broadcast_object_list, set_seed
 from tqdm import tqdm
 
 from ..heads.formats import family_of
@@ -45,7 +46,8 @@ def start_processes(recipe, name):
     check_output(recipe.output, recipe.resume, recipe.resume_from)
     resumed = recipe.checkpoint_to_resume
     tracked = recipe.tracker == "wandb" and has_wandb()
-    accelerator = Accelerator(mixed_precision="no", log_with="wandb" if tracked else None)
+    log_with = "wandb" if tracked else None
+    accelerator = Accelerator(mixed_precision="no", log_with=log_with, kwargs_handlers=[patient_processes()])
     kinds = DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.FSDP
     if accelerator.distributed_type not in kinds:
         raise ValueError(f"accelerate is set up for {accelerator.distributed_type}: take a file of configs/accelerate")
@@ -62,6 +64,11 @@ def start_processes(recipe, name):
         note(f"{recipe.output} was stopped before its first checkpoint: starting from step 0")
     set_seed(recipe.seed)
     return accelerator, note, resumed
+
+
+def patient_processes():
+    """For Accelerator: one process may have to wait for another for hours, that downloads, measures, generates or saves."""
+    return InitProcessGroupKwargs(timeout=timedelta(days=30))
 
 
 def begin_folder(recipe, accelerator):
@@ -93,7 +100,8 @@ class RunFolder:
             self.precision = read_state(resumed)["recipe"]["autocast"]
         else:
             sizes = target.hidden_size, target.vocab_size
-            self.precision = choose_autocast(recipe.autocast, *sizes, accelerator.device)
+            # On a CPU it is measured: the main rank's answer is everybody's.
+            (self.precision,) = broadcast_object_list([choose_autocast(recipe.autocast, *sizes, accelerator.device)])
         values = resolved_values(recipe) | {"autocast": self.precision, "resume": False, "resume_from": ""}
         self.state = {"step": 0, "tokens": 0, **rows, "recipe": values}
         self.saved_step = -1

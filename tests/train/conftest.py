@@ -56,6 +56,7 @@ def small_llama(initializer_range):
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
+        head_dim=16 if torch.cuda.is_available() else 8,  # FlexAttention, which trains on GPUs alone, takes 16 at least
         max_position_embeddings=256,
         initializer_range=initializer_range,
         eos_token_id=2,

@@ -249,7 +249,7 @@ def test_measuring_leaves_the_training_as_it_is(joint, tmp_path, read_metrics):
 
 
 def test_two_processes_train_as_one(joint, arguments, start, read_metrics, tmp_path):
-    keys = {"max_steps": 3, "accumulate": 2}
+    keys = {"max_steps": 3, "accumulate": 2, "checkpoint_every": 2, "eval_prompts": 3, "eval_tokens": 8}
     joint(**keys, batch_rows=4)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -274,6 +274,17 @@ def test_two_processes_train_as_one(joint, arguments, start, read_metrics, tmp_p
     one, two = (weights_of(tmp_path / name / "head") for name in ("run", "two"))
     for name, weight in one.items():
         torch.testing.assert_close(two[name], weight, rtol=1e-3, atol=1e-4, msg=name)
+    # What two processes have saved, one goes on with.
+    saved = tmp_path / "two" / "checkpoints" / "step-000002"
+    assert (
+        medusa.main(
+            arguments(**JOINT, **keys, batch_rows=4, start_from=start, resume_from=saved, output=tmp_path / "on")
+        )
+        == 0
+    )
+    (last,), (expected,) = ([line for line in read_metrics(run=name) if line["step"] == 3] for name in ("on", "two"))
+    assert last.pop("kind") == expected.pop("kind") == "train"
+    assert last == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
 def test_run_learns_and_says_what_became_of_the_target(joint, counting_target, tmp_path, read_metrics):
