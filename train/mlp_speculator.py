@@ -45,6 +45,7 @@ from headstart.train.rows import (
 )
 from headstart.train.run_folder import RunFolder, begin_folder, start_processes
 from headstart.train.run_recipe import CHANGEABLE, RunRecipe, is_due
+from headstart.train.sharded_target import check_whole_target
 from headstart.train.stopping import StopSignals, leave_group, leave_with_launcher
 from headstart.train.tracking import Speedometer
 
@@ -120,6 +121,8 @@ def main(argv):
     """Train as `argv` (list of str) says. Returns 0, or 128 + the signal that ended the run early, checkpoint saved."""
     recipe = parse_recipe(Recipe, argv, __doc__)
     accelerator, note, resumed = start_processes(recipe, "mlp_speculator")
+    if recipe.stage == 2:
+        check_whole_target("stage 2, which generates text with the engine,")
     device, main_rank = accelerator.device, accelerator.is_main_process
 
     # Target, rows, head.

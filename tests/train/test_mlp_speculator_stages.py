@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from headstart.heads.checkpoint import save_head
 from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 from headstart.inference.open_batch import OpenBatch
-from headstart.train import generated_text, mlp_speculator
+from headstart.train import generated_text, mlp_speculator, sharded_target
 from headstart.train.checkpointing import list_checkpoints
 from headstart.train.data import encode_conversations, load_conversations
 from headstart.train.generated_text import cut_prompts, generated_documents
@@ -193,6 +193,14 @@ def test_keys_of_the_generation_change_it(speculator_arguments, tmp_path, start,
 
 
 # ---- refusals ----
+
+
+def test_stage_2_on_a_divided_target_is_refused_before_it_is_loaded(speculator_arguments, tmp_path, start, monkeypatch):
+    monkeypatch.setattr(sharded_target, "wants_sharded_target", lambda: True)
+    monkeypatch.setattr(mlp_speculator, "load_target", lambda *_: pytest.fail("the target was loaded"))
+    with pytest.raises(ValueError, match=r"stage 2, .* needs the whole target in every process: .*ddp\.yaml"):
+        mlp_speculator.main(speculator_arguments(**STAGE_2, start_from=start))
+    assert not (tmp_path / "run").exists()
 
 
 def test_stage_2_without_a_generator_is_refused_before_any_work(
