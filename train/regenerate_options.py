@@ -1,6 +1,6 @@
 """The arguments of `headstart regenerate` and of train/regenerate.py. Imports nothing heavy, so that --help stays quick."""
 
-from headstart.inference.command_arguments import add_adapter
+from ..inference.command_arguments import add_adapter
 
 SUMMARY = "Let the target itself answer the conversations of a data set, as data to train its heads on."
 DETAILS = (
