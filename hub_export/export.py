@@ -20,8 +20,7 @@ from torch import nn
 
 from ..heads.checkpoint import check_is_free, load_head, resolve_head, staged_folder, to_dtype, write_head
 from ..heads.formats import FORMATS, check_format, family_of
-from ..inference.adapter import FOLDER as ADAPTER_FOLDER
-from ..inference.adapter import adapter_of, has_adapter, read_adapter
+from ..inference.adapter import find_adapter_of, read_adapter
 from .measurements import find_measurements
 from .merge import check_can_merge, copy_adapter, merged_card, write_merged_target
 from .model_card import is_hub_id, model_card, target_name
@@ -117,6 +116,8 @@ def export_head(source, output, format, dtype=None, base_model=None, license=Non
     """
     output = Path(output).resolve()
     check_is_free(output)
+    if merged is not None:
+        check_apart(output, Path(merged).resolve())
     folder = resolve_head(source)
     head = load_head(folder)
     if format == "speculators" and head.needs_embedding:
@@ -125,13 +126,11 @@ def export_head(source, output, format, dtype=None, base_model=None, license=Non
         head.take_embedding(weight.to(next(head.parameters()).dtype))
         head.embedding_is_targets = False
     table = check_format(head, format)
-    adapted, merged_from = has_adapter(folder), None
-    if adapter_of(head) and not adapted:
-        raise ValueError(f"{folder} holds heads trained with an adapter, and no {ADAPTER_FOLDER}/ beside them")
+    adapter_folder, merged_from = find_adapter_of(head, source, folder), None
     if merged is not None:
-        if not adapted:
+        if adapter_folder is None:
             raise ValueError(f"--merge-adapter: the heads in {folder} were trained without an adapter")
-        adapter = read_adapter(folder)
+        adapter = read_adapter(adapter_folder)
         merged_from = check_can_merge(adapter, base_model or head.config.base_model_name_or_path, merged)
     measured = find_measurements(folder)
     source_dtype = next(head.parameters()).dtype
@@ -157,8 +156,8 @@ def export_head(source, output, format, dtype=None, base_model=None, license=Non
     with staged_folder(output) as staging:
         write_head(head, staging, format, torch_file=True, lm_head_weight=lm_head_weight)
         (staging / "README.md").write_text(card, encoding="utf-8")
-        if adapted:
-            copy_adapter(folder / ADAPTER_FOLDER, staging, head.config.base_model_name_or_path)
+        if adapter_folder is not None:
+            copy_adapter(adapter_folder, staging, head.config.base_model_name_or_path)
         if measured.tree is not None:
             shutil.copyfile(measured.tree, staging / measured.tree.name)
         num_compared = compare_with_source(staging, head, format, lm_head_weight)
@@ -168,6 +167,12 @@ def export_head(source, output, format, dtype=None, base_model=None, license=Non
     if not is_hub_id(target):
         named = f"the target it names ({target!r}) is no Hub id" if target else "it names no target"
         print(f"note: {named}; for others to use it, export with --base-model OWNER/NAME")
+
+
+def check_apart(output, merged):
+    """ValueError where one of the two folders to write is the other, or lies in it: only one of them would be free."""
+    if output == merged or output in merged.parents or merged in output.parents:
+        raise ValueError(f"--output {output} and --merge-adapter {merged} lie in one another: name two folders apart")
 
 
 def read_target(target, format):

@@ -15,7 +15,15 @@ from huggingface_hub.errors import HTTPError
 from safetensors.torch import save_file
 
 from ..heads.checkpoint import check_is_free, failing_as_oserror, read_tensors, staged_folder
-from ..inference.adapter import CONFIG_FILE, FOLDER, MERGED_KEY, WEIGHTS_FILE, fingerprint, read_adapter
+from ..inference.adapter import (
+    CONFIG_FILE,
+    FOLDER,
+    MERGED_KEY,
+    WEIGHTS_FILE,
+    check_merged_once,
+    fingerprint,
+    read_adapter,
+)
 from ..inference.checkpoint_files import INDEX_FILE, find_files, read_header
 from ..inference.weights import rows_at_once
 
@@ -63,6 +71,8 @@ def check_can_merge(adapter, target, output):
         raise ValueError(
             f"cannot get the target {target!r}: no such folder, and the Hub did not give it ({reason}): give --base-model"
         ) from error
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    check_merged_once(adapter, config.get(MERGED_KEY, ""), target)
     shapes = {name: shape for path in find_files(folder) for name, (_, shape) in read_header(path).items()}
     adapter.check_fits(shapes)
     return folder
@@ -113,6 +123,7 @@ def merged_card(target, adapter, head):
     return (
         f"# {target} with a merged adapter\n\n"
         f"The weights of `{target}` with the LoRA adapter `{adapter.fingerprint}` added (in fp32, rounded once), which was trained "
-        f"together with the Medusa heads `{head}` by Headstart (Medusa-2). Decoding in Headstart writes the same tokens with these "
-        f'weights as with those of the target and `adapter="{head}"`.\n\nThe licence is that of `{target}`.\n'
+        f"together with the Medusa heads `{head}` by Headstart (Medusa-2). They are used as they are, with no adapter beside "
+        f'them: decoding in Headstart then writes the tokens of `LLM("{target}", adapter="{head}")`.\n\n'
+        f"The licence is that of `{target}`.\n"
     )

@@ -8,7 +8,8 @@
 
 The sum is made in fp32, on the CPU whatever the device, and rounded once: a target that is merged while it is loaded and one that
 was merged into files before (hub_export/merge.py) are the same bits in the files' dtype. Not supported, and refused: DoRA and other
-variants, biases, whole modules saved beside (modules_to_save), ranks that differ by layer, adapted embeddings, .bin files.
+variants, starts that change the target's own weights (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA), biases, whole modules saved beside
+(modules_to_save), ranks that differ by layer, adapted embeddings, .bin files.
 """
 
 import hashlib
@@ -44,6 +45,14 @@ _PLAIN = {
     "layer_replication": (None, []),
     "target_parameters": (None, []),
     "alora_invocation_tokens": (None, []),
+    # Under any other start peft changes the target's own weights, too, whenever it loads the adapter.
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
+    "use_qalora": (False, None),
+    "use_bdlora": (None,),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "velora_config": (None,),
+    "monteclora_config": (None,),
 }
 
 
@@ -118,8 +127,11 @@ def read_adapter(source):
     return Adapter(folder, fingerprint(folder), scaling, pairs, config.get("base_model_name_or_path") or "")
 
 
-def choose_adapter(adapter, model, load_format):
-    """The Adapter that an LLM is asked to merge into its model, or None; ValueError where the two do not go together."""
+def choose_adapter(adapter, model, load_format, config):
+    """The Adapter that an LLM is asked to merge into its model, or None; ValueError where the two do not go together.
+
+    config: the model's.
+    """
     if adapter is None:
         return None
     if not isinstance(adapter, str | Path):
@@ -129,7 +141,22 @@ def choose_adapter(adapter, model, load_format):
             "an adapter is merged into weights while they are read from files: give model as a folder or a Hub id (for a loaded "
             "module call peft's merge_and_unload first; another LLM shares its weights as they are)"
         )
-    return read_adapter(adapter)
+    chosen = read_adapter(adapter)
+    check_merged_once(chosen, getattr(config, MERGED_KEY, ""), model)
+    return chosen
+
+
+def check_merged_once(adapter, held, target):
+    """ValueError where the weights of `target` hold this adapter already, or another one that it was not made on top of.
+
+    held: what the target's config.json says under MERGED_KEY, "" for nothing.
+    """
+    if held and (held == adapter.fingerprint or adapter.base != str(target)):
+        which = "this adapter" if held == adapter.fingerprint else "an adapter"
+        raise ValueError(
+            f"{target} holds {which} ({held}) in its weights already, and {adapter.folder} was made for "
+            f"{adapter.base or 'a target it does not name'}: leave the adapter out, or give the target that it was made for"
+        )
 
 
 def find_adapter(source):
@@ -148,7 +175,7 @@ def find_adapter(source):
         head = path
     if (head / FOLDER / CONFIG_FILE).is_file():
         return head / FOLDER
-    what = "a head that was trained without one" if find_weights(head) and head != path else "no adapter"
+    what = "a head without one" if find_weights(head) and head != path else "no adapter"
     raise ValueError(
         f"{source} holds {what}: an adapter is a folder with {CONFIG_FILE} and {WEIGHTS_FILE}, or lies as {FOLDER}/ beside the "
         "weights of a head that was trained with it"
@@ -158,6 +185,21 @@ def find_adapter(source):
 def has_adapter(head_folder):
     """Whether the head in this folder (as resolve_head gives it) was trained together with an adapter."""
     return Path(head_folder, FOLDER, CONFIG_FILE).is_file()
+
+
+def find_adapter_of(head, source, folder):
+    """The folder of the adapter that a head was trained together with; None where it was trained without one.
+
+    source: what it was loaded from; folder: as resolve_head gives it, which of a Hub id holds the head's own files only.
+    Raises ValueError where it is gone.
+    """
+    if has_adapter(folder):
+        return Path(folder, FOLDER)
+    if not adapter_of(head):
+        return None
+    if Path(source).is_dir():
+        raise ValueError(f"{folder} holds heads trained with an adapter, and no {FOLDER}/ beside them")
+    return find_adapter(source)
 
 
 def fingerprint(folder):
@@ -201,8 +243,11 @@ def _read_config(path):
         raise ValueError(f"{path.parent} holds no adapter: expected {CONFIG_FILE} and {WEIGHTS_FILE}")
     for key, plain in _PLAIN.items():
         if key in config and config[key] not in plain:
+            advice = ""
+            if key == "init_lora_weights":
+                advice = "; peft makes a plain one of it when it saves with path_initial_model_for_weight_conversion"
             raise ValueError(
-                f"{path} says {key} = {config[key]!r}: only plain LoRA is supported ({key} = {plain[0]!r})"
+                f"{path} says {key} = {config[key]!r}: only plain LoRA is supported ({key} = {plain[0]!r}){advice}"
             )
     for key, kinds in (("r", int), ("lora_alpha", (int, float))):
         if not isinstance(config.get(key), kinds) or config[key] <= 0:

@@ -152,7 +152,7 @@ class LLM:
         config, self.model_name = (shared.config, shared.model_name) if shared else target_config(model, load_format)
         check_supported(config)
         in_use = shared.adapter if shared else getattr(config, MERGED_KEY, "")
-        merged = choose_adapter(adapter, model, load_format)
+        merged = choose_adapter(adapter, model, load_format, config)
         self.adapter = merged.fingerprint if merged else in_use
         source = find_draft_source(speculative, config)
         warn_unless_adapted(source.head if source else None, self.adapter)

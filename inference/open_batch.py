@@ -30,8 +30,13 @@ class OpenBatch:
         self._open[request] = tag, text
 
     def step(self):
-        """One step of the engine.  -> list of (tag, RequestOutput) of the requests that ended in it"""
-        ended = [r for r in self.llm.engine.step() if r.finished and r in self._open]
+        """One step of the engine.  -> list of (tag, RequestOutput) of the requests that have ended
+
+        No step where some ended in steps that other calls on the LLM made.
+        """
+        if not any(request.finished for request in self._open):
+            self.llm.engine.step()
+        ended = [request for request in self._open if request.finished]
         found = []
         for request in ended:
             tag, text = self._open.pop(request)

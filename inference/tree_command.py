@@ -62,7 +62,7 @@ def add_tree(commands):
 def _tree(arguments):
     from ..heads.checkpoint import load_head, resolve_head
     from .acceptance import measure_acceptance
-    from .adapter import has_adapter
+    from .adapter import find_adapter_of
     from .llm import LLM
     from .prompt_files import read_prompts, render_prompt
     from .speculation import is_draft_model
@@ -84,8 +84,9 @@ def _tree(arguments):
     check_writable(output)
     model, adapter = arguments.model, arguments.adapter
     if model is None:
-        model = target_of(arguments.source, load_head(drafts))
-        adapter = adapter or (drafts if has_adapter(drafts) else None)
+        head = load_head(drafts)
+        model = target_of(arguments.source, head)
+        adapter = adapter or find_adapter_of(head, arguments.source, drafts)
     own = Path(arguments.source) / "heldout.jsonl"  # what the training kept out of its data
     if arguments.prompts or is_model or not own.is_file():
         source = prompt_file(arguments.prompts, model)

@@ -20,10 +20,8 @@ from .dialogue import REFUSED, TOO_LONG, Answer, Unanswerable
 
 TIMEOUT = 600  # seconds for an answer, the server's queue included
 ATTEMPTS = 10
-FIRST_WAIT, LONGEST_WAIT = (
-    1.0,
-    60.0,
-)  # seconds between attempts; each wait is twice the one before: about five minutes in all
+# Seconds between attempts. Each wait is twice the one before, or half of that: nine of them take two to four minutes.
+FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0
 # How servers say that a prompt, or the prompt and max_tokens, is longer than the model allows.
 _TOO_LONG = re.compile(
     r"context[ _-]?(length|size|window)|longer than the (model|maximum)|max_model_len|prompt is too long", re.I
@@ -42,12 +40,13 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 class ChatEndpoint:
     """url: of the server, with or without /v1; model: its name there; sampling: what every request says besides (temperature ...).
 
-    note(text) tells the user of attempts that failed.
+    note(text) tells the user of attempts that failed. Raises ValueError for what is no address, and for a key that no header takes.
     """
 
     def __init__(self, url, model, sampling, note):
         self.url = completions_url(url)
         self.model, self.sampling, self.note = model, sampling, note
+        self._key = read_key()
         self._opener = urllib.request.build_opener(_NoRedirects)
 
     def answer(self, messages, seed, leaving):
@@ -82,8 +81,8 @@ class ChatEndpoint:
 
     def _post(self, body):
         headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("OPENAI_API_KEY"):
-            headers["Authorization"] = f"Bearer {key}"
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
         request = urllib.request.Request(self.url, json.dumps(body).encode(), headers, method="POST")
         with self._opener.open(request, timeout=TIMEOUT) as response:
             return response.read()
@@ -96,7 +95,7 @@ class ChatEndpoint:
             )
         advice = ""
         if code in (401, 403):
-            state = "is set" if os.environ.get("OPENAI_API_KEY") else "is not set"
+            state = "is set" if self._key else "is not set"
             advice = f"; the key is read from the environment variable OPENAI_API_KEY, which {state}"
         if code == 404:
             advice = (
@@ -105,6 +104,17 @@ class ChatEndpoint:
         if 300 <= code < 400:
             advice = "; redirects are not followed: give the address that it leads to"
         return ValueError(f"{self.url} says (HTTP {code}): {said}{advice}")
+
+
+def read_key():
+    """The key in OPENAI_API_KEY, "" for none, without white space around it. ValueError, which never shows it, for an unfit one."""
+    key = os.environ.get("OPENAI_API_KEY", "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise ValueError(
+            "the environment variable OPENAI_API_KEY holds a line break, or something else than printable ASCII, within the key: "
+            "set it anew"
+        )
+    return key
 
 
 def completions_url(url):

@@ -18,6 +18,7 @@ class Panel:
     measurement; table; bars: a run's last figure, runs of a family side by side; recipes: what runs were told differently
     key: W&B's; of lines, a regular expression whose only group is the number
     label: of the axis; start, largest: where the axis starts and the most it may end at (None: where the figures say)
+    only: what alone logs such figures: heads of the family "EAGLE", or the stage "joint"; "": every run
     series, first: lines are called by this word and their number, counted from `first`
     """
 
@@ -27,6 +28,7 @@ class Panel:
     label: str = ""
     start: float | None = None
     largest: float | None = None
+    only: str = ""
     series: str = "head"
     first: int = 0
 
@@ -42,6 +44,8 @@ DASHBOARD = {
     "Training": (
         Panel("Training loss", "line", "train/loss", "loss"),
         Panel("Loss of each head", "lines", "train/head([0-9]+)_loss", "loss"),
+        Panel("Feature loss of each head", "lines", "train/head([0-9]+)_feature_loss", "loss", 0, only="EAGLE"),
+        Panel("Loss of the adapted target", "line", "train/target_loss", "loss", only="joint"),
         Panel("First choice correct", "lines", "train/head([0-9]+)_top1", "top-1", 0, 1),
         Panel("Among the first five", "lines", "train/head([0-9]+)_top5", "top-5", 0, 1),
         Panel("Chance that a draft is accepted", "lines", "train/head([0-9]+)_alpha", "alpha", 0, 1),
@@ -59,6 +63,14 @@ DASHBOARD = {
             1,
             series="token",
             first=1,
+        ),
+        Panel("Held-out loss of the adapted target", "line", "acceptance/heldout_loss", "nats per token", only="joint"),
+        Panel(
+            "Held-out loss of the frozen target",
+            "line",
+            "acceptance/frozen_heldout_loss",
+            "nats per token",
+            only="joint",
         ),
     ),
     "Acceptance by depth and rank": (

@@ -89,12 +89,10 @@ def encode_conversations(
         for start in range(0, len(conversations), _BATCH):
             batch = conversations[start : start + _BATCH]
             try:
-                pairs = list(encode(tokenizer, batch))
+                pairs = list(_encode(encode, tokenizer, batch))
             except jinja2.TemplateError as error:
                 raise _template_error(error, encode, tokenizer, batch) from error
             for messages, (ids, supervised) in zip(batch, pairs):
-                if any(_is_cut(message) for message in messages):
-                    supervised = _unmark_unwritten_ends(tokenizer, messages, ids, supervised)
                 if not any(supervised):
                     raise _mask_error("marks no token as the assistant's", tokenizer, messages)
                 if all(supervised):
@@ -239,6 +237,14 @@ def _render(tokenizer, messages: list[dict], prompt: bool = False) -> str:
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
 
 
+def _encode(encode, tokenizer, batch: list[list[dict]]) -> Iterator[tuple[list[int], list[bool]]]:
+    """What `encode` gives of a batch, without marks on ends that no answer had."""
+    for messages, (ids, supervised) in zip(batch, encode(tokenizer, batch)):
+        if any(_is_cut(message) for message in messages):
+            supervised = _unmark_unwritten_ends(tokenizer, messages, ids, supervised)
+        yield ids, supervised
+
+
 def _is_cut(message: dict) -> bool:
     """Whether this is an answer that its writer was not let finish."""
     return message["role"] == "assistant" and message.get("finish_reason") == "length"
@@ -258,7 +264,7 @@ def _template_error(error, encode, tokenizer, batch: list[list[dict]]) -> ValueE
     culprit = batch[0]
     for messages in batch:
         try:
-            list(encode(tokenizer, [messages]))
+            list(_encode(encode, tokenizer, [messages]))
         except jinja2.TemplateError as own:
             culprit, error = messages, own
             break

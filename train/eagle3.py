@@ -7,7 +7,7 @@
 conversations -> token ids and assistant mask -> packed rows -> the residual streams that enter some of the target's layers ->
 num_steps steps, each on the states of the one before, as the head drafts ("training-time test") -> loss against the target's law or
 the text, summed and divided by the number of labels of the whole optimiser step. `--help` lists every key. A run writes only into
-its `output` folder: config.yaml, metrics.jsonl, checkpoints/, acceptance.json, head/.
+its `output` folder: config.yaml, metrics.jsonl, checkpoints/, acceptance.json, head/; and into `feature_cache`, if that is given.
 
 The loss is not quite the original code's. That one renormalises the target's law over the draft vocabulary, drops rows whose
 likeliest token lies outside, and averages over all positions, masked ones too. Here the law is normalised over the whole vocabulary

@@ -4,6 +4,7 @@ import zlib
 
 import torch
 
+from ..inference.adapter import choose_adapter
 from ..inference.decoder import UnsupportedArchitecture, check_supported
 from ..inference.llm import LLM
 from ..inference.open_batch import OpenBatch
@@ -15,16 +16,18 @@ from ..inference.threads import choose_threads
 from .dialogue import REFUSED, TOO_LONG, Answer, Unanswerable
 
 
-def describe_target(model, head, max_model_len, dtype, device):
+def describe_target(model, adapter, head, max_model_len, dtype, device):
     """({what of the target decides the answers}, name of the dtype that "auto" comes to), without reading its weights.
 
-    Raises ValueError for a target that the engine does not run or that has no chat template, and for a head that is not its own.
+    Raises ValueError for a target that the engine does not run or that has no chat template, for an adapter that cannot be merged
+    into it, and for a head that is not its own.
     """
     config, _ = target_config(model, "auto")
     try:
         check_supported(config)
     except UnsupportedArchitecture as error:
         raise ValueError(f"{error} Serve it with another engine and give its address: --endpoint URL") from None
+    merged = choose_adapter(adapter, model, "auto", config)
     find_draft_source(check_speculative_config(_speculation(head)), config)
     limit = config.max_position_embeddings
     if max_model_len is not None and not 2 <= max_model_len <= limit:
@@ -39,16 +42,18 @@ def describe_target(model, head, max_model_len, dtype, device):
         used = getattr(config, "dtype", None) or torch.bfloat16
     template = zlib.crc32(str(tokenizer.chat_template).encode())
     facts = {"max_model_len": max_model_len or limit, "dtype": dtype, "chat_template_checksum": template}
+    facts["adapter"] = merged and merged.fingerprint
     return facts, str(used).removeprefix("torch.")
 
 
-def build_engine(model, head, max_model_len, dtype, device, concurrency):
+def build_engine(model, adapter, head, max_model_len, dtype, device, concurrency):
     """An LLM for `answer_by_engine`. Sets the number of threads of the whole process (see choose_threads)."""
     choose_threads(target_config(model, "auto")[0], torch.device(device))
     return LLM(
         model,
         dtype=dtype,
         device=device,
+        adapter=adapter,
         max_model_len=max_model_len,
         max_num_seqs=concurrency,
         speculative_config=_speculation(head),

@@ -10,12 +10,16 @@ the seed alone, not on how many processes share the work. Not done here: chat te
 import json
 import random
 import zlib
+from itertools import islice
 from pathlib import Path
+
+from tqdm import tqdm
 
 from ..inference.decoder import UnsupportedArchitecture
 from ..inference.llm import LLM
+from ..inference.open_batch import OpenBatch
 from ..inference.sampling import SamplingParams
-from .part_files import PartFiles
+from .part_files import PartFiles, forget_parts
 
 FILE = "generated.jsonl"
 TEMPERATURE, TOP_K = 1.0, 10  # as IBM's speculators were trained
@@ -71,6 +75,8 @@ def generated_documents(run, llm, target_name, prompts, answer_tokens, seed, acc
     made_from |= {"answer_tokens": answer_tokens, "seed": seed, "temperature": TEMPERATURE, "top_k": TOP_K}
     accelerator.wait_for_everyone()  # all ranks see the same: nothing, or the whole file
     if path.exists():
+        if accelerator.is_main_process:
+            forget_parts(path)  # of a run killed in its last moment
         note(f"the target's texts are those of {path}")
     else:
         _generate(path, llm, prompts, answer_tokens, seed, made_from, accelerator)
@@ -83,18 +89,21 @@ def generated_documents(run, llm, target_name, prompts, answer_tokens, seed, acc
 
 
 def _generate(path, llm, prompts, answer_tokens, seed, made_from, accelerator):
-    """Write the file: every rank its share aside, then the main rank all of them, in order."""
+    """Write the file: every rank its share aside, each text as it ends, then the main rank all of them, in order."""
     parts = PartFiles(path, made_from, {}, accelerator)
     mine = parts.share(range(len(prompts)))
-    params = [
-        SamplingParams(temperature=TEMPERATURE, top_k=TOP_K, max_tokens=answer_tokens, seed=_seed(seed, i))
-        for i in mine
-    ]
-    asked = [prompts[i] for i in mine]
-    outputs = llm.generate(asked, params, use_tqdm=accelerator.is_main_process) if mine else []
-    for i, one in zip(mine, outputs):
-        prompt, answer = one.prompt_token_ids, one.outputs[0].token_ids
-        parts.append(i, {"ids": [*prompt, *answer], "prompt": len(prompt)})
+    drawn = {"temperature": TEMPERATURE, "top_k": TOP_K, "max_tokens": answer_tokens}
+    waiting, told = iter(mine), accelerator.is_main_process
+    with OpenBatch(llm) as batch, tqdm(total=len(mine), desc="generating", unit=" texts", disable=not told) as bar:
+        while True:
+            for i in islice(waiting, AT_ONCE - len(batch)):
+                batch.add(prompts[i], SamplingParams(**drawn, seed=_seed(seed, i)), tag=i)
+            if not batch:
+                break
+            for i, one in batch.step():
+                prompt, answer = one.prompt_token_ids, one.outputs[0].token_ids
+                parts.append(i, {"ids": [*prompt, *answer], "prompt": len(prompt)})
+                bar.update()
     texts = parts.collect()
     if accelerator.is_main_process:
         parts.finish(json.dumps(line) for line in [{"made_from": made_from}, *(texts[i] for i in range(len(prompts)))])

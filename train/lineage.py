@@ -29,7 +29,7 @@ class Source:
 
 
 def find_sources(recipe, model, rows):
-    """(target, data) of a run.  recipe: has target and data; model: the loaded target; rows: fingerprint of the packed rows"""
+    """(target, data) of a run.  recipe: has target and data; model: the loaded target, frozen; rows: of the packed ones"""
     revision = getattr(model.config, "_commit_hash", None)
     card = _card(recipe.target, revision)
     target = {
@@ -37,7 +37,8 @@ def find_sources(recipe, model, rows):
         "revision": revision,
         "licence": _licence(card),
         "architecture": type(model).__name__,
-        "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
+        # Without an adapter that is trained with the head: another run on the same target describes it alike.
+        "num_parameters": sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad),
     }
     data = {"name": recipe.data, "rows": rows, "revision": None, "licence": None}
     place = Path(recipe.data).expanduser()

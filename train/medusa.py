@@ -8,7 +8,8 @@
 conversations -> token ids and assistant mask -> packed rows -> the target's features -> K heads -> loss against the target's law or
 the text, summed and divided by the number of labels of the whole optimiser step. Stage `joint` (Medusa-2, train/joint.py) goes on
 with heads of the stage `heads` and trains a LoRA adapter of the target with them. `--help` lists every key. A run writes only
-into its `output` folder: config.yaml, metrics.jsonl, checkpoints/, acceptance.json, head/.
+into its `output` folder: config.yaml, metrics.jsonl, checkpoints/, acceptance.json, head/; and into `feature_cache`, if that is
+given.
 
 Every rank knows all rows and their order, so label counts need no communication; gradients are summed over the ranks once per
 optimiser step. It does not: mix several data sets.
@@ -50,6 +51,7 @@ from headstart.train.rows import (
 )
 from headstart.train.run_folder import RunFolder, start_processes
 from headstart.train.run_recipe import CHANGEABLE, RunRecipe, is_due
+from headstart.train.sharded_target import check_whole_target
 from headstart.train.stopping import StopSignals, leave_group, leave_with_launcher
 from headstart.train.target_adapter import ALL_LINEAR, TargetAdapter
 from headstart.train.tracking import Speedometer
@@ -139,6 +141,8 @@ def main(argv):
     """Train as `argv` (list of str) says. Returns 0, or 128 + the signal that ended the run early, checkpoint saved."""
     recipe = parse_recipe(Recipe, argv, __doc__)
     accelerator, note, resumed = start_processes(recipe, "medusa")
+    if recipe.stage == "joint":
+        check_whole_target("stage joint")
     device, main_rank = accelerator.device, accelerator.is_main_process
 
     # Target, rows, head.
@@ -168,9 +172,8 @@ def main(argv):
     adapter, trained_parts, adamw = None, head, (recipe.weight_decay, recipe.beta1, recipe.beta2)
     if recipe.stage == "joint":
         lora = (recipe.lora_rank, recipe.lora_alpha, recipe.lora_dropout, recipe.lora_targets)
-        adapter = TargetAdapter(target, *lora)
-        if recipe.lora_dropout:  # all ranks were seeded alike
-            torch.manual_seed(recipe.seed + accelerator.process_index)
+        adapter = TargetAdapter(target, *lora)  # the same on every rank; what dropout leaves out is not
+        torch.manual_seed(recipe.seed + accelerator.process_index)
         note(f"the adapter has {adapter.num_parameters:,} parameters in {len(adapter.layers)} layers of the target")
         trained_parts = torch.nn.ModuleList([head, adapter.weights])
         optimizer = build_joint_optimizer(head, adapter, recipe.target_lr / recipe.lr, *adamw)

@@ -8,7 +8,8 @@ Stage 1: conversations -> token ids and assistant mask -> packed rows -> the tar
 next token (teacher forcing) -> loss against the target's law or the text, summed and divided by the number of labels of the
 whole optimiser step. Stage 2 goes on with a head from stage 1, on text that the target itself writes from short prompts: our engine
 generates it before training, into generated.jsonl of the run folder. `--help` lists every key. A run writes only into its
-`output` folder: config.yaml, metrics.jsonl, checkpoints/, acceptance.json, head/, generated.jsonl.
+`output` folder: config.yaml, metrics.jsonl, checkpoints/, acceptance.json, head/, generated.jsonl; and into `feature_cache`, if
+that is given.
 
 Every rank knows all rows and their order, so label counts need no communication; gradients are summed over the ranks once per
 optimiser step. It does not: mix several data sets, feed steps with their own drafts.
@@ -45,6 +46,7 @@ from headstart.train.rows import (
 )
 from headstart.train.run_folder import RunFolder, begin_folder, start_processes
 from headstart.train.run_recipe import CHANGEABLE, RunRecipe, is_due
+from headstart.train.sharded_target import check_whole_target
 from headstart.train.stopping import StopSignals, leave_group, leave_with_launcher
 from headstart.train.tracking import Speedometer
 
@@ -120,6 +122,8 @@ def main(argv):
     """Train as `argv` (list of str) says. Returns 0, or 128 + the signal that ended the run early, checkpoint saved."""
     recipe = parse_recipe(Recipe, argv, __doc__)
     accelerator, note, resumed = start_processes(recipe, "mlp_speculator")
+    if recipe.stage == 2:
+        check_whole_target("stage 2, which generates text with the engine,")
     device, main_rank = accelerator.device, accelerator.is_main_process
 
     # Target, rows, head.

@@ -35,7 +35,7 @@ from headstart.train.engine_answers import answer_by_engine, build_engine, descr
 from headstart.train.part_files import PartFiles, differences, forget_parts
 from headstart.train.regenerate_options import DETAILS, EXAMPLES, SUMMARY, add_options
 from headstart.train.run_folder import patient_processes
-from headstart.train.stopping import StopSignals, leave_with_launcher
+from headstart.train.stopping import StopSignals, leave_group, leave_with_launcher
 from headstart.train.tracking import write_json
 
 # So many refusals, and not one answer yet, are not the conversations' fault.
@@ -77,9 +77,12 @@ def regenerate(options):
     made_from |= {**sampling, "seed": options.seed}
     versions = {"headstart": headstart.__version__, "torch": torch.__version__}
     begun_with = {"versions": versions, "endpoint": options.endpoint}
-    if not options.endpoint:
+    if options.endpoint:
+        endpoint = ChatEndpoint(options.endpoint, options.model, sampling, note)
+    else:
         device = choose_device(options.device, processes)
-        facts, dtype = describe_target(options.model, options.head, options.max_model_len, options.dtype, device)
+        loaded = (options.model, options.adapter, options.head, options.max_model_len)
+        facts, dtype = describe_target(*loaded, options.dtype, device)
         made_from |= facts
         begun_with = {"versions": versions, "dtype": dtype}
     if is_finished(output, made_from):
@@ -99,17 +102,9 @@ def regenerate(options):
     with StopSignals() as stop:
         if open_ones:
             if options.endpoint:
-                endpoint = ChatEndpoint(options.endpoint, options.model, sampling, note)
                 ended = answer_by_endpoint(endpoint, open_ones, min(options.concurrency, len(open_ones)), stop)
             else:
-                llm = build_engine(
-                    options.model,
-                    options.head,
-                    options.max_model_len,
-                    parts.begun_with["dtype"],
-                    device,
-                    options.concurrency,
-                )
+                llm = build_engine(*loaded, parts.begun_with["dtype"], device, options.concurrency)
                 start = time.perf_counter()
                 ended = answer_by_engine(llm, open_ones, sampling, options.concurrency, stop)
             try:
@@ -161,8 +156,8 @@ def check_options(options):
     named_dtype(options.dtype)
     if options.endpoint:
         completions_url(options.endpoint)
-        for name, default in (("head", None), ("max_model_len", None), ("device", "auto"), ("dtype", "auto")):
-            if getattr(options, name) != default:
+        for name in ("adapter", "head", "max_model_len", "device", "dtype"):
+            if getattr(options, name) not in (None, "auto"):
                 option = "--" + name.replace("_", "-")
                 raise ValueError(
                     f"{option} is for our engine; with --endpoint it is the server's to decide: leave it out"
@@ -288,6 +283,7 @@ if __name__ == "__main__":
     leave_with_launcher()
     try:
         status = main(sys.argv[1:])
+        leave_group()
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         status = 1

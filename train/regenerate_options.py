@@ -1,5 +1,7 @@
 """The arguments of `headstart regenerate` and of train/regenerate.py. Imports nothing heavy, so that --help stays quick."""
 
+from ..inference.command_arguments import add_adapter
+
 SUMMARY = "Let the target itself answer the conversations of a data set, as data to train its heads on."
 DETAILS = (
     "Every assistant turn is written anew, each behind the new answers to the turns before it; system and user turns are kept.\n"
@@ -30,6 +32,7 @@ def add_options(parser):
     parser.add_argument(
         "--model", required=True, help="the target: a folder or Hub id; with --endpoint the server's name of it"
     )
+    add_adapter(parser)
     parser.add_argument("--output", required=True, metavar="FILE.jsonl", help="what to write")
     parser.add_argument(
         "--temperature",

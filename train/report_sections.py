@@ -63,6 +63,11 @@ def acceptance_section(records):
         f"Chains drafted on held-out prompts, {sources}. Acceptance length: tokens emitted per step of the target, pooled "
         "over all steps; plain decoding has 1. Acceptance per drafted token: the share of all steps in which the first, "
         "second, … drafted token was accepted."
+        + (
+            " Held-out loss: cross entropy of the target itself against held-out answers, with its adapter and without."
+            if any("heldout_loss" in record for record in records)
+            else ""
+        )
     )
 
 

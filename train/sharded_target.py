@@ -27,6 +27,14 @@ def wants_sharded_target():
     return parse_flag_from_env("ACCELERATE_USE_FSDP")
 
 
+def check_whole_target(what):
+    """ValueError, before anything is loaded, where `what` is asked for and the target would be divided."""
+    if wants_sharded_target():
+        raise ValueError(
+            f"{what} needs the whole target in every process: launch with configs/accelerate/ddp.yaml, not fsdp2.yaml"
+        )
+
+
 def is_sharded(model):
     """Has `shard_layers` divided this model?"""
     return isinstance(model.get_decoder(), FSDPModule)

@@ -195,7 +195,8 @@ class WandbTracker:
 
         lineage = {source.role: source.metadata for source in self.sources}
         artifact = wandb.Artifact(artifact_name(self.folder.name, "head"), "model", metadata=metadata | lineage)
-        if sum(file.stat().st_size for file in head_folder.iterdir()) <= UPLOAD_LIMIT:
+        size = sum(path.stat().st_size for path in head_folder.rglob("*") if path.is_file())  # an adapter/ too
+        if size <= UPLOAD_LIMIT:
             artifact.add_dir(str(head_folder), policy="immutable", skip_cache=True)
         else:
             artifact.add_reference(head_folder.resolve().as_uri())

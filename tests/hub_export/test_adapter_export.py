@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from headstart.heads.checkpoint import load_head, save_head
 from headstart.heads.medusa import Medusa, MedusaConfig
-from headstart.hub_export import merge
+from headstart.hub_export import export, merge
 from headstart.hub_export.export import main
-from headstart.inference import weights
+from headstart.inference import adapter, weights
 from headstart.inference.adapter import fingerprint
 from headstart.inference.llm import LLM
 from headstart.inference.sampling import SamplingParams
@@ -97,6 +97,10 @@ def test_merged_target_decodes_bit_by_bit_as_the_adapter_at_load(run, base, tmp_
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert len(changed) == 14
     assert all(after[name].dtype == before[name].dtype for name in before)
+    card = (merged / "README.md").read_text()
+    assert "used as they are, with no adapter beside them" in card
+    with pytest.raises(ValueError, match="in its weights already"):
+        LLM(merged, adapter=output)
     recwarn.clear()
     expected = tokens(LLM(base, adapter=output, dtype=dtype))
     assert tokens(LLM(merged, dtype=dtype)) == expected
@@ -116,7 +120,15 @@ def test_what_cannot_be_merged_is_refused_and_nothing_is_written(run, base, tmp_
         assert said in capsys.readouterr().err
         assert not output.exists()
 
+    for inside, outside in ((output, output), (merged / "head", merged), (output, output / "x" / "merged")):
+        refused("lie in one another", [*arguments[:4], str(inside), "--merge-adapter", str(outside)])
+        assert not merged.exists()
     refused("give --base-model", [*arguments, "--base-model", "no/where"])
+    held = tmp_path / "held"
+    shutil.copytree(base, held)
+    config = json.loads((held / "config.json").read_text()) | {"merged_adapter": fingerprint(run / "head" / "adapter")}
+    (held / "config.json").write_text(json.dumps(config))
+    refused("in its weights already", [*arguments, "--base-model", str(held)])
     merged.mkdir()
     (merged / "mine").touch()
     refused("already holds mine")
@@ -141,3 +153,19 @@ def test_what_cannot_be_merged_is_refused_and_nothing_is_written(run, base, tmp_
     shutil.rmtree(run / "head")
     save_head(head, run / "head")
     refused("were trained without an adapter")
+
+
+def test_adapter_of_a_head_on_the_hub_is_fetched_from_there(run, base, tmp_path, monkeypatch):
+    """What resolve_head fetches are the head's own files."""
+    snapshot, asked = tmp_path / "snapshot", []
+    shutil.copytree(run / "head", snapshot, ignore=shutil.ignore_patterns("adapter"))
+    monkeypatch.setattr(export, "resolve_head", lambda source: snapshot)
+
+    def find(source):
+        asked.append(source)
+        return run / "head" / "adapter"
+
+    monkeypatch.setattr(adapter, "find_adapter", find)
+    assert main(["you/medusa2", "--format", "medusa-shared", "--output", str(tmp_path / "export")]) == 0
+    assert asked[0] == "you/medusa2"
+    assert (tmp_path / "export" / "adapter" / "adapter_model.safetensors").is_file()

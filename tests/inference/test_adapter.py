@@ -7,12 +7,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from huggingface_hub.errors import EntryNotFoundError
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from headstart.cli import main as cli
-from headstart.heads.checkpoint import save_head
+from headstart.heads import checkpoint
+from headstart.heads.checkpoint import load_head, save_head, write_head
+from headstart.inference import adapter as adapter_module
 from headstart.inference import weights
 from headstart.inference.adapter import find_adapter, fingerprint, read_adapter
 from headstart.inference.llm import LLM
@@ -141,6 +144,9 @@ def edit(folder, tmp_path, **keys):
         ({"bias": "all"}, "bias = 'all'"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+        ({"init_lora_weights": "loftq"}, "init_lora_weights = 'loftq'"),
+        ({"use_qalora": True}, "use_qalora = True"),
+        ({"kasa_config": {}}, "kasa_config = {}"),
         ({"r": 4}, r"config.json says rank 4: expected A \[4, in\]"),
         ({"lora_alpha": 0}, "must say lora_alpha, a number above 0, got 0"),
     ],
@@ -148,6 +154,44 @@ def edit(folder, tmp_path, **keys):
 def test_what_is_no_plain_lora_is_refused(adapter_folder, tmp_path, keys, said):
     with pytest.raises(ValueError, match=said):
         read_adapter(edit(adapter_folder, tmp_path, **keys))
+
+
+def test_adapter_that_came_with_other_weights_of_the_target_is_refused_until_peft_made_it_plain(
+    target_folder, tmp_path
+):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(target_folder)
+    model = get_peft_model(model, LoraConfig(r=3, target_modules=LINEAR, init_lora_weights="pissa"))
+    model.save_pretrained(tmp_path / "start")
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(tmp_path / "pissa")
+    with pytest.raises(ValueError, match=r"init_lora_weights = 'pissa': only plain LoRA .*path_initial_model"):
+        LLM(target_folder, adapter=tmp_path / "pissa")
+    start = str(tmp_path / "start")
+    config = json.loads((tmp_path / "start" / "adapter_config.json").read_text()) | {"init_lora_weights": True}
+    (tmp_path / "start" / "adapter_config.json").write_text(json.dumps(config))
+    model.save_pretrained(tmp_path / "plain", path_initial_model_for_weight_conversion=start)
+    expected = LLM(model.merge_and_unload()).engine.decoder.layers[1].down[0]
+    found = LLM(target_folder, adapter=tmp_path / "plain", dtype="float32", device="cpu").engine.decoder
+    torch.testing.assert_close(found.layers[1].down[0], expected)
+
+
+def test_adapter_that_the_weights_hold_already_is_refused(target_folder, adapter_folder, tmp_path, monkeypatch):
+    merged, held = tmp_path / "merged", fingerprint(adapter_folder)
+    shutil.copytree(target_folder, merged)
+    config = json.loads((merged / "config.json").read_text()) | {"merged_adapter": held}
+    (merged / "config.json").write_text(json.dumps(config))
+    other = make_adapter(target_folder, tmp_path / "other", seed=1)
+    on_top = make_adapter(merged, tmp_path / "on_top", seed=2)
+    assert LLM(merged, adapter=on_top).adapter == fingerprint(on_top)
+    assert LLM(merged).adapter == held
+    monkeypatch.setattr(weights, "_allocate", None)  # nothing gets so far
+    with pytest.raises(ValueError, match=rf"holds this adapter \({held}\) in its weights already"):
+        LLM(merged, adapter=adapter_folder)
+    with pytest.raises(ValueError, match=f"holds an adapter .*was made for {target_folder}: leave the adapter out"):
+        LLM(merged, adapter=other)
 
 
 def test_scaling_follows_the_config(adapter_folder, tmp_path):
@@ -224,4 +268,54 @@ def test_a_tree_is_measured_on_the_adapted_target_unless_another_is_named(
     options = ["--prompts", str(tmp_path / "prompts.jsonl"), "--num-prompts", "3", "--budget", "4"]
     assert cli(["tree", str(run), *options]) == 0
     assert cli(["tree", str(run), *options, "--model", str(target_folder), "--adapter", str(adapted_head)]) == 0
-    assert seen == [str(run / "head"), str(adapted_head)]
+    assert seen == [run / "head" / "adapter", str(adapted_head)]
+
+
+def test_a_tree_of_a_head_from_the_hub_is_measured_with_the_adapter_of_its_repository(
+    target_folder, adapted_head, tmp_path, monkeypatch
+):
+    """Of a repository only the files that are asked for arrive, one by one."""
+    fetched, seen = tmp_path / "snapshot", []
+    head = load_head(adapted_head)
+    head.config = replace(head.config, base_model_name_or_path=str(target_folder))
+    shutil.copytree(adapted_head / "adapter", tmp_path / "repository" / "adapter")
+    write_head(head, tmp_path / "repository", "medusa")
+
+    def download(name, file):
+        assert name == "you/medusa2"
+        if not (tmp_path / "repository" / file).exists():
+            raise EntryNotFoundError(file)
+        (fetched / file).parent.mkdir(parents=True, exist_ok=True)
+        return shutil.copyfile(tmp_path / "repository" / file, fetched / file)
+
+    class Measured(Exception):
+        pass
+
+    def watch(*_, adapter, **__):
+        seen.append(adapter)
+        raise Measured
+
+    for module in (checkpoint, adapter_module):
+        monkeypatch.setattr(module, "hf_hub_download", download)
+    monkeypatch.setattr("headstart.inference.llm.LLM", watch)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "once"}')
+    options = [
+        "--prompts",
+        str(tmp_path / "prompts.jsonl"),
+        "--num-prompts",
+        "1",
+        "--output",
+        str(tmp_path / "tree.json"),
+    ]
+    with pytest.raises(Measured):
+        cli(["tree", "you/medusa2", *options])
+    assert seen == [fetched / "adapter"]
+    assert read_adapter(seen[0]).fingerprint == head.config.adapter
+
+
+def test_a_tree_of_a_head_that_lost_its_adapter_is_refused(target_folder, adapted_head, tmp_path, capsys):
+    shutil.copytree(adapted_head, tmp_path / "head")
+    shutil.rmtree(tmp_path / "head" / "adapter")
+    (tmp_path / "head" / "config.yaml").write_text(f"target: {target_folder}\n")
+    assert cli(["tree", str(tmp_path / "head")]) == 2
+    assert "trained with an adapter, and no adapter/ beside them" in capsys.readouterr().err

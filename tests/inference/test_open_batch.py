@@ -44,6 +44,20 @@ def test_leaving_cancels_what_has_not_ended(llm):
     assert len(llm.generate([[7, 8]], params(0, 5))[0].outputs[0].token_ids) == 5
 
 
+def test_requests_that_end_in_steps_of_others_are_handed_out_too(llm):
+    with OpenBatch(llm) as batch:
+        batch.add([5, 9], params(1, 4), tag="short")
+        batch.add([5, 9], params(2, 30), tag="long")
+        pieces = llm.stream([7, 8], params(0, 9))
+        while next(pieces, None) is not None:
+            pass
+        for name, length in (("short", 4), ("long", 30)):
+            ((tag, output),) = batch.step()
+            assert (tag, len(output.outputs[0].token_ids)) == (name, length)
+            llm.generate([[7, 8]], params(0, 2))  # until nothing is left to do
+        assert not batch
+
+
 def test_what_generate_refuses_is_refused(llm):
     with OpenBatch(llm) as batch:
         with pytest.raises(ValueError, match="one output per prompt, got n=2"):

@@ -10,8 +10,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from headstart.cli import main
+from headstart.heads.checkpoint import save_head
+from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.train import eagle, eagle3, medusa, mlp_speculator, tracking, workspace
 from headstart.train.dashboard import DASHBOARD, KINDS, Panel, curves
 from headstart.train.lineage import artifact_name
@@ -20,8 +23,22 @@ from headstart.train.tracking import MetricsFile
 
 PANELS = [panel for panels in DASHBOARD.values() for panel in panels]
 CURVES = [panel for panel in PANELS if panel.kind in ("line", "lines", "bars")]
-# Panels of figures that no trainer logs yet.
-NOT_YET = set()
+# Logged, but no figure of how the training goes: the step's tokens so far, and the steps behind an acceptance.
+NO_PANEL = {"train/tokens", "acceptance/num_steps"}
+
+
+def titles_without(keys):
+    """Of the panels of curves that find nothing among these keys."""
+    return {panel.title for panel in CURVES if not panel.find(keys)}
+
+
+def titles_of_others(*names):
+    """Of the panels whose figures only other families or stages log than those of these names."""
+    return {panel.title for panel in CURVES if panel.only not in ("", *names)}
+
+
+def keys_in_no_panel(keys):
+    return set(keys) - {key for panel in CURVES for _, key in panel.find(keys)}
 
 
 def history_of(records):
@@ -39,13 +56,9 @@ def test_every_panel_finds_finite_figures_in_an_offline_run(arguments, tmp_path,
     (path,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
     records = read_records(path)
     history = history_of(records)
-    without = set()
     for panel in PANELS:
         if panel in CURVES:
-            found = panel.find(history)
-            assert all(math.isfinite(value) for _, key in found for value in history[key])
-            if not found:
-                without.add(panel.title)
+            assert all(math.isfinite(value) for _, key in panel.find(history) for value in history[key])
         elif panel.kind == "heat map":
             drawing = (path.parent / "files" / history[f"{panel.key}/path"][-1]).read_text()
             assert history[f"{panel.key}/_type"] == ["html-file"] * 2
@@ -54,7 +67,7 @@ def test_every_panel_finds_finite_figures_in_an_offline_run(arguments, tmp_path,
             table = json.loads((path.parent / "files" / history[f"{panel.key}/path"][-1]).read_text())
             assert table["data"]
             assert all(math.isfinite(cell) for row in table["data"] for cell in row if not isinstance(cell, str))
-    assert without == NOT_YET
+    assert titles_without(history) == titles_of_others()
     assert [name for name, _ in PANELS[1].find(history)] == ["head 0", "head 1", "head 2"]
     lines = MetricsFile(tmp_path / "run" / "metrics.jsonl").lines()
     assert history["train/peak_memory_gib"] == [
@@ -130,6 +143,7 @@ def test_what_wandb_refuses_is_told_once_and_ends_no_run(arguments, tmp_path, lo
 @pytest.mark.parametrize(
     ("family", "script", "builder"),
     [
+        ("Medusa", medusa, "arguments"),
         ("MLP speculator", mlp_speculator, "speculator_arguments"),
         ("EAGLE", eagle, "eagle_arguments"),
         ("EAGLE-3", eagle3, "eagle3_arguments"),
@@ -139,11 +153,35 @@ def test_every_family_logs_under_the_same_keys(family, script, builder, request,
     arguments = request.getfixturevalue(builder)
     assert script.main(arguments(max_steps=2, eval_prompts=2, eval_tokens=6)) == 0
     keys = {key for line in MetricsFile(tmp_path / "run" / "metrics.jsonl").lines() for key in curves(line)}
-    assert {panel.title for panel in CURVES if not panel.find(keys)} == NOT_YET
+    assert titles_without(keys) == titles_of_others(family)
+    assert keys_in_no_panel(keys) == NO_PANEL
     acceptance = json.loads((tmp_path / "run" / "acceptance.json").read_text())
     assert acceptance["family"] == family
     assert acceptance["rates"]
     assert acceptance["samples"]
+
+
+def test_joint_stage_logs_its_own_figures_and_describes_the_same_target(
+    arguments, word_target, tmp_path, logged_out, monkeypatch, read_records
+):
+    pytest.importorskip("wandb")
+    save_head(Medusa(MedusaConfig(32, 48, 3)), tmp_path / "start")
+    keys = {"stage": "joint", "start_from": tmp_path / "start", "max_steps": 2, "eval_prompts": 2, "eval_tokens": 6}
+    monkeypatch.setattr(tracking, "UPLOAD_LIMIT", 40_000)
+    assert medusa.main(arguments(**keys, tracker="wandb")) == 0
+    keys = {key for line in MetricsFile(tmp_path / "run" / "metrics.jsonl").lines() for key in curves(line)}
+    assert titles_without(keys) == titles_of_others("joint")
+    assert keys_in_no_panel(keys) == NO_PANEL
+    (path,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
+    artifacts = [record.artifact for record in read_records(path) if record.WhichOneof("record_type") == "artifact"]
+    target, *_, head = artifacts
+    frozen = AutoModelForCausalLM.from_pretrained(word_target)
+    assert json.loads(target.metadata)["num_parameters"] == sum(one.numel() for one in frozen.parameters())
+    # The heads' own files are below the limit, with adapter/ they are above it.
+    sizes = [one.stat().st_size for one in (tmp_path / "run" / "head").rglob("*") if one.is_file()]
+    own = [one.stat().st_size for one in (tmp_path / "run" / "head").iterdir() if one.is_file()]
+    assert sum(own) < 40_000 < sum(sizes)
+    assert not any(entry.local_path for entry in head.manifest.contents)
 
 
 @pytest.mark.gpu
@@ -175,8 +213,12 @@ def runs(tmp_path):
         folder.mkdir(parents=True)
         train = {"step": 1, "kind": "train", "loss": 2.5, "lr": 0.1, "grad_norm": 1.5, "tokens": 9}
         train |= {"tokens_per_second": 1234.0 + number, "peak_memory_gib": 2.25}
-        train |= {f"head{k}_{what}": 0.5 for k in range(2) for what in ("loss", "top1", "top5", "alpha")}
+        train |= {
+            f"head{k}_{what}": 0.5 for k in range(2) for what in ("loss", "top1", "top5", "alpha", "feature_loss")
+        }
+        train["target_loss"] = 1.5
         measured = {"step": 2, "kind": "acceptance", "acceptance_length": 1.5 + number, "per_position": [0.4, 0.1]}
+        measured |= {"heldout_loss": 1.75, "frozen_heldout_loss": 1.25}
         lines = [json.dumps(line) + "\n" for line in (train, train | {"step": 2}, measured)]
         (folder / "metrics.jsonl").write_text("".join(lines))
         acceptance = {

@@ -291,6 +291,17 @@ def test_template_that_refuses_only_the_parts_of_a_conversation_asks_for_markers
         encode_conversation(make_tokenizer(wants_user + CHATML), messages)
 
 
+@pytest.mark.parametrize("template", [MARKED, CHATML], ids=["markers", "rendering"])
+def test_template_that_refuses_the_start_of_a_conversation_cut_off_shows_the_conversation(template):
+    """Where an answer was cut off, the conversation up to it is rendered alone."""
+    wants_thanks = "{% if 'thanks' not in messages[-1]['content'] %}{{ raise_exception('No thanks') }}{% endif %}"
+    tokenizer = make_tokenizer(wants_thanks + template)
+    cut = [*GOOD["messages"], {"role": "user", "content": "Be brief, thanks."}]
+    cut[1] = {**cut[1], "finish_reason": "length"}
+    with pytest.raises(ValueError, match=r"refuses a part of a conversation \(No thanks\).*Be brief, thanks\."):
+        encode_conversations(tokenizer, [cut])
+
+
 def test_tokenizers_that_cannot_give_masks_are_refused():
     with pytest.raises(ValueError, match="no chat template"):
         encode_conversation(make_tokenizer(None), MESSAGES)

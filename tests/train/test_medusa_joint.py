@@ -19,7 +19,7 @@ from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.inference.adapter import read_adapter
 from headstart.inference.llm import LLM
 from headstart.inference.sampling import SamplingParams
-from headstart.train import medusa
+from headstart.train import medusa, sharded_target
 from headstart.train.checkpointing import list_checkpoints
 from headstart.train.distillation import Objective, find_labels
 from headstart.train.features import FrozenTarget, load_target
@@ -333,6 +333,14 @@ def test_key_changes_the_run(joint, tmp_path, read_metrics, key):
 def test_what_cannot_be_is_refused_before_the_run_folder_exists(joint, tmp_path, keys, said):
     with pytest.raises(ValueError, match=said):
         joint(**keys)
+    assert not (tmp_path / "run").exists()
+
+
+def test_divided_target_is_refused_before_it_is_loaded(joint, tmp_path, monkeypatch):
+    monkeypatch.setattr(sharded_target, "wants_sharded_target", lambda: True)
+    monkeypatch.setattr(medusa, "load_target", lambda *_: pytest.fail("the target was loaded"))
+    with pytest.raises(ValueError, match=r"stage joint needs the whole target in every process: .*ddp\.yaml"):
+        joint()
     assert not (tmp_path / "run").exists()
 
 

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 from headstart.heads.checkpoint import save_head
 from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
-from headstart.inference.llm import LLM
-from headstart.train import mlp_speculator
+from headstart.inference.open_batch import OpenBatch
+from headstart.train import generated_text, mlp_speculator, sharded_target
 from headstart.train.checkpointing import list_checkpoints
 from headstart.train.data import encode_conversations, load_conversations
 from headstart.train.generated_text import cut_prompts, generated_documents
@@ -125,8 +125,11 @@ def test_generated_text_is_kept_and_read_again(speculator_arguments, tmp_path, s
         with pytest.raises(KeyboardInterrupt):
             mlp_speculator.main(speculator_arguments(**keys))
     before = (tmp_path / "run" / "generated.jsonl").read_bytes()
+    # As a kill between the renaming of the file and the removal of its parts leaves it.
+    (tmp_path / "run" / "generated.jsonl.partial").mkdir()
+    (tmp_path / "run" / "generated.jsonl.partial" / "part-00000.jsonl").touch()
     with monkeypatch.context() as patch:
-        patch.setattr(LLM, "generate", lambda *a, **k: pytest.fail("it generates again"))
+        patch.setattr(OpenBatch, "add", lambda *a, **k: pytest.fail("it generates again"))
         run(speculator_arguments, **keys, resume=True)
         run(speculator_arguments, **keys, resume=True)
     assert "the target's texts are those of" in capsys.readouterr().err
@@ -136,17 +139,36 @@ def test_generated_text_is_kept_and_read_again(speculator_arguments, tmp_path, s
     assert sorted(path.name for path in tmp_path.glob("run/*generated*")) == ["generated.jsonl"]
 
 
-def test_run_killed_while_it_generates_leaves_no_half_file_and_starts_again(
+def test_run_killed_while_it_generates_goes_on_behind_the_texts_that_had_ended(
     speculator_arguments, tmp_path, start, monkeypatch
 ):
     keys = STAGE_2 | {"start_from": start, "max_steps": 2}
     run(speculator_arguments, **keys, output=tmp_path / "whole")
+    added, ended = [], 0
+
+    def die_in_the_middle(batch, step=OpenBatch.step):
+        nonlocal ended
+        if ended > 4:
+            raise KeyboardInterrupt
+        found = step(batch)
+        ended += len(found)
+        return found
+
+    def note_and_add(batch, *arguments, tag, add=OpenBatch.add):
+        added.append(tag)
+        add(batch, *arguments, tag=tag)
+
+    monkeypatch.setattr(generated_text, "AT_ONCE", 3)
     with monkeypatch.context() as patch:
-        patch.setattr(LLM, "generate", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(OpenBatch, "step", die_in_the_middle)
         with pytest.raises(KeyboardInterrupt):
             mlp_speculator.main(speculator_arguments(**keys))
     assert not (tmp_path / "run" / "generated.jsonl").exists()
-    run(speculator_arguments, **keys, resume=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(OpenBatch, "add", note_and_add)
+        run(speculator_arguments, **keys, resume=True)
+    assert 4 < ended < 20
+    assert len(added) == 20 - ended
     assert_same_run(tmp_path / "whole", tmp_path / "run")
 
 
@@ -171,6 +193,14 @@ def test_keys_of_the_generation_change_it(speculator_arguments, tmp_path, start,
 
 
 # ---- refusals ----
+
+
+def test_stage_2_on_a_divided_target_is_refused_before_it_is_loaded(speculator_arguments, tmp_path, start, monkeypatch):
+    monkeypatch.setattr(sharded_target, "wants_sharded_target", lambda: True)
+    monkeypatch.setattr(mlp_speculator, "load_target", lambda *_: pytest.fail("the target was loaded"))
+    with pytest.raises(ValueError, match=r"stage 2, .* needs the whole target in every process: .*ddp\.yaml"):
+        mlp_speculator.main(speculator_arguments(**STAGE_2, start_from=start))
+    assert not (tmp_path / "run").exists()
 
 
 def test_stage_2_without_a_generator_is_refused_before_any_work(
@@ -216,16 +246,27 @@ def test_prompts_are_consecutive_pieces_in_an_order_of_the_seed():
     assert any(cut_prompts(documents, 3, 0, seed=seed) != everything for seed in range(1, 5))
 
 
-def test_what_is_generated_does_not_depend_on_the_number_of_processes(tmp_path):
-    class FakeLLM:
-        """Answers with the seed and the prompt's first token."""
+def test_what_is_generated_does_not_depend_on_the_number_of_processes(tmp_path, monkeypatch):
+    class FakeBatch(dict):
+        """Answers with the seed and the prompt's first token, the last prompt first."""
 
-        def generate(self, prompts, params, use_tqdm):
-            answers = [[prompt[0] % 50, one.seed % 50] for prompt, one in zip(prompts, params)]
-            return [
-                SimpleNamespace(prompt_token_ids=prompt, outputs=[SimpleNamespace(token_ids=answer)])
-                for prompt, answer in zip(prompts, answers)
-            ]
+        def __init__(self, llm):
+            assert llm == "engine"
+
+        def add(self, prompt, params, tag):
+            answer = SimpleNamespace(token_ids=[prompt[0] % 50, params.seed % 50])
+            self[tag] = SimpleNamespace(prompt_token_ids=prompt, outputs=[answer])
+
+        def step(self):
+            return [self.popitem()]
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *exception):
+            assert not self
+
+    monkeypatch.setattr(generated_text, "OpenBatch", FakeBatch)
 
     def generate(folder, world):
         folder.mkdir()
@@ -235,7 +276,7 @@ def test_what_is_generated_does_not_depend_on_the_number_of_processes(tmp_path):
             ranks = SimpleNamespace(process_index=rank, num_processes=world, is_main_process=rank == 0)
             ranks.wait_for_everyone = barrier.wait
             prompts = [[10 * i, 10 * i + 1] for i in range(7)]
-            results[rank] = generated_documents(folder, FakeLLM(), "target", prompts, 2, 3, ranks, lambda text: None)
+            results[rank] = generated_documents(folder, "engine", "target", prompts, 2, 3, ranks, lambda text: None)
 
         threads = [threading.Thread(target=work, args=(rank,)) for rank in range(world)]
         for thread in threads:

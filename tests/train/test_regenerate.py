@@ -2,20 +2,25 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
 
 from headstart.cli import main
 from headstart.heads.checkpoint import save_head
+from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
+from headstart.inference.adapter import fingerprint
 from headstart.inference.llm import LLM
 from headstart.inference.open_batch import OpenBatch
 from headstart.inference.sampling import SamplingParams
@@ -121,6 +126,36 @@ def test_company_head_and_choice_change_nothing(reference, run, tmp_path):
     assert chosen != set(range(len(chosen)))
     assert run("other.jsonl", "--seed", 1)[0] == 0
     assert lines_of((tmp_path / "other.jsonl").read_bytes()) != lines_of(reference)
+
+
+def test_adapter_answers_and_belongs_to_what_the_file_was_made_from(reference, run, word_target, tmp_path):
+    torch.manual_seed(5)
+    model = transformers.AutoModelForCausalLM.from_pretrained(word_target)
+    model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(tmp_path / "adapter")
+    head = Medusa(MedusaConfig(32, 48, 2, 1, True, word_target, fingerprint(tmp_path / "adapter")))
+    save_head(head, tmp_path / "head")
+    shutil.move(tmp_path / "adapter", tmp_path / "head" / "adapter")
+    few = ["--num-conversations", 6]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert run("out.jsonl", "--adapter", tmp_path / "head", "--head", tmp_path / "head", *few)[0] == 0
+    facts = json.loads((tmp_path / "out.jsonl.made_from.json").read_text())
+    assert facts["made_from"]["adapter"] == head.config.adapter
+    llm = LLM(word_target, adapter=tmp_path / "head", device="cpu", dtype="float32")
+    lines, frozen = (lines_of(content) for content in ((tmp_path / "out.jsonl").read_bytes(), reference))
+    for line in lines:
+        end = next(place for place, one in enumerate(line["messages"]) if one["role"] == "assistant")
+        params = SamplingParams(temperature=1.0, max_tokens=32, seed=Dialogue(line["conversation"], [], 0).next_seed)
+        (output,) = llm.chat(line["messages"][:end], params)
+        assert line["messages"][end]["content"] == output.outputs[0].text
+    assert all(line not in frozen for line in lines)
+    status, said = run("out.jsonl", *few)
+    assert status == 2
+    assert f"(adapter: '{head.config.adapter}', now None)" in said
 
 
 @pytest.mark.gpu
@@ -279,6 +314,7 @@ def test_trainers_take_the_file_and_learn_no_end_of_answers_cut_off(reference, w
         (["--num-conversations", "0"], "--num-conversations must be at least 1"),
         (["--max-model-len", "999"], "--max-model-len must be from 2 to the model's own limit of 256"),
         (["--head", "/no/such/head"], "/no/such/head"),
+        (["--adapter", "/no/such/adapter"], "/no/such/adapter"),
         (["--output", "out.txt"], "--output must end in .jsonl"),
         (["--model", "/no/such/model"], "/no/such/model"),
     ],

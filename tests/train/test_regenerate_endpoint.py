@@ -102,6 +102,22 @@ def test_every_turn_is_asked_behind_the_new_answers(serve, regenerate, monkeypat
     assert len(load_conversations(str(tmp_path / "out.jsonl"))) == 2
 
 
+@pytest.mark.parametrize("key", ["secret-key\n", "secret\nkey", "secret-këy", "secret\x07key"])
+def test_key_is_shown_in_no_error(serve, regenerate, monkeypatch, tmp_path, key):
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    url, log = serve("--status", 401)
+    status, lines, said = regenerate(url, many(2))
+    assert (status, lines) == (2, None)
+    assert "OPENAI_API_KEY" in said
+    assert "secret" not in said
+    if key.endswith("\n"):  # as `export OPENAI_API_KEY=$(cat file)` of some shells leaves it
+        assert {one["key"] for one in asked(log)} == {"Bearer secret-key"}
+    else:
+        assert "holds a line break, or something else than printable ASCII" in said
+        assert not log.exists() or not asked(log)
+        assert not list(tmp_path.glob("out*"))
+
+
 def test_busy_server_is_asked_again(serve, regenerate):
     url, log = serve("--busy", 2)
     status, lines, said = regenerate(url, [[user("one")]])
@@ -203,6 +219,7 @@ def test_answer_that_is_no_completion_is_shown(serve, regenerate):
     ("more", "message"),
     [
         (("--head", "x"), "--head is for our engine"),
+        (("--adapter", "x"), "--adapter is for our engine"),
         (("--dtype", "float32"), "--dtype is for our engine"),
         (("--max-model-len", "9"), "--max-model-len is for our engine"),
     ],
