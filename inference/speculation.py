@@ -295,7 +295,7 @@ def static_tree_file(model, source):
         known = ", ".join(sorted(path.name for path in folder.glob("*.json"))) or "none"
         raise ValueError(
             f"no static tree for {source.method} drafts of {source.depth} tokens (shipped: {known}): measure one with "
-            "`headstart tree RUN` and pass its path"
+            "`headstart tree RUN`, which puts it where it is found"
         )
     return shipped
 

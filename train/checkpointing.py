@@ -174,6 +174,8 @@ def check_output(run, resume, resume_from):
     # Other ranks try to write here at the same moment: their trial files do not count.
     names = [path.name for path in run.iterdir()] if run.is_dir() else []
     inside = sorted(name for name in names if not name.startswith(_TRIAL) and name != _UNFINISHED)
+    if inside == ["config.yaml"] and not resume:
+        inside = []  # all that a run leaves that was refused, or killed, before it had anything to lose
     if resume and not inside:
         raise ValueError(f"there is no run in {str(run)!r} to resume: check output, or leave --resume out")
     if resume_from and not Path(resume_from).is_dir():

@@ -22,6 +22,7 @@ import torch
 from tqdm import tqdm
 
 from headstart.heads.checkpoint import load_head
+from headstart.heads.formats import family_of
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.train.acceptance import AcceptanceMeter, choose_held_out
 from headstart.train.data import load_conversations
@@ -122,7 +123,9 @@ def build_head(recipe, target, resumed):
     if recipe.start_from and not resumed:
         start = load_head(recipe.start_from, dtype="float32")
         if not isinstance(start, Medusa):
-            raise ValueError(f"start_from {recipe.start_from!r} holds a {type(start).__name__} head, not Medusa heads")
+            raise ValueError(
+                f"start_from {recipe.start_from!r} holds a head of the family {family_of(start)}, not Medusa heads"
+            )
         if start.config.adapter:
             raise ValueError(
                 f"start_from {recipe.start_from!r} was trained with an adapter already: give heads of stage heads"

@@ -22,6 +22,7 @@ import torch
 from tqdm import tqdm
 
 from headstart.heads.checkpoint import load_head
+from headstart.heads.formats import family_of
 from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 from headstart.train.acceptance import AcceptanceMeter, choose_held_out
 from headstart.train.data import load_conversations
@@ -108,7 +109,9 @@ def build_head(recipe, target):
         return MLPSpeculator(config)
     head = load_head(recipe.start_from, dtype="float32")
     if not isinstance(head, MLPSpeculator):
-        raise ValueError(f"start_from {recipe.start_from!r} holds a {type(head).__name__} head, not an MLP speculator")
+        raise ValueError(
+            f"start_from {recipe.start_from!r} holds a head of the family {family_of(head)}, not an MLP speculator"
+        )
     for f in fields(config):
         found, wanted = getattr(head.config, f.name), getattr(config, f.name)
         if found != wanted and f.name != "base_model_name_or_path":

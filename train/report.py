@@ -11,6 +11,8 @@ It does not run a model and does not measure anything: every figure was written 
 import os
 from pathlib import Path
 
+import yaml
+
 from .report_comparison import (
     compare_acceptance,
     compare_curves,
@@ -54,7 +56,7 @@ def write_report(run, output=None):
             ("Acceptance by depth and rank", rates_section(files.acceptance, files.tree)),
             ("The draft tree", tree_section(files.tree, files.acceptance, run)),
             ("Why this tree", choice_section(files.tree, run)),
-            ("Speed", speed_section(files.benchmark, run)),
+            ("Speed", speed_section(files.benchmark, run, yaml.safe_load(files.config or ""))),
             ("Samples", samples_section(files.acceptance)),
             ("Configuration", config_section(files.config)),
         ],

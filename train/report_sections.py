@@ -78,7 +78,8 @@ def training_section(records):
         return missing("metrics.jsonl holds no training steps of this run: they are written while it trains.", command)
     drawings = curve_charts(DASHBOARD["Training"], records)
     return charts(drawings) + caption(
-        "Loss per supervised token. Head 0 predicts the token after the next one, every further head one token later. Top-1 "
+        "Loss per supervised token. Head k is the k-th of Medusa heads, and the k-th step of a head that drafts step by step; it "
+        "predicts the token k + 2 places ahead. Top-1 "
         "and top-5 are teacher-forced, on the training data: how often the token is the head's first choice, or among "
         "its first five."
         + (
@@ -96,7 +97,7 @@ def throughput_section(records):
         return missing("metrics.jsonl holds neither speed nor memory of this run: they are written while it trains.")
     return charts(drawings) + caption(
         "Tokens of all processes per second of training, measuring and saving left out. Memory: the most that the first process "
-        "held up to then, of its GPU, or on the CPU of the machine's memory."
+        "held up to then since it was started, of its GPU, or on the CPU of the machine's memory."
     )
 
 
@@ -183,10 +184,12 @@ def tree_section(tree, acceptance, run):
 def choice_section(tree, run):
     """Why the tree is what it is: expected tokens per second over nodes.  tree: tree.json"""
     choice = (tree or {}).get("choice")
+    if not tree:
+        return missing("No tree was chosen for this run yet: see above.")
     if not choice:
         return missing(
-            "No steps were timed for this run yet. Time them and choose the tree that decodes fastest:",
-            f"headstart tree {run} --budget auto",
+            "This tree has the number of nodes that was asked for; no steps were timed. Choose the tree that decodes fastest:",
+            f"headstart tree {run}",
         )
     try:
         plain = choice["batch_size"] / choice["plain_step_seconds"]
@@ -213,14 +216,15 @@ def choice_section(tree, run):
     return f"<p>{escape(sentence)}</p>{charts([drawing])}{text}{code(table)}"
 
 
-def speed_section(benchmark, run):
-    """The speed table.  benchmark: benchmark.json"""
-    rows = (benchmark or {}).get("rows")
+def speed_section(benchmark, run, config=None):
+    """The speed table.  benchmark: benchmark.json; config: config.yaml as a dict"""
+    rows, config = (benchmark or {}).get("rows"), config or {}
     if not rows:
+        adapter = f" --adapter {run}" if config.get("stage") == "joint" else ""
+        target = config.get("target", "TARGET")
         return missing(
-            "No speed was measured for this run yet. Export the heads and measure them against plain decoding:",
-            f"heads.export {run} --format medusa --output {run}/export\n"
-            f"headstart bench speculation --model TARGET --head {run}/export --output {run}/benchmark.json",
+            "No speed was measured for this run yet. Measure its head against plain decoding, into the file that is looked for:",
+            f"headstart bench speculation --model {target} --head {run}{adapter} --output {run}/benchmark.json",
         )
     fastest = max((row["speedup"] for row in rows if _is_number(row.get("speedup"))), default=1.0)
     names = ("head", "temperature", "draft", "nodes", "tokens per step", "tokens/s", "against plain", "", "tokens")

@@ -48,6 +48,12 @@ def start_processes(recipe, name):
     tracked = recipe.tracker == "wandb" and has_wandb()
     log_with = "wandb" if tracked else None
     accelerator = Accelerator(mixed_precision="no", log_with=log_with, kwargs_handlers=[patient_processes()])
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched != accelerator.num_processes:
+        raise ValueError(
+            f"{launched} processes were launched, and accelerate runs each of them alone, as where it finds no GPU: start one, or "
+            "try several on the CPU with ACCELERATE_USE_CPU=true before the command"
+        )
     kinds = DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.FSDP
     if accelerator.distributed_type not in kinds:
         raise ValueError(f"accelerate is set up for {accelerator.distributed_type}: take a file of configs/accelerate")
@@ -144,6 +150,7 @@ class RunFolder:
     def keep_held_out(self, conversations):
         """Write the conversations that the data gave up for measuring: `headstart tree RUN` measures on them."""
         if self.is_main and conversations and self.data not in BUILT_IN:
+            self.note(f"{len(conversations)} conversations are held out to measure on (eval_prompts, eval_data)")
             write_conversations(self.path / "heldout.jsonl", conversations)
 
     def advance(self, tokens):

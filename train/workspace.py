@@ -15,7 +15,7 @@ from .wandb_login import wandb_mode
 
 PROJECT = "headstart"  # the trainers' own
 TITLE = "Headstart"
-INSTALL = 'pip install "wandb-workspaces>=0.4.13,<0.5"'
+INSTALL = 'pip install "wandb-workspaces>=0.4.13,<0.5"'  # what the extra `dashboard` adds
 
 # W&B's own words for a view: the type of a saved workspace, and what its names look like.
 FIND_VIEW = """

@@ -33,7 +33,9 @@ def add_bench_speculation(benchmarks):
     )
     bench.add_argument("--max-tokens", type=int, default=96, help="new tokens per prompt (default 96)")
     bench.add_argument("--temperature", type=float, action="append", help="may be given again (default: 0 and 0.8)")
-    bench.add_argument("--output", help="also write the rows as JSON here")
+    bench.add_argument(
+        "--output", help="also write the rows as JSON here; `headstart report` looks for benchmark.json in the run"
+    )
     add_device(bench)
 
 
@@ -58,7 +60,14 @@ def _bench_speculation(arguments):
         heads = []
         for number, (source, folder) in enumerate(zip(arguments.head, folders)):
             head = find_draft_source({"model": folder}, target_config(arguments.model, "auto")[0])
-            tree_file = static_tree_file(folder, head)
+            try:
+                tree_file = static_tree_file(folder, head)
+            except ValueError as error:
+                if arguments.nodes:
+                    raise
+                print(f"{source}: compared as a chain alone, for there is {error}", file=sys.stderr)
+                heads.append((source, str(folder), [(f"chain of {head.depth}", "chain")]))
+                continue
             place = Path(scratch) / str(number)
             place.mkdir()
             drafts = candidate_trees(head.depth, tree_file, arguments.nodes, place)

@@ -105,6 +105,16 @@ def test_bench_prints_a_table_and_writes_its_rows(target_folder, head_folder, pr
     assert content["date"]
 
 
+def test_bench_compares_a_head_without_a_tree_as_a_chain(target_folder, head_folder, prompt_file, capsys):
+    arguments = ["--model", str(target_folder), "--head", str(head_folder), "--prompts", prompt_file]
+    short = ["--num-prompts", "1", "--max-tokens", "3", "--temperature", "0"]
+    assert main(["bench", "speculation", *arguments, *short]) == 0
+    printed = capsys.readouterr()
+    assert "chain of 3" in printed.out
+    assert "compared as a chain alone, for there is no static tree for medusa drafts of 3 tokens" in printed.err
+    assert main(["bench", "speculation", *arguments, *short, "--nodes", "4"]) == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -355,6 +355,20 @@ def test_existing_run_folder_is_left_alone(arguments, tmp_path):
         medusa.main(arguments(output=folder / "notes.txt"))
 
 
+def test_folder_of_a_run_that_never_began_is_taken(arguments, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("target: one that was refused\n")
+    run(arguments, max_steps=1)
+    assert (tmp_path / "run" / "head").is_dir()
+
+
+def test_processes_that_do_not_know_of_each_other_are_refused(arguments, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"2 processes were launched, and accelerate runs each of them alone"):
+        medusa.main(arguments())
+    assert not (tmp_path / "run").exists()
+
+
 def test_nothing_to_resume_is_an_error(arguments, tmp_path):
     with pytest.raises(ValueError, match=r"there is no run in .* to resume"):
         medusa.main(arguments(resume=True))

@@ -236,7 +236,7 @@ def test_start_of_another_shape_is_refused(speculator_arguments, saved_head, tmp
 
 def test_start_of_another_family_or_from_nothing_is_refused(speculator_arguments, tmp_path):
     save_head(Medusa(MedusaConfig(32, 48, num_heads=3)), tmp_path / "medusa")
-    with pytest.raises(ValueError, match="holds a Medusa head, not an MLP speculator"):
+    with pytest.raises(ValueError, match="holds a head of the family Medusa, not an MLP speculator"):
         mlp_speculator.main(speculator_arguments(start_from=tmp_path / "medusa"))
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="holds no head"):
