@@ -34,7 +34,7 @@ from safetensors import SafetensorError, safe_open
 
 from headstart.inference.compare import hardware_name
 from headstart.train.checkpointing import find_damage, list_checkpoints
-from headstart.train.feature_cache import checksum_of
+from headstart.train.feature_cache import TOLD, checksum_of
 
 CLOCK = ("tokens_per_second", "peak_memory_gib")  # what differs between equal runs
 NOTHING_THERE = "there is no run in"  # what a run says that is resumed before there is anything
@@ -194,7 +194,7 @@ def look_at(run):
         try:
             with safe_open(shard, framework="pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-                if str(checksum_of(tensors)) != file.metadata()["crc32"]:
+                if str(checksum_of(tensors)) != file.metadata()[TOLD].partition(" ")[2]:
                     return f"{shard} does not match its checksum"
         except SafetensorError as error:
             return f"{shard}: {error}"
