@@ -1,7 +1,7 @@
 """Does a run survive kill -9?  Kill it at random moments, go on with --resume, and compare with the undisturbed run, bit by bit.
 
-    python benchmarks/survival.py --kills 20 --output /tmp/survival -- train/medusa.py --config configs/quickstart.yaml
-    python benchmarks/survival.py --kills 20 --output /tmp/survival --forked -- train/medusa.py ...     seconds, not minutes
+    python benchmarks/survival.py --kills 20 --output runs/survival -- train/medusa.py --config configs/quickstart.yaml
+    python benchmarks/survival.py --kills 20 --output runs/survival --forked -- train/medusa.py ...     seconds, not minutes
 
 What follows `--` is a training script and its keys; `output` and `resume` are given here. The undisturbed run comes first. Then
 the same run is killed after a random time, from before its folder exists to after its last step, and started again with --resume,
