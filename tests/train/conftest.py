@@ -167,16 +167,21 @@ def run_script(monkeypatch, capsys):
     return run
 
 
+def all_lines(folder):
+    """A run's metrics.jsonl without what the clock and the memory decide."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line.pop("tokens_per_second", None)
+        line.pop("peak_memory_gib", None)
+    return lines
+
+
 @pytest.fixture
 def read_metrics(tmp_path):
     """read_metrics(kind="train", run="run") -> that run's lines of this kind, without what the clock and the memory decide."""
 
     def read(kind="train", run="run"):
-        lines = [json.loads(line) for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
-        for line in lines:
-            line.pop("tokens_per_second", None)
-            line.pop("peak_memory_gib", None)
-        return [line for line in lines if line["kind"] == kind]
+        return [line for line in all_lines(tmp_path / run) if line["kind"] == kind]
 
     return read
 

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 from headstart.heads.checkpoint import load_head
 from headstart.heads.eagle import Eagle
 from headstart.tests.heads.eagle_reference import layer_rows, project
+from headstart.tests.train.conftest import all_lines
 from headstart.train import distillation, eagle, predictions
 from headstart.train.checkpointing import list_checkpoints
 from headstart.train.data import encode_conversations, load_conversations
@@ -261,11 +262,7 @@ CHANGES = {
 def observe(arguments, folder, **keys):
     """All that a run leaves behind, apart from what the clock and the memory decide and from the recipe itself."""
     run(arguments, **({"output": folder, "max_steps": 2} | keys))
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    for line in lines:
-        line.pop("tokens_per_second", None)
-        line.pop("peak_memory_gib", None)
-    return lines, {name: tensor.tolist() for name, tensor in head_tensors(folder).items()}
+    return all_lines(folder), {name: tensor.tolist() for name, tensor in head_tensors(folder).items()}
 
 
 def test_keys_change_the_run_and_equal_recipes_do_not(eagle_arguments, tmp_path):

@@ -1,7 +1,6 @@
 """Runs that are stopped, resumed, damaged or in the way of another."""
 
 import contextlib
-import json
 import os
 import random
 import shutil
@@ -18,6 +17,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 
 from headstart.heads.medusa import Medusa, MedusaConfig
+from headstart.tests.train.conftest import all_lines
 from headstart.train import medusa, run_folder
 from headstart.train.checkpointing import (
     describe_rows_per_step,
@@ -41,15 +41,6 @@ STEPS = {
 
 def run(arguments, **keys):
     assert medusa.main(arguments(**keys)) == 0
-
-
-def all_lines(folder):
-    """metrics.jsonl without what the clock and the memory decide."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    for line in lines:
-        line.pop("tokens_per_second", None)
-        line.pop("peak_memory_gib", None)
-    return lines
 
 
 def assert_same_run(one, other):

@@ -19,6 +19,7 @@ from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.inference.adapter import read_adapter
 from headstart.inference.llm import LLM
 from headstart.inference.sampling import SamplingParams
+from headstart.tests.train.conftest import all_lines
 from headstart.train import medusa, sharded_target
 from headstart.train.checkpointing import list_checkpoints
 from headstart.train.distillation import Objective, find_labels
@@ -187,15 +188,6 @@ def test_layers_that_are_not_there_or_stay_frozen_are_refused(word_target):
 
 
 # --- runs ---
-
-
-def all_lines(folder):
-    """metrics.jsonl without what the clock decides."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    for line in lines:
-        line.pop("tokens_per_second", None)
-        line.pop("peak_memory_gib", None)
-    return lines
 
 
 def weights_of(folder):

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headstart.heads.checkpoint import load_head
+from headstart.tests.train.conftest import all_lines
 from headstart.train import medusa
 from headstart.train.data import encode_conversations, load_conversations
 
@@ -177,10 +178,7 @@ BASE = {"cache_features": True, "eval_prompts": 4, "eval_tokens": 12, "eval_ever
 def observe(arguments, folder, capsys, **keys):
     """All that a run leaves behind, apart from what the clock and the memory decide and from the recipe itself."""
     run(arguments, **(BASE | {"output": folder} | keys))
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    for line in lines:
-        line.pop("tokens_per_second", None)
-        line.pop("peak_memory_gib", None)
+    lines = all_lines(folder)
     files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
     weights = {name: tensor.tolist() for name, tensor in head_tensors(folder).items()}
     return lines, files, weights, "feature cache" in capsys.readouterr().err

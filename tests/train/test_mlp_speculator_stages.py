@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from headstart.heads.checkpoint import save_head
 from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 from headstart.inference.open_batch import OpenBatch
+from headstart.tests.train.conftest import all_lines
 from headstart.train import generated_text, mlp_speculator, sharded_target
 from headstart.train.checkpointing import list_checkpoints
 from headstart.train.data import encode_conversations, load_conversations
@@ -33,14 +34,6 @@ def start(tmp_path):
     torch.manual_seed(5)
     save_head(MLPSpeculator(MLPSpeculatorConfig(32, 48, 24, 3)), tmp_path / "start")
     return tmp_path / "start"
-
-
-def all_lines(folder):
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    for line in lines:
-        line.pop("tokens_per_second", None)
-        line.pop("peak_memory_gib", None)
-    return lines
 
 
 def texts(folder):
