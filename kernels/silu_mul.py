@@ -1,6 +1,6 @@
 """SiLU-and-multiply of a gated MLP: y = gate / (1 + exp(-gate)) * up, both halves of one packed product.
 
-    gate_up [M, 2 I]  ->  [M, I]
+    gate_up [M, 2 I]  ->  [M, I];     apart: gate [..., I], up [..., I]  ->  [..., I]
 
 Computed in fp32 at least. The formula is written out because the library's silu takes another exponential for the elements
 that do not fill a vector register: its last bit depends on where a row stands. torch.exp does not. On a GPU the same formula
@@ -15,9 +15,13 @@ from .overlap import await_previous, overlap, release_next
 
 def silu_mul_reference(gate_up):
     """The formula in torch, any dtype.  [M, 2 I] -> [M, I]"""
-    wide = torch.promote_types(gate_up.dtype, torch.float32)
-    gate, up = gate_up.to(wide).chunk(2, -1)
-    return (gate / (1 + torch.exp(-gate)) * up).to(gate_up.dtype)
+    return _reference(*gate_up.chunk(2, -1))
+
+
+def _reference(gate, up):
+    wide = torch.promote_types(gate.dtype, torch.float32)
+    gate, up, dtype = gate.to(wide), up.to(wide), gate.dtype
+    return (gate / (1 + torch.exp(-gate)) * up).to(dtype)
 
 
 @jit
@@ -28,15 +32,15 @@ def silu_product(gate, up, DTYPE: tl.constexpr):
 
 
 @jit
-def _silu_mul(gate_up, out, I: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+def _silu_mul(gate, up, out, STRIDE: tl.constexpr, I: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     await_previous(OVERLAP)
     release_next(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < I
-    gate = tl.load(gate_up + row * 2 * I + columns, mask=mask, other=0.0)
-    up = tl.load(gate_up + row * 2 * I + I + columns, mask=mask, other=0.0)
-    tl.store(out + row * I + columns, silu_product(gate, up, out.dtype.element_ty), mask=mask)
+    left = tl.load(gate + row * STRIDE + columns, mask=mask, other=0.0)
+    right = tl.load(up + row * STRIDE + columns, mask=mask, other=0.0)
+    tl.store(out + row * I + columns, silu_product(left, right, out.dtype.element_ty), mask=mask)
 
 
 def silu_mul(gate_up):
@@ -45,9 +49,25 @@ def silu_mul(gate_up):
         raise ValueError(f"silu_mul takes gate and up side by side, got an odd width of {gate_up.shape[-1]}")
     if not on_triton(gate_up):
         return silu_mul_reference(gate_up)
-    width = gate_up.shape[-1] // 2
     gate_up = gate_up.contiguous()
-    out = torch.empty((*gate_up.shape[:-1], width), dtype=gate_up.dtype, device=gate_up.device)
+    return _launch(*gate_up.chunk(2, -1), gate_up.shape[-1])
+
+
+def silu_mul_apart(gate, up):
+    """silu(gate) * up of two products.  [..., I], [..., I] -> [..., I]; ValueError if they differ in shape or dtype"""
+    if gate.shape != up.shape or gate.dtype != up.dtype:
+        given = f"{tuple(gate.shape)} {gate.dtype} and {tuple(up.shape)} {up.dtype}"
+        raise ValueError(f"silu_mul_apart takes gate and up of one shape and dtype, got {given}")
+    if not on_triton(gate):
+        return _reference(gate, up)
+    return _launch(gate.contiguous(), up.contiguous(), gate.shape[-1])
+
+
+def _launch(gate, up, stride):
+    """gate, up [..., I], whose rows start `stride` elements apart  ->  [..., I]"""
+    width = gate.shape[-1]
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     if out.numel():
-        _silu_mul[(out.numel() // width, triton.cdiv(width, 1024))](gate_up, out, width, 1024, **overlap(out))
+        grid = (out.numel() // width, triton.cdiv(width, 1024))
+        _silu_mul[grid](gate, up, out, stride, width, 1024, **overlap(out))
     return out

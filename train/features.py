@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ..heads.packed_attention import FLEX_DTYPES, FLEX_LEAST_DIM, FLEX_OPTIONS, block_mask
 from .data import block_attention_mask
+from .fused_target import fuse
 from .sharded_target import decoder_layers, is_sharded, load_sharded, wants_sharded_target
 
 
@@ -79,6 +80,8 @@ class FrozenTarget:
                 f"{type(self.decoder).__name__}.forward takes no {' and no '.join(missing)}: packed rows cannot be kept "
                 "apart in this target; a model with rotary or learned positions can be trained on"
             )
+        if self.lm_head.weight.is_cuda and not self.is_sharded:
+            fuse(model)
 
     def check_row_length(self, row_length):
         """The most positions this target takes; ValueError if a row is longer."""

@@ -16,7 +16,7 @@ from headstart.kernels.linear_table import (
     split_depth,
     tile_rows,
 )
-from headstart.kernels.silu_mul import silu_mul, silu_mul_reference
+from headstart.kernels.silu_mul import silu_mul, silu_mul_apart, silu_mul_reference
 
 GPU_DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 ODD_SHAPES = [(97, 129), (33, 7), (1, 1), (64, 2048), (130, 2050), (96, 4100)]
@@ -114,6 +114,8 @@ def test_silu_mul_computes_its_formula(kernel_device):
         x = 4 * torch.randn(5, 2 * 1027, generator=torch.Generator().manual_seed(0)).to(kernel_device, dtype)
         exact = silu_mul_reference(x.double())
         assert error(silu_mul(x), exact) <= 2 * error(silu_mul_reference(x), exact) + 1e-7
+        gate, up = x.chunk(2, -1)
+        assert torch.equal(silu_mul_apart(gate, up.contiguous()), silu_mul(x))
 
 
 ROW_COUNTS = (*range(2, 65), 65, 80, 81, 96, 97, 100, 128, 200, 256, 257, 300, 1000, 2048)
@@ -222,3 +224,5 @@ def test_operands_that_do_not_fit_are_refused(kernel_device):
         gate_up_silu(x, w[:5])
     with pytest.raises(ValueError, match="odd width"):
         silu_mul(x[:, :5])
+    with pytest.raises(ValueError, match="one shape and dtype"):
+        silu_mul_apart(x, x[:1])

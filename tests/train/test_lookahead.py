@@ -35,9 +35,10 @@ def test_nothing_is_made_ahead_on_the_cpu():
 
 
 @pytest.mark.gpu
-def test_what_is_made_ahead_is_waited_for_and_stays_while_it_is_used():
+def test_what_is_made_ahead_is_waited_for_and_stays_while_it_is_used(monkeypatch):
     """Both streams are slowed down in turn: a missing wait reads zeros, memory given back too early reads the next one's."""
     device, made = torch.device("cuda"), []
+    monkeypatch.setattr(lookahead, "AHEAD", True)
 
     def make(index):
         made.append(index)
