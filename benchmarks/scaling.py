@@ -108,7 +108,9 @@ def recipe(scratch, output, options, accumulate):
     """argv of train/medusa.py."""
     keys = {"target": scratch / "target", "data": scratch / "texts.jsonl", "output": output, "tracker": "none"}
     keys |= {"row_length": options.row_length, "batch_rows": options.rows, "accumulate": accumulate}
-    keys |= {"num_heads": NUM_HEADS, "max_steps": options.steps, "log_every": 1, "eval_prompts": 0}
+    # Heads with own lm_heads are files of 24 GiB with their moments, whose writing would take longer than the steps.
+    keys |= {"num_heads": NUM_HEADS, "shared_lm_head": True}
+    keys |= {"max_steps": options.steps, "log_every": 1, "eval_prompts": 0}
     keys |= {"checkpoint_every": 0, "warmup_ratio": 0.2}
     return [word for name, value in keys.items() for word in (f"--{name}", str(value))]
 

@@ -7,7 +7,8 @@ most tokens per second, and now and then another one, to learn whether that has 
 `strict` not their bits, under the ratio rules not their law.
 """
 
-MEMORY = 0.05  # weight of the newest measurement in a running average
+COST_MEMORY = 0.05  # weight of the newest measurement in the running average of a depth's seconds
+ACCEPTANCE_MEMORY = 0.01  # of one request's step in how often depths are reached: more would follow chance
 FIRST = 4  # steps that a depth is given before it is compared with others
 PROBE_EVERY = 64  # steps of a bucket between two tries of a depth that is not the best
 
@@ -18,12 +19,12 @@ def depths_to_try(max_depth):
 
 
 class RunningAverage:
-    def __init__(self):
-        self.value, self.count = 0.0, 0
+    def __init__(self, memory):
+        self.memory, self.value, self.count = memory, 0.0, 0
 
     def add(self, value):
         self.count += 1
-        self.value += (value - self.value) * max(1 / self.count, MEMORY)
+        self.value += (value - self.value) * max(1 / self.count, self.memory)
 
 
 class Adaptive:
@@ -36,8 +37,8 @@ class Adaptive:
 
     def __init__(self, depths, buckets):
         self.depths, self.buckets = list(depths), list(buckets)
-        self.seconds = {(size, depth): RunningAverage() for size in buckets for depth in depths}
-        self.reached = [RunningAverage() for _ in range(max(depths))]  # how often a path got to depth 1, 2, ...
+        self.seconds = {(size, depth): RunningAverage(COST_MEMORY) for size in buckets for depth in depths}
+        self.reached = [RunningAverage(ACCEPTANCE_MEMORY) for _ in range(max(depths))]  # how often a path got to depth 1, 2, ...
         self._steps = dict.fromkeys(buckets, 0)
         self._probed = dict.fromkeys(buckets, 0)  # which of the depths is tried next
 

@@ -58,10 +58,13 @@ def test_merging_on_the_gpu_leaves_every_bit_of_the_target(word_target):
     ids = torch.arange(20, device=device)[None]
     batch = (ids, ids, torch.zeros_like(ids))
     with torch.autocast("cuda", torch.bfloat16):
-        adapted = target.features(*batch)
+        adapted = target.features(*batch).float()
     with adapter.merged():
-        merged = target.features(*batch)
-    torch.testing.assert_close(merged, adapted, rtol=0.1, atol=0.15)
+        merged = target.features(*batch).float()
+    with adapter.disabled():
+        frozen = target.features(*batch).float()
+    # Roundings of a product more or less, against what the adapter does.
+    assert (merged - adapted).abs().mean() < 0.1 * (frozen - adapted).abs().mean()
     assert all(torch.equal(p, before[name]) for name, p in target.model.named_parameters())
     with adapter.disabled(), torch.autocast("cuda", torch.bfloat16):
         under_autocast = target.features(*batch)
