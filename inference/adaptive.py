@@ -7,8 +7,8 @@ most tokens per second, and now and then another one, to learn whether that has 
 `strict` not their bits, under the ratio rules not their law.
 """
 
-COST_MEMORY = 0.05  # weight of the newest measurement in the running average of a depth's seconds
-ACCEPTANCE_MEMORY = 0.01  # of one request's step in how often depths are reached: more would follow chance
+MEMORY = 0.05  # weight of the newest measurement in a running average
+STEADY = 0.01  # of one request's step in how often a depth is reached that the step before drafted, too: more follows chance
 FIRST = 4  # steps that a depth is given before it is compared with others
 PROBE_EVERY = 64  # steps of a bucket between two tries of a depth that is not the best
 
@@ -19,12 +19,12 @@ def depths_to_try(max_depth):
 
 
 class RunningAverage:
-    def __init__(self, memory):
-        self.memory, self.value, self.count = memory, 0.0, 0
+    def __init__(self):
+        self.value, self.count = 0.0, 0
 
-    def add(self, value):
+    def add(self, value, memory=MEMORY):
         self.count += 1
-        self.value += (value - self.value) * max(1 / self.count, self.memory)
+        self.value += (value - self.value) * max(1 / self.count, memory)
 
 
 class Adaptive:
@@ -37,8 +37,9 @@ class Adaptive:
 
     def __init__(self, depths, buckets):
         self.depths, self.buckets = list(depths), list(buckets)
-        self.seconds = {(size, depth): RunningAverage(COST_MEMORY) for size in buckets for depth in depths}
-        self.reached = [RunningAverage(ACCEPTANCE_MEMORY) for _ in range(max(depths))]  # how often a path got to depth 1, 2, ...
+        self.seconds = {(size, depth): RunningAverage() for size in buckets for depth in depths}
+        self.reached = [RunningAverage() for _ in range(max(depths))]  # how often a path got to depth 1, 2, ...
+        self._last_depth = 0
         self._steps = dict.fromkeys(buckets, 0)
         self._probed = dict.fromkeys(buckets, 0)  # which of the depths is tried next
 
@@ -66,7 +67,8 @@ class Adaptive:
         self.seconds[size, depth].add(seconds)
         for count in accepted:
             for level in range(depth):
-                self.reached[level].add(float(count > level))
+                self.reached[level].add(float(count > level), STEADY if level < self._last_depth else MEMORY)
+        self._last_depth = depth
 
     def _bucket(self, num_requests):
         return next(size for size in self.buckets if size >= num_requests)

@@ -53,7 +53,7 @@ def test_each_bucket_has_a_best_depth_of_its_own():
     plan, reach = Adaptive(DEPTHS, [1, 2, 4, 8]), [0.8, 0.6, 0.5, 0.4, 0.3]
 
     def cost(depth, num_requests):  # one request leaves the device room, eight do not
-        return 4 + depth * (0.1 if num_requests == 1 else 3.0)
+        return 4 + depth * (0.1 if num_requests == 1 else 4.0)
 
     assert run(plan, 1, 600, cost, reach)[5] > 400
     assert run(plan, 7, 600, cost, reach)[0] > 400
