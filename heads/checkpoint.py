@@ -12,7 +12,9 @@ import os
 import re
 import secrets
 import shutil
+import warnings
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 
@@ -130,8 +132,31 @@ def failing_as_oserror(path):
         raise OSError(system.errno if system else errno.EIO, f"{path.name}: {reason}") from error
 
 
+@dataclass(frozen=True)
+class HeadFile:
+    """A head that was read, and what its files are."""
+
+    folder: Path
+    weight_files: tuple[Path, ...]
+    format: str  # the layout found, one of FORMATS
+    head: torch.nn.Module
+    dtype: torch.dtype  # the head's
+    notes: tuple[str, ...]  # where config.json lies, is silent, or was overruled by the tensors
+
+
 def load_head(path_or_id, dtype=None):
     """Load a head of any family from a head folder, a run, a checkpoint or a Hub id, in any format of heads/formats.py.
+
+    Warns of everything where the file's config.json lies or is silent. Otherwise as read_head.
+    """
+    file = read_head(path_or_id, dtype)
+    for note in file.notes:
+        warnings.warn(f"{file.folder}: {note}", stacklevel=2)
+    return file.head
+
+
+def read_head(path_or_id, dtype=None):
+    """A head with what its files say of it: a HeadFile. It is found as resolve_head says.
 
     dtype: torch.dtype or its name; None keeps the file's.
     An EAGLE head whose file holds no embedding needs the target's (`needs_embedding`, `take_embedding`).
@@ -145,7 +170,7 @@ def load_head(path_or_id, dtype=None):
     try:
         if _lacks_vocab_size(tensors, config):
             config["vocab_size"] = _target_vocab_size(config.get("base_model_name_or_path"))
-        kind, head_config, state = from_file(tensors, config)
+        kind, reading = from_file(tensors, config)
         dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
         if dtype is None and len(dtypes) > 1:
             mixed = ", ".join(sorted(str(one).removeprefix("torch.") for one in dtypes))
@@ -154,12 +179,14 @@ def load_head(path_or_id, dtype=None):
         raise ValueError(f"{path}: {error}") from None
     # Memory without values: no random numbers are drawn for weights that the file gives.
     with torch.device("meta"):
-        head = kind(head_config)
-    if head.state_dict().keys() - state.keys() == {"embed_tokens.weight"}:
+        head = kind(reading.config)
+    if head.state_dict().keys() - reading.state.keys() == {"embed_tokens.weight"}:
         head.embed_tokens = None  # it is the target's: head.take_embedding
-    head = head.to(dtypes.pop() if dtype is None else to_dtype(dtype)).to_empty(device="cpu")
-    head.load_state_dict(state)  # copies: blocks that a file ties come apart here, and the file may change afterwards
-    return head
+    dtype = dtypes.pop() if dtype is None else to_dtype(dtype)
+    head = head.to(dtype).to_empty(device="cpu")
+    # Copies: blocks that a file ties come apart here, and the file may change afterwards.
+    head.load_state_dict(reading.state)
+    return HeadFile(folder, (path,), reading.format, head, dtype, tuple(reading.notes))
 
 
 def to_dtype(dtype):

@@ -16,6 +16,7 @@ This file touches no disk.
 from .draft_vocabulary import check_d2t, check_t2d
 from .eagle3 import Eagle3, Eagle3Config
 from .layer_format import check_rope, layer_keys, read_layer, shapes_of, vocab_size_of
+from .reading import Reading
 from .tensor_checks import check_tensors, shape_of
 
 LAYER = {"eagle3": "midlayer.", "speculators": "layers.0."}  # our "midlayer." as the format calls it
@@ -101,12 +102,12 @@ def _nested_ids(layer_ids):
 
 
 def from_file(tensors, config):
-    """Read a file's tensors: (Eagle3Config, state dict in our names; without embed_tokens where the file has none).
+    """Read a file's tensors: Reading of an Eagle3Config, its state without embed_tokens where the file has none.
 
     tensors: {name: tensor} as the file holds them; config: its config.json as a dict. Raises ValueError naming tensors that are
     missing, unexpected, misshapen, of a wrong dtype or with ids that there are not, and config keys that are needed or do not fit.
     """
-    tensors = dict(tensors)
+    tensors, notes = dict(tensors), []
     prefix = "midlayer." if any(name.startswith("midlayer.") for name in tensors) else "layers.0."
     speculators = "speculators_model_type" in config
     llama = _llama_keys(config) if speculators else config
@@ -128,7 +129,7 @@ def from_file(tensors, config):
         draft_vocab_size=draft_vocab_size,
         aux_layer_ids=_aux_layer_ids(config, width, target_hidden_size),
         norm_before_residual=config.get("norm_before_residual", speculators),
-        **read_layer(tensors, prefix, llama, hidden_size),
+        **read_layer(tensors, prefix, llama, hidden_size, notes),
     )
     check_rope(shape)
     tables = _read_tables(tensors.pop("d2t", None), tensors.pop("t2d", None), draft_vocab_size, vocab_size)
@@ -138,7 +139,8 @@ def from_file(tensors, config):
     if EMBEDDING not in tensors and not shape.own_embedding:
         del expected[EMBEDDING]
     check_tensors(tensors, expected)
-    return shape, {_renamed(name, prefix, "midlayer."): tensor for name, tensor in tensors.items()} | tables
+    state = {_renamed(name, prefix, "midlayer."): tensor for name, tensor in tensors.items()} | tables
+    return Reading(shape, state, "speculators" if speculators else "eagle3", notes)
 
 
 def _llama_keys(config):

@@ -14,6 +14,7 @@ import torch
 
 from .eagle import Eagle, EagleConfig
 from .layer_format import check_rope, layer_keys, read_layer, shapes_of, vocab_size_of
+from .reading import Reading
 from .tensor_checks import check_tensors, shape_of
 
 ARCHITECTURES = {"eagle-vllm": "LlamaForCausalLM", "eagle-sglang": "LlamaForCausalLMEagle"}
@@ -53,12 +54,13 @@ def to_file(head, format, lm_head_weight=None):
 
 
 def from_file(tensors, config):
-    """Read a file's tensors: (EagleConfig, state dict in our names; without embed_tokens where the file has none).
+    """Read a file's tensors: Reading of an EagleConfig, its state without embed_tokens where the file has none.
 
     tensors: {name: tensor} as the file holds them; config: its config.json as a dict. Raises ValueError naming tensors that are
     missing, unexpected, misshapen or no floating point, and config keys that are needed or do not fit.
     """
-    tensors = dict(tensors)
+    tensors, notes = dict(tensors), []
+    dialect = "eagle-sglang" if "fc.bias" in tensors else "eagle-vllm"
     rows, columns = shape_of(tensors, "fc.weight")
     if columns != 2 * rows:
         raise ValueError(
@@ -71,11 +73,11 @@ def from_file(tensors, config):
         hidden_size=rows,
         vocab_size=vocab_size_of(tensors, config),
         fc_bias="fc.bias" in tensors,
-        **read_layer(tensors, "layers.0.", config, rows),
+        **read_layer(tensors, "layers.0.", config, rows, notes),
     )
     check_rope(shape)
     expected = shapes_of(Eagle, shape)
     if EMBEDDING not in tensors:
         del expected[EMBEDDING]
     check_tensors(tensors, expected)
-    return shape, tensors
+    return Reading(shape, tensors, dialect, notes)

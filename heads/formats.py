@@ -1,7 +1,8 @@
 """The families of heads and the file formats of each.
 
-A family is recognised by its tensors' names. Every format module answers the same five questions: FORMATS (what it writes),
-`recognises`, `native_format`, `check_format`, `to_file`, `from_file`. This file touches no disk (heads/checkpoint.py does).
+A family is recognised by its tensors' names. Every format module answers the same questions: FORMATS (what it writes),
+`recognises`, `native_format`, `check_format`, `to_file`, and `from_file`, which gives a Reading (heads/reading.py). This file
+touches no disk (heads/checkpoint.py does).
 """
 
 from . import eagle3_format, eagle_format, medusa_format, mlp_speculator_format
@@ -74,7 +75,7 @@ def to_file(head, format, lm_head_weight=None):
 
 
 def from_file(tensors, config):
-    """Read a file's tensors: (class of the head, its config, its state dict), whatever the family.
+    """Read a file's tensors: (class of the head, Reading), whatever the family.
 
     tensors: {name: tensor} as the file holds them; config: its config.json as a dict. Raises ValueError listing names if no
     family is recognised, and what the family's from_file raises.
@@ -85,7 +86,7 @@ def from_file(tensors, config):
             f"its tensors follow no known format of heads ({', '.join(FORMATS)}); it holds {list_names(tensors)}"
         )
     kind, formats = FAMILIES[family]
-    return kind, *formats.from_file(tensors, config)
+    return kind, formats.from_file(tensors, config)
 
 
 def _formats_of(head):

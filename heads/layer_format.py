@@ -9,6 +9,7 @@ from importlib.metadata import version
 import torch
 
 from .layers import rope_frequencies
+from .reading import assume
 from .tensor_checks import shape_of
 
 DEFAULT_THETA = 10000.0  # published EAGLE-3 heads say none and were trained with it
@@ -16,11 +17,11 @@ DEFAULT_THETA = 10000.0  # published EAGLE-3 heads say none and were trained wit
 DEFAULTS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
 
 
-def read_layer(tensors, prefix, config, hidden_size):
+def read_layer(tensors, prefix, config, hidden_size, notes):
     """LayerConfig's fields of a file, but for the hidden size and the vocabulary: {name: value}.
 
     tensors: the file's; prefix: of the layer's names in it; config: the Llama's config.json as a dict. Tensors decide; the config
-    answers what they cannot. Raises ValueError naming the tensor or the key.
+    answers what they cannot; notes: a list of str to add to (heads/reading.py). Raises ValueError naming the tensor or the key.
     """
     query = f"{prefix}self_attn.q_proj"
     q_rows, kv_rows = (shape_of(tensors, f"{prefix}self_attn.{one}_proj.weight")[0] for one in ("q", "k"))
@@ -43,6 +44,8 @@ def read_layer(tensors, prefix, config, hidden_size):
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         raise ValueError(f'config.json says "hidden_act": {config["hidden_act"]!r}, expected "silu"')
     theta, scaling = read_rope(config)
+    if theta is None:
+        assume(notes, "rope_theta", theta := DEFAULT_THETA, "with which published heads were trained")
     return {
         "intermediate_size": shape_of(tensors, f"{prefix}mlp.gate_proj.weight")[0],
         "num_attention_heads": q_rows // head_dim,
@@ -62,7 +65,7 @@ def read_layer(tensors, prefix, config, hidden_size):
 
 
 def read_rope(config):
-    """(theta, scaling or None) of a config.json in either spelling; ValueError where the two say different things."""
+    """(theta or None, scaling or None) of a config.json in either spelling; ValueError where the two say different things."""
     parts = [config.get(key) or {} for key in ("rope_parameters", "rope_scaling")]
     if not all(isinstance(part, dict) for part in parts):
         raise ValueError(f"config.json's rope_parameters and rope_scaling must be objects, got {parts}")
@@ -80,7 +83,7 @@ def read_rope(config):
             scalings.append(scaling)
     if len(scalings) > 1:
         raise ValueError(f"config.json scales rope twice and differently: {scalings[0]} and {scalings[1]}")
-    return float(thetas[0]) if thetas else DEFAULT_THETA, scalings[0] if scalings else None
+    return float(thetas[0]) if thetas else None, scalings[0] if scalings else None
 
 
 def check_rope(shape):

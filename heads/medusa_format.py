@@ -18,6 +18,7 @@ from importlib.metadata import version
 import torch
 
 from .medusa import MedusaConfig
+from .reading import Reading, compare
 from .tensor_checks import check_names, check_tensors
 
 # The target's lm_head, which vllm-shared files carry along; a head that shares it holds no such tensor of its own.
@@ -47,6 +48,8 @@ RENAMES = {
     },
 }
 
+# What config.json calls the number of heads, and that of the blocks of each.
+COUNT_KEYS = {"medusa": ("medusa_num_heads", "medusa_num_layers"), "vllm": ("num_heads", "num_hidden_layers")}
 FORMATS = ("medusa", "medusa-shared", "vllm")  # what a user asks for
 
 
@@ -186,7 +189,7 @@ def count(table, names):
 
 
 def from_file(tensors, config):
-    """Read a file's tensors: (MedusaConfig, state dict in our names). A copy of the target's lm_head is checked and dropped.
+    """Read a file's tensors: Reading of a MedusaConfig. A copy of the target's lm_head is checked and dropped.
 
     tensors: {name: tensor} as the file holds them.  config: its config.json as a dict; "vocab_size" must be there for
     heads that share the target's lm_head and carry no copy of it.
@@ -208,7 +211,7 @@ def from_file(tensors, config):
     vocab_size = _vocab_size(table, state, config)
     check_tensors(tensors, {theirs: _shape(ours, hidden_size, vocab_size) for ours, theirs in names.items()})
     state.pop(TARGET_LM_HEAD, None)
-    head_config = MedusaConfig(
+    shape = MedusaConfig(
         hidden_size=hidden_size,
         vocab_size=vocab_size,
         num_heads=num_heads,
@@ -217,7 +220,16 @@ def from_file(tensors, config):
         base_model_name_or_path=config.get("base_model_name_or_path") or "",
         adapter=config.get(ADAPTER_KEY) or "",
     )
-    return head_config, state
+    return Reading(shape, state, "vllm" if family(table) == "vllm" else table, _notes(table, shape, config))
+
+
+def _notes(table, shape, config):
+    """Where config.json says something else than the tensors."""
+    notes = []
+    keys = COUNT_KEYS[family(table)]
+    for key, found in zip(keys, (shape.num_heads, shape.num_layers)):
+        compare(notes, config, key, found)
+    return notes
 
 
 def _add_zero_biases(tensors):

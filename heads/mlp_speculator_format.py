@@ -12,6 +12,7 @@ from importlib.metadata import version
 import torch
 
 from .mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
+from .reading import Reading
 from .tensor_checks import check_tensors, shape_of
 
 FORMATS = ("mlp-speculator",)
@@ -54,7 +55,7 @@ def recognises(names):
 
 
 def from_file(tensors, config):
-    """Read a file's tensors: (MLPSpeculatorConfig, state dict in our names).
+    """Read a file's tensors: Reading of an MLPSpeculatorConfig.
 
     tensors: {name: tensor} as the file holds them; config: its config.json as a dict. Raises ValueError naming tensors that are
     missing, unexpected, misshapen, no floating point or not the ones that tied steps share, and config keys that are needed.
@@ -80,7 +81,8 @@ def from_file(tensors, config):
         expected = {PREFIX + name: tensor.shape for name, tensor in MLPSpeculator(shape).state_dict().items()}
     check_tensors(tensors, expected)
     _check_sizes(shape, config)
-    return shape, {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+    state = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+    return Reading(shape, state, FORMATS[0], [])
 
 
 def _drop_repeated(tensors):

@@ -124,7 +124,7 @@ def test_a_form_that_readers_of_the_plain_layout_do_not_know_is_refused(tmp_path
 @pytest.mark.parametrize("prefix", ["midlayer.", "layers.0."])
 def test_published_files_say_little(prefix):
     """No aux layers, no rope_theta, no embedding, either name of the layer."""
-    shape, state = from_file(*published(prefix))
+    shape, state, *_ = from_file(*published(prefix))
     assert (shape.aux_layer_ids, shape.num_aux_layers, shape.rope_theta, shape.norm_before_residual) == (
         None,
         3,

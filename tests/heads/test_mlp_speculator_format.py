@@ -15,7 +15,7 @@ def test_what_is_written_is_read_bit_by_bit(steps, tied, scaled):
     head = make(steps, tied, scaled)
     tensors, config = to_file(head)
     assert recognises(tensors)
-    shape, state = from_file(tensors, config)
+    shape, state, *_ = from_file(tensors, config)
     assert shape == head.config
     other = MLPSpeculator(shape).double()
     other.load_state_dict(state)
@@ -46,7 +46,7 @@ def test_a_tied_file_may_repeat_what_steps_share_but_not_change_it():
         for name in ("emb.{}.weight", "ln.{}.weight", "ln.{}.bias", "head.{}.weight"):
             whole["speculator." + name.format(step)] = tensors["speculator." + name.format(0)].clone()
     whole["speculator.proj.2.weight"] = tensors["speculator.proj.1.weight"].clone()
-    shape, state = from_file(whole, config)
+    shape, state, *_ = from_file(whole, config)
     assert shape.num_steps == 3
     assert {"speculator." + name for name in state} == set(tensors)
     whole["speculator.head.2.weight"][0, 0] += 1
