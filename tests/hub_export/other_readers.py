@@ -83,17 +83,11 @@ def medusa_logits(target, heads, shared=None):
 
 
 def original_medusa(folder, target):
-    """Five heads whatever the config says, each of one block that is entered `medusa_num_layers` times."""
-    return _original_medusa(folder, target, num_heads=5, shared=False)
-
-
-def legacy_medusa(folder, target):
-    """The class for the target's lm_head believes the config."""
-    return _original_medusa(folder, target, config_of(folder).get("medusa_num_heads", 4), shared=True)
-
-
-def _original_medusa(folder, target, num_heads, shared):
+    """A head is one block that is entered `medusa_num_layers` times. There are five, whatever the config says; its legacy class, for
+    heads that share the target's lm_head, believes it."""
     config, tensors = config_of(folder), tensors_of(folder, "medusa_lm_head.pt")
+    shared = config.get("version") == "2"  # which class to take
+    num_heads = config.get("medusa_num_heads", 4) if shared else 5
     hidden, layers = target.final.shape[1], config.get("medusa_num_layers", 1)
     shapes = {}
     for k in range(num_heads):
@@ -323,7 +317,7 @@ def vllm_eagle3(folder, target):
         need(config["speculators_model_type"] == "eagle3", "another algorithm")
         need(config["speculators_config"]["proposal_methods"][0]["speculative_tokens"], "nothing to draft")
         top, config = config, dict(config["transformer_layer_config"])
-        kept = {key: top[key] for key in ("target_hidden_size", IDS, "num_aux_hidden_states") if top.get(key)}
+        kept = {key: top[key] for key in ("target_hidden_size", IDS) if top.get(key)}
         config |= kept | {"draft_vocab_size": top.get("draft_vocab_size")}
         config["norm_before_residual"] = top.get("norm_before_residual", True)
     else:
@@ -352,11 +346,27 @@ def sglang_eagle3(folder, target):
     return eagle3_drafts(config, held, embedding, layers, tensors.get("d2t"), target)
 
 
+def speculators_library(folder, target):
+    """The library of the layout, in which every head is as wide as its target. Of biases of q, k and v it knows only attention_bias."""
+    config, tensors = config_of(folder), tensors_of(folder)
+    need(config.get("speculators_model_type") == "eagle3", "not its layout")
+    need(config["speculators_config"]["verifier"]["name_or_path"] != "", "a target without a name: null would be none")
+    layer, layers = config["transformer_layer_config"], config.get(IDS) or target.default_layers
+    sizes = {"num_aux_hidden_states": len(layers), "draft_vocab_size": config["draft_vocab_size"]}
+    shapes = eagle3_shapes(layer | sizes, "layers.0.", layer.get("attention_bias", False))
+    held, d2t = load(shapes, without(tensors, "d2t"), strict=False), tensors.get("d2t")
+    embedding = tensors.get("embed_tokens.weight", target.embedding)
+    return eagle3_drafts(
+        layer, held, embedding, layers, d2t, target, "layers.0.", config.get("norm_before_residual", False)
+    )
+
+
 def original_eagle3(folder, target):
     """Three layers, and those by default; the target's embedding only where the config has no target_hidden_size."""
     config, tensors = config_of(folder), tensors_of(folder)
+    need("num_attention_heads" in config, "the Llama's keys are not at the top level")
     need(config.get("rope_scaling") is None, "it knows rope scaling by another name")
-    shapes = eagle3_shapes(without(config, "num_aux_hidden_states"), "midlayer.")
+    shapes = eagle3_shapes(config, "midlayer.")
     held = load(shapes | {"embed_tokens.weight": (config["vocab_size"], config["hidden_size"])}, tensors, strict=False)
     own = "embed_tokens.weight" in tensors or "target_hidden_size" in config
     embedding = held["embed_tokens.weight"] if own else target.embedding

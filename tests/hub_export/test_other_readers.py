@@ -15,7 +15,7 @@ from headstart.heads.eagle3 import Eagle3, Eagle3Config
 from headstart.heads.formats import FAMILIES, check_format, family_of
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
-from headstart.hub_export.readers import SGLANG, TGI, VLLM, readers_table
+from headstart.hub_export.readers import SGLANG, TGI, VLLM, files_as_written, judge
 from headstart.tests.heads.test_eagle import SHAPE, H, V, one_document, randomize
 from headstart.tests.hub_export import other_readers as rules
 
@@ -25,16 +25,13 @@ PLAIN = SHAPE | dict(head_dim=4, base_model_name_or_path="some/target", num_spec
 WIDE = PLAIN | dict(head_dim=10)
 PUBLISHED = dict(target_hidden_size=H, draft_vocab_size=VD, aux_layer_ids=(2, 4, 5))
 
-# The reader of every format that has one; where a card's line says no, what is missing here is a reader that does not know the head.
-READ = {
-    "medusa": {MEDUSA: rules.original_medusa, TGI: rules.tgi, VLLM: rules.vllm_medusa},
-    "medusa-shared": {MEDUSA: rules.legacy_medusa, TGI: rules.tgi, VLLM: rules.vllm_medusa},
-    "vllm": {MEDUSA: rules.original_medusa, TGI: rules.tgi, VLLM: rules.vllm_medusa},
-    "mlp-speculator": {FMS: rules.ibm_mlp_speculator, VLLM: rules.ibm_mlp_speculator, TGI: rules.tgi},
-    "eagle-vllm": {VLLM: rules.vllm_eagle, SGLANG: rules.sglang_eagle, EAGLE: rules.original_eagle, TGI: rules.tgi},
-    "eagle-sglang": {VLLM: rules.vllm_eagle, SGLANG: rules.sglang_eagle, TGI: rules.tgi},
-    "eagle3": {VLLM: rules.vllm_eagle3, SGLANG: rules.sglang_eagle3, EAGLE: rules.original_eagle3, TGI: rules.tgi},
-    "speculators": {VLLM: rules.vllm_eagle3, SGLANG: rules.sglang_eagle3, TGI: rules.tgi},
+# family -> reader -> its rules; a reader that has none reads no head of the family.
+RULES = {
+    "Medusa": {MEDUSA: rules.original_medusa, TGI: rules.tgi, VLLM: rules.vllm_medusa},
+    "MLP speculator": {FMS: rules.ibm_mlp_speculator, VLLM: rules.ibm_mlp_speculator, TGI: rules.tgi},
+    "EAGLE": {VLLM: rules.vllm_eagle, SGLANG: rules.sglang_eagle, EAGLE: rules.original_eagle, TGI: rules.tgi},
+    "EAGLE-3": {VLLM: rules.vllm_eagle3, SGLANG: rules.sglang_eagle3, EAGLE: rules.original_eagle3, TGI: rules.tgi}
+    | {"the `speculators` library": rules.speculators_library},
 }
 
 
@@ -124,14 +121,17 @@ def logits_of(head, target):
 
 @torch.no_grad()
 def verdict(read, folder, head, target):
-    """ "takes", or why not. Depths that a reader has beyond the head's, or leaves out, are none of the head's."""
+    """ "takes", or why not. Of EAGLE heads the rules compute the first depth only."""
     try:
         found = read(folder, target)
     except rules.Refused as error:
         return f"stops: {error}"
     if found is None:
         return "serves without speculation"
-    off = max(float((one - two).abs().max()) for one, two in zip(found, logits_of(head, target)))
+    expected = logits_of(head, target)
+    if len(found) != len(expected):
+        return f"drafts {len(found)} deep instead of {len(expected)}"
+    off = max(float((one - two).abs().max()) for one, two in zip(found, expected))
     return "takes" if off < 1e-4 else f"computes something else, off by {off:.2g}"
 
 
@@ -144,8 +144,7 @@ def test_readers_take_what_the_card_says(tmp_path, name, format):
         assert "use '" in str(error) or "fc.bias" in str(error)  # another format is named
         return
     folder = written(head, target, format, tmp_path / "head")
-    said = dict(readers_table(head, format))
-    for reader, read in READ[format].items():
-        found = verdict(read, folder, head, target)
-        takes = not said[reader].startswith("no")
-        assert (found == "takes") is (takes and "no notice" not in said[reader]), f"{reader}: {said[reader]!r}, {found}"
+    for said in judge(files_as_written(head, format, DEPTH)):
+        read = RULES[family_of(head)].get(said.reader)
+        found = verdict(read, folder, head, target) if read else "has no such heads"
+        assert (found == "takes") is (said.loads and not said.problems), f"{said}, but by its rules: {found}"
