@@ -174,7 +174,10 @@ def original_eagle(files):
     """As of its version for EAGLE-3, which takes the target's embedding; before, it opened `pytorch_model.bin` and nothing else."""
     bias, head = files.config.get("bias", True), files.head.config
     if bias and "fc.bias" not in files.tensors:
-        yield LAYOUT, "its `fc` has a bias unless config.json says `bias` false, which stays at random values where it is missing"
+        yield (
+            LAYOUT,
+            "its `fc` has a bias unless config.json says `bias` false, which stays at random values where it is missing",
+        )
     if not bias and head.fc_bias:
         yield WRONG, "it passes over `fc.bias`, as config.json says `bias` false"
     if head.rope_scaling is not None or head.num_attention_heads * head.head_dim != head.hidden_size:
@@ -255,7 +258,10 @@ def original_eagle3(files):
 def speculators_library(files):
     head = files.head.config
     if head.target_hidden_size != head.hidden_size:
-        yield NO, f"its heads are as wide as the target ({head.target_hidden_size}), this one is {head.hidden_size} wide"
+        yield (
+            NO,
+            f"its heads are as wide as the target ({head.target_hidden_size}), this one is {head.hidden_size} wide",
+        )
     if head.attention_bias:
         yield WRONG, "it has no biases of q, k and v, and passes over those in the file"
     verifier = (files.config.get("speculators_config") or {}).get("verifier") or {}

@@ -1,9 +1,9 @@
 """How other projects read heads, written down as rules: which files, keys and names, and what they do without a word.
 
 Every reader takes (folder, target) and gives the logits it would draft with, depth by depth [T, V]. It raises Refused where it
-would stop with an error, and gives None where it would serve without speculation. Where it would go on with tensors that nothing was
-loaded into, these hold random values here. Independent of heads/: files are read by names, the maths is eagle_reference's or written
-here. Not here: rope that is scaled. From the projects' source code as it was in 2025 and 2026.
+would stop with an error, and gives None where it would serve without speculation. Where it would go on with tensors that nothing
+was loaded into, these hold random values here. Independent of heads/: files are read by names, the maths is eagle_reference's or
+written here. Not here: rope that is scaled. From the projects' source code as it was in 2025 and 2026.
 """
 
 import json
@@ -83,8 +83,8 @@ def medusa_logits(target, heads, shared=None):
 
 
 def original_medusa(folder, target):
-    """A head is one block that is entered `medusa_num_layers` times. There are five, whatever the config says; its legacy class, for
-    heads that share the target's lm_head, believes it."""
+    """A head is one block, entered `medusa_num_layers` times. There are five, whatever the config says; its legacy class, for heads
+    that share the target's lm_head, believes it."""
     config, tensors = config_of(folder), tensors_of(folder, "medusa_lm_head.pt")
     shared = config.get("version") == "2"  # which class to take
     num_heads = config.get("medusa_num_heads", 4) if shared else 5
@@ -114,6 +114,7 @@ def tgi(folder, target):
         if config["architectures"][0] != "MLPSpeculatorPreTrainedModel":
             return None
         return tgi_mlp_speculator(config, tensors, target)
+    need(medusa, "without architectures it takes this for Medusa heads")
     layers, heads = config["medusa_num_layers"], range(config["medusa_num_heads"])
     try:
         own = [
@@ -297,6 +298,7 @@ def eagle3_shapes(config, prefix, qkv_bias=False):
 def eagle3_drafts(config, held, embedding, layers, d2t, target, prefix="midlayer.", norm_before_residual=False):
     names = settings(config, num_aux_layers=len(layers), norm_before_residual=norm_before_residual)
     held = {name.replace(prefix, "midlayer."): one for name, one in held.items()} | {"embed_tokens.weight": embedding}
+    need(max(layers) < len(target.streams), f"the target has no layer {max(layers)}")
     features = torch.cat([target.streams[id] for id in layers], -1)
     need(features.shape[-1] == held["fc.weight"].shape[1], f"fc does not take the streams of layers {layers}")
     ids = torch.arange(len(held["lm_head.weight"])) + (0 if d2t is None else d2t)
@@ -347,7 +349,7 @@ def sglang_eagle3(folder, target):
 
 
 def speculators_library(folder, target):
-    """The library of the layout, in which every head is as wide as its target. Of biases of q, k and v it knows only attention_bias."""
+    """The library of the layout: heads are as wide as their target, and only `attention_bias` gives q, k and v a bias."""
     config, tensors = config_of(folder), tensors_of(folder)
     need(config.get("speculators_model_type") == "eagle3", "not its layout")
     need(config["speculators_config"]["verifier"]["name_or_path"] != "", "a target without a name: null would be none")
