@@ -93,8 +93,7 @@ def _speculators_config(config, embedding_is_targets):
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal | {"verifier_accept_k": 1, "accept_tolerance": 0.0}],
-            # null: there is none to look for, as the library would for an empty name.
-            "verifier": {"name_or_path": layer.pop("base_model_name_or_path") or None, "architectures": []},
+            "verifier": {"name_or_path": layer.pop("base_model_name_or_path"), "architectures": []},
         },
         "transformers_version": layer.pop("transformers_version"),
         "transformer_layer_config": layer,

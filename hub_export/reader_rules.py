@@ -265,8 +265,8 @@ def speculators_library(files):
     if head.attention_bias:
         yield WRONG, "it has no biases of q, k and v, and passes over those in the file"
     verifier = (files.config.get("speculators_config") or {}).get("verifier") or {}
-    if files.format == "speculators" and verifier.get("name_or_path") == "":
-        yield NO, "it looks for a target of the name in config.json, which is empty there: null says that there is none"
+    if files.format == "speculators" and not verifier.get("name_or_path"):
+        yield NO, "it loads the target that config.json names as `verifier`, and none is named"
 
 
 def _names_target(config):

@@ -352,7 +352,7 @@ def speculators_library(folder, target):
     """The library of the layout: heads are as wide as their target, and only `attention_bias` gives q, k and v a bias."""
     config, tensors = config_of(folder), tensors_of(folder)
     need(config.get("speculators_model_type") == "eagle3", "not its layout")
-    need(config["speculators_config"]["verifier"]["name_or_path"] != "", "a target without a name: null would be none")
+    need(config["speculators_config"]["verifier"]["name_or_path"], "there is no target to load")
     layer, layers = config["transformer_layer_config"], config.get(IDS) or target.default_layers
     sizes = {"num_aux_hidden_states": len(layers), "draft_vocab_size": config["draft_vocab_size"]}
     shapes = eagle3_shapes(layer | sizes, "layers.0.", layer.get("attention_bias", False))

@@ -22,6 +22,7 @@ from headstart.tests.hub_export import other_readers as rules
 
 T, S, DEPTH, HT, VD, INNER = 6, 3, 8, 20, 11, 18
 MEDUSA, EAGLE, FMS = "the original Medusa code (FasterDecoding)", "the original EAGLE code", "fms-extras"
+LIBRARY = "the `speculators` library"
 PLAIN = SHAPE | dict(head_dim=4, base_model_name_or_path="some/target", num_speculative_tokens=S)  # heads x D is H
 WIDE = PLAIN | dict(head_dim=10)
 PUBLISHED = dict(target_hidden_size=H, draft_vocab_size=VD, aux_layer_ids=(2, 4, 5))
@@ -32,7 +33,7 @@ RULES = {
     "MLP speculator": {FMS: rules.ibm_mlp_speculator, VLLM: rules.ibm_mlp_speculator, TGI: rules.tgi},
     "EAGLE": {VLLM: rules.vllm_eagle, SGLANG: rules.sglang_eagle, EAGLE: rules.original_eagle, TGI: rules.tgi},
     "EAGLE-3": {VLLM: rules.vllm_eagle3, SGLANG: rules.sglang_eagle3, EAGLE: rules.original_eagle3, TGI: rules.tgi}
-    | {"the `speculators` library": rules.speculators_library},
+    | {LIBRARY: rules.speculators_library},
 }
 
 
@@ -228,6 +229,7 @@ LOSSES = [
     ("EAGLE-3 of another width", "eagle3", SGLANG, edit(target_hidden_size=...), "stops"),
     ("EAGLE-3", "speculators", VLLM, edit(norm_before_residual=...), "something else"),
     ("EAGLE-3 with norm_before_residual", "speculators", VLLM, edit(norm_before_residual=False), "something else"),
+    ("EAGLE-3", "speculators", LIBRARY, edit(speculators_config={"verifier": {"name_or_path": ""}}), "no target"),
     ("EAGLE-3", "speculators", VLLM, edit(transformer_layer_config={"model_type": ...}), "no model_type"),
 ]
 
