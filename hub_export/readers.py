@@ -148,7 +148,7 @@ def _problems(reader, files):
             if family_of(files.head) == "EAGLE-3"
             else []
         )
-        return [(LAYOUT, f"it reads {' and '.join(reader.formats)}, not this layout"), *rule]
+        return [(LAYOUT, f"it reads the format {' or '.join(reader.formats)}"), *rule]
     return list(reader.others.get(files.format, reader.rule)(files))
 
 
