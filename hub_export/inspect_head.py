@@ -4,28 +4,30 @@
 config.json alone; measures nothing and writes nothing.
 """
 
+import contextlib
 import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, HTTPError
+from huggingface_hub import HfApi, hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError, HTTPError, OfflineModeIsEnabled
 
 from ..heads.checkpoint import check_head_fits, read_config, read_head, resolve_head
 from ..heads.eagle3 import default_aux_layers
 from ..heads.eagle3_format import LAYER_IDS
-from ..heads.formats import WEIGHT_FILES, family_of, recognise
+from ..heads.formats import family_of, recognise, without_prefix
+from ..heads.weight_files import find_weights, read_names
 from ..inference.adapter import adapter_of
-from ..inference.checkpoint_files import read_header
 from ..inference.draft_weights import draft_bytes
 from ..inference.target_source import target_config
 from ..inference.tree import DynamicTree, load_tree
 from .inspect_text import as_text
 from .measurements import Measurements, find_measurements
 from .reader_rules import WRONG, HeadFiles
-from .readers import judge
+from .readers import Verdict, judge
 
 # Keys of config.json by which heads are known whose config else looks like a model's.
 HEADS_KEYS = ("medusa_num_heads", "speculators_model_type", "n_predict", "draft_vocab_size")
@@ -61,9 +63,9 @@ def check_is_no_model(source):
     if any(key in config for key in HEADS_KEYS):
         return
     if folder.is_dir():
-        # A head may carry its target's config; the names of the first weight file there is tell.
-        first = next((path for name in WEIGHT_FILES if (path := folder / name).is_file()), None)
-        if first is not None and recognise(read_shapes(first)):
+        # A head may carry its target's config: the names of tensors tell.
+        path = find_weights(folder)
+        if path is not None and recognise(tensor_names(path)):
             return
     name = (config.get("architectures") or [config.get("model_type", "a model")])[0]
     raise ValueError(
@@ -82,17 +84,16 @@ def _config_of(folder, source):
         return {}
 
 
-def read_shapes(path):
-    """{tensor: shape} of a weight file, read without its values; ValueError naming it if it is damaged."""
-    if path.suffix == ".safetensors":
-        return {name: shape for name, (_, shape) in read_header(path).items()}
+def tensor_names(path):
+    """Names of the tensors that a weight file or an index holds, read without any values; ValueError if it is damaged."""
+    if path.suffix not in (".pt", ".bin"):
+        return read_names(path)
     try:
-        tensors = torch.load(path, map_location="meta", weights_only=True)
-    except (RuntimeError, EOFError, OSError, ValueError) as error:
+        return list(torch.load(path, map_location="meta", weights_only=True))
+    except (RuntimeError, UnpicklingError, EOFError, OSError, ValueError) as error:
         raise ValueError(
             f"{path} cannot be read; it is cut short or damaged ({' '.join(str(error).split())})"
         ) from None
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def describe(source, folder, model=None):
@@ -102,7 +103,9 @@ def describe(source, folder, model=None):
     """
     file = read_head(folder)
     head, config = file.head, read_config(folder)
-    shapes = {name: shape for path in file.weight_files for name, shape in read_shapes(path).items()}
+    names = {name for path in file.weight_files for name in tensor_names(path)}
+    names, prefix = without_prefix(dict.fromkeys(names))
+    beside = _file_names(source, folder)
     problems = list(file.notes)
     try:
         measured = find_measurements(folder)
@@ -118,10 +121,11 @@ def describe(source, folder, model=None):
         head=head,
         format=file.format,
         config=config,
-        tensors=frozenset(shapes),
-        files=frozenset(path.name for path in folder.iterdir()),
+        tensors=frozenset(names),
+        files=frozenset(beside),
         path=str(folder if Path(source).is_dir() else source),
         num_layers=depth,
+        prefix=prefix,
     )
     engines = [_engine(verdict, source, config) for verdict in judge(files)]
     return {
@@ -130,8 +134,9 @@ def describe(source, folder, model=None):
         "family": family_of(head),
         "format": file.format,
         "problems": problems,
+        "mend": _export(source, file.format, config) if file.notes else None,
         "files": [{"name": path.name, "bytes": path.stat().st_size} for path in file.weight_files],
-        "beside": sorted(path.name for path in folder.iterdir() if path not in file.weight_files),
+        "beside": sorted(beside - {path.name for path in file.weight_files}),
         "dtype": _name(file.dtype),
         "num_speculative_tokens": head.num_speculative_tokens,
         "config": asdict(head.config),
@@ -140,11 +145,11 @@ def describe(source, folder, model=None):
         "features": _features(head, depth),
         "lm_head": _lm_head(head),
         "embedding": _embedding(head),
-        "parameters": _parameters(head, shapes),
+        "parameters": _parameters(head, names),
         "draft_bytes": _draft_bytes(head, target),
         "tree": tree,
         "measured": _measured(measured),
-        "engines": [{"name": "Headstart", "loads": True, "problems": [], "notes": [], "mend": None}, *engines],
+        "engines": [_engine(Verdict("Headstart", True), source, config), *engines],
     }
 
 
@@ -211,17 +216,17 @@ def _embedding(head):
     return "own" if head.embed_tokens.weight.requires_grad else "the target's, a copy in the file"
 
 
-def _parameters(head, shapes):
+def _parameters(head, names):
     """How many numbers were trained, and how many are the target's, carried along."""
     trained = sum(one.numel() for one in head.parameters() if one.requires_grad)
     carried = sum(one.numel() for one in head.parameters() if not one.requires_grad)
-    if family_of(head) == "Medusa" and head.config.shared_lm_head and "lm_heads.0.weight" in shapes:
+    if family_of(head) == "Medusa" and head.config.shared_lm_head and "lm_heads.0.weight" in names:
         carried += head.config.vocab_size * head.config.hidden_size
     return {"trained": trained, "carried": carried}
 
 
 def _draft_bytes(head, target):
-    """Bytes of weights that drafting reads (inference/draft_weights.py); the target's lm_head in its dtype, if known, else the head's."""
+    """Bytes of weights that drafting reads (inference/draft_weights.py); the target's lm_head in its dtype, else the head's."""
     config, dtype = head.config, next(head.parameters()).dtype
     lm_head_dtype = getattr(torch, target["dtype"] or "", dtype)
     lm_head = config.vocab_size * config.hidden_size * lm_head_dtype.itemsize if _lm_head(head) == "the target's" else 0
@@ -245,18 +250,30 @@ def _measured(measured):
 
 
 def _engine(verdict, source, config):
-    """A reader's verdict with the command that mends it."""
-    named = config.get("base_model_name_or_path") or "speculators_config" in config
-    # What an export cannot know by itself: which target, where the head names none.
-    base = "" if named else " --base-model OWNER/NAME"
-    command = verdict.mend and f"heads.export {source} --format {verdict.mend}{base} --output DIR"
-    problems = [text.replace("`", "") for _, text in verdict.problems]
+    """A reader's verdict with the command that mends it. "silent": what it computes wrong without a word."""
+    problems = [(kind, text.replace("`", "")) for kind, text in verdict.problems]
     return {
         "name": verdict.reader.replace("`", ""),
         "loads": verdict.loads,
-        "silent": [text.replace("`", "") for kind, text in verdict.problems if kind == WRONG and verdict.loads],
-        "problems": problems or ([] if verdict.loads else [verdict.how]),
-        "notes": [text.replace("`", "") for text in verdict.notes],
-        "says": verdict.how.replace("`", ""),
-        "mend": command,
+        "how": verdict.how.replace("`", ""),
+        "problems": [text for _, text in problems],
+        "silent": [text for kind, text in problems if kind == WRONG and verdict.loads],
+        "notes": [text.replace("`", "") for text in verdict.notes] if verdict.loads else [],
+        "mend": _export(source, verdict.mend, config) if verdict.mend else None,
+        "stays": [text.replace("`", "") for _, text in verdict.stays],
     }
+
+
+def _export(source, format, config):
+    """The command that writes the head anew."""
+    # What an export cannot know by itself: the target, where the head names none.
+    named = config.get("base_model_name_or_path") or "speculators_config" in config
+    return f"heads.export {source} --format {format}{'' if named else ' --base-model OWNER/NAME'} --output DIR"
+
+
+def _file_names(source, folder):
+    """Names of the files beside the head: its folder's; of a Hub id the repository's, of which only the head's were fetched."""
+    if not Path(source).is_dir():
+        with contextlib.suppress(OSError, HTTPError, OfflineModeIsEnabled):
+            return {file.rfilename for file in HfApi().model_info(str(source)).siblings or ()}
+    return {path.name for path in folder.iterdir()}

@@ -32,19 +32,25 @@ def _what(found):
 
 def _wrong(found):
     """What is to be seen first: where the file lies, does not fit, or would be computed wrong without a word."""
-    silent = [f"{one['name']}: {text}" for one in found["engines"] for text in one.get("silent", ())]
+    silent = [f"{_short(one)}: {text}" for one in found["engines"] for text in one["silent"]]
     lines = []
-    for title, texts in (("wrong", found["problems"]), ("drafts worse than it could, and nobody says so", silent)):
+    for title, texts in (
+        ("wrong", found["problems"]),
+        ("loads there, and drafts worse than it could without a word", silent),
+    ):
         if texts:
             lines += ["", title]
             for text in texts:
                 lines += textwrap.wrap(f"! {text}", WIDTH, initial_indent="  ", subsequent_indent="    ")
+        if title == "wrong" and found["mend"]:
+            lines.append(f"    a config.json that says what the tensors say: {found['mend']}")
     return lines
 
 
 def _facts(found):
     files = ", ".join(f"{one['name']} ({_bytes(one['bytes'])})" for one in found["files"])
-    yield "format", f"{found['format']}, {found['dtype']}: {files}"
+    also = [name for name in found["beside"] if name.endswith((".safetensors", ".pt", ".bin"))]
+    yield "format", f"{found['format']}, {found['dtype']}: {files}" + (f"; also {', '.join(also)}" if also else "")
     if found["folder"] != found["source"]:
         yield "folder", found["folder"]
     yield "target", _target(found)
@@ -113,11 +119,12 @@ def _sizes(found):
 
 def _draft(found):
     read, lm_head = found["draft_bytes"], found["draft_bytes"]["target_lm_head"]
-    of_target = f", {_bytes(lm_head)} of it the target's lm_head" if lm_head else ""
+    of_target = f" ({_bytes(lm_head)} of them the target's lm_head)" if lm_head else ""
     if "level" not in read:
-        return f"reads {_bytes(read['first'])} of weights for all {found['num_speculative_tokens']} depths at once{of_target}"
-    after = f"; after a step {_bytes(read['advance'])}" if "advance" in read else ""
-    return f"a level reads {_bytes(read['level'])} of weights{of_target}; the first {_bytes(read['first'])}{after}"
+        depth = found["num_speculative_tokens"]
+        return f"reads {_bytes(read['first'])} of weights{of_target} for all {depth} depths at once"
+    after = f", after a step {_bytes(read['advance'])}" if "advance" in read else ""
+    return f"a level reads {_bytes(read['level'])} of weights{of_target}, the first {_bytes(read['first'])}{after}"
 
 
 def _measured(measured):
@@ -138,20 +145,23 @@ def _measured(measured):
 
 
 def _engine(engine):
-    answer = "yes" if engine["loads"] else "no"
-    if engine["loads"] and engine["problems"]:
-        answer = "yes, but"
-    versions = engine.get("says", "yes")
-    texts = engine["problems"] + engine["notes"]
-    if engine["loads"] and versions != "yes":
-        texts = [versions.removeprefix("yes, "), *texts]
+    answer = "no" if not engine["loads"] else "yes, but" if engine["problems"] else "yes"
+    texts = engine["notes"] if engine["loads"] else engine["problems"] or [engine["how"]]
+    if engine["loads"]:
+        how = engine["how"].removeprefix("yes").removeprefix(", ")
+        texts = [*([how] if how else []), *(["see above"] if engine["silent"] else []), *texts]
     before = 2 + NAME + ANSWER
     lines = textwrap.wrap("; ".join(texts), WIDTH - before) or [""]
     if engine["mend"]:
         lines.append(engine["mend"])  # to be copied: never broken
-    name = engine["name"].removeprefix("the ").split(" (")[0]
-    lines[0] = f"  {name:{NAME}}{answer:{ANSWER}}{lines[0]}".rstrip()
+    if engine["stays"]:
+        lines += textwrap.wrap(f"(what stays: {'; '.join(engine['stays'])})", WIDTH - before)
+    lines[0] = f"  {_short(engine):{NAME}}{answer:{ANSWER}}{lines[0]}".rstrip()
     return [lines[0], *(" " * before + line for line in lines[1:])]
+
+
+def _short(engine):
+    return engine["name"].removeprefix("the ").split(" (")[0]
 
 
 def _bytes(count):

@@ -29,10 +29,11 @@ class HeadFiles:
     head: nn.Module
     format: str  # the layout, one of FORMATS
     config: dict  # config.json
-    tensors: frozenset  # names in the weight file
+    tensors: frozenset  # names in the weight files, without `prefix`
     files: frozenset  # names in the folder
     path: str | None = None  # as it would be given to a reader; None: not known yet
     num_layers: int | None = None  # of the target; None: not known
+    prefix: str = ""  # what the names of all tensors begin with, as no reader expects it
 
 
 def original_medusa(files):
@@ -82,7 +83,7 @@ def vllm_medusa(files):
     layers = [value for key, value in config.items() if "num" in key and "layers" in key] or [1]
     for what, said, found in (("heads", heads[-1], head.num_heads), ("blocks per head", layers[-1], head.num_layers)):
         if said != found:
-            yield WRONG, f"it builds {said} {what} by config.json, {found} are here"
+            yield WRONG, f"it builds as many {what} as config.json says ({said}), {found} are here"
     for key, default, found in (("hidden_size", 4096, head.hidden_size), ("vocab_size", 32001, head.vocab_size)):
         if config.get(key, default) != found:
             yield NO, f"it builds {key} {config.get(key, default)} by config.json, the tensors have {found}"
@@ -151,7 +152,7 @@ def vllm_eagle(files):
         yield WRONG, 'it takes "bias": true for a bias of the attention too, which is not in the file'
     if files.head.config.attention_bias and not any(config.get(key) for key in ("qkv_bias", "attention_bias", "bias")):
         yield NO, "it refuses the biases of q, k and v unless config.json says `qkv_bias` true"
-    yield from _one_layer(config)
+    yield from _llama_said(config, files.head.config)
     yield from _rope_said(files, config)
     if files.path is not None and "eagle-" not in files.path.lower():
         yield NOTE, 'needs "method": "eagle": it guesses it only from "eagle-" in the path'
@@ -166,7 +167,7 @@ def sglang_eagle(files):
         yield LAYOUT, "its `fc` has a bias, which stays at random values where `fc.bias` is missing"
     if files.head.config.attention_bias:
         yield WRONG, "it has no biases of q, k and v, and passes over those in the file"
-    yield from _one_layer(config)
+    yield from _llama_said(config, files.head.config)
     yield from _rope_said(files, config)
 
 
@@ -274,9 +275,17 @@ def _names_target(config):
         yield NO, "config.json names no target (`base_model_name_or_path`), which it loads by it"
 
 
-def _one_layer(config):
-    if config.get("num_hidden_layers") != 1:
-        yield NO, f"it builds {config.get('num_hidden_layers', 32)} layers by config.json, one is here"
+def _llama_said(config, head):
+    """Where it would build a layer of other sizes than the tensors have, or more layers than one."""
+    heads = config.get("num_attention_heads") or 32
+    guessed = {"num_key_value_heads": heads, "head_dim": (config.get("hidden_size") or 4096) // heads}
+    names = ("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    found = {name: getattr(head, name) for name in names} | {"num_hidden_layers": 1}
+    for name, value in found.items():
+        said = config.get(name) or guessed.get(name)
+        if said != value:
+            says = "nothing" if said is None else said
+            yield NO, f"it builds the layer by config.json, which says {says} of {name}; the tensors say {value}"
 
 
 def _plain_eagle3(files):
@@ -287,7 +296,7 @@ def _plain_eagle3(files):
     if config.get("draft_vocab_size") is None and head.draft_vocab_size != head.vocab_size:
         yield NO, f"config.json lacks `draft_vocab_size`: it expects an lm_head of {head.vocab_size} rows"
     yield from _three_layers(files)
-    yield from _one_layer(config)
+    yield from _llama_said(config, files.head.config)
     yield from _rope_said(files, config)
 
 

@@ -6,7 +6,7 @@ mends what is wrong.
 
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -83,7 +83,7 @@ class Verdict:
     """Whether a reader takes some files, and what would go wrong.
 
     loads: whether it loads them at all, and drafts; problems: of reader_rules.py, no notes among them; how: what the card says
-    where there are none; mend: the format to export in that mends it (not always all of it), or None.
+    where there are none; mend: the format to export in that mends it, or None; stays: the problems that it leaves.
     """
 
     reader: str
@@ -92,6 +92,7 @@ class Verdict:
     notes: tuple = ()
     how: str = "yes"
     mend: str | None = None
+    stays: tuple = ()
 
 
 def readers_table(head, format):
@@ -121,12 +122,13 @@ def _verdict(reader, files):
     found = _problems(reader, files)
     # What it would say of each format of its own, the ones that cannot hold this head left out.
     written = {
-        format: _problems(reader, files_as_written(files.head, format, files.num_layers))
+        format: _problems(reader, _naming_a_target(files_as_written(files.head, format, files.num_layers)))
         for format in reader.formats
         if _can_be_written(files.head, format)
     }
     best = min(written, key=lambda format: _badness(written[format]), default=None)
-    mend = best if best is not None and _badness(written[best]) < _badness(found) else None
+    helps = best is not None and not _badness(written[best])[0] and _badness(written[best]) < _badness(found)
+    mend = best if helps else None
     problems = [problem for problem in found if problem[0] != NOTE]
     if any(kind == LAYOUT for kind, _ in found):
         # What is wrong with the head itself counts, whatever the layout.
@@ -136,11 +138,13 @@ def _verdict(reader, files):
             problems = [problem for problem in problems if problem[0] == NO]
     notes = tuple(text for kind, text in found if kind == NOTE)
     loads = not any(kind in (LAYOUT, NO) for kind, _ in found)
-    return Verdict(reader.name, loads, tuple(problems), notes, reader.formats.get(files.format, "yes"), mend)
+    stays = tuple(problem for problem in written[mend] if problem[0] != NOTE) if mend else ()
+    return Verdict(reader.name, loads, tuple(problems), notes, reader.formats.get(files.format, "yes"), mend, stays)
 
 
 def _problems(reader, files):
     """All problems of one reader with some files, notes among them."""
+    prefixed = [(LAYOUT, f"it knows no tensors whose names begin with {files.prefix!r}")] if files.prefix else []
     # The dialects of EAGLE heads differ in a key and a tensor, which its rules ask for.
     if files.format not in reader.formats and family_of(files.head) != "EAGLE":
         rule = (
@@ -149,7 +153,13 @@ def _problems(reader, files):
             else []
         )
         return [(LAYOUT, f"it reads the format {' or '.join(reader.formats)}"), *rule]
-    return list(reader.others.get(files.format, reader.rule)(files))
+    return prefixed + list(reader.others.get(files.format, reader.rule)(files))
+
+
+def _naming_a_target(files):
+    """As an export with --base-model writes them, where the head names no target."""
+    named = files.config.get("base_model_name_or_path") or "OWNER/NAME"
+    return replace(files, config=files.config | {"base_model_name_or_path": named})
 
 
 def _badness(problems):
