@@ -66,12 +66,17 @@ def to_file(head, format, lm_head_weight=None):
 
 
 def _plain_config(config):
-    return {
+    keys = {
         "architectures": ["LlamaForCausalLMEagle3"],
         **layer_keys(config),
         **_shared_keys(config),
         **({} if config.aux_layer_ids is None else {"eagle_config": _nested_ids(config.aux_layer_ids)}),
     }
+    if not config.own_embedding:
+        # Where it is there, the original code leaves an embedding that is not in the file at random values instead of taking the
+        # target's. Without it every reader takes hidden_size.
+        del keys["target_hidden_size"]
+    return keys
 
 
 def _speculators_config(config, embedding_is_targets):

@@ -127,14 +127,14 @@ def describe(source, folder, model=None):
         num_layers=depth,
         prefix=prefix,
     )
-    engines = [_engine(verdict, source, config) for verdict in judge(files)]
+    engines = [_engine(verdict, source, head) for verdict in judge(files)]
     return {
         "source": str(source),
         "folder": str(folder),
         "family": family_of(head),
         "format": file.format,
         "problems": problems,
-        "mend": _export(source, file.format, config) if file.notes else None,
+        "mend": _export(source, file.format, head) if file.notes else None,
         "files": [{"name": path.name, "bytes": path.stat().st_size} for path in file.weight_files],
         "beside": sorted(beside - {path.name for path in file.weight_files}),
         "dtype": _name(file.dtype),
@@ -149,7 +149,7 @@ def describe(source, folder, model=None):
         "draft_bytes": _draft_bytes(head, target),
         "tree": tree,
         "measured": _measured(measured),
-        "engines": [_engine(Verdict("Headstart", True), source, config), *engines],
+        "engines": [_engine(Verdict("Headstart", True), source, head), *engines],
     }
 
 
@@ -249,7 +249,7 @@ def _measured(measured):
     return found
 
 
-def _engine(verdict, source, config):
+def _engine(verdict, source, head):
     """A reader's verdict with the command that mends it. "silent": what it computes wrong without a word."""
     problems = [(kind, text.replace("`", "")) for kind, text in verdict.problems]
     return {
@@ -259,16 +259,16 @@ def _engine(verdict, source, config):
         "problems": [text for _, text in problems],
         "silent": [text for kind, text in problems if kind == WRONG and verdict.loads],
         "notes": [text.replace("`", "") for text in verdict.notes] if verdict.loads else [],
-        "mend": _export(source, verdict.mend, config) if verdict.mend else None,
+        "mend": _export(source, verdict.mend, head) if verdict.mend else None,
         "stays": [text.replace("`", "") for _, text in verdict.stays],
     }
 
 
-def _export(source, format, config):
+def _export(source, format, head):
     """The command that writes the head anew."""
     # What an export cannot know by itself: the target, where the head names none.
-    named = config.get("base_model_name_or_path") or "speculators_config" in config
-    return f"heads.export {source} --format {format}{'' if named else ' --base-model OWNER/NAME'} --output DIR"
+    base = "" if head.config.base_model_name_or_path else " --base-model OWNER/NAME"
+    return f"heads.export {source} --format {format}{base} --output DIR"
 
 
 def _file_names(source, folder):

@@ -134,6 +134,8 @@ def _steps_said(config, head):
             (WRONG if said < head.num_steps else NO),
             f"it drafts {said} steps by config.json, {head.num_steps} are here",
         )
+    if head.tie_weights and head.num_steps == 1:
+        yield NO, "it wants two projections of tied steps, one step has one"
 
 
 def vllm_eagle(files):
@@ -163,20 +165,24 @@ def sglang_eagle(files):
         yield LAYOUT, f'it wants "architectures": ["LlamaForCausalLMEagle"], config.json says {said}'
     if "fc.bias" not in files.tensors:
         yield LAYOUT, "its `fc` has a bias, which stays at random values where `fc.bias` is missing"
+    if files.head.config.attention_bias:
+        yield WRONG, "it has no biases of q, k and v, and passes over those in the file"
     yield from _llama_said(config, files.head.config)
     yield from _rope_said(files, config)
 
 
 def original_eagle(files):
-    bias = files.config.get("bias", True)
-    if bias != ("fc.bias" in files.tensors):
-        there = "is here" if "fc.bias" in files.tensors else "is not here"
+    """As of its version for EAGLE-3, which takes the target's embedding; before, it opened `pytorch_model.bin` and nothing else."""
+    bias, head = files.config.get("bias", True), files.head.config
+    if bias and "fc.bias" not in files.tensors:
         yield (
             LAYOUT,
-            f'"bias" {str(bias).lower()} in config.json (absent: true) says whether there is `fc.bias`, which {there}',
+            "its `fc` has a bias unless config.json says `bias` false, which stays at random values where it is missing",
         )
-    if "embed_tokens.weight" not in files.tensors:
-        yield NO, "it wants the target's embedding in the file"
+    if not bias and head.fc_bias:
+        yield WRONG, "it passes over `fc.bias`, as config.json says `bias` false"
+    if head.rope_scaling is not None or head.num_attention_heads * head.head_dim != head.hidden_size:
+        yield NO, "it knows no rope scaling, and no heads that are not the hidden size"
 
 
 def vllm_eagle3(files):
@@ -234,8 +240,16 @@ def original_eagle3(files):
         yield LAYOUT, "it calls the layer `midlayer.`, not `layers.0.`"
     if head.norm_before_residual:
         yield NO, "it knows no `norm_before_residual`, which is true here"
-    if head.rope_scaling is not None or head.num_attention_heads * head.head_dim != head.hidden_size:
-        yield NO, "it knows no rope scaling, and no heads that are not the hidden size"
+    if head.rope_scaling is not None:
+        yield NO, "it knows no rope scaling"
+    if head.attention_bias:
+        yield WRONG, "it has no biases of q, k and v, and passes over those in the file"
+    yield from _three_layers(files)
+    if "target_hidden_size" in config and "embed_tokens.weight" not in files.tensors:
+        yield (
+            WRONG,
+            "it takes the target's embedding only where config.json has no `target_hidden_size`: it stays at random values",
+        )
     if "draft_vocab_size" not in config and files.format != "speculators":
         yield NO, "config.json lacks `draft_vocab_size`"
     if not _are_default(files):
@@ -243,8 +257,17 @@ def original_eagle3(files):
 
 
 def speculators_library(files):
-    if files.format == "speculators" and "embed_tokens.weight" not in files.tensors:
-        yield NO, "it wants the target's embedding in the file"
+    head = files.head.config
+    if head.target_hidden_size != head.hidden_size:
+        yield (
+            NO,
+            f"its heads are as wide as the target ({head.target_hidden_size}), this one is {head.hidden_size} wide",
+        )
+    if head.attention_bias:
+        yield WRONG, "it has no biases of q, k and v, and passes over those in the file"
+    verifier = (files.config.get("speculators_config") or {}).get("verifier") or {}
+    if files.format == "speculators" and not verifier.get("name_or_path"):
+        yield NO, "it loads the target that config.json names as `verifier`, and none is named"
 
 
 def _names_target(config):

@@ -72,7 +72,8 @@ def test_files_hold_the_published_names_and_keys(tmp_path):
     assert (tensors["d2t"].dtype, tensors["t2d"].dtype) == (torch.int64, torch.bool)
     config = json.loads((tmp_path / "plain" / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
-    assert (config["vocab_size"], config["draft_vocab_size"], config["target_hidden_size"]) == (V, VD, H)
+    assert (config["vocab_size"], config["draft_vocab_size"], config["hidden_size"]) == (V, VD, H)
+    assert "target_hidden_size" not in config  # with it the original code does not take the target's embedding
     assert (config["norm_before_residual"], config["tie_word_embeddings"], config["head_dim"]) == (False, False, 10)
     assert (config[IDS], config["eagle_config"][IDS]) == ([1, 3, 5], [0, 2, 4])
     assert (config["rope_theta"], config["rope_parameters"]["rope_theta"]) == (500.0, 500.0)

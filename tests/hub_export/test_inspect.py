@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ from headstart.heads.eagle3 import Eagle3, Eagle3Config
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 from headstart.hub_export.export import main as export
+from headstart.hub_export.inspect_head import describe
+from headstart.hub_export.inspect_text import as_text
 from headstart.hub_export.readers import files_as_written, judge, readers_table
 
 H, V, VD = 16, 66, 22
@@ -85,6 +88,10 @@ def inspect(capsys):
         return status, *capsys.readouterr()
 
     return run
+
+
+def found_in(folder):
+    return describe(folder, Path(folder))
 
 
 def edit_config(folder, change):
@@ -235,6 +242,7 @@ SPOILED = {
     "fc.bias of zeros": (eagle, "eagle-sglang", say(), "vLLM", False, "refuses fc.bias even if it is zero"),
     "no fc.bias": (eagle, "eagle-vllm", say(), "SGLang", False, "stays at random values"),
     "bias said": (eagle, "eagle-vllm", say(bias=True), "vLLM", True, "for a bias of the attention too"),
+    "no bias key": (eagle, "eagle-vllm", leave_out("bias"), "original", False, "unless config.json says bias false"),
     "a prefix": (eagle, "eagle-vllm", rename("^", "model."), "vLLM", False, "whose names begin with 'model.'"),
     "layers.0": (eagle3, "eagle3", rename("midlayer.", "layers.0."), "SGLang", False, "draft from random values"),
     "outer ids only": (eagle3, "eagle3", leave_out("eagle_config"), "SGLang", True, "not in eagle_config"),
@@ -251,20 +259,20 @@ SPOILED = {
 
 
 @pytest.mark.parametrize("case", SPOILED)
-def test_what_is_wrong_for_a_reader_is_said_and_mended_by_the_command(inspect, tmp_path, case):
+def test_what_is_wrong_for_a_reader_is_said_and_mended_by_the_command(tmp_path, case):
     head, format, change, reader, loads, said = SPOILED[case]
     save_head(head(), tmp_path / "head", format=format, torch_file=True)
     change(tmp_path / "head")
-    status, text, _ = inspect("head", "--json")
-    engine = engine_of(json.loads(text), reader)
-    assert (status, engine["loads"]) == (0, loads)
+    found = found_in("head")
+    engine = engine_of(found, reader)
+    assert engine["loads"] is loads
     assert any(said in problem for problem in engine["problems"]), engine["problems"]
-    assert engine["mend"] in inspect("head")[1]
+    assert engine["mend"] in as_text(found)
     command, *arguments = shlex.split(engine["mend"].replace("OWNER/NAME", "target").replace("DIR", "mended"))
     assert command == "heads.export"
     with warnings.catch_warnings(action="ignore"):  # of what the config says wrong
         assert export(arguments) == 0
-    engine = engine_of(json.loads(inspect("mended", "--json")[1]), reader)
+    engine = engine_of(found_in("mended"), reader)
     assert (engine["loads"], engine["problems"]) == (True, [])
 
 
@@ -275,7 +283,7 @@ INHERENT = {
     "five heads": (medusa, "medusa", "original", True, "builds 5 heads whatever the config says: these are 3"),
     "scale_input": (mlp_speculator, "mlp-speculator", "text-gen", True, "takes no notice of scale_input"),
     "fc.bias": (lambda: eagle(fc_bias=True), "eagle-sglang", "vLLM", False, "this head's has one"),
-    "no embedding": (eagle, "eagle-vllm", "original", False, "the target's embedding in the file"),
+    "one step": (lambda: mlp_speculator(num_steps=1), "mlp-speculator", "vLLM", False, "wants two projections"),
     "residual": (lambda: eagle3(norm_before_residual=True), "speculators", "SGLang", False, "norm_before_residual"),
     "layers": (lambda: eagle3(aux_layer_ids=(1, 2, 3, 4)), "eagle3", "vLLM", False, "this head reads 4"),
     "biases": (lambda: eagle3(attention_bias=True), "eagle3", "SGLang", False, "no biases of q, k and v"),
@@ -284,10 +292,10 @@ INHERENT = {
 
 
 @pytest.mark.parametrize("case", INHERENT)
-def test_what_lies_in_the_head_is_said_without_a_command(inspect, tmp_path, case):
+def test_what_lies_in_the_head_is_said_without_a_command(tmp_path, case):
     head, format, reader, loads, said = INHERENT[case]
     save_head(head(), tmp_path / "head", format=format, torch_file=True)
-    engine = engine_of(json.loads(inspect("head", "--json")[1]), reader)
+    engine = engine_of(found_in("head"), reader)
     assert (engine["loads"], engine["mend"]) == (loads, None)
     assert any(said in problem for problem in engine["problems"] or [engine["how"]])
     [row] = [text for name, text in readers_table(load_head("head"), format) if reader in name]
