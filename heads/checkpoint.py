@@ -36,6 +36,7 @@ from .formats import (
     recognise,
     to_file,
 )
+from .hub_id import split_revision
 
 TREE_FILE = "tree.json"  # the draft tree measured for a head may lie beside it
 
@@ -236,7 +237,7 @@ def resolve_head(path_or_id):
     """The local folder that holds a head's files.
 
     A run gives its `head/`, else the head of its newest checkpoint; a checkpoint gives its `head/`; a head folder gives
-    itself; anything that is no folder is taken for a Hub id and its head's files are fetched.
+    itself; anything that is no folder is taken for a Hub id, OWNER/NAME or OWNER/NAME@REVISION, and its head's files are fetched.
     """
     folder = Path(path_or_id)
     if not folder.is_dir():
@@ -279,28 +280,29 @@ def _read_names(path):
         raise ValueError(f"{path} cannot be read ({error})") from None
 
 
-def _fetch_head(repo_id):
+def _fetch_head(path_or_id):
     """Download a head's files from the Hub (or find them in its cache) and return their folder."""
+    repo_id, revision = split_revision(path_or_id)
     try:
-        folder = Path(hf_hub_download(repo_id, "config.json")).parent
+        folder = Path(hf_hub_download(repo_id, "config.json", revision=revision)).parent
         for name in WEIGHT_FILES:
-            missing = _fetch(repo_id, name)
+            missing = _fetch(repo_id, name, revision)
             if missing is None:
-                _fetch(repo_id, TREE_FILE)
+                _fetch(repo_id, TREE_FILE, revision)
                 return folder
         raise missing
     except (OSError, ValueError, HTTPError, EntryNotFoundError) as error:
         searched = "HF_HUB_OFFLINE is set, only its cache was searched" if constants.HF_HUB_OFFLINE else "asked"
         raise ValueError(
-            f"no head at {str(repo_id)!r}: there is no such folder, and the Hub at {constants.ENDPOINT} ({searched}) gave "
+            f"no head at {path_or_id!r}: there is no such folder, and the Hub at {constants.ENDPOINT} ({searched}) gave "
             f"no config.json with one of {', '.join(WEIGHT_FILES)}: {type(error).__name__}: {_first_line(error)}"
         ) from error
 
 
-def _fetch(repo_id, name):
+def _fetch(repo_id, name, revision):
     """Fetch a file that a repository may not have; then the error that says so is returned."""
     try:
-        hf_hub_download(repo_id, name)
+        hf_hub_download(repo_id, name, revision=revision)
     except EntryNotFoundError as error:
         return error
 

@@ -39,12 +39,8 @@ def arguments_of(source, output):
 
 
 @pytest.fixture
-def run_here(source, fake_hub, monkeypatch):
-    """Run the command in this process, which is faster, with huggingface_hub's settings changed to suit."""
-    monkeypatch.setattr(constants, "ENDPOINT", fake_hub.url)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setenv("HF_TOKEN", "hf_dummy")
+def run_here(source, hub_here):
+    """Run the command in this process, which is faster."""
     return lambda output, *arguments: main([*arguments_of(source, output), *arguments])
 
 
@@ -156,5 +152,11 @@ def test_a_push_that_fails_keeps_the_export_and_says_how_to_push_it(error_of, tm
     fake_hub.fail_commits = True
     last = error_of("--push-to-hub")
     assert "exceeded your storage limit" in last
-    assert f"`hf upload tester/out {tmp_path / 'out'}`" in last
+    assert "the account must have room" in last
+    assert f"`heads.export push {tmp_path / 'out'} tester/out`" in last
     assert len(list((tmp_path / "out").iterdir())) == 4
+    assert error_of("--push-to-hub").endswith("pushes it as it is, or name a new folder")
+    fake_hub.fail_commits = False
+    assert main(["push", str(tmp_path / "out")]) == 0
+    assert len(fake_hub.repositories["tester/out"]["files"]) == 4
+    assert len(fake_hub.uploads) == 2  # the two weight files, not again
