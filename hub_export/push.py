@@ -23,6 +23,7 @@ from .collection import add_to_collection, check_collection
 from .retry import patiently, reason, status
 
 MESSAGE = "Upload speculator heads with Headstart"
+WORTH_A_LINE = 50 * 10**6  # bytes of a file after which is said how long the others take
 WEIGHTS = (".safetensors", ".pt", ".bin")
 
 
@@ -126,9 +127,10 @@ def _push(api, folder, repo_id, options):
         )
         patiently(upload, f"sending {file.name}")
         sent += file.size
-        if 0 < sent < total:
-            left = (time.monotonic() - start) * (total - sent) / sent
-            print(f"{in_bytes(sent)} of {in_bytes(total)} sent, about {left / 60:.0f} min left", flush=True)
+        if file.size >= WORTH_A_LINE and sent < total:
+            minutes = (time.monotonic() - start) * (total - sent) / sent / 60
+            left = f"about {minutes:.0f} min" if minutes >= 1 else "less than a minute"
+            print(f"{in_bytes(sent)} of {in_bytes(total)} sent, {left} left", flush=True)
 
     def missing_now():
         return [file for file in plan_push(folder, _ask(api, repo_id, options.revision)[0]) if file.state != "there"]

@@ -196,14 +196,15 @@ class WandbTracker:
         import wandb
 
         lineage = {source.role: source.metadata for source in self.sources}
-        artifact = wandb.Artifact(artifact_name(self.folder.name, "head"), "model", metadata=metadata | lineage)
+        name = artifact_name(self.folder.name, "head")
+        artifact = wandb.Artifact(name, "model", metadata=metadata | lineage)
         size = sum(path.stat().st_size for path in head_folder.rglob("*") if path.is_file())  # an adapter/ too
         if size <= UPLOAD_LIMIT:
             artifact.add_dir(str(head_folder), policy="immutable", skip_cache=True)
         else:
             artifact.add_reference(head_folder.resolve().as_uri())
         self._run().log_artifact(artifact, aliases=["latest", f"step-{step}"])
-        self._write_place(artifact=f"{artifact.name.split(':')[0]}:step-{step}")
+        self._write_place(f"{name}:step-{step}")
 
     def _write_place(self, artifact=None):
         """wandb.json: where W&B has this run, and the head, for the card of an export."""
