@@ -16,13 +16,15 @@ This file touches no disk.
 from .draft_vocabulary import check_d2t, check_t2d
 from .eagle3 import Eagle3, Eagle3Config
 from .layer_format import check_rope, layer_keys, read_layer, shapes_of, vocab_size_of
-from .reading import Reading
+from .reading import Reading, assume, compare
 from .tensor_checks import check_tensors, shape_of
 
 LAYER = {"eagle3": "midlayer.", "speculators": "layers.0."}  # our "midlayer." as the format calls it
 FORMATS = tuple(LAYER)
 EMBEDDING = "embed_tokens.weight"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+# A key of ours: the embed_tokens that speculators files hold is the target's, and plain files need none.
+TARGETS_EMBEDDING = "embed_tokens_is_targets"
 UNSUPPORTED = ("norm_before_fc", "fc_norm", "norm_output")  # variants of the speculators library
 
 
@@ -58,7 +60,9 @@ def to_file(head, format, lm_head_weight=None):
     elif EMBEDDING in state:
         state[EMBEDDING] = state[EMBEDDING].to(head.fc.weight.dtype)  # the target's may be of another dtype
     tensors = {_renamed(name, "midlayer.", LAYER[format]): tensor.cpu().contiguous() for name, tensor in state.items()}
-    return tensors, (_speculators_config if format == "speculators" else _plain_config)(head.config)
+    if format == "eagle3":
+        return tensors, _plain_config(head.config)
+    return tensors, _speculators_config(head.config, head.embedding_is_targets)
 
 
 def _plain_config(config):
@@ -70,8 +74,8 @@ def _plain_config(config):
     }
 
 
-def _speculators_config(config):
-    layer = layer_keys(config)
+def _speculators_config(config, embedding_is_targets):
+    layer = layer_keys(config) | ({TARGETS_EMBEDDING: True} if embedding_is_targets else {})
     proposal = {"proposal_type": "greedy", "speculative_tokens": config.num_speculative_tokens}
     return {
         "architectures": ["Eagle3DraftModel"],
@@ -112,23 +116,22 @@ def from_file(tensors, config):
     speculators = "speculators_model_type" in config
     llama = _llama_keys(config) if speculators else config
     hidden_size, width = shape_of(tensors, "fc.weight")
-    vocab_size, draft_vocab_size = vocab_size_of(tensors, llama), shape_of(tensors, "lm_head.weight")[0]
-    for key, tensor, size in (("draft_vocab_size", "lm_head", draft_vocab_size), ("hidden_size", "fc", hidden_size)):
-        said = config.get(key, llama.get(key))
-        if said not in (None, size):
-            raise ValueError(f'config.json says "{key}": {said!r}, tensor {tensor}.weight has {size} rows')
+    vocab_size, draft_vocab_size = vocab_size_of(tensors, llama, notes), shape_of(tensors, "lm_head.weight")[0]
+    compare(notes, config, "draft_vocab_size", draft_vocab_size, "tensor lm_head.weight")
     if draft_vocab_size > vocab_size:
         raise ValueError(
             f"tensor lm_head.weight has {draft_vocab_size} rows, expected at most the vocabulary's {vocab_size}"
         )
     target_hidden_size = config.get("target_hidden_size") or hidden_size
+    normed = config.get("norm_before_residual")
+    _note_silence(config, prefix, speculators, notes)
     shape = Eagle3Config(
         hidden_size=hidden_size,
         vocab_size=vocab_size,
         target_hidden_size=target_hidden_size,
         draft_vocab_size=draft_vocab_size,
         aux_layer_ids=_aux_layer_ids(config, width, target_hidden_size),
-        norm_before_residual=config.get("norm_before_residual", speculators),
+        norm_before_residual=speculators if normed is None else normed,
         **read_layer(tensors, prefix, llama, hidden_size, notes),
     )
     check_rope(shape)
@@ -140,7 +143,21 @@ def from_file(tensors, config):
         del expected[EMBEDDING]
     check_tensors(tensors, expected)
     state = {_renamed(name, prefix, "midlayer."): tensor for name, tensor in tensors.items()} | tables
-    return Reading(shape, state, "speculators" if speculators else "eagle3", notes)
+    of_target = bool(llama.get(TARGETS_EMBEDDING)) and EMBEDDING in state
+    return Reading(shape, state, "speculators" if speculators else "eagle3", notes, of_target)
+
+
+def _note_silence(config, prefix, speculators, notes):
+    """What the config leaves open or says in vain, of what is EAGLE-3's own."""
+    if not config.get(LAYER_IDS) and not (config.get("eagle_config") or {}).get(LAYER_IDS):
+        assume(notes, LAYER_IDS, "2, n//2, n-3", "what published heads read of a target of n layers")
+    if speculators and config.get("norm_before_residual") is None:
+        assume(notes, "norm_before_residual", True, "as readers of this format do")
+    if config.get("tie_word_embeddings"):
+        notes.append('config.json says "tie_word_embeddings": True; the tensors hold an lm_head of its own')
+    format = "speculators" if speculators else "eagle3"
+    if prefix != LAYER[format]:
+        notes.append(f'its layer is called "{prefix}", in files of the format {format} it is "{LAYER[format]}"')
 
 
 def _llama_keys(config):

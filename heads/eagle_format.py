@@ -69,9 +69,10 @@ def from_file(tensors, config):
     bias = tensors.get("fc.bias")
     if bias is not None and tuple(bias.shape) == (rows,) and not bias.any():
         del tensors["fc.bias"]  # SGLang's dialect of a head that has none
+    _compare_bias(config, "fc.bias" in tensors, dialect, notes)
     shape = EagleConfig(
         hidden_size=rows,
-        vocab_size=vocab_size_of(tensors, config),
+        vocab_size=vocab_size_of(tensors, config, notes),
         fc_bias="fc.bias" in tensors,
         **read_layer(tensors, "layers.0.", config, rows, notes),
     )
@@ -81,3 +82,15 @@ def from_file(tensors, config):
         del expected[EMBEDDING]
     check_tensors(tensors, expected)
     return Reading(shape, tensors, dialect, notes)
+
+
+def _compare_bias(config, biased, dialect, notes):
+    """The original code makes fc.bias unless "bias" is false; SGLang's class always has one, whatever the key says."""
+    if (
+        biased
+        and config.get("bias") is False
+        and ARCHITECTURES["eagle-sglang"] not in (config.get("architectures") or [])
+    ):
+        notes.append('config.json says "bias": False; the tensors hold fc.bias')
+    if dialect == "eagle-vllm" and config.get("bias") is not False:
+        notes.append('config.json does not say "bias": False; the tensors hold no fc.bias')

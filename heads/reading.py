@@ -14,12 +14,13 @@ class Reading(NamedTuple):
     state: dict  # its tensors in our names
     format: str  # the layout that the file follows, one of the family's FORMATS
     notes: list  # of str: where config.json lies, is silent, or was overruled by tensors
+    embedding_is_targets: bool = False  # whether the file says that its embed_tokens is a copy of the target's
 
 
 def compare(notes, config, key, found, tensors="the tensors"):
     """Note it if config.json says something else of `key` than what is `found` in `tensors`; saying nothing is no lie."""
     if config.get(key) not in (None, found):
-        notes.append(f'config.json says "{key}": {config[key]!r}; {tensors} say {found!r}')
+        notes.append(f'config.json says "{key}": {config[key]!r}; by {tensors} it is {found!r}')
 
 
 def assume(notes, key, value, why):

@@ -134,10 +134,8 @@ def export_head(source, output, format, dtype=None, base_model=None, license=Non
     folder = resolve_head(source)
     head = load_head(folder)
     if format == "speculators" and head.needs_embedding:
-        # A copy of its own, which files hold; what it takes as the target's they leave out.
         weight = read_target(base_model or head.config.base_model_name_or_path, format).get_input_embeddings().weight
         head.take_embedding(weight.to(next(head.parameters()).dtype))
-        head.embedding_is_targets = False
     table = check_format(head, format)
     adapter_folder, merged_from = find_adapter_of(head, source, folder), None
     if merged is not None:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
-from headstart.heads import checkpoint
+from headstart.heads import weight_files
 from headstart.heads.checkpoint import check_head_fits, load_head, resolve_head, save_head
 from headstart.heads.medusa import Medusa, MedusaConfig
 
@@ -328,7 +328,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
         (next(tmp_path.glob(".head.partial-*")) / "medusa_lm_head.safetensors").write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "save_file", fill)
+    monkeypatch.setattr(weight_files, "save_file", fill)
     with pytest.raises(OSError, match=r"cannot write .*head \(No space left on device\)") as caught:
         save_head(make_head(), tmp_path / "head")
     assert caught.value.errno == errno.ENOSPC
