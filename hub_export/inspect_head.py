@@ -13,12 +13,13 @@ from pickle import UnpicklingError
 
 import torch
 from huggingface_hub import HfApi, hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, HTTPError, OfflineModeIsEnabled
+from huggingface_hub.errors import EntryNotFoundError, HTTPError
 
 from ..heads.checkpoint import check_head_fits, read_config, read_head, resolve_head
 from ..heads.eagle3 import default_aux_layers
 from ..heads.eagle3_format import LAYER_IDS
 from ..heads.formats import family_of, recognise, without_prefix
+from ..heads.hub_id import split_revision
 from ..heads.weight_files import find_weights, read_names
 from ..inference.adapter import adapter_of
 from ..inference.draft_weights import draft_bytes
@@ -78,7 +79,8 @@ def _config_of(folder, source):
     """config.json of a folder or a Hub id as a dict; {} where there is none to be read (resolve_head says what is wrong)."""
     try:
         if not folder.is_dir():
-            folder = Path(hf_hub_download(source, "config.json")).parent
+            repo_id, revision = split_revision(source)
+            folder = Path(hf_hub_download(repo_id, "config.json", revision=revision)).parent
         return read_config(folder)
     except (OSError, ValueError, HTTPError, EntryNotFoundError):
         return {}
@@ -274,6 +276,7 @@ def _export(source, format, head):
 def _file_names(source, folder):
     """Names of the files beside the head: its folder's; of a Hub id the repository's, of which only the head's were fetched."""
     if not Path(source).is_dir():
-        with contextlib.suppress(OSError, HTTPError, OfflineModeIsEnabled):
-            return {file.rfilename for file in HfApi().model_info(str(source)).siblings or ()}
+        repo_id, revision = split_revision(source)
+        with contextlib.suppress(OSError, HTTPError):
+            return {file.rfilename for file in HfApi().model_info(repo_id, revision=revision).siblings or ()}
     return {path.name for path in folder.iterdir()}

@@ -1,11 +1,8 @@
 """headstart inspect: what it says of a head is so, what it finds wrong is wrong, and the command it names mends it."""
 
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -388,30 +385,18 @@ def test_a_model_is_told_from_a_head_without_reading_it(inspect, tmp_path):
     assert (status, '"num_hidden_layers": 12' in text) == (0, True)
 
 
-def test_heads_and_models_of_the_hub(tmp_path, fake_hub):
+def test_heads_and_models_of_the_hub(inspect, tmp_path, hub_here):
     """A repository's files count, not only those that were fetched; of a model only the config is."""
     save_head(medusa(5), tmp_path / "head", torch_file=True)
     files = {path.name: path.read_bytes() for path in (tmp_path / "head").iterdir()}
     model = {"config.json": (tmp_path / "target" / "config.json").read_bytes(), "model.safetensors": b"large"}
-    fake_hub.repositories["a/head"] = {"private": False, "files": files}
-    fake_hub.repositories["a/model"] = {"private": False, "files": model}
-    script = (
-        "from headstart.cli import main; print('status', *(main(['inspect', name]) for name in ('a/head', 'a/model')))"
-    )
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING", "TRANSFORMERS_"))}
-    kept |= {"HF_ENDPOINT": fake_hub.url, "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(tmp_path / "home")}
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        env=kept | {"HF_TOKEN": "hf_dummy"},
-        cwd=tmp_path,
-    )
-    assert "status 0 2" in done.stdout, done.stderr
-    assert "a/head: Medusa, 5 heads" in done.stdout
-    assert "original Medusa code        yes" in done.stdout, (fake_hub.requests, done)
-    assert "a/model is a model, not a head" in done.stderr
-    fetched = [request for request in fake_hub.requests if request.startswith("GET") and "/resolve/" in request]
-    assert sorted(request.rpartition("/")[2] for request in fetched) == ["config.json"] * 2 + [
-        "medusa_lm_head.safetensors"
-    ]
+    hub_here.repositories["a/head"] = {"private": False, "files": files}
+    hub_here.repositories["a/model"] = {"private": False, "files": model}
+    status, text, _ = inspect("a/head")
+    assert (status, text.splitlines()[0]) == (0, "a/head: Medusa, 5 heads of 1 block")
+    assert "original Medusa code        yes" in text
+    status, _, error = inspect("a/model")
+    assert (status, "a/model is a model, not a head" in error) == (2, True)
+    assert inspect("a/head@main")[0] == 0
+    fetched = [request for request in hub_here.requests if request.startswith("GET") and "/resolve/" in request]
+    assert sorted(one.rpartition("/")[2] for one in fetched) == ["config.json"] * 2 + ["medusa_lm_head.safetensors"]
