@@ -35,6 +35,7 @@ from .formats import (
     to_file,
     without_prefix,
 )
+from .hub_id import split_revision
 from .reading import assume
 from .tensor_checks import DTYPES
 from .weight_files import failing_as_oserror, find_weights, list_files, read_names, read_tensors, write_tensors
@@ -234,7 +235,7 @@ def resolve_head(path_or_id):
     """The local folder that holds a head's files.
 
     A run gives its `head/`, else the head of its newest checkpoint; a checkpoint gives its `head/`; a head folder gives
-    itself; anything that is no folder is taken for a Hub id and its head's files are fetched.
+    itself; anything that is no folder is taken for a Hub id, OWNER/NAME or OWNER/NAME@REVISION, and its head's files are fetched.
     """
     folder = Path(path_or_id)
     if not folder.is_dir():
@@ -266,30 +267,32 @@ def find_head(folder):
         return None
 
 
-def _fetch_head(repo_id):
+def _fetch_head(path_or_id):
     """Download a head's files from the Hub (or find them in its cache) and return their folder."""
+    repo_id, revision = split_revision(path_or_id)
     try:
-        folder = Path(hf_hub_download(repo_id, "config.json")).parent
+        folder = Path(hf_hub_download(repo_id, "config.json", revision=revision)).parent
+        commit = folder.name  # of the cache's folder: a branch may move on in between
         for name in WEIGHT_FILES:
-            missing = _fetch(repo_id, name)
+            missing = _fetch(repo_id, name, commit)
             if missing is None:
                 for path in list_files(folder / name):
-                    hf_hub_download(repo_id, path.name)
-                _fetch(repo_id, TREE_FILE)
+                    hf_hub_download(repo_id, path.name, revision=commit)
+                _fetch(repo_id, TREE_FILE, commit)
                 return folder
         raise missing
     except (OSError, ValueError, HTTPError, EntryNotFoundError) as error:
         searched = "HF_HUB_OFFLINE is set, only its cache was searched" if constants.HF_HUB_OFFLINE else "asked"
         raise ValueError(
-            f"no head at {str(repo_id)!r}: there is no such folder, and the Hub at {constants.ENDPOINT} ({searched}) gave "
+            f"no head at {path_or_id!r}: there is no such folder, and the Hub at {constants.ENDPOINT} ({searched}) gave "
             f"no config.json with one of {', '.join(WEIGHT_FILES)}: {type(error).__name__}: {_first_line(error)}"
         ) from error
 
 
-def _fetch(repo_id, name):
+def _fetch(repo_id, name, revision):
     """Fetch a file that a repository may not have; then the error that says so is returned."""
     try:
-        hf_hub_download(repo_id, name)
+        hf_hub_download(repo_id, name, revision=revision)
     except EntryNotFoundError as error:
         return error
 

@@ -4,6 +4,7 @@
     heads.export runs/first --format vllm --output exports/first-vllm --dtype bfloat16
     heads.export runs/first --format medusa --output exports/first --push-to-hub you/first --private
     heads.export runs/medusa2 --format medusa --output exports/medusa2 --merge-adapter exports/medusa2-target
+    heads.export push exports/first you/first                   (push_command.py)
 
 (from the checkout also `python -m heads.export ...`). The folder appears when it is complete: written aside, read back,
 compared with the source bit by bit, then renamed. Of heads that were trained
@@ -24,8 +25,11 @@ from ..inference.adapter import find_adapter_of, read_adapter
 from .measurements import find_measurements
 from .merge import check_can_merge, copy_adapter, merged_card, write_merged_target
 from .model_card import is_hub_id, model_card, target_name
-from .push import check_can_push, push_folder
+from .push import PushOptions, check_can_push
+from .push_command import add_push_options, check_is_not_there, push, push_options
+from .push_command import main as push_command
 from .read_back import check_finite, compare_with_source
+from .tracked_run import with_tracked_run
 
 DESCRIPTION = """\
 Write a trained head in a format that others read, with a model card, and optionally push it to the Hub.
@@ -51,6 +55,9 @@ examples
       --push-to-hub you/first --private
       log in first (`hf auth login`) or set HF_TOKEN; without REPO it is your account's NAME of the output folder
 
+  heads.export push exports/first you/first
+      an export that is there already, or what a push that broke off left out (see `heads.export push --help`)
+
   heads.export runs/medusa2 --format medusa --output exports/medusa2 --merge-adapter exports/medusa2-target
       heads trained together with an adapter of their target: adapter/ goes along, and the target is also written merged
 
@@ -60,6 +67,9 @@ Nothing is overwritten: --output must be a new or an empty folder. Exit status: 
 
 def main(argv=None):
     """The command line.  argv: list of str, None for the process's own.  Returns the exit status."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words[:1] == ["push"]:  # a run of that name is ./push
+        return push_command(words[1:])
     parser = argparse.ArgumentParser(
         prog="heads.export",
         description=DESCRIPTION,
@@ -87,17 +97,20 @@ def main(argv=None):
         metavar="DIR",
         help="also write the target, the adapter that the heads were trained with merged into its weights, to this new folder",
     )
-    parser.add_argument("--private", action="store_true", help="create the repository as a private one")
-    args = parser.parse_args(argv)
-    if args.private and args.push_to_hub is None:
-        parser.error("--private belongs to --push-to-hub")
+    add_push_options(parser)
+    args = parser.parse_args(words)
+    options = push_options(args)
+    if options != PushOptions() and args.push_to_hub is None:
+        parser.error("--private, --revision, --dry-run and --collection belong to --push-to-hub")
     try:
         output = Path(args.output).resolve()
-        repo_id = None if args.push_to_hub is None else check_can_push(args.push_to_hub, output.name)
+        repo_id = None if args.push_to_hub is None else check_can_push(args.push_to_hub, output.name, options)
+        if repo_id is not None:
+            check_is_not_there(output, repo_id, options)
         given = (args.source, output, args.format, args.dtype, args.base_model, args.license)
         export_head(*given, name=repo_id, merged=args.merge_adapter)
         if repo_id is not None:
-            print(f"pushed to {push_folder(output, repo_id, args.private)}")
+            push(output, repo_id, options)
     except (ValueError, OSError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         print(f"heads.export: {' '.join(str(reason).split())}", file=sys.stderr)
@@ -151,6 +164,7 @@ def export_head(source, output, format, dtype=None, base_model=None, license=Non
         changed = write_merged_target(adapter, merged_from, merged, text)
         where = Path(merged).resolve()
         print(f"wrote {where}: the target with the adapter in {changed} of its tensors, read back and compared")
+    card = with_tracked_run(card, measured.tracked)
     with staged_folder(output) as staging:
         write_head(head, staging, format, torch_file=True, lm_head_weight=lm_head_weight)
         (staging / "README.md").write_text(card, encoding="utf-8")

@@ -13,12 +13,13 @@ from pickle import UnpicklingError
 
 import torch
 from huggingface_hub import HfApi, hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, HTTPError, OfflineModeIsEnabled
+from huggingface_hub.errors import EntryNotFoundError, HTTPError
 
 from ..heads.checkpoint import check_head_fits, read_config, read_head, resolve_head
 from ..heads.eagle3 import default_aux_layers
 from ..heads.eagle3_format import LAYER_IDS
 from ..heads.formats import family_of, recognise, without_prefix
+from ..heads.hub_id import split_revision
 from ..heads.weight_files import find_weights, read_names
 from ..inference.adapter import adapter_of
 from ..inference.draft_weights import draft_bytes
@@ -78,7 +79,8 @@ def _config_of(folder, source):
     """config.json of a folder or a Hub id as a dict; {} where there is none to be read (resolve_head says what is wrong)."""
     try:
         if not folder.is_dir():
-            folder = Path(hf_hub_download(source, "config.json")).parent
+            repo_id, revision = split_revision(source)
+            folder = Path(hf_hub_download(repo_id, "config.json", revision=revision)).parent
         return read_config(folder)
     except (OSError, ValueError, HTTPError, EntryNotFoundError):
         return {}
@@ -127,14 +129,14 @@ def describe(source, folder, model=None):
         num_layers=depth,
         prefix=prefix,
     )
-    engines = [_engine(verdict, source, config) for verdict in judge(files)]
+    engines = [_engine(verdict, source, head) for verdict in judge(files)]
     return {
         "source": str(source),
         "folder": str(folder),
         "family": family_of(head),
         "format": file.format,
         "problems": problems,
-        "mend": _export(source, file.format, config) if file.notes else None,
+        "mend": _export(source, file.format, head) if file.notes else None,
         "files": [{"name": path.name, "bytes": path.stat().st_size} for path in file.weight_files],
         "beside": sorted(beside - {path.name for path in file.weight_files}),
         "dtype": _name(file.dtype),
@@ -149,7 +151,7 @@ def describe(source, folder, model=None):
         "draft_bytes": _draft_bytes(head, target),
         "tree": tree,
         "measured": _measured(measured),
-        "engines": [_engine(Verdict("Headstart", True), source, config), *engines],
+        "engines": [_engine(Verdict("Headstart", True), source, head), *engines],
     }
 
 
@@ -249,7 +251,7 @@ def _measured(measured):
     return found
 
 
-def _engine(verdict, source, config):
+def _engine(verdict, source, head):
     """A reader's verdict with the command that mends it. "silent": what it computes wrong without a word."""
     problems = [(kind, text.replace("`", "")) for kind, text in verdict.problems]
     return {
@@ -259,21 +261,22 @@ def _engine(verdict, source, config):
         "problems": [text for _, text in problems],
         "silent": [text for kind, text in problems if kind == WRONG and verdict.loads],
         "notes": [text.replace("`", "") for text in verdict.notes] if verdict.loads else [],
-        "mend": _export(source, verdict.mend, config) if verdict.mend else None,
+        "mend": _export(source, verdict.mend, head) if verdict.mend else None,
         "stays": [text.replace("`", "") for _, text in verdict.stays],
     }
 
 
-def _export(source, format, config):
+def _export(source, format, head):
     """The command that writes the head anew."""
     # What an export cannot know by itself: the target, where the head names none.
-    named = config.get("base_model_name_or_path") or "speculators_config" in config
-    return f"heads.export {source} --format {format}{'' if named else ' --base-model OWNER/NAME'} --output DIR"
+    base = "" if head.config.base_model_name_or_path else " --base-model OWNER/NAME"
+    return f"heads.export {source} --format {format}{base} --output DIR"
 
 
 def _file_names(source, folder):
     """Names of the files beside the head: its folder's; of a Hub id the repository's, of which only the head's were fetched."""
     if not Path(source).is_dir():
-        with contextlib.suppress(OSError, HTTPError, OfflineModeIsEnabled):
-            return {file.rfilename for file in HfApi().model_info(str(source)).siblings or ()}
+        repo_id, revision = split_revision(source)
+        with contextlib.suppress(OSError, HTTPError):
+            return {file.rfilename for file in HfApi().model_info(repo_id, revision=revision).siblings or ()}
     return {path.name for path in folder.iterdir()}

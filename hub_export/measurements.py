@@ -13,6 +13,7 @@ import yaml
 
 from ..heads.checkpoint import TREE_FILE
 from ..inference.tree import load_tree
+from .tracked_run import find_tracked_run
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Measurements:
     recipe: dict | None = None  # the run's resolved configuration
     step: int | None = None  # of the checkpoint, where the head is one
     tree: Path | None = None  # the draft tree measured for this head
+    tracked: dict | None = None  # where W&B has the run
 
 
 def find_measurements(head_folder):
@@ -45,7 +47,8 @@ def find_measurements(head_folder):
     tree = next((path for place in places if (path := place / TREE_FILE).is_file()), None)
     if tree is not None:
         load_tree(tree)
-    return Measurements(acceptance, benchmark, recipe, step, tree)
+    tracked = None if run is None else find_tracked_run(run, is_final=step is None)
+    return Measurements(acceptance, benchmark, recipe, step, tree, tracked)
 
 
 def _run_of(head_folder):

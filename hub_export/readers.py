@@ -113,19 +113,21 @@ def _in_words(verdict, word):
 
 def judge(files):
     """A Verdict of every reader of the family on HeadFiles."""
-    return [_verdict(reader, files) for reader in READERS[family_of(files.head)]]
+    readers = READERS[family_of(files.head)]
+    # The files of every format that somebody reads and that can hold this head.
+    exports = {
+        format: _naming_a_target(files_as_written(files.head, format, files.num_layers))
+        for format in dict.fromkeys(format for reader in readers for format in reader.formats)
+        if _can_be_written(files.head, format)
+    }
+    return [_verdict(reader, files, exports) for reader in readers]
 
 
-def _verdict(reader, files):
+def _verdict(reader, files, exports):
     if not reader.formats:
         return Verdict(reader.name, False, how=NO_SUPPORT.get(family_of(files.head), "no EAGLE support"))
     found = _problems(reader, files)
-    # What it would say of each format of its own, the ones that cannot hold this head left out.
-    written = {
-        format: _problems(reader, _naming_a_target(files_as_written(files.head, format, files.num_layers)))
-        for format in reader.formats
-        if _can_be_written(files.head, format)
-    }
+    written = {format: _problems(reader, exports[format]) for format in reader.formats if format in exports}
     best = min(written, key=lambda format: _badness(written[format]), default=None)
     helps = best is not None and not _badness(written[best])[0] and _badness(written[best]) < _badness(found)
     mend = best if helps else None
@@ -144,22 +146,24 @@ def _verdict(reader, files):
 
 def _problems(reader, files):
     """All problems of one reader with some files, notes among them."""
-    prefixed = [(LAYOUT, f"it knows no tensors whose names begin with {files.prefix!r}")] if files.prefix else []
+    family, rule = family_of(files.head), reader.others.get(files.format, reader.rule)
+    found = [(LAYOUT, f"it knows no tensors whose names begin with {files.prefix!r}")] if files.prefix else []
     # The dialects of EAGLE heads differ in a key and a tensor, which its rules ask for.
-    if files.format not in reader.formats and family_of(files.head) != "EAGLE":
-        rule = (
-            [problem for problem in reader.rule(files) if problem[0] == NO]
-            if family_of(files.head) == "EAGLE-3"
-            else []
-        )
-        return [(LAYOUT, f"it reads the format {' or '.join(reader.formats)}"), *rule]
-    return prefixed + list(reader.others.get(files.format, reader.rule)(files))
+    if files.format in reader.formats or family == "EAGLE":
+        return found + list(rule(files))
+    found.append((LAYOUT, f"it reads the format {' or '.join(reader.formats)}"))
+    if family == "EAGLE-3":  # whose layouts are alike enough to tell what the reader could not compute in its own
+        found += [problem for problem in rule(files) if problem[0] == NO]
+    return found
 
 
 def _naming_a_target(files):
     """As an export with --base-model writes them, where the head names no target."""
-    named = files.config.get("base_model_name_or_path") or "OWNER/NAME"
-    return replace(files, config=files.config | {"base_model_name_or_path": named})
+    config = files.config | {"base_model_name_or_path": files.head.config.base_model_name_or_path or "OWNER/NAME"}
+    if "speculators_config" in config:
+        verifier = {"name_or_path": config.pop("base_model_name_or_path")}
+        config["speculators_config"] = config["speculators_config"] | {"verifier": verifier}
+    return replace(files, config=config)
 
 
 def _badness(problems):

@@ -1,13 +1,11 @@
 """headstart inspect: what it says of a head is so, what it finds wrong is wrong, and the command it names mends it."""
 
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 import warnings
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +19,8 @@ from headstart.heads.eagle3 import Eagle3, Eagle3Config
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 from headstart.hub_export.export import main as export
+from headstart.hub_export.inspect_head import describe
+from headstart.hub_export.inspect_text import as_text
 from headstart.hub_export.readers import files_as_written, judge, readers_table
 
 H, V, VD = 16, 66, 22
@@ -85,6 +85,10 @@ def inspect(capsys):
         return status, *capsys.readouterr()
 
     return run
+
+
+def found_in(folder):
+    return describe(folder, Path(folder))
 
 
 def edit_config(folder, change):
@@ -235,6 +239,7 @@ SPOILED = {
     "fc.bias of zeros": (eagle, "eagle-sglang", say(), "vLLM", False, "refuses fc.bias even if it is zero"),
     "no fc.bias": (eagle, "eagle-vllm", say(), "SGLang", False, "stays at random values"),
     "bias said": (eagle, "eagle-vllm", say(bias=True), "vLLM", True, "for a bias of the attention too"),
+    "no bias key": (eagle, "eagle-vllm", leave_out("bias"), "original", False, "unless config.json says bias false"),
     "a prefix": (eagle, "eagle-vllm", rename("^", "model."), "vLLM", False, "whose names begin with 'model.'"),
     "layers.0": (eagle3, "eagle3", rename("midlayer.", "layers.0."), "SGLang", False, "draft from random values"),
     "outer ids only": (eagle3, "eagle3", leave_out("eagle_config"), "SGLang", True, "not in eagle_config"),
@@ -251,20 +256,20 @@ SPOILED = {
 
 
 @pytest.mark.parametrize("case", SPOILED)
-def test_what_is_wrong_for_a_reader_is_said_and_mended_by_the_command(inspect, tmp_path, case):
+def test_what_is_wrong_for_a_reader_is_said_and_mended_by_the_command(tmp_path, case):
     head, format, change, reader, loads, said = SPOILED[case]
     save_head(head(), tmp_path / "head", format=format, torch_file=True)
     change(tmp_path / "head")
-    status, text, _ = inspect("head", "--json")
-    engine = engine_of(json.loads(text), reader)
-    assert (status, engine["loads"]) == (0, loads)
+    found = found_in("head")
+    engine = engine_of(found, reader)
+    assert engine["loads"] is loads
     assert any(said in problem for problem in engine["problems"]), engine["problems"]
-    assert engine["mend"] in inspect("head")[1]
+    assert engine["mend"] in as_text(found)
     command, *arguments = shlex.split(engine["mend"].replace("OWNER/NAME", "target").replace("DIR", "mended"))
     assert command == "heads.export"
     with warnings.catch_warnings(action="ignore"):  # of what the config says wrong
         assert export(arguments) == 0
-    engine = engine_of(json.loads(inspect("mended", "--json")[1]), reader)
+    engine = engine_of(found_in("mended"), reader)
     assert (engine["loads"], engine["problems"]) == (True, [])
 
 
@@ -276,6 +281,7 @@ INHERENT = {
     "scale_input": (mlp_speculator, "mlp-speculator", "text-gen", True, "takes no notice of scale_input"),
     "fc.bias": (lambda: eagle(fc_bias=True), "eagle-sglang", "vLLM", False, "this head's has one"),
     "wide": (lambda: eagle(head_dim=10), "eagle-vllm", "original", False, "no heads that are not the hidden size"),
+    "one step": (lambda: mlp_speculator(num_steps=1), "mlp-speculator", "vLLM", False, "wants two projections"),
     "residual": (lambda: eagle3(norm_before_residual=True), "speculators", "SGLang", False, "norm_before_residual"),
     "layers": (lambda: eagle3(aux_layer_ids=(1, 2, 3, 4)), "eagle3", "vLLM", False, "this head reads 4"),
     "biases": (lambda: eagle3(attention_bias=True), "eagle3", "SGLang", False, "no biases of q, k and v"),
@@ -284,10 +290,10 @@ INHERENT = {
 
 
 @pytest.mark.parametrize("case", INHERENT)
-def test_what_lies_in_the_head_is_said_without_a_command(inspect, tmp_path, case):
+def test_what_lies_in_the_head_is_said_without_a_command(tmp_path, case):
     head, format, reader, loads, said = INHERENT[case]
     save_head(head(), tmp_path / "head", format=format, torch_file=True)
-    engine = engine_of(json.loads(inspect("head", "--json")[1]), reader)
+    engine = engine_of(found_in("head"), reader)
     assert (engine["loads"], engine["mend"]) == (loads, None)
     assert any(said in problem for problem in engine["problems"] or [engine["how"]])
     [row] = [text for name, text in readers_table(load_head("head"), format) if reader in name]
@@ -380,30 +386,18 @@ def test_a_model_is_told_from_a_head_without_reading_it(inspect, tmp_path):
     assert (status, '"num_hidden_layers": 12' in text) == (0, True)
 
 
-def test_heads_and_models_of_the_hub(tmp_path, fake_hub):
+def test_heads_and_models_of_the_hub(inspect, tmp_path, hub_here):
     """A repository's files count, not only those that were fetched; of a model only the config is."""
     save_head(medusa(5), tmp_path / "head", torch_file=True)
     files = {path.name: path.read_bytes() for path in (tmp_path / "head").iterdir()}
     model = {"config.json": (tmp_path / "target" / "config.json").read_bytes(), "model.safetensors": b"large"}
-    fake_hub.repositories["a/head"] = {"private": False, "files": files}
-    fake_hub.repositories["a/model"] = {"private": False, "files": model}
-    script = (
-        "from headstart.cli import main; print('status', *(main(['inspect', name]) for name in ('a/head', 'a/model')))"
-    )
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING", "TRANSFORMERS_"))}
-    kept |= {"HF_ENDPOINT": fake_hub.url, "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(tmp_path / "home")}
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        env=kept | {"HF_TOKEN": "hf_dummy"},
-        cwd=tmp_path,
-    )
-    assert "status 0 2" in done.stdout, done.stderr
-    assert "a/head: Medusa, 5 heads" in done.stdout
-    assert "original Medusa code        yes" in done.stdout, (fake_hub.requests, done)
-    assert "a/model is a model, not a head" in done.stderr
-    fetched = [request for request in fake_hub.requests if request.startswith("GET") and "/resolve/" in request]
-    assert sorted(request.rpartition("/")[2] for request in fetched) == ["config.json"] * 2 + [
-        "medusa_lm_head.safetensors"
-    ]
+    hub_here.repositories["a/head"] = {"private": False, "files": files}
+    hub_here.repositories["a/model"] = {"private": False, "files": model}
+    status, text, _ = inspect("a/head")
+    assert (status, text.splitlines()[0]) == (0, "a/head: Medusa, 5 heads of 1 block")
+    assert "original Medusa code        yes" in text
+    status, _, error = inspect("a/model")
+    assert (status, "a/model is a model, not a head" in error) == (2, True)
+    assert inspect("a/head@main")[0] == 0
+    fetched = [request for request in hub_here.requests if request.startswith("GET") and "/resolve/" in request]
+    assert sorted(one.rpartition("/")[2] for one in fetched) == ["config.json"] * 2 + ["medusa_lm_head.safetensors"]
