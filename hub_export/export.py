@@ -25,8 +25,8 @@ from ..inference.adapter import find_adapter_of, read_adapter
 from .measurements import find_measurements
 from .merge import check_can_merge, copy_adapter, merged_card, write_merged_target
 from .model_card import is_hub_id, model_card, target_name
-from .push import PushOptions, check_can_push
-from .push_command import add_push_options, check_is_not_there, push, push_options
+from .push import check_can_push
+from .push_command import add_push_options, check_is_not_there, given_options, push, push_options
 from .push_command import main as push_command
 from .read_back import check_finite, compare_with_source
 from .tracked_run import with_tracked_run
@@ -100,8 +100,8 @@ def main(argv=None):
     add_push_options(parser)
     args = parser.parse_args(words)
     options = push_options(args)
-    if options != PushOptions() and args.push_to_hub is None:
-        parser.error("--private, --revision, --dry-run and --collection belong to --push-to-hub")
+    if args.push_to_hub is None and (given := given_options(options)):
+        parser.error(f"{given[0]} belongs to --push-to-hub")
     try:
         output = Path(args.output).resolve()
         repo_id = None if args.push_to_hub is None else check_can_push(args.push_to_hub, output.name, options)

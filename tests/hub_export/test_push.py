@@ -243,4 +243,4 @@ def test_options_of_a_push_need_one(run_here, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         run_here(tmp_path / "out", "--dry-run")
     assert ended.value.code == 2
-    assert "belong to --push-to-hub" in capsys.readouterr().err
+    assert "--dry-run belongs to --push-to-hub" in capsys.readouterr().err
