@@ -10,7 +10,7 @@ from headstart.heads.checkpoint import check_head_fits, load_head, save_head
 from headstart.heads.draft_vocabulary import build_draft_vocabulary
 from headstart.heads.eagle3_format import from_file
 from headstart.heads.formats import family_of
-from headstart.tests.heads.published import COUNTS, IDS, eagle3, eagle3_config, llama
+from headstart.tests.heads.published_eagle import COUNTS, IDS, eagle3, eagle3_config, llama
 from headstart.tests.heads.test_checkpoint import edit_config, llama_config, rewrite, same_head
 from headstart.tests.heads.test_eagle import H, T, V, one_document, text
 from headstart.tests.heads.test_eagle3 import HT, VD, make

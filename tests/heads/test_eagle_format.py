@@ -9,7 +9,8 @@ from safetensors.torch import load_file
 from headstart.heads.checkpoint import check_head_fits, find_head, load_head, save_head
 from headstart.heads.eagle_format import from_file, to_file
 from headstart.heads.formats import family_of
-from headstart.tests.heads.published import LAYOUTS, I, eagle, llama
+from headstart.tests.heads.published import LAYOUTS
+from headstart.tests.heads.published_eagle import I, eagle, llama
 from headstart.tests.heads.test_checkpoint import edit_config, llama_config, same_head
 from headstart.tests.heads.test_eagle import H, T, V, make, one_document, text
 

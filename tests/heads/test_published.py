@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 from headstart.heads.checkpoint import load_head, read_head, save_head
 from headstart.heads.draft_vocabulary import build_draft_vocabulary
 from headstart.heads.formats import FAMILIES, family_of, from_file
-from headstart.tests.heads.published import COUNTS, EMBEDDING, IDS, LAYOUTS, NO_IDS, VD, H, I, V, logits_of
-from headstart.tests.heads.test_eagle import LM_HEAD
+from headstart.tests.heads.published import LAYOUTS, logits_of
+from headstart.tests.heads.published_eagle import COUNTS, EMBEDDING, IDS, NO_IDS, VD, I
+from headstart.tests.heads.test_eagle import LM_HEAD, H, V
 from headstart.tests.heads.test_mlp_speculator import S
 
 # One for each table of names; the others are these with another config, or other names.
