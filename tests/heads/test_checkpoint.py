@@ -165,8 +165,17 @@ def test_dtype_is_kept_or_cast(tmp_path):
         load_head(tmp_path / "half", "float32").heads[0].lm_head.weight, head.heads[0].lm_head.weight.bfloat16()
     )
     assert same_head(load_head(tmp_path / "full", torch.bfloat16), head.bfloat16())
-    with pytest.raises(ValueError, match=r"'int8'.*expected float32"):
-        load_head(tmp_path / "full", "int8")
+    for dtype in ("int8", "float8_e4m3fn"):
+        with pytest.raises(ValueError, match=rf"'{dtype}'.*expected float32"):
+            load_head(tmp_path / "full", dtype)
+
+
+def test_the_dtype_is_said_where_readers_ask_for_it(tmp_path):
+    """SGLang takes float16 for a config without it, whatever the tensors and the target are."""
+    for format, expected in (("vllm", "bfloat16"), ("medusa", None)):
+        save_head(make_head(), tmp_path / format, format=format, dtype="bfloat16")
+        config = json.loads((tmp_path / format / "config.json").read_text())
+        assert config.get("dtype") == config.get("torch_dtype") == expected
 
 
 def test_files_of_something_else_are_refused(tmp_path):
