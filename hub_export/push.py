@@ -60,6 +60,8 @@ def check_can_push(repo, default_name, options):
         raise ValueError(
             "no Hugging Face token to push with: run `hf auth login` or set HF_TOKEN to one that may write"
         )
+    if options.revision == "":
+        raise ValueError("--revision is empty: name a branch, or leave it out for main")
     api = HfApi()
     try:
         # Few attempts: nothing is done yet, and whoever waits is still here.

@@ -88,7 +88,7 @@ def test_every_file_of_a_head_is_fetched_from_the_hub(tmp_path, monkeypatch, nam
     LAYOUTS[name].write(hub)
     cache.mkdir()
 
-    def download(repo_id, file_name):
+    def download(repo_id, file_name, revision=None):
         assert repo_id == "some/head"
         if not (hub / file_name).is_file():
             raise LocalEntryNotFoundError(f"no {file_name}")
