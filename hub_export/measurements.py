@@ -1,7 +1,7 @@
 """The figures that were measured on a head, found beside it: for its model card.
 
-Reads acceptance.json, benchmark.json, tree.json and config.yaml of a head folder or of the run it belongs to. A
-checkpoint's figures are those of its own step (metrics.jsonl), never the run's final ones. Measures nothing itself.
+Reads acceptance.json, benchmark.json, tree.json, config.yaml and metrics.jsonl of a head folder or of the run it belongs to, and
+replay.json of an earlier export. A checkpoint's figures are those of its own step, never the run's final ones. Measures nothing.
 """
 
 import json
@@ -14,16 +14,26 @@ import yaml
 from ..heads.checkpoint import TREE_FILE
 from ..inference.tree import load_tree
 
+REPLAY_FILE = "replay.json"  # of an export: hub_export/verify.py
+
 
 @dataclass(frozen=True)
 class Measurements:
-    """What was found; None where there was nothing."""
+    """What was found; None or empty where there was nothing."""
 
-    acceptance: dict | None = None  # the engine's measurement: acceptance_length, per_position, num_steps, ...
+    acceptance: tuple = ()  # figures as hub_export/acceptance.py says them, one per temperature
+    prompts: list | None = None  # token ids of those that an earlier export measured acceptance on
+    rates: list | None = None  # acceptance per depth and rank
     benchmark: dict | None = None  # {"hardware", "date", "command", "rows": [...]}
     recipe: dict | None = None  # the run's resolved configuration
     step: int | None = None  # of the checkpoint, where the head is one
     tree: Path | None = None  # the draft tree measured for this head
+    training: tuple = ()  # lines of metrics.jsonl, up to the checkpoint's step
+
+    @property
+    def tree_content(self):
+        """tree.json as a dict; {} where there is none."""
+        return {} if self.tree is None else json.loads(self.tree.read_text(encoding="utf-8"))
 
 
 def find_measurements(head_folder):
@@ -33,8 +43,11 @@ def find_measurements(head_folder):
     """
     head_folder = Path(head_folder).resolve()
     run, step = _run_of(head_folder)
+    training = _read_lines(run / "metrics.jsonl") if run is not None else []
     if step is not None:
-        acceptance = _read_json(head_folder / "acceptance.json") or _acceptance_at(run / "metrics.jsonl", step)
+        training = [line for line in training if line.get("step", 0) <= step]
+        at_step = [line for line in training if line.get("kind") == "acceptance" and line["step"] == step]
+        acceptance = _read_json(head_folder / "acceptance.json") or (at_step or [None])[-1]
         benchmark = _read_json(head_folder / "benchmark.json")
     else:
         acceptance = _first(_read_json, head_folder, run, "acceptance.json")
@@ -45,7 +58,27 @@ def find_measurements(head_folder):
     tree = next((path for place in places if (path := place / TREE_FILE).is_file()), None)
     if tree is not None:
         load_tree(tree)
-    return Measurements(acceptance, benchmark, recipe, step, tree)
+    earlier = _read_json(head_folder / REPLAY_FILE) or {}
+    figures = (_figure(acceptance, recipe or {}),) if acceptance else tuple(earlier.get("acceptance", ()))
+    return Measurements(
+        acceptance=figures,
+        prompts=earlier.get("prompts") if not acceptance else None,
+        rates=(acceptance or earlier).get("rates"),
+        benchmark=benchmark or earlier.get("benchmark"),
+        recipe=recipe or earlier.get("recipe"),
+        step=earlier.get("step") if step is None else step,
+        tree=tree,
+        training=tuple(training),
+    )
+
+
+def _figure(acceptance, recipe):
+    """The trainer's measurement as an acceptance figure: it decodes greedily."""
+    kept = ("acceptance_length", "per_position", "num_steps")
+    figure = {"temperature": 0.0} | {name: acceptance[name] for name in kept if name in acceptance}
+    figure |= {"source": acceptance.get("source", "engine"), "prompts": "held-out prompts of the training run"}
+    sizes = {"num_prompts": recipe.get("eval_prompts"), "max_tokens": recipe.get("eval_tokens")}
+    return {"per_position": []} | figure | {name: value for name, value in sizes.items() if value}
 
 
 def _run_of(head_folder):
@@ -84,18 +117,16 @@ def _read(path, parse):
     return content
 
 
-def _acceptance_at(path, step):
-    """The last acceptance line of `step` in a metrics.jsonl, or None."""
+def _read_lines(path):
+    """The lines of a metrics.jsonl; [] where there is none."""
     if not path.is_file():
-        return None
-    found = None
+        return []
+    found = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         if not line.strip():
             continue
         try:
-            entry = json.loads(line)
+            found.append(json.loads(line))
         except ValueError as error:
             raise ValueError(f"{path}, line {number}, is not valid JSON ({error}): mend it or move it away") from None
-        if entry.get("kind") == "acceptance" and entry.get("step") == step:
-            found = entry
     return found
