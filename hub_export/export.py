@@ -173,7 +173,7 @@ def export_head(
             raise ValueError(f"--merge-adapter: the heads in {folder} were trained without an adapter")
         adapter = read_adapter(adapter_folder)
         merged_from = check_can_merge(adapter, base_model or head.config.base_model_name_or_path, merged)
-    measured = find_measurements(folder)
+    measured = find_measurements(folder, source)
     if measure is not None:
         measure = measure or base_model or head.config.base_model_name_or_path
         if not measure:

@@ -4,17 +4,20 @@ Reads acceptance.json, benchmark.json, tree.json, config.yaml and metrics.jsonl 
 replay.json of an earlier export. A checkpoint's figures are those of its own step, never the run's final ones. Measures nothing.
 """
 
+import contextlib
 import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HTTPError
 
 from ..heads.checkpoint import TREE_FILE
 from ..inference.tree import load_tree
 
-REPLAY_FILE = "replay.json"  # of an export: hub_export/verify.py
+REPLAY_FILE, REPLAY_VERSION = "replay.json", 1  # of an export: hub_export/replay_file.py
 
 
 @dataclass(frozen=True)
@@ -36,11 +39,15 @@ class Measurements:
         return {} if self.tree is None else json.loads(self.tree.read_text(encoding="utf-8"))
 
 
-def find_measurements(head_folder):
+def find_measurements(head_folder, source=None):
     """Figures of the head in `head_folder` (as resolve_head gives it).
 
+    source: what it was resolved from; of a Hub id replay.json is fetched, too, where the repository has one.
     Raises ValueError naming a file that is there but broken.
     """
+    if source is not None and not Path(source).is_dir():
+        with contextlib.suppress(OSError, ValueError, HTTPError):  # most heads there have none
+            hf_hub_download(str(source), REPLAY_FILE)
     head_folder = Path(head_folder).resolve()
     run, step = _run_of(head_folder)
     training = _read_lines(run / "metrics.jsonl") if run is not None else []
@@ -59,6 +66,8 @@ def find_measurements(head_folder):
     if tree is not None:
         load_tree(tree)
     earlier = _read_json(head_folder / REPLAY_FILE) or {}
+    if earlier.get("version") != REPLAY_VERSION:
+        earlier = {}
     figures = (_figure(acceptance, recipe or {}),) if acceptance else tuple(earlier.get("acceptance", ()))
     return Measurements(
         acceptance=figures,

@@ -164,7 +164,7 @@ def _measured(measured, dtype_changed, extras):
     parts.append(_benchmark(measured.benchmark) if measured.benchmark else "Speed: no benchmark came along.")
     if measured.tree is not None:
         parts.append(_tree(measured.tree_content))
-    parts += [f"![{CAPTIONS[name]}]({FOLDER}/{name})\n\n{CAPTIONS[name]}" for name in extras.plots]
+    parts += [f"![{Path(name).stem}]({FOLDER}/{name})\n\n{CAPTIONS[name]}" for name in extras.plots]
     return "\n\n".join(parts)
 
 

@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 
 from ..heads.checkpoint import load_head, read_config
-from .measurements import REPLAY_FILE
+from .measurements import REPLAY_FILE, REPLAY_VERSION
 from .replay import TOLERANCES, checksums, compute_outputs, describe, drawn_inputs, project, rounded
 from .target_features import read_target_inputs
 
-VERSION = 1
+KEYS = ("files", "config", "tensors", "drawn", "target", "acceptance", "prompts")
 SUFFIXES = (
     ".safetensors",
     ".bin",
@@ -40,7 +40,7 @@ def write_replay(folder, measured, prompts=None, target_record=None):
     except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
         version = "unknown"
     content = {
-        "version": VERSION,
+        "version": REPLAY_VERSION,
         "written_by": {"headstart": version, "torch": torch.__version__},
         "files": file_checksums(folder),
         "config": read_config(folder),
@@ -78,12 +78,17 @@ def read_replay(folder):
         )
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        found = content["version"]
-        if found == VERSION and isinstance(content["drawn"], list):
-            return content
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error}): fetch the export again") from None
-    raise ValueError(f"{path} is of version {found!r}, expected {VERSION}: verify it with the Headstart that wrote it")
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}): fetch the export again") from None
+    if not isinstance(content, dict) or content.get("version") != REPLAY_VERSION:
+        found = content.get("version") if isinstance(content, dict) else type(content).__name__
+        raise ValueError(
+            f"{path} is of version {found!r}, expected {REPLAY_VERSION}: verify it with the Headstart that wrote it"
+        )
+    absent = [key for key in KEYS if key not in content]
+    if absent:
+        raise ValueError(f"{path} lacks {', '.join(absent)}: fetch the export again")
+    return content
 
 
 def file_checksums(folder):

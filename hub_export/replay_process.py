@@ -7,6 +7,7 @@ It compares nothing with tolerances: hub_export/verify.py does, with what is fou
 
 import json
 import sys
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -19,6 +20,8 @@ from .replay import checksums, compute_outputs, distance, drawn_inputs, largest_
 from .replay_file import read_replay
 from .target_features import read_target_inputs
 
+SETTINGS = ("prompts", "num_prompts", "max_tokens", "dtype")  # of a figure, besides its temperature
+
 
 def main(arguments):
     request_file, reply_file = arguments
@@ -30,7 +33,11 @@ def main(arguments):
         choose_threads_for(request["target"], request["device"])
         if stored["target"]:
             reply["target"] = _part(_on_target, folder, stored, request)
-        reply["acceptance"] = [_part(_acceptance, folder, request, figure) for figure in request["figures"]]
+        reply["acceptance"] = []
+        for _, group in groupby(request["figures"], lambda figure: [figure[name] for name in SETTINGS]):
+            figures = list(group)  # one engine serves all temperatures
+            found = _part(_acceptance, folder, request, figures)
+            reply["acceptance"] += [found] * len(figures) if isinstance(found, dict) else found
     Path(reply_file).write_text(json.dumps(reply), encoding="utf-8")
 
 
@@ -61,15 +68,24 @@ def _on_target(folder, stored, request):
     return {"bits": bits, "distance": distance(found, features), "errors": errors}
 
 
-def _acceptance(folder, request, figure):
-    prompts = figure["prompts"]
+def _acceptance(folder, request, figures):
+    """Figures of the same settings but the temperature, measured now: [{"by_request": counts}, ...]"""
+    said = figures[0]
+    prompts = said["prompts"]
     if prompts is None:
-        prompts, _ = choose_prompts(request["prompts"], request["target"], figure["num_prompts"])
+        prompts, _ = choose_prompts(request["prompts"], request["target"], said["num_prompts"])
     adapter = str(folder) if has_adapter(folder) else None
-    settings = {"temperatures": (figure["temperature"],), "max_tokens": figure["max_tokens"]}
-    given = (folder, request["target"], prompts, adapter, request["device"], request["dtype"] or figure["dtype"])
-    [found] = measure(*given, **settings)
-    return {"by_request": found["by_request"]}
+    found = measure(
+        folder,
+        request["target"],
+        prompts,
+        adapter,
+        request["device"],
+        request["dtype"] or said["dtype"],
+        [figure["temperature"] for figure in figures],
+        said["max_tokens"],
+    )
+    return [{"by_request": one["by_request"]} for one in found]
 
 
 if __name__ == "__main__":
