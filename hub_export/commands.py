@@ -73,8 +73,7 @@ vllm serve {target} --speculative-config '{config}'
 
 def _sglang(head, format, name, target):
     algorithm = SGLANG_ALGORITHMS.get(format)
-    # Its EAGLE-3 knows one form of the residual only.
-    if algorithm is None or getattr(head.config, "norm_before_residual", False):
+    if algorithm is None:
         return ""
     depth = head.num_speculative_tokens
     most = 1 + SGLANG_TOP + (depth - 1) * SGLANG_TOP**2  # of such a tree, the root among them

@@ -73,12 +73,28 @@ def find_measurements(head_folder, source=None):
         acceptance=figures,
         prompts=earlier.get("prompts") if not acceptance else None,
         rates=(acceptance or earlier).get("rates"),
-        benchmark=benchmark or earlier.get("benchmark"),
-        recipe=recipe or earlier.get("recipe"),
+        benchmark=_public_benchmark(benchmark) if benchmark else earlier.get("benchmark"),
+        recipe=_public_recipe(recipe) if recipe else earlier.get("recipe"),
         step=earlier.get("step") if step is None else step,
         tree=tree,
         training=tuple(training),
     )
+
+
+def _public_recipe(recipe):
+    """Without paths of the machine it was trained on: they tell a reader nothing, or too much."""
+    return {key: value for key, value in recipe.items() if not str(value).startswith(("/", "~", "\\"))}
+
+
+def _public_benchmark(benchmark):
+    """With the last part alone of every absolute path, and heads called by their run."""
+    command = str(benchmark.get("command", "headstart bench")).split()
+    short = " ".join(Path(word).name if Path(word).is_absolute() else word for word in command)
+    rows = []
+    for row in benchmark.get("rows", ()):
+        path = Path(str(row.get("head", "-")))
+        rows.append(row | {"head": path.parent.name if path.name == "head" else path.name})
+    return benchmark | {"command": short, "rows": rows}
 
 
 def _figure(acceptance, recipe):

@@ -199,21 +199,15 @@ COLUMNS = {
 def _benchmark(benchmark):
     lines = [
         f"Speed, on {benchmark.get('hardware', 'unnamed hardware')} ({benchmark.get('date', 'no date')}), by "
-        f"`{_without_folders(benchmark.get('command', 'headstart bench'))}`:",
+        f"`{benchmark.get('command', 'headstart bench')}`:",
         "",
         f"| {' | '.join(['heads', *COLUMNS.values()])} |",
         f"|{'---|' * (len(COLUMNS) + 1)}",
     ]
     for row in benchmark.get("rows", ()):
         cells = [short(row.get(key)) for key in COLUMNS]
-        path = Path(str(row.get("head", "-")))
-        lines.append(f"| {' | '.join([path.parent.name if path.name == 'head' else path.name, *cells])} |")
+        lines.append(f"| {' | '.join([str(row.get('head', '-')), *cells])} |")
     return "\n".join(lines)
-
-
-def _without_folders(command):
-    """A command line whose absolute paths keep only their last part."""
-    return " ".join(Path(word).name if Path(word).is_absolute() else word for word in str(command).split())
 
 
 def _readers(head, format):
@@ -225,11 +219,8 @@ def _readers(head, format):
 def _recipe(measured):
     if not measured.recipe:
         return "No recipe came along."
-    # Paths of the machine it was trained on tell a reader nothing.
-    shown = {key: value for key, value in measured.recipe.items() if not str(value).startswith(("/", "~", "\\"))}
-    return (
-        f"The run's resolved configuration:\n\n```yaml\n{yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)}```"
-    )
+    shown = yaml.safe_dump(measured.recipe, sort_keys=False, allow_unicode=True)
+    return f"The run's resolved configuration:\n\n```yaml\n{shown}```"
 
 
 def _license(head, license, target, extras):

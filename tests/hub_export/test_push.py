@@ -71,7 +71,13 @@ def test_every_file_arrives_byte_by_byte_in_a_private_repository(source, tmp_pat
     assert fake_hub.repositories["team/first"]["private"] is True
     written = {path.name: path.read_bytes() for path in (tmp_path / "first-medusa").iterdir()}
     assert fake_hub.repositories["team/first"]["files"] == written
-    assert set(written) == {"README.md", "config.json", "medusa_lm_head.pt", "medusa_lm_head.safetensors"}
+    assert set(written) == {
+        "README.md",
+        "config.json",
+        "medusa_lm_head.pt",
+        "medusa_lm_head.safetensors",
+        "replay.json",
+    }
     assert '"model": "team/first"' in written["README.md"].decode()
     assert len([line for line in fake_hub.requests if line.startswith("PUT /storage/")]) == 2
 
@@ -157,4 +163,4 @@ def test_a_push_that_fails_keeps_the_export_and_says_how_to_push_it(error_of, tm
     last = error_of("--push-to-hub")
     assert "exceeded your storage limit" in last
     assert f"`hf upload tester/out {tmp_path / 'out'}`" in last
-    assert len(list((tmp_path / "out").iterdir())) == 4
+    assert len(list((tmp_path / "out").iterdir())) == 5
