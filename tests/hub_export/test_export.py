@@ -98,9 +98,9 @@ def test_an_export_is_the_source_bit_by_bit(tmp_path, target, shared, format, nu
     assert all(torch.equal(tensor, head.state_dict()[name]) for name, tensor in loaded.state_dict().items())
     files = {path.name for path in (tmp_path / "out").iterdir()}
     if format == "vllm":
-        assert files == {"README.md", "config.json", "model.safetensors"}
+        assert files == {"README.md", "config.json", "model.safetensors", "replay.json"}
     else:
-        assert files == {"README.md", "config.json", "medusa_lm_head.safetensors", "medusa_lm_head.pt"}
+        assert files == {"README.md", "config.json", "medusa_lm_head.safetensors", "medusa_lm_head.pt", "replay.json"}
         torch_file = torch.load(tmp_path / "out" / "medusa_lm_head.pt", weights_only=True)
         tensors = load_file(tmp_path / "out" / "medusa_lm_head.safetensors")
         assert torch_file.keys() == tensors.keys()
