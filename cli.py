@@ -67,6 +67,18 @@ def build_parser():
 
     add_verify_lossless(commands)
 
+    inspect = command(
+        "inspect",
+        _inspect,
+        "Tell what a head is: sizes, target, what it reads, what drafting costs, and which engines take its files as they lie.",
+        "headstart inspect runs/quickstart\n  headstart inspect OWNER/HEAD --model OWNER/TARGET --json",
+        "Of the target only config.json is read. Exit status: 0, whoever cannot load it; 1 where the head is damaged; 2 where\n"
+        "there is none.",
+    )
+    inspect.add_argument("source", metavar="HEAD", help="a head folder, a run, a checkpoint or a Hub id, in any layout")
+    inspect.add_argument("--model", help="the target to check it against (default: the one that the head names)")
+    inspect.add_argument("--json", action="store_true", help="print one JSON object")
+
     regenerate = command(
         "regenerate",
         _regenerate,
@@ -129,6 +141,12 @@ def _bench_train(arguments):
     from headstart.train.benchmark import bench_train, check_settings
 
     bench_train(check_settings(arguments), **measurement(arguments))
+
+
+def _inspect(arguments):
+    from headstart.hub_export.inspect_head import inspect
+
+    return inspect(arguments.source, arguments.model, arguments.json)
 
 
 def _regenerate(arguments):

@@ -2,8 +2,9 @@
 
     save_head(head, "runs/first/head")
     head = load_head("runs/first")               # a run, a checkpoint, a head folder or a Hub id
+    file = read_head("runs/first")               # the same with its format, its files and where its config.json lies
 
-Reads weights_only .pt and .bin files and safetensors, nothing that could run code. Does not know optimisers, engines or cards.
+The files with the tensors are heads/weight_files.py's. Does not know optimisers, engines or cards.
 """
 
 import errno
@@ -12,15 +13,14 @@ import os
 import re
 import secrets
 import shutil
+import warnings
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
 
 import torch
 from huggingface_hub import constants, hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HTTPError
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
 
 from . import medusa_format
 from .eagle3 import Eagle3, default_aux_layers
@@ -33,8 +33,14 @@ from .formats import (
     native_format,
     recognise,
     to_file,
+    without_prefix,
 )
+from .hub_id import split_revision
+from .reading import assume
+from .tensor_checks import DTYPES
+from .weight_files import failing_as_oserror, find_weights, list_files, read_names, read_tensors, write_tensors
 
+MAX_SHARD_SIZE = 5 * 10**9  # bytes
 TREE_FILE = "tree.json"  # the draft tree measured for a head may lie beside it
 
 
@@ -82,36 +88,47 @@ def _flush(path):
         os.close(descriptor)
 
 
-def save_head(head, folder, format=None, dtype=None, torch_file=False, lm_head_weight=None):
+def save_head(
+    head, folder, format=None, dtype=None, torch_file=False, lm_head_weight=None, max_shard_size=MAX_SHARD_SIZE
+):
     """Write `head` into a new `folder`, whole or not at all.
 
     format: one of its family's (heads/formats.py); None takes the family's own.
     dtype: what to cast to (torch.dtype or its name); None keeps the head's.
     torch_file: also write the .pt that the original Medusa code reads (exports do, training checkpoints need not).
     lm_head_weight: the target's lm_head [V, H], which "vllm" stores with heads that share it.
+    max_shard_size: bytes of a file above which it is split, where readers of the format know shards.
     Raises ValueError (format, non-empty folder) and OSError (cannot write).
     """
     format = format or native_format(head)
     check_format(head, format)
     with staged_folder(folder) as staging:
-        write_head(head, staging, format, dtype, torch_file, lm_head_weight)
+        write_head(head, staging, format, dtype, torch_file, lm_head_weight, max_shard_size)
 
 
-def write_head(head, folder, format, dtype=None, torch_file=False, lm_head_weight=None):
+def write_head(head, folder, format, dtype=None, torch_file=False, lm_head_weight=None, max_shard_size=MAX_SHARD_SIZE):
     """The files of save_head, into an existing folder that the caller stages."""
     tensors, config = to_file(head, format, lm_head_weight)
     if dtype is not None:
         tensors = {name: _cast(tensor, to_dtype(dtype)) for name, tensor in tensors.items()}
-    config_path, path = Path(folder, "config.json"), Path(folder, SAFETENSORS_FILE[format])
-    config_path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    with failing_as_oserror(path):
-        save_file(tensors, path, metadata={"format": "pt"})
-    # The library creates its file readable by the owner alone; the others follow the umask, and so must this one.
-    shutil.copymode(config_path, path)
+    config |= _dtype_keys(format, tensors)
+    Path(folder, "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_tensors(tensors, Path(folder, SAFETENSORS_FILE[format]), max_shard_size)
     if torch_file and format in TORCH_FILE:
         path = Path(folder, TORCH_FILE[format])
         with failing_as_oserror(path), path.open("wb") as file:
             torch.save(tensors, file)
+
+
+def _dtype_keys(format, tensors):
+    """The keys of config.json that say the dtype, in both spellings: readers that do not find one take float32 or float16.
+
+    None in FasterDecoding's files, whose readers take the target's.
+    """
+    if format in TORCH_FILE:
+        return {}
+    name = str(next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())).removeprefix("torch.")
+    return {"dtype": name, "torch_dtype": name}
 
 
 def _cast(tensor, dtype):
@@ -119,19 +136,31 @@ def _cast(tensor, dtype):
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-@contextmanager
-def failing_as_oserror(path):
-    """Neither library reports a full disk as an OSError; torch has one as the context of what it raises instead."""
-    try:
-        yield
-    except (SafetensorError, RuntimeError) as error:
-        system = error.__context__ if isinstance(error.__context__, OSError) else None
-        reason = system.strerror if system else _first_line(error)
-        raise OSError(system.errno if system else errno.EIO, f"{path.name}: {reason}") from error
+@dataclass(frozen=True)
+class HeadFile:
+    """A head that was read, and what its files are."""
+
+    folder: Path
+    weight_files: tuple[Path, ...]
+    format: str  # the layout found, one of FORMATS
+    head: torch.nn.Module
+    dtype: torch.dtype  # the head's
+    notes: tuple[str, ...]  # where config.json lies, is silent, or was overruled by the tensors
 
 
 def load_head(path_or_id, dtype=None):
     """Load a head of any family from a head folder, a run, a checkpoint or a Hub id, in any format of heads/formats.py.
+
+    Warns of everything where the file's config.json lies or is silent. Otherwise as read_head.
+    """
+    file = read_head(path_or_id, dtype)
+    for note in file.notes:
+        warnings.warn(f"{file.folder}: {note}", stacklevel=2)
+    return file.head
+
+
+def read_head(path_or_id, dtype=None):
+    """A head with what its files say of it: a HeadFile. It is found as resolve_head says.
 
     dtype: torch.dtype or its name; None keeps the file's.
     An EAGLE head whose file holds no embedding needs the target's (`needs_embedding`, `take_embedding`).
@@ -142,30 +171,48 @@ def load_head(path_or_id, dtype=None):
     path = find_weights(folder)
     config = read_config(folder)
     tensors = read_tensors(path)
+    notes = []
     try:
         if _lacks_vocab_size(tensors, config):
-            config["vocab_size"] = _target_vocab_size(config.get("base_model_name_or_path"))
-        kind, head_config, state = from_file(tensors, config)
+            target = config.get("base_model_name_or_path")
+            config["vocab_size"] = _target_vocab_size(target)
+            assume(notes, "vocab_size", config["vocab_size"], f"as the target {target} has it")
+        kind, reading = from_file(tensors, config)
         dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
         if dtype is None and len(dtypes) > 1:
-            mixed = ", ".join(sorted(str(one).removeprefix("torch.") for one in dtypes))
+            firsts = {tensor.dtype: name for name, tensor in tensors.items() if tensor.is_floating_point()}
+            mixed = ", ".join(sorted(f"{name} {str(one).removeprefix('torch.')}" for one, name in firsts.items()))
             raise ValueError(f"its tensors are of different dtypes ({mixed}): say dtype= to load them as one")
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     # Memory without values: no random numbers are drawn for weights that the file gives.
     with torch.device("meta"):
-        head = kind(head_config)
-    if head.state_dict().keys() - state.keys() == {"embed_tokens.weight"}:
+        head = kind(reading.config)
+    if head.state_dict().keys() - reading.state.keys() == {"embed_tokens.weight"}:
         head.embed_tokens = None  # it is the target's: head.take_embedding
-    head = head.to(dtypes.pop() if dtype is None else to_dtype(dtype)).to_empty(device="cpu")
-    head.load_state_dict(state)  # copies: blocks that a file ties come apart here, and the file may change afterwards
-    return head
+    if reading.embedding_is_targets:
+        head.embedding_is_targets = True
+    dtype = next(iter(dtypes)) if dtype is None else to_dtype(dtype)
+    head = head.to(dtype).to_empty(device="cpu")
+    # Copies: blocks that a file ties come apart here, and the file may change afterwards.
+    head.load_state_dict(reading.state)
+    notes += reading.notes + _dtype_note(config, dtypes)
+    return HeadFile(folder, list_files(path), reading.format, head, dtype, tuple(notes))
+
+
+def _dtype_note(config, found):
+    """[a note] if config.json names another dtype than the tensors are of, in either spelling of the key."""
+    names = {str(dtype).removeprefix("torch.") for dtype in found}
+    said = config.get("dtype") or config.get("torch_dtype")
+    if said is None or {str(said).removeprefix("torch.")} == names:
+        return []
+    return [f'config.json says "dtype": {said!r}; the tensors are {", ".join(sorted(names))}']
 
 
 def to_dtype(dtype):
     """torch.dtype from itself or its name ("bfloat16"); ValueError for anything that is not floating point."""
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    if found not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not known: expected float32, bfloat16 or float16")
     return found
 
@@ -184,32 +231,11 @@ def read_config(folder):
     return config
 
 
-def read_tensors(path):
-    """{name: tensor} of a .safetensors, .pt or .bin file; ValueError naming the file if it is cut or damaged."""
-    Path(path).open("rb").close()  # a file that may not be read raises its own error here, not "damaged" below
-    try:
-        if Path(path).suffix in (".pt", ".bin"):
-            tensors = torch.load(path, map_location="cpu", weights_only=True)
-        else:
-            tensors = load_file(path)
-    except (SafetensorError, RuntimeError, UnpicklingError, OSError, EOFError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(f"{path} cannot be read; it is cut short or damaged ({reason})") from None
-    if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
-        raise ValueError(f"{path} holds something other than named tensors")
-    return tensors
-
-
-def find_weights(folder):
-    """The weight file of a head folder, or None."""
-    return next((path for name in WEIGHT_FILES if (path := Path(folder, name)).is_file()), None)
-
-
 def resolve_head(path_or_id):
     """The local folder that holds a head's files.
 
     A run gives its `head/`, else the head of its newest checkpoint; a checkpoint gives its `head/`; a head folder gives
-    itself; anything that is no folder is taken for a Hub id and its head's files are fetched.
+    itself; anything that is no folder is taken for a Hub id, OWNER/NAME or OWNER/NAME@REVISION, and its head's files are fetched.
     """
     folder = Path(path_or_id)
     if not folder.is_dir():
@@ -236,44 +262,37 @@ def find_head(folder):
             folder = resolve_head(folder)
         read_config(folder)
         path = find_weights(folder)
-        return folder if path and recognise(_read_names(path)) else None
+        return folder if path and recognise(read_names(path)) else None
     except ValueError:
         return None
 
 
-def _read_names(path):
-    """The tensor names of a weight file; of a .safetensors only the header is read: it may be a whole target's."""
-    if path.suffix != ".safetensors":
-        return list(read_tensors(path))
-    try:
-        with safe_open(path, framework="pt") as file:
-            return list(file.keys())
-    except SafetensorError as error:
-        raise ValueError(f"{path} cannot be read ({error})") from None
-
-
-def _fetch_head(repo_id):
+def _fetch_head(path_or_id):
     """Download a head's files from the Hub (or find them in its cache) and return their folder."""
+    repo_id, revision = split_revision(path_or_id)
     try:
-        folder = Path(hf_hub_download(repo_id, "config.json")).parent
+        folder = Path(hf_hub_download(repo_id, "config.json", revision=revision)).parent
+        commit = folder.name  # of the cache's folder: a branch may move on in between
         for name in WEIGHT_FILES:
-            missing = _fetch(repo_id, name)
+            missing = _fetch(repo_id, name, commit)
             if missing is None:
-                _fetch(repo_id, TREE_FILE)
+                for path in list_files(folder / name):
+                    hf_hub_download(repo_id, path.name, revision=commit)
+                _fetch(repo_id, TREE_FILE, commit)
                 return folder
         raise missing
     except (OSError, ValueError, HTTPError, EntryNotFoundError) as error:
         searched = "HF_HUB_OFFLINE is set, only its cache was searched" if constants.HF_HUB_OFFLINE else "asked"
         raise ValueError(
-            f"no head at {str(repo_id)!r}: there is no such folder, and the Hub at {constants.ENDPOINT} ({searched}) gave "
+            f"no head at {path_or_id!r}: there is no such folder, and the Hub at {constants.ENDPOINT} ({searched}) gave "
             f"no config.json with one of {', '.join(WEIGHT_FILES)}: {type(error).__name__}: {_first_line(error)}"
         ) from error
 
 
-def _fetch(repo_id, name):
+def _fetch(repo_id, name, revision):
     """Fetch a file that a repository may not have; then the error that says so is returned."""
     try:
-        hf_hub_download(repo_id, name)
+        hf_hub_download(repo_id, name, revision=revision)
     except EntryNotFoundError as error:
         return error
 
@@ -286,7 +305,7 @@ def _lacks_vocab_size(tensors, config):
     """Whether neither tensors nor config tell the vocabulary, as of published Medusa heads with a shared lm_head."""
     if "vocab_size" in config or recognise(tensors) != "Medusa":
         return False
-    return medusa_format.detect_table(tensors, config) == "medusa-shared"
+    return medusa_format.detect_table(without_prefix(tensors)[0], config) == "medusa-shared"
 
 
 def _target_vocab_size(target):

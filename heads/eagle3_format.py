@@ -16,12 +16,15 @@ This file touches no disk.
 from .draft_vocabulary import check_d2t, check_t2d
 from .eagle3 import Eagle3, Eagle3Config
 from .layer_format import check_rope, layer_keys, read_layer, shapes_of, vocab_size_of
+from .reading import Reading, assume, compare
 from .tensor_checks import check_tensors, shape_of
 
 LAYER = {"eagle3": "midlayer.", "speculators": "layers.0."}  # our "midlayer." as the format calls it
 FORMATS = tuple(LAYER)
 EMBEDDING = "embed_tokens.weight"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+# A key of ours: the embed_tokens that speculators files hold is the target's, and plain files need none.
+TARGETS_EMBEDDING = "embed_tokens_is_targets"
 UNSUPPORTED = ("norm_before_fc", "fc_norm", "norm_output")  # variants of the speculators library
 
 
@@ -57,20 +60,27 @@ def to_file(head, format, lm_head_weight=None):
     elif EMBEDDING in state:
         state[EMBEDDING] = state[EMBEDDING].to(head.fc.weight.dtype)  # the target's may be of another dtype
     tensors = {_renamed(name, "midlayer.", LAYER[format]): tensor.cpu().contiguous() for name, tensor in state.items()}
-    return tensors, (_speculators_config if format == "speculators" else _plain_config)(head.config)
+    if format == "eagle3":
+        return tensors, _plain_config(head.config)
+    return tensors, _speculators_config(head.config, head.embedding_is_targets)
 
 
 def _plain_config(config):
-    return {
+    keys = {
         "architectures": ["LlamaForCausalLMEagle3"],
         **layer_keys(config),
         **_shared_keys(config),
         **({} if config.aux_layer_ids is None else {"eagle_config": _nested_ids(config.aux_layer_ids)}),
     }
+    if not config.own_embedding:
+        # Where it is there, the original code leaves an embedding that is not in the file at random values instead of taking the
+        # target's. Without it every reader takes hidden_size.
+        del keys["target_hidden_size"]
+    return keys
 
 
-def _speculators_config(config):
-    layer = layer_keys(config)
+def _speculators_config(config, embedding_is_targets):
+    layer = layer_keys(config) | ({TARGETS_EMBEDDING: True} if embedding_is_targets else {})
     proposal = {"proposal_type": "greedy", "speculative_tokens": config.num_speculative_tokens}
     return {
         "architectures": ["Eagle3DraftModel"],
@@ -101,34 +111,33 @@ def _nested_ids(layer_ids):
 
 
 def from_file(tensors, config):
-    """Read a file's tensors: (Eagle3Config, state dict in our names; without embed_tokens where the file has none).
+    """Read a file's tensors: Reading of an Eagle3Config, its state without embed_tokens where the file has none.
 
     tensors: {name: tensor} as the file holds them; config: its config.json as a dict. Raises ValueError naming tensors that are
     missing, unexpected, misshapen, of a wrong dtype or with ids that there are not, and config keys that are needed or do not fit.
     """
-    tensors = dict(tensors)
+    tensors, notes = dict(tensors), []
     prefix = "midlayer." if any(name.startswith("midlayer.") for name in tensors) else "layers.0."
     speculators = "speculators_model_type" in config
     llama = _llama_keys(config) if speculators else config
     hidden_size, width = shape_of(tensors, "fc.weight")
-    vocab_size, draft_vocab_size = vocab_size_of(tensors, llama), shape_of(tensors, "lm_head.weight")[0]
-    for key, tensor, size in (("draft_vocab_size", "lm_head", draft_vocab_size), ("hidden_size", "fc", hidden_size)):
-        said = config.get(key, llama.get(key))
-        if said not in (None, size):
-            raise ValueError(f'config.json says "{key}": {said!r}, tensor {tensor}.weight has {size} rows')
+    vocab_size, draft_vocab_size = vocab_size_of(tensors, llama, notes), shape_of(tensors, "lm_head.weight")[0]
+    compare(notes, config, "draft_vocab_size", draft_vocab_size, "tensor lm_head.weight")
     if draft_vocab_size > vocab_size:
         raise ValueError(
             f"tensor lm_head.weight has {draft_vocab_size} rows, expected at most the vocabulary's {vocab_size}"
         )
     target_hidden_size = config.get("target_hidden_size") or hidden_size
+    normed = config.get("norm_before_residual")
+    _note_silence(config, prefix, speculators, notes)
     shape = Eagle3Config(
         hidden_size=hidden_size,
         vocab_size=vocab_size,
         target_hidden_size=target_hidden_size,
         draft_vocab_size=draft_vocab_size,
         aux_layer_ids=_aux_layer_ids(config, width, target_hidden_size),
-        norm_before_residual=config.get("norm_before_residual", speculators),
-        **read_layer(tensors, prefix, llama, hidden_size),
+        norm_before_residual=speculators if normed is None else normed,
+        **read_layer(tensors, prefix, llama, hidden_size, notes),
     )
     check_rope(shape)
     tables = _read_tables(tensors.pop("d2t", None), tensors.pop("t2d", None), draft_vocab_size, vocab_size)
@@ -138,7 +147,22 @@ def from_file(tensors, config):
     if EMBEDDING not in tensors and not shape.own_embedding:
         del expected[EMBEDDING]
     check_tensors(tensors, expected)
-    return shape, {_renamed(name, prefix, "midlayer."): tensor for name, tensor in tensors.items()} | tables
+    state = {_renamed(name, prefix, "midlayer."): tensor for name, tensor in tensors.items()} | tables
+    of_target = bool(llama.get(TARGETS_EMBEDDING)) and EMBEDDING in state
+    return Reading(shape, state, "speculators" if speculators else "eagle3", notes, of_target)
+
+
+def _note_silence(config, prefix, speculators, notes):
+    """What the config leaves open or says in vain, of what is EAGLE-3's own."""
+    if not config.get(LAYER_IDS) and not (config.get("eagle_config") or {}).get(LAYER_IDS):
+        assume(notes, LAYER_IDS, "2, n//2, n-3", "what published heads read of a target of n layers")
+    if speculators and config.get("norm_before_residual") is None:
+        assume(notes, "norm_before_residual", True, "as readers of this format do")
+    if config.get("tie_word_embeddings"):
+        notes.append('config.json says "tie_word_embeddings": True; the tensors hold an lm_head of its own')
+    format = "speculators" if speculators else "eagle3"
+    if prefix != LAYER[format]:
+        notes.append(f'its layer is called "{prefix}", in files of the format {format} it is "{LAYER[format]}"')
 
 
 def _llama_keys(config):

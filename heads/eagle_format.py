@@ -14,7 +14,8 @@ import torch
 
 from .eagle import Eagle, EagleConfig
 from .layer_format import check_rope, layer_keys, read_layer, shapes_of, vocab_size_of
-from .tensor_checks import check_tensors, shape_of
+from .reading import Reading
+from .tensor_checks import DTYPES, check_tensors, shape_of
 
 ARCHITECTURES = {"eagle-vllm": "LlamaForCausalLM", "eagle-sglang": "LlamaForCausalLMEagle"}
 FORMATS = tuple(ARCHITECTURES)
@@ -53,29 +54,43 @@ def to_file(head, format, lm_head_weight=None):
 
 
 def from_file(tensors, config):
-    """Read a file's tensors: (EagleConfig, state dict in our names; without embed_tokens where the file has none).
+    """Read a file's tensors: Reading of an EagleConfig, its state without embed_tokens where the file has none.
 
     tensors: {name: tensor} as the file holds them; config: its config.json as a dict. Raises ValueError naming tensors that are
     missing, unexpected, misshapen or no floating point, and config keys that are needed or do not fit.
     """
-    tensors = dict(tensors)
+    tensors, notes = dict(tensors), []
+    dialect = "eagle-sglang" if "fc.bias" in tensors else "eagle-vllm"
     rows, columns = shape_of(tensors, "fc.weight")
     if columns != 2 * rows:
         raise ValueError(
             f"tensor fc.weight is {(rows, columns)}, expected {(rows, 2 * rows)}: embedding and feature side by side"
         )
     bias = tensors.get("fc.bias")
-    if bias is not None and tuple(bias.shape) == (rows,) and not bias.any():
+    if bias is not None and bias.dtype in DTYPES and tuple(bias.shape) == (rows,) and not bias.any():
         del tensors["fc.bias"]  # SGLang's dialect of a head that has none
+    _compare_bias(config, "fc.bias" in tensors, dialect, notes)
     shape = EagleConfig(
         hidden_size=rows,
-        vocab_size=vocab_size_of(tensors, config),
+        vocab_size=vocab_size_of(tensors, config, notes),
         fc_bias="fc.bias" in tensors,
-        **read_layer(tensors, "layers.0.", config, rows),
+        **read_layer(tensors, "layers.0.", config, rows, notes),
     )
     check_rope(shape)
     expected = shapes_of(Eagle, shape)
     if EMBEDDING not in tensors:
         del expected[EMBEDDING]
     check_tensors(tensors, expected)
-    return shape, tensors
+    return Reading(shape, tensors, dialect, notes)
+
+
+def _compare_bias(config, biased, dialect, notes):
+    """The original code makes fc.bias unless "bias" is false; SGLang's class always has one, whatever the key says."""
+    if (
+        biased
+        and config.get("bias") is False
+        and ARCHITECTURES["eagle-sglang"] not in (config.get("architectures") or [])
+    ):
+        notes.append('config.json says "bias": False; the tensors hold fc.bias')
+    if dialect == "eagle-vllm" and config.get("bias") is not False:
+        notes.append('config.json does not say "bias": False; the tensors hold no fc.bias')

@@ -1,7 +1,8 @@
 """The families of heads and the file formats of each.
 
-A family is recognised by its tensors' names. Every format module answers the same five questions: FORMATS (what it writes),
-`recognises`, `native_format`, `check_format`, `to_file`, `from_file`. This file touches no disk (heads/checkpoint.py does).
+A family is recognised by its tensors' names. Every format module answers the same questions: FORMATS (what it writes),
+`recognises`, `native_format`, `check_format`, `to_file`, and `from_file`, which gives a Reading (heads/reading.py). This file
+touches no disk (heads/checkpoint.py does).
 """
 
 from . import eagle3_format, eagle_format, medusa_format, mlp_speculator_format
@@ -27,7 +28,25 @@ SAFETENSORS_FILE |= dict.fromkeys(("medusa", "medusa-shared"), "medusa_lm_head.s
 TORCH_FILE = dict.fromkeys(("medusa", "medusa-shared"), "medusa_lm_head.pt")
 # In the order in which a folder is searched: where both are there, the .pt repeats the .safetensors. Published EAGLE heads
 # are .bin files.
-WEIGHT_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "model.safetensors", "pytorch_model.bin")
+INDEX_SUFFIX = ".index.json"
+WEIGHT_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
+WEIGHT_FILES += (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+# What is split where it is large. Readers of the others open the one file of that name and nothing else.
+SHARDED_FILES = ("model.safetensors",)
+
+# What files put before the names of all their tensors: data-parallel training, and the attribute of a model that holds the head.
+PREFIXES = ("module.", "medusa_heads.", "medusa_head.", "model.")
+OUTSIDE = ("lm_head.weight", "d2t", "t2d")  # beside "model.", as of a causal language model
+# What config.json says of the family ("architectures", "model_type"). LlamaForCausalLM says nothing: every EAGLE calls itself so.
+NAMED_FAMILIES = {"medusa": "Medusa", "MedusaModel": "Medusa"}
+NAMED_FAMILIES |= dict.fromkeys(("mlp_speculator", "MLPSpeculatorPreTrainedModel"), "MLP speculator")
+NAMED_FAMILIES |= dict.fromkeys(("LlamaForCausalLMEagle", "EagleLlamaForCausalLM"), "EAGLE")
+NAMED_FAMILIES |= dict.fromkeys(("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3DraftModel"), "EAGLE-3")
 
 
 def family_of(head):
@@ -47,7 +66,18 @@ def check_family(head, expected):
 
 def recognise(names):
     """The family whose tensor names these are, or None."""
+    names, _ = without_prefix(dict.fromkeys(names))
     return next((family for family, (_, formats) in FAMILIES.items() if formats.recognises(names)), None)
+
+
+def without_prefix(tensors):
+    """({name: tensor} without the prefix of PREFIXES that every name has, but for those that stay outside; the prefix or "")."""
+    inside = [name for name in tensors if name not in OUTSIDE]
+    prefix = next((prefix for prefix in PREFIXES if inside and all(name.startswith(prefix) for name in inside)), "")
+    # A target's names begin with "model.", too, and those of one layer are much like a head's.
+    if prefix == "model." and "model.fc.weight" not in tensors:
+        prefix = ""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}, prefix
 
 
 def native_format(head):
@@ -74,18 +104,30 @@ def to_file(head, format, lm_head_weight=None):
 
 
 def from_file(tensors, config):
-    """Read a file's tensors: (class of the head, its config, its state dict), whatever the family.
+    """Read a file's tensors: (class of the head, Reading), whatever the family.
 
     tensors: {name: tensor} as the file holds them; config: its config.json as a dict. Raises ValueError listing names if no
     family is recognised, and what the family's from_file raises.
     """
+    tensors, prefix = without_prefix(tensors)
     family = recognise(tensors)
     if family is None:
         raise ValueError(
             f"its tensors follow no known format of heads ({', '.join(FORMATS)}); it holds {list_names(tensors)}"
         )
     kind, formats = FAMILIES[family]
-    return kind, *formats.from_file(tensors, config)
+    notes = []
+    if prefix:
+        notes.append(f'the names of its tensors begin with "{prefix}", which is left out')
+    for name in (*_listed(config.get("architectures")), config.get("model_type")):
+        if NAMED_FAMILIES.get(name, family) != family:
+            notes.append(f"config.json calls itself {name}, which is {NAMED_FAMILIES[name]}; its tensors are {family}")
+    reading = formats.from_file(tensors, config)
+    return kind, reading._replace(notes=notes + reading.notes)
+
+
+def _listed(value):
+    return [one for one in value if isinstance(one, str)] if isinstance(value, list) else []
 
 
 def _formats_of(head):

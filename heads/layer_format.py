@@ -9,6 +9,7 @@ from importlib.metadata import version
 import torch
 
 from .layers import rope_frequencies
+from .reading import assume, compare
 from .tensor_checks import shape_of
 
 DEFAULT_THETA = 10000.0  # published EAGLE-3 heads say none and were trained with it
@@ -16,53 +17,93 @@ DEFAULT_THETA = 10000.0  # published EAGLE-3 heads say none and were trained wit
 DEFAULTS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
 
 
-def read_layer(tensors, prefix, config, hidden_size):
+def read_layer(tensors, prefix, config, hidden_size, notes):
     """LayerConfig's fields of a file, but for the hidden size and the vocabulary: {name: value}.
 
     tensors: the file's; prefix: of the layer's names in it; config: the Llama's config.json as a dict. Tensors decide; the config
-    answers what they cannot. Raises ValueError naming the tensor or the key.
+    answers what they cannot; notes: a list of str to add to (heads/reading.py). Raises ValueError naming the tensor or the key.
     """
-    query = f"{prefix}self_attn.q_proj"
-    q_rows, kv_rows = (shape_of(tensors, f"{prefix}self_attn.{one}_proj.weight")[0] for one in ("q", "k"))
-    said = config.get("num_attention_heads")
-    head_dim = config.get("head_dim") or (hidden_size // said if type(said) is int and said > 0 else None)
+    head_dim, num_heads, num_kv_heads = _read_heads(tensors, prefix, config, hidden_size, notes)
+    if config.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise ValueError(f'config.json says "hidden_act": {config["hidden_act"]!r}, expected "silu"')
+    intermediate_size = shape_of(tensors, f"{prefix}mlp.gate_proj.weight")[0]
+    sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "num_hidden_layers": 1}
+    for key, found in (sizes | {"num_key_value_heads": num_kv_heads}).items():
+        compare(notes, config, key, found)
+    biased = any(f"{prefix}self_attn.{one}_proj.bias" in tensors for one in "qkv")
+    _compare_biases(config, biased, notes)
+    theta, scaling = read_rope(config)
+    if theta is None:
+        assume(notes, "rope_theta", theta := DEFAULT_THETA, "with which published heads were trained")
+    says = {key: value for key in DEFAULTS if (value := config.get(key)) is not None}
+    if "rms_norm_eps" not in says:
+        assume(notes, "rms_norm_eps", DEFAULTS["rms_norm_eps"], "as transformers does")
+    if "max_position_embeddings" not in says and scaling:  # nothing else asks for it
+        assume(notes, "max_position_embeddings", DEFAULTS["max_position_embeddings"], "as transformers does")
+    steps = config.get("num_speculative_tokens")
+    return {
+        "intermediate_size": intermediate_size,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "attention_bias": biased,
+        "base_model_name_or_path": config.get("base_model_name_or_path") or "",
+        **DEFAULTS,
+        **says,
+        **({} if steps is None else {"num_speculative_tokens": steps}),
+    }
+
+
+def _read_heads(tensors, prefix, config, hidden_size, notes):
+    """(head dimension, query heads, key-value heads): two rows of tensors and what the config says of three numbers.
+
+    Where it does not say the head dimension, it is the hidden size by query head, unless both numbers of heads say another one.
+    """
+    query, key = (f"{prefix}self_attn.{one}_proj" for one in ("q", "k"))
+    q_rows, kv_rows = (shape_of(tensors, f"{name}.weight")[0] for name in (query, key))
+    said, num_heads = config.get("head_dim"), config.get("num_attention_heads")
+    head_dim = said or (hidden_size // num_heads if type(num_heads) is int and num_heads > 0 else None)
     if type(head_dim) is not int or head_dim < 1:
         raise ValueError(
-            f'config.json must say "head_dim" or "num_attention_heads"; it says {config.get("head_dim")!r} and {said!r}'
+            f'config.json must say "head_dim" or "num_attention_heads"; it says {said!r} and {num_heads!r}'
         )
-    for name, rows in ((query, q_rows), (f"{prefix}self_attn.k_proj", kv_rows)):
+    kv_heads = config.get("num_key_value_heads")
+    if (
+        not said
+        and q_rows != num_heads * head_dim
+        and type(kv_heads) is int
+        and q_rows * kv_heads == kv_rows * num_heads
+    ):
+        head_dim = q_rows // num_heads
+        assume(notes, "head_dim", head_dim, f"by the {q_rows} and {kv_rows} rows of the tensors' q and k")
+    for name, rows in ((query, q_rows), (key, kv_rows)):
         if rows % head_dim:
             raise ValueError(
                 f"tensor {name}.weight has {rows} rows, expected a multiple of the head dimension {head_dim}"
             )
-    if said not in (None, q_rows // head_dim):
+    if num_heads not in (None, q_rows // head_dim):
         raise ValueError(
-            f'config.json says "num_attention_heads": {said!r}, the {q_rows} rows of {query}.weight are {q_rows // head_dim} '
-            f"heads of {head_dim}"
+            f'config.json says "num_attention_heads": {num_heads!r}, the {q_rows} rows of {query}.weight are '
+            f"{q_rows // head_dim} heads of {head_dim}"
         )
-    if config.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise ValueError(f'config.json says "hidden_act": {config["hidden_act"]!r}, expected "silu"')
-    theta, scaling = read_rope(config)
-    return {
-        "intermediate_size": shape_of(tensors, f"{prefix}mlp.gate_proj.weight")[0],
-        "num_attention_heads": q_rows // head_dim,
-        "num_key_value_heads": kv_rows // head_dim,
-        "head_dim": head_dim,
-        "rope_theta": theta,
-        "rope_scaling": scaling,
-        "attention_bias": f"{query}.bias" in tensors,
-        "base_model_name_or_path": config.get("base_model_name_or_path") or "",
-        **{key: DEFAULTS[key] if config.get(key) is None else config[key] for key in DEFAULTS},
-        **(
-            {}
-            if config.get("num_speculative_tokens") is None
-            else {"num_speculative_tokens": config["num_speculative_tokens"]}
-        ),
-    }
+    return head_dim, q_rows // head_dim, kv_rows // head_dim
+
+
+def _compare_biases(config, biased, notes):
+    """Two keys say that q, k and v have a bias, and a Qwen2 has one without saying so."""
+    said = config.get("qkv_bias") or config.get("attention_bias")
+    if said and not biased:
+        notes.append("config.json says that q, k and v have a bias; the tensors hold none")
+    if biased and not said and not str(config.get("model_type")).startswith("qwen2"):
+        notes.append('config.json says no "qkv_bias"; the tensors hold a bias of q, k and v')
+    if config.get("mlp_bias"):
+        notes.append('config.json says "mlp_bias": True; the tensors hold none')
 
 
 def read_rope(config):
-    """(theta, scaling or None) of a config.json in either spelling; ValueError where the two say different things."""
+    """(theta or None, scaling or None) of a config.json in either spelling; ValueError where the two say different things."""
     parts = [config.get(key) or {} for key in ("rope_parameters", "rope_scaling")]
     if not all(isinstance(part, dict) for part in parts):
         raise ValueError(f"config.json's rope_parameters and rope_scaling must be objects, got {parts}")
@@ -80,7 +121,7 @@ def read_rope(config):
             scalings.append(scaling)
     if len(scalings) > 1:
         raise ValueError(f"config.json scales rope twice and differently: {scalings[0]} and {scalings[1]}")
-    return float(thetas[0]) if thetas else DEFAULT_THETA, scalings[0] if scalings else None
+    return float(thetas[0]) if thetas else None, scalings[0] if scalings else None
 
 
 def check_rope(shape):
@@ -121,15 +162,14 @@ def shapes_of(kind, shape):
         return {name: tuple(tensor.shape) for name, tensor in kind(shape).state_dict().items()}
 
 
-def vocab_size_of(tensors, config):
+def vocab_size_of(tensors, config, notes):
     """The target's vocabulary: the rows of embed_tokens or the length of t2d, else what the config says."""
-    said = config.get("vocab_size")
     for name, axes in (("embed_tokens.weight", 2), ("t2d", 1)):
         if name in tensors:
             size = shape_of(tensors, name, axes)[0]
-            if said not in (None, size):
-                raise ValueError(f'config.json says "vocab_size": {said!r}, tensor {name} says {size}')
+            compare(notes, config, "vocab_size", size, f"tensor {name}")
             return size
+    said = config.get("vocab_size")
     if type(said) is not int:
         raise ValueError(
             f'no tensor tells the target\'s vocabulary, so config.json must say "vocab_size"; it says {said!r}'

@@ -18,6 +18,7 @@ from importlib.metadata import version
 import torch
 
 from .medusa import MedusaConfig
+from .reading import Reading, compare
 from .tensor_checks import check_names, check_tensors
 
 # The target's lm_head, which vllm-shared files carry along; a head that shares it holds no such tensor of its own.
@@ -47,6 +48,8 @@ RENAMES = {
     },
 }
 
+# What config.json calls the number of heads, and that of the blocks of each.
+COUNT_KEYS = {"medusa": ("medusa_num_heads", "medusa_num_layers"), "vllm": ("num_heads", "num_hidden_layers")}
 FORMATS = ("medusa", "medusa-shared", "vllm")  # what a user asks for
 
 
@@ -164,7 +167,10 @@ def _matches(table, names):
 def detect_table(names, config):
     """Which table of RENAMES the tensor names of a file of Medusa heads follow; the config tells only what names cannot."""
     if "token_map" in names:
-        raise ValueError("it drafts from a truncated vocabulary (token_map), which is not supported")
+        raise ValueError(
+            "it holds token_map: heads with lm_heads of a truncated vocabulary, which have no logits of the other tokens; "
+            "expected lm_heads of the target's whole vocabulary, and no token_map"
+        )
     best = max(("medusa", "vllm"), key=lambda table: len(_matches(table, names)))
     matches = _matches(best, names)
     lm_heads = [at["k"] for ours, at in matches if "lm_head" in ours]
@@ -186,7 +192,7 @@ def count(table, names):
 
 
 def from_file(tensors, config):
-    """Read a file's tensors: (MedusaConfig, state dict in our names). A copy of the target's lm_head is checked and dropped.
+    """Read a file's tensors: Reading of a MedusaConfig. A copy of the target's lm_head is checked and dropped.
 
     tensors: {name: tensor} as the file holds them.  config: its config.json as a dict; "vocab_size" must be there for
     heads that share the target's lm_head and carry no copy of it.
@@ -195,11 +201,11 @@ def from_file(tensors, config):
     table = detect_table(tensors, config)
     num_heads, num_layers = count(table, tensors)
     names = file_names(table, num_heads, num_layers)
-    tensors = dict(tensors)
+    tensors, biased = dict(tensors), any(name.endswith(".bias") for name in tensors)
     if family(table) == "vllm":
         if config.get("logit_scale", 1.0) != 1.0:
             raise ValueError(f"its config scales logits by logit_scale={config['logit_scale']}; only 1.0 is supported")
-        if not config.get("medusa_fc_bias") and not any(name.endswith(".bias") for name in tensors):
+        if not config.get("medusa_fc_bias") and not biased:
             _add_zero_biases(tensors)
     check_names(names.values(), tensors)
 
@@ -208,7 +214,7 @@ def from_file(tensors, config):
     vocab_size = _vocab_size(table, state, config)
     check_tensors(tensors, {theirs: _shape(ours, hidden_size, vocab_size) for ours, theirs in names.items()})
     state.pop(TARGET_LM_HEAD, None)
-    head_config = MedusaConfig(
+    shape = MedusaConfig(
         hidden_size=hidden_size,
         vocab_size=vocab_size,
         num_heads=num_heads,
@@ -217,7 +223,27 @@ def from_file(tensors, config):
         base_model_name_or_path=config.get("base_model_name_or_path") or "",
         adapter=config.get(ADAPTER_KEY) or "",
     )
-    return head_config, state
+    dropped = family(table) == "vllm" and biased and not config.get("medusa_fc_bias")
+    notes = _notes(table, shape, config, dropped)
+    return Reading(shape, state, "vllm" if family(table) == "vllm" else table, notes)
+
+
+def _notes(table, shape, config, dropped):
+    """Where config.json says something else than the tensors.  dropped: whether its reader would drop the biases"""
+    notes = []
+    sizes = {"hidden_size": shape.hidden_size, "vocab_size": shape.vocab_size}
+    sizes |= dict(zip(COUNT_KEYS[family(table)], (shape.num_heads, shape.num_layers)))
+    if family(table) == "vllm":
+        sizes |= {"truncated_vocab_size": shape.vocab_size, "original_lm_head": shape.shared_lm_head}
+    for key, found in sizes.items():
+        compare(notes, config, key, found)
+    if dropped:
+        notes.append('config.json does not say "medusa_fc_bias": True; the tensors hold the biases of the blocks')
+    shared = str(config.get("version", "1")) == "2"
+    if family(table) == "medusa" and shared != shape.shared_lm_head:
+        lm_heads = "no lm_heads" if shape.shared_lm_head else "lm_heads of their own"
+        notes.append(f'config.json {"says" if shared else "does not say"} "version": "2"; the tensors hold {lm_heads}')
+    return notes
 
 
 def _add_zero_biases(tensors):

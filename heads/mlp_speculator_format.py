@@ -1,8 +1,9 @@
 """On-disk format of the MLP speculator: IBM's, which fms-extras, TGI and vLLM (to 0.9) read.
 
-Tensors: `speculator.` before the names of heads/mlp_speculator.py, complete. A tied file says what steps share once (emb.0, proj.0,
-proj.1, ln.0, head.0); published ones may repeat it for every step. Sizes are those of the tensors, and so is the number of steps of
-an untied file; config.json answers what tensors cannot: whether steps are tied, how many there are then, and scale_input.
+Tensors: `speculator.` before the names of heads/mlp_speculator.py, complete; fms-extras's own checkpoints, and all of its readers,
+also know them without it. A tied file says what steps share once (emb.0, proj.0, proj.1, ln.0, head.0); published ones may repeat
+it for every step. Sizes, and whether steps are tied, are the tensors', and so is the number of steps wherever there is something
+for every step; config.json answers the rest: the steps of a tied file that repeats nothing, and scale_input.
 
 This file touches no disk.
 """
@@ -12,6 +13,7 @@ from importlib.metadata import version
 import torch
 
 from .mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
+from .reading import Reading, assume, compare
 from .tensor_checks import check_tensors, shape_of
 
 FORMATS = ("mlp-speculator",)
@@ -50,22 +52,26 @@ def to_file(head, format=FORMATS[0], lm_head_weight=None):
 
 def recognises(names):
     """Whether a file with tensors of these names holds an MLP speculator."""
-    return any(name.startswith(PREFIX) for name in names)
+    bare = sum(f"{kind}.0.weight" in names for kind in ("emb", "proj", "ln", "head"))
+    return bare >= 3 or any(name.startswith(PREFIX) for name in names)
 
 
 def from_file(tensors, config):
-    """Read a file's tensors: (MLPSpeculatorConfig, state dict in our names).
+    """Read a file's tensors: Reading of an MLPSpeculatorConfig.
 
     tensors: {name: tensor} as the file holds them; config: its config.json as a dict. Raises ValueError naming tensors that are
     missing, unexpected, misshapen, no floating point or not the ones that tied steps share, and config keys that are needed.
     """
-    tensors, tied = dict(tensors), config.get("tie_weights", False)
+    notes = []
+    if not any(name.startswith(PREFIX) for name in tensors):
+        notes.append(f'the names of its tensors lack the prefix "{PREFIX}"')
+        tensors = {PREFIX + name: tensor for name, tensor in tensors.items()}
     for key in ("tie_weights", "scale_input"):
-        if not isinstance(config.get(key, False), bool):
+        if config.get(key) is not None and not isinstance(config[key], bool):
             raise ValueError(f'config.json says "{key}": {config[key]!r}, expected true or false')
-    if tied:
-        _drop_repeated(tensors)
-    steps = _num_steps(tensors, config, tied)
+    tensors, tied, steps = _read_steps(tensors, config, notes)
+    if config.get("scale_input") is None:
+        assume(notes, "scale_input", False, "as its readers do")
     sizes = [shape_of(tensors, PREFIX + name) for name in ("emb.0.weight", "proj.0.weight")]
     shape = MLPSpeculatorConfig(
         hidden_size=sizes[1][1],
@@ -73,44 +79,83 @@ def from_file(tensors, config):
         inner_size=sizes[0][1],
         num_steps=steps,
         tie_weights=tied,
-        scale_input=config.get("scale_input", False),
+        scale_input=config.get("scale_input") or False,
         base_model_name_or_path=config.get("base_model_name_or_path") or "",
     )
     with torch.device("meta"):
         expected = {PREFIX + name: tensor.shape for name, tensor in MLPSpeculator(shape).state_dict().items()}
     check_tensors(tensors, expected)
-    _check_sizes(shape, config)
-    return shape, {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+    # inner_dim: 0, and nothing, mean emb_dim.
+    config = config | {"inner_dim": config.get("inner_dim") or config.get("emb_dim")}
+    found = {"n_predict": steps, "vocab_size": shape.vocab_size, "emb_dim": shape.hidden_size}
+    for key, value in (found | {"inner_dim": shape.inner_size}).items():
+        compare(notes, config, key, value)
+    widths = config.get("top_k_tokens_per_head")
+    if isinstance(widths, list) and len(widths) != steps:
+        notes.append(f'config.json says {len(widths)} numbers as "top_k_tokens_per_head"; there are {steps} steps')
+    state = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+    return Reading(shape, state, FORMATS[0], notes)
 
 
-def _drop_repeated(tensors):
-    """Take away what a tied file says again for later steps; ValueError where it says something else."""
-    for name in list(tensors):
-        kind, _, rest = name.removeprefix(PREFIX).partition(".")
-        step, _, what = rest.partition(".")
-        first = 1 if kind == "proj" else 0
-        if name.startswith(PREFIX) and step.isdigit() and int(step) > first:
-            shared = f"{PREFIX}{kind}.{first}.{what}"
-            if shared not in tensors or not torch.equal(tensors[name], tensors[shared]):
-                raise ValueError(f"config.json says that steps are tied, but {name} is not {shared}")
-            del tensors[name]
+def _read_steps(tensors, config, notes):
+    """(tensors without what a tied file repeats, whether steps are tied, how many there are), as the tensors have it.
 
-
-def _num_steps(tensors, config, tied):
+    A file that says it is tied and holds other tensors for every step is untied; one that does not say it and holds a second proj
+    but nothing else of a second step is tied. ValueError where a tied file holds another tensor for some steps only.
+    """
+    said, held = config.get("tie_weights") or False, _num_held(tensors)
+    repeated, differing = _find_repeated(tensors)
+    tied, whole = (
+        said,
+        len(repeated) == 5 * held - 6,
+    )  # emb, proj, ln's two and head, but for those of step 0 and proj.1
+    if said and differing:
+        if differing != repeated or 2 * len(repeated) < 5 * held - 6:
+            first = differing[0]
+            raise ValueError(f"config.json says that steps are tied, but {first} is not {_shared_name(first)}")
+        tied = False
+        notes.append('config.json says "tie_weights": True; the tensors of the steps are different ones')
+    if not said and not repeated and f"{PREFIX}proj.1.weight" in tensors:
+        tied = True
+        notes.append('config.json does not say "tie_weights": True; the tensors hold what tied steps share')
     if not tied:
-        # No more than there are names: a stray huge index ends as a missing name and not as a huge module.
-        found = [name.split(".")[2] for name in tensors if name.startswith(f"{PREFIX}head.")]
-        return max(1, min(max([int(step) + 1 for step in found if step.isdigit()], default=1), len(tensors)))
+        return tensors, False, held
     steps = config.get("n_predict")
+    if repeated and (whole or type(steps) is not int or steps < held):
+        steps = held
     if type(steps) is not int or not 1 <= steps <= 64:
         raise ValueError(f'steps are tied, so config.json must say "n_predict", from 1 to 64; it says {steps!r}')
-    return steps
+    return {name: tensor for name, tensor in tensors.items() if name not in repeated}, True, steps
 
 
-def _check_sizes(shape, config):
-    """ValueError if config.json says other sizes than the tensors have: a reader that believes it would fail."""
-    inner = config.get("inner_dim") or config.get("emb_dim")  # 0: the same as emb_dim
-    said = {"vocab_size": config.get("vocab_size"), "emb_dim": config.get("emb_dim"), "inner_dim": inner}
-    for (key, value), size in zip(said.items(), (shape.vocab_size, shape.hidden_size, shape.inner_size)):
-        if value is not None and value != size:
-            raise ValueError(f'config.json says "{key}": {value!r}, its tensors say {size}')
+def _num_held(tensors):
+    """For how many steps there is something, by the names.
+
+    No more than there are names: a stray huge index ends as a missing name and not as a huge module.
+    """
+    steps = [name.removeprefix(PREFIX).split(".")[1:2] for name in tensors if name.startswith(PREFIX)]
+    found = [int(step[0]) + 1 for step in steps if step and step[0].isdigit()]
+    return max(1, min(max(found, default=1), len(tensors)))
+
+
+def _find_repeated(tensors):
+    """([names of what tied steps share, said again for a later step], those of them that are another tensor)"""
+    shared = {name: _shared_name(name) for name in tensors}
+    repeated = [name for name, first in shared.items() if first not in (None, name)]
+    return repeated, [name for name in repeated if not _same(tensors[name], tensors.get(shared[name]))]
+
+
+def _same(one, other):
+    return other is not None and one.dtype == other.dtype and torch.equal(one, other)
+
+
+def _shared_name(name):
+    """The name under which a tied file holds a step's tensor; None for what is of no step.
+
+    The first proj is of another shape, so the second is the one that is shared.
+    """
+    kind, _, rest = name.removeprefix(PREFIX).partition(".")
+    step, _, what = rest.partition(".")
+    if not name.startswith(PREFIX) or not step.isdigit():
+        return None
+    return f"{PREFIX}{kind}.{min(int(step), 1 if kind == 'proj' else 0)}.{what}"

@@ -1,5 +1,9 @@
 """What every file format checks of the tensors it is given, and the words for what is wrong with them."""
 
+import torch
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of weights
+
 
 def list_names(names, most=8):
     """The first few of many names, for error messages."""
@@ -18,7 +22,7 @@ def check_names(expected, found):
 
 
 def check_tensors(tensors, shapes):
-    """ValueError naming what is wrong, unless `tensors` are floating point and have exactly these names and shapes.
+    """ValueError naming what is wrong, unless `tensors` are weights (DTYPES) and have exactly these names and shapes.
 
     tensors: {name: tensor}; shapes: {name: shape}.
     """
@@ -26,8 +30,8 @@ def check_tensors(tensors, shapes):
     for name, tensor in tensors.items():
         if tuple(tensor.shape) != tuple(shapes[name]):
             raise ValueError(f"tensor {name} is {tuple(tensor.shape)}, expected {tuple(shapes[name])}")
-        if not tensor.is_floating_point():
-            raise ValueError(f"tensor {name} is {tensor.dtype}, expected floating point")
+        if tensor.dtype not in DTYPES:
+            raise ValueError(f"tensor {name} is {tensor.dtype}, expected floating point: float32, bfloat16 or float16")
 
 
 def shape_of(tensors, name, num_axes=2):

@@ -1,58 +1,71 @@
-"""Who reads which format, and how: the lines of a model card that depend on the format. From the readers' source code, 2026-11."""
+"""Who reads a head's files, as they are: for the model card of files that we write, and for `headstart inspect` of files as found.
 
-from ..heads.formats import native_format
+What a reader asks is said once, in hub_export/reader_rules.py; here is who there is, what each calls its formats, and which format
+mends what is wrong.
+"""
 
-# Headings of the card's table, in its order; the families' own projects follow.
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from ..heads.formats import SAFETENSORS_FILE, TORCH_FILE, check_format, family_of, to_file
+from . import reader_rules as rules
+from .reader_rules import LAYOUT, NO, NOTE, WRONG, HeadFiles
+
 VLLM, TGI, SGLANG = "vLLM", "text-generation-inference", "SGLang"
-NOT_HERE = "not this layout: export with `--format {other}`"
 
-# format -> (reader, what it takes)
+
+@dataclass(frozen=True)
+class Reader:
+    """A project that reads heads of a family: `formats` are its own, the first the best; none: it reads none of the family."""
+
+    name: str
+    formats: dict = field(default_factory=dict)  # format -> what the card says where nothing is wrong
+    rule: Callable | None = None  # HeadFiles -> problems; None: nothing beyond the format
+    others: dict = field(default_factory=dict)  # format -> another rule
+
+
+NO_SUPPORT = {"Medusa": "no Medusa support", "MLP speculator": "no support of MLP speculators"}
 READERS = {
-    "medusa": (
-        ("the original Medusa code (FasterDecoding)", "yes, through `medusa_lm_head.pt`{five}"),
-        (TGI, "yes, through `medusa_lm_head.safetensors`"),
-        (VLLM, "not this layout: export with `--format vllm` for vLLM 0.20 to 0.32"),
-        (SGLANG, "no Medusa support"),
+    "Medusa": (
+        Reader(
+            "the original Medusa code (FasterDecoding)",
+            {
+                "medusa": "yes, through `medusa_lm_head.pt`",
+                "medusa-shared": "by its legacy class, through `medusa_lm_head.pt`",
+            },
+            rules.original_medusa,
+        ),
+        Reader(
+            TGI,
+            dict.fromkeys(("medusa", "medusa-shared"), "yes, through `medusa_lm_head.safetensors`"),
+            rules.tgi_medusa,
+        ),
+        Reader(VLLM, {"vllm": "0.20 to 0.32 (0.33 removed Medusa)"}, rules.vllm_medusa),
+        Reader(SGLANG),
     ),
-    "medusa-shared": (
-        ("the original Medusa code (FasterDecoding)", "by its legacy class, through `medusa_lm_head.pt`"),
-        (TGI, "{tgi_shared}"),
-        (VLLM, "not this layout: export with `--format vllm` for vLLM 0.20 to 0.32"),
-        (SGLANG, "no Medusa support"),
+    "MLP speculator": (
+        Reader(TGI, {"mlp-speculator": "yes"}, rules.tgi_mlp_speculator),
+        Reader(VLLM, {"mlp-speculator": "to 0.9"}, rules.mlp_speculator),
+        Reader("fms-extras", {"mlp-speculator": "yes"}, rules.mlp_speculator),
+        Reader(SGLANG),
     ),
-    "vllm": (
-        (VLLM, "0.20 to 0.32 (0.33 removed Medusa)"),
-        ("the original Medusa code (FasterDecoding)", NOT_HERE),
-        (TGI, NOT_HERE),
-        (SGLANG, "no Medusa support"),
+    "EAGLE": (
+        Reader(VLLM, {"eagle-vllm": "yes"}, rules.vllm_eagle),
+        Reader(SGLANG, {"eagle-sglang": "yes"}, rules.sglang_eagle),
+        Reader("the original EAGLE code", {"eagle-vllm": "yes"}, rules.original_eagle),
+        Reader(TGI),
     ),
-    "mlp-speculator": (
-        (TGI, "{tgi_scaled}"),
-        (VLLM, "to 0.9"),
-        ("fms-extras", "yes"),
-        (SGLANG, "no support of MLP speculators"),
-    ),
-    "eagle-vllm": (
-        (VLLM, "yes"),
-        ("the original EAGLE code", "{original_eagle}"),
-        (SGLANG, "not this dialect: export with `--format eagle-sglang`"),
-        (TGI, "no EAGLE support"),
-    ),
-    "eagle-sglang": (
-        (SGLANG, "yes"),
-        (VLLM, "{vllm_eagle}"),
-        (TGI, "no EAGLE support"),
-    ),
-    "eagle3": (
-        (VLLM, "yes"),
-        (SGLANG, "yes"),
-        ("the original EAGLE code", "{original_eagle3}"),
-        (TGI, "no EAGLE support"),
-    ),
-    "speculators": (
-        (VLLM, "yes, and the `speculators` library"),
-        (SGLANG, "{sglang_eagle3}"),
-        (TGI, "no EAGLE support"),
+    "EAGLE-3": (
+        Reader(
+            VLLM, {"eagle3": "yes", "speculators": "yes"}, rules.vllm_eagle3, {"speculators": rules.vllm_speculators}
+        ),
+        Reader(SGLANG, {"eagle3": "yes"}, rules.sglang_eagle3),
+        Reader("the original EAGLE code", {"eagle3": "yes"}, rules.original_eagle3),
+        Reader("the `speculators` library", {"speculators": "yes"}, rules.speculators_library),
+        Reader(TGI),
     ),
 }
 
@@ -65,45 +78,129 @@ VLLM_METHODS = {
 }
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a reader takes some files, and what would go wrong.
+
+    loads: whether it loads them at all, and drafts; problems: of reader_rules.py, no notes among them; how: what the card says
+    where there are none; mend: the format to export in that mends it, or None; stays: the problems that it leaves.
+    """
+
+    reader: str
+    loads: bool
+    problems: tuple = ()
+    notes: tuple = ()
+    how: str = "yes"
+    mend: str | None = None
+    stays: tuple = ()
+
+
 def readers_table(head, format):
-    """Rows of (reader, what it takes) for this head in this format."""
-    says = {"other": native_format(head)} | _conditions(head, format)
-    return [("Headstart", "yes"), *((reader, takes.format(**says)) for reader, takes in READERS[format])]
+    """Rows of (reader, what it takes) for this head as we write it in this format."""
+    written = files_as_written(head, format)
+    word = "dialect" if family_of(head) == "EAGLE" else "layout"
+    return [("Headstart", "yes"), *((verdict.reader, _in_words(verdict, word)) for verdict in judge(written))]
 
 
-def _conditions(head, format):
-    """What depends on the head itself."""
-    config = head.config
-    if format in ("medusa", "medusa-shared"):
-        five = f", which builds 5 heads whatever the config says: these are {config.num_heads}"
-        one_block = f"no: it takes one residual block per head, these have {config.num_layers}"
-        return {
-            "five": "" if config.num_heads == 5 else five,
-            "tgi_shared": "yes, through `medusa_lm_head.safetensors`" if config.num_layers == 1 else one_block,
-        }
-    if format == "mlp-speculator":
-        return {
-            "tgi_scaled": "yes, but it takes no notice of `scale_input`, which is true here"
-            if config.scale_input
-            else "yes"
-        }
-    if format == "eagle-vllm":
-        return {"original_eagle": "no: it wants the target's embedding in the file" if head.needs_embedding else "yes"}
-    if format == "eagle-sglang":
-        lost = "no: its `fc` has no bias, this head's has one"
-        return {"vllm_eagle": lost if config.fc_bias else "not this dialect: export with `--format eagle-vllm`"}
-    if format == "eagle3":
-        plain = config.rope_scaling is None and config.num_attention_heads * config.head_dim == config.hidden_size
-        return {
-            "original_eagle3": "yes"
-            if plain
-            else "no: it knows no rope scaling, and no heads that are not the hidden size"
-        }
-    if format == "speculators":
-        unknown = "no: it knows no `norm_before_residual`, which is true here"
-        return {
-            "sglang_eagle3": unknown
-            if config.norm_before_residual
-            else "not this layout: export with `--format eagle3`"
-        }
-    return {}
+def _in_words(verdict, word):
+    kinds, sentences = [kind for kind, _ in verdict.problems], "; ".join(text for _, text in verdict.problems)
+    if verdict.loads:
+        return f"{verdict.how}, but {sentences}" if sentences else verdict.how
+    if LAYOUT in kinds and verdict.mend:
+        return f"not this {word}: export with `--format {verdict.mend}`"
+    return f"no: {sentences}" if kinds else verdict.how
+
+
+def judge(files):
+    """A Verdict of every reader of the family on HeadFiles."""
+    readers = READERS[family_of(files.head)]
+    # The files of every format that somebody reads and that can hold this head.
+    exports = {
+        format: _naming_a_target(files_as_written(files.head, format, files.num_layers))
+        for format in dict.fromkeys(format for reader in readers for format in reader.formats)
+        if _can_be_written(files.head, format)
+    }
+    return [_verdict(reader, files, exports) for reader in readers]
+
+
+def _verdict(reader, files, exports):
+    if not reader.formats:
+        return Verdict(reader.name, False, how=NO_SUPPORT.get(family_of(files.head), "no EAGLE support"))
+    found = _problems(reader, files)
+    written = {format: _problems(reader, exports[format]) for format in reader.formats if format in exports}
+    best = min(written, key=lambda format: _badness(written[format]), default=None)
+    helps = best is not None and not _badness(written[best])[0] and _badness(written[best]) < _badness(found)
+    mend = best if helps else None
+    problems = [problem for problem in found if problem[0] != NOTE]
+    if any(kind == LAYOUT for kind, _ in found):
+        # What is wrong with the head itself counts, whatever the layout.
+        inherent = [problem for problem in written.get(best, ()) if problem[0] in (NO, WRONG)]
+        problems += [problem for problem in inherent if problem not in problems]
+        if mend is None and any(kind == NO for kind, _ in problems):
+            problems = [problem for problem in problems if problem[0] == NO]
+    notes = tuple(text for kind, text in found if kind == NOTE)
+    loads = not any(kind in (LAYOUT, NO) for kind, _ in found)
+    stays = tuple(problem for problem in written[mend] if problem[0] != NOTE) if mend else ()
+    return Verdict(reader.name, loads, tuple(problems), notes, reader.formats.get(files.format, "yes"), mend, stays)
+
+
+def _problems(reader, files):
+    """All problems of one reader with some files, notes among them."""
+    family, rule = family_of(files.head), reader.others.get(files.format, reader.rule)
+    found = [(LAYOUT, f"it knows no tensors whose names begin with {files.prefix!r}")] if files.prefix else []
+    # The dialects of EAGLE heads differ in a key and a tensor, which its rules ask for.
+    if files.format in reader.formats or family == "EAGLE":
+        return found + list(rule(files))
+    found.append((LAYOUT, f"it reads the format {' or '.join(reader.formats)}"))
+    if family == "EAGLE-3":  # whose layouts are alike enough to tell what the reader could not compute in its own
+        found += [problem for problem in rule(files) if problem[0] == NO]
+    return found
+
+
+def _naming_a_target(files):
+    """As an export with --base-model writes them, where the head names no target."""
+    config = files.config | {"base_model_name_or_path": files.head.config.base_model_name_or_path or "OWNER/NAME"}
+    if "speculators_config" in config:
+        verifier = {"name_or_path": config.pop("base_model_name_or_path")}
+        config["speculators_config"] = config["speculators_config"] | {"verifier": verifier}
+    return replace(files, config=config)
+
+
+def _badness(problems):
+    kinds = [kind for kind, _ in problems]
+    return LAYOUT in kinds or NO in kinds, kinds.count(NO), kinds.count(WRONG)
+
+
+def _can_be_written(head, format):
+    try:
+        with _embedding_of(head, format):
+            check_format(head, format)
+    except ValueError:
+        return False
+    return True
+
+
+def files_as_written(head, format, num_layers=None):
+    """HeadFiles of an export of `head`, without writing one; ValueError where `format` cannot hold it."""
+    with _embedding_of(head, format):
+        config = head.config
+        dtype = next(head.parameters()).dtype
+        # Its values are never looked at: memory that nobody touches.
+        lm_head = torch.zeros(config.vocab_size, config.hidden_size, dtype=dtype) if format == "vllm" else None
+        tensors, said = to_file(head, format, lm_head)
+    names = {"config.json", SAFETENSORS_FILE[format], TORCH_FILE.get(format, "config.json")}
+    return HeadFiles(head, format, said, frozenset(tensors), frozenset(names), num_layers=num_layers)
+
+
+@contextmanager
+def _embedding_of(head, format):
+    """An export as "speculators" takes the target's embedding along, where a head has none: one of zeros stands for it here."""
+    borrowed = format == "speculators" and head.needs_embedding
+    if borrowed:
+        head.take_embedding(torch.zeros(head.config.vocab_size, head.config.hidden_size))
+        head.embedding_is_targets = False
+    try:
+        yield
+    finally:
+        if borrowed:
+            head.embed_tokens = None

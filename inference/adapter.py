@@ -24,6 +24,7 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HTTPError
 
 from ..heads.checkpoint import find_weights, read_tensors, resolve_head
+from ..heads.hub_id import split_revision
 from ..heads.medusa import Medusa
 from .checkpoint_files import first_few
 
@@ -257,12 +258,13 @@ def _read_config(path):
 
 def _fetch_adapter(name):
     """Download an adapter's two files (or find them in the cache), from the repository's root or from adapter/ in it."""
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+    repo_id, revision = split_revision(name)
+    if repo_id.startswith((".", "/", "~")) or repo_id.count("/") > 1:
         raise ValueError(f"there is no adapter folder {name}")
     for folder in ("", f"{FOLDER}/"):
         try:
-            config = hf_hub_download(name, folder + CONFIG_FILE)
-            return Path(hf_hub_download(name, folder + WEIGHTS_FILE)).parent if config else None
+            hf_hub_download(repo_id, folder + CONFIG_FILE, revision=revision)
+            return Path(hf_hub_download(repo_id, folder + WEIGHTS_FILE, revision=revision)).parent
         except EntryNotFoundError as error:
             reason = error
         except (OSError, ValueError, HTTPError) as error:

@@ -45,8 +45,8 @@ def add_speculation(parser):
     """What drafts, and how."""
     parser.add_argument(
         "--head",
-        help="what drafts: a head (a folder, a run or a Hub id) or a smaller model of the same vocabulary (a folder); default: "
-        "plain decoding",
+        help="what drafts: a head (a folder, a run or a Hub id, also ID@REVISION) or a smaller model of the same vocabulary (a "
+        "folder); default: plain decoding",
     )
     parser.add_argument(
         "--method",

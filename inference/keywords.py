@@ -26,7 +26,7 @@ best_of use_beam_search beam_width length_penalty early_stopping thinking_token_
 """
 # `speculative_config`:
 VLLM_SPECULATIVE = """
-draft_tensor_parallel_size max_model_len quantization revision disable_padded_drafter_batch enforce_eager parallel_drafting
+draft_tensor_parallel_size max_model_len quantization disable_padded_drafter_batch enforce_eager parallel_drafting
 """
 
 

@@ -86,7 +86,8 @@ class LLM:
     seed: requests without a seed of their own derive one from this and their number.
     speculative_config: None for plain decoding, or a dict with
         model: a head of any family (folder, run, Hub id or module), or a smaller model of the same vocabulary (folder, Hub id with
-        method "draft_model", or loaded); method: vLLM's name of what it is, found out where it is not given: "medusa",
+        method "draft_model", or loaded); revision: branch, tag or commit of a head on the Hub (as in model "OWNER/NAME@REVISION");
+        method: vLLM's name of what it is, found out where it is not given: "medusa",
         "mlp_speculator", "eagle" (EAGLE-1 and 2), "eagle3", "draft_model", or "ngram", which needs no model and copies what
         followed the newest prompt_lookup_min to prompt_lookup_max (1 to 4) tokens before; num_speculative_tokens: depth of drafts,
         None for what the head was made for; tree: "chain", "static" (the tree measured for this head, else the one shipped for its

@@ -28,6 +28,7 @@ from .verify import VERIFIERS, Ratio, Synthetic, rates_for_length, strict
 KEYS = (
     "method",
     "model",
+    "revision",
     "num_speculative_tokens",
     "prompt_lookup_min",
     "prompt_lookup_max",
@@ -76,7 +77,7 @@ class DraftSource:
 
 
 def check_speculative_config(config):
-    """A copy of the speculative_config as a dict ({} for None), or ValueError."""
+    """A copy of the speculative_config as a dict ({} for None), a revision in its model's name, or ValueError."""
     if config is not None and not isinstance(config, dict):
         raise ValueError(f"speculative_config must be a dict or None, got {config!r:.80}")
     reject_unknown(config or {}, KEYS, "speculative_config key", VLLM_SPECULATIVE)
@@ -91,7 +92,7 @@ def check_speculative_config(config):
             raise ValueError(
                 f"the method 'ngram' copies from the sequence itself and takes no model, got {_named(model)}"
             )
-        return dict(config)
+        return _at_revision(dict(config))
     if lookup:
         raise ValueError(f"{lookup[0]} belongs to the method 'ngram': say method='ngram', or leave it out")
     if not isinstance(model, str | Path | nn.Module) and not is_draft_model(model):
@@ -99,7 +100,22 @@ def check_speculative_config(config):
             "speculative_config needs 'model': what drafts, a head (a folder, a run, a Hub id or a module) or a smaller model of "
             "the same vocabulary; or method='ngram', which needs none"
         )
-    return dict(config)
+    return _at_revision(dict(config))
+
+
+def _at_revision(speculative):
+    """vLLM's key `revision` said as the model OWNER/NAME@REVISION, which is how heads are named everywhere."""
+    revision, model = speculative.pop("revision", None), speculative.get("model")
+    if revision is None:
+        return speculative
+    if not isinstance(revision, str) or not revision:
+        raise ValueError(f"speculative_config['revision'] must name a branch, tag or commit, got {revision!r}")
+    if not isinstance(model, str) or "@" in model or Path(model).is_dir() or speculative.get("method") == "draft_model":
+        raise ValueError(
+            f"speculative_config['revision'] is of a head on the Hub (model='OWNER/NAME'), and the model here is "
+            f"{_named(model)}: leave it out"
+        )
+    return speculative | {"model": f"{model}@{revision}"}
 
 
 def find_draft_source(speculative, target):

@@ -1,6 +1,6 @@
 """The run folder while a run trains: its state, its figures, its checkpoints. One object that the head trainers' loops talk to.
 
-    runs/<name>/   config.yaml, metrics.jsonl, checkpoints/, acceptance.json, heldout.jsonl, head/, wandb/
+    runs/<name>/   config.yaml, metrics.jsonl, checkpoints/, acceptance.json, heldout.jsonl, head/, wandb/, wandb.json
 
 It decides nothing: when something is due, and what a step computes, is up to the script.
 """

@@ -16,14 +16,15 @@ from pathlib import Path
 
 import torch
 
+from ..inference.charts import heat_map
 from .dashboard import curves
 from .lineage import artifact_name
-from .report_charts import heat_map
 from .report_page import standalone
 from .wandb_login import wandb_mode
 
 TRACKERS = ("wandb", "none")
 START_TIMEOUT = 60  # seconds for W&B to answer, before the run goes on without it
+PLACE_FILE = "wandb.json"  # of a run folder; read by hub_export/tracked_run.py
 UPLOAD_LIMIT = 2 * 2**30  # bytes of a head that is uploaded; of a larger one W&B is told the place only
 
 
@@ -142,6 +143,7 @@ class WandbTracker:
             self.accelerator.trackers.clear()  # it keeps the one that failed and would start it again
             return False
         self.active = True
+        self._attempt("its address", self._write_place)
         where = f"offline, in {self.folder}/wandb; `wandb sync` uploads it" if mode == "offline" else "online"
         self.note(f"W&B: {where}")
         return True
@@ -194,13 +196,24 @@ class WandbTracker:
         import wandb
 
         lineage = {source.role: source.metadata for source in self.sources}
-        artifact = wandb.Artifact(artifact_name(self.folder.name, "head"), "model", metadata=metadata | lineage)
+        name = artifact_name(self.folder.name, "head")
+        artifact = wandb.Artifact(name, "model", metadata=metadata | lineage)
         size = sum(path.stat().st_size for path in head_folder.rglob("*") if path.is_file())  # an adapter/ too
         if size <= UPLOAD_LIMIT:
             artifact.add_dir(str(head_folder), policy="immutable", skip_cache=True)
         else:
             artifact.add_reference(head_folder.resolve().as_uri())
         self._run().log_artifact(artifact, aliases=["latest", f"step-{step}"])
+        self._write_place(f"{name}:step-{step}")
+
+    def _write_place(self, artifact=None):
+        """wandb.json: where W&B has this run, and the head, for the card of an export."""
+        run = self._run()
+        if run.offline:
+            place = {"run": run.id, "offline": True}
+        else:
+            place = {"run": run.url} | ({"artifact": f"{run.entity}/{run.project}/{artifact}"} if artifact else {})
+        write_json(self.folder / PLACE_FILE, place)
 
     def _log_sources(self, find_sources):
         """Target and data as artifacts that this run uses: described and pointed at, not uploaded."""

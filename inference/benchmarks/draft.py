@@ -20,12 +20,13 @@ import torch
 from ...kernels.tree_attention import PAGE
 from ..cache import PagedCache
 from ..decoder import Decoder
+from ..draft_weights import draft_bytes
 from ..speculation import DraftSource, build_drafter
 from ..tree import DEFAULT_DYNAMIC, MAX_NODES, DynamicTree, Tree, chain
 from ..verify import TreeTensors
 from ..weights import weight_bytes
 from .command import HEADS
-from .floor import copy_bandwidth, draft_bytes, milliseconds
+from .floor import copy_bandwidth, milliseconds
 from .random_heads import empty_head, parameter_bytes, random_head
 from .results import Report, decimals, plain, shares_text
 from .shape import check_fits, config_of_shape
@@ -137,7 +138,7 @@ class DraftBench:
         head = random_head(method, config, decoder, settings.depth)
         source, speculative = DraftSource(method, head), {"model": head}
         self.drafter = build_drafter(source, speculative, chain(settings.depth), "shared_noise", decoder, None)
-        self.bytes = draft_bytes(self.drafter)
+        self.bytes = draft_bytes(head, decoder.lm_head.nbytes)
         # What the target gives it: the last hidden state, or the streams of some layers.
         self.feature_width = decoder.hidden_size * max(len(self.drafter.streams), 1)
 

@@ -8,9 +8,6 @@ import math
 
 import torch
 
-from ..drafters.eagle import Eagle3Drafter
-from ..drafters.medusa import MedusaDrafter
-from ..drafters.mlp_speculator import MLPSpeculatorDrafter
 from .timing import Repeatable, time_of
 
 COPIED_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}  # well past the caches
@@ -56,37 +53,6 @@ def kv_bytes(decoder, batch, context):
     """Bytes of keys and values of `context` committed tokens of each of `batch` requests, all layers."""
     per_token = 2 * decoder.num_kv_heads * decoder.head_dim * decoder.dtype.itemsize
     return len(decoder.layers) * batch * context * per_token
-
-
-def head_bytes(head, lm_head):
-    """Bytes of weights that drafting with Medusa heads reads: their blocks, and their own lm_heads or the shared one once."""
-    own = _module_bytes(head)
-    return own + (lm_head.nbytes if head.config.shared_lm_head else 0)
-
-
-def draft_bytes(drafter):
-    """Bytes of weights that the parts of drafting read, each once, a few rows of an embedding not counted.
-
-    -> {"first": behind the root, "level": each further depth, "advance": the pass after a step}, less what the drafter has not:
-    Medusa heads draft all at once ("first")
-    """
-    head = drafter.head
-    if isinstance(drafter, MedusaDrafter):
-        return {"first": head_bytes(head, drafter.lm_head_weight)}
-    if isinstance(drafter, MLPSpeculatorDrafter):
-        own = _module_bytes(head.ln[0]) + head.head[0].weight.nbytes
-        return {"first": own + head.proj[0].weight.nbytes, "level": own + head.proj[-1].weight.nbytes}
-    layer, joined = sum(tensor.nbytes for tensor in layer_tensors(drafter.layer)), _module_bytes(head.fc)
-    if isinstance(drafter, Eagle3Drafter):
-        layer += _module_bytes(head.midlayer.hidden_norm) + _module_bytes(head.midlayer.input_layernorm)
-        lm_head = _module_bytes(head.norm) + _module_bytes(head.lm_head)
-        return {"first": lm_head, "level": layer + lm_head, "advance": joined + layer}
-    lm_head = drafter.decoder.lm_head.nbytes
-    return {"first": lm_head, "level": joined + layer + lm_head, "advance": joined + layer}
-
-
-def _module_bytes(module):
-    return sum(parameter.nbytes for parameter in module.parameters())
 
 
 def milliseconds(num_bytes, bandwidth, operations=0, rate=math.inf):

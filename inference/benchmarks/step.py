@@ -16,13 +16,14 @@ import torch
 from ...kernels.kv_commit import kv_commit
 from ...kernels.tree_attention import PAGE
 from ..cache import PagedCache
+from ..draft_weights import draft_bytes
 from ..drafters.medusa import MedusaDrafter
 from ..sampling import NO_FILTERS
 from ..slots import FLOATS, INTEGERS, SlotTable
 from ..step import Step, draw
 from ..tree import ROOT_ONLY
 from ..verify import TreeTensors, strict
-from .floor import copy_bandwidth, head_bytes, kv_bytes, milliseconds, weight_bytes
+from .floor import copy_bandwidth, kv_bytes, milliseconds, weight_bytes
 from .library import LibraryStep
 from .random_heads import random_head
 from .results import Report, decimals, plain, shares_text
@@ -255,7 +256,7 @@ class _Bench:
         head = random_head("medusa", config_of_shape(settings.shape), decoder, NUM_HEADS, layout == "shared")
         drafter = MedusaDrafter(head, decoder.lm_head)
         standing = StandingRequests(decoder, cache, batch, context, spread_tree(nodes), strict, drafter)
-        own = milliseconds(head_bytes(head, decoder.lm_head), self.bandwidth)
+        own = milliseconds(draft_bytes(head, decoder.lm_head.nbytes)["first"], self.bandwidth)
         for part, work, floor in (
             (f"draft, {layout}", standing.draft, own),
             ("verify", standing.verify, None),

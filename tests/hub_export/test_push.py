@@ -39,12 +39,8 @@ def arguments_of(source, output):
 
 
 @pytest.fixture
-def run_here(source, fake_hub, monkeypatch):
-    """Run the command in this process, which is faster, with huggingface_hub's settings changed to suit."""
-    monkeypatch.setattr(constants, "ENDPOINT", fake_hub.url)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setenv("HF_TOKEN", "hf_dummy")
+def run_here(source, hub_here):
+    """Run the command in this process, which is faster."""
     return lambda output, *arguments: main([*arguments_of(source, output), *arguments])
 
 
@@ -71,23 +67,15 @@ def test_every_file_arrives_byte_by_byte_in_a_private_repository(source, tmp_pat
     assert fake_hub.repositories["team/first"]["private"] is True
     written = {path.name: path.read_bytes() for path in (tmp_path / "first-medusa").iterdir()}
     assert fake_hub.repositories["team/first"]["files"] == written
-    assert set(written) == {"README.md", "config.json", "medusa_lm_head.pt", "medusa_lm_head.safetensors"}
+    assert set(written) == {
+        "README.md",
+        "config.json",
+        "medusa_lm_head.pt",
+        "medusa_lm_head.safetensors",
+        "replay.json",
+    }
     assert '"model": "team/first"' in written["README.md"].decode()
     assert len([line for line in fake_hub.requests if line.startswith("PUT /storage/")]) == 2
-
-
-def test_a_pushed_head_loads_by_its_id_and_then_without_network(source, run_here, tmp_path, fake_hub):
-    (source / "tree.json").write_text('{"parents": [-1, 0], "ranks": [0, 0]}')
-    assert run_here(tmp_path / "out", "--push-to-hub") == 0
-    script = (
-        "import sys, torch; from headstart.heads.checkpoint import load_head, resolve_head;"
-        "one, other = load_head('tester/out'), load_head(sys.argv[1]); assert one.config == other.config;"
-        "assert (resolve_head('tester/out') / 'tree.json').is_file();"
-        "print(all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters())))"
-    )
-    for environment in ({"HF_TOKEN": "hf_dummy"}, {"HF_HUB_OFFLINE": "1"}):
-        result = run_python(["-c", script, str(source)], tmp_path, fake_hub, **environment)
-        assert result.stdout == "True\n", result.stderr
 
 
 @pytest.mark.parametrize("arguments", [["--push-to-hub"], ["--push-to-hub", "first-medusa"]])
@@ -156,5 +144,109 @@ def test_a_push_that_fails_keeps_the_export_and_says_how_to_push_it(error_of, tm
     fake_hub.fail_commits = True
     last = error_of("--push-to-hub")
     assert "exceeded your storage limit" in last
-    assert f"`hf upload tester/out {tmp_path / 'out'}`" in last
-    assert len(list((tmp_path / "out").iterdir())) == 4
+    assert "the account must have room" in last
+    assert f"`heads.export push {tmp_path / 'out'} tester/out`" in last
+    assert len(list((tmp_path / "out").iterdir())) == 5
+    assert error_of("--push-to-hub").endswith("pushes it as it is, or name a new folder")
+    fake_hub.fail_commits = False
+    assert main(["push", str(tmp_path / "out")]) == 0
+    assert len(fake_hub.repositories["tester/out"]["files"]) == 5
+    assert len(fake_hub.uploads) == 2  # the two weight files, not again
+
+
+@pytest.fixture
+def exported(run_here, tmp_path, capsys):
+    assert run_here(tmp_path / "out") == 0
+    capsys.readouterr()
+    return tmp_path / "out"
+
+
+def lines_of(capsys):
+    return [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_a_dry_run_tells_what_is_missing_and_changes_nothing(exported, hub_here, capsys):
+    command = ["push", str(exported), "team/first", "--dry-run", "--collection", "Some heads"]
+    assert main([*command, "--private"]) == 0
+    told = lines_of(capsys)
+    assert told[0] == "team/first (private, to be created), nothing is changed:"
+    sizes = {path.name: path.stat().st_size for path in exported.iterdir()}
+    shown = [f"send {size / 1000:.3g} kB {name}" for name, size in sizes.items() if size >= 1000]
+    assert set(shown) | {f"send {sizes['config.json']} B config.json"} <= set(told)
+    assert any(line.startswith("to send: 5 of 5 files, ") for line in told)
+    assert told[-1] == f"`heads.export push {exported} team/first --private --collection 'Some heads'` pushes it"
+    assert [line for line in hub_here.requests if not line.startswith("GET ")] == []
+    assert hub_here.repositories == {}
+    assert hub_here.collections == {}
+
+    assert main(["push", str(exported), "team/first"]) == 0
+    (exported / "config.json").write_text("{}")
+    (exported / "more.json").write_text("{}")
+    before = dict(hub_here.repositories["team/first"]["files"])
+    capsys.readouterr()
+    assert main([*command, "--revision", "next"]) == 0
+    told = lines_of(capsys)
+    assert told[:2] == [
+        "team/first, branch next (public), nothing is changed:",
+        "the branch next would be made from main",
+    ]
+    assert {"replace 2 B config.json", "send 2 B more.json", "to send: 2 of 6 files, 4 B"} <= set(told)
+    assert len([line for line in told if line.startswith("there already ")]) == 4
+    assert hub_here.repositories["team/first"] == {"private": False, "files": before, "branches": {}}
+
+
+def test_a_branch_is_made_and_main_stays(exported, hub_here):
+    assert main(["push", str(exported), "team/first"]) == 0
+    main_files = dict(hub_here.repositories["team/first"]["files"])
+    (exported / "config.json").write_text("{}")
+    assert main(["push", str(exported), "team/first", "--revision", "fine/tuned"]) == 0
+    assert hub_here.repositories["team/first"]["files"] == main_files
+    assert hub_here.repositories["team/first"]["branches"] == {"fine/tuned": main_files | {"config.json": b"{}"}}
+
+
+def test_a_collection_is_made_once_and_found_by_title_and_by_slug(exported, hub_here, capsys):
+    hub_here.collections["other/some-heads-1"] = {
+        "title": "Some heads",
+        "owner": "other",
+        "private": False,
+        "items": [],
+    }
+    for repo, name in (
+        ("tester/one", "Some heads"),
+        ("tester/two", "Some heads"),
+        ("tester/two", "tester/some-heads-0123"),
+    ):
+        assert main(["push", str(exported), repo, "--collection", name, "--private"]) == 0
+        assert f"in the collection {hub_here.url}/collections/tester/some-heads-0123" in capsys.readouterr().out
+    assert hub_here.collections.keys() == {"other/some-heads-1", "tester/some-heads-0123"}
+    made = hub_here.collections["tester/some-heads-0123"]
+    assert made["private"] is True
+    assert [(item["id"], item["type"]) for item in made["items"]] == [("tester/one", "model"), ("tester/two", "model")]
+
+
+def test_a_collection_that_is_not_there_stops_before_any_work(error_of, tmp_path):
+    assert "there is no collection 'tester/none-1'" in error_of("--push-to-hub", "--collection", "tester/none-1")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("leave", "said"),
+    [
+        (("README.md",), "holds no README.md, so it is no folder that heads.export wrote: export it first"),
+        (("medusa_lm_head.pt", "medusa_lm_head.safetensors"), "holds no weights"),
+        (("config.json",), "holds no config.json"),
+    ],
+)
+def test_what_is_no_export_is_not_pushed(exported, hub_here, leave, said, capsys):
+    for name in leave:
+        (exported / name).unlink()
+    assert main(["push", str(exported)]) == 1
+    assert said in capsys.readouterr().err
+    assert hub_here.requests == []
+
+
+def test_options_of_a_push_need_one(run_here, tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        run_here(tmp_path / "out", "--dry-run")
+    assert ended.value.code == 2
+    assert "--dry-run belongs to --push-to-hub" in capsys.readouterr().err

@@ -12,8 +12,8 @@ from headstart.inference.benchmarks.draft import parallel_chains
 from headstart.inference.benchmarks.linear_sweep import cases_of
 from headstart.inference.benchmarks.losses import ETA, torch_losses
 from headstart.inference.benchmarks.shape import config_of_shape, random_decoder, spread_tree
+from headstart.inference.draft_weights import draft_bytes
 from headstart.inference.drafters.levels import Levels
-from headstart.inference.speculation import DraftSource, build_drafter
 from headstart.inference.tree import ROOT_ONLY, chain
 from headstart.inference.verify import TreeTensors
 from headstart.kernels.distill_loss import LOSSES, distill_loss
@@ -281,8 +281,7 @@ def test_draft_floor_counts_every_weight_of_a_part_once(shape, monkeypatch):
     }
     for method, parts in expected.items():
         head = random_heads.random_head(method, config, decoder, 3)
-        drafter = build_drafter(DraftSource(method, head), {"model": head}, chain(3), "shared_noise", decoder, None)
-        assert floor.draft_bytes(drafter) == {part: 4 * count for part, count in parts.items()}, method
+        assert draft_bytes(head, decoder.lm_head.nbytes) == {part: 4 * count for part, count in parts.items()}, method
 
 
 def test_a_random_eagle3_head_drafts_tokens_spread_over_the_vocabulary(shape, monkeypatch):

@@ -23,6 +23,8 @@ def test_offline_run_holds_config_curves_plot_and_samples(arguments, tmp_path, l
     assert not [path for path in (tmp_path / "home").rglob("*") if "wandb" in str(path)]
 
     (path,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
+    place = json.loads((tmp_path / "run" / "wandb.json").read_text())
+    assert place == {"run": path.parent.name.rsplit("-", 1)[1], "offline": True}
     records = read_records(path)
     updates = [one for record in records for one in (*record.run.config.update, *record.config.update)]
     config = {one.key or "/".join(one.nested_key): json.loads(one.value_json) for one in updates}
