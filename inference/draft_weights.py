@@ -1,7 +1,7 @@
 """Bytes of weights that drafting reads, part by part, each weight once; a few rows of an embedding are not counted.
 
 Asked of the head's module alone (it may be on any device, the meta one too): benchmarks hold it against the rate of memory
-(benchmarks/floor.py), `headstart inspect` shows it.
+(inference/benchmarks/floor.py), `headstart inspect` shows it.
 """
 
 from ..heads.formats import family_of
