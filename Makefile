@@ -9,6 +9,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
+READERS := $(VENV)/readers
 RUN := runs/quickstart
 ADVICE := Headstart needs Python 3.11 or newer; name one: make $(MAKECMDGOALS) PYTHON=python3.12
 
@@ -50,7 +51,7 @@ $(RUN)/export/config.json: $(RUN)/head/config.json $(RUN)/tree.json
 # A process per core, up to four, of one thread each: the test models are tiny, and a busy neighbour then costs nothing. Each process
 # starts with neighbouring tests, which share what they build, and takes from the others when it is done.
 test: export OMP_NUM_THREADS := 1
-test: $(READY)
+test: $(READERS)
 	$(BIN)/pytest -m "not gpu" -n logical --maxprocesses 4 --dist worksteal
 
 lint: $(READY)
@@ -69,4 +70,10 @@ $(READY): pyproject.toml constraints.txt
 	  { echo "'$(PYTHON)' cannot make environments: install its venv package (on Debian: python3-venv)." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e ".[dev]"
+	@touch $@
+
+# Packages of other projects that read our files in the tests: six seconds. Without what they depend on, for they ask for older
+# versions of what is here and for much that reading does not need.
+$(READERS): $(READY)
+	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps -c constraints.txt speculators hs-connectors loguru openai
 	@touch $@

@@ -15,7 +15,7 @@ import torch
 from .eagle import Eagle, EagleConfig
 from .layer_format import check_rope, layer_keys, read_layer, shapes_of, vocab_size_of
 from .reading import Reading
-from .tensor_checks import check_tensors, shape_of
+from .tensor_checks import DTYPES, check_tensors, shape_of
 
 ARCHITECTURES = {"eagle-vllm": "LlamaForCausalLM", "eagle-sglang": "LlamaForCausalLMEagle"}
 FORMATS = tuple(ARCHITECTURES)
@@ -67,7 +67,7 @@ def from_file(tensors, config):
             f"tensor fc.weight is {(rows, columns)}, expected {(rows, 2 * rows)}: embedding and feature side by side"
         )
     bias = tensors.get("fc.bias")
-    if bias is not None and tuple(bias.shape) == (rows,) and not bias.any():
+    if bias is not None and bias.dtype in DTYPES and tuple(bias.shape) == (rows,) and not bias.any():
         del tensors["fc.bias"]  # SGLang's dialect of a head that has none
     _compare_bias(config, "fc.bias" in tensors, dialect, notes)
     shape = EagleConfig(

@@ -30,7 +30,7 @@ def read_layer(tensors, prefix, config, hidden_size, notes):
     sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "num_hidden_layers": 1}
     for key, found in (sizes | {"num_key_value_heads": num_kv_heads}).items():
         compare(notes, config, key, found)
-    biased = f"{prefix}self_attn.q_proj.bias" in tensors
+    biased = any(f"{prefix}self_attn.{one}_proj.bias" in tensors for one in "qkv")
     _compare_biases(config, biased, notes)
     theta, scaling = read_rope(config)
     if theta is None:

@@ -52,8 +52,8 @@ def to_file(head, format=FORMATS[0], lm_head_weight=None):
 
 def recognises(names):
     """Whether a file with tensors of these names holds an MLP speculator."""
-    bare = all(name in names for name in ("emb.0.weight", "proj.0.weight", "ln.0.weight", "head.0.weight"))
-    return bare or any(name.startswith(PREFIX) for name in names)
+    bare = sum(f"{kind}.0.weight" in names for kind in ("emb", "proj", "ln", "head"))
+    return bare >= 3 or any(name.startswith(PREFIX) for name in names)
 
 
 def from_file(tensors, config):
@@ -100,7 +100,7 @@ def from_file(tensors, config):
 def _read_steps(tensors, config, notes):
     """(tensors without what a tied file repeats, whether steps are tied, how many there are), as the tensors have it.
 
-    A file that says it is tied and holds another tensor for every step is untied; one that does not say it and holds a second proj
+    A file that says it is tied and holds other tensors for every step is untied; one that does not say it and holds a second proj
     but nothing else of a second step is tied. ValueError where a tied file holds another tensor for some steps only.
     """
     said, held = config.get("tie_weights") or False, _num_held(tensors)
@@ -110,7 +110,7 @@ def _read_steps(tensors, config, notes):
         len(repeated) == 5 * held - 6,
     )  # emb, proj, ln's two and head, but for those of step 0 and proj.1
     if said and differing:
-        if not whole or differing != repeated:
+        if differing != repeated or 2 * len(repeated) < 5 * held - 6:
             first = differing[0]
             raise ValueError(f"config.json says that steps are tied, but {first} is not {_shared_name(first)}")
         tied = False
@@ -142,11 +142,11 @@ def _find_repeated(tensors):
     """([names of what tied steps share, said again for a later step], those of them that are another tensor)"""
     shared = {name: _shared_name(name) for name in tensors}
     repeated = [name for name, first in shared.items() if first not in (None, name)]
-    return repeated, [
-        name
-        for name in repeated
-        if shared[name] not in tensors or not torch.equal(tensors[name], tensors[shared[name]])
-    ]
+    return repeated, [name for name in repeated if not _same(tensors[name], tensors.get(shared[name]))]
+
+
+def _same(one, other):
+    return other is not None and one.dtype == other.dtype and torch.equal(one, other)
 
 
 def _shared_name(name):

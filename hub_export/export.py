@@ -5,6 +5,7 @@
     heads.export runs/first --format medusa --output exports/first --push-to-hub you/first --private
     heads.export runs/medusa2 --format medusa --output exports/medusa2 --merge-adapter exports/medusa2-target
     heads.export push exports/first you/first                   (push_command.py)
+    heads.export verify exports/first-medusa --model assets/stdlib-coder     (hub_export/verify.py)
 
 (from the checkout also `python -m heads.export ...`). The folder appears when it is complete: written aside, read back,
 compared with the source bit by bit, then renamed. Of heads that were trained
@@ -21,18 +22,26 @@ from torch import nn
 
 from ..heads.checkpoint import check_is_free, load_head, resolve_head, staged_folder, to_dtype, write_head
 from ..heads.formats import FORMATS, check_format, family_of
-from ..inference.adapter import find_adapter_of, read_adapter
+from ..inference.adapter import find_adapter_of, has_adapter, read_adapter
+from ..inference.command_arguments import choose_threads_for
+from . import verify
+from .acceptance import choose_prompts
+from .acceptance import measure as measure_acceptance
 from .measurements import find_measurements
 from .merge import check_can_merge, copy_adapter, merged_card, write_merged_target
-from .model_card import is_hub_id, model_card, target_name
-from .push import PushOptions, check_can_push
-from .push_command import add_push_options, check_is_not_there, push, push_options
+from .model_card import Extras, is_hub_id, model_card, target_name
+from .plots import write_plots
+from .push import check_can_push
+from .push_command import add_push_options, check_is_not_there, given_options, push, push_options
 from .push_command import main as push_command
 from .read_back import check_finite, compare_with_source
+from .replay_file import replay_on_target, write_replay
+from .target_files import copy_tokenizer, find_target, license_of, write_license
 from .tracked_run import with_tracked_run
 
 DESCRIPTION = """\
-Write a trained head in a format that others read, with a model card, and optionally push it to the Hub.
+Write a trained head in a format that others read, with a model card, and optionally push it to the Hub. `heads.export verify DIR`
+checks what was written, `heads.export push DIR` pushes it (a SOURCE that is called so is ./verify or ./push).
 
 formats
   medusa          lm_heads of the heads' own ("V1"): Headstart, the original Medusa code, text-generation-inference
@@ -58,6 +67,8 @@ examples
   heads.export push exports/first you/first
       an export that is there already, or what a push that broke off left out (see `heads.export push --help`)
 
+  heads.export runs/first --format medusa --output exports/first --measure assets/stdlib-coder
+      acceptance per depth and temperature goes into the card, and what verify compares: `heads.export verify --help`
   heads.export runs/medusa2 --format medusa --output exports/medusa2 --merge-adapter exports/medusa2-target
       heads trained together with an adapter of their target: adapter/ goes along, and the target is also written merged
 
@@ -67,9 +78,11 @@ Nothing is overwritten: --output must be a new or an empty folder. Exit status: 
 
 def main(argv=None):
     """The command line.  argv: list of str, None for the process's own.  Returns the exit status."""
-    words = sys.argv[1:] if argv is None else list(argv)
-    if words[:1] == ["push"]:  # a run of that name is ./push
-        return push_command(words[1:])
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["verify"]:
+        return verify.main(argv[1:])
+    if argv[:1] == ["push"]:
+        return push_command(argv[1:])
     parser = argparse.ArgumentParser(
         prog="heads.export",
         description=DESCRIPTION,
@@ -97,18 +110,33 @@ def main(argv=None):
         metavar="DIR",
         help="also write the target, the adapter that the heads were trained with merged into its weights, to this new folder",
     )
+    parser.add_argument(
+        "--measure",
+        nargs="?",
+        const="",
+        metavar="TARGET",
+        help="measure acceptance with the engine, at temperatures 0 and 0.8, and keep what the head computes on the target's "
+        "features, for the card and for verify; TARGET defaults to the one that is named",
+    )
+    parser.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help="JSONL to measure on; their token ids go into the export (default: the target's heldout.jsonl, else ones of our own)",
+    )
     add_push_options(parser)
-    args = parser.parse_args(words)
+    args = parser.parse_args(argv)
     options = push_options(args)
-    if options != PushOptions() and args.push_to_hub is None:
-        parser.error("--private, --revision, --dry-run and --collection belong to --push-to-hub")
+    if args.push_to_hub is None and (given := given_options(options)):
+        parser.error(f"{given[0]} belongs to --push-to-hub")
+    if args.prompts and args.measure is None:
+        parser.error("--prompts belongs to --measure")
     try:
         output = Path(args.output).resolve()
         repo_id = None if args.push_to_hub is None else check_can_push(args.push_to_hub, output.name, options)
         if repo_id is not None:
             check_is_not_there(output, repo_id, options)
         given = (args.source, output, args.format, args.dtype, args.base_model, args.license)
-        export_head(*given, name=repo_id, merged=args.merge_adapter)
+        export_head(*given, name=repo_id, merged=args.merge_adapter, measure=args.measure, prompts=args.prompts)
         if repo_id is not None:
             push(output, repo_id, options)
     except (ValueError, OSError) as error:
@@ -118,12 +146,24 @@ def main(argv=None):
     return 0
 
 
-def export_head(source, output, format, dtype=None, base_model=None, license=None, name=None, merged=None):
+def export_head(
+    source,
+    output,
+    format,
+    dtype=None,
+    base_model=None,
+    license=None,
+    name=None,
+    merged=None,
+    measure=None,
+    prompts=None,
+):
     """Write the head of `source` to the new folder `output` and check it by reading it back.
 
     source: whatever resolve_head takes; format: one of FORMATS; dtype: None keeps the source's; base_model: the target to
     name instead of what the source says; name: how the card tells to load it (default: the folder's name); merged: a new folder
-    for the target with the head's adapter in its weights, or None.
+    for the target with the head's adapter in its weights, or None; measure: the target to measure acceptance with, "" for the one
+    that is named, None for no measurement; prompts: a JSONL file to measure on.
     Raises ValueError (source, format, output) or OSError (cannot write); then `output` is as it was before. The merged target
     comes first.
     """
@@ -143,7 +183,13 @@ def export_head(source, output, format, dtype=None, base_model=None, license=Non
             raise ValueError(f"--merge-adapter: the heads in {folder} were trained without an adapter")
         adapter = read_adapter(adapter_folder)
         merged_from = check_can_merge(adapter, base_model or head.config.base_model_name_or_path, merged)
-    measured = find_measurements(folder)
+    measured = find_measurements(folder, source)
+    if measure is not None:
+        measure = measure or base_model or head.config.base_model_name_or_path
+        if not measure:
+            raise ValueError("--measure needs a target, and the head names none: give --measure TARGET")
+        chosen = choose_prompts(prompts, measure)
+        choose_threads_for(measure, "auto")
     source_dtype = next(head.parameters()).dtype
     if base_model:
         head.config = replace(head.config, base_model_name_or_path=base_model)
@@ -155,30 +201,68 @@ def export_head(source, output, format, dtype=None, base_model=None, license=Non
         lm_head_weight = read_target_lm_head(head.config.base_model_name_or_path)
         lm_head_weight = lm_head_weight.to(next(head.parameters()).dtype)
 
-    card = model_card(
-        head, format, name or output.name, measured, license, next(head.parameters()).dtype != source_dtype
-    )
     print(f"exporting a head of the family {family_of(head)} from {folder}")
     if merged_from is not None:
         text = merged_card(target_name(head.config.base_model_name_or_path), adapter, name or output.name)
         changed = write_merged_target(adapter, merged_from, merged, text)
         where = Path(merged).resolve()
         print(f"wrote {where}: the target with the adapter in {changed} of its tensors, read back and compared")
-    card = with_tracked_run(card, measured.tracked)
     with staged_folder(output) as staging:
         write_head(head, staging, format, torch_file=True, lm_head_weight=lm_head_weight)
-        (staging / "README.md").write_text(card, encoding="utf-8")
         if adapter_folder is not None:
             copy_adapter(adapter_folder, staging, head.config.base_model_name_or_path)
         if measured.tree is not None:
             shutil.copyfile(measured.tree, staging / measured.tree.name)
         num_compared = compare_with_source(staging, head, format, lm_head_weight)
+        dtype_changed = next(head.parameters()).dtype != source_dtype
+        holds = copied_parts(head, table)
+        given = (staging, head, format, name or output.name, measured, license, dtype_changed, holds, folder)
+        tokenizer = write_beside(*given, measure, chosen if measure else None)
     print(f"read back: {num_compared} tensors and what the head computes are equal bit by bit")
     print(f"wrote {output} ({', '.join(sorted(path.name for path in output.iterdir()))})")
     target = head.config.base_model_name_or_path
+    if not tokenizer:
+        print(
+            f"note: no tokenizer files: there are none of the target {target!r} here (neither its folder nor the Hub's cache)"
+        )
     if not is_hub_id(target):
         named = f"the target it names ({target!r}) is no Hub id" if target else "it names no target"
         print(f"note: {named}; for others to use it, export with --base-model OWNER/NAME")
+
+
+def write_beside(output, head, format, name, measured, license, dtype_changed, holds, source, target=None, chosen=None):
+    """Write what lies beside the weights in `output`: tokenizer, licence, drawings, replay.json, card.
+
+    source: the head's own folder; target: what to measure with, or None; chosen: of choose_prompts.  Returns the names of the
+    tokenizer files.
+    """
+    theirs = find_target(target or head.config.base_model_name_or_path)
+    tokenizer = copy_tokenizer(theirs, output)
+    has_text = write_license(license, output)
+    prompts, record = measured.prompts, None
+    if target is not None:
+        prompts, words = chosen
+        adapter = str(output) if has_adapter(output) else None
+        print(f"measuring acceptance on {len(prompts)} prompts with {target} ...", flush=True)
+        figures = measure_acceptance(output, target, prompts, adapter)
+        measured = replace(measured, acceptance=tuple(figure | {"prompts": words} for figure in figures))
+        record = replay_on_target(output, target, target_name(target), prompts)
+        dtype_changed = False
+    plots = write_plots(output, measured, source)
+    extras = Extras(tuple(plots), tuple(tokenizer), license_of(theirs), has_text, holds)
+    card = model_card(head, format, name, measured, license, dtype_changed, extras)
+    (output / "README.md").write_text(with_tracked_run(card, measured.tracked), encoding="utf-8")
+    write_replay(output, measured, prompts, record)
+    return tokenizer
+
+
+def copied_parts(head, table):
+    """What of the target's weights the files hold copies of, in words; "" for nothing."""
+    parts = ["the lm_head"] if table == "vllm-shared" else []
+    if family_of(head) in ("EAGLE", "EAGLE-3"):
+        own = family_of(head) == "EAGLE-3" and head.config.own_embedding
+        parts += ["the embedding"] if not (head.needs_embedding or head.embedding_is_targets or own) else []
+    return f"a copy of {' and of '.join(parts)}" if parts else ""
 
 
 def check_apart(output, merged):

@@ -1,42 +1,63 @@
 """The figures that were measured on a head, found beside it: for its model card.
 
-Reads acceptance.json, benchmark.json, tree.json and config.yaml of a head folder or of the run it belongs to. A
-checkpoint's figures are those of its own step (metrics.jsonl), never the run's final ones. Measures nothing itself.
+Reads acceptance.json, benchmark.json, tree.json, config.yaml and metrics.jsonl of a head folder or of the run it belongs to, and
+replay.json of an earlier export. A checkpoint's figures are those of its own step, never the run's final ones. Measures nothing.
 """
 
+import contextlib
 import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HTTPError
 
 from ..heads.checkpoint import TREE_FILE
+from ..heads.hub_id import split_revision
 from ..inference.tree import load_tree
 from .tracked_run import find_tracked_run
+
+REPLAY_FILE, REPLAY_VERSION = "replay.json", 1  # of an export: hub_export/replay_file.py
 
 
 @dataclass(frozen=True)
 class Measurements:
-    """What was found; None where there was nothing."""
+    """What was found; None or empty where there was nothing."""
 
-    acceptance: dict | None = None  # the engine's measurement: acceptance_length, per_position, num_steps, ...
+    acceptance: tuple = ()  # figures as hub_export/acceptance.py says them, one per temperature
+    prompts: list | None = None  # token ids of those that an earlier export measured acceptance on
+    rates: list | None = None  # acceptance per depth and rank
     benchmark: dict | None = None  # {"hardware", "date", "command", "rows": [...]}
     recipe: dict | None = None  # the run's resolved configuration
     step: int | None = None  # of the checkpoint, where the head is one
     tree: Path | None = None  # the draft tree measured for this head
+    training: tuple = ()  # lines of metrics.jsonl, up to the checkpoint's step
     tracked: dict | None = None  # where W&B has the run
 
+    @property
+    def tree_content(self):
+        """tree.json as a dict; {} where there is none."""
+        return {} if self.tree is None else json.loads(self.tree.read_text(encoding="utf-8"))
 
-def find_measurements(head_folder):
+
+def find_measurements(head_folder, source=None):
     """Figures of the head in `head_folder` (as resolve_head gives it).
 
+    source: what it was resolved from; of a Hub id replay.json is fetched, too, where the repository has one.
     Raises ValueError naming a file that is there but broken.
     """
+    if source is not None and not Path(source).is_dir():
+        with contextlib.suppress(OSError, ValueError, HTTPError):  # most heads there have none
+            hf_hub_download(split_revision(source)[0], REPLAY_FILE, revision=Path(head_folder).name)
     head_folder = Path(head_folder).resolve()
     run, step = _run_of(head_folder)
+    training = _read_lines(run / "metrics.jsonl") if run is not None else []
     if step is not None:
-        acceptance = _read_json(head_folder / "acceptance.json") or _acceptance_at(run / "metrics.jsonl", step)
+        training = [line for line in training if line.get("step", 0) <= step]
+        at_step = [line for line in training if line.get("kind") == "acceptance" and line["step"] == step]
+        acceptance = _read_json(head_folder / "acceptance.json") or (at_step or [None])[-1]
         benchmark = _read_json(head_folder / "benchmark.json")
     else:
         acceptance = _first(_read_json, head_folder, run, "acceptance.json")
@@ -47,8 +68,46 @@ def find_measurements(head_folder):
     tree = next((path for place in places if (path := place / TREE_FILE).is_file()), None)
     if tree is not None:
         load_tree(tree)
-    tracked = None if run is None else find_tracked_run(run, is_final=step is None)
-    return Measurements(acceptance, benchmark, recipe, step, tree, tracked)
+    earlier = _read_json(head_folder / REPLAY_FILE) or {}
+    if earlier.get("version") != REPLAY_VERSION:
+        earlier = {}
+    figures = (_figure(acceptance, recipe or {}),) if acceptance else tuple(earlier.get("acceptance", ()))
+    return Measurements(
+        acceptance=figures,
+        prompts=earlier.get("prompts") if not acceptance else None,
+        rates=(acceptance or earlier).get("rates"),
+        benchmark=_public_benchmark(benchmark) if benchmark else earlier.get("benchmark"),
+        recipe=_public_recipe(recipe) if recipe else earlier.get("recipe"),
+        step=earlier.get("step") if step is None else step,
+        tree=tree,
+        training=tuple(training),
+        tracked=None if run is None else find_tracked_run(run, is_final=step is None),
+    )
+
+
+def _public_recipe(recipe):
+    """Without paths of the machine it was trained on: they tell a reader nothing, or too much."""
+    return {key: value for key, value in recipe.items() if not str(value).startswith(("/", "~", "\\"))}
+
+
+def _public_benchmark(benchmark):
+    """With the last part alone of every absolute path, and heads called by their run."""
+    command = str(benchmark.get("command", "headstart bench")).split()
+    short = " ".join(Path(word).name if Path(word).is_absolute() else word for word in command)
+    rows = []
+    for row in benchmark.get("rows", ()):
+        path = Path(str(row.get("head", "-")))
+        rows.append(row | {"head": path.parent.name if path.name == "head" else path.name})
+    return benchmark | {"command": short, "rows": rows}
+
+
+def _figure(acceptance, recipe):
+    """The trainer's measurement as an acceptance figure: it decodes greedily."""
+    kept = ("acceptance_length", "per_position", "num_steps")
+    figure = {"temperature": 0.0} | {name: acceptance[name] for name in kept if name in acceptance}
+    figure |= {"source": acceptance.get("source", "engine"), "prompts": "held-out prompts of the training run"}
+    sizes = {"num_prompts": recipe.get("eval_prompts"), "max_tokens": recipe.get("eval_tokens")}
+    return {"per_position": []} | figure | {name: value for name, value in sizes.items() if value}
 
 
 def _run_of(head_folder):
@@ -87,18 +146,16 @@ def _read(path, parse):
     return content
 
 
-def _acceptance_at(path, step):
-    """The last acceptance line of `step` in a metrics.jsonl, or None."""
+def _read_lines(path):
+    """The lines of a metrics.jsonl; [] where there is none."""
     if not path.is_file():
-        return None
-    found = None
+        return []
+    found = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         if not line.strip():
             continue
         try:
-            entry = json.loads(line)
+            found.append(json.loads(line))
         except ValueError as error:
             raise ValueError(f"{path}, line {number}, is not valid JSON ({error}): mend it or move it away") from None
-        if entry.get("kind") == "acceptance" and entry.get("step") == step:
-            found = entry
     return found

@@ -4,14 +4,20 @@ Every figure comes from a file beside the source (hub_export/measurements.py); a
 absent. Paths of this machine are not written.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
+from huggingface_hub import ModelCardData
 from huggingface_hub.utils import validate_repo_id
 
 from ..heads.formats import family_of
 from ..inference.adapter import adapter_of
-from .readers import VLLM_METHODS, readers_table
+from .acceptance import intervals
+from .acceptance_table import acceptance_table, eval_results, short
+from .commands import usage
+from .plots import CAPTIONS, FOLDER
+from .readers import readers_table
 
 # family -> (tag, what the card calls such a head, arXiv number of its paper)
 PAPERS = {
@@ -22,20 +28,37 @@ PAPERS = {
 }
 
 
-def model_card(head, format, name, measured, license=None, dtype_changed=False):
+@dataclass(frozen=True)
+class Extras:
+    """What lies beside the weights of an export: for the card to tell.
+
+    plots: names of drawings; tokenizer: names of the target's tokenizer files; target_license: what the target's card says;
+    license_text: whether LICENSE is there; holds: what of the target's weights the files hold copies of, in words
+    """
+
+    plots: tuple = ()
+    tokenizer: tuple = ()
+    target_license: str | None = None
+    license_text: bool = False
+    holds: str = ""
+
+
+def model_card(head, format, name, measured, license=None, dtype_changed=False, extras=Extras()):
     """The text of README.md.
 
     name: how the export is called to load it (a Hub id or a folder's name); measured: Measurements of its source;
     dtype_changed: the export holds another dtype than the source the figures were measured with.
     """
     target = target_name(head.config.base_model_name_or_path)
+    tree = "static" if measured.tree is not None else "chain"
     sections = [
-        _front_matter(head, license),
+        _front_matter(head, name, measured, license),
         f"# {Path(name).name}\n\n{_summary(head, format, target)}",
-        f"## Measured\n\n{_measured(measured, dtype_changed)}",
-        f"## Use it\n\n{_usage(head, format, name, target, measured)}",
+        f"## Measured\n\n{_measured(measured, dtype_changed, extras)}",
+        f"## Use it\n\n{usage(head, format, name, target, tree, bool(_adapted(head, target)))}",
         f"## Which readers take it\n\n{_readers(head, format)}",
         f"## How it was trained\n\n{_recipe(measured)}",
+        f"## Licence\n\n{_license(head, license, target, extras)}",
     ]
     return "\n\n".join(sections) + "\n"
 
@@ -57,16 +80,22 @@ def target_name(base_model):
     return base_model if is_hub_id(base_model) or not Path(base_model).is_absolute() else Path(base_model).name
 
 
-def _front_matter(head, license):
-    base_model = head.config.base_model_name_or_path
-    fields = {"base_model": base_model} if is_hub_id(base_model) else {}
-    fields |= {
-        "library_name": "headstart",
-        "license": license or "other",
-        "pipeline_tag": "text-generation",
-        "tags": ["headstart", PAPERS[family_of(head)][0], "speculative-decoding"],
-    }
-    return f"---\n{yaml.safe_dump(fields, sort_keys=False)}---"
+def _front_matter(head, name, measured, license):
+    base_model, data = head.config.base_model_name_or_path, str((measured.recipe or {}).get("data", ""))
+    results = eval_results(measured.acceptance)
+    fields = ModelCardData(
+        model_name=Path(name).name,
+        base_model=base_model if is_hub_id(base_model) else None,
+        datasets=[data] if is_hub_id(data) else None,
+        library_name="headstart",
+        license=license or "other",
+        license_name=None if license else "not-stated",
+        pipeline_tag="text-generation",
+        tags=["headstart", PAPERS[family_of(head)][0], "speculative-decoding"],
+        metrics=["acceptance_length"] if results else None,
+        eval_results=results or None,
+    )
+    return f"---\n{fields.to_yaml()}\n---"
 
 
 def _summary(head, format, target):
@@ -121,26 +150,39 @@ def _shape(head):
     return [("reads what enters the target's layers", layers), ("draft vocabulary", config.draft_vocab_size)]
 
 
-def _measured(measured, dtype_changed):
+def _measured(measured, dtype_changed, extras):
     parts = []
     if measured.step is not None:
         parts.append(f"These heads are the checkpoint of training step {measured.step}; the figures are of that step.")
     if dtype_changed:
         parts.append("The figures were measured before the weights were cast to this export's dtype.")
-    parts.append(_acceptance(measured.acceptance) if measured.acceptance else "Acceptance: no measurement came along.")
+    if measured.acceptance:
+        ranges = [intervals(one["by_request"])[0] if one.get("by_request") else None for one in measured.acceptance]
+        parts.append(acceptance_table(measured.acceptance, ranges))
+    else:
+        parts.append("Acceptance: no measurement came along.")
     parts.append(_benchmark(measured.benchmark) if measured.benchmark else "Speed: no benchmark came along.")
+    if measured.tree is not None:
+        parts.append(_tree(measured.tree_content))
+    parts += [f"![{Path(name).stem}]({FOLDER}/{name})\n\n{CAPTIONS[name]}" for name in extras.plots]
     return "\n\n".join(parts)
 
 
-def _acceptance(acceptance):
-    by_engine = acceptance.get("source", "engine") == "engine"
-    how = "by Headstart's engine, drafting a chain" if by_engine else "teacher-forced, not by the engine"
-    steps = f" over {acceptance['num_steps']:,} steps" if "num_steps" in acceptance else ""
-    lines = [f"Acceptance, measured {how}{steps} (acceptance length = 1 + accepted / steps):", "", "| | |", "|---|---|"]
-    lines.append(f"| acceptance length | {_figure(acceptance.get('acceptance_length'))} |")
-    for position, rate in enumerate(acceptance.get("per_position", ()), start=1):
-        lines.append(f"| accepted at position {position} | {_figure(rate)} |")
-    return "\n".join(lines)
+def _tree(content):
+    """What there is to say of tree.json."""
+    if "dynamic" in content:
+        dynamic = content["dynamic"]
+        what = f"grown in every step, {dynamic['num_nodes']} nodes, up to {dynamic['max_depth']} deep"
+    else:
+        what = f"static, {len(content['parents'])} nodes, its root among them"
+    promised = content.get("expected_acceptance_length")
+    chosen = content.get("choice")
+    text = f"Draft tree (`tree.json`, which Headstart finds by itself): {what}."
+    if promised is not None:
+        text += f" By the measured rates it promises {promised:.2f} tokens per step."
+    if chosen:
+        text += f" Chosen as the fastest for {chosen['batch_size']} request(s) at once on {chosen['hardware']}, {chosen['dtype']}."
+    return text
 
 
 COLUMNS = {
@@ -157,66 +199,15 @@ COLUMNS = {
 def _benchmark(benchmark):
     lines = [
         f"Speed, on {benchmark.get('hardware', 'unnamed hardware')} ({benchmark.get('date', 'no date')}), by "
-        f"`{_without_folders(benchmark.get('command', 'headstart bench'))}`:",
+        f"`{benchmark.get('command', 'headstart bench')}`:",
         "",
         f"| {' | '.join(['heads', *COLUMNS.values()])} |",
         f"|{'---|' * (len(COLUMNS) + 1)}",
     ]
     for row in benchmark.get("rows", ()):
-        cells = [_figure(row.get(key)) for key in COLUMNS]
-        path = Path(str(row.get("head", "-")))
-        lines.append(f"| {' | '.join([path.parent.name if path.name == 'head' else path.name, *cells])} |")
+        cells = [short(row.get(key)) for key in COLUMNS]
+        lines.append(f"| {' | '.join([str(row.get('head', '-')), *cells])} |")
     return "\n".join(lines)
-
-
-def _without_folders(command):
-    """A command line whose absolute paths keep only their last part."""
-    return " ".join(Path(word).name if Path(word).is_absolute() else word for word in str(command).split())
-
-
-def _figure(value):
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
-    return "not measured" if value is None else str(value)
-
-
-def _usage(head, format, name, target, measured):
-    tree = "static" if measured.tree is not None else "chain"
-    depth = head.num_speculative_tokens
-    adapted = bool(_adapted(head, target))
-    argument, option = (f'\n    adapter="{name}",', f" --adapter {name}") if adapted else ("", "")
-    text = f'''```python
-from headstart import LLM, SamplingParams
-
-llm = LLM(
-    model="{target}",{argument}
-    speculative_config={{"model": "{name}", "num_speculative_tokens": {depth}, "tree": "{tree}"}},
-)
-[result] = llm.generate(["Write a function that reads a file."], SamplingParams(temperature=0.0, max_tokens=96))
-print(result.outputs[0].text, result.outputs[0].spec_decode_metrics)
-```
-
-The heads alone, as a module: `from headstart import load_head; head = load_head("{name}")`. From a terminal:
-
-```sh
-headstart generate --model {target}{option} --head {name} --tree {tree} --compare "Write a function that reads a file."
-```'''
-    if format in VLLM_METHODS:
-        method, versions = VLLM_METHODS[format]
-        of_merged = (
-            f", where TARGET is `{target}` with the adapter merged (`heads.export --merge-adapter`)" if adapted else ""
-        )
-        target = "TARGET" if adapted else target
-        text += f"""
-
-In {versions}{of_merged}:
-
-```sh
-vllm serve {target} --speculative-config '{{"method": "{method}", "model": "{name}", "num_speculative_tokens": {depth}}}'
-```"""
-    return text
 
 
 def _readers(head, format):
@@ -228,8 +219,27 @@ def _readers(head, format):
 def _recipe(measured):
     if not measured.recipe:
         return "No recipe came along."
-    # Paths of the machine it was trained on tell a reader nothing.
-    shown = {key: value for key, value in measured.recipe.items() if not str(value).startswith(("/", "~", "\\"))}
-    return (
-        f"The run's resolved configuration:\n\n```yaml\n{yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)}```"
+    shown = yaml.safe_dump(measured.recipe, sort_keys=False, allow_unicode=True)
+    return f"The run's resolved configuration:\n\n```yaml\n{shown}```"
+
+
+def _license(head, license, target, extras):
+    """What may be said of it truthfully: the exporter names the licence of the head, and the target's is its makers'."""
+    said = (
+        f"The head is published under `{license}`" if license else "Whoever exported the head named no licence for it"
     )
+    said += "; its text is in `LICENSE`." if extras.license_text else "."
+    theirs = f"`{extras.target_license}`, as its card says" if extras.target_license else "named in its own repository"
+    parts = [said, f"The licence of `{target}` is {theirs}."]
+    if extras.holds:
+        parts.append(f"These files hold {extras.holds} of the target, to which the target's licence applies.")
+    elif family_of(head) != "MLP speculator" and not getattr(head.config, "shared_lm_head", False):
+        parts.append(
+            "No tensor here is a copy of the target's, but the output matrices may have been started from its lm_head, and "
+            "the target's licence may have a say in what is made from it."
+        )
+    else:
+        parts.append("No tensor here is a copy of the target's; they were trained on what it computes.")
+    if extras.tokenizer:
+        parts.append("The tokenizer files are the target's, copied, for readers that look for them here.")
+    return " ".join(parts)

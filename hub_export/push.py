@@ -60,6 +60,8 @@ def check_can_push(repo, default_name, options):
         raise ValueError(
             "no Hugging Face token to push with: run `hf auth login` or set HF_TOKEN to one that may write"
         )
+    if options.revision == "":
+        raise ValueError("--revision is empty: name a branch, or leave it out for main")
     api = HfApi()
     try:
         # Few attempts: nothing is done yet, and whoever waits is still here.
@@ -118,7 +120,12 @@ def _push(api, folder, repo_id, options):
 
     missing = [file for file in plan if file.state != "there"]
     total = sum(file.size for file in missing)
-    print(f"sending {len(missing)} of {len(plan)} files, {in_bytes(total)}, to {repo_id}{branch}", flush=True)
+    told = (
+        f"sending {len(missing)} of {len(plan)} files, {in_bytes(total)}"
+        if missing
+        else f"all {len(plan)} files are there"
+    )
+    print(f"{told}: {repo_id}{branch}", flush=True)
     operations = [CommitOperationAdd(file.name, file.path) for file in missing]
     start, sent = time.monotonic(), 0
     for file, operation in zip(missing, operations):

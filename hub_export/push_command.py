@@ -104,7 +104,18 @@ def push(folder, repo_id, options):
 
 def push_again(folder, repo_id, options):
     """The command that pushes a complete export so."""
-    words = ["heads.export", "push", str(folder), repo_id] + (["--private"] if options.private else [])
-    for option, value in (("--revision", options.revision), ("--collection", options.collection)):
-        words += [] if value is None else [option, value]
-    return shlex.join(words)
+    words = [word for word in given_options(options) if word != "--dry-run"]
+    return shlex.join(["heads.export", "push", str(folder), repo_id, *words])
+
+
+def given_options(options):
+    """The words of a command line that say these PushOptions."""
+    words = []
+    for option, value in (
+        ("--private", options.private),
+        ("--revision", options.revision),
+        ("--dry-run", options.dry_run),
+        ("--collection", options.collection),
+    ):
+        words += [option] if value is True else [option, value] if value else []
+    return words

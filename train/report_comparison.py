@@ -7,8 +7,8 @@ from html import escape
 
 import yaml
 
+from ..inference.charts import bar_chart, heat_map
 from .dashboard import DASHBOARD, curves
-from .report_charts import bar_chart, heat_map
 from .report_page import caption, charts, missing, named
 from .report_sections import curve_chart, panel_series
 

@@ -1,27 +1,15 @@
 """The page around the report's sections: one HTML document with its style inside, for light, dark and paper.
 
-Colours are named here once, as CSS variables, and used by the drawings of report_charts.py. The series colours keep apart for
-colour-blind readers, and lines carry their names, so colour never stands alone.
+Colours, and the style of the drawings, are those of inference/charts.py.
 """
 
 from html import escape
 
-STYLE = """
-:root {
-  color-scheme: light dark;
-  --paper: #fdfdfb; --card: #ffffff; --ink: #1c2127; --soft: #59636e; --rule: #dfe3e6; --grid: #e9ecee;
-  --accent: #0b62a4; --heat: #0b62a4; --yes: #16703a; --no: #b3261e; --strong: #ffffff;
-  --series-0: #0b62a4; --series-1: #c2570c; --series-2: #1a7f5a; --series-3: #9a3b8f;
-  --series-4: #8a6d00; --series-5: #4b4fc4; --series-6: #b3263c; --series-7: #5b6570;
-}
-@media (prefers-color-scheme: dark) {
-  :root {
-    --paper: #14181c; --card: #1b2026; --ink: #e6e9ec; --soft: #a0abb5; --rule: #323a42; --grid: #2a3138;
-    --accent: #6cb6f5; --heat: #3f8fd6; --yes: #6fcf97; --no: #ff8a80; --strong: #0d1114;
-    --series-0: #6cb6f5; --series-1: #f5a25d; --series-2: #5fcfa3; --series-3: #df8fd6;
-    --series-4: #dcc04a; --series-5: #a5a8ff; --series-6: #ff8c9c; --series-7: #b4bec7;
-  }
-}
+from ..inference.charts import COLOURS, RULES
+
+STYLE = (
+    COLOURS
+    + """\
 * { box-sizing: border-box; }
 body {
   margin: 0 auto; max-width: 74rem; padding: 2.5rem 1.5rem 5rem; background: var(--paper); color: var(--ink);
@@ -43,20 +31,6 @@ p { margin: .5rem 0; }
 figure { margin: 0; }
 svg { display: block; max-width: 100%; height: auto; font-family: inherit; }
 figure svg { width: 100%; }
-svg text { font-size: 12px; fill: var(--soft); font-variant-numeric: tabular-nums; }
-svg .heading { font-size: 14px; font-weight: 600; fill: var(--ink); }
-svg .name { font-weight: 600; }
-svg .on-weak { fill: var(--ink); font-size: 13px; }
-svg .on-strong { fill: var(--strong); font-size: 13px; }
-svg .node-label { font-size: 10.5px; }
-.grid { stroke: var(--grid); }
-.line { fill: none; stroke-width: 1.75; stroke-linejoin: round; stroke-linecap: round; }
-.leader { stroke: var(--rule); }
-.marked { fill: none; stroke: var(--series-1); stroke-width: 2.5; }
-.cell, .node { fill: var(--heat); }
-.node-back { fill: var(--paper); }
-.node { stroke: var(--heat); stroke-opacity: .7; }
-.edge { fill: none; stroke: var(--soft); stroke-opacity: .55; }
 .scroll { overflow-x: auto; padding-bottom: .25rem; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
 .speed { width: 100%; }
@@ -82,6 +56,8 @@ pre {
 summary { cursor: pointer; color: var(--soft); font-size: .9rem; margin: .5rem 0; }
 @media print { body { max-width: none; padding: 0; } section { break-inside: avoid; } .scroll { overflow: visible; } }
 """
+    + RULES
+)
 
 
 def render_page(name, tiles, sections):

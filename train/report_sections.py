@@ -8,9 +8,9 @@ import math
 from html import escape
 from pathlib import Path
 
+from ..inference.charts import heat_map, line_chart, tree_drawing
 from ..inference.tree_text import choice_sentence, choice_table
 from .dashboard import DASHBOARD, curves
-from .report_charts import heat_map, line_chart, tree_drawing
 from .report_page import caption, charts, code, missing, named
 
 MAX_SAMPLES = 6

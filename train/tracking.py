@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
+from ..inference.charts import heat_map
 from .dashboard import curves
 from .lineage import artifact_name
-from .report_charts import heat_map
 from .report_page import standalone
 from .wandb_login import wandb_mode
 

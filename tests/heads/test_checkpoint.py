@@ -143,16 +143,6 @@ def test_vllm_files_give_its_reader_every_tensor_and_key(tmp_path, shared):
     assert torch.equal(tensors["blocks.2.layers.1.bias"], head.heads[2].blocks[1].linear.bias)
 
 
-def test_tensors_decide_where_the_config_lies(tmp_path):
-    """medusa-vicuna-7b-v1.3 says 2 heads and holds 5."""
-    head = make_head(num_heads=5, num_layers=2)
-    save_head(head, tmp_path / "head")
-    edit_config(tmp_path / "head", medusa_num_heads=2, medusa_num_layers=1)
-    loaded = load_head(tmp_path / "head")
-    assert (loaded.config.num_heads, loaded.config.num_layers) == (5, 2)
-    assert same_head(loaded, head)
-
-
 def test_blocks_tied_by_the_original_code_come_apart(tmp_path):
     """It repeats one ResBlock object where layers > 1, so its .pt shares storage between the names."""
     block, lm_head = torch.nn.Linear(H, H), torch.nn.Linear(H, V, bias=False)
@@ -166,20 +156,6 @@ def test_blocks_tied_by_the_original_code_come_apart(tmp_path):
     assert first.data_ptr() != second.data_ptr()
 
 
-def test_vllm_blocks_without_bias_are_blocks_with_bias_zero(tmp_path):
-    save_head(make_head(), tmp_path / "head", format="vllm")
-
-    def drop_biases(tensors):
-        for name in [name for name in tensors if name.endswith("bias")]:
-            del tensors[name]
-
-    rewrite(tmp_path / "head", drop_biases, "model.safetensors")
-    with pytest.raises(ValueError, match=r"missing: blocks\.0\.layers\.0\.bias"):
-        load_head(tmp_path / "head")
-    edit_config(tmp_path / "head", medusa_fc_bias=False)
-    assert not load_head(tmp_path / "head").heads[1].blocks[0].linear.bias.any()
-
-
 def test_dtype_is_kept_or_cast(tmp_path):
     head = make_head()
     save_head(head, tmp_path / "half", dtype="bfloat16")
@@ -189,64 +165,23 @@ def test_dtype_is_kept_or_cast(tmp_path):
         load_head(tmp_path / "half", "float32").heads[0].lm_head.weight, head.heads[0].lm_head.weight.bfloat16()
     )
     assert same_head(load_head(tmp_path / "full", torch.bfloat16), head.bfloat16())
-    with pytest.raises(ValueError, match=r"'int8'.*expected float32"):
-        load_head(tmp_path / "full", "int8")
+    for dtype in ("int8", "float8_e4m3fn"):
+        with pytest.raises(ValueError, match=rf"'{dtype}'.*expected float32"):
+            load_head(tmp_path / "full", dtype)
 
 
-def test_missing_and_unexpected_tensors_are_listed(tmp_path):
-    save_head(make_head(), tmp_path / "head")
-
-    def rename(tensors):
-        tensors["1.0.linear.scale"] = tensors.pop("1.0.linear.bias")
-        tensors["extra"] = torch.zeros(1)
-
-    rewrite(tmp_path / "head", rename)
-    with pytest.raises(ValueError, match=r"missing: 1\.0\.linear\.bias; unexpected: 1\.0\.linear\.scale, extra"):
-        load_head(tmp_path / "head")
-
-
-def test_one_tensor_too_many_is_an_error(tmp_path):
-    save_head(make_head(), tmp_path / "head")
-    rewrite(tmp_path / "head", lambda tensors: tensors.update({"0.norm.weight": torch.zeros(H)}))
-    with pytest.raises(ValueError, match=r"do not fit; unexpected: 0\.norm\.weight$"):
-        load_head(tmp_path / "head")
-
-
-def test_a_missing_head_in_the_middle_is_listed(tmp_path):
-    save_head(make_head(), tmp_path / "head")
-    rewrite(tmp_path / "head", lambda tensors: [tensors.pop(name) for name in list(tensors) if name.startswith("1.")])
-    with pytest.raises(ValueError, match=r"missing: 1\.0\.linear\.bias, 1\.0\.linear\.weight, 1\.1\.weight$"):
-        load_head(tmp_path / "head")
-
-
-def test_one_lost_lm_head_is_missing_and_not_shared(tmp_path):
-    save_head(make_head(), tmp_path / "medusa")
-    rewrite(tmp_path / "medusa", lambda tensors: tensors.pop("2.1.weight"))
-    with pytest.raises(ValueError, match=r"missing: 2\.1\.weight"):
-        load_head(tmp_path / "medusa")
-    save_head(make_head(), tmp_path / "vllm", format="vllm")
-    rewrite(tmp_path / "vllm", lambda t: [t.pop(f"lm_heads.{k}.weight") for k in (1, 2)], "model.safetensors")
-    with pytest.raises(ValueError, match=r"missing: lm_heads\.1\.weight, lm_heads\.2\.weight"):
-        load_head(tmp_path / "vllm")
-
-
-def test_wrong_shapes_are_named(tmp_path):
-    save_head(make_head(), tmp_path / "head")
-    rewrite(tmp_path / "head", lambda tensors: tensors.update({"2.1.weight": torch.zeros(V - 1, H)}))
-    with pytest.raises(ValueError, match=rf"2\.1\.weight is \({V - 1}, {H}\), expected \({V}, {H}\)"):
-        load_head(tmp_path / "head")
+def test_the_dtype_is_said_where_readers_ask_for_it(tmp_path):
+    """SGLang takes float16 for a config without it, whatever the tensors and the target are."""
+    for format, expected in (("vllm", "bfloat16"), ("medusa", None)):
+        save_head(make_head(), tmp_path / format, format=format, dtype="bfloat16")
+        config = json.loads((tmp_path / format / "config.json").read_text())
+        assert config.get("dtype") == config.get("torch_dtype") == expected
 
 
 def test_files_of_something_else_are_refused(tmp_path):
     save_head(make_head(), tmp_path / "head", format="vllm")
     save_file({"model.embed_tokens.weight": torch.zeros(V, H)}, tmp_path / "head" / "model.safetensors")
     with pytest.raises(ValueError, match=r"no known format.*holds model\.embed_tokens\.weight"):
-        load_head(tmp_path / "head")
-    save_file(
-        {"blocks.0.layers.0.weight": torch.zeros(H, H), "token_map": torch.arange(3)},
-        tmp_path / "head/model.safetensors",
-    )
-    with pytest.raises(ValueError, match="token_map"):
         load_head(tmp_path / "head")
 
 

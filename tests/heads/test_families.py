@@ -1,19 +1,23 @@
 """Heads of every family are recognised by their tensors, whatever their config says, and never taken for one another."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate import Accelerator
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from headstart.heads.checkpoint import check_head_fits, find_head, load_head, save_head
+from headstart.heads import checkpoint
+from headstart.heads.checkpoint import check_head_fits, find_head, load_head, read_head, save_head
 from headstart.heads.eagle import Eagle, EagleConfig
 from headstart.heads.eagle3 import Eagle3, Eagle3Config
 from headstart.heads.formats import check_family, family_of, native_format
 from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
+from headstart.tests.heads.published import LAYOUTS
 from headstart.tests.heads.test_checkpoint import H, V, edit_config, llama_config, make_head, same_head
 from headstart.train.checkpointing import load_checkpoint, save_checkpoint
 from headstart.train.optimization import build_optimizer, update
@@ -64,6 +68,40 @@ def test_heads_are_told_from_targets_by_their_tensors(tmp_path):
     assert find_head(tmp_path / "target") is None
     (tmp_path / "vllm" / "model.safetensors").write_bytes(b"cut")
     assert find_head(tmp_path / "vllm") is None
+
+
+def test_sharded_heads_are_told_from_sharded_targets(tmp_path):
+    for name in ("vLLM's Medusa, sharded", "EAGLE-3, sharded"):
+        LAYOUTS[name].write(tmp_path / name)
+        assert find_head(tmp_path / name) == tmp_path / name
+    small = LlamaConfig(vocab_size=V, hidden_size=H, intermediate_size=8, num_hidden_layers=1, num_attention_heads=4)
+    small.tie_word_embeddings = True  # then every name begins with "model.", as those of some heads do
+    LlamaForCausalLM(small).save_pretrained(tmp_path / "target", max_shard_size=2000)
+    assert (tmp_path / "target" / "model.safetensors.index.json").is_file()
+    assert find_head(tmp_path / "target") is None
+
+
+@pytest.mark.parametrize("name", ["vLLM's Medusa, sharded", "EAGLE-3, sharded", "Medusa, tied blocks"])
+def test_every_file_of_a_head_is_fetched_from_the_hub(tmp_path, monkeypatch, name):
+    """A Hub that copies: what is asked for comes one by one, into a cache that is empty before."""
+    hub, cache = tmp_path / "hub", tmp_path / "cache"
+    LAYOUTS[name].write(hub)
+    cache.mkdir()
+
+    def download(repo_id, file_name, revision=None):
+        assert repo_id == "some/head"
+        if not (hub / file_name).is_file():
+            raise LocalEntryNotFoundError(f"no {file_name}")
+        return shutil.copy(hub / file_name, cache / file_name)
+
+    monkeypatch.setattr(checkpoint, "hf_hub_download", download)
+    file = read_head("some/head")
+    assert {path.name for path in cache.iterdir()} == {path.name for path in hub.iterdir()}
+    assert same_head(file.head, read_head(hub).head)
+    next(path for path in file.weight_files if path.suffix != ".json").rename(tmp_path / "lost")
+    shutil.copytree(cache, hub := tmp_path / "hub-without-one")
+    with pytest.raises(ValueError, match="no head at 'some/head'"):
+        read_head("some/head")
 
 
 def test_weights_of_a_bin_file_are_read_without_running_code(tmp_path):

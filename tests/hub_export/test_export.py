@@ -98,9 +98,9 @@ def test_an_export_is_the_source_bit_by_bit(tmp_path, target, shared, format, nu
     assert all(torch.equal(tensor, head.state_dict()[name]) for name, tensor in loaded.state_dict().items())
     files = {path.name for path in (tmp_path / "out").iterdir()}
     if format == "vllm":
-        assert files == {"README.md", "config.json", "model.safetensors"}
+        assert files == {"README.md", "config.json", "model.safetensors", "replay.json"}
     else:
-        assert files == {"README.md", "config.json", "medusa_lm_head.safetensors", "medusa_lm_head.pt"}
+        assert files == {"README.md", "config.json", "medusa_lm_head.safetensors", "medusa_lm_head.pt", "replay.json"}
         torch_file = torch.load(tmp_path / "out" / "medusa_lm_head.pt", weights_only=True)
         tensors = load_file(tmp_path / "out" / "medusa_lm_head.safetensors")
         assert torch_file.keys() == tensors.keys()
@@ -239,7 +239,7 @@ def test_broken_sources_are_named(run, tmp_path, capsys, monkeypatch):
     arguments = ["--format", "medusa", "--output", tmp_path / "out"]
     assert "holds no head" in error_of(capsys, tmp_path, *arguments)
 
-    def no_network(repo_id, name):
+    def no_network(repo_id, name, revision):
         raise OSError("the network is down")
 
     monkeypatch.setattr(checkpoint, "hf_hub_download", no_network)

@@ -280,6 +280,7 @@ INHERENT = {
     "five heads": (medusa, "medusa", "original", True, "builds 5 heads whatever the config says: these are 3"),
     "scale_input": (mlp_speculator, "mlp-speculator", "text-gen", True, "takes no notice of scale_input"),
     "fc.bias": (lambda: eagle(fc_bias=True), "eagle-sglang", "vLLM", False, "this head's has one"),
+    "wide": (lambda: eagle(head_dim=10), "eagle-vllm", "original", False, "no heads that are not the hidden size"),
     "one step": (lambda: mlp_speculator(num_steps=1), "mlp-speculator", "vLLM", False, "wants two projections"),
     "residual": (lambda: eagle3(norm_before_residual=True), "speculators", "SGLang", False, "norm_before_residual"),
     "layers": (lambda: eagle3(aux_layer_ids=(1, 2, 3, 4)), "eagle3", "vLLM", False, "this head reads 4"),

@@ -2,7 +2,9 @@
 card says that they take them; where it says that they do not, they stop, or compute something else."""
 
 import json
+import re
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from headstart.heads.checkpoint import save_head
 from headstart.heads.draft_vocabulary import build_draft_vocabulary
 from headstart.heads.eagle import Eagle, EagleConfig
 from headstart.heads.eagle3 import Eagle3, Eagle3Config
-from headstart.heads.formats import FAMILIES, check_format, family_of
+from headstart.heads.formats import FAMILIES, FORMATS, check_format, family_of
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 from headstart.hub_export.readers import SGLANG, TGI, VLLM, files_as_written, judge
@@ -189,6 +191,16 @@ def rename(old, new=None):
     return change
 
 
+def add(name, *shape):
+    """Put a tensor of zeros into the file."""
+
+    def change(folder):
+        path = folder / "model.safetensors"
+        save_file(load_file(path) | {name: torch.zeros(shape)}, path)
+
+    return change
+
+
 def remove(name):
     return lambda folder: (folder / name).unlink()
 
@@ -211,7 +223,8 @@ LOSSES = [
     ("MLP speculator with scaled input", "mlp-speculator", VLLM, edit(scale_input=...), "something else"),
     ("tied MLP speculator", "mlp-speculator", FMS, edit(tie_weights=...), "something else"),
     ("EAGLE", "eagle-vllm", VLLM, edit(bias=True), "something else"),
-    ("EAGLE", "eagle-vllm", VLLM, rename("fc.weight", "other.weight"), "unknown name"),
+    ("EAGLE", "eagle-vllm", VLLM, add("fc.bias", H), "unknown name"),
+    ("EAGLE", "eagle-vllm", VLLM, add("lm_head.weight", V, H), "unknown name"),
     ("EAGLE", "eagle-vllm", EAGLE, edit(bias=...), "something else"),
     ("EAGLE with q, k, v biases", "eagle-vllm", VLLM, edit(qkv_bias=...), "unknown name"),
     ("EAGLE", "eagle-sglang", SGLANG, rename("fc.bias"), "something else"),
@@ -225,6 +238,7 @@ LOSSES = [
     ("EAGLE-3", "eagle3", SGLANG, rename("midlayer.", "layers.0."), "something else"),
     ("EAGLE-3", "eagle3", SGLANG, rename("d2t"), "something else"),
     ("EAGLE-3", "eagle3", VLLM, edit(target_hidden_size=None), "is null"),
+    ("EAGLE-3", "eagle3", SGLANG, edit(target_hidden_size=None), "is null"),
     ("EAGLE-3", "eagle3", EAGLE, edit(target_hidden_size=H), "something else"),
     ("EAGLE-3 of another width", "eagle3", SGLANG, edit(target_hidden_size=...), "stops"),
     ("EAGLE-3", "speculators", VLLM, edit(norm_before_residual=...), "something else"),
@@ -245,6 +259,13 @@ def test_what_an_export_avoids_would_be_noticed(tmp_path, name, format, reader, 
     found = verdict(read, folder, head, target)
     assert loss in found, f"{before}, then {found}"
     assert before == "takes"
+
+
+def test_the_document_names_every_format_and_no_other():
+    text = Path(__file__).parents[2].joinpath("docs", "hub.md").read_text(encoding="utf-8")
+    table = text.split("## Which engine reads what")[1].split("The names are")[0]
+    assert set(re.findall(r"`([\w-]+)`", table)) == set(FORMATS)
+    assert set(re.findall(r"--format ([\w-]+)", text)) <= set(FORMATS)
 
 
 @pytest.mark.parametrize("format", ["eagle-vllm", "eagle-sglang", "eagle3", "speculators"])

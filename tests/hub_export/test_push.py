@@ -67,7 +67,13 @@ def test_every_file_arrives_byte_by_byte_in_a_private_repository(source, tmp_pat
     assert fake_hub.repositories["team/first"]["private"] is True
     written = {path.name: path.read_bytes() for path in (tmp_path / "first-medusa").iterdir()}
     assert fake_hub.repositories["team/first"]["files"] == written
-    assert set(written) == {"README.md", "config.json", "medusa_lm_head.pt", "medusa_lm_head.safetensors"}
+    assert set(written) == {
+        "README.md",
+        "config.json",
+        "medusa_lm_head.pt",
+        "medusa_lm_head.safetensors",
+        "replay.json",
+    }
     assert '"model": "team/first"' in written["README.md"].decode()
     assert len([line for line in fake_hub.requests if line.startswith("PUT /storage/")]) == 2
 
@@ -140,11 +146,11 @@ def test_a_push_that_fails_keeps_the_export_and_says_how_to_push_it(error_of, tm
     assert "exceeded your storage limit" in last
     assert "the account must have room" in last
     assert f"`heads.export push {tmp_path / 'out'} tester/out`" in last
-    assert len(list((tmp_path / "out").iterdir())) == 4
+    assert len(list((tmp_path / "out").iterdir())) == 5
     assert error_of("--push-to-hub").endswith("pushes it as it is, or name a new folder")
     fake_hub.fail_commits = False
     assert main(["push", str(tmp_path / "out")]) == 0
-    assert len(fake_hub.repositories["tester/out"]["files"]) == 4
+    assert len(fake_hub.repositories["tester/out"]["files"]) == 5
     assert len(fake_hub.uploads) == 2  # the two weight files, not again
 
 
@@ -167,7 +173,7 @@ def test_a_dry_run_tells_what_is_missing_and_changes_nothing(exported, hub_here,
     sizes = {path.name: path.stat().st_size for path in exported.iterdir()}
     shown = [f"send {size / 1000:.3g} kB {name}" for name, size in sizes.items() if size >= 1000]
     assert set(shown) | {f"send {sizes['config.json']} B config.json"} <= set(told)
-    assert any(line.startswith("to send: 4 of 4 files, ") for line in told)
+    assert any(line.startswith("to send: 5 of 5 files, ") for line in told)
     assert told[-1] == f"`heads.export push {exported} team/first --private --collection 'Some heads'` pushes it"
     assert [line for line in hub_here.requests if not line.startswith("GET ")] == []
     assert hub_here.repositories == {}
@@ -184,8 +190,8 @@ def test_a_dry_run_tells_what_is_missing_and_changes_nothing(exported, hub_here,
         "team/first, branch next (public), nothing is changed:",
         "the branch next would be made from main",
     ]
-    assert {"replace 2 B config.json", "send 2 B more.json", "to send: 2 of 5 files, 4 B"} <= set(told)
-    assert len([line for line in told if line.startswith("there already ")]) == 3
+    assert {"replace 2 B config.json", "send 2 B more.json", "to send: 2 of 6 files, 4 B"} <= set(told)
+    assert len([line for line in told if line.startswith("there already ")]) == 4
     assert hub_here.repositories["team/first"] == {"private": False, "files": before, "branches": {}}
 
 
@@ -243,4 +249,4 @@ def test_options_of_a_push_need_one(run_here, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         run_here(tmp_path / "out", "--dry-run")
     assert ended.value.code == 2
-    assert "belong to --push-to-hub" in capsys.readouterr().err
+    assert "--dry-run belongs to --push-to-hub" in capsys.readouterr().err

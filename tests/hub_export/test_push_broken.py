@@ -118,7 +118,7 @@ def test_a_killed_push_that_is_started_again_sends_what_is_missing(exported, hub
     assert hub_here.sent(first) == (1, len(first))
     assert hub_here.sent(second) == (2, len(second) + 1000)
     assert push(exported) == 0
-    assert "sending 0 of 4 files" in capsys.readouterr().out
+    assert "all 5 files are there: team/first" in capsys.readouterr().out
     assert len(hub_here.uploads) == 3
 
 

@@ -10,7 +10,7 @@ from headstart.heads.eagle3 import Eagle3, Eagle3Config
 from headstart.hub_export.readers import files_as_written, judge
 from headstart.tests.heads.test_eagle import SHAPE, H, V, one_document, randomize
 
-eagle3 = pytest.importorskip("speculators.models.eagle3", exc_type=ImportError)
+eagle3 = pytest.importorskip("speculators.models.eagle3")
 
 T, S, DEPTH, VD = 6, 3, 8, 11
 REFUSALS = r"mismatch|local file missing"  # the shape of fc; the weights of a target that is not named

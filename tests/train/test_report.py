@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 
+from headstart.inference.charts import MAX_POINTS, heat_map, line_chart, tree_drawing
 from headstart.train.report import write_report
-from headstart.train.report_charts import MAX_POINTS, heat_map, line_chart, tree_drawing
 
 RATES = [[0.5, 0.125, 0.0625], [0.25, 0.0625, 0.03125]]
 TREE = {"parents": [-1, 0, 0, 1], "ranks": [0, 0, 1, 0], "rates": RATES, "expected_acceptance_length": 1.75}

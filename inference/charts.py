@@ -1,14 +1,69 @@
-"""Drawings of the report as inline SVG: line charts, bars, the heat map of acceptance, the draft tree.
+"""Drawings as SVG, for the report's page and for the model card: line charts, bars, the heat map of acceptance, the draft tree.
 
-Every function takes plain numbers and returns one `<svg>` string. Colours are CSS variables of the page (report.py), so one
-drawing serves light and dark. Values that are not finite are left out, never drawn as zero. Nothing here reads a file.
+Every function takes plain numbers and returns one `<svg>` string. Its colours are CSS variables (COLOURS), the rest of its style is
+RULES: a page holds both once (train/report_page.py), `as_file` puts them into a drawing that stands alone; light and dark are one.
+The colours of series keep apart for colour-blind readers, and lines carry their names: colour never stands alone. Values that are
+not finite are left out, never drawn as zero. Nothing here reads a file.
 """
 
 import math
+import re
 from html import escape
 
 NUM_SERIES_COLOURS = 8  # --series-0 .. --series-7 of the page
 MAX_POINTS = 120  # a longer line is averaged in buckets, so that it stays readable and the page small
+
+COLOURS = """\
+:root {
+  color-scheme: light dark;
+  --paper: #fdfdfb; --card: #ffffff; --ink: #1c2127; --soft: #59636e; --rule: #dfe3e6; --grid: #e9ecee;
+  --accent: #0b62a4; --heat: #0b62a4; --yes: #16703a; --no: #b3261e; --strong: #ffffff;
+  --series-0: #0b62a4; --series-1: #c2570c; --series-2: #1a7f5a; --series-3: #9a3b8f;
+  --series-4: #8a6d00; --series-5: #4b4fc4; --series-6: #b3263c; --series-7: #5b6570;
+}
+@media (prefers-color-scheme: dark) {
+  :root {
+    --paper: #14181c; --card: #1b2026; --ink: #e6e9ec; --soft: #a0abb5; --rule: #323a42; --grid: #2a3138;
+    --accent: #6cb6f5; --heat: #3f8fd6; --yes: #6fcf97; --no: #ff8a80; --strong: #0d1114;
+    --series-0: #6cb6f5; --series-1: #f5a25d; --series-2: #5fcfa3; --series-3: #df8fd6;
+    --series-4: #dcc04a; --series-5: #a5a8ff; --series-6: #ff8c9c; --series-7: #b4bec7;
+  }
+}
+"""
+
+RULES = """\
+svg text { font-size: 12px; fill: var(--soft); font-variant-numeric: tabular-nums; }
+svg .heading { font-size: 14px; font-weight: 600; fill: var(--ink); }
+svg .name { font-weight: 600; }
+svg .on-weak { fill: var(--ink); font-size: 13px; }
+svg .on-strong { fill: var(--strong); font-size: 13px; }
+svg .node-label { font-size: 10.5px; }
+.grid { stroke: var(--grid); }
+.line { fill: none; stroke-width: 1.75; stroke-linejoin: round; stroke-linecap: round; }
+.leader { stroke: var(--rule); }
+.marked { fill: none; stroke: var(--series-1); stroke-width: 2.5; }
+.cell, .node { fill: var(--heat); }
+.node-back { fill: var(--paper); }
+.node { stroke: var(--heat); stroke-opacity: .7; }
+.edge { fill: none; stroke: var(--soft); stroke-opacity: .55; }
+"""
+
+
+def as_file(drawing):
+    """A drawing as an SVG document of its own, which an image of a page may show.  "" stays ""."""
+    if not drawing:
+        return ""
+    style = f"{COLOURS}svg {{ font-family: system-ui, 'Segoe UI', Roboto, 'Liberation Sans', sans-serif; }}\n{RULES}"
+    # A background of its own: the page's may be dark where the reader's system is light.
+    paper = '<rect x="-8" y="-8" width="100%" height="100%" style="fill:var(--paper)"/>'
+    [size] = re.findall(r'viewBox="0 0 (\d+) (\d+)"', drawing)
+    width, height = (int(length) + 16 for length in size)
+    start = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-8 -8 {width} {height}" width="{width}" height="{height}" '
+        'role="img">'
+    )
+    body = drawing[drawing.index(">") + 1 :]
+    return f"{start}<style>\n{style}</style>{paper}{body}\n"
 
 
 def line_chart(series, *, title, y_label, x_label="training step", start=None, y_max=None, marked=None):

@@ -1,0 +1,104 @@
+"""The commands of a model card: how an export is used in Headstart, vLLM, SGLang and text-generation-inference, where it can be.
+
+From the projects' own documents and source, 2026-11; which reader takes what: readers.py.
+"""
+
+import json
+
+from ..heads.formats import family_of
+from .readers import VLLM_METHODS
+
+PROMPT = "Write a function that reads a file."
+# format -> SGLang's name of the algorithm
+SGLANG_ALGORITHMS = {"eagle-sglang": "EAGLE", "eagle3": "EAGLE3"}
+SGLANG_TOP, SGLANG_TOKENS = 4, 16  # children of a node, and tokens of a step at most
+
+
+def usage(head, format, name, target, tree, adapted):
+    """The section's text.
+
+    name: how the export is called to load it; target: its name; tree: "static" or "chain"; adapted: whether heads and target were
+    trained together with an adapter.
+    """
+    parts = [_headstart(head, name, target, tree, adapted), _check(name, target)]
+    of_merged = ""
+    if adapted:
+        of_merged = f", where TARGET is `{target}` with the adapter merged (`heads.export --merge-adapter`)"
+        target = "TARGET"
+    parts += [_vllm(head, format, name, target, of_merged), _sglang(head, format, name, target)]
+    parts.append(_tgi(head, format, name, target, of_merged))
+    return "\n\n".join(filter(None, parts))
+
+
+def _headstart(head, name, target, tree, adapted):
+    depth = head.num_speculative_tokens
+    argument, option = (f'\n    adapter="{name}",', f" --adapter {name}") if adapted else ("", "")
+    return f'''```python
+from headstart import LLM, SamplingParams
+
+llm = LLM(
+    model="{target}",{argument}
+    speculative_config={{"model": "{name}", "num_speculative_tokens": {depth}, "tree": "{tree}"}},
+)
+[result] = llm.generate(["{PROMPT}"], SamplingParams(temperature=0.0, max_tokens=96))
+print(result.outputs[0].text, result.outputs[0].spec_decode_metrics)
+```
+
+The heads alone, as a module: `from headstart import load_head; head = load_head("{name}")`. From a terminal:
+
+```sh
+headstart generate --model {target}{option} --head {name} --tree {tree} --compare "{PROMPT}"
+```'''
+
+
+def _check(name, target):
+    return f"""Whether the files are what was written, and do what this card says:
+
+```sh
+heads.export verify {name} --model {target}
+```"""
+
+
+def _vllm(head, format, name, target, of_merged):
+    if format not in VLLM_METHODS:
+        return ""
+    method, versions = VLLM_METHODS[format]
+    config = json.dumps({"method": method, "model": name, "num_speculative_tokens": head.num_speculative_tokens})
+    return f"""In {versions}{of_merged}:
+
+```sh
+vllm serve {target} --speculative-config '{config}'
+```"""
+
+
+def _sglang(head, format, name, target):
+    algorithm = SGLANG_ALGORITHMS.get(format)
+    if algorithm is None:
+        return ""
+    depth = head.num_speculative_tokens
+    most = 1 + SGLANG_TOP + (depth - 1) * SGLANG_TOP**2  # of such a tree, the root among them
+    return f"""In SGLang (steps, width and tokens of its tree are a start, not a measurement):
+
+```sh
+python -m sglang.launch_server --model-path {target} --speculative-algorithm {algorithm} \\
+    --speculative-draft-model-path {name} --speculative-num-steps {depth} \\
+    --speculative-eagle-topk {SGLANG_TOP} --speculative-num-draft-tokens {min(SGLANG_TOKENS, most)}
+```"""
+
+
+def _tgi(head, format, name, target, of_merged):
+    config = head.config
+    takes = format == "medusa" or (format == "medusa-shared" and config.num_layers == 1)
+    # It takes no notice of scale_input, so such a speculator drafts from the wrong state there.
+    takes |= family_of(head) == "MLP speculator" and not config.scale_input
+    if not takes:
+        return ""
+    # It serves the target that config.json names.
+    named = (
+        f"config.json must name TARGET as base_model_name_or_path{of_merged}" if of_merged else f"it serves `{target}`"
+    )
+    return f"""In text-generation-inference, which takes these files as the model and finds the target by config.json ({named}):
+
+```sh
+text-generation-launcher --model-id {name} --speculate {head.num_speculative_tokens}
+```"""

@@ -1,0 +1,267 @@
+"""heads.export verify: whether an export is what was written, computes what its head computed, and does what its card says.
+
+    heads.export verify exports/first --model assets/stdlib-coder
+
+Exact: checksums of files and tensors, config.json key by key, the card's figures against those in replay.json. Within a tolerance
+(replay.py): what the head computes from drawn inputs, and from the target's features on the stored prompts; no two kinds of machine
+add in the same order. Within statistics (acceptance.py): acceptance, measured again by the engine on the same prompts with the same
+settings. Loading and computing happen in a process of their own.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HTTPError
+
+from ..heads.checkpoint import read_config
+from .acceptance import MAX_TOKENS, NUM_PROMPTS, disagreements, intervals, pool
+from .acceptance_table import LENGTH, POSITION, read_card, short
+from .replay import FEATURE_TOLERANCES, TOLERANCES
+from .replay_file import file_checksums, read_replay, tolerance
+
+DESCRIPTION = """\
+Check an export: its files and tensors against the checksums that were written, what its head computes against what the source's
+computed, and with --model its acceptance, measured again, against the figures in its card.
+"""
+EXAMPLES = """\
+examples
+  heads.export verify exports/first --model assets/stdlib-coder
+  heads.export verify you/first --model you/target --device cuda
+  heads.export verify exports/first --model assets/stdlib-coder --prompts runs/first/heldout.jsonl
+      for figures that a training run measured: its prompts do not come along
+
+Exit status: 0 it is what it says, 1 it is not or it could not be checked, 2 usage.
+"""
+OK, FAILED, SKIPPED = "ok", "FAILED", "not checked"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at.  state: OK, FAILED or SKIPPED; evidence: a sentence"""
+
+    name: str
+    state: str
+    evidence: str
+
+
+def main(argv):
+    """The command line behind `heads.export verify`.  Returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="heads.export verify",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("export", metavar="DIR", help="the exported folder, or a Hub id")
+    parser.add_argument("--model", metavar="TARGET", help="its target; without it only what needs none is checked")
+    parser.add_argument("--prompts", metavar="FILE", help="JSONL that figures of a training run were measured on")
+    parser.add_argument("--device", default="auto", help="auto (default: a GPU if there is one), cpu, cuda ...")
+    parser.add_argument("--dtype", help="of the target (default: what the figures were measured in)")
+    args = parser.parse_args(argv)
+    if args.prompts and not args.model:
+        parser.error("--prompts belongs to --model")
+    try:
+        checks = verify(args.export, args.model, args.prompts, args.device, args.dtype)
+    except (ValueError, OSError) as error:
+        print(f"heads.export verify: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    for check in checks:
+        print(f"{check.state:11}  {check.name}: {check.evidence}")
+    failed = [check.name for check in checks if check.state == FAILED]
+    skipped = [check.name for check in checks if check.state == SKIPPED]
+    verdict = f"it is NOT what it says: {', '.join(failed)}" if failed else "what was checked is what was written"
+    print(f"verdict: {args.export}: {verdict}{f' (not checked: {len(skipped)})' if skipped else ''}")
+    return 1 if failed else 0
+
+
+def verify(export, target=None, prompts=None, device="auto", dtype=None):
+    """Check an export.  -> list of Check
+
+    export: folder or Hub id; target: folder or Hub id, or None; prompts: JSONL for figures whose prompts did not come along.
+    Raises ValueError where there is nothing to compare with or a file that was named is not there.
+    """
+    folder = _folder_of(export)
+    stored = read_replay(folder)
+    if prompts and not Path(prompts).is_file():
+        raise ValueError(f"no prompt file {prompts}")
+    figures = [_request(figure, stored["prompts"], prompts) for figure in stored["acceptance"]]
+    request = {
+        "folder": str(folder),
+        "target": str(Path(target).resolve()) if target and Path(target).is_dir() else target,
+        "prompts": str(Path(prompts).resolve()) if prompts else None,
+        "device": device,
+        "dtype": dtype,
+        "figures": [figure for figure in figures if figure],
+    }
+    checks = [_files(folder, stored), _config(folder, stored), *_card(folder, stored)]
+    reply = _in_clean_process(request)
+    if "error" in reply:
+        return [*checks, Check("loading", FAILED, reply["error"])]
+    checks += [_tensors(reply["tensors"], stored), _drawn(reply["drawn"])]
+    checks.append(_on_target(reply.get("target"), stored, target))
+    measured = iter(reply.get("acceptance", ()))
+    for figure, asked in zip(stored["acceptance"], figures):
+        checks.append(_acceptance(figure, next(measured, None) if asked else None, target))
+    return checks
+
+
+def _folder_of(export):
+    if Path(export).is_dir():
+        return Path(export).resolve()
+    try:
+        return Path(snapshot_download(export))
+    except (OSError, ValueError, HTTPError) as error:
+        reason = (str(error).strip().splitlines() or ["no reason given"])[0]
+        raise ValueError(f"there is no folder {export}, and the Hub gave no such repository ({reason})") from error
+
+
+def _request(figure, stored_prompts, prompts_file):
+    """How a figure is to be measured again; None where it cannot be."""
+    if figure.get("source", "engine") != "engine" or (not figure.get("by_request") and prompts_file is None):
+        return None
+    return {
+        "temperature": figure["temperature"],
+        "max_tokens": figure.get("max_tokens", MAX_TOKENS),
+        "num_prompts": figure.get("num_prompts", NUM_PROMPTS),
+        "dtype": figure.get("dtype", "auto"),
+        "prompts": stored_prompts if figure.get("by_request") else None,
+    }
+
+
+def _in_clean_process(request):
+    """What replay_process.py answers; {"error": why} where it ends without an answer."""
+    with tempfile.TemporaryDirectory() as scratch:
+        files = Path(scratch, "request.json"), Path(scratch, "reply.json")
+        files[0].write_text(json.dumps(request), encoding="utf-8")
+        command = [sys.executable, "-P", "-m", "headstart.hub_export.replay_process", *map(str, files)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode or not files[1].is_file():
+            return {"error": (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]}
+        return json.loads(files[1].read_text(encoding="utf-8"))
+
+
+def _files(folder, stored):
+    found, wanted = file_checksums(folder), stored["files"]
+    missing = [name for name in wanted if name not in found]
+    changed = [name for name in wanted if name in found and found[name] != wanted[name]]
+    if missing or changed:
+        said = [f"{', '.join(names)} {what}" for names, what in ((missing, "missing"), (changed, "changed")) if names]
+        return Check("files", FAILED, "; ".join(said))
+    return Check("files", OK, f"{len(wanted)} have the SHA-256 that was written")
+
+
+def _config(folder, stored):
+    found, wanted = read_config(folder), stored["config"]
+    wrong = [key for key in {**wanted, **found} if found.get(key, _absent) != wanted.get(key, _absent)]
+    if not wrong:
+        return Check("config.json", OK, f"{len(wanted)} keys say what was written")
+    key = wrong[0]
+    told = [repr(one[key]) if key in one else "nothing" for one in (found, wanted)]
+    return Check("config.json", FAILED, f"{key} is {told[0]}, {told[1]} was written ({len(wrong)} key(s) differ)")
+
+
+_absent = object()
+
+
+def _card(folder, stored):
+    """The card's figures against those of replay.json, and those against the counts that they come from."""
+    figures, wanted = stored["acceptance"], {}
+    for figure in figures:
+        named = [(LENGTH, figure.get("acceptance_length"))]
+        named += [(f"{POSITION} {i}", rate) for i, rate in enumerate(figure["per_position"], start=1)]
+        wanted |= {(f"{figure['temperature']:g}", name): short(value) for name, value in named if value is not None}
+    for figure in figures:
+        if figure.get("by_request"):
+            own = pool(figure["by_request"])
+            if any(figure[name] != own[name] for name in own):
+                yield Check(
+                    "figures",
+                    FAILED,
+                    f"those at temperature {figure['temperature']:g} are not those of their own counts",
+                )
+    path = folder / "README.md"
+    if not path.is_file():
+        yield Check("card", FAILED, "README.md is missing")
+        return
+    for where, found in zip(("its table", "its model-index"), read_card(path.read_text(encoding="utf-8"))):
+        wrong = [key for key in {**wanted, **found} if found.get(key) != wanted.get(key)]
+        if wrong:
+            (temperature, name), number = wrong[0], len(wrong)
+            told = [one.get(wrong[0], "nothing") for one in (found, wanted)]
+            text = f"{where} says {told[0]} for {name} at temperature {temperature}, measured was {told[1]} ({number} differ)"
+            yield Check("card", FAILED, text)
+            return
+    yield Check(
+        "card", OK, f"{len(wanted)} acceptance figures, as they were measured" if wanted else "it tells no acceptance"
+    )
+
+
+def _tensors(found, stored):
+    if "error" in found:
+        return Check("tensors", FAILED, found["error"])
+    found, wanted = found["checksums"], stored["tensors"]
+    wrong = [name for name in {**wanted, **found} if found.get(name) != wanted.get(name)]
+    if wrong:
+        return Check("tensors", FAILED, f"{wrong[0]} is not what was written ({len(wrong)} of {len(wanted)} differ)")
+    return Check("tensors", OK, f"{len(wanted)}, as loaded, have the bits that were written")
+
+
+def _drawn(found):
+    name, most = "outputs, drawn inputs", TOLERANCES["drawn"]
+    if "error" in found:
+        return Check(name, FAILED, found["error"])
+    worst = max(found["errors"])
+    text = f"largest error {worst:.1e} of an output's spread over {len(found['errors'])} depths, allowed {most:g}"
+    return Check(name, OK if worst <= most else FAILED, text)
+
+
+def _on_target(found, stored, target):
+    name, wanted = "outputs, target's features", stored["target"]
+    if wanted is None or target is None:
+        why = "no --model was given" if target is None else "it was exported without --measure, so none were kept"
+        return Check(name, SKIPPED, why)
+    if "error" in found:
+        return Check(name, FAILED, found["error"])
+    key = tolerance(min(found["bits"], wanted["bits"]))
+    if not found["distance"] <= FEATURE_TOLERANCES[key]:
+        text = f"{target} gives features {found['distance']:.2g} of their length away from those of {wanted['name']}, allowed "
+        return Check(
+            name, FAILED, f"{text}{FEATURE_TOLERANCES[key]:g}: it is another target, or another revision of it"
+        )
+    worst = max(found["errors"])
+    text = (
+        f"features {found['distance']:.1e} of their length away, largest error {worst:.1e} of an output's spread over "
+        f"{len(found['errors'])} depths, allowed {FEATURE_TOLERANCES[key]:g} and {TOLERANCES[key]:g}"
+    )
+    return Check(name, OK if worst <= TOLERANCES[key] else FAILED, text)
+
+
+def _acceptance(figure, found, target):
+    name = f"acceptance at temperature {figure['temperature']:g}"
+    if found is None:
+        if target is None:
+            why = "no --model was given"
+        elif figure.get("source", "engine") != "engine":
+            why = "the figure is teacher-forced, not the engine's"
+        else:
+            why = f"it was measured on {figure.get('prompts')}, which did not come along: name them with --prompts"
+        return Check(name, SKIPPED, why)
+    if "error" in found:
+        return Check(name, FAILED, found["error"])
+    counts = found["by_request"]
+    now, (low, high) = pool(counts), intervals(counts)[0]
+    wrong = disagreements(figure, counts)
+    if wrong:
+        return Check(name, FAILED, "; ".join(wrong[:2]))
+    same = " (the same steps)" if counts == figure.get("by_request") else ""
+    text = (
+        f"{now['acceptance_length']:.3f} tokens per step{same}, 99 % {low:.3f} to {high:.3f} over {len(counts)} prompts"
+    )
+    return Check(name, OK, f"{text}; {figure['acceptance_length']:.3f} is said")

@@ -1,0 +1,106 @@
+"""SOURCE is any published head: of every family, by its Hub id, into every format that can say it, and back to the same files."""
+
+import json
+
+import pytest
+import torch
+from huggingface_hub import constants
+from transformers import AutoModelForCausalLM
+
+from headstart.heads.checkpoint import load_head, save_head
+from headstart.heads.eagle import Eagle, EagleConfig
+from headstart.heads.eagle3 import Eagle3, Eagle3Config
+from headstart.heads.medusa import Medusa, MedusaConfig
+from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
+from headstart.hub_export import verify
+from headstart.hub_export.export import main
+
+H, V = 32, 320
+NOT_OF_THE_HEAD = ("transformers_version",)  # a key of config.json that says who wrote it
+
+
+def deep(kind, config, target, **changes):
+    head = kind(config.for_target(target.config, **changes))
+    head.take_embedding(target.get_input_embeddings().weight)
+    return head
+
+
+# format, another of the same family, the head
+CONVERSIONS = {
+    "medusa": ("vllm", lambda target: Medusa(MedusaConfig(H, V, 3, 2))),
+    "medusa-shared": ("vllm", lambda target: Medusa(MedusaConfig(H, V, 2, 1, True))),
+    "mlp-speculator": ("mlp-speculator", lambda target: MLPSpeculator(MLPSpeculatorConfig(H, V, 16, 3, False))),
+    "eagle-vllm": ("eagle-sglang", lambda target: deep(Eagle, EagleConfig, target)),
+    "eagle3": ("speculators", lambda target: deep(Eagle3, Eagle3Config, target, aux_layer_ids=(0, 1, 2))),
+}
+
+
+@pytest.fixture
+def publish(fake_hub, monkeypatch, tmp_path):
+    """publish(folder, id): its files become a repository of the Hub that this process asks."""
+    monkeypatch.setattr(constants, "ENDPOINT", fake_hub.url)
+    template = f"{fake_hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_TOKEN", "hf_dummy")
+
+    def put(folder, repo_id):
+        files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        fake_hub.repositories[repo_id] = {"private": False, "files": files}
+
+    return put
+
+
+@pytest.mark.parametrize("format", CONVERSIONS)
+def test_a_published_head_is_converted_by_its_id_and_back(tmp_path, tiny_target, publish, capsys, format):
+    other, build = CONVERSIONS[format]
+    torch.manual_seed(1)
+    head = build(AutoModelForCausalLM.from_pretrained(tiny_target))
+    for parameter in head.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.3)
+    save_head(head, tmp_path / "published", format=format, dtype="bfloat16")
+    publish(tmp_path / "published", "team/published")
+    target = ["--base-model", str(tiny_target)]
+    assert main(["team/published", "--format", other, "--output", str(tmp_path / "other"), *target]) == 0, (
+        capsys.readouterr().err
+    )
+    publish(tmp_path / "other", "team/other")
+    assert main(["team/other", "--format", format, "--output", str(tmp_path / "again"), *target]) == 0
+    first, last = (load_head(tmp_path / name) for name in ("published", "again"))
+    names = first.state_dict().keys()
+    assert all(torch.equal(last.state_dict()[name], first.state_dict()[name]) for name in names)
+    # What speculators files hold besides is the target's embedding.
+    assert last.state_dict().keys() - names <= {"embed_tokens.weight"}
+    weights = next((tmp_path / "published").glob("*.safetensors")).name
+    if last.state_dict().keys() == names:
+        assert (tmp_path / "again" / weights).read_bytes() == (tmp_path / "published" / weights).read_bytes()
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("published", "again")]
+    assert configs[1]["base_model_name_or_path"] == str(tiny_target)
+    same = [{k: v for k, v in one.items() if k not in ("base_model_name_or_path", *NOT_OF_THE_HEAD)} for one in configs]
+    assert same[0] == same[1]
+
+
+def test_figures_of_a_published_export_come_along_by_its_id(tmp_path, publish):
+    save_head(Medusa(MedusaConfig(H, V, 2)), tmp_path / "run" / "head")
+    measured = {"acceptance_length": 1.25, "per_position": [0.2, 0.05], "num_steps": 77}
+    (tmp_path / "run" / "acceptance.json").write_text(json.dumps(measured))
+    assert main([str(tmp_path / "run"), "--format", "medusa", "--output", str(tmp_path / "one")]) == 0
+    publish(tmp_path / "one", "team/one")
+    assert main(["team/one", "--format", "vllm", "--output", str(tmp_path / "two")]) == 0
+    assert "| acceptance length | 1.25 |" in (tmp_path / "two" / "README.md").read_text()
+
+
+def test_an_export_is_verified_by_its_id(tmp_path, publish, capsys, monkeypatch):
+    save_head(Medusa(MedusaConfig(H, V, 2)), tmp_path / "source")
+    assert main([str(tmp_path / "source"), "--format", "medusa", "--output", str(tmp_path / "one")]) == 0
+    assert main(["verify", "team/nothing"]) == 1
+    assert "there is no folder team/nothing, and the Hub gave no such repository" in capsys.readouterr().err
+    asked = []
+    monkeypatch.setattr(verify, "snapshot_download", lambda name: asked.append(name) or str(tmp_path / "one"))
+    monkeypatch.setattr(verify, "_in_clean_process", lambda request: {"error": request["folder"]})
+    found = verify.verify("team/one")
+    assert asked == ["team/one"]
+    assert [one.evidence for one in found if one.state == verify.FAILED] == [str(tmp_path / "one")]
