@@ -110,7 +110,7 @@ def describe(source, folder, model=None):
     beside = _file_names(source, folder)
     problems = list(file.notes)
     try:
-        measured = find_measurements(folder)
+        measured = find_measurements(folder, source)
         tree = None if measured.tree is None else _tree(measured.tree)
     except ValueError as error:
         problems.append(str(error))
@@ -242,10 +242,9 @@ def _tree(path):
 
 
 def _measured(measured):
-    """The figures that came along: acceptance, and the rows of the benchmark."""
-    found = {"step": measured.step}
-    if measured.acceptance:
-        found["acceptance"] = {key: measured.acceptance.get(key) for key in ("acceptance_length", "per_position")}
+    """The figures that came along: acceptance per temperature, and the rows of the benchmark."""
+    keys = ("temperature", "acceptance_length", "per_position", "num_steps", "source", "prompts")
+    found = {"step": measured.step, "acceptance": [{key: one.get(key) for key in keys} for one in measured.acceptance]}
     if measured.benchmark:
         found["benchmark"] = {key: measured.benchmark.get(key) for key in ("hardware", "date", "rows")}
     return found

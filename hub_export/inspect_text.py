@@ -129,13 +129,12 @@ def _draft(found):
 
 def _measured(measured):
     parts = [] if measured["step"] is None else [f"checkpoint of step {measured['step']}"]
-    acceptance = measured.get("acceptance") or {}
-    if acceptance.get("acceptance_length") is not None:
-        rates = ", ".join(f"{rate:.2f}" for rate in acceptance.get("per_position") or ())
-        parts.append(
-            f"acceptance length {acceptance['acceptance_length']:.2f}" + (f" (per position {rates})" if rates else "")
-        )
-    else:
+    for one in measured.get("acceptance") or ():
+        rates = ", ".join(f"{rate:.2f}" for rate in one["per_position"] or ())
+        how = "" if one["source"] == "engine" else ", teacher-forced"
+        length = "unknown" if one["acceptance_length"] is None else f"{one['acceptance_length']:.2f}"
+        parts.append(f"acceptance length {length} at temperature {one['temperature']:g}{how} (per position {rates})")
+    if not measured.get("acceptance"):
         parts.append("no acceptance beside it")
     rows = [row for row in (measured.get("benchmark") or {}).get("rows") or () if row.get("speedup")]
     if rows:

@@ -198,7 +198,11 @@ def test_every_family_is_described(inspect, tmp_path, format):
     (tmp_path / "run" / "tree.json").write_text('{"parents": [-1, 0, 0, 1], "ranks": [0, 0, 1, 0]}')
     status, text, _ = inspect("run")
     assert status == 0
-    facts = ["target: it fits", f"{format}, float32", "acceptance length 2.35 (per position 0.75, 0.50)"]
+    facts = [
+        "target: it fits",
+        f"{format}, float32",
+        "acceptance length 2.35 at temperature 0 (per position 0.75, 0.50)",
+    ]
     for one in (
         *said,
         *facts,
