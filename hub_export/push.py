@@ -69,7 +69,7 @@ def check_can_push(repo, default_name, options):
     except Exception as error:  # whatever the client's transports raise
         what = "did not accept the token" if status(error) in (401, 403) else "does not answer"
         raise ValueError(f"the Hub at {constants.ENDPOINT} {what}: {reason(error)}") from error
-    if (account.get("auth") or {}).get("accessToken", {}).get("role") == "read":
+    if not options.dry_run and (account.get("auth") or {}).get("accessToken", {}).get("role") == "read":
         raise ValueError(
             "this Hugging Face token may only read: make one that may write (https://huggingface.co/settings/tokens) and "
             "set HF_TOKEN to it, or run `hf auth login`"
