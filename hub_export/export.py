@@ -20,10 +20,20 @@ from pathlib import Path
 
 from torch import nn
 
-from ..heads.checkpoint import check_is_free, load_head, resolve_head, staged_folder, to_dtype, write_head
+from ..heads.checkpoint import (
+    check_head_fits,
+    check_is_free,
+    load_head,
+    resolve_head,
+    staged_folder,
+    to_dtype,
+    write_head,
+)
 from ..heads.formats import FORMATS, check_format, family_of
 from ..inference.adapter import find_adapter_of, has_adapter, read_adapter
 from ..inference.command_arguments import choose_threads_for
+from ..inference.decoder import check_supported
+from ..inference.target_source import target_config
 from . import verify
 from .acceptance import choose_prompts
 from .acceptance import measure as measure_acceptance
@@ -188,6 +198,9 @@ def export_head(
         measure = measure or base_model or head.config.base_model_name_or_path
         if not measure:
             raise ValueError("--measure needs a target, and the head names none: give --measure TARGET")
+        target = target_config(str(measure), "auto")[0]
+        check_supported(target)
+        check_head_fits(head, target)
         chosen = choose_prompts(prompts, measure)
         choose_threads_for(measure, "auto")
     source_dtype = next(head.parameters()).dtype

@@ -20,6 +20,8 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HTTPError
 
 from ..heads.checkpoint import read_config
+from ..inference.decoder import check_supported
+from ..inference.target_source import target_config
 from .acceptance import MAX_TOKENS, NUM_PROMPTS, disagreements, intervals, pool
 from .acceptance_table import LENGTH, POSITION, read_card, short
 from .replay import FEATURE_TOLERANCES, TOLERANCES
@@ -91,6 +93,8 @@ def verify(export, target=None, prompts=None, device="auto", dtype=None):
     stored = read_replay(folder)
     if prompts and not Path(prompts).is_file():
         raise ValueError(f"no prompt file {prompts}")
+    if target:
+        check_supported(target_config(str(target), "auto")[0])
     figures = [_request(figure, stored["prompts"], prompts) for figure in stored["acceptance"]]
     request = {
         "folder": str(folder),

@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from headstart.heads.checkpoint import load_head, save_head
 from headstart.heads.medusa import Medusa, MedusaConfig
-from headstart.hub_export import export, merge
+from headstart.hub_export import acceptance, export, merge, replay_process, verify
 from headstart.hub_export.export import main
 from headstart.inference import adapter, weights
 from headstart.inference.adapter import fingerprint
@@ -169,3 +170,25 @@ def test_adapter_of_a_head_on_the_hub_is_fetched_from_there(run, base, tmp_path,
     assert main(["you/medusa2", "--format", "medusa-shared", "--output", str(tmp_path / "export")]) == 0
     assert asked[0] == "you/medusa2"
     assert (tmp_path / "export" / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_adapted_heads_are_measured_and_verified_with_their_adapter(run, base, tmp_path, monkeypatch):
+    prompts, files = tmp_path / "prompts.jsonl", [tmp_path / "request.json", tmp_path / "reply.json"]
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("a class", "def f(x", "import")))
+
+    def answer(request):
+        files[0].write_text(json.dumps(request))
+        replay_process.main(files)
+        return json.loads(files[1].read_text())
+
+    monkeypatch.setattr(verify, "_in_clean_process", answer)
+    monkeypatch.setattr(export, "measure_acceptance", partial(acceptance.measure, max_tokens=12))
+    output = tmp_path / "export"
+    arguments = [str(run), "--format", "medusa-shared", "--output", str(output), "--prompts", str(prompts)]
+    assert main([*arguments, "--measure"]) == 0
+    found = {one.name: one for one in verify.verify(output, str(base))}
+    assert {one.state for one in found.values()} == {verify.OK}
+    shutil.rmtree(output / "adapter")  # the target is then not the one that the heads were trained with
+    found = {one.name: one for one in verify.verify(output, str(base))}
+    assert "adapter/adapter_model.safetensors missing" in found["files"].evidence
+    assert "another target, or another revision" in found["outputs, target's features"].evidence

@@ -276,6 +276,7 @@ def test_weights_that_do_not_load_are_a_verdict_not_a_crash(copy, check):
     [
         (["gone"], "there is no folder gone"),
         (["copy", "--model", "x", "--prompts", "gone.jsonl"], "no prompt file gone.jsonl"),
+        (["copy", "--model", "./nowhere"], "there is no model folder ./nowhere"),
         (["empty"], "holds no replay.json"),
     ],
 )
@@ -286,6 +287,24 @@ def test_what_cannot_be_checked_is_one_line(copy, tmp_path, capsys, monkeypatch,
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+def test_what_cannot_be_measured_is_refused_before_anything_is_written(tiny_target, tmp_path, capsys):
+    save_head(Medusa(MedusaConfig(16, V, 2)), tmp_path / "source")
+    (tmp_path / "empty.jsonl").write_text("")
+    arguments = [str(tmp_path / "source"), "--format", "medusa", "--output", str(tmp_path / "out"), "--measure"]
+    for more, said in (
+        ([], "give --measure TARGET"),
+        ([str(tmp_path / "source")], "holds a head, not a target"),
+        ([str(tiny_target)], "hidden size 16, the target has 32"),
+    ):
+        assert main([*arguments, *more]) == 1
+        assert said in capsys.readouterr().err
+    save_head(Medusa(MedusaConfig(H, V, 2)), tmp_path / "fits")
+    more = [str(tiny_target), "--prompts", str(tmp_path / "empty.jsonl")]
+    assert main([str(tmp_path / "fits"), *arguments[1:], *more]) == 1
+    assert "empty.jsonl holds 0 prompts" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_runs_figure_is_measured_again_on_prompts_that_are_named(tiny_target, check, tmp_path):
