@@ -4,8 +4,8 @@
 
 The Hub is asked what it holds, and only files that it lacks are sent: one after another, each in its own request, then named
 together in one commit, so that a reader never finds half a head. huggingface_hub sends them (preupload_lfs_files): in Xet's blocks,
-which a killed upload of the same file does not send again, or without hf_xet as LFS parts, which are repeated one by one while the
-process lives. Its upload_folder and upload_large_folder are not used: they commit in pieces, and the latter has gone again.
+of which a killed upload repeats the newest alone, or without hf_xet as LFS parts, which are repeated one by one while the process
+lives (docs/log.md, 2026-11-22, also on why not upload_folder).
 Deletes nothing on the Hub.
 """
 
@@ -69,7 +69,7 @@ def check_can_push(repo, default_name, options):
     except Exception as error:  # whatever the client's transports raise
         what = "did not accept the token" if status(error) in (401, 403) else "does not answer"
         raise ValueError(f"the Hub at {constants.ENDPOINT} {what}: {reason(error)}") from error
-    if (account.get("auth") or {}).get("accessToken", {}).get("role") == "read":
+    if not options.dry_run and (account.get("auth") or {}).get("accessToken", {}).get("role") == "read":
         raise ValueError(
             "this Hugging Face token may only read: make one that may write (https://huggingface.co/settings/tokens) and "
             "set HF_TOKEN to it, or run `hf auth login`"

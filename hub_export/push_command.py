@@ -92,7 +92,11 @@ def check_is_not_there(output, repo_id, options):
 def push(folder, repo_id, options):
     """Push a complete export and say so; the W&B run that it came from is told the address."""
     command = push_again(folder, repo_id, options)
-    address = push_folder(folder, repo_id, options, command)
+    try:
+        address = push_folder(folder, repo_id, options, command)
+    except KeyboardInterrupt:
+        print(f"\ninterrupted; `{command}` sends what is missing", file=sys.stderr)
+        raise SystemExit(130) from None
     if options.dry_run:
         print(f"`{command}` pushes it")
         return

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 
@@ -11,20 +12,25 @@ from huggingface_hub import constants
 
 from headstart.heads.checkpoint import save_head
 from headstart.heads.medusa import Medusa, MedusaConfig
-from headstart.hub_export import retry
+from headstart.hub_export import push_command, retry
 from headstart.hub_export.export import main
 
 WEIGHTS = ("medusa_lm_head.pt", "medusa_lm_head.safetensors")
 
 
-@pytest.fixture
-def exported(tmp_path, capsys):
-    """An export with two weight files of more than 4,000 bytes."""
+@pytest.fixture(scope="module")
+def exported_once(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("exported")
     torch.manual_seed(0)
-    save_head(Medusa(MedusaConfig(16, 33, num_heads=2, base_model_name_or_path="some/target")), tmp_path / "head")
-    assert main([str(tmp_path / "head"), "--format", "medusa", "--output", str(tmp_path / "out")]) == 0
-    capsys.readouterr()
-    return tmp_path / "out"
+    save_head(Medusa(MedusaConfig(16, 33, num_heads=2, base_model_name_or_path="some/target")), folder / "head")
+    assert main([str(folder / "head"), "--format", "medusa", "--output", str(folder / "out")]) == 0
+    return folder / "out"
+
+
+@pytest.fixture
+def exported(exported_once, tmp_path):
+    """An export with two weight files of more than 4,000 bytes."""
+    return shutil.copytree(exported_once, tmp_path / "out")
 
 
 def read(folder):
@@ -78,6 +84,7 @@ def test_a_token_that_may_only_read_ends_before_anything(exported, hub_here, cap
     assert push(exported) == 1
     assert "may only read" in capsys.readouterr().err
     assert hub_here.requests[-1] == "GET /api/whoami-v2"
+    assert push(exported, "--dry-run") == 0
 
 
 def test_a_connection_cut_in_a_part_sends_that_part_again_and_no_other(exported, hub_here):
@@ -120,6 +127,17 @@ def test_a_killed_push_that_is_started_again_sends_what_is_missing(exported, hub
     assert push(exported) == 0
     assert "all 5 files are there: team/first" in capsys.readouterr().out
     assert len(hub_here.uploads) == 3
+
+
+def test_an_interrupted_push_says_what_goes_on(exported, hub_here, monkeypatch, capsys):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(push_command, "push_folder", interrupt)
+    with pytest.raises(SystemExit) as ended:
+        push(exported)
+    assert ended.value.code == 130
+    assert f"interrupted; `heads.export push {exported} team/first` sends what is missing" in capsys.readouterr().err
 
 
 def test_a_commit_whose_answer_is_lost_is_not_made_twice(exported, hub_here, monkeypatch):
