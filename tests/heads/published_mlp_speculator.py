@@ -51,6 +51,7 @@ def mlp_logits(tensors, steps=3, tied=False, scaled=False):
 
 def mlp_layouts():
     own, one, tied = mlp(), mlp(1), mlp(tied=True)
+    partly = {name: one for name, one in repeated(tied).items() if name not in ("emb.1.weight", "ln.2.bias")}
     kind, prefix = "mlp-speculator", "speculator."
     file = Published
     lies = dict(n_predict=4, vocab_size=7, emb_dim=8, inner_dim=0)
@@ -82,6 +83,13 @@ def mlp_layouts():
             prefixed(prefix, repeated(tied)),
             *(mlp_config(2, True), mlp_logits(tied, tied=True), kind),
             ('"n_predict": 2; .* it is 3', r'2 numbers as "top_k_tokens_per_head"; there are 3 steps'),
+        ),
+        "MLP speculator, 5 steps said and 3 repeated": file(
+            *(prefixed(prefix, repeated(tied)), mlp_config(3, True, n_predict=5), mlp_logits(tied, tied=True), kind),
+            ('"n_predict": 5; .* it is 3',),
+        ),
+        "MLP speculator, no steps said and a part of 3 repeated": file(
+            *(prefixed(prefix, partly), mlp_config(3, True, n_predict=None), mlp_logits(tied, tied=True), kind)
         ),
         "MLP speculator, scale not said": file(
             prefixed(prefix, own), silent, mlp_logits(own), kind, ('does not say "scale_input": taken as False',)
