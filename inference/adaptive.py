@@ -8,7 +8,9 @@ most tokens per second, and now and then another one, to learn whether that has 
 """
 
 MEMORY = 0.05  # weight of the newest measurement in a running average
-STEADY = 0.01  # of one request's step in how often a depth is reached that the step before drafted, too: more follows chance
+STEADY = (
+    0.01  # of one request's step in how often a depth is reached that the step before drafted, too: more follows chance
+)
 FIRST = 4  # steps that a depth is given before it is compared with others
 PROBE_EVERY = 64  # steps of a bucket between two tries of a depth that is not the best
 
