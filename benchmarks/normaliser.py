@@ -3,11 +3,11 @@
     python benchmarks/normaliser.py --output runs/normaliser -- --max_steps 1600 --batch_rows 16 --row_length 512 --max_tokens 0
     python benchmarks/normaliser.py --output runs/small --conversations 12 -- --max_steps 10
 
-The target's law over the draft vocabulary: ours keeps the normaliser of the whole vocabulary, so that a position whose tokens are mostly
-outside counts little; the original (SafeAILab/EAGLE, traineagle3) divides by the sum over the draft vocabulary, and leaves out
-positions whose likeliest token is outside. (It also averages over positions that are not supervised, as zeros: a factor, which is
-not imitated.) What follows `--` are keys of train/eagle3.py, over those of configs/eagle3-quickstart.yaml. Both heads start from the same
-seed; then benchmarks/acceptance_rates.py compares them. A complete run is kept and used again.
+The target's law over the draft vocabulary: ours keeps the normaliser of the whole vocabulary, so that a position whose tokens are
+mostly outside counts little; the original (SafeAILab/EAGLE, traineagle3) divides by the sum over the draft vocabulary, and leaves
+out positions whose likeliest token is outside. (It also averages over positions that are not supervised, as zeros: a factor, which
+is not imitated.) What follows `--` are keys of train/eagle3.py, over those of configs/eagle3-quickstart.yaml. Both heads start from
+the same seed; then benchmarks/acceptance_rates.py compares them. A complete run is kept and used again.
 """
 
 import argparse
