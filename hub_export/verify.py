@@ -79,7 +79,7 @@ def main(argv):
         print(f"{check.state:11}  {check.name}: {check.evidence}")
     failed = [check.name for check in checks if check.state == FAILED]
     skipped = [check.name for check in checks if check.state == SKIPPED]
-    verdict = f"it is NOT what it says: {', '.join(failed)}" if failed else "what was checked is what was written"
+    verdict = f"it is NOT what it says: {'; '.join(failed)}" if failed else "what was checked is what was written"
     print(f"verdict: {args.export}: {verdict}{f' (not checked: {len(skipped)})' if skipped else ''}")
     return 1 if failed else 0
 
@@ -106,6 +106,8 @@ def verify(export, target=None, prompts=None, device="auto", dtype=None):
         "figures": [figure for figure in figures if figure],
     }
     checks = [_files(folder, stored), _config(folder, stored), *_card(folder, stored)]
+    measured = f", and acceptance with {target}" if target and request["figures"] else ""
+    print(f"loading {export} and computing its outputs{measured} anew ...", file=sys.stderr, flush=True)
     reply = _in_clean_process(request)
     if "error" in reply:
         return [*checks, Check("loading", FAILED, reply["error"])]
