@@ -7,13 +7,14 @@ from pathlib import Path
 
 from headstart.inference.benchmarks.command import add_benchmarks, add_measurement
 from headstart.inference.benchmarks.speculation_command import add_bench_speculation
-from headstart.inference.command_arguments import add_command, add_device
+from headstart.inference.command_arguments import add_command, add_device, plain_warnings
 from headstart.inference.generate_command import add_generate
 from headstart.inference.lossless_command import add_verify_lossless
 from headstart.inference.tree_command import add_tree
 from headstart.train import regenerate_options
 
 
+@plain_warnings()
 def main(argv=None):
     """Entry point. Returns the exit status: 0, or 2 with one line on stderr for bad input."""
     parser = build_parser()
@@ -43,7 +44,8 @@ def build_parser():
     parser = argparse.ArgumentParser(
         prog="headstart",
         description="Speculative decoding that changes no output bit: run heads, measure them, draw what they do.",
-        epilog="Training: accelerate launch train/medusa.py --help    Export: heads.export --help",
+        epilog="Training: accelerate launch train/medusa.py --help\nExport: heads.export --help",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
 

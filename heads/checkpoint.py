@@ -35,7 +35,7 @@ from .formats import (
     to_file,
     without_prefix,
 )
-from .hub_id import split_revision
+from .hub_id import check_may_be_id, split_revision
 from .reading import assume
 from .tensor_checks import DTYPES
 from .weight_files import failing_as_oserror, find_weights, list_files, read_names, read_tensors, write_tensors
@@ -269,6 +269,7 @@ def find_head(folder):
 
 def _fetch_head(path_or_id):
     """Download a head's files from the Hub (or find them in its cache) and return their folder."""
+    check_may_be_id(path_or_id)
     repo_id, revision = split_revision(path_or_id)
     try:
         folder = Path(hf_hub_download(repo_id, "config.json", revision=revision)).parent

@@ -119,6 +119,8 @@ def from_file(tensors, config):
     tensors, notes = dict(tensors), []
     prefix = "midlayer." if any(name.startswith("midlayer.") for name in tensors) else "layers.0."
     speculators = "speculators_model_type" in config
+    if not isinstance(config.get("eagle_config") or {}, dict):
+        raise ValueError(f'config.json says "eagle_config": {config["eagle_config"]!r}, expected an object')
     llama = _llama_keys(config) if speculators else config
     hidden_size, width = shape_of(tensors, "fc.weight")
     vocab_size, draft_vocab_size = vocab_size_of(tensors, llama, notes), shape_of(tensors, "lm_head.weight")[0]

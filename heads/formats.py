@@ -119,7 +119,7 @@ def from_file(tensors, config):
     notes = []
     if prefix:
         notes.append(f'the names of its tensors begin with "{prefix}", which is left out')
-    for name in (*_listed(config.get("architectures")), config.get("model_type")):
+    for name in (*_listed(config.get("architectures")), *_listed([config.get("model_type")])):
         if NAMED_FAMILIES.get(name, family) != family:
             notes.append(f"config.json calls itself {name}, which is {NAMED_FAMILIES[name]}; its tensors are {family}")
     reading = formats.from_file(tensors, config)

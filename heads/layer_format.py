@@ -108,7 +108,10 @@ def read_rope(config):
     if not all(isinstance(part, dict) for part in parts):
         raise ValueError(f"config.json's rope_parameters and rope_scaling must be objects, got {parts}")
     thetas = [part.get("rope_theta") for part in (config, *parts)]
-    thetas = sorted({theta for theta in thetas if theta is not None})
+    thetas = [theta for theta in thetas if theta is not None]
+    if not all(type(theta) in (int, float) for theta in thetas):
+        raise ValueError(f"config.json's rope_theta must be a number, got {', '.join(map(repr, thetas))}")
+    thetas = sorted(set(thetas))
     if len(thetas) > 1:
         raise ValueError(f"config.json says rope_theta twice and differently: {', '.join(map(str, thetas))}")
     scalings = []

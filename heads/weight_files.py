@@ -11,6 +11,7 @@ does).
 
 import errno
 import json
+import textwrap
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
@@ -97,7 +98,7 @@ def _read_file(path):
         else:
             tensors = load_file(path)
     except (SafetensorError, RuntimeError, UnpicklingError, OSError, EOFError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = textwrap.shorten(str(error), 200, placeholder=" ...")
         raise ValueError(f"{path} cannot be read; it is cut short or damaged ({reason})") from None
     if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
         raise ValueError(f"{path} holds something other than named tensors")

@@ -31,7 +31,7 @@ from ..heads.checkpoint import (
 )
 from ..heads.formats import FORMATS, check_format, family_of
 from ..inference.adapter import find_adapter_of, has_adapter, read_adapter
-from ..inference.command_arguments import choose_threads_for
+from ..inference.command_arguments import choose_threads_for, plain_warnings
 from ..inference.decoder import check_supported
 from ..inference.target_source import target_config
 from . import verify
@@ -86,6 +86,7 @@ Nothing is overwritten: --output must be a new or an empty folder. Exit status: 
 """
 
 
+@plain_warnings()
 def main(argv=None):
     """The command line.  argv: list of str, None for the process's own.  Returns the exit status."""
     argv = sys.argv[1:] if argv is None else argv

@@ -53,7 +53,7 @@ def model_card(head, format, name, measured, license=None, dtype_changed=False, 
     tree = "static" if measured.tree is not None else "chain"
     sections = [
         _front_matter(head, name, measured, license),
-        f"# {Path(name).name}\n\n{_summary(head, format, target)}",
+        f"# {Path(name).name}\n\n{_summary(head, format, target, bool(measured.recipe))}",
         f"## Measured\n\n{_measured(measured, dtype_changed, extras)}",
         f"## Use it\n\n{usage(head, format, name, target, tree, bool(_adapted(head, target)))}",
         f"## Which readers take it\n\n{_readers(head, format)}",
@@ -98,7 +98,8 @@ def _front_matter(head, name, measured, license):
     return f"---\n{fields.to_yaml()}\n---"
 
 
-def _summary(head, format, target):
+def _summary(head, format, target, trained):
+    done = "trained and exported" if trained else "exported"
     config, depth = head.config, head.num_speculative_tokens
     num_parameters = sum(parameter.numel() for parameter in head.parameters())
     dtype = str(next(head.parameters()).dtype).removeprefix("torch.")
@@ -110,7 +111,7 @@ def _summary(head, format, target):
     hidden_size = config.target_hidden_size if family_of(head) == "EAGLE-3" else config.hidden_size
     return (
         f"{count}{kind} ([arXiv {paper}](https://arxiv.org/abs/{paper})) that {verb} {depth} tokens ahead for the target "
-        f"`{target}`, trained and exported with Headstart. In Headstart's engine the target checks every drafted token, and the "
+        f"`{target}`, {done} with Headstart. In Headstart's engine the target checks every drafted token, and the "
         "output is the one it gives without them.\n\n"
         f"{_adapted(head, target)}"
         "| | |\n|---|---|\n"
@@ -233,7 +234,7 @@ def _license(head, license, target, extras):
     parts = [said, f"The licence of `{target}` is {theirs}."]
     if extras.holds:
         parts.append(f"These files hold {extras.holds} of the target, to which the target's licence applies.")
-    elif family_of(head) != "MLP speculator" and not getattr(head.config, "shared_lm_head", False):
+    elif family_of(head) in ("Medusa", "EAGLE-3") and not getattr(head.config, "shared_lm_head", False):
         parts.append(
             "No tensor here is a copy of the target's, but the output matrices may have been started from its lm_head, and "
             "the target's licence may have a say in what is made from it."

@@ -20,6 +20,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HTTPError
 
 from ..heads.checkpoint import read_config
+from ..heads.hub_id import check_may_be_id, split_revision
 from ..inference.decoder import check_supported
 from ..inference.target_source import target_config
 from .acceptance import MAX_TOKENS, NUM_PROMPTS, disagreements, intervals, pool
@@ -61,7 +62,7 @@ def main(argv):
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("export", metavar="DIR", help="the exported folder, or a Hub id")
+    parser.add_argument("export", metavar="DIR", help="the exported folder, or a Hub id (also ID@REVISION)")
     parser.add_argument("--model", metavar="TARGET", help="its target; without it only what needs none is checked")
     parser.add_argument("--prompts", metavar="FILE", help="JSONL that figures of a training run were measured on")
     parser.add_argument("--device", default="auto", help="auto (default: a GPU if there is one), cpu, cuda ...")
@@ -78,7 +79,7 @@ def main(argv):
         print(f"{check.state:11}  {check.name}: {check.evidence}")
     failed = [check.name for check in checks if check.state == FAILED]
     skipped = [check.name for check in checks if check.state == SKIPPED]
-    verdict = f"it is NOT what it says: {', '.join(failed)}" if failed else "what was checked is what was written"
+    verdict = f"it is NOT what it says: {'; '.join(failed)}" if failed else "what was checked is what was written"
     print(f"verdict: {args.export}: {verdict}{f' (not checked: {len(skipped)})' if skipped else ''}")
     return 1 if failed else 0
 
@@ -105,6 +106,8 @@ def verify(export, target=None, prompts=None, device="auto", dtype=None):
         "figures": [figure for figure in figures if figure],
     }
     checks = [_files(folder, stored), _config(folder, stored), *_card(folder, stored)]
+    measured = f", and acceptance with {target}" if target and request["figures"] else ""
+    print(f"loading {export} and computing its outputs{measured} anew ...", file=sys.stderr, flush=True)
     reply = _in_clean_process(request)
     if "error" in reply:
         return [*checks, Check("loading", FAILED, reply["error"])]
@@ -119,8 +122,10 @@ def verify(export, target=None, prompts=None, device="auto", dtype=None):
 def _folder_of(export):
     if Path(export).is_dir():
         return Path(export).resolve()
+    check_may_be_id(export)
+    repo_id, revision = split_revision(export)
     try:
-        return Path(snapshot_download(export))
+        return Path(snapshot_download(repo_id, revision=revision))
     except (OSError, ValueError, HTTPError) as error:
         reason = (str(error).strip().splitlines() or ["no reason given"])[0]
         raise ValueError(f"there is no folder {export}, and the Hub gave no such repository ({reason})") from error

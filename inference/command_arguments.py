@@ -1,7 +1,24 @@
 """Options that several commands share, and what they come to. Imports nothing heavy, so that --help stays quick."""
 
 import argparse
+import warnings
+from contextlib import contextmanager
 from pathlib import Path
+
+
+@contextmanager
+def plain_warnings():
+    """While a command runs, what is warned of to its user is a line without a place in our code."""
+    before = warnings.formatwarning
+
+    def formatted(message, category, *where):
+        return f"note: {message}\n" if category is UserWarning else before(message, category, *where)
+
+    warnings.formatwarning = formatted
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
 
 
 def add_command(commands, name, run, summary, example, more=""):

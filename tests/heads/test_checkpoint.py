@@ -330,6 +330,15 @@ def test_a_head_that_is_nowhere_says_what_was_tried(tmp_path, offline):
     assert "medusa_lm_head.safetensors" in last
 
 
+def test_what_can_be_no_hub_id_is_said_to_be_no_folder(tmp_path):
+    (tmp_path / "file").touch()
+    for name, said in ((tmp_path / "file", "is a file: name the folder"), (tmp_path / "gone", "there is no folder")):
+        with pytest.raises(ValueError, match=said):
+            resolve_head(name)
+    with pytest.raises(ValueError, match="there is no folder runs/first/head"):
+        resolve_head("runs/first/head")
+
+
 def test_heads_of_another_target_are_refused():
     head = make_head()
     target = llama_config(hidden_size=H, vocab_size=V)

@@ -261,6 +261,7 @@ DAMAGE = [
     (E, keep, {"head_dim": None, "num_key_value_heads": 3}, '"num_attention_heads": 6, .* are 15 heads of 4'),
     (E, keep, {"hidden_act": "gelu"}, '"hidden_act": \'gelu\', expected "silu"'),
     (E, keep, {"rope_parameters": {"rope_theta": 2.0}}, "rope_theta twice and differently: 2.0, 500.0"),
+    (E, keep, {"rope_theta": "big"}, "rope_theta must be a number, got 'big'"),
     (E, keep, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic', expected one of default"),
     (
         E,
@@ -296,6 +297,7 @@ DAMAGE = [
     ),
     (E3, keep, {IDS: [1, 2]}, r"fc\.weight has 72 columns, expected 48: its 2 aux layers"),
     (E3, keep, {IDS: [1, 4, 9], "eagle_config": {IDS: [1, 4, 9]}}, r"one less: expected \[0, 3, 8\] there"),
+    (E3, keep, {"eagle_config": "none"}, "\"eagle_config\": 'none', expected an object"),
     (E3, keep, {IDS: "1,2,3"}, "expected a list of layer numbers"),
     (E3, keep, {IDS: [4, 4, 9]}, r"aux_layer_ids must be ascending layer numbers, got \(4, 4, 9\)"),
     (E3, keep, {"norm_before_residual": "no"}, "norm_before_residual must be true or false, got 'no'"),

@@ -178,6 +178,7 @@ def test_figures_recipe_and_drawings_come_along_to_another_format(run, tmp_path)
         "--model-id one", "--model-id one again"
     )
     assert "| acceptance length | 1.8 |" in cards[1]
+    assert all("trained and exported with Headstart" in card for card in cards)
     assert drawings(tmp_path / "two") == drawings(tmp_path / "one")
 
 
@@ -252,7 +253,9 @@ def test_a_licence_whose_text_is_not_at_hand_is_named_only(tmp_path, capsys):
     ],
 )
 def test_the_card_says_what_the_files_hold_of_the_target(tmp_path, kind, said):
-    assert said in (export(tmp_path, kind) / "README.md").read_text()
+    text = (export(tmp_path, kind) / "README.md").read_text()
+    assert said in text
+    assert ", exported with Headstart." in text  # a file without a recipe may have been trained by anybody
 
 
 def test_a_drawing_as_a_file_stands_alone():

@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -338,3 +339,21 @@ def test_usage_errors_name_the_option(arguments, said, capsys):
         main(arguments)
     assert caught.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_what_is_warned_of_is_a_line_without_a_place_in_our_code(tmp_path, monkeypatch):
+    source = tmp_path / "source"
+    save_head(Medusa(MedusaConfig(16, 66, 2)), source)
+    (source / "config.json").write_text(json.dumps({"medusa_num_heads": 5}))
+    lines = []
+
+    def show(message, category, *where, **_):
+        lines.append(warnings.formatwarning(message, category, *where[:2]))
+
+    before = warnings.formatwarning
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        monkeypatch.setattr(warnings, "showwarning", show)
+        assert main([str(source), "--format", "medusa", "--output", str(tmp_path / "out")]) == 0
+    assert f'note: {source}: config.json says "medusa_num_heads": 5; by the tensors it is 2\n' in lines
+    assert warnings.formatwarning is before

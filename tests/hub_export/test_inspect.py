@@ -39,6 +39,10 @@ def mlp_speculator(**changes):
     return MLPSpeculator(replace(MLPSpeculatorConfig(H, V, 12, base_model_name_or_path="target"), **changes))
 
 
+def untied():
+    return mlp_speculator(tie_weights=False)
+
+
 def eagle(**changes):
     head = random(Eagle(EagleConfig(**LAYER | changes)))
     head.take_embedding(torch.zeros(V, H))
@@ -255,6 +259,10 @@ SPOILED = {
     "no draft size": (eagle3, "eagle3", leave_out("draft_vocab_size"), "SGLang", False, f"an lm_head of {V} rows"),
     "new rope only": (eagle3, "eagle3", leave_out("rope_theta"), "vLLM", True, "on transformers 4"),
     "other sizes": (eagle3, "eagle3", say(intermediate_size=8), "vLLM", False, "which says 8 of intermediate_size"),
+    "heads in words": (medusa, "medusa", say(medusa_num_heads="three"), "text-gen", False, "says 'three' of medusa_num"),
+    "steps in words": (untied, "mlp-speculator", say(n_predict="three"), "vLLM", False, "it drafts three steps"),
+    "size in words": (eagle, "eagle-vllm", say(hidden_size="wide"), "vLLM", False, "says wide of hidden_size"),
+    "type in a list": (eagle, "eagle-vllm", say(model_type=["llama"], architectures=[]), "vLLM", False, "it wants"),
     "no speculators": (eagle3, "eagle3", say(), "speculators", False, "reads the format speculators"),
 }  # fmt: skip
 

@@ -17,6 +17,7 @@ from headstart.heads.eagle import Eagle, EagleConfig
 from headstart.heads.eagle3 import Eagle3, Eagle3Config
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
+from headstart.hub_export import verify
 from headstart.hub_export.export import main
 
 ASSETS = Path(__file__).resolve().parents[2] / "assets"
@@ -101,8 +102,9 @@ def test_a_revision_is_the_one_that_is_read(target, tmp_path, hub_here, monkeypa
     assert tokens_with(target, model="me/it", revision="next/one") == ours["next/one"]
     for _ in range(2):  # the second time without the network
         for name in ("next/one", hub_here.commit_of("me/it", "next/one"), "main"):
-            weight = load_head(f"me/it@{name}").heads[0].lm_head.weight
-            assert torch.equal(weight, heads["main" if name == "main" else "next/one"].heads[0].lm_head.weight)
+            for found in (f"me/it@{name}", verify._folder_of(f"me/it@{name}")):
+                weight = load_head(found).heads[0].lm_head.weight
+                assert torch.equal(weight, heads["main" if name == "main" else "next/one"].heads[0].lm_head.weight)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert main(["me/it@next/one", "--format", "vllm", "--output", str(tmp_path / "vllm")]) == 0
     assert torch.equal(load_head(tmp_path / "vllm").heads[0].lm_head.weight, heads["next/one"].heads[0].lm_head.weight)
