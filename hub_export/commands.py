@@ -1,12 +1,11 @@
 """The commands of a model card: how an export is used in Headstart, vLLM, SGLang and text-generation-inference, where it can be.
 
-From the projects' own documents and source, 2026-11; which reader takes what: readers.py.
+From the projects' own documents and source, 2026-11. An engine has a command where readers.py finds nothing wrong for it.
 """
 
 import json
 
-from ..heads.formats import family_of
-from .readers import VLLM_METHODS
+from .readers import SGLANG, TGI, VLLM, VLLM_METHODS, files_as_written, judge
 
 PROMPT = "Write a function that reads a file."
 # format -> SGLang's name of the algorithm
@@ -25,9 +24,15 @@ def usage(head, format, name, target, tree, adapted):
     if adapted:
         of_merged = f", where TARGET is `{target}` with the adapter merged (`heads.export --merge-adapter`)"
         target = "TARGET"
-    parts += [_vllm(head, format, name, target, of_merged), _sglang(head, format, name, target)]
-    parts.append(_tgi(head, format, name, target, of_merged))
-    return "\n\n".join(filter(None, parts))
+    verdicts = judge(files_as_written(head, format))
+    takers = {verdict.reader for verdict in verdicts if verdict.loads and not verdict.problems}
+    if VLLM in takers and format in VLLM_METHODS:
+        parts.append(_vllm(head, format, name, target, of_merged))
+    if SGLANG in takers:
+        parts.append(_sglang(head, format, name, target))
+    if TGI in takers:
+        parts.append(_tgi(head, name, target, of_merged))
+    return "\n\n".join(parts)
 
 
 def _headstart(head, name, target, tree, adapted):
@@ -60,8 +65,6 @@ heads.export verify {name} --model {target}
 
 
 def _vllm(head, format, name, target, of_merged):
-    if format not in VLLM_METHODS:
-        return ""
     method, versions = VLLM_METHODS[format]
     config = json.dumps({"method": method, "model": name, "num_speculative_tokens": head.num_speculative_tokens})
     return f"""In {versions}{of_merged}:
@@ -72,10 +75,7 @@ vllm serve {target} --speculative-config '{config}'
 
 
 def _sglang(head, format, name, target):
-    algorithm = SGLANG_ALGORITHMS.get(format)
-    if algorithm is None:
-        return ""
-    depth = head.num_speculative_tokens
+    algorithm, depth = SGLANG_ALGORITHMS[format], head.num_speculative_tokens
     most = 1 + SGLANG_TOP + (depth - 1) * SGLANG_TOP**2  # of such a tree, the root among them
     return f"""In SGLang (steps, width and tokens of its tree are a start, not a measurement):
 
@@ -86,13 +86,7 @@ python -m sglang.launch_server --model-path {target} --speculative-algorithm {al
 ```"""
 
 
-def _tgi(head, format, name, target, of_merged):
-    config = head.config
-    takes = format == "medusa" or (format == "medusa-shared" and config.num_layers == 1)
-    # It takes no notice of scale_input, so such a speculator drafts from the wrong state there.
-    takes |= family_of(head) == "MLP speculator" and not config.scale_input
-    if not takes:
-        return ""
+def _tgi(head, name, target, of_merged):
     # It serves the target that config.json names.
     named = (
         f"config.json must name TARGET as base_model_name_or_path{of_merged}" if of_merged else f"it serves `{target}`"

@@ -37,6 +37,15 @@ HEADS = {
     "eagle-sglang": lambda: Eagle(EagleConfig(**SHAPE, **BASE)),
     "eagle3": lambda: Eagle3(Eagle3Config(**EAGLE3)),
     "speculators": lambda: Eagle3(Eagle3Config(**EAGLE3)),
+    # What engines refuse or compute otherwise, whatever the format.
+    "medusa without a target": lambda: Medusa(MedusaConfig(H, V, 3)),
+    "mlp-speculator of one tied step": lambda: MLPSpeculator(
+        MLPSpeculatorConfig(H, V, 12, 1, scale_input=False, **BASE)
+    ),
+    "eagle-sglang with biases": lambda: Eagle(EagleConfig(**SHAPE, **BASE, attention_bias=True)),
+    "eagle3 of two layers": lambda: Eagle3(Eagle3Config(**EAGLE3 | {"aux_layer_ids": (1, 3)})),
+    "eagle3 with biases": lambda: Eagle3(Eagle3Config(**EAGLE3, attention_bias=True)),
+    "speculators of two layers": lambda: Eagle3(Eagle3Config(**EAGLE3 | {"aux_layer_ids": (1, 3)})),
 }
 
 
@@ -64,6 +73,12 @@ def export(tmp_path, kind, *more, name="out"):
         ("eagle-sglang", {"python"}),
         ("eagle3", {"vllm", "python"}),
         ("speculators", {"vllm"}),
+        ("medusa without a target", set()),
+        ("mlp-speculator of one tied step", set()),
+        ("eagle-sglang with biases", set()),
+        ("eagle3 of two layers", set()),
+        ("eagle3 with biases", set()),
+        ("speculators of two layers", set()),
     ],
 )
 def test_the_card_gives_a_command_for_every_engine_that_reads_the_files_and_no_other(tmp_path, kind, servers):
@@ -75,8 +90,9 @@ def test_the_card_gives_a_command_for_every_engine_that_reads_the_files_and_no_o
     named = {words[0]: words for words in commands}
     assert len(named) == len(commands)
     assert named.keys() - {"headstart", "heads.export"} == servers
-    depth = load_head(folder).num_speculative_tokens
-    assert named["heads.export"] == ["heads.export", "verify", "out", "--model", "some/target"]
+    head = load_head(folder)
+    depth, target = head.num_speculative_tokens, head.config.base_model_name_or_path or "TARGET"
+    assert named["heads.export"] == ["heads.export", "verify", "out", "--model", target]
     if "vllm" in servers:
         config = json.loads(named["vllm"][-1])
         assert config.pop("method") in ("medusa", "eagle", "eagle3")
