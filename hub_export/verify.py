@@ -20,6 +20,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HTTPError
 
 from ..heads.checkpoint import read_config
+from ..heads.hub_id import split_revision
 from ..inference.decoder import check_supported
 from ..inference.target_source import target_config
 from .acceptance import MAX_TOKENS, NUM_PROMPTS, disagreements, intervals, pool
@@ -61,7 +62,7 @@ def main(argv):
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("export", metavar="DIR", help="the exported folder, or a Hub id")
+    parser.add_argument("export", metavar="DIR", help="the exported folder, or a Hub id, also OWNER/NAME@REVISION")
     parser.add_argument("--model", metavar="TARGET", help="its target; without it only what needs none is checked")
     parser.add_argument("--prompts", metavar="FILE", help="JSONL that figures of a training run were measured on")
     parser.add_argument("--device", default="auto", help="auto (default: a GPU if there is one), cpu, cuda ...")
@@ -120,7 +121,8 @@ def _folder_of(export):
     if Path(export).is_dir():
         return Path(export).resolve()
     try:
-        return Path(snapshot_download(export))
+        repo_id, revision = split_revision(export)
+        return Path(snapshot_download(repo_id, revision=revision))
     except (OSError, ValueError, HTTPError) as error:
         reason = (str(error).strip().splitlines() or ["no reason given"])[0]
         raise ValueError(f"there is no folder {export}, and the Hub gave no such repository ({reason})") from error
