@@ -5,6 +5,7 @@ From the projects' own documents and source, 2026-11. An engine has a command wh
 
 import json
 
+from ..heads.hub_id import split_revision
 from .readers import SGLANG, TGI, VLLM, VLLM_METHODS, files_as_written, judge
 
 PROMPT = "Write a function that reads a file."
@@ -16,8 +17,8 @@ SGLANG_TOP, SGLANG_TOKENS = 4, 16  # children of a node, and tokens of a step at
 def usage(head, format, name, target, tree, adapted):
     """The section's text.
 
-    name: how the export is called to load it; target: its name; tree: "static" or "chain"; adapted: whether heads and target were
-    trained together with an adapter.
+    name: how the export is called to load it (a folder, OWNER/NAME or OWNER/NAME@BRANCH); target: its name; tree: "static" or
+    "chain"; adapted: whether heads and target were trained together with an adapter.
     """
     parts = [_headstart(head, name, target, tree, adapted), _check(name, target)]
     of_merged = ""
@@ -33,6 +34,11 @@ def usage(head, format, name, target, tree, adapted):
     if TGI in takers:
         parts.append(_tgi(head, name, target, of_merged))
     return "\n\n".join(parts)
+
+
+def split_name(name):
+    """(repository, branch or None) of an export's name; a folder's has no branch, whatever is in it."""
+    return split_revision(name) if "/" in name else (name, None)
 
 
 def _headstart(head, name, target, tree, adapted):
@@ -66,27 +72,33 @@ heads.export verify {name} --model {target}
 
 def _vllm(head, format, name, target, of_merged):
     method, versions = VLLM_METHODS[format]
-    config = json.dumps({"method": method, "model": name, "num_speculative_tokens": head.num_speculative_tokens})
+    repo_id, branch = split_name(name)
+    config = {"method": method, "model": repo_id, "num_speculative_tokens": head.num_speculative_tokens}
+    config |= {"revision": branch} if branch else {}
     return f"""In {versions}{of_merged}:
 
 ```sh
-vllm serve {target} --speculative-config '{config}'
+vllm serve {target} --speculative-config '{json.dumps(config)}'
 ```"""
 
 
 def _sglang(head, format, name, target):
     algorithm, depth = SGLANG_ALGORITHMS[format], head.num_speculative_tokens
+    repo_id, branch = split_name(name)
+    of_branch = f" --speculative-draft-model-revision {branch}" if branch else ""
     most = 1 + SGLANG_TOP + (depth - 1) * SGLANG_TOP**2  # of such a tree, the root among them
     return f"""In SGLang (steps, width and tokens of its tree are a start, not a measurement):
 
 ```sh
 python -m sglang.launch_server --model-path {target} --speculative-algorithm {algorithm} \\
-    --speculative-draft-model-path {name} --speculative-num-steps {depth} \\
+    --speculative-draft-model-path {repo_id}{of_branch} --speculative-num-steps {depth} \\
     --speculative-eagle-topk {SGLANG_TOP} --speculative-num-draft-tokens {min(SGLANG_TOKENS, most)}
 ```"""
 
 
 def _tgi(head, name, target, of_merged):
+    repo_id, branch = split_name(name)
+    of_branch = f" --revision {branch}" if branch else ""
     # It serves the target that config.json names.
     named = (
         f"config.json must name TARGET as base_model_name_or_path{of_merged}" if of_merged else f"it serves `{target}`"
@@ -94,5 +106,5 @@ def _tgi(head, name, target, of_merged):
     return f"""In text-generation-inference, which takes these files as the model and finds the target by config.json ({named}):
 
 ```sh
-text-generation-launcher --model-id {name} --speculate {head.num_speculative_tokens}
+text-generation-launcher --model-id {repo_id}{of_branch} --speculate {head.num_speculative_tokens}
 ```"""

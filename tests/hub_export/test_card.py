@@ -18,6 +18,7 @@ from headstart.heads.eagle3 import Eagle3, Eagle3Config
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 from headstart.hub_export.acceptance_table import acceptance_table, read_card
+from headstart.hub_export.commands import usage
 from headstart.hub_export.export import main
 from headstart.inference.charts import as_file, line_chart
 from headstart.tests.heads.test_eagle import SHAPE
@@ -109,6 +110,20 @@ def test_the_card_gives_a_command_for_every_engine_that_reads_the_files_and_no_o
         assert options["--speculative-draft-model-path"] == "out"
     if "text-generation-launcher" in servers:
         assert named["text-generation-launcher"][1:] == ["--model-id", "out", "--speculate", str(depth)]
+
+
+def test_the_commands_of_a_branch_load_that_branch():
+    said = {
+        format: usage(HEADS[format](), format, "me/it@a/branch", "some/target", "chain", False)
+        for format in ("medusa", "eagle3")
+    }
+    assert '"model": "me/it@a/branch"' in said["medusa"]
+    assert "--head me/it@a/branch " in said["medusa"]
+    assert "heads.export verify me/it@a/branch " in said["medusa"]
+    assert "--model-id me/it --revision a/branch " in said["medusa"]
+    assert "--speculative-draft-model-path me/it --speculative-draft-model-revision a/branch " in said["eagle3"]
+    [config] = re.findall(r"--speculative-config '(.*)'", said["eagle3"])
+    assert {"model": "me/it", "revision": "a/branch"}.items() <= json.loads(config).items()
 
 
 FIGURES = [

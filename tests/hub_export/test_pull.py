@@ -95,6 +95,9 @@ def test_a_revision_is_the_one_that_is_read(target, tmp_path, hub_here, monkeypa
         options = [] if branch == "main" else ["--revision", branch]
         words = [str(folder / "head"), "--format", "medusa", "--output", str(folder / "out"), *options]
         assert main([*words, "--push-to-hub", "me/it"]) == 0
+    card = (tmp_path / "next-one" / "out" / "README.md").read_text()
+    assert "\n# it\n" in card
+    assert '"model": "me/it@next/one"' in card
     ours = {branch: tokens_with(target, model=head) for branch, head in heads.items()}
     assert ours["main"] != ours["next/one"]
     assert tokens_with(target, model="me/it") == ours["main"]
