@@ -224,6 +224,11 @@ def test_every_family_is_described(inspect, tmp_path, format):
 SPOILED = {
     "fewer heads said": (medusa, "medusa", say(medusa_num_heads=2), "text-gen", True, "drafts the 2 heads"),
     "more heads said": (medusa, "medusa", say(medusa_num_heads=4), "text-gen", False, "looks for the 4 heads"),
+    "no number said": (medusa, "medusa", say(medusa_num_heads="3"), "text-gen", False, "is '3', which is no number"),
+    "no steps said": (
+        lambda: mlp_speculator(tie_weights=False), "mlp-speculator", say(n_predict="3"), "fms", False, "no number of steps",
+    ),
+    "no size said": (eagle, "eagle-vllm", say(hidden_size="16"), "vLLM", False, "which says 16 of hidden_size"),
     "architectures": (medusa, "medusa", say(architectures=["X"]), "text-gen", False, "serves without speculation"),
     "no count": (medusa, "medusa", leave_out("medusa_num_heads"), "text-gen", False, "lacks medusa_num_heads"),
     "no target": (medusa, "medusa", leave_out("base_model_name_or_path"), "text-gen", False, "names no target"),
@@ -315,6 +320,12 @@ def test_a_card_judges_the_files_that_are_written(tmp_path, format):
     assert {key: config[key] for key in written.config} == written.config
     assert judge(written) == judge(replace(written, config=config))
     assert any(verdict.loads for verdict in judge(written))
+
+
+def test_a_command_can_be_copied_whatever_the_folder_is_called(tmp_path):
+    save_head(medusa(5), tmp_path / "my heads" / "head")
+    mend = engine_of(found_in("my heads/head"), "vLLM")["mend"]
+    assert shlex.split(mend)[1] == "my heads/head"
 
 
 def test_what_the_config_says_wrong_comes_first(inspect, tmp_path):
