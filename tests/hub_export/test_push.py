@@ -141,6 +141,13 @@ def test_heads_are_not_mixed_with_other_weights(error_of, fake_hub):
     assert fake_hub.repositories["tester/out"]["files"] == {"model.safetensors": b"others"}
 
 
+def test_heads_are_not_mixed_with_the_tree_of_others(error_of, fake_hub):
+    """Headstart would draft with it, and refuse heads that are not as deep."""
+    fake_hub.repositories["tester/out"] = {"private": False, "files": {"tree.json": b"{}"}}
+    assert "another head's tree already (tree.json)" in error_of("--push-to-hub")
+    assert fake_hub.repositories["tester/out"]["files"] == {"tree.json": b"{}"}
+
+
 def test_a_push_that_fails_keeps_the_export_and_says_how_to_push_it(error_of, tmp_path, fake_hub):
     fake_hub.fail_commits = True
     last = error_of("--push-to-hub")
