@@ -22,17 +22,13 @@ def source(tmp_path):
     return tmp_path / "run"
 
 
-def push(source, output, hub, *arguments, token="hf_dummy"):
+def push(source, output, hub, *arguments):
     """Run the command in a process of its own, as a user does."""
-    command = ["-m", "headstart.hub_export.export", *arguments_of(source, output), *arguments]
-    return run_python(command, output.parent, hub, **({"HF_TOKEN": token} if token else {}))
-
-
-def run_python(command, folder, hub, **environment):
-    ours = {"HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(folder / "home")} | environment
+    ours = {"HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(output.parent / "home")}
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING", "TRANSFORMERS_"))}
-    command = [sys.executable, *command]
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=kept | ours, timeout=120)
+    command = [sys.executable, "-m", "headstart.hub_export.export", *arguments_of(source, output), *arguments]
+    environment = kept | ours | {"HF_TOKEN": "hf_dummy"}
+    return subprocess.run(command, capture_output=True, text=True, cwd=output.parent, env=environment, timeout=120)
 
 
 def arguments_of(source, output):
@@ -96,12 +92,13 @@ def test_a_pushed_head_can_be_pushed_again(run_here, tmp_path, fake_hub):
     assert files[1]["medusa_lm_head.pt"] == (tmp_path / "two" / "medusa_lm_head.pt").read_bytes()
 
 
-def test_without_a_token_nothing_is_done(source, tmp_path, fake_hub):
-    result = push(source, tmp_path / "out", fake_hub, "--push-to-hub", token=None)
-    assert result.returncode == 1
-    assert result.stderr.startswith("heads.export: no Hugging Face token to push with: run `hf auth login`")
-    assert result.stderr.count("\n") == 1
-    assert [line for line in fake_hub.requests if "agent-harnesses" not in line] == []
+def test_without_a_token_nothing_is_done(run_here, tmp_path, fake_hub, monkeypatch, capsys):
+    monkeypatch.delenv("HF_TOKEN")
+    assert run_here(tmp_path / "out", "--push-to-hub") == 1
+    error = capsys.readouterr().err
+    assert error.startswith("heads.export: no Hugging Face token to push with: run `hf auth login`")
+    assert error.count("\n") == 1
+    assert fake_hub.requests == []
     assert not (tmp_path / "out").exists()
 
 
