@@ -65,6 +65,8 @@ def tgi_medusa(files):
     said, layers = config.get("medusa_num_heads"), config.get("medusa_num_layers")
     if said is None:
         yield NO, "config.json lacks `medusa_num_heads`, by which it knows Medusa heads"
+    elif type(said) is not int:
+        yield NO, f"config.json's `medusa_num_heads` is {said!r}, which is no number of heads"
     elif said != head.num_heads:
         kind, verb = (WRONG, "drafts") if said < head.num_heads else (NO, "looks for")
         yield kind, f"it {verb} the {said} heads that config.json says, {head.num_heads} are here"
@@ -129,7 +131,9 @@ def mlp_speculator(files):
 
 def _steps_said(config, head):
     said = config.get("n_predict", 3)
-    if said != head.num_steps:
+    if type(said) is not int:
+        yield NO, f"config.json's `n_predict` is {said!r}, which is no number of steps"
+    elif said != head.num_steps:
         yield (
             (WRONG if said < head.num_steps else NO),
             f"it drafts {said} steps by config.json, {head.num_steps} are here",
@@ -277,8 +281,10 @@ def _names_target(config):
 
 def _llama_said(config, head):
     """Where it would build a layer of other sizes than the tensors have, or more layers than one."""
-    heads = config.get("num_attention_heads") or 32
-    guessed = {"num_key_value_heads": heads, "head_dim": (config.get("hidden_size") or 4096) // heads}
+    heads, hidden_size = config.get("num_attention_heads") or 32, config.get("hidden_size") or 4096
+    guessed = {"num_key_value_heads": heads}
+    if type(heads) is int and type(hidden_size) is int:
+        guessed["head_dim"] = hidden_size // heads
     names = ("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     found = {name: getattr(head, name) for name in names} | {"num_hidden_layers": 1}
     for name, value in found.items():
