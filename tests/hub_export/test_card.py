@@ -212,6 +212,14 @@ def test_figures_recipe_and_drawings_come_along_to_another_format(run, tmp_path)
     assert drawings(tmp_path / "two") == drawings(tmp_path / "one")
 
 
+def test_figures_in_a_file_of_another_version_are_not_guessed_at(run, tmp_path):
+    assert main([str(run), "--format", "medusa", "--output", str(tmp_path / "one")]) == 0
+    stored = json.loads((tmp_path / "one" / "replay.json").read_text())
+    (tmp_path / "one" / "replay.json").write_text(json.dumps(stored | {"version": 2}))
+    assert main([str(tmp_path / "one"), "--format", "vllm", "--output", str(tmp_path / "two")]) == 0
+    assert "Acceptance: no measurement came along." in (tmp_path / "two" / "README.md").read_text()
+
+
 def test_the_hub_reads_the_figures(run, tmp_path):
     assert main([str(run), "--format", "medusa", "--output", str(tmp_path / "out"), "--license", "mit"]) == 0
     data = ModelCard.load(tmp_path / "out" / "README.md").data

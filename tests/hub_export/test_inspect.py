@@ -260,6 +260,32 @@ SPOILED = {
     "no draft size": (eagle3, "eagle3", leave_out("draft_vocab_size"), "SGLang", False, f"an lm_head of {V} rows"),
     "new rope only": (eagle3, "eagle3", leave_out("rope_theta"), "vLLM", True, "on transformers 4"),
     "other sizes": (eagle3, "eagle3", say(intermediate_size=8), "vLLM", False, "which says 8 of intermediate_size"),
+    "blocks said": (medusa, "medusa", say(medusa_num_layers=2), "text-gen", False, "as many blocks per head"),
+    "not Medusa": (medusa, "vllm", say(architectures=["X"]), "vLLM", False, 'must say "model_type": "medusa"'),
+    "a hidden size": (medusa, "vllm", say(hidden_size=8), "vLLM", False, "builds hidden_size 8"),
+    "truncated": (medusa, "vllm", say(truncated_vocab_size=7), "vLLM", False, "needs a token_map"),
+    "no type": (
+        lambda: mlp_speculator(scale_input=False), "mlp-speculator", leave_out("model_type"), "text-gen", False,
+        'must say "model_type": "mlp_speculator"',
+    ),
+    "no inner_dim": (
+        lambda: mlp_speculator(inner_size=H, scale_input=False), "mlp-speculator", leave_out("inner_dim"), "text-gen",
+        False, "lacks inner_dim",
+    ),
+    "fewer steps said": (
+        lambda: mlp_speculator(tie_weights=False), "mlp-speculator", say(n_predict=2), "fms", True, "drafts 2 steps",
+    ),
+    "a width": (mlp_speculator, "mlp-speculator", say(emb_dim=8), "fms", False, "builds emb_dim 8"),
+    "no qkv_bias": (
+        lambda: eagle(attention_bias=True), "eagle-vllm", leave_out("qkv_bias"), "vLLM", False, "refuses the biases",
+    ),
+    "other architectures": (eagle3, "eagle3", say(architectures=["X"]), "vLLM", False, 'it wants "architectures"'),
+    "other architectures there": (
+        eagle3, "eagle3", say(architectures=["X"]), "SGLang", False, 'it wants "architectures"',
+    ),
+    "no fc": (
+        eagle3, "eagle3", say(eagle_config={"use_aux_hidden_state": False}), "vLLM", False, "it builds no fc",
+    ),
     "no speculators": (eagle3, "eagle3", say(), "speculators", False, "reads the format speculators"),
 }  # fmt: skip
 

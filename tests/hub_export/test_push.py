@@ -206,6 +206,20 @@ def test_a_dry_run_tells_what_is_missing_and_changes_nothing(exported, hub_here,
     assert hub_here.repositories["team/first"] == {"private": False, "files": before, "branches": {}}
 
 
+def test_hidden_files_stay_here(exported, hub_here):
+    (exported / ".cache").mkdir()
+    (exported / ".cache" / "x.json").write_text("{}")
+    (exported / ".secret").write_text("mine")
+    assert main(["push", str(exported), "team/first"]) == 0
+    assert len(hub_here.repositories["team/first"]["files"]) == 5
+
+
+def test_a_file_that_the_hub_leaves_out_is_named(exported, hub_here, capsys):
+    hub_here.ignored = ("config.json",)
+    assert main(["push", str(exported), "team/first"]) == 1
+    assert "does not hold config.json: is it named in .gitignore there?" in capsys.readouterr().err
+
+
 def test_a_branch_is_made_and_main_stays(exported, hub_here):
     assert main(["push", str(exported), "team/first"]) == 0
     main_files = dict(hub_here.repositories["team/first"]["files"])
