@@ -1,12 +1,12 @@
 """The commands of a model card: how an export is used in Headstart, vLLM, SGLang and text-generation-inference, where it can be.
 
-From the projects' own documents and source, 2026-11; which reader takes what: readers.py.
+From the projects' own documents and source, 2026-11. An engine has a command where readers.py finds nothing wrong for it.
 """
 
 import json
 
-from ..heads.formats import family_of
-from .readers import VLLM_METHODS
+from ..heads.hub_id import split_revision
+from .readers import SGLANG, TGI, VLLM, VLLM_METHODS, files_as_written, judge
 
 PROMPT = "Write a function that reads a file."
 # format -> SGLang's name of the algorithm
@@ -17,17 +17,28 @@ SGLANG_TOP, SGLANG_TOKENS = 4, 16  # children of a node, and tokens of a step at
 def usage(head, format, name, target, tree, adapted):
     """The section's text.
 
-    name: how the export is called to load it; target: its name; tree: "static" or "chain"; adapted: whether heads and target were
-    trained together with an adapter.
+    name: how the export is called to load it (a folder, OWNER/NAME or OWNER/NAME@BRANCH); target: its name; tree: "static" or
+    "chain"; adapted: whether heads and target were trained together with an adapter.
     """
     parts = [_headstart(head, name, target, tree, adapted), _check(name, target)]
     of_merged = ""
     if adapted:
         of_merged = f", where TARGET is `{target}` with the adapter merged (`heads.export --merge-adapter`)"
         target = "TARGET"
-    parts += [_vllm(head, format, name, target, of_merged), _sglang(head, format, name, target)]
-    parts.append(_tgi(head, format, name, target, of_merged))
-    return "\n\n".join(filter(None, parts))
+    verdicts = judge(files_as_written(head, format))
+    takers = {verdict.reader for verdict in verdicts if verdict.loads and not verdict.problems}
+    if VLLM in takers and format in VLLM_METHODS:
+        parts.append(_vllm(head, format, name, target, of_merged))
+    if SGLANG in takers:
+        parts.append(_sglang(head, format, name, target))
+    if TGI in takers:
+        parts.append(_tgi(head, name, target, of_merged))
+    return "\n\n".join(parts)
+
+
+def split_name(name):
+    """(repository, branch or None) of an export's name; a folder's has no branch, whatever is in it."""
+    return split_revision(name) if "/" in name else (name, None)
 
 
 def _headstart(head, name, target, tree, adapted):
@@ -60,39 +71,34 @@ heads.export verify {name} --model {target}
 
 
 def _vllm(head, format, name, target, of_merged):
-    if format not in VLLM_METHODS:
-        return ""
     method, versions = VLLM_METHODS[format]
-    config = json.dumps({"method": method, "model": name, "num_speculative_tokens": head.num_speculative_tokens})
+    repo_id, branch = split_name(name)
+    config = {"method": method, "model": repo_id, "num_speculative_tokens": head.num_speculative_tokens}
+    config |= {"revision": branch} if branch else {}
     return f"""In {versions}{of_merged}:
 
 ```sh
-vllm serve {target} --speculative-config '{config}'
+vllm serve {target} --speculative-config '{json.dumps(config)}'
 ```"""
 
 
 def _sglang(head, format, name, target):
-    algorithm = SGLANG_ALGORITHMS.get(format)
-    if algorithm is None:
-        return ""
-    depth = head.num_speculative_tokens
+    algorithm, depth = SGLANG_ALGORITHMS[format], head.num_speculative_tokens
+    repo_id, branch = split_name(name)
+    of_branch = f" --speculative-draft-model-revision {branch}" if branch else ""
     most = 1 + SGLANG_TOP + (depth - 1) * SGLANG_TOP**2  # of such a tree, the root among them
     return f"""In SGLang (steps, width and tokens of its tree are a start, not a measurement):
 
 ```sh
 python -m sglang.launch_server --model-path {target} --speculative-algorithm {algorithm} \\
-    --speculative-draft-model-path {name} --speculative-num-steps {depth} \\
+    --speculative-draft-model-path {repo_id}{of_branch} --speculative-num-steps {depth} \\
     --speculative-eagle-topk {SGLANG_TOP} --speculative-num-draft-tokens {min(SGLANG_TOKENS, most)}
 ```"""
 
 
-def _tgi(head, format, name, target, of_merged):
-    config = head.config
-    takes = format == "medusa" or (format == "medusa-shared" and config.num_layers == 1)
-    # It takes no notice of scale_input, so such a speculator drafts from the wrong state there.
-    takes |= family_of(head) == "MLP speculator" and not config.scale_input
-    if not takes:
-        return ""
+def _tgi(head, name, target, of_merged):
+    repo_id, branch = split_name(name)
+    of_branch = f" --revision {branch}" if branch else ""
     # It serves the target that config.json names.
     named = (
         f"config.json must name TARGET as base_model_name_or_path{of_merged}" if of_merged else f"it serves `{target}`"
@@ -100,5 +106,5 @@ def _tgi(head, format, name, target, of_merged):
     return f"""In text-generation-inference, which takes these files as the model and finds the target by config.json ({named}):
 
 ```sh
-text-generation-launcher --model-id {name} --speculate {head.num_speculative_tokens}
+text-generation-launcher --model-id {repo_id}{of_branch} --speculate {head.num_speculative_tokens}
 ```"""

@@ -42,7 +42,7 @@ from .merge import check_can_merge, copy_adapter, merged_card, write_merged_targ
 from .model_card import Extras, is_hub_id, model_card, target_name
 from .plots import write_plots
 from .push import check_can_push
-from .push_command import add_push_options, check_is_not_there, given_options, push, push_options
+from .push_command import add_push_options, check_is_not_there, given_options, name_on_hub, push, push_options
 from .push_command import main as push_command
 from .read_back import check_finite, compare_with_source
 from .replay_file import replay_on_target, write_replay
@@ -147,7 +147,8 @@ def main(argv=None):
         if repo_id is not None:
             check_is_not_there(output, repo_id, options)
         given = (args.source, output, args.format, args.dtype, args.base_model, args.license)
-        export_head(*given, name=repo_id, merged=args.merge_adapter, measure=args.measure, prompts=args.prompts)
+        name = None if repo_id is None else name_on_hub(repo_id, options)
+        export_head(*given, name=name, merged=args.merge_adapter, measure=args.measure, prompts=args.prompts)
         if repo_id is not None:
             push(output, repo_id, options)
     except (ValueError, OSError) as error:

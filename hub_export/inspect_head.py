@@ -6,6 +6,7 @@ config.json alone; measures nothing and writes nothing.
 
 import contextlib
 import json
+import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -269,7 +270,7 @@ def _export(source, format, head):
     """The command that writes the head anew."""
     # What an export cannot know by itself: the target, where the head names none.
     base = "" if head.config.base_model_name_or_path else " --base-model OWNER/NAME"
-    return f"heads.export {source} --format {format}{base} --output DIR"
+    return f"heads.export {shlex.quote(str(source))} --format {format}{base} --output DIR"
 
 
 def _file_names(source, folder):

@@ -15,7 +15,7 @@ from ..heads.formats import family_of
 from ..inference.adapter import adapter_of
 from .acceptance import intervals
 from .acceptance_table import acceptance_table, eval_results, short
-from .commands import usage
+from .commands import split_name, usage
 from .plots import CAPTIONS, FOLDER
 from .readers import readers_table
 
@@ -46,14 +46,14 @@ class Extras:
 def model_card(head, format, name, measured, license=None, dtype_changed=False, extras=Extras()):
     """The text of README.md.
 
-    name: how the export is called to load it (a Hub id or a folder's name); measured: Measurements of its source;
-    dtype_changed: the export holds another dtype than the source the figures were measured with.
+    name: how the export is called to load it (OWNER/NAME, OWNER/NAME@BRANCH or a folder's name); measured: Measurements of its
+    source; dtype_changed: the export holds another dtype than the source the figures were measured with.
     """
     target = target_name(head.config.base_model_name_or_path)
     tree = "static" if measured.tree is not None else "chain"
     sections = [
         _front_matter(head, name, measured, license),
-        f"# {Path(name).name}\n\n{_summary(head, format, target, bool(measured.recipe))}",
+        f"# {_title(name)}\n\n{_summary(head, format, target, bool(measured.recipe))}",
         f"## Measured\n\n{_measured(measured, dtype_changed, extras)}",
         f"## Use it\n\n{usage(head, format, name, target, tree, bool(_adapted(head, target)))}",
         f"## Which readers take it\n\n{_readers(head, format)}",
@@ -61,6 +61,10 @@ def model_card(head, format, name, measured, license=None, dtype_changed=False, 
         f"## Licence\n\n{_license(head, license, target, extras)}",
     ]
     return "\n\n".join(sections) + "\n"
+
+
+def _title(name):
+    return Path(split_name(name)[0]).name
 
 
 def is_hub_id(name):
@@ -84,7 +88,7 @@ def _front_matter(head, name, measured, license):
     base_model, data = head.config.base_model_name_or_path, str((measured.recipe or {}).get("data", ""))
     results = eval_results(measured.acceptance)
     fields = ModelCardData(
-        model_name=Path(name).name,
+        model_name=_title(name),
         base_model=base_model if is_hub_id(base_model) else None,
         datasets=[data] if is_hub_id(data) else None,
         library_name="headstart",

@@ -19,12 +19,14 @@ from huggingface_hub import CommitOperationAdd, HfApi, constants, get_token
 from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
+from ..heads.checkpoint import TREE_FILE
 from .collection import add_to_collection, check_collection
 from .retry import patiently, reason, status
 
 MESSAGE = "Upload speculator heads with Headstart"
 WORTH_A_LINE = 50 * 10**6  # bytes of a file after which is said how long the others take
 WEIGHTS = (".safetensors", ".pt", ".bin")
+FOREIGN = (*WEIGHTS, TREE_FILE)  # how the names end of what readers find beside a head and take for its own
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,7 @@ def _ask(api, repo_id, revision):
 def plan_push(folder, info):
     """PlannedFiles of `folder`, in order; info: what the repository holds (ModelInfo with metadata of files), None for nothing.
 
-    Hidden files do not go along. Raises ValueError for weights in the repository that are not in the folder.
+    Hidden files do not go along. Raises ValueError for weights or a tree in the repository that are not in the folder.
     """
     there = {file.rfilename: file for file in (info.siblings if info is not None else None) or ()}
     plan = []
@@ -181,10 +183,11 @@ def plan_push(folder, info):
             held = there.get(name.as_posix())
             state = "new" if held is None else "there" if _is_same(path, held) else "changed"
             plan.append(PlannedFile(name.as_posix(), path, path.stat().st_size, state))
-    foreign = sorted(name for name in there.keys() - {file.name for file in plan} if name.endswith(WEIGHTS))
+    foreign = sorted(name for name in there.keys() - {file.name for file in plan} if name.endswith(FOREIGN))
     if foreign:
+        what = "other weights" if foreign[0].endswith(WEIGHTS) else "another head's tree"
         raise ValueError(
-            f"it holds other weights already ({foreign[0]}), which a reader would mix with these: push to a new repository, "
+            f"it holds {what} already ({foreign[0]}), which a reader would mix with these: push to a new repository, "
             "or delete them there first"
         )
     return plan

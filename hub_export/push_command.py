@@ -101,9 +101,15 @@ def push(folder, repo_id, options):
         print(f"`{command}` pushes it")
         return
     print(f"pushed to {address}")
-    if repo_id not in (folder / "README.md").read_text(encoding="utf-8"):
-        print(f"note: the commands in its README.md do not name {repo_id}: others have to put that in")
+    name = name_on_hub(repo_id, options)
+    if name not in (folder / "README.md").read_text(encoding="utf-8"):
+        print(f"note: the commands in its README.md do not name {name}: others have to put that in")
     tell_tracked_run(folder, address)
+
+
+def name_on_hub(repo_id, options):
+    """What a pushed head is loaded by: OWNER/NAME, or OWNER/NAME@BRANCH."""
+    return repo_id + (f"@{options.revision}" if options.revision else "")
 
 
 def push_again(folder, repo_id, options):

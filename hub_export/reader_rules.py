@@ -66,7 +66,7 @@ def tgi_medusa(files):
     if said is None:
         yield NO, "config.json lacks `medusa_num_heads`, by which it knows Medusa heads"
     elif type(said) is not int:
-        yield NO, f"it counts heads by config.json, which says {said!r} of `medusa_num_heads`"
+        yield NO, f"config.json's `medusa_num_heads` is {said!r}, which is no number of heads"
     elif said != head.num_heads:
         kind, verb = (WRONG, "drafts") if said < head.num_heads else (NO, "looks for")
         yield kind, f"it {verb} the {said} heads that config.json says, {head.num_heads} are here"
@@ -131,9 +131,11 @@ def mlp_speculator(files):
 
 def _steps_said(config, head):
     said = config.get("n_predict", 3)
-    if said != head.num_steps:
+    if type(said) is not int:
+        yield NO, f"config.json's `n_predict` is {said!r}, which is no number of steps"
+    elif said != head.num_steps:
         yield (
-            (WRONG if type(said) is int and said < head.num_steps else NO),
+            WRONG if said < head.num_steps else NO,
             f"it drafts {said} steps by config.json, {head.num_steps} are here",
         )
     if head.tie_weights and head.num_steps == 1:
@@ -279,10 +281,10 @@ def _names_target(config):
 
 def _llama_said(config, head):
     """Where it would build a layer of other sizes than the tensors have, or more layers than one."""
-    heads, width = config.get("num_attention_heads") or 32, config.get("hidden_size") or 4096
+    heads, hidden_size = config.get("num_attention_heads") or 32, config.get("hidden_size") or 4096
     guessed = {"num_key_value_heads": heads}
-    if type(heads) is int and type(width) is int:
-        guessed["head_dim"] = width // heads
+    if type(heads) is int and type(hidden_size) is int:
+        guessed["head_dim"] = hidden_size // heads
     names = ("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     found = {name: getattr(head, name) for name in names} | {"num_hidden_layers": 1}
     for name, value in found.items():

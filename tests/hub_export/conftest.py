@@ -56,6 +56,7 @@ class FakeHub:
         self.user, self.role = "tester", "write"
         self.part_size = None  # bytes; objects above go in parts
         self.fail_commits = False
+        self.ignored = ()  # names that a .gitignore there lists
         self.url = None
 
     def fail(self, match, **what):
@@ -235,7 +236,12 @@ class Handler(BaseHTTPRequestHandler):
         files = json.loads(body)["files"]
         modes = ["lfs" if file["path"].endswith(LARGE) else "regular" for file in files]
         return self.answer(
-            {"files": [{"path": f["path"], "uploadMode": mode, "shouldIgnore": False} for f, mode in zip(files, modes)]}
+            {
+                "files": [
+                    {"path": f["path"], "uploadMode": mode, "shouldIgnore": f["path"] in self.server.hub.ignored}
+                    for f, mode in zip(files, modes)
+                ]
+            }
         )
 
     def batch(self, wanted):

@@ -18,6 +18,7 @@ from headstart.heads.eagle3 import Eagle3, Eagle3Config
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 from headstart.hub_export.acceptance_table import acceptance_table, read_card
+from headstart.hub_export.commands import usage
 from headstart.hub_export.export import main
 from headstart.inference.charts import as_file, line_chart
 from headstart.tests.heads.test_eagle import SHAPE
@@ -37,6 +38,15 @@ HEADS = {
     "eagle-sglang": lambda: Eagle(EagleConfig(**SHAPE, **BASE)),
     "eagle3": lambda: Eagle3(Eagle3Config(**EAGLE3)),
     "speculators": lambda: Eagle3(Eagle3Config(**EAGLE3)),
+    # What engines refuse or compute otherwise, whatever the format.
+    "medusa without a target": lambda: Medusa(MedusaConfig(H, V, 3)),
+    "mlp-speculator of one tied step": lambda: MLPSpeculator(
+        MLPSpeculatorConfig(H, V, 12, 1, scale_input=False, **BASE)
+    ),
+    "eagle-sglang with biases": lambda: Eagle(EagleConfig(**SHAPE, **BASE, attention_bias=True)),
+    "eagle3 of two layers": lambda: Eagle3(Eagle3Config(**EAGLE3 | {"aux_layer_ids": (1, 3)})),
+    "eagle3 with biases": lambda: Eagle3(Eagle3Config(**EAGLE3, attention_bias=True)),
+    "speculators of two layers": lambda: Eagle3(Eagle3Config(**EAGLE3 | {"aux_layer_ids": (1, 3)})),
 }
 
 
@@ -64,6 +74,12 @@ def export(tmp_path, kind, *more, name="out"):
         ("eagle-sglang", {"python"}),
         ("eagle3", {"vllm", "python"}),
         ("speculators", {"vllm"}),
+        ("medusa without a target", set()),
+        ("mlp-speculator of one tied step", set()),
+        ("eagle-sglang with biases", set()),
+        ("eagle3 of two layers", set()),
+        ("eagle3 with biases", set()),
+        ("speculators of two layers", set()),
     ],
 )
 def test_the_card_gives_a_command_for_every_engine_that_reads_the_files_and_no_other(tmp_path, kind, servers):
@@ -75,8 +91,9 @@ def test_the_card_gives_a_command_for_every_engine_that_reads_the_files_and_no_o
     named = {words[0]: words for words in commands}
     assert len(named) == len(commands)
     assert named.keys() - {"headstart", "heads.export"} == servers
-    depth = load_head(folder).num_speculative_tokens
-    assert named["heads.export"] == ["heads.export", "verify", "out", "--model", "some/target"]
+    head = load_head(folder)
+    depth, target = head.num_speculative_tokens, head.config.base_model_name_or_path or "TARGET"
+    assert named["heads.export"] == ["heads.export", "verify", "out", "--model", target]
     if "vllm" in servers:
         config = json.loads(named["vllm"][-1])
         assert config.pop("method") in ("medusa", "eagle", "eagle3")
@@ -93,6 +110,20 @@ def test_the_card_gives_a_command_for_every_engine_that_reads_the_files_and_no_o
         assert options["--speculative-draft-model-path"] == "out"
     if "text-generation-launcher" in servers:
         assert named["text-generation-launcher"][1:] == ["--model-id", "out", "--speculate", str(depth)]
+
+
+def test_the_commands_of_a_branch_load_that_branch():
+    said = {
+        format: usage(HEADS[format](), format, "me/it@a/branch", "some/target", "chain", False)
+        for format in ("medusa", "eagle3")
+    }
+    assert '"model": "me/it@a/branch"' in said["medusa"]
+    assert "--head me/it@a/branch " in said["medusa"]
+    assert "heads.export verify me/it@a/branch " in said["medusa"]
+    assert "--model-id me/it --revision a/branch " in said["medusa"]
+    assert "--speculative-draft-model-path me/it --speculative-draft-model-revision a/branch " in said["eagle3"]
+    [config] = re.findall(r"--speculative-config '(.*)'", said["eagle3"])
+    assert {"model": "me/it", "revision": "a/branch"}.items() <= json.loads(config).items()
 
 
 FIGURES = [
@@ -180,6 +211,14 @@ def test_figures_recipe_and_drawings_come_along_to_another_format(run, tmp_path)
     assert "| acceptance length | 1.8 |" in cards[1]
     assert all("trained and exported with Headstart" in card for card in cards)
     assert drawings(tmp_path / "two") == drawings(tmp_path / "one")
+
+
+def test_figures_in_a_file_of_another_version_are_not_guessed_at(run, tmp_path):
+    assert main([str(run), "--format", "medusa", "--output", str(tmp_path / "one")]) == 0
+    stored = json.loads((tmp_path / "one" / "replay.json").read_text())
+    (tmp_path / "one" / "replay.json").write_text(json.dumps(stored | {"version": 2}))
+    assert main([str(tmp_path / "one"), "--format", "vllm", "--output", str(tmp_path / "two")]) == 0
+    assert "Acceptance: no measurement came along." in (tmp_path / "two" / "README.md").read_text()
 
 
 def test_the_hub_reads_the_figures(run, tmp_path):

@@ -99,8 +99,14 @@ def test_an_export_is_verified_by_its_id(tmp_path, publish, capsys, monkeypatch)
     assert main(["verify", "team/nothing"]) == 1
     assert "there is no folder team/nothing, and the Hub gave no such repository" in capsys.readouterr().err
     asked = []
-    monkeypatch.setattr(verify, "snapshot_download", lambda name: asked.append(name) or str(tmp_path / "one"))
+
+    def fetch(repo_id, revision):
+        asked.append((repo_id, revision))
+        return str(tmp_path / "one")
+
+    monkeypatch.setattr(verify, "snapshot_download", fetch)
     monkeypatch.setattr(verify, "_in_clean_process", lambda request: {"error": request["folder"]})
     found = verify.verify("team/one")
-    assert asked == ["team/one"]
+    verify.verify("team/one@a/branch")
+    assert asked == [("team/one", None), ("team/one", "a/branch")]
     assert [one.evidence for one in found if one.state == verify.FAILED] == [str(tmp_path / "one")]

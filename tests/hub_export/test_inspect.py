@@ -228,6 +228,11 @@ def test_every_family_is_described(inspect, tmp_path, format):
 SPOILED = {
     "fewer heads said": (medusa, "medusa", say(medusa_num_heads=2), "text-gen", True, "drafts the 2 heads"),
     "more heads said": (medusa, "medusa", say(medusa_num_heads=4), "text-gen", False, "looks for the 4 heads"),
+    "no number said": (medusa, "medusa", say(medusa_num_heads="3"), "text-gen", False, "is '3', which is no number"),
+    "no steps said": (
+        lambda: mlp_speculator(tie_weights=False), "mlp-speculator", say(n_predict="3"), "fms", False, "no number of steps",
+    ),
+    "no size said": (eagle, "eagle-vllm", say(hidden_size="16"), "vLLM", False, "which says 16 of hidden_size"),
     "architectures": (medusa, "medusa", say(architectures=["X"]), "text-gen", False, "serves without speculation"),
     "no count": (medusa, "medusa", leave_out("medusa_num_heads"), "text-gen", False, "lacks medusa_num_heads"),
     "no target": (medusa, "medusa", leave_out("base_model_name_or_path"), "text-gen", False, "names no target"),
@@ -259,10 +264,36 @@ SPOILED = {
     "no draft size": (eagle3, "eagle3", leave_out("draft_vocab_size"), "SGLang", False, f"an lm_head of {V} rows"),
     "new rope only": (eagle3, "eagle3", leave_out("rope_theta"), "vLLM", True, "on transformers 4"),
     "other sizes": (eagle3, "eagle3", say(intermediate_size=8), "vLLM", False, "which says 8 of intermediate_size"),
-    "heads in words": (medusa, "medusa", say(medusa_num_heads="three"), "text-gen", False, "says 'three' of medusa_num"),
-    "steps in words": (untied, "mlp-speculator", say(n_predict="three"), "vLLM", False, "it drafts three steps"),
+    "heads in words": (medusa, "medusa", say(medusa_num_heads="three"), "text-gen", False, "medusa_num_heads is 'three'"),
+    "steps in words": (untied, "mlp-speculator", say(n_predict="three"), "vLLM", False, "n_predict is 'three'"),
     "size in words": (eagle, "eagle-vllm", say(hidden_size="wide"), "vLLM", False, "says wide of hidden_size"),
     "type in a list": (eagle, "eagle-vllm", say(model_type=["llama"], architectures=[]), "vLLM", False, "it wants"),
+    "blocks said": (medusa, "medusa", say(medusa_num_layers=2), "text-gen", False, "as many blocks per head"),
+    "not Medusa": (medusa, "vllm", say(architectures=["X"]), "vLLM", False, 'must say "model_type": "medusa"'),
+    "a hidden size": (medusa, "vllm", say(hidden_size=8), "vLLM", False, "builds hidden_size 8"),
+    "truncated": (medusa, "vllm", say(truncated_vocab_size=7), "vLLM", False, "needs a token_map"),
+    "no type": (
+        lambda: mlp_speculator(scale_input=False), "mlp-speculator", leave_out("model_type"), "text-gen", False,
+        'must say "model_type": "mlp_speculator"',
+    ),
+    "no inner_dim": (
+        lambda: mlp_speculator(inner_size=H, scale_input=False), "mlp-speculator", leave_out("inner_dim"), "text-gen",
+        False, "lacks inner_dim",
+    ),
+    "fewer steps said": (
+        lambda: mlp_speculator(tie_weights=False), "mlp-speculator", say(n_predict=2), "fms", True, "drafts 2 steps",
+    ),
+    "a width": (mlp_speculator, "mlp-speculator", say(emb_dim=8), "fms", False, "builds emb_dim 8"),
+    "no qkv_bias": (
+        lambda: eagle(attention_bias=True), "eagle-vllm", leave_out("qkv_bias"), "vLLM", False, "refuses the biases",
+    ),
+    "other architectures": (eagle3, "eagle3", say(architectures=["X"]), "vLLM", False, 'it wants "architectures"'),
+    "other architectures there": (
+        eagle3, "eagle3", say(architectures=["X"]), "SGLang", False, 'it wants "architectures"',
+    ),
+    "no fc": (
+        eagle3, "eagle3", say(eagle_config={"use_aux_hidden_state": False}), "vLLM", False, "it builds no fc",
+    ),
     "no speculators": (eagle3, "eagle3", say(), "speculators", False, "reads the format speculators"),
 }  # fmt: skip
 
@@ -323,6 +354,12 @@ def test_a_card_judges_the_files_that_are_written(tmp_path, format):
     assert {key: config[key] for key in written.config} == written.config
     assert judge(written) == judge(replace(written, config=config))
     assert any(verdict.loads for verdict in judge(written))
+
+
+def test_a_command_can_be_copied_whatever_the_folder_is_called(tmp_path):
+    save_head(medusa(5), tmp_path / "my heads" / "head")
+    mend = engine_of(found_in("my heads/head"), "vLLM")["mend"]
+    assert shlex.split(mend)[1] == "my heads/head"
 
 
 def test_what_the_config_says_wrong_comes_first(inspect, tmp_path):

@@ -19,6 +19,7 @@ from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 from headstart.hub_export import verify
 from headstart.hub_export.export import main
+from headstart.tests.hub_export.short_decoding import coded
 
 ASSETS = Path(__file__).resolve().parents[2] / "assets"
 V, PROMPTS = 97, [[5, 17, 80, 3], [9, 9, 61]]
@@ -96,6 +97,9 @@ def test_a_revision_is_the_one_that_is_read(target, tmp_path, hub_here, monkeypa
         options = [] if branch == "main" else ["--revision", branch]
         words = [str(folder / "head"), "--format", "medusa", "--output", str(folder / "out"), *options]
         assert main([*words, "--push-to-hub", "me/it"]) == 0
+    card = (tmp_path / "next-one" / "out" / "README.md").read_text()
+    assert "\n# it\n" in card
+    assert '"model": "me/it@next/one"' in card
     ours = {branch: tokens_with(target, model=head) for branch, head in heads.items()}
     assert ours["main"] != ours["next/one"]
     assert tokens_with(target, model="me/it") == ours["main"]
@@ -135,7 +139,7 @@ def test_the_embedded_head_comes_back_with_its_tree_and_loads_without_network(tm
     words = [str(ASSETS / "stdlib-coder-medusa"), "--format", "medusa", "--output", str(tmp_path / "out")]
     assert main([*words, "--push-to-hub", "me/coder-heads", "--private"]) == 0
     script = (
-        "import json, sys; from headstart.tests.hub_export.test_pull import coded\n"
+        "import json, sys; from headstart.tests.hub_export.short_decoding import coded\n"
         "print(json.dumps(coded('me/coder-heads')))"
     )
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "TRANSFORMERS_"))}
@@ -154,11 +158,3 @@ def test_the_embedded_head_comes_back_with_its_tree_and_loads_without_network(tm
     assert one.config == other.config
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(one.parameters(), other.parameters()))
     assert resolve_head("me/coder-heads").joinpath("tree.json").is_file()
-
-
-def coded(head):
-    """What the embedded target writes with this head: (tokens, steps that it took, nodes of the tree)."""
-    config = {"model": head, "tree": "static"}
-    llm = LLM(str(ASSETS / "stdlib-coder"), dtype="float32", speculative_config=config)
-    [one] = llm.generate(["def read(path):"], SamplingParams(temperature=0.0, max_tokens=16))
-    return [one.outputs[0].token_ids, one.outputs[0].spec_decode_metrics.num_steps, llm.tree.num_nodes]

@@ -22,17 +22,13 @@ def source(tmp_path):
     return tmp_path / "run"
 
 
-def push(source, output, hub, *arguments, token="hf_dummy"):
+def push(source, output, hub, *arguments):
     """Run the command in a process of its own, as a user does."""
-    command = ["-m", "headstart.hub_export.export", *arguments_of(source, output), *arguments]
-    return run_python(command, output.parent, hub, **({"HF_TOKEN": token} if token else {}))
-
-
-def run_python(command, folder, hub, **environment):
-    ours = {"HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(folder / "home")} | environment
+    ours = {"HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(output.parent / "home")}
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING", "TRANSFORMERS_"))}
-    command = [sys.executable, *command]
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=kept | ours, timeout=120)
+    command = [sys.executable, "-m", "headstart.hub_export.export", *arguments_of(source, output), *arguments]
+    environment = kept | ours | {"HF_TOKEN": "hf_dummy"}
+    return subprocess.run(command, capture_output=True, text=True, cwd=output.parent, env=environment, timeout=120)
 
 
 def arguments_of(source, output):
@@ -96,12 +92,13 @@ def test_a_pushed_head_can_be_pushed_again(run_here, tmp_path, fake_hub):
     assert files[1]["medusa_lm_head.pt"] == (tmp_path / "two" / "medusa_lm_head.pt").read_bytes()
 
 
-def test_without_a_token_nothing_is_done(source, tmp_path, fake_hub):
-    result = push(source, tmp_path / "out", fake_hub, "--push-to-hub", token=None)
-    assert result.returncode == 1
-    assert result.stderr.startswith("heads.export: no Hugging Face token to push with: run `hf auth login`")
-    assert result.stderr.count("\n") == 1
-    assert [line for line in fake_hub.requests if "agent-harnesses" not in line] == []
+def test_without_a_token_nothing_is_done(run_here, tmp_path, fake_hub, monkeypatch, capsys):
+    monkeypatch.delenv("HF_TOKEN")
+    assert run_here(tmp_path / "out", "--push-to-hub") == 1
+    error = capsys.readouterr().err
+    assert error.startswith("heads.export: no Hugging Face token to push with: run `hf auth login`")
+    assert error.count("\n") == 1
+    assert fake_hub.requests == []
     assert not (tmp_path / "out").exists()
 
 
@@ -139,6 +136,13 @@ def test_heads_are_not_mixed_with_other_weights(error_of, fake_hub):
     fake_hub.repositories["tester/out"] = {"private": False, "files": {"model.safetensors": b"others"}}
     assert "other weights already (model.safetensors)" in error_of("--push-to-hub")
     assert fake_hub.repositories["tester/out"]["files"] == {"model.safetensors": b"others"}
+
+
+def test_heads_are_not_mixed_with_the_tree_of_others(error_of, fake_hub):
+    """Headstart would draft with it, and refuse heads that are not as deep."""
+    fake_hub.repositories["tester/out"] = {"private": False, "files": {"tree.json": b"{}"}}
+    assert "another head's tree already (tree.json)" in error_of("--push-to-hub")
+    assert fake_hub.repositories["tester/out"]["files"] == {"tree.json": b"{}"}
 
 
 def test_a_push_that_fails_keeps_the_export_and_says_how_to_push_it(error_of, tmp_path, fake_hub):
@@ -200,6 +204,20 @@ def test_a_dry_run_tells_what_is_missing_and_changes_nothing(exported, hub_here,
     assert {"replace 2 B config.json", "send 2 B more.json", "to send: 2 of 6 files, 4 B"} <= set(told)
     assert len([line for line in told if line.startswith("there already ")]) == 4
     assert hub_here.repositories["team/first"] == {"private": False, "files": before, "branches": {}}
+
+
+def test_hidden_files_stay_here(exported, hub_here):
+    (exported / ".cache").mkdir()
+    (exported / ".cache" / "x.json").write_text("{}")
+    (exported / ".secret").write_text("mine")
+    assert main(["push", str(exported), "team/first"]) == 0
+    assert len(hub_here.repositories["team/first"]["files"]) == 5
+
+
+def test_a_file_that_the_hub_leaves_out_is_named(exported, hub_here, capsys):
+    hub_here.ignored = ("config.json",)
+    assert main(["push", str(exported), "team/first"]) == 1
+    assert "does not hold config.json: is it named in .gitignore there?" in capsys.readouterr().err
 
 
 def test_a_branch_is_made_and_main_stays(exported, hub_here):

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -68,6 +69,15 @@ def test_a_hub_that_stays_busy_is_given_up_with_the_command_that_goes_on(exporte
     assert f"`heads.export push {exported} team/first` sends what is missing" in last
     assert len([line for line in hub_here.requests if "/commit/" in line]) == 4 == len(retry.PAUSES) + 1
     assert len([note for note in notes if note.startswith("committing: ")]) == 3
+
+
+@pytest.mark.parametrize(("asked", "waited"), [("7", 7), ("99999", retry.LONGEST_WAIT), ("tomorrow", 0)])
+def test_the_hub_says_how_long_to_wait(exported, hub_here, monkeypatch, asked, waited):
+    waits = []
+    monkeypatch.setattr(retry, "time", SimpleNamespace(sleep=waits.append))
+    hub_here.fail("repos/create", status=429, headers={"Retry_After": asked})
+    assert push(exported) == 0
+    assert waits == [waited]
 
 
 @pytest.mark.parametrize(("status", "advice"), [(401, "log in again"), (403, "the right to write there")])

@@ -341,6 +341,31 @@ def test_intervals_hold_the_pooled_figure_and_grow_narrow_with_more_requests():
     assert said.startswith("position 2 0.300 is said")
 
 
+@pytest.mark.parametrize(
+    ("bits", "distance", "error", "state"),
+    [
+        ((32, 32), 5e-4, 5e-4, verify.OK),
+        ((32, 32), 5e-4, 0.1, verify.FAILED),
+        ((32, 32), 0.05, 5e-4, verify.FAILED),
+        ((32, 16), 0.05, 0.1, verify.OK),
+        ((16, 32), 0.05, 0.1, verify.OK),
+        ((16, 16), 0.5, 0.1, verify.FAILED),
+        ((16, 16), 0.05, 0.5, verify.FAILED),
+    ],
+)
+def test_a_target_of_16_bits_on_either_side_is_given_more_room(bits, distance, error, state):
+    found = {"bits": bits[0], "distance": distance, "errors": [0.0, error]}
+    assert verify._on_target(found, {"target": {"bits": bits[1], "name": "its"}}, "a").state == state
+
+
+def test_a_token_more_or_less_at_a_rare_position_is_no_disagreement():
+    """Of 800 steps one was accepted so deep, on another machine none: all resampled counts are zero."""
+    figure = pool([[50, 20, 1]] + [[50, 20, 0]] * 15)
+    assert disagreements(figure, [[50, 20, 0]] * 16) == []
+    [said] = disagreements(pool([[50, 20, 1]] * 16), [[50, 20, 0]] * 16)
+    assert said.startswith("position 2 0.020 is said")
+
+
 def test_drawn_numbers_never_change():
     """Files that were written hold what was computed from them."""
     expected = [-0.9087932705879211, -1.478516697883606, -1.1610221862792969, -1.129610300064087]
