@@ -13,7 +13,6 @@ import errno
 import json
 from contextlib import contextmanager
 from pathlib import Path
-from pickle import UnpicklingError
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -96,10 +95,14 @@ def _read_file(path):
             tensors = torch.load(path, map_location="cpu", weights_only=True)
         else:
             tensors = load_file(path)
-    except (SafetensorError, RuntimeError, UnpicklingError, OSError, EOFError, ValueError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # the bytes of a damaged pickle lead anywhere: IndexError, KeyError, AssertionError, struct.error
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"{path} cannot be read; it is cut short or damaged ({reason})") from None
-    if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
+    if not isinstance(tensors, dict) or not all(
+        isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in tensors.items()
+    ):
         raise ValueError(f"{path} holds something other than named tensors")
     return tensors
 
