@@ -261,6 +261,28 @@ DAMAGE = [
     (E, keep, {"head_dim": None, "num_key_value_heads": 3}, '"num_attention_heads": 6, .* are 15 heads of 4'),
     (E, keep, {"hidden_act": "gelu"}, '"hidden_act": \'gelu\', expected "silu"'),
     (E, keep, {"rope_parameters": {"rope_theta": 2.0}}, "rope_theta twice and differently: 2.0, 500.0"),
+    (E, keep, {"rope_theta": "500"}, "\"rope_theta\": '500', expected a number"),
+    (E, keep, {"partial_rotary_factor": 0.5}, '"partial_rotary_factor": 0.5; only 1.0 is supported'),
+    (
+        E,
+        keep,
+        {"rope_scaling": {"type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}},
+        '"partial_rotary_factor": 0.5; only 1.0 is supported',
+    ),
+    (
+        E,
+        keep,
+        {
+            "rope_scaling": {
+                "type": "llama3",
+                "factor": 2.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": "x",
+            }
+        },
+        "rope scaling .* is not complete",
+    ),
     (E, keep, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic', expected one of default"),
     (
         E,
@@ -303,6 +325,10 @@ DAMAGE = [
     (E3, keep, {"speculators_model_type": "eagle"}, '"speculators_model_type": \'eagle\', expected "eagle3"'),
     (E3, keep, {"speculators_model_type": "eagle3"}, "no speculators config: expected transformer_layer_config"),
     ("speculators", keep, {"fc_norm": True}, '"fc_norm": True; only false is supported'),
+    (E3, keep, {"norm_output": True}, '"norm_output": True; only false is supported'),
+    (E3, keep, {"eagle_config": {"norm_before_fc": True}}, '"norm_before_fc": True; only false is supported'),
+    (E3, keep, {"eagle_config": "x"}, "\"eagle_config\": 'x', expected an object"),
+    (E3, keep, {"target_hidden_size": [24]}, r'"target_hidden_size": \[24\], expected a whole number'),
 ]
 
 
@@ -311,6 +337,13 @@ def test_what_is_wrong_with_a_file_is_named(name, change, keys, message):
     found, _ = reading_of(name, change, keys)
     assert found is not None
     assert re.search(message, found), found
+
+
+def test_names_of_a_family_that_are_no_words_say_nothing():
+    for keys in ({"architectures": 3}, {"architectures": [["x"]], "model_type": ["medusa"]}):
+        message, notes = reading_of("EAGLE, fc.bias against the key", keep, keys)
+        assert message is None
+        assert len(notes) == 1
 
 
 def index_of(change):
