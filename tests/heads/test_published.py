@@ -236,6 +236,10 @@ DAMAGE = [
         {},
         r"tied, but speculator\.head\.2\.weight is not .*head\.0",
     ),
+    (
+        *("MLP speculator, tied", put("speculator.emb.1.weight", torch.ones(2, S)), {}),
+        r"tied, but speculator\.emb\.1\.weight is not speculator\.emb\.0",
+    ),
     ("MLP speculator, tied", keep, {"n_predict": None}, 'must say "n_predict", from 1 to 64; it says None'),
     (E, drop("fc.weight"), {}, r"tensor fc\.weight is missing, expected two axes"),
     (E, put(LAYER + "input_layernorm.weight", torch.ones(H)), {}, r"unexpected: layers\.0\.input_layernorm\.weight$"),
@@ -261,6 +265,12 @@ DAMAGE = [
     (E, keep, {"head_dim": None, "num_key_value_heads": 3}, '"num_attention_heads": 6, .* are 15 heads of 4'),
     (E, keep, {"hidden_act": "gelu"}, '"hidden_act": \'gelu\', expected "silu"'),
     (E, keep, {"rope_parameters": {"rope_theta": 2.0}}, "rope_theta twice and differently: 2.0, 500.0"),
+    (
+        E,
+        keep,
+        {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "linear", "factor": 4.0}},
+        r"scales rope twice and differently: .*4\.0.* and .*2\.0",
+    ),
     (E, keep, {"rope_theta": "500"}, "\"rope_theta\": '500', expected a number"),
     (E, keep, {"partial_rotary_factor": 0.5}, '"partial_rotary_factor": 0.5; only 1.0 is supported'),
     (
