@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from headstart.heads.checkpoint import load_head, read_head, save_head
 from headstart.heads.draft_vocabulary import build_draft_vocabulary
-from headstart.heads.formats import FAMILIES, family_of, from_file
+from headstart.heads.formats import FAMILIES, family_of, from_file, to_file
 from headstart.tests.heads.published import LAYOUTS, logits_of
 from headstart.tests.heads.published_eagle import COUNTS, EMBEDDING, IDS, NO_IDS, VD, I
 from headstart.tests.heads.test_eagle import LM_HEAD, H, V
@@ -347,6 +347,22 @@ def test_what_is_wrong_with_a_file_is_named(name, change, keys, message):
     found, _ = reading_of(name, change, keys)
     assert found is not None
     assert re.search(message, found), found
+
+
+def test_a_scaled_rope_is_written_in_both_spellings():
+    """Readers that know one of them alone would rotate otherwise, and say nothing."""
+    scaling = {"rope_type": "linear", "factor": 4.0}
+    for name, format in ((E, "eagle-vllm"), (E3, "eagle3")):
+        config = LAYOUTS[name].config | {"rope_theta": 500.0, "rope_scaling": scaling, "max_position_embeddings": None}
+        kind, reading = from_file(LAYOUTS[name].tensors, config)
+        assert sum("max_position_embeddings" in note for note in reading.notes) == 1
+        _, written = to_file(kind(reading.config), format)
+        assert (written["rope_theta"], written["rope_scaling"]) == (500.0, scaling)
+        assert written["rope_parameters"] == scaling | {"rope_theta": 500.0}
+
+
+def test_a_qwen2_need_not_say_its_biases():
+    assert reading_of("EAGLE of a Qwen2, not said", keep, {"model_type": "qwen2"}) == (None, [])
 
 
 def test_names_of_a_family_that_are_no_words_say_nothing():
