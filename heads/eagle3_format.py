@@ -13,6 +13,8 @@ target's depth tells (Eagle3.take_depth).
 This file touches no disk.
 """
 
+from itertools import product
+
 from .draft_vocabulary import check_d2t, check_t2d
 from .eagle3 import Eagle3, Eagle3Config
 from .layer_format import check_rope, layer_keys, read_layer, shapes_of, vocab_size_of
@@ -25,7 +27,8 @@ EMBEDDING = "embed_tokens.weight"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 # A key of ours: the embed_tokens that speculators files hold is the target's, and plain files need none.
 TARGETS_EMBEDDING = "embed_tokens_is_targets"
-UNSUPPORTED = ("norm_before_fc", "fc_norm", "norm_output")  # variants of the speculators library
+# Variants of the speculators library. vLLM knows them in plain files, too, and of the last no tensor tells.
+UNSUPPORTED = ("norm_before_fc", "fc_norm", "norm_output")
 
 
 def recognises(names):
@@ -119,8 +122,7 @@ def from_file(tensors, config):
     tensors, notes = dict(tensors), []
     prefix = "midlayer." if any(name.startswith("midlayer.") for name in tensors) else "layers.0."
     speculators = "speculators_model_type" in config
-    if not isinstance(config.get("eagle_config") or {}, dict):
-        raise ValueError(f'config.json says "eagle_config": {config["eagle_config"]!r}, expected an object')
+    _check_variant(config)
     llama = _llama_keys(config) if speculators else config
     hidden_size, width = shape_of(tensors, "fc.weight")
     vocab_size, draft_vocab_size = vocab_size_of(tensors, llama, notes), shape_of(tensors, "lm_head.weight")[0]
@@ -130,6 +132,8 @@ def from_file(tensors, config):
             f"tensor lm_head.weight has {draft_vocab_size} rows, expected at most the vocabulary's {vocab_size}"
         )
     target_hidden_size = config.get("target_hidden_size") or hidden_size
+    if type(target_hidden_size) is not int:
+        raise ValueError(f'config.json says "target_hidden_size": {target_hidden_size!r}, expected a whole number')
     normed = config.get("norm_before_residual")
     _note_silence(config, prefix, speculators, notes)
     shape = Eagle3Config(
@@ -154,6 +158,16 @@ def from_file(tensors, config):
     return Reading(shape, state, "speculators" if speculators else "eagle3", notes, of_target)
 
 
+def _check_variant(config):
+    """ValueError for another maths than ours; readers look for these keys in files of either format, some in eagle_config."""
+    nested = config.get("eagle_config") or {}
+    if not isinstance(nested, dict):
+        raise ValueError(f'config.json says "eagle_config": {nested!r}, expected an object')
+    for part, key in product((config, nested), UNSUPPORTED):
+        if part.get(key):
+            raise ValueError(f'config.json says "{key}": {part[key]!r}; only false is supported')
+
+
 def _note_silence(config, prefix, speculators, notes):
     """What the config leaves open or says in vain, of what is EAGLE-3's own."""
     if not config.get(LAYER_IDS) and not (config.get("eagle_config") or {}).get(LAYER_IDS):
@@ -173,9 +187,6 @@ def _llama_keys(config):
         raise ValueError(
             f'config.json says "speculators_model_type": {config["speculators_model_type"]!r}, expected "eagle3"'
         )
-    for key in UNSUPPORTED:
-        if config.get(key):
-            raise ValueError(f'config.json says "{key}": {config[key]!r}; only false is supported')
     try:
         says = config["speculators_config"]
         drafted = {"num_speculative_tokens": says["proposal_methods"][0]["speculative_tokens"]}

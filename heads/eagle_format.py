@@ -14,7 +14,7 @@ import torch
 
 from .eagle import Eagle, EagleConfig
 from .layer_format import check_rope, layer_keys, read_layer, shapes_of, vocab_size_of
-from .reading import Reading
+from .reading import Reading, listed
 from .tensor_checks import DTYPES, check_tensors, shape_of
 
 ARCHITECTURES = {"eagle-vllm": "LlamaForCausalLM", "eagle-sglang": "LlamaForCausalLMEagle"}
@@ -89,7 +89,7 @@ def _compare_bias(config, biased, dialect, notes):
     if (
         biased
         and config.get("bias") is False
-        and ARCHITECTURES["eagle-sglang"] not in (config.get("architectures") or [])
+        and ARCHITECTURES["eagle-sglang"] not in listed(config.get("architectures"))
     ):
         notes.append('config.json says "bias": False; the tensors hold fc.bias')
     if dialect == "eagle-vllm" and config.get("bias") is not False:

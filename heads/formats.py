@@ -10,6 +10,7 @@ from .eagle import Eagle
 from .eagle3 import Eagle3
 from .medusa import Medusa
 from .mlp_speculator import MLPSpeculator
+from .reading import listed
 from .tensor_checks import list_names
 
 # Name as users read it -> the module's class and its formats; in the order in which a file is tried.
@@ -119,15 +120,11 @@ def from_file(tensors, config):
     notes = []
     if prefix:
         notes.append(f'the names of its tensors begin with "{prefix}", which is left out')
-    for name in (*_listed(config.get("architectures")), *_listed([config.get("model_type")])):
+    for name in (*listed(config.get("architectures")), *listed([config.get("model_type")])):
         if NAMED_FAMILIES.get(name, family) != family:
             notes.append(f"config.json calls itself {name}, which is {NAMED_FAMILIES[name]}; its tensors are {family}")
     reading = formats.from_file(tensors, config)
     return kind, reading._replace(notes=notes + reading.notes)
-
-
-def _listed(value):
-    return [one for one in value if isinstance(one, str)] if isinstance(value, list) else []
 
 
 def _formats_of(head):

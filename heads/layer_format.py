@@ -7,6 +7,7 @@ Both ways: `read_layer` for LayerConfig's fields, `layer_keys` for the config's.
 from importlib.metadata import version
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 
 from .layers import rope_frequencies
 from .reading import assume, compare
@@ -107,19 +108,21 @@ def read_rope(config):
     parts = [config.get(key) or {} for key in ("rope_parameters", "rope_scaling")]
     if not all(isinstance(part, dict) for part in parts):
         raise ValueError(f"config.json's rope_parameters and rope_scaling must be objects, got {parts}")
-    thetas = [part.get("rope_theta") for part in (config, *parts)]
-    thetas = [theta for theta in thetas if theta is not None]
-    if not all(type(theta) in (int, float) for theta in thetas):
-        raise ValueError(f"config.json's rope_theta must be a number, got {', '.join(map(repr, thetas))}")
-    thetas = sorted(set(thetas))
+    for part in (config, *parts):
+        if part.get("partial_rotary_factor") not in (None, 1.0):
+            raise ValueError(
+                f'config.json says "partial_rotary_factor": {part["partial_rotary_factor"]!r}; only 1.0 is supported'
+            )
+    thetas = [theta for part in (config, *parts) if (theta := part.get("rope_theta")) is not None]
+    if wrong := [theta for theta in thetas if type(theta) not in (int, float)]:
+        raise ValueError(f'config.json says "rope_theta": {wrong[0]!r}, expected a number')
+    thetas = sorted({*thetas})
     if len(thetas) > 1:
         raise ValueError(f"config.json says rope_theta twice and differently: {', '.join(map(str, thetas))}")
-    scalings = []
+    said_elsewhere, scalings = ("rope_theta", "type", "partial_rotary_factor"), []
     for part in parts:
-        scaling = {key: value for key, value in part.items() if key not in ("rope_theta", "type")}
+        scaling = {key: value for key, value in part.items() if key not in said_elsewhere}
         scaling.setdefault("rope_type", part.get("type", "default"))
-        if scaling.pop("partial_rotary_factor", 1.0) != 1.0:
-            raise ValueError("config.json asks for partial rotation (partial_rotary_factor), which is not supported")
         if scaling["rope_type"] != "default" and scaling not in scalings:
             scalings.append(scaling)
     if len(scalings) > 1:
@@ -131,7 +134,7 @@ def check_rope(shape):
     """ValueError if the rope scaling of a LayerConfig lacks what its type needs."""
     try:
         rope_frequencies(shape)
-    except (KeyError, TypeError, ZeroDivisionError) as error:
+    except (KeyError, TypeError, ZeroDivisionError, StrictDataclassError) as error:
         raise ValueError(f"config.json's rope scaling {shape.rope_scaling} is not complete: {error}") from None
 
 

@@ -26,3 +26,8 @@ def compare(notes, config, key, found, tensors="the tensors"):
 def assume(notes, key, value, why):
     """Note that config.json does not say `key`, and what is taken for it."""
     notes.append(f'config.json does not say "{key}": taken as {value!r}, {why}')
+
+
+def listed(value):
+    """The strings of a list in config.json; [] for whatever else stands there."""
+    return [one for one in value if isinstance(one, str)] if isinstance(value, list) else []

@@ -98,9 +98,7 @@ def _read_file(path):
             tensors = load_file(path)
     except MemoryError:
         raise
-    except (
-        Exception
-    ) as error:  # the bytes of a damaged pickle lead anywhere: IndexError, KeyError, AssertionError, struct.error
+    except Exception as error:  # what a damaged pickle leads to: IndexError, KeyError, AssertionError, struct.error
         reason = textwrap.shorten(str(error), 200, placeholder=" ...")
         raise ValueError(f"{path} cannot be read; it is cut short or damaged ({reason})") from None
     if not isinstance(tensors, dict) or not all(

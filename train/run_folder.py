@@ -33,7 +33,7 @@ from .lineage import find_sources
 from .optimization import choose_autocast
 from .recipe import resolved_values, save_recipe
 from .sharded_target import wants_sharded_target
-from .tracking import MetricsFile, WandbTracker, has_wandb, peak_memory, write_json
+from .tracking import PLACE_FILE, MetricsFile, WandbTracker, has_wandb, peak_memory, write_json
 
 
 def start_processes(recipe, name):
@@ -221,6 +221,8 @@ class RunFolder:
         """Write <run>/head; a feature cache in the run folder goes."""
         if self.is_main:
             save_final_head(head, self.path, self.adapter)
+            if not self.curves.active:  # an extended run: what wandb.json says is of the head that made way
+                (self.path / PLACE_FILE).unlink(missing_ok=True)
             told = {"family": self.family, "tokens": self.tokens, "loss": self.state["recipe"]["loss"]}
             self.curves.log_head(self.path / "head", self.step, told | asdict(head.config))
             shutil.rmtree(self.path / OWN_FOLDER, ignore_errors=True)

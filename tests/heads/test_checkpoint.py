@@ -17,6 +17,7 @@ from transformers import LlamaConfig
 from headstart.heads import weight_files
 from headstart.heads.checkpoint import check_head_fits, load_head, resolve_head, save_head
 from headstart.heads.medusa import Medusa, MedusaConfig
+from headstart.heads.weight_files import read_tensors
 
 H, V = 24, 37
 
@@ -196,6 +197,21 @@ def test_a_file_cut_short_is_named(tmp_path, name, keep):
     path.write_bytes(content[: int(len(content) * keep)])
     with pytest.raises(ValueError, match=rf"{name} cannot be read; it is cut short or damaged"):
         load_head(tmp_path / "head")
+
+
+def test_an_old_pickle_is_named_wherever_it_is_cut_and_whatever_else_it_holds(tmp_path):
+    path = tmp_path / "pytorch_model.bin"
+    torch.save({"0.1.weight": torch.ones(2, 3)}, path, _use_new_zipfile_serialization=False)
+    assert read_tensors(path).keys() == {"0.1.weight"}
+    content = path.read_bytes()
+    for length in range(0, len(content), 5):
+        path.write_bytes(content[:length])
+        with pytest.raises(ValueError, match=r"pytorch_model\.bin cannot be read; it is cut short or damaged"):
+            read_tensors(path)
+    for held in ({1: torch.ones(2)}, {"state_dict": {"0.1.weight": torch.ones(2)}}, [torch.ones(2)]):
+        torch.save(held, path)
+        with pytest.raises(ValueError, match="holds something other than named tensors"):
+            read_tensors(path)
 
 
 def test_a_broken_or_missing_config_is_named(tmp_path):

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from headstart.heads.checkpoint import load_head, read_head, save_head
 from headstart.heads.draft_vocabulary import build_draft_vocabulary
-from headstart.heads.formats import FAMILIES, family_of, from_file
+from headstart.heads.formats import FAMILIES, family_of, from_file, to_file
 from headstart.tests.heads.published import LAYOUTS, logits_of
 from headstart.tests.heads.published_eagle import COUNTS, EMBEDDING, IDS, NO_IDS, VD, I
 from headstart.tests.heads.test_eagle import LM_HEAD, H, V
@@ -236,6 +236,10 @@ DAMAGE = [
         {},
         r"tied, but speculator\.head\.2\.weight is not .*head\.0",
     ),
+    (
+        *("MLP speculator, tied", put("speculator.emb.1.weight", torch.ones(2, S)), {}),
+        r"tied, but speculator\.emb\.1\.weight is not speculator\.emb\.0",
+    ),
     ("MLP speculator, tied", keep, {"n_predict": None}, 'must say "n_predict", from 1 to 64; it says None'),
     (E, drop("fc.weight"), {}, r"tensor fc\.weight is missing, expected two axes"),
     (E, put(LAYER + "input_layernorm.weight", torch.ones(H)), {}, r"unexpected: layers\.0\.input_layernorm\.weight$"),
@@ -261,7 +265,34 @@ DAMAGE = [
     (E, keep, {"head_dim": None, "num_key_value_heads": 3}, '"num_attention_heads": 6, .* are 15 heads of 4'),
     (E, keep, {"hidden_act": "gelu"}, '"hidden_act": \'gelu\', expected "silu"'),
     (E, keep, {"rope_parameters": {"rope_theta": 2.0}}, "rope_theta twice and differently: 2.0, 500.0"),
-    (E, keep, {"rope_theta": "big"}, "rope_theta must be a number, got 'big'"),
+    (
+        E,
+        keep,
+        {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "linear", "factor": 4.0}},
+        r"scales rope twice and differently: .*4\.0.* and .*2\.0",
+    ),
+    (E, keep, {"rope_theta": "500"}, "\"rope_theta\": '500', expected a number"),
+    (E, keep, {"partial_rotary_factor": 0.5}, '"partial_rotary_factor": 0.5; only 1.0 is supported'),
+    (
+        E,
+        keep,
+        {"rope_scaling": {"type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}},
+        '"partial_rotary_factor": 0.5; only 1.0 is supported',
+    ),
+    (
+        E,
+        keep,
+        {
+            "rope_scaling": {
+                "type": "llama3",
+                "factor": 2.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": "x",
+            }
+        },
+        "rope scaling .* is not complete",
+    ),
     (E, keep, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic', expected one of default"),
     (
         E,
@@ -305,6 +336,10 @@ DAMAGE = [
     (E3, keep, {"speculators_model_type": "eagle"}, '"speculators_model_type": \'eagle\', expected "eagle3"'),
     (E3, keep, {"speculators_model_type": "eagle3"}, "no speculators config: expected transformer_layer_config"),
     ("speculators", keep, {"fc_norm": True}, '"fc_norm": True; only false is supported'),
+    (E3, keep, {"norm_output": True}, '"norm_output": True; only false is supported'),
+    (E3, keep, {"eagle_config": {"norm_before_fc": True}}, '"norm_before_fc": True; only false is supported'),
+    (E3, keep, {"eagle_config": "x"}, "\"eagle_config\": 'x', expected an object"),
+    (E3, keep, {"target_hidden_size": [24]}, r'"target_hidden_size": \[24\], expected a whole number'),
 ]
 
 
@@ -313,6 +348,29 @@ def test_what_is_wrong_with_a_file_is_named(name, change, keys, message):
     found, _ = reading_of(name, change, keys)
     assert found is not None
     assert re.search(message, found), found
+
+
+def test_a_scaled_rope_is_written_in_both_spellings():
+    """Readers that know one of them alone would rotate otherwise, and say nothing."""
+    scaling = {"rope_type": "linear", "factor": 4.0}
+    for name, format in ((E, "eagle-vllm"), (E3, "eagle3")):
+        config = LAYOUTS[name].config | {"rope_theta": 500.0, "rope_scaling": scaling, "max_position_embeddings": None}
+        kind, reading = from_file(LAYOUTS[name].tensors, config)
+        assert sum("max_position_embeddings" in note for note in reading.notes) == 1
+        _, written = to_file(kind(reading.config), format)
+        assert (written["rope_theta"], written["rope_scaling"]) == (500.0, scaling)
+        assert written["rope_parameters"] == scaling | {"rope_theta": 500.0}
+
+
+def test_a_qwen2_need_not_say_its_biases():
+    assert reading_of("EAGLE of a Qwen2, not said", keep, {"model_type": "qwen2"}) == (None, [])
+
+
+def test_names_of_a_family_that_are_no_words_say_nothing():
+    for keys in ({"architectures": 3}, {"architectures": [["x"]], "model_type": ["medusa"]}):
+        message, notes = reading_of("EAGLE, fc.bias against the key", keep, keys)
+        assert message is None
+        assert len(notes) == 1
 
 
 def index_of(change):

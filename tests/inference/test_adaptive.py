@@ -5,7 +5,16 @@ import re
 import pytest
 
 from headstart.inference import engine
-from headstart.inference.adaptive import FIRST, PROBE_EVERY, Adaptive, OneDepth, PerBatchSize, depths_to_try
+from headstart.inference.adaptive import (
+    FIRST,
+    MEMORY,
+    PROBE_EVERY,
+    STEADY,
+    Adaptive,
+    OneDepth,
+    PerBatchSize,
+    depths_to_try,
+)
 from headstart.inference.llm import LLM
 from headstart.inference.sampling import SamplingParams
 from headstart.tests.inference.test_drafters import DEVICES, llama, make, outputs
@@ -65,6 +74,20 @@ def test_the_depth_changes_when_the_text_does():
     assert run(plan, 1, 600, cost, [0.9, 0.8, 0.7, 0.6, 0.5])[5] > 400
     assert run(plan, 1, 4000, cost, [0.05, 0.0, 0.0, 0.0, 0.0])[0] > 2800
     assert run(plan, 1, 8000, cost, [0.9, 0.8, 0.7, 0.6, 0.5])[5] > 3000, "from no drafts it finds back"
+
+
+def test_what_every_step_shows_follows_chance_less():
+    plan = Adaptive([3, 1], [1])
+    for _ in range(400):
+        plan.record(1, 0, 1.0, [3])
+    for _ in range(10):
+        plan.record(1, 0, 1.0, [0])
+    shown = (1 - STEADY) ** 10
+    assert [average.value for average in plan.reached] == pytest.approx([shown] * 3)
+    plan.record(1, 1, 1.0, [0])
+    plan.record(1, 0, 1.0, [0])  # after a step of depth 1: the levels below are news
+    deeper = shown * (1 - MEMORY)
+    assert [average.value for average in plan.reached] == pytest.approx([shown * (1 - STEADY) ** 2, deeper, deeper])
 
 
 def test_every_depth_is_measured_first():

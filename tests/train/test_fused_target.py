@@ -41,6 +41,13 @@ def test_modules_of_the_formulas_are_found(family):
     assert fuse(model) == 0
 
 
+def test_packed_weights_are_left_to_their_library():
+    model = make("llama")
+    for layer in model.model.layers:
+        layer.mlp.gate_proj.weight = torch.nn.Parameter(torch.zeros(100, 32, dtype=torch.uint8), requires_grad=False)
+    assert fuse(model) == 5
+
+
 def test_kernels_run_without_a_graph_alone(monkeypatch):
     """On the CPU, as if it were a GPU: there the kernels' references stand for them."""
     model, calls = make("llama"), []

@@ -5,11 +5,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.train import medusa, run_folder
-from headstart.train.tracking import MetricsFile, wandb_mode
+from headstart.train.tracking import MetricsFile, WandbTracker, wandb_mode
 
 
 def test_offline_run_holds_config_curves_plot_and_samples(arguments, tmp_path, logged_out, read_records, capfd):
@@ -54,6 +56,33 @@ def test_offline_run_holds_config_curves_plot_and_samples(arguments, tmp_path, l
     assert [[i, rate] for i, rate in enumerate(saved["per_position"])] in [
         [[i, pytest.approx(rate)] for i, rate in bar] for bar in bars
     ]
+
+
+def finish(folder, tracker):
+    """The end of a run in `folder`."""
+    run = object.__new__(run_folder.RunFolder)
+    run.path, run.is_main, run.adapter, run.curves, run.note = folder, True, None, tracker, print
+    run.family, run.state = "Medusa", {"step": 7, "tokens": 9, "recipe": {"loss": "kl"}}
+    run.finish(Medusa(MedusaConfig(8, 16)))
+
+
+def test_the_place_of_a_head_is_that_of_the_newest_one(tmp_path, monkeypatch):
+    """Online as W&B tells it; of a run that is extended without W&B nothing is left, for a card or an address to go there."""
+    pytest.importorskip("wandb")
+    logged = []
+    online = SimpleNamespace(offline=False, url="https://w/run", entity="me", project="headstart")
+    online.log_artifact = lambda artifact, aliases: logged.append((artifact.name, aliases))
+    monkeypatch.setattr(WandbTracker, "_run", lambda tracker: online)
+    folder = tmp_path / "my-run"
+    folder.mkdir()
+    tracker = WandbTracker(None, folder, {}, print, None)
+    tracker.active = True
+    finish(folder, tracker)
+    place = {"run": "https://w/run", "artifact": "me/headstart/my-run-head:step-7"}
+    assert json.loads((folder / "wandb.json").read_text()) == place
+    assert logged == [("my-run-head", ["latest", "step-7"])]
+    finish(folder, WandbTracker(None, folder, {}, print, None))
+    assert not (folder / "wandb.json").exists()
 
 
 def test_missing_wandb_is_a_note(arguments, tmp_path, monkeypatch, capsys):
