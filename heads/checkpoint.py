@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import constants, hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, HTTPError
+from huggingface_hub.errors import EntryNotFoundError, HTTPError, LocalEntryNotFoundError
 
 from . import medusa_format
 from .eagle3 import Eagle3, default_aux_layers
@@ -279,7 +279,14 @@ def _fetch_head(path_or_id):
             if missing is None:
                 for path in list_files(folder / name):
                     hf_hub_download(repo_id, path.name, revision=commit)
-                _fetch(repo_id, TREE_FILE, commit)
+                if (
+                    isinstance(_fetch(repo_id, TREE_FILE, commit), LocalEntryNotFoundError)
+                    and not constants.HF_HUB_OFFLINE
+                ):
+                    warnings.warn(
+                        f"the Hub did not answer whether {repo_id} has a {TREE_FILE}: going on without one",
+                        stacklevel=2,
+                    )
                 return folder
         raise missing
     except (OSError, ValueError, HTTPError, EntryNotFoundError) as error:

@@ -90,6 +90,7 @@ def test_every_file_of_a_head_is_fetched_from_the_hub(tmp_path, monkeypatch, nam
 
     def download(repo_id, file_name, revision=None):
         assert repo_id == "some/head"
+        assert revision == (None if file_name == "config.json" else "cache"), "the commit that config.json came from"
         if not (hub / file_name).is_file():
             raise LocalEntryNotFoundError(f"no {file_name}")
         return shutil.copy(hub / file_name, cache / file_name)
@@ -98,6 +99,9 @@ def test_every_file_of_a_head_is_fetched_from_the_hub(tmp_path, monkeypatch, nam
     file = read_head("some/head")
     assert {path.name for path in cache.iterdir()} == {path.name for path in hub.iterdir()}
     assert same_head(file.head, read_head(hub).head)
+    monkeypatch.setattr(checkpoint.constants, "HF_HUB_OFFLINE", False)
+    with pytest.warns(UserWarning, match="did not answer whether some/head has a tree.json"):
+        read_head("some/head")
     next(path for path in file.weight_files if path.suffix != ".json").rename(tmp_path / "lost")
     shutil.copytree(cache, hub := tmp_path / "hub-without-one")
     with pytest.raises(ValueError, match="no head at 'some/head'"):
