@@ -110,7 +110,10 @@ def from_file(tensors, config):
     tensors: {name: tensor} as the file holds them; config: its config.json as a dict. Raises ValueError listing names if no
     family is recognised, and what the family's from_file raises.
     """
-    tensors, prefix = without_prefix(tensors)
+    given = tensors
+    tensors, prefix = without_prefix(given)
+    if twice := [name for name in tensors if prefix and name in given and prefix + name in given]:
+        raise ValueError(f'it holds {list_names(twice)} both with "{prefix}" and without: leave one of the two out')
     family = recognise(tensors)
     if family is None:
         raise ValueError(

@@ -15,7 +15,7 @@ from headstart.heads import checkpoint
 from headstart.heads.checkpoint import check_head_fits, find_head, load_head, read_head, save_head
 from headstart.heads.eagle import Eagle, EagleConfig
 from headstart.heads.eagle3 import Eagle3, Eagle3Config
-from headstart.heads.formats import check_family, family_of, native_format
+from headstart.heads.formats import check_family, family_of, from_file, native_format, to_file
 from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 from headstart.tests.heads.published import LAYOUTS
 from headstart.tests.heads.test_checkpoint import H, V, edit_config, llama_config, make_head, same_head
@@ -106,6 +106,15 @@ def test_every_file_of_a_head_is_fetched_from_the_hub(tmp_path, monkeypatch, nam
     shutil.copytree(cache, hub := tmp_path / "hub-without-one")
     with pytest.raises(ValueError, match="no head at 'some/head'"):
         read_head("some/head")
+
+
+def test_a_tensor_with_a_prefix_and_without_is_refused():
+    head = Eagle3(replace(EAGLE3, draft_vocab_size=EAGLE3.vocab_size))
+    tensors, config = to_file(head, "eagle3")
+    tensors = {"model." + name: tensor for name, tensor in tensors.items()}
+    assert from_file(tensors, config)
+    with pytest.raises(ValueError, match=r'holds lm_head.weight both with "model." and without'):
+        from_file(tensors | {"lm_head.weight": torch.zeros(V, H)}, config)
 
 
 def test_weights_of_a_bin_file_are_read_without_running_code(tmp_path):
