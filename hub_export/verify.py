@@ -199,7 +199,12 @@ def _card(folder, stored):
     if not path.is_file():
         yield Check("card", FAILED, "README.md is missing")
         return
-    for where, found in zip(("its table", "its model-index"), read_card(path.read_text(encoding="utf-8"))):
+    try:
+        told = read_card(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        yield Check("card", FAILED, str(error))
+        return
+    for where, found in zip(("its table", "its model-index"), told):
         wrong = [key for key in {**wanted, **found} if found.get(key) != wanted.get(key)]
         if wrong:
             (temperature, name), number = wrong[0], len(wrong)

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -216,6 +217,54 @@ def test_a_changed_figure_of_the_card_is_named(copy, check, before, where):
     assert failed(found) == {"card"}
     assert found["card"][1].startswith(f"{where} says 9")
     assert "for acceptance length at temperature 0, measured was " in found["card"][1]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda metric: metric.update(value=None),
+            "the card's value of acceptance length at temperature 0 is no number (None)",
+        ),
+        (
+            lambda metric: metric["args"].update(temperature="warm"),
+            "the card's temperature of acceptance length is no number ('warm')",
+        ),
+        (
+            lambda metric: metric["args"].update(temperature=None),
+            "the card's temperature of acceptance length is no number (None)",
+        ),
+        (lambda metric: metric.update(value=10**400), "temperature 0 is no number that fits (1000"),
+        (lambda metric: metric.update(args="mine"), "its model-index says nothing for acceptance length"),
+        (lambda metric: metric.clear(), "its model-index says nothing for acceptance length"),
+    ],
+)
+def test_a_model_index_edited_by_hand_is_a_verdict(copy, check, change, said):
+    _, front, text = (copy / "README.md").read_text().split("---\n", 2)
+    front = yaml.safe_load(front)
+    change(front["model-index"][0]["results"][0]["metrics"][0])
+    (copy / "README.md").write_text(f"---\n{yaml.safe_dump(front)}---\n{text}")
+    found = check(copy, target=None)
+    assert failed(found) == {"card"}
+    assert said in found["card"][1]
+
+
+@pytest.mark.parametrize(
+    ("front", "said"),
+    [
+        ("model-index: mine", "the card's model-index holds 'mine' where lists of mappings are expected"),
+        ("model-index: [{results: [null]}]", "the card's model-index holds '[None]' where"),
+        ("[license, mit]", "the front matter of README.md is no mapping"),
+        ("a: [", "the front matter of README.md is no YAML"),
+        ("a: 2026-13-45", "the front matter of README.md is no YAML"),
+    ],
+)
+def test_a_front_matter_that_cannot_be_read_is_a_verdict(copy, check, front, said):
+    _, _, text = (copy / "README.md").read_text().split("---\n", 2)
+    (copy / "README.md").write_text(f"---\n{front}\n---\n{text}")
+    found = check(copy, target=None)
+    assert failed(found) == {"card"}
+    assert said in found["card"][1]
 
 
 def test_text_of_the_card_may_be_changed(copy, check):
