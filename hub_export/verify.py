@@ -13,7 +13,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
@@ -116,7 +116,17 @@ def verify(export, target=None, prompts=None, device="auto", dtype=None):
     measured = iter(reply.get("acceptance", ()))
     for figure, asked in zip(stored["acceptance"], figures):
         checks.append(_acceptance(figure, next(measured, None) if asked else None, target))
-    return checks
+    return _each_reason_once(checks)
+
+
+def _each_reason_once(checks):
+    """Where a file does not load, everything computed from it fails with the same words: later ones name the first."""
+    first, told = {}, []
+    for check in checks:
+        earlier = first.setdefault((check.state, check.evidence), check.name)
+        repeats = check.state == FAILED and earlier != check.name
+        told.append(replace(check, evidence=f"as {earlier}") if repeats else check)
+    return told
 
 
 def _folder_of(export):

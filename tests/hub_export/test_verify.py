@@ -320,6 +320,20 @@ def test_weights_that_do_not_load_are_a_verdict_not_a_crash(copy, check):
     assert "cut short" in found["tensors"][1]
 
 
+def test_a_reason_is_told_once(copy, check):
+    path = copy / "medusa_lm_head.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+    found = check(copy)
+    assert len(failed(found)) == 6
+    assert [name for name, (_, evidence) in found.items() if "cut short" in evidence] == ["tensors"]
+    assert [name for name, (_, evidence) in found.items() if evidence == "as tensors"] == [
+        "outputs, drawn inputs",
+        "outputs, target's features",
+        "acceptance at temperature 0",
+        "acceptance at temperature 0.8",
+    ]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
