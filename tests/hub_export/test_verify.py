@@ -19,6 +19,7 @@ from headstart.hub_export import acceptance, export, replay_process, verify
 from headstart.hub_export.acceptance import disagreements, intervals, pool
 from headstart.hub_export.export import main
 from headstart.hub_export.replay import draw
+from headstart.hub_export.replay_file import read_replay
 
 H, V = 32, 320
 PROMPTS = ["def read(path):", "class Head(nn.Module):", "import torch", "return x + self.linear(x)"]
@@ -310,6 +311,32 @@ def test_missing_files_are_named(copy, check):
     found = check(copy, target=None)
     assert failed(found) == {"files", "card"}
     assert found["files"][1] == "medusa_lm_head.pt missing"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tree.json",
+        "model.safetensors",
+        "pytorch_model.bin.index.json",
+        "more.safetensors",
+        "head/medusa_lm_head.pt",
+        "adapter/adapter_config.json",
+        "head/adapter/adapter_model.safetensors",
+    ],
+)
+def test_a_file_that_was_not_exported_and_would_be_read_is_named(copy, name):
+    (copy / name).parent.mkdir(exist_ok=True, parents=True)
+    (copy / name).write_text("{}")
+    found = verify._files(copy, read_replay(copy))
+    assert (found.state, found.evidence) == (verify.FAILED, f"{name} was not exported and would be read: move it away")
+
+
+def test_other_files_may_lie_there(copy, check):
+    for name in ("notes.txt", "results.json", "old/tree.json", "old/model.safetensors", "adapter/notes.json"):
+        (copy / name).parent.mkdir(exist_ok=True)
+        (copy / name).write_text("{}")
+    assert not failed(check(copy, target=None))
 
 
 def test_weights_that_do_not_load_are_a_verdict_not_a_crash(copy, check):
