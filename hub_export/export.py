@@ -46,7 +46,7 @@ from .push_command import add_push_options, check_is_not_there, given_options, n
 from .push_command import main as push_command
 from .read_back import check_finite, compare_with_source
 from .replay_file import replay_on_target, write_replay
-from .target_files import copy_tokenizer, find_target, license_of, write_license
+from .target_files import check_license, copy_tokenizer, find_target, license_of, write_license
 from .tracked_run import with_tracked_run
 
 DESCRIPTION = """\
@@ -142,6 +142,7 @@ def main(argv=None):
     if args.prompts and args.measure is None:
         parser.error("--prompts belongs to --measure")
     try:
+        check_license(args.license)
         output = Path(args.output).resolve()
         repo_id = None if args.push_to_hub is None else check_can_push(args.push_to_hub, output.name, options)
         if repo_id is not None:

@@ -4,6 +4,7 @@ Looks into the target's folder or the Hub's cache, and asks no network: a plain 
 """
 
 import importlib.metadata
+import re
 import shutil
 from pathlib import Path
 
@@ -58,6 +59,20 @@ def license_of(folder):
         return None
     found = front.get("license") if isinstance(front, dict) else None
     return found if isinstance(found, str) else None
+
+
+def check_license(license):
+    """ValueError for what is no licence id in form: the Hub refuses a card with one."""
+    if license is not None and not is_license_id(license):
+        raise ValueError(
+            f"--license {license!r} is no licence id: expected one like apache-2.0 (lower case letters, digits, dots, hyphens); "
+            "the Hub lists them at https://huggingface.co/docs/hub/repositories-licenses"
+        )
+
+
+def is_license_id(text):
+    """Whether `text` has the form of a licence id."""
+    return re.fullmatch(r"[a-z0-9][a-z0-9.-]*", text) is not None
 
 
 def write_license(license, output):
