@@ -35,6 +35,7 @@ class Measurements:
     tree: Path | None = None  # the draft tree measured for this head
     training: tuple = ()  # lines of metrics.jsonl, up to the checkpoint's step
     tracked: dict | None = None  # where W&B has the run
+    origin: dict | None = None  # what an earlier export was converted from: hub_export/origin.py
 
     @property
     def tree_content(self):
@@ -82,6 +83,7 @@ def find_measurements(head_folder, source=None):
         tree=tree,
         training=tuple(training),
         tracked=None if run is None else find_tracked_run(run, is_final=step is None),
+        origin=earlier.get("origin"),
     )
 
 
