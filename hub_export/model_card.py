@@ -239,15 +239,14 @@ def _license(head, license, target, extras):
     origin, card = extras.origin, "the card of the head it was converted from"
     inherited = origin.license_name if origin else None
     if license:
-        said = f"The head is published under `{license}`"
-        if inherited:
-            said += f", as whoever exported it says; {card} says `{inherited}`"
+        said = f"The head is published under `{license}`{', as whoever exported it says' if origin else ''}"
     elif inherited:
         said = f"The head is published under `{inherited}`, as {card} says"
     else:
         said = "Whoever exported the head named no licence for it"
         said += f", and none was found in {card}" if origin else ""
     said += "; its text is in `LICENSE`." if extras.license_text else "."
+    said += f" {card[0].upper()}{card[1:]} says `{inherited}`." if license and inherited else ""
     theirs = f"`{extras.target_license}`, as its card says" if extras.target_license else "named in its own repository"
     parts = [said, f"The licence of `{target}` is {theirs}."]
     if extras.holds:

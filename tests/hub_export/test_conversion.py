@@ -114,7 +114,7 @@ def test_figures_of_a_published_export_come_along_by_its_id(tmp_path, publish):
             "license: apache-2.0",
             ["--license", "mit"],
             {"license": "mit"},
-            f"under `mit`, as whoever exported it says; {THEIRS} says `apache-2.0`.",
+            f"under `mit`, as whoever exported it says. {THEIRS.capitalize()} says `apache-2.0`.",
         ),
         ("license: Mine", [], {"license": "other", "license_name": "not-stated"}, f"and none was found in {THEIRS}."),
         (None, [], {"license": "other", "license_name": "not-stated"}, f"and none was found in {THEIRS}."),
