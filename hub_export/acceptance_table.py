@@ -92,15 +92,18 @@ def eval_results(figures):
 def read_card(text):
     """The acceptance figures that a model card tells: ({(temperature, name): words} of its table, the same of its model-index).
 
-    temperature: words as the table has them. Empty where there is none. ValueError for a front matter that is no YAML.
+    temperature: words as the table has them. Empty where there is none. ValueError for a front matter that is no YAML, and for one
+    whose figures are no numbers.
     """
     front, body = {}, text
     if text.startswith("---\n") and "\n---\n" in text:
         head, body = text[4:].split("\n---\n", 1)
         try:
             front = yaml.safe_load(head) or {}
-        except yaml.YAMLError as error:
+        except (ValueError, yaml.YAMLError) as error:  # ValueError: a date that is none
             raise ValueError(f"the front matter of README.md is no YAML ({' '.join(str(error).split())})") from None
+        if not isinstance(front, dict):
+            raise ValueError("the front matter of README.md is no mapping of names to values")
     return _of_table(body), _of_index(front)
 
 
@@ -119,10 +122,30 @@ def _of_table(body):
 
 def _of_index(front):
     found = {}
-    for model in front.get("model-index") or ():
-        for result in model.get("results") or ():
-            for metric in result.get("metrics") or ():
-                temperature = (metric.get("args") or {}).get("temperature")
-                if temperature is not None:
-                    found[f"{temperature:g}", metric.get("name")] = short(float(metric["value"]))
+    for model in _mappings(front.get("model-index")):
+        for result in _mappings(model.get("results")):
+            for metric in _mappings(result.get("metrics")):
+                told = metric.get("args")
+                if not isinstance(told, dict) or "temperature" not in told:
+                    continue  # a figure that somebody added
+                name = str(metric.get("name"))
+                temperature = _number(told["temperature"], f"temperature of {name}")
+                value = _number(metric.get("value"), f"value of {name} at temperature {temperature:g}")
+                found[f"{temperature:g}", name] = short(value)
     return found
+
+
+def _mappings(found):
+    """A list of the model-index as it is to be; [] where there is none."""
+    if not isinstance(found or [], list) or not all(isinstance(one, dict) for one in found or ()):
+        raise ValueError(f"the card's model-index holds {short(found)[:60]!r} where lists of mappings are expected")
+    return found or []
+
+
+def _number(found, what):
+    if isinstance(found, bool) or not isinstance(found, int | float):
+        raise ValueError(f"the card's {what} is no number ({found!r})")
+    try:
+        return float(found)
+    except OverflowError:
+        raise ValueError(f"the card's {what} is no number that fits ({str(found)[:20]}...)") from None

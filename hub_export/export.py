@@ -40,13 +40,14 @@ from .acceptance import measure as measure_acceptance
 from .measurements import find_measurements
 from .merge import check_can_merge, copy_adapter, merged_card, write_merged_target
 from .model_card import Extras, is_hub_id, model_card, target_name
+from .origin import find_origin
 from .plots import write_plots
 from .push import check_can_push
 from .push_command import add_push_options, check_is_not_there, given_options, name_on_hub, push, push_options
 from .push_command import main as push_command
 from .read_back import check_finite, compare_with_source
 from .replay_file import replay_on_target, write_replay
-from .target_files import copy_tokenizer, find_target, license_of, write_license
+from .target_files import check_license, copy_tokenizer, find_target, license_of, write_license
 from .tracked_run import with_tracked_run
 
 DESCRIPTION = """\
@@ -107,7 +108,9 @@ def main(argv=None):
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="cast to it (default: keep)")
     parser.add_argument("--base-model", metavar="ID", help="the target to name (default: what SOURCE says)")
     parser.add_argument(
-        "--license", metavar="ID", help='licence in the model card, like "apache-2.0" (default: "other")'
+        "--license",
+        metavar="ID",
+        help='licence in the model card, like apache-2.0 (default: what SOURCE\'s own card says, where it has one, else "other")',
     )
     parser.add_argument(
         "--push-to-hub",
@@ -142,6 +145,7 @@ def main(argv=None):
     if args.prompts and args.measure is None:
         parser.error("--prompts belongs to --measure")
     try:
+        check_license(args.license)
         output = Path(args.output).resolve()
         repo_id = None if args.push_to_hub is None else check_can_push(args.push_to_hub, output.name, options)
         if repo_id is not None:
@@ -196,6 +200,8 @@ def export_head(
         adapter = read_adapter(adapter_folder)
         merged_from = check_can_merge(adapter, base_model or head.config.base_model_name_or_path, merged)
     measured = find_measurements(folder, source)
+    origin = find_origin(source, folder, measured.origin)
+    measured = replace(measured, origin=origin and origin.record)
     if measure is not None:
         measure = measure or base_model or head.config.base_model_name_or_path
         if not measure:
@@ -231,7 +237,7 @@ def export_head(
         num_compared = compare_with_source(staging, head, format, lm_head_weight)
         dtype_changed = next(head.parameters()).dtype != source_dtype
         holds = copied_parts(head, table)
-        given = (staging, head, format, name or output.name, measured, license, dtype_changed, holds, folder)
+        given = (staging, head, format, name or output.name, measured, license, dtype_changed, holds, folder, origin)
         tokenizer = write_beside(*given, measure, chosen if measure else None)
     print(f"read back: {num_compared} tensors and what the head computes are equal bit by bit")
     print(f"wrote {output} ({', '.join(sorted(path.name for path in output.iterdir()))})")
@@ -245,15 +251,17 @@ def export_head(
         print(f"note: {named}; for others to use it, export with --base-model OWNER/NAME")
 
 
-def write_beside(output, head, format, name, measured, license, dtype_changed, holds, source, target=None, chosen=None):
+def write_beside(
+    output, head, format, name, measured, license, dtype_changed, holds, source, origin, target=None, chosen=None
+):
     """Write what lies beside the weights in `output`: tokenizer, licence, drawings, replay.json, card.
 
-    source: the head's own folder; target: what to measure with, or None; chosen: of choose_prompts.  Returns the names of the
-    tokenizer files.
+    source: the head's own folder; origin: of find_origin, whose licence counts where `license` is None; target: what to measure
+    with, or None; chosen: of choose_prompts.  Returns the names of the tokenizer files.
     """
     theirs = find_target(target or head.config.base_model_name_or_path)
     tokenizer = copy_tokenizer(theirs, output)
-    has_text = write_license(license, output)
+    has_text = write_license(license or (origin and origin.license.get("license")), output)
     prompts, record = measured.prompts, None
     if target is not None:
         prompts, words = chosen
@@ -264,7 +272,7 @@ def write_beside(output, head, format, name, measured, license, dtype_changed, h
         record = replay_on_target(output, target, target_name(target), prompts)
         dtype_changed = False
     plots = write_plots(output, measured, source)
-    extras = Extras(tuple(plots), tuple(tokenizer), license_of(theirs), has_text, holds)
+    extras = Extras(tuple(plots), tuple(tokenizer), license_of(theirs), has_text, holds, origin)
     card = model_card(head, format, name, measured, license, dtype_changed, extras)
     (output / "README.md").write_text(with_tracked_run(card, measured.tracked), encoding="utf-8")
     write_replay(output, measured, prompts, record)

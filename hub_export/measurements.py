@@ -35,6 +35,7 @@ class Measurements:
     tree: Path | None = None  # the draft tree measured for this head
     training: tuple = ()  # lines of metrics.jsonl, up to the checkpoint's step
     tracked: dict | None = None  # where W&B has the run
+    origin: dict | None = None  # what an earlier export was converted from: hub_export/origin.py
 
     @property
     def tree_content(self):
@@ -82,23 +83,40 @@ def find_measurements(head_folder, source=None):
         tree=tree,
         training=tuple(training),
         tracked=None if run is None else find_tracked_run(run, is_final=step is None),
+        origin=earlier.get("origin"),
     )
 
 
 def _public_recipe(recipe):
     """Without paths of the machine it was trained on: they tell a reader nothing, or too much."""
-    return {key: value for key, value in recipe.items() if not str(value).startswith(("/", "~", "\\"))}
+    return {key: _public(value) for key, value in recipe.items() if not str(value).startswith(("/", "~", "\\"))}
 
 
 def _public_benchmark(benchmark):
     """With the last part alone of every absolute path, and heads called by their run."""
-    command = str(benchmark.get("command", "headstart bench")).split()
-    short = " ".join(Path(word).name if Path(word).is_absolute() else word for word in command)
     rows = []
     for row in benchmark.get("rows", ()):
         path = Path(str(row.get("head", "-")))
         rows.append(row | {"head": path.parent.name if path.name == "head" else path.name})
-    return benchmark | {"command": short, "rows": rows}
+    return _public(benchmark | {"command": str(benchmark.get("command", "headstart bench")), "rows": rows})
+
+
+# An absolute path where a word begins, also after --head= or in a list: /x, ~/x, file:///x, C:\x, \\x; no https://x, no a / b.
+_ROOT = r"(?:file://)?(?:/(?!/)|(?<!:)//|~[\w.-]*/|[A-Za-z]:[\\/]|\\\\)"
+_PATH = re.compile(rf"""(?<='){_ROOT}[^']+|(?<="){_ROOT}[^"]+|(?<![^\s=,:;(\[{{<|@`]){_ROOT}[^\s,;"'`]+""")
+
+
+def _public(value):
+    """With the last part alone of every absolute path, wherever in a value it stands; a value that begins with one is one."""
+    if isinstance(value, str):
+        return _last_part(value) if re.match(_ROOT, value) else _PATH.sub(lambda found: _last_part(found[0]), value)
+    if isinstance(value, dict):
+        return {_public(key): _public(one) for key, one in value.items()}
+    return [_public(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _last_part(path):
+    return re.split(r"[\\/]", path.rstrip("\\/"))[-1]
 
 
 def _figure(acceptance, recipe):

@@ -16,6 +16,7 @@ from ..inference.adapter import adapter_of
 from .acceptance import intervals
 from .acceptance_table import acceptance_table, eval_results, short
 from .commands import split_name, usage
+from .origin import Origin
 from .plots import CAPTIONS, FOLDER
 from .readers import readers_table
 
@@ -33,7 +34,8 @@ class Extras:
     """What lies beside the weights of an export: for the card to tell.
 
     plots: names of drawings; tokenizer: names of the target's tokenizer files; target_license: what the target's card says;
-    license_text: whether LICENSE is there; holds: what of the target's weights the files hold copies of, in words
+    license_text: whether LICENSE is there; holds: what of the target's weights the files hold copies of, in words; origin: the
+    published head that it was converted from (hub_export/origin.py), whose licence counts where none is given
     """
 
     plots: tuple = ()
@@ -41,6 +43,7 @@ class Extras:
     target_license: str | None = None
     license_text: bool = False
     holds: str = ""
+    origin: Origin | None = None
 
 
 def model_card(head, format, name, measured, license=None, dtype_changed=False, extras=Extras()):
@@ -52,8 +55,8 @@ def model_card(head, format, name, measured, license=None, dtype_changed=False, 
     target = target_name(head.config.base_model_name_or_path)
     tree = "static" if measured.tree is not None else "chain"
     sections = [
-        _front_matter(head, name, measured, license),
-        f"# {_title(name)}\n\n{_summary(head, format, target, bool(measured.recipe))}",
+        _front_matter(head, name, measured, license, extras.origin),
+        f"# {_title(name)}\n\n{_summary(head, format, target, bool(measured.recipe), extras.origin)}",
         f"## Measured\n\n{_measured(measured, dtype_changed, extras)}",
         f"## Use it\n\n{usage(head, format, name, target, tree, bool(_adapted(head, target)))}",
         f"## Which readers take it\n\n{_readers(head, format)}",
@@ -84,16 +87,19 @@ def target_name(base_model):
     return base_model if is_hub_id(base_model) or not Path(base_model).is_absolute() else Path(base_model).name
 
 
-def _front_matter(head, name, measured, license):
+def _front_matter(head, name, measured, license, origin):
     base_model, data = head.config.base_model_name_or_path, str((measured.recipe or {}).get("data", ""))
     results = eval_results(measured.acceptance)
+    inherited = origin.license if origin else {}
+    stated = {"license": license} if license else inherited or {"license": "other", "license_name": "not-stated"}
     fields = ModelCardData(
         model_name=_title(name),
         base_model=base_model if is_hub_id(base_model) else None,
         datasets=[data] if is_hub_id(data) else None,
         library_name="headstart",
-        license=license or "other",
-        license_name=None if license else "not-stated",
+        license=stated["license"],
+        license_name=stated.get("license_name"),
+        license_link=stated.get("license_link"),
         pipeline_tag="text-generation",
         tags=["headstart", PAPERS[family_of(head)][0], "speculative-decoding"],
         metrics=["acceptance_length"] if results else None,
@@ -102,7 +108,7 @@ def _front_matter(head, name, measured, license):
     return f"---\n{fields.to_yaml()}\n---"
 
 
-def _summary(head, format, target, trained):
+def _summary(head, format, target, trained, origin):
     done = "trained and exported" if trained else "exported"
     config, depth = head.config, head.num_speculative_tokens
     num_parameters = sum(parameter.numel() for parameter in head.parameters())
@@ -116,7 +122,7 @@ def _summary(head, format, target, trained):
     return (
         f"{count}{kind} ([arXiv {paper}](https://arxiv.org/abs/{paper})) that {verb} {depth} tokens ahead for the target "
         f"`{target}`, {done} with Headstart. In Headstart's engine the target checks every drafted token, and the "
-        "output is the one it gives without them.\n\n"
+        f"output is the one it gives without them.{f' {origin.text}' if origin else ''}\n\n"
         f"{_adapted(head, target)}"
         "| | |\n|---|---|\n"
         f"| target | `{target}`: hidden size {hidden_size}, vocabulary {config.vocab_size} |\n"
@@ -229,11 +235,18 @@ def _recipe(measured):
 
 
 def _license(head, license, target, extras):
-    """What may be said of it truthfully: the exporter names the licence of the head, and the target's is its makers'."""
-    said = (
-        f"The head is published under `{license}`" if license else "Whoever exported the head named no licence for it"
-    )
+    """What may be said of it truthfully: who exported or published the head names its licence, and the target's is its makers'."""
+    origin, card = extras.origin, "the card of the head it was converted from"
+    inherited = origin.license_name if origin else None
+    if license:
+        said = f"The head is published under `{license}`{', as whoever exported it says' if origin else ''}"
+    elif inherited:
+        said = f"The head is published under `{inherited}`, as {card} says"
+    else:
+        said = "Whoever exported the head named no licence for it"
+        said += f", and none was found in {card}" if origin else ""
     said += "; its text is in `LICENSE`." if extras.license_text else "."
+    said += f" {card[0].upper()}{card[1:]} says `{inherited}`." if license and inherited else ""
     theirs = f"`{extras.target_license}`, as its card says" if extras.target_license else "named in its own repository"
     parts = [said, f"The licence of `{target}` is {theirs}."]
     if extras.holds:

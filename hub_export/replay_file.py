@@ -3,7 +3,7 @@
 files, config, tensors   checksums of the files that say what the head is; config.json itself; checksums of the tensors as loaded
 drawn                    outputs for drawn inputs (replay.py); target: those on the target's own features, where it was at hand
 acceptance, prompts      figures (acceptance.py), and the prompts (token ids) that they were measured on
-rates, benchmark, recipe, step   what the model card tells besides, for an export of this export
+rates, benchmark, recipe, step, origin   what the model card tells besides, for an export of this export
 """
 
 import hashlib
@@ -53,6 +53,7 @@ def write_replay(folder, measured, prompts=None, target_record=None):
         "benchmark": measured.benchmark,
         "recipe": measured.recipe,
         "step": measured.step,
+        "origin": measured.origin,
     }
     Path(folder, REPLAY_FILE).write_text(json.dumps(content) + "\n", encoding="utf-8")
 

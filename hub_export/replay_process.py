@@ -28,7 +28,13 @@ def main(arguments):
     request = json.loads(Path(request_file).read_text(encoding="utf-8"))
     folder = Path(request["folder"])
     stored = read_replay(folder)
-    reply = {"tensors": _part(_tensors, folder), "drawn": _part(_drawn, folder, stored)}
+    tensors = _part(_tensors, folder)
+    if "error" in tensors:  # a head that does not load computes nothing: no target is loaded for it
+        acceptance = [tensors] * len(request["figures"]) if request["target"] else []
+        reply = {"tensors": tensors, "drawn": tensors, "target": tensors, "acceptance": acceptance}
+        Path(reply_file).write_text(json.dumps(reply), encoding="utf-8")
+        return
+    reply = {"tensors": tensors, "drawn": _part(_drawn, folder, stored)}
     if request["target"]:
         choose_threads_for(request["target"], request["device"])
         if stored["target"]:

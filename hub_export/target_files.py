@@ -4,6 +4,7 @@ Looks into the target's folder or the Hub's cache, and asks no network: a plain 
 """
 
 import importlib.metadata
+import re
 import shutil
 from pathlib import Path
 
@@ -47,17 +48,36 @@ def copy_tokenizer(folder, output):
 
 
 def license_of(folder):
-    """The licence that the front matter of a model folder's README.md names, or None."""
-    path = None if folder is None else folder / "README.md"
-    if path is None or not path.is_file():
-        return None
-    _, *rest = path.read_text(encoding="utf-8").split("---\n", 2)
-    try:
-        front = yaml.safe_load(rest[0]) if rest else None
-    except yaml.YAMLError:
-        return None
-    found = front.get("license") if isinstance(front, dict) else None
+    """The licence that the front matter of a model folder's README.md names, or None.  folder: of find_target, or None"""
+    found = None if folder is None else read_front_matter(folder).get("license")
     return found if isinstance(found, str) else None
+
+
+def read_front_matter(folder):
+    """The YAML at the head of a folder's README.md as a dict; {} where there is none, or none that can be read."""
+    path = Path(folder, "README.md")
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    if not text.startswith("---\n"):
+        return {}
+    try:
+        front = yaml.safe_load(text[4:].split("\n---\n", 1)[0])
+    except (ValueError, yaml.YAMLError):
+        return {}
+    return front if isinstance(front, dict) else {}
+
+
+def check_license(license):
+    """ValueError for what is no licence id in form: the Hub refuses a card with one."""
+    if license is not None and not is_license_id(license):
+        raise ValueError(
+            f"--license {license!r} is no licence id: expected one like apache-2.0 (lower case letters, digits, dots, hyphens); "
+            "the Hub lists them at https://huggingface.co/docs/hub/repositories-licenses"
+        )
+
+
+def is_license_id(text):
+    """Whether `text` has the form of a licence id."""
+    return re.fullmatch(r"[a-z0-9][a-z0-9.-]*", text) is not None
 
 
 def write_license(license, output):

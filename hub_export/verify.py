@@ -13,14 +13,16 @@ import json
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HTTPError
 
-from ..heads.checkpoint import read_config
+from ..heads.checkpoint import TREE_FILE, read_config
+from ..heads.formats import WEIGHT_FILES
 from ..heads.hub_id import check_may_be_id, split_revision
+from ..inference import adapter
 from ..inference.decoder import check_supported
 from ..inference.target_source import target_config
 from .acceptance import MAX_TOKENS, NUM_PROMPTS, disagreements, intervals, pool
@@ -116,7 +118,17 @@ def verify(export, target=None, prompts=None, device="auto", dtype=None):
     measured = iter(reply.get("acceptance", ()))
     for figure, asked in zip(stored["acceptance"], figures):
         checks.append(_acceptance(figure, next(measured, None) if asked else None, target))
-    return checks
+    return _each_reason_once(checks)
+
+
+def _each_reason_once(checks):
+    """Where a file does not load, everything computed from it fails with the same words: later ones name the first."""
+    first, told = {}, []
+    for check in checks:
+        earlier = first.setdefault((check.state, check.evidence), check.name)
+        repeats = check.state == FAILED and earlier != check.name
+        told.append(replace(check, evidence=f"as {earlier}") if repeats else check)
+    return told
 
 
 def _folder_of(export):
@@ -160,10 +172,23 @@ def _files(folder, stored):
     found, wanted = file_checksums(folder), stored["files"]
     missing = [name for name in wanted if name not in found]
     changed = [name for name in wanted if name in found and found[name] != wanted[name]]
-    if missing or changed:
-        said = [f"{', '.join(names)} {what}" for names, what in ((missing, "missing"), (changed, "changed")) if names]
+    added = [name for name in found if name not in wanted and _would_be_read(name)]
+    if missing or changed or added:
+        pairs = (missing, "missing"), (changed, "changed"), (added, "was not exported and would be read: move it away")
+        said = [f"{', '.join(names)} {what}" for names, what in pairs if names]
         return Check("files", FAILED, "; ".join(said))
     return Check("files", OK, f"{len(wanted)} have the SHA-256 that was written")
+
+
+def _would_be_read(name):
+    """Whether loading an export reads a file of this name beside those it holds: other weights, a tree, an adapter."""
+    *parents, name = name.split("/")
+    folder = "/".join(parents).removeprefix("head/")  # a head/ in it is read before what lies beside it
+    if folder == adapter.FOLDER:
+        return name in (adapter.CONFIG_FILE, adapter.WEIGHTS_FILE)
+    # Engines read every .safetensors of a folder.
+    names = (*WEIGHT_FILES, TREE_FILE, adapter.CONFIG_FILE)
+    return folder in ("", "head") and (name in names or name.endswith(".safetensors"))
 
 
 def _config(folder, stored):
@@ -199,7 +224,12 @@ def _card(folder, stored):
     if not path.is_file():
         yield Check("card", FAILED, "README.md is missing")
         return
-    for where, found in zip(("its table", "its model-index"), read_card(path.read_text(encoding="utf-8"))):
+    try:
+        told = read_card(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        yield Check("card", FAILED, str(error))
+        return
+    for where, found in zip(("its table", "its model-index"), told):
         wrong = [key for key in {**wanted, **found} if found.get(key) != wanted.get(key)]
         if wrong:
             (temperature, name), number = wrong[0], len(wrong)

@@ -184,6 +184,35 @@ def test_drawings_show_training_acceptance_and_tree(run, tmp_path):
     assert "/secret" not in text + (tmp_path / "out" / "replay.json").read_text()
 
 
+def test_no_absolute_path_reaches_the_export(run, tmp_path):
+    recipe = {"data": ["some/conversations", "/secret/my secret/a.jsonl"], "target": "/secret/target", "lr": 0.5}
+    recipe |= {
+        "more": {"files": ["~/secret/b.jsonl", "file:///secret/c"], "note": "from https://a.b/c or (/secret/d), 3 / 4"}
+    }
+    (run / "config.yaml").write_text(yaml.safe_dump(recipe))
+    words = [
+        "headstart bench --head=/secret/runs/e --models a/b,/a(secret)/f --tree '/my secret/g.json'",
+        r"--out C:\secret\h",
+    ]
+    bench = {
+        "command": " ".join(words),
+        "places": ["/secret/i", 2],
+        "rows": [{"head": "/secret/j/head", "draft": "/secret/k"}],
+    }
+    (run / "benchmark.json").write_text(json.dumps(bench))
+    assert main([str(run), "--format", "medusa", "--output", str(tmp_path / "out")]) == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    stored = json.loads((tmp_path / "out" / "replay.json").read_text())
+    assert "secret" not in card + json.dumps(stored)
+    note = "from https://a.b/c or (d), 3 / 4"
+    more = {"files": ["b.jsonl", "c"], "note": note}
+    assert stored["recipe"] == {"data": ["some/conversations", "a.jsonl"], "lr": 0.5, "more": more}
+    assert note in card
+    assert "`headstart bench --head=e --models a/b,f --tree 'g.json' --out h`" in card
+    assert stored["benchmark"]["rows"] == [{"head": "j", "draft": "k"}]
+    assert stored["benchmark"]["places"] == ["i", 2]
+
+
 def test_a_checkpoint_is_drawn_up_to_its_own_step(run, tmp_path):
     source = run / "checkpoints" / "step-000004"
     assert main([str(source), "--format", "medusa", "--output", str(tmp_path / "out")]) == 0
@@ -203,7 +232,10 @@ def test_figures_recipe_and_drawings_come_along_to_another_format(run, tmp_path)
     for name in ("medusa_lm_head.safetensors", "config.json", "tree.json"):
         assert (tmp_path / "one again" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
     cards = [(tmp_path / name / "README.md").read_text() for name in ("one", "two", "one again")]
-    assert cards[2] == cards[0].replace("name: one", "name: one again").replace("# one", "# one again").replace(
+    assert all("without them. Converted from `one`.\n" in card for card in cards[1:])
+    assert cards[2].replace(" Converted from `one`.", "").replace(
+        ", and none was found in the card of the head it was converted from", ""
+    ) == cards[0].replace("name: one", "name: one again").replace("# one", "# one again").replace(
         '"one"', '"one again"'
     ).replace("--head one", "--head one again").replace("verify one", "verify one again").replace(
         "--model-id one", "--model-id one again"

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+import yaml
 from huggingface_hub import constants
 from transformers import AutoModelForCausalLM
 
@@ -16,6 +17,7 @@ from headstart.hub_export import verify
 from headstart.hub_export.export import main
 
 H, V = 32, 320
+THEIRS = "the card of the head it was converted from"
 NOT_OF_THE_HEAD = ("transformers_version",)  # a key of config.json that says who wrote it
 
 
@@ -91,6 +93,63 @@ def test_figures_of_a_published_export_come_along_by_its_id(tmp_path, publish):
     publish(tmp_path / "one", "team/one")
     assert main(["team/one", "--format", "vllm", "--output", str(tmp_path / "two")]) == 0
     assert "| acceptance length | 1.25 |" in (tmp_path / "two" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("card", "options", "front", "said"),
+    [
+        (
+            "license: apache-2.0",
+            [],
+            {"license": "apache-2.0"},
+            f"under `apache-2.0`, as {THEIRS} says; its text is in `LICENSE`.",
+        ),
+        (
+            "license: other\nlicense_name: llama3\nlicense_link: https://a.b/c",
+            [],
+            {"license": "other", "license_name": "llama3", "license_link": "https://a.b/c"},
+            f"under `llama3`, as {THEIRS} says.",
+        ),
+        (
+            "license: apache-2.0",
+            ["--license", "mit"],
+            {"license": "mit"},
+            f"under `mit`, as whoever exported it says. {THEIRS.capitalize()} says `apache-2.0`.",
+        ),
+        ("license: Mine", [], {"license": "other", "license_name": "not-stated"}, f"and none was found in {THEIRS}."),
+        (None, [], {"license": "other", "license_name": "not-stated"}, f"and none was found in {THEIRS}."),
+    ],
+)
+def test_a_converted_head_names_its_origin_and_the_licence_of_that(tmp_path, publish, card, options, front, said):
+    save_head(Medusa(MedusaConfig(H, V, 2)), tmp_path / "published")
+    if card is not None:
+        (tmp_path / "published" / "README.md").write_text(f"---\n{card}\n---\n# It\n")
+    publish(tmp_path / "published", "team/published")
+    words = ["--format", "medusa", "--output"]
+    assert main(["team/published@main", *words, str(tmp_path / "one"), *options]) == 0
+    # Of the export of an export the origin is the same, and so is the licence that it was given.
+    assert main([str(tmp_path / "one"), *words, str(tmp_path / "two")]) == 0
+    for name in ("one", "two"):
+        told, text = (tmp_path / name / "README.md").read_text().removeprefix("---\n").split("\n---\n", 1)
+        assert "Converted from [team/published](https://huggingface.co/team/published), revision `main`." in text
+        assert {key: value for key, value in yaml.safe_load(told).items() if key.startswith("license")} == front
+        assert (tmp_path / name / "LICENSE").is_file() == (front["license"] == "apache-2.0")
+    assert said in (tmp_path / "one" / "README.md").read_text()
+
+
+def test_a_folder_with_a_card_is_named_without_its_path(tmp_path):
+    save_head(Medusa(MedusaConfig(H, V, 2)), tmp_path / "secret" / "published")
+    words = [str(tmp_path / "secret" / "published"), "--format", "medusa", "--output"]
+    card = tmp_path / "secret" / "published" / "README.md"
+    for text, name in (("# It\n\n---\nlicense: mit\n---\n", "one"), ("---\nlicense: mit\n---\n# It\n", "two")):
+        card.write_text(text)
+        assert main([*words, str(tmp_path / name)]) == 0
+    one, two = ((tmp_path / name / "README.md").read_text() for name in ("one", "two"))
+    assert "Converted from" not in one
+    assert "license: other\nlicense_name: not-stated" in one
+    assert " Converted from `published`." in two
+    assert "\nlicense: mit\n" in two
+    assert "secret" not in two + (tmp_path / "two" / "replay.json").read_text()
 
 
 def test_an_export_is_verified_by_its_id(tmp_path, publish, capsys, monkeypatch):

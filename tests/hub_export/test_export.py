@@ -229,6 +229,14 @@ def test_formats_that_would_lose_something_are_refused(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("license", ["Apache 2.0", "MIT", "mit license", "", "-mit", "apache_2"])
+def test_what_is_no_licence_id_is_refused_before_anything_else(tmp_path, capsys, license):
+    words = ["--format", "medusa", "--output", tmp_path / "out", "--push-to-hub", "me/it", f"--license={license}"]
+    said = error_of(capsys, tmp_path / "nowhere", *words)
+    assert f"--license {license!r} is no licence id: expected one like apache-2.0" in said
+    assert "https://huggingface.co/docs/hub/repositories-licenses" in said
+
+
 def test_a_folder_that_holds_something_is_left_alone(run, tmp_path, capsys):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("mine")

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -18,6 +19,7 @@ from headstart.hub_export import acceptance, export, replay_process, verify
 from headstart.hub_export.acceptance import disagreements, intervals, pool
 from headstart.hub_export.export import main
 from headstart.hub_export.replay import draw
+from headstart.hub_export.replay_file import read_replay
 
 H, V = 32, 320
 PROMPTS = ["def read(path):", "class Head(nn.Module):", "import torch", "return x + self.linear(x)"]
@@ -218,6 +220,54 @@ def test_a_changed_figure_of_the_card_is_named(copy, check, before, where):
     assert "for acceptance length at temperature 0, measured was " in found["card"][1]
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda metric: metric.update(value=None),
+            "the card's value of acceptance length at temperature 0 is no number (None)",
+        ),
+        (
+            lambda metric: metric["args"].update(temperature="warm"),
+            "the card's temperature of acceptance length is no number ('warm')",
+        ),
+        (
+            lambda metric: metric["args"].update(temperature=None),
+            "the card's temperature of acceptance length is no number (None)",
+        ),
+        (lambda metric: metric.update(value=10**400), "temperature 0 is no number that fits (1000"),
+        (lambda metric: metric.update(args="mine"), "its model-index says nothing for acceptance length"),
+        (lambda metric: metric.clear(), "its model-index says nothing for acceptance length"),
+    ],
+)
+def test_a_model_index_edited_by_hand_is_a_verdict(copy, check, change, said):
+    _, front, text = (copy / "README.md").read_text().split("---\n", 2)
+    front = yaml.safe_load(front)
+    change(front["model-index"][0]["results"][0]["metrics"][0])
+    (copy / "README.md").write_text(f"---\n{yaml.safe_dump(front)}---\n{text}")
+    found = check(copy, target=None)
+    assert failed(found) == {"card"}
+    assert said in found["card"][1]
+
+
+@pytest.mark.parametrize(
+    ("front", "said"),
+    [
+        ("model-index: mine", "the card's model-index holds 'mine' where lists of mappings are expected"),
+        ("model-index: [{results: [null]}]", "the card's model-index holds '[None]' where"),
+        ("[license, mit]", "the front matter of README.md is no mapping"),
+        ("a: [", "the front matter of README.md is no YAML"),
+        ("a: 2026-13-45", "the front matter of README.md is no YAML"),
+    ],
+)
+def test_a_front_matter_that_cannot_be_read_is_a_verdict(copy, check, front, said):
+    _, _, text = (copy / "README.md").read_text().split("---\n", 2)
+    (copy / "README.md").write_text(f"---\n{front}\n---\n{text}")
+    found = check(copy, target=None)
+    assert failed(found) == {"card"}
+    assert said in found["card"][1]
+
+
 def test_text_of_the_card_may_be_changed(copy, check):
     card = (copy / "README.md").read_text()
     (copy / "README.md").write_text(card.replace("## Use it", "## A word of mine\n\n| a | b |\n|---|---|\n\n## Use it"))
@@ -263,12 +313,52 @@ def test_missing_files_are_named(copy, check):
     assert found["files"][1] == "medusa_lm_head.pt missing"
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tree.json",
+        "model.safetensors",
+        "pytorch_model.bin.index.json",
+        "more.safetensors",
+        "head/medusa_lm_head.pt",
+        "adapter/adapter_config.json",
+        "head/adapter/adapter_model.safetensors",
+    ],
+)
+def test_a_file_that_was_not_exported_and_would_be_read_is_named(copy, name):
+    (copy / name).parent.mkdir(exist_ok=True, parents=True)
+    (copy / name).write_text("{}")
+    found = verify._files(copy, read_replay(copy))
+    assert (found.state, found.evidence) == (verify.FAILED, f"{name} was not exported and would be read: move it away")
+
+
+def test_other_files_may_lie_there(copy, check):
+    for name in ("notes.txt", "results.json", "old/tree.json", "old/model.safetensors", "adapter/notes.json"):
+        (copy / name).parent.mkdir(exist_ok=True)
+        (copy / name).write_text("{}")
+    assert not failed(check(copy, target=None))
+
+
 def test_weights_that_do_not_load_are_a_verdict_not_a_crash(copy, check):
     path = copy / "medusa_lm_head.safetensors"
     path.write_bytes(path.read_bytes()[:-10])
     found = check(copy, target=None)
     assert failed(found) == {"files", "tensors", "outputs, drawn inputs"}
     assert "cut short" in found["tensors"][1]
+
+
+def test_a_reason_is_told_once(copy, check):
+    path = copy / "medusa_lm_head.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+    found = check(copy)
+    assert len(failed(found)) == 6
+    assert [name for name, (_, evidence) in found.items() if "cut short" in evidence] == ["tensors"]
+    assert [name for name, (_, evidence) in found.items() if evidence == "as tensors"] == [
+        "outputs, drawn inputs",
+        "outputs, target's features",
+        "acceptance at temperature 0",
+        "acceptance at temperature 0.8",
+    ]
 
 
 @pytest.mark.parametrize(
