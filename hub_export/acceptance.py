@@ -5,10 +5,10 @@ prompts (words: which); num_prompts, max_tokens; and where this file measured it
 [steps, accepted at position 1, 2, ...], from which all its numbers follow.
 """
 
-import random
 from datetime import date
 from pathlib import Path
 
+from ..inference.acceptance import bootstrap
 from ..inference.compare import hardware_name
 from ..inference.llm import LLM
 from ..inference.prompt_files import read_prompts, render_prompt
@@ -18,7 +18,7 @@ from ..inference.target_source import load_tokenizer, target_config
 TEMPERATURES = (0.0, 0.8)
 NUM_PROMPTS, MAX_TOKENS = 16, 96
 LEAST_TOKENS = 8  # new ones that must fit behind a prompt
-RESAMPLES, MIDDLE = 2000, 0.99
+MIDDLE = 0.99  # of a bootstrap
 SLACK = 0.01  # of a figure, for arithmetic of other machines on top of its interval
 # Tokens more or less: of something that happens so often on average, 0.5 % of measurements find nothing (exp(-5.3)), and those say
 # nothing of how far a bootstrap may be off.
@@ -133,16 +133,13 @@ def pool(counts):
 
 
 def intervals(counts):
-    """(low, high) of the acceptance length and of every position: the middle 99 % of a bootstrap over the requests.
+    """(low, high) of the acceptance length and of every position: the middle 99 % of a bootstrap over the requests."""
 
-    Requests are resampled, not steps: the steps of one request are not independent.
-    """
-    dice, drawn = random.Random(0), []
-    for _ in range(RESAMPLES):
-        figures = pool(dice.choices(counts, k=len(counts)))
-        drawn.append([figures["acceptance_length"], *figures["per_position"]])
-    cut = int((1 - MIDDLE) / 2 * RESAMPLES)
-    return [(values[cut], values[-1 - cut]) for values in map(sorted, zip(*drawn))]
+    def figures(counts):
+        found = pool(counts)
+        return [found["acceptance_length"], *found["per_position"]]
+
+    return bootstrap(counts, figures, MIDDLE)
 
 
 def disagreements(figure, counts):

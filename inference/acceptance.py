@@ -10,6 +10,7 @@ from .engine import RECORDED_WIDTH
 from .sampling import SamplingParams
 
 NUM_SAMPLES = 4
+RESAMPLES = 2000  # of a bootstrap
 
 
 def measure_acceptance(llm, prompts, sampling_params=None, use_tqdm=False):
@@ -58,25 +59,40 @@ def measure_acceptance(llm, prompts, sampling_params=None, use_tqdm=False):
     }
 
 
-def acceptance_interval(outputs, resamples=2000):
+def acceptance_interval(outputs):
     """Tokens per step of RequestOutputs, pooled, and the middle 95 % of a bootstrap over the requests.
 
-    Requests are resampled, not steps: the steps of one request are not independent. Returns a dict: acceptance_length, low,
-    high, steps.
+    Returns a dict: acceptance_length, low, high, steps.
     """
     pairs = []  # steps, tokens that they emitted
     for output in outputs:
         for one in output.outputs:
             metrics = one.spec_decode_metrics
             pairs.append((metrics.num_steps, metrics.num_steps * metrics.acceptance_length))
-    dice, lengths = random.Random(0), []
-    for _ in range(resamples):
-        steps, tokens = map(sum, zip(*dice.choices(pairs, k=len(pairs))))
-        lengths.append(tokens / max(steps, 1))
-    lengths.sort()
-    steps, tokens = map(sum, zip(*pairs))
-    low, high = lengths[int(0.025 * resamples)], lengths[int(0.975 * resamples)]
-    return {"acceptance_length": tokens / max(steps, 1), "low": low, "high": high, "steps": int(steps)}
+
+    def length(pairs):
+        steps, tokens = map(sum, zip(*pairs))
+        return [tokens / max(steps, 1)]
+
+    [(low, high)] = bootstrap(pairs, length, 0.95)
+    return {
+        "acceptance_length": length(pairs)[0],
+        "low": low,
+        "high": high,
+        "steps": int(sum(steps for steps, _ in pairs)),
+    }
+
+
+def bootstrap(requests, figures, middle):
+    """[(low, high)] of every figure: the middle (0.95: 95 %) of what it comes to over requests drawn again and again.
+
+    figures: what of a list of requests gives a list of numbers. Requests are drawn, not steps: the steps of one request are not
+    independent.
+    """
+    dice = random.Random(0)
+    drawn = [figures(dice.choices(requests, k=len(requests))) for _ in range(RESAMPLES)]
+    cut = int((1 - middle) / 2 * RESAMPLES)
+    return [(values[cut], values[-1 - cut]) for values in map(sorted, zip(*drawn))]
 
 
 def rank_hits(recorded, num_depths, behind_first=False):
