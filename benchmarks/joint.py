@@ -48,16 +48,8 @@ def main(arguments=None):
     runs = {name: folder / name for name in ("heads", "half", "joint")}
     train(runs["heads"], options.steps, [*shared, *keys])
     train(runs["half"], half, [*shared, *keys])
-    joint = [
-        "--seed",
-        "1",
-        *keys,
-        "--stage",
-        "joint",
-        "--start_from",
-        str(runs["half"]),
-    ]  # other rows than the first half
-    train(runs["joint"], half, [*shared, *joint])
+    going_on = ["--stage", "joint", "--start_from", str(runs["half"])]
+    train(runs["joint"], half, [*shared, "--seed", "1", *keys, *going_on])  # other rows than the first half
 
     rows, prompts, device = [], read_prompts(Path(options.target) / "heldout.jsonl"), None
     for name, adapter in (("heads", None), ("half", None), ("joint", runs["joint"])):

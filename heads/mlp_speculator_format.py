@@ -105,12 +105,10 @@ def _read_steps(tensors, config, notes):
     """
     said, held = config.get("tie_weights") or False, _num_held(tensors)
     repeated, differing = _find_repeated(tensors)
-    tied, whole = (
-        said,
-        len(repeated) == 5 * held - 6,
-    )  # emb, proj, ln's two and head, but for those of step 0 and proj.1
+    most = 5 * held - 6  # that can be repeated: emb, proj, ln's two and head, but for those of step 0 and proj.1
+    tied, whole = said, len(repeated) == most
     if said and differing:
-        if differing != repeated or 2 * len(repeated) < 5 * held - 6:
+        if differing != repeated or 2 * len(repeated) < most:
             first = differing[0]
             raise ValueError(f"config.json says that steps are tied, but {first} is not {_shared_name(first)}")
         tied = False

@@ -217,10 +217,9 @@ def vllm_speculators(files):
 
 def sglang_eagle3(files):
     config, head = files.config, files.head.config
-    if files.format != "speculators" and not any(name.startswith("midlayer.") for name in files.tensors):
-        yield LAYOUT, "it calls the layer `midlayer.` and passes over `layers.0.`: it would draft from random values"
-    if head.norm_before_residual:
-        yield NO, "it knows no `norm_before_residual`, which is true here"
+    yield from _midlayer(
+        files, "it calls the layer `midlayer.` and passes over `layers.0.`: it would draft from random values"
+    )
     if files.format == "speculators":
         return
     if config.get("architectures") != ["LlamaForCausalLMEagle3"]:
@@ -238,12 +237,17 @@ def sglang_eagle3(files):
         )
 
 
+def _midlayer(files, otherwise):
+    """The original layout: the name of its layer, and its one place of the norm."""
+    if files.format != "speculators" and not any(name.startswith("midlayer.") for name in files.tensors):
+        yield LAYOUT, otherwise
+    if files.head.config.norm_before_residual:
+        yield NO, "it knows no `norm_before_residual`, which is true here"
+
+
 def original_eagle3(files):
     config, head = files.config, files.head.config
-    if files.format != "speculators" and not any(name.startswith("midlayer.") for name in files.tensors):
-        yield LAYOUT, "it calls the layer `midlayer.`, not `layers.0.`"
-    if head.norm_before_residual:
-        yield NO, "it knows no `norm_before_residual`, which is true here"
+    yield from _midlayer(files, "it calls the layer `midlayer.`, not `layers.0.`")
     if head.rope_scaling is not None:
         yield NO, "it knows no rope scaling"
     if head.attention_bias:

@@ -38,8 +38,8 @@ EXAMPLES = """\
 examples
   heads.export verify exports/first --model assets/stdlib-coder
   heads.export verify you/first --model you/target --device cuda
-  heads.export verify exports/first --model assets/stdlib-coder --prompts runs/first/heldout.jsonl
-      for figures that a training run measured: its prompts do not come along
+  heads.export verify exports/first --model you/target --prompts runs/first/heldout.jsonl
+      for figures that a training run measured, whose prompts do not come along: heldout.jsonl of the run, else of its target
 
 Exit status: 0 it is what it says, 1 it is not or it could not be checked, 2 usage.
 """
