@@ -21,11 +21,11 @@ NUM_ROWS = 4  # of drawn inputs
 ROW_STRIDE = 31  # positions between them, so that a wrong rotation shows
 WIDTH = 8  # values kept of a row
 NUM_PROJECTIONS = 16  # of the target's features
-NUM_TARGET_PROMPTS, NUM_TARGET_ROWS, CONTEXT = (
+NUM_TARGET_PROMPTS, CONTEXT, NUM_TARGET_ROWS = (
     8,
-    2,
     32,
-)  # prompts, rows of each that count, rows of each that are computed
+    2,
+)  # prompts, rows computed of each, and of these the rows that count
 EAGLE_STEPS = 3  # an EAGLE head drafts as deep as one likes
 # The largest error, in units of an output's spread. 16 bits: the target computed its features in a dtype of so many. For the
 # embedded target of 8 layers in bfloat16 instead of float32 it is 0.02 to 0.04, and the features are 0.009 away.
