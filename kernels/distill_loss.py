@@ -3,7 +3,7 @@
     hard      -log q(label)                    cross entropy against the text
     kl        sum p (log p - log q)            forward KL from the target's law
     lk        w kl + (1 - w)(1 - alpha)        LK (arXiv 2602.23881): alpha = sum min(p, q) is the probability that a draft
-                                               from q is accepted; w = exp(-eta alpha), held fixed: kl leads as long as q is far off
+                                               from q is accepted; w, one for all rows, is the caller's (train/losses.py)
     lk-log    -log alpha                       LK's other form
     + top_k_weight * sum of -p log q over the likeliest tokens of p (not normalised again): HASS's term (arXiv 2408.15766)
 
@@ -51,7 +51,7 @@ class RowFigures(NamedTuple):
     rank: torch.Tensor | None  # int64: the label's place, 1 the likeliest, ties to the lowest id; NO_RANK for label -1
 
 
-def distill_loss_reference(logits, labels, valid, law, name, eta, top_k_weight, factor, measure):
+def distill_loss_reference(logits, labels, valid, law, name, kl_weight, top_k_weight, factor, measure):
     """The formulas in plain torch, for any device; law: by target_law_reference."""
     log_q = torch.log_softmax(logits, -1, dtype=wide(logits.dtype))
     shown, rank, alpha = labels.clamp_min(0), None, None
@@ -74,15 +74,14 @@ def distill_loss_reference(logits, labels, valid, law, name, eta, top_k_weight, 
         kept = gradient.where(gradient < p, 0)  # [C, V]
         kept_sum = kept.sum(-1)
         if name == "lk":
-            weight = torch.exp(-eta * alpha)
-            value = weight * value + (1 - weight) * (1 - alpha)
-            share = weight * (1 if law.mass is None else law.mass) + (1 - weight) * kept_sum
-            of_p, of_kept = weight, 1 - weight
+            of_p, of_kept = kl_weight, 1 - kl_weight
+            value = of_p * value + of_kept * (1 - alpha)
+            share = of_p * (1 if law.mass is None else law.mass) + of_kept * kept_sum
         else:
             # S <= alpha, so both quotients are at most 1 however small alpha is.
             least = alpha.clamp_min(_TINY)
             value = -least.log()
-            share, of_p, of_kept = kept_sum / least, None, 1 / least
+            share, of_p, of_kept = kept_sum / least, 0, (1 / least)[:, None]
     if top_k_weight:
         value = value + top_k_weight * value_top
         share = (1 if share is None else share) + top_k_weight * law.likely.sum(-1)
@@ -92,9 +91,9 @@ def distill_loss_reference(logits, labels, valid, law, name, eta, top_k_weight, 
     elif name == "kl":
         gradient.sub_(p, alpha=factor)
     else:
-        if of_p is not None:
-            gradient.addcmul_(p, of_p[:, None], value=-factor)
-        gradient.sub_(kept.mul_(of_kept[:, None]), alpha=factor)
+        if of_p:
+            gradient.sub_(p, alpha=factor * of_p)
+        gradient.sub_(kept.mul_(of_kept), alpha=factor)
     if top_k_weight:
         gradient.scatter_add_(-1, law.likely_tokens, law.likely * (-factor * top_k_weight))
     gradient[~valid] = 0
@@ -105,7 +104,7 @@ def distill_loss_reference(logits, labels, valid, law, name, eta, top_k_weight, 
 @jit
 def _distill(
     logits, labels, valid, target, target_top, target_log_sum, mass, likely, likely_tokens, losses, alphas, ranks,
-    vocab_size, factor, eta, top_k_weight,
+    vocab_size, factor, kl_weight, top_k_weight,
     NAME: tl.constexpr, LAW: tl.constexpr, SLICE: tl.constexpr, TOP_K: tl.constexpr, MEASURE: tl.constexpr,
     NONE: tl.constexpr, TINY: tl.constexpr, BLOCK: tl.constexpr, TOP_BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -179,8 +178,7 @@ def _distill(
                     kl += tl.where(p == 0, 0.0, p * (log_p - log_q))
             alpha_, kept_ = tl.sum(alpha, 0), tl.sum(kept_sum, 0)
             if NAME == "lk":
-                of_p = tl.exp(-eta * alpha_)
-                of_kept = 1.0 - of_p
+                of_p, of_kept = kl_weight, 1.0 - kl_weight
                 value = of_p * tl.sum(kl, 0) + of_kept * (1.0 - alpha_)
                 share = of_p * share + of_kept * kept_
             else:
@@ -224,12 +222,13 @@ def _distill(
             tl.store(alphas + row, tl.sum(alpha, 0))
 
 
-def distill_loss(logits, labels, valid, law, name, eta=3.0, top_k_weight=0.0, factor=1.0, measure=True):
+def distill_loss(logits, labels, valid, law, name, kl_weight=1.0, top_k_weight=0.0, factor=1.0, measure=True):
     """Losses of the rows of logits [C, V], which are overwritten by `factor` times their gradients.  -> RowFigures
 
     labels: int64 [C] from 0 to V - 1, or -1 outside a draft vocabulary: such a row must not be valid where the loss is hard;
     valid: bool [C], the other rows have no loss and a gradient of zeros; law: TargetLaw of the same tokens, or None where only hard
-    is wanted; name: one of LOSSES; eta: of lk; top_k_weight: of HASS's term over law.likely_tokens; measure: alpha and rank too.
+    is wanted; name: one of LOSSES; kl_weight: w of lk; top_k_weight: of HASS's term over law.likely_tokens; measure: alpha and rank
+    too.
     Raises ValueError for shapes, dtypes and names that do not fit.
     """
     rows = logits.shape[:1]
@@ -250,7 +249,7 @@ def distill_loss(logits, labels, valid, law, name, eta=3.0, top_k_weight=0.0, fa
     if top_k_weight and law.likely is None:
         raise ValueError(f"top_k_weight {top_k_weight} needs the target's likeliest tokens: give target_law a top_k")
     if not on_triton(logits):
-        return distill_loss_reference(logits, labels, valid, law, name, eta, top_k_weight, factor, measure)
+        return distill_loss_reference(logits, labels, valid, law, name, kl_weight, top_k_weight, factor, measure)
     check_kernel_dtype("distill_loss", logits)
     fresh = dict(dtype=torch.float32, device=logits.device)
     count, vocab_size = logits.shape
@@ -266,7 +265,7 @@ def distill_loss(logits, labels, valid, law, name, eta=3.0, top_k_weight=0.0, fa
         block, warps = launch(vocab_size)
         _distill[(count,)](
             logits, labels.contiguous(), valid.contiguous(), *told, losses, alphas, ranks,
-            vocab_size, float(factor), float(eta), float(top_k_weight),
+            vocab_size, float(factor), float(kl_weight), float(top_k_weight),
             name, law is not None, law is not None and law.mass is not None, top_k, measure, NO_RANK, _TINY, block,
             triton.next_power_of_2(max(top_k, 1)), num_warps=warps,
         )  # fmt: skip

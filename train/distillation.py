@@ -19,7 +19,7 @@ Letters: B rows, T tokens per row, M = B T, N labels, C labels of a chunk, S wid
 K depths.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -56,12 +56,34 @@ def find_labels(input_ids, document_ids, supervised, num_depths):
 
 @dataclass(frozen=True)
 class Objective:
-    """What is minimised: the loss of a row, and one weight per depth k."""
+    """What is minimised: the loss of a row, and one weight per depth k.
+
+    acceptance: of lk, what each depth's mean rate of acceptance was in the step before, over all ranks; None: nothing yet.
+    """
 
     loss: Loss
     weights: list
     token_weight: float = 1.0
     feature_weight: float = 0.0
+    acceptance: list | None = None
+
+    @property
+    def adapts(self):
+        """Does the loss follow the rate of acceptance, so that every step must measure it?"""
+        return self.loss.name == "lk"
+
+    def at(self, acceptance):
+        """The objective of a step before which the depths' rates of acceptance were these."""
+        return replace(self, acceptance=acceptance)
+
+    def kl_weight(self, k):
+        return self.loss.kl_weight(self.acceptance[k] if self.acceptance else 0.0)
+
+    def after(self, totals):
+        """The objective of the next step.  totals: what `accumulate_gradients` returned, summed over ranks and micro-steps."""
+        if not self.adapts:
+            return self
+        return self.at((totals[:, 4] / totals[:, 1].clamp_min(1)).tolist())
 
 
 def accumulate_gradients(predictions, features, labels, lm_head, objective, num_labels, chunk_tokens, with_hits=False):
@@ -70,11 +92,12 @@ def accumulate_gradients(predictions, features, labels, lm_head, objective, num_
     features [M, H]: the target's last states; labels: Labels of at least K depths; lm_head: the target's, a module; num_labels: the
     divisor, the labels of the whole optimiser step on all ranks. Outside a draft vocabulary there is no hard loss: such a label
     counts in num_labels and for nothing else.
-    Returns fp64 [K, 5]: per depth the sum of its token losses, how many labels it had, and (with_hits) its top-1 and top-5 hits and
-    the sum of its rates of acceptance, where the loss needs the target's law; with a feature_weight [K, 6], the sum of its feature
-    losses the last.
+    Returns fp64 [K, 5]: per depth the sum of its token losses, how many labels it had, and (with_hits, or where the objective
+    adapts) its top-1 and top-5 hits and the sum of its rates of acceptance, where the loss needs the target's law; with a
+    feature_weight [K, 6], the sum of its feature losses the last.
     """
     num_depths, draft_ids, loss = len(objective.weights), predictions.draft_ids, objective.loss
+    with_hits = with_hits or objective.adapts
     regresses = objective.feature_weight > 0
     totals = torch.zeros(num_depths, 5 + regresses, dtype=torch.float64, device=features.device)
     gradients = [torch.zeros_like(state) if state.requires_grad else None for state in predictions.states]
@@ -100,7 +123,8 @@ def accumulate_gradients(predictions, features, labels, lm_head, objective, num_
             logits = predictions.logits(rows, k)  # [C, V]
             share = objective.weights[k] / num_labels
             gradient = logits.detach()  # the same memory, which no backward reads as logits
-            arguments = (loss.name, loss.eta, loss.top_k_weight, objective.token_weight * share, with_hits)
+            weights = (objective.kl_weight(k), loss.top_k_weight)
+            arguments = (loss.name, *weights, objective.token_weight * share, with_hits)
             figures = distill_loss(gradient, tokens, valid[k], law, *arguments)
             ends, given = [logits], [gradient]
             if regresses:

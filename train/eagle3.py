@@ -200,6 +200,7 @@ def main(argv):
         batches = look_ahead(make_ready, order, device)
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=run.precision == "bf16")
         tokens_per_row = (packed.document_ids >= 0).sum(1).numpy()  # [R]
+        objective = recipe.objective.at(run.acceptance)
         speed = Speedometer(run.tokens)
 
         while True:
@@ -224,7 +225,7 @@ def main(argv):
                 index, *batch, supervised, features = next(batches)  # [B], [B, T] each, [B, T, (1 + A) H]
                 input_ids, _, document_ids = batch
                 labels = find_labels(input_ids, document_ids, supervised, recipe.num_steps)
-                projection = (target.lm_head, recipe.objective, num_labels, recipe.chunk_tokens)
+                projection = (target.lm_head, objective, num_labels, recipe.chunk_tokens)
                 last = features[..., : target.hidden_size].flatten(0, 1)  # [M, H]
                 with autocast:
                     predictions = predict(features, *batch, num_steps=recipe.num_steps)
@@ -237,10 +238,11 @@ def main(argv):
             with describe_non_finite(step, packed, fed, tokenizer):
                 totals, grad_norm = finish_step(head, optimizer, shares, accelerator, lr, recipe.max_grad_norm)
 
-            run.advance(int(tokens_per_row[rows].sum()))
+            objective = objective.after(totals)
+            run.advance(int(tokens_per_row[rows].sum()), objective.acceptance)
             bar.update()
             if logs:
-                figures = summarize(totals, recipe.objective, num_labels) | {"lr": lr, "grad_norm": grad_norm}
+                figures = summarize(totals, objective, num_labels) | {"lr": lr, "grad_norm": grad_norm}
                 run.record_step(figures, speed, bar)
         run.finish(head)
     return 0

@@ -1,5 +1,10 @@
-"""Which loss a run minimises. The formulas, and what computes them: kernels/distill_loss.py."""
+"""Which loss a run minimises. The formulas, and what computes them: kernels/distill_loss.py.
 
+The weight of kl within lk is exp(-eta a), where a is a depth's mean rate of acceptance over all its labels (arXiv 2602.23881, as
+its authors compute it). Weighing every label by its own rate gave less acceptance than kl alone (docs/log.md).
+"""
+
+import math
 from dataclasses import dataclass
 
 from ..kernels.distill_loss import LOSSES
@@ -17,6 +22,10 @@ class Loss:
     def __post_init__(self):
         if self.name not in LOSSES:
             raise ValueError(f"loss must be one of {', '.join(LOSSES)}, got {self.name!r}")
+
+    def kl_weight(self, acceptance):
+        """The weight of kl within lk where drafts are accepted at this rate: 1 where none is."""
+        return math.exp(-self.eta * acceptance)
 
     @property
     def needs_law(self):

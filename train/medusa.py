@@ -211,6 +211,7 @@ def main(argv):
         batches = look_ahead(make_ready, order, device)
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=run.precision == "bf16")
         tokens_per_row = (packed.document_ids >= 0).sum(1).numpy()  # [R]
+        objective = recipe.objective.at(run.acceptance)
         speed = Speedometer(run.tokens)
 
         while True:
@@ -237,11 +238,11 @@ def main(argv):
                 labels = find_labels(input_ids, document_ids, supervised, recipe.num_heads)
                 sizes = (num_labels, recipe.chunk_tokens)
                 if adapter:
-                    objectives = (recipe.objective, recipe.target_loss)
+                    objectives = (objective, recipe.target_loss)
                     given = (target, adapter, predict, batch, labels, *objectives, *sizes, autocast, logs)
                     share = accumulate_joint_gradients(*given)  # [1 + K, 5]
                 else:
-                    projection = (target.lm_head, recipe.objective, *sizes)
+                    projection = (target.lm_head, objective, *sizes)
                     with autocast:
                         predictions = predict(features, *batch)
                         share = accumulate_gradients(predictions, features.flatten(0, 1), labels, *projection, logs)
@@ -253,10 +254,11 @@ def main(argv):
             with describe_non_finite(step, packed, fed, tokenizer):
                 totals, grad_norm = finish_step(trained_parts, optimizer, shares, accelerator, lr, recipe.max_grad_norm)
 
-            run.advance(int(tokens_per_row[rows].sum()))
+            objective = objective.after(totals[1:] if adapter else totals)
+            run.advance(int(tokens_per_row[rows].sum()), objective.acceptance)
             bar.update()
             if logs:
-                summary = (summarize_joint if adapter else summarize)(totals, recipe.objective, num_labels)
+                summary = (summarize_joint if adapter else summarize)(totals, objective, num_labels)
                 figures = summary | {"lr": lr, "grad_norm": grad_norm}
                 run.record_step(figures, speed, bar)
         run.finish(head)

@@ -153,10 +153,17 @@ class RunFolder:
             self.note(f"{len(conversations)} conversations are held out to measure on (eval_prompts, eval_data)")
             write_conversations(self.path / "heldout.jsonl", conversations)
 
-    def advance(self, tokens):
+    @property
+    def acceptance(self):
+        """What the last step gave `advance`, if anything: the depths' rates of acceptance, which the next one's loss hangs on."""
+        return self.state.get("acceptance")
+
+    def advance(self, tokens, acceptance=None):
         """One optimiser step more, which was fed so many tokens."""
         self.state["step"] += 1
         self.state["tokens"] += tokens
+        if acceptance is not None:
+            self.state["acceptance"] = acceptance
 
     def record(self, kind, figures):
         """A line of metrics.jsonl, and its curves."""

@@ -10,7 +10,7 @@ from headstart.cli import main
 from headstart.inference.benchmarks import floor, library, random_heads, results, timing
 from headstart.inference.benchmarks.draft import parallel_chains
 from headstart.inference.benchmarks.linear_sweep import cases_of
-from headstart.inference.benchmarks.losses import ETA, torch_losses
+from headstart.inference.benchmarks.losses import KL_WEIGHT, torch_losses
 from headstart.inference.benchmarks.shape import config_of_shape, random_decoder, spread_tree
 from headstart.inference.draft_weights import draft_bytes
 from headstart.inference.drafters.levels import Levels
@@ -152,7 +152,7 @@ def test_the_plain_losses_are_the_kernels(name):
     z = logits.clone().requires_grad_()
     plain = torch_losses(z, labels, target.log_softmax(-1), name)
     (0.5 * plain).sum().backward()
-    figures = distill_loss(logits, labels, valid, target_law(target), name, ETA, factor=0.5)
+    figures = distill_loss(logits, labels, valid, target_law(target), name, KL_WEIGHT, factor=0.5)
     torch.testing.assert_close(figures.loss, plain.detach(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(logits, z.grad, rtol=1e-4, atol=1e-6)
 

@@ -15,6 +15,7 @@ V = 23
 IDS = torch.tensor([0, 2, 3, 7, 8, 11, 12, 15, 16, 17, 19, 21, 22])  # a draft vocabulary of 13 of the 23
 EVERY = [Loss(name, eta, weight) for name in LOSSES for eta in (3.0, 10.0) for weight in (0.0, 0.7)]
 KINDS = [loss for loss in EVERY if loss.eta == 3.0]
+RATE = 0.3  # of acceptance, which lk's weight of kl hangs on
 
 
 def by_formula(logits, labels, target_logits, loss, draft_ids=None):
@@ -30,7 +31,7 @@ def by_formula(logits, labels, target_logits, loss, draft_ids=None):
     elif loss.name == "kl":
         value = kl
     elif loss.name == "lk":
-        w = (-loss.eta * alpha).exp().detach()
+        w = math.exp(-loss.eta * RATE)
         value = w * kl + (1 - w) * (1 - alpha)
     else:
         value = -alpha.log()
@@ -57,7 +58,7 @@ def run(logits, labels, law, loss, valid=None, factor=1.0, op=distill_loss):
     """(figures, gradient) on a copy of the logits."""
     gradient = logits.detach().clone()
     valid = torch.ones(len(logits), dtype=torch.bool, device=logits.device) if valid is None else valid
-    return op(gradient, labels, valid, law, loss.name, loss.eta, loss.top_k_weight, factor, True), gradient
+    return op(gradient, labels, valid, law, loss.name, loss.kl_weight(RATE), loss.top_k_weight, factor, True), gradient
 
 
 def make(draft_ids=None, rows=7, scale=1.5):
@@ -90,7 +91,7 @@ def test_losses_and_parameters_differ_from_each_other():
 
 # Two tokens. p = (3/4, 1/4), q = (1/4, 3/4): alpha = 1/4 + 1/4 = 1/2, kl = 3/4 ln 3 - 1/4 ln 3 = ln 3 / 2.
 # d alpha / dz = (kept - S q) with kept = (1/4, 0), S = 1/4: (3/16, -3/16).  d kl / dz = q - p = (-1/2, 1/2).
-W = math.exp(-1.5)
+W = math.exp(-3 * RATE)
 BY_HAND = {
     "hard": (math.log(4), (-3 / 4, 3 / 4)),  # of token 0
     "kl": (math.log(3) / 2, (-1 / 2, 1 / 2)),
@@ -117,7 +118,7 @@ def test_draft_vocabulary_by_hand():
     assert law.mass.item() == pytest.approx(3 / 8)
     kl = math.log(5 / 4) / 4 + math.log(5 / 32) / 8  # below zero: the mass outside counts nothing
     alpha = 1 / 5 + 1 / 8
-    w = math.exp(-3 * alpha)
+    w = math.exp(-3 * RATE)
     values = {"kl": kl, "lk": w * kl + (1 - w) * (1 - alpha), "lk-log": -math.log(alpha), "hard": -math.log(4 / 5)}
     # d kl / dz = P q - p = (3/40 - 1/4, 3/10 - 1/8); d alpha / dz = (1/5, 0) - 1/5 (1/5, 4/5) = (4/25, -4/25)
     gradients = {"kl": (-7 / 40, 7 / 40), "lk-log": (-0.16 / alpha, 0.16 / alpha), "hard": (0.2, -0.2)}
@@ -163,8 +164,9 @@ def test_a_hopeless_draft_still_gets_a_finite_loss_and_a_gradient(name, device):
     assert gradient.isfinite().all()
     assert gradient.abs().max() <= 1 + 1e-6
     # lk-log, and lk through its kl, still pull with all their might.
-    assert gradient[1, 0] < -0.9
-    assert gradient[1, 1] > 0.9
+    might = 0.9 * (1 if name == "lk-log" else W)
+    assert gradient[1, 0] < -might
+    assert gradient[1, 1] > might
 
 
 @pytest.mark.parametrize("loss", EVERY, ids=str)
@@ -236,8 +238,9 @@ def test_kernel_is_the_reference(loss, vocab_size, target_size, kernel_device):
     told = (
         None if law is None else law_of(target.to(kernel_device), loss, None if ids is None else ids.to(kernel_device))
     )
+    weights = (loss.kl_weight(RATE), loss.top_k_weight)
     figures = distill_loss(
-        around[1:-1], labels.to(kernel_device), valid.to(kernel_device), told, loss.name, 3.0, loss.top_k_weight, 0.25
+        around[1:-1], labels.to(kernel_device), valid.to(kernel_device), told, loss.name, *weights, 0.25
     )
     compare(figures, around[1:-1], expected, exact, loss)
     assert around[[0, -1]].isnan().all()
@@ -329,7 +332,9 @@ def test_what_is_not_measured_is_left_out(device):
     for name in LOSSES:
         measured, gradient = run(logits, labels, target_law(target), Loss(name), valid)
         again = logits.clone()
-        figures = distill_loss(again, labels, valid, target_law(target), name, measure=False)
+        figures = distill_loss(
+            again, labels, valid, target_law(target), name, Loss(name).kl_weight(RATE), measure=False
+        )
         assert figures.alpha is figures.rank is None
         assert torch.equal(figures.loss, measured.loss)
         assert torch.equal(again, gradient)
@@ -342,7 +347,7 @@ def test_nothing_of_the_logits_size_is_allocated(loss):
     labels, valid = torch.zeros(64, dtype=torch.int64, device="cuda"), torch.ones(64, dtype=torch.bool, device="cuda")
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    distill_loss(logits, labels, valid, target_law(target), loss.name)
+    distill_loss(logits, labels, valid, target_law(target), loss.name, loss.kl_weight(RATE))
     assert torch.cuda.max_memory_allocated() - before < logits.nbytes / 20
 
 

@@ -1,5 +1,7 @@
 """Labels, loss and gradients of whole rows against plain loops over documents and torch's own autograd."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,6 +21,7 @@ from headstart.train.predictions import Predictions, medusa_predictions, mlp_spe
 
 H, V, K = 12, 23, 3
 HARD, KL, LK = Loss("hard"), Loss("kl"), Loss("lk", eta=2.0)
+RATES = [0.5, 0.3, 0.2]  # of acceptance, which the weights of kl in LK hang on
 
 
 def make_batch(seed=0, num_rows=3, length=29):
@@ -67,7 +70,7 @@ def loss_by_loops(head, lm_head, batch, objective):
                     law = F.softmax(lm_head(f[t + 1 + k]), -1)
                     kl = F.kl_div(F.log_softmax(logits, -1), law, reduction="sum")
                     alpha = torch.minimum(law, F.softmax(logits, -1)).sum()
-                    w = torch.exp(-2.0 * alpha).detach()
+                    w = math.exp(-2.0 * RATES[k])
                     values = {"hard": F.cross_entropy(logits[None], x[t + 2 + k][None]), "kl": kl}
                     values["lk"] = w * kl + (1 - w) * (1 - alpha)
                     total = total + objective.weights[k] * values[objective.loss.name]
@@ -88,7 +91,7 @@ def ours(head, lm_head, batch, objective, chunk_tokens=7, with_hits=False):
 @pytest.mark.parametrize("shared", [False, True])
 def test_loss_and_every_gradient_are_those_of_the_definition(loss, shared):
     (head, lm_head), batch = make_head(shared=shared), make_batch()
-    objective = Objective(loss, [0.8**k for k in range(K)])
+    objective = Objective(loss, [0.8**k for k in range(K)]).at(RATES)
     expected, num_labels = loss_by_loops(head, lm_head, batch, objective)
     head.zero_grad()
     expected.backward()
@@ -103,7 +106,7 @@ def test_loss_and_every_gradient_are_those_of_the_definition(loss, shared):
 
 def test_the_last_head_and_every_block_get_their_own_gradient():
     (head, lm_head), batch = make_head(), make_batch()
-    ours(head, lm_head, batch, Objective(LK, [1.0] * K))
+    ours(head, lm_head, batch, Objective(LK, [1.0] * K).at(RATES))
     blocks = [block.linear.weight for one in head.heads for block in one.blocks]
     assert len({block.data_ptr() for block in blocks}) == K * 2
     for i, block in enumerate(blocks):
@@ -113,7 +116,7 @@ def test_the_last_head_and_every_block_get_their_own_gradient():
 
 def test_padding_and_unsupervised_tokens_change_nothing():
     (head, lm_head), batch = make_head(), make_batch()
-    objective = Objective(LK, [1.0] * K)
+    objective = Objective(LK, [1.0] * K).at(RATES)
     before, line = ours(head, lm_head, batch, objective)
     input_ids, document_ids, supervised, features = batch
     padding = document_ids < 0
@@ -129,12 +132,36 @@ def test_padding_and_unsupervised_tokens_change_nothing():
 @pytest.mark.parametrize("chunk_tokens", [1, 10_000])
 def test_chunks_do_not_change_the_gradient(chunk_tokens):
     (head, lm_head), batch = make_head(), make_batch()
-    objective = Objective(LK, [1.0, 0.7, 0.1])
+    objective = Objective(LK, [1.0, 0.7, 0.1]).at(RATES)
     ours(head, lm_head, batch, objective, chunk_tokens=7)
     gradients = [p.grad.clone() for p in head.parameters()]
     ours(head, lm_head, batch, objective, chunk_tokens=chunk_tokens)
     for parameter, expected in zip(head.parameters(), gradients):
         torch.testing.assert_close(parameter.grad, expected, rtol=1e-10, atol=1e-13)
+
+
+def test_lk_follows_each_depths_rate_of_acceptance_a_step_behind():
+    """Of all micro-batches together, whatever was asked to be measured; the other losses follow nothing."""
+    (head, lm_head), first, second = make_head(), make_batch(), make_batch(seed=2)
+    objective = Objective(LK, [1.0] * K)
+    assert [objective.kl_weight(k) for k in range(K)] == [1.0] * K  # nothing known: kl alone
+    totals = sum(ours(head, lm_head, batch, objective)[0] for batch in (first, second))
+    rates, counts = torch.zeros(K), torch.zeros(K)
+    for input_ids, document_ids, supervised, features in (first, second):
+        labels = find_labels(input_ids, document_ids, supervised, K)
+        for k in range(K):
+            roots = features.flatten(0, 1)[labels.positions[labels.valid[k]] - 2 - k]
+            before = features.flatten(0, 1)[labels.positions[labels.valid[k]] - 1]
+            q = head.heads[k].lm_head(head.hidden(roots, k)).softmax(-1)
+            rates[k] += torch.minimum(q, lm_head(before).softmax(-1)).sum().item()
+            counts[k] += len(roots)
+    following = objective.after(totals)
+    expected = [math.exp(-2.0 * rate) for rate in (rates / counts).tolist()]
+    assert [following.kl_weight(k) for k in range(K)] == pytest.approx(expected, rel=1e-6)
+    assert max(expected) < 0.95
+    assert len({round(weight, 4) for weight in expected}) == K
+    plain = Objective(KL, [1.0] * K)
+    assert plain.after(totals) is plain
 
 
 def test_head_weights_scale_each_heads_gradient_alone():

@@ -68,10 +68,10 @@ def stop_after(monkeypatch, step, number=signal.SIGTERM):
 
 
 @pytest.mark.parametrize("cached", [False, True])
-@pytest.mark.parametrize("step", [2, 3, 5])
-def test_resumed_run_repeats_the_uninterrupted_one_bit_by_bit(arguments, tmp_path, monkeypatch, cached, step):
+@pytest.mark.parametrize(("step", "loss"), [(2, "kl"), (3, "lk"), (5, "kl")])
+def test_resumed_run_repeats_the_uninterrupted_one_bit_by_bit(arguments, tmp_path, monkeypatch, cached, step, loss):
     """Stopped where a checkpoint is due (2), where a measurement is due (3), and where neither is (5)."""
-    keys = STEPS | {"cache_features": cached, "accumulate": 2}
+    keys = STEPS | {"cache_features": cached, "accumulate": 2, "loss": loss}
     run(arguments, **keys)
     stop_after(monkeypatch, step)
     assert medusa.main(arguments(**keys, output=tmp_path / "stopped")) == 128 + signal.SIGTERM

@@ -208,7 +208,7 @@ def assert_same_run(one, other):
 
 
 @pytest.mark.parametrize(
-    ("step", "keys"), [(3, {"lora_dropout": 0.3, "accumulate": 2}), (5, {"target_dtype": "bfloat16"})]
+    ("step", "keys"), [(3, {"lora_dropout": 0.3, "accumulate": 2}), (5, {"target_dtype": "bfloat16", "loss": "lk"})]
 )
 def test_resumed_run_repeats_the_uninterrupted_one_bit_by_bit(joint, start, tmp_path, monkeypatch, step, keys):
     """Stopped where a measurement is due (3), and where nothing is (5)."""

@@ -64,7 +64,8 @@ def stop_in_step(monkeypatch, step):
 
 
 @pytest.mark.parametrize(
-    ("step", "keys"), [(3, {"cache_features": True, "accumulate": 2}), (5, {"tie_weights": False}), (4, STAGE_2)]
+    ("step", "keys"),
+    [(3, {"cache_features": True, "accumulate": 2, "loss": "lk"}), (5, {"tie_weights": False}), (4, STAGE_2)],
 )
 def test_resumed_run_repeats_the_uninterrupted_one_bit_by_bit(
     speculator_arguments, tmp_path, monkeypatch, start, step, keys

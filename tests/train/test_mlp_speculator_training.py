@@ -53,7 +53,7 @@ def by_definition(target, conversations, tensors, tied, scaled, name, shift=0, e
     w = {key.removeprefix("speculator."): value.double() for key, value in tensors.items()}
     sw = 0.5 ** (0.5 / 3)
     ew = math.sqrt((1 - sw**2) * 24 / 2)
-    losses, counts = [0.0] * 3, [0] * 3
+    losses, alphas, counts = [0.0] * 3, [0.0] * 3, [0] * 3
     for ids, marks in encode_conversations(tokenizer, load_conversations(conversations)):
         with torch.no_grad():
             out = model(input_ids=torch.tensor([ids]), output_hidden_states=True)
@@ -74,11 +74,13 @@ def by_definition(target, conversations, tensors, tied, scaled, name, shift=0, e
                     continue
                 q, p = (w[f"head.{own}.weight"] @ state).softmax(-1), law[t + 1 + i]
                 kl, alpha = (p * (p / q).log()).sum(), torch.minimum(p, q).sum()
-                weight = torch.exp(-eta * alpha)
-                values = {"hard": -q[ids[t + 2 + i]].log(), "kl": kl, "lk-log": -alpha.log()}
-                values["lk"] = weight * kl + (1 - weight) * (1 - alpha)
+                values = {"hard": -q[ids[t + 2 + i]].log(), "kl": kl, "lk": kl, "lk-log": -alpha.log()}
+                alphas[i] += float(alpha)
                 losses[i] += float(values[name])
                 counts[i] += 1
+    if name == "lk":  # of the second step, which knows the first one's rates of acceptance
+        weights = [math.exp(-eta * alpha / count) for alpha, count in zip(alphas, counts)]
+        losses = [w * kl + (1 - w) * (count - alpha) for w, kl, count, alpha in zip(weights, losses, counts, alphas)]
     return losses, counts
 
 
@@ -91,12 +93,12 @@ def test_first_loss_is_that_of_the_formulae_on_unpacked_conversations(
 ):
     """Packing, masks, alignment of features, tokens and laws, and the divisor at once."""
     start = saved_head(tie_weights=tied, scale_input=scaled)
-    keys = {"row_length": 256, "max_steps": 1, "loss": name, "start_from": start, "step_weight_decay": 0.7}
+    keys = {"row_length": 256, "max_steps": 2, "lr": 0, "loss": name, "start_from": start, "step_weight_decay": 0.7}
     keys |= {"tie_weights": tied, "scale_input": scaled}
     run(speculator_arguments, batch_rows=1, **keys)
     num_rows = int(capsys.readouterr().err.split(" conversations in ")[1].split()[0])
     run(speculator_arguments, batch_rows=num_rows, output=tmp_path / "whole", **keys)
-    (line,) = read_metrics(run="whole")
+    *_, line = read_metrics(run="whole")
     given = (word_target, conversations, load_file(start / "model.safetensors"), tied, scaled, name)
     losses, counts = by_definition(*given)
     for i in range(3):
