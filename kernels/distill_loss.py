@@ -222,13 +222,13 @@ def _distill(
             tl.store(alphas + row, tl.sum(alpha, 0))
 
 
-def distill_loss(logits, labels, valid, law, name, kl_weight=1.0, top_k_weight=0.0, factor=1.0, measure=True):
+def distill_loss(logits, labels, valid, law, name, kl_weight=None, top_k_weight=0.0, factor=1.0, measure=True):
     """Losses of the rows of logits [C, V], which are overwritten by `factor` times their gradients.  -> RowFigures
 
     labels: int64 [C] from 0 to V - 1, or -1 outside a draft vocabulary: such a row must not be valid where the loss is hard;
     valid: bool [C], the other rows have no loss and a gradient of zeros; law: TargetLaw of the same tokens, or None where only hard
-    is wanted; name: one of LOSSES; kl_weight: w of lk; top_k_weight: of HASS's term over law.likely_tokens; measure: alpha and rank
-    too.
+    is wanted; name: one of LOSSES; kl_weight: w of lk, from 0 to 1; top_k_weight: of HASS's term over law.likely_tokens;
+    measure: alpha and rank too.
     Raises ValueError for shapes, dtypes and names that do not fit.
     """
     rows = logits.shape[:1]
@@ -239,6 +239,8 @@ def distill_loss(logits, labels, valid, law, name, kl_weight=1.0, top_k_weight=0
         )
     if name not in LOSSES:
         raise ValueError(f"the loss must be one of {', '.join(LOSSES)}, got {name!r}")
+    if name == "lk" and not (kl_weight is not None and 0 <= kl_weight <= 1):
+        raise ValueError(f"lk takes a kl_weight from 0 to 1, got {kl_weight}")
     if law is None and (name != "hard" or top_k_weight):
         raise ValueError(f"the loss {name!r} with top_k_weight {top_k_weight} needs the target's law")
     if law is not None and law.logits.shape != logits.shape:
@@ -265,7 +267,7 @@ def distill_loss(logits, labels, valid, law, name, kl_weight=1.0, top_k_weight=0
         block, warps = launch(vocab_size)
         _distill[(count,)](
             logits, labels.contiguous(), valid.contiguous(), *told, losses, alphas, ranks,
-            vocab_size, float(factor), float(kl_weight), float(top_k_weight),
+            vocab_size, float(factor), float(kl_weight or 0), float(top_k_weight),
             name, law is not None, law is not None and law.mass is not None, top_k, measure, NO_RANK, _TINY, block,
             triton.next_power_of_2(max(top_k, 1)), num_warps=warps,
         )  # fmt: skip

@@ -21,7 +21,6 @@ GPUs, cached features, documents packed into rows.
 Letters: M tokens, N labels, H hidden size, S inner size, A aux layers, V vocabulary (Vd of the draft), K heads or steps.
 """
 
-import math
 import time
 from dataclasses import dataclass, fields
 from types import SimpleNamespace
@@ -31,7 +30,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from ..inference.benchmarks.floor import product_rate
-from ..inference.benchmarks.losses import KL_WEIGHT, torch_losses
+from ..inference.benchmarks.losses import torch_losses
 from ..inference.benchmarks.random_heads import empty_head, random_head
 from ..inference.benchmarks.results import Report, decimals, plain
 from ..inference.benchmarks.shape import check_fits, config_of_shape
@@ -175,8 +174,8 @@ class TrainBench:
         self.batch = (input_ids, position_ids, document_ids)
         self.labels = find_labels(input_ids, document_ids, torch.ones_like(input_ids, dtype=torch.bool), settings.depth)
         self.num_tokens, self.num_labels = input_ids.numel(), len(self.labels.positions)
-        weights, loss = [0.8**k for k in range(settings.depth)], Loss(settings.loss, eta=-math.log(KL_WEIGHT))
-        self.objective = Objective(loss, weights, acceptance=[1.0] * settings.depth)
+        objective = Objective(Loss(settings.loss), [0.8**k for k in range(settings.depth)])
+        self.objective = objective.at([0.3] * settings.depth)  # rates that lk weighs kl by
 
     def features(self):
         """[B, T, (1 + A) H]"""
@@ -218,7 +217,7 @@ class TrainBench:
         total = 0.0
         for k, weight in enumerate(self.objective.weights):
             logits = predictions.logits(predictions.states[k][(positions - 2 - k).clamp_min(0)], k)
-            losses = torch_losses(logits, tokens, log_p, self.settings.loss)
+            losses = torch_losses(logits, tokens, log_p, self.settings.loss, self.objective.kl_weight(k))
             total = total + weight * torch.where(valid[k], losses, 0).sum()
         loss = total / self.num_labels
         loss.backward()

@@ -5,7 +5,8 @@
                         format, of a run that trains one beside the head (train/target_adapter.py)
         optimizer.pt    the optimiser's whole state (fp32), however many processes held it
         rng.pt          state of the random generators (python, numpy, torch, cuda) of every rank
-        state.json      step, what the run counts, the recipe, and size and checksum of every file; written last
+        state.json      step, what the run counts, the rates that its loss follows, the recipe, and size and checksum of every file;
+                        written last
 
 A checkpoint is written aside and renamed, so it is there whole or not at all. The data position is the step: the order of the
 rows follows from the recipe and the step (train/medusa.py). Another number of processes goes on as well, with as many rows per
@@ -219,6 +220,11 @@ def check_same_run(saved, state, changeable, note):
         raise ValueError(
             f"the checkpoint was written by another version, which did not know {', '.join(unknown)}: go on with that version, or "
             "start a new output"
+        )
+    if new.get("loss") == "lk" and saved["step"] and "rates" not in saved:
+        raise ValueError(
+            "the checkpoint was written by another version, whose lk did not follow the mean rate of acceptance: go on with that "
+            "version, or start a new output"
         )
     changed = [name for name in new if new[name] != old[name]]
     for name in changed:

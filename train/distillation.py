@@ -7,13 +7,13 @@ therefore share one projection of the target per label.
     loss = sum over y, k of weight_k row_loss(y, k)  /  number of labels in the whole optimiser step, all ranks
     row_loss = token_weight token_loss + feature_weight feature_loss
 
-token_loss is one of kernels/distill_loss.py; feature_loss, of heads whose states are features (EAGLE), is the smooth L1 distance
-of the state at y - 2 - k from the target's feature at y - 1, averaged over its H values. Only supervised positions are projected,
-`chunk_tokens` of them at a time, each followed at once by its backward: no tensor of [all tokens, V] exists. Beside the weights
-there are at most two of [C, V], in the dtype of the logits: the target's, shared by all depths, and those of one depth, which the
-loss turns into their own gradient. (While a draft vocabulary's part is taken out of the target's, that part is a third.) Where a
-depth's state hangs on earlier ones (recurrent heads), the chunks leave their gradients at the states, and one backward pass at the
-end takes them from there to the parameters.
+token_loss is one of kernels/distill_loss.py, of which lk hangs on the step before (Objective); feature_loss, of heads whose states
+are features (EAGLE), is the smooth L1 distance of the state at y - 2 - k from the target's feature at y - 1, averaged over its H
+values. Only supervised positions are projected, `chunk_tokens` of them at a time, each followed at once by its backward: no tensor
+of [all tokens, V] exists. Beside the weights there are at most two of [C, V], in the dtype of the logits: the target's, shared by
+all depths, and those of one depth, which the loss turns into their own gradient. (While a draft vocabulary's part is taken out of
+the target's, that part is a third.) Where a depth's state hangs on earlier ones (recurrent heads), the chunks leave their gradients
+at the states, and one backward pass at the end takes them from there to the parameters.
 
 Letters: B rows, T tokens per row, M = B T, N labels, C labels of a chunk, S width of a state, H hidden size, V vocabulary,
 K depths.
@@ -58,32 +58,35 @@ def find_labels(input_ids, document_ids, supervised, num_depths):
 class Objective:
     """What is minimised: the loss of a row, and one weight per depth k.
 
-    acceptance: of lk, what each depth's mean rate of acceptance was in the step before, over all ranks; None: nothing yet.
+    rates: of lk, each depth's mean rate of acceptance in the step before, over all ranks; None: there was none.
     """
 
     loss: Loss
     weights: list
     token_weight: float = 1.0
     feature_weight: float = 0.0
-    acceptance: list | None = None
+    rates: list | None = None
 
     @property
     def adapts(self):
         """Does the loss follow the rate of acceptance, so that every step must measure it?"""
         return self.loss.name == "lk"
 
-    def at(self, acceptance):
+    def at(self, rates):
         """The objective of a step before which the depths' rates of acceptance were these."""
-        return replace(self, acceptance=acceptance)
+        return replace(self, rates=rates)
 
     def kl_weight(self, k):
-        return self.loss.kl_weight(self.acceptance[k] if self.acceptance else 0.0)
+        """The weight of kl within lk at depth k; 1 in the first step."""
+        return self.loss.kl_weight(self.rates[k] if self.rates else 0.0)
 
     def after(self, totals):
         """The objective of the next step.  totals: what `accumulate_gradients` returned, summed over ranks and micro-steps."""
         if not self.adapts:
             return self
-        return self.at((totals[:, 4] / totals[:, 1].clamp_min(1)).tolist())
+        before = self.rates or [0.0] * len(self.weights)
+        counted = zip(totals[:, 4].tolist(), totals[:, 1].tolist(), before, strict=True)
+        return self.at([accepted / count if count else rate for accepted, count, rate in counted])
 
 
 def accumulate_gradients(predictions, features, labels, lm_head, objective, num_labels, chunk_tokens, with_hits=False):

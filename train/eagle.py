@@ -167,7 +167,7 @@ def main(argv):
         batches = look_ahead(make_ready, order, device)
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=run.precision == "bf16")
         tokens_per_row = (packed.document_ids >= 0).sum(1).numpy()  # [R]
-        objective = recipe.objective.at(run.acceptance)
+        objective = recipe.objective.at(run.rates)
         speed = Speedometer(run.tokens)
 
         while True:
@@ -212,7 +212,7 @@ def main(argv):
                 )
 
             objective = objective.after(totals)
-            run.advance(int(tokens_per_row[rows].sum()), objective.acceptance)
+            run.advance(int(tokens_per_row[rows].sum()), objective.rates)
             bar.update()
             if logs:
                 figures = summarize(totals, objective, num_labels) | {"lr": lr, "grad_norm": grad_norm}

@@ -11,9 +11,7 @@ import torch
 
 from .rows import rows_of_step
 
-AHEAD = (
-    False  # everything on one stream: ahead gains 0.5 % at an 8B shape and nothing at a small one (docs/log.md)
-)
+AHEAD = False  # everything on one stream: ahead gains 0.5 % at an 8B shape and nothing at a small one (docs/log.md)
 
 
 def deal_rows(steps, num_rows, recipe, accelerator):

@@ -211,7 +211,7 @@ def main(argv):
         batches = look_ahead(make_ready, order, device)
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=run.precision == "bf16")
         tokens_per_row = (packed.document_ids >= 0).sum(1).numpy()  # [R]
-        objective = recipe.objective.at(run.acceptance)
+        objective = recipe.objective.at(run.rates)
         speed = Speedometer(run.tokens)
 
         while True:
@@ -255,7 +255,7 @@ def main(argv):
                 totals, grad_norm = finish_step(trained_parts, optimizer, shares, accelerator, lr, recipe.max_grad_norm)
 
             objective = objective.after(totals[1:] if adapter else totals)
-            run.advance(int(tokens_per_row[rows].sum()), objective.acceptance)
+            run.advance(int(tokens_per_row[rows].sum()), objective.rates)
             bar.update()
             if logs:
                 summary = (summarize_joint if adapter else summarize)(totals, objective, num_labels)

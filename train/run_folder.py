@@ -154,16 +154,16 @@ class RunFolder:
             write_conversations(self.path / "heldout.jsonl", conversations)
 
     @property
-    def acceptance(self):
-        """What the last step gave `advance`, if anything: the depths' rates of acceptance, which the next one's loss hangs on."""
-        return self.state.get("acceptance")
+    def rates(self):
+        """Each depth's rate of acceptance in the step before, on which the next one's loss hangs; None if it hangs on nothing."""
+        return self.state.get("rates")
 
-    def advance(self, tokens, acceptance=None):
-        """One optimiser step more, which was fed so many tokens."""
+    def advance(self, tokens, rates):
+        """One optimiser step more, which was fed so many tokens.  rates: of the objective that follows from it"""
         self.state["step"] += 1
         self.state["tokens"] += tokens
-        if acceptance is not None:
-            self.state["acceptance"] = acceptance
+        if rates is not None:
+            self.state["rates"] = rates
 
     def record(self, kind, figures):
         """A line of metrics.jsonl, and its curves."""

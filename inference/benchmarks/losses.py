@@ -16,8 +16,11 @@ from .random_heads import DRAFT_VOCABULARY
 KL_WEIGHT = 0.4  # of lk
 
 
-def torch_losses(logits, labels, log_p, name):
-    """The loss of every row by torch's own operations in fp32.  logits [C, V], labels [C], log_p [C, V] or None -> [C]"""
+def torch_losses(logits, labels, log_p, name, kl_weight):
+    """The loss of every row by torch's own operations in fp32.  logits [C, V], labels [C], log_p [C, V] or None -> [C]
+
+    kl_weight: of lk.
+    """
     log_q = logits.float().log_softmax(-1)
     if name == "hard":
         return F.nll_loss(log_q, labels, reduction="none")
@@ -27,7 +30,7 @@ def torch_losses(logits, labels, log_p, name):
     alpha = torch.minimum(log_p.exp(), log_q.exp()).sum(-1)
     if name == "lk-log":
         return -alpha.log()
-    return KL_WEIGHT * kl + (1 - KL_WEIGHT) * (1 - alpha)
+    return kl_weight * kl + (1 - kl_weight) * (1 - alpha)
 
 
 def bench_distill_loss(bench):
@@ -69,7 +72,7 @@ def _lines(bench, rows, draft_ids):
             for one in logits:
                 with torch.enable_grad():
                     z = one.detach().requires_grad_()
-                    torch.autograd.grad(torch_losses(z, labels, log_p, name).sum(), z)
+                    torch.autograd.grad(torch_losses(z, labels, log_p, name, KL_WEIGHT).sum(), z)
 
         moved = (2 if name == "hard" else 3) * logits[0].nbytes
         bench.line("distill_loss", f"{name}, {what}", rows, ours, library, moved, calls=count)

@@ -150,7 +150,7 @@ def test_the_plain_losses_are_the_kernels(name):
     logits, target = torch.randn(2, 9, 31, generator=torch.Generator().manual_seed(0))
     labels, valid = torch.arange(9), torch.ones(9, dtype=torch.bool)
     z = logits.clone().requires_grad_()
-    plain = torch_losses(z, labels, target.log_softmax(-1), name)
+    plain = torch_losses(z, labels, target.log_softmax(-1), name, KL_WEIGHT)
     (0.5 * plain).sum().backward()
     figures = distill_loss(logits, labels, valid, target_law(target), name, KL_WEIGHT, factor=0.5)
     torch.testing.assert_close(figures.loss, plain.detach(), rtol=1e-5, atol=1e-6)

@@ -412,6 +412,9 @@ def test_what_does_not_fit_is_refused():
         Loss("tv")
     with pytest.raises(ValueError, match="the loss must be one of hard, kl, lk, lk-log, got 'tv'"):
         distill_loss(logits, labels, valid, law, "tv")
+    for weight in (None, -0.1, 1.5, math.nan):
+        with pytest.raises(ValueError, match=f"lk takes a kl_weight from 0 to 1, got {weight}"):
+            distill_loss(logits, labels, valid, law, "lk", weight)
     with pytest.raises(ValueError, match="needs the target's law"):
         distill_loss(logits, labels, valid, None, "kl")
     with pytest.raises(ValueError, match="give target_law a top_k"):

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from headstart.train import medusa, stdlib_pairs
+from headstart.train.checkpointing import list_checkpoints, read_state
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}<|assistant|>{% generation %}{{ m['content'] }}<|end|>"
@@ -165,6 +166,18 @@ def run_script(monkeypatch, capsys):
         return end.value.code, capsys.readouterr().err
 
     return run
+
+
+def assert_rates_are_those_of_their_step(folder):
+    """What a checkpoint says of the rates of acceptance that lk follows is what the metrics of its step say of every depth."""
+    alphas = {line["step"]: line for line in all_lines(folder) if line["kind"] == "train"}
+    for checkpoint in list_checkpoints(folder):
+        state = read_state(checkpoint)
+        line = alphas[state["step"]]
+        expected = [line[f"head{k}_alpha"] for k in range(len(state["rates"]))]
+        assert state["rates"] == pytest.approx(expected, rel=1e-9)
+        assert f"head{len(expected)}_alpha" not in line
+        assert len(set(expected)) == len(expected)
 
 
 def all_lines(folder):

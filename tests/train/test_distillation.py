@@ -160,6 +160,8 @@ def test_lk_follows_each_depths_rate_of_acceptance_a_step_behind():
     assert [following.kl_weight(k) for k in range(K)] == pytest.approx(expected, rel=1e-6)
     assert max(expected) < 0.95
     assert len({round(weight, 4) for weight in expected}) == K
+    totals[1] = 0  # a depth without labels keeps its rate
+    assert following.after(totals).rates == following.rates
     plain = Objective(KL, [1.0] * K)
     assert plain.after(totals) is plain
 

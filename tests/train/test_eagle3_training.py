@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from headstart.heads.checkpoint import load_head
 from headstart.heads.eagle3 import Eagle3
 from headstart.tests.heads.eagle_reference import eagle3_logits, eagle3_states
-from headstart.tests.train.conftest import all_lines
+from headstart.tests.train.conftest import all_lines, assert_rates_are_those_of_their_step
 from headstart.train import distillation, eagle3, predictions
 from headstart.train.checkpointing import list_checkpoints
 from headstart.train.data import encode_conversations, load_conversations, pack
@@ -83,17 +83,17 @@ def by_definition(target, data, folder, name, shift=0):
                 sums[i] += float(values[name])
                 counts[i] += 1
     if name == "lk":  # of the second step, which knows the first one's rates of acceptance
-        weights = [math.exp(-3 * alpha / count) for alpha, count in zip(alphas, counts)]
+        weights = [math.exp(-2 * alpha / count) for alpha, count in zip(alphas, counts)]
         sums = [w * kl + (1 - w) * (count - alpha) for w, kl, count, alpha in zip(weights, sums, counts, alphas)]
     return sums, labels, counts
 
 
 @pytest.mark.parametrize(("name", "size"), [("kl", 20), ("kl", 0), ("hard", 20), ("lk", 20)])
-def test_first_loss_is_that_of_the_formulae_on_unpacked_conversations(
+def test_losses_are_those_of_the_formulae_on_unpacked_conversations(
     eagle3_arguments, read_metrics, word_target, few, tmp_path, sharp, name, size
 ):
     """Packing, masks, streams, alignment of tokens and laws, positions, draft vocabulary, weights and the divisor at once."""
-    keys = {"loss": name, "draft_vocab_size": size, "step_decay": 0.6, "aux_layers": "0,1", "data": few}
+    keys = {"loss": name, "draft_vocab_size": size, "step_decay": 0.6, "aux_layers": "0,1", "data": few, "lk_eta": 2}
     run(eagle3_arguments, row_length=256, batch_rows=1, lr=0, max_steps=2, **keys)  # all of them are one row
     *_, line = read_metrics()
     given = (word_target, few, tmp_path / "run", name)
@@ -212,6 +212,7 @@ def test_resumed_run_repeats_the_uninterrupted_one_bit_by_bit(eagle3_arguments, 
     states = [torch.load(list_checkpoints(tmp_path / name)[-1] / "optimizer.pt") for name in ("run", "copy")]
     for index, entry in states[0]["state"].items():
         assert all(torch.equal(value, states[1]["state"][index][name]) for name, value in entry.items())
+    assert_rates_are_those_of_their_step(tmp_path / "run")
 
 
 # ---- the draft vocabulary ----

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 from headstart.heads.checkpoint import load_head
 from headstart.heads.eagle import Eagle
 from headstart.tests.heads.eagle_reference import layer_rows, project
-from headstart.tests.train.conftest import all_lines
+from headstart.tests.train.conftest import all_lines, assert_rates_are_those_of_their_step
 from headstart.train import distillation, eagle, predictions
 from headstart.train.checkpointing import list_checkpoints
 from headstart.train.data import encode_conversations, load_conversations
@@ -77,7 +77,7 @@ def by_definition(target, data, folder, name, top, shift=0):
                 log_q = model.lm_head(states[t]).log_softmax(-1)
                 p, q = law[label - 1], log_q.exp()
                 kl, alpha = (p * (p.log() - log_q)).sum(), torch.minimum(p, q).sum()
-                values = {"hard": -log_q[ids[label]], "kl": kl, "lk": 0 * kl}
+                values = {"hard": -log_q[ids[label]], "kl": kl, "lk": kl}
                 kls[i] += float(kl)
                 alphas[i] += float(alpha)
                 likely = p.argsort(descending=True)[:top]
@@ -86,18 +86,18 @@ def by_definition(target, data, folder, name, top, shift=0):
                 counts[i] += 1
     if name == "lk":  # of the second step, which knows the first one's rates of acceptance
         for i in range(2):
-            weight = math.exp(-3 * alphas[i] / counts[i])
-            sums[i, 0] += weight * kls[i] + (1 - weight) * (counts[i] - alphas[i])
+            weight = math.exp(-2 * alphas[i] / counts[i])
+            sums[i, 0] += (1 - weight) * (counts[i] - alphas[i] - kls[i])
     return sums, counts
 
 
 @pytest.mark.parametrize(("name", "top"), [("kl", 0), ("hard", 3), ("lk", 10)])
-def test_first_loss_is_that_of_the_formulae_on_unpacked_conversations(
+def test_losses_are_those_of_the_formulae_on_unpacked_conversations(
     eagle_arguments, read_metrics, word_target, few, tmp_path, sharp, name, top
 ):
     """Packing, masks, alignment of features, tokens and laws, positions, weights and the divisor at once."""
     keys = {"loss": name, "hass_weight": 0.7 if top else 0, "hass_top": top or 10, "token_weight": 0.3}
-    keys |= {"feature_weight": 2, "step_decay": 0.6, "noise": 0, "lr": 0, "max_steps": 2, "data": few}
+    keys |= {"feature_weight": 2, "step_decay": 0.6, "noise": 0, "lr": 0, "max_steps": 2, "lk_eta": 2, "data": few}
     run(eagle_arguments, row_length=256, batch_rows=1, **keys)  # all of them are one row
     *_, line = read_metrics()
     sums, counts = by_definition(word_target, few, tmp_path / "run", name, top)
@@ -205,6 +205,7 @@ def test_resumed_run_repeats_the_uninterrupted_one_bit_by_bit(eagle_arguments, r
     states = [torch.load(list_checkpoints(tmp_path / name)[-1] / "optimizer.pt") for name in ("run", "copy")]
     for index, entry in states[0]["state"].items():
         assert all(torch.equal(value, states[1]["state"][index][name]) for name, value in entry.items())
+    assert_rates_are_those_of_their_step(tmp_path / "run")
 
 
 def test_noise_is_uniform_as_wide_as_its_document_is_short_and_its_own_in_every_row():

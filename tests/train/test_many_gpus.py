@@ -54,7 +54,7 @@ def test_many_gpus_train_as_one(
         pytest.skip(f"needs {num_gpus} GPUs")
     shared = {"checkpoint_every": 10, "max_steps": 20, "keep_checkpoints": 9}
     trainers = {
-        "medusa": (arguments, {"eval_prompts": 4, "eval_tokens": 8}),
+        "medusa": (arguments, {"eval_prompts": 4, "eval_tokens": 8, "loss": "lk"}),
         "mlp_speculator": (speculator_arguments, {}),
         "eagle": (eagle_arguments, {"cache_features": True}),
         "eagle3": (eagle3_arguments, {"eval_prompts": 4, "eval_tokens": 8}),

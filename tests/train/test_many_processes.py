@@ -51,7 +51,7 @@ def assert_same_training(one, other, metrics, since=0):
 @pytest.mark.slow
 def test_four_processes_train_as_one(arguments, read_metrics, tmp_path, free_port):
     """The script itself under ddp.yaml: gradients summed and moments divided over four ranks, and the engine's acceptance."""
-    keys = {"eval_prompts": 3, "eval_tokens": 8, "checkpoint_every": 3, "cache_features": True}
+    keys = {"eval_prompts": 3, "eval_tokens": 8, "checkpoint_every": 3, "cache_features": True, "loss": "lk"}
     assert medusa.main(arguments(**ONE, **keys, output=tmp_path / "one")) == 0
     launch(
         "ddp.yaml", 4, free_port(), ROOT / "train" / "medusa.py", *arguments(**FOUR, **keys, output=tmp_path / "four")
@@ -74,7 +74,7 @@ def test_two_processes_with_a_divided_target_train_as_one(
     """Every trainer under fsdp2.yaml; of the cache's last round only one rank has rows; a run of one process goes on in two."""
     own = {
         "eagle": (eagle, eagle_arguments, {"cache_features": True, "checkpoint_every": 3}),
-        "eagle3": (eagle3, eagle3_arguments, {"eval_prompts": 4, "eval_tokens": 8}),
+        "eagle3": (eagle3, eagle3_arguments, {"eval_prompts": 4, "eval_tokens": 8, "loss": "lk"}),
         "mlp_speculator": (mlp_speculator, speculator_arguments, {}),
         "medusa": (medusa, arguments, {"checkpoint_every": 3}),
     }

@@ -1,6 +1,7 @@
 """Runs that are stopped, resumed, damaged or in the way of another."""
 
 import contextlib
+import json
 import os
 import random
 import shutil
@@ -17,7 +18,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 
 from headstart.heads.medusa import Medusa, MedusaConfig
-from headstart.tests.train.conftest import all_lines
+from headstart.tests.train.conftest import all_lines, assert_rates_are_those_of_their_step
 from headstart.train import medusa, run_folder
 from headstart.train.checkpointing import (
     describe_rows_per_step,
@@ -81,6 +82,8 @@ def test_resumed_run_repeats_the_uninterrupted_one_bit_by_bit(arguments, tmp_pat
     run(arguments, **keys, output=tmp_path / "stopped", resume=True)
     assert_same_run(tmp_path / "run", tmp_path / "stopped")
     assert [line["step"] for line in all_lines(tmp_path / "stopped") if line["kind"] == "acceptance"] == [3, 6, 9]
+    if loss == "lk":
+        assert_rates_are_those_of_their_step(tmp_path / "stopped")
 
 
 @pytest.mark.parametrize("place", ["", "shared"])
@@ -373,6 +376,16 @@ def test_resumed_run_keeps_its_recipe(arguments, name, value):
     run(arguments, max_steps=2)
     with pytest.raises(ValueError, match=f"started with {name} .*, not {value!r}"):
         medusa.main(arguments(max_steps=4, resume=True, **{name: value}))
+
+
+def test_checkpoint_whose_lk_followed_no_rates_is_refused(arguments, tmp_path):
+    run(arguments, max_steps=2, loss="lk")
+    state = list_checkpoints(tmp_path / "run")[-1] / "state.json"
+    found = json.loads(state.read_text())
+    del found["rates"]
+    state.write_text(json.dumps(found))
+    with pytest.raises(ValueError, match="another version, whose lk did not follow the mean rate of acceptance"):
+        medusa.main(arguments(max_steps=4, resume=True, loss="lk"))
 
 
 def test_resumed_run_may_share_out_its_rows_otherwise(arguments, tmp_path, capsys):

@@ -19,7 +19,7 @@ from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.inference.adapter import read_adapter
 from headstart.inference.llm import LLM
 from headstart.inference.sampling import SamplingParams
-from headstart.tests.train.conftest import all_lines
+from headstart.tests.train.conftest import all_lines, assert_rates_are_those_of_their_step
 from headstart.train import medusa, sharded_target
 from headstart.train.checkpointing import list_checkpoints
 from headstart.train.distillation import Objective, find_labels
@@ -229,6 +229,8 @@ def test_resumed_run_repeats_the_uninterrupted_one_bit_by_bit(joint, start, tmp_
     (start / "medusa_lm_head.safetensors").unlink()  # what it started from is no longer needed
     assert joint(**keys, output=tmp_path / "stopped", resume=True) == 0
     assert_same_run(tmp_path / "run", tmp_path / "stopped")
+    if keys.get("loss") == "lk":
+        assert_rates_are_those_of_their_step(tmp_path / "stopped")
 
 
 def test_measuring_leaves_the_training_as_it_is(joint, tmp_path, read_metrics):

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from headstart.heads.checkpoint import save_head
 from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 from headstart.inference.open_batch import OpenBatch
-from headstart.tests.train.conftest import all_lines
+from headstart.tests.train.conftest import all_lines, assert_rates_are_those_of_their_step
 from headstart.train import generated_text, mlp_speculator, sharded_target
 from headstart.train.checkpointing import list_checkpoints
 from headstart.train.data import encode_conversations, load_conversations
@@ -79,6 +79,8 @@ def test_resumed_run_repeats_the_uninterrupted_one_bit_by_bit(
     run(speculator_arguments, **keys, output=tmp_path / "stopped", resume=True)
     assert_same_run(tmp_path / "run", tmp_path / "stopped")
     assert [line["step"] for line in all_lines(tmp_path / "stopped") if line["kind"] == "acceptance"] == [3, 6, 7]
+    if keys.get("loss") == "lk":
+        assert_rates_are_those_of_their_step(tmp_path / "stopped")
 
 
 def test_stage_2_learns_from_what_the_engine_draws_from_pieces_of_the_data(

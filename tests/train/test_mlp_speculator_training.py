@@ -88,7 +88,7 @@ def by_definition(target, conversations, tensors, tied, scaled, name, shift=0, e
     ("name", "tied", "scaled"),
     [("kl", True, True), ("hard", False, False), ("lk", True, False), ("lk-log", False, True)],
 )
-def test_first_loss_is_that_of_the_formulae_on_unpacked_conversations(
+def test_losses_are_those_of_the_formulae_on_unpacked_conversations(
     speculator_arguments, read_metrics, word_target, conversations, saved_head, capsys, tmp_path, name, tied, scaled
 ):
     """Packing, masks, alignment of features, tokens and laws, and the divisor at once."""
