@@ -20,6 +20,7 @@ from ..heads.checkpoint import check_head_fits, read_config, read_head, resolve_
 from ..heads.eagle3 import default_aux_layers
 from ..heads.eagle3_format import LAYER_IDS
 from ..heads.formats import family_of, recognise, without_prefix
+from ..heads.hub_answer import ask_hub, hub_options
 from ..heads.hub_id import split_revision
 from ..heads.weight_files import find_weights, read_names
 from ..inference.adapter import adapter_of
@@ -81,7 +82,8 @@ def _config_of(folder, source):
     try:
         if not folder.is_dir():
             repo_id, revision = split_revision(source)
-            folder = Path(hf_hub_download(repo_id, "config.json", revision=revision)).parent
+            path = hf_hub_download(repo_id, "config.json", revision=revision, **hub_options(source))
+            folder = Path(path).parent
         return read_config(folder)
     except (OSError, ValueError, HTTPError, EntryNotFoundError):
         return {}
@@ -275,7 +277,7 @@ def _export(source, format, head):
 
 def _file_names(source, folder):
     """Names of the files beside the head: its folder's; of a Hub id the repository's, of which only the head's were fetched."""
-    if not Path(source).is_dir():
+    if not Path(source).is_dir() and not ask_hub().local_files_only:
         repo_id, revision = split_revision(source)
         with contextlib.suppress(OSError, HTTPError):
             return {file.rfilename for file in HfApi().model_info(repo_id, revision=revision).siblings or ()}

@@ -10,6 +10,7 @@ from pathlib import Path
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HTTPError
 
+from ..heads.hub_answer import hub_options
 from ..heads.hub_id import split_revision
 from .target_files import is_license_id, read_front_matter
 
@@ -48,7 +49,7 @@ def find_origin(source, folder, earlier=None):
     if not Path(source).is_dir():
         name, revision = split_revision(source)
         with contextlib.suppress(OSError, ValueError, HTTPError):  # a card that is not there, or not in the cache
-            hf_hub_download(name, "README.md", revision=Path(folder).name)
+            hf_hub_download(name, "README.md", revision=Path(folder).name, **hub_options(source))
         return Origin(name, revision, True, _license_of(read_front_matter(folder)))
     front = read_front_matter(folder)
     if not front:

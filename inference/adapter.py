@@ -24,6 +24,7 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HTTPError
 
 from ..heads.checkpoint import find_weights, read_tensors, resolve_head
+from ..heads.hub_answer import ask_hub
 from ..heads.hub_id import split_revision
 from ..heads.medusa import Medusa
 from .checkpoint_files import first_few
@@ -261,10 +262,15 @@ def _fetch_adapter(name):
     repo_id, revision = split_revision(name)
     if repo_id.startswith((".", "/", "~")) or repo_id.count("/") > 1:
         raise ValueError(f"there is no adapter folder {name}")
+    hub = ask_hub()
     for folder in ("", f"{FOLDER}/"):
         try:
-            hf_hub_download(repo_id, folder + CONFIG_FILE, revision=revision)
-            return Path(hf_hub_download(repo_id, folder + WEIGHTS_FILE, revision=revision)).parent
+            hf_hub_download(repo_id, folder + CONFIG_FILE, revision=revision, local_files_only=hub.local_files_only)
+            return Path(
+                hf_hub_download(
+                    repo_id, folder + WEIGHTS_FILE, revision=revision, local_files_only=hub.local_files_only
+                )
+            ).parent
         except EntryNotFoundError as error:
             reason = error
         except (OSError, ValueError, HTTPError) as error:
@@ -272,6 +278,6 @@ def _fetch_adapter(name):
             break
     told = (str(reason).strip().splitlines() or ["no reason given"])[0]
     raise ValueError(
-        f"no adapter at {name!r}: there is no such folder, and the Hub gave no {CONFIG_FILE} with {WEIGHTS_FILE}, neither as they "
-        f"are nor in {FOLDER}/: {type(reason).__name__}: {told}"
+        f"no adapter at {name!r}: there is no such folder, and {hub.words} gave no {CONFIG_FILE} with {WEIGHTS_FILE}, neither as "
+        f"they are nor in {FOLDER}/{'' if hub.local_files_only else f': {type(reason).__name__}: {told}'}"
     ) from reason
