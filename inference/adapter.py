@@ -201,7 +201,8 @@ def find_adapter_of(head, source, folder):
         return None
     if Path(source).is_dir():
         raise ValueError(f"{folder} holds heads trained with an adapter, and no {FOLDER}/ beside them")
-    return find_adapter(source)
+    # The commit that the head's files came from, which the cache's folder is called by.
+    return find_adapter(f"{split_revision(source)[0]}@{Path(folder).name}")
 
 
 def fingerprint(folder):
@@ -263,14 +264,17 @@ def _fetch_adapter(name):
     if repo_id.startswith((".", "/", "~")) or repo_id.count("/") > 1:
         raise ValueError(f"there is no adapter folder {name}")
     hub = ask_hub()
+
+    def fetch(name, revision):
+        return Path(hf_hub_download(repo_id, name, revision=revision, local_files_only=hub.local_files_only))
+
     for folder in ("", f"{FOLDER}/"):
         try:
-            hf_hub_download(repo_id, folder + CONFIG_FILE, revision=revision, local_files_only=hub.local_files_only)
-            return Path(
-                hf_hub_download(
-                    repo_id, folder + WEIGHTS_FILE, revision=revision, local_files_only=hub.local_files_only
-                )
-            ).parent
+            # The weights first: an adapter whose config lies in the cache is taken for whole (has_adapter).
+            place = fetch(folder + WEIGHTS_FILE, revision).parent
+            # Of the commit that the cache's folder is called by: a branch may move on in between.
+            commit = (place.parent if folder else place).name
+            return fetch(folder + CONFIG_FILE, commit).parent
         except EntryNotFoundError as error:
             reason = error
         except (OSError, ValueError, HTTPError) as error:
