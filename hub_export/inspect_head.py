@@ -10,7 +10,6 @@ import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from pickle import UnpicklingError
 
 import torch
 from huggingface_hub import HfApi, hf_hub_download
@@ -68,7 +67,7 @@ def check_is_no_model(source):
     if folder.is_dir():
         # A head may carry its target's config: the names of tensors tell.
         path = find_weights(folder)
-        if path is not None and recognise(tensor_names(path)):
+        if path is not None and recognise(read_names(path)):
             return
     name = (config.get("architectures") or [config.get("model_type", "a model")])[0]
     raise ValueError(
@@ -89,18 +88,6 @@ def _config_of(folder, source):
         return {}
 
 
-def tensor_names(path):
-    """Names of the tensors that a weight file or an index holds, read without any values; ValueError if it is damaged."""
-    if path.suffix not in (".pt", ".bin"):
-        return read_names(path)
-    try:
-        return list(torch.load(path, map_location="meta", weights_only=True))
-    except (RuntimeError, UnpicklingError, EOFError, OSError, ValueError) as error:
-        raise ValueError(
-            f"{path} cannot be read; it is cut short or damaged ({' '.join(str(error).split())})"
-        ) from None
-
-
 def describe(source, folder, model=None):
     """What is to be known of the head in `folder`, as a dict of plain values.
 
@@ -108,7 +95,7 @@ def describe(source, folder, model=None):
     """
     file = read_head(folder)
     head, config = file.head, read_config(folder)
-    names = {name for path in file.weight_files for name in tensor_names(path)}
+    names = {name for path in file.weight_files for name in read_names(path)}
     names, prefix = without_prefix(dict.fromkeys(names))
     beside = _file_names(source, folder)
     problems = list(file.notes)
