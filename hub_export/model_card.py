@@ -60,7 +60,7 @@ def model_card(head, format, name, measured, license=None, dtype_changed=False, 
         f"## Measured\n\n{_measured(measured, dtype_changed, extras)}",
         f"## Use it\n\n{usage(head, format, name, target, tree, bool(_adapted(head, target)))}",
         f"## Which readers take it\n\n{_readers(head, format)}",
-        f"## How it was trained\n\n{_recipe(measured)}",
+        f"## How it was trained\n\n{_recipe(measured, extras.origin)}",
         f"## Licence\n\n{_license(head, license, target, extras)}",
     ]
     return "\n\n".join(sections) + "\n"
@@ -227,9 +227,9 @@ def _readers(head, format):
     return "\n".join(lines)
 
 
-def _recipe(measured):
+def _recipe(measured, origin):
     if not measured.recipe:
-        return "No recipe came along."
+        return "No recipe came along" + (f"; {origin.card}, {origin.link}, may have it." if origin else ".")
     shown = yaml.safe_dump(measured.recipe, sort_keys=False, allow_unicode=True)
     return f"The run's resolved configuration:\n\n```yaml\n{shown}```"
 

@@ -36,11 +36,15 @@ class Origin:
         return {"name": self.name, "revision": self.revision, "on_hub": self.on_hub, "again": self.again}
 
     @property
+    def link(self):
+        """Its name for the card, which leads there where it is on the Hub."""
+        return f"[{self.name}](https://huggingface.co/{self.name})" if self.on_hub else f"`{self.name}`"
+
+    @property
     def text(self):
         """A sentence for the card."""
-        name = f"[{self.name}](https://huggingface.co/{self.name})" if self.on_hub else f"`{self.name}`"
         done = "Exported again" if self.again else "Converted"
-        return f"{done} from {name}{f', revision `{self.revision}`' if self.revision else ''}."
+        return f"{done} from {self.link}{f', revision `{self.revision}`' if self.revision else ''}."
 
     @property
     def card(self):
