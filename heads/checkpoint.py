@@ -35,6 +35,7 @@ from .formats import (
     to_file,
     without_prefix,
 )
+from .hub_answer import ask_hub
 from .hub_id import check_may_be_id, split_revision
 from .reading import assume
 from .tensor_checks import DTYPES
@@ -271,16 +272,17 @@ def _fetch_head(path_or_id):
     """Download a head's files from the Hub (or find them in its cache) and return their folder."""
     check_may_be_id(path_or_id)
     repo_id, revision = split_revision(path_or_id)
+    hub = ask_hub()
     try:
-        folder = Path(hf_hub_download(repo_id, "config.json", revision=revision)).parent
+        folder = _fetch(repo_id, "config.json", revision, hub).parent
         commit = folder.name  # of the cache's folder: a branch may move on in between
         for name in WEIGHT_FILES:
-            missing = _fetch(repo_id, name, commit)
+            missing = _missing(repo_id, name, commit, hub)
             if missing is None:
                 for path in list_files(folder / name):
-                    hf_hub_download(repo_id, path.name, revision=commit)
+                    _fetch(repo_id, path.name, commit, hub)
                 if (
-                    isinstance(_fetch(repo_id, TREE_FILE, commit), LocalEntryNotFoundError)
+                    isinstance(_missing(repo_id, TREE_FILE, commit, hub), LocalEntryNotFoundError)
                     and not constants.HF_HUB_OFFLINE
                 ):
                     warnings.warn(
@@ -290,17 +292,23 @@ def _fetch_head(path_or_id):
                 return folder
         raise missing
     except (OSError, ValueError, HTTPError, EntryNotFoundError) as error:
-        searched = "HF_HUB_OFFLINE is set, only its cache was searched" if constants.HF_HUB_OFFLINE else "asked"
+        # Of a cache alone the library only tells to check the connection.
+        known = hub.local_files_only and isinstance(error, LocalEntryNotFoundError)
         raise ValueError(
-            f"no head at {path_or_id!r}: there is no such folder, and the Hub at {constants.ENDPOINT} ({searched}) gave "
-            f"no config.json with one of {', '.join(WEIGHT_FILES)}: {type(error).__name__}: {_first_line(error)}"
+            f"no head at {path_or_id!r}: there is no such folder, and {hub.words} gave no config.json with one of "
+            f"{', '.join(WEIGHT_FILES)}{'' if known else f': {type(error).__name__}: {_first_line(error)}'}"
         ) from error
 
 
-def _fetch(repo_id, name, revision):
-    """Fetch a file that a repository may not have; then the error that says so is returned."""
+def _fetch(repo_id, name, revision, hub):
+    """The local path of a file of a repository.  hub: a HubAnswer"""
+    return Path(hf_hub_download(repo_id, name, revision=revision, local_files_only=hub.local_files_only))
+
+
+def _missing(repo_id, name, revision, hub):
+    """Fetch a file that a repository may not have: None, or the error that says so."""
     try:
-        hf_hub_download(repo_id, name, revision=revision)
+        _fetch(repo_id, name, revision, hub)
     except EntryNotFoundError as error:
         return error
 
@@ -320,7 +328,7 @@ def _target_vocab_size(target):
     """vocab_size of the target that a published head with a shared lm_head names."""
     try:
         local = bool(target) and Path(target).is_dir()
-        path = Path(target, "config.json") if local else Path(hf_hub_download(target, "config.json"))
+        path = Path(target, "config.json") if local else _fetch(target, "config.json", None, ask_hub())
         return json.loads(path.read_text(encoding="utf-8"))["vocab_size"]
     except (OSError, ValueError, TypeError, KeyError, HTTPError) as error:
         raise ValueError(

@@ -12,6 +12,7 @@ does).
 import errno
 import json
 import textwrap
+import zipfile
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -55,12 +56,15 @@ def read_index(path):
 
 
 def read_names(path):
-    """The tensor names of a weight file or an index; of a .safetensors only the header is read: it may be a whole target's."""
+    """The tensor names of a weight file or an index, without any values (it may be a whole target's): ValueError if it is damaged.
+
+    Only a .pt or .bin from before torch 1.6 is read whole.
+    """
     path = Path(path)
     if _is_index(path):
         return [name for names in read_index(path).values() for name in names]
     if path.suffix != ".safetensors":
-        return list(read_tensors(path))
+        return list(_read_file(path, mapped=zipfile.is_zipfile(path)))
     try:
         with safe_open(path, framework="pt") as file:
             return list(file.keys())
@@ -89,11 +93,12 @@ def read_tensors(path):
     return tensors
 
 
-def _read_file(path):
+def _read_file(path, mapped=False):
+    """mapped: values of a .pt or .bin stay on the disk until they are used; the file must outlive them."""
     path.open("rb").close()  # a file that may not be read raises its own error here, not "damaged" below
     try:
         if path.suffix in (".pt", ".bin"):
-            tensors = torch.load(path, map_location="cpu", weights_only=True)
+            tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
         else:
             tensors = load_file(path)
     except MemoryError:

@@ -30,6 +30,7 @@ from ..heads.checkpoint import (
     write_head,
 )
 from ..heads.formats import FORMATS, check_format, family_of
+from ..heads.hub_answer import hub_options
 from ..inference.adapter import find_adapter_of, has_adapter, read_adapter
 from ..inference.command_arguments import choose_threads_for, plain_warnings
 from ..inference.decoder import check_supported
@@ -301,7 +302,7 @@ def read_target(target, format):
     from transformers import AutoModelForCausalLM  # seconds to import, and only these formats need it
 
     try:
-        return AutoModelForCausalLM.from_pretrained(target, dtype="auto")
+        return AutoModelForCausalLM.from_pretrained(target, dtype="auto", **hub_options(target))
     except (OSError, ValueError) as error:
         raise ValueError(
             f"format {format!r} stores a part of the target, and the target {target!r} cannot be loaded "

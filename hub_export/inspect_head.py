@@ -10,7 +10,6 @@ import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from pickle import UnpicklingError
 
 import torch
 from huggingface_hub import HfApi, hf_hub_download
@@ -20,6 +19,7 @@ from ..heads.checkpoint import check_head_fits, read_config, read_head, resolve_
 from ..heads.eagle3 import default_aux_layers
 from ..heads.eagle3_format import LAYER_IDS
 from ..heads.formats import family_of, recognise, without_prefix
+from ..heads.hub_answer import ask_hub, hub_options
 from ..heads.hub_id import split_revision
 from ..heads.weight_files import find_weights, read_names
 from ..inference.adapter import adapter_of
@@ -67,7 +67,7 @@ def check_is_no_model(source):
     if folder.is_dir():
         # A head may carry its target's config: the names of tensors tell.
         path = find_weights(folder)
-        if path is not None and recognise(tensor_names(path)):
+        if path is not None and recognise(read_names(path)):
             return
     name = (config.get("architectures") or [config.get("model_type", "a model")])[0]
     raise ValueError(
@@ -81,22 +81,11 @@ def _config_of(folder, source):
     try:
         if not folder.is_dir():
             repo_id, revision = split_revision(source)
-            folder = Path(hf_hub_download(repo_id, "config.json", revision=revision)).parent
+            path = hf_hub_download(repo_id, "config.json", revision=revision, **hub_options(source))
+            folder = Path(path).parent
         return read_config(folder)
     except (OSError, ValueError, HTTPError, EntryNotFoundError):
         return {}
-
-
-def tensor_names(path):
-    """Names of the tensors that a weight file or an index holds, read without any values; ValueError if it is damaged."""
-    if path.suffix not in (".pt", ".bin"):
-        return read_names(path)
-    try:
-        return list(torch.load(path, map_location="meta", weights_only=True))
-    except (RuntimeError, UnpicklingError, EOFError, OSError, ValueError) as error:
-        raise ValueError(
-            f"{path} cannot be read; it is cut short or damaged ({' '.join(str(error).split())})"
-        ) from None
 
 
 def describe(source, folder, model=None):
@@ -106,7 +95,7 @@ def describe(source, folder, model=None):
     """
     file = read_head(folder)
     head, config = file.head, read_config(folder)
-    names = {name for path in file.weight_files for name in tensor_names(path)}
+    names = {name for path in file.weight_files for name in read_names(path)}
     names, prefix = without_prefix(dict.fromkeys(names))
     beside = _file_names(source, folder)
     problems = list(file.notes)
@@ -275,7 +264,7 @@ def _export(source, format, head):
 
 def _file_names(source, folder):
     """Names of the files beside the head: its folder's; of a Hub id the repository's, of which only the head's were fetched."""
-    if not Path(source).is_dir():
+    if not Path(source).is_dir() and not ask_hub().local_files_only:
         repo_id, revision = split_revision(source)
         with contextlib.suppress(OSError, HTTPError):
             return {file.rfilename for file in HfApi().model_info(repo_id, revision=revision).siblings or ()}

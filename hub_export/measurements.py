@@ -15,6 +15,7 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HTTPError
 
 from ..heads.checkpoint import TREE_FILE
+from ..heads.hub_answer import hub_options
 from ..heads.hub_id import split_revision
 from ..inference.tree import load_tree
 from .tracked_run import find_tracked_run
@@ -51,7 +52,8 @@ def find_measurements(head_folder, source=None):
     """
     if source is not None and not Path(source).is_dir():
         with contextlib.suppress(OSError, ValueError, HTTPError):  # most heads there have none
-            hf_hub_download(split_revision(source)[0], REPLAY_FILE, revision=Path(head_folder).name)
+            repo_id, commit = split_revision(source)[0], Path(head_folder).name
+            hf_hub_download(repo_id, REPLAY_FILE, revision=commit, **hub_options(source))
     head_folder = Path(head_folder).resolve()
     run, step = _run_of(head_folder)
     training = _read_lines(run / "metrics.jsonl") if run is not None else []

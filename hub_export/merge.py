@@ -15,6 +15,7 @@ from huggingface_hub.errors import HTTPError
 from safetensors.torch import save_file
 
 from ..heads.checkpoint import check_is_free, failing_as_oserror, read_tensors, staged_folder
+from ..heads.hub_answer import ask_hub
 from ..inference.adapter import (
     CONFIG_FILE,
     FOLDER,
@@ -62,14 +63,16 @@ def copy_adapter(source, output, base_model):
 def check_can_merge(adapter, target, output):
     """Everything that `write_merged_target` would refuse, before any work.  -> the target's local folder"""
     check_is_free(output)
+    folder = Path(target)
+    hub = None if folder.is_dir() else ask_hub()
     try:
-        folder = Path(target)
-        if not folder.is_dir():
-            folder = Path(snapshot_download(target, allow_patterns=["*.safetensors", INDEX_FILE, *BESIDE]))
+        if hub:
+            patterns = ["*.safetensors", INDEX_FILE, *BESIDE]
+            folder = Path(snapshot_download(target, allow_patterns=patterns, local_files_only=hub.local_files_only))
     except (OSError, ValueError, HTTPError) as error:
         reason = (str(error).strip().splitlines() or ["no reason given"])[0]
         raise ValueError(
-            f"cannot get the target {target!r}: no such folder, and the Hub did not give it ({reason}): give --base-model"
+            f"cannot get the target {target!r}: no such folder, and {hub.words} did not give it ({reason}): give --base-model"
         ) from error
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     check_merged_once(adapter, config.get(MERGED_KEY, ""), target)

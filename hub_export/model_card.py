@@ -35,7 +35,7 @@ class Extras:
 
     plots: names of drawings; tokenizer: names of the target's tokenizer files; target_license: what the target's card says;
     license_text: whether LICENSE is there; holds: what of the target's weights the files hold copies of, in words; origin: the
-    published head that it was converted from (hub_export/origin.py), whose licence counts where none is given
+    head that it was converted or exported again from (hub_export/origin.py), whose licence counts where none is given
     """
 
     plots: tuple = ()
@@ -60,7 +60,7 @@ def model_card(head, format, name, measured, license=None, dtype_changed=False, 
         f"## Measured\n\n{_measured(measured, dtype_changed, extras)}",
         f"## Use it\n\n{usage(head, format, name, target, tree, bool(_adapted(head, target)))}",
         f"## Which readers take it\n\n{_readers(head, format)}",
-        f"## How it was trained\n\n{_recipe(measured)}",
+        f"## How it was trained\n\n{_recipe(measured, extras.origin)}",
         f"## Licence\n\n{_license(head, license, target, extras)}",
     ]
     return "\n\n".join(sections) + "\n"
@@ -227,24 +227,24 @@ def _readers(head, format):
     return "\n".join(lines)
 
 
-def _recipe(measured):
+def _recipe(measured, origin):
     if not measured.recipe:
-        return "No recipe came along."
+        return "No recipe came along" + (f"; {origin.card}, {origin.link}, may have it." if origin else ".")
     shown = yaml.safe_dump(measured.recipe, sort_keys=False, allow_unicode=True)
     return f"The run's resolved configuration:\n\n```yaml\n{shown}```"
 
 
 def _license(head, license, target, extras):
     """What may be said of it truthfully: who exported or published the head names its licence, and the target's is its makers'."""
-    origin, card = extras.origin, "the card of the head it was converted from"
-    inherited = origin.license_name if origin else None
+    origin = extras.origin
+    card, inherited = (origin.card, origin.license_name) if origin else ("", None)
     if license:
         said = f"The head is published under `{license}`{', as whoever exported it says' if origin else ''}"
     elif inherited:
         said = f"The head is published under `{inherited}`, as {card} says"
     else:
         said = "Whoever exported the head named no licence for it"
-        said += f", and none was found in {card}" if origin else ""
+        said += f", and none was found in {card}" if origin and not origin.again else ""
     said += "; its text is in `LICENSE`." if extras.license_text else "."
     said += f" {card[0].upper()}{card[1:]} says `{inherited}`." if license and inherited else ""
     theirs = f"`{extras.target_license}`, as its card says" if extras.target_license else "named in its own repository"

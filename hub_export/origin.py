@@ -1,4 +1,4 @@
-"""What a head was converted from: the published head that its card names, and the licence that the card of that one names.
+"""What a head was converted from, or exported again from: its name, and the licence that its card names.
 
 Knows SOURCE alone: what was measured on it is hub_export/measurements.py's, what its target's card says target_files.py's.
 """
@@ -10,29 +10,46 @@ from pathlib import Path
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HTTPError
 
+from ..heads.hub_answer import hub_options
 from ..heads.hub_id import split_revision
+from .measurements import REPLAY_FILE
 from .target_files import is_license_id, read_front_matter
 
 
 @dataclass(frozen=True)
 class Origin:
-    """A head with a card of its own.  name: a Hub id, or the name of a folder; license: what its card says, by its keys there"""
+    """A head with a card of its own.
+
+    name: a Hub id, or the name of a folder; license: what its card says, by its keys there; again: Headstart exported it, from a
+    run or from something without a card
+    """
 
     name: str
     revision: str | None
     on_hub: bool
     license: dict
+    again: bool = False
 
     @property
     def record(self):
         """As replay.json keeps it, for an export of this export."""
-        return {"name": self.name, "revision": self.revision, "on_hub": self.on_hub}
+        return {"name": self.name, "revision": self.revision, "on_hub": self.on_hub, "again": self.again}
+
+    @property
+    def link(self):
+        """Its name for the card, which leads there where it is on the Hub."""
+        return f"[{self.name}](https://huggingface.co/{self.name})" if self.on_hub else f"`{self.name}`"
 
     @property
     def text(self):
         """A sentence for the card."""
-        name = f"[{self.name}](https://huggingface.co/{self.name})" if self.on_hub else f"`{self.name}`"
-        return f"Converted from {name}{f', revision `{self.revision}`' if self.revision else ''}."
+        done = "Exported again" if self.again else "Converted"
+        return f"{done} from {self.link}{f', revision `{self.revision}`' if self.revision else ''}."
+
+    @property
+    def card(self):
+        """What the card that names its licence is called."""
+        return "the card of its earlier export" if self.again else "the card of the head it was converted from"
 
     @property
     def license_name(self):
@@ -41,20 +58,26 @@ class Origin:
 
 
 def find_origin(source, folder, earlier=None):
-    """The Origin of a head; None where `source` is no Hub id and its folder has no card with a front matter.
+    """The Origin of a head; None where `source` is no Hub id, its folder has no card with a front matter, and `earlier` is None.
 
     source: as given; folder: what resolve_head made of it; earlier: `record` in the replay.json of `folder`, or None.
     """
-    if not Path(source).is_dir():
+    on_hub = not Path(source).is_dir()
+    if on_hub:
         name, revision = split_revision(source)
         with contextlib.suppress(OSError, ValueError, HTTPError):  # a card that is not there, or not in the cache
-            hf_hub_download(name, "README.md", revision=Path(folder).name)
-        return Origin(name, revision, True, _license_of(read_front_matter(folder)))
+            hf_hub_download(name, "README.md", revision=Path(folder).name, **hub_options(source))
     front = read_front_matter(folder)
-    if not front:
-        return None
-    told = earlier or {"name": Path(folder).resolve().name, "revision": None, "on_hub": False}
-    return Origin(told["name"], told["revision"], told["on_hub"], _license_of(front))
+    # What an export came from counts for an export of it, unless that is a folder on the machine of whoever published this one.
+    if earlier and (earlier["on_hub"] or not on_hub):
+        told = (earlier[key] for key in ("name", "revision", "on_hub"))
+        return Origin(*told, _license_of(front), earlier.get("again", False))
+    # Its card says whose export it is where replay.json was left out.
+    ours = Path(folder, REPLAY_FILE).is_file() or front.get("library_name") == "headstart"
+    again = earlier.get("again", False) if earlier else ours
+    if on_hub:
+        return Origin(name, revision, True, _license_of(front), again)
+    return Origin(Path(folder).resolve().name, None, False, _license_of(front), again) if front else None
 
 
 def _license_of(front):

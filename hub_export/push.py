@@ -20,6 +20,7 @@ from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundErro
 from huggingface_hub.utils import validate_repo_id
 
 from ..heads.checkpoint import TREE_FILE
+from ..heads.hub_answer import ask_hub
 from .collection import add_to_collection, check_collection
 from .retry import patiently, reason, status
 
@@ -64,6 +65,8 @@ def check_can_push(repo, default_name, options):
         )
     if options.revision == "":
         raise ValueError("--revision is empty: name a branch, or leave it out for main")
+    if why := ask_hub().why:
+        raise ValueError(f"the Hub at {constants.ENDPOINT} does not answer: {why}")
     api = HfApi()
     try:
         # Few attempts: nothing is done yet, and whoever waits is still here.

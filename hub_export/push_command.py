@@ -5,7 +5,8 @@ import shlex
 import sys
 from pathlib import Path
 
-from ..heads.checkpoint import find_head
+from ..heads.checkpoint import find_head, read_config
+from ..inference.adapter import MERGED_KEY
 from .push import WEIGHTS, PushOptions, check_can_push, push_folder
 from .tracked_run import tell_tracked_run
 
@@ -75,6 +76,11 @@ def check_is_export(folder):
         advice = f": export it first (`heads.export {shlex.quote(str(folder))} --format ... --output DIR`)"
         raise ValueError(
             f"{folder} holds no {lacking[0]}, so it is no folder that heads.export wrote{advice if is_head else ''}"
+        )
+    if find_head(folder) is None and MERGED_KEY not in read_config(folder):
+        raise ValueError(
+            f"{folder} holds neither a head that can be read nor a target with an adapter merged by heads.export, and only these "
+            "are pushed here: name the folder that heads.export wrote (another model goes with `hf upload`)"
         )
 
 

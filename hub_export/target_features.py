@@ -5,6 +5,7 @@ import contextlib
 import torch
 
 from ..heads.formats import family_of
+from ..heads.hub_answer import hub_options
 from ..inference.adapter import has_adapter
 from ..inference.target_source import choose_device
 from .replay import CONTEXT, NUM_TARGET_PROMPTS, NUM_TARGET_ROWS, Inputs, needs_lm_head, num_depths
@@ -54,7 +55,7 @@ def _load(target, folder, device):
 
     dtype = torch.float32 if device.type == "cpu" else "auto"
     try:
-        model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype)
+        model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype, **hub_options(target))
     except (OSError, ValueError) as error:
         reason = (str(error).strip().splitlines() or ["no reason given"])[0]
         raise ValueError(

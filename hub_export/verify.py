@@ -21,6 +21,7 @@ from huggingface_hub.errors import HTTPError
 
 from ..heads.checkpoint import TREE_FILE, read_config
 from ..heads.formats import WEIGHT_FILES
+from ..heads.hub_answer import ask_hub
 from ..heads.hub_id import check_may_be_id, split_revision
 from ..inference import adapter
 from ..inference.decoder import check_supported
@@ -136,11 +137,13 @@ def _folder_of(export):
         return Path(export).resolve()
     check_may_be_id(export)
     repo_id, revision = split_revision(export)
+    hub = ask_hub()
     try:
-        return Path(snapshot_download(repo_id, revision=revision))
+        return Path(snapshot_download(repo_id, revision=revision, local_files_only=hub.local_files_only))
     except (OSError, ValueError, HTTPError) as error:
         reason = (str(error).strip().splitlines() or ["no reason given"])[0]
-        raise ValueError(f"there is no folder {export}, and the Hub gave no such repository ({reason})") from error
+        told = "" if hub.local_files_only else f": {reason}"
+        raise ValueError(f"there is no folder {export}, and {hub.words} gave no such repository{told}") from error
 
 
 def _request(figure, stored_prompts, prompts_file):

@@ -24,6 +24,7 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HTTPError
 
 from ..heads.checkpoint import find_weights, read_tensors, resolve_head
+from ..heads.hub_answer import ask_hub
 from ..heads.hub_id import split_revision
 from ..heads.medusa import Medusa
 from .checkpoint_files import first_few
@@ -200,7 +201,8 @@ def find_adapter_of(head, source, folder):
         return None
     if Path(source).is_dir():
         raise ValueError(f"{folder} holds heads trained with an adapter, and no {FOLDER}/ beside them")
-    return find_adapter(source)
+    # The commit that the head's files came from, which the cache's folder is called by.
+    return find_adapter(f"{split_revision(source)[0]}@{Path(folder).name}")
 
 
 def fingerprint(folder):
@@ -261,10 +263,18 @@ def _fetch_adapter(name):
     repo_id, revision = split_revision(name)
     if repo_id.startswith((".", "/", "~")) or repo_id.count("/") > 1:
         raise ValueError(f"there is no adapter folder {name}")
+    hub = ask_hub()
+
+    def fetch(name, revision):
+        return Path(hf_hub_download(repo_id, name, revision=revision, local_files_only=hub.local_files_only))
+
     for folder in ("", f"{FOLDER}/"):
         try:
-            hf_hub_download(repo_id, folder + CONFIG_FILE, revision=revision)
-            return Path(hf_hub_download(repo_id, folder + WEIGHTS_FILE, revision=revision)).parent
+            # The weights first: an adapter whose config lies in the cache is taken for whole (has_adapter).
+            place = fetch(folder + WEIGHTS_FILE, revision).parent
+            # Of the commit that the cache's folder is called by: a branch may move on in between.
+            commit = (place.parent if folder else place).name
+            return fetch(folder + CONFIG_FILE, commit).parent
         except EntryNotFoundError as error:
             reason = error
         except (OSError, ValueError, HTTPError) as error:
@@ -272,6 +282,6 @@ def _fetch_adapter(name):
             break
     told = (str(reason).strip().splitlines() or ["no reason given"])[0]
     raise ValueError(
-        f"no adapter at {name!r}: there is no such folder, and the Hub gave no {CONFIG_FILE} with {WEIGHTS_FILE}, neither as they "
-        f"are nor in {FOLDER}/: {type(reason).__name__}: {told}"
+        f"no adapter at {name!r}: there is no such folder, and {hub.words} gave no {CONFIG_FILE} with {WEIGHTS_FILE}, neither as "
+        f"they are nor in {FOLDER}/{'' if hub.local_files_only else f': {type(reason).__name__}: {told}'}"
     ) from reason

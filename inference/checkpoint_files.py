@@ -8,9 +8,11 @@ Not supported: .bin, .pt and GGUF files (the errors say how to convert).
 import json
 from pathlib import Path
 
-from huggingface_hub import constants, hf_hub_download, list_repo_files
+from huggingface_hub import hf_hub_download, list_repo_files
 from huggingface_hub.errors import EntryNotFoundError, HTTPError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
+
+from ..heads.hub_answer import ask_hub
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
@@ -39,8 +41,10 @@ def find_files(folder_or_id, revision=None):
 
 
 def _fetch_files(repo_id, revision):
+    hub = ask_hub()
+
     def fetch(name):
-        return Path(hf_hub_download(repo_id, name, revision=revision))
+        return Path(hf_hub_download(repo_id, name, revision=revision, local_files_only=hub.local_files_only))
 
     try:
         try:
@@ -55,11 +59,10 @@ def _fetch_files(repo_id, revision):
                 raise ValueError(_no_safetensors(repo_id, names)) from None
         return [fetch(name) for name in read_index(index)]
     except (OSError, HTTPError, EntryNotFoundError) as error:
-        searched = "HF_HUB_OFFLINE is set: only its cache was searched" if constants.HF_HUB_OFFLINE else "asked"
         reason = (str(error).strip().splitlines() or ["no reason given"])[0]
         raise ValueError(
-            f"cannot get the weights of {repo_id!r}: there is no such folder, and the Hub at {constants.ENDPOINT} ({searched}) "
-            f"gave no {SINGLE_FILE} or {INDEX_FILE} with its shards: {type(error).__name__}: {reason}"
+            f"cannot get the weights of {repo_id!r}: there is no such folder, and {hub.words} gave "
+            f"no {SINGLE_FILE} or {INDEX_FILE} with its shards: {type(error).__name__}: {reason}"
         ) from error
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..heads.checkpoint import find_head
+from ..heads.hub_answer import ask_hub, hub_options
 from ..heads.medusa import Medusa
 from ..kernels.linear import linear
 from .decoder import Decoder
@@ -53,10 +54,12 @@ def target_config(model, load_format):
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ValueError(f"there is no model folder {name}")
     try:
-        return AutoConfig.from_pretrained(name), name
+        return AutoConfig.from_pretrained(name, **hub_options(name)), name
     except (OSError, ValueError) as error:
+        hub = ask_hub()
+        told = "" if hub.local_files_only else f" ({error})"
         raise ValueError(
-            f"cannot read the model {name!r}: no such folder, and the Hub did not give it ({error}). "
+            f"cannot read the model {name!r}: no such folder, and {hub.words} did not give it{told}. "
             "Check the name, the network, HF_HUB_OFFLINE, and `hf auth login` for gated models"
         ) from error
 
@@ -85,11 +88,13 @@ def load_tokenizer(tokenizer, model):
 
     name = str(model if tokenizer is None else tokenizer)
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name, **hub_options(name))
     except (OSError, ValueError) as error:
         if tokenizer is None and Path(name).is_dir() and not any(Path(name).glob("*token*")):
             return None  # a model folder without a tokenizer can still be fed token ids
-        raise ValueError(f"cannot read the tokenizer of {name!r}: {error}") from error
+        silent = not Path(name).is_dir() and (hub := ask_hub()).local_files_only
+        told = f"there is no such folder, and {hub.words} did not give it" if silent else error
+        raise ValueError(f"cannot read the tokenizer of {name!r}: {told}") from error
 
 
 def named_dtype(dtype):
@@ -169,7 +174,7 @@ def eos_token_ids(model, config, tokenizer):
         from transformers import GenerationConfig
 
         with contextlib.suppress(OSError):  # not every model has one
-            generation = GenerationConfig.from_pretrained(str(model))
+            generation = GenerationConfig.from_pretrained(str(model), **hub_options(model))
     for source in (generation, config, tokenizer):
         found = getattr(source, "eos_token_id", None)
         if found is not None:

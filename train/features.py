@@ -14,10 +14,12 @@ import sys
 from pathlib import Path
 
 import torch
+from huggingface_hub import constants
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from ..heads.hub_answer import ask_hub, hub_options
 from ..heads.packed_attention import FLEX_DTYPES, FLEX_LEAST_DIM, FLEX_OPTIONS, block_mask
 from .data import block_attention_mask
 from .fused_target import fuse
@@ -36,18 +38,21 @@ def load_target(name, device, dtype="auto"):
         raise ValueError(f"target {name!r}: there is no such folder; give a model folder or a Hub id like org/name")
     source = str(folder) if folder.is_dir() else name
     try:
-        AutoConfig.from_pretrained(source)
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        AutoConfig.from_pretrained(source, **hub_options(source))
+        tokenizer = AutoTokenizer.from_pretrained(source, **hub_options(source))
     except (OSError, ValueError) as error:
+        told = _first_line(error)
+        if not folder.is_dir() and (why := ask_hub().why):
+            told = f"{constants.ENDPOINT} does not answer ({why}), and its cache does not hold it"
         raise ValueError(
-            f"target {name!r} is neither a model folder here nor a model on the Hub that can be read: {_first_line(error)}"
+            f"target {name!r} is neither a model folder here nor a model on the Hub that can be read: {told}"
         ) from error
     if dtype == "auto":
         dtype = "float32" if device.type == "cpu" else "bfloat16"
     if wants_sharded_target():
         return load_sharded(source, getattr(torch, dtype), device), tokenizer
     try:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype))
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype), **hub_options(source))
     except (SafetensorError, RuntimeError, OSError, ValueError) as error:
         raise ValueError(
             f"the weights of the target {name!r} cannot be read: {_first_line(error)}; a file may be cut, damaged or "

@@ -21,6 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from ..heads.hub_answer import hub_options
+
 
 def wants_sharded_target():
     """Was this process launched with FSDP (the environment that `accelerate launch` makes of fsdp2.yaml)?"""
@@ -47,11 +49,11 @@ def load_sharded(source, dtype, device):
     """
     folder = source
     if not Path(source).is_dir():
-        patterns = ["*.safetensors", "*.json"]
+        wanted = {"allow_patterns": ["*.safetensors", "*.json"], **hub_options(source)}
         if dist.get_rank() == 0:
-            snapshot_download(source, allow_patterns=patterns)
+            snapshot_download(source, **wanted)
         dist.barrier()
-        folder = snapshot_download(source, allow_patterns=patterns)
+        folder = snapshot_download(source, **wanted)
     if not list(Path(folder).glob("*.safetensors")):
         raise ValueError(
             f"{source!r} holds no .safetensors: a target can be divided over GPUs only if they can be read in parts"

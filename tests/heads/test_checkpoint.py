@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 from headstart.heads import weight_files
 from headstart.heads.checkpoint import check_head_fits, load_head, resolve_head, save_head
 from headstart.heads.medusa import Medusa, MedusaConfig
-from headstart.heads.weight_files import read_tensors
+from headstart.heads.weight_files import read_names, read_tensors
 
 H, V = 24, 37
 
@@ -212,6 +212,29 @@ def test_an_old_pickle_is_named_wherever_it_is_cut_and_whatever_else_it_holds(tm
         torch.save(held, path)
         with pytest.raises(ValueError, match="holds something other than named tensors"):
             read_tensors(path)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/io"), reason="counts the bytes read as Linux does")
+def test_names_of_a_bin_file_are_read_without_its_values(tmp_path):
+    def read_by(action):
+        def count():
+            with open("/proc/self/io") as file:
+                return int(file.readline().removeprefix("rchar:"))
+
+        before = count()
+        return action(path), count() - before
+
+    path = tmp_path / "pytorch_model.bin"
+    torch.save({"0.1.weight": torch.zeros(1024, 1024), "0.2.weight": torch.zeros(3)}, path)
+    names, num_bytes = read_by(read_names)
+    assert names == ["0.1.weight", "0.2.weight"]
+    assert num_bytes < 2**20 < read_by(read_tensors)[1]
+    torch.save({"0.1.weight": torch.zeros(3)}, path, _use_new_zipfile_serialization=False)
+    assert read_names(path) == ["0.1.weight"]
+    for content in (b"", b"cut", b"PK\x03\x04"):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"pytorch_model\.bin cannot be read; it is cut short or damaged"):
+            read_names(path)
 
 
 def test_a_broken_or_missing_config_is_named(tmp_path):

@@ -16,6 +16,7 @@ from headstart.heads.checkpoint import check_head_fits, find_head, load_head, re
 from headstart.heads.eagle import Eagle, EagleConfig
 from headstart.heads.eagle3 import Eagle3, Eagle3Config
 from headstart.heads.formats import check_family, family_of, from_file, native_format, to_file
+from headstart.heads.hub_answer import HubAnswer
 from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 from headstart.tests.heads.published import LAYOUTS
 from headstart.tests.heads.test_checkpoint import H, V, edit_config, llama_config, make_head, same_head
@@ -88,7 +89,7 @@ def test_every_file_of_a_head_is_fetched_from_the_hub(tmp_path, monkeypatch, nam
     LAYOUTS[name].write(hub)
     cache.mkdir()
 
-    def download(repo_id, file_name, revision=None):
+    def download(repo_id, file_name, revision=None, local_files_only=False):
         assert repo_id == "some/head"
         assert revision == (None if file_name == "config.json" else "cache"), "the commit that config.json came from"
         if not (hub / file_name).is_file():
@@ -100,6 +101,7 @@ def test_every_file_of_a_head_is_fetched_from_the_hub(tmp_path, monkeypatch, nam
     assert {path.name for path in cache.iterdir()} == {path.name for path in hub.iterdir()}
     assert same_head(file.head, read_head(hub).head)
     monkeypatch.setattr(checkpoint.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(checkpoint, "ask_hub", lambda: HubAnswer("", "the Hub"))
     with pytest.warns(UserWarning, match="did not answer whether some/head has a tree.json"):
         read_head("some/head")
     next(path for path in file.weight_files if path.suffix != ".json").rename(tmp_path / "lost")

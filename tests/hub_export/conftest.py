@@ -107,7 +107,8 @@ class Handler(BaseHTTPRequestHandler):
         for name, value in {"Content-Type": "application/json", "Content-Length": len(body), **headers}.items():
             self.send_header(name.replace("_", "-"), str(value))
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
     def read(self, limit=None):
         """The request's body, or its first `limit` bytes."""

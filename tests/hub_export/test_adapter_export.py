@@ -168,7 +168,7 @@ def test_adapter_of_a_head_on_the_hub_is_fetched_from_there(run, base, tmp_path,
 
     monkeypatch.setattr(adapter, "find_adapter", find)
     assert main(["you/medusa2", "--format", "medusa-shared", "--output", str(tmp_path / "export")]) == 0
-    assert asked[0] == "you/medusa2"
+    assert asked[0] == "you/medusa2@snapshot"  # the commit, which the cache's folder is called by
     assert (tmp_path / "export" / "adapter" / "adapter_model.safetensors").is_file()
 
 

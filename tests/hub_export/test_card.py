@@ -232,14 +232,11 @@ def test_figures_recipe_and_drawings_come_along_to_another_format(run, tmp_path)
     for name in ("medusa_lm_head.safetensors", "config.json", "tree.json"):
         assert (tmp_path / "one again" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
     cards = [(tmp_path / name / "README.md").read_text() for name in ("one", "two", "one again")]
-    assert all("without them. Converted from `one`.\n" in card for card in cards[1:])
-    assert cards[2].replace(" Converted from `one`.", "").replace(
-        ", and none was found in the card of the head it was converted from", ""
-    ) == cards[0].replace("name: one", "name: one again").replace("# one", "# one again").replace(
-        '"one"', '"one again"'
-    ).replace("--head one", "--head one again").replace("verify one", "verify one again").replace(
-        "--model-id one", "--model-id one again"
-    )
+    assert all("without them. Exported again from `one`.\n" in card for card in cards[1:])
+    renamed = cards[0]
+    for place in ("name: {}", "# {}", '"{}"', "--head {}", "verify {}", "--model-id {}"):
+        renamed = renamed.replace(place.format("one"), place.format("one again"))
+    assert cards[2].replace(" Exported again from `one`.", "") == renamed
     assert "| acceptance length | 1.8 |" in cards[1]
     assert all("trained and exported with Headstart" in card for card in cards)
     assert drawings(tmp_path / "two") == drawings(tmp_path / "one")

@@ -152,14 +152,48 @@ def test_a_folder_with_a_card_is_named_without_its_path(tmp_path):
     assert "secret" not in two + (tmp_path / "two" / "replay.json").read_text()
 
 
+def test_an_export_of_ones_own_is_exported_again_not_converted(tmp_path, publish):
+    save_head(Medusa(MedusaConfig(H, V, 2)), tmp_path / "run" / "head")
+    words = ["--format", "medusa", "--output"]
+    assert main([str(tmp_path / "run"), *words, str(tmp_path / "one"), "--license", "apache-2.0"]) == 0
+    publish(tmp_path / "one", "team/one")
+    # From its folder, from the Hub, from an export of that, and from one whose replay.json was left out.
+    for source, name in (("one", "two"), ("team/one@main", "three"), ("three", "four"), ("two", "five")):
+        if name == "five":
+            (tmp_path / "two" / "replay.json").unlink()
+        source = source if "/" in source else str(tmp_path / source)
+        assert main([source, *words, str(tmp_path / name)]) == 0
+    cards = {name: (tmp_path / name / "README.md").read_text() for name in ("two", "three", "four", "five")}
+    assert not any("onverted from" in card for card in cards.values())
+    link = "[team/one](https://huggingface.co/team/one), revision `main`."
+    for name, origin in (("two", "`one`."), ("three", link), ("four", link), ("five", "`two`.")):
+        assert f"without them. Exported again from {origin}\n" in cards[name]
+        assert "under `apache-2.0`, as the card of its earlier export says; its text" in cards[name]
+        training = origin.split(",")[0].removesuffix(".")
+        assert f"\nNo recipe came along; the card of its earlier export, {training}, may have it.\n" in cards[name]
+
+
+def test_what_a_published_conversion_came_from_is_named_not_its_publisher(tmp_path, publish):
+    save_head(Medusa(MedusaConfig(H, V, 2)), tmp_path / "published")
+    publish(tmp_path / "published", "team/published")
+    words = ["--format", "medusa", "--output"]
+    assert main(["team/published", *words, str(tmp_path / "one")]) == 0
+    publish(tmp_path / "one", "me/one")
+    assert main(["me/one", *words, str(tmp_path / "two")]) == 0
+    text = (tmp_path / "two" / "README.md").read_text()
+    assert "Converted from [team/published](https://huggingface.co/team/published)." in text
+
+
 def test_an_export_is_verified_by_its_id(tmp_path, publish, capsys, monkeypatch):
     save_head(Medusa(MedusaConfig(H, V, 2)), tmp_path / "source")
     assert main([str(tmp_path / "source"), "--format", "medusa", "--output", str(tmp_path / "one")]) == 0
     assert main(["verify", "team/nothing"]) == 1
-    assert "there is no folder team/nothing, and the Hub gave no such repository" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "there is no folder team/nothing, and the Hub at http" in said
+    assert "(asked) gave no such repository: 404 Client Error" in said
     asked = []
 
-    def fetch(repo_id, revision):
+    def fetch(repo_id, revision, local_files_only):
         asked.append((repo_id, revision))
         return str(tmp_path / "one")
 

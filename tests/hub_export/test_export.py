@@ -248,7 +248,7 @@ def test_broken_sources_are_named(run, tmp_path, capsys, monkeypatch):
     arguments = ["--format", "medusa", "--output", tmp_path / "out"]
     assert "holds no head" in error_of(capsys, tmp_path, *arguments)
 
-    def no_network(repo_id, name, revision):
+    def no_network(repo_id, name, revision, local_files_only):
         raise OSError("the network is down")
 
     monkeypatch.setattr(checkpoint, "hf_hub_download", no_network)

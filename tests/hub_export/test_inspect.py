@@ -383,6 +383,22 @@ def test_a_head_of_another_target_is_said_not_to_fit(inspect, tmp_path):
     assert (status, "some/where: not checked" in text) == (0, True)
 
 
+def test_a_head_that_could_be_described_is_no_failure_and_json_says_the_rest(inspect, tmp_path, capsys):
+    """As --help tells scripts: the status is of the head, not of the engines or the target."""
+    save_head(medusa(5), tmp_path / "head", format="vllm")
+    leave_out("medusa_fc_bias")(tmp_path / "head")
+    status, text, _ = inspect("head", "--model", "target", "--json")
+    found = json.loads(text)
+    vllm = next(one for one in found["engines"] if one["name"] == "vLLM")
+    assert (status, vllm["loads"], bool(vllm["silent"]), found["target"]["fits"]) == (0, True, True, True)
+    with pytest.raises(SystemExit):
+        inspect("--help")
+    told = " ".join(capsys.readouterr().out.split())
+    assert "0 where the head could be described, whatever is said of its config, its target and the engines" in told
+    assert {"problems", "target", "engines"} <= found.keys()
+    assert {"loads", "problems", "silent"} <= vllm.keys()
+
+
 def test_layers_that_a_file_does_not_name_are_those_of_its_target(inspect, tmp_path):
     save_head(eagle3(aux_layer_ids=None), tmp_path / "head")
     assert "layers 2, 6, 9 (vLLM" in inspect("head")[1]

@@ -19,6 +19,7 @@ from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 from headstart.hub_export import verify
 from headstart.hub_export.export import main
+from headstart.inference.adapter import find_adapter, find_adapter_of
 from headstart.tests.hub_export.short_decoding import coded
 
 ASSETS = Path(__file__).resolve().parents[2] / "assets"
@@ -158,3 +159,27 @@ def test_the_embedded_head_comes_back_with_its_tree_and_loads_without_network(tm
     assert one.config == other.config
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(one.parameters(), other.parameters()))
     assert resolve_head("me/coder-heads").joinpath("tree.json").is_file()
+
+
+def test_an_adapter_comes_from_the_commit_that_its_head_came_from(hub_here, tmp_path):
+    """A push to the branch between any two of the files changes nothing."""
+    name = "me/it"
+    save_head(Medusa(MedusaConfig(16, 33, num_heads=2, adapter="0" * 16)), tmp_path / "head")
+    first = {path.name: path.read_bytes() for path in (tmp_path / "head").iterdir()}
+    first |= {"adapter/adapter_config.json": b'{"made": 1}', "adapter/adapter_model.safetensors": b"first"}
+    second = first | {"adapter/adapter_config.json": b'{"made": 2}', "adapter/adapter_model.safetensors": b"second"}
+    hub_here.repositories[name] = {"private": False, "files": first, "branches": {"next": second}}
+
+    folder = resolve_head(name)
+    hub_here.repositories[name] |= {"files": second, "branches": {"old": first}}
+    held = find_adapter_of(load_head(folder), name, folder)
+    assert held == folder / "adapter"
+    assert {path.read_bytes() for path in held.iterdir()} == {b'{"made": 1}', b"first"}
+    # By itself: the config is asked for at the commit that the weights had.
+    hub_here.requests.clear()
+    held = find_adapter(name)
+    assert {path.read_bytes() for path in held.iterdir()} == {b'{"made": 2}', b"second"}
+    commit = hub_here.commit_of(name, "main")
+    fetched = [line for line in hub_here.requests if "GET" in line and "/resolve/" in line]
+    assert f"GET /{name}/resolve/main/adapter/adapter_model.safetensors" in fetched
+    assert f"GET /{name}/resolve/{commit}/adapter/adapter_config.json" in fetched

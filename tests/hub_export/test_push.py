@@ -1,5 +1,6 @@
 """`--push-to-hub`, through the command line and a real HTTP server: what arrives is what was exported, byte by byte."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -186,7 +187,7 @@ def test_a_dry_run_tells_what_is_missing_and_changes_nothing(exported, hub_here,
     assert set(shown) | {f"send {sizes['config.json']} B config.json"} <= set(told)
     assert any(line.startswith("to send: 5 of 5 files, ") for line in told)
     assert told[-1] == f"`heads.export push {exported} team/first --private --collection 'Some heads'` pushes it"
-    assert [line for line in hub_here.requests if not line.startswith("GET ")] == []
+    assert [line for line in hub_here.requests if not line.startswith(("GET ", "HEAD "))] == []
     assert hub_here.repositories == {}
     assert hub_here.collections == {}
 
@@ -267,6 +268,28 @@ def test_what_is_no_export_is_not_pushed(exported, hub_here, leave, said, capsys
         (exported / name).unlink()
     assert main(["push", str(exported)]) == 1
     assert said in capsys.readouterr().err
+    assert hub_here.requests == []
+
+
+def test_a_model_without_a_head_is_not_pushed_but_a_merged_target_is(tiny_target, tmp_path, hub_here, capsys):
+    model = tmp_path / "model"
+    shutil.copytree(tiny_target, model)
+    (model / "README.md").write_text("# A model\n")
+    assert main(["push", str(model), "me/model"]) == 1
+    said = capsys.readouterr().err
+    assert f"{model} holds neither a head that can be read nor a target with an adapter merged" in said
+    assert said.count("\n") == 1
+    assert hub_here.requests == []
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"merged_adapter": "0" * 16}))
+    assert main(["push", str(model), "me/model"]) == 0
+    assert "model.safetensors" in hub_here.repositories["me/model"]["files"]
+
+
+def test_a_damaged_export_is_not_pushed(exported, hub_here, capsys):
+    (exported / "medusa_lm_head.safetensors").write_bytes(b"cut")
+    assert main(["push", str(exported), "me/it"]) == 1
+    assert "holds neither a head that can be read" in capsys.readouterr().err
     assert hub_here.requests == []
 
 

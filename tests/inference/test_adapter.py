@@ -281,7 +281,7 @@ def test_a_tree_of_a_head_from_the_hub_is_measured_with_the_adapter_of_its_repos
     shutil.copytree(adapted_head / "adapter", tmp_path / "repository" / "adapter")
     write_head(head, tmp_path / "repository", "medusa")
 
-    def download(name, file, revision=None):
+    def download(name, file, revision=None, local_files_only=False):
         assert name == "you/medusa2"
         if not (tmp_path / "repository" / file).exists():
             raise EntryNotFoundError(file)

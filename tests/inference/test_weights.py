@@ -345,7 +345,7 @@ def cached_repo(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(
         files_module,
         "hf_hub_download",
-        lambda repo_id, name, revision=None: real(repo_id, name, revision=revision, cache_dir=tmp_path / "cache"),
+        lambda repo_id, name, **options: real(repo_id, name, cache_dir=tmp_path / "cache", **options),
     )
     return repo, folder, config
 

@@ -1,0 +1,71 @@
+"""Whether the Hub answers at all: asked for seconds, before its libraries ask for minutes. No torch.
+
+    folder = snapshot_download(repo_id, **hub_options(repo_id))
+    raise ValueError(f"no head at {name!r}: {ask_hub().words} gave no config.json")
+
+A request for a file's name is repeated by huggingface_hub six times, with pauses of 23 s in all and a minute's patience for each
+answer; requests for a repository wait without an end. Where the Hub keeps silent here, the libraries are told to search
+their cache alone. What it answers, and the files that it sends, keep their own repeats.
+"""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import constants, get_session
+from huggingface_hub.errors import HTTPError
+
+PATIENCE = 5  # seconds that an answer may take; HF_HUB_ETAG_TIMEOUT, where it is set, counts instead
+BLIP = 2  # seconds in which what fails at once is asked again
+KEPT = 10  # seconds for which what was found is believed: one command asks about several files
+
+_found = {}  # endpoint -> (when, why it does not answer, "" where it does)
+
+
+@dataclass(frozen=True)
+class HubAnswer:
+    """why: it does not answer, "" where it does or is not asked; words: the Hub and whether it was asked, for an error"""
+
+    why: str
+    words: str
+
+    @property
+    def local_files_only(self):
+        """As the libraries take it."""
+        return bool(self.why)
+
+
+def ask_hub():
+    """The HubAnswer of constants.ENDPOINT. In offline mode nobody is asked: the libraries know of that by themselves."""
+    name = f"the Hub at {constants.ENDPOINT}"
+    if constants.HF_HUB_OFFLINE:
+        return HubAnswer("", f"{name} (HF_HUB_OFFLINE is set, only its cache was searched)")
+    when, why = _found.get(constants.ENDPOINT, (None, ""))
+    if when is None or time.monotonic() - when > KEPT:
+        why = _why_silent(constants.ENDPOINT)
+        _found[constants.ENDPOINT] = time.monotonic(), why
+    if why:
+        return HubAnswer(why, f"{name} (it does not answer: {why}; only its cache was searched)")
+    return HubAnswer("", f"{name} (asked)")
+
+
+def hub_options(name):
+    """Keywords for the libraries' functions that take a folder or a Hub id: not to ask a Hub that does not answer."""
+    return {"local_files_only": True} if not Path(name).is_dir() and ask_hub().local_files_only else {}
+
+
+def _why_silent(endpoint):
+    """Why there is no answer of any kind, in a line; "" where there is one, even a refusal."""
+    waited = constants.HF_HUB_ETAG_TIMEOUT
+    patience = PATIENCE if waited == constants.DEFAULT_ETAG_TIMEOUT else waited
+    end = time.monotonic() + BLIP
+    while True:
+        try:
+            get_session().head(endpoint, timeout=patience)
+            return ""
+        except HTTPError as error:  # of the transport: broken, refused, timed out, no such name
+            if time.monotonic() >= end:
+                reason = " ".join(str(error).split()) or type(error).__name__
+                late = "Timeout" in type(error).__name__
+                return f"{reason} after {patience:g} s, which HF_HUB_ETAG_TIMEOUT changes" if late else reason
+        time.sleep(min(1, BLIP))
