@@ -25,7 +25,7 @@ from headstart.tests.kernels.test_dynamic_tree import grow_naively
 VOCAB, DEPTH = 97, 4
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 TREES = ("chain", "static", "dynamic")
-LENGTHS = (1, 2, 17, 63, 64, 65, 100, 130)  # of the prompts: below, at and across pages
+LENGTHS = (1, 2, 17, 63, 64, 130)  # of the prompts: below, at and across pages
 TEMPERATURES = (0.0, 0.8)
 
 
@@ -85,7 +85,7 @@ def prompts_and_params(temperature, **changes):
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in LENGTHS]
     return prompts, [
-        SamplingParams(seed=i, temperature=temperature, max_tokens=10, **changes) for i in range(len(LENGTHS))
+        SamplingParams(seed=i, temperature=temperature, max_tokens=7, **changes) for i in range(len(LENGTHS))
     ]
 
 
@@ -119,7 +119,7 @@ def test_no_bit_changes(setting, tree_files, name, tree):
         for temperature in TEMPERATURES:
             assert outputs(llm, temperature, logprobs=2) == plain[temperature], (batch, temperature)
         metrics = llm.get_metrics()
-        if name == "target" and tree != "dynamic":  # 9 tokens behind the first, by 5, then 4 that are left
+        if name == "target" and tree != "dynamic":  # 6 tokens behind the first, by 5, then the one that is left
             assert metrics["num_spec_steps"] == 2 * 2 * len(LENGTHS)
         elif tree != "chain":
             assert metrics["num_accepted_tokens"] > 0
@@ -140,9 +140,11 @@ def test_under_a_ratio_rule_the_company_changes_nothing(setting, tree_files, nam
             "verifier": "traversal",
         }
         llm = LLM(target, max_num_seqs=batch, speculative_config=speculative)
+        found.append(outputs(llm, 0.8))
+        assert llm.get_metrics()["prefix_cache_hits"] == 0
         assert [tokens for tokens, _ in outputs(llm, 0.0)] == [tokens for tokens, _ in plain[0.0]]
-        found += [outputs(llm, 0.8), outputs(llm, 0.8)]  # the second finds the first one's pages
         assert llm.get_metrics()["prefix_cache_hits"] > 0
+    found.append(outputs(llm, 0.8))  # on the pages of the earlier ones
     assert all(one == found[0] for one in found)
 
 
@@ -178,7 +180,7 @@ def test_the_engine_drafts_what_the_head_says_of_the_same_text(setting, name):
     speculative = {"model": head, "num_speculative_tokens": DEPTH}
     llm = LLM(target, max_num_seqs=1, enforce_eager=True, speculative_config=speculative)  # a graph cannot be watched
     watched = Watched(llm.engine.drafter)
-    prompt = prompts_and_params(0.0)[0][5]
+    prompt = prompts_and_params(0.0)[0][3]
     output = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=8))[0].outputs[0].token_ids
     text, compared = prompt + output, 0
     for committed, drafted, levels in watched.steps:
@@ -261,7 +263,7 @@ def test_a_dynamic_tree_is_the_one_that_heaps_grow_from_the_head_s_laws(setting,
     llm = LLM(target, max_num_seqs=1, enforce_eager=True, speculative_config=speculative)
     watched = WatchedGrowth(llm.engine.drafter)
     params = SamplingParams(seed=5, temperature=temperature, max_tokens=8)
-    prompt, compared = prompts_and_params(0.0)[0][5], 0
+    prompt, compared = prompts_and_params(0.0)[0][3], 0
     text = prompt + llm.generate(prompt, params)[0].outputs[0].token_ids
 
     def children(laws, keys, path):
