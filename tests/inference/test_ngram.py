@@ -57,7 +57,7 @@ def repetitive(lengths, seed=1):
 def run(llm, prompts, temperature):
     # Few tokens are allowed, so that what is drawn at random repeats itself too.
     params = [
-        SamplingParams(seed=i, temperature=temperature, max_tokens=40, logprobs=2, allowed_token_ids=[3, 5, 8, 70])
+        SamplingParams(seed=i, temperature=temperature, max_tokens=24, logprobs=2, allowed_token_ids=[3, 5, 8, 70])
         for i in range(len(prompts))
     ]
     return [(x.outputs[0].token_ids, x.outputs[0].logprobs) for x in llm.generate(prompts, params)]
