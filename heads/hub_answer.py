@@ -16,7 +16,7 @@ from huggingface_hub import constants, get_session
 from huggingface_hub.errors import HTTPError
 
 PATIENCE = 5  # seconds that an answer may take; HF_HUB_ETAG_TIMEOUT, where it is set, counts instead
-BLIP = 2  # seconds in which what fails at once is asked again
+PAUSES = (1, 1)  # seconds before what failed at once is asked again
 KEPT = 10  # seconds for which what was found is believed: one command asks about several files
 
 _found = {}  # endpoint -> (when, why it does not answer, "" where it does)
@@ -58,14 +58,14 @@ def _why_silent(endpoint):
     """Why there is no answer of any kind, in a line; "" where there is one, even a refusal."""
     waited = constants.HF_HUB_ETAG_TIMEOUT
     patience = PATIENCE if waited == constants.DEFAULT_ETAG_TIMEOUT else waited
-    end = time.monotonic() + BLIP
-    while True:
+    for pause in (*PAUSES, None):
         try:
             get_session().head(endpoint, timeout=patience)
             return ""
         except HTTPError as error:  # of the transport: broken, refused, timed out, no such name
-            if time.monotonic() >= end:
-                reason = " ".join(str(error).split()) or type(error).__name__
-                late = "Timeout" in type(error).__name__
-                return f"{reason} after {patience:g} s, which HF_HUB_ETAG_TIMEOUT changes" if late else reason
-        time.sleep(min(1, BLIP))
+            reason = " ".join(str(error).split()) or type(error).__name__
+            if "Timeout" in type(error).__name__:
+                return f"{reason} after {patience:g} s, which HF_HUB_ETAG_TIMEOUT changes"
+            if pause is None:
+                return reason
+        time.sleep(pause)
