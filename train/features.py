@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 
 import torch
-from huggingface_hub import constants
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -41,9 +40,8 @@ def load_target(name, device, dtype="auto"):
         AutoConfig.from_pretrained(source, **hub_options(source))
         tokenizer = AutoTokenizer.from_pretrained(source, **hub_options(source))
     except (OSError, ValueError) as error:
-        told = _first_line(error)
-        if not folder.is_dir() and (why := ask_hub().why):
-            told = f"{constants.ENDPOINT} does not answer ({why}), and its cache does not hold it"
+        hub = None if folder.is_dir() else ask_hub()
+        told = f"{hub.words} did not give it" if hub and hub.why else _first_line(error)
         raise ValueError(
             f"target {name!r} is neither a model folder here nor a model on the Hub that can be read: {told}"
         ) from error

@@ -1,8 +1,8 @@
 """The rows that a rank is fed, micro-batch by micro-batch, the next one being made ready while this one is trained on.
 
-With AHEAD, which is off, the target's next forward runs on a GPU on a stream of its own, beside the
-head's forward and backward; it fills what those leave idle, and takes memory for one more micro-batch of features. It changes no
-bit. On the CPU nothing is made ahead.
+With AHEAD, which is off, the target's next forward runs on a GPU on a stream of its own, beside the head's forward and backward; it
+fills what those leave idle, and takes memory for one more micro-batch of features. It changes no bit. On the CPU nothing is made
+ahead.
 
     batches = look_ahead(make, deal_rows(...), device);    next(batches)
 """
