@@ -82,7 +82,12 @@ class Recipe(RunRecipe):
         "the text",
         choices=TARGET_LOSSES,
     )
-    medusa_weight: float = key(0.2, "joint: what the heads' loss counts beside the target's own", least=0)
+    medusa_weight: float = key(
+        0.1,
+        "joint: what the heads' loss counts beside the target's own: more accepts more and keeps less of the target "
+        "(the paper: 0.2)",
+        least=0,
+    )
     target_lr: float = key(5e-4, "joint: peak learning rate of the adapter; lr is the heads'", least=0)
     lora_rank: int = key(32, "joint: rank of the adapter", least=1)
     lora_alpha: float = key(16.0, "joint: the adapter's products count alpha / rank", least=0)
