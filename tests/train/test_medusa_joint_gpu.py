@@ -17,7 +17,7 @@ from headstart.train.target_adapter import TargetAdapter
 
 pytestmark = pytest.mark.gpu
 
-JOINT = {"stage": "joint", "target_lr": 0.02, "lora_rank": 4, "lora_alpha": 8, "autocast": "bf16"}
+JOINT = {"stage": "joint", "medusa_weight": 0.2, "target_lr": 0.02, "lora_rank": 4, "lora_alpha": 8, "autocast": "bf16"}
 
 
 @pytest.fixture
