@@ -29,6 +29,22 @@ def build_draft_vocabulary(counts, size, always=()):
     return ids - torch.arange(size), t2d
 
 
+def missing_stop_tokens(head, stop_ids):
+    """What it costs that the head drafts none of the tokens `stop_ids`, as a sentence; None where it drafts one, or there are none.
+
+    One of several is enough: models name stop tokens that only end other kinds of output.
+    """
+    drafted = getattr(head, "draft_token_ids", None)
+    stop_ids = sorted(stop_ids)
+    if drafted is None or not stop_ids or not set(stop_ids).isdisjoint(drafted.tolist()):
+        return None
+    return (
+        f"the {len(drafted)} tokens that this head drafts hold none of those that end an answer ({', '.join(map(str, stop_ids))}): "
+        "its last token is never a draft, so every answer takes up to one pass of the target more. Train with a draft vocabulary "
+        "that has them"
+    )
+
+
 def check_d2t(d2t, draft_vocab_size, vocab_size):
     """The t2d [V] that belongs to a d2t; ValueError, naming tensor and expectation, if it is not of these sizes or ids repeat."""
     if d2t.dtype != torch.int64 or tuple(d2t.shape) != (draft_vocab_size,):

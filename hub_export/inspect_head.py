@@ -16,6 +16,7 @@ from huggingface_hub import HfApi, hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HTTPError
 
 from ..heads.checkpoint import check_head_fits, read_config, read_head, resolve_head
+from ..heads.draft_vocabulary import missing_stop_tokens
 from ..heads.eagle3 import default_aux_layers
 from ..heads.eagle3_format import LAYER_IDS
 from ..heads.formats import family_of, recognise, without_prefix
@@ -24,7 +25,7 @@ from ..heads.hub_id import split_revision
 from ..heads.weight_files import find_weights, read_names
 from ..inference.adapter import adapter_of
 from ..inference.draft_weights import draft_bytes
-from ..inference.target_source import target_config
+from ..inference.target_source import eos_token_ids, target_config
 from ..inference.tree import DynamicTree, load_tree
 from .inspect_text import as_text
 from .measurements import Measurements, find_measurements
@@ -107,7 +108,7 @@ def describe(source, folder, model=None):
         measured, tree = Measurements(), None
     name = model or head.config.base_model_name_or_path or (measured.recipe or {}).get("target") or ""
     target, depth = _target(head, name)
-    if target["fits"] is False:
+    if target["fits"] is not None and target["why"]:
         problems.append(target["why"])
     files = HeadFiles(
         head=head,
@@ -165,6 +166,7 @@ def _target(head, name):
         check_head_fits(head, config)
     except ValueError as error:
         return target | {"fits": False, "why": str(error)}, text.num_hidden_layers
+    target["why"] = missing_stop_tokens(head, eos_token_ids(name, config, None)) or ""
     return target | {"fits": True}, text.num_hidden_layers
 
 

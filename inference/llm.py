@@ -25,6 +25,7 @@ from .speculation import (
     choose_tree,
     choose_verifier,
     find_draft_source,
+    warn_of_missing_stop_tokens,
 )
 from .stopping import StopChecker, final_text, stable_length
 from .target_source import (
@@ -177,6 +178,7 @@ class LLM:
             positions = self.max_model_len + MAX_NODES
             decoder = load_decoder(model, config, dtype, device, positions, load_format, merged)
             self.eos_token_ids = eos_token_ids(model, config, self.tokenizer)
+        warn_of_missing_stop_tokens(source, self.eos_token_ids)
         verifier = choose_verifier(rule, speculative, tree, decoder.device)
         self.config = config
         drafter = build_drafter(source, speculative, tree, drawing, decoder, self.max_model_len + MAX_NODES)

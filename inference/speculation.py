@@ -1,11 +1,13 @@
 """What a speculative_config asks for: what drafts, the tree, and the rule that accepts."""
 
+import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import nn
 
 from ..heads.checkpoint import check_head_fits, find_head, load_head, resolve_head
+from ..heads.draft_vocabulary import missing_stop_tokens
 from ..heads.eagle import Eagle
 from ..heads.eagle3 import Eagle3
 from ..heads.medusa import Medusa
@@ -159,6 +161,13 @@ def find_draft_source(speculative, target):
     if found == "eagle3":
         head.take_depth(target.get_text_config().num_hidden_layers)
     return DraftSource(found, head)
+
+
+def warn_of_missing_stop_tokens(source, eos_token_ids):
+    """A UserWarning for a head that cannot draft the end of an answer. No output is wrong: it takes a pass longer."""
+    text = None if source is None else missing_stop_tokens(source.head, eos_token_ids)
+    if text:
+        warnings.warn(text, stacklevel=3)  # where the LLM is made
 
 
 def _load_format(model):

@@ -143,10 +143,11 @@ def choose_promise(curve):
 def dynamic_candidates(depth, num_nodes, max_depth):
     """Dynamic trees worth a try where a static one of this depth and size is the best: list of DynamicTree.
 
-    The same number of nodes, as deep and as deep as the drafts go, of several widths.
+    The same number of nodes, as deep and as deep as the drafts go, of several widths. None of depth 1: its nodes are the first
+    ranks, whatever the confidences, and that is a static tree.
     """
     found = []
-    for levels in sorted({depth, max_depth}):
+    for levels in sorted({depth, max_depth} - {1}):
         for width in DYNAMIC_WIDTHS:
             # Where not a single node could be left out, it would be a static tree.
             if num_nodes <= width + (levels - 1) * width**2:

@@ -72,10 +72,14 @@ def count_labels(packed):
 
 
 def answer_ends(packed):
-    """Where supervised stretches end: at their last token in a document.  -> bool [R, T]"""
+    """Where supervised stretches end: at their last token in a document.  -> bool [R, T]
+
+    Not at the end of a document that fills a whole row: one that was cut fills one, and goes on behind it.
+    """
     goes_on = packed.supervised[:, 1:] & (packed.document_ids[:, 1:] == packed.document_ids[:, :-1])
     ends = packed.supervised.clone()
     ends[:, :-1] &= ~goes_on
+    ends[:, -1] &= packed.position_ids[:, -1] < packed.position_ids.shape[1] - 1
     return ends
 
 

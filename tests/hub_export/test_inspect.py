@@ -383,6 +383,20 @@ def test_a_head_of_another_target_is_said_not_to_fit(inspect, tmp_path):
     assert (status, "some/where: not checked" in text) == (0, True)
 
 
+def test_a_draft_vocabulary_without_the_targets_stop_token_is_said(inspect, tmp_path):
+    head = eagle3()
+    save_head(head, tmp_path / "ends")
+    kept = torch.arange(V) > 2  # the target's stop token is 2
+    kept[VD + 3 :] = False
+    head.set_draft_vocabulary(torch.full((VD,), 3), kept)
+    save_head(head, tmp_path / "endless")
+    for name, said in (("ends", False), ("endless", True)):
+        status, text, _ = inspect(name)
+        assert (status, "it fits" in text) == (0, True)
+        before = " ".join(text.split("format ")[0].split())
+        assert (f"the {VD} tokens that this head drafts hold none of those that end an answer (2)" in before) == said
+
+
 def test_a_head_that_could_be_described_is_no_failure_and_json_says_the_rest(inspect, tmp_path, capsys):
     """As --help tells scripts: the status is of the head, not of the engines or the target."""
     save_head(medusa(5), tmp_path / "head", format="vllm")

@@ -6,6 +6,7 @@ target as its own draft model every draft is right.
 
 import json
 import re
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -26,7 +27,7 @@ from headstart.tests.kernels.test_dynamic_tree import grow_naively
 VOCAB, DEPTH = 97, 4
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 TREES = ("chain", "static", "dynamic")
-LENGTHS = (1, 63, 130, 2, 17, 64)  # of the prompts: below, at and across pages
+LENGTHS = (1, 63, 130, 2, 17, 64, 3, 65)  # of the prompts: below, at and across pages; eight, as many as run at once
 ALONE = 3  # so many of them are also run one at a time, which is most of the time
 TEMPERATURES = (0.0, 0.8)
 
@@ -154,6 +155,20 @@ def test_under_a_ratio_rule_the_company_changes_nothing(setting, tree_files, nam
     alone, together, on_pages = found
     assert alone == together[:ALONE]
     assert together == on_pages
+
+
+def test_a_draft_vocabulary_without_a_stop_token_is_warned_of():
+    target = llama()
+    head = make("eagle3", target)
+    drafted = set(head.draft_token_ids.tolist())
+    missing = min(set(range(VOCAB)) - drafted)
+    for ends, said in ((missing, True), ([missing, min(drafted)], False), (None, False)):
+        target.generation_config.eos_token_id = ends
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            LLM(target, speculative_config={"model": head, "num_speculative_tokens": 2})
+        told = f"40 tokens that this head drafts hold none of those that end an answer ({missing}): its last token is never"
+        assert any(told in str(one.message) for one in caught) == said, ends
 
 
 class Watched:

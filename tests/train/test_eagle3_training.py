@@ -241,6 +241,9 @@ def test_draft_vocabulary_is_what_is_supervised_most_and_the_stop_tokens(word_ta
         in said[1]
     )
     assert "each of them takes one pass of the target more, in 3 tokens" in said[1]
+    # A document that was cut ends with some token, and no answer with it.
+    _, said = choose([([30, 31, *range(4, 20)], [False] * 2 + [True] * 16)], 2, [2], word_target)
+    assert len(said) == 1
 
 
 # ---- what is refused ----
