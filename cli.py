@@ -128,7 +128,11 @@ def _add_bench_train(benchmarks):
         "above rest: the peak of the memory above what is held between steps (weights and the optimiser's state).",
     )
     bench.add_argument(
-        "--head", default="medusa", choices=["medusa", "eagle3", "mlp_speculator"], help="default medusa"
+        "--head",
+        type=lambda name: {"mlp": "mlp_speculator"}.get(name, name),
+        default="medusa",
+        choices=["medusa", "eagle3", "mlp_speculator"],
+        help="default medusa; mlp is short for mlp_speculator",
     )
     bench.add_argument("--loss", default="kl", choices=["hard", "kl", "lk", "lk-log"], help="default kl")
     bench.add_argument("--sequence", type=int, default=4096, help="tokens of a row (default 4096)")

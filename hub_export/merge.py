@@ -127,6 +127,7 @@ def merged_card(target, adapter, head):
         f"# {target} with a merged adapter\n\n"
         f"The weights of `{target}` with the LoRA adapter `{adapter.fingerprint}` added (in fp32, rounded once), which was trained "
         f"together with the Medusa heads `{head}` by Headstart (Medusa-2). They are used as they are, with no adapter beside "
-        f'them: decoding in Headstart then writes the tokens of `LLM("{target}", adapter="{head}")`.\n\n'
+        f'them: decoding in Headstart then writes the tokens of `LLM("{target}", adapter="{head}")`, in the dtype of these files '
+        "(which `dtype=` says, and a GPU takes by itself).\n\n"
         f"The licence is that of `{target}`.\n"
     )

@@ -6,6 +6,7 @@ Not supported: .bin, .pt and GGUF files (the errors say how to convert).
 """
 
 import json
+import zlib
 from pathlib import Path
 
 from huggingface_hub import hf_hub_download, list_repo_files
@@ -14,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..heads.hub_answer import ask_hub
 
+BLOCK, NUM_BLOCKS = 4096, 64  # bytes of a file that a checksum reads at once, and how often
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -120,6 +122,19 @@ def read_header(path):
                 f"{path} is cut short: it has {size} bytes and {name} ends at {8 + length + end}; copy or download it again"
             )
     return {name: (dtype, tuple(shape)) for name, (dtype, shape, _, _) in entries.items()}
+
+
+def sample_checksum(files):
+    """crc32 of the files' names, sizes and blocks spread over them: other weights give another one, at the price of a few reads."""
+    checksum = 0
+    for path in map(Path, files):
+        size = path.stat().st_size
+        checksum = zlib.crc32(f"{path.name} {size}".encode(), checksum)
+        with path.open("rb") as file:
+            for i in range(NUM_BLOCKS):
+                file.seek(i * size // NUM_BLOCKS)
+                checksum = zlib.crc32(file.read(BLOCK), checksum)
+    return checksum
 
 
 def open_file(path):

@@ -1,10 +1,12 @@
 """Answers from our engine: many dialogues in flight at once, each one's next turn handed in as soon as the last has ended."""
 
 import zlib
+from pathlib import Path
 
 import torch
 
 from ..inference.adapter import choose_adapter
+from ..inference.checkpoint_files import find_files, sample_checksum
 from ..inference.decoder import UnsupportedArchitecture, check_supported
 from ..inference.llm import LLM
 from ..inference.open_batch import OpenBatch
@@ -17,7 +19,7 @@ from .dialogue import REFUSED, TOO_LONG, Answer, Unanswerable
 
 
 def describe_target(model, adapter, head, max_model_len, dtype, device):
-    """({what of the target decides the answers}, name of the dtype that "auto" comes to), without reading its weights.
+    """({what of the target decides the answers}, name of the dtype that "auto" comes to), without loading its weights.
 
     Raises ValueError for a target that the engine does not run or that has no chat template, for an adapter that cannot be merged
     into it, and for a head that is not its own.
@@ -43,6 +45,9 @@ def describe_target(model, adapter, head, max_model_len, dtype, device):
     template = zlib.crc32(str(tokenizer.chat_template).encode())
     facts = {"max_model_len": max_model_len or limit, "dtype": dtype, "chat_template_checksum": template}
     facts["adapter"] = merged and merged.fingerprint
+    facts["weights_checksum"] = (
+        sample_checksum(find_files(model)) if Path(model).is_dir() else None
+    )  # a Hub id names its own
     return facts, str(used).removeprefix("torch.")
 
 

@@ -32,6 +32,7 @@ from .feature_cache import OWN_FOLDER
 from .lineage import find_sources
 from .optimization import choose_autocast
 from .recipe import resolved_values, save_recipe
+from .run_lock import claim, release
 from .sharded_target import wants_sharded_target
 from .tracking import PLACE_FILE, MetricsFile, WandbTracker, has_wandb, peak_memory, write_json
 
@@ -44,7 +45,6 @@ def start_processes(recipe, name):
     a damaged checkpoint, and for another set-up than those of configs/accelerate.
     """
     check_output(recipe.output, recipe.resume, recipe.resume_from)
-    resumed = recipe.checkpoint_to_resume
     tracked = recipe.tracker == "wandb" and has_wandb()
     log_with = "wandb" if tracked else None
     accelerator = Accelerator(mixed_precision="no", log_with=log_with, kwargs_handlers=[patient_processes()])
@@ -59,6 +59,9 @@ def start_processes(recipe, name):
         raise ValueError(f"accelerate is set up for {accelerator.distributed_type}: take a file of configs/accelerate")
     if wants_sharded_target() and os.environ.get("FSDP_VERSION") != "2":
         raise ValueError("accelerate is set up for the first FSDP: take configs/accelerate/fsdp2.yaml")
+
+    take_folder(recipe.output, accelerator)
+    resumed = recipe.checkpoint_to_resume  # now that nobody writes any more of them
 
     def note(text):
         if accelerator.is_main_process:
@@ -77,10 +80,22 @@ def patient_processes():
     return InitProcessGroupKwargs(timeout=timedelta(days=30))
 
 
+def take_folder(output, accelerator):
+    """Keep other trainings out of the folder, if it is there; ValueError, on every rank, where one writes into it now."""
+    (taken,) = broadcast_object_list([not accelerator.is_main_process or claim(output)])
+    if not taken:
+        raise ValueError(
+            f"another process is training into {output}: wait for its end, stop it (SIGTERM lets it save first), or name another "
+            "output"
+        )
+
+
 def begin_folder(recipe, accelerator):
     """Make the run folder, with its config.yaml, before long work that writes into it: killed there, the run starts again."""
     if accelerator.is_main_process:
         Path(recipe.output).mkdir(parents=True, exist_ok=True)
+    take_folder(recipe.output, accelerator)
+    if accelerator.is_main_process:
         values = resolved_values(recipe) | {"resume": False, "resume_from": ""}
         save_recipe(values, Path(recipe.output, "config.yaml"))
     accelerator.wait_for_everyone()
@@ -118,6 +133,8 @@ class RunFolder:
             note(f"going on from {resumed}, after step {self.step}")
         if self.is_main:
             self.path.mkdir(parents=True, exist_ok=True)
+        take_folder(self.path, accelerator)
+        if self.is_main:
             save_recipe(self.state["recipe"], self.path / "config.yaml")
             remove_leftovers(self.path)
         accelerator.wait_for_everyone()
@@ -138,6 +155,7 @@ class RunFolder:
 
     def __exit__(self, *exception):
         self.curves.close()
+        release(self.path)
 
     @property
     def step(self):

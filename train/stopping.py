@@ -40,10 +40,10 @@ class StopSignals:
 def leave_with_launcher():
     """Have the kernel send this process SIGTERM when `accelerate launch` dies.
 
-    Its launcher for a single process does not pass SIGTERM on: without this, the training would go on as an orphan. torchrun,
-    which launches several processes, passes it on itself.
+    Its launcher for a single process does not pass SIGTERM on, and none can pass on SIGKILL: without this, the training would go on
+    as an orphan, beside the one that is started to go on with the run.
     """
-    launched = "ACCELERATE_MIXED_PRECISION" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
+    launched = "ACCELERATE_MIXED_PRECISION" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
     if launched and sys.platform == "linux":
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)

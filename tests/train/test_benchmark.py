@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig
 
-from headstart.cli import main
+from headstart.cli import build_parser, main
 from headstart.inference.benchmarks import floor
 from headstart.inference.benchmarks.losses import torch_losses
 from headstart.inference.benchmarks.shape import config_of_shape
@@ -118,6 +118,11 @@ def test_train_prints_the_target_our_step_and_the_plain_one(shape, capsys):
 def test_train_refuses_what_cannot_be(shape, words, said, capsys):
     assert main(["bench", "train", "--shape", shape, *words, *CPU]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_train_calls_the_speculator_mlp_too():
+    arguments = build_parser().parse_args(["bench", "train", "--shape", "llama-3-8b", "--head", "mlp"])
+    assert arguments.head == "mlp_speculator"
 
 
 def test_train_refuses_a_dtype_that_nothing_is_trained_in(shape, capsys):

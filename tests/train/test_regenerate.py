@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 
 from headstart.cli import main
 from headstart.heads.checkpoint import save_head
@@ -252,6 +253,18 @@ def test_finished_file_is_never_written_again(reference, run, tmp_path):
     assert status == 2
     assert "made with other settings (seed: 0, now 3)" in said
     assert (tmp_path / "out.jsonl").stat().st_mtime_ns == before.st_mtime_ns
+
+
+def test_a_target_of_other_weights_by_the_same_name_is_another_run(dialogues, word_target, tmp_path, capsys):
+    target = tmp_path / "target"
+    shutil.copytree(word_target, target)
+    command = ["regenerate", dialogues, "--model", str(target), "--output", str(tmp_path / "out.jsonl"), *ON_CPU]
+    command += ["--num-conversations", "2"]
+    assert main(command) == main(command) == 0
+    tensors = load_file(target / "model.safetensors")
+    save_file({name: tensor * 1.01 for name, tensor in tensors.items()}, target / "model.safetensors", {"format": "pt"})
+    assert main(command) == 2
+    assert "weights_checksum" in capsys.readouterr().err
 
 
 def test_changed_data_is_another_run(run, dialogues, tmp_path):
