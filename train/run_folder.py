@@ -21,6 +21,7 @@ from ..heads.formats import family_of
 from .checkpointing import (
     check_output,
     check_same_run,
+    list_checkpoints,
     load_checkpoint,
     read_state,
     remove_leftovers,
@@ -116,7 +117,7 @@ class RunFolder:
         """
         self.path, self.data, self.num_kept = Path(recipe.output), recipe.data, recipe.keep_checkpoints
         self.accelerator, self.is_main, self.note = accelerator, accelerator.is_main_process, note
-        self.adapter = adapter
+        self.adapter, self.log_checkpoints = adapter, recipe.log_checkpoints
         if resumed and recipe.autocast == "auto":  # what was measured when the run was started
             self.precision = read_state(resumed)["recipe"]["autocast"]
         else:
@@ -234,6 +235,14 @@ class RunFolder:
             kept = (self.state, self.accelerator, self.num_kept, self.adapter)
             save_checkpoint(self.path, self.step, head, optimizer, *kept)
             self.saved_step = self.step
+            if self.is_main and self.log_checkpoints:
+                newest = list_checkpoints(self.path)[-1]
+                self.curves.log_checkpoint(newest / "head", self.step, self._told_of(head))
+
+    def _told_of(self, head):
+        """What the head's artifact says of it, beside its lineage."""
+        told = {"family": self.family, "tokens": self.tokens, "loss": self.state["recipe"]["loss"]}
+        return told | asdict(head.config)
 
     def leave_early(self, stop):
         """What the script returns when a signal ended it: 128 + its number. The last checkpoint is saved by then."""
@@ -248,8 +257,7 @@ class RunFolder:
             save_final_head(head, self.path, self.adapter)
             if not self.curves.active:  # an extended run: what wandb.json says is of the head that made way
                 (self.path / PLACE_FILE).unlink(missing_ok=True)
-            told = {"family": self.family, "tokens": self.tokens, "loss": self.state["recipe"]["loss"]}
-            self.curves.log_head(self.path / "head", self.step, told | asdict(head.config))
+            self.curves.log_head(self.path / "head", self.step, self._told_of(head))
             shutil.rmtree(self.path / OWN_FOLDER, ignore_errors=True)
         self.note(
             f"done: {self.path / 'head'} after {self.step} steps; next: headstart tree {self.path}, heads.export {self.path}"

@@ -84,6 +84,10 @@ class RunRecipe:
         "wandb (online if logged in, else offline in the run folder) or none, beside metrics.jsonl",
         choices=TRACKERS,
     )
+    log_checkpoints: bool = key(
+        False,
+        "wandb: every checkpoint's head as a version of the artifact, copied, if it has up to 2 GiB; else the finished one alone",
+    )
 
     def __post_init__(self):
         check_values(self)
@@ -108,7 +112,7 @@ class RunRecipe:
 
 # What a resumed run may be told anew; anything else would make it another run. (Of batch_rows and accumulate the product with the
 # number of processes must stay: checkpointing.check_same_run.)
-CHANGEABLE = {"output", "max_steps", "num_epochs", "log_every", "tracker", "checkpoint_every"}
+CHANGEABLE = {"output", "max_steps", "num_epochs", "log_every", "tracker", "log_checkpoints", "checkpoint_every"}
 CHANGEABLE |= {
     "keep_checkpoints",
     "eval_every",

@@ -192,19 +192,26 @@ class WandbTracker:
         """The finished head as an artifact. Its files stay where they are until they are uploaded."""
         self._attempt("the head", self._log_head, Path(head_folder), step, metadata)
 
+    def log_checkpoint(self, head_folder, step, metadata):
+        """A checkpoint's head as a version of the same artifact: copied, as checkpoints make way; none above UPLOAD_LIMIT."""
+        if _size(head_folder) <= UPLOAD_LIMIT:
+            self._attempt("a checkpoint's head", self._log_version, Path(head_folder), step, metadata, "mutable")
+
     def _log_head(self, head_folder, step, metadata):
+        self._write_place(self._log_version(head_folder, step, metadata, "immutable"))
+
+    def _log_version(self, head_folder, step, metadata, policy):
         import wandb
 
         lineage = {source.role: source.metadata for source in self.sources}
         name = artifact_name(self.folder.name, "head")
         artifact = wandb.Artifact(name, "model", metadata=metadata | lineage)
-        size = sum(path.stat().st_size for path in head_folder.rglob("*") if path.is_file())  # an adapter/ too
-        if size <= UPLOAD_LIMIT:
-            artifact.add_dir(str(head_folder), policy="immutable", skip_cache=True)
+        if _size(head_folder) <= UPLOAD_LIMIT:
+            artifact.add_dir(str(head_folder), policy=policy, skip_cache=True)
         else:
             artifact.add_reference(head_folder.resolve().as_uri())
         self._run().log_artifact(artifact, aliases=["latest", f"step-{step}"])
-        self._write_place(f"{name}:step-{step}")
+        return f"{name}:step-{step}"
 
     def _write_place(self, artifact=None):
         """wandb.json: where W&B has this run, and the head, for the card of an export."""
@@ -250,6 +257,11 @@ class WandbTracker:
             tracker.finish()
         # finish returns before the background process has written the end of its file; teardown waits for it to leave.
         wandb.teardown()
+
+
+def _size(folder):
+    """Bytes of the files in and below a folder: of a head, an adapter/ too."""
+    return sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
 
 
 def _first_line(error):

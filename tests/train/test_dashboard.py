@@ -115,6 +115,23 @@ def test_head_is_an_artifact_that_knows_its_target_and_its_data(arguments, tmp_p
         assert all(address.startswith(f"file://{place}") for address in addresses)
 
 
+def test_every_checkpoints_head_is_a_version_if_asked(arguments, tmp_path, logged_out, read_records):
+    pytest.importorskip("wandb")
+    words = arguments(tracker="wandb", max_steps=3, checkpoint_every=1, keep_checkpoints=1, log_checkpoints="true")
+    assert medusa.main(words) == 0
+    (path,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
+    artifacts = [record.artifact for record in read_records(path) if record.WhichOneof("record_type") == "artifact"]
+    _, _, *heads = artifacts
+    assert {head.name for head in heads} == {"run-head"}
+    assert [sorted(head.aliases)[-1] for head in heads] == ["step-1", "step-2", "step-3", "step-3"]
+    assert all(json.loads(head.metadata)["target"]["name"] == words[1] for head in heads)
+    # The first two checkpoints are gone; what is to be uploaded of them is not.
+    assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 1
+    for head in heads:
+        assert all(os.path.isfile(entry.local_path) for entry in head.manifest.contents)
+        assert any(entry.path == "config.json" for entry in head.manifest.contents)
+
+
 def test_head_above_the_limit_is_pointed_at_not_uploaded(arguments, tmp_path, logged_out, read_records, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setattr(tracking, "UPLOAD_LIMIT", 10)
