@@ -22,6 +22,11 @@ export WANDB_MODE := offline
 # machine, a training step and a pass over one row the same.
 export OMP_WAIT_POLICY := PASSIVE
 
+# A progress bar on a terminal is one line; in a file every state of it is one more.
+ifneq ($(shell test -t 2 && echo terminal),terminal)
+export TQDM_MININTERVAL := 20
+endif
+
 .PHONY: help quickstart test lint clean
 .SUFFIXES:
 

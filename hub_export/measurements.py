@@ -79,7 +79,7 @@ def find_measurements(head_folder, source=None):
         acceptance=figures,
         prompts=earlier.get("prompts") if not acceptance else None,
         rates=(acceptance or earlier).get("rates"),
-        benchmark=_public_benchmark(benchmark) if benchmark else earlier.get("benchmark"),
+        benchmark=_public_benchmark(benchmark, run or head_folder) if benchmark else earlier.get("benchmark"),
         recipe=_public_recipe(recipe) if recipe else earlier.get("recipe"),
         step=earlier.get("step") if step is None else step,
         tree=tree,
@@ -94,12 +94,23 @@ def _public_recipe(recipe):
     return {key: _public(value) for key, value in recipe.items() if not str(value).startswith(("/", "~", "\\"))}
 
 
-def _public_benchmark(benchmark):
-    """With the last part alone of every absolute path, and heads called by their run."""
+def _public_benchmark(benchmark, place):
+    """Its rows of plain decoding and of the head in `place`, with the last part alone of every absolute path; None if none is left.
+
+    A benchmark may compare several heads. Where none lies in `place` (it was moved), a single one is taken for it, of several none.
+    """
+    heads = {str(row.get("head", "-")) for row in benchmark.get("rows", ())} - {"none"}
+    own = {head for head in heads if Path(head).resolve().is_relative_to(place.resolve())}
+    kept = own or (heads if len(heads) == 1 else set())
+    if heads and not kept:
+        return None
     rows = []
     for row in benchmark.get("rows", ()):
-        path = Path(str(row.get("head", "-")))
-        rows.append(row | {"head": path.parent.name if path.name == "head" else path.name})
+        head = str(row.get("head", "-"))
+        if head in kept or head == "none":
+            path = Path(head)
+            name = place.name if head in own else path.parent.name if path.name == "head" else path.name
+            rows.append(row | {"head": name})
     return _public(benchmark | {"command": str(benchmark.get("command", "headstart bench")), "rows": rows})
 
 

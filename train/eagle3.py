@@ -191,6 +191,7 @@ def main(argv):
             if cache is None:
                 run.save(head, optimizer)
                 return run.leave_early(stop)
+            bar.unpause()  # steps take what steps take, not what the features took
 
         def make_ready(index):
             parts = select_rows(packed, index, device)

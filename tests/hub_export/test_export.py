@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import warnings
@@ -23,6 +24,7 @@ from headstart.heads.checkpoint import load_head, save_head
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.hub_export import export
 from headstart.hub_export.export import main
+from headstart.hub_export.measurements import find_measurements
 from headstart.hub_export.read_back import compare_with_source
 
 H, V = 16, 33
@@ -365,3 +367,16 @@ def test_what_is_warned_of_is_a_line_without_a_place_in_our_code(tmp_path, monke
         assert main([str(source), "--format", "medusa", "--output", str(tmp_path / "out")]) == 0
     assert f'note: {source}: config.json says "medusa_num_heads": 5; by the tensors it is 2\n' in lines
     assert warnings.formatwarning is before
+
+
+def test_a_card_has_no_other_heads_speed(run, tmp_path):
+    """Of a benchmark that compared several heads, its own rows and those of plain decoding."""
+    bench = json.loads((run / "benchmark.json").read_text())
+    (own,) = bench["rows"]
+    bench["rows"] = [own | {"head": "none", "speedup": 1.0}, own | {"head": str(run / "export")}]
+    bench["rows"].append(own | {"head": str(tmp_path / "better"), "speedup": 7.77})
+    (run / "benchmark.json").write_text(json.dumps(bench))
+    found = find_measurements(run / "head").benchmark["rows"]
+    assert [(row["head"], row["speedup"]) for row in found] == [("none", 1.0), ("first", 1.37)]
+    shutil.copytree(run, tmp_path / "moved")
+    assert find_measurements(tmp_path / "moved" / "head").benchmark is None
