@@ -7,7 +7,7 @@ It does not measure anything (tree_measurement.py does).
 """
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from .tree import MAX_NODES, DynamicTree, build_static_tree, expected_acceptance_length
@@ -153,3 +153,9 @@ def dynamic_candidates(depth, num_nodes, max_depth):
             if num_nodes <= width + (levels - 1) * width**2:
                 found.append(DynamicTree(levels, width, num_nodes))
     return found
+
+
+def other_sizes(tree):
+    """A dynamic tree with half and with twice the nodes, as far as it has candidates to leave out: list of DynamicTree."""
+    sizes = {max(tree.num_nodes // 2, 2), min(2 * tree.num_nodes, MAX_NODES, tree.num_candidates)}
+    return [replace(tree, num_nodes=size) for size in sorted(sizes - {tree.num_nodes})]

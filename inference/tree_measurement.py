@@ -3,7 +3,8 @@
 1. Steps over trees of a few sizes and depths are timed in the engine, with all requests of the batch decoding.
 2. tree_choice.py finds the tree that promises the most tokens per second. A shape that was not timed is timed now and the choice
    made again, until it falls on one that was.
-3. That tree, plain decoding, and dynamic trees where the drafter grows them, decode the same prompts; the fastest tree is kept.
+3. That tree, plain decoding, and dynamic trees where the drafter grows them, decode the same prompts; the best dynamic one in half and
+   in twice its size as well. The fastest tree is kept.
 
 Every engine is built, measured and let go before the next one, so that one at a time takes memory beside the target's weights. On a
 CPU, whose speed drifts, all take their turn several times. Decoding is greedy.
@@ -27,7 +28,7 @@ from .llm import LLM
 from .metrics import SpecDecodeMetrics
 from .sampling import SamplingParams
 from .tree import MAX_NODES, DynamicTree, save_tree
-from .tree_choice import StepCosts, Timing, best_static_trees, choose_promise, dynamic_candidates, promises
+from .tree_choice import StepCosts, Timing, best_static_trees, choose_promise, dynamic_candidates, other_sizes, promises
 
 SIZES = (2, 4, 8, 12, 16, 24, 32, 48, 64)  # whose steps are timed with trees as deep as they like
 LEVEL_SIZES = (8, 32)  # and with trees half as deep: what a level costs
@@ -92,6 +93,13 @@ class TreeMeasurement:
         if isinstance(self.llm.engine.drafter, SequentialDrafter):
             candidates += dynamic_candidates(best.depth, best.num_nodes, len(rates))
         trials = self.try_out(candidates)
+        grown = [pair for pair in zip(candidates, trials[1:]) if pair[1].draft == "dynamic"]
+        if grown:  # the best of them in other sizes: a static tree's best is not theirs
+            further = other_sizes(max(grown, key=lambda pair: pair[1].tokens_per_second)[0])
+            plain_now, *tried = self.try_out(further)
+            drift = trials[0].tokens_per_second / plain_now.tokens_per_second
+            candidates += further
+            trials += [replace(one, tokens_per_second=one.tokens_per_second * drift) for one in tried]
         tree, trial = max(zip(candidates, trials[1:]), key=lambda pair: pair[1].tokens_per_second)
         return tree, {
             "batch_size": self.batch_size,

@@ -26,6 +26,7 @@ from headstart.inference.tree_choice import (
     best_static_trees,
     choose_promise,
     dynamic_candidates,
+    other_sizes,
     promises,
 )
 from headstart.inference.tree_text import choice_sentence
@@ -115,6 +116,12 @@ def test_dynamic_trees_to_try_can_leave_nodes_out():
         for tree in dynamic_candidates(depth, nodes, most):
             assert tree.max_depth > 1  # every confidence decides something
             assert tree.num_nodes <= tree.num_candidates  # one candidate at least is left out: the root is none of them
+            for other in other_sizes(tree):
+                assert (other.max_depth, other.width) == (tree.max_depth, tree.width)
+                assert tree.num_nodes != other.num_nodes <= other.num_candidates
+    assert [tree.num_nodes for tree in other_sizes(DynamicTree(4, 4, 16))] == [8, 32]
+    assert [tree.num_nodes for tree in other_sizes(DynamicTree(2, 2, 2))] == [4]
+    assert [tree.num_nodes for tree in other_sizes(DynamicTree(6, 8, 64))] == [32]
 
 
 def test_rates_behind_a_second_choice_count_where_candidates_do_not_depend_on_it():
