@@ -3,8 +3,8 @@
 1. Steps over trees of a few sizes and depths are timed in the engine, with all requests of the batch decoding.
 2. tree_choice.py finds the tree that promises the most tokens per second. A shape that was not timed is timed now and the choice
    made again, until it falls on one that was.
-3. That tree, plain decoding, and dynamic trees where the drafter grows them, decode the same prompts; the best dynamic one in half and
-   in twice its size as well. The fastest tree is kept.
+3. That tree, plain decoding, and dynamic trees where the drafter grows them, decode the same prompts; the best dynamic one in half
+   and in twice its size as well. The fastest tree is kept.
 
 Every engine is built, measured and let go before the next one, so that one at a time takes memory beside the target's weights. On a
 CPU, whose speed drifts, all take their turn several times. Decoding is greedy.
