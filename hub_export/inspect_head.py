@@ -166,7 +166,8 @@ def _target(head, name):
         check_head_fits(head, config)
     except ValueError as error:
         return target | {"fits": False, "why": str(error)}, text.num_hidden_layers
-    target["why"] = missing_stop_tokens(head, eos_token_ids(name, config, None)) or ""
+    if getattr(head, "draft_token_ids", None) is not None:  # else there is nothing to ask a Hub for
+        target["why"] = missing_stop_tokens(head, eos_token_ids(name, config, None)) or ""
     return target | {"fits": True}, text.num_hidden_layers
 
 

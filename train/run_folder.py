@@ -62,7 +62,7 @@ def start_processes(recipe, name):
         raise ValueError("accelerate is set up for the first FSDP: take configs/accelerate/fsdp2.yaml")
 
     take_folder(recipe.output, accelerator)
-    resumed = recipe.checkpoint_to_resume  # now that nobody writes any more of them
+    resumed = recipe.checkpoint_to_resume  # now that nobody else writes any
 
     def note(text):
         if accelerator.is_main_process:

@@ -55,7 +55,7 @@ def test_a_run_that_another_process_writes_is_left_alone(arguments, taken, tmp_p
 def test_a_run_has_its_folder_while_it_trains_and_no_longer(arguments, tmp_path, monkeypatch):
     seen = []
 
-    def look(self, record=None, *others):
+    def look(run, conversations):
         with pytest.raises(BlockingIOError):
             probe(tmp_path / "run")
         seen.append(True)
