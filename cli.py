@@ -74,10 +74,10 @@ def build_parser():
         _inspect,
         "Tell what a head is: sizes, target, what it reads, what drafting costs, and which engines take its files as they lie.",
         "headstart inspect runs/quickstart\n  headstart inspect OWNER/HEAD --model OWNER/TARGET --json",
-        "Of the target config.json is read and, for the stop tokens, generation_config.json. Exit status: 0 where the head could be\n"
-        "described, whatever is said of its config, its target and the engines; 1 where it is damaged; 2 where there is none. A script\n"
-        "that needs more asks --json: problems, target.fits, and of each of engines loads, problems, and silent (what it computes\n"
-        "wrong without a word).",
+        "Of the target config.json is read and, for the stop tokens, generation_config.json. Exit status: 0 where the head could\n"
+        "be described, whatever is said of its config, its target and the engines; 1 where it is damaged; 2 where there is none.\n"
+        "A script that needs more asks --json: problems, target.fits, and of each of engines loads, problems, and silent (what it\n"
+        "computes wrong without a word).",
     )
     inspect.add_argument("source", metavar="HEAD", help="a head folder, a run, a checkpoint or a Hub id, in any layout")
     inspect.add_argument("--model", help="the target to check it against (default: the one that the head names)")
