@@ -83,7 +83,7 @@ class FrozenTarget:
                 f"{type(self.decoder).__name__}.forward takes no {' and no '.join(missing)}: packed rows cannot be kept "
                 "apart in this target; a model with rotary or learned positions can be trained on"
             )
-        if self.lm_head.weight.is_cuda and not self.is_sharded:
+        if self.lm_head.weight.is_cuda:
             fuse(model)
 
     def check_row_length(self, row_length):

@@ -2,7 +2,7 @@
 
 The library computes an RMSNorm in seven passes over the rows and a gated activation in two. Same formulas, same roundings. Only
 where no graph is recorded, on a GPU; a module of another formula (Gemma's norm, another activation) is left alone, which each class
-is tried for on random rows.
+is tried for on random rows. A target divided over ranks (sharded_target.py) is tried with weights that all of them gather.
 """
 
 import functools
@@ -10,6 +10,8 @@ import functools
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.func import functional_call
 
 from ..kernels.jit import on_triton
 from ..kernels.rms_norm import rms_norm
@@ -20,7 +22,7 @@ TOLERANCE = 2e-2  # of the largest value: between two formulas it is more, betwe
 
 
 def fuse(model):
-    """Change the modules of `model` that can be, in place.  Returns how many were."""
+    """Change the modules of `model` that can be, in place.  Returns how many were.  Of a divided model every rank must."""
     fits, changed = {}, 0
     for module in model.modules():
         fused = _fused(module)
@@ -72,6 +74,11 @@ def _same_formula(module, fused):
             return False
     generator = torch.Generator(weight.device).manual_seed(0)
     x = torch.randn(4, weight.shape[-1], generator=generator, device=weight.device).to(weight.dtype)
-    expected = module(x).float()
-    difference = (fused(module, x).float() - expected).abs().max()
-    return bool(difference <= TOLERANCE * expected.abs().max())
+    whole = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in module.named_parameters()}
+    expected = functional_call(module, whole, x).float()
+    module.forward = functools.partial(fused, module)
+    try:
+        found = functional_call(module, whole, x).float()
+    finally:
+        del module.forward
+    return bool((found - expected).abs().max() <= TOLERANCE * expected.abs().max())

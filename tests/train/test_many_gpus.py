@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.train import medusa
 
@@ -22,6 +23,17 @@ PRECISIONS = {
     "fp32": ({"target_dtype": "float32", "autocast": "no"}, 2e-4, 2e-5),
     "bf16": ({"target_dtype": "bfloat16", "autocast": "bf16"}, 2e-2, 3e-3),
 }
+
+
+def test_a_divided_target_gives_the_whole_ones_bits(tmp_path, free_port):
+    """On all GPUs there are, one included: the same kernels compute both."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 256, "intermediate_size": 500, "num_hidden_layers": 3, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(vocab_size=100, initializer_range=0.1, **shape)).save_pretrained(tmp_path)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(torch.cuda.device_count())]
+    command += ["--master_port", str(free_port()), str(Path(__file__).with_name("sharded_features.py")), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr
 
 
 def launch(config, num_processes, port, runs):

@@ -10,7 +10,9 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from headstart.train import fused_target
 from headstart.train.features import FrozenTarget
+from headstart.train.fused_target import fuse
 from headstart.train.sharded_target import load_sharded
 
 
@@ -51,9 +53,13 @@ def compare_with_whole(rank, world, folder, dtype):
         if ".layers." in name and "norm" not in name:
             assert parameter.to_local().shape[0] <= -(-parameter.shape[0] // world)
     assert target.lm_head.weight is target.embedding
-    # Another text per rank; twice, because the second pass runs on weights that were gathered, used and given back.
+    # Another text per rank; twice, because the second pass runs on weights that were gathered, used and given back; and once with
+    # the engine's norms and MLPs, as on a GPU (here their references).
     generator = torch.Generator().manual_seed(rank)
-    for _ in range(2):
+    for engines in (False, False, True):
+        if engines:
+            assert fuse(model) == fuse(whole) == 10  # two norms and an MLP a layer, and the last norm
+            fused_target.on_triton = lambda x: True
         tokens = torch.randint(0, 50, (2, 9), generator=generator)
         places = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 0], range(9)])
         documents = torch.tensor([[0, 0, 0, 0, 1, 1, 1, -1, -1], [0] * 9])
