@@ -12,6 +12,7 @@ Letters: B rows of a batch, T tokens per row, S steps, H hidden size of the head
 target's vocabulary, VD the draft's.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -52,9 +53,15 @@ class Eagle3Config(LayerConfig):
 
     @classmethod
     def for_target(cls, target_config, **changes):
-        """As LayerConfig.for_target; by default with the whole vocabulary and the aux layers of published heads."""
+        """As LayerConfig.for_target; by default with the whole vocabulary and the aux layers of published heads.
+
+        A `hidden_size` below the target's makes the layer narrower in every size: as many heads fewer, of the same dimension.
+        """
         text = target_config.get_text_config()
         taken = {"target_hidden_size": text.hidden_size, "draft_vocab_size": text.vocab_size}
+        size = changes.get("hidden_size", text.hidden_size)
+        if size != text.hidden_size:
+            taken |= _narrower(text, size)
         if "aux_layer_ids" not in changes:
             taken["aux_layer_ids"] = default_aux_layers(text.num_hidden_layers)
         return super().for_target(target_config, **taken | changes)
@@ -67,6 +74,22 @@ class Eagle3Config(LayerConfig):
     def own_embedding(self):
         """Whether the head trains an embedding of its own, because it is of another width than the target."""
         return self.hidden_size != self.target_hidden_size
+
+
+def _narrower(text, size):
+    """The sizes of a layer of this width, of a target with this text config; ValueError where it would not hold whole heads."""
+    heads, rest = divmod(text.num_attention_heads * size, text.hidden_size)
+    if size > text.hidden_size or rest or not heads:
+        least = text.hidden_size // math.gcd(text.hidden_size, text.num_attention_heads)
+        raise ValueError(
+            f"hidden_size {size}: a head is at most as wide as its target, here {text.hidden_size}, and holds whole attention "
+            f"heads: take a multiple of {least}"
+        )
+    return {
+        "num_attention_heads": heads,
+        "num_key_value_heads": math.gcd(heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads),
+        "intermediate_size": text.intermediate_size * size // text.hidden_size,
+    }
 
 
 def default_aux_layers(num_layers):
@@ -163,13 +186,21 @@ class Eagle3(nn.Module):
         self.t2d.copy_(t2d)
 
     @torch.no_grad()
-    def initialize_from_target(self, lm_head_weight):
-        """Start lm_head as the draft tokens' rows of the target's [V, HT]. ValueError if the shapes do not fit."""
-        expected = (self.config.vocab_size, self.config.hidden_size)
-        if tuple(lm_head_weight.shape) != expected:
-            raise ValueError(
-                f"the target's lm_head is {tuple(lm_head_weight.shape)}, this head can start from {expected}"
-            )
+    def initialize_from_target(self, lm_head_weight, embedding):
+        """Start from the target's lm_head and its embedding, [V, HT] each.  ValueError if the shapes do not fit.
+
+        A head of the target's width shares the embedding and starts lm_head as the draft tokens' rows. A narrower one starts with
+        both in their principal directions: of all tables of its width they lose the least.
+        """
+        expected = (self.config.vocab_size, self.config.target_hidden_size)
+        for name, table in (("lm_head", lm_head_weight), ("embedding", embedding)):
+            if tuple(table.shape) != expected:
+                raise ValueError(f"the target's {name} is {tuple(table.shape)}, this head can start from {expected}")
+        if self.config.own_embedding:
+            self.embed_tokens.weight.copy_(principal_directions(embedding, self.config.hidden_size))
+            lm_head_weight = principal_directions(lm_head_weight, self.config.hidden_size)
+        else:
+            self.take_embedding(embedding)
         ids = self.draft_token_ids
         self.lm_head.weight.copy_(lm_head_weight if ids is None else lm_head_weight[ids.to(lm_head_weight.device)])
 
@@ -197,3 +228,9 @@ class Eagle3(nn.Module):
             state = self.midlayer(embedded, state, self.rotary(position_ids + step, state.dtype), attention)
             states.append(state)
         return states
+
+
+def principal_directions(table, size):
+    """The rows of a table in the `size` orthogonal directions that hold the most of it.  [V, HT] -> fp32 [V, size]"""
+    table = table.float()
+    return table @ torch.linalg.eigh(table.T @ table).eigenvectors[:, -size:]

@@ -15,7 +15,7 @@ and the loss sums over the draft's part of it: a position of which little can be
 supervised positions count, in the sum and in the divisor, which is the number of labels of the first step.
 
 Every rank knows all rows and their order, so label counts need no communication; gradients are summed over the ranks once per
-optimiser step. It does not: train heads of another width than the target's, mix several data sets.
+optimiser step. It does not: mix several data sets.
 """
 
 import sys
@@ -70,6 +70,11 @@ class Recipe(RunRecipe):
     aux_layers: str = key(
         "",
         "layers whose entering residual streams the head reads, as 2,16,29; empty: 2, n/2 and n-3 of n, as published heads do",
+    )
+    hidden_size: int = key(
+        0,
+        "width of the head, below the target's: cheaper to draft, and trains an embedding of its own; 0: the target's",
+        least=0,
     )
     num_speculative_tokens: int = key(
         5, "how deep the head drafts unless told otherwise, and is measured", least=1, most=MOST_STEPS
@@ -142,6 +147,7 @@ def main(argv):
         Eagle3Config,
         draft_vocab_size=recipe.draft_vocab_size or target.vocab_size,
         aux_layer_ids=layers,
+        hidden_size=recipe.hidden_size or target.hidden_size,
         num_speculative_tokens=recipe.num_speculative_tokens,
         base_model_name_or_path=recipe.target,
     )
@@ -157,8 +163,8 @@ def main(argv):
         stop_ids = eos_token_ids(model, model.config, tokenizer)
         sizes = config.draft_vocab_size, stop_ids, target.vocab_size
         head.set_draft_vocabulary(*choose_draft_vocabulary(packed, *sizes, tokenizer, note))
-    head.take_embedding(target.embedding)
-    head.to(device).initialize_from_target(target.lm_head.weight)
+    head.initialize_from_target(target.lm_head.weight, target.embedding)
+    head.to(device)
     optimizer = build_optimizer(head, recipe.weight_decay, recipe.beta1, recipe.beta2)
 
     def predict(features, *batch, num_steps=recipe.num_speculative_tokens):

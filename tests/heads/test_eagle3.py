@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig
 
 from headstart.heads.draft_vocabulary import build_draft_vocabulary
-from headstart.heads.eagle3 import Eagle3, Eagle3Config, default_aux_layers
+from headstart.heads.eagle3 import Eagle3, Eagle3Config, default_aux_layers, principal_directions
 from headstart.tests.heads.eagle_reference import eagle3_logits, eagle3_states
 from headstart.tests.heads.test_eagle import SHAPE, H, T, V, one_document, randomize, text
 
@@ -132,22 +132,56 @@ def test_more_steps_than_tokens_or_than_eight_are_refused():
             head(features, tokens, *one_document(T), num_steps=num_steps)
 
 
-def test_lm_head_starts_as_the_draft_tokens_rows_of_the_targets():
+def test_a_head_starts_from_the_targets_tables():
     head = make(target_hidden_size=H)
     counts = torch.randint(100, (V,), generator=torch.Generator().manual_seed(3))
     head.set_draft_vocabulary(*build_draft_vocabulary(counts, VD, always=[30]))
-    table = torch.randn(V, H, dtype=torch.float64)
-    head.initialize_from_target(table)
+    table, embedding = torch.randn(2, V, H, dtype=torch.float64)
+    head.initialize_from_target(table, embedding)
     for row, id in enumerate(head.draft_token_ids.tolist()):
         assert torch.equal(head.lm_head.weight[row], table[id])
-    with pytest.raises(ValueError, match=r"lm_head is \(37, 20\), this head can start from \(37, 24\)"):
-        head.initialize_from_target(torch.zeros(V, HT))
+    assert head.embedding_is_targets
+    assert head.embed_tokens.weight.data_ptr() == embedding.data_ptr()
+    with pytest.raises(ValueError, match=r"the target's lm_head is \(37, 20\), this head can start from \(37, 24\)"):
+        head.initialize_from_target(torch.zeros(V, HT), embedding)
+    with pytest.raises(ValueError, match=r"the target's embedding is \(37, 20\), this head can start from \(37, 24\)"):
+        head.initialize_from_target(table, torch.zeros(V, HT))
     whole = make(draft_vocab_size=V, target_hidden_size=H)
     assert whole.d2t is whole.t2d is whole.draft_token_ids is None
-    whole.initialize_from_target(table)
+    whole.initialize_from_target(table, embedding)
     assert torch.equal(whole.lm_head.weight, table)
     with pytest.raises(ValueError, match="drafts over the whole vocabulary"):
         whole.set_draft_vocabulary(*build_draft_vocabulary(counts, V))
+
+
+def test_a_narrower_head_starts_with_as_much_of_the_targets_tables_as_its_width_can_hold():
+    wide = H + 8
+    head = make(target_hidden_size=wide)
+    head.set_draft_vocabulary(*build_draft_vocabulary(torch.arange(V), VD))
+    tables = torch.randn(2, V, wide, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    head.initialize_from_target(*tables)
+    assert head.embed_tokens.weight.requires_grad
+    assert not head.embedding_is_targets
+    narrow = principal_directions(tables[0], H)
+    assert torch.equal(head.lm_head.weight, narrow[head.draft_token_ids].double())
+    # The rows' products with each other are those of the best table of this rank (Eckart and Young).
+    left, values, _ = torch.linalg.svd(tables[1], full_matrices=False)
+    best = (left[:, :H] * values[:H] ** 2) @ left[:, :H].T
+    weight = head.embed_tokens.weight.detach()
+    torch.testing.assert_close(weight @ weight.T, best, rtol=1e-4, atol=1e-3)
+
+
+def test_a_narrower_layer_holds_fewer_of_the_targets_attention_heads():
+    sizes = dict(vocab_size=V, intermediate_size=100, num_attention_heads=8, num_key_value_heads=2, head_dim=6)
+    target = LlamaConfig(num_hidden_layers=8, hidden_size=32, **sizes)
+    config = Eagle3Config.for_target(target, hidden_size=12)
+    assert (config.hidden_size, config.target_hidden_size, config.own_embedding) == (12, 32, True)
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (3, 1, 6)
+    assert config.intermediate_size == 37
+    assert Eagle3Config.for_target(target, hidden_size=16).num_key_value_heads == 2
+    for size in (10, 3, 36):
+        with pytest.raises(ValueError, match=f"hidden_size {size}: .* here 32, .* take a multiple of 4"):
+            Eagle3Config.for_target(target, hidden_size=size)
 
 
 def test_draft_vocabulary_holds_the_most_frequent_tokens():

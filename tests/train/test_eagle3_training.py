@@ -160,9 +160,10 @@ def test_every_weight_gets_a_gradient_and_moves_but_the_targets_own(
     assert all(torch.equal(after[name], before[name]) for name in ("d2t", "t2d"))
 
 
-@pytest.mark.parametrize("size", [0, 40])
-def test_trained_head_is_accepted_by_the_engine(eagle3_arguments, read_metrics, tmp_path, counting_target, size):
-    keys = {"eval_prompts": 6, "eval_tokens": 16, "num_epochs": 12, "max_steps": 0, "draft_vocab_size": size}
+@pytest.mark.parametrize(("size", "width"), [(0, 0), (40, 0), (0, 16)])
+def test_trained_head_is_accepted_by_the_engine(eagle3_arguments, read_metrics, tmp_path, counting_target, size, width):
+    keys = {"eval_prompts": 6, "eval_tokens": 16, "num_epochs": 12, "max_steps": 0}
+    keys |= {"draft_vocab_size": size, "hidden_size": width}
     run(eagle3_arguments, lr=0.01, target=counting_target, batch_rows=4, **keys)
     lines = read_metrics()
     for i in range(3):
@@ -177,6 +178,8 @@ def test_trained_head_is_accepted_by_the_engine(eagle3_arguments, read_metrics, 
     assert acceptance["acceptance_length"] > (1.7 if size else 2.5)  # of 48 words eight end every draft
     assert head.features == (0, 1, 2)
     assert head.t2d is None if size == 0 else bool(head.t2d[2])  # the stop token
+    assert head.config.hidden_size == (width or 32)
+    assert head.needs_embedding == (width == 0)
 
 
 def test_neither_chunks_nor_micro_steps_change_the_training(eagle3_arguments, read_metrics, tmp_path):
@@ -190,9 +193,10 @@ def test_neither_chunks_nor_micro_steps_change_the_training(eagle3_arguments, re
             torch.testing.assert_close(head_tensors(tmp_path / other)[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize("cached", [False, True])
-def test_resumed_run_repeats_the_uninterrupted_one_bit_by_bit(eagle3_arguments, read_metrics, tmp_path, cached):
+@pytest.mark.parametrize(("cached", "width"), [(False, 0), (True, 0), (False, 16)])
+def test_resumed_run_repeats_the_uninterrupted_one_bit_by_bit(eagle3_arguments, read_metrics, tmp_path, cached, width):
     keys = {
+        "hidden_size": width,
         "loss": "lk",  # which hangs on the step before
         "checkpoint_every": 2,
         "keep_checkpoints": 9,
@@ -259,6 +263,8 @@ def test_draft_vocabulary_is_what_is_supervised_most_and_the_stop_tokens(word_ta
         ({"aux_layers": "1;2"}, "aux_layers must be layer numbers with commas between them, as 2,16,29, got '1;2'"),
         ({"aux_layers": ""}, "a target of 2 layers has no default aux layers .*: in a recipe aux_layers, as 1,4"),
         ({"draft_vocab_size": 49}, "draft_vocab_size must be from 2 to the vocab_size 48, got 49"),
+        ({"hidden_size": 15}, "hidden_size 15: a head is at most as wide as its target, here 32, .* a multiple of 8"),
+        ({"hidden_size": 64}, "hidden_size 64: a head is at most as wide as its target, here 32"),
         ({"draft_vocab_size": 1}, "draft_vocab_size must be from 2 to the vocab_size 48, got 1"),
     ],
 )
@@ -281,6 +287,7 @@ CHANGES = {
     "step_decay": 0.5,
     "draft_vocab_size": 0,
     "aux_layers": "0,2",
+    "hidden_size": 16,
 }
 
 
