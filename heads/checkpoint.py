@@ -36,7 +36,7 @@ from .formats import (
     without_prefix,
 )
 from .hub_answer import ask_hub
-from .hub_id import check_may_be_id, split_revision
+from .hub_id import check_may_be_id, near_folder, split_revision
 from .reading import assume
 from .tensor_checks import DTYPES
 from .weight_files import failing_as_oserror, find_weights, list_files, read_names, read_tensors, write_tensors
@@ -295,8 +295,8 @@ def _fetch_head(path_or_id):
         # Of a cache alone the library only tells to check the connection.
         known = hub.local_files_only and isinstance(error, LocalEntryNotFoundError)
         raise ValueError(
-            f"no head at {path_or_id!r}: there is no such folder, and {hub.words} gave no config.json with one of "
-            f"{', '.join(WEIGHT_FILES)}{'' if known else f': {type(error).__name__}: {_first_line(error)}'}"
+            f"no head at {path_or_id!r}: there is no such folder{near_folder(path_or_id)}, and {hub.words} gave no "
+            f"config.json with one of {', '.join(WEIGHT_FILES)}{'' if known else f': {type(error).__name__}: {_first_line(error)}'}"
         ) from error
 
 

@@ -1,10 +1,11 @@
-"""OWNER/NAME@REVISION: a repository of the Hub, and of its branches, tags and commits the one to read. No torch."""
+"""What a head, a target or an adapter is called by: a folder, or OWNER/NAME@REVISION on the Hub. No torch."""
 
+import difflib
 from pathlib import Path
 
 
 def split_revision(name):
-    """(repository, revision), the latter None where `name` has none and main counts.
+    """(repository, revision: a branch, tag or commit), the latter None where `name` has none and main counts.
 
     No repository's name holds an @. Raises ValueError for one without anything on one of its sides.
     """
@@ -20,4 +21,15 @@ def check_may_be_id(name):
     if Path(name).is_file():
         raise ValueError(f"{name} is a file: name the folder that it lies in")
     if name.startswith((".", "/", "~")) or name.partition("@")[0].count("/") > 1:
-        raise ValueError(f"there is no folder {name}")
+        raise ValueError(f"there is no folder {name}{near_folder(name)}")
+
+
+def near_folder(name):
+    """For an error about a folder that is not there: " (did you mean ...?)" if one beside it is called nearly so, else ""."""
+    path = Path(name).expanduser()
+    try:
+        beside = [one.name for one in path.parent.iterdir() if one.is_dir()]
+    except OSError:  # not there either, or not to be read
+        return ""
+    nearest = difflib.get_close_matches(path.name, beside, n=1)
+    return f" (did you mean {str(path.with_name(nearest[0]))!r}?)" if nearest else ""

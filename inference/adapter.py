@@ -25,7 +25,7 @@ from huggingface_hub.errors import EntryNotFoundError, HTTPError
 
 from ..heads.checkpoint import find_weights, read_tensors, resolve_head
 from ..heads.hub_answer import ask_hub
-from ..heads.hub_id import split_revision
+from ..heads.hub_id import near_folder, split_revision
 from ..heads.medusa import Medusa
 from .checkpoint_files import first_few
 
@@ -282,6 +282,7 @@ def _fetch_adapter(name):
             break
     told = (str(reason).strip().splitlines() or ["no reason given"])[0]
     raise ValueError(
-        f"no adapter at {name!r}: there is no such folder, and {hub.words} gave no {CONFIG_FILE} with {WEIGHTS_FILE}, neither as "
-        f"they are nor in {FOLDER}/{'' if hub.local_files_only else f': {type(reason).__name__}: {told}'}"
+        f"no adapter at {name!r}: there is no such folder{near_folder(name)}, and {hub.words} gave no {CONFIG_FILE} with "
+        f"{WEIGHTS_FILE}, neither as they are nor in {FOLDER}/"
+        f"{'' if hub.local_files_only else f': {type(reason).__name__}: {told}'}"
     ) from reason

@@ -19,7 +19,7 @@ def add_generate(commands):
         _generate,
         "Answer a prompt, streamed; with --compare, also show plain decoding beside it.",
         "headstart generate --model assets/stdlib-coder --head assets/stdlib-coder-medusa --tree static --compare \\\n"
-        "      'Write the Python function `read_lines`: Read a file and return its lines.'",
+        "      'Write the Python function `count_words`: Count the words of a text.'",
     )
     generate.add_argument("prompt", help="the prompt; - reads it from standard input")
     add_model(generate)

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..heads.checkpoint import find_head
 from ..heads.hub_answer import ask_hub, hub_options
+from ..heads.hub_id import near_folder
 from ..heads.medusa import Medusa
 from ..kernels.linear import linear
 from .decoder import Decoder
@@ -52,14 +53,14 @@ def target_config(model, load_format):
     if path.exists():
         raise ValueError(f"{name} is a file: expected a model folder in Hugging Face layout, or a Hub id")
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ValueError(f"there is no model folder {name}")
+        raise ValueError(f"there is no model folder {name}{near_folder(name)}")
     try:
         return AutoConfig.from_pretrained(name, **hub_options(name)), name
     except (OSError, ValueError) as error:
         hub = ask_hub()
         told = "" if hub.local_files_only else f" ({error})"
         raise ValueError(
-            f"cannot read the model {name!r}: no such folder, and {hub.words} did not give it{told}. "
+            f"cannot read the model {name!r}: no such folder{near_folder(name)}, and {hub.words} did not give it{told}. "
             "Check the name, the network, HF_HUB_OFFLINE, and `hf auth login` for gated models"
         ) from error
 

@@ -19,6 +19,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ..heads.hub_answer import ask_hub, hub_options
+from ..heads.hub_id import near_folder
 from ..heads.packed_attention import FLEX_DTYPES, FLEX_LEAST_DIM, FLEX_OPTIONS, block_mask
 from .data import block_attention_mask
 from .fused_target import fuse
@@ -34,7 +35,9 @@ def load_target(name, device, dtype="auto"):
     """
     folder = Path(name).expanduser()
     if not folder.is_dir() and (folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1):
-        raise ValueError(f"target {name!r}: there is no such folder; give a model folder or a Hub id like org/name")
+        raise ValueError(
+            f"target {name!r}: there is no such folder{near_folder(name)}; give a model folder or a Hub id like org/name"
+        )
     source = str(folder) if folder.is_dir() else name
     try:
         AutoConfig.from_pretrained(source, **hub_options(source))
@@ -43,7 +46,7 @@ def load_target(name, device, dtype="auto"):
         hub = None if folder.is_dir() else ask_hub()
         told = f"{hub.words} did not give it" if hub and hub.why else _first_line(error)
         raise ValueError(
-            f"target {name!r} is neither a model folder here nor a model on the Hub that can be read: {told}"
+            f"target {name!r} is neither a model folder here nor a model on the Hub that can be read{near_folder(name)}: {told}"
         ) from error
     if dtype == "auto":
         dtype = "float32" if device.type == "cpu" else "bfloat16"

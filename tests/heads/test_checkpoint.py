@@ -16,6 +16,7 @@ from transformers import LlamaConfig
 
 from headstart.heads import weight_files
 from headstart.heads.checkpoint import check_head_fits, load_head, resolve_head, save_head
+from headstart.heads.hub_id import near_folder
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.heads.weight_files import read_names, read_tensors
 
@@ -367,6 +368,17 @@ def test_a_head_that_is_nowhere_says_what_was_tried(tmp_path, offline):
     )
     assert ("HF_HUB_OFFLINE is set" in last) == (offline == "1")
     assert "medusa_lm_head.safetensors" in last
+
+
+def test_a_misspelt_folder_is_answered_with_the_one_beside_it(tmp_path):
+    (tmp_path / "stdlib-coder-medusa").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "stdlib-coder-meduse").touch()
+    near = tmp_path / "stdlib-coder-medusa"
+    assert near_folder(str(tmp_path / "stdlib-coder-meduza")) == f" (did you mean {str(near)!r}?)"
+    assert near_folder(tmp_path / "zzz") == near_folder(tmp_path / "gone" / "other") == ""
+    with pytest.raises(ValueError, match=f"there is no folder .*meduza.*did you mean {str(near)!r}"):
+        load_head(tmp_path / "stdlib-coder-meduza")
 
 
 def test_what_can_be_no_hub_id_is_said_to_be_no_folder(tmp_path):
