@@ -24,6 +24,7 @@ from .packed_attention import PackedAttention
 
 NUM_DEFAULT_LAYERS = 3
 MOST_STEPS = 8
+MLP_BLOCK = 64  # a narrower head's MLP is a multiple of it, as matrix units and tensor parallelism like it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +56,7 @@ class Eagle3Config(LayerConfig):
     def for_target(cls, target_config, **changes):
         """As LayerConfig.for_target; by default with the whole vocabulary and the aux layers of published heads.
 
-        A `hidden_size` below the target's makes the layer narrower in every size: as many heads fewer, of the same dimension.
+        A `hidden_size` below the target's makes the MLP narrower, too, and leaves fewer attention heads, of the same dimension.
         """
         text = target_config.get_text_config()
         taken = {"target_hidden_size": text.hidden_size, "draft_vocab_size": text.vocab_size}
@@ -85,10 +86,12 @@ def _narrower(text, size):
             f"hidden_size {size}: a head is at most as wide as its target, here {text.hidden_size}, and holds whole attention "
             f"heads: take a multiple of {least}"
         )
+    most = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    blocks = round(text.intermediate_size * size / text.hidden_size / MLP_BLOCK)
     return {
         "num_attention_heads": heads,
-        "num_key_value_heads": math.gcd(heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads),
-        "intermediate_size": text.intermediate_size * size // text.hidden_size,
+        "num_key_value_heads": max(count for count in range(1, most + 1) if heads % count == 0),
+        "intermediate_size": MLP_BLOCK * max(1, blocks),
     }
 
 

@@ -19,21 +19,33 @@ from .data import BUILT_IN, encode_conversations, load_conversations
 from .distillation import count_teacher_forced_runs, find_labels
 
 
-def choose_held_out(data, eval_data, target, conversations, count):
+def choose_held_out(data, eval_data, target, conversations, count, note):
     """(conversations to train on, held-out conversations): `count` of the latter.
 
-    `eval_data` if it is given; with a built-in set the target's own heldout.jsonl, else the set's held-out modules;
-    otherwise `conversations` are split by a hash of their text.
+    `eval_data` if it is given, without what is trained on; with a built-in set the target's own heldout.jsonl, else the set's
+    held-out modules; otherwise `conversations` are split by a hash of their text. note: as load_conversations takes it.
     """
     if not count:
         return conversations, []
     shipped = Path(target, "heldout.jsonl")
     if eval_data:
-        held_out = load_conversations(eval_data)
+        held_out = load_conversations(f"{eval_data}:heldout" if eval_data in BUILT_IN else eval_data, note=note)
+        trained = {_hash(conversation) for conversation in conversations}
+        apart = [conversation for conversation in held_out if _hash(conversation) not in trained]
+        if not apart:
+            raise ValueError(
+                f"all {len(held_out)} conversations of eval_data {eval_data} are in the data, {data}: what is trained on measures "
+                "nothing; give others, or leave eval_data out"
+            )
+        if len(apart) < len(held_out):
+            note(
+                f"eval_data: {len(held_out) - len(apart)} of {len(held_out)} conversations are trained on and left out"
+            )
+        held_out = apart
     elif data in BUILT_IN and shipped.is_file():
         held_out = load_conversations(str(shipped))
     elif data in BUILT_IN:
-        held_out = load_conversations(data, "heldout")
+        held_out = load_conversations(f"{data}:heldout")
     else:
         # By hash, not by place: a conversation that occurs twice must not be on both sides.
         hashes = [_hash(conversation) for conversation in conversations]

@@ -209,18 +209,13 @@ def _try_writing(run):
         ) from error
 
 
-def check_same_run(saved, state, changeable, note):
+def check_same_run(saved, state, defaults, changeable, note):
     """The saved state, if the run that goes on is the run that was saved; `state` is what it would start with.
 
+    defaults: of the recipe's keys. A key that came after the checkpoint has the one that changes nothing.
     changeable: keys of the recipe that may differ. Raises ValueError naming a key that may not, or differing rows.
     """
-    old, new = saved["recipe"], state["recipe"]
-    unknown = sorted(new.keys() - old.keys())
-    if unknown:
-        raise ValueError(
-            f"the checkpoint was written by another version, which did not know {', '.join(unknown)}: go on with that version, or "
-            "start a new output"
-        )
+    old, new = defaults | saved["recipe"], state["recipe"]
     if new.get("loss") == "lk" and saved["step"] and "rates" not in saved:
         raise ValueError(
             "the checkpoint was written by another version, whose lk did not follow the mean rate of acceptance: go on with that "

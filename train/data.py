@@ -1,7 +1,7 @@
 """Instruction data: conversations -> token ids with the assistant's tokens marked -> packed rows.
 
-`load_conversations` reads the built-in "stdlib" set, a .json or .jsonl file, or whatever the `datasets` library loads
-under a name or from a folder, in the ShareGPT (`conversations`: from/value) or OpenAI (`messages`: role/content) shape.
+`load_conversations` reads the built-in "stdlib" set, a .json, .jsonl or .parquet file, or whatever the `datasets` library
+loads under a name or from a folder, in the ShareGPT (`conversations`: from/value) or OpenAI (`messages`: role/content) shape.
 `encode_conversations` renders them with the tokenizer's chat template and marks what the assistant says. `pack` fills
 rows with whole documents; `block_attention_mask` keeps attention inside each of them.
 
@@ -10,7 +10,8 @@ Not done here: shuffling, batching and moving to a device (the trainers), tools 
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,32 +27,50 @@ BUILT_IN = {"stdlib": stdlib_pairs, "installed": installed_pairs}
 
 # Role names of the two shapes, and of ShareGPT dumps of several assistants.
 _ROLES = {
-    "system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant",
-    "chatgpt": "assistant", "model": "assistant", "bot": "assistant",
+    "system": "system", "developer": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant",
+    "chatgpt": "assistant", "model": "assistant", "bot": "assistant", "bing": "assistant", "bard": "assistant",
 }  # fmt: skip
+_MOST_LEFT_OUT = 0.1  # of the records: of more the data are not what they are taken for
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _SENTINEL = "\ue000\ue001\ue000"  # private-use characters, which no text contains by accident
 _BATCH = 512  # conversations tokenised at once
 
 
-def load_conversations(data: str, split: str = "train", answered: bool = True) -> list[list[dict]]:
+def load_conversations(
+    data: str, answered: bool = True, note: Callable[[str], None] = lambda text: None
+) -> list[list[dict]]:
     """Conversations, each a list of {"role": "system" | "user" | "assistant", "content": str}.
 
-    data: "stdlib" or "installed" (splits "train" and "heldout"), a .json or .jsonl file (which is the split "train"), or
-    the name or folder of a dataset for the `datasets` library. An answer that was cut off, as its "finish_reason" says,
-    keeps that one: {..., "finish_reason": "length"}. Raises ValueError, naming the place, for a source that does not exist,
-    a line that is no JSON, an unknown shape or role, and, where `answered`, a conversation without an assistant turn.
+    data: "stdlib" or "installed", a .json, .jsonl or .parquet file, or the name or folder of a dataset for the `datasets`
+    library; of sets with splits behind a colon which one, "train" where none is named: "stdlib:heldout",
+    "OWNER/NAME:train_sft". An answer that was cut off, as its "finish_reason" says, keeps that one: {..., "finish_reason":
+    "length"}. Records of another shape, with another role or content, and, where `answered`, without an answer are left out,
+    and `note` is told how many of what kind. Raises ValueError, naming the place, where they are more than a tenth, for a
+    source that does not exist and for a line that is no JSON.
     """
-    if data in BUILT_IN:
-        return [pair.conversation() for pair in BUILT_IN[data](split)]
-    path = Path(data).expanduser()
+    name, split = _split_of(data)
+    if name in BUILT_IN:
+        return [pair.conversation() for pair in BUILT_IN[name](split)]
+    path = Path(name).expanduser()
     if path.suffix in (".json", ".jsonl"):
         if split != "train":
-            raise ValueError(f"{data} is one file and has no split {split!r}; its only split is 'train'")
+            raise ValueError(f"{name} is one file and has no split {split!r}; its only split is 'train'")
         records = _read_json(path) if path.suffix == ".json" else _read_jsonl(path)
     else:
-        records = _read_dataset(data, path, split)
-    conversations = [_conversation(record, where, answered) for where, record in records]
+        records = _read_dataset(name, path, split)
+    conversations, left_out = [], []
+    for where, record in records:
+        try:
+            conversations.append(_conversation(record, where, answered))
+        except _UnusableRecord as error:
+            left_out.append(error)
+    if left_out:
+        total = len(conversations) + len(left_out)
+        kinds = Counter(error.kind for error in left_out)
+        counted = ", ".join(f"{count:,} {kind}" for kind, count in kinds.most_common())
+        if len(left_out) > _MOST_LEFT_OUT * total:
+            raise ValueError(str(left_out[0]) + ("" if total == 1 else f"\n({data}: of {total:,} records {counted})"))
+        note(f"{data}: {len(left_out):,} of {total:,} records are left out: {counted}. The first: {left_out[0]}")
     if not conversations:
         raise ValueError(f"{data} holds no conversations (split {split!r})")
     return conversations
@@ -211,8 +230,13 @@ def _assistant_spans(tokenizer, messages: list[dict]) -> tuple[str, list[tuple[i
     for turn, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        # A turn begins where the model would be asked to go on.
-        before = _render(tokenizer, messages[:turn], prompt=True) if turn else ""
+        # A turn begins where the model would be asked to go on; templates do not render an empty conversation, so a first turn's
+        # beginning is where its content stands.
+        if turn:
+            before = _render(tokenizer, messages[:turn], prompt=True)
+        else:
+            first = {**message, "content": _SENTINEL + message["content"]}
+            before = _render(tokenizer, [first, *messages[1:]]).partition(_SENTINEL)[0]
         content_end, end = _closing_span(tokenizer, messages, turn, text)
         if not text.startswith(before) or content_end < len(before):
             raise _turn_error(turn, tokenizer, messages)
@@ -293,15 +317,22 @@ def _mask_error(what: str, tokenizer, messages: list[dict]) -> ValueError:
     )
 
 
+class _UnusableRecord(ValueError):
+    """kind: which of few kinds of fault, for counting."""
+
+    def __init__(self, kind, text):
+        super().__init__(text)
+        self.kind = kind
+
+
 def _conversation(record, where: str, answered: bool) -> list[dict]:
     """One record of either shape as messages."""
-    turns = None
-    if isinstance(record, dict):
-        turns = record.get("messages", record.get("conversations"))
+    turns = (record.get("messages") or record.get("conversations")) if isinstance(record, dict) else None
     if not isinstance(turns, list) or not turns:
-        raise ValueError(
+        raise _UnusableRecord(
+            "without turns",
             f"{where}: expected an object with a list under 'messages' (role/content) or 'conversations' (from/value), "
-            f"found {_excerpt(record)}"
+            f"found {_excerpt(record)}",
         )
     messages = []
     for turn in turns:
@@ -309,16 +340,21 @@ def _conversation(record, where: str, answered: bool) -> list[dict]:
         if isinstance(turn, dict):
             name = turn.get("role", turn.get("from"))
             content = _text(turn.get("content", turn.get("value")))
-        if name not in _ROLES or content is None:
-            raise ValueError(
-                f"{where}: a turn needs a role, one of {', '.join(_ROLES)}, and a text, found {_excerpt(turn)}"
+        role = _ROLES.get(name.lower()) if isinstance(name, str) else None
+        if role is None or content is None:
+            raise _UnusableRecord(
+                "with a turn without text" if role else "with a turn of another role",
+                f"{where}: a turn needs a role, one of {', '.join(_ROLES)}, and a text, found {_excerpt(turn)}",
             )
-        message = {"role": _ROLES[name], "content": content}
+        message = {"role": role, "content": content}
         if _is_cut({**turn, **message}):
             message["finish_reason"] = "length"
         messages.append(message)
-    if answered and all(message["role"] != "assistant" for message in messages):
-        raise ValueError(f"{where}: a conversation without an assistant turn teaches nothing: {_excerpt(record)}")
+    if answered and not any(message["role"] == "assistant" and message["content"].strip() for message in messages):
+        raise _UnusableRecord(
+            "without an answer",
+            f"{where}: a conversation without an assistant turn that says something teaches nothing: {_excerpt(record)}",
+        )
     return messages
 
 
@@ -326,7 +362,16 @@ def _text(content) -> str | None:
     """The content as a string; OpenAI also allows a list of parts, of which only texts can be used."""
     if isinstance(content, list) and content and all(isinstance(p, dict) and p.get("type") == "text" for p in content):
         content = "".join(str(part.get("text", "")) for part in content)
-    return content if isinstance(content, str) else None
+    if not isinstance(content, str):
+        return None
+    # Half an emoji, as cut texts hold it, is no character: no tokenizer takes it, and no file.
+    return content.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _split_of(data: str) -> tuple[str, str]:
+    """NAME:SPLIT apart."""
+    name, colon, split = data.rpartition(":")
+    return (name, split) if colon and split and not Path(data).expanduser().exists() else (data, "train")
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, object]]:
@@ -342,7 +387,8 @@ def _read_json(path: Path) -> Iterator[tuple[str, object]]:
     try:
         records = json.loads(_read_text(path))
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path}, line {error.lineno}: not JSON ({error})") from None
+        lines = "; one object per line? then name it .jsonl" if error.msg == "Extra data" else ""
+        raise ValueError(f"{path}, line {error.lineno}: not JSON ({error}){lines}") from None
     if not isinstance(records, list):
         raise ValueError(f"{path}: expected a JSON list of conversations, found {_excerpt(records)}")
     yield from ((f"{path}, item {number}", record) for number, record in enumerate(records, 1))
@@ -359,7 +405,8 @@ def _read_text(path: Path) -> str:
 
 def _read_dataset(data: str, path: Path, split: str) -> Iterable[tuple[str, object]]:
     if not path.exists() and (data.startswith((".", "/", "~")) or data.count("/") > 1):
-        raise ValueError(f"the data folder {data} does not exist; --data takes 'stdlib', a file, a folder or a name")
+        what = "file" if path.suffix == ".parquet" else "folder"
+        raise ValueError(f"the data {what} {data} does not exist; --data takes 'stdlib', a file, a folder or a name")
     try:
         import datasets
     except ImportError:
@@ -369,6 +416,8 @@ def _read_dataset(data: str, path: Path, split: str) -> Iterable[tuple[str, obje
     try:
         if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
             rows = datasets.load_from_disk(str(path))
+        elif path.suffix == ".parquet" and path.is_file():
+            rows = datasets.load_dataset("parquet", data_files=str(path))
         else:
             rows = datasets.load_dataset(str(path) if path.is_dir() else data)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
@@ -378,7 +427,10 @@ def _read_dataset(data: str, path: Path, split: str) -> Iterable[tuple[str, obje
         ) from error
     if isinstance(rows, dict):
         if split not in rows:
-            raise ValueError(f"the dataset {data!r} has no split {split!r}, only {', '.join(map(str, rows))}")
+            raise ValueError(
+                f"the dataset {data!r} has no split {split!r}, only {', '.join(map(str, rows))}: name one, as "
+                f"{data}:{next(iter(rows))}"
+            )
         rows = rows[split]
     elif split != "train":
         raise ValueError(f"the dataset {data!r} was saved as one split and has no {split!r}; ask for 'train'")

@@ -7,8 +7,8 @@
 A shard is written aside and renamed, so it is there whole or not at all; a fill that was killed goes on with the shards that are
 missing. When a cache is opened, every shard is read once against its checksum, shared out over the ranks, and a damaged one is
 computed again. Which rows are computed together follows from the row length alone: a cache holds the same bits however many filled
-it. (A target divided over GPUs rounds otherwise than a whole one.)
-On several machines DIR must be a folder that all of them see. Not done here: features of some of the rows, removing a shared cache.
+it. On several machines DIR must be a folder that all of them see. Not done here: features of some of the rows, removing a shared
+cache.
 
 float8 is e4m3 with one fp32 scale per token and stream: the largest value becomes 448. Values down to 2^-14 of it keep 4 bits
 (relative error at most 2^-4), so channels that are a thousand times larger than the rest cost the rest nothing.

@@ -157,9 +157,9 @@ def main(argv):
     model, tokenizer = load_target(recipe.target, device, recipe.target_dtype)
     target = FrozenTarget(model)
     longest = target.check_row_length(recipe.row_length)
-    conversations = load_conversations(recipe.data)
+    conversations = load_conversations(recipe.data, note=note)
     conversations, held_out = choose_held_out(
-        recipe.data, recipe.eval_data, recipe.target, conversations, recipe.eval_prompts
+        recipe.data, recipe.eval_data, recipe.target, conversations, recipe.eval_prompts, note
     )
     documents = choose_documents(tokenizer, conversations, recipe.row_length, recipe.max_tokens, recipe.seed)
     packed, labels_per_row = build_rows(documents, recipe.row_length, tokenizer.pad_token_id, note)
@@ -195,7 +195,9 @@ def main(argv):
     # From here on the run folder exists, and a signal leaves a run that resumes.
     with (
         StopSignals() as stop,
-        RunFolder(recipe, resumed, CHANGEABLE, rows, head, optimizer, target, accelerator, note, adapter) as run,
+        RunFolder(
+            recipe, resumed, CHANGEABLE, rows, num_steps, head, optimizer, target, accelerator, note, adapter
+        ) as run,
         tqdm(total=num_steps, initial=run.step, desc="training", unit="step", disable=not main_rank) as bar,
     ):
         run.keep_held_out(held_out)

@@ -93,8 +93,11 @@ class Recipe(RunRecipe):
         return Objective(Loss(self.loss, self.lk_eta), [self.step_weight_decay**k for k in range(self.num_steps)])
 
 
-def build_head(recipe, target):
-    """The speculator that the recipe describes: new, or the one it starts from, which must be of that shape."""
+def build_head(recipe, target, resumed):
+    """The speculator that the recipe describes: new, or the one it starts from, which must be of that shape.
+
+    resumed: the checkpoint that will be loaded into it, which makes a start of another run's head needless; or None.
+    """
     inner_size = recipe.inner_size or target.hidden_size
     shape = (
         target.hidden_size,
@@ -105,7 +108,7 @@ def build_head(recipe, target):
         recipe.scale_input,
     )
     config = MLPSpeculatorConfig(*shape, base_model_name_or_path=recipe.target)
-    if not recipe.start_from:
+    if resumed or not recipe.start_from:
         return MLPSpeculator(config)
     head = load_head(recipe.start_from, dtype="float32")
     if not isinstance(head, MLPSpeculator):
@@ -136,10 +139,10 @@ def main(argv):
     generator = None
     if recipe.stage == 2:
         generator = build_generator(target, tokenizer, recipe.prompt_tokens + recipe.answer_tokens)
-    head = build_head(recipe, target).to(device)
-    conversations = load_conversations(recipe.data)
+    head = build_head(recipe, target, resumed).to(device)
+    conversations = load_conversations(recipe.data, note=note)
     conversations, held_out = choose_held_out(
-        recipe.data, recipe.eval_data, recipe.target, conversations, recipe.eval_prompts
+        recipe.data, recipe.eval_data, recipe.target, conversations, recipe.eval_prompts, note
     )
     documents = choose_documents(tokenizer, conversations, recipe.row_length, recipe.max_tokens, recipe.seed)
     kind = "generated texts" if generator else "conversations"
@@ -172,7 +175,7 @@ def main(argv):
     # From here on the run folder exists, and a signal leaves a run that resumes.
     with (
         StopSignals() as stop,
-        RunFolder(recipe, resumed, CHANGEABLE, rows, head, optimizer, target, accelerator, note) as run,
+        RunFolder(recipe, resumed, CHANGEABLE, rows, num_steps, head, optimizer, target, accelerator, note) as run,
         tqdm(total=num_steps, initial=run.step, desc="training", unit="step", disable=not main_rank) as bar,
     ):
         run.keep_held_out(held_out)

@@ -69,7 +69,7 @@ def regenerate(options):
             tqdm.write(f"[regenerate] {text}", file=sys.stderr)
 
     # What decides the content, known before anything heavy is loaded.
-    conversations = load_conversations(options.data, answered=False)
+    conversations = load_conversations(options.data, answered=False, note=note)
     chosen = choose(len(conversations), options.num_conversations, options.seed)
     made_from = {"data": options.data, "num_conversations": len(chosen)}
     made_from["checksum"] = zlib.crc32(json.dumps([[i, conversations[i]] for i in chosen]).encode())

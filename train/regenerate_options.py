@@ -27,7 +27,8 @@ def add_options(parser):
     parser.add_argument(
         "data",
         metavar="DATA",
-        help="as the trainers' `data`: stdlib, installed, a .json/.jsonl file, a `datasets` name or folder; prompts alone will do",
+        help="as the trainers' `data`: stdlib, installed, a .json/.jsonl/.parquet file, a `datasets` name or folder (NAME:SPLIT); "
+        "prompts alone will do",
     )
     parser.add_argument(
         "--model", required=True, help="the target: a folder or Hub id; with --endpoint the server's name of it"

@@ -9,7 +9,7 @@ import os
 import shutil
 import signal
 import sys
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, fields
 from datetime import timedelta
 from pathlib import Path
 
@@ -108,12 +108,14 @@ class RunFolder:
     step, tokens: what is done so far. precision: "bf16" or "no", what `autocast` came to when the run was started.
     """
 
-    def __init__(self, recipe, resumed, changeable, rows, head, optimizer, target, accelerator, note, adapter=None):
+    def __init__(
+        self, recipe, resumed, changeable, rows, num_steps, head, optimizer, target, accelerator, note, adapter=None
+    ):
         """Make or reopen it; of a resumed run, put head, optimiser and random generators into the state of the checkpoint.
 
         resumed: checkpoint folder or None; changeable: keys that a resumed run may be told anew; rows: {"rows": fingerprint,
-        "rows_per_step": int}, which it may not; adapter: a TargetAdapter that is
-        trained beside the head, or None. Raises ValueError if it is another run that goes on.
+        "rows_per_step": int}, which it may not; num_steps: of the whole run; adapter: a TargetAdapter that is trained beside the
+        head, or None. Raises ValueError if it is another run that goes on, or one that is further than it shall get.
         """
         self.path, self.data, self.num_kept = Path(recipe.output), recipe.data, recipe.keep_checkpoints
         self.accelerator, self.is_main, self.note = accelerator, accelerator.is_main_process, note
@@ -128,7 +130,13 @@ class RunFolder:
         self.state = {"step": 0, "tokens": 0, **rows, "recipe": values}
         self.saved_step = -1
         if resumed:
-            self.state = check_same_run(read_state(resumed), self.state, changeable, note)
+            defaults = {f.name: f.default for f in fields(recipe) if f.default is not MISSING}
+            self.state = check_same_run(read_state(resumed), self.state, defaults, changeable, note)
+            if self.step > num_steps:
+                raise ValueError(
+                    f"{resumed} has {self.step} steps behind it, and the run shall end after {num_steps}: set max_steps to at "
+                    f"least {self.step} (then it ends there)"
+                )
             load_checkpoint(resumed, head, optimizer, accelerator, adapter)
             self.saved_step = self.step
             note(f"going on from {resumed}, after step {self.step}")

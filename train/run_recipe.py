@@ -15,12 +15,16 @@ from .tracking import TRACKERS
 
 @dataclass(frozen=True)
 class RunRecipe:
-    """Fields are the keys of the config file and of the command line."""
+    """Fields are the keys of the config file and of the command line.
+
+    The default of a key that is added is what was done before: checkpoints that do not know it yet go on with that.
+    """
 
     target: str = key(MISSING, "the frozen model: a folder or Hub id of any AutoModelForCausalLM")
     data: str = key(
         MISSING,
-        "conversations: stdlib, installed (Python source here), a .json/.jsonl file, a `datasets` name or folder",
+        "conversations: stdlib, installed (Python source here), a .json/.jsonl/.parquet file, a `datasets` name or folder; another "
+        "split than train behind a colon, as OWNER/NAME:train_sft",
     )
     output: str = key(MISSING, "the run folder, e.g. runs/first; it must be new unless the run is resumed")
     target_dtype: str = key(
@@ -75,7 +79,9 @@ class RunRecipe:
     eval_prompts: int = key(16, "held-out conversations to measure it on; 0: never", least=0)
     eval_tokens: int = key(96, "new tokens per prompt", least=2)
     eval_data: str = key(
-        "", "where they come from; empty: for stdlib the target's heldout.jsonl, else taken out of the data"
+        "",
+        "where they come from, as `data`, less what is trained on; empty: for stdlib the target's heldout.jsonl, else taken out of "
+        "the data",
     )
     checkpoint_every: int = key(200, "steps between checkpoints; 0: at the end only", least=0)
     keep_checkpoints: int = key(2, "how many of the newest checkpoints stay", least=1)
@@ -91,6 +97,8 @@ class RunRecipe:
 
     def __post_init__(self):
         check_values(self)
+        if not self.max_steps and not self.num_epochs:
+            raise ValueError("num_epochs and max_steps are both 0: give one of them, or nothing is trained")
         if self.feature_cache and not self.cache_features:
             raise ValueError(
                 f"feature_cache {self.feature_cache!r} is given and cache_features is false: set that to true, or leave it out"

@@ -177,8 +177,11 @@ def test_a_narrower_layer_holds_fewer_of_the_targets_attention_heads():
     config = Eagle3Config.for_target(target, hidden_size=12)
     assert (config.hidden_size, config.target_hidden_size, config.own_embedding) == (12, 32, True)
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (3, 1, 6)
-    assert config.intermediate_size == 37
+    assert config.intermediate_size == 64
     assert Eagle3Config.for_target(target, hidden_size=16).num_key_value_heads == 2
+    wide = LlamaConfig(hidden_size=4096, intermediate_size=18944, num_attention_heads=32, num_hidden_layers=8)
+    config = Eagle3Config.for_target(wide, hidden_size=2560)
+    assert (config.num_attention_heads, config.num_key_value_heads, config.intermediate_size) == (20, 20, 11840)
     for size in (10, 3, 36):
         with pytest.raises(ValueError, match=f"hidden_size {size}: .* here 32, .* take a multiple of 4"):
             Eagle3Config.for_target(target, hidden_size=size)

@@ -100,11 +100,11 @@ def test_answer_cut_off_stays_marked_and_prompts_alone_can_be_asked_for(tmp_path
 
 def test_builtin_set_gives_its_splits(stdlib_source, monkeypatch):
     monkeypatch.setattr("headstart.train.stdlib_pairs.stdlib_source_pairs", lambda: stdlib_source)
-    train, heldout = load_conversations("stdlib"), load_conversations("stdlib", "heldout")
+    train, heldout = load_conversations("stdlib"), load_conversations("stdlib:heldout")
     assert len(train) > 5 * len(heldout) > 500
     assert [turn["role"] for turn in train[0]] == ["user", "assistant"]
     with pytest.raises(ValueError, match="split 'validation'"):
-        load_conversations("stdlib", "validation")
+        load_conversations("stdlib:validation")
 
 
 GOOD = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
@@ -131,11 +131,51 @@ def test_broken_line_is_an_error_that_names_file_and_line(tmp_path, line, messag
         load_conversations(write(tmp_path / "bad.jsonl", GOOD, "", line))
 
 
+def test_a_few_records_without_use_are_left_out_and_counted(tmp_path):
+    """As the sets of the Hub hold them; of more than a tenth the first is an error."""
+    user, answer = GOOD["messages"]
+    empty = [
+        {"conversations": []},
+        {"messages": [user]},
+        {"messages": [user, {"role": "assistant", "content": " "}]},
+        {"messages": [user, {"role": ["user"], "content": "x"}, answer]},
+        {"messages": [user, {"role": "assistant", "content": None, "tool_calls": []}]},
+    ]
+    odd = [
+        {"messages": None, "conversations": [{"from": "User", "value": "q"}, {"from": "bing", "value": "a"}]},
+        {"messages": [{"role": "developer", "content": "s"}, user, answer]},
+    ]
+    said, good = [], [GOOD] * 43
+    path = write(tmp_path / "a.jsonl", *good, *empty, *odd)
+    found = load_conversations(path, note=said.append)
+    system = {"role": "system", "content": "s"}
+    assert found == [GOOD["messages"]] * 43 + [[user, answer], [system, user, answer]]
+    (text,) = said
+    assert (
+        "5 of 50 records are left out: 2 without an answer, 1 without turns, 1 with a turn of another role, 1 with a"
+        in text
+    )
+    assert "The first: " in text
+    assert "line 44: expected an object" in text
+    with pytest.raises(ValueError, match=r"line 43: expected an object .*\n.*of 49 records 2 without an answer"):
+        load_conversations(write(tmp_path / "b.jsonl", *good[1:], *empty, *odd))
+
+
+def test_half_a_character_becomes_the_sign_for_one(tmp_path):
+    line = (
+        '{"messages": [{"role": "user", "content": "q \\ud83d"}, {"role": "assistant", "content": "\\ud83d\\ude00"}]}'
+    )
+    (messages,) = load_conversations(write(tmp_path / "a.jsonl", line))
+    assert [message["content"] for message in messages] == ["q \ufffd", "\U0001f600"]
+
+
 def test_broken_json_file_names_the_place(tmp_path):
     with pytest.raises(ValueError, match=r"bad\.json, line 2: not JSON"):
         load_conversations(write(tmp_path / "bad.json", "[", "oops]"))
     with pytest.raises(ValueError, match="expected a JSON list"):
         load_conversations(write(tmp_path / "bad.json", GOOD))
+    with pytest.raises(ValueError, match=r"line 2: not JSON .*one object per line\? then name it \.jsonl"):
+        load_conversations(write(tmp_path / "bad.json", GOOD, GOOD))
     with pytest.raises(ValueError, match=r"item 2.*without an assistant turn"):
         load_conversations(write(tmp_path / "bad.json", [GOOD, {"messages": GOOD["messages"][:1]}]))
 
@@ -146,7 +186,7 @@ def test_missing_empty_and_unreadable_files_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"empty\.jsonl holds no conversations"):
         load_conversations(write(tmp_path / "empty.jsonl", ""))
     with pytest.raises(ValueError, match="no split 'test'"):
-        load_conversations(write(tmp_path / "good.jsonl", GOOD), "test")
+        load_conversations(write(tmp_path / "good.jsonl", GOOD) + ":test")
     (tmp_path / "latin.jsonl").write_bytes(b'{"messages": "\xe9"}')
     with pytest.raises(ValueError, match=r"latin\.jsonl is not UTF-8"):
         load_conversations(str(tmp_path / "latin.jsonl"))
@@ -164,13 +204,15 @@ def test_dataset_folders_load_whether_saved_or_made_of_jsonl(tmp_path, monkeypat
     (tmp_path / "lines").mkdir()
     write(tmp_path / "lines" / "train.jsonl", GOOD, other)
     both = [GOOD["messages"], other["messages"]]
+    datasets.Dataset.from_list([GOOD, other]).to_parquet(tmp_path / "one.parquet")
+    assert load_conversations(str(tmp_path / "one.parquet")) == both
     assert load_conversations(str(tmp_path / "saved")) == both
     assert load_conversations(str(tmp_path / "lines")) == both
-    assert load_conversations(str(tmp_path / "splits"), "test") == both[1:]
-    with pytest.raises(ValueError, match="no split 'dev', only train, test"):
-        load_conversations(str(tmp_path / "splits"), "dev")
+    assert load_conversations(f"{tmp_path / 'splits'}:test") == both[1:]
+    with pytest.raises(ValueError, match=r"no split 'dev', only train, test: name one, as .*splits:train"):
+        load_conversations(f"{tmp_path / 'splits'}:dev")
     with pytest.raises(ValueError, match="saved as one split"):
-        load_conversations(str(tmp_path / "saved"), "test")
+        load_conversations(f"{tmp_path / 'saved'}:test")
 
 
 def test_dataset_that_cannot_be_loaded_says_what_data_may_be(tmp_path):
@@ -206,6 +248,16 @@ def test_both_derivations_give_the_same_masks():
     assert encode_conversations(make_tokenizer(MARKED), conversations) == encode_conversations(
         make_tokenizer(CHATML), conversations
     )
+
+
+@pytest.mark.parametrize("template", [MARKED, CHATML], ids=["markers", "rendering"])
+def test_of_a_conversation_that_the_assistant_opens_only_its_words_are_supervised(template):
+    """Not the system prompt that a template writes by itself, nor the turn's header."""
+    default = "<|im_start|>system\nBe brief.<|im_end|>\n"
+    tokenizer = make_tokenizer("{% if messages[0]['role'] != 'system' %}" + default + "{% endif %}" + template)
+    greeting = {"role": "assistant", "content": " Hello. "}
+    assert supervised_text(tokenizer, [greeting]) == "Hello.<|im_end|>\n"
+    assert supervised_text(tokenizer, [greeting, *MESSAGES[1:3]]) == "Hello.<|im_end|>\nUn é.<|im_end|>\n"
 
 
 def test_template_that_renders_the_last_turn_unlike_earlier_ones_is_understood():

@@ -269,7 +269,7 @@ def test_draft_vocabulary_is_what_is_supervised_most_and_the_stop_tokens(word_ta
     ],
 )
 def test_bad_recipes_are_refused_before_anything_is_written(eagle3_arguments, tmp_path, monkeypatch, keys, message):
-    monkeypatch.setattr(eagle3, "load_conversations", lambda data: pytest.fail("the data was read"))
+    monkeypatch.setattr(eagle3, "load_conversations", lambda *_, **__: pytest.fail("the data was read"))
     with pytest.raises(ValueError, match=message):
         eagle3.main(eagle3_arguments(**keys))
     assert not (tmp_path / "run").exists()

@@ -378,6 +378,30 @@ def test_resumed_run_keeps_its_recipe(arguments, name, value):
         medusa.main(arguments(max_steps=4, resume=True, **{name: value}))
 
 
+def test_a_run_does_not_end_before_where_it_is(arguments, tmp_path):
+    """And nothing of it is written anew: the same command without the key goes on."""
+    run(arguments, max_steps=4)
+    before = (tmp_path / "run" / "config.yaml").read_text()
+    for keys in ({"max_steps": 3}, {"max_steps": 0, "num_epochs": 0.05}):
+        with pytest.raises(
+            ValueError, match=r"has 4 steps behind it, and the run shall end after [13]: set max_steps to at least 4"
+        ):
+            medusa.main(arguments(resume=True, **keys))
+    assert (tmp_path / "run" / "config.yaml").read_text() == before
+    run(arguments, max_steps=4, resume=True)
+
+
+def test_a_key_that_the_checkpoint_does_not_know_counts_as_its_default(arguments, tmp_path):
+    run(arguments, max_steps=2)
+    state = list_checkpoints(tmp_path / "run")[-1] / "state.json"
+    found = json.loads(state.read_text())
+    del found["recipe"]["weight_decay"]
+    state.write_text(json.dumps(found))
+    with pytest.raises(ValueError, match=r"started with weight_decay 0\.0, not 0\.1"):
+        medusa.main(arguments(max_steps=3, resume=True, weight_decay=0.1))
+    run(arguments, max_steps=3, resume=True)
+
+
 def test_checkpoint_whose_lk_followed_no_rates_is_refused(arguments, tmp_path):
     run(arguments, max_steps=2, loss="lk")
     state = list_checkpoints(tmp_path / "run")[-1] / "state.json"

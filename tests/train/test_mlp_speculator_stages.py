@@ -70,12 +70,14 @@ def stop_in_step(monkeypatch, step):
 def test_resumed_run_repeats_the_uninterrupted_one_bit_by_bit(
     speculator_arguments, tmp_path, monkeypatch, start, step, keys
 ):
+    """And needs nothing of the run that it started from."""
     keys = STEPS | keys | ({"start_from": start} if keys is STAGE_2 else {})
     run(speculator_arguments, **keys)
     stop_in_step(monkeypatch, step)
     assert mlp_speculator.main(speculator_arguments(**keys, output=tmp_path / "stopped")) == 128 + signal.SIGTERM
     assert list_checkpoints(tmp_path / "stopped")[-1].name == f"step-{step:06d}"
     monkeypatch.undo()
+    shutil.rmtree(start)
     run(speculator_arguments, **keys, output=tmp_path / "stopped", resume=True)
     assert_same_run(tmp_path / "run", tmp_path / "stopped")
     assert [line["step"] for line in all_lines(tmp_path / "stopped") if line["kind"] == "acceptance"] == [3, 6, 7]
@@ -206,7 +208,7 @@ def test_stage_2_without_a_generator_is_refused_before_any_work(
     folder = tmp_path / "gpt2"
     transformers.GPT2LMHeadModel(transformers.GPT2Config(**config, bos_token_id=2)).save_pretrained(folder)
     transformers.AutoTokenizer.from_pretrained(word_target).save_pretrained(folder)
-    monkeypatch.setattr(mlp_speculator, "load_conversations", lambda data: pytest.fail("the data were read"))
+    monkeypatch.setattr(mlp_speculator, "load_conversations", lambda *_, **__: pytest.fail("the data were read"))
     with pytest.raises(
         ValueError, match=r"stage 2 without a generator: .*does not run model type 'gpt2'.*Train stage 1"
     ):
