@@ -196,10 +196,15 @@ class Engine:
     def step(self):
         """Advance: prompt tokens of requests being admitted, then one tree of every running request.
 
-        Returns the requests whose tokens were handed back.
+        Returns the requests whose tokens were handed back. After an error or an interrupt in it every request that is not cancelled
+        goes on from those, with the same tokens as without.
         """
         with on_device(self.decoder.device):
-            return self._step()
+            try:
+                return self._step()
+            except BaseException:
+                self.scheduler.start_over()
+                raise
 
     def _step(self):
         if not self.scheduler.active:

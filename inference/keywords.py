@@ -30,13 +30,25 @@ draft_tensor_parallel_size max_model_len quantization disable_padded_drafter_bat
 """
 
 
-def reject_unknown(given, known, what, vllm=""):
+# Values of those that ask for what is done here anyway.
+ASKS_NOTHING = {
+    "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
+    "data_parallel_size": 1,
+    "draft_tensor_parallel_size": 1,
+    "trust_remote_code": False,
+    "quantization": None,
+}
+
+
+def reject_unknown(given, known, what, vllm="", passed=None):
     """Raise ValueError if `given` (names) holds one that `known` does not.
 
-    what: whose keywords they are; vllm: those that vLLM takes there besides, to say so.
+    what: whose keywords they are; vllm: those that vLLM takes there besides, to say so; passed: {name: value} with which such a one
+    may stand in `given`, then a dict.
     """
     for name in given:
-        if name in known:
+        if name in known or (passed and name in passed and given[name] == passed[name]):
             continue
         if name in vllm.split():
             raise ValueError(

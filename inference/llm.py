@@ -3,6 +3,7 @@
 import inspect
 import time
 from dataclasses import dataclass, field
+from numbers import Integral
 
 from tqdm import tqdm
 
@@ -10,7 +11,7 @@ from .adapter import MERGED_KEY, choose_adapter, warn_unless_adapted
 from .decoder import check_supported
 from .engine import Engine
 from .forbidden_tokens import bad_word_sequences, check_tokens
-from .keywords import VLLM_ARGUMENTS, reject_unknown
+from .keywords import ASKS_NOTHING, VLLM_ARGUMENTS, reject_unknown
 from .logprobs import LOGPROBS_MODES
 from .metrics import SpecDecodeMetrics
 from .prompt_files import render_chat
@@ -130,7 +131,7 @@ class LLM:
         **unknown,
     ):
         names = [name for name in inspect.signature(LLM.__init__).parameters if name not in ("self", "unknown")]
-        reject_unknown(unknown, names, "LLM argument", VLLM_ARGUMENTS)
+        reject_unknown(unknown, names, "LLM argument", VLLM_ARGUMENTS, ASKS_NOTHING)
         _check_whole("max_num_seqs", max_num_seqs, 1)
         _check_whole("max_num_batched_tokens", max_num_batched_tokens, 1)
         _check_whole("seed", seed, 0)
@@ -247,10 +248,9 @@ class LLM:
 
     def stream(self, prompt, sampling_params=None):
         """Yield the output's text piece by piece as it is decided; returns the RequestOutput (StopIteration.value)."""
-        params = sampling_params or SamplingParams()
+        text, ids, params = self._check(prompt, SamplingParams() if sampling_params is None else sampling_params, 0)
         if params.n != 1:
             raise ValueError(f"stream makes one output, got n={params.n}")
-        text, ids, params = self._check(prompt, params, 0)
         (request,) = self._make_requests(text, ids, params)
         self.engine.scheduler.add(request)
         shown = 0
@@ -281,6 +281,10 @@ class LLM:
             prompts.append({"prompt": text, "prompt_token_ids": ids})
         return self.generate(prompts, sampling_params, use_tqdm)
 
+    def get_tokenizer(self):
+        """The transformers tokenizer, or None."""
+        return self.tokenizer
+
     def get_metrics(self):
         """Counters since the LLM was built: requests, tokens, cache hits, seconds, acceptance (inference/metrics.py)."""
         return self.engine.metrics.as_dict()
@@ -306,8 +310,10 @@ class LLM:
                 )
             ids = self.tokenizer(text)["input_ids"]
         vocab = self.engine.decoder.vocab_size
-        if not isinstance(ids, list | tuple) or not all(isinstance(t, int) and 0 <= t < vocab for t in ids):
-            raise ValueError(f"prompt {number} must be a string or token ids from 0 to {vocab - 1}, got {prompt!r:.80}")
+        if not isinstance(ids, list | tuple) or not all(isinstance(t, Integral) and 0 <= t < vocab for t in ids):
+            raise ValueError(
+                f"prompt {number} must be a string or token ids from 0 to {vocab - 1} (whole numbers), got {prompt!r:.80}"
+            )
         if not ids:
             raise ValueError(f"prompt {number} is empty: give at least one token")
         if len(ids) >= self.max_model_len:
@@ -321,7 +327,7 @@ class LLM:
         bad_words = bad_word_sequences(params.bad_words, self.tokenizer)
         stop_ids = StopChecker(self.tokenizer, self.eos_token_ids, params).stop_ids
         check_tokens(params, bad_words, stop_ids, vocab, number)
-        return text, list(ids), params
+        return text, [int(token) for token in ids], params
 
     def _make_requests(self, text, ids, params):
         number, self._num_requests = self._num_requests, self._num_requests + 1
@@ -344,12 +350,17 @@ class LLM:
         ]
 
     def _run(self, groups, use_tqdm):
-        total = sum(len(group) for group in groups)
+        """Step until these have ended; what others have asked for (open streams) advances beside them."""
+        unfinished = {request for group in groups for request in group}
         started, tokens = time.monotonic(), 0
-        with tqdm(total=total, desc="generating", unit="output", disable=not use_tqdm, dynamic_ncols=True) as bar:
-            while self.engine.scheduler.has_unfinished:
+        with tqdm(
+            total=len(unfinished), desc="generating", unit="output", disable=not use_tqdm, dynamic_ncols=True
+        ) as bar:
+            while unfinished:
                 before = self.engine.metrics.num_generated_tokens
-                finished = sum(request.finished for request in self.engine.step())
+                finished = len(unfinished)
+                unfinished.difference_update(request for request in self.engine.step() if request.finished)
+                finished -= len(unfinished)
                 tokens += self.engine.metrics.num_generated_tokens - before
                 bar.update(finished)
                 if use_tqdm and finished:
@@ -376,7 +387,7 @@ class LLM:
                     text=final_text(request),
                     token_ids=request.output_token_ids,
                     finish_reason=request.finish_reason,
-                    stop_reason=request.stop_reason if request.stop_reason not in self.eos_token_ids else None,
+                    stop_reason=None if self._ended_by_eos(request) else request.stop_reason,
                     logprobs=request.logprobs,
                     cumulative_logprob=cumulative,
                     spec_decode_metrics=request.metrics,
@@ -385,6 +396,9 @@ class LLM:
         return RequestOutput(
             group[0].request_id[0], text, group[0].prompt_token_ids, outputs, prompt_logprobs=prompt_logprobs
         )
+
+    def _ended_by_eos(self, request):
+        return request.stop_reason in self.eos_token_ids and not request.params.ignore_eos
 
     def _add_text(self, logprobs):
         """decoded_token of every Logprob in a list of entries or Nones."""
@@ -406,10 +420,8 @@ def _as_prompt_list(prompts):
         raise ValueError(
             f"prompts must be a string, token ids, a dict or a list of those, got {type(prompts).__name__}"
         )
-    if prompts and all(isinstance(token, int) for token in prompts):
+    if prompts and all(isinstance(token, Integral) for token in prompts):
         return [list(prompts)]
-    if not prompts:
-        raise ValueError("prompts is empty: give at least one prompt")
     return list(prompts)
 
 

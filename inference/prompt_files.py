@@ -50,9 +50,22 @@ def check_message(message, where):
     """ValueError unless a message has a role, and content that a template can show."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ValueError(f"{where}: a message is {{'role': ..., 'content': ...}}, got {message!r:.120}")
+    content = message.get("content")
     # An assistant that only calls tools says nothing.
-    if not isinstance(message.get("content"), str | list) and not message.get("tool_calls"):
+    if not (isinstance(content, str) or (isinstance(content, list) and content)) and not message.get("tool_calls"):
         raise ValueError(f"{where}: a message needs 'content', the text as a string; got {message!r:.120}")
+    for part in content if isinstance(content, list) else []:
+        if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+            raise ValueError(
+                f"{where}: of content in parts only {{'type': 'text', 'text': ...}} is taken, got {part!r:.120}"
+            )
+
+
+def joined(message):
+    """A message whose content is one string: templates of text models write a list as Python does."""
+    if not isinstance(message.get("content"), list):
+        return message
+    return {**message, "content": "".join(part["text"] for part in message["content"])}
 
 
 def render_chat(tokenizer, messages):
@@ -82,7 +95,7 @@ def render_chat(tokenizer, messages):
                 "what the chat template names"
             )
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return tokenizer.apply_chat_template(list(map(joined, messages)), tokenize=False, add_generation_prompt=True)
     except TemplateError as error:
         raise ValueError(f"the chat template refuses this conversation ({error}): {messages!r:.200}") from error
 

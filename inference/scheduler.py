@@ -141,6 +141,15 @@ class Scheduler:
             self.waiting.remove(request)
         request.status = Status.FINISHED
 
+    def start_over(self):
+        """Send everybody back to the queue with the tokens they were handed, as if memory had run out.
+
+        For a step that broke off: how far the device came is not known, and a request must not go on from there.
+        """
+        for request in reversed(self.active[:]):
+            if not request.finished:
+                self._send_back(request)
+
     def check(self):
         """Assert that no page, slot or request is lost, held twice or held by nobody. For tests and long runs; O(pages)."""
         self.pool.check([request.pages for request in self.active])
@@ -188,13 +197,17 @@ class Scheduler:
     def _preempt(self, request, step):
         assert len(self.active) > 1
         assert not request.finished, "finished requests are released before the next step is scheduled"
+        self._send_back(request)
+        step.preempted.append(request)
+        self.num_preemptions += 1
+
+    def _send_back(self, request):
+        """To the head of the queue, without slot and pages; what is still in flight for it is stale."""
         self._take_back(request)
         request.status = Status.WAITING
         request.committed = request.in_flight = 0
         request.epoch += 1
         self.waiting.appendleft(request)
-        step.preempted.append(request)
-        self.num_preemptions += 1
 
     def _take_back(self, request):
         """Free the slot and the pages; the last pages first, so that a cached beginning outlives what follows it."""

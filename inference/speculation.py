@@ -22,7 +22,7 @@ from .drafters.mlp_speculator import MLPSpeculatorDrafter
 from .drafters.ngram import NgramDrafter
 from .draw_children import RATIO_VERIFIERS, check_drawing, verifier_of_method
 from .graphs import buckets
-from .keywords import VLLM_SPECULATIVE, reject_unknown
+from .keywords import ASKS_NOTHING, VLLM_SPECULATIVE, reject_unknown
 from .target_source import load_decoder, target_config
 from .tree import DEFAULT_DYNAMIC, MAX_NODES, ROOT_ONLY, DynamicTree, chain, load_tree
 from .verify import VERIFIERS, Ratio, Synthetic, rates_for_length, strict
@@ -82,9 +82,10 @@ def check_speculative_config(config):
     """A copy of the speculative_config as a dict ({} for None), a revision in its model's name, or ValueError."""
     if config is not None and not isinstance(config, dict):
         raise ValueError(f"speculative_config must be a dict or None, got {config!r:.80}")
-    reject_unknown(config or {}, KEYS, "speculative_config key", VLLM_SPECULATIVE)
     if config is None:
         return {}
+    reject_unknown(config, KEYS, "speculative_config key", VLLM_SPECULATIVE, ASKS_NOTHING)
+    config = {key: config[key] for key in config if key in KEYS}
     method, model = config.get("method"), config.get("model")
     if method is not None and method not in METHODS:
         raise ValueError(f"speculative_config['method'] must be one of {', '.join(METHODS)}, got {method!r}")

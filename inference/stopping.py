@@ -1,5 +1,7 @@
 """Where an output ends, and its text. Tokens are looked at one by one, so speculation ends an output where plain decoding does."""
 
+MARGIN = 16
+
 
 class StopChecker:
     """Checks a request after every appended token: EOS, stop tokens, stop strings.
@@ -10,6 +12,9 @@ class StopChecker:
     def __init__(self, tokenizer, eos_token_ids, params):
         self.tokenizer, self.params = tokenizer, params
         self.stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
+        self._enough = (
+            max((len(stop.encode()) for stop in params.stop), default=0) + MARGIN
+        )  # no token has less than a byte
         self._early_length = None  # of the text of the first min_tokens tokens, once they are there
 
     def __call__(self, request):
@@ -18,11 +23,23 @@ class StopChecker:
             return None
         if token in self.stop_ids:
             return token
-        if self.params.stop:
+        if self.params.stop and self._may_have_stopped(request.output_token_ids):
             found = self.find(request)
             if found:
                 return found[1]
         return None
+
+    def _may_have_stopped(self, token_ids):
+        """Whether the text's end holds a stop string: decoding all of it for every token would take time by its square.
+
+        Tokens decoded without those before them may begin otherwise (a space, half a character), hence the margin.
+        """
+        count = self._enough
+        while True:
+            end = self.decode(token_ids[-count:])
+            if len(end) >= self._enough or count >= len(token_ids):
+                return any(stop in end for stop in self.params.stop)
+            count *= 2  # special tokens have no text
 
     def find(self, request):
         """(index, string) of the stop string that ends the output, or None."""

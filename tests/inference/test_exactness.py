@@ -216,6 +216,45 @@ def test_an_interrupt_while_reading_loses_no_token(target, plain, monkeypatch):
     assert stream.output_token_ids == found[0.8][1][0]
 
 
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("where", ["advance", "_draw_first", "_hand_over", "_hand_back", "run"])
+def test_an_error_in_a_step_changes_nothing_for_others(target, plain, monkeypatch, where, late):
+    """Wherever it comes: before or behind what the device computes, in a prefill or a decode; an error is one step's, too."""
+    prompts, found = plain
+    llm = LLM(target, max_num_seqs=3, speculative_config={"model": target, "num_speculative_tokens": 3})
+    llm.engine.steps_late = late
+    params = seeded(3, temperature=0.8, **LONG)
+    other = llm._make_requests(None, prompts[1], params[1])[0]
+    owner = {"advance": llm.engine.drafter, "run": llm.engine.graphs}.get(where, llm.engine)
+    work = getattr(owner, where)
+    for place in range(1, 7):
+        llm.engine.scheduler.add(other) if place == 1 else None
+        calls = []
+
+        def fail(*given, calls=calls, place=place, **named):
+            result = work(*given, **named)
+            calls.append(1)
+            if len(calls) == place:
+                raise MemoryError("none left")
+            return result
+
+        monkeypatch.setattr(owner, where, fail)
+        try:
+            llm.generate([prompts[0]], params[:1])
+        except MemoryError:
+            pass
+        else:
+            assert where == "_draw_first"  # which is called once for each request
+        monkeypatch.setattr(owner, where, work)
+        llm.engine.scheduler.check()
+    while not other.finished:
+        llm.engine.step()
+    assert (other.output_token_ids, other.logprobs) == found[0.8][1]
+    # And what stayed in the prefix cache is what it is taken for.
+    assert run(llm, [prompts[0]], temperature=0.8, **LONG) == found[0.8][:1]
+    llm.engine.scheduler.check()
+
+
 def test_prompt_time_is_counted_chunk_by_chunk(target, monkeypatch):
     llm, clock = LLM(target, max_num_batched_tokens=16), Clock()
     monkeypatch.setattr(engine_module, "time", clock)

@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -407,7 +408,6 @@ def test_an_architecture_that_does_not_run_yet_is_refused_with_a_list():
     ("prompt", "message"),
     [
         ("", "prompt 0 is empty"),
-        ([], "prompts is empty"),
         ([[]], "prompt 0 is empty"),
         ([[5] * 256], "has 256 tokens; with max_model_len 256 at most 255 fit"),
         ([[5, 9999]], "token ids from 0 to 258"),
@@ -477,6 +477,62 @@ def test_counts_of_prompts_and_parameters_must_agree(llm):
         llm.generate("x", [{"temperature": 0}])
     with pytest.raises(ValueError, match="must be a SamplingParams or a list of them, got float"):
         llm.generate("x", 0.5)
+
+
+def test_no_prompts_give_no_outputs_and_numbers_of_other_libraries_are_token_ids(llm):
+    assert llm.generate([], GREEDY) == []
+    (output,) = llm.generate([torch.tensor([40, 41, 42]).numpy().tolist()], GREEDY)
+    (same,) = llm.generate([[np.int64(40), np.int32(41), 42]], GREEDY)
+    assert same.prompt_token_ids == [40, 41, 42]
+    assert {type(token) for token in same.prompt_token_ids} == {int}
+    assert same.outputs[0].token_ids == output.outputs[0].token_ids
+
+
+def test_a_call_does_not_wait_for_streams_that_are_open(llm):
+    params = SamplingParams(temperature=0.8, seed=1, max_tokens=100, ignore_eos=True)
+    expected = llm.generate("open", params)[0].outputs[0]
+    stream = llm.stream("open", params)
+    pieces = [next(stream)]
+    decoded = llm.get_metrics()["num_generated_tokens"]
+    llm.generate("short", SamplingParams(max_tokens=2))
+    assert llm.get_metrics()["num_generated_tokens"] - decoded < 10
+    pieces += stream
+    assert "".join(pieces) == expected.text
+
+
+def test_eos_is_named_where_it_was_asked_for_as_a_stop_token(llm):
+    sampled = dict(temperature=5.0, seed=3, max_tokens=200)
+    free = llm.generate("x", SamplingParams(**sampled, ignore_eos=True))[0].outputs[0].token_ids
+    token = free[2]
+    before, llm.eos_token_ids = llm.eos_token_ids, {token}
+    try:
+        for asked, reason in (({}, None), ({"ignore_eos": True, "stop_token_ids": [token]}, token)):
+            (one,) = llm.generate("x", SamplingParams(**sampled, **asked))[0].outputs
+            assert (one.finish_reason, one.stop_reason, one.token_ids) == ("stop", reason, free[:3])
+    finally:
+        llm.eos_token_ids = before
+
+
+def test_what_code_for_vllm_says_of_one_gpu_is_taken(target_folder):
+    asks = dict(tensor_parallel_size=1, pipeline_parallel_size=1, trust_remote_code=False, quantization=None)
+    spec = {"method": "ngram", "num_speculative_tokens": 2, "draft_tensor_parallel_size": 1}
+    llm = LLM(str(target_folder), dtype="float32", device="cpu", speculative_config=spec, **asks)
+    assert llm.get_tokenizer() is llm.tokenizer
+    for name, value in (("tensor_parallel_size", 2), ("trust_remote_code", True), ("quantization", "awq")):
+        with pytest.raises(ValueError, match=f"'{name}' is vLLM's and not supported"):
+            LLM(str(target_folder), **{name: value})
+    with pytest.raises(ValueError, match="'draft_tensor_parallel_size' is vLLM's"):
+        LLM(str(target_folder), speculative_config=spec | {"draft_tensor_parallel_size": 2})
+
+
+def test_a_message_in_parts_is_the_text_of_its_parts(llm):
+    parts = [{"type": "text", "text": "what is "}, {"type": "text", "text": "this"}]
+    (expected,) = llm.chat([{"role": "user", "content": "what is this"}], GREEDY)
+    (found,) = llm.chat([{"role": "user", "content": parts}], GREEDY)
+    assert found.prompt == expected.prompt
+    for bad in ([{"type": "image_url", "image_url": {}}], ["what"], [{"type": "text"}]):
+        with pytest.raises(ValueError, match=r"of content in parts only .*'text'.* is taken, got"):
+            llm.chat([{"role": "user", "content": bad}], GREEDY)
 
 
 def test_an_interrupted_call_leaves_an_engine_that_goes_on(llm, monkeypatch):

@@ -54,7 +54,7 @@ def test_requests_that_end_in_steps_of_others_are_handed_out_too(llm):
         for name, length in (("short", 4), ("long", 30)):
             ((tag, output),) = batch.step()
             assert (tag, len(output.outputs[0].token_ids)) == (name, length)
-            llm.generate([[7, 8]], params(0, 2))  # until nothing is left to do
+            llm.generate([[7, 8]], params(0, 40))  # until the others have ended, too
         assert not batch
 
 

@@ -3,13 +3,16 @@
 The drafter always knows the next token: on the chain a step emits six tokens, on the tree up to six. A token is one character.
 """
 
+import random
+from types import SimpleNamespace
+
 import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from headstart import LLM, SamplingParams
 from headstart.inference.engine import Engine
-from headstart.inference.stopping import find_stop, stable_length
+from headstart.inference.stopping import StopChecker, find_stop, stable_length
 from headstart.inference.tree import Tree, chain
 
 DEPTH = 5
@@ -77,6 +80,49 @@ def ends(output):
 
 def answer(llm, **params):
     return ends(llm.generate([PROMPT], SamplingParams(**SAMPLED | dict(max_tokens=LENGTH) | params))[0])
+
+
+def test_a_stop_string_costs_no_decoding_of_the_whole_text_for_every_token(plain, monkeypatch):
+    decode, lengths = plain.tokenizer.decode, []
+
+    def watch(token_ids, **options):
+        lengths.append(len(token_ids))
+        return decode(token_ids, **options)
+
+    monkeypatch.setattr(plain.tokenizer, "decode", watch)
+    params = SamplingParams(temperature=3.0, seed=0, max_tokens=200, stop=["never said", "nor this"])
+    plain.generate([PROMPT], params)
+    assert len(lengths) > 190
+    assert sorted(lengths)[-3] < 40
+
+
+def test_stop_strings_are_found_however_their_characters_are_cut_into_tokens(plain):
+    """Of many tokens less than a character each, behind special tokens and a long token: against a search in all of the text."""
+    pieces = [bytes([b]) for b in "é€😀x".encode()] + [b"x" * 40]
+
+    class Bytes:
+        def decode(self, ids, skip_special_tokens):
+            return b"".join(pieces[i] for i in ids if i >= 0).decode(errors="replace")
+
+    rng = random.Random(0)
+    for stop in ("😀" * 20, "é€😀x", "xx€", "x"):
+        for _ in range(40):
+            whole = list(range(len(pieces) - 1))
+            ids = [
+                i
+                for _ in range(rng.randrange(12))
+                for i in rng.choice([whole, [-1], [len(pieces) - 1], [9], whole[5:9]])
+            ]
+            ids += [i for _ in range(20) for i in whole[5:9]] if rng.random() < 0.5 else []
+            checker = StopChecker(Bytes(), set(), SamplingParams(stop=[stop], max_tokens=None))
+            request = SimpleNamespace(output_token_ids=[])
+            for token in ids:
+                request.output_token_ids.append(token)
+                found = checker(request)
+                text = Bytes().decode(request.output_token_ids, True)
+                assert (found is not None) == (stop in text)
+                if found:
+                    break
 
 
 def test_blocks_are_accepted_whole(fast):
