@@ -224,6 +224,38 @@ def test_cancelled_requests_leave_no_trace(wide):
     assert llm.engine.scheduler.num_free_pages == llm.engine.scheduler.num_pages
 
 
+@pytest.mark.parametrize("where", ["run", "_hand_over", "_hand_back"])
+def test_an_error_in_a_step_changes_nothing_for_others(wide, monkeypatch, where):
+    """With steps in flight when it comes, whose tokens nobody reads any more."""
+    prompts = make_prompts(wide.engine.decoder.vocab_size)[:4]
+    params = [SamplingParams(seed=i, temperature=0.8, ignore_eos=True, **LONG) for i in range(4)]
+    plain = [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in wide.generate(prompts, params)]
+    llm = speculating(wide, prompts, plain, chain(4), 4)
+    other = llm._make_requests(None, prompts[1], params[1])[0]
+    llm.engine.scheduler.add(other)
+    owner = llm.engine.graphs if where == "run" else llm.engine
+    work = getattr(owner, where)
+    for place in (2, 5):
+        calls = []
+
+        def fail(*given, calls=calls, place=place, **named):
+            result = work(*given, **named)
+            calls.append(1)
+            if len(calls) == place:
+                raise MemoryError("none left")
+            return result
+
+        monkeypatch.setattr(owner, where, fail)
+        with pytest.raises(MemoryError):
+            llm.generate([prompts[0]], params[:1])
+        monkeypatch.setattr(owner, where, work)
+    while not other.finished:
+        llm.engine.step()
+    assert (other.output_token_ids, other.logprobs) == plain[1]
+    assert [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in llm.generate(prompts, params)] == plain
+    llm.engine.scheduler.check()
+
+
 def test_a_context_of_less_than_a_page_runs(wide):
     short = LLM(wide, max_model_len=32, max_num_seqs=2)
     long = LLM(wide, max_model_len=1024, max_num_seqs=2)
