@@ -69,7 +69,7 @@ def compare_with_whole(rank, world, folder, dtype):
     target.check(tokens[:1], places[:1], documents[:1])
 
 
-@pytest.mark.parametrize(("world", "dtype"), [(2, torch.float32), (3, torch.bfloat16)])
+@pytest.mark.parametrize(("world", "dtype"), [(2, torch.float32), (3, torch.bfloat16), (4, torch.bfloat16)])
 def test_a_divided_target_gives_the_whole_ones_features(tied_target, assert_on_ranks, world, dtype):
     assert_on_ranks(world, compare_with_whole, tied_target, dtype)
 
