@@ -26,10 +26,10 @@ def check_may_be_id(name):
 
 def near_folder(name):
     """For an error about a folder that is not there: " (did you mean ...?)" if one beside it is called nearly so, else ""."""
-    path = Path(name).expanduser()
     try:
+        path = Path(name).expanduser()
         beside = [one.name for one in path.parent.iterdir() if one.is_dir()]
-    except OSError:  # not there either, or not to be read
+    except (OSError, RuntimeError):  # not there either, or not to be read; no such user
         return ""
     nearest = difflib.get_close_matches(path.name, beside, n=1)
     return f" (did you mean {str(path.with_name(nearest[0]))!r}?)" if nearest else ""

@@ -381,17 +381,23 @@ class Engine:
     def _hand_back(self, request, tokens, logprobs):
         """Append tokens one by one, so that the output ends where plain decoding would.  -> how many were kept"""
         before = len(request.output_token_ids)
-        for token in tokens:
-            if request.append(token):
-                break
-        kept = len(request.output_token_ids) - before
+        try:
+            for token in tokens:
+                if request.append(token):
+                    break
+            kept = len(request.output_token_ids) - before
+            if logprobs is not None:
+                gathered, first = logprobs
+                found = gathered.read(first, first + kept, request.params.logprobs)
+        except BaseException:  # all or nothing: they come again
+            del request.output_token_ids[before:]
+            request.status, request.finish_reason, request.stop_reason = Status.RUNNING, None, None
+            raise
         if before:  # the first token comes from the prompt's last position, which is committed already
             request.committed += kept
             self.scheduler.committed_advanced(request)
         if logprobs is not None:
-            gathered, first = logprobs
-            request.logprobs = request.logprobs or []
-            request.logprobs += gathered.read(first, first + kept, request.params.logprobs)
+            request.logprobs = (request.logprobs or []) + found
         self.metrics.num_generated_tokens += kept
         return kept
 

@@ -48,7 +48,7 @@ def reject_unknown(given, known, what, vllm="", passed=None):
     may stand in `given`, then a dict.
     """
     for name in given:
-        if name in known or (passed and name in passed and given[name] == passed[name]):
+        if name in known or (passed and name in vllm.split() and name in passed and given[name] == passed[name]):
             continue
         if name in vllm.split():
             raise ValueError(

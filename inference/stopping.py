@@ -12,9 +12,7 @@ class StopChecker:
     def __init__(self, tokenizer, eos_token_ids, params):
         self.tokenizer, self.params = tokenizer, params
         self.stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
-        self._enough = (
-            max((len(stop.encode()) for stop in params.stop), default=0) + MARGIN
-        )  # no token has less than a byte
+        self._enough = max((len(stop.encode()) for stop in params.stop), default=0) + MARGIN  # as if tokens were bytes
         self._early_length = None  # of the text of the first min_tokens tokens, once they are there
 
     def __call__(self, request):
@@ -37,9 +35,9 @@ class StopChecker:
         count = self._enough
         while True:
             end = self.decode(token_ids[-count:])
-            if len(end) >= self._enough or count >= len(token_ids):
+            if count >= len(token_ids) or (len(end) >= self._enough and not end.startswith("�")):
                 return any(stop in end for stop in self.params.stop)
-            count *= 2  # special tokens have no text
+            count *= 2  # special tokens have no text; and half a character may spoil a whole run of byte tokens
 
     def find(self, request):
         """(index, string) of the stop string that ends the output, or None."""

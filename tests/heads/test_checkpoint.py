@@ -376,7 +376,12 @@ def test_a_misspelt_folder_is_answered_with_the_one_beside_it(tmp_path):
     (tmp_path / "stdlib-coder-meduse").touch()
     near = tmp_path / "stdlib-coder-medusa"
     assert near_folder(str(tmp_path / "stdlib-coder-meduza")) == f" (did you mean {str(near)!r}?)"
-    assert near_folder(tmp_path / "zzz") == near_folder(tmp_path / "gone" / "other") == ""
+    assert (
+        near_folder("~no-such-user/x")
+        == near_folder(tmp_path / "zzz")
+        == near_folder(tmp_path / "gone" / "other")
+        == ""
+    )
     with pytest.raises(ValueError, match=f"there is no folder .*meduza.*did you mean {str(near)!r}"):
         load_head(tmp_path / "stdlib-coder-meduza")
 

@@ -15,6 +15,8 @@ import headstart.inference.step as step_module
 from headstart.inference.drafters.oracle import OracleDrafter
 from headstart.inference.engine import Engine
 from headstart.inference.llm import LLM
+from headstart.inference.logprobs import GatheredLogprobs
+from headstart.inference.request import Request
 from headstart.inference.sampling import SamplingParams
 from headstart.inference.tree import Tree, build_static_tree, chain
 from headstart.kernels import tree_attention as attention_module
@@ -217,15 +219,16 @@ def test_an_interrupt_while_reading_loses_no_token(target, plain, monkeypatch):
 
 
 @pytest.mark.parametrize("late", [0, 1])
-@pytest.mark.parametrize("where", ["advance", "_draw_first", "_hand_over", "_hand_back", "run"])
+@pytest.mark.parametrize("where", ["advance", "_draw_first", "_hand_over", "_hand_back", "run", "append", "read"])
 def test_an_error_in_a_step_changes_nothing_for_others(target, plain, monkeypatch, where, late):
-    """Wherever it comes: before or behind what the device computes, in a prefill or a decode; an error is one step's, too."""
+    """Wherever it comes, in a prefill or a decode, and half-way through handing tokens back."""
     prompts, found = plain
     llm = LLM(target, max_num_seqs=3, speculative_config={"model": target, "num_speculative_tokens": 3})
     llm.engine.steps_late = late
     params = seeded(3, temperature=0.8, **LONG)
     other = llm._make_requests(None, prompts[1], params[1])[0]
-    owner = {"advance": llm.engine.drafter, "run": llm.engine.graphs}.get(where, llm.engine)
+    owners = {"advance": llm.engine.drafter, "run": llm.engine.graphs, "append": Request, "read": GatheredLogprobs}
+    owner = owners.get(where, llm.engine)
     work = getattr(owner, where)
     for place in range(1, 7):
         llm.engine.scheduler.add(other) if place == 1 else None

@@ -125,6 +125,26 @@ def test_stop_strings_are_found_however_their_characters_are_cut_into_tokens(pla
                     break
 
 
+@pytest.mark.parametrize("stop", ["\n", "\n\n", "។", "x"])
+def test_stop_strings_are_found_behind_runs_of_byte_tokens(stop):
+    """As Llama 2 writes other scripts and line ends: a run that is no UTF-8 is spoiled as a whole."""
+    backend = Tokenizer(
+        models.BPE(vocab={f"<0x{i:02X}>": i for i in range(256)} | {"x": 256}, merges=[], byte_fallback=True)
+    )
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    for count in (*range(1, 14), 40):
+        checker = StopChecker(tokenizer, set(), SamplingParams(stop=[stop], max_tokens=None))
+        request = SimpleNamespace(output_token_ids=[])
+        for token in [*("ខ" * count + "។\n\n").encode(), 256]:
+            request.output_token_ids.append(token)
+            found = checker(request)
+            assert (found is not None) == (stop in tokenizer.decode(request.output_token_ids))
+            if found:
+                break
+        assert found == stop
+
+
 def test_blocks_are_accepted_whole(fast):
     if fast.engine.tree.tree.is_chain:
         before = fast.get_metrics()
