@@ -7,6 +7,9 @@ For each number of GPUs, train/medusa.py under configs/accelerate: `speed` with 
 grows with the GPUs; `curve` with the same rows per step on any number, whose loss is compared with the first number's step by
 step. Then both under fsdp2.yaml on the most GPUs, and there, for a few steps, four heads on a target of the shape --big, which is
 made on the devices in its parts. Weights and texts are random: they are as fast as others. It measures no acceptance.
+
+Processes may be more than the GPUs: they share them as the machines of a cluster that has one GPU twice. Then the curve counts; the
+speed is that of sharing, and of NCCL over this host's network stack.
 """
 
 import argparse
@@ -14,6 +17,7 @@ import json
 import os
 import random
 import resource
+import socket
 import statistics
 import subprocess
 import sys
@@ -44,10 +48,11 @@ TOKENIZER = ROOT / "assets" / "stdlib-coder"
 NUM_HEADS, WARM_UP = 4, 3
 COLUMNS = {
     "run": ("run", 14, plain),
+    "processes": ("processes", 9, plain),
     "gpus": ("GPUs", 4, plain),
     "tokens_per_second": ("tokens/s", 10, decimals(0)),
     "scaling": ("x one's", 8, decimals(2)),
-    "gib": ("GiB a GPU", 9, decimals(1)),
+    "gib": ("GiB each", 8, decimals(1)),
     "mean_residual": ("mean residual", 13, "{:.1e}".format),
     "max_residual": ("largest", 8, "{:.1e}".format),
 }
@@ -55,7 +60,9 @@ COLUMNS = {
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", default="1,2,4", help="numbers of processes, rising (default 1,2,4)")
+    parser.add_argument(
+        "--gpus", default="1,2,4", help="numbers of processes, one per GPU while there are, rising (default 1,2,4)"
+    )
     parser.add_argument("--shape", default="llama-3-8b", help="of the target: a named shape or a folder's config.json")
     parser.add_argument("--layers", type=int, default=8, help="how many of its layers (default 8: a smaller file)")
     parser.add_argument("--big", default="llama-3-70b", help="shape of the divided target; none: leave it out")
@@ -71,6 +78,8 @@ def main(arguments=None):
     numbers = [int(word) for word in options.gpus.split(",")]
     if numbers != sorted(set(numbers)) or any(numbers[-1] % number for number in numbers):
         parser.error(f"--gpus must rise, and each number divide the last, got {options.gpus}")
+    if not options.cpu and any(number % min(number, torch.cuda.device_count()) for number in numbers):
+        parser.error(f"--gpus: {options.gpus} processes do not share {torch.cuda.device_count()} GPUs evenly")
     command = " ".join(["python", "benchmarks/scaling.py", *(sys.argv[1:] if arguments is None else arguments)])
     device = "cpu" if options.cpu else "cuda"
     settings = {name: getattr(options, name) for name in ("shape", "layers", "big", "rows", "row_length", "steps")}
@@ -88,8 +97,10 @@ def main(arguments=None):
                 job["runs"].append(recipe(scratch, runs[name], options, accumulate))
             if kind == "fsdp2" and options.big != "none":
                 job["big"] = {"shape": options.big, "rows": 1, "length": options.row_length, "steps": options.steps}
-            found = launch(kind, number, job, options.cpu)
-            rows = [{"run": f"{name} {kind}", "gpus": number} | read_run(runs[name]) for name in runs]
+            gpus = number if options.cpu else min(number, torch.cuda.device_count())
+            found = launch(kind, number, number // gpus, job, options.cpu)
+            size = {"processes": number, "gpus": gpus}
+            rows = [{"run": f"{name} {kind}"} | size | read_run(runs[name]) for name in runs]
             first = first or rows
             for row, reference, gib in zip(rows, first, found["gib"]):
                 row["gib"] = gib
@@ -99,7 +110,7 @@ def main(arguments=None):
                     row |= {"mean_residual": statistics.fmean(residuals), "max_residual": max(map(abs, residuals))}
                 report.add(row)
             if found["big"]:
-                report.add({"run": "big fsdp2", "gpus": number} | found["big"])
+                report.add({"run": "big fsdp2"} | size | found["big"])
     report.finish()
     return 0
 
@@ -139,8 +150,8 @@ def write_texts(path, count, length):
             file.write(json.dumps({"messages": messages}) + "\n")
 
 
-def launch(kind, number, job, on_cpu):
-    """Do the job in so many processes; what the first of them found."""
+def launch(kind, number, nodes, job, on_cpu):
+    """Do the job in so many processes, started as on so many machines; what the first of them found."""
     with tempfile.TemporaryDirectory() as folder:
         job = job | {"found": str(Path(folder, "found.json"))}
         config = "single" if kind == "ddp" and number == 1 else kind
@@ -149,10 +160,31 @@ def launch(kind, number, job, on_cpu):
         environment = os.environ | ({"ACCELERATE_USE_CPU": "true"} if on_cpu and config != "single" else {})
         if on_cpu and config == "single":
             command[-1] = str(ROOT / "configs" / "accelerate" / "cpu.yaml")
-        done = subprocess.run([*command, __file__, "--worker", json.dumps(job)], env=environment, stdout=sys.stderr)
-        if done.returncode:
-            raise SystemExit(f"the launch of {number} processes under {kind} ended with {done.returncode}")
+        if nodes > 1:  # NCCL takes processes on one GPU for an error, unless they say that they are on different hosts
+            command += [
+                "--num_machines",
+                str(nodes),
+                "--main_process_ip",
+                "127.0.0.1",
+                "--main_process_port",
+                str(free_port()),
+            ]
+            environment["NCCL_SOCKET_IFNAME"] = "lo"
+        script, started = [__file__, "--worker", json.dumps(job)], []
+        for node in range(nodes):
+            environment["NCCL_HOSTID"] = f"node-{node}"
+            rank = ["--machine_rank", str(node)] if nodes > 1 else []
+            started.append(subprocess.Popen([*command, *rank, *script], env=environment, stdout=sys.stderr))
+        ends = [process.wait() for process in started]
+        if any(ends):
+            raise SystemExit(f"the launch of {number} processes under {kind} ended with {max(ends, key=abs)}")
         return json.loads(Path(job["found"]).read_text())
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def read_run(folder):

@@ -1,9 +1,10 @@
-"""One GPU, two and four are the same training, over NCCL, launched as a user does. (The CPU's: test_many_processes.py.)"""
+"""One process, two and four train the same on GPUs, over NCCL, launched as a user does. (The CPU's: test_many_processes.py.)"""
 
 import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -25,26 +26,42 @@ PRECISIONS = {
 }
 
 
-def test_a_divided_target_gives_the_whole_ones_bits(tmp_path, free_port):
-    """On all GPUs there are, one included: the same kernels compute both."""
+def launch(config, num_processes, port, *command):
+    """Run it as `accelerate launch` does, one process per GPU. More processes than there are share them, as machines of which
+    each says that it is another host: NCCL takes two on one GPU for an error otherwise, and speaks to them over the network."""
+    gpus = min(num_processes, torch.cuda.device_count())
+    nodes, rest = divmod(num_processes, gpus)
+    if rest:
+        pytest.skip(f"{num_processes} processes do not share {gpus} GPUs evenly")
+    words = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(num_processes)]
+    words += ["--config_file", str(ROOT / "configs" / "accelerate" / config), "--main_process_port", str(port)]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    if nodes > 1:
+        words += ["--num_machines", str(nodes), "--main_process_ip", "127.0.0.1"]
+        environment["NCCL_SOCKET_IFNAME"] = "lo"
+    started, said = [], []
+    for node in range(nodes):
+        environment["NCCL_HOSTID"] = f"node-{node}"
+        own = ["--machine_rank", str(node)] if nodes > 1 else []
+        pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+        started.append(subprocess.Popen([*words, *own, *map(str, command)], env=environment, **pipes))
+    with ThreadPoolExecutor(nodes) as threads:  # nobody may wait for a reader
+        try:
+            said = list(threads.map(lambda process: process.communicate(timeout=400)[1], started))
+        finally:
+            for process in started:
+                process.kill()
+    assert [process.returncode for process in started] == [0] * nodes, "\n".join(said)
+    return said[0]
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 4])
+def test_a_divided_target_gives_the_whole_ones_bits(tmp_path, free_port, num_processes):
+    """The same kernels compute both."""
     torch.manual_seed(0)
     shape = {"hidden_size": 256, "intermediate_size": 500, "num_hidden_layers": 3, "num_attention_heads": 4}
     LlamaForCausalLM(LlamaConfig(vocab_size=100, initializer_range=0.1, **shape)).save_pretrained(tmp_path)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(torch.cuda.device_count())]
-    command += ["--master_port", str(free_port()), str(Path(__file__).with_name("sharded_features.py")), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr
-
-
-def launch(config, num_processes, port, runs):
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", str(port)]
-    command += ["--config_file", str(ROOT / "configs" / "accelerate" / config), "--num_processes", str(num_processes)]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [*command, str(SEVERAL), json.dumps(runs)], env=environment, capture_output=True, text=True, timeout=400
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stderr
+    launch("fsdp2.yaml", num_processes, free_port(), Path(__file__).with_name("sharded_features.py"), tmp_path)
 
 
 def assert_same_curve(one, other, metrics, each, mean, since=0):
@@ -57,13 +74,11 @@ def assert_same_curve(one, other, metrics, each, mean, since=0):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_gpus", [2, 4])
+@pytest.mark.parametrize("num_processes", [2, 4])
 def test_many_gpus_train_as_one(
-    arguments, speculator_arguments, eagle_arguments, eagle3_arguments, read_metrics, tmp_path, free_port, num_gpus
+    arguments, speculator_arguments, eagle_arguments, eagle3_arguments, read_metrics, tmp_path, free_port, num_processes
 ):
     """Every trainer, with the same rows per step, whole and divided target; a run of one GPU goes on on many, and back."""
-    if torch.cuda.device_count() < num_gpus:
-        pytest.skip(f"needs {num_gpus} GPUs")
     shared = {"checkpoint_every": 10, "max_steps": 20, "keep_checkpoints": 9}
     trainers = {
         "medusa": (arguments, {"eval_prompts": 4, "eval_tokens": 8, "loss": "lk"}),
@@ -84,11 +99,14 @@ def test_many_gpus_train_as_one(
                 found.append([name, build(**shared, **own, **keys, **SHARES[count], **going_on, output=output)])
         return found
 
-    launch("single.yaml", 1, free_port(), runs(1, "one"))
-    launch("ddp.yaml", num_gpus, free_port(), [*runs(num_gpus, "ddp"), *runs(num_gpus, "one-ddp", since="one")])
-    said = launch("fsdp2.yaml", num_gpus, free_port(), runs(num_gpus, "fsdp"))
+    def train(config, count, todo):
+        return launch(config, count, free_port(), SEVERAL, json.dumps(todo))
+
+    train("single.yaml", 1, runs(1, "one"))
+    train("ddp.yaml", num_processes, [*runs(num_processes, "ddp"), *runs(num_processes, "one-ddp", since="one")])
+    said = train("fsdp2.yaml", num_processes, runs(num_processes, "fsdp"))
     assert said.count("the target is sharded over the GPUs") == 4
-    launch("single.yaml", 1, free_port(), runs(1, "fsdp-one", since="fsdp"))
+    train("single.yaml", 1, runs(1, "fsdp-one", since="fsdp"))
     for name in trainers:
         for precision, (_, each, mean) in PRECISIONS.items():
             folder = f"{name}-{precision}"
