@@ -5,65 +5,14 @@ the engine does not run yet, and for one that is sharded over the ranks, the tea
 stands in, marked as such.
 """
 
-import hashlib
-import json
-from pathlib import Path
-
 import torch
 
 from ..inference.acceptance import measure_acceptance
 from ..inference.decoder import UnsupportedArchitecture
 from ..inference.llm import LLM
 from ..inference.sampling import SamplingParams
-from .data import BUILT_IN, encode_conversations, load_conversations
+from .data import encode_conversations
 from .distillation import count_teacher_forced_runs, find_labels
-
-
-def choose_held_out(data, eval_data, target, conversations, count, note):
-    """(conversations to train on, held-out conversations): `count` of the latter.
-
-    `eval_data` if it is given, without what is trained on; with a built-in set the target's own heldout.jsonl, else the set's
-    held-out modules; otherwise `conversations` are split by a hash of their text. note: as load_conversations takes it.
-    """
-    if not count:
-        return conversations, []
-    shipped = Path(target, "heldout.jsonl")
-    if eval_data:
-        held_out = load_conversations(f"{eval_data}:heldout" if eval_data in BUILT_IN else eval_data, note=note)
-        trained = {_hash(conversation) for conversation in conversations}
-        apart = [conversation for conversation in held_out if _hash(conversation) not in trained]
-        if not apart:
-            raise ValueError(
-                f"all {len(held_out)} conversations of eval_data {eval_data} are in the data, {data}: what is trained on measures "
-                "nothing; give others, or leave eval_data out"
-            )
-        if len(apart) < len(held_out):
-            note(
-                f"eval_data: {len(held_out) - len(apart)} of {len(held_out)} conversations are trained on and left out"
-            )
-        held_out = apart
-    elif data in BUILT_IN and shipped.is_file():
-        held_out = load_conversations(str(shipped))
-    elif data in BUILT_IN:
-        held_out = load_conversations(f"{data}:heldout")
-    else:
-        # By hash, not by place: a conversation that occurs twice must not be on both sides.
-        hashes = [_hash(conversation) for conversation in conversations]
-        by_hash = dict(zip(hashes, conversations))
-        split = sorted(by_hash)[:count]
-        held_out = [by_hash[one] for one in split]
-        rest = [conversation for one, conversation in zip(hashes, conversations) if one > split[-1]]
-        if not rest:
-            raise ValueError(
-                f"{data} holds {len(conversations)} conversations and eval_prompts takes {count} out of training: "
-                "nothing is left; give more data, fewer eval_prompts or eval_data"
-            )
-        return rest, held_out
-    return conversations, held_out[:count]
-
-
-def _hash(conversation):
-    return hashlib.sha256(json.dumps(conversation, sort_keys=True).encode()).hexdigest()
 
 
 class AcceptanceMeter:

@@ -48,7 +48,7 @@ def load_conversations(
     and `note` is told how many of what kind. Raises ValueError, naming the place, where they are more than a tenth, for a
     source that does not exist and for a line that is no JSON.
     """
-    name, split = _split_of(data)
+    name, split = split_of(data)
     if name in BUILT_IN:
         return [pair.conversation() for pair in BUILT_IN[name](split)]
     path = Path(name).expanduser()
@@ -74,6 +74,12 @@ def load_conversations(
     if not conversations:
         raise ValueError(f"{data} holds no conversations (split {split!r})")
     return conversations
+
+
+def split_of(data: str) -> tuple[str, str]:
+    """What `data` names, and which split of it: "NAME:SPLIT" apart, and "train" where none is named."""
+    name, colon, split = data.rpartition(":")
+    return (name, split) if colon and split and not Path(data).expanduser().exists() else (data, "train")
 
 
 def encode_conversation(tokenizer, messages: list[dict]) -> tuple[list[int], list[bool]]:
@@ -235,13 +241,22 @@ def _assistant_spans(tokenizer, messages: list[dict]) -> tuple[str, list[tuple[i
         if turn:
             before = _render(tokenizer, messages[:turn], prompt=True)
         else:
-            first = {**message, "content": _SENTINEL + message["content"]}
-            before = _render(tokenizer, [first, *messages[1:]]).partition(_SENTINEL)[0]
+            before = _before_first_turn(tokenizer, messages)
         content_end, end = _closing_span(tokenizer, messages, turn, text)
         if not text.startswith(before) or content_end < len(before):
             raise _turn_error(turn, tokenizer, messages)
         spans.append((len(before), end))
     return text, spans
+
+
+def _before_first_turn(tokenizer, messages: list[dict]) -> str:
+    """What the template writes before the content of the first turn."""
+    # Of a content, templates of thinking models drop what stands before </think>, a sentinel with it.
+    for content in (_SENTINEL + messages[0]["content"], _SENTINEL):
+        before, found, _ = _render(tokenizer, [{**messages[0], "content": content}, *messages[1:]]).partition(_SENTINEL)
+        if found:
+            break
+    return before
 
 
 def _closing_span(tokenizer, messages: list[dict], turn: int, text: str) -> tuple[int, int]:
@@ -366,12 +381,6 @@ def _text(content) -> str | None:
         return None
     # Half an emoji, as cut texts hold it, is no character: no tokenizer takes it, and no file.
     return content.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-def _split_of(data: str) -> tuple[str, str]:
-    """NAME:SPLIT apart."""
-    name, colon, split = data.rpartition(":")
-    return (name, split) if colon and split and not Path(data).expanduser().exists() else (data, "train")
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, object]]:

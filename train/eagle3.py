@@ -27,11 +27,12 @@ from tqdm import tqdm
 from headstart.heads.draft_vocabulary import build_draft_vocabulary
 from headstart.heads.eagle3 import MOST_STEPS, Eagle3, Eagle3Config, default_aux_layers
 from headstart.inference.target_source import eos_token_ids
-from headstart.train.acceptance import AcceptanceMeter, choose_held_out
+from headstart.train.acceptance import AcceptanceMeter
 from headstart.train.data import load_conversations
 from headstart.train.distillation import Objective, accumulate_gradients, find_labels, summarize
 from headstart.train.feature_cache import cache_features
 from headstart.train.features import FrozenTarget, load_target
+from headstart.train.held_out import choose_held_out
 from headstart.train.lookahead import deal_rows, look_ahead
 from headstart.train.losses import Loss
 from headstart.train.optimization import NonFiniteLoss, build_optimizer, finish_step

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from huggingface_hub import try_to_load_from_cache
 
-from .data import BUILT_IN
+from .data import BUILT_IN, split_of
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,15 @@ def find_sources(recipe, model, rows):
         # Without an adapter that is trained with the head: another run on the same target describes it alike.
         "num_parameters": sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad),
     }
+    name, _ = split_of(recipe.data)
     data = {"name": recipe.data, "rows": rows, "revision": None, "licence": None}
-    place = Path(recipe.data).expanduser()
-    if recipe.data in BUILT_IN:
+    place = Path(name).expanduser()
+    if name in BUILT_IN:
         uri = ""
     elif place.exists():
         uri, data["licence"] = place.resolve().as_uri(), _licence(place / "README.md")
     else:
-        uri = f"https://huggingface.co/datasets/{recipe.data}"
+        uri = f"https://huggingface.co/datasets/{name}"
     return Source("target", "model", _hub_or_file(recipe.target, revision), target), Source(
         "data", "dataset", uri, data
     )

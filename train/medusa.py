@@ -24,11 +24,12 @@ from tqdm import tqdm
 from headstart.heads.checkpoint import load_head
 from headstart.heads.formats import family_of
 from headstart.heads.medusa import Medusa, MedusaConfig
-from headstart.train.acceptance import AcceptanceMeter, choose_held_out
+from headstart.train.acceptance import AcceptanceMeter
 from headstart.train.data import load_conversations
 from headstart.train.distillation import Objective, accumulate_gradients, find_labels, summarize
 from headstart.train.feature_cache import cache_features
 from headstart.train.features import FrozenTarget, load_target
+from headstart.train.held_out import choose_held_out
 from headstart.train.joint import (
     TARGET_LOSSES,
     AdaptedMeter,

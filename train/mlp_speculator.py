@@ -24,12 +24,13 @@ from tqdm import tqdm
 from headstart.heads.checkpoint import load_head
 from headstart.heads.formats import family_of
 from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
-from headstart.train.acceptance import AcceptanceMeter, choose_held_out
+from headstart.train.acceptance import AcceptanceMeter
 from headstart.train.data import load_conversations
 from headstart.train.distillation import Objective, accumulate_gradients, find_labels, summarize
 from headstart.train.feature_cache import cache_features
 from headstart.train.features import FrozenTarget, load_target
 from headstart.train.generated_text import build_generator, cut_prompts, generated_documents
+from headstart.train.held_out import choose_held_out
 from headstart.train.lookahead import deal_rows, look_ahead
 from headstart.train.losses import Loss
 from headstart.train.optimization import NonFiniteLoss, build_optimizer, finish_step

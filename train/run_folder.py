@@ -28,8 +28,9 @@ from .checkpointing import (
     save_checkpoint,
     save_final_head,
 )
-from .data import BUILT_IN, write_conversations
+from .data import write_conversations
 from .feature_cache import OWN_FOLDER
+from .held_out import are_shipped
 from .lineage import find_sources
 from .optimization import choose_autocast
 from .recipe import resolved_values, save_recipe
@@ -117,7 +118,8 @@ class RunFolder:
         "rows_per_step": int}, which it may not; num_steps: of the whole run; adapter: a TargetAdapter that is trained beside the
         head, or None. Raises ValueError if it is another run that goes on, or one that is further than it shall get.
         """
-        self.path, self.data, self.num_kept = Path(recipe.output), recipe.data, recipe.keep_checkpoints
+        self.path, self.num_kept = Path(recipe.output), recipe.keep_checkpoints
+        self.keeps_held_out = not are_shipped(recipe.data, recipe.eval_data, recipe.target)
         self.accelerator, self.is_main, self.note = accelerator, accelerator.is_main_process, note
         self.adapter, self.log_checkpoints = adapter, recipe.log_checkpoints
         if resumed and recipe.autocast == "auto":  # what was measured when the run was started
@@ -175,8 +177,8 @@ class RunFolder:
         return self.state["tokens"]
 
     def keep_held_out(self, conversations):
-        """Write the conversations that the data gave up for measuring: `headstart tree RUN` measures on them."""
-        if self.is_main and conversations and self.data not in BUILT_IN:
+        """Write the conversations to measure on, but for those that the target ships: `headstart tree RUN` measures on them."""
+        if self.is_main and conversations and self.keeps_held_out:
             self.note(f"{len(conversations)} conversations are held out to measure on (eval_prompts, eval_data)")
             write_conversations(self.path / "heldout.jsonl", conversations)
 

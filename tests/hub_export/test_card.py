@@ -147,7 +147,9 @@ def run(tmp_path):
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     save_head(HEADS["medusa"](), folder / "checkpoints" / "step-000004" / "head")
-    (folder / "config.yaml").write_text(yaml.safe_dump({"data": "some/conversations", "target": "/secret/target"}))
+    (folder / "config.yaml").write_text(
+        yaml.safe_dump({"data": "some/conversations:train_sft", "target": "/secret/target"})
+    )
     rates = [[0.5, 0.2], [0.3, 0.1]]
     acceptance = {"acceptance_length": 1.8, "per_position": [0.6, 0.2], "num_steps": 300, "rates": rates}
     (folder / "acceptance.json").write_text(json.dumps(acceptance))

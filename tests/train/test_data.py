@@ -260,6 +260,13 @@ def test_of_a_conversation_that_the_assistant_opens_only_its_words_are_supervise
     assert supervised_text(tokenizer, [greeting, *MESSAGES[1:3]]) == "Hello.<|im_end|>\nUn é.<|im_end|>\n"
 
 
+def test_an_opening_answer_of_which_the_template_drops_the_thoughts_is_supervised():
+    tokenizer = make_tokenizer(CHATML.replace("m['content'] | trim", "m['content'].split('</think>')[-1] | trim"))
+    greeting = {"role": "assistant", "content": "So.</think>Hello."}
+    assert supervised_text(tokenizer, [greeting]) == "Hello.<|im_end|>\n"
+    assert supervised_text(tokenizer, [greeting, *MESSAGES[1:3]]) == "Hello.<|im_end|>\nUn é.<|im_end|>\n"
+
+
 def test_template_that_renders_the_last_turn_unlike_earlier_ones_is_understood():
     expected = "Un é.<|im_end|>\n<think></think>Deux.<|im_end|>\n"
     assert supervised_text(make_tokenizer(THINKING), MESSAGES) == expected

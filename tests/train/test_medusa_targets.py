@@ -7,8 +7,7 @@ import pytest
 import torch
 import transformers
 
-from headstart.train import acceptance, medusa
-from headstart.train.acceptance import choose_held_out
+from headstart.train import medusa
 from headstart.train.checkpointing import check_output
 from headstart.train.data import load_conversations, pack
 from headstart.train.features import FrozenTarget
@@ -196,38 +195,6 @@ def test_every_epoch_feeds_every_row_once_in_an_order_of_its_own():
     assert all(sorted(epoch) == list(range(20)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
     assert fed[:4] != rows_of_step(0, 4, 20, seed=4).tolist()
-
-
-def test_held_out_conversations_are_never_trained_on(conversations):
-    loaded = load_conversations(conversations)
-    train, held_out = choose_held_out(conversations, "", "target", [*loaded, *loaded], 7, print)
-    assert len(held_out) == 7
-    assert not [one for one in train if one in held_out]
-    again = choose_held_out(conversations, "", "target", loaded[::-1], 5, print)[1]
-    assert all(one in held_out for one in again)
-
-
-def test_what_is_trained_on_is_not_measured_on(conversations, tmp_path):
-    loaded, said = load_conversations(conversations), []
-    other = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    path = tmp_path / "eval.jsonl"
-    path.write_text("\n".join(json.dumps({"messages": one}) for one in (loaded[3], other, loaded[5])))
-    assert choose_held_out(conversations, str(path), "target", loaded, 16, said.append) == (loaded, [other])
-    assert said == ["eval_data: 2 of 3 conversations are trained on and left out"]
-    with pytest.raises(ValueError, match=f"all {len(loaded)} conversations of eval_data .* are in the data"):
-        choose_held_out(conversations, conversations, "target", loaded, 16, said.append)
-
-
-def test_a_built_in_set_is_measured_on_its_held_out_part(monkeypatch):
-    monkeypatch.setattr(acceptance, "load_conversations", lambda data, note: [[data]])
-    assert choose_held_out("x", "stdlib", "target", [["y"]], 16, print) == ([["y"]], [["stdlib:heldout"]])
-
-
-def test_stdlib_is_measured_on_what_the_target_ships(tmp_path):
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    (tmp_path / "heldout.jsonl").write_text(json.dumps({"messages": messages, "module": "m"}))
-    train, held_out = choose_held_out("stdlib", "", str(tmp_path), ["the training data"], 16, print)
-    assert (train, held_out) == (["the training data"], [messages])
 
 
 def test_a_run_keeps_the_conversations_it_held_out(arguments, conversations, tmp_path):
