@@ -28,7 +28,7 @@ from .speculation import (
     find_draft_source,
     warn_of_missing_stop_tokens,
 )
-from .stopping import StopChecker, final_text, stable_length
+from .stopping import GrowingText, StopChecker, final_text, stable_length
 from .target_source import (
     check_used_in_place,
     eos_token_ids,
@@ -253,16 +253,16 @@ class LLM:
             raise ValueError(f"stream makes one output, got n={params.n}")
         (request,) = self._make_requests(text, ids, params)
         self.engine.scheduler.add(request)
-        shown = 0
+        shown, growing = 0, GrowingText(request.stop_checker.decode)
         try:
-            while not request.finished:
+            while not request.finished:  # which may come in a step that another call makes
                 self.engine.step()
-                now = final_text(request) if request.finished else request.stop_checker.text(request)
-                end = len(now) if request.finished else stable_length(now, params.stop)
-                if end > shown:
-                    yield now[shown:end]
-                    shown = end
-            # The request may have ended in a step that another call made.
+                if not request.finished:
+                    now = growing.of(request.output_token_ids)
+                    end = stable_length(now, params.stop)
+                    if end > shown:
+                        yield now[shown:end]
+                        shown = end
             if rest := final_text(request)[shown:]:
                 yield rest
         finally:

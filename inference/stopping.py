@@ -53,6 +53,36 @@ class StopChecker:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True) if self.tokenizer else ""
 
 
+class GrowingText:
+    """The text of an output that is looked at again and again while it grows: what it costs are the new tokens, not all of them.
+
+    What `decode` makes of all its tokens, or, while it ends within a character, the same up to the end that may still change.
+    """
+
+    def __init__(self, decode):
+        self._decode = decode
+        self._num_known, self._known = 0, ""  # so many tokens, and their text
+        self._overlap = (
+            ""  # what the last MARGIN of them are decoded to alone; tokens begin otherwise without those before them
+        )
+
+    def of(self, token_ids):
+        """The text of these token ids, which begin with those of the call before."""
+        window = self._decode(token_ids[max(self._num_known - MARGIN, 0) :])
+        if window.startswith(self._overlap):
+            text = self._known + window[len(self._overlap) :]
+        elif window.endswith("�"):
+            return self._known  # half a character, which spoils a whole run of byte tokens until its other half comes
+        else:
+            text = self._decode(token_ids)
+        if len(token_ids) >= self._num_known + MARGIN:
+            overlap = self._decode(token_ids[-MARGIN:])
+            # With half a character in it, its other half would be lost; without any text, all that follows may begin otherwise.
+            if overlap and "�" not in overlap and text.endswith(overlap):
+                self._num_known, self._known, self._overlap = len(token_ids), text, overlap
+        return text
+
+
 def find_stop(text, stops, start=0):
     """(index, string) of the stop string that occurs first in `text`, of those that end behind text[:start], or None."""
     found = [(text.find(stop, max(start + 1 - len(stop), 0)), stop) for stop in stops]

@@ -1,5 +1,7 @@
 """A small random target with a byte-level tokenizer, saved to a folder, and random Medusa heads for it."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -113,3 +115,25 @@ def speculate():
         return llm
 
     return make
+
+
+@pytest.fixture
+def raising(monkeypatch):
+    """raising(owner, name, place): a context in which owner.name, called for the place-th time, does its work and raises."""
+
+    @contextmanager
+    def raising(owner, name, place):
+        work, calls = getattr(owner, name), []
+
+        def fail(*given, **named):
+            result = work(*given, **named)
+            calls.append(1)
+            if len(calls) == place:
+                raise MemoryError("none left")
+            return result
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, fail)
+            yield
+
+    return raising

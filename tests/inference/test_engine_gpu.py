@@ -225,7 +225,7 @@ def test_cancelled_requests_leave_no_trace(wide):
 
 
 @pytest.mark.parametrize("where", ["run", "_hand_over", "_hand_back"])
-def test_an_error_in_a_step_changes_nothing_for_others(wide, monkeypatch, where):
+def test_an_error_in_a_step_changes_nothing_for_others(wide, raising, where):
     """With steps in flight when it comes, whose tokens nobody reads any more."""
     prompts = make_prompts(wide.engine.decoder.vocab_size)[:4]
     params = [SamplingParams(seed=i, temperature=0.8, ignore_eos=True, **LONG) for i in range(4)]
@@ -234,21 +234,9 @@ def test_an_error_in_a_step_changes_nothing_for_others(wide, monkeypatch, where)
     other = llm._make_requests(None, prompts[1], params[1])[0]
     llm.engine.scheduler.add(other)
     owner = llm.engine.graphs if where == "run" else llm.engine
-    work = getattr(owner, where)
     for place in (2, 5):
-        calls = []
-
-        def fail(*given, calls=calls, place=place, **named):
-            result = work(*given, **named)
-            calls.append(1)
-            if len(calls) == place:
-                raise MemoryError("none left")
-            return result
-
-        monkeypatch.setattr(owner, where, fail)
-        with pytest.raises(MemoryError):
+        with raising(owner, where, place), pytest.raises(MemoryError):
             llm.generate([prompts[0]], params[:1])
-        monkeypatch.setattr(owner, where, work)
     while not other.finished:
         llm.engine.step()
     assert (other.output_token_ids, other.logprobs) == plain[1]

@@ -220,7 +220,7 @@ def test_an_interrupt_while_reading_loses_no_token(target, plain, monkeypatch):
 
 @pytest.mark.parametrize("late", [0, 1])
 @pytest.mark.parametrize("where", ["advance", "_draw_first", "_hand_over", "_hand_back", "run", "append", "read"])
-def test_an_error_in_a_step_changes_nothing_for_others(target, plain, monkeypatch, where, late):
+def test_an_error_in_a_step_changes_nothing_for_others(target, plain, raising, where, late):
     """Wherever it comes, in a prefill or a decode, and half-way through handing tokens back."""
     prompts, found = plain
     llm = LLM(target, max_num_seqs=3, speculative_config={"model": target, "num_speculative_tokens": 3})
@@ -229,26 +229,15 @@ def test_an_error_in_a_step_changes_nothing_for_others(target, plain, monkeypatc
     other = llm._make_requests(None, prompts[1], params[1])[0]
     owners = {"advance": llm.engine.drafter, "run": llm.engine.graphs, "append": Request, "read": GatheredLogprobs}
     owner = owners.get(where, llm.engine)
-    work = getattr(owner, where)
     for place in range(1, 7):
         llm.engine.scheduler.add(other) if place == 1 else None
-        calls = []
-
-        def fail(*given, calls=calls, place=place, **named):
-            result = work(*given, **named)
-            calls.append(1)
-            if len(calls) == place:
-                raise MemoryError("none left")
-            return result
-
-        monkeypatch.setattr(owner, where, fail)
-        try:
-            llm.generate([prompts[0]], params[:1])
-        except MemoryError:
-            pass
-        else:
-            assert where == "_draw_first"  # which is called once for each request
-        monkeypatch.setattr(owner, where, work)
+        with raising(owner, where, place):
+            try:
+                llm.generate([prompts[0]], params[:1])
+            except MemoryError:
+                pass
+            else:
+                assert where == "_draw_first"  # which is called once for each request
         llm.engine.scheduler.check()
     while not other.finished:
         llm.engine.step()
