@@ -59,7 +59,7 @@ class CompletionOutput:
 class RequestOutput:
     """A prompt and its outputs (`SamplingParams.n` of them)."""
 
-    request_id: int
+    request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
@@ -394,7 +394,7 @@ class LLM:
                 )
             )
         return RequestOutput(
-            group[0].request_id[0], text, group[0].prompt_token_ids, outputs, prompt_logprobs=prompt_logprobs
+            str(group[0].request_id[0]), text, group[0].prompt_token_ids, outputs, prompt_logprobs=prompt_logprobs
         )
 
     def _ended_by_eos(self, request):

@@ -25,7 +25,7 @@ class Request:
     while running, the newest token (the root of the next tree) is not among them.
     """
 
-    request_id: int
+    request_id: tuple[int, int]  # the prompt's number, and sample_index
     prompt_token_ids: list[int]
     params: object  # SamplingParams
     seed: int

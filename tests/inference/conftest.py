@@ -137,3 +137,8 @@ def raising(monkeypatch):
             yield
 
     return raising
+
+
+@pytest.fixture(scope="module")
+def llm(target_folder):
+    return LLM(str(target_folder), dtype="float32", device="cpu")

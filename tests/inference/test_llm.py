@@ -1,28 +1,19 @@
-"""The public API: what it takes, what it gives, and what it refuses before any work."""
+"""The public API: what it takes and what it gives. (What it refuses: test_llm_bad_input.py.)"""
 
-import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headstart import LLM, SamplingParams
 from headstart.heads.checkpoint import save_head
-from headstart.inference.decoder import UnsupportedArchitecture
 from headstart.inference.forbidden_tokens import bad_word_sequences
-from headstart.inference.shapes import config_of
 from headstart.inference.tree import chain, save_tree
 
 EMBEDDED = Path(__file__).resolve().parents[2] / "assets" / "stdlib-coder"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def llm(target_folder):
-    return LLM(str(target_folder), dtype="float32", device="cpu")
 
 
 def test_greedy_output_is_that_of_transformers(llm, target_folder):
@@ -69,6 +60,7 @@ def test_chat_renders_the_template(llm):
     assert output.prompt == "<|user|>hello<|assistant|>"
     expected = llm.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
     assert output.prompt_token_ids == expected
+    assert isinstance(output.request_id, str)
     both = llm.chat([messages, messages], GREEDY)
     assert [o.outputs[0].token_ids for o in both] == [output.outputs[0].token_ids] * 2
 
@@ -213,65 +205,6 @@ def test_a_stream_loses_nothing_when_other_calls_step_the_engine(llm):
     assert ["".join(one) for one in pieces] == [whole, whole]
 
 
-# --- bad input ---
-
-
-def test_a_model_with_an_adapter_is_refused(target_folder):
-    from peft import LoraConfig
-
-    module = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32)
-    module.add_adapter(LoraConfig(target_modules=["q_proj"]))
-    with pytest.raises(UnsupportedArchitecture, match="merge adapters"):
-        LLM(module)
-
-
-def test_weights_cut_in_half_are_named(target_folder, tmp_path):
-    folder = shutil.copytree(target_folder, tmp_path / "cut")
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
-    with pytest.raises(ValueError, match="cut short"):
-        LLM(str(folder))
-
-
-def test_a_conversation_that_the_template_refuses_is_shown(target_folder):
-    tokenizer = AutoTokenizer.from_pretrained(target_folder)
-    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    llm = LLM(str(target_folder), tokenizer=tokenizer)
-    with pytest.raises(ValueError, match=r"roles must alternate.*hello"):
-        llm.chat([{"role": "user", "content": "hello"}])
-    tokenizer.chat_template = None
-    with pytest.raises(ValueError, match="this tokenizer has none"):
-        llm.chat([{"role": "user", "content": "hello"}])
-
-
-def test_a_chat_without_a_tokenizer_asks_for_one(target_folder):
-    llm = LLM(AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32))
-    with pytest.raises(ValueError, match=r"build the LLM with tokenizer="):
-        llm.chat([{"role": "user", "content": "hello"}])
-
-
-USER = {"role": "user", "content": "hello"}
-
-
-@pytest.mark.parametrize(
-    ("messages", "message"),
-    [
-        ("hi", "chat takes a conversation.*got 'hi'"),
-        ([], "chat takes a conversation"),
-        ([[USER], []], "chat takes a conversation"),
-        (USER, "chat takes a conversation"),
-        (["hi"], "message 0 of the conversation: a message is .*got 'hi'"),
-        ([USER, {"content": "x"}], "message 1 of the conversation: a message is"),
-        ([{"role": "user"}], "message 0 of the conversation: a message needs 'content'"),
-        ([{"role": "user", "content": None}], "needs 'content'"),
-        ([{"role": "boss", "content": "x"}], "unknown role 'boss': known are system, developer, user, assistant, tool"),
-    ],
-)
-def test_bad_conversations_are_refused(llm, messages, message):
-    with pytest.raises(ValueError, match=message):
-        llm.chat(messages, GREEDY)
-
-
 def test_a_role_that_the_template_names_is_taken(target_folder):
     tokenizer = AutoTokenizer.from_pretrained(target_folder)
     tokenizer.chat_template = "{% for m in messages %}{{ '!' if m['role'] == 'boss' }}{{ m['content'] }}{% endfor %}"
@@ -280,91 +213,11 @@ def test_a_role_that_the_template_names_is_taken(target_folder):
     assert output.prompt == "!go"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (dict(max_model_length=5), "unknown LLM argument 'max_model_length'; did you mean 'max_model_len'"),
-        (dict(zzz=5), r"unknown LLM argument 'zzz'\. Known: model"),
-        (dict(tensor_parallel_size=2), "LLM argument 'tensor_parallel_size' is vLLM's and not supported here"),
-        (dict(quantization="awq"), "'quantization' is vLLM's"),
-        (dict(speculative_config={"model": "HEAD", "parallel_drafting": True}), "'parallel_drafting' is vLLM's"),
-        (dict(gpu_memory_utilization=True), "gpu_memory_utilization must be above 0 and at most 1, got True"),
-        (dict(num_gpu_blocks_override=10**9), r"1000000000 pages of 64 tokens take .* GiB and .* GiB are free on cpu"),
-        (dict(device="mps"), "device must be auto, cpu, cuda or cuda:N, got 'mps'"),
-        (dict(device=0), "device must be auto, cpu, cuda or cuda:N, got 0"),
-        (dict(device="cuda:99"), "'cuda:99' was asked for, but"),
-        (dict(max_model_len=257), "max_model_len must be from 2 to the model's own limit of 256"),
-        (dict(max_num_seqs=0), "max_num_seqs"),
-        (dict(dtype="int8"), "dtype must be auto"),
-        (dict(device="tpu"), "device must be"),
-        (dict(seed=-1), "seed must be"),
-        (dict(speculative_config={"num_speculative_tokens": 2}), "needs 'model'"),
-        (
-            dict(speculative_config={"model": "HEAD", "num_speculative_token": 2}),
-            "did you mean 'num_speculative_tokens'",
-        ),
-        (dict(speculative_config={"model": "HEAD", "num_speculative_tokens": 4}), "from 1 to the head's 3, got 4"),
-        (dict(speculative_config="HEAD"), "speculative_config must be a dict"),
-        (dict(speculative_config={"model": None}), "needs 'model'"),
-        (
-            dict(speculative_config={"model": "HEAD", "tree": None}),
-            "must be 'chain', 'static', 'dynamic' or a tree file",
-        ),
-        (dict(speculative_config={"model": "HEAD", "verifier": "lossy"}), "verifier must be one of strict"),
-        (dict(speculative_config={"model": "HEAD", "tree": "/nowhere.json"}), "no tree file at /nowhere.json"),
-    ],
-)
-def test_bad_arguments_are_refused_by_name(target_folder, head_folder, arguments, message):
-    speculative = arguments.get("speculative_config")
-    if isinstance(speculative, dict) and speculative.get("model") == "HEAD":
-        arguments = {**arguments, "speculative_config": speculative | {"model": str(head_folder)}}
-    with pytest.raises(ValueError, match=message):
-        LLM(str(target_folder), **arguments)
-
-
-@pytest.mark.parametrize("model", [None, 3, "", " ", Path()])
-def test_what_is_no_model_is_refused_without_asking_the_hub(model):
-    expected = "config.json" if model == Path() else r"model must be a folder or Hub id"
-    with pytest.raises(ValueError, match=expected):
-        LLM(model)
-
-
-@pytest.mark.parametrize("kind", ["LlamaModel", "LlamaForSequenceClassification"])
-def test_a_module_that_writes_no_tokens_is_refused(target_folder, kind):
-    module = getattr(transformers, kind)(transformers.AutoConfig.from_pretrained(target_folder))
-    with pytest.raises(ValueError, match=rf"loaded \*ForCausalLM of transformers, got a {kind} module"):
-        LLM(module)
-    with pytest.raises(ValueError, match="got a Linear module"):
-        LLM(torch.nn.Linear(2, 2))
-
-
-def test_a_head_given_as_the_model_is_called_one(target_folder, head_folder, make_target_head, tmp_path):
-    run = tmp_path / "run"
-    save_head(make_target_head(), run / "head")
-    save_head(make_target_head(), tmp_path / "vllm", format="vllm")
-    for folder in (head_folder, run, tmp_path / "vllm"):
-        with pytest.raises(ValueError, match=r"holds a head, not a target.*speculative_config"):
-            LLM(str(folder))
-    with pytest.raises(ValueError, match="that is a head"):
-        LLM(make_target_head())
-    # A target may keep its head beside it.
-    both = shutil.copytree(target_folder, tmp_path / "both")
-    save_head(make_target_head(), both / "head")
-    assert LLM(str(both), dtype="float32").generate([[5, 6]], GREEDY)
-
-
 def test_the_device_may_be_left_to_the_engine(llm, target_folder):
     assert (
         LLM(str(target_folder), dtype="float32", device=None).device == LLM(str(target_folder), dtype="float32").device
     )
     assert LLM(llm, device=torch.device("cpu")).device.type == "cpu"
-
-
-def test_weights_beyond_the_free_memory_are_refused_before_any_is_made(monkeypatch):
-    monkeypatch.setattr("headstart.inference.weights.free_bytes", lambda device: 20 << 30)
-    monkeypatch.setattr("headstart.inference.weights._allocate", lambda *_: pytest.fail("a weight was made"))
-    with pytest.raises(ValueError, match=r"the weights take 29\.9 GiB in float32 and 20\.0 GiB are free on cpu"):
-        LLM(config_of("llama-3-8b"), load_format="dummy", device="cpu", dtype="float32", max_model_len=64)
 
 
 def test_the_metrics_count_tokens_found_in_the_cache(target_folder):
@@ -378,80 +231,6 @@ def test_the_metrics_count_tokens_found_in_the_cache(target_folder):
     without = LLM(llm, enable_prefix_caching=False)
     without.generate([prompt], GREEDY)
     assert without.get_metrics()["prefix_cache_queries"] == 0
-
-
-def test_a_missing_model_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"there is no model folder \./no/such/model"):
-        LLM("./no/such/model")
-    with pytest.raises(ValueError, match=r"holds no config\.json"):
-        LLM(str(tmp_path))
-    with pytest.raises(ValueError, match="cannot read the model 'nobody/nothing'"):
-        LLM("nobody/nothing")
-
-
-def test_a_head_for_another_target_is_refused(target_folder, make_target_head, tmp_path):
-    save_head(make_target_head(hidden_size=64), tmp_path / "wide")
-    with pytest.raises(ValueError, match=r"64.*32|32.*64"):
-        LLM(str(target_folder), speculative_config={"model": str(tmp_path / "wide")})
-    save_head(make_target_head(vocab_size=300), tmp_path / "vocabulary")
-    with pytest.raises(ValueError, match="300"):
-        LLM(str(target_folder), speculative_config={"model": str(tmp_path / "vocabulary")})
-
-
-def test_an_architecture_that_does_not_run_yet_is_refused_with_a_list():
-    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=50))
-    with pytest.raises(UnsupportedArchitecture, match=r"gpt2.*llama, mistral, qwen2, qwen3"):
-        LLM(model)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "message"),
-    [
-        ("", "prompt 0 is empty"),
-        ([[]], "prompt 0 is empty"),
-        ([[5] * 256], "has 256 tokens; with max_model_len 256 at most 255 fit"),
-        ([[5, 9999]], "token ids from 0 to 258"),
-        ([[1], "", [2]], "prompt 1 is empty"),
-        ({"prompt_tokens": [1]}, "did you mean 'prompt_token_ids'"),
-        (7, "prompts must be"),
-    ],
-)
-def test_bad_prompts_are_refused_before_any_work(llm, prompt, message):
-    before = llm.get_metrics()
-    with pytest.raises(ValueError, match=message):
-        llm.generate(prompt, GREEDY)
-    assert llm.get_metrics() == before
-    assert not llm.engine.scheduler.has_unfinished
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (dict(stop_token_ids=[5, 259]), "stop_token_ids of prompt 1 holds 259; the vocabulary has 259 tokens"),
-        (dict(allowed_token_ids=[5, 700]), "allowed_token_ids of prompt 1 holds 700; the vocabulary has 259 tokens"),
-        (dict(logit_bias={3: 1, 259: 1}), "logit_bias of prompt 1 holds 259; the vocabulary has 259 tokens"),
-        (dict(bad_words=["a" * 17]), "bad_words holds 'aaaaaaaaaaaaaaaaa', which is 17 tokens long; at most 16"),
-        (dict(bad_words=[f"{i:03d}" for i in range(129)]), "bad_words makes 129 sequences .*; at most 128"),
-        (
-            dict(allowed_token_ids=[64, 258], bad_words=["a"], min_tokens=1),
-            r"allowed_token_ids \[64, 258\] of prompt 1 leaves nothing to draw",
-        ),
-    ],
-)
-def test_tokens_that_cannot_be_named_or_forbidden_are_refused_before_any_work(llm, given, message):
-    assert llm.tokenizer("a")["input_ids"] == [64]
-    assert set(llm.eos_token_ids) == {258}
-    before = llm.get_metrics()["num_requests_finished"]
-    with pytest.raises(ValueError, match=message):
-        llm.generate(["a", "b"], [GREEDY, SamplingParams(**given)])
-    assert llm.get_metrics()["num_requests_finished"] == before
-    assert not llm.engine.scheduler.has_unfinished
-
-
-def test_bad_words_need_a_tokenizer(target_folder):
-    llm = LLM(AutoModelForCausalLM.from_pretrained(target_folder))
-    with pytest.raises(ValueError, match="bad_words strings of prompt 0 need a tokenizer"):
-        llm.generate([[1, 2]], SamplingParams(bad_words=["a"]))
 
 
 def test_bad_words_are_spelt_with_and_without_a_space():
@@ -468,15 +247,6 @@ def test_bad_words_are_spelt_with_and_without_a_space():
     # Where the space makes more tokens, the word without it is found behind it.
     word = next(word for word in ("\n", "(x", "::", "日") if word.strip() and len(ids(" " + word)) != len(ids(word)))
     assert bad_word_sequences([word], tokenizer) == (ids(word),)
-
-
-def test_counts_of_prompts_and_parameters_must_agree(llm):
-    with pytest.raises(ValueError, match="2 sampling_params for 1 prompts"):
-        llm.generate("x", [GREEDY, GREEDY])
-    with pytest.raises(ValueError, match="must be a SamplingParams"):
-        llm.generate("x", [{"temperature": 0}])
-    with pytest.raises(ValueError, match="must be a SamplingParams or a list of them, got float"):
-        llm.generate("x", 0.5)
 
 
 def test_no_prompts_give_no_outputs_and_numbers_of_other_libraries_are_token_ids(llm):
