@@ -3,9 +3,9 @@
     python benchmarks/scaling.py --gpus 1,2,4 --output scaling-h200
     python benchmarks/scaling.py --gpus 1,2 --cpu --shape FOLDER --big FOLDER --rows 2 --row-length 64   # FOLDER/config.json: small
 
-For each number of GPUs, train/medusa.py under configs/accelerate: `speed` with --rows rows per GPU and optimiser step, so the step
-grows with the GPUs; `curve` with the same rows per step on any number, whose loss is compared with the first number's step by
-step. Then both under fsdp2.yaml on the most GPUs, and there, for a few steps, four heads on a target of the shape --big, which is
+For each number of processes, train/medusa.py under configs/accelerate: `speed` with --rows rows per process and optimiser step,
+so the step grows with them; `curve` with the same rows per step on any number, whose loss is compared with the first number's step
+by step. Then both under fsdp2.yaml on the most, and there, for a few steps, four heads on a target of the shape --big, which is
 made on the devices in its parts. Weights and texts are random: they are as fast as others. It measures no acceptance.
 
 Processes may be more than the GPUs: they share them as the machines of a cluster that has one GPU twice. Then the curve counts; the
@@ -17,9 +17,7 @@ import json
 import os
 import random
 import resource
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,6 +26,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from launch_nodes import launch
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -66,7 +65,7 @@ def main(arguments=None):
     parser.add_argument("--shape", default="llama-3-8b", help="of the target: a named shape or a folder's config.json")
     parser.add_argument("--layers", type=int, default=8, help="how many of its layers (default 8: a smaller file)")
     parser.add_argument("--big", default="llama-3-70b", help="shape of the divided target; none: leave it out")
-    parser.add_argument("--rows", type=int, default=4, help="rows per GPU and micro-step (default 4)")
+    parser.add_argument("--rows", type=int, default=4, help="rows per process and micro-step (default 4)")
     parser.add_argument("--row-length", type=int, default=2048, help="tokens per row (default 2048)")
     parser.add_argument("--steps", type=int, default=12, help="optimiser steps of each run (default 12)")
     parser.add_argument("--cpu", action="store_true", help="processes on the CPU: no figure of it means anything")
@@ -78,6 +77,8 @@ def main(arguments=None):
     numbers = [int(word) for word in options.gpus.split(",")]
     if numbers != sorted(set(numbers)) or any(numbers[-1] % number for number in numbers):
         parser.error(f"--gpus must rise, and each number divide the last, got {options.gpus}")
+    if not options.cpu and not torch.cuda.is_available():
+        parser.error("there is no GPU here: --cpu tries it in processes on the CPU")
     if not options.cpu and any(number % min(number, torch.cuda.device_count()) for number in numbers):
         parser.error(f"--gpus: {options.gpus} processes do not share {torch.cuda.device_count()} GPUs evenly")
     command = " ".join(["python", "benchmarks/scaling.py", *(sys.argv[1:] if arguments is None else arguments)])
@@ -98,8 +99,8 @@ def main(arguments=None):
             if kind == "fsdp2" and options.big != "none":
                 job["big"] = {"shape": options.big, "rows": 1, "length": options.row_length, "steps": options.steps}
             gpus = number if options.cpu else min(number, torch.cuda.device_count())
-            found = launch(kind, number, number // gpus, job, options.cpu)
-            size = {"processes": number, "gpus": gpus}
+            found = run_job(kind, number, gpus, job, options.cpu)
+            size = {"processes": number, "gpus": 0 if options.cpu else gpus}
             rows = [{"run": f"{name} {kind}"} | size | read_run(runs[name]) for name in runs]
             first = first or rows
             for row, reference, gib in zip(rows, first, found["gib"]):
@@ -150,41 +151,15 @@ def write_texts(path, count, length):
             file.write(json.dumps({"messages": messages}) + "\n")
 
 
-def launch(kind, number, nodes, job, on_cpu):
-    """Do the job in so many processes, started as on so many machines; what the first of them found."""
+def run_job(kind, number, gpus, job, on_cpu):
+    """Do the job in so many processes; what the first of them found."""
     with tempfile.TemporaryDirectory() as folder:
         job = job | {"found": str(Path(folder, "found.json"))}
-        config = "single" if kind == "ddp" and number == 1 else kind
-        command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(number)]
-        command += ["--config_file", str(ROOT / "configs" / "accelerate" / f"{config}.yaml")]
-        environment = os.environ | ({"ACCELERATE_USE_CPU": "true"} if on_cpu and config != "single" else {})
-        if on_cpu and config == "single":
-            command[-1] = str(ROOT / "configs" / "accelerate" / "cpu.yaml")
-        if nodes > 1:  # NCCL takes processes on one GPU for an error, unless they say that they are on different hosts
-            command += [
-                "--num_machines",
-                str(nodes),
-                "--main_process_ip",
-                "127.0.0.1",
-                "--main_process_port",
-                str(free_port()),
-            ]
-            environment["NCCL_SOCKET_IFNAME"] = "lo"
-        script, started = [__file__, "--worker", json.dumps(job)], []
-        for node in range(nodes):
-            environment["NCCL_HOSTID"] = f"node-{node}"
-            rank = ["--machine_rank", str(node)] if nodes > 1 else []
-            started.append(subprocess.Popen([*command, *rank, *script], env=environment, stdout=sys.stderr))
-        ends = [process.wait() for process in started]
-        if any(ends):
-            raise SystemExit(f"the launch of {number} processes under {kind} ended with {max(ends, key=abs)}")
+        config, environment = f"{kind}.yaml", {"ACCELERATE_USE_CPU": "true"} if on_cpu else {}
+        if kind == "ddp" and number == 1:
+            config, environment = "cpu.yaml" if on_cpu else "single.yaml", {}
+        launch(config, number, gpus, [__file__, "--worker", json.dumps(job)], environment)
         return json.loads(Path(job["found"]).read_text())
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def read_run(folder):
@@ -266,7 +241,7 @@ def train_big(shape, rows, length, steps):
         "losses": losses,
         "target_parameters": sum(p.numel() for p in model.parameters()),
         "head_parameters": sum(p.numel() for p in head.parameters()),
-        "target_gib_per_gpu": parts / 2**30,
+        "target_gib_each": parts / 2**30,
         "seconds_to_build": made,
         "seconds_per_step": step_seconds,
     }

@@ -90,7 +90,8 @@ def target_name(base_model):
 def _front_matter(head, name, measured, license, origin):
     base_model, data = head.config.base_model_name_or_path, str((measured.recipe or {}).get("data", ""))
     results = eval_results(measured.acceptance)
-    data = data.partition(":")[0]  # without the split
+    if not Path(data).exists():
+        data = data.partition(":")[0]  # without the split
     inherited = origin.license if origin else {}
     stated = {"license": license} if license else inherited or {"license": "other", "license_name": "not-stated"}
     fields = ModelCardData(

@@ -231,7 +231,7 @@ def check_same_run(saved, state, defaults, changeable, note):
     if saved["rows"] != state["rows"]:
         raise ValueError(
             f"the data gives other rows than when the run was started ({saved['rows']}, now {state['rows']}): a resumed run needs "
-            "the same data and tokenizer"
+            "the same data and tokenizer, and, where the data give up what is measured on, the same eval_prompts and eval_data"
         )
     if saved["rows_per_step"] != state["rows_per_step"]:
         raise ValueError(describe_rows_per_step(saved["rows_per_step"], state["rows_per_step"], new))

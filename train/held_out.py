@@ -17,7 +17,7 @@ def choose_held_out(data, eval_data, target, conversations, count, note):
         return conversations, []
     if eval_data:
         held_out = load_conversations(f"{eval_data}:heldout" if eval_data in BUILT_IN else eval_data, note=note)
-        return conversations, _not_trained_on(held_out, eval_data, conversations, data, note)[:count]
+        return conversations, _not_trained_on(held_out, eval_data, conversations, data, count, note)
     if are_shipped(data, eval_data, target):
         return conversations, load_conversations(str(_shipped(target)))[:count]
     if _trains_on_built_in(data):
@@ -49,8 +49,8 @@ def _trains_on_built_in(data):
     return name in BUILT_IN and split == "train"
 
 
-def _not_trained_on(held_out, eval_data, conversations, data, note):
-    """Those of `held_out` that are none of `conversations`."""
+def _not_trained_on(held_out, eval_data, conversations, data, count, note):
+    """The first `count` of `held_out` that are none of `conversations`."""
     trained = {_hash(conversation) for conversation in conversations}
     apart = [conversation for conversation in held_out if _hash(conversation) not in trained]
     if not apart:
@@ -60,21 +60,22 @@ def _not_trained_on(held_out, eval_data, conversations, data, note):
         )
     if len(apart) < len(held_out):
         note(f"eval_data: {len(held_out) - len(apart)} of {len(held_out)} conversations are trained on and left out")
-    requests = {_requests(conversation) for conversation in conversations}
-    asked = sum(_requests(conversation) in requests for conversation in apart)
+    measured = apart[:count]
+    requests = {_requests(conversation) for conversation in conversations} - {()}
+    asked = sum(_requests(conversation) in requests for conversation in measured)
     if asked:
         note(
-            f"eval_data: {asked} of {len(apart)} conversations ask what is trained on with other answers; they are measured on, "
-            "and may flatter the head"
+            f"eval_data: {asked} of the {len(measured)} conversations to measure on ask what is trained on with other answers, "
+            "which may flatter the head"
         )
-    return apart
+    return measured
 
 
 def _hash(conversation):
     """Of what is said; not of "finish_reason", which the same words may have and not have."""
-    words = [(message["role"], message["content"]) for message in conversation]
-    return hashlib.sha256(json.dumps(words).encode()).hexdigest()
+    words = [{key: value for key, value in message.items() if key != "finish_reason"} for message in conversation]
+    return hashlib.sha256(json.dumps(words, sort_keys=True).encode()).hexdigest()
 
 
 def _requests(conversation):
-    return tuple(message["content"] for message in conversation if message["role"] != "assistant")
+    return tuple(message["content"] for message in conversation if message["role"] == "user")

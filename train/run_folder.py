@@ -178,7 +178,11 @@ class RunFolder:
 
     def keep_held_out(self, conversations):
         """Write the conversations to measure on, but for those that the target ships: `headstart tree RUN` measures on them."""
-        if self.is_main and conversations and self.keeps_held_out:
+        if self.is_main and not self.keeps_held_out:
+            (self.path / "heldout.jsonl").unlink(
+                missing_ok=True
+            )  # of a run that was measured on others before it was resumed
+        elif self.is_main and conversations:
             self.note(f"{len(conversations)} conversations are held out to measure on (eval_prompts, eval_data)")
             write_conversations(self.path / "heldout.jsonl", conversations)
 

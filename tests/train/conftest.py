@@ -247,6 +247,17 @@ def free_port():
     return find_port
 
 
+@pytest.fixture(scope="session")
+def launch_nodes():
+    """benchmarks/launch_nodes.py's launch, without its folder on the path."""
+    found = spec_from_file_location(
+        "launch_nodes", Path(__file__).resolve().parents[2] / "benchmarks" / "launch_nodes.py"
+    )
+    module = module_from_spec(found)
+    found.loader.exec_module(module)
+    return module.launch
+
+
 def run_rank(rank, world, port, failures, check, given):
     torch.set_num_threads(1)
     try:

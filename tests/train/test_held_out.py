@@ -69,5 +69,22 @@ def test_requests_that_are_trained_on_with_other_answers_are_told(tmp_path):
     answered = [MESSAGES[0], {"role": "assistant", "content": "another"}]
     assert choose_held_out("x", str(path), "target", [answered], 16, said.append)[1] == [MESSAGES, other]
     assert said == [
-        "eval_data: 1 of 2 conversations ask what is trained on with other answers; they are measured on, and may flatter the head"
+        "eval_data: 1 of the 2 conversations to measure on ask what is trained on with other answers, which may flatter the head"
     ]
+
+
+def test_only_what_is_measured_on_and_was_asked_is_told(tmp_path):
+    path, said = tmp_path / "eval.jsonl", []
+    other = [{"role": "user", "content": "c"}, MESSAGES[1]]
+    alone = [{"role": "assistant", "content": "by itself"}]
+    path.write_text("\n".join(json.dumps({"messages": one}) for one in (other, alone, MESSAGES)))
+    trained = [[MESSAGES[0], {"role": "assistant", "content": "another"}], [{"role": "assistant", "content": "alone"}]]
+    assert choose_held_out("x", str(path), "target", trained, 2, said.append)[1] == [other, alone]
+    assert said == []
+
+
+def test_the_split_of_runs_under_way_stays():
+    """A resumed run needs the same rows: the hash that chooses them may not change."""
+    conversations = [[{"role": "user", "content": str(i)}, {"role": "assistant", "content": "b"}] for i in range(20)]
+    held_out = choose_held_out("x.jsonl", "", "target", conversations, 4, print)[1]
+    assert [one[0]["content"] for one in held_out] == ["14", "19", "4", "8"]

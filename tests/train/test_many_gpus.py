@@ -1,10 +1,6 @@
 """One process, two and four train the same on GPUs, over NCCL, launched as a user does. (The CPU's: test_many_processes.py.)"""
 
 import json
-import os
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,11 +8,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from headstart.train import medusa
-
 pytestmark = pytest.mark.gpu
 
-ROOT = Path(medusa.__file__).parents[1]
 SEVERAL = Path(__file__).with_name("several_runs.py")
 SHARES = {1: {"batch_rows": 8}, 2: {"batch_rows": 2, "accumulate": 2}, 4: {"batch_rows": 2}}  # 8 rows per step
 # With a bf16 target and bf16 products a changed order of sums is a changed last bit of half precision.
@@ -26,42 +19,28 @@ PRECISIONS = {
 }
 
 
-def launch(config, num_processes, port, *command):
-    """Run it as `accelerate launch` does, one process per GPU. More processes than there are share them, as machines of which
-    each says that it is another host: NCCL takes two on one GPU for an error otherwise, and speaks to them over the network."""
-    gpus = min(num_processes, torch.cuda.device_count())
-    nodes, rest = divmod(num_processes, gpus)
-    if rest:
-        pytest.skip(f"{num_processes} processes do not share {gpus} GPUs evenly")
-    words = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(num_processes)]
-    words += ["--config_file", str(ROOT / "configs" / "accelerate" / config), "--main_process_port", str(port)]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
-    if nodes > 1:
-        words += ["--num_machines", str(nodes), "--main_process_ip", "127.0.0.1"]
-        environment["NCCL_SOCKET_IFNAME"] = "lo"
-    started, said = [], []
-    for node in range(nodes):
-        environment["NCCL_HOSTID"] = f"node-{node}"
-        own = ["--machine_rank", str(node)] if nodes > 1 else []
-        pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-        started.append(subprocess.Popen([*words, *own, *map(str, command)], env=environment, **pipes))
-    with ThreadPoolExecutor(nodes) as threads:  # nobody may wait for a reader
-        try:
-            said = list(threads.map(lambda process: process.communicate(timeout=400)[1], started))
-        finally:
-            for process in started:
-                process.kill()
-    assert [process.returncode for process in started] == [0] * nodes, "\n".join(said)
-    return said[0]
+@pytest.fixture
+def launched(launch_nodes, tmp_path):
+    """launched(config, num_processes, *command): what the first node said; more processes than there are GPUs share them."""
+
+    def launched(config, num_processes, *command):
+        gpus = min(num_processes, torch.cuda.device_count())
+        if num_processes % gpus:
+            pytest.skip(f"{num_processes} processes do not share {gpus} GPUs evenly")
+        launch_nodes(config, num_processes, gpus, command, {"HF_HUB_OFFLINE": "1"}, tmp_path, 400)
+        return (tmp_path / "node-0.txt").read_text()
+
+    return launched
 
 
 @pytest.mark.parametrize("num_processes", [1, 2, 4])
-def test_a_divided_target_gives_the_whole_ones_bits(tmp_path, free_port, num_processes):
+def test_a_divided_target_gives_the_whole_ones_bits(tmp_path, launched, num_processes):
     """The same kernels compute both."""
     torch.manual_seed(0)
     shape = {"hidden_size": 256, "intermediate_size": 500, "num_hidden_layers": 3, "num_attention_heads": 4}
     LlamaForCausalLM(LlamaConfig(vocab_size=100, initializer_range=0.1, **shape)).save_pretrained(tmp_path)
-    launch("fsdp2.yaml", num_processes, free_port(), Path(__file__).with_name("sharded_features.py"), tmp_path)
+    said = launched("fsdp2.yaml", num_processes, Path(__file__).with_name("sharded_features.py"), tmp_path)
+    assert "rank 0: the same bits" in said
 
 
 def assert_same_curve(one, other, metrics, each, mean, since=0):
@@ -76,7 +55,7 @@ def assert_same_curve(one, other, metrics, each, mean, since=0):
 @pytest.mark.slow
 @pytest.mark.parametrize("num_processes", [2, 4])
 def test_many_gpus_train_as_one(
-    arguments, speculator_arguments, eagle_arguments, eagle3_arguments, read_metrics, tmp_path, free_port, num_processes
+    arguments, speculator_arguments, eagle_arguments, eagle3_arguments, read_metrics, tmp_path, launched, num_processes
 ):
     """Every trainer, with the same rows per step, whole and divided target; a run of one GPU goes on on many, and back."""
     shared = {"checkpoint_every": 10, "max_steps": 20, "keep_checkpoints": 9}
@@ -100,7 +79,7 @@ def test_many_gpus_train_as_one(
         return found
 
     def train(config, count, todo):
-        return launch(config, count, free_port(), SEVERAL, json.dumps(todo))
+        return launched(config, count, SEVERAL, json.dumps(todo))
 
     train("single.yaml", 1, runs(1, "one"))
     train("ddp.yaml", num_processes, [*runs(num_processes, "ddp"), *runs(num_processes, "one-ddp", since="one")])

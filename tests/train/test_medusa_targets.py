@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import transformers
 
 from headstart.train import medusa
 from headstart.train.checkpointing import check_output
-from headstart.train.data import load_conversations, pack
+from headstart.train.data import BUILT_IN, load_conversations, pack
 from headstart.train.features import FrozenTarget
 from headstart.train.rows import build_rows, choose_documents, count_labels, rows_of_step
 
@@ -203,3 +204,23 @@ def test_a_run_keeps_the_conversations_it_held_out(arguments, conversations, tmp
     everything = load_conversations(conversations)
     assert len(held_out) == 5
     assert all(conversation in everything for conversation in held_out)
+
+
+def test_a_run_on_a_built_in_set_keeps_what_its_target_does_not_ship(arguments, conversations, tmp_path, monkeypatch):
+    examples = load_conversations(conversations)
+    pairs = {"train": examples[:8], "heldout": examples[8:10]}
+    built_in = [SimpleNamespace(conversation=lambda one=one: one) for one in pairs["train"]]
+    held_out = [SimpleNamespace(conversation=lambda one=one: one) for one in pairs["heldout"]]
+    monkeypatch.setitem(BUILT_IN, "tiny", lambda split: built_in if split == "train" else held_out)
+    given = arguments(data="tiny", eval_prompts=2, eval_tokens=8, max_steps=1)
+    target = shutil.copytree(given[given.index("--target") + 1], tmp_path / "target")
+    given[given.index("--target") + 1] = str(target)
+    path, kept = tmp_path / "eval.jsonl", tmp_path / "run" / "heldout.jsonl"
+    path.write_text("\n".join(json.dumps({"messages": one}) for one in examples[20:22]))
+    assert medusa.main(given) == 0
+    assert load_conversations(str(kept)) == pairs["heldout"]
+    assert medusa.main([*given, "--resume", "--max_steps", "2", "--eval_data", str(path)]) == 0
+    assert load_conversations(str(kept)) == examples[20:22]
+    (target / "heldout.jsonl").write_text(path.read_text())
+    assert medusa.main([*given, "--resume", "--max_steps", "3"]) == 0
+    assert not kept.exists(), "what the target ships is read there"

@@ -1,0 +1,30 @@
+"""How the benchmarks and the GPU tests start processes as on several machines: benchmarks/launch_nodes.py."""
+
+import os
+
+import pytest
+
+CPU = {"ACCELERATE_USE_CPU": "true"}
+RANK = "import os, time; from pathlib import Path; here, rank = Path(__file__).parent, os.environ['RANK']\n"
+
+
+def test_every_rank_of_every_node_runs(launch_nodes, tmp_path):
+    script = tmp_path / "ranks.py"
+    script.write_text(RANK + "(here / rank).write_text(os.environ['LOCAL_RANK'] + os.environ.get('NCCL_HOSTID', ''))\n")
+    launch_nodes("ddp.yaml", 4, 2, [script], CPU, tmp_path, 300)
+    found = [(tmp_path / str(rank)).read_text() for rank in range(4)]
+    assert found == ["0node-0", "1node-0", "0node-1", "1node-1"]
+
+
+def test_a_node_that_fails_ends_the_others_and_is_heard(launch_nodes, tmp_path):
+    script = tmp_path / "failing.py"
+    script.write_text(
+        RANK + "(here / rank).write_text(str(os.getpid()))\n"
+        "while len([path for path in here.iterdir() if path.name in '01']) < 2:\n    time.sleep(0.1)\n"
+        "if rank == '1':\n    raise SystemExit('REASON')\ntime.sleep(3600)\n"
+    )
+    with pytest.raises(RuntimeError, match=r"a node failed(?s:.*)REASON"):
+        launch_nodes("ddp.yaml", 2, 1, [script], CPU, tmp_path, 300)
+    waiting = int((tmp_path / "0").read_text())
+    with pytest.raises(ProcessLookupError):
+        os.kill(waiting, 0)
