@@ -8,6 +8,8 @@ import socket
 import struct
 import sys
 import traceback
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 
 import pytest
 import torch
