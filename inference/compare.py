@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from ..kernels.tree_attention import PAGE
 from .llm import LLM
+from .output_files import write_whole
 from .sampling import SamplingParams
 from .tree import MAX_NODES, build_static_tree, load_tree, save_tree
 
@@ -166,7 +167,5 @@ def save_comparison(rows, path, device, dtype, command):
     }
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(path.name + ".tmp")
-    aside.write_text(json.dumps(content, indent=1) + "\n")
-    aside.replace(path)
+    write_whole(path, json.dumps(content, indent=1) + "\n")
     return content

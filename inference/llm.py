@@ -14,7 +14,7 @@ from .forbidden_tokens import bad_word_sequences, check_tokens
 from .keywords import ASKS_NOTHING, VLLM_ARGUMENTS, reject_unknown
 from .logprobs import LOGPROBS_MODES
 from .metrics import SpecDecodeMetrics
-from .prompt_files import render_chat
+from .prompt_files import check_text, render_chat
 from .request import Request
 from .sampling import SamplingParams
 from .speculation import (
@@ -304,6 +304,7 @@ class LLM:
         elif isinstance(prompt, str):
             text, ids = prompt, None
         if ids is None and isinstance(text, str):
+            check_text(text, f"prompt {number}")
             if self.tokenizer is None:
                 raise ValueError(
                     f"prompt {number} is text, but there is no tokenizer: pass tokenizer=..., or token ids"

@@ -17,12 +17,14 @@ def read_prompts(path, start=0, count=None):
             f"no prompt file {path}; expected JSONL with 'messages', 'prompt' or 'prompt_token_ids' in each line"
         )
     prompts = []
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             try:
-                entry = json.loads(line)
+                entry = json.loads(line.decode("utf-8-sig"))
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path}, line {number} is not UTF-8 text: {error}") from error
             except json.JSONDecodeError as error:
                 raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
             prompts.append(_prompt(entry, f"{path}, line {number}"))
@@ -42,8 +44,21 @@ def _prompt(entry, where):
         if messages:
             return {"messages": messages}
     if isinstance(entry, dict) and ("prompt" in entry or "prompt_token_ids" in entry):
+        if isinstance(entry.get("prompt"), str):
+            check_text(entry["prompt"], f"{where}: the prompt")
         return {name: entry[name] for name in ("prompt", "prompt_token_ids") if name in entry}
     raise ValueError(f"{where} needs 'messages' with a user turn, 'prompt' or 'prompt_token_ids'; got {entry!r:.120}")
+
+
+def check_text(text, where):
+    """ValueError for a string that is no text: a tokenizer takes none with half a character in it."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{where} is no valid Unicode text: the character {error.start + 1} is half of one, as of bytes that were not UTF-8 or "
+            f"a text that was cut: {text[max(error.start - 20, 0) : error.start + 20]!r}"
+        ) from None
 
 
 def check_message(message, where):
@@ -59,6 +74,7 @@ def check_message(message, where):
             raise ValueError(
                 f"{where}: of content in parts only {{'type': 'text', 'text': ...}} is taken, got {part!r:.120}"
             )
+    check_text(str(joined(message).get("content") or ""), f"{where}: the content")
 
 
 def joined(message):

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from .output_files import write_whole
+
 MAX_NODES = 64
 
 
@@ -206,10 +208,7 @@ def save_tree(tree, path, rates=None, choice=None):
             content["expected_acceptance_length"] = round(expected_acceptance_length(tree, rates), 4)
     if choice is not None:
         content["choice"] = choice
-    path = Path(path)
-    aside = path.with_name(path.name + ".tmp")
-    aside.write_text(json.dumps(content) + "\n")
-    aside.replace(path)
+    write_whole(path, json.dumps(content) + "\n")
 
 
 def load_tree(path):

@@ -54,7 +54,8 @@ def add_tree(commands):
         help="tokens drafted ahead at most (default: what the head was made for; a model that drafts needs it)",
     )
     tree.add_argument(
-        "--output", help="where to write (default: tree.json in RUN; for a model that drafts there is none)"
+        "--output",
+        help="where to write (default: tree.json in RUN; of the Hub, and for a model that drafts, there is none)",
     )
     add_device(tree)
 
@@ -80,6 +81,9 @@ def _tree(arguments):
             option = "--" + name.replace("_", "-")
             raise ValueError(f"{arguments.source} holds no head: to draft with it as a model, give {option}")
     drafts = arguments.source if is_model else str(resolve_head(arguments.source))
+    # A folder called like a repository would be taken for the head from then on.
+    if not arguments.output and not Path(arguments.source).is_dir():
+        raise ValueError(f"{arguments.source} is no folder here to keep the tree in: name a file with --output")
     output = Path(arguments.output) if arguments.output else Path(arguments.source) / "tree.json"
     check_writable(output)
     model, adapter = arguments.model, arguments.adapter

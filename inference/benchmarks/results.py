@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from ..compare import hardware_name
-from ..output_files import check_writable
+from ..output_files import check_writable, write_whole
 
 RESULTS = Path("benchmarks") / "results"
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,9 +69,7 @@ class Report:
         content = self.head | {"facts": self.facts, "rows": self.rows}
         print()
         if self.path is not None:
-            aside = self.path.with_name(self.path.name + ".tmp")
-            aside.write_text(json.dumps(content, indent=1) + "\n")
-            aside.replace(self.path)
+            write_whole(self.path, json.dumps(content, indent=1) + "\n")
             print(f"written to {self.path}")
         print(json.dumps(content), flush=True)
         return content
