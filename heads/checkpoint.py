@@ -71,9 +71,12 @@ def staged_folder(folder):
 
 
 def check_is_free(folder):
-    """ValueError unless `folder` is absent or an empty folder."""
+    """ValueError unless `folder` is absent, or an empty folder that another can take the place of."""
     folder = Path(folder)
     if folder.is_dir():
+        if folder.samefile(Path.cwd()) or os.path.ismount(folder):
+            where = "a mount point" if os.path.ismount(folder) else "the folder you are in"
+            raise ValueError(f"{folder} is {where}, which a finished folder cannot replace: name a new one inside it")
         inside = sorted(path.name for path in folder.iterdir())
         if inside:
             raise ValueError(f"{folder} already holds {inside[0]}{', ...' * (len(inside) > 1)}: name a new folder")
@@ -146,6 +149,7 @@ class HeadFile:
     format: str  # the layout found, one of FORMATS
     head: torch.nn.Module
     dtype: torch.dtype  # the head's
+    stored_dtypes: frozenset  # those of the tensors in the files
     notes: tuple[str, ...]  # where config.json lies, is silent, or was overruled by the tensors
 
 
@@ -179,11 +183,15 @@ def read_head(path_or_id, dtype=None):
             config["vocab_size"] = _target_vocab_size(target)
             assume(notes, "vocab_size", config["vocab_size"], f"as the target {target} has it")
         kind, reading = from_file(tensors, config)
+        _check_target_name(reading.config.base_model_name_or_path)
         dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
         if dtype is None and len(dtypes) > 1:
             firsts = {tensor.dtype: name for name, tensor in tensors.items() if tensor.is_floating_point()}
             mixed = ", ".join(sorted(f"{name} {str(one).removeprefix('torch.')}" for one, name in firsts.items()))
-            raise ValueError(f"its tensors are of different dtypes ({mixed}): say dtype= to load them as one")
+            raise ValueError(
+                f"its tensors are of different dtypes ({mixed}): load them as one with dtype=, or write them so with heads.export "
+                "--dtype"
+            )
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     # Memory without values: no random numbers are drawn for weights that the file gives.
@@ -198,7 +206,13 @@ def read_head(path_or_id, dtype=None):
     # Copies: blocks that a file ties come apart here, and the file may change afterwards.
     head.load_state_dict(reading.state)
     notes += reading.notes + _dtype_note(config, dtypes)
-    return HeadFile(folder, list_files(path), reading.format, head, dtype, tuple(notes))
+    return HeadFile(folder, list_files(path), reading.format, head, dtype, frozenset(dtypes), tuple(notes))
+
+
+def _check_target_name(name):
+    """ValueError for a target's name that is none."""
+    if name is not None and not (isinstance(name, str) and (name.isprintable() or not name)):
+        raise ValueError(f"the target that its config names, {name!r:.80}, is no name of a folder or repository")
 
 
 def _dtype_note(config, found):

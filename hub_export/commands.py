@@ -4,6 +4,7 @@ From the projects' own documents and source, 2026-11. An engine has a command wh
 """
 
 import json
+import shlex
 
 from ..heads.hub_id import split_revision
 from .readers import SGLANG, TGI, VLLM, VLLM_METHODS, files_as_written, judge
@@ -41,24 +42,30 @@ def split_name(name):
     return split_revision(name) if "/" in name else (name, None)
 
 
+def _python(text):
+    """A string literal."""
+    return json.dumps(text, ensure_ascii=False)
+
+
 def _headstart(head, name, target, tree, adapted):
     depth = head.num_speculative_tokens
-    argument, option = (f'\n    adapter="{name}",', f" --adapter {name}") if adapted else ("", "")
+    argument = f"\n    adapter={_python(name)}," if adapted else ""
+    shell, option = shlex.quote(name), f" --adapter {shlex.quote(name)}" if adapted else ""
     return f'''```python
 from headstart import LLM, SamplingParams
 
 llm = LLM(
-    model="{target}",{argument}
-    speculative_config={{"model": "{name}", "num_speculative_tokens": {depth}, "tree": "{tree}"}},
+    model={_python(target)},{argument}
+    speculative_config={{"model": {_python(name)}, "num_speculative_tokens": {depth}, "tree": "{tree}"}},
 )
 [result] = llm.generate(["{PROMPT}"], SamplingParams(temperature=0.0, max_tokens=96))
 print(result.outputs[0].text, result.outputs[0].spec_decode_metrics)
 ```
 
-The heads alone, as a module: `from headstart import load_head; head = load_head("{name}")`. From a terminal:
+The heads alone, as a module: `from headstart import load_head; head = load_head({_python(name)})`. From a terminal:
 
 ```sh
-headstart generate --model {target}{option} --head {name} --tree {tree} --compare "{PROMPT}"
+headstart generate --model {shlex.quote(target)}{option} --head {shell} --tree {tree} --compare "{PROMPT}"
 ```'''
 
 
@@ -66,7 +73,7 @@ def _check(name, target):
     return f"""Whether the files are what was written, and do what this card says:
 
 ```sh
-heads.export verify {name} --model {target}
+heads.export verify {shlex.quote(name)} --model {shlex.quote(target)}
 ```"""
 
 
@@ -78,27 +85,27 @@ def _vllm(head, format, name, target, of_merged):
     return f"""In {versions}{of_merged}:
 
 ```sh
-vllm serve {target} --speculative-config '{json.dumps(config)}'
+vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(config, ensure_ascii=False))}
 ```"""
 
 
 def _sglang(head, format, name, target):
     algorithm, depth = SGLANG_ALGORITHMS[format], head.num_speculative_tokens
     repo_id, branch = split_name(name)
-    of_branch = f" --speculative-draft-model-revision {branch}" if branch else ""
+    of_branch = f" --speculative-draft-model-revision {shlex.quote(branch)}" if branch else ""
     most = 1 + SGLANG_TOP + (depth - 1) * SGLANG_TOP**2  # of such a tree, the root among them
     return f"""In SGLang (steps, width and tokens of its tree are a start, not a measurement):
 
 ```sh
-python -m sglang.launch_server --model-path {target} --speculative-algorithm {algorithm} \\
-    --speculative-draft-model-path {repo_id}{of_branch} --speculative-num-steps {depth} \\
+python -m sglang.launch_server --model-path {shlex.quote(target)} --speculative-algorithm {algorithm} \\
+    --speculative-draft-model-path {shlex.quote(repo_id)}{of_branch} --speculative-num-steps {depth} \\
     --speculative-eagle-topk {SGLANG_TOP} --speculative-num-draft-tokens {min(SGLANG_TOKENS, most)}
 ```"""
 
 
 def _tgi(head, name, target, of_merged):
     repo_id, branch = split_name(name)
-    of_branch = f" --revision {branch}" if branch else ""
+    of_branch = f" --revision {shlex.quote(branch)}" if branch else ""
     # It serves the target that config.json names.
     named = (
         f"config.json must name TARGET as base_model_name_or_path{of_merged}" if of_merged else f"it serves `{target}`"
@@ -106,5 +113,5 @@ def _tgi(head, name, target, of_merged):
     return f"""In text-generation-inference, which takes these files as the model and finds the target by config.json ({named}):
 
 ```sh
-text-generation-launcher --model-id {repo_id}{of_branch} --speculate {head.num_speculative_tokens}
+text-generation-launcher --model-id {shlex.quote(repo_id)}{of_branch} --speculate {head.num_speculative_tokens}
 ```"""

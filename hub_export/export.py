@@ -15,18 +15,19 @@ together with an adapter of their target (Medusa-2) the adapter goes along. It d
 import argparse
 import shutil
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
+from huggingface_hub.utils import validate_repo_id
 from torch import nn
 
 from ..heads.checkpoint import (
     check_head_fits,
     check_is_free,
-    load_head,
+    read_head,
     resolve_head,
     staged_folder,
-    to_dtype,
     write_head,
 )
 from ..heads.formats import FORMATS, check_format, family_of
@@ -38,7 +39,8 @@ from ..inference.target_source import target_config
 from . import verify
 from .acceptance import choose_prompts
 from .acceptance import measure as measure_acceptance
-from .measurements import find_measurements
+from .command_line import ending_cleanly, say
+from .measurements import check_tree_fits, find_measurements
 from .merge import check_can_merge, copy_adapter, merged_card, write_merged_target
 from .model_card import Extras, is_hub_id, model_card, target_name
 from .origin import find_origin
@@ -146,21 +148,26 @@ def main(argv=None):
     if args.prompts and args.measure is None:
         parser.error("--prompts belongs to --measure")
     try:
-        check_license(args.license)
-        output = Path(args.output).resolve()
-        repo_id = None if args.push_to_hub is None else check_can_push(args.push_to_hub, output.name, options)
-        if repo_id is not None:
-            check_is_not_there(output, repo_id, options)
-        given = (args.source, output, args.format, args.dtype, args.base_model, args.license)
-        name = None if repo_id is None else name_on_hub(repo_id, options)
-        export_head(*given, name=name, merged=args.merge_adapter, measure=args.measure, prompts=args.prompts)
-        if repo_id is not None:
-            push(output, repo_id, options)
+        with ending_cleanly("heads.export"):
+            _export(args, options)
     except (ValueError, OSError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         print(f"heads.export: {' '.join(str(reason).split())}", file=sys.stderr)
         return 1
     return 0
+
+
+def _export(args, options):
+    check_license(args.license)
+    output = Path(args.output).resolve()
+    repo_id = None if args.push_to_hub is None else check_can_push(args.push_to_hub, output.name, options)
+    if repo_id is not None:
+        check_is_not_there(output, repo_id, options)
+    given = (args.source, output, args.format, args.dtype, args.base_model, args.license)
+    name = None if repo_id is None else name_on_hub(repo_id, options)
+    export_head(*given, name=name, merged=args.merge_adapter, measure=args.measure, prompts=args.prompts)
+    if repo_id is not None:
+        push(output, repo_id, options)
 
 
 def export_head(
@@ -189,7 +196,10 @@ def export_head(
     if merged is not None:
         check_apart(output, Path(merged).resolve())
     folder = resolve_head(source)
-    head = load_head(folder)
+    file = read_head(folder, dtype)
+    for text in file.notes:
+        warnings.warn(f"{folder}: {text}", stacklevel=2)
+    head = file.head
     if format == "speculators" and head.needs_embedding:
         weight = read_target(base_model or head.config.base_model_name_or_path, format).get_input_embeddings().weight
         head.take_embedding(weight.to(next(head.parameters()).dtype))
@@ -201,6 +211,8 @@ def export_head(
         adapter = read_adapter(adapter_folder)
         merged_from = check_can_merge(adapter, base_model or head.config.base_model_name_or_path, merged)
     measured = find_measurements(folder, source)
+    if measured.tree is not None:
+        check_tree_fits(head, measured.tree)
     origin = find_origin(source, folder, measured.origin)
     measured = replace(measured, origin=origin and origin.record)
     if measure is not None:
@@ -212,23 +224,21 @@ def export_head(
         check_head_fits(head, target)
         chosen = choose_prompts(prompts, measure)
         choose_threads_for(measure, "auto")
-    source_dtype = next(head.parameters()).dtype
     if base_model:
+        check_is_target(base_model)
         head.config = replace(head.config, base_model_name_or_path=base_model)
-    if dtype is not None:
-        head = head.to(to_dtype(dtype))
     check_finite(head)
     lm_head_weight = None
     if table == "vllm-shared":
         lm_head_weight = read_target_lm_head(head.config.base_model_name_or_path)
         lm_head_weight = lm_head_weight.to(next(head.parameters()).dtype)
 
-    print(f"exporting a head of the family {family_of(head)} from {folder}")
+    say(f"exporting a head of the family {family_of(head)} from {folder}")
     if merged_from is not None:
         text = merged_card(target_name(head.config.base_model_name_or_path), adapter, name or output.name)
         changed = write_merged_target(adapter, merged_from, merged, text)
         where = Path(merged).resolve()
-        print(f"wrote {where}: the target with the adapter in {changed} of its tensors, read back and compared")
+        say(f"wrote {where}: the target with the adapter in {changed} of its tensors, read back and compared")
     with staged_folder(output) as staging:
         write_head(head, staging, format, torch_file=True, lm_head_weight=lm_head_weight)
         if adapter_folder is not None:
@@ -236,20 +246,20 @@ def export_head(
         if measured.tree is not None:
             shutil.copyfile(measured.tree, staging / measured.tree.name)
         num_compared = compare_with_source(staging, head, format, lm_head_weight)
-        dtype_changed = next(head.parameters()).dtype != source_dtype
-        holds = copied_parts(head, table)
+        dtype_changed = file.stored_dtypes != {file.dtype}
+        holds = copied_parts(head, format, table)
         given = (staging, head, format, name or output.name, measured, license, dtype_changed, holds, folder, origin)
         tokenizer = write_beside(*given, measure, chosen if measure else None)
-    print(f"read back: {num_compared} tensors and what the head computes are equal bit by bit")
-    print(f"wrote {output} ({', '.join(sorted(path.name for path in output.iterdir()))})")
+    say(f"read back: {num_compared} tensors and what the head computes are equal bit by bit")
+    say(f"wrote {output} ({', '.join(sorted(path.name for path in output.iterdir()))})")
     target = head.config.base_model_name_or_path
     if not tokenizer:
-        print(
+        say(
             f"note: no tokenizer files: there are none of the target {target!r} here (neither its folder nor the Hub's cache)"
         )
     if not is_hub_id(target):
         named = f"the target it names ({target!r}) is no Hub id" if target else "it names no target"
-        print(f"note: {named}; for others to use it, export with --base-model OWNER/NAME")
+        say(f"note: {named}; for others to use it, export with --base-model OWNER/NAME")
 
 
 def write_beside(
@@ -267,7 +277,7 @@ def write_beside(
     if target is not None:
         prompts, words = chosen
         adapter = str(output) if has_adapter(output) else None
-        print(f"measuring acceptance on {len(prompts)} prompts with {target} ...", flush=True)
+        say(f"measuring acceptance on {len(prompts)} prompts with {target} ...")
         figures = measure_acceptance(output, target, prompts, adapter)
         measured = replace(measured, acceptance=tuple(figure | {"prompts": words} for figure in figures))
         record = replay_on_target(output, target, target_name(target), prompts)
@@ -280,13 +290,27 @@ def write_beside(
     return tokenizer
 
 
-def copied_parts(head, table):
+def copied_parts(head, format, table):
     """What of the target's weights the files hold copies of, in words; "" for nothing."""
     parts = ["the lm_head"] if table == "vllm-shared" else []
     if family_of(head) in ("EAGLE", "EAGLE-3"):
         own = family_of(head) == "EAGLE-3" and head.config.own_embedding
-        parts += ["the embedding"] if not (head.needs_embedding or head.embedding_is_targets or own) else []
+        left_out = format != "speculators" and (head.needs_embedding or head.embedding_is_targets)
+        parts += ["the embedding"] if not (own or left_out) else []
     return f"a copy of {' and of '.join(parts)}" if parts else ""
+
+
+def check_is_target(name):
+    """ValueError for a target's name that no engine can load: neither a folder here nor OWNER/NAME."""
+    if Path(name).is_dir():
+        return
+    try:
+        validate_repo_id(name)
+    except ValueError:
+        revision = " (a revision cannot be named: it goes into commands and files that know none)" * ("@" in name)
+        raise ValueError(
+            f"--base-model {name!r} is neither a folder here nor OWNER/NAME of the Hub{revision}"
+        ) from None
 
 
 def check_apart(output, merged):

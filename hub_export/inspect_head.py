@@ -28,7 +28,7 @@ from ..inference.draft_weights import draft_bytes
 from ..inference.target_source import eos_token_ids, target_config
 from ..inference.tree import DynamicTree, load_tree
 from .inspect_text import as_text
-from .measurements import Measurements, find_measurements
+from .measurements import Measurements, check_tree_fits, find_measurements
 from .reader_rules import WRONG, HeadFiles
 from .readers import Verdict, judge
 
@@ -103,6 +103,8 @@ def describe(source, folder, model=None):
     try:
         measured = find_measurements(folder, source)
         tree = None if measured.tree is None else _tree(measured.tree)
+        if tree is not None:
+            check_tree_fits(head, measured.tree)
     except ValueError as error:
         problems.append(str(error))
         measured, tree = Measurements(), None

@@ -15,9 +15,11 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HTTPError
 
 from ..heads.checkpoint import TREE_FILE
+from ..heads.formats import family_of
 from ..heads.hub_answer import hub_options
 from ..heads.hub_id import split_revision
-from ..inference.tree import load_tree
+from ..inference.tree import DynamicTree, load_tree
+from .figure_shapes import BENCHMARK, FIGURE, REPLAY, TREE, check_shape
 from .tracked_run import find_tracked_run
 
 REPLAY_FILE, REPLAY_VERSION = "replay.json", 1  # of an export: hub_export/replay_file.py
@@ -71,10 +73,16 @@ def find_measurements(head_folder, source=None):
     tree = next((path for place in places if (path := place / TREE_FILE).is_file()), None)
     if tree is not None:
         load_tree(tree)
+        check_shape(json.loads(tree.read_text(encoding="utf-8")), TREE, tree)
+    if acceptance:
+        check_shape(acceptance, FIGURE, f"the measured acceptance of {head_folder}")
+    if benchmark:
+        check_shape(benchmark, BENCHMARK, f"the benchmark.json of {head_folder}")
     earlier = _read_json(head_folder / REPLAY_FILE) or {}
     if earlier.get("version") != REPLAY_VERSION:
         earlier = {}
-    figures = (_figure(acceptance, recipe or {}),) if acceptance else tuple(earlier.get("acceptance", ()))
+    check_shape(earlier, REPLAY, head_folder / REPLAY_FILE)
+    figures = (_figure(acceptance, recipe or {}),) if acceptance else tuple(earlier.get("acceptance") or ())
     return Measurements(
         acceptance=figures,
         prompts=earlier.get("prompts") if not acceptance else None,
@@ -87,6 +95,22 @@ def find_measurements(head_folder, source=None):
         tracked=None if run is None else find_tracked_run(run, is_final=step is None),
         origin=earlier.get("origin"),
     )
+
+
+def check_tree_fits(head, path):
+    """ValueError where the tree in the file `path` is one that such a head cannot draft."""
+    tree = load_tree(path)
+    if family_of(head) == "Medusa" and isinstance(tree, DynamicTree):
+        raise ValueError(
+            f"{path} is a dynamic tree, and Medusa heads draft chains and static ones: measure one for them (`headstart tree`), or "
+            "move it away"
+        )
+    deepest = head.num_speculative_tokens
+    if family_of(head) in ("Medusa", "MLP speculator") and tree.max_depth > deepest:
+        raise ValueError(
+            f"{path} is {tree.max_depth} deep, and the head drafts {deepest} tokens: measure a tree for it (`headstart tree`), or "
+            "move it away"
+        )
 
 
 def _public_recipe(recipe):

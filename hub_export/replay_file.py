@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from ..heads.checkpoint import load_head, read_config
+from .figure_shapes import VERIFIED, check_shape
 from .measurements import REPLAY_FILE, REPLAY_VERSION
 from .replay import checksums, compute_outputs, describe, drawn_inputs, project, rounded
 from .target_features import read_target_inputs
@@ -82,6 +83,7 @@ def read_replay(folder):
     absent = [key for key in KEYS if key not in content]
     if absent:
         raise ValueError(f"{path} lacks {', '.join(absent)}: fetch the export again")
+    check_shape(content, VERIFIED, path)
     return content
 
 

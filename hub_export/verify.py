@@ -28,6 +28,7 @@ from ..inference.decoder import check_supported
 from ..inference.target_source import target_config
 from .acceptance import MAX_TOKENS, NUM_PROMPTS, disagreements, intervals, pool
 from .acceptance_table import LENGTH, POSITION, read_card, short
+from .command_line import ending_cleanly, say
 from .replay import FEATURE_TOLERANCES, TOLERANCES
 from .replay_file import file_checksums, read_replay, tolerance
 
@@ -74,16 +75,17 @@ def main(argv):
     if args.prompts and not args.model:
         parser.error("--prompts belongs to --model")
     try:
-        checks = verify(args.export, args.model, args.prompts, args.device, args.dtype)
+        with ending_cleanly("heads.export verify"):
+            checks = verify(args.export, args.model, args.prompts, args.device, args.dtype)
     except (ValueError, OSError) as error:
         print(f"heads.export verify: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     for check in checks:
-        print(f"{check.state:11}  {check.name}: {check.evidence}")
+        say(f"{check.state:11}  {check.name}: {check.evidence}")
     failed = [check.name for check in checks if check.state == FAILED]
     skipped = [check.name for check in checks if check.state == SKIPPED]
     verdict = f"it is NOT what it says: {'; '.join(failed)}" if failed else "what was checked is what was written"
-    print(f"verdict: {args.export}: {verdict}{f' (not checked: {len(skipped)})' if skipped else ''}")
+    say(f"verdict: {args.export}: {verdict}{f' (not checked: {len(skipped)})' if skipped else ''}")
     return 1 if failed else 0
 
 

@@ -30,6 +30,13 @@ draft_tensor_parallel_size max_model_len quantization disable_padded_drafter_bat
 """
 
 
+# `LLM.chat` and `LLM.generate`:
+VLLM_CALLS = """
+chat_template chat_template_content_format add_generation_prompt continue_final_message tools mm_processor_kwargs lora_request
+priority tokenization_kwargs
+"""
+
+
 # Values of those that ask for what is done here anyway.
 ASKS_NOTHING = {
     "tensor_parallel_size": 1,
@@ -38,6 +45,15 @@ ASKS_NOTHING = {
     "draft_tensor_parallel_size": 1,
     "trust_remote_code": False,
     "quantization": None,
+    "chat_template": None,
+    "chat_template_content_format": "auto",
+    "add_generation_prompt": True,
+    "continue_final_message": False,
+    "tools": None,
+    "mm_processor_kwargs": None,
+    "lora_request": None,
+    "priority": None,
+    "tokenization_kwargs": None,
 }
 
 

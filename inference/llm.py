@@ -11,7 +11,7 @@ from .adapter import MERGED_KEY, choose_adapter, warn_unless_adapted
 from .decoder import check_supported
 from .engine import Engine
 from .forbidden_tokens import bad_word_sequences, check_tokens
-from .keywords import ASKS_NOTHING, VLLM_ARGUMENTS, reject_unknown
+from .keywords import ASKS_NOTHING, VLLM_ARGUMENTS, VLLM_CALLS, reject_unknown
 from .logprobs import LOGPROBS_MODES
 from .metrics import SpecDecodeMetrics
 from .prompt_files import check_text, render_chat
@@ -215,12 +215,14 @@ class LLM:
 
     # --- generating ---
 
-    def generate(self, prompts, sampling_params=None, use_tqdm=False):
+    def generate(self, prompts, sampling_params=None, use_tqdm=False, **others):
         """Outputs for one or many prompts, in order.
 
         prompts: str, list of str, token-id list, list of those, {"prompt_token_ids": [...]} or {"prompt": str}, or lists of
         them. sampling_params: one for all, or one per prompt; None: SamplingParams(). All inputs are checked before any work.
+        others: what vLLM takes besides, where it asks for nothing else than is done here.
         """
+        reject_unknown(others, ("prompts", "sampling_params", "use_tqdm"), "argument", VLLM_CALLS, ASKS_NOTHING)
         prompts = _as_prompt_list(prompts)
         if sampling_params is None:
             sampling_params = SamplingParams()
@@ -269,13 +271,18 @@ class LLM:
             self._cancel([[request]])
         return self._output(text, [request])
 
-    def chat(self, messages, sampling_params=None, use_tqdm=False):
-        """Outputs for one conversation (a list of {"role", "content"}) or several, through the tokenizer's chat template."""
+    def chat(self, messages, sampling_params=None, use_tqdm=False, chat_template_kwargs=None, **others):
+        """Outputs for one conversation (a list of {"role", "content"}) or several, through the tokenizer's chat template.
+
+        chat_template_kwargs: what the template takes besides, as {"enable_thinking": False}; others: as in `generate`.
+        """
+        known = ("messages", "sampling_params", "use_tqdm", "chat_template_kwargs")
+        reject_unknown(others, known, "argument", VLLM_CALLS, ASKS_NOTHING)
         several = isinstance(messages, list | tuple) and messages and all(isinstance(m, list | tuple) for m in messages)
         conversations = messages if several else [messages]
         prompts = []
         for conversation in conversations:
-            text = render_chat(self.tokenizer, conversation)
+            text = render_chat(self.tokenizer, conversation, chat_template_kwargs)
             # The template writes its own special tokens.
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
             prompts.append({"prompt": text, "prompt_token_ids": ids})

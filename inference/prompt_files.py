@@ -84,9 +84,10 @@ def joined(message):
     return {**message, "content": "".join(part["text"] for part in message["content"])}
 
 
-def render_chat(tokenizer, messages):
+def render_chat(tokenizer, messages, options=None):
     """A conversation as the prompt for its next assistant turn, through the chat template.
 
+    options: {name: value} that the template takes besides.
     Raises ValueError without a template, for messages without a role or content, for roles that neither ROLES nor the template
     names, and where the template refuses.
     """
@@ -111,7 +112,9 @@ def render_chat(tokenizer, messages):
                 "what the chat template names"
             )
     try:
-        return tokenizer.apply_chat_template(list(map(joined, messages)), tokenize=False, add_generation_prompt=True)
+        return tokenizer.apply_chat_template(
+            list(map(joined, messages)), **{**(options or {}), "tokenize": False, "add_generation_prompt": True}
+        )
     except TemplateError as error:
         raise ValueError(f"the chat template refuses this conversation ({error}): {messages!r:.200}") from error
 

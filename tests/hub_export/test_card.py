@@ -236,8 +236,10 @@ def test_figures_recipe_and_drawings_come_along_to_another_format(run, tmp_path)
     cards = [(tmp_path / name / "README.md").read_text() for name in ("one", "two", "one again")]
     assert all("without them. Exported again from `one`.\n" in card for card in cards[1:])
     renamed = cards[0]
-    for place in ("name: {}", "# {}", '"{}"', "--head {}", "verify {}", "--model-id {}"):
+    for place in ("name: {}", "# {}", '"{}"'):
         renamed = renamed.replace(place.format("one"), place.format("one again"))
+    for place in ("--head {}", "verify {}", "--model-id {}"):
+        renamed = renamed.replace(place.format("one"), place.format("'one again'"))
     assert cards[2].replace(" Exported again from `one`.", "") == renamed
     assert "| acceptance length | 1.8 |" in cards[1]
     assert all("trained and exported with Headstart" in card for card in cards)

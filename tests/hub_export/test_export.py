@@ -130,7 +130,9 @@ def test_shared_heads_carry_the_targets_lm_head_to_vllm(tmp_path, target, capsys
     save_head(make_head(shared=True, base=""), tmp_path / "source")
     arguments = [tmp_path / "source", "--format", "vllm", "--output", tmp_path / "out"]
     assert "--base-model" in error_of(capsys, *arguments)
-    assert "cannot be loaded" in error_of(capsys, *arguments, "--base-model", tmp_path / "nowhere")
+    assert "neither a folder here nor OWNER/NAME" in error_of(capsys, *arguments, "--base-model", tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    assert "cannot be loaded" in error_of(capsys, *arguments, "--base-model", tmp_path / "empty")
     assert main([*map(str, arguments), "--base-model", str(target), "--dtype", "bfloat16"]) == 0
     expected = load_file(target / "model.safetensors")["model.embed_tokens.weight"].bfloat16()
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["lm_heads.0.weight"], expected)

@@ -102,3 +102,9 @@ def test_speculators_files_take_the_embedding_from_the_target(tmp_path, capsys):
     )
     assert main([*arguments, "--base-model", str(tmp_path / "target")]) == 0
     assert torch.equal(load_head(tmp_path / "out").embed_tokens.weight, model.get_input_embeddings().weight)
+    said = "These files hold a copy of the embedding of the target, to which the target's licence applies."
+    again = [str(tmp_path / "out"), "--format", "speculators", "--output", str(tmp_path / "again")]
+    assert main(again) == 0
+    assert all(said in (tmp_path / name / "README.md").read_text() for name in ("out", "again"))
+    assert main([*again[:2], "eagle3", "--output", str(tmp_path / "plain")]) == 0
+    assert said not in (tmp_path / "plain" / "README.md").read_text()

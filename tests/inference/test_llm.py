@@ -295,6 +295,26 @@ def test_what_code_for_vllm_says_of_one_gpu_is_taken(target_folder):
         LLM(str(target_folder), speculative_config=spec | {"draft_tensor_parallel_size": 2})
 
 
+def test_what_code_for_vllm_says_of_a_call_is_taken_where_it_asks_for_nothing(llm, target_folder):
+    messages = [{"role": "user", "content": "hello"}]
+    (expected,) = llm.chat(messages, GREEDY)
+    asks = dict(add_generation_prompt=True, continue_final_message=False, tools=None, lora_request=None)
+    assert llm.chat(messages=messages, sampling_params=GREEDY, **asks)[0].outputs[0].text == expected.outputs[0].text
+    assert llm.generate(expected.prompt, GREEDY, lora_request=None, priority=None)[0].prompt == expected.prompt
+    for name, value in (("add_generation_prompt", False), ("tools", [{}]), ("chat_template", "x")):
+        with pytest.raises(ValueError, match=f"'{name}' is vLLM's and not supported"):
+            llm.chat(messages, GREEDY, **{name: value})
+    with pytest.raises(ValueError, match="unknown argument 'sampling_param'; did you mean 'sampling_params'"):
+        llm.generate("x", sampling_param=GREEDY)
+    tokenizer = AutoTokenizer.from_pretrained(target_folder)
+    tokenizer.chat_template = "{% if loud %}!{% endif %}{{ messages[0]['content'] }}"
+    other = LLM(llm, tokenizer=tokenizer)
+    assert [other.chat(messages, GREEDY, chat_template_kwargs=o)[0].prompt for o in (None, {"loud": True})] == [
+        "hello",
+        "!hello",
+    ]
+
+
 def test_a_message_in_parts_is_the_text_of_its_parts(llm):
     parts = [{"type": "text", "text": "what is "}, {"type": "text", "text": "this"}]
     (expected,) = llm.chat([{"role": "user", "content": "what is this"}], GREEDY)
