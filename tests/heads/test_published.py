@@ -429,7 +429,7 @@ def test_what_is_wrong_with_an_index_is_named(tmp_path, change, message):
 def test_tensors_of_different_dtypes_are_loaded_as_the_one_that_is_asked_for(tmp_path):
     save_file(LAYOUTS[M].tensors | {"0.1.weight": torch.zeros(V, H).half()}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"dtypes \(0\.1\.weight float16, .* float32\): say dtype="):
+    with pytest.raises(ValueError, match=r"dtypes \(0\.1\.weight float16, .* float32\): load them as one with dtype="):
         read_head(tmp_path)
     assert read_head(tmp_path, dtype="bfloat16").dtype == torch.bfloat16
 

@@ -72,7 +72,8 @@ def test_both_ways_give_the_same_gradients(shape, head, loss, lm_head):
         found.append(run.gradients(way))
         found.append([parameter.grad.clone() for parameter in benchmark.trained(run.head)])
         run.optimizer.zero_grad()
-    assert found[0] == pytest.approx(found[2], rel=1e-5)
+    # A KL divergence is a difference of log-probabilities near -5, which fp32 has to 5e-7.
+    assert found[0] == pytest.approx(found[2], rel=1e-5, abs=2e-6)
     for one, other in zip(found[1], found[3], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)
         assert other.abs().max() > 0
