@@ -4,7 +4,9 @@ NCCL takes two processes on one GPU for an error, unless each says that it is on
 network, here this host's own. What is computed is what as many GPUs compute; the speed is not.
 """
 
+import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -40,7 +42,8 @@ def launch(config, num_processes, gpus, command, environment, logs=None, timeout
                     own, environment["NCCL_HOSTID"] = ["--machine_rank", str(node)], f"node-{node}"
                 stderr = files.enter_context(open(Path(logs, f"node-{node}.txt"), "w")) if logs else None
                 streams = {"stdout": sys.stderr if logs is None else stderr, "stderr": stderr}
-                started.append(subprocess.Popen([*words, *own, *map(str, command)], env=environment, **streams))
+                words_of_node = [*words, *own, *map(str, command)]
+                started.append(subprocess.Popen(words_of_node, env=environment, start_new_session=True, **streams))
             until = time.monotonic() + timeout if timeout else None
             # Of several, the others would wait for one that has failed.
             while None in (ends := [node.poll() for node in started]) and not any(ends):
@@ -50,7 +53,11 @@ def launch(config, num_processes, gpus, command, environment, logs=None, timeout
         finally:
             _end(started)
     if any(ends) or None in ends:
-        said = "\n".join(path.read_text() for path in sorted(Path(logs).glob("node-*.txt"))) if logs else ""
+        said = (
+            "\n".join(path.read_text() for path in (Path(logs, f"node-{node}.txt") for node in range(nodes)))
+            if logs
+            else ""
+        )
         how = "a node failed" if any(ends) else f"it took more than {timeout} s"
         raise RuntimeError(
             f"the launch of {num_processes} processes with {config}: {how} (exit statuses {ends})\n{said}"
@@ -58,15 +65,20 @@ def launch(config, num_processes, gpus, command, environment, logs=None, timeout
 
 
 def _end(started):
-    """SIGTERM, which a launcher passes on to its workers; SIGKILL reaches the launcher alone."""
+    """A launcher of several passes SIGTERM on to its workers, that of a single one does not: its group is that of its worker."""
     for node in started:
-        node.terminate()
+        _signal(node, signal.SIGTERM)
     for node in started:
         try:
             node.wait(GRACE)
         except subprocess.TimeoutExpired:
-            node.kill()
+            _signal(node, signal.SIGKILL)
             node.wait()
+
+
+def _signal(node, number):
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(node.pid, number)
 
 
 def _free_port():

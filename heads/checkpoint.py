@@ -17,6 +17,7 @@ import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from unicodedata import category
 
 import torch
 from huggingface_hub import constants, hf_hub_download
@@ -211,7 +212,9 @@ def read_head(path_or_id, dtype=None):
 
 def _check_target_name(name):
     """ValueError for a target's name that is none."""
-    if name is not None and not (isinstance(name, str) and (name.isprintable() or not name)):
+    if name is not None and not (
+        isinstance(name, str) and not any(category(c) in ("Cc", "Cs", "Zl", "Zp") for c in name)
+    ):
         raise ValueError(f"the target that its config names, {name!r:.80}, is no name of a folder or repository")
 
 

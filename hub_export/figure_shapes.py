@@ -29,8 +29,10 @@ TREE = {
     "choice": {"batch_size!": int, "hardware!": str, "dtype!": str},
 }
 ORIGIN = {"name!": str, "revision": str, "on_hub!": bool, "again": bool}
+MEASURED = FIGURE | {"acceptance_length!": NUMBER, "per_position!": [NUMBER]}  # acceptance.json
+LINE = {"step!": int, "kind": str, "loss": NUMBER}  # of metrics.jsonl
 REPLAY = {
-    "acceptance": [FIGURE | {"temperature!": NUMBER, "acceptance_length!": NUMBER, "per_position!": [NUMBER]}],
+    "acceptance": [MEASURED | {"temperature!": NUMBER}],
     "prompts": [[int]],
     "rates": RATES,
     "benchmark": BENCHMARK,

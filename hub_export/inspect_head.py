@@ -103,11 +103,14 @@ def describe(source, folder, model=None):
     try:
         measured = find_measurements(folder, source)
         tree = None if measured.tree is None else _tree(measured.tree)
-        if tree is not None:
-            check_tree_fits(head, measured.tree)
     except ValueError as error:
         problems.append(str(error))
         measured, tree = Measurements(), None
+    if tree is not None:
+        try:
+            check_tree_fits(head, measured.tree)
+        except ValueError as error:
+            problems.append(str(error))
     name = model or head.config.base_model_name_or_path or (measured.recipe or {}).get("target") or ""
     target, depth = _target(head, name)
     if target["fits"] is not None and target["why"]:

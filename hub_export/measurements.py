@@ -19,7 +19,7 @@ from ..heads.formats import family_of
 from ..heads.hub_answer import hub_options
 from ..heads.hub_id import split_revision
 from ..inference.tree import DynamicTree, load_tree
-from .figure_shapes import BENCHMARK, FIGURE, REPLAY, TREE, check_shape
+from .figure_shapes import BENCHMARK, LINE, MEASURED, REPLAY, TREE, check_shape
 from .tracked_run import find_tracked_run
 
 REPLAY_FILE, REPLAY_VERSION = "replay.json", 1  # of an export: hub_export/replay_file.py
@@ -75,7 +75,7 @@ def find_measurements(head_folder, source=None):
         load_tree(tree)
         check_shape(json.loads(tree.read_text(encoding="utf-8")), TREE, tree)
     if acceptance:
-        check_shape(acceptance, FIGURE, f"the measured acceptance of {head_folder}")
+        check_shape(acceptance, MEASURED, f"the measured acceptance of {head_folder}")
     if benchmark:
         check_shape(benchmark, BENCHMARK, f"the benchmark.json of {head_folder}")
     earlier = _read_json(head_folder / REPLAY_FILE) or {}
@@ -105,12 +105,6 @@ def check_tree_fits(head, path):
             f"{path} is a dynamic tree, and Medusa heads draft chains and static ones: measure one for them (`headstart tree`), or "
             "move it away"
         )
-    deepest = head.num_speculative_tokens
-    if family_of(head) in ("Medusa", "MLP speculator") and tree.max_depth > deepest:
-        raise ValueError(
-            f"{path} is {tree.max_depth} deep, and the head drafts {deepest} tokens: measure a tree for it (`headstart tree`), or "
-            "move it away"
-        )
 
 
 def _public_recipe(recipe):
@@ -123,13 +117,13 @@ def _public_benchmark(benchmark, place):
 
     A benchmark may compare several heads. Where none lies in `place` (it was moved), a single one is taken for it, of several none.
     """
-    heads = {str(row.get("head", "-")) for row in benchmark.get("rows", ())} - {"none"}
+    heads = {str(row.get("head", "-")) for row in (benchmark.get("rows") or ())} - {"none"}
     own = {head for head in heads if Path(head).resolve().is_relative_to(place.resolve())}
     kept = own or (heads if len(heads) == 1 else set())
     if heads and not kept:
         return None
     rows = []
-    for row in benchmark.get("rows", ()):
+    for row in benchmark.get("rows") or ():
         head = str(row.get("head", "-"))
         if head in kept or head == "none":
             path = Path(head)
@@ -162,7 +156,11 @@ def _figure(acceptance, recipe):
     figure = {"temperature": 0.0} | {name: acceptance[name] for name in kept if name in acceptance}
     figure |= {"source": acceptance.get("source", "engine"), "prompts": "held-out prompts of the training run"}
     sizes = {"num_prompts": recipe.get("eval_prompts"), "max_tokens": recipe.get("eval_tokens")}
-    return {"per_position": []} | figure | {name: value for name, value in sizes.items() if value}
+    return (
+        {"per_position": []}
+        | figure
+        | {name: value for name, value in sizes.items() if isinstance(value, int) and value}
+    )
 
 
 def _run_of(head_folder):
@@ -213,4 +211,5 @@ def _read_lines(path):
             found.append(json.loads(line))
         except ValueError as error:
             raise ValueError(f"{path}, line {number}, is not valid JSON ({error}): mend it or move it away") from None
+        check_shape(found[-1], LINE, f"{path}, line {number}")
     return found

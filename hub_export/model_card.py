@@ -4,6 +4,7 @@ Every figure comes from a file beside the source (hub_export/measurements.py); a
 absent. Paths of this machine are not written.
 """
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,7 +91,7 @@ def target_name(base_model):
 def _front_matter(head, name, measured, license, origin):
     base_model, data = head.config.base_model_name_or_path, str((measured.recipe or {}).get("data", ""))
     results = eval_results(measured.acceptance)
-    if not Path(data).exists():
+    if not os.path.exists(data):
         data = data.partition(":")[0]  # without the split
     inherited = origin.license if origin else {}
     stated = {"license": license} if license else inherited or {"license": "other", "license_name": "not-stated"}
@@ -217,7 +218,7 @@ def _benchmark(benchmark):
         f"| {' | '.join(['heads', *COLUMNS.values()])} |",
         f"|{'---|' * (len(COLUMNS) + 1)}",
     ]
-    for row in benchmark.get("rows", ()):
+    for row in benchmark.get("rows") or ():
         cells = [short(row.get(key)) for key in COLUMNS]
         lines.append(f"| {' | '.join([str(row.get('head', '-')), *cells])} |")
     return "\n".join(lines)

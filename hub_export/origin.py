@@ -70,7 +70,7 @@ def find_origin(source, folder, earlier=None):
     front = read_front_matter(folder)
     # What an export came from counts for an export of it, unless that is a folder on the machine of whoever published this one.
     if earlier and (earlier["on_hub"] or not on_hub):
-        told = (earlier[key] for key in ("name", "revision", "on_hub"))
+        told = (earlier.get(key) for key in ("name", "revision", "on_hub"))
         return Origin(*told, _license_of(front), earlier.get("again", False))
     # Its card says whose export it is where replay.json was left out.
     ours = Path(folder, REPLAY_FILE).is_file() or front.get("library_name") == "headstart"

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+OURS = ("conversation", "tokenize", "add_generation_prompt")  # what a template's options may not say again
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -102,6 +103,10 @@ def render_chat(tokenizer, messages, options=None):
         raise ValueError("conversations need a tokenizer, and there is none: build the LLM with tokenizer=...")
     if not tokenizer.chat_template:
         raise ValueError("conversations need a chat template, and this tokenizer has none: give text or token ids")
+    if not isinstance(options or {}, dict) or any(name in (options or ()) for name in OURS):
+        raise ValueError(
+            f"chat_template_kwargs are what the template takes besides, as a dict without {', '.join(OURS)}; got {options!r:.80}"
+        )
     template = str(tokenizer.chat_template)
     for number, message in enumerate(messages):
         check_message(message, f"message {number} of the conversation")
@@ -113,7 +118,7 @@ def render_chat(tokenizer, messages, options=None):
             )
     try:
         return tokenizer.apply_chat_template(
-            list(map(joined, messages)), **{**(options or {}), "tokenize": False, "add_generation_prompt": True}
+            list(map(joined, messages)), tokenize=False, add_generation_prompt=True, **(options or {})
         )
     except TemplateError as error:
         raise ValueError(f"the chat template refuses this conversation ({error}): {messages!r:.200}") from error

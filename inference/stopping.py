@@ -62,13 +62,12 @@ class GrowingText:
     def __init__(self, decode):
         self._decode = decode
         self._num_known, self._known = 0, ""  # so many tokens, and their text
-        self._overlap = (
-            ""  # what the last MARGIN of them are decoded to alone; tokens begin otherwise without those before them
-        )
+        # What the last of them are decoded to alone, and how many that are: tokens begin otherwise without those before them.
+        self._overlap, self._num_overlap = "", 0
 
     def of(self, token_ids):
         """The text of these token ids, which begin with those of the call before."""
-        window = self._decode(token_ids[max(self._num_known - MARGIN, 0) :])
+        window = self._decode(token_ids[self._num_known - self._num_overlap :])
         if window.startswith(self._overlap):
             text = self._known + window[len(self._overlap) :]
         elif window.endswith("�"):
@@ -76,10 +75,13 @@ class GrowingText:
         else:
             text = self._decode(token_ids)
         if len(token_ids) >= self._num_known + MARGIN:
-            overlap = self._decode(token_ids[-MARGIN:])
-            # With half a character in it, its other half would be lost; without any text, all that follows may begin otherwise.
-            if overlap and "�" not in overlap and text.endswith(overlap):
-                self._num_known, self._known, self._overlap = len(token_ids), text, overlap
+            for count in range(MARGIN, MARGIN - 4, -1):  # one of them begins with a character of up to four tokens
+                overlap = self._decode(token_ids[-count:])
+                # With half a character in it the other half would be lost; without any text, what follows may begin otherwise.
+                if overlap and "�" not in overlap and text.endswith(overlap):
+                    self._num_known, self._known = len(token_ids), text
+                    self._overlap, self._num_overlap = overlap, count
+                    break
         return text
 
 

@@ -43,6 +43,7 @@ def change(path, **keys):
         ("tree.json", {"rates": "x"}, "tree.json: rates should be a list, found 'x'"),
         ("tree.json", {"rates": [[0.5], 1]}, "rates[1] should be a list, found 1"),
         ("tree.json", {"choice": {"batch_size": 1}}, "choice.hardware should be a string, found None"),
+        ("acceptance.json", {"step": 3}, "acceptance_length should be a number, found None"),
         ("acceptance.json", {"acceptance_length": "much"}, "acceptance_length should be a number, found 'much'"),
         ("benchmark.json", {"rows": [1]}, "rows[0] should be an object, found 1"),
         ("replay.json", {"version": 1, "acceptance": {"a": 1}}, "replay.json: acceptance should be a list"),
@@ -79,17 +80,20 @@ def test_a_replay_of_another_shape_is_not_verified(head, tmp_path, keys):
         read_replay(tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    ("tree", "message"),
-    [
-        ({"dynamic": {"max_depth": 2, "width": 2, "num_nodes": 4}}, "is a dynamic tree, and Medusa heads draft chains"),
-        ({"parents": [-1, 0, 1, 2], "ranks": [0, 0, 0, 0]}, "is 3 deep, and the head drafts 2 tokens"),
-    ],
-)
-def test_a_tree_that_the_head_cannot_draft_is_refused(head, tmp_path, capsys, tree, message):
-    (head / "tree.json").write_text(json.dumps(tree))
+def test_a_tree_that_the_head_cannot_draft_is_refused(head, tmp_path, capsys):
+    (head / "tree.json").write_text(json.dumps({"dynamic": {"max_depth": 2, "width": 2, "num_nodes": 4}}))
+    (head / "acceptance.json").write_text(json.dumps({"acceptance_length": 1.5, "per_position": [0.5]}))
+    message = "is a dynamic tree, and Medusa heads draft chains"
     assert message in error_of(capsys, head, "--format", "medusa", "--output", tmp_path / "out")
-    assert any(message in problem for problem in describe(head, head)["problems"])
+    found = describe(head, head)
+    assert any(message in problem for problem in found["problems"])
+    assert found["measured"]["acceptance"][0]["acceptance_length"] == 1.5
+
+
+def test_a_target_may_be_called_as_folders_are(head, tmp_path):
+    change(head / "config.json", base_model_name_or_path="/data/模型\u3000v1/a\xa0b")
+    assert main([str(head), "--format", "medusa", "--output", str(tmp_path / "out")]) == 0
+    assert load_head(tmp_path / "out").config.base_model_name_or_path.endswith("a\xa0b")
 
 
 def test_tensors_of_several_dtypes_are_written_as_one(head, tmp_path, capsys):

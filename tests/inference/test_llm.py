@@ -306,6 +306,9 @@ def test_what_code_for_vllm_says_of_a_call_is_taken_where_it_asks_for_nothing(ll
             llm.chat(messages, GREEDY, **{name: value})
     with pytest.raises(ValueError, match="unknown argument 'sampling_param'; did you mean 'sampling_params'"):
         llm.generate("x", sampling_param=GREEDY)
+    for options in ({"add_generation_prompt": False}, {"conversation": 1}, "x", ["x"]):
+        with pytest.raises(ValueError, match="chat_template_kwargs are what the template takes besides"):
+            llm.chat(messages, GREEDY, chat_template_kwargs=options)
     tokenizer = AutoTokenizer.from_pretrained(target_folder)
     tokenizer.chat_template = "{% if loud %}!{% endif %}{{ messages[0]['content'] }}"
     other = LLM(llm, tokenizer=tokenizer)

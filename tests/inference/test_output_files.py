@@ -15,6 +15,14 @@ from headstart.inference.tree import chain, save_tree
 def test_a_folder_is_refused_before_the_work(tmp_path):
     with pytest.raises(ValueError, match="is a folder: name a file with --output"):
         check_writable(tmp_path)
+    for path in (tmp_path / ("x" * 252), tmp_path / ("x" * 300)):
+        with pytest.raises(ValueError, match=r"cannot write .*File name too long; name another file"):
+            check_writable(path)
+    check_writable(tmp_path / "new" / "out.json")
+    assert [str(one.relative_to(tmp_path)) for one in tmp_path.rglob("*")] == ["new"]
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=r"cannot write .*file/out\.json: Not a directory"):
+        write_whole(tmp_path / "file" / "out.json", "text")
     with pytest.raises(ValueError, match="is a folder"):
         Report("x", {}, "cpu", "command", {}, f"{tmp_path}/")
 

@@ -6,6 +6,7 @@ import pytest
 
 CPU = {"ACCELERATE_USE_CPU": "true"}
 RANK = "import os, time; from pathlib import Path; here, rank = Path(__file__).parent, os.environ['RANK']\n"
+WAITING = "end = os.open(here / 'alive', os.O_WRONLY)\n(here / rank).touch()\ntime.sleep(3600)\n"
 
 
 def test_every_rank_of_every_node_runs(launch_nodes, tmp_path):
@@ -28,3 +29,17 @@ def test_a_node_that_fails_ends_the_others_and_is_heard(launch_nodes, tmp_path):
     waiting = int((tmp_path / "0").read_text())
     with pytest.raises(ProcessLookupError):
         os.kill(waiting, 0)
+
+
+@pytest.mark.parametrize(("config", "num_processes"), [("cpu.yaml", 1), ("ddp.yaml", 2)])
+def test_time_that_is_up_leaves_no_process(launch_nodes, tmp_path, config, num_processes):
+    script, alive = tmp_path / "waiting.py", tmp_path / "alive"
+    script.write_text(RANK.replace("os.environ['RANK']", "os.environ.get('RANK', '0')") + WAITING)
+    os.mkfifo(alive)
+    reader = os.open(alive, os.O_RDONLY | os.O_NONBLOCK)
+    with pytest.raises(RuntimeError, match="it took more than 15 s"):
+        launch_nodes(config, num_processes, num_processes, [script], CPU, tmp_path, 15)
+    assert len(list(tmp_path.glob("[0-9]"))) == num_processes, "they had begun"
+    os.set_blocking(reader, True)
+    assert os.read(reader, 1) == b"", "the end of a pipe comes when no writer is left"
+    os.close(reader)
