@@ -4,7 +4,7 @@
     head = load_head("runs/first")               # a run, a checkpoint, a head folder or a Hub id
     file = read_head("runs/first")               # the same with its format, its files and where its config.json lies
 
-The files with the tensors are heads/weight_files.py's. Does not know optimisers, engines or cards.
+The files with the tensors are heads/storage/weight_files.py's. Does not know optimisers, engines or cards.
 """
 
 import errno
@@ -23,9 +23,8 @@ import torch
 from huggingface_hub import constants, hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HTTPError, LocalEntryNotFoundError
 
-from . import medusa_format
 from .eagle3 import Eagle3, default_aux_layers
-from .formats import (
+from .families import (
     SAFETENSORS_FILE,
     TORCH_FILE,
     WEIGHT_FILES,
@@ -36,11 +35,12 @@ from .formats import (
     to_file,
     without_prefix,
 )
-from .hub_answer import ask_hub
-from .hub_id import check_may_be_id, near_folder, split_revision
-from .reading import assume
-from .tensor_checks import DTYPES
-from .weight_files import failing_as_oserror, find_weights, list_files, read_names, read_tensors, write_tensors
+from .formats import medusa as medusa_format
+from .storage.hub_answer import ask_hub
+from .storage.hub_id import check_may_be_id, near_folder, split_revision
+from .storage.reading import assume
+from .storage.tensor_checks import DTYPES
+from .storage.weight_files import failing_as_oserror, find_weights, list_files, read_names, read_tensors, write_tensors
 
 MAX_SHARD_SIZE = 5 * 10**9  # bytes
 TREE_FILE = "tree.json"  # the draft tree measured for a head may lie beside it
@@ -98,7 +98,7 @@ def save_head(
 ):
     """Write `head` into a new `folder`, whole or not at all.
 
-    format: one of its family's (heads/formats.py); None takes the family's own.
+    format: one of its family's (heads/families.py); None takes the family's own.
     dtype: what to cast to (torch.dtype or its name); None keeps the head's.
     torch_file: also write the .pt that the original Medusa code reads (exports do, training checkpoints need not).
     lm_head_weight: the target's lm_head [V, H], which "vllm" stores with heads that share it.
@@ -155,7 +155,7 @@ class HeadFile:
 
 
 def load_head(path_or_id, dtype=None):
-    """Load a head of any family from a head folder, a run, a checkpoint or a Hub id, in any format of heads/formats.py.
+    """Load a head of any family from a head folder, a run, a checkpoint or a Hub id, in any format of heads/families.py.
 
     Warns of everything where the file's config.json lies or is silent. Otherwise as read_head.
     """

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..kernels.attention.rotary import rotary
 from ..kernels.rms_norm import rms_norm_reference
-from ..kernels.rotary import rotary
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 

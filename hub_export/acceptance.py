@@ -8,12 +8,12 @@ prompts (words: which); num_prompts, max_tokens; and where this file measured it
 from datetime import date
 from pathlib import Path
 
-from ..inference.acceptance import bootstrap
-from ..inference.compare import hardware_name
+from ..evaluation.acceptance import bootstrap
+from ..evaluation.compare import hardware_name
+from ..inference.engine.sampling import SamplingParams
 from ..inference.llm import LLM
+from ..inference.models.target_source import load_tokenizer, target_config
 from ..inference.prompt_files import read_prompts, render_prompt
-from ..inference.sampling import SamplingParams
-from ..inference.target_source import load_tokenizer, target_config
 
 TEMPERATURES = (0.0, 0.8)
 NUM_PROMPTS, MAX_TOKENS = 16, 96

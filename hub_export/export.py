@@ -22,34 +22,33 @@ from pathlib import Path
 from huggingface_hub.utils import validate_repo_id
 from torch import nn
 
-from ..heads.checkpoint import (
-    check_head_fits,
-    check_is_free,
-    read_head,
-    resolve_head,
-    staged_folder,
-    write_head,
-)
-from ..heads.formats import FORMATS, check_format, family_of
-from ..heads.hub_answer import hub_options
-from ..inference.adapter import find_adapter_of, has_adapter, read_adapter
-from ..inference.command_arguments import choose_threads_for, plain_warnings
-from ..inference.decoder import check_supported
-from ..inference.target_source import target_config
+from ..heads.checkpoint import check_head_fits, check_is_free, read_head, resolve_head, staged_folder, write_head
+from ..heads.families import FORMATS, check_format, family_of
+from ..heads.storage.hub_answer import hub_options
+from ..inference.arguments import choose_threads_for, plain_warnings
+from ..inference.models.adapter import find_adapter_of, has_adapter, read_adapter
+from ..inference.models.decoder import check_supported
+from ..inference.models.target_source import target_config
 from . import verify
-from .acceptance import choose_prompts
-from .acceptance import measure as measure_acceptance
+from .acceptance import choose_prompts, measure as measure_acceptance
+from .card.model_card import Extras, is_hub_id, model_card, target_name
+from .card.plots import write_plots
 from .command_line import ending_cleanly, say
 from .measurements import check_tree_fits, find_measurements
 from .merge import check_can_merge, copy_adapter, merged_card, write_merged_target
-from .model_card import Extras, is_hub_id, model_card, target_name
 from .origin import find_origin
-from .plots import write_plots
-from .push import check_can_push
-from .push_command import add_push_options, check_is_not_there, given_options, name_on_hub, push, push_options
-from .push_command import main as push_command
+from .push.push import check_can_push
+from .push.push_command import (
+    add_push_options,
+    check_is_not_there,
+    given_options,
+    main as push_command,
+    name_on_hub,
+    push,
+    push_options,
+)
 from .read_back import check_finite, compare_with_source
-from .replay_file import replay_on_target, write_replay
+from .replay.replay_file import replay_on_target, write_replay
 from .target_files import check_license, copy_tokenizer, find_target, license_of, write_license
 from .tracked_run import with_tracked_run
 

@@ -15,14 +15,14 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HTTPError
 
 from ..heads.checkpoint import TREE_FILE
-from ..heads.formats import family_of
-from ..heads.hub_answer import hub_options
-from ..heads.hub_id import split_revision
-from ..inference.tree import DynamicTree, load_tree
+from ..heads.families import family_of
+from ..heads.storage.hub_answer import hub_options
+from ..heads.storage.hub_id import split_revision
+from ..inference.speculation.tree import DynamicTree, load_tree
 from .figure_shapes import BENCHMARK, LINE, MEASURED, REPLAY, TREE, check_shape
 from .tracked_run import find_tracked_run
 
-REPLAY_FILE, REPLAY_VERSION = "replay.json", 1  # of an export: hub_export/replay_file.py
+REPLAY_FILE, REPLAY_VERSION = "replay.json", 1  # of an export: hub_export/replay/replay_file.py
 
 
 @dataclass(frozen=True)

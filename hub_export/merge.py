@@ -1,8 +1,8 @@
 """The adapter of a head trained together with its target (Medusa-2), exported: beside the head in peft's format, or merged.
 
 `copy_adapter` puts adapter/ beside the head's files. `write_merged_target` writes the target with the adapter in its weights: the
-files of the source one by one, with their names, dtypes and shards, merged tensor by tensor (inference/adapter.py), and config and
-tokenizer as they are. Everything written is read back and compared. Not supported: targets that are no safetensors.
+files of the source one by one, with their names, dtypes and shards, merged tensor by tensor (inference/models/adapter.py), and
+config and tokenizer as they are. Everything written is read back and compared. Not supported: targets that are no safetensors.
 """
 
 import json
@@ -15,8 +15,8 @@ from huggingface_hub.errors import HTTPError
 from safetensors.torch import save_file
 
 from ..heads.checkpoint import check_is_free, failing_as_oserror, read_tensors, staged_folder
-from ..heads.hub_answer import ask_hub
-from ..inference.adapter import (
+from ..heads.storage.hub_answer import ask_hub
+from ..inference.models.adapter import (
     CONFIG_FILE,
     FOLDER,
     MERGED_KEY,
@@ -25,8 +25,8 @@ from ..inference.adapter import (
     fingerprint,
     read_adapter,
 )
-from ..inference.checkpoint_files import INDEX_FILE, find_files, read_header
-from ..inference.weights import rows_at_once
+from ..inference.models.checkpoint_files import INDEX_FILE, find_files, read_header
+from ..inference.models.weights import rows_at_once
 
 # What a model folder holds besides its weights, and what a merged one takes over.
 BESIDE = (

@@ -10,8 +10,8 @@ from pathlib import Path
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HTTPError
 
-from ..heads.hub_answer import hub_options
-from ..heads.hub_id import split_revision
+from ..heads.storage.hub_answer import hub_options
+from ..heads.storage.hub_id import split_revision
 from .measurements import REPLAY_FILE
 from .target_files import is_license_id, read_front_matter
 

@@ -3,8 +3,8 @@
 import torch
 
 from ..heads.checkpoint import load_head, read_tensors
-from ..heads.formats import WEIGHT_FILES, to_file
-from .replay import compute_outputs, drawn_inputs
+from ..heads.families import WEIGHT_FILES, to_file
+from .replay.replay import compute_outputs, drawn_inputs
 
 
 def check_finite(head):

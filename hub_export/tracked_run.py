@@ -1,6 +1,6 @@
 """The W&B run that a head came from: named in the model card's metadata, and told the address of the head that was pushed.
 
-A run folder's wandb.json says where its run is logged (train/tracking.py). Nothing here ends an export or a push: what W&B does
+A run folder's wandb.json says where its run is logged (train/run/tracking.py). Nothing here ends an export or a push: what W&B does
 not take becomes a note.
 """
 

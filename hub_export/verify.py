@@ -20,17 +20,17 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HTTPError
 
 from ..heads.checkpoint import TREE_FILE, read_config
-from ..heads.formats import WEIGHT_FILES
-from ..heads.hub_answer import ask_hub
-from ..heads.hub_id import check_may_be_id, split_revision
-from ..inference import adapter
-from ..inference.decoder import check_supported
-from ..inference.target_source import target_config
+from ..heads.families import WEIGHT_FILES
+from ..heads.storage.hub_answer import ask_hub
+from ..heads.storage.hub_id import check_may_be_id, split_revision
+from ..inference.models import adapter
+from ..inference.models.decoder import check_supported
+from ..inference.models.target_source import target_config
 from .acceptance import MAX_TOKENS, NUM_PROMPTS, disagreements, intervals, pool
-from .acceptance_table import LENGTH, POSITION, read_card, short
+from .card.acceptance_table import LENGTH, POSITION, read_card, short
 from .command_line import ending_cleanly, say
-from .replay import FEATURE_TOLERANCES, TOLERANCES
-from .replay_file import file_checksums, read_replay, tolerance
+from .replay.replay import FEATURE_TOLERANCES, TOLERANCES
+from .replay.replay_file import file_checksums, read_replay, tolerance
 
 DESCRIPTION = """\
 Check an export: its files and tensors against the checksums that were written, what its head computes against what the source's
@@ -166,7 +166,7 @@ def _in_clean_process(request):
     with tempfile.TemporaryDirectory() as scratch:
         files = Path(scratch, "request.json"), Path(scratch, "reply.json")
         files[0].write_text(json.dumps(request), encoding="utf-8")
-        command = [sys.executable, "-P", "-m", "headstart.hub_export.replay_process", *map(str, files)]
+        command = [sys.executable, "-P", "-m", "headstart.hub_export.replay.replay_process", *map(str, files)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode or not files[1].is_file():
             return {"error": (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]}

@@ -1,6 +1,6 @@
 """Which tokens a request names and forbids: checked before any work, and bad words as token sequences, as vLLM spells them."""
 
-from ..kernels.process_logits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
+from ..kernels.sampling.process_logits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 
 
 def bad_word_sequences(words, tokenizer):

@@ -2,22 +2,31 @@
 
 import inspect
 import time
-from dataclasses import dataclass, field
 from numbers import Integral
 
 from tqdm import tqdm
 
-from .adapter import MERGED_KEY, choose_adapter, warn_unless_adapted
-from .decoder import check_supported
-from .engine import Engine
+from ..heads.storage.keywords import ASKS_NOTHING, VLLM_ARGUMENTS, VLLM_CALLS, reject_unknown
+from .engine.engine import Engine
+from .engine.logprobs import LOGPROBS_MODES
+from .engine.request import Request
+from .engine.sampling import SamplingParams
+from .engine.stopping import GrowingText, StopChecker, final_text, stable_length
 from .forbidden_tokens import bad_word_sequences, check_tokens
-from .keywords import ASKS_NOTHING, VLLM_ARGUMENTS, VLLM_CALLS, reject_unknown
-from .logprobs import LOGPROBS_MODES
-from .metrics import SpecDecodeMetrics
+from .models.adapter import MERGED_KEY, choose_adapter, warn_unless_adapted
+from .models.decoder import check_supported
+from .models.target_source import (
+    check_used_in_place,
+    eos_token_ids,
+    load_decoder,
+    load_tokenizer,
+    named_device,
+    named_dtype,
+    target_config,
+)
+from .outputs import CompletionOutput, RequestOutput, make_output  # noqa: F401
 from .prompt_files import check_text, render_chat
-from .request import Request
-from .sampling import SamplingParams
-from .speculation import (
+from .speculation.options import (
     build_drafter,
     check_speculative_config,
     check_width,
@@ -28,43 +37,7 @@ from .speculation import (
     find_draft_source,
     warn_of_missing_stop_tokens,
 )
-from .stopping import GrowingText, StopChecker, final_text, stable_length
-from .target_source import (
-    check_used_in_place,
-    eos_token_ids,
-    load_decoder,
-    load_tokenizer,
-    named_device,
-    named_dtype,
-    target_config,
-)
-from .tree import MAX_NODES
-
-
-@dataclass
-class CompletionOutput:
-    """One output of a prompt. finish_reason: "stop", "length" or "abort"; stop_reason: the string or token id behind a stop."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    finish_reason: str | None
-    stop_reason: object = None
-    logprobs: list | None = None  # per token {token id: Logprob}, the emitted token first, then the likeliest
-    cumulative_logprob: float | None = None  # of the emitted tokens, where logprobs were asked for
-    spec_decode_metrics: SpecDecodeMetrics = field(default_factory=SpecDecodeMetrics)
-
-
-@dataclass
-class RequestOutput:
-    """A prompt and its outputs (`SamplingParams.n` of them)."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    finished: bool = True
-    prompt_logprobs: list | None = None  # None for the first token, then as CompletionOutput.logprobs
+from .speculation.tree import MAX_NODES
 
 
 class LLM:
@@ -246,7 +219,9 @@ class LLM:
         except BaseException:
             self._cancel(groups)
             raise
-        return [self._output(text, group) for (text, _, _), group in zip(checked, groups)]
+        return [
+            make_output(text, group, self.tokenizer, self.eos_token_ids) for (text, _, _), group in zip(checked, groups)
+        ]
 
     def stream(self, prompt, sampling_params=None):
         """Yield the output's text piece by piece as it is decided; returns the RequestOutput (StopIteration.value)."""
@@ -269,7 +244,7 @@ class LLM:
                 yield rest
         finally:
             self._cancel([[request]])
-        return self._output(text, [request])
+        return make_output(text, [request], self.tokenizer, self.eos_token_ids)
 
     def chat(self, messages, sampling_params=None, use_tqdm=False, chat_template_kwargs=None, **others):
         """Outputs for one conversation (a list of {"role", "content"}) or several, through the tokenizer's chat template.
@@ -293,7 +268,7 @@ class LLM:
         return self.tokenizer
 
     def get_metrics(self):
-        """Counters since the LLM was built: requests, tokens, cache hits, seconds, acceptance (inference/metrics.py)."""
+        """Counters since the LLM was built: requests, tokens, cache hits, seconds, acceptance (inference/engine/metrics.py)."""
         return self.engine.metrics.as_dict()
 
     # --- the steps of generate ---
@@ -380,44 +355,6 @@ class LLM:
             for request in group:
                 if not request.finished:
                     self.engine.cancel(request)
-
-    def _output(self, text, group):
-        outputs, prompt_logprobs = [], group[0].prompt_logprobs
-        self._add_text(prompt_logprobs)
-        for request in group:
-            self._add_text(request.logprobs)
-            cumulative = None
-            if request.logprobs is not None:
-                cumulative = sum(e[token].logprob for e, token in zip(request.logprobs, request.output_token_ids))
-            outputs.append(
-                CompletionOutput(
-                    index=request.sample_index,
-                    text=final_text(request),
-                    token_ids=request.output_token_ids,
-                    finish_reason=request.finish_reason,
-                    stop_reason=None if self._ended_by_eos(request) else request.stop_reason,
-                    logprobs=request.logprobs,
-                    cumulative_logprob=cumulative,
-                    spec_decode_metrics=request.metrics,
-                )
-            )
-        return RequestOutput(
-            str(group[0].request_id[0]), text, group[0].prompt_token_ids, outputs, prompt_logprobs=prompt_logprobs
-        )
-
-    def _ended_by_eos(self, request):
-        return request.stop_reason in self.eos_token_ids and not request.params.ignore_eos
-
-    def _add_text(self, logprobs):
-        """decoded_token of every Logprob in a list of entries or Nones."""
-        if logprobs is None or self.tokenizer is None:
-            return
-        texts = {}
-        for entry in filter(None, logprobs):
-            for token, logprob in entry.items():
-                if token not in texts:
-                    texts[token] = self.tokenizer.decode([token])
-                logprob.decoded_token = texts[token]
 
 
 def _as_prompt_list(prompts):

@@ -9,6 +9,8 @@
 What a request gives does not depend on when it came, or on its company. Not done here: waiting for prompts, threads.
 """
 
+from .outputs import make_output
+
 
 class OpenBatch:
     """The requests that its owner added and that have not ended; len() counts them. Leaving the block cancels them."""
@@ -40,7 +42,7 @@ class OpenBatch:
         found = []
         for request in ended:
             tag, text = self._open.pop(request)
-            found.append((tag, self.llm._output(text, [request])))
+            found.append((tag, make_output(text, [request], self.llm.tokenizer, self.llm.eos_token_ids)))
         return found
 
     def __enter__(self):

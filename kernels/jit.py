@@ -4,7 +4,10 @@ Kernels are written with `jit` and `tl` from here, so that a machine without Tri
 run its reference. A GPU tensor never falls back: its wrapper calls `on_triton`, which raises if Triton is missing.
 """
 
+import contextlib
 import os
+
+import torch
 
 try:
     import triton
@@ -38,3 +41,8 @@ def on_triton(x):
             f"tensors on {x.device} run on Triton kernels, and triton is not installed: pip install triton"
         )
     return True
+
+
+def on_device(device):
+    """Triton and CUDA events look at the current device: this makes it `device`."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

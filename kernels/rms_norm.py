@@ -10,7 +10,7 @@ time, one program per row with a block that depends on H alone. Not supported: L
 import torch
 
 from .jit import jit, on_triton, tl, triton
-from .linear import empty_rows, sum_parts
+from .linear.linear import empty_rows, sum_parts
 from .overlap import await_previous, overlap, release_next
 
 

@@ -132,7 +132,7 @@ def tiny_target(tmp_path_factory):
         show_progress=False,
     )
     bpe.train_from_iterator(
-        [path.read_text(encoding="utf-8") for path in sorted((ROOT / "heads").glob("*.py"))], trainer
+        [path.read_text(encoding="utf-8") for path in sorted((ROOT / "heads").rglob("*.py"))], trainer
     )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|end|>", pad_token="<|end|>")
     tokenizer.chat_template = CHAT_TEMPLATE

@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -17,17 +18,56 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("kernels", "heads", "inference", "hub_export", "train")  # of the package, ground floor first
-# Who may import whom; a folder may always import itself. cli.py calls into all of them.
-ARROWS = {
-    "kernels": set(),
-    "heads": {"kernels"},
-    "inference": {"heads", "kernels"},
-    "hub_export": {"heads", "inference"},
-    "train": {"heads", "kernels", "inference"},
+FOLDERS = ("kernels", "heads", "inference", "evaluation", "train", "hub_export", "benchmarks", "commands")
+# The floors of the house, the ground floor first: a file imports from floors below its own, or from its own floor where that makes
+# no cycle of files; rooms that stand side by side are not told of each other. A room is a folder: the longest name here decides.
+FLOORS = (
+    ("kernels",),
+    ("heads",),
+    ("inference/models", "inference/speculation"),
+    ("inference/engine",),
+    ("inference",),
+    ("evaluation",),
+    ("train", "hub_export"),
+    ("benchmarks",),
+    ("commands",),
+)
+STRANGERS = ({"train", "hub_export"},)  # on one floor, and neither imports the other
+# What a room offers to the other rooms. What is not named is its own business. Of kernels/ every op is public, and benchmarks/ may
+# look into every room: it measures what lies inside.
+PUBLIC = {
+    "heads": "checkpoint draft_vocabulary eagle eagle3 families layers medusa mlp_speculator packed_attention",
+    "heads/formats": "eagle eagle3 layer medusa mlp_speculator",
+    "heads/storage": "atomic_write hub_answer hub_id keywords reading tensor_checks weight_files",
+    "inference/models": "adapter checkpoint_files decoder draft_weights memory target_source weights",
+    "inference/speculation": "adaptive draw_children draw_nodes options tree verify",
+    "inference/speculation/drafters": "draft_model eagle medusa mlp_speculator ngram sequential",
+    "inference/engine": "engine logprobs metrics request sampling stopping",
+    "inference": "arguments llm open_batch prompt_files threads",
+    "evaluation": "acceptance charts compare lossless tree_choice tree_measurement tree_text",
+    "train": "regenerate",
+    "train/data": "chat_endpoint conversations dialogue encoding engine_answers generated_text held_out lookahead packing "
+    "part_files regenerate_options rows",
+    "train/loss": "distillation joint losses predictions",
+    "train/report": "dashboard page report workspace",
+    "train/run": "acceptance optimization recipe run_folder run_recipe stopping tracking wandb_login",
+    "train/teacher": "feature_cache features sharded_target target_adapter",
+    "hub_export": "acceptance figure_shapes measurements origin tracked_run",
+    "hub_export/card": "acceptance_table model_card plots",
+    "hub_export/inspect": "inspect_head",
+    "hub_export/push": "push push_command",
+    "hub_export/readers": "readers rules",
+    "hub_export/replay": "replay replay_file",
+    "benchmarks": "shape",
+    "benchmarks/engine": "draft engine peer step",
+    "benchmarks/ops": "kernel kernel_bench",
+    "benchmarks/training": "train",
 }
+MOST_FILES, MOST_LINES = 16, 400  # of a room, of a file
 # heads/export.py only makes `python -m heads.export` work from the checkout; nothing imports it.
 STUB = "heads/export.py"
+# Folders of scripts: each stands first on sys.path while one of its scripts runs.
+SCRIPT_FOLDERS = ("train", "benchmarks/training", "benchmarks/proofs", "assets/make")
 MODULES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 TEST_MODULES = sorted((ROOT / "tests").rglob("test_*.py"))
 
@@ -132,7 +172,7 @@ def test_export_runs_as_a_module_from_the_checkout():
 def test_only_the_root_holds_an_init():
     found = [
         relative(path)
-        for folder in (*FOLDERS, "configs", "tests", "benchmarks")
+        for folder in (*FOLDERS, "configs", "tests", "assets")
         for path in (ROOT / folder).rglob("__init__.py")
     ]
     assert found == []
@@ -166,11 +206,10 @@ def test_transformers_uses_the_installed_kernels_package_from_the_root(tmp_path)
     assert run_python(code, ROOT, tmp_path) == [str(tmp_path / "kernels" / "__init__.py"), "True"]
 
 
-def test_no_script_hides_a_package():
-    """`accelerate launch train/medusa.py` puts train/ first on sys.path: a file there must not be called like a package."""
-    names = {path.stem for path in (ROOT / "train").iterdir() if path.suffix == ".py" or path.is_dir()} - {
-        "__pycache__"
-    }
+@pytest.mark.parametrize("folder", SCRIPT_FOLDERS)
+def test_no_script_hides_a_package(folder):
+    """`accelerate launch train/medusa.py` puts train/ first on sys.path: nothing there may be called like a package."""
+    names = {path.stem for path in (ROOT / folder).iterdir() if path.suffix == ".py" or path.is_dir()} - {"__pycache__"}
     wanted = {
         "accelerate",
         "datasets",
@@ -184,7 +223,8 @@ def test_no_script_hides_a_package():
     }
     wanted |= {"tokenizers", "torch", "tqdm", "transformers", "triton", "wandb", "yaml", "headstart"}
     assert names & (wanted | set(sys.stdlib_module_names)) == set()
-    elsewhere = [entry for entry in sys.path if entry and Path(entry).resolve() not in (ROOT, ROOT / "train")]
+    ours = (ROOT, *(ROOT / folder for folder in SCRIPT_FOLDERS))
+    elsewhere = [entry for entry in sys.path if entry and Path(entry).resolve() not in ours]
     hidden = [name for name in sorted(names) if PathFinder.find_spec(name, elsewhere) is not None]
     assert hidden == []
 
@@ -203,26 +243,109 @@ def imports_of(path):
                 yield written, node.level, ".".join(filter(None, (base, written, alias.name)))
 
 
-@pytest.mark.parametrize("path", [path for path in MODULES if relative(path) != STUB], ids=relative)
-def test_imports_follow_the_arrows(path):
-    folder = path.relative_to(ROOT).parts[0]
-    allowed = ARROWS[folder] | {folder}
-    ours = [full.split(".")[1] for _, _, full in imports_of(path) if full.startswith("headstart.")]
-    assert [name for name in ours if name in (*FOLDERS, "cli") and name not in allowed] == []
-    # Without the prefix it would work from the checkout only, and `kernels` would be another package.
-    assert [
-        full for _, level, full in imports_of(path) if not level and full.split(".")[0] in (*FOLDERS[1:], "cli")
-    ] == []
+def room_of(name):
+    """The folder of a file, as a path from the root: heads/storage."""
+    return str(Path(name).parent)
+
+
+def floor_of(name):
+    """The floor of a file: 0 is the ground; cli.py stands on top."""
+    rooms = {room: floor for floor, on_floor in enumerate(FLOORS) for room in on_floor}
+    inside = [room for room in rooms if f"{room_of(name)}/".startswith(f"{room}/")]
+    return rooms[max(inside, key=len)] if inside else len(FLOORS)
+
+
+@pytest.fixture(scope="module")
+def graph():
+    """{file: files of ours that it imports}, lazy imports and those of scripts included."""
+    files = {relative(path) for path in MODULES} | {"cli.py", "__init__.py"}
+
+    def file_of(full):
+        parts = full.split(".")[1:]
+        while parts and "/".join(parts) + ".py" not in files:
+            parts.pop()
+        return "/".join(parts) + ".py" if parts else None
+
+    found = {}
+    for name in sorted(files - {STUB}):
+        named = [full for _, _, full in imports_of(ROOT / name) if full.startswith("headstart.")]
+        found[name] = {file_of(full) for full in named} - {None, name}
+    return found
+
+
+def test_imports_lead_down(graph):
+    up = [(name, other) for name, others in graph.items() for other in others if floor_of(other) > floor_of(name)]
+    assert up == []
+    top = {name: Path(name).parts[0] for name in graph}
+    strange = [
+        (name, other)
+        for name, others in graph.items()
+        for other in others
+        for rooms in STRANGERS
+        if top[name] != top.get(other) and {top[name], top.get(other)} <= rooms
+    ]
+    assert strange == []
+
+
+def test_files_import_each_other_in_no_circle(graph):
+    remaining = {name: set(others) for name, others in graph.items()}
+    while free := [name for name, others in remaining.items() if not others & remaining.keys()]:
+        for name in free:
+            del remaining[name]
+    assert sorted(remaining) == []
+
+
+def test_rooms_are_entered_through_their_public_modules(graph):
+    wrong, used = [], set()
+    for name, others in graph.items():
+        for other in others:
+            room = room_of(other)
+            if room == room_of(name) or room.startswith("kernels") or room == ".":
+                continue
+            used.add((room, Path(other).stem))
+            if not name.startswith("benchmarks/") and Path(other).stem not in PUBLIC.get(room, "").split():
+                wrong.append((name, other))
+    assert wrong == []
+    named = {(room, module) for room, modules in PUBLIC.items() for module in modules.split()}
+    assert named - used == set(), "public, and no other room imports it"
+
+
+def test_rooms_and_files_keep_their_size():
+    rooms = {}
+    for path in MODULES:
+        rooms.setdefault(relative(path.parent), []).append(path)
+    assert {room: len(files) for room, files in rooms.items() if len(files) > MOST_FILES} == {}
+    written = [*MODULES, *ROOT.glob("*.py"), *(ROOT / "tests").rglob("*.py"), *(ROOT / "assets").rglob("*.py")]
+    lines = {relative(path): len(path.read_text(encoding="utf-8").splitlines()) for path in written}
+    assert {name: count for name, count in lines.items() if count > MOST_LINES} == {}
+
+
+def test_no_file_hides_a_folder():
+    """Without an __init__.py `import x` finds x.py, and never the folder x beside it."""
+    assert [relative(path) for path in [*MODULES, *ROOT.glob("*.py")] if path.with_suffix("").is_dir()] == []
+
+
+def test_packages_are_the_folders_of_the_tree():
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["packages"]
+    folders = {relative(path.parent) for path in MODULES}
+    folders |= {relative(path.parent) for pattern in ("*.yaml", "*.json") for path in (ROOT / "configs").rglob(pattern)}
+    assert sorted(listed) == sorted(["headstart", *("headstart." + folder.replace("/", ".") for folder in folders)])
+
+
+def runs_as_a_script(path):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return any(isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'" for node in tree.body)
 
 
 @pytest.mark.parametrize("path", [path for path in MODULES if relative(path) != STUB], ids=relative)
 def test_library_files_import_relatively_and_scripts_absolutely(path):
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    runs = any(isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'" for node in tree.body)
-    if runs and path.parent == ROOT / "train":
+    if runs_as_a_script(path) and relative(path.parent) in SCRIPT_FOLDERS:
         assert [full for _, level, full in imports_of(path) if level] == []
     else:
         assert [full for _, level, full in imports_of(path) if not level and full.split(".")[0] == "headstart"] == []
+    # Without the prefix it would work from the checkout only, and `kernels` would be another package.
+    bare = [full for _, level, full in imports_of(path) if not level and full.split(".")[0] in (*FOLDERS[1:], "cli")]
+    assert bare == []
 
 
 def asserting_functions(tree, known=frozenset()):

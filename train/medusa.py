@@ -6,10 +6,10 @@
     accelerate launch train/medusa.py --config configs/medusa2-quickstart.yaml --start_from runs/quickstart
 
 conversations -> token ids and assistant mask -> packed rows -> the target's features -> K heads -> loss against the target's law or
-the text, summed and divided by the number of labels of the whole optimiser step. Stage `joint` (Medusa-2, train/joint.py) goes on
-with heads of the stage `heads` and trains a LoRA adapter of the target with them. `--help` lists every key. A run writes only
-into its `output` folder: config.yaml, metrics.jsonl, checkpoints/, acceptance.json, head/; and into `feature_cache`, if that is
-given.
+the text, summed and divided by the number of labels of the whole optimiser step. Stage `joint` (Medusa-2, train/loss/joint.py)
+goes on with heads of the stage `heads` and trains a LoRA adapter of the target with them. `--help` lists every key. A run writes
+only into its `output` folder: config.yaml, metrics.jsonl, checkpoints/, acceptance.json, head/; and into `feature_cache`, if that
+is given.
 
 Every rank knows all rows and their order, so label counts need no communication; gradients are summed over the ranks once per
 optimiser step. It does not: mix several data sets.
@@ -22,27 +22,12 @@ import torch
 from tqdm import tqdm
 
 from headstart.heads.checkpoint import load_head
-from headstart.heads.formats import family_of
+from headstart.heads.families import family_of
 from headstart.heads.medusa import Medusa, MedusaConfig
-from headstart.train.acceptance import AcceptanceMeter
-from headstart.train.data import load_conversations
-from headstart.train.distillation import Objective, accumulate_gradients, find_labels, summarize
-from headstart.train.feature_cache import cache_features
-from headstart.train.features import FrozenTarget, load_target
-from headstart.train.held_out import choose_held_out
-from headstart.train.joint import (
-    TARGET_LOSSES,
-    AdaptedMeter,
-    accumulate_joint_gradients,
-    build_joint_optimizer,
-    summarize_joint,
-)
-from headstart.train.lookahead import deal_rows, look_ahead
-from headstart.train.losses import Loss
-from headstart.train.optimization import NonFiniteLoss, build_optimizer, finish_step
-from headstart.train.predictions import medusa_predictions
-from headstart.train.recipe import key, parse_recipe
-from headstart.train.rows import (
+from headstart.train.data.conversations import load_conversations
+from headstart.train.data.held_out import choose_held_out
+from headstart.train.data.lookahead import deal_rows, look_ahead
+from headstart.train.data.rows import (
     build_rows,
     choose_documents,
     describe_non_finite,
@@ -51,12 +36,27 @@ from headstart.train.rows import (
     rows_of_step,
     select_rows,
 )
-from headstart.train.run_folder import RunFolder, start_processes
-from headstart.train.run_recipe import CHANGEABLE, RunRecipe, is_due
-from headstart.train.sharded_target import check_whole_target
-from headstart.train.stopping import StopSignals, leave_group, leave_with_launcher
-from headstart.train.target_adapter import ALL_LINEAR, TargetAdapter
-from headstart.train.tracking import Speedometer
+from headstart.train.loss.distillation import Objective, accumulate_gradients, find_labels, summarize
+from headstart.train.loss.joint import (
+    TARGET_LOSSES,
+    AdaptedMeter,
+    accumulate_joint_gradients,
+    build_joint_optimizer,
+    summarize_joint,
+)
+from headstart.train.loss.losses import Loss
+from headstart.train.loss.predictions import medusa_predictions
+from headstart.train.run.acceptance import AcceptanceMeter
+from headstart.train.run.optimization import NonFiniteLoss, build_optimizer, finish_step
+from headstart.train.run.recipe import key, parse_recipe
+from headstart.train.run.run_folder import RunFolder, start_processes
+from headstart.train.run.run_recipe import CHANGEABLE, RunRecipe, is_due
+from headstart.train.run.stopping import StopSignals, leave_group, leave_with_launcher
+from headstart.train.run.tracking import Speedometer
+from headstart.train.teacher.feature_cache import cache_features
+from headstart.train.teacher.features import FrozenTarget, load_target
+from headstart.train.teacher.sharded_target import check_whole_target
+from headstart.train.teacher.target_adapter import ALL_LINEAR, TargetAdapter
 
 
 @dataclass(frozen=True)

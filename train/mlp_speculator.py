@@ -22,21 +22,13 @@ import torch
 from tqdm import tqdm
 
 from headstart.heads.checkpoint import load_head
-from headstart.heads.formats import family_of
+from headstart.heads.families import family_of
 from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
-from headstart.train.acceptance import AcceptanceMeter
-from headstart.train.data import load_conversations
-from headstart.train.distillation import Objective, accumulate_gradients, find_labels, summarize
-from headstart.train.feature_cache import cache_features
-from headstart.train.features import FrozenTarget, load_target
-from headstart.train.generated_text import build_generator, cut_prompts, generated_documents
-from headstart.train.held_out import choose_held_out
-from headstart.train.lookahead import deal_rows, look_ahead
-from headstart.train.losses import Loss
-from headstart.train.optimization import NonFiniteLoss, build_optimizer, finish_step
-from headstart.train.predictions import mlp_speculator_predictions
-from headstart.train.recipe import key, parse_recipe
-from headstart.train.rows import (
+from headstart.train.data.conversations import load_conversations
+from headstart.train.data.generated_text import build_generator, cut_prompts, generated_documents
+from headstart.train.data.held_out import choose_held_out
+from headstart.train.data.lookahead import deal_rows, look_ahead
+from headstart.train.data.rows import (
     build_rows,
     choose_documents,
     describe_non_finite,
@@ -46,11 +38,19 @@ from headstart.train.rows import (
     select_rows,
     supervise_all,
 )
-from headstart.train.run_folder import RunFolder, begin_folder, start_processes
-from headstart.train.run_recipe import CHANGEABLE, RunRecipe, is_due
-from headstart.train.sharded_target import check_whole_target
-from headstart.train.stopping import StopSignals, leave_group, leave_with_launcher
-from headstart.train.tracking import Speedometer
+from headstart.train.loss.distillation import Objective, accumulate_gradients, find_labels, summarize
+from headstart.train.loss.losses import Loss
+from headstart.train.loss.predictions import mlp_speculator_predictions
+from headstart.train.run.acceptance import AcceptanceMeter
+from headstart.train.run.optimization import NonFiniteLoss, build_optimizer, finish_step
+from headstart.train.run.recipe import key, parse_recipe
+from headstart.train.run.run_folder import RunFolder, begin_folder, start_processes
+from headstart.train.run.run_recipe import CHANGEABLE, RunRecipe, is_due
+from headstart.train.run.stopping import StopSignals, leave_group, leave_with_launcher
+from headstart.train.run.tracking import Speedometer
+from headstart.train.teacher.feature_cache import cache_features
+from headstart.train.teacher.features import FrozenTarget, load_target
+from headstart.train.teacher.sharded_target import check_whole_target
 
 
 @dataclass(frozen=True)

@@ -25,18 +25,18 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 import headstart
-from headstart.inference.output_files import check_writable
-from headstart.inference.sampling import SamplingParams
-from headstart.inference.target_source import named_dtype
-from headstart.train.chat_endpoint import ChatEndpoint, EndpointUnavailable, answer_by_endpoint, completions_url
-from headstart.train.data import load_conversations
-from headstart.train.dialogue import REFUSED, Dialogue
-from headstart.train.engine_answers import answer_by_engine, build_engine, describe_target
-from headstart.train.part_files import PartFiles, differences, forget_parts
-from headstart.train.regenerate_options import DETAILS, EXAMPLES, SUMMARY, add_options
-from headstart.train.run_folder import patient_processes
-from headstart.train.stopping import StopSignals, leave_group, leave_with_launcher
-from headstart.train.tracking import write_json
+from headstart.heads.storage.atomic_write import check_writable
+from headstart.inference.engine.sampling import SamplingParams
+from headstart.inference.models.target_source import named_dtype
+from headstart.train.data.chat_endpoint import ChatEndpoint, EndpointUnavailable, answer_by_endpoint, completions_url
+from headstart.train.data.conversations import load_conversations
+from headstart.train.data.dialogue import REFUSED, Dialogue
+from headstart.train.data.engine_answers import answer_by_engine, build_engine, describe_target
+from headstart.train.data.part_files import PartFiles, differences, forget_parts
+from headstart.train.data.regenerate_options import DETAILS, EXAMPLES, SUMMARY, add_options
+from headstart.train.run.run_folder import patient_processes
+from headstart.train.run.stopping import StopSignals, leave_group, leave_with_launcher
+from headstart.train.run.tracking import write_json
 
 # So many refusals, and not one answer yet, are not the conversations' fault.
 MOST_REFUSED = 8

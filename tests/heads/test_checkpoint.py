@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
-from headstart.heads import weight_files
 from headstart.heads.checkpoint import check_head_fits, load_head, resolve_head, save_head
-from headstart.heads.hub_id import near_folder
 from headstart.heads.medusa import Medusa, MedusaConfig
-from headstart.heads.weight_files import read_names, read_tensors
+from headstart.heads.storage import weight_files
+from headstart.heads.storage.hub_id import near_folder
+from headstart.heads.storage.weight_files import read_names, read_tensors
 
 H, V = 24, 37
 

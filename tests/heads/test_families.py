@@ -15,13 +15,13 @@ from headstart.heads import checkpoint
 from headstart.heads.checkpoint import check_head_fits, find_head, load_head, read_head, save_head
 from headstart.heads.eagle import Eagle, EagleConfig
 from headstart.heads.eagle3 import Eagle3, Eagle3Config
-from headstart.heads.formats import check_family, family_of, from_file, native_format, to_file
-from headstart.heads.hub_answer import HubAnswer
+from headstart.heads.families import check_family, family_of, from_file, native_format, to_file
 from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
+from headstart.heads.storage.hub_answer import HubAnswer
 from headstart.tests.heads.published import LAYOUTS
 from headstart.tests.heads.test_checkpoint import H, V, edit_config, llama_config, make_head, same_head
-from headstart.train.checkpointing import load_checkpoint, save_checkpoint
-from headstart.train.optimization import build_optimizer, update
+from headstart.train.run.checkpointing import load_checkpoint, save_checkpoint
+from headstart.train.run.optimization import build_optimizer, update
 
 
 def test_an_mlp_speculator_is_recognised_by_its_tensors(tmp_path):

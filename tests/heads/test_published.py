@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from headstart.heads.checkpoint import load_head, read_head, save_head
 from headstart.heads.draft_vocabulary import build_draft_vocabulary
-from headstart.heads.formats import FAMILIES, family_of, from_file, to_file
+from headstart.heads.families import FAMILIES, family_of, from_file, to_file
 from headstart.tests.heads.published import LAYOUTS, logits_of
 from headstart.tests.heads.published_eagle import COUNTS, EMBEDDING, IDS, NO_IDS, VD, I
 from headstart.tests.heads.test_eagle import LM_HEAD, H, V

@@ -17,7 +17,7 @@ import pytest
 from huggingface_hub import constants
 from huggingface_hub.utils import http_backoff
 
-from headstart.hub_export import retry
+from headstart.hub_export.push import retry
 
 TOKEN = "hf_dummy"
 LARGE = (".safetensors", ".pt")

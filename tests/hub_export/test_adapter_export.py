@@ -13,12 +13,13 @@ from transformers import AutoModelForCausalLM
 
 from headstart.heads.checkpoint import load_head, save_head
 from headstart.heads.medusa import Medusa, MedusaConfig
-from headstart.hub_export import acceptance, export, merge, replay_process, verify
+from headstart.hub_export import acceptance, export, merge, verify
 from headstart.hub_export.export import main
-from headstart.inference import adapter, weights
-from headstart.inference.adapter import fingerprint
+from headstart.hub_export.replay import replay_process
+from headstart.inference.engine.sampling import SamplingParams
 from headstart.inference.llm import LLM
-from headstart.inference.sampling import SamplingParams
+from headstart.inference.models import adapter, weights
+from headstart.inference.models.adapter import fingerprint
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])

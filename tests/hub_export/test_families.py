@@ -10,11 +10,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from headstart.heads.checkpoint import load_head, save_head
 from headstart.heads.eagle import Eagle, EagleConfig
 from headstart.heads.eagle3 import Eagle3, Eagle3Config
-from headstart.heads.formats import FAMILIES, FORMATS
+from headstart.heads.families import FAMILIES, FORMATS
 from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 from headstart.hub_export.export import main
 from headstart.hub_export.read_back import compare_with_source
-from headstart.hub_export.readers import READERS
+from headstart.hub_export.readers.readers import READERS
 from headstart.tests.heads.test_eagle import SHAPE
 
 H, V = SHAPE["hidden_size"], SHAPE["vocab_size"]

@@ -8,15 +8,15 @@ import torch
 from huggingface_hub import constants
 
 from headstart.cli import main as headstart
-from headstart.heads import hub_answer
 from headstart.heads.checkpoint import resolve_head, save_head
-from headstart.heads.hub_answer import ask_hub, hub_options
 from headstart.heads.medusa import Medusa, MedusaConfig
+from headstart.heads.storage import hub_answer
+from headstart.heads.storage.hub_answer import ask_hub, hub_options
 from headstart.hub_export.export import main as export
-from headstart.inference.adapter import find_adapter
-from headstart.inference.checkpoint_files import find_files
-from headstart.inference.target_source import load_tokenizer, target_config
-from headstart.train.features import load_target
+from headstart.inference.models.adapter import find_adapter
+from headstart.inference.models.checkpoint_files import find_files
+from headstart.inference.models.target_source import load_tokenizer, target_config
+from headstart.train.teacher.features import load_target
 
 
 @pytest.fixture(autouse=True)

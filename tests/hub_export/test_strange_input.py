@@ -17,8 +17,8 @@ from headstart.heads.checkpoint import load_head, save_head, staged_folder
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.hub_export import export
 from headstart.hub_export.export import main
-from headstart.hub_export.inspect_head import describe
-from headstart.hub_export.replay_file import read_replay
+from headstart.hub_export.inspect.inspect_head import describe
+from headstart.hub_export.replay.replay_file import read_replay
 
 
 @pytest.fixture

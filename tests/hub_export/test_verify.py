@@ -15,11 +15,12 @@ from headstart.heads.eagle import Eagle, EagleConfig
 from headstart.heads.eagle3 import Eagle3, Eagle3Config
 from headstart.heads.medusa import Medusa, MedusaConfig, ResBlock
 from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
-from headstart.hub_export import acceptance, export, replay_process, verify
+from headstart.hub_export import acceptance, export, verify
 from headstart.hub_export.acceptance import disagreements, intervals, pool
 from headstart.hub_export.export import main
-from headstart.hub_export.replay import draw
-from headstart.hub_export.replay_file import read_replay
+from headstart.hub_export.replay import replay_process
+from headstart.hub_export.replay.replay import draw
+from headstart.hub_export.replay.replay_file import read_replay
 
 H, V = 32, 320
 PROMPTS = ["def read(path):", "class Head(nn.Module):", "import torch", "return x + self.linear(x)"]
@@ -285,7 +286,7 @@ def test_figures_that_were_made_up_everywhere_are_not_measured_again(copy, check
     figure |= pool(figure["by_request"])
     stored["acceptance"] = [figure]
     (copy / "replay.json").write_text(json.dumps(stored))
-    from headstart.hub_export.acceptance_table import acceptance_table
+    from headstart.hub_export.card.acceptance_table import acceptance_table
 
     body = card[card.index("# copy" if "# copy" in card else "# medusa") :]
     start, end = body.index("Acceptance, measured"), body.index("Speed:")

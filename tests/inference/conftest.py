@@ -9,9 +9,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from headstart.heads.checkpoint import save_head
 from headstart.heads.medusa import Medusa, MedusaConfig
-from headstart.inference.drafters.oracle import OracleDrafter
-from headstart.inference.engine import Engine
+from headstart.inference.engine.engine import Engine
 from headstart.inference.llm import LLM
+from headstart.inference.speculation.drafters.oracle import OracleDrafter
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}<|assistant|>{% generation %}{{ m['content'] }}<|end|>"

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from headstart import LLM, SamplingParams, load_head
 from headstart.inference.forbidden_tokens import bad_word_sequences
 from headstart.inference.prompt_files import read_prompts, render_prompt
-from headstart.inference.tree import build_static_tree, save_tree
-from headstart.train.features import FrozenTarget
+from headstart.inference.speculation.tree import build_static_tree, save_tree
+from headstart.train.teacher.features import FrozenTarget
 
 ASSETS = Path(__file__).resolve().parents[2] / "assets"
 TARGET, HEADS = ASSETS / "stdlib-coder", ASSETS / "stdlib-coder-medusa"

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from headstart import LLM, SamplingParams
 from headstart.heads.checkpoint import save_head
 from headstart.inference.forbidden_tokens import bad_word_sequences
-from headstart.inference.tree import chain, save_tree
+from headstart.inference.speculation.tree import chain, save_tree
 
 EMBEDDED = Path(__file__).resolve().parents[2] / "assets" / "stdlib-coder"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 from headstart import LLM, SamplingParams
 from headstart.heads.checkpoint import save_head
-from headstart.inference.decoder import UnsupportedArchitecture
-from headstart.inference.shapes import config_of
+from headstart.inference.models.decoder import UnsupportedArchitecture
+from headstart.inference.models.shapes import config_of
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
@@ -146,8 +146,8 @@ def test_a_head_given_as_the_model_is_called_one(target_folder, head_folder, mak
 
 
 def test_weights_beyond_the_free_memory_are_refused_before_any_is_made(monkeypatch):
-    monkeypatch.setattr("headstart.inference.weights.free_bytes", lambda device: 20 << 30)
-    monkeypatch.setattr("headstart.inference.weights._allocate", lambda *_: pytest.fail("a weight was made"))
+    monkeypatch.setattr("headstart.inference.models.weights.free_bytes", lambda device: 20 << 30)
+    monkeypatch.setattr("headstart.inference.models.weights._allocate", lambda *_: pytest.fail("a weight was made"))
     with pytest.raises(ValueError, match=r"the weights take 29\.9 GiB in float32 and 20\.0 GiB are free on cpu"):
         LLM(config_of("llama-3-8b"), load_format="dummy", device="cpu", dtype="float32", max_model_len=64)
 

@@ -11,8 +11,8 @@ def mutated(module, before, after, folder):
     assert text.count(before) == 1, before
     path = folder / "mutant.py"
     path.write_text(text.replace(before, after))
-    spec = importlib.util.spec_from_file_location("headstart.kernels.mutant", path)
+    spec = importlib.util.spec_from_file_location(f"{module.__package__}.mutant", path)
     mutant = importlib.util.module_from_spec(spec)
-    sys.modules["headstart.kernels.mutant"] = mutant
+    sys.modules[spec.name] = mutant
     spec.loader.exec_module(mutant)
     return mutant

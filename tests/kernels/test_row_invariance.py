@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from headstart.kernels.linear import linear
+from headstart.kernels.attention.rotary import rotary
+from headstart.kernels.attention.tree_attention import PAGE, build_tree_index, tree_attention, tree_attention_reference
+from headstart.kernels.linear.linear import linear
 from headstart.kernels.rms_norm import add_rms_norm, rms_norm
-from headstart.kernels.rotary import rotary
 from headstart.kernels.silu_mul import silu_mul
-from headstart.kernels.tree_attention import PAGE, build_tree_index, tree_attention, tree_attention_reference
 
 DTYPES = [torch.float32, torch.bfloat16]
 COUNTS = (1, 2, 7, 15, 16, 17, 33, 64)

@@ -18,8 +18,9 @@ import torch.multiprocessing as mp
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from headstart.train import medusa, stdlib_pairs
-from headstart.train.checkpointing import list_checkpoints, read_state
+from headstart.train import medusa
+from headstart.train.data import stdlib_pairs
+from headstart.train.run.checkpointing import list_checkpoints, read_state
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}<|assistant|>{% generation %}{{ m['content'] }}<|end|>"
@@ -251,9 +252,9 @@ def free_port():
 
 @pytest.fixture(scope="session")
 def launch_nodes():
-    """benchmarks/launch_nodes.py's launch, without its folder on the path."""
+    """benchmarks/training/launch_nodes.py's launch, without its folder on the path."""
     found = spec_from_file_location(
-        "launch_nodes", Path(__file__).resolve().parents[2] / "benchmarks" / "launch_nodes.py"
+        "launch_nodes", Path(__file__).resolve().parents[2] / "benchmarks" / "training" / "launch_nodes.py"
     )
     module = module_from_spec(found)
     found.loader.exec_module(module)

@@ -7,7 +7,7 @@ import importlib
 import json
 import sys
 
-from headstart.train.stopping import leave_group
+from headstart.train.run.stopping import leave_group
 
 for trainer, argv in json.loads(sys.argv[1]):
     assert importlib.import_module(f"headstart.train.{trainer}").main(argv) == 0

@@ -7,7 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.heads.eagle import Eagle, EagleConfig
 from headstart.tests.inference.conftest import make_tokenizer
-from headstart.train.acceptance import AcceptanceMeter
+from headstart.train.run.acceptance import AcceptanceMeter
 
 
 def test_keys_of_an_earlier_state_of_the_head_are_not_used_again():

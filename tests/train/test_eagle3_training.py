@@ -15,9 +15,12 @@ from headstart.heads.checkpoint import load_head
 from headstart.heads.eagle3 import Eagle3
 from headstart.tests.heads.eagle_reference import eagle3_logits, eagle3_states
 from headstart.tests.train.conftest import all_lines, assert_rates_are_those_of_their_step
-from headstart.train import distillation, eagle3, predictions
-from headstart.train.checkpointing import list_checkpoints
-from headstart.train.data import encode_conversations, load_conversations, pack
+from headstart.train import eagle3
+from headstart.train.data.conversations import load_conversations
+from headstart.train.data.encoding import encode_conversations
+from headstart.train.data.packing import pack
+from headstart.train.loss import distillation, predictions
+from headstart.train.run.checkpointing import list_checkpoints
 
 
 def run(arguments, **keys):

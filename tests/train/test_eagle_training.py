@@ -16,9 +16,11 @@ from headstart.heads.checkpoint import load_head
 from headstart.heads.eagle import Eagle
 from headstart.tests.heads.eagle_reference import layer_rows, project
 from headstart.tests.train.conftest import all_lines, assert_rates_are_those_of_their_step
-from headstart.train import distillation, eagle, predictions
-from headstart.train.checkpointing import list_checkpoints
-from headstart.train.data import encode_conversations, load_conversations
+from headstart.train import eagle
+from headstart.train.data.conversations import load_conversations
+from headstart.train.data.encoding import encode_conversations
+from headstart.train.loss import distillation, predictions
+from headstart.train.run.checkpointing import list_checkpoints
 
 
 def run(arguments, **keys):

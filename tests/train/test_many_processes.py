@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from headstart.train import eagle, eagle3, medusa, mlp_speculator
-from headstart.train.checkpointing import read_state
+from headstart.train.run.checkpointing import read_state
 
 ROOT = Path(medusa.__file__).parents[1]
 SEVERAL = Path(__file__).with_name("several_runs.py")

@@ -19,8 +19,9 @@ from safetensors.torch import load_file
 
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.tests.train.conftest import all_lines, assert_rates_are_those_of_their_step
-from headstart.train import medusa, run_folder
-from headstart.train.checkpointing import (
+from headstart.train import medusa
+from headstart.train.run import run_folder
+from headstart.train.run.checkpointing import (
     describe_rows_per_step,
     find_damage,
     list_checkpoints,
@@ -28,7 +29,7 @@ from headstart.train.checkpointing import (
     read_state,
     save_checkpoint,
 )
-from headstart.train.optimization import build_optimizer
+from headstart.train.run.optimization import build_optimizer
 
 STEPS = {
     "max_steps": 9,

@@ -16,18 +16,19 @@ from transformers import AutoModelForCausalLM
 
 from headstart.heads.checkpoint import load_head, save_head
 from headstart.heads.medusa import Medusa, MedusaConfig
-from headstart.inference.adapter import read_adapter
+from headstart.inference.engine.sampling import SamplingParams
 from headstart.inference.llm import LLM
-from headstart.inference.sampling import SamplingParams
+from headstart.inference.models.adapter import read_adapter
 from headstart.tests.train.conftest import all_lines, assert_rates_are_those_of_their_step
-from headstart.train import medusa, sharded_target
-from headstart.train.checkpointing import list_checkpoints
-from headstart.train.distillation import Objective, find_labels
-from headstart.train.features import FrozenTarget, load_target
-from headstart.train.joint import AdaptedMeter, accumulate_joint_gradients, held_out_loss, summarize_joint
-from headstart.train.losses import Loss
-from headstart.train.predictions import medusa_predictions
-from headstart.train.target_adapter import TargetAdapter
+from headstart.train import medusa
+from headstart.train.loss.distillation import Objective, find_labels
+from headstart.train.loss.joint import AdaptedMeter, accumulate_joint_gradients, held_out_loss, summarize_joint
+from headstart.train.loss.losses import Loss
+from headstart.train.loss.predictions import medusa_predictions
+from headstart.train.run.checkpointing import list_checkpoints
+from headstart.train.teacher import sharded_target
+from headstart.train.teacher.features import FrozenTarget, load_target
+from headstart.train.teacher.target_adapter import TargetAdapter
 
 CPU = torch.device("cpu")
 STEPS = {"max_steps": 7, "checkpoint_every": 2, "eval_every": 3, "eval_prompts": 3, "eval_tokens": 8}
@@ -78,7 +79,7 @@ def accumulate(target, adapter, head, batch, supervised, objective, target_loss,
 
 
 def formula(target, adapter, head, batch, supervised, weights, target_loss, num_labels):
-    """The loss of train/joint.py's first lines, written out position by position on whole logits."""
+    """The loss of train/loss/joint.py's first lines, written out position by position on whole logits."""
     with torch.no_grad(), adapter.disabled():
         frozen = target.lm_head(target.forward(*batch)).log_softmax(-1)  # [B, T, V]
     features = target.forward(*batch)

@@ -9,10 +9,11 @@ import torch
 import transformers
 
 from headstart.train import medusa
-from headstart.train.checkpointing import check_output
-from headstart.train.data import BUILT_IN, load_conversations, pack
-from headstart.train.features import FrozenTarget
-from headstart.train.rows import build_rows, choose_documents, count_labels, rows_of_step
+from headstart.train.data.conversations import BUILT_IN, load_conversations
+from headstart.train.data.packing import pack
+from headstart.train.data.rows import build_rows, choose_documents, count_labels, rows_of_step
+from headstart.train.run.checkpointing import check_output
+from headstart.train.teacher.features import FrozenTarget
 
 SMALL = {"vocab_size": 48, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 SMALL |= {"max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": 2, "pad_token_id": 2}

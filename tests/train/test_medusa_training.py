@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from headstart.heads.checkpoint import load_head
 from headstart.tests.train.conftest import all_lines
 from headstart.train import medusa
-from headstart.train.data import encode_conversations, load_conversations
+from headstart.train.data.conversations import load_conversations
+from headstart.train.data.encoding import encode_conversations
 
 
 def run(arguments, **keys):

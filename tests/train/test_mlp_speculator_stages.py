@@ -16,10 +16,13 @@ from headstart.heads.checkpoint import save_head
 from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 from headstart.inference.open_batch import OpenBatch
 from headstart.tests.train.conftest import all_lines, assert_rates_are_those_of_their_step
-from headstart.train import generated_text, mlp_speculator, sharded_target
-from headstart.train.checkpointing import list_checkpoints
-from headstart.train.data import encode_conversations, load_conversations
-from headstart.train.generated_text import cut_prompts, generated_documents
+from headstart.train import mlp_speculator
+from headstart.train.data import generated_text
+from headstart.train.data.conversations import load_conversations
+from headstart.train.data.encoding import encode_conversations
+from headstart.train.data.generated_text import cut_prompts, generated_documents
+from headstart.train.run.checkpointing import list_checkpoints
+from headstart.train.teacher import sharded_target
 
 STEPS = {"max_steps": 7, "checkpoint_every": 2, "eval_every": 3, "eval_prompts": 3, "eval_tokens": 8}
 STAGE_2 = {"stage": 2, "prompt_tokens": 5, "answer_tokens": 9, "num_prompts": 20, "loss": "hard"}

@@ -14,8 +14,10 @@ from headstart.heads.checkpoint import load_head, save_head
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 from headstart.tests.train.conftest import all_lines
-from headstart.train import distillation, mlp_speculator, predictions
-from headstart.train.data import encode_conversations, load_conversations
+from headstart.train import mlp_speculator
+from headstart.train.data.conversations import load_conversations
+from headstart.train.data.encoding import encode_conversations
+from headstart.train.loss import distillation, predictions
 
 SHAPE = (32, 48, 24, 3)  # hidden, vocabulary, inner, steps
 

@@ -1,0 +1,223 @@
+"""`headstart bench engine`: tokens per second of the whole engine, through LLM.generate, on random weights of a named shape.
+
+Drafts come from a random head of any method and are accepted by the verifier `synthetic` at a given acceptance length, so the
+figures are those of the engine with a head that good, and the outputs mean nothing. Plain decoding stands beside it. The rate is
+that of the steady state: from where the last prompt is computed to where the first output ends. *of graph* compares it with the
+step's CUDA graph replayed alone, which is all that the engine could reach. Also measured: the first token of one prompt; with
+`startup`, a process from its start to its first token with a cold and a warm Triton cache; and the memory taken at the most.
+"""
+
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from ...evaluation.results import Report, decimals, plain
+from ...evaluation.step_recorder import NoSteadyState, StepRecorder
+from ...evaluation.timing import Repeatable, Times, release
+from ...inference.engine.sampling import SamplingParams
+from ...inference.engine.slots import INTEGERS
+from ...inference.llm import LLM
+from ...inference.speculation.options import DraftSource, choose_tree, choose_verifier
+from ..random_heads import bytes_with_head, empty_head, random_head
+from ..shape import NUM_HEADS, check_fits, config_of_shape
+from .startup import seconds_to_first_token
+
+COLUMNS = {
+    "draft": ("draft", 22, plain),
+    "batch": ("batch", 5, plain),
+    "acceptance": ("asked", 5, decimals(2)),
+    "depth": ("depth", 5, decimals(1)),
+    "tokens_per_step": ("tokens/step", 11, decimals(2)),
+    "tokens_per_second": ("tokens/s", 8, decimals(0)),
+    "p20": ("p20 ms", 7, decimals(2)),
+    "p50": ("p50 ms", 7, decimals(2)),
+    "p80": ("p80 ms", 7, decimals(2)),
+    "mean": ("ms/step", 7, decimals(3)),
+    "graph": ("graph ms", 8, decimals(3)),
+    "of_graph": ("of graph", 8, lambda value: f"{value:.1%}"),
+    "peak": ("peak GiB", 8, decimals(1)),
+}
+FIRST_TOKENS = 7  # prompts whose first token is timed
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What `bench engine` measures; see `headstart bench engine --help`."""
+
+    shape: str
+    head: str | None = "medusa"  # a method of random_heads.py; None: plain decoding alone
+    num_speculative_tokens: int = NUM_HEADS
+    acceptance: tuple[float, ...] = (2.0, 3.0)
+    batches: tuple[int, ...] = (1, 4, 16, 64)
+    lm_head: str = "own"
+    tree: str = "chain"
+    adaptive: bool = False  # also with the depth of every step chosen by the engine
+    prompt_tokens: int = 1000
+    new_tokens: int = 256
+    startup: bool = True
+
+
+def num_steps_by_depth(plan):
+    """How many steps of each depth an adaptive plan has seen: a Counter, empty for other plans."""
+    found = Counter()
+    if plan.measures:
+        for (_, depth), average in plan.seconds.items():
+            found[depth] += average.count
+    return found
+
+
+def bench_engine(settings, device, dtype, command, output=None, commit=None):
+    """Measure every line of `settings`. Prints the table, then the JSON object, which is returned."""
+    config = config_of_shape(settings.shape)
+    length = settings.prompt_tokens + settings.new_tokens
+    if length > config.max_position_embeddings:
+        raise ValueError(
+            f"{length} tokens of prompt and output are beyond the shape's {config.max_position_embeddings}"
+        )
+    if min(settings.new_tokens, settings.prompt_tokens) < 2:
+        raise ValueError("--prompt-tokens and --new-tokens must be at least 2")
+    shared = settings.lm_head == "shared"
+    if settings.head is None:
+        check_fits(settings.shape, device, dtype)
+    else:
+        depth = settings.num_speculative_tokens
+        speculative = {"tree": settings.tree, "verifier": "synthetic", "num_speculative_tokens": depth}
+        head = empty_head(settings.head, config, depth, shared)
+        tree = choose_tree(speculative | {"model": head}, DraftSource(settings.head, head))
+        for acceptance in settings.acceptance:  # refuses what such drafts cannot reach
+            choose_verifier("synthetic", {"acceptance_length": acceptance}, tree, "cpu")
+        with_head = partial(bytes_with_head, method=settings.head, depth=depth, shared_lm_head=shared)
+        check_fits(settings.shape, device, dtype, with_head, "the weights and the head")
+    report = Report("engine", COLUMNS, device, command, vars(settings), output, commit)
+    most = max(settings.batches)
+    if settings.startup:  # first, while this process holds no memory of the device
+        name = str(dtype).removeprefix("torch.")
+        found = seconds_to_first_token(settings.shape, name, str(device), most, settings.prompt_tokens)
+        said = ", ".join(
+            f"{which} Triton cache {seconds['first_token']:.1f} s ({seconds['built']:.1f} until built)"
+            for which, seconds in found.items()
+        )
+        report.state(f"from the start of a process to its first token: {said}", startup=found)
+    # Holds the weights, and a cache that nothing uses; every engine measured shares them.
+    base = LLM(
+        config,
+        load_format="dummy",
+        dtype=dtype,
+        device=str(device),
+        max_model_len=length,
+        max_num_seqs=1,
+        enforce_eager=True,
+    )
+    bench = EngineBench(settings, report, base)
+    bench.measure_draft("plain", None)
+    if settings.head is not None:
+        speculative["model"] = random_head(settings.head, config, base.engine.decoder, depth, shared)
+        name = f"{settings.head} {settings.tree}" + (f", {settings.lm_head}" if settings.head == "medusa" else "")
+        for acceptance in settings.acceptance:
+            bench.measure_draft(name, speculative | {"acceptance_length": acceptance})
+            if settings.adaptive:
+                asked = {"acceptance_length": acceptance, "adaptive": True}
+                bench.measure_draft(f"{name}, adaptive", speculative | asked)
+    return report.finish()
+
+
+class EngineBench:
+    """Builds an engine per way of drafting, runs it at every batch size and writes the lines."""
+
+    def __init__(self, settings, report, base):
+        self.settings, self.report, self.base, self.dice = settings, report, base, random.Random(0)
+
+    def measure_draft(self, draft, speculative):
+        """The lines of one way of drafting; with plain decoding the first token too."""
+        settings, device = self.settings, self.base.device
+        release(device)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        llm = LLM(
+            self.base,
+            max_model_len=self.base.max_model_len,
+            max_num_seqs=max(settings.batches),
+            speculative_config=speculative,
+        )
+        if speculative is None:
+            self.first_token(llm)
+        for batch in settings.batches:
+            row = {"draft": draft, "batch": batch, "nodes": llm.tree.num_nodes}
+            row["acceptance"] = speculative and speculative["acceptance_length"]
+            try:
+                self.report.add(row | self.measure(llm, batch))
+            except NoSteadyState as error:
+                self.report.note(f"{draft}, batch {batch}: left out, {error}")
+
+    def prompts(self, llm, count):
+        """Prompts that share nothing, so that no page of an earlier one is found in the cache."""
+        vocab = llm.engine.decoder.vocab_size
+        return [[self.dice.randrange(vocab) for _ in range(self.settings.prompt_tokens)] for _ in range(count)]
+
+    def first_token(self, llm):
+        """Time from the call to the first token, one prompt at a time."""
+        params, samples = SamplingParams(max_tokens=1, ignore_eos=True), []
+        for number, prompt in enumerate(self.prompts(llm, 2 + FIRST_TOKENS)):
+            start = time.perf_counter()
+            llm.generate([prompt], params)
+            if number >= 2:  # the first ones compile
+                samples.append((time.perf_counter() - start) * 1e3)
+        times = Times.of(samples)
+        self.report.state(
+            f"first token of a prompt of {self.settings.prompt_tokens} tokens: {times.p50:.1f} ms "
+            f"(p20 {times.p20:.1f}, p80 {times.p80:.1f})",
+            first_token_ms=times.as_dict(),
+        )
+
+    def measure(self, llm, batch):
+        params = SamplingParams(max_tokens=self.settings.new_tokens, ignore_eos=True)
+        plan = llm.engine.plan
+        if plan.measures:  # first it learns what each depth costs and gives
+            llm.generate(self.prompts(llm, batch), params)
+        before = num_steps_by_depth(plan)
+        with StepRecorder(llm.engine) as recorder:
+            llm.generate(self.prompts(llm, batch), params)
+        tokens, seconds, steps = recorder.steady(batch)
+        mean = seconds * 1e3 / len(steps)
+        chosen = num_steps_by_depth(plan) - before
+        # Alone, the step of the whole tree: an engine that cuts it has no one step to compare with.
+        graph = None if plan.measures else self.graph_alone(llm, batch, len(steps)).p50
+        return {
+            "depth": sum(depth * count for depth, count in chosen.items()) / chosen.total()
+            if chosen
+            else llm.tree.max_depth,
+            "tokens_per_step": tokens / len(steps) / batch,
+            "tokens_per_second": tokens / seconds,
+            **Times.of(steps).as_dict(),
+            "mean": mean,
+            "graph": graph,
+            "of_graph": graph and graph / mean,
+            "steps": len(steps),
+            "peak": torch.cuda.max_memory_allocated(llm.device) / 2**30 if llm.device.type == "cuda" else None,
+        }
+
+    def graph_alone(self, llm, batch, repeats):
+        """Times of the engine's own step, replayed without the engine, for requests in the middle of their outputs.
+
+        As often as the engine has stepped: a card at its power limit slows down in the first second.
+        """
+        engine, settings = llm.engine, self.settings
+        slots, device = engine.slots, llm.device
+        context = settings.prompt_tokens + settings.new_tokens // 2
+        pages = slots.block_table.shape[1]
+        values = {"committed": context, "remaining": 1 << 20}
+        state = torch.tensor([values.get(name, 0) for name in INTEGERS], device=device)
+        table = torch.arange(batch * pages, device=device).view(batch, pages) % engine.cache.num_pages + 1
+        slots.block_table[:batch] = table
+        slots.floats[:batch] = 0  # greedy
+        rows = list(range(batch))
+
+        def step():
+            slots.integers[:batch] = state  # each step would move the requests on
+            engine.graphs.run(rows, False)
+
+        return Repeatable(step, device, captured=False).time(repeats)

@@ -1,0 +1,63 @@
+"""From the start of a process to its first token, measured by a child process: `seconds_to_first_token`.
+
+As a script (what the child runs) it prints {"imported", "built", "first_token"}: seconds since BEGAN, when it was started.
+
+    python -m headstart.benchmarks.engine.startup SHAPE DTYPE DEVICE MAX_NUM_SEQS PROMPT_TOKENS BEGAN
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+
+TIMEOUT = 400  # seconds; a cold Triton cache compiles every kernel
+
+
+def seconds_to_first_token(shape, dtype, device, max_num_seqs, prompt_tokens):
+    """Start-up with an empty Triton cache, then with the one that the first left.  {"cold": {...}, "warm": {...}}
+
+    Each is {"imported", "built", "first_token"} in seconds since the process was started. No weights are read: they are random.
+    Raises RuntimeError with the child's last words if it fails.
+    """
+    found = {}
+    with tempfile.TemporaryDirectory() as cache:
+        for name in ("cold", "warm"):
+            arguments = [shape, dtype, device, max_num_seqs, prompt_tokens, time.time()]
+            command = [sys.executable, "-m", "headstart.benchmarks.engine.startup", *map(str, arguments)]
+            environment = {**os.environ, "TRITON_CACHE_DIR": cache}
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
+            if done.returncode:
+                raise RuntimeError(f"measuring start-up failed: {done.stderr.strip()[-2000:]}")
+            found[name] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def main(shape, dtype, device, max_num_seqs, prompt_tokens, began):
+    import torch
+
+    from ...inference.engine.sampling import SamplingParams
+    from ...inference.llm import LLM
+    from ...inference.threads import choose_threads
+    from ..shape import config_of_shape
+
+    def since():
+        return round(time.time() - float(began), 3)
+
+    seconds = {"imported": since()}
+    config, count = config_of_shape(shape), int(prompt_tokens)
+    choose_threads(config, torch.device(device))
+    length = min(config.max_position_embeddings, 2 * count)
+    llm = LLM(
+        config, load_format="dummy", dtype=dtype, device=device, max_model_len=length, max_num_seqs=int(max_num_seqs)
+    )
+    seconds["built"] = since()
+    prompt = torch.randint(config.vocab_size, (count,)).tolist()
+    llm.generate([prompt], SamplingParams(max_tokens=1))
+    seconds["first_token"] = since()
+    print(json.dumps(seconds))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

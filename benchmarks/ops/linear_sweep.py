@@ -1,0 +1,148 @@
+"""`headstart bench kernel linear --sweep`: which launch of a product is fastest, for kernels/linear/linear_table.py.
+
+Every number of splits of K is measured, because it decides bits and is one for all rows; tiles, stages and warps change none. The
+table is not written: its entries are chosen by hand, and a changed number of splits changes every output.
+"""
+
+import itertools
+import os
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import NamedTuple
+
+import torch
+from tqdm import tqdm
+
+from ...evaluation.timing import release, time_of
+from ...kernels.linear.gated_mlp import gate_up_silu
+from ...kernels.linear.linear import decode_parts, empty_rows
+from ...kernels.linear.linear_prefill import maps_fit, prefill_linear
+from ...kernels.linear.linear_table import DECODE_ROWS, SPLIT_ALIGNMENT, Launch, PrefillLaunch, num_splits, tile_rows
+
+SHARED_MEMORY = 227 << 10  # bytes of an H200's multiprocessor that one program may take
+PAST_L2 = 300e6  # bytes of weights that a measurement walks through, six times the L2
+
+
+class Case(NamedTuple):
+    """One launch of one product: w [N, K] times `count` rows."""
+
+    name: str
+    N: int
+    K: int
+    count: int
+    splits: int
+    launch: Launch | PrefillLaunch
+
+    def run(self, x, w):
+        if self.name == "gate_up":
+            gate_up_silu(x, w, launch=self.launch)
+        elif isinstance(self.launch, PrefillLaunch):
+            prefill_linear(x, w, splits=self.splits, launch=self.launch)
+        else:
+            decode_parts(x, w, splits=self.splits, launch=self.launch)
+
+
+def decode_launches(rows, operands=1):
+    """Launches that fit, for a row tile of `rows` and so many weight tiles at once."""
+    for features, depth, stages, warps in itertools.product((64, 128), (64, SPLIT_ALIGNMENT), (3, 4, 6, 8), (4, 8)):
+        taken = (features * operands + rows) * depth * 2 * stages
+        accumulators = features * operands * rows // (32 * warps)
+        if (
+            taken <= SHARED_MEMORY
+            and depth * stages >= 256
+            and accumulators <= 160
+            and (warps == 4 or features * depth >= 8192)
+        ):
+            yield Launch(features, depth, stages, warps)
+
+
+def prefill_launches(splits, operands=1):
+    """Launches that fit, for the kernel of many rows."""
+    for (rows, features), stages, group in itertools.product(((128, 256), (256, 128), (128, 128)), (3, 4), (4, 8, 16)):
+        if operands == 2 and (rows, features) != (128, 128):
+            continue
+        taken = (features * operands + rows) * 64 * 2 * stages + rows * min(features, 128) * (2 if splits == 1 else 4)
+        if taken <= SHARED_MEMORY:
+            yield PrefillLaunch(rows, features, 64, stages, 8, group)
+
+
+def cases_of(products, rows, dtype):
+    """Every launch worth a try.  products: {name: (N, K)} -> list of Case"""
+    cases = []
+    for (name, (N, K)), count in itertools.product(products.items(), rows):
+        shapes = [torch.empty(size, K, dtype=dtype, device="meta") for size in (count, N)]
+        prefill, operands = count > DECODE_ROWS and maps_fit(*shapes), 1 + (name == "gate_up")
+        for splits in (1,) if name == "gate_up" else (1, 2, 4):
+            launches = prefill_launches(splits, operands) if prefill else decode_launches(tile_rows(count), operands)
+            cases += [Case(name, N, K, count, splits, launch) for launch in launches]
+    return cases
+
+
+def _compile(case, device, dtype):
+    """Run one case once: Triton's cache on disk keeps what it compiled."""
+    from triton.runtime.errors import OutOfResources
+
+    try:
+        with torch.cuda.device(device):
+            case.run(
+                empty_rows(case.count, case.K, dtype, device), torch.empty(case.N, case.K, dtype=dtype, device=device)
+            )
+            torch.cuda.synchronize(device)
+    except (OutOfResources, torch.cuda.OutOfMemoryError):
+        pass  # measured, or passed over, later
+
+
+def compile_ahead(cases, device, dtype):
+    """Compile all cases in as many processes as there are cores: by far the most of a sweep's time."""
+    workers = min(max((os.cpu_count() or 1) - 1, 1), 16)
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        work = pool.map(_compile, cases, itertools.repeat(device), itertools.repeat(dtype), chunksize=4)
+        for _ in tqdm(work, desc="compiling", total=len(cases), leave=False, disable=None, dynamic_ncols=True):
+            pass
+
+
+def sweep_linear(products, rows=(1, 16, 32, 64, 80, 128, 256, 2048), device="cuda", dtype=torch.bfloat16, repeats=7):
+    """Times of every launch of every product at every number of rows; prints the winners.
+
+    products: {name: (N, K)}; one called "gate_up" is measured as gate_up_silu. Returns rows of {product, N, K, rows, splits,
+    launch, microseconds, floor_microseconds}, the floor being the weights at 4.23 TB/s. Raises ValueError off the GPU.
+    """
+    device = torch.device(device)
+    if device.type != "cuda":
+        raise ValueError(f"the sweep measures GPU launches, got the device {device}")
+    cases, found = cases_of(products, rows, dtype), []
+    compile_ahead(cases, device, dtype)
+    for (N, K), of_product in itertools.groupby(cases, lambda case: (case.N, case.K)):
+        copies = max(2, min(8, int(PAST_L2 / (N * K * 2)) + 1))
+        weights = [torch.randn(N, K, device=device, dtype=dtype) * K**-0.5 for _ in range(copies)]
+        for (name, count, splits), group in itertools.groupby(
+            of_product, lambda case: (case.name, case.count, case.splits)
+        ):
+            x = empty_rows(count, K, dtype, device).normal_()
+            lines = [line for line in (_measure(case, x, weights, repeats) for case in group) if line]
+            found += lines
+            if lines:
+                best = min(lines, key=lambda line: line["microseconds"])
+                chosen = " (the table's splits)" if splits == num_splits(N, K) else ""
+                print(
+                    f"{name} {N} x {K}, {count} rows, {splits} splits: {best['microseconds']:.1f} us, weights alone "
+                    f"{best['floor_microseconds']:.1f}: {best['launch']}{chosen}",
+                    flush=True,
+                )
+        del weights
+        release(device)
+    return found
+
+
+def _measure(case, x, weights, repeats):
+    """The line of one case, or None where the compiler cannot place it."""
+    from triton.runtime.errors import OutOfResources
+
+    try:
+        times = time_of(lambda: [case.run(x, w) for w in weights], x.device, repeats, num_calls=len(weights))
+    except OutOfResources:
+        return None  # the estimate lets a few through
+    return dict(
+        product=case.name, N=case.N, K=case.K, rows=case.count, splits=case.splits, launch=case.launch,
+        microseconds=times.p50 * 1e3, floor_microseconds=case.N * case.K * 2 / 4.23e6,
+    )  # fmt: skip

@@ -1,0 +1,63 @@
+"""`headstart bench kernel rules`: what every verifier costs from the target's logits to the verdict, filters included.
+
+    trees of 64 nodes (fewer rows: one smaller tree)     strict, recursive, traversal
+    chains of 5 nodes                                    strict, token, block
+
+Two lines each: with a temperature alone, and *cut*, with temperature, top-k and top-p. Drawing the drafts is not part of it. The
+floor is reading the logits once.
+"""
+
+import torch
+
+from ...inference.engine.sampling import CUT, NO_FILTERS
+from ...inference.engine.slots import FLOATS, INTEGERS, SlotTable
+from ...inference.engine.step import draft_scores, draw, target_scores
+from ...inference.speculation.draw_nodes import NodeDraws
+from ...inference.speculation.tree import MAX_NODES, chain
+from ...inference.speculation.verify import Ratio, TreeTensors, strict
+from ..shape import spread_tree
+
+TREE_RULES, CHAIN_RULES = ("strict", "recursive", "traversal"), ("strict", "token", "block")
+CHAIN = 5  # nodes
+SAMPLED = {"committed": 10, "remaining": 1 << 20, "top_k": 50, "seed": 1}
+LAW = {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.0}
+
+
+def bench_rules(bench):
+    """All rules at every number of rows from CHAIN on; bench: kernel.KernelBench."""
+    for rows in bench.settings.rows:
+        if not CHAIN <= rows <= 1024:
+            continue
+        nodes = min(rows, MAX_NODES)
+        for topology, batch, names in (
+            (spread_tree(nodes), rows // nodes, TREE_RULES),
+            (chain(CHAIN - 1), rows // CHAIN, CHAIN_RULES),
+        ):
+            for name in names:
+                for filters in (NO_FILTERS, CUT):
+                    _line(bench, name, topology, batch, filters)
+
+
+def _line(bench, name, topology, batch, filters):
+    device, vocab, tree = bench.device, bench.sizes.vocab, TreeTensors(topology, bench.device)
+    slots = SlotTable(batch, 2, 16, vocab, bench.dtype, device)
+    slots.integers[:batch] = torch.tensor([SAMPLED.get(column, 0) for column in INTEGERS], device=device)
+    slots.floats[:batch] = torch.tensor([LAW.get(column, 0.0) for column in FLOATS], device=device)
+    requests = slots.gather(torch.arange(batch, device=device), tree.depths)
+    logits = bench.random(batch * tree.num_nodes, vocab, scale=3)
+    laws = bench.random(tree.max_depth, batch, vocab, scale=3), requests.temperature, None
+    if filters:
+        laws = draft_scores(
+            requests, filters, slots, tree.max_depth, laws[0], torch.arange(tree.max_depth, device=device)
+        )
+    drafted = NodeDraws(tree, "sampled")(requests, *laws)
+    tokens, ratio = drafted.tokens.clamp(min=0), Ratio(name) if name != "strict" else None
+
+    def ours():
+        if ratio is None:
+            target = draw(requests, logits, filters, slots)
+            return strict(tree, tokens, target.view(tokens.shape), requests)
+        return ratio(tree, drafted, requests, *target_scores(requests, logits, filters, slots))
+
+    what = f"{name}, {batch} x {tree.num_nodes}{', cut' if filters else ''}"
+    bench.line("rules", what, len(logits), ours, None, logits.nbytes)

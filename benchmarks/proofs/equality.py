@@ -1,0 +1,203 @@
+"""Does speculation change a bit?  Plain decoding against every way of drafting, tokens and logprobs, on a GPU (or, smaller, a CPU).
+
+    python benchmarks/proofs/equality.py                     at least a million emitted tokens; a few minutes on one H200
+    python benchmarks/proofs/equality.py --requests 8 --max-tokens 40 --target embedded
+
+Targets: the embedded model, and a random one of two layers as wide as an 8B Llama-3. Drafters: Medusa heads (trained ones for
+the embedded model, untrained ones for the wide one), and an oracle that knows the plain outputs and lies half of the time, so
+that every length of accepted path comes up. Per target, dtype and temperature, and once more with every request asking for
+something else beside it (filters, penalties, biases ...): all requests plainly in one batch, a few of them again alone and with
+their logprobs, then every tree in batches of several sizes, in shuffled order. Exits with 1 if anything differs.
+"""
+
+import argparse
+import json
+import random
+import sys
+import time
+from datetime import date
+from pathlib import Path
+
+import torch
+
+from headstart.evaluation.compare import hardware_name
+from headstart.heads.medusa import Medusa, MedusaConfig
+from headstart.inference.engine.engine import Engine
+from headstart.inference.engine.sampling import SamplingParams
+from headstart.inference.llm import LLM
+from headstart.inference.models.shapes import config_of
+from headstart.inference.speculation.drafters.oracle import OracleDrafter
+from headstart.inference.speculation.tree import build_static_tree, chain
+
+ROOT = Path(__file__).resolve().parents[2]
+EMBEDDED, EMBEDDED_HEAD = ROOT / "assets" / "stdlib-coder", ROOT / "assets" / "stdlib-coder-medusa"
+TREES = {
+    "chain of 1": chain(1),
+    "chain of 4": chain(4),
+    "tree of 24": build_static_tree([[0.6, 0.3, 0.2, 0.1], [0.5, 0.3, 0.1], [0.5, 0.2], [0.4, 0.2], [0.4]], 24),
+    "tree of 64": build_static_tree([[0.3] * 10, [0.2] * 8, [0.2] * 8, [0.1] * 4], 64),
+}
+# What requests ask for in turn where they do not all ask for the same.
+MIXED = [
+    {},
+    {"top_p": 0.9},
+    {"top_k": 50, "top_p": 0.95},
+    {"temperature": 0.0, "repetition_penalty": 1.3},
+    {"min_p": 0.05, "presence_penalty": 0.5, "frequency_penalty": 0.2},
+    {"logit_bias": {5: 4.0, 17: -100.0}, "top_k": 400},
+    {"allowed_token_ids": list(range(3, 2003, 2)), "frequency_penalty": 0.7},
+    {"temperature": 0.3, "top_p": 0.7, "repetition_penalty": 0.9},
+]
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--target", action="append", choices=["embedded", "wide"], help="may be given again (default: both)"
+    )
+    parser.add_argument(
+        "--dtype", action="append", choices=["bfloat16", "float16", "float32"], help="default: both halves"
+    )
+    parser.add_argument("--requests", type=int, default=96, help="per run (default 96)")
+    parser.add_argument("--max-tokens", type=int, default=320, help="new tokens per request (default 320)")
+    parser.add_argument("--output", help="write the result as JSON here")
+    options = parser.parse_args(arguments)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows = []
+    for target in options.target or ["embedded", "wide"]:
+        for dtype in options.dtype or ["bfloat16", "float16"]:
+            rows += compare_target(target, dtype, device, options.requests, options.max_tokens)
+            torch.cuda.empty_cache()
+    result = {
+        "hardware": hardware_name(device),
+        "torch": torch.__version__,
+        "date": date.today().isoformat(),
+        "speculated_tokens": sum(row["tokens"] for row in rows if row["draft"] != "plain"),
+        "emitted_tokens": sum(row["tokens"] for row in rows),
+        "differing_requests": sum(row["differing"] for row in rows),
+        "rows": rows,
+    }
+    if options.output:
+        Path(options.output).write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps({key: value for key, value in result.items() if key != "rows"}))
+    return 1 if result["differing_requests"] else 0
+
+
+def make_llm(target, dtype, device, **options):
+    """The embedded target, or a random one of an 8B's width."""
+    shared = dict(dtype=dtype, device=device, max_model_len=2048, seed=0, **options)
+    if target == "embedded":
+        return LLM(EMBEDDED, **(shared | {"max_model_len": 1024}))
+    return LLM(config_of("llama-3-8b-2layers"), load_format="dummy", **shared)
+
+
+def make_prompts(llm, count, generator):
+    """Random tokens of mixed lengths: many at the borders of tiles (64) and chunks (256)."""
+    room = llm.max_model_len // 2
+    borders = [n + d for n in (16, 64, 128, 256, 512) for d in (-1, 0, 1)]
+    lengths = [
+        generator.choice(borders) if generator.random() < 0.5 else generator.randrange(1, room) for _ in range(count)
+    ]
+    vocab = llm.engine.decoder.vocab_size
+    return [[generator.randrange(vocab) for _ in range(min(length, room))] for length in lengths]
+
+
+def with_oracle(llm, known, prompts, tree, batch):
+    """The LLM's engine rebuilt with a drafter that knows the outputs."""
+    decoder = llm.engine.decoder
+    drafter = OracleDrafter(known, [len(p) for p in prompts], 0.55, decoder.vocab_size, decoder.device)
+    other = LLM(llm, max_model_len=llm.max_model_len, max_num_seqs=1, num_gpu_blocks_override=64, enforce_eager=True)
+    other.engine = Engine.build(decoder, llm.eos_token_ids, llm.max_model_len, batch, drafter, tree)
+    return other
+
+
+def compare_target(target, dtype, device, num_requests, max_tokens):
+    """Rows of one target and dtype."""
+    base = make_llm(target, dtype, device, max_num_seqs=min(64, num_requests))
+    prompts = make_prompts(base, num_requests, random.Random(1))
+    rows = []
+    for temperature, mixed in ((0.0, [{}]), (0.8, [{}]), (0.8, MIXED)):
+        labels = {"target": target, "dtype": dtype, "parameters": "mixed" if len(mixed) > 1 else "temperature"}
+        comparison = Comparison(base, prompts, temperature, mixed, max_tokens, labels)
+        rows += comparison.run(medusa_heads(target, base))
+    return rows
+
+
+class Comparison:
+    """All ways of answering the same requests at one temperature, each with one of the parameters in `mixed` as well."""
+
+    def __init__(self, base, prompts, temperature, mixed, max_tokens, labels):
+        self.base, self.prompts, self.temperature, self.max_tokens = base, prompts, temperature, max_tokens
+        self.mixed = mixed
+        self.labels, self.rows, self.random = labels, [], random.Random(2)
+
+    def answer(self, llm, which, logprobs=None, tokens=None):
+        """Requests `which` in shuffled order.  -> {request: (token ids, (logprobs, those of the prompt))}"""
+        order = list(which)
+        self.random.shuffle(order)
+        shared = dict(temperature=self.temperature, max_tokens=tokens or self.max_tokens, ignore_eos=True)
+        shared |= dict(logprobs=logprobs, prompt_logprobs=logprobs)
+        params = [SamplingParams(seed=i, **(shared | self.mixed[i % len(self.mixed)])) for i in order]
+        outputs = llm.generate([self.prompts[i] for i in order], params)
+        return {i: (o.outputs[0].token_ids, (o.outputs[0].logprobs, o.prompt_logprobs)) for i, o in zip(order, outputs)}
+
+    def add(self, draft, llm, which, expected, **options):
+        """Answer, compare with what is expected (None: nothing yet), and keep a row.  -> the answers"""
+        started = time.perf_counter()
+        found = self.answer(llm, which, **options)
+        row = self.labels | {
+            "temperature": self.temperature,
+            "draft": draft,
+            "batch": llm.engine.scheduler.max_num_seqs,
+            "requests": len(found),
+            "tokens": sum(len(tokens) for tokens, _ in found.values()),
+            "acceptance_length": round(llm.engine.metrics.spec_decode.acceptance_length, 3),
+            "differing": sum(found[i] != expected[i] for i in found) if expected else 0,
+            "seconds": round(time.perf_counter() - started, 1),
+        }
+        self.rows.append(row)
+        print(" ".join(f"{key}={value}" for key, value in row.items()), file=sys.stderr, flush=True)
+        llm.engine.scheduler.check()
+        return found
+
+    def run(self, heads):
+        everyone = range(len(self.prompts))
+        few = sorted(self.random.sample(everyone, min(6, len(everyone))))
+        short = dict(logprobs=2, tokens=min(48, self.max_tokens))
+        plain = self.add("plain", self.base, everyone, None)
+        alone = LLM(self.base, max_model_len=self.base.max_model_len, max_num_seqs=1, enable_prefix_caching=False)
+        self.add("plain", alone, few, plain)
+        scored = self.add("plain, logprobs", alone, few, None, **short)
+        assert all(scored[i][0] == plain[i][0][: short["tokens"]] for i in few)
+        known = [plain[i][0] for i in everyone]
+        for name, tree in TREES.items():
+            for batch in (1, 8, 64):
+                llm = with_oracle(self.base, known, self.prompts, tree, batch)
+                self.add(f"oracle, {name}", llm, few if batch == 1 else everyone, plain)
+                if batch == 8:
+                    self.add(f"oracle, {name}, logprobs", llm, few, scored, **short)
+        for name, config in heads.items():
+            llm = LLM(self.base, max_model_len=self.base.max_model_len, max_num_seqs=32, speculative_config=config)
+            self.add(f"medusa, {name}", llm, everyone, plain)
+        return self.rows
+
+
+def medusa_heads(target, base):
+    """speculative_configs by name."""
+    if target == "embedded":
+        return {
+            "chain": {"model": str(EMBEDDED_HEAD)},
+            "static tree": {"model": str(EMBEDDED_HEAD), "tree": "static"},
+        }
+    decoder, found = base.engine.decoder, {}
+    for shared in (False, True):
+        shape = dict(hidden_size=decoder.hidden_size, vocab_size=decoder.vocab_size, num_heads=4)
+        with torch.device(decoder.device):
+            head = Medusa(MedusaConfig(shared_lm_head=shared, **shape)).to(decoder.dtype).eval()
+        head.initialize_from_target(decoder.lm_head)
+        found["random, shared lm_head" if shared else "random, own lm_heads"] = {"model": head}
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,241 @@
+"""Does a run survive kill -9?  Kill it at random moments, go on with --resume, and compare with the undisturbed run, bit by bit.
+
+    python benchmarks/proofs/survival.py --kills 20 --output runs/survival -- train/medusa.py --config configs/quickstart.yaml
+    python benchmarks/proofs/survival.py --kills 20 --output runs/survival --forked -- train/medusa.py ...     seconds, not minutes
+
+What follows `--` is a training script and its keys; `output` and `resume` are given here. The undisturbed run comes first. Then
+the same run is killed after a random time, from before its folder exists to after its last step, and started again with --resume,
+until it is finished; and another one, until there were so many kills. On a CPU `autocast: auto` may come out otherwise each time.
+
+--forked, for a CPU: this process imports what the script needs and forks, so that no time goes into imports; and a run is killed
+as it is about to open, rename or remove its n-th file or folder, n being random: moments that a clock would hardly ever hit.
+
+After every kill, all checkpoints and all shards of the feature cache that lie there must be whole. Of a finished run, every line
+of metrics.jsonl but what the clock decides, acceptance.json, the optimiser's state and the bytes of head/ must be those of the
+undisturbed run, and nothing unfinished may be left. Exits with 1 if anything is not so. The last line is JSON. It does not pull
+the plug: what the system has not yet written to the disk is not lost.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import random
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from datetime import date
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from headstart.evaluation.compare import hardware_name
+from headstart.train.run.checkpointing import find_damage, list_checkpoints
+from headstart.train.teacher.feature_cache import TOLD, checksum_of
+
+CLOCK = ("tokens_per_second", "peak_memory_gib")  # what differs between equal runs
+NOTHING_THERE = "there is no run in"  # what a run says that is resumed before there is anything
+
+
+class Killed(Exception):
+    """The run was killed, as was asked."""
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, required=True, help="a new folder: whole/, killed-0/ ..., log.txt")
+    parser.add_argument("--forked", action="store_true")
+    parser.add_argument("script", nargs="+", help="after --: the training script and its keys")
+    options = parser.parse_args(arguments)
+    options.output.mkdir(parents=True)
+    launch = Forked(options) if options.forked else Started(options)
+    whole = options.output / "whole"
+    begun = time.perf_counter()
+    if launch(whole, resume=False, moment=None):
+        return report_failure(launch, "the undisturbed run failed")
+    seconds = time.perf_counter() - begun
+    span = launch.length or seconds  # files touched, or seconds
+    print(f"undisturbed: {seconds:.1f} s; moments up to {span:.4g}", file=sys.stderr)
+
+    rng, moments, runs = random.Random(options.seed), [], 0
+    while len(moments) < options.kills:
+        run, finished, there = options.output / f"killed-{runs}", False, False
+        runs += 1
+        begun, spared = time.perf_counter(), True
+        while not finished:
+            moment = rng.uniform(0, span) if len(moments) < options.kills else None
+            try:
+                status = launch(run, resume=there, moment=moment)
+            except Killed:
+                moments.append(moment)
+                there, spared = True, False
+                wrong = look_at(run)
+                print(f"killed {run.name} at {moment:.4g}: {state_of(run)}", file=sys.stderr)
+                if wrong:
+                    return report_failure(launch, f"after a kill at {moment}: {wrong}")
+                continue
+            if status and there and NOTHING_THERE in launch.last_line():
+                there = False  # as it says: leave --resume out
+                continue
+            if status:
+                return report_failure(launch, f"{run} cannot go on after the kills at {moments}")
+            finished = True
+        wrong = difference(whole, run)
+        if wrong:
+            return report_failure(launch, f"{run} differs from the undisturbed run: {wrong}")
+        print(f"{run.name}: the same bits", file=sys.stderr)
+        if spared and not launch.length:
+            # The first run fills caches of compiled kernels; later ones are shorter, and most moments would lie behind their end.
+            span = min(span, time.perf_counter() - begun)
+    figures = {
+        "date": date.today().isoformat(),
+        "hardware": hardware_name(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
+        "torch": torch.__version__,
+    }
+    figures |= {"script": options.script, "forked": options.forked, "seconds": round(seconds, 1), "runs": runs}
+    print(json.dumps(figures | {"kills": len(moments), "moments": [round(m, 2) for m in moments], "same": True}))
+    return 0
+
+
+def report_failure(launch, text):
+    print(f"{text}\n--- {launch.log}:\n{launch.said()[-3000:]}", file=sys.stderr)
+    return 1
+
+
+class Started:
+    """Runs the script in a process of its own, as a user does, and kills it after `moment` seconds."""
+
+    length = None
+
+    def __init__(self, options):
+        self.words, self.log = options.script, options.output / "log.txt"
+
+    def __call__(self, run, resume, moment):
+        """The script's status; raises Killed."""
+        command = [sys.executable, *self.words, "--output", str(run), *(["--resume"] if resume else [])]
+        with self.log.open("w") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+            try:
+                return process.wait(timeout=moment)
+            except subprocess.TimeoutExpired:
+                raise Killed from None
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+
+    def said(self):
+        return self.log.read_text(errors="replace")
+
+    def last_line(self):
+        return (self.said().strip().splitlines() or [""])[-1]
+
+
+class Forked(Started):
+    """Runs the script in a fork of this process, and kills it before it touches its `moment`-th file or folder of the run."""
+
+    def __init__(self, options):
+        super().__init__(options)
+        importlib.import_module(f"headstart.train.{Path(options.script[0]).stem}")
+        importlib.import_module("transformers.models.llama.modeling_llama")
+
+    def __call__(self, run, resume, moment):
+        counted, events = run.parent / "touched", 0
+
+        def watch(event, details):
+            nonlocal events
+            if not event.startswith(("open", "os.", "shutil.")) or not details or event == "os.listdir":
+                return
+            if not isinstance(details[0], str | os.PathLike) or str(run) not in str(details[0]):
+                return
+            events += 1
+            if moment is not None and events > moment:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.stderr.flush()
+        child = os.fork()
+        if not child:
+            log = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            sys.argv = [*self.words, "--output", str(run), *(["--resume"] if resume else [])]
+            status = 1
+            sys.addaudithook(watch)
+            try:
+                runpy.run_path(self.words[0], run_name="__main__")
+            except SystemExit as end:
+                status = end.code or 0
+            finally:
+                counted.write_text(str(events))
+                os._exit(status)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if status == -signal.SIGKILL:
+            raise Killed
+        if self.length is None:
+            self.length = int(counted.read_text())
+        return status
+
+
+def state_of(run):
+    """In words, how far a run is."""
+    if not run.exists():
+        return "there is no folder"
+    checkpoints = [path.name for path in list_checkpoints(run)]
+    return ", ".join(sorted(path.name for path in run.iterdir())) + f"; {' '.join(checkpoints[-1:])}"
+
+
+def look_at(run):
+    """What is there and not whole, of all that a run would read; empty if nothing is."""
+    for checkpoint in list_checkpoints(run):
+        if damage := find_damage(checkpoint):
+            return damage
+    for shard in run.glob("features/shard-*.safetensors"):
+        try:
+            with safe_open(shard, framework="pt") as file:
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                if str(checksum_of(tensors)) != file.metadata()[TOLD].partition(" ")[2]:
+                    return f"{shard} does not match its checksum"
+        except SafetensorError as error:
+            return f"{shard}: {error}"
+    return ""
+
+
+def difference(whole, run):
+    """What a finished run has otherwise than the undisturbed one; empty if nothing."""
+    for name in ("metrics.jsonl", "acceptance.json"):
+        one, other = ([without_clock(line) for line in read_lines(folder / name)] for folder in (whole, run))
+        if one != other:
+            return f"{name}: {next((pair for pair in zip(one, other) if pair[0] != pair[1]), (len(one), len(other)))}"
+    one, other = (
+        {p.relative_to(f): p.read_bytes() for p in (f / "head").rglob("*") if p.is_file()} for f in (whole, run)
+    )
+    if one != other:
+        return f"head/: {sorted(map(str, one))}, {sorted(map(str, other))}"
+    one, other = (
+        torch.load(list_checkpoints(f)[-1] / "optimizer.pt", weights_only=True)["state"] for f in (whole, run)
+    )
+    if any(not torch.equal(value, other[i][name]) for i, entry in one.items() for name, value in entry.items()):
+        return "optimizer.pt"
+    names = [path.relative_to(run) for path in run.rglob("*")]
+    hidden = [p for p in names if p.parts[0] != "wandb" and (p.name.startswith(".") or ".partial" in p.name)]
+    return f"left behind: {', '.join(map(str, hidden))}" if hidden else ""
+
+
+def read_lines(path):
+    if not path.exists():
+        return []
+    text = path.read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()] if path.suffix == ".jsonl" else [json.loads(text)]
+
+
+def without_clock(line):
+    return {name: value for name, value in line.items() if name not in CLOCK}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""Random heads of every method for a shape: of the sizes of published heads, so of their speed. What they draft means nothing."""
+
+import torch
+
+from ..heads.eagle import Eagle, EagleConfig
+from ..heads.eagle3 import Eagle3, Eagle3Config, default_aux_layers
+from ..heads.medusa import Medusa, MedusaConfig
+from ..heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
+from ..inference.models.weights import weight_bytes
+
+DRAFT_VOCABULARY = 32000  # of published EAGLE-3 heads
+FIRST_PUBLISHED_DEPTH = 7  # layers from which on a target has the aux layers of published heads
+
+
+def empty_head(method, config, depth, shared_lm_head=False):
+    """A head of `method` for a target's config without memory, to ask it for its shape.
+
+    EAGLE: one layer as the target's, on the target's embedding; EAGLE-3: the same with DRAFT_VOCABULARY tokens of its own,
+    where the target has more; MLP speculator: `depth` tied steps as wide as the target; Medusa: `depth` heads of one block, with
+    lm_heads of their own or the target's. ValueError for a target that no such head fits.
+    """
+    text = config.get_text_config()
+    width, vocab_size = text.hidden_size, text.vocab_size
+    with torch.device("meta"):
+        if method == "medusa":
+            return Medusa(MedusaConfig(width, vocab_size, depth, shared_lm_head=shared_lm_head))
+        if method == "mlp_speculator":
+            return MLPSpeculator(MLPSpeculatorConfig(width, vocab_size, inner_size=width, num_steps=depth))
+        if method == "eagle":
+            head = Eagle(EagleConfig.for_target(config, num_speculative_tokens=depth))
+        else:
+            changes = dict(
+                draft_vocab_size=min(DRAFT_VOCABULARY, vocab_size), aux_layer_ids=aux_layers(text.num_hidden_layers)
+            )
+            head = Eagle3(Eagle3Config.for_target(config, num_speculative_tokens=depth, **changes))
+    head.embed_tokens = None  # the target's
+    return head
+
+
+def aux_layers(num_layers):
+    """Those of published EAGLE-3 heads; of a target too shallow for them the first, the middle and the end."""
+    if num_layers >= FIRST_PUBLISHED_DEPTH:
+        return default_aux_layers(num_layers)
+    return tuple(sorted({0, num_layers // 2, num_layers}))
+
+
+def random_head(method, config, decoder, depth, shared_lm_head=False):
+    """The same with random weights, made on the device of a target's Decoder and in its dtype."""
+    head = empty_head(method, config, depth, shared_lm_head).to(decoder.dtype)
+    head = head.to_empty(device=decoder.device).requires_grad_(False)
+    for name, parameter in head.named_parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(std=parameter.shape[1] ** -0.5)
+        else:
+            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+    if method in ("eagle", "eagle3"):
+        head.take_embedding(decoder.embedding)
+    if method == "eagle3" and head.d2t is not None:
+        # Spread over the whole vocabulary, as frequent tokens are.
+        number = torch.arange(len(head.d2t), device=decoder.device)
+        chosen = number * decoder.vocab_size // len(number)
+        t2d = torch.zeros_like(head.t2d)
+        t2d[chosen] = True
+        head.set_draft_vocabulary(chosen - number, t2d)
+    return head.eval()
+
+
+def parameter_bytes(head, dtype):
+    """Bytes of what a head holds beside the target."""
+    return dtype.itemsize * sum(parameter.numel() for parameter in head.parameters())
+
+
+def bytes_with_head(config, dtype, method, depth, shared_lm_head=False):
+    """Bytes of a target's weights and of a head beside it."""
+    return weight_bytes(config, dtype) + parameter_bytes(empty_head(method, config, depth, shared_lm_head), dtype)

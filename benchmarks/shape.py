@@ -1,0 +1,52 @@
+"""Random models of a shape: which shape is meant, whether it fits, its decoder, and trees for it (heads: random_heads.py)."""
+
+from pathlib import Path
+
+import torch
+
+from ..inference.models.decoder import Decoder, check_supported
+from ..inference.models.memory import free_bytes, in_gib
+from ..inference.models.shapes import SHAPES, config_of
+from ..inference.models.weights import weight_bytes
+from ..inference.speculation.tree import build_static_tree
+
+NUM_HEADS = 4  # of Medusa, and so how deep trees are
+# Chances of the candidates of a depth that trees are shaped by: falling, as those of a typical Medusa head.
+RATES = [[0.6, 0.15, 0.08, 0.05, 0.03, 0.02, 0.015, 0.01]] * NUM_HEADS
+
+
+def config_of_shape(shape):
+    """The Hugging Face config of a named shape (inference/models/shapes.py) or of a folder with a config.json."""
+    if (Path(shape) / "config.json").is_file():
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(shape)
+    return config_of(shape)
+
+
+def check_fits(shape, device, dtype, num_bytes=weight_bytes, what="the weights"):
+    """ValueError, naming the shapes that would fit, if a shape's weights do not fit into the free memory of the device.
+
+    num_bytes(config, dtype) and what: what is held at once, where that is something else than the weights of the target.
+    """
+    config = config_of_shape(shape)
+    check_supported(config)
+    needed, free = num_bytes(config, dtype), free_bytes(torch.device(device))
+    if needed > free:
+        fitting = [name for name in SHAPES if num_bytes(config_of(name), dtype) <= free]
+        raise ValueError(
+            f"{what} of {shape} take {in_gib(needed)} in {str(dtype).removeprefix('torch.')} and {in_gib(free)} are free "
+            f"on {device}: name a shape that fits ({', '.join(fitting) or 'of the named ones none does'}), a folder with the "
+            "config.json of a smaller model, or a smaller --dtype"
+        )
+
+
+def random_decoder(shape, device, dtype, max_positions):
+    """A decoder of a shape with random weights, made on the device."""
+    config = config_of_shape(shape)
+    return Decoder.from_pretrained(None, config, dtype, torch.device(device), max_positions, load_format="dummy")
+
+
+def spread_tree(num_nodes):
+    """A tree of `num_nodes` nodes, as deep as NUM_HEADS heads of typical acceptance have it."""
+    return build_static_tree(RATES, num_nodes)

@@ -1,0 +1,132 @@
+"""How often each depth's draft is accepted when target and head sample, without sampling: sum over tokens of min(p, q), per depth.
+
+    python benchmarks/training/acceptance_rates.py --head kl=runs/a --head lk=runs/b --output found.json
+
+On the text of held-out answers, teacher-forced, at temperature 1: the mean over labels of what rejection sampling accepts there in
+the mean. An engine's count of accepted drafts has chance in it at every token, and so differences of a percent drown; here two
+heads are compared on the same labels. Every head is compared with the first one: the difference of the means with the middle 95 %
+of a bootstrap over conversations. The last line is JSON.
+"""
+
+import argparse
+import json
+import sys
+from datetime import date
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from headstart.evaluation.compare import hardware_name
+from headstart.heads.checkpoint import check_head_fits, load_head
+from headstart.heads.families import family_of
+from headstart.train.data.conversations import load_conversations
+from headstart.train.data.encoding import encode_conversations
+from headstart.train.loss import predictions
+from headstart.train.loss.distillation import find_labels
+from headstart.train.teacher.features import FrozenTarget, load_target
+
+TARGET = Path(__file__).resolve().parents[2] / "assets" / "stdlib-coder"
+RESAMPLES = 2000
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--head", action="append", required=True, metavar="NAME=HEAD", help="may be given again")
+    parser.add_argument("--target", default=str(TARGET), help="with a heldout.jsonl in it (default: the embedded one)")
+    parser.add_argument(
+        "--depths", type=int, default=4, help="how many depths (default 4; fewer if the head has fewer)"
+    )
+    parser.add_argument("--conversations", type=int, help="how many of the held-out ones (default: all)")
+    parser.add_argument("--length", type=int, default=1024, help="tokens of a conversation at most (default 1024)")
+    parser.add_argument("--output", help="write the rows as JSON here")
+    options = parser.parse_args(arguments)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, tokenizer = load_target(options.target, device, "float32")
+    target = FrozenTarget(model)
+    held_out = load_conversations(str(Path(options.target, "heldout.jsonl")))[: options.conversations]
+    encoded = encode_conversations(tokenizer, held_out)
+    rows, first = [], None
+    for name, path in (one.split("=", 1) for one in options.head):
+        head = load_head(path, "float32")
+        check_head_fits(head, model.config)
+        found = measure(target, take_embedding(head, target).to(device).eval(), encoded, name, options)
+        first = found if first is None else first
+        for k, (sums, reference) in enumerate(zip(found.unbind(1), first.unbind(1))):
+            row = {"head": name, "depth": k + 1, "labels": int(sums[:, 1].sum()), "accepted": mean(sums).item()}
+            row |= dict(zip(("difference", "low", "high"), compare(sums, reference)))
+            rows.append(row)
+            print(
+                f"{name:20} depth {k + 1}  {row['accepted']:.4f} accepted of {row['labels']} labels; than the first head "
+                f"{row['difference']:+.4f}, 95 % {row['low']:+.4f} to {row['high']:+.4f}",
+                flush=True,
+            )
+    found = {"date": date.today().isoformat(), "hardware": hardware_name(device), "torch": torch.__version__}
+    words = sys.argv[1:] if arguments is None else arguments
+    found |= {"command": " ".join(["python", "benchmarks/training/acceptance_rates.py", *words]), "rows": rows}
+    if options.output:
+        Path(options.output).write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found))
+    return 0
+
+
+def take_embedding(head, target):
+    if getattr(head, "needs_embedding", False):
+        head.take_embedding(target.embedding.detach().float().cpu())
+    return head
+
+
+@torch.no_grad()
+def measure(target, head, encoded, name, options):
+    """fp64 [conversations, depths, 2]: the sum over a conversation's labels of sum min(p, q), and how many labels it had."""
+    depths, device = min(options.depths, head.num_speculative_tokens), target.lm_head.weight.device
+    layers = head.features if family_of(head) == "EAGLE-3" else ()
+    totals = torch.zeros(len(encoded), depths, 2, dtype=torch.float64)
+    for place, (ids, supervised) in enumerate(tqdm(encoded, desc=name, unit=" conversations")):
+        input_ids = torch.tensor([ids[: options.length]], device=device)
+        supervised = torch.tensor([supervised[: options.length]], device=device)
+        documents, positions = torch.zeros_like(input_ids), torch.arange(input_ids.shape[1], device=device)[None]
+        features = target.features(input_ids, positions, documents, layers)
+        last = features[0, :, : target.hidden_size]
+        labels = find_labels(input_ids, documents, supervised, depths)
+        if not len(labels.positions):
+            continue
+        p = target.lm_head(last[labels.positions - 1]).softmax(-1)  # [N, V]
+        drafted = predict(head, features, (input_ids, positions, documents), target, depths)
+        p = p if drafted.draft_ids is None else p[:, drafted.draft_ids]
+        for k in range(depths):
+            roots = (labels.positions - 2 - k).clamp_min(0)
+            q = drafted.logits(drafted.states[k][roots], k).softmax(-1)
+            accepted = torch.minimum(p, q).sum(-1)[labels.valid[k]]
+            totals[place, k] = torch.tensor([accepted.double().sum(), len(accepted)])
+    return totals
+
+
+def predict(head, features, batch, target, depths):
+    """Predictions of at least so many depths.  features [1, T, (1 + A) H]"""
+    width, kind = target.hidden_size, family_of(head)
+    if kind == "Medusa":
+        return predictions.medusa_predictions(head, features, target.lm_head.weight)
+    if kind == "MLP speculator":
+        return predictions.mlp_speculator_predictions(head, features, batch[0])
+    if kind == "EAGLE":
+        return predictions.eagle_predictions(head, features, *batch, target.lm_head.weight, depths)
+    return predictions.eagle3_predictions(head, features[..., width:], *batch, depths)
+
+
+def mean(sums):
+    """[..., conversations, 2] -> [...]"""
+    return sums[..., 0].sum(-1) / sums[..., 1].sum(-1)
+
+
+def compare(sums, reference):
+    """(difference of the means, the ends of its middle 95 %), over conversations drawn again, the same for both."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(len(sums), (RESAMPLES, len(sums)), generator=generator)
+    differences = (mean(sums[drawn]) - mean(reference[drawn])).sort().values
+    ends = differences[int(0.025 * RESAMPLES)].item(), differences[int(0.975 * RESAMPLES)].item()
+    return (mean(sums) - mean(reference)).item(), *ends
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""`headstart bench speculation`: its arguments, and what it does."""
+
+import sys
+import tempfile
+from pathlib import Path
+
+from ..heads.storage.atomic_write import check_writable
+from ..inference.arguments import add_adapter, add_device, check_count, choose_threads_for, prompt_file
+
+COMPARED_PROMPTS = 16  # the first so many held-out ones
+
+
+EXAMPLE = "headstart bench speculation --model assets/stdlib-coder --head assets/stdlib-coder-medusa"
+
+
+def add_options(parser):
+    parser.add_argument("--model", required=True, help="the target: a folder or Hub id")
+    add_adapter(parser)
+    parser.add_argument(
+        "--head", action="append", required=True, help="a head folder, run or Hub id; may be given again"
+    )
+    parser.add_argument("--prompts", help="JSONL of prompts (default: heldout.jsonl in the target's folder)")
+    parser.add_argument(
+        "--num-prompts", type=int, default=COMPARED_PROMPTS, help=f"the first so many (default {COMPARED_PROMPTS})"
+    )
+    parser.add_argument(
+        "--nodes", type=int, action="append", default=[], help="also the best tree of so many nodes; may be given again"
+    )
+    parser.add_argument("--max-tokens", type=int, default=96, help="new tokens per prompt (default 96)")
+    parser.add_argument("--temperature", type=float, action="append", help="may be given again (default: 0 and 0.8)")
+    parser.add_argument(
+        "--output", help="also write the rows as JSON here; `headstart report` looks for benchmark.json in the run"
+    )
+    add_device(parser)
+
+
+def run(arguments):
+    from ..evaluation.compare import candidate_trees, compare, format_table, hardware_name, save_comparison
+    from ..heads.checkpoint import resolve_head
+    from ..inference.llm import LLM
+    from ..inference.models.target_source import target_config
+    from ..inference.prompt_files import read_prompts, render_prompt
+    from ..inference.speculation.options import find_draft_source, static_tree_file
+
+    check_count(arguments.num_prompts)
+    if arguments.output:
+        check_writable(Path(arguments.output))
+    prompts = read_prompts(prompt_file(arguments.prompts, arguments.model), count=arguments.num_prompts)
+    folders = [resolve_head(source) for source in arguments.head]
+    choose_threads_for(arguments.model, arguments.device)
+    shared = dict(max_num_seqs=1, num_gpu_blocks_override=2)  # only its weights are used
+    base = LLM(arguments.model, device=arguments.device, dtype=arguments.dtype, adapter=arguments.adapter, **shared)
+    prompts = [render_prompt(base.tokenizer, prompt) for prompt in prompts]
+    with tempfile.TemporaryDirectory() as scratch:
+        heads = []
+        for number, (source, folder) in enumerate(zip(arguments.head, folders)):
+            head = find_draft_source({"model": folder}, target_config(arguments.model, "auto")[0])
+            try:
+                tree_file = static_tree_file(folder, head)
+            except ValueError as error:
+                if arguments.nodes:
+                    raise
+                print(f"{source}: compared as a chain alone, for there is {error}", file=sys.stderr)
+                heads.append((source, str(folder), [(f"chain of {head.depth}", "chain")]))
+                continue
+            place = Path(scratch) / str(number)
+            place.mkdir()
+            drafts = candidate_trees(head.depth, tree_file, arguments.nodes, place)
+            heads.append((source, str(folder), drafts))
+        rows = compare(
+            base,
+            heads,
+            prompts,
+            temperatures=arguments.temperature or (0.0, 0.8),
+            max_tokens=arguments.max_tokens,
+        )
+    dtype = str(base.dtype).removeprefix("torch.")
+    what = f"{len(prompts)} held-out prompts, {arguments.max_tokens} new tokens each, batch 1"
+    print(f"\n{what}, {dtype} on {hardware_name(base.device)}\n")
+    print(format_table(rows))
+    if arguments.output:
+        command = " ".join(["headstart", *sys.argv[1:]])
+        save_comparison(rows, arguments.output, base.device, base.dtype, command)
+        print(f"\nwritten to {arguments.output}")
+    if not all(row["identical"] for row in rows):
+        print("some outputs differ from plain decoding: this is a bug, please report it", file=sys.stderr)
+        return 1
+    return 0

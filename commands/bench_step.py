@@ -1,0 +1,56 @@
+"""`headstart bench step`: one step of the engine, against the memory floor and the library."""
+
+from .measurement import add_measurement, at_least_one, measurement, numbers
+
+EXAMPLE = (
+    "headstart bench step --shape llama-3-8b --rows 1,8,16,32,64 --context 1024,8192 --batch 1,8,32\n"
+    "  headstart bench step --shape llama-3-8b --rows 5 --context 1024 --batch 16"
+)
+DETAILS = (
+    "A line is one CUDA graph. forward: the target over a tree of so many rows (nodes) of each request, its own token\n"
+    "behind every node included. For the largest tree also: drafting with Medusa heads, the verify rule, the commit, and\n"
+    "the whole step; 'on top' is what that takes beyond the forward pass and beyond reading the heads' weights once.\n"
+    "x floor: times what reading the weights and the cached keys and values once takes, at the rate of a copy.\n"
+    "library: the same pass with cuBLAS, scaled_dot_product_attention and torch.compile, in one CUDA graph.\n"
+    "Below each line: which share of the time goes to which kernel."
+)
+
+
+def add_options(parser):
+    parser.add_argument("--rows", default="1,8,16,32,64", help="nodes of one request, up to 64 (default 1,8,16,32,64)")
+    parser.add_argument(
+        "--context", help="committed tokens of a request (default 1024,8192, where the model's positions reach so far)"
+    )
+    parser.add_argument("--batch", default="1,8,32", help="requests (default 1,8,32)")
+    parser.add_argument(
+        "--lm-head",
+        default="own,shared",
+        help="whose lm_head the Medusa heads use: own, shared, own,shared for both (default) or none",
+    )
+    parser.add_argument(
+        "--baseline",
+        default="compiled",
+        choices=["compiled", "eager", "none"],
+        help="the library's elementwise operations through torch.compile (default), plain, or no baseline",
+    )
+    parser.add_argument("--repeats", type=int, default=20, help="replays per line (default 20)")
+    add_measurement(parser)
+
+
+def run(arguments):
+    from ..benchmarks.engine.step import StepSettings, bench_step
+
+    lm_heads = () if arguments.lm_head == "none" else tuple(arguments.lm_head.split(","))
+    for name in lm_heads:
+        if name not in ("own", "shared"):
+            raise ValueError(f"--lm-head takes own, shared, own,shared or none, got {arguments.lm_head!r}")
+    settings = StepSettings(
+        shape=arguments.shape,
+        rows=numbers("--rows", arguments.rows),
+        contexts=numbers("--context", arguments.context) if arguments.context else None,
+        batches=numbers("--batch", arguments.batch),
+        lm_heads=lm_heads,
+        baseline=arguments.baseline,
+        repeats=at_least_one("--repeats", arguments.repeats),
+    )
+    bench_step(settings, **measurement(arguments))

@@ -1,0 +1,35 @@
+"""`headstart bench train`: training steps of heads, beside a plain PyTorch loop."""
+
+from .measurement import add_measurement, measurement
+
+EXAMPLE = (
+    "headstart bench train --shape llama-3-8b --head medusa\n"
+    "  headstart bench train --shape llama-3-8b --head eagle3 --loss lk --sequence 2048 --rows 2"
+)
+DETAILS = (
+    "of product: the share of the rate of a large matrix product, over the products that a step cannot do without.\n"
+    "above rest: the peak of the memory above what is held between steps (weights and the optimiser's state)."
+)
+
+
+def add_options(parser):
+    parser.add_argument(
+        "--head",
+        type=lambda name: {"mlp": "mlp_speculator"}.get(name, name),
+        default="medusa",
+        choices=["medusa", "eagle3", "mlp_speculator"],
+        help="default medusa; mlp is short for mlp_speculator",
+    )
+    parser.add_argument("--loss", default="kl", choices=["hard", "kl", "lk", "lk-log"], help="default kl")
+    parser.add_argument("--sequence", type=int, default=4096, help="tokens of a row (default 4096)")
+    parser.add_argument("--rows", type=int, default=1, help="rows of a step (default 1)")
+    parser.add_argument("--lm-head", choices=["own", "shared"], help="the Medusa heads' lm_heads (default shared)")
+    parser.add_argument("--chunk-tokens", type=int, default=1024, help="labels projected at once (default 1024)")
+    parser.add_argument("--repeats", type=int, default=5, help="steps that are timed (default 5)")
+    add_measurement(parser)
+
+
+def run(arguments):
+    from ..benchmarks.training.train import bench_train, check_settings
+
+    bench_train(check_settings(arguments), **measurement(arguments))

@@ -1,0 +1,53 @@
+"""What every benchmark on random weights is told: shape, device, dtype, where the figures go; and lists of numbers."""
+
+import sys
+
+from ..inference.arguments import add_device
+
+HEADS = ("medusa", "mlp_speculator", "eagle", "eagle3")  # that random weights are made for
+
+
+def add_measurement(parser):
+    """What every benchmark on random weights takes."""
+    parser.add_argument("--shape", required=True, help="a named shape, e.g. llama-3-8b, or a folder with a config.json")
+    parser.add_argument(
+        "--output", help="write the JSON object here; a bare NAME stands for benchmarks/results/<date>-NAME.json"
+    )
+    parser.add_argument("--commit", help="of the code, where this is no git checkout")
+    add_device(parser)
+
+
+def measurement(arguments):
+    """Device, dtype, command line and output of a benchmark on random weights. Chooses the threads, too."""
+    import torch
+
+    from ..benchmarks.shape import config_of_shape
+    from ..inference.models.target_source import DTYPES, choose_device
+    from ..inference.threads import choose_threads
+
+    device = choose_device(arguments.device)
+    if arguments.dtype not in ("auto", *DTYPES):
+        raise ValueError(f"--dtype must be auto or one of {', '.join(DTYPES)}, got {arguments.dtype!r}")
+    dtype = DTYPES.get(arguments.dtype, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    choose_threads(config_of_shape(arguments.shape), device)
+    command = " ".join(["headstart", *sys.argv[1:]])
+    return dict(device=str(device), dtype=dtype, command=command, output=arguments.output, commit=arguments.commit)
+
+
+def numbers(name, text, kind=int, most=None):
+    """A comma-separated list of numbers of at least 1, as a tuple."""
+    try:
+        found = tuple(kind(part) for part in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or min(found) < 1 or (most and len(found) > most):
+        what = "one number" if most == 1 else "numbers separated by commas"
+        raise ValueError(f"{name} takes {what} of at least 1, got {text!r}")
+    return found
+
+
+def at_least_one(name, number):
+    """The number; ValueError naming the option where it is below 1."""
+    if number < 1:
+        raise ValueError(f"{name} must be at least 1, got {number}")
+    return number

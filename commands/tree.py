@@ -1,0 +1,123 @@
+"""`headstart tree`: its arguments, and what it does."""
+
+import sys
+from pathlib import Path
+
+from ..heads.storage.atomic_write import check_writable
+from ..inference.arguments import (
+    add_adapter,
+    add_device,
+    check_count,
+    choose_threads_for,
+    prompt_file,
+    target_of,
+)
+from .bench_speculation import COMPARED_PROMPTS
+
+# Which held-out prompts are for what: a tree is never measured on the prompts that `bench speculation` reports.
+TREE_PROMPTS = 32
+# Cache of the engine that measures acceptance, in pages of 64 tokens; those that time trees need memory, too.
+TREE_PAGES = 512
+
+
+EXAMPLE = "headstart tree runs/quickstart\n  headstart tree runs/quickstart --budget 16"
+DETAILS = (
+    "Measures how often each candidate of the draft is right and what steps over trees of several sizes and depths take here;\n"
+    "then tries the tree that promises most against plain decoding, and against dynamic trees where the drafter grows them.\n"
+    "The file holds the figures and `headstart report` shows them; tree='static' finds it in a run or beside a head."
+)
+
+
+def add_options(parser):
+    parser.add_argument(
+        "source", metavar="RUN", help="a run, a checkpoint, a head folder, or a smaller model that drafts"
+    )
+    parser.add_argument(
+        "--model", help="the target (default: the one the head was trained for, with its adapter if it has one)"
+    )
+    add_adapter(parser)
+    parser.add_argument("--prompts", help="JSONL of prompts (default: heldout.jsonl of the run, else of the target)")
+    parser.add_argument("--num-prompts", type=int, default=TREE_PROMPTS, help=f"how many (default {TREE_PROMPTS})")
+    parser.add_argument(
+        "--budget",
+        default="auto",
+        help="nodes of a static tree, root included, and nothing is timed; auto (default): whatever is fastest here",
+    )
+    parser.add_argument("--batch-size", type=int, help="with --budget auto: requests that decode at once (default 1)")
+    parser.add_argument(
+        "--num-speculative-tokens",
+        type=int,
+        help="tokens drafted ahead at most (default: what the head was made for; a model that drafts needs it)",
+    )
+    parser.add_argument(
+        "--output",
+        help="where to write (default: tree.json in RUN; of the Hub, and for a model that drafts, there is none)",
+    )
+    add_device(parser)
+
+
+def run(arguments):
+    from ..evaluation.acceptance import measure_acceptance
+    from ..evaluation.tree_choice import best_static_trees, check_budget
+    from ..evaluation.tree_measurement import TreeMeasurement
+    from ..evaluation.tree_text import outcome
+    from ..heads.checkpoint import load_head, resolve_head
+    from ..inference.llm import LLM
+    from ..inference.models.adapter import find_adapter_of
+    from ..inference.prompt_files import read_prompts, render_prompt
+    from ..inference.speculation.options import is_draft_model
+    from ..inference.speculation.tree import build_static_tree, save_tree
+
+    budget, batch_size = check_budget(arguments.budget, arguments.batch_size)
+    check_count(arguments.num_prompts)
+    # What drafts: a head, or a model, where tree="static" looks for no file.
+    is_model = is_draft_model(arguments.source)
+    for name in ("model", "num_speculative_tokens", "output") if is_model else ():
+        if getattr(arguments, name) is None:
+            option = "--" + name.replace("_", "-")
+            raise ValueError(f"{arguments.source} holds no head: to draft with it as a model, give {option}")
+    drafts = arguments.source if is_model else str(resolve_head(arguments.source))
+    # A folder called like a repository would be taken for the head from then on.
+    if not arguments.output and not Path(arguments.source).is_dir():
+        raise ValueError(f"{arguments.source} is no folder here to keep the tree in: name a file with --output")
+    output = Path(arguments.output) if arguments.output else Path(arguments.source) / "tree.json"
+    check_writable(output)
+    model, adapter = arguments.model, arguments.adapter
+    if model is None:
+        head = load_head(drafts)
+        model = target_of(arguments.source, head)
+        adapter = adapter or find_adapter_of(head, arguments.source, drafts)
+    own = Path(arguments.source) / "heldout.jsonl"  # what the training kept out of its data
+    if arguments.prompts or is_model or not own.is_file():
+        source = prompt_file(arguments.prompts, model)
+        # Of the target's own prompts, the first are for `bench`.
+        start = 0 if arguments.prompts else COMPARED_PROMPTS
+        prompts = read_prompts(source, start=start, count=arguments.num_prompts)
+    else:
+        source, prompts = own, read_prompts(own)[: arguments.num_prompts]
+    choose_threads_for(model, arguments.device)
+    depth = arguments.num_speculative_tokens
+    llm = LLM(
+        model,
+        device=arguments.device,
+        dtype=arguments.dtype,
+        adapter=adapter,
+        num_gpu_blocks_override=TREE_PAGES,
+        speculative_config={"model": drafts, "tree": "chain", "num_speculative_tokens": depth},
+    )
+    prompts = [render_prompt(llm.tokenizer, prompt) for prompt in prompts]
+    print(f"measuring acceptance per depth and rank on {len(prompts)} prompts of {source} ...", file=sys.stderr)
+    found = measure_acceptance(llm, prompts, use_tqdm=True)
+    rates, choice = found["rates"][: llm.tree.max_depth], None
+    best_static_trees(rates)  # refuses a draft that is never right
+    if budget is None:
+        print(f"timing steps on this machine, {batch_size} request(s) at once ...", file=sys.stderr)
+        # An engine more on the head costs no second copy of it.
+        head = drafts if is_model else llm.engine.drafter.head
+        tree, choice = TreeMeasurement(llm, head, prompts, batch_size).choose(rates)
+    else:
+        tree = build_static_tree(rates, budget)
+    save_tree(tree, output, rates, choice)
+    print(outcome(tree, found, rates, choice, len(prompts)))
+    print(f"written to {output}")
+    return 0

@@ -1,0 +1,126 @@
+"""Measure on prompts what a head is worth: acceptance length and per-position acceptance of a chain, and the conditional rates
+per depth and rank that static trees are built from. All of it from the engine's own run, not from teacher forcing.
+"""
+
+import random
+from dataclasses import replace
+
+from ..inference.engine.engine import RECORDED_WIDTH
+from ..inference.engine.sampling import SamplingParams
+from ..inference.speculation.drafters.sequential import SequentialDrafter
+
+NUM_SAMPLES = 4
+RESAMPLES = 2000  # of a bootstrap
+
+
+def measure_acceptance(llm, prompts, sampling_params=None, use_tqdm=False):
+    """Run `prompts` on an LLM whose speculation is a chain, and count.
+
+    llm: LLM with a head and tree "chain"; prompts: what LLM.generate takes; sampling_params: default greedy, 96 tokens.
+    Returns a dict:
+        acceptance_length, per_position (unconditional), num_steps, num_emitted   of the chain
+        rates: per depth, per rank (0..9): how often the target's token at this depth is the head's candidate of this rank,
+            given that the tokens before it are the target's own; num_rates: from how many places. A drafter that looks at its own
+            tokens has candidates behind its first choices only: its rates are those behind accepted first choices
+        samples: a few {"prompt", "output"}
+    """
+    engine = llm.engine
+    if engine.drafter is None or not engine.tree.tree.is_chain:
+        raise ValueError("measure_acceptance needs an LLM with a speculative_config whose tree is 'chain'")
+    params = sampling_params or SamplingParams(temperature=0.0, max_tokens=96)
+    before = replace(
+        engine.metrics.spec_decode, accepted_per_position=[*engine.metrics.spec_decode.accepted_per_position]
+    )
+    engine.record_candidates, engine.recorded = True, []
+    try:
+        outputs = llm.generate(prompts, params, use_tqdm=use_tqdm)
+    finally:
+        engine.record_candidates, recorded, engine.recorded = False, engine.recorded, []
+    after = engine.metrics.spec_decode
+    steps = after.num_steps - before.num_steps
+    if not steps:
+        raise ValueError(
+            "no verify step was made: the outputs are one token long; give other prompts or a larger max_tokens"
+        )
+    depth = engine.tree.max_depth
+    earlier = before.accepted_per_position or [0] * depth
+    accepted = [now - then for now, then in zip(after.accepted_per_position, earlier)]
+    hits, places = rank_hits(
+        recorded, engine.drafter.num_speculative_tokens, isinstance(engine.drafter, SequentialDrafter)
+    )
+    return {
+        "acceptance_length": 1 + sum(accepted) / steps,
+        "per_position": [count / steps for count in accepted],
+        "num_steps": steps,
+        "num_emitted": sum(len(o.token_ids) for out in outputs for o in out.outputs),
+        "rates": [[count / max(total, 1) for count in ranks] for ranks, total in zip(hits, places)],
+        "num_rates": places,
+        "samples": [{"prompt": _show(llm, out), "output": out.outputs[0].text} for out in outputs[:NUM_SAMPLES]],
+    }
+
+
+def acceptance_interval(outputs):
+    """Tokens per step of RequestOutputs, pooled, and the middle 95 % of a bootstrap over the requests.
+
+    Returns a dict: acceptance_length, low, high, steps.
+    """
+    pairs = []  # steps, tokens that they emitted
+    for output in outputs:
+        for one in output.outputs:
+            metrics = one.spec_decode_metrics
+            pairs.append((metrics.num_steps, metrics.num_steps * metrics.acceptance_length))
+
+    def length(pairs):
+        steps, tokens = map(sum, zip(*pairs))
+        return [tokens / max(steps, 1)]
+
+    [(low, high)] = bootstrap(pairs, length, 0.95)
+    return {
+        "acceptance_length": length(pairs)[0],
+        "low": low,
+        "high": high,
+        "steps": int(sum(steps for steps, _ in pairs)),
+    }
+
+
+def bootstrap(requests, figures, middle):
+    """[(low, high)] of every figure: the middle (0.95: 95 %) of what it comes to over requests drawn again and again.
+
+    figures: what of a list of requests gives a list of numbers. Requests are drawn, not steps: the steps of one request are not
+    independent.
+    """
+    dice = random.Random(0)
+    drawn = [figures(dice.choices(requests, k=len(requests))) for _ in range(RESAMPLES)]
+    cut = int((1 - middle) / 2 * RESAMPLES)
+    return [(values[cut], values[-1 - cut]) for values in map(sorted, zip(*drawn))]
+
+
+def rank_hits(recorded, num_depths, behind_first=False):
+    """Count where the target's tokens stand among the recorded candidates.
+
+    recorded: list of (request, index of the root in its output, candidates per depth); behind_first: the candidates of a depth are
+    those behind the first choices above it, so places behind another token do not count
+    Returns (hits [depth][rank], places [depth]); depth d is counted where the output reaches so far.
+    """
+    hits = [[0] * RECORDED_WIDTH for _ in range(num_depths)]
+    places = [0] * num_depths
+    for request, root, candidates in recorded:
+        for depth in range(num_depths):
+            at = root + 1 + depth
+            if at >= len(request.output_token_ids):
+                break
+            places[depth] += 1
+            token = request.output_token_ids[at]
+            if token not in candidates[depth]:
+                break  # rates are conditional on the parent: nothing below a miss
+            rank = candidates[depth].index(token)
+            hits[depth][rank] += 1
+            if behind_first and rank:
+                break
+    return hits, places
+
+
+def _show(llm, output):
+    if output.prompt is not None:
+        return output.prompt
+    return llm.tokenizer.decode(output.prompt_token_ids) if llm.tokenizer else str(output.prompt_token_ids)

@@ -1,0 +1,171 @@
+"""Speculation against plain decoding, in one run: same tokens, so many tokens per step, so much faster.
+
+Every prompt is answered by each way of drafting in turn before the next prompt comes, so that a machine whose speed drifts
+slows all alike. Times are of `generate` as a whole, prefill included.
+"""
+
+import json
+import platform
+import time
+from datetime import date
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from ..heads.storage.atomic_write import write_whole
+from ..inference.engine.sampling import SamplingParams
+from ..inference.llm import LLM
+from ..inference.speculation.tree import MAX_NODES, build_static_tree, load_tree, save_tree
+from ..kernels.attention.tree_attention import PAGE
+
+
+def hardware_name(device):
+    """The name of the processor or GPU that a device stands for, with the threads torch uses on it."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(device)
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [
+            line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
+        ]
+        model = names[0] if names else model
+    threads = torch.get_num_threads()
+    return f"{model}, {threads} thread{'s' if threads > 1 else ''}"
+
+
+# Several engines share the device, so each gets a cache for one request of 4k tokens only.
+PAGES = (4096 + 2 * MAX_NODES) // PAGE
+
+
+class Contestant:
+    """One way of decoding: an LLM, and the time and tokens it took so far."""
+
+    def __init__(self, head, draft, llm):
+        self.head, self.draft, self.llm = head, draft, llm
+        self.seconds, self.tokens, self.outputs = 0.0, 0, []
+
+    def answer(self, prompt, params):
+        start = time.perf_counter()
+        (output,) = self.llm.generate([prompt], params)
+        self.seconds += time.perf_counter() - start
+        self.tokens += len(output.outputs[0].token_ids)
+        self.outputs.append(output.outputs[0].token_ids)
+
+
+def compare(target, heads, prompts, temperatures=(0.0, 0.8), max_tokens=96, seed=0, use_tqdm=True):
+    """Measure every head with every tree against plain decoding at batch 1.
+
+    target: an LLM, whose weights and tokenizer all share; heads: list of (name, head, [(label, tree file)]);
+    prompts: what LLM.generate takes; each request is seeded, so that plain and speculative runs draw the same noise.
+    Returns rows {"head", "draft", "num_nodes", "temperature", "acceptance_length", "tokens_per_second", "speedup", "identical",
+    "num_tokens"}; the first of each temperature is plain decoding.
+    """
+
+    def make_llm(speculative=None):
+        return LLM(target, max_num_seqs=1, num_gpu_blocks_override=PAGES, speculative_config=speculative)
+
+    def contestants():
+        yield Contestant("none", "none", make_llm())
+        for name, head, trees in heads:
+            for label, tree in trees:
+                yield Contestant(name, label, make_llm({"model": head, "tree": tree}))
+
+    rows = []
+    total = len(temperatures) * len(prompts) * (1 + sum(len(trees) for _, _, trees in heads))
+    with tqdm(total=total, desc="comparing", unit="output", disable=not use_tqdm, dynamic_ncols=True) as bar:
+        for temperature in temperatures:
+            runs = None  # the engines of the temperature before give their memory back first
+            runs = list(contestants())
+            for run in runs:  # first calls pay for allocations and thread start-up
+                run.llm.generate([prompts[0]], SamplingParams(temperature=temperature, max_tokens=8, seed=seed))
+                run.before = run.llm.get_metrics()
+            for number, prompt in enumerate(prompts):
+                params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed + number)
+                for run in runs:
+                    run.answer(prompt, params)
+                    bar.update()
+            rows += [_row(run, runs[0], temperature) for run in runs]
+    return rows
+
+
+def _row(run, plain, temperature):
+    after = run.llm.get_metrics()
+    steps = after["num_spec_steps"] - run.before["num_spec_steps"]
+    accepted = after["num_accepted_tokens"] - run.before["num_accepted_tokens"]
+    rate = run.tokens / run.seconds
+    return {
+        "head": run.head,
+        "draft": run.draft,
+        "num_nodes": run.llm.tree.num_nodes,
+        "temperature": temperature,
+        "acceptance_length": round(1 + accepted / steps, 4) if steps else 1.0,
+        "tokens_per_second": round(rate, 2),
+        "speedup": round(rate / (plain.tokens / plain.seconds), 4),
+        "identical": run.outputs == plain.outputs,
+        "num_tokens": run.tokens,
+    }
+
+
+def candidate_trees(num_heads, tree_file, sizes, folder):
+    """The drafts to compare for a head: a chain, its static tree, and the best trees of other sizes.
+
+    tree_file: the head's tree.json, whose rates the trees of `sizes` nodes are built from (written into `folder`). Raises
+    ValueError if it holds no rates and sizes are asked for.
+    """
+    drafts = [(f"chain of {num_heads}", "chain"), (f"tree of {load_tree(tree_file).num_nodes}", str(tree_file))]
+    rates = json.loads(Path(tree_file).read_text()).get("rates")
+    if sizes and not rates:
+        raise ValueError(
+            f"{tree_file} holds no rates to build trees of other sizes from: make it with `headstart tree`"
+        )
+    for size in sizes:
+        tree = build_static_tree(rates, size)
+        path = Path(folder) / f"{tree.num_nodes}.json"
+        save_tree(tree, path, rates)
+        drafts.append((f"tree of {tree.num_nodes}", str(path)))
+    return list(dict(drafts).items())
+
+
+def format_table(rows):
+    """The rows as a text table."""
+    header = ("temperature", "head", "draft", "same tokens", "tokens/step", "tokens/s", "speed-up")
+    lines = [
+        (
+            f"{row['temperature']:g}",
+            row["head"],
+            "plain decoding" if row["draft"] == "none" else row["draft"],
+            "reference" if row["draft"] == "none" else ("yes" if row["identical"] else "NO"),
+            f"{row['acceptance_length']:.2f}",
+            f"{row['tokens_per_second']:.0f}",
+            f"{row['speedup']:.2f}x",
+        )
+        for row in rows
+    ]
+    widths = [max(len(line[i]) for line in [header, *lines]) for i in range(len(header))]
+    text = []
+    for number, line in enumerate([header, *lines]):
+        if number == 1:
+            text.append("  ".join("-" * width for width in widths))
+        elif number > 1 and line[2] == "plain decoding":
+            text.append("")
+        text.append(
+            "  ".join(cell.ljust(w) if i < 4 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths)))
+        )
+    return "\n".join(text)
+
+
+def save_comparison(rows, path, device, dtype, command):
+    """Write rows with hardware, date and command as JSON (aside, then renamed)."""
+    content = {
+        "hardware": hardware_name(device),
+        "dtype": str(dtype).removeprefix("torch."),
+        "date": date.today().isoformat(),
+        "command": command,
+        "rows": rows,
+    }
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json.dumps(content, indent=1) + "\n")
+    return content

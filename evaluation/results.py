@@ -1,0 +1,125 @@
+"""What a benchmark hands out: a table that grows line by line, one JSON object as the last line, and that object as a file.
+
+The object: benchmark, date, hardware, torch and triton versions, commit, command, settings, facts (what the ratios refer to), rows.
+"""
+
+import json
+import subprocess
+import sys
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from ..heads.storage.atomic_write import check_writable, write_whole
+from .compare import hardware_name
+
+RESULTS = Path("benchmarks") / "results"
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Report:
+    """Collects the rows of one benchmark and prints each as soon as it is there.
+
+    name: of the benchmark; columns: {key: (title, width, format)}, where format(value) makes the text; command: what was typed;
+    settings: what it was asked for; output: file for the JSON object, see `result_path`; commit: of the code, None to ask git.
+    """
+
+    def __init__(self, name, columns, device, command, settings, output=None, commit=None):
+        self.columns, self.rows, self.facts, self._headed = columns, [], {}, False
+        self.path = None if output is None else result_path(output)
+        if self.path is not None:
+            check_writable(self.path)
+        self.head = {
+            "benchmark": name,
+            "date": date.today().isoformat(),
+            "hardware": hardware_name(device),
+            "torch": torch.__version__,
+            "triton": installed("triton"),
+            "commit": commit or current_commit(),
+            "command": command,
+            "settings": settings,
+        }
+
+    def note(self, text):
+        """A line between the rows."""
+        print(text, flush=True)
+
+    def state(self, text, **facts):
+        """Facts that the rows refer to, as a line and in the object."""
+        self.facts |= facts
+        self.note(text)
+
+    def add(self, row):
+        """Print a row; keys that no column shows go to the object only, and numbers go there with six digits."""
+        if not self._headed:
+            self._headed = True
+            print("\n" + "  ".join(title.rjust(width) for title, width, _ in self.columns.values()))
+            print("  ".join("-" * width for _, width, _ in self.columns.values()), flush=True)
+        cells = []
+        for key, (_, width, form) in self.columns.items():
+            value = row.get(key)
+            cells.append(("" if value is None else form(value)).rjust(width))
+        print("  ".join(cells).rstrip(), flush=True)
+        self.rows.append({key: float(f"{x:.6g}") if isinstance(x, float) else x for key, x in row.items()})
+
+    def finish(self):
+        """Write the file, if one was asked for, and print the object as the last line. Returns the object."""
+        content = self.head | {"facts": self.facts, "rows": self.rows}
+        print()
+        if self.path is not None:
+            write_whole(self.path, json.dumps(content, indent=1) + "\n")
+            print(f"written to {self.path}")
+        print(json.dumps(content), flush=True)
+        return content
+
+
+def result_path(output):
+    """Where `--output` leads: a path as it is; a bare name to benchmarks/results/<date>-<name>.json."""
+    path = Path(output)
+    if path.suffix or len(path.parts) > 1:
+        return path
+    return RESULTS / f"{date.today().isoformat()}-{output}.json"
+
+
+def installed(package):
+    """Version of a package, or None."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def current_commit():
+    """The checkout's commit, "+changes" behind it if files differ from it; None where this is no git checkout."""
+    if not (ROOT / ".git").exists():
+        return None
+    try:
+        run = [
+            subprocess.run(
+                ["git", "-C", str(ROOT), *what], capture_output=True, text=True, timeout=20, check=True
+            ).stdout
+            for what in (["rev-parse", "--short=12", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+        ]
+    except (OSError, subprocess.SubprocessError) as error:
+        print(f"the commit is not known: {error}", file=sys.stderr)
+        return None
+    return run[0].strip() + ("+changes" if run[1].strip() else "")
+
+
+def plain(value):
+    """A number or word as it is."""
+    return str(value)
+
+
+def decimals(count):
+    """A format with so many decimals."""
+    return lambda value: f"{value:.{count}f}"
+
+
+def shares_text(shares, most=7):
+    """The greatest shares as text: `linear 71 %, ...`."""
+    named = [f"{name} {share:.1%}" for name, share in list(shares.items())[:most]]
+    rest = 1 - sum(list(shares.values())[:most])
+    return ", ".join(named + ([f"other {rest:.1%}"] if len(shares) > most else []))

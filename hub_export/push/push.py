@@ -1,0 +1,248 @@
+"""Push an exported folder to the Hugging Face Hub, as one repository of type "model"; what broke off goes on where it was.
+
+    heads.export push exports/first you/first --private          (hub_export/push/push_command.py)
+
+The Hub is asked what it holds, and only files that it lacks are sent: one after another, each in its own request, then named
+together in one commit, so that a reader never finds half a head. huggingface_hub sends them (preupload_lfs_files): in Xet's blocks,
+of which a killed upload repeats the newest alone, or without hf_xet as LFS parts, which are repeated one by one while the process
+lives (docs/log.md, 2026-11-22, also on why not upload_folder).
+Deletes nothing on the Hub.
+"""
+
+import functools
+import hashlib
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import CommitOperationAdd, HfApi, constants, get_token
+from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.utils import validate_repo_id
+
+from ...heads.checkpoint import TREE_FILE
+from ...heads.storage.hub_answer import ask_hub
+from .collection import add_to_collection, check_collection
+from .retry import patiently, reason, status
+
+MESSAGE = "Upload speculator heads with Headstart"
+WORTH_A_LINE = 50 * 10**6  # bytes of a file after which is said how long the others take
+WEIGHTS = (".safetensors", ".pt", ".bin")
+FOREIGN = (*WEIGHTS, TREE_FILE)  # how the names end of what readers find beside a head and take for its own
+
+
+@dataclass(frozen=True)
+class PushOptions:
+    """How to push.  revision: branch, made from main where it is not there; collection: slug ("owner/name-id") or title"""
+
+    private: bool = False
+    revision: str | None = None
+    dry_run: bool = False
+    collection: str | None = None
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """A file of the folder.  name: in the repository; state: "new", "changed" or "there" (the same bytes)"""
+
+    name: str
+    path: Path
+    size: int
+    state: str
+
+
+def check_can_push(repo, default_name, options):
+    """The full repository id ("user/name") to push to.
+
+    repo: "user/name", "name" (the account's own) or None, which takes `default_name`.
+    Raises ValueError without a token, in offline mode, for a name the Hub does not take, for a token that it does not know or that
+    may only read, and for a collection that it does not have.
+    """
+    if constants.HF_HUB_OFFLINE:
+        raise ValueError("HF_HUB_OFFLINE is set, so nothing can be pushed: unset it, or leave the push out")
+    if get_token() is None:
+        raise ValueError(
+            "no Hugging Face token to push with: run `hf auth login` or set HF_TOKEN to one that may write"
+        )
+    if options.revision == "":
+        raise ValueError("--revision is empty: name a branch, or leave it out for main")
+    if why := ask_hub().why:
+        raise ValueError(f"the Hub at {constants.ENDPOINT} does not answer: {why}")
+    api = HfApi()
+    try:
+        # Few attempts: nothing is done yet, and whoever waits is still here.
+        account = patiently(api.whoami, f"asking {constants.ENDPOINT}", attempts=3)
+    except Exception as error:  # whatever the client's transports raise
+        what = "did not accept the token" if status(error) in (401, 403) else "does not answer"
+        raise ValueError(f"the Hub at {constants.ENDPOINT} {what}: {reason(error)}") from error
+    if not options.dry_run and (account.get("auth") or {}).get("accessToken", {}).get("role") == "read":
+        raise ValueError(
+            "this Hugging Face token may only read: make one that may write (https://huggingface.co/settings/tokens) and "
+            "set HF_TOKEN to it, or run `hf auth login`"
+        )
+    name = repo or default_name
+    repo_id = name if "/" in name else f"{account['name']}/{name}"
+    try:
+        validate_repo_id(repo_id)
+    except ValueError as error:
+        raise ValueError(f"cannot push to {repo_id!r}: {reason(error)}; name it USER/NAME") from None
+    if options.collection is not None:
+        check_collection(api, options.collection)
+    return repo_id
+
+
+def push_folder(folder, repo_id, options, command):
+    """Send what `repo_id` lacks of `folder`, creating it if it is not there yet.  Returns the address.
+
+    options: PushOptions; with dry_run the plan is printed and nothing changes; command: the one that goes on, for the message.
+    Raises ConnectionError saying what the Hub answered; the folder stays as it is.
+    """
+    api = HfApi()
+    try:
+        return _push(api, Path(folder), repo_id, options)
+    except Exception as error:  # the client's transports raise their own kinds; none may end in a traceback here
+        raise ConnectionError(
+            f"could not push to {repo_id}: {reason(error)}{_advice(error)}. The export itself is complete in {folder}; once "
+            f"that is mended, `{command}` sends what is missing"
+        ) from error
+
+
+def _push(api, folder, repo_id, options):
+    info, has_branch = patiently(lambda: _ask(api, repo_id, options.revision), f"asking for {repo_id}")
+    # A repository that exists keeps its visibility, whatever create_repo is asked for.
+    if info is not None and options.private and not info.private:
+        raise ValueError("it exists already and is public, and --private was asked for")
+    plan = plan_push(folder, info)
+    branch = f", branch {options.revision}" if options.revision else ""
+    if options.dry_run:
+        _show(plan, repo_id, branch, info, has_branch, options)
+        return f"{constants.ENDPOINT}/{repo_id}"
+    if info is None:
+        create = functools.partial(api.create_repo, repo_id, private=options.private, exist_ok=True)
+        patiently(create, f"creating {repo_id}")
+    if options.revision and not has_branch:
+        create = functools.partial(api.create_branch, repo_id, branch=options.revision, exist_ok=True)
+        patiently(create, f"creating the branch {options.revision}")
+
+    missing = [file for file in plan if file.state != "there"]
+    total = sum(file.size for file in missing)
+    told = (
+        f"sending {len(missing)} of {len(plan)} files, {in_bytes(total)}"
+        if missing
+        else f"all {len(plan)} files are there"
+    )
+    print(f"{told}: {repo_id}{branch}", flush=True)
+    operations = [CommitOperationAdd(file.name, file.path) for file in missing]
+    start, sent = time.monotonic(), 0
+    for file, operation in zip(missing, operations):
+        upload = functools.partial(
+            api.preupload_lfs_files, repo_id, additions=[operation], revision=options.revision, free_memory=False
+        )
+        patiently(upload, f"sending {file.name}")
+        sent += file.size
+        if file.size >= WORTH_A_LINE and sent < total:
+            minutes = (time.monotonic() - start) * (total - sent) / sent / 60
+            left = f"about {minutes:.0f} min" if minutes >= 1 else "less than a minute"
+            print(f"{in_bytes(sent)} of {in_bytes(total)} sent, {left} left", flush=True)
+
+    def missing_now():
+        return [file for file in plan_push(folder, _ask(api, repo_id, options.revision)[0]) if file.state != "there"]
+
+    def commit():
+        # Asked anew, because the answer to an earlier attempt may be what was lost.
+        if missing_now():
+            api.create_commit(repo_id, operations, commit_message=MESSAGE, revision=options.revision)
+
+    patiently(commit, "committing")
+    if left := patiently(missing_now, f"asking for {repo_id}"):
+        raise ValueError(f"the Hub took the commit and does not hold {left[0].name}: is it named in .gitignore there?")
+    if options.collection is not None:
+        print(f"in the collection {add_to_collection(api, options.collection, repo_id, options.private)}")
+    return f"{constants.ENDPOINT}/{repo_id}" + (f"/tree/{options.revision}" if options.revision else "")
+
+
+def _ask(api, repo_id, revision):
+    """(ModelInfo with the files' hashes, or None where there is no repository; whether the branch is there).
+
+    A branch that is not there would be made from main, so that main's files are told.
+    """
+    try:
+        return api.model_info(repo_id, revision=revision, files_metadata=True), True
+    except RevisionNotFoundError:
+        return api.model_info(repo_id, files_metadata=True), False
+    except RepositoryNotFoundError:
+        return None, False
+
+
+def plan_push(folder, info):
+    """PlannedFiles of `folder`, in order; info: what the repository holds (ModelInfo with metadata of files), None for nothing.
+
+    Hidden files do not go along. Raises ValueError for weights or a tree in the repository that are not in the folder.
+    """
+    there = {file.rfilename: file for file in (info.siblings if info is not None else None) or ()}
+    plan = []
+    for path in sorted(Path(folder).rglob("*")):
+        name = path.relative_to(folder)
+        if path.is_file() and not any(part.startswith(".") for part in name.parts):
+            held = there.get(name.as_posix())
+            state = "new" if held is None else "there" if _is_same(path, held) else "changed"
+            plan.append(PlannedFile(name.as_posix(), path, path.stat().st_size, state))
+    foreign = sorted(name for name in there.keys() - {file.name for file in plan} if name.endswith(FOREIGN))
+    if foreign:
+        what = "other weights" if foreign[0].endswith(WEIGHTS) else "another head's tree"
+        raise ValueError(
+            f"it holds {what} already ({foreign[0]}), which a reader would mix with these: push to a new repository, "
+            "or delete them there first"
+        )
+    return plan
+
+
+def _is_same(path, held):
+    """Whether a file has the bytes of a RepoSibling, which tells the SHA-256 of large files and git's SHA-1 of others."""
+    stat = path.stat()
+    if held.size != stat.st_size:
+        return False
+    sha256, git = _digests(path, stat.st_size, stat.st_mtime_ns)
+    return sha256 == held.lfs.sha256 if held.lfs is not None else git == held.blob_id
+
+
+@functools.lru_cache
+def _digests(path, size, time_ns):
+    """(SHA-256, git's blob SHA-1) of a file, in hex; size and time (of its last change) only tell versions of it apart."""
+    sha256, git = hashlib.sha256(), hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
+    with open(path, "rb") as file:
+        while block := file.read(2**22):
+            sha256.update(block)
+            git.update(block)
+    return sha256.hexdigest(), git.hexdigest()
+
+
+def _show(plan, repo_id, branch, info, has_branch, options):
+    """What a push would do."""
+    kind = "private" if (info.private if info else options.private) else "public"
+    print(f"{repo_id}{branch} ({kind}{'' if info else ', to be created'}), nothing is changed:")
+    if info and not has_branch:
+        print(f"  the branch {options.revision} would be made from main")
+    doing = {"new": "send", "changed": "replace", "there": "there already"}
+    for file in plan:
+        print(f"  {doing[file.state]:<14}{in_bytes(file.size):>10}  {file.name}")
+    missing = [file for file in plan if file.state != "there"]
+    print(f"  to send: {len(missing)} of {len(plan)} files, {in_bytes(sum(file.size for file in missing))}")
+    if options.collection is not None:
+        print(f"  then to be added to the collection {options.collection}")
+
+
+def in_bytes(count):
+    """A number of bytes for reading: 1.23 MB (10^6)."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count} B"
+
+
+def _advice(error):
+    """What can be done about what the Hub refuses."""
+    if status(error) == 401:
+        return " (the token is not accepted: log in again with `hf auth login`, or set HF_TOKEN)"
+    if status(error) == 403:
+        return " (refused: the token needs the right to write there, and the account must have room)"
+    return ""

@@ -1,0 +1,137 @@
+"""heads.export push: send a folder that heads.export wrote to the Hub, or what an earlier push left out."""
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+
+from ...heads.checkpoint import find_head, read_config
+from ...inference.models.adapter import MERGED_KEY
+from ..tracked_run import tell_tracked_run
+from .push import WEIGHTS, PushOptions, check_can_push, push_folder
+
+EXAMPLES = """\
+examples
+  heads.export push exports/first you/first --private
+      the same again goes on where it broke off: only what is missing is sent
+  heads.export push exports/first you/first --dry-run
+      what would be sent, what is there already; nothing is changed
+  heads.export push exports/first you/first --revision bf16 --collection "Heads for my target"
+
+Log in first (`hf auth login`) or set HF_TOKEN. Exit status: 0 done, 1 it could not be done, 2 usage.
+"""
+
+
+def main(argv):
+    """The command line behind `heads.export push`.  argv: list of str.  Returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="heads.export push",
+        description="Send an exported folder to the Hugging Face Hub; the Hub is asked first, and only what it lacks is sent.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("folder", metavar="DIR", help="a folder that heads.export wrote")
+    parser.add_argument(
+        "repo", metavar="REPO", nargs="?", help="USER/NAME (default: your account's NAME of the folder)"
+    )
+    add_push_options(parser)
+    args = parser.parse_args(argv)
+    try:
+        folder = Path(args.folder).resolve()
+        check_is_export(folder)
+        options = push_options(args)
+        push(folder, check_can_push(args.repo, folder.name, options), options)
+    except (ValueError, OSError) as error:
+        print(f"heads.export push: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def add_push_options(parser):
+    """How to push: also those of an export that is pushed at once."""
+    parser.add_argument("--private", action="store_true", help="create the repository as a private one")
+    parser.add_argument("--revision", metavar="BRANCH", help="push to this branch, made from main if it is not there")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="ask the Hub and tell what would be sent; change nothing there"
+    )
+    parser.add_argument(
+        "--collection", metavar="SLUG_OR_TITLE", help="add it to this collection; one of a new title is made"
+    )
+
+
+def push_options(args):
+    """PushOptions of a command line."""
+    return PushOptions(args.private, args.revision, args.dry_run, args.collection)
+
+
+def check_is_export(folder):
+    """ValueError unless `folder` is one that heads.export wrote: of heads, or of a target with an adapter merged."""
+    if not folder.is_dir():
+        raise ValueError(f"there is no folder {folder}: name one that heads.export wrote")
+    lacking = [name for name in ("config.json", "README.md") if not (folder / name).is_file()]
+    lacking += [] if any(path.suffix in WEIGHTS for path in folder.iterdir()) else ["weights"]
+    if lacking:
+        is_head = find_head(folder) is not None
+        advice = f": export it first (`heads.export {shlex.quote(str(folder))} --format ... --output DIR`)"
+        raise ValueError(
+            f"{folder} holds no {lacking[0]}, so it is no folder that heads.export wrote{advice if is_head else ''}"
+        )
+    if find_head(folder) is None and MERGED_KEY not in read_config(folder):
+        raise ValueError(
+            f"{folder} holds neither a head that can be read nor a target with an adapter merged by heads.export, and only these "
+            "are pushed here: name the folder that heads.export wrote (another model goes with `hf upload`)"
+        )
+
+
+def check_is_not_there(output, repo_id, options):
+    """ValueError with the command that pushes `output`, where the export that is to be pushed is there already."""
+    try:
+        check_is_export(output)
+    except ValueError:
+        return
+    raise ValueError(
+        f"{output} holds an export already: `{push_again(output, repo_id, options)}` pushes it as it is, or name a new folder"
+    )
+
+
+def push(folder, repo_id, options):
+    """Push a complete export and say so; the W&B run that it came from is told the address."""
+    command = push_again(folder, repo_id, options)
+    try:
+        address = push_folder(folder, repo_id, options, command)
+    except KeyboardInterrupt:
+        print(f"\ninterrupted; `{command}` sends what is missing", file=sys.stderr)
+        raise SystemExit(130) from None
+    if options.dry_run:
+        print(f"`{command}` pushes it")
+        return
+    print(f"pushed to {address}")
+    name = name_on_hub(repo_id, options)
+    if name not in (folder / "README.md").read_text(encoding="utf-8"):
+        print(f"note: the commands in its README.md do not name {name}: others have to put that in")
+    tell_tracked_run(folder, address)
+
+
+def name_on_hub(repo_id, options):
+    """What a pushed head is loaded by: OWNER/NAME, or OWNER/NAME@BRANCH."""
+    return repo_id + (f"@{options.revision}" if options.revision else "")
+
+
+def push_again(folder, repo_id, options):
+    """The command that pushes a complete export so."""
+    words = [word for word in given_options(options) if word != "--dry-run"]
+    return shlex.join(["heads.export", "push", str(folder), repo_id, *words])
+
+
+def given_options(options):
+    """The words of a command line that say these PushOptions."""
+    words = []
+    for option, value in (
+        ("--private", options.private),
+        ("--revision", options.revision),
+        ("--dry-run", options.dry_run),
+        ("--collection", options.collection),
+    ):
+        words += [option] if value is True else [option, value] if value else []
+    return words

@@ -1,0 +1,135 @@
+"""Options that several commands share, and what they come to. Imports nothing heavy, so that --help stays quick."""
+
+import argparse
+import warnings
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def plain_warnings():
+    """While a command runs, what is warned of to its user is a line without a place in our code."""
+    before = warnings.formatwarning
+
+    def formatted(message, category, *where):
+        return f"note: {message}\n" if category is UserWarning else before(message, category, *where)
+
+    warnings.formatwarning = formatted
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
+
+
+def add_command(commands, name, run, summary, example, more=""):
+    """One command: its summary, what else there is to know, an example."""
+    sub = commands.add_parser(
+        name,
+        help=summary,
+        description="\n\n".join(filter(None, (summary, more))),
+        epilog=f"example:\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    sub.set_defaults(run=run)
+    return sub
+
+
+def add_device(parser):
+    """Where a command computes, and in which dtype."""
+    parser.add_argument("--device", default="auto", help="auto (default: a GPU if there is one), cpu, cuda, cuda:1 ...")
+    parser.add_argument("--dtype", default="auto", help="auto (default), bfloat16, float16 or float32")
+
+
+def add_adapter(parser):
+    """A LoRA adapter of the target."""
+    parser.add_argument(
+        "--adapter",
+        help="a LoRA adapter of the target, merged into its weights: a folder, a Hub id, or a run or head trained with one",
+    )
+
+
+def add_model(parser):
+    """The target, and how long its requests may get."""
+    parser.add_argument("--model", required=True, help="the target: a folder or Hub id")
+    add_adapter(parser)
+    parser.add_argument(
+        "--max-model-len", type=int, help="longest prompt + output in tokens (default: the model's limit)"
+    )
+    add_device(parser)
+
+
+def add_speculation(parser):
+    """What drafts, and how."""
+    parser.add_argument(
+        "--head",
+        help="what drafts: a head (a folder, a run or a Hub id, also ID@REVISION) or a smaller model of the same vocabulary (a "
+        "folder); default: plain decoding",
+    )
+    parser.add_argument(
+        "--method",
+        help="ngram drafts without a head, by looking up what followed the newest tokens before; otherwise it is found out",
+    )
+    parser.add_argument("--tree", help="the drafts' shape: chain (default), static, dynamic, or a tree file")
+    parser.add_argument(
+        "--num-speculative-tokens",
+        type=int,
+        help="depth of the drafts (default: what the head was made for; needed for models and ngram)",
+    )
+
+
+def speculative_config(arguments, **more):
+    """The speculative_config that the options of add_speculation say, None for plain decoding; more: keys besides."""
+    if not arguments.head and not arguments.method:
+        for option, given in (
+            ("--tree", arguments.tree),
+            ("--num-speculative-tokens", arguments.num_speculative_tokens),
+        ):
+            if given is not None:
+                raise ValueError(f"{option} {given} says how a head drafts: name one with --head, or leave it out")
+        return None
+    return {
+        "model": arguments.head,
+        "method": arguments.method,
+        "tree": arguments.tree or "chain",
+        "num_speculative_tokens": arguments.num_speculative_tokens,
+        **more,
+    }
+
+
+def choose_threads_for(model, device):
+    """As many CPU threads as decode the target fastest, unless OMP_NUM_THREADS says how many; ValueError for an unsupported one."""
+    from .models.decoder import check_supported
+    from .models.target_source import choose_device, target_config
+    from .threads import choose_threads
+
+    config, _ = target_config(model, "auto")
+    check_supported(config)
+    choose_threads(config, choose_device(device))
+
+
+def check_count(number):
+    """ValueError unless --num-prompts is at least 1."""
+    if number < 1:
+        raise ValueError(f"--num-prompts must be at least 1, got {number}")
+
+
+def prompt_file(given, model):
+    """The file of prompts that --prompts names, or that the target ships."""
+    path = Path(given) if given else Path(model) / "heldout.jsonl"
+    if not given and not path.is_file():
+        raise ValueError(f"{model} ships no held-out prompts (heldout.jsonl): name a JSONL file with --prompts")
+    return path
+
+
+def target_of(source, head):
+    """The target a head was trained for: from the run's config, else from the head's own."""
+    config = Path(source) / "config.yaml"
+    if config.is_file():
+        import yaml
+
+        target = (yaml.safe_load(config.read_text()) or {}).get("target")
+        if target:
+            return target
+    if head.config.base_model_name_or_path:
+        return head.config.base_model_name_or_path
+    raise ValueError(f"{source} does not say which target it was trained for: name it with --model")

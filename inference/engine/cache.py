@@ -1,0 +1,63 @@
+"""The paged KV cache: pages of 64 positions, shared by all layers' numbering.
+
+kv [layers, 2, (pages + 1) * HK * 64, D]: keys and values; a page of one layer is [HK, 64, D]. Page 0 belongs to nobody: padding
+in block tables points to it, so it must stay finite and its content is never used.
+"""
+
+import torch
+
+from ...kernels.attention.tree_attention import PAGE
+from ..models.memory import free_bytes, in_gib
+
+# Share of the free host memory that the cache may take on the CPU.
+CPU_SHARE = 0.5
+
+
+class PagedCache:
+    """Keys and values of all layers for `num_pages` pages."""
+
+    def __init__(self, num_pages, num_layers, num_kv_heads, head_dim, dtype, device):
+        self.num_pages, self.num_kv_heads = num_pages, num_kv_heads
+        rows = (num_pages + 1) * num_kv_heads * PAGE
+        # Zeros: memory fresh from the allocator may hold NaN, which a masked key's weight of 0 would not remove.
+        self.kv = torch.zeros(num_layers, 2, rows, head_dim, dtype=dtype, device=device)
+
+
+def pages_that_fit(page_bytes, device, wanted, least=2, workspace=0, utilization=0.9):
+    """How many pages to allocate: what is wanted, or as many as memory allows.
+
+    page_bytes: of one page; least: pages that one request of max_model_len takes; workspace: bytes to leave for activations;
+    utilization: share of a GPU's whole memory that weights, workspace and cache may take together. ValueError, saying what would
+    fit, if fewer than `least` pages do.
+    """
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        budget = total * utilization - (total - free) - workspace
+        where = f"gpu_memory_utilization {utilization} of {total / 2**30:.1f} GiB leaves"
+        advice = "raise gpu_memory_utilization, free memory on the GPU"
+    else:
+        budget = free_bytes(device) * CPU_SHARE
+        where, advice = f"half of the free memory of {device} is", "free memory"
+    fit = max(0, int(budget // page_bytes) - 1)  # page 0 is nobody's
+    if fit < least:
+        raise ValueError(
+            f"no memory for the KV cache: one request of max_model_len takes {least} pages of {PAGE} tokens, "
+            f"{least * page_bytes / 2**20:.0f} MiB, and {where} {max(0, budget) / 2**20:.0f} MiB, enough for "
+            f"max_model_len {max(0, fit - 2) * PAGE}: lower max_model_len, {advice}, or use a smaller model"
+        )
+    return min(wanted, fit)
+
+
+def check_pages_fit(page_bytes, device, num_pages):
+    """ValueError, saying how many would fit, if a cache of num_pages pages does not fit into the free memory."""
+    free = free_bytes(device)
+    if (num_pages + 1) * page_bytes > free:
+        raise ValueError(
+            f"num_gpu_blocks_override={num_pages} pages of {PAGE} tokens take {in_gib((num_pages + 1) * page_bytes)} and "
+            f"{in_gib(free)} are free on {device}: at most {max(0, free // page_bytes - 1)} fit, or leave it out"
+        )
+
+
+def bytes_of_page(num_layers, num_kv_heads, head_dim, dtype):
+    """Bytes of one page's keys and values in all layers."""
+    return num_layers * 2 * num_kv_heads * PAGE * head_dim * dtype.itemsize

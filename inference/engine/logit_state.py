@@ -1,0 +1,100 @@
+"""What the device knows of every slot to change its logits: bias, stop tokens, counts, bad words.
+
+Each table is made when the first request needs it, so requests without such parameters cost nothing. The host writes a slot's rows
+when its request's known tokens are computed, also again after a preemption; counts are then kept up to date by the step itself
+(`record`). A row of a slot whose request does not need the table changes nothing. Bad words are looked for in the slots' history,
+which is always there (slots.py).
+
+Letters: S slots, B rows of a batch, V vocabulary, T tokens of the longest sequence, J tokens emitted at most.
+"""
+
+import torch
+
+from ...kernels.sampling.process_logits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, LogitTables
+
+# What a row without a request holds; zero elsewhere.
+CLEAN = {"words": -1}
+
+
+class LogitState:
+    """LogitTables of slots, the last of which belongs to nobody and stays clean.
+
+    history int32 [S, T]: their tokens, which others keep; on_device: moves a list or CPU tensor there without waiting.
+    """
+
+    def __init__(self, history, vocab_size, on_device):
+        self.history, self.vocab_size, self.on_device = history, vocab_size, on_device
+        self.num_slots = len(history)
+        self.tables = LogitTables()
+        self._written = {}  # name of a table -> slots whose row is not clean
+
+    @property
+    def num_tables(self):
+        """How many tables there are. It only grows: what holds their addresses is out of date when it has grown."""
+        return sum(table is not None for table in self.tables)
+
+    def write(self, requests, stop_tokens):
+        """The rows of these requests, from the tokens that the host knows.  stop_tokens(request): ids that min_tokens forbids"""
+        rows = {name: {} for name in LogitTables._fields}
+        for request in requests:
+            for name, row in self._rows(request, stop_tokens):
+                rows[name][request.slot] = row
+        # All tables that are missing or none: some are of use in pairs only.
+        made = {name: self._table(name, given) for name, given in rows.items() if given}
+        self.tables = self.tables._replace(**made | ({"tokens": self.history} if "words" in made else {}))
+        for name, given in rows.items():
+            written = self._written.setdefault(name, set())
+            stale = [request.slot for request in requests if request.slot in written and request.slot not in given]
+            if stale:
+                getattr(self.tables, name).index_fill_(0, self.on_device(stale), CLEAN.get(name, 0))
+            if given:
+                table = getattr(self.tables, name)
+                table[self.on_device(list(given))] = self.on_device(torch.stack(list(given.values())))
+            self._written[name] = (written - set(stale)) | given.keys()
+
+    def record(self, slots, emitted):
+        """Count emitted tokens.  slots [B]; emitted [B, 1 + J]: how many, they"""
+        num_emitted, tokens = emitted[:, :1], emitted[:, 1:]
+        step = torch.arange(tokens.shape[1], device=tokens.device)
+        kept = (step < num_emitted) & (slots != self.num_slots - 1)[:, None]
+        if self.tables.counts is not None:
+            at = slots[:, None] * self.vocab_size + tokens
+            # Whole numbers: the order in which they are added does not matter.
+            self.tables.counts.view(-1).scatter_add_(0, at.flatten(), kept.int().flatten())
+
+    def _table(self, name, given):
+        """The table of this name, made if there is none.  given: {slot: row}, not empty"""
+        row, table = next(iter(given.values())), getattr(self.tables, name)
+        if table is None:
+            shape = (self.num_slots, *row.shape)
+            table = torch.full(shape, CLEAN.get(name, 0), dtype=row.dtype, device=self.history.device)
+        return table
+
+    def _rows(self, request, stop_tokens):
+        """(name of a table, row) for every table that the request needs."""
+        params = request.params
+        if params.min_tokens:
+            row = torch.zeros(self.vocab_size, dtype=torch.bool)
+            row[list(stop_tokens(request))] = True
+            yield "stop_mask", row
+        single = [word[0] for word in request.bad_words if len(word) == 1]
+        if params.logit_bias or params.allowed_token_ids is not None or single:
+            row = torch.zeros(self.vocab_size)
+            if params.allowed_token_ids is not None:
+                row.fill_(-torch.inf)[list(params.allowed_token_ids)] = 0
+            for token, bias in params.logit_bias:
+                row[token] += bias
+            row[single] = -torch.inf
+            yield "bias", row
+        if params.has_penalties:
+            output = torch.tensor(request.output_token_ids, dtype=torch.int64)
+            yield "counts", output.bincount(minlength=self.vocab_size).int()
+            row = torch.zeros(self.vocab_size, dtype=torch.bool)
+            row[request.prompt_token_ids] = True
+            yield "seen", row
+        several = [word for word in request.bad_words if len(word) > 1]
+        if several:
+            row = torch.full((MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS), -1, dtype=torch.int32)
+            for place, word in zip(row, several):
+                place[-len(word) :] = torch.tensor(word)
+            yield "words", row

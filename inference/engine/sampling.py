@@ -1,0 +1,186 @@
+"""SamplingParams, and the way from logits to the target's own token.
+
+The target's token at a node is argmax(logits' + G): logits' are the logits after, in vLLM's order, allowed_token_ids, bad_words,
+min_tokens, logit_bias, the penalties (kernels/sampling/process_logits.py), temperature, min_p, top_k and top_p
+(kernels/sampling/keep_top.py); G is Gumbel noise keyed by (seed, sample index, position, token), so it is a draw from
+softmax(logits') that depends on the request and the position alone (Gumbel-max). At temperature 0 there is no G. Ties go to the
+lowest token id.
+"""
+
+import math
+from dataclasses import dataclass, fields
+
+from ...heads.storage.keywords import VLLM_SAMPLING, reject_unknown
+
+# Powers of ten around 1 that leave a logit in the range of fp32.
+LEAST_REPETITION, GREATEST_REPETITION = 1e-5, 1e5
+# Below it, logits divided by the temperature leave the range in which fp32 tells them apart.
+LEAST_TEMPERATURE = 1e-5
+
+
+# What logits need beside a temperature, each including those before it: nothing; process_logits; min_p, top_k and top_p
+# too (keep_top).
+NO_FILTERS, CHANGED, CUT = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class _Fields:
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    n: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    include_stop_str_in_output: bool = False
+
+
+class SamplingParams(_Fields):
+    """How one request is sampled; names and defaults are vLLM's.
+
+    temperature: 0 is greedy. top_p in (0, 1]; top_k: 0 or -1 keeps all; min_p in [0, 1]: leave out tokens less likely than this
+    share of the likeliest. repetition_penalty: logits of tokens of the prompt or the output are divided by it if positive, else
+    multiplied. frequency_penalty, presence_penalty from -2 to 2: taken off the logits of the output's tokens, once per
+    occurrence or once. logit_bias: {token id: from -100 to 100}, added to logits (kept as a sorted tuple of pairs).
+    allowed_token_ids: no other tokens. bad_words: strings whose last token is forbidden where it would complete them, with a
+    space before them and without; the prompt counts as said (in vLLM only the output does). max_tokens: at most so many new
+    tokens (None: up to max_model_len). min_tokens: no EOS, stop token or stop string before. stop: a string or several that end
+    the output. stop_token_ids: tokens that end it, and are part of token_ids. include_stop_str_in_output: the text keeps the
+    stop string, or the stop token's text, that ended it. ignore_eos: go on behind EOS. seed: an int makes the output a function
+    of (prompt, parameters, seed), with the default verifier; None derives one from (LLM seed, number of the request). n: outputs
+    per prompt. logprobs: also return the log-probabilities of the emitted token and of the so many likeliest, at every position
+    (LLM's logprobs_mode says of which law). prompt_logprobs: the same for the prompt's tokens but the first, of the raw logits.
+
+    Fields cannot be set afterwards: `dataclasses.replace(params, n=3)` makes other ones. Raises ValueError for values out of range
+    and for unknown keywords.
+    """
+
+    def __init__(self, *positional, **given):
+        names = [field.name for field in fields(_Fields)]
+        if positional:
+            raise ValueError(
+                f"SamplingParams takes keywords only, got {positional[0]!r}: write for example temperature=0.5; "
+                f"Known: {', '.join(names)}"
+            )
+        reject_unknown(given, names, "sampling parameter", VLLM_SAMPLING)
+        if isinstance(given.get("stop"), str):
+            given["stop"] = (given["stop"],)
+        for name, what in (
+            ("stop", "a string or a list of strings"),
+            ("bad_words", "a list of strings"),
+            ("stop_token_ids", "a list of token ids"),
+            ("allowed_token_ids", "a list of token ids"),
+        ):
+            value = given.get(name)
+            if value is not None and not isinstance(value, list | tuple | set):
+                raise ValueError(f"{name} must be {what}, got {value!r}")
+            if value is not None or name != "allowed_token_ids":
+                given[name] = tuple(value or ())
+        bias = given.get("logit_bias")
+        try:
+            given["logit_bias"] = () if bias is None else tuple(dict(bias).items())
+        except (TypeError, ValueError):
+            raise ValueError(f"logit_bias must be a dictionary {{token id: bias}}, got {bias!r}") from None
+        super().__init__(**given)
+        self._check()
+        object.__setattr__(self, "logit_bias", tuple(sorted(self.logit_bias)))
+
+    @property
+    def has_penalties(self):
+        """Whether a token's logit depends on the tokens before it."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def filters(self):
+        """What the logits need at every token: NO_FILTERS, CHANGED or CUT. (min_tokens changes them at the first ones.)"""
+        if self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0):
+            return CUT
+        given = self.logit_bias or self.bad_words or self.allowed_token_ids is not None
+        return CHANGED if given or self.has_penalties else NO_FILTERS
+
+    def _check(self):
+        def require(condition, name, expected):
+            if not condition:
+                raise ValueError(f"{name} must be {expected}, got {getattr(self, name)!r}")
+
+        def whole(value):
+            return isinstance(value, int) and not isinstance(value, bool)
+
+        def real(value):
+            return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+        def token_ids(values):
+            return all(whole(t) and t >= 0 for t in values)
+
+        require(
+            real(self.temperature) and (self.temperature == 0 or self.temperature >= LEAST_TEMPERATURE),
+            "temperature",
+            f"0 (greedy) or a finite number of at least {LEAST_TEMPERATURE}",
+        )
+        require(real(self.top_p) and 0 < self.top_p <= 1, "top_p", "in (0, 1]")
+        require(
+            whole(self.top_k) and -1 <= self.top_k < 2**31,
+            "top_k",
+            "a whole number: 0 or -1 for all, else how many to keep",
+        )
+        require(real(self.min_p) and 0 <= self.min_p <= 1, "min_p", "in [0, 1]")
+        require(
+            real(self.repetition_penalty) and LEAST_REPETITION <= self.repetition_penalty <= GREATEST_REPETITION,
+            "repetition_penalty",
+            f"above 0 (from {LEAST_REPETITION} to {GREATEST_REPETITION:g}; 1 for none)",
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            require(real(value) and -2 <= value <= 2, name, "from -2 to 2")
+        require(
+            token_ids(token for token, _ in self.logit_bias)
+            and all(real(bias) and -100 <= bias <= 100 for _, bias in self.logit_bias),
+            "logit_bias",
+            "a dictionary {token id: bias from -100 to 100}",
+        )
+        require(
+            self.allowed_token_ids is None or (self.allowed_token_ids and token_ids(self.allowed_token_ids)),
+            "allowed_token_ids",
+            "None or a list of at least one token id",
+        )
+        spoken = all(isinstance(s, str) and s.strip() for s in self.bad_words)
+        require(spoken, "bad_words", "a list of strings that are more than white space")
+        require(
+            self.max_tokens is None or (whole(self.max_tokens) and self.max_tokens >= 1),
+            "max_tokens",
+            "at least 1, or None for as many as fit",
+        )
+        limit = math.inf if self.max_tokens is None else self.max_tokens
+        require(whole(self.min_tokens) and 0 <= self.min_tokens <= limit, "min_tokens", "from 0 to max_tokens")
+        require(all(isinstance(s, str) and s for s in self.stop), "stop", "a non-empty string or a list of them")
+        require(token_ids(self.stop_token_ids), "stop_token_ids", "a list of token ids")
+        require(isinstance(self.ignore_eos, bool), "ignore_eos", "True or False")
+        require(
+            self.seed is None or (whole(self.seed) and 0 <= self.seed < 2**63), "seed", "None or from 0 to 2^63 - 1"
+        )
+        require(whole(self.n) and self.n >= 1, "n", "at least 1")
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            require(count is None or (whole(count) and 0 <= count <= 100), name, "None or from 0 to 100")
+        require(isinstance(self.include_stop_str_in_output, bool), "include_stop_str_in_output", "True or False")
+
+    def __repr__(self):
+        return f"SamplingParams({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in fields(_Fields))})"
+
+
+def next_filters(request):
+    """What the next logits of a Request need: see the top of this file."""
+    early = len(request.output_token_ids) < request.params.min_tokens
+    return max(request.params.filters, CHANGED if early else NO_FILTERS)

@@ -1,0 +1,152 @@
+"""What the device knows of every admitted request: one row ("slot") per request, read and advanced by the step itself.
+
+The host writes a row when a request is admitted, when it gets pages, and when its prompt is done; after that the step keeps it up
+to date, and the host only reads emitted tokens, one step late. The last row belongs to nobody: batch rows without a request
+point to it, and to page 0 of the cache.
+
+Letters: S slots, B rows of a batch, P pages of the longest request, T tokens that they hold, H width of a feature.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from ...kernels.attention.tree_attention import PAGE
+from ...kernels.speculation.slot_rows import advance_slots, gather_slots
+from .logit_state import LogitState
+
+# Columns of SlotTable.integers. committed: L; root: the newest token; remaining: how many tokens may still be emitted;
+# min_position: tokens before it must not be stop tokens (min_tokens).
+INTEGERS = ("committed", "root", "remaining", "seed", "sample", "top_k", "min_position")
+FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+NO_CHANGE = (0.0, 1.0, 0.0, 1.0, 0.0, 0.0)  # floats of a slot without a request
+
+
+@dataclass(frozen=True)
+class BatchRows:
+    """The slots of one batch, gathered, and what follows from them for the nodes of its tree (GatheredSlots)."""
+
+    slots: torch.Tensor  # [B]
+    integers: torch.Tensor  # [7, B]
+    floats: torch.Tensor  # [6, B]
+    block_table: torch.Tensor  # [B, P]
+    feature: torch.Tensor  # [B, H]
+    positions: torch.Tensor  # [B N]
+    cache_slots: torch.Tensor  # [B N]
+    draws: torch.Tensor  # [3, B N] seed, sample, position of the token drawn behind each node
+    node_temperature: torch.Tensor  # [B N]
+    history: torch.Tensor  # int32 [S, T] of all slots, not gathered: the sequence up to and including the root
+
+    committed = property(lambda self: self.integers[0])
+    root = property(lambda self: self.integers[1])
+    remaining = property(lambda self: self.integers[2])
+    seed = property(lambda self: self.integers[3])
+    sample = property(lambda self: self.integers[4])
+    top_k = property(lambda self: self.integers[5])
+    min_position = property(lambda self: self.integers[6])
+    temperature = property(lambda self: self.floats[0])
+    top_p = property(lambda self: self.floats[1])
+    min_p = property(lambda self: self.floats[2])
+    repetition_penalty = property(lambda self: self.floats[3])
+    presence_penalty = property(lambda self: self.floats[4])
+    frequency_penalty = property(lambda self: self.floats[5])
+
+    def at_depths(self, depths):
+        """The same for nodes at other depths [B, N] than the zeros it was gathered for."""
+        deeper = depths.flatten()
+        draws = torch.stack((self.draws[0], self.draws[1], self.draws[2] + deeper))
+        return replace(self, positions=self.positions + deeper, draws=draws)
+
+    def one_token_ago(self):
+        """The same as before the root was emitted: L is one less. For what a drafter's `advance` reads."""
+        committed = self.committed - 1
+        integers = torch.cat((committed[None], self.integers[1:]))
+        places = committed[:, None]
+        cache_slots = self.block_table.gather(1, places // PAGE).long() * PAGE + places % PAGE
+        return replace(self, integers=integers, cache_slots=cache_slots.flatten())
+
+    def places(self, start, stop):
+        """Where in the cache the places L + start .. L + stop - 1 lie.  -> int64 [B, stop - start] page * 64 + offset"""
+        num_nodes = self.cache_slots.shape[0] // len(self.slots)
+        if stop <= num_nodes:
+            return self.cache_slots.view(-1, num_nodes)[:, start:stop]
+        places = self.committed[:, None] + torch.arange(start, stop, device=self.slots.device)
+        return self.block_table.gather(1, places // PAGE).long() * PAGE + places % PAGE
+
+
+class SlotTable:
+    """Rows of `max_num_seqs` requests and one for nobody.
+
+    max_pages: pages of the longest request; width, dtype: of what the drafter keeps of a request from step to step (`feature`).
+    """
+
+    def __init__(self, max_num_seqs, max_pages, width, vocab_size, dtype, device):
+        rows = max_num_seqs + 1
+        self.nobody, self.device = max_num_seqs, device
+        self.integers = torch.zeros(rows, len(INTEGERS), dtype=torch.int64, device=device)
+        self.floats = torch.tensor(NO_CHANGE, device=device).repeat(rows, 1)
+        self.block_table = torch.zeros(rows, max_pages, dtype=torch.int32, device=device)
+        self.feature = torch.zeros(rows, width, dtype=dtype, device=device)
+        self.history = torch.zeros(rows, max_pages * PAGE, dtype=torch.int32, device=device)
+        self.logit_state = LogitState(self.history, vocab_size, self.on_device)
+
+    def gather(self, slots, depths):
+        """BatchRows of slots [B], for nodes of these depths [N]."""
+        found = gather_slots(slots, self.integers, self.floats, self.block_table, self.feature, depths)
+        return BatchRows(slots, *found, self.history)
+
+    def advance(self, slots, hidden, tokens, path, num_accepted, bonus):
+        """After a step: committed length, root, remaining, history and, unless `hidden` is None, feature of every row.  -> emitted
+        [B, D + 2], see advance_slots"""
+        verdict = path, num_accepted, bonus
+        return advance_slots(slots, self.integers, self.feature, hidden, tokens, *verdict, self.nobody, self.history)
+
+    def write_first_tokens(self, slots, tokens, places):
+        """Roots that were drawn behind a prompt.  slots, tokens, places [B]"""
+        self.integers[slots, 1] = tokens
+        self.history[slots, places] = tokens.to(self.history.dtype)
+
+    # --- written by the host, without waiting for the device ---
+
+    def write_pages(self, requests):
+        """Page numbers of these requests."""
+        if not requests:
+            return
+        width = self.block_table.shape[1]
+        rows = [request.pages + [0] * (width - len(request.pages)) for request in requests]
+        slots = [request.slot for request in requests]
+        self.block_table[self.on_device(slots)] = self.on_device(rows, torch.int32)
+
+    def write_requests(self, requests, roots, stop_tokens):
+        """Everything but pages and feature, for requests whose known tokens are all computed.
+
+        roots: their newest tokens (0 where it is still to be drawn); stop_tokens(request): ids that min_tokens forbids.
+        """
+        slots = self.on_device([request.slot for request in requests])
+        self.integers[slots] = self.on_device(
+            [
+                [
+                    len(request.known_token_ids),
+                    root,
+                    request.num_remaining,
+                    request.seed,
+                    request.sample_index,
+                    max(request.params.top_k, 0),
+                    len(request.prompt_token_ids) + request.params.min_tokens,
+                ]
+                for request, root in zip(requests, roots)
+            ]
+        )
+        self.floats[slots] = self.on_device(
+            [[getattr(request.params, name) for name in FLOATS] for request in requests], torch.float32
+        )
+        known = [torch.tensor(request.prompt_token_ids + request.output_token_ids) for request in requests]
+        tokens = pad_sequence(known, batch_first=True).to(self.history.dtype)
+        self.history[slots, : tokens.shape[1]] = self.on_device(tokens)
+        self.logit_state.write(requests, stop_tokens)
+
+    def on_device(self, values, dtype=torch.int64):
+        """A list or CPU tensor on the device, through pinned memory where there is one."""
+        tensor = values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=dtype)
+        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor

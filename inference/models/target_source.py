@@ -1,0 +1,183 @@
+"""Where a target comes from: its config, tokenizer and weights, with clear errors before long work."""
+
+import contextlib
+import functools
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ...heads.checkpoint import find_head
+from ...heads.medusa import Medusa
+from ...heads.storage.hub_answer import ask_hub, hub_options
+from ...heads.storage.hub_id import near_folder
+from ...kernels.linear.linear import linear
+from .decoder import Decoder
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
+
+
+def target_config(model, load_format):
+    """(Hugging Face config, name) of a target, with a clear error where there is none."""
+    from transformers import AutoConfig, PreTrainedConfig
+
+    if isinstance(model, nn.Module):
+        check_causal_lm(model)
+        if load_format != "auto":
+            raise ValueError("a loaded model has its weights: load_format belongs to a folder, a Hub id or a config")
+        return model.config, getattr(model.config, "_name_or_path", "") or type(model).__name__
+    if isinstance(model, PreTrainedConfig):
+        if load_format != "dummy":
+            raise ValueError("a config has no weights: pass load_format='dummy' for random ones, or a model folder")
+        return model, model.model_type
+    name = str(model)
+    if not isinstance(model, str | Path) or not name.strip():
+        raise ValueError(
+            "model must be a folder or Hub id (str or Path), a loaded *ForCausalLM, a Hugging Face config or an LLM, "
+            f"got {model!r:.80}"
+        )
+    path = Path(name)
+    if path.is_dir():
+        if find_head(path):
+            raise ValueError(
+                f"{name} holds a head, not a target: give the target as model, and the head as "
+                "speculative_config={'model': ...} (on the command line --head)"
+            )
+        if not (path / "config.json").is_file():
+            raise ValueError(f"{name} holds no config.json: expected a model folder in Hugging Face layout")
+        try:
+            return AutoConfig.from_pretrained(name), name
+        except (OSError, ValueError) as error:
+            raise ValueError(f"cannot read {path / 'config.json'}: {error}") from error
+    if path.exists():
+        raise ValueError(f"{name} is a file: expected a model folder in Hugging Face layout, or a Hub id")
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ValueError(f"there is no model folder {name}{near_folder(name)}")
+    try:
+        return AutoConfig.from_pretrained(name, **hub_options(name)), name
+    except (OSError, ValueError) as error:
+        hub = ask_hub()
+        told = "" if hub.local_files_only else f" ({error})"
+        raise ValueError(
+            f"cannot read the model {name!r}: no such folder{near_folder(name)}, and {hub.words} did not give it{told}. "
+            "Check the name, the network, HF_HUB_OFFLINE, and `hf auth login` for gated models"
+        ) from error
+
+
+def check_causal_lm(module):
+    """ValueError for a loaded module that is no target, such as a headless model, a wrapper or a head."""
+    from transformers import PreTrainedModel
+
+    if isinstance(module, PreTrainedModel) and module.can_generate():
+        return
+    kind = type(module).__name__
+    if isinstance(module, Medusa):
+        advice = "that is a head: give it as speculative_config={'model': head}, and its target as model"
+    else:
+        advice = "load it with AutoModelForCausalLM, and give what a wrapper wraps (an adapter: after merge_and_unload)"
+    raise ValueError(f"model must be a loaded *ForCausalLM of transformers, got a {kind} module: {advice}")
+
+
+def load_tokenizer(tokenizer, model):
+    """The tokenizer asked for, or the model's own; None where a model has none."""
+    if tokenizer is not None and not isinstance(tokenizer, str | Path):
+        return tokenizer
+    if tokenizer is None and not isinstance(model, str | Path):
+        return None
+    from transformers import AutoTokenizer
+
+    name = str(model if tokenizer is None else tokenizer)
+    try:
+        return AutoTokenizer.from_pretrained(name, **hub_options(name))
+    except (OSError, ValueError) as error:
+        if tokenizer is None and Path(name).is_dir() and not any(Path(name).glob("*token*")):
+            return None  # a model folder without a tokenizer can still be fed token ids
+        silent = not Path(name).is_dir() and (hub := ask_hub()).local_files_only
+        told = f"there is no such folder, and {hub.words} did not give it" if silent else error
+        raise ValueError(f"cannot read the tokenizer of {name!r}: {told}") from error
+
+
+def named_dtype(dtype):
+    """A torch.dtype, or None for "auto". ValueError for anything else."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in ("auto", *DTYPES):
+        raise ValueError(f"dtype must be auto, {', '.join(DTYPES)} or a torch.dtype, got {dtype!r}")
+    return DTYPES.get(dtype)
+
+
+def named_device(device):
+    """A torch.device, or None for "auto" and None. ValueError for one that is not there or that the engine does not run on."""
+    if device is None or device == "auto":
+        return None
+    try:
+        found = torch.device(device) if isinstance(device, str | torch.device) else None
+    except RuntimeError:
+        found = None
+    if found is None or found.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {device!r}")
+    if found.type == "cuda":
+        count = torch.cuda.device_count()
+        if not count:
+            raise ValueError(f"device {str(device)!r} was asked for, but torch sees no GPU: use 'cpu' or 'auto'")
+        if (found.index or 0) >= count:
+            raise ValueError(f"device {str(device)!r} was asked for, but the last GPU here is 'cuda:{count - 1}'")
+    return found
+
+
+def choose_device(device):
+    """The torch.device asked for; for "auto" and None a GPU if there is one. ValueError as `named_device`."""
+    return named_device(device) or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def check_used_in_place(loaded, dtype, device):
+    """ValueError if a loaded model (or decoder) is asked to be of another dtype or on another device than it is."""
+    device = named_device(device) or loaded.device
+    same_device = device.type == loaded.device.type and device.index in (None, loaded.device.index)
+    if named_dtype(dtype) not in (None, loaded.dtype) or not same_device:
+        raise ValueError(
+            f"the loaded model is {loaded.dtype} on {loaded.device} and is used in place: leave dtype and device at 'auto'"
+        )
+
+
+def load_decoder(model, config, dtype, device, max_positions, load_format, adapter=None):
+    """The target on our kernels, from wherever it comes; adapter: an Adapter to merge into the weights of files, or None."""
+    if isinstance(model, nn.Module):
+        check_used_in_place(model, dtype, device)
+        return Decoder.from_module(model, max_positions)
+    dtype, device = named_dtype(dtype), choose_device(device)
+    if dtype is None:
+        dtype = faster_cpu_dtype() if device.type == "cpu" else (getattr(config, "dtype", None) or torch.bfloat16)
+    source = str(model) if isinstance(model, str | Path) else None
+    return Decoder.from_pretrained(source, config, dtype, device, max_positions, load_format, adapter)
+
+
+@functools.cache
+def faster_cpu_dtype():
+    """bfloat16 or float32, whichever runs the engine's blocks of rows faster on this machine (measured once per process)."""
+    seconds = {}
+    x, w = torch.randn(16, 1024), torch.randn(1024, 1024)
+    for dtype in (torch.float32, torch.bfloat16):
+        xd, wd, times = x.to(dtype), w.to(dtype), []
+        for _ in range(25):
+            start = time.perf_counter()
+            linear(xd, wd)
+            times.append(time.perf_counter() - start)
+        seconds[dtype] = sorted(times)[len(times) // 4]
+    return min(seconds, key=seconds.get)
+
+
+def eos_token_ids(model, config, tokenizer):
+    """All tokens that end an output: the generation config's, else the config's, else the tokenizer's."""
+    generation = getattr(model, "generation_config", None)
+    if isinstance(model, str | Path):
+        from transformers import GenerationConfig
+
+        with contextlib.suppress(OSError):  # not every model has one
+            generation = GenerationConfig.from_pretrained(str(model), **hub_options(model))
+    for source in (generation, config, tokenizer):
+        found = getattr(source, "eos_token_id", None)
+        if found is not None:
+            return frozenset(found if isinstance(found, list | tuple) else [found])
+    return frozenset()

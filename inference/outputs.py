@@ -1,0 +1,71 @@
+"""What LLM.generate gives: a prompt, its outputs, and how their drafts fared."""
+
+from dataclasses import dataclass, field
+
+from .engine.metrics import SpecDecodeMetrics
+from .engine.stopping import final_text
+
+
+@dataclass
+class CompletionOutput:
+    """One output of a prompt. finish_reason: "stop", "length" or "abort"; stop_reason: the string or token id behind a stop."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    stop_reason: object = None
+    logprobs: list | None = None  # per token {token id: Logprob}, the emitted token first, then the likeliest
+    cumulative_logprob: float | None = None  # of the emitted tokens, where logprobs were asked for
+    spec_decode_metrics: SpecDecodeMetrics = field(default_factory=SpecDecodeMetrics)
+
+
+@dataclass
+class RequestOutput:
+    """A prompt and its outputs (`SamplingParams.n` of them)."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = True
+    prompt_logprobs: list | None = None  # None for the first token, then as CompletionOutput.logprobs
+
+
+def make_output(text, group, tokenizer, eos_token_ids):
+    """The RequestOutput of the requests that one prompt became.  text: the prompt's, or None; group: one Request per output"""
+    outputs, prompt_logprobs = [], group[0].prompt_logprobs
+    _add_text(prompt_logprobs, tokenizer)
+    for request in group:
+        _add_text(request.logprobs, tokenizer)
+        cumulative = None
+        if request.logprobs is not None:
+            cumulative = sum(e[token].logprob for e, token in zip(request.logprobs, request.output_token_ids))
+        by_eos = request.stop_reason in eos_token_ids and not request.params.ignore_eos
+        outputs.append(
+            CompletionOutput(
+                index=request.sample_index,
+                text=final_text(request),
+                token_ids=request.output_token_ids,
+                finish_reason=request.finish_reason,
+                stop_reason=None if by_eos else request.stop_reason,
+                logprobs=request.logprobs,
+                cumulative_logprob=cumulative,
+                spec_decode_metrics=request.metrics,
+            )
+        )
+    return RequestOutput(
+        str(group[0].request_id[0]), text, group[0].prompt_token_ids, outputs, prompt_logprobs=prompt_logprobs
+    )
+
+
+def _add_text(logprobs, tokenizer):
+    """decoded_token of every Logprob in a list of entries or Nones."""
+    if logprobs is None or tokenizer is None:
+        return
+    texts = {}
+    for entry in filter(None, logprobs):
+        for token, logprob in entry.items():
+            if token not in texts:
+                texts[token] = tokenizer.decode([token])
+            logprob.decoded_token = texts[token]

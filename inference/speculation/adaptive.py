@@ -1,0 +1,110 @@
+"""How deep to draft in the next step: what each depth costs, what it is worth, and which depth is worth most. No torch.
+
+Drafting pays while a batch leaves the device room: the larger the batch, the more a drafted node costs, and text that is hard to
+foresee pays less. So the engine holds the same tree cut at a few depths (0: no drafts) and measures as it goes: seconds per step
+for each bucket of batch sizes and depth, and how often a path reaches each depth, whatever the bucket. It takes the depth with the
+most tokens per second, and now and then another one, to learn whether that has changed. Outputs do not depend on the choice: under
+`strict` not their bits, under the ratio rules not their law.
+"""
+
+MEMORY = 0.05  # weight of the newest measurement in a running average
+STEADY = (
+    0.01  # of one request's step in how often a depth is reached that the step before drafted, too: more follows chance
+)
+FIRST = 4  # steps that a depth is given before it is compared with others
+PROBE_EVERY = 64  # steps of a bucket between two tries of a depth that is not the best
+
+
+def depths_to_try(max_depth):
+    """Cuts of a tree of this depth: none, one level, half and all.  5 -> [5, 3, 1, 0]"""
+    return sorted({max_depth, -(-max_depth // 2), 1, 0}, reverse=True)
+
+
+def buckets(max_num_seqs):
+    """Numbers of rows that get a graph of their own.  6 -> [1, 2, 4, 6]"""
+    sizes = [1]
+    while sizes[-1] < max_num_seqs:
+        sizes.append(min(2 * sizes[-1], max_num_seqs))
+    return sizes
+
+
+class RunningAverage:
+    def __init__(self):
+        self.value, self.count = 0.0, 0
+
+    def add(self, value, memory=MEMORY):
+        self.count += 1
+        self.value += (value - self.value) * max(1 / self.count, memory)
+
+
+class Adaptive:
+    """Chooses among depths by measured cost and acceptance.
+
+    depths: falling, the last one may be 0; buckets: batch sizes that are told apart, rising
+    """
+
+    measures = True  # whether `record` wants to know what steps take
+
+    def __init__(self, depths, buckets):
+        self.depths, self.buckets = list(depths), list(buckets)
+        self.seconds = {(size, depth): RunningAverage() for size in buckets for depth in depths}
+        self.reached = [RunningAverage() for _ in range(max(depths))]  # how often a path got to depth 1, 2, ...
+        self._last_depth = 0
+        self._steps = dict.fromkeys(buckets, 0)
+        self._probed = dict.fromkeys(buckets, 0)  # which of the depths is tried next
+
+    def choose(self, num_requests):
+        """The place in `depths` of the depth for a step of so many requests."""
+        size = self._bucket(num_requests)
+        for place, depth in enumerate(self.depths):
+            if self.seconds[size, depth].count < FIRST:
+                return place
+        self._steps[size] += 1
+        best = max(range(len(self.depths)), key=lambda place: self.rate(size, self.depths[place]))
+        if self._steps[size] % PROBE_EVERY:
+            return best
+        # One depth after the other, the best one among them.
+        self._probed[size] = (self._probed[size] + 1) % len(self.depths)
+        return self._probed[size]
+
+    def rate(self, size, depth):
+        """Tokens per second and request that drafts of this depth promise in a bucket."""
+        return (1 + sum(average.value for average in self.reached[:depth])) / max(self.seconds[size, depth].value, 1e-9)
+
+    def record(self, num_requests, place, seconds, accepted):
+        """One step of so many requests took `seconds`; accepted: how many drafted tokens each of them could use."""
+        size, depth = self._bucket(num_requests), self.depths[place]
+        self.seconds[size, depth].add(seconds)
+        for count in accepted:
+            for level in range(depth):
+                self.reached[level].add(float(count > level), STEADY if level < self._last_depth else MEMORY)
+        self._last_depth = depth
+
+    def _bucket(self, num_requests):
+        return next(size for size in self.buckets if size >= num_requests)
+
+
+class PerBatchSize:
+    """Depths as they are told: {smallest batch size: depth}, of a tree of max_depth."""
+
+    measures = False
+
+    def __init__(self, depth_of, max_depth):
+        self.depth_of = dict(sorted(depth_of.items()))
+        self.depths = sorted({max_depth, *self.depth_of.values()}, reverse=True)
+
+    def choose(self, num_requests):
+        depth = [depth for size, depth in self.depth_of.items() if size <= num_requests][-1]
+        return self.depths.index(depth)
+
+
+class OneDepth:
+    """The whole tree in every step."""
+
+    measures = False
+
+    def __init__(self, depth):
+        self.depths = [depth]
+
+    def choose(self, _):
+        return 0

@@ -1,0 +1,107 @@
+"""Drafting with EAGLE heads: one decoder layer that goes on from the target's features, and then from its own states.
+
+The pair (e(x_{t+1}), feature_t) stands at place and position t of the head's own cache, so what it keeps in a page depends on the
+token behind it. The heads' maths: heads/eagle.py and heads/eagle3.py; here it runs on the engine's kernels.
+
+Letters: M rows, H hidden size of the head, F width of the target's feature, V the target's vocabulary, VD the draft's.
+"""
+
+import torch
+
+from ....heads.layers import rope_frequencies
+from ....kernels.embedding import embed
+from ....kernels.linear.linear import linear
+from ....kernels.rms_norm import add_rms_norm, rms_norm
+from ...models.decoder import run_layer
+from ...models.weights import LayerWeights, pack_rows
+from .own_cache import OwnCacheDrafter
+
+
+class EagleDrafter(OwnCacheDrafter):
+    """Drafts with an Eagle head, chain or tree.
+
+    head: the module, read in place: a head in training is used as it is at the moment, but for keys in pages that the prefix cache
+    kept (switch it off); its products' weights become views of packed ones. decoder: the target's Decoder; num_speculative_tokens:
+    how deep it drafts; drawing: a way of draw_children.py.
+    """
+
+    lookahead = 1
+
+    def __init__(self, head, decoder, num_speculative_tokens, drawing="shared_noise"):
+        super().__init__(drawing)
+        self.head, self.decoder, self.num_speculative_tokens = head, decoder, num_speculative_tokens
+        config, layer = head.config, self._layer_of(head)
+        self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.eps, self.attention_scale, self.residual_multiplier = config.rms_norm_eps, None, 1.0
+        self.dtype, device = head.fc.weight.dtype, head.fc.weight.device
+        self.kv_shape = 1, self.num_kv_heads, config.head_dim, self.dtype
+        self.state_shape = config.hidden_size, self.dtype
+        frequencies, scaling = rope_frequencies(config)
+        wide = torch.promote_types(self.dtype, torch.float32)
+        angles = torch.arange(len(decoder.cos))[:, None].to(wide) * frequencies.to(wide)
+        self.cos, self.sin = ((table * scaling).to(device) for table in (angles.cos(), angles.sin()))
+        attention, mlp = layer.self_attn, layer.mlp
+        self.layer = LayerWeights(
+            qkv=pack_rows([attention.q_proj, attention.k_proj, attention.v_proj]),
+            out=pack_rows([attention.o_proj]),
+            gate_up=pack_rows([mlp.gate_proj, mlp.up_proj]),
+            down=pack_rows([mlp.down_proj]),
+            input_norm=None,
+            post_norm=layer.post_attention_layernorm.weight.data,
+        )
+        self.no_norm = torch.ones(config.hidden_size, dtype=self.dtype, device=device)
+
+    def _layer_of(self, head):
+        return head.layers[0]
+
+    def embedded(self, tokens):
+        """[M] -> [M, H]"""
+        return embed(tokens, self.head.embed_tokens.weight).to(self.dtype)
+
+    def run(self, forward_pass, source, from_target):
+        pair = torch.cat((self.embedded(forward_pass.tokens), source.to(self.dtype)), 1)  # [M, 2 H]
+        x = linear(pair, self.head.fc.weight, self.head.fc.bias)
+        return self.finish(x, x, forward_pass)
+
+    def finish(self, x, residual, forward_pass):
+        """The layer.  x [M, .] what q, k and v read, residual [M, H]  ->  state [M, H]"""
+        parts, residual = run_layer(self, self.layer, x, residual, forward_pass, self.kv[0])
+        return add_rms_norm(parts, residual, self.no_norm, self.eps)[1]
+
+    def logits(self, state):
+        return self.decoder.logits(state.to(self.decoder.dtype))
+
+    def prompt_rows(self, chunk):
+        # The last token of all reads the one that is drawn next: `advance` computes it.
+        count, first = chunk.count - chunk.is_last, chunk.start + 1
+        return count, chunk.request.known_token_ids[first : first + count]
+
+
+class Eagle3Drafter(EagleDrafter):
+    """The same with an Eagle3 head. Tokens that are not in its draft vocabulary have scores of minus infinity."""
+
+    def __init__(self, head, decoder, num_speculative_tokens, drawing="shared_noise"):
+        super().__init__(head, decoder, num_speculative_tokens, drawing)
+        self.streams = head.features
+        self.draft_token_ids = head.draft_token_ids  # [VD] or None
+        self.vocab_size = head.config.vocab_size
+
+    def _layer_of(self, head):
+        return head.midlayer
+
+    def run(self, forward_pass, source, from_target):
+        layer = self.head.midlayer
+        state = linear(source.to(self.dtype), self.head.fc.weight) if from_target else source
+        normed = rms_norm(state, layer.hidden_norm.weight, self.eps)
+        embedded = rms_norm(self.embedded(forward_pass.tokens), layer.input_layernorm.weight, self.eps)
+        residual = normed if layer.norm_before_residual else state
+        return self.finish(torch.cat((embedded, normed), 1), residual, forward_pass)
+
+    def logits(self, state):
+        logits = linear(rms_norm(state, self.head.norm.weight, self.eps), self.head.lm_head.weight)
+        if not logits.is_cuda and logits.dtype != torch.float64:
+            logits = logits.float()
+        if self.draft_token_ids is None:
+            return logits
+        whole = logits.new_full((len(logits), self.vocab_size), -torch.inf)
+        return whole.index_copy_(1, self.draft_token_ids, logits)

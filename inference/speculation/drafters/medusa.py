@@ -1,0 +1,85 @@
+"""Drafting with Medusa heads: head k proposes candidates for depth k + 1 from the feature of the last committed token.
+
+The heads do not look at each other's tokens, so all nodes of depth d share the law of head d - 1. For the verifier `strict` they
+share one list of candidates too: rank r means the r-th best, whatever the parent, and under noise the best of log q + G with the
+target's own G at that position (shared noise): it proposes what the target is about to draw. For the ratio rules every node draws
+its children for itself (draw_nodes.py), or takes the likeliest.
+
+Letters: B requests, N nodes, K heads in use, H hidden, V vocabulary, L committed length.
+"""
+
+import torch
+
+from ....kernels.jit import on_triton
+from ....kernels.linear.linear import linear, linear_parts
+from ....kernels.linear.res_block import add_silu
+from ....kernels.sampling.sample import top_tokens
+from ...models.weights import pack_rows
+from ..draw_nodes import Drafted, NodeDraws
+from .drafter import Drafter
+
+
+class MedusaDrafter(Drafter):
+    """Drafts trees with Medusa heads.
+
+    head: a Medusa module, read in place (a head in training is used as it is at the moment); lm_head_weight [V, H]: the target's;
+    drawing: a way of draw_children.py.
+    On a GPU the first blocks of all heads are packed into one product; the module's weights become views of it.
+    """
+
+    def __init__(self, head, lm_head_weight, drawing="shared_noise"):
+        self.head, self.drawing = head, drawing
+        self._draws = {}  # per tree
+        self.num_speculative_tokens = head.num_speculative_tokens
+        self.lm_head_weight = lm_head_weight
+        self.dtype = next(head.parameters()).dtype
+        # A shared lm_head is used in the heads' dtype; where that is the target's own, no copy is made.
+        self.shared_weight = lm_head_weight.to(self.dtype) if head.config.shared_lm_head else None
+        self.packed = None
+        if on_triton(lm_head_weight):
+            self.packed = pack_rows([one.blocks[0].linear for one in head.heads])
+
+    def logits(self, feature, num_heads):
+        """Predictions of the first `num_heads` heads.  [B, H] -> [K, B, V]"""
+        feature = feature.to(self.dtype)
+        heads = self.head.heads[:num_heads]
+        if self.packed is None:
+            # Drafts need not be row-invariant: the library's products are faster on the CPU.
+            return torch.stack([self.head.logits(feature, k, self.shared_weight) for k in range(num_heads)])
+        rows = num_heads * feature.shape[1]
+        weight, bias = (x[:rows] for x in self.packed)
+        hidden = add_silu(feature, linear_parts(feature, weight, bias), num_heads)  # [K, B, H]
+        for depth in range(1, self.head.config.num_layers):
+            blocks = [head.blocks[depth].linear for head in heads]
+            hidden = torch.cat([add_silu(x, linear_parts(x, b.weight, b.bias), 1) for x, b in zip(hidden, blocks)])
+        if self.shared_weight is not None:
+            return linear(hidden.flatten(0, 1), self.shared_weight).view(num_heads, feature.shape[0], -1)
+        return torch.stack([linear(x, head.lm_head.weight) for x, head in zip(hidden, heads)])
+
+    def candidates(self, batch, widths):
+        """The best tokens of each depth, best first: see Drafter.candidates. Heads do not look at each other's choices."""
+        return self._candidates(batch, self.logits(batch.feature, len(widths)), batch.temperature, max(widths))
+
+    def _candidates(self, batch, scores, temperature, width):
+        """scores [K, B, V], temperature [B]  ->  int64 [B, K, width]"""
+        # Head k drafts the token at L + 1 + k, with the noise that the target will draw it with.
+        keys = temperature, batch.seed, batch.sample, batch.committed + 1
+        return top_tokens(scores.flatten(0, 1), width, *keys).view(len(scores), -1, width).transpose(0, 1)
+
+    def propose(self, batch, tree, shape=None):
+        """Tokens of all nodes; their laws too unless the drawing is shared noise: see Drafter.propose."""
+        scores, temperature, kept = self.logits(batch.feature, tree.max_depth), batch.temperature, None
+        if shape is not None:
+            scores, temperature, kept = shape(scores, torch.arange(len(scores), device=scores.device))
+        width = max(tree.tree.widths)
+        if self.drawing == "shared_noise":
+            found = self._candidates(batch, scores, temperature, width).flatten(1)  # [B, K width]
+            return Drafted(torch.cat((batch.root[:, None], found[:, tree.columns]), 1))
+        if self.drawing == "deterministic":
+            found = top_tokens(scores.flatten(0, 1), width).view(tree.max_depth, -1, width)
+            tokens = torch.cat((batch.root[:, None], found.transpose(0, 1).flatten(1)[:, tree.columns]), 1)
+            none = torch.zeros_like(tree.depths, dtype=torch.bool)
+            return Drafted(tokens, scores, temperature, tree.depths.clamp(max=tree.max_depth - 1), none, kept)
+        if tree.tree not in self._draws:
+            self._draws[tree.tree] = NodeDraws(tree, self.drawing)
+        return self._draws[tree.tree](batch, scores, temperature, kept)

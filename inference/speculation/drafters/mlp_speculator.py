@@ -1,0 +1,52 @@
+"""Drafting with an MLP speculator: a small state, started from the target's last hidden state and moved on by every drafted token.
+
+Letters: B requests, n nodes of a level, H hidden, S inner size, V vocabulary.
+"""
+
+import torch
+
+from ....kernels.jit import on_triton
+from ....kernels.linear.linear import linear, linear_parts
+from ....kernels.rms_norm import rms_norm
+from ....kernels.speculation.speculator_state import speculator_state
+from .sequential import SequentialDrafter
+
+
+class MLPSpeculatorDrafter(SequentialDrafter):
+    """Drafts chains and trees with an MLPSpeculator.
+
+    head: the module, read in place (a head in training is used as it is at the moment); drawing: a way of draw_children.py.
+    """
+
+    def __init__(self, head, drawing="shared_noise"):
+        super().__init__(drawing)
+        self.head, self.num_speculative_tokens = head, head.num_speculative_tokens
+        weight = head.emb[0].weight
+        self.dtype = weight.dtype
+        self.no_norm = torch.ones(head.config.hidden_size, dtype=weight.dtype, device=weight.device)
+
+    def start(self, batch):
+        feature = batch.feature.to(self.dtype)
+        if self.head.config.scale_input and on_triton(feature):
+            feature = rms_norm(feature, self.no_norm, self.head.epsilon) * 0.5**0.5
+        else:
+            feature = self.head.start(feature)
+        return self._move_on(feature[:, None], batch.root[:, None], 0)
+
+    def expand(self, batch, level, tokens, state):
+        return self._move_on(state, tokens, level.depth)
+
+    def _move_on(self, state, tokens, depth):
+        """state [B, n, H or S], tokens [B, n]  ->  logits [n, B, V], state [B, n, S]"""
+        head = self.head
+        if not on_triton(state):
+            # The library's products are faster on the CPU; their bits may depend on the number of rows.
+            state = head.step(state, tokens, depth)
+            return head.logits(state.transpose(0, 1), depth), state
+        emb, proj, ln, lm_head = head.modules_of(depth)
+        parts = linear_parts(state.flatten(0, 1), proj.weight)
+        multiplier = head.token_weight / head.state_weight
+        state = speculator_state(parts, tokens.flatten(), emb.weight, multiplier, ln.weight, ln.bias, head.epsilon)
+        state = state.view(*tokens.shape, -1)
+        rows = state.transpose(0, 1)  # [n, B, S]
+        return linear(rows.reshape(-1, rows.shape[-1]), lm_head.weight).view(*rows.shape[:2], -1), state

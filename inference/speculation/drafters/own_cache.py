@@ -1,0 +1,72 @@
+"""Drafters with keys and values of their own: EAGLE's layer, a draft model.
+
+They live in a cache of their own, in pages of the same numbers as the target's, so whoever holds a page of one holds that of the
+other. What drafting writes there lies behind the committed positions and is forgotten; after every step `advance` computes what was
+emitted anew, from the target's own features where the drafter reads any.
+
+Letters: B requests, n nodes of a level, J = D + 1 tokens emitted at most, M rows, F width of the target's feature, S of the state.
+"""
+
+import torch
+
+from ....kernels.attention.tree_attention import build_tree_index
+from ...models.decoder import ForwardPass
+from .sequential import SequentialDrafter
+
+
+class OwnCacheDrafter(SequentialDrafter):
+    """See above. What a kind of them says: kv_shape, state_shape, `shift`, `run`, `logits`.
+
+    shift: the keys of the token at position x stand at place x - 1 + shift, which is also its position for the rotation. The newest
+    token's own are computed when it is emitted, so drafting starts behind L + shift places.
+    """
+
+    shift = 0
+
+    def attach(self, kv):
+        self.kv = kv
+
+    def run(self, forward_pass, source, from_target):
+        """The pass over M rows; writes keys and values.  source: features [M, F] of the target, or states [M, S]  ->  [M, S]"""
+        raise NotImplementedError
+
+    def logits(self, state):
+        """[M, S] -> [M, V]"""
+        raise NotImplementedError
+
+    def start(self, batch):
+        return self.logits(batch.feature)[None], batch.feature[:, None]
+
+    def expand(self, batch, level, tokens, state):
+        rows = slice(level.first - 1, level.first - 1 + level.count)
+        below = self._below(batch)
+        places = batch.places(rows.start + self.shift, rows.stop + self.shift)
+        state = self._run_tree(batch, below, level.depths, level.ancestors, tokens, places, state, from_target=False)
+        by_node = state.transpose(0, 1)  # [n, B, S]
+        return self.logits(by_node.reshape(-1, state.shape[-1])).view(*by_node.shape[:2], -1), state
+
+    def advance(self, batch, feature, emitted, path, num_accepted):
+        (requests, length), device = path.shape, path.device
+        requests = torch.arange(requests, device=device)
+        feature = feature.view(len(requests), -1, feature.shape[1])[requests[:, None], path]  # [B, J, F]
+        depths = torch.arange(length, device=device)
+        ancestors = depths.expand(length, length)
+        below, places = self._below(batch), batch.places(self.shift, length + self.shift)
+        # Rows behind the newest token stand where nothing is committed: whatever they leave is written over before it is read.
+        state = self._run_tree(batch, below, depths, ancestors, emitted[:, 1:], places, feature, from_target=True)
+        return state[requests, num_accepted]
+
+    def _below(self, batch):
+        """How many places are committed.  -> [B]"""
+        return batch.committed + self.shift if self.shift else batch.committed
+
+    def _run_tree(self, batch, below, depths, ancestors, tokens, places, source, from_target):
+        """Rows [B, n] as nodes of a tree behind `below` [B] places.  tokens, places [B, n], source [B, n, .]  ->  [B, n, S]"""
+        heads, dtype = self.kv_shape[1], self.kv_shape[3]
+        index = build_tree_index(batch.block_table, below, depths, ancestors, heads, dtype)
+        positions = below[:, None] + depths  # [B, n]
+        forward_pass = ForwardPass(tokens.flatten(), positions.flatten(), places.flatten(), index)
+        return self.run(forward_pass, source.flatten(0, 1), from_target).view(*tokens.shape, -1)
+
+    def fill(self, forward_pass, feature):
+        self.run(forward_pass, feature, from_target=True)

@@ -1,0 +1,151 @@
+"""Drafting where a node's law depends on the tokens drafted before it: one law per node with children, depth by depth.
+
+A drafter of this kind says what the law behind the root is (`start`) and what that behind further nodes is, given their tokens and
+the state of their parents (`expand`); how children are drawn from the laws (draw_children.py) is the same for all.
+
+Letters: B requests, N nodes, n nodes with children of one depth, I of all depths, W candidates per node, S state, V vocabulary.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from ....kernels.sampling.sample import log_sum_exp, top_tokens
+from ....kernels.speculation.dynamic_tree import Candidates, grow, prune
+from ..draw_children import drawn_nodes
+from ..draw_nodes import Drafted, Topology, draw_families
+from ..tree import DynamicTree, chain
+from ..verify import TreeTensors
+from .drafter import Drafter
+from .levels import GrownLevel, GrownLevels, Levels, choose
+
+
+class SequentialDrafter(Drafter):
+    """See above. drawing: a way of draw_children.py."""
+
+    def __init__(self, drawing):
+        self.drawing = drawing
+        self._levels = {}  # per tree
+
+    def start(self, batch):
+        """The law behind the root.  batch: BatchRows  ->  logits [1, B, V], state [B, 1, S]"""
+        raise NotImplementedError
+
+    def expand(self, batch, level, tokens, state):
+        """Laws behind the nodes of a level (levels.Level), whose parents' states are those given.
+
+        tokens [B, n], state [B, n, S]  ->  logits [n, B, V], state [B, n, S]
+        """
+        raise NotImplementedError
+
+    def propose(self, batch, tree, shape=None):
+        """Tokens of all nodes; their laws too unless the drawing is shared noise: see Drafter.propose."""
+        if isinstance(tree.tree, DynamicTree):
+            return self._grow(batch, tree, shape)
+        plan = self.levels(tree)
+        seed, sample, position = (
+            batch.draws.view(3, len(batch.slots), -1)[:, :, plan.inner].transpose(1, 2).contiguous()
+        )
+        # What is chosen without chance is accepted by the target's law alone.
+        with_laws, laws, kept = self.drawing in ("sampled", "top_and_one"), None, []
+        tokens, (logits, state) = [batch.root[:, None]], self.start(batch)
+        for level, following in zip(plan.levels, [*plan.levels[1:], None]):
+            scores, temperature, left = (logits, batch.temperature, None)
+            if shape is not None:
+                scores, temperature, left = shape(logits, level.depths + 1)
+            here = slice(level.first, level.first + level.count)
+            keys = [x[here].flatten() for x in (seed, sample, position)]
+            found = self._draw(level, scores, temperature, keys, batch)  # [n, B, W]
+            children = choose(found.transpose(0, 1).flatten(1), level.columns)  # [B, c]
+            tokens.append(children)
+            if with_laws:
+                if laws is None:
+                    laws = scores.new_empty(plan.num_inner, *scores.shape[1:])
+                laws[here] = scores
+                kept.append(left)
+            if following is not None:
+                inner = choose(children, level.taken)
+                if with_laws:
+                    inner = inner.clamp(min=0)  # an empty slot is computed as any token would be
+                logits, state = self.expand(batch, following, inner, choose(state, level.parents))
+        tokens = choose(torch.cat(tokens, 1), plan.order)
+        if self.drawing == "shared_noise":
+            return Drafted(tokens)
+        if not with_laws:
+            return Drafted(tokens, None, None, *plan.chosen)
+        joined = None if kept[0] is None else type(kept[0])(*(torch.cat(parts) for parts in zip(*kept)))
+        drawn = drawn_nodes(self.drawing, tree.parents)
+        return Drafted(tokens, laws, temperature, plan.law, drawn, joined)
+
+    def _draw(self, level, scores, temperature, keys, batch):
+        """Candidates of the level's nodes.  scores [n, B, V], temperature [B], keys: three [n B]  ->  [n, B, W]"""
+        if self.drawing in ("shared_noise", "deterministic"):
+            heat = temperature if level.count == 1 else temperature.repeat(level.count)
+            noise = () if self.drawing == "deterministic" else (heat, *keys)
+            return top_tokens(scores.flatten(0, 1), level.width, *noise).view(*scores.shape[:2], level.width)
+        laws = torch.arange(level.count, device=scores.device)
+        keys = batch.seed, batch.sample, batch.committed
+        return draw_families(self.drawing, scores, level.width, laws, level.nodes, level.sizes, temperature, keys)
+
+    def _grow(self, batch, tree, shape):
+        """A dynamic tree: kernels/speculation/dynamic_tree.py.  -> Drafted, with its topology and no law of its own"""
+        plan, width, requests = self.levels(tree), tree.tree.width, len(batch.slots)
+        candidates = Candidates.empty(requests, tree.max_depth, width, batch.root.device)
+        temperature, wide = None, batch
+        if self.drawing == "shared_noise":
+            # The keys of `wide` are those of a level's k B rows, repeated once for all levels.
+            integers, floats = batch.integers.repeat(1, width), batch.floats.repeat(1, width)
+            temperature, wide = batch.temperature, replace(batch, integers=integers, floats=floats)
+        nodes, (logits, state) = None, self.start(batch)  # [n, B, V], [B, n, S], n = 1 and then the width
+        for depth in range(tree.max_depth):
+            scores, heat = logits, wide.temperature[: logits.shape[:2].numel()]
+            if shape is not None:
+                scores, heat, _ = shape(logits, plan.depths[depth, : len(logits)])
+                heat = heat.repeat(len(logits))
+            nodes = grow(candidates, nodes, *self._confidence(scores, heat, width, depth, wide), temperature)
+            if nodes is not None:
+                level = GrownLevel(depth + 1, depth * width + 1, width, nodes.paths, plan.depths[depth])
+                logits, state = self.expand(batch, level, nodes.tokens, _rows_of(state, nodes.parents))
+        tokens, *topology = prune(candidates, batch.root, tree.num_nodes)
+        topology = Topology(tree.tree, *topology)
+        if self.drawing == "shared_noise":
+            return Drafted(tokens, topology=topology)
+        # Chosen without chance, so no law is looked at.
+        return Drafted(tokens, None, None, *plan.chosen, topology=topology)
+
+    def _confidence(self, scores, temperature, width, depth, wide):
+        """The best tokens of nodes at a depth and what tells their confidence, as kernels/speculation/dynamic_tree.py takes it.
+
+        scores [n, B, V], temperature [n B], wide: BatchRows with the keys of n B rows or more  ->  tokens and their scores
+        [n, B, width], log_sums [n, B]. Without noise a token's confidence is the draft's probability. With the target's noise its
+        draw is nearly known: of the best perturbed scores each has the weight that their softmax gives it.
+        """
+        rows, keys = scores.flatten(0, 1), ()
+        if self.drawing == "shared_noise":
+            position = wide.committed + (1 + depth)
+            keys = temperature, *(x[: len(rows)] for x in (wide.seed, wide.sample, position))
+        tokens, best = top_tokens(rows, width, *keys, with_scores=True)
+        shape = scores.shape[:2]
+        return tokens.view(*shape, width), best.view(*shape, width), log_sum_exp(rows).view(shape)
+
+    def candidates(self, batch, widths):
+        """The best tokens of each depth, best first, behind the draft's own first choices: see Drafter.candidates."""
+        width, found, (logits, state) = max(widths), [], self.start(batch)
+        levels = self.levels(TreeTensors(chain(len(widths)), batch.root.device)).levels
+        for level in levels:
+            keys = batch.temperature, batch.seed, batch.sample, batch.committed + 1 + level.depth
+            found.append(top_tokens(logits[0], width, *keys))
+            if level.depth + 1 < len(widths):
+                logits, state = self.expand(batch, levels[level.depth + 1], found[-1][:, :1], state)
+        return torch.stack(found, 1)
+
+    def levels(self, tree):
+        """The Levels of a TreeTensors, the GrownLevels of a dynamic one."""
+        if tree.tree not in self._levels:
+            self._levels[tree.tree] = (GrownLevels if isinstance(tree.tree, DynamicTree) else Levels)(tree)
+        return self._levels[tree.tree]
+
+
+def _rows_of(x, chosen):
+    """x [B, n, S], chosen [B, k]  ->  [B, k, S]"""
+    return x.gather(1, chosen[:, :, None].expand(-1, -1, x.shape[2]))

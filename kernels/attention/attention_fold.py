@@ -1,0 +1,174 @@
+"""The sum of attention over keys, in one order for every kernel: by absolute position, whoever shares the batch.
+
+- A tile is 64 keys at 64 r, 64 r + 1, ...: one page of the cache. `fold` adds a tile to a state (max, sum, accumulator), an
+  online softmax with the maximum in units of log2.
+- A chunk is a run of tiles: 256 keys below position 2048, 512 keys below 8192, 1024 keys beyond. Within a chunk tiles are folded
+  in order from the empty state (-inf, 0, 0). Later chunks are longer: a short context then spreads over many programs,
+  and a long one neither leaves many states in memory nor merges often.
+- `merge` adds a chunk's state to the sum of the chunks before it, in order, from the empty state.
+- A masked tile, an empty state and a query row's neighbours are exact identities.
+
+So tiles, chunks and their order depend on positions alone, and a row's bits are the same whether its keys were committed or still
+in the tree, read by one program or by many, for one row or for 128. Two things hold the arithmetic together across kernels:
+every fused multiply-add is written out and every kernel is launched with `enable_fp_fusion=False`, so that the compiler
+contracts nothing on its own; and a warp holds 16 whole rows (64 rows take 4 warps, 128 take 8), so that `tl.sum` adds the keys of
+a row in one order. Seen on an H200: 16, 64 and 128 rows agree in every bit (so mma.sync and wgmma do); 32 rows on 2 warps, where
+a row is spread over both, do not.
+"""
+
+from ..jit import jit, tl, triton
+from ..overlap import is_hopper
+
+PAGE = 64  # positions per page of the cache, and keys per tile
+_CHUNKS = ((0, 256, 0), (2048, 512, 8), (8192, 1024, 20))  # (from position, keys per chunk, number of its first chunk)
+
+
+def num_chunks(length):
+    """How many chunks hold the positions below `length`."""
+    if length <= 0:
+        return 0
+    start, size, first = next(region for region in reversed(_CHUNKS) if length - 1 >= region[0])
+    return first + (length - 1 - start) // size + 1
+
+
+@jit
+def chunk_at(x):
+    """Number of the chunk that holds position x."""
+    return tl.where(x < 2048, x // 256, tl.where(x < 8192, 8 + (x - 2048) // 512, 20 + (x - 8192) // 1024))
+
+
+@jit
+def chunk_start(c):
+    """First position of chunk c."""
+    return tl.where(c < 8, c * 256, tl.where(c < 20, 2048 + (c - 8) * 512, 8192 + (c - 20) * 1024))
+
+
+@jit
+def starts_chunk(x):
+    """Whether position x, a multiple of 64, is the first of a chunk."""
+    return x % tl.where(x < 2048, 256, tl.where(x < 8192, 512, 1024)) == 0
+
+
+@jit
+def empty_state(ROWS: tl.constexpr, DIM: tl.constexpr):
+    """A state of no keys: maximum [ROWS], sum [ROWS], accumulator [ROWS, DIM]."""
+    m = tl.full((ROWS,), float("-inf"), tl.float32)
+    return m, tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, DIM), tl.float32)
+
+
+@jit
+def fold(q, k, v, visible, m, l, acc, scale, MASKED: tl.constexpr):
+    """State of one tile more.  q [ROWS, DIM], k and v [64, DIM], visible [ROWS, 64], scale > 0 in units of log2"""
+    s = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if MASKED:
+        s = tl.where(visible, s, float("-inf"))
+    highest = tl.maximum(m, tl.max(s, 1) * scale)
+    base = tl.where(highest == float("-inf"), 0.0, highest)  # -inf - -inf is NaN
+    p = tl.exp2(tl.fma(s, scale, -base[:, None]))
+    shrink = tl.exp2(m - base)
+    l = tl.fma(l, shrink, tl.sum(p, 1))
+    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return highest, l, acc
+
+
+@jit
+def merge(m, l, acc, chunk_m, chunk_l, chunk_acc):
+    """State of the chunks so far and of one more."""
+    highest = tl.maximum(m, chunk_m)
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    old, new = tl.exp2(m - base), tl.exp2(chunk_m - base)
+    return highest, tl.fma(l, old, chunk_l * new), tl.fma(acc, old[:, None], chunk_acc * new[:, None])
+
+
+@jit
+def load_tile(cache, page, h, HK: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr, TENSOR_MAP: tl.constexpr):
+    """Keys or values [64, DIM] of head h in a page; lanes behind D are zero.  cache: pointer, or tensor map of [rows, D]"""
+    if TENSOR_MAP:
+        tile = cache.load([((page * HK + h) * 64).to(tl.int32), 0])
+    else:
+        x, d = tl.arange(0, 64), tl.arange(0, DIM)
+        at = cache + (page * HK + h) * 64 * D + x[:, None] * D + d[None, :]
+        if D == DIM:
+            tile = tl.load(at)
+        else:
+            tile = tl.load(at, mask=(d < D)[None, :], other=0.0)
+    return tile
+
+
+@jit
+def load_rows(cache, rows, visible, D: tl.constexpr, DIM: tl.constexpr):
+    """Keys or values [64, DIM] of the given rows of the cache; zeros where not visible, whatever lies there."""
+    d = tl.arange(0, DIM)
+    at = cache + rows[:, None] * D + d[None, :]
+    return tl.load(at, mask=visible[:, None] & (d < D)[None, :], other=0.0)
+
+
+@jit
+def walk(
+    q,
+    k_cache,
+    v_cache,
+    table,
+    h,
+    first,
+    last,
+    lowest,
+    m,
+    l,
+    acc,
+    chunk_m,
+    chunk_l,
+    chunk_acc,
+    scale,
+    HK: tl.constexpr,
+    D: tl.constexpr,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TENSOR_MAP: tl.constexpr,
+):
+    """Add the tiles first .. last - 1, all of them visible but for the window's lower edge `lowest` [ROWS].
+
+    Takes and returns two states: the closed chunks' (m, l, acc) and the open chunk's. A chunk is closed when the next one begins.
+    """
+    # The next page number is read one step ahead: read in the step itself, it would take a stage of the loads' pipeline.
+    page = tl.load(table + first, mask=first < last, other=0).to(tl.int64)
+    for t in range(first, last):
+        if starts_chunk(t * 64):
+            m, l, acc = merge(m, l, acc, chunk_m, chunk_l, chunk_acc)
+            chunk_m, chunk_l, chunk_acc = empty_state(ROWS, DIM)
+        k = load_tile(k_cache, page, h, HK, D, DIM, TENSOR_MAP)
+        v = load_tile(v_cache, page, h, HK, D, DIM, TENSOR_MAP)
+        page = tl.load(table + t + 1, mask=t + 1 < last, other=0).to(tl.int64)
+        visible = (t * 64 + tl.arange(0, 64))[None, :] >= lowest[:, None]
+        chunk_m, chunk_l, chunk_acc = fold(q, k, v, visible, chunk_m, chunk_l, chunk_acc, scale, WINDOW)
+    return m, l, acc, chunk_m, chunk_l, chunk_acc
+
+
+def pad_dim(dim):
+    """Lanes that hold a head: a power of two, at least what a matrix instruction takes."""
+    return max(16, triton.next_power_of_2(dim))
+
+
+def count_stages(dim, dtype, alone=False):
+    """Tiles in flight: as many as leave room for a second block of 64 queries on a multiprocessor (for wide heads: for one).
+
+    alone: there are no more programs than multiprocessors, and one tile more is in flight.
+    """
+    if dtype.itemsize > 2:
+        return 2 if dim <= 64 else 1
+    return 3 + alone if dim <= 128 else 2
+
+
+def tile_sources(k, v, lanes, tensor_map=None):
+    """(keys, values, whether they are tensor maps) to load tiles [64, lanes] from, of keys and values [rows, D] of one layer.
+
+    Tensor maps where the device has them and rows are whole multiples of 16 bytes: the same values, by the copy engine.
+    """
+    if tensor_map is None:
+        tensor_map = is_hopper(k.device) and k.shape[1] * k.itemsize % 16 == 0 and k.data_ptr() % 16 == 0
+    if not tensor_map:
+        return k, v, False
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return *(TensorDescriptor.from_tensor(x, [PAGE, lanes]) for x in (k, v)), True

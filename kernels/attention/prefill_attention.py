@@ -1,0 +1,173 @@
+"""Causal attention of packed prompt chunks over a paged KV cache, with the bits of decoding the positions one by one.
+
+    q [T, HQ, D]          queries of the chunks of R requests, one behind the other, rotated
+    kv [2, S * HK, D]     keys and values of one layer, those of the chunks already written; rows as in tree_attention.py
+    index (PrefillIndex)  which positions the rows hold and where their keys lie
+    ->  [T, HQ, D]        softmax(scale q k^T) v over all positions up to the row's own, in q's dtype
+
+Letters: R requests, T tokens of all chunks, HQ query heads, HK key heads, G = HQ / HK, D head dimension in DIM lanes. A program
+takes ROWS // G tokens of one request with the G heads of one key head and walks the tiles in the order of positions: those
+that all its rows see without a mask, then the last one or two with it. Tiles, chunks and the fold are those of
+attention_fold.py, so a prompt may be cut into chunks anywhere. With a window W a row sees its own position and the W - 1 before it.
+Runs on a GPU; on the CPU a prompt goes through tree_attention.py as a chain.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from ..jit import jit, tl, triton
+from ..linear.linear import empty_rows
+from .attention_fold import count_stages, empty_state, fold, load_rows, merge, pad_dim, starts_chunk, tile_sources, walk
+from .tree_attention import LOG2_E, check_attention
+
+
+@dataclass(frozen=True)
+class PrefillIndex:
+    """Where the rows of one prefill pass stand. Made once per pass, used by every layer."""
+
+    block_table: torch.Tensor  # [R, P] page numbers
+    starts: torch.Tensor  # [R] position of each chunk's first token
+    counts: torch.Tensor  # [R] tokens of each chunk
+    host_counts: tuple  # the same numbers: they set the number of programs
+    num_kv_heads: int  # HK
+
+    def attend(self, q, kv, scale=None, window=None):
+        """q [T, HQ, D], kv [2, rows, D] of one layer -> [T, HQ, D]; see prefill_attention."""
+        return prefill_attention(q, kv, self, scale, window)
+
+
+def build_prefill_index(block_table, starts, counts, num_kv_heads, device):
+    """Which positions the packed rows hold.
+
+    block_table [R, P] page numbers on the device, int32 or int64; starts and counts [R] on the host (list or tensor): chunk r
+    holds the positions starts[r] .. starts[r] + counts[r] - 1. Copies to the device without waiting for it.
+    """
+    starts, counts = (torch.as_tensor(x, dtype=torch.int32) for x in (starts, counts))
+    if not starts.shape == counts.shape == block_table.shape[:1] or (counts < 1).any() or (starts < 0).any():
+        raise ValueError(
+            f"build_prefill_index takes a start >= 0 and a count >= 1 for each of {block_table.shape[0]} requests, "
+            f"got {starts.tolist()} and {counts.tolist()}"
+        )
+    both = torch.stack((starts, counts))
+    if torch.device(device).type == "cuda":
+        both = both.pin_memory()
+    both = both.to(device, non_blocking=True)
+    return PrefillIndex(block_table, both[0], both[1], tuple(counts.tolist()), num_kv_heads)
+
+
+def prefill_attention_reference(q, k, v, start, scale=None, window=None):
+    """The formula for one chunk on dense keys, any dtype.  q [T, HQ, D], k and v [start + T, HK, D] -> [T, HQ, D]"""
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = torch.einsum("thd,shd->hts", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    position = start + torch.arange(q.shape[0], device=q.device)[:, None]
+    key = torch.arange(k.shape[0], device=q.device)
+    hidden = key > position if window is None else (key > position) | (key <= position - window)
+    return torch.einsum("hts,shd->thd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+
+
+@jit(do_not_specialize=["R", "table_stride", "window"])
+def _prefill_kernel(
+    q,
+    k_cache,
+    v_cache,
+    k_map,
+    v_map,
+    block_table,
+    starts,
+    counts,
+    out,
+    R,
+    table_stride,
+    scale,
+    window,
+    HQ: tl.constexpr,
+    HK: tl.constexpr,
+    D: tl.constexpr,
+    DIM: tl.constexpr,
+    REQUESTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TENSOR_MAP: tl.constexpr,
+):
+    G: tl.constexpr = HQ // HK
+    TOKENS: tl.constexpr = ROWS // G
+    h, block = tl.program_id(0), tl.program_id(1)
+    # The request of this block, its first token, and the block's number in it: the longest rows first.
+    i = tl.arange(0, REQUESTS)
+    count = tl.load(counts + i, mask=i < R, other=0)
+    blocks = (count + TOKENS - 1) // TOKENS
+    ends = tl.cumsum(blocks, 0)
+    request = tl.sum((ends <= block).to(tl.int32), 0)
+    packed = tl.sum(tl.where(i < request, count, 0), 0)
+    count = tl.sum(tl.where(i == request, count, 0), 0)
+    block = tl.sum(tl.where(i == request, ends, 0), 0) - 1 - block
+    start = tl.load(starts + request)
+    table = block_table + request.to(tl.int64) * table_stride
+
+    r, d, x = tl.arange(0, ROWS), tl.arange(0, DIM), tl.arange(0, 64)
+    token = block * TOKENS + r // G
+    ok = (r < TOKENS * G) & (token < count)
+    rows = (packed + token).to(tl.int64) * HQ + h * G + r % G
+    query = tl.load(q + rows[:, None] * D + d[None, :], mask=ok[:, None] & (d < D)[None, :], other=0.0)
+    position = start + token
+    lowest = position - window + 1
+    low = start + block * TOKENS  # positions of the block's first and last token
+    high = start + tl.minimum((block + 1) * TOKENS, count) - 1
+    first = 0
+    if WINDOW:
+        first = tl.maximum(low - window + 1, 0) // 64
+    whole = (low + 1) // 64  # tiles below it are seen by every row
+    m, l, acc = empty_state(ROWS, DIM)
+    chunk_m, chunk_l, chunk_acc = empty_state(ROWS, DIM)
+    m, l, acc, chunk_m, chunk_l, chunk_acc = walk(
+        query, k_map, v_map, table, h, first, whole, lowest, m, l, acc, chunk_m, chunk_l, chunk_acc, scale,
+        HK, D, DIM, ROWS, WINDOW, TENSOR_MAP,
+    )  # fmt: skip
+    for t in tl.range(tl.maximum(whole, first), high // 64 + 1, num_stages=1):
+        if starts_chunk(t * 64):
+            m, l, acc = merge(m, l, acc, chunk_m, chunk_l, chunk_acc)
+            chunk_m, chunk_l, chunk_acc = empty_state(ROWS, DIM)
+        key = t * 64 + x
+        page = tl.load(table + t).to(tl.int64)
+        at = (page * HK + h) * 64 + x
+        k, v = load_rows(k_cache, at, key <= high, D, DIM), load_rows(v_cache, at, key <= high, D, DIM)
+        seen = key[None, :] <= position[:, None]
+        if WINDOW:
+            seen &= key[None, :] >= lowest[:, None]
+        chunk_m, chunk_l, chunk_acc = fold(query, k, v, seen, chunk_m, chunk_l, chunk_acc, scale, True)
+    m, l, acc = merge(m, l, acc, chunk_m, chunk_l, chunk_acc)
+    result = (acc / l[:, None]).to(out.dtype.element_ty)
+    tl.store(out + rows[:, None] * D + d[None, :], result, mask=ok[:, None] & (d < D)[None, :])
+
+
+def prefill_attention(q, kv, index, scale=None, window=None):
+    """Causal attention of packed chunks; shapes as in the legend above.
+
+    `scale` of the scores (> 0), 1 / sqrt(D) unless given; `window` in positions. Raises ValueError for shapes it does not take.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    check_attention(q, kv, index.num_kv_heads, scale, window)
+    if q.shape[0] != sum(index.host_counts):
+        raise ValueError(f"prefill_attention takes {sum(index.host_counts)} rows of queries, got {q.shape[0]}")
+    return _launch(q, kv, index, scale, window)
+
+
+def _launch(q, kv, index, scale, window, rows=64, num_stages=None, tensor_map=None):
+    """What follows `window` overrides what is chosen from shapes: every choice gives the same bits."""
+    num_heads, dim = q.shape[1:]
+    hk, counts = index.num_kv_heads, index.host_counts
+    blocks = sum(triton.cdiv(count, rows // (num_heads // hk)) for count in counts)
+    q, out = q.contiguous(), empty_rows(q.shape[0], q.shape[1] * q.shape[2], q.dtype, q.device).view(q.shape)
+    k, v = kv.unbind()
+    lanes = pad_dim(dim)
+    keys, values, tensor_map = tile_sources(k, v, lanes, tensor_map)
+    _prefill_kernel[hk, blocks](
+        q, k, v, keys, values, index.block_table, index.starts, index.counts, out,
+        len(counts), index.block_table.stride(0), scale * LOG2_E, window or 0,
+        HQ=num_heads, HK=hk, D=dim, DIM=lanes, REQUESTS=triton.next_power_of_2(len(counts)), ROWS=rows,
+        WINDOW=window is not None, TENSOR_MAP=tensor_map,
+        num_warps=rows // 16, num_stages=num_stages or count_stages(dim, q.dtype), enable_fp_fusion=False,
+    )  # fmt: skip
+    return out

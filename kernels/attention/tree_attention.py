@@ -1,0 +1,380 @@
+"""Attention of draft-tree nodes over a paged KV cache, adding in the order of absolute positions.
+
+    q [B, N, HQ, D]       queries of N nodes per request, rotated
+    kv [2, S * HK, D]     keys and values of one layer; row (page * HK + head) * PAGE + offset, so a page is [HK, PAGE, D]
+    index (TreeIndex)     where each request's and each node's keys lie
+    ->  [B, N, HQ, D]     softmax(scale q k^T) v over the committed prefix and the node's own ancestors, in q's dtype
+
+Letters: B requests, N nodes, HQ query heads, HK key heads, G = HQ / HK, D head dimension (DIM lanes), L committed length, A depths
+of the tree, R = N G rows of one key head, C slots for states. Position x < L of a request lies in its slot x (page x // 64 of its
+table), node i's key in slot L + i. With a window W a node sees its own position and the W - 1 before it.
+
+Two passes (tiles, chunks, states: attention_fold.py). The *prefix pass* folds the tiles wholly below L for the rows of all nodes
+together and leaves one state per chunk. Where requests alone fill the card it walks all chunks in one program, merging as it
+goes, and leaves two states, closed and open: the same bits, and no state per chunk in memory. The *tail pass* takes one node at a
+time: it goes on from the open chunk's state with the tile that holds L, gathering the node's ancestors by position, and merges.
+Both choose their programs from shapes, never from L. On the CPU: tile_attention.py, the same idea with tiles of 16 keys.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from ..jit import jit, on_triton, tl, triton
+from ..linear.linear import empty_rows
+from ..linear.linear_prefill import num_multiprocessors
+from ..overlap import await_previous, is_hopper, release_next
+from .attention_fold import (
+    PAGE,
+    chunk_at,
+    chunk_start,
+    count_stages,
+    empty_state,
+    fold,
+    load_rows,
+    load_tile,
+    merge,
+    num_chunks,
+    pad_dim,
+    starts_chunk,
+    tile_sources,
+    walk,
+)
+from .tile_attention import TileRows, build_tile_rows, tile_attention
+
+MAX_GROUP = 16  # query heads per key head
+MAX_DIM = 256
+LOG2_E = 1.4426950408889634
+NUM_PROGRAMS = 512  # of the prefix pass where chunks are spread over programs
+WALK_PROGRAMS = 128  # so many (request, key head, block of rows) fill the card on their own
+
+
+@dataclass(frozen=True)
+class TreeIndex:
+    """Where the keys of every node lie. Made once per forward pass, used by every layer."""
+
+    block_table: torch.Tensor  # [B, P] page numbers
+    committed: torch.Tensor  # [B] = L
+    depths: torch.Tensor  # [B, N]
+    ancestors: torch.Tensor  # [B, N, A]
+    num_kv_heads: int  # HK
+    tiles: TileRows | None  # rows of the cache, on the CPU only
+
+    def attend(self, q, kv, scale=None, window=None):
+        """q [B * N, HQ, D], kv [2, rows, D] of one layer -> [B * N, HQ, D]; see tree_attention."""
+        batch, num_nodes = self.depths.shape
+        if q.shape[0] != batch * num_nodes:
+            raise ValueError(f"attend takes {batch} x {num_nodes} rows of queries, got {q.shape[0]}")
+        return tree_attention(q.view(batch, num_nodes, *q.shape[1:]), kv, self, scale, window).view(q.shape)
+
+
+def build_tree_index(block_table, committed, depths, ancestors, num_kv_heads, dtype=None):
+    """Where the keys of every node lie.
+
+    block_table [B, P] page numbers; committed [B] = L; depths [N] or [B, N] of the nodes; ancestors [N, A] or [B, N, A] the node
+    at each depth on the way from the root, itself last (entries behind it are ignored). All int32 or int64, parents before
+    children. `dtype` of the sums on the CPU, fp32 unless given. On a GPU this launches nothing and reads nothing back.
+    """
+    batch, num_nodes = committed.shape[0], depths.shape[-1]
+    depths = depths.expand(batch, num_nodes)
+    ancestors = ancestors.expand(batch, num_nodes, ancestors.shape[-1])
+    tiles = None
+    if not on_triton(block_table):
+        tiles = build_tile_rows(block_table, committed, depths, ancestors, num_kv_heads, dtype or torch.float32)
+    return TreeIndex(block_table, committed, depths, ancestors, num_kv_heads, tiles)
+
+
+def tree_attention_reference(q, k, v, mask, scale=None):
+    """The formula on dense keys, any dtype.  q [B, N, HQ, D], k and v [B, S, HK, D], mask [B, N, S] -> [B, N, HQ, D]"""
+    groups = q.shape[2] // k.shape[2]
+    k, v = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)
+    scores = torch.einsum("bnhd,bshd->bhns", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores.masked_fill(~mask[:, None], -torch.inf)
+    return torch.einsum("bhns,bshd->bnhd", scores.softmax(-1), v)
+
+
+@jit
+def _load_state(stats, states, at, ok, D: tl.constexpr, DIM: tl.constexpr):
+    """State of rows `at`; the empty state where not ok."""
+    d = tl.arange(0, DIM)
+    m = tl.load(stats + 2 * at, mask=ok, other=float("-inf"))
+    l = tl.load(stats + 2 * at + 1, mask=ok, other=0.0)
+    return m, l, tl.load(states + at[:, None] * D + d[None, :], mask=ok[:, None] & (d < D)[None, :], other=0.0)
+
+
+@jit
+def _store_state(stats, states, at, ok, m, l, acc, D: tl.constexpr, DIM: tl.constexpr):
+    d = tl.arange(0, DIM)
+    tl.store(stats + 2 * at, m, mask=ok)
+    tl.store(stats + 2 * at + 1, l, mask=ok)
+    tl.store(states + at[:, None] * D + d[None, :], acc, mask=ok[:, None] & (d < D)[None, :])
+
+
+@jit(do_not_specialize=["R", "C", "splits", "table_stride", "depth_stride", "window"])
+def _prefix_kernel(
+    q,
+    k_cache,
+    v_cache,
+    block_table,
+    committed,
+    depths,
+    stats,
+    states,
+    R,
+    C,
+    splits,
+    table_stride,
+    depth_stride,
+    scale,
+    window,
+    HQ: tl.constexpr,
+    HK: tl.constexpr,
+    D: tl.constexpr,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    WALK: tl.constexpr,
+    TENSOR_MAP: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    G: tl.constexpr = HQ // HK
+    # The tail pass may start once this one's inputs are there: before its own wait it reads nothing newer. Where programs walk,
+    # this pass itself is launched plainly: there is one program a multiprocessor, and early ones pile up where room is first.
+    await_previous(OVERLAP)
+    release_next(OVERLAP)
+    h, b, split = tl.program_id(0) % HK, tl.program_id(1).to(tl.int64), tl.program_id(2)
+    r = tl.program_id(0) // HK * ROWS + tl.arange(0, ROWS)
+    d = tl.arange(0, DIM)
+    ok = r < R
+    length = tl.load(committed + b).to(tl.int32)
+    table = block_table + b * table_stride
+    tail = length // 64  # the tile of L and those behind it are the tail's
+    first = 0
+    lowest = tl.zeros((ROWS,), tl.int32)
+    if WINDOW:
+        first = tl.maximum(length - window + 1, 0) // 64
+        node = tl.load(depths + b * depth_stride + r // G, mask=ok, other=0).to(tl.int32)
+        lowest = length + node - window + 1
+    first_chunk, open_chunk = chunk_at(first * 64), chunk_at(tail * 64)
+    if split <= open_chunk - first_chunk:
+        rows = (b * (R // G) + r // G) * HQ + h * G + r % G
+        query = tl.load(q + rows[:, None] * D + d[None, :], mask=ok[:, None] & (d < D)[None, :], other=0.0)
+        if WALK:
+            m, l, acc = empty_state(ROWS, DIM)
+            chunk_m, chunk_l, chunk_acc = empty_state(ROWS, DIM)
+            m, l, acc, chunk_m, chunk_l, chunk_acc = walk(
+                query, k_cache, v_cache, table, h, first, tail, lowest, m, l, acc, chunk_m, chunk_l, chunk_acc, scale,
+                HK, D, DIM, ROWS, WINDOW, TENSOR_MAP,
+            )  # fmt: skip
+            # The chunk of L is open; if no tile of it is full, the last chunk walked has just ended.
+            if starts_chunk(tail * 64):
+                m, l, acc = merge(m, l, acc, chunk_m, chunk_l, chunk_acc)
+                chunk_m, chunk_l, chunk_acc = empty_state(ROWS, DIM)
+            at = (b * HK + h) * C * R + r
+            _store_state(stats, states, at, ok, m, l, acc, D, DIM)
+            _store_state(stats, states, at + R, ok, chunk_m, chunk_l, chunk_acc, D, DIM)
+        else:
+            # The last chunks, which are the longest, come first.
+            for i in range(split, open_chunk - first_chunk + 1, splits):
+                c = open_chunk - i
+                begin = tl.maximum(chunk_start(c) // 64, first)
+                end = tl.minimum(chunk_start(c + 1) // 64, tail)
+                if begin < end:
+                    m, l, acc = empty_state(ROWS, DIM)
+                    page = tl.load(table + begin).to(tl.int64)
+                    for t in range(begin, end):
+                        k = load_tile(k_cache, page, h, HK, D, DIM, TENSOR_MAP)
+                        v = load_tile(v_cache, page, h, HK, D, DIM, TENSOR_MAP)
+                        page = tl.load(table + t + 1, mask=t + 1 < end, other=0).to(tl.int64)
+                        visible = (t * 64 + tl.arange(0, 64))[None, :] >= lowest[:, None]
+                        m, l, acc = fold(query, k, v, visible, m, l, acc, scale, WINDOW)
+                    at = ((b * HK + h) * C + c) * R + r
+                    _store_state(stats, states, at, ok, m, l, acc, D, DIM)
+
+
+@jit
+def _gather(
+    k_cache, v_cache, table, path, begin, length, position, lowest, h, A,
+    HK: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """Keys and values [64, DIM] of the positions from `begin` on a node's path, and which of them the node sees [64]."""
+    key = begin + tl.arange(0, 64)
+    seen = (key <= position) & (key >= lowest)
+    step = key - length
+    node = tl.load(path + tl.minimum(tl.maximum(step, 0), A - 1), mask=seen & (step >= 0), other=0).to(tl.int32)
+    slot = tl.where(step < 0, key, length + node)
+    page = tl.load(table + slot // 64, mask=seen, other=0).to(tl.int64)
+    rows = (page * HK + h) * 64 + slot % 64
+    return load_rows(k_cache, rows, seen, D, DIM), load_rows(v_cache, rows, seen, D, DIM), seen
+
+
+@jit(
+    do_not_specialize=[
+        "N",
+        "A",
+        "C",
+        "table_stride",
+        "depth_stride",
+        "ancestor_batch_stride",
+        "ancestor_node_stride",
+        "window",
+    ]
+)
+def _tail_kernel(
+    q,
+    k_cache,
+    v_cache,
+    block_table,
+    committed,
+    depths,
+    ancestors,
+    stats,
+    states,
+    out,
+    N,
+    A,
+    C,
+    table_stride,
+    depth_stride,
+    ancestor_batch_stride,
+    ancestor_node_stride,
+    scale,
+    window,
+    HQ: tl.constexpr,
+    HK: tl.constexpr,
+    D: tl.constexpr,
+    DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    WALK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    G: tl.constexpr = HQ // HK
+    h, n, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    r, d, g = tl.arange(0, ROWS), tl.arange(0, DIM), tl.arange(0, GROUP)
+    ok = r < G
+    rows = (b * N + n) * HQ + h * G + r
+    query = tl.load(q + rows[:, None] * D + d[None, :], mask=ok[:, None] & (d < D)[None, :], other=0.0)
+    length = tl.load(committed + b).to(tl.int32)
+    position = length + tl.load(depths + b * depth_stride + n).to(tl.int32)
+    table = block_table + b * table_stride
+    path = ancestors + b * ancestor_batch_stride + n * ancestor_node_stride
+    tail = length // 64 * 64
+    first = 0
+    lowest = 0
+    if WINDOW:
+        first = tl.maximum(length - window + 1, 0) // 64 * 64
+        lowest = position - window + 1
+    first_chunk, open_chunk = chunk_at(first), chunk_at(tail)
+    k, v, seen = _gather(k_cache, v_cache, table, path, tail, length, position, lowest, h, A, HK, D, DIM)
+
+    # Merge the closed chunks in order, G rows wide. Four are loaded at a time; those behind the last one are empty.
+    await_previous(OVERLAP)  # all above was done while the prefix pass still ran
+    release_next(OVERLAP)
+    slot = (b * HK + h) * C
+    if WALK:
+        open_slot = slot + 1
+        started = ok
+    else:
+        open_slot = slot + open_chunk
+        slot += first_chunk
+        started = ok & (tail > tl.maximum(first, chunk_start(open_chunk)))
+    closed_m, closed_l, closed_acc = empty_state(GROUP, DIM)
+    stride = N * G
+    for c in range(slot, open_slot, 4):
+        at = (c * N + n) * G + g
+        m0, l0, acc0 = _load_state(stats, states, at, g < G, D, DIM)
+        m1, l1, acc1 = _load_state(stats, states, at + stride, (g < G) & (c + 1 < open_slot), D, DIM)
+        m2, l2, acc2 = _load_state(stats, states, at + 2 * stride, (g < G) & (c + 2 < open_slot), D, DIM)
+        m3, l3, acc3 = _load_state(stats, states, at + 3 * stride, (g < G) & (c + 3 < open_slot), D, DIM)
+        closed_m, closed_l, closed_acc = merge(closed_m, closed_l, closed_acc, m0, l0, acc0)
+        closed_m, closed_l, closed_acc = merge(closed_m, closed_l, closed_acc, m1, l1, acc1)
+        closed_m, closed_l, closed_acc = merge(closed_m, closed_l, closed_acc, m2, l2, acc2)
+        closed_m, closed_l, closed_acc = merge(closed_m, closed_l, closed_acc, m3, l3, acc3)
+
+    # Go on from the open chunk, ROWS wide as folds are; rows behind the G heads carry copies that nobody stores.
+    chunk_m, chunk_l, chunk_acc = _load_state(stats, states, (open_slot * N + n) * G + r, started, D, DIM)
+    m = tl.reshape(tl.broadcast_to(closed_m[None, :], (ROWS // GROUP, GROUP)), (ROWS,))
+    l = tl.reshape(tl.broadcast_to(closed_l[None, :], (ROWS // GROUP, GROUP)), (ROWS,))
+    acc = tl.reshape(tl.broadcast_to(closed_acc[None, :, :], (ROWS // GROUP, GROUP, DIM)), (ROWS, DIM))
+    visible = ok[:, None] & seen[None, :]
+    chunk_m, chunk_l, chunk_acc = fold(query, k, v, visible, chunk_m, chunk_l, chunk_acc, scale, True)
+    for begin in range(tail + 64, position + 1, 64):
+        if starts_chunk(begin):
+            m, l, acc = merge(m, l, acc, chunk_m, chunk_l, chunk_acc)
+            chunk_m, chunk_l, chunk_acc = empty_state(ROWS, DIM)
+        k, v, seen = _gather(k_cache, v_cache, table, path, begin, length, position, lowest, h, A, HK, D, DIM)
+        visible = ok[:, None] & seen[None, :]
+        chunk_m, chunk_l, chunk_acc = fold(query, k, v, visible, chunk_m, chunk_l, chunk_acc, scale, True)
+    m, l, acc = merge(m, l, acc, chunk_m, chunk_l, chunk_acc)
+    result = (acc / l[:, None]).to(out.dtype.element_ty)
+    tl.store(out + rows[:, None] * D + d[None, :], result, mask=ok[:, None] & (d < D)[None, :])
+
+
+def tree_attention(q, kv, index, scale=None, window=None):
+    """Attention of every node over its path; shapes as in the legend above.
+
+    `scale` of the scores (> 0), 1 / sqrt(D) unless given; `window` in positions. Raises ValueError for shapes it does not take.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    check_attention(q, kv, index.num_kv_heads, scale, window)
+    if not on_triton(q):
+        return tile_attention(q, kv, index.tiles, scale, window).to(q.dtype)
+    return _launch(q, kv, index, scale, window)
+
+
+def _launch(
+    q, kv, index, scale, window, walks=None, rows=64, num_stages=None, tensor_map=None, overlap=None, tail_rows=64
+):
+    """The two passes. What follows `window` overrides what is chosen from shapes: every choice gives the same bits."""
+    batch, num_nodes, num_heads, dim = q.shape
+    hk, table, committed = index.num_kv_heads, index.block_table, index.committed
+    group = num_heads // hk
+    num_rows = num_nodes * group
+    blocks = hk * triton.cdiv(num_rows, rows)
+    walks = blocks * batch >= WALK_PROGRAMS if walks is None else walks
+    overlap = is_hopper(q.device) if overlap is None else overlap
+    chunks = num_chunks(table.shape[1] * PAGE)
+    splits = 1 if walks else min(chunks, triton.cdiv(NUM_PROGRAMS, blocks * batch))
+    slots = 2 if walks else chunks
+    states = torch.empty(batch, hk, slots, num_rows, dim, dtype=torch.float32, device=q.device)
+    stats = torch.empty(batch, hk, slots, num_rows, 2, dtype=torch.float32, device=q.device)
+    q, out = q.contiguous(), empty_rows(batch * num_nodes, num_heads * dim, q.dtype, q.device).view(q.shape)
+    k, v = kv.unbind()
+    lanes = pad_dim(dim)
+    keys, values, tensor_map = tile_sources(k, v, lanes, tensor_map)
+    numbers = dict(scale=scale * LOG2_E, window=window or 0, HQ=num_heads, HK=hk, D=dim, DIM=lanes)
+    flags = dict(WINDOW=window is not None, WALK=walks, OVERLAP=overlap, enable_fp_fusion=False)
+    alone = walks and q.is_cuda and blocks * batch <= num_multiprocessors(q.device)
+    stages = num_stages or count_stages(dim, q.dtype, alone)
+    early = {"launch_pdl": True} if overlap else {}
+    _prefix_kernel[blocks, batch, splits](
+        q, keys, values, table, committed, index.depths, stats, states, num_rows, slots, splits,
+        table.stride(0), index.depths.stride(0), **numbers, ROWS=rows, TENSOR_MAP=tensor_map,
+        num_warps=rows // 16, num_stages=stages, **flags, **({} if walks else early),
+    )  # fmt: skip
+    _tail_kernel[hk, num_nodes, batch](
+        q, k, v, table, committed, index.depths, index.ancestors, stats, states, out,
+        num_nodes, index.ancestors.shape[2], slots,
+        table.stride(0), index.depths.stride(0), *index.ancestors.stride()[:2], **numbers,
+        GROUP=triton.next_power_of_2(group), ROWS=tail_rows, num_warps=tail_rows // 16, num_stages=1, **flags, **early,
+    )  # fmt: skip
+    return out
+
+
+def check_attention(q, kv, num_kv_heads, scale, window):
+    """ValueError for what the kernels do not take.  q [..., HQ, D], kv [2, rows, D]"""
+    num_heads, dim = q.shape[-2:]
+    if num_heads % num_kv_heads or num_heads > MAX_GROUP * num_kv_heads:
+        raise ValueError(
+            f"attention takes up to {MAX_GROUP} query heads per key head, got {num_heads} for {num_kv_heads}"
+        )
+    if dim > MAX_DIM:
+        raise ValueError(f"attention takes heads of up to {MAX_DIM} dimensions, got {dim}")
+    if kv.shape[0] != 2 or kv.shape[2] != dim or kv.dtype != q.dtype or not kv.is_contiguous():
+        raise ValueError(f"attention takes kv [2, rows, {dim}] in {q.dtype}, got {list(kv.shape)} in {kv.dtype}")
+    if scale <= 0 or (window is not None and window < 1):
+        raise ValueError(f"attention takes a scale above 0 and a window of 1 or more, got {scale} and {window}")
+    if on_triton(q) and q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"attention on a GPU takes float32, bfloat16 or float16, got {q.dtype}")

@@ -1,0 +1,246 @@
+"""Row-invariant linear layer: y = x W^T + b, where row r of y is the same bits whatever the other rows are.
+
+    x [M, K], w [N, K], b [N] or None  ->  y [M, N], or its partial sums over S ranges of K: parts [S, M, N]
+
+A library matmul picks its kernel, and with it the order of its sums, by M: one row alone and the same row among sixteen
+differ in the last bits. On a GPU the order is fixed by (N, K) alone (linear_table.py): K is cut into S ranges, each is summed
+by the tensor cores 16 deep at a time from its start to its end, and the ranges are added in order. The tiles vary with M and
+change no bit: a tile's shape is not part of any sum. Two kernels hold that order, `_decode` (weights are the left operand and
+the rows the right one, up to 256 rows read the weights once) and `_prefill` (linear_prefill.py: tensor maps, large tiles).
+float32 multiplies exactly (no TF32).
+
+On the CPU rows are zero-padded to blocks of BLOCK_ROWS and every block takes the same path, so a row's bits do not depend on
+its place or its company. Not supported: other ranks than 2 for x (callers flatten).
+"""
+
+import torch
+import torch.nn.functional as F
+
+from ..jit import jit, on_triton, tl, triton
+from ..overlap import await_previous, overlap, release_next
+from .linear_prefill import TensorDescriptor, maps_fit, prefill_linear
+from .linear_table import DECODE_ROWS, decode_launch, halves_of_tile, num_splits, split_depth, tile_rows
+
+# Measured on two cores of an AVX-512 CPU, all products of a 7.5 M model: one bare bf16 row 1.15 ms, a block of 16 2.0 ms.
+BLOCK_ROWS = 16
+
+
+def linear_reference(x, w, b=None):
+    """The formula on the library's product, any dtype; not row-invariant.  [M, K], [N, K] -> [M, N]"""
+    return F.linear(x, w, b)
+
+
+@jit
+def sum_parts(parts, offsets, stride, mask, S: tl.constexpr, DTYPE: tl.constexpr):
+    """The S parts at `offsets` (element offsets into part 0; parts are `stride` apart), added in order, as DTYPE."""
+    total = tl.load(parts + offsets, mask=mask, other=0.0).to(tl.float32)
+    for _ in tl.static_range(1, S):
+        parts += stride
+        total += tl.load(parts + offsets, mask=mask, other=0.0)
+    return total.to(DTYPE)
+
+
+@jit
+def range_product(
+    x, w, rows, features, row_mask, feature_mask, start, K: tl.constexpr, SPLIT: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """Sums over the range of K from `start`, by pointers and masks, so for any shape and dtype.  -> [features, rows] in float32
+
+    float32 has no tensor cores that would sum 16 products at once: there, runs of 64 are summed apart, which keeps the error at
+    the library's. The depth of a tile is the same for all of its launches.
+    """
+    RUN: tl.constexpr = 64 if x.dtype.element_ty == tl.float32 else SPLIT
+    total = tl.zeros((features.shape[0], rows.shape[0]), tl.float32)
+    depths = start + tl.arange(0, BLOCK_K)
+    w_tile = w + features.to(tl.int64)[:, None] * K + depths[None, :]
+    x_tile = x + rows.to(tl.int64)[None, :] * K + depths[:, None]
+    for run in range(0, SPLIT, RUN):
+        acc = tl.zeros((features.shape[0], rows.shape[0]), tl.float32)
+        for k in range(run, run + RUN, BLOCK_K):
+            inside = (k + depths < K) & (k + tl.arange(0, BLOCK_K) < SPLIT)
+            w_mask = feature_mask[:, None] & inside[None, :]
+            weights = tl.load(w_tile + k, mask=w_mask, other=0.0, eviction_policy="evict_first")
+            values = tl.load(x_tile + k, mask=row_mask[None, :] & inside[:, None], other=0.0)
+            acc = tl.dot(weights, values, acc, input_precision="ieee")
+        total += acc
+    return total
+
+
+@jit
+def _store_tile(acc, b, out, num_rows, row, features, part, N: tl.constexpr, BLOCK_M: tl.constexpr):
+    """acc [BLOCK_N, BLOCK_M], and in the first range the bias, to the rows from `row` of out [S, M, N]"""
+    if b is not None:  # noqa: SIM102 (a condition of the compiler's, then one of the program's)
+        if part == 0:
+            acc += tl.load(b + features, mask=features < N, other=0.0).to(tl.float32)[:, None]
+    rows = row + tl.arange(0, BLOCK_M)
+    place = (part.to(tl.int64) * num_rows + rows)[None, :] * N + features[:, None]
+    tl.store(out + place, acc.to(out.dtype.element_ty), mask=(rows < num_rows)[None, :] & (features < N)[:, None])
+
+
+@jit(do_not_specialize=["num_rows"])
+def _decode(
+    x, more_x, w, b, out, num_rows,
+    N: tl.constexpr, K: tl.constexpr, SPLIT: tl.constexpr, S: tl.constexpr,
+    BLOCK_M: tl.constexpr, MORE_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    MAPS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """One tile [BLOCK_N, BLOCK_M + MORE_M] of one range of K.  x [M, K], w [N, K], b [N] or None -> out [S, M, N]
+
+    x and w are tensor maps with MAPS, else pointers; more_x: x in tiles of MORE_M rows (0: none).
+    """
+    row = tl.program_id(0) * BLOCK_M
+    feature = tl.program_id(1) * BLOCK_N
+    part = tl.program_id(2)
+    features = feature + tl.arange(0, BLOCK_N)
+    await_previous(OVERLAP)
+    if MAPS:
+        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        if MORE_M:
+            more = tl.zeros((BLOCK_N, MORE_M), tl.float32)
+            for k in range(part * SPLIT, part * SPLIT + SPLIT, BLOCK_K):
+                weights = w.load([feature, k])
+                acc = tl.dot(weights, x.load([0, k]).T, acc)
+                more = tl.dot(weights, more_x.load([BLOCK_M, k]).T, more)
+        else:
+            for k in range(part * SPLIT, part * SPLIT + SPLIT, BLOCK_K):
+                acc = tl.dot(w.load([feature, k]), x.load([row, k]).T, acc)
+    else:
+        rows = row + tl.arange(0, BLOCK_M)
+        acc = range_product(x, w, rows, features, rows < num_rows, features < N, part * SPLIT, K, SPLIT, BLOCK_K)
+    release_next(OVERLAP)
+    _store_tile(acc, b, out, num_rows, row, features, part, N, BLOCK_M)
+    if MORE_M:
+        _store_tile(more, b, out, num_rows, BLOCK_M, features, part, N, MORE_M)
+
+
+@jit
+def _sum(parts, out, count, S: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    """parts [S, count] -> out [count]"""
+    await_previous(OVERLAP)
+    release_next(OVERLAP)
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < count
+    tl.store(out + offsets, sum_parts(parts, offsets, count, mask, S, out.dtype.element_ty), mask=mask)
+
+
+def check_product(name, x, w, b):
+    """Raises ValueError if x [M, K], w [N, K] and b [N] do not fit each other."""
+    if x.dim() != 2 or w.dim() != 2 or x.shape[1] != w.shape[1]:
+        raise ValueError(f"{name} takes x [M, K] and w [N, K], got {tuple(x.shape)} and {tuple(w.shape)}")
+    if b is not None and b.shape != w.shape[:1]:
+        raise ValueError(f"{name} takes b [N] with w [N, K], got {tuple(b.shape)} and {tuple(w.shape)}")
+
+
+def check_kernel_operands(name, x, w, b):
+    """Raises ValueError for what the GPU kernels do not take: mixed dtypes, weights that are not contiguous."""
+    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32) or w.dtype != x.dtype:
+        raise ValueError(f"{name} takes bfloat16, float16 or float32, x and w alike, got {x.dtype} and {w.dtype}")
+    if not w.is_contiguous() or not (b is None or b.is_contiguous()):
+        raise ValueError(f"{name} takes contiguous weights and bias, got w with strides {w.stride()}")
+
+
+def linear(x, w, b=None):
+    """y = x W^T + b, rows independent of each other to the bit.  x [M, K], w [N, K], b [N] -> [M, N]
+
+    Raises ValueError for shapes that do not fit.
+    """
+    if not on_triton(x):
+        return _linear_in_blocks(x, w, b)
+    parts = linear_parts(x, w, b)
+    if parts.shape[0] == 1:
+        return parts[0]
+    y = torch.empty(parts.shape[1:], dtype=x.dtype, device=x.device)
+    if y.numel():
+        _sum[(triton.cdiv(y.numel(), 1024),)](parts, y, y.numel(), parts.shape[0], 1024, **overlap(y))
+    return y
+
+
+def linear_parts(x, w, b=None):
+    """The partial sums of linear(x, w, b), for a consumer that adds them itself (`sum_parts`): [S, M, N]
+
+    S > 1: float32, S = num_splits(N, K); the bias is in part 0. S = 1: the finished product in x's dtype (also on the CPU and
+    for more than DECODE_ROWS rows, whose kernel adds the parts itself). Raises ValueError for shapes that do not fit.
+    """
+    if not on_triton(x):
+        return _linear_in_blocks(x, w, b)[None]
+    check_product("linear", x, w, b)
+    check_kernel_operands("linear", x, w, b)
+    x = x.contiguous()
+    if x.shape[0] > DECODE_ROWS and maps_fit(x, w):
+        return prefill_linear(x, w, b)[None]
+    return decode_parts(x, w, b)
+
+
+def empty_rows(num_rows, width, dtype, device):
+    """An uninitialised [num_rows, width] with room behind it for a whole tile of rows, which maps_of_rows makes use of."""
+    room = max(num_rows, tile_rows(num_rows, dtype.itemsize))
+    return torch.empty(room, width, dtype=dtype, device=device)[:num_rows]
+
+
+def maps_of_rows(x, rows, depth):
+    """Tensor maps of x [M, K] in the two halves of one tile of `rows` >= M rows (the second None if there is one half), or None
+    where loads by pointers are faster.
+
+    Rows that a map must fill in are slow to load (qkv of an 8B, tile of 128: 65 rows 28.5 us, 128 rows 17.7). So where memory
+    goes on behind x (empty_rows), the map covers it: whatever stands there reaches only rows that nobody stores.
+    """
+    M, K = x.shape
+    if rows < M:
+        return None  # more than one tile of rows: a product that the large tiles do not take
+    room = (x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()) // K
+    if room < rows and rows != 16 and 3 * rows > 4 * M:
+        return None
+    shape, (half, more) = [rows if room >= rows else M, K], halves_of_tile(rows)
+    return (
+        TensorDescriptor(x, shape, [K, 1], [half, depth]),
+        TensorDescriptor(x, shape, [K, 1], [more, depth]) if more else None,
+    )
+
+
+def decode_operands(x, w, launch_of):
+    """What the decode kernels take for x [M, K] and weights w: (x, second half of x, w, rows, rows of the second half, launch).
+
+    launch_of(rows): the launch of a row tile. Tensor maps where they fit, else the tensors themselves.
+    """
+    rows = tile_rows(x.shape[0], x.element_size())
+    launch = launch_of(rows)
+    maps = maps_of_rows(x, rows, launch.depth) if maps_fit(x, w) else None
+    if maps:
+        return *maps, TensorDescriptor.from_tensor(w, [launch.features, launch.depth]), *halves_of_tile(rows), launch
+    rows = triton.next_power_of_2(rows)
+    return x, None, w, rows, 0, launch_of(rows)
+
+
+def decode_parts(x, w, b=None, splits=None, launch=None):
+    """linear_parts by the decode kernel, for any rows; `splits` and `launch` replace the tables' (the sweep tries them).
+
+    The operands are checked by the caller.
+    """
+    (M, K), N = x.shape, w.shape[0]
+    S, itemsize = splits or num_splits(N, K), x.element_size()
+    parts = torch.empty((S, M, N), dtype=x.dtype if S == 1 else torch.float32, device=x.device)
+    if not parts.numel():
+        return parts
+    split = split_depth(K, S)
+    operands = decode_operands(x, w, lambda rows: launch or decode_launch(N, K, rows, itemsize))
+    x, more_x, w, rows, more_rows, chosen = operands
+    # A tensor map ends with K, not with a range of it.
+    assert S == 1 or split % chosen.depth == 0, (split, chosen)
+    _decode[(triton.cdiv(M, rows + more_rows), triton.cdiv(N, chosen.features), S)](
+        x, more_x, w, b, parts, M, N, K, split, S, rows, more_rows, chosen.features, chosen.depth, not torch.is_tensor(x),
+        num_stages=chosen.stages, num_warps=chosen.warps, **overlap(parts),
+    )  # fmt: skip
+    return parts
+
+
+def _linear_in_blocks(x, w, b):
+    """The CPU's way: blocks of BLOCK_ROWS rows, the last one zero-padded."""
+    check_product("linear", x, w, b)
+    rows = x.shape[0]
+    padding = -rows % BLOCK_ROWS
+    # A fresh, zero-padded copy also fixes the memory alignment, which some libraries look at when they pick a path.
+    x = F.pad(x, (0, 0, 0, padding)) if padding else x.contiguous()
+    if x.shape[0] == BLOCK_ROWS:
+        return F.linear(x, w, b)[:rows]
+    y = torch.cat([F.linear(block, w, b) for block in x.split(BLOCK_ROWS)])
+    return y[:rows]

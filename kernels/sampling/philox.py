@@ -1,0 +1,113 @@
+"""Philox4x32-10, the counter-based generator of Salmon et al. (SC 2011), in integer tensor operations.
+
+    key = (seed low, seed high), counter = (block, position, sample, purpose)  ->  four 32-bit integers
+
+The integers are the same bits on every device: only 64-bit integer products, shifts and masks are used. `gumbel` turns them
+into Gumbel noise keyed by (seed, sample index, position, token): token v takes word v % 4 of block v // 4; `uniform` turns them
+into numbers in [0, 1).
+
+For kernels there are the same functions as device functions: `philox_words`, `chunk_words`, `token_words`, `gumbel_of_word`.
+"""
+
+import torch
+
+from ..jit import jit, tl
+
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_MASK = 0xFFFFFFFF
+
+# Purposes: draws that must be independent of each other get different ones.
+TARGET_NOISE = 0  # the target's own tokens, keyed by the position drawn for
+# These are keyed by the position of a step's root, so that no step uses another's again.
+DRAFT_NOISE = 1  # the children of a node; salted with the node
+ACCEPT_UNIFORM = 2  # one per node
+RESIDUAL_NOISE = 3  # the token behind the accepted path
+NUM_PURPOSES = 4
+
+
+def philox4x32(key, counter):
+    """key: two, counter: four int64 tensors holding 32-bit values, broadcastable  ->  four int64 tensors of 32-bit values."""
+    k0, k1 = key
+    c0, c1, c2, c3 = counter
+    for round_ in range(10):
+        if round_:
+            k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
+        # The product of two 32-bit numbers wraps in a signed 64-bit one; its bits are those of the unsigned product.
+        p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = ((p1 >> 32) & _MASK) ^ c1 ^ k0, p1 & _MASK, ((p0 >> 32) & _MASK) ^ c3 ^ k1, p0 & _MASK
+    return c0, c1, c2, c3
+
+
+def random_words(seed, sample, position, num_tokens, purpose=TARGET_NOISE):
+    """One 32-bit word per token.  seed, sample, position, purpose: int64 [...]  ->  int64 [..., num_tokens]"""
+    block = torch.arange((num_tokens + 3) // 4, device=position.device)
+    key = ((seed & _MASK)[..., None], ((seed >> 32) & _MASK)[..., None])
+    purpose = torch.as_tensor(purpose, device=position.device)
+    counter = (block, position[..., None], sample[..., None], purpose[..., None])
+    words = torch.stack(torch.broadcast_tensors(*philox4x32(key, counter)), -1)
+    return words.flatten(-2)[..., :num_tokens]
+
+
+def gumbel(seed, sample, position, num_tokens, purpose=TARGET_NOISE):
+    """Gumbel noise G = -log(-log u), u = (word + 1/2) / 2^32.  int64 [...] -> fp32 [..., num_tokens]
+
+    u has 32 bits and the logarithms are taken in fp64: with 24-bit uniforms the largest draws would be too coarse.
+    """
+    uniform = (random_words(seed, sample, position, num_tokens, purpose).double() + 0.5) * 2.0**-32
+    return -torch.log(-torch.log(uniform)).float()
+
+
+def uniform(seed, sample, position, count, purpose=ACCEPT_UNIFORM):
+    """word / 2^32, exactly: 32 bits in [0, 1).  int64 [...] -> fp64 [..., count]
+
+    Not fp32, whose 24 bits would make 0, accepted wherever p > 0, 256 times as likely, or round the largest words to 1.
+    """
+    return random_words(seed, sample, position, count, purpose).double() * 2.0**-32
+
+
+def salted(purpose, node):
+    """The purpose of a draw of its own at every node of a draft. ints or int64 tensors"""
+    return purpose + NUM_PURPOSES * node
+
+
+@jit
+def philox_words(block, seed, sample, position, purpose):
+    """The four words of `block` (a tensor of integers) as four uint32 tensors; the other arguments are int64 scalars."""
+    multiply_0: tl.constexpr = 0xD2511F53
+    multiply_1: tl.constexpr = 0xCD9E8D57
+    c0 = block.to(tl.uint32)
+    c1 = position.to(tl.uint32) + c0 * 0
+    c2 = sample.to(tl.uint32) + c0 * 0
+    c3 = (c0 * 0 + purpose).to(tl.uint32)
+    k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    m0, m1 = tl.full(c0.shape, multiply_0, tl.uint32), tl.full(c0.shape, multiply_1, tl.uint32)
+    for _ in tl.static_range(10):
+        high_0, low_0 = tl.umulhi(c0, m0), c0 * m0
+        high_1, low_1 = tl.umulhi(c2, m1), c2 * m1
+        c0, c1, c2, c3 = high_1 ^ c1 ^ k0, low_1, high_0 ^ c3 ^ k1, low_0
+        # The increments as signed 32-bit numbers: 0x9E3779B9 and 0xBB67AE85, modulo 2^32.
+        k0, k1 = (k0.to(tl.int32) - 1640531527).to(tl.uint32), (k1.to(tl.int32) - 1150833019).to(tl.uint32)
+    return c0, c1, c2, c3
+
+
+@jit
+def gumbel_of_word(word):
+    """-log(-log((word + 1/2) / 2^32)) in fp64, as fp32.  uint32 -> fp32"""
+    uniform = (word.to(tl.float64) + 0.5) * 2.3283064365386963e-10  # 2^-32, exactly
+    return -tl.log(-tl.log(uniform)).to(tl.float32)
+
+
+@jit
+def chunk_words(start, seed, sample, position, purpose, COUNT: tl.constexpr):
+    """Words of the tokens start .. start + COUNT; start and COUNT are multiples of 4.  -> uint32 [COUNT]"""
+    w0, w1, w2, w3 = philox_words(start // 4 + tl.arange(0, COUNT // 4), seed, sample, position, purpose)
+    return tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
+
+
+@jit
+def token_words(token, seed, sample, position, purpose):
+    """Words of any tokens: four times the work of chunk_words.  int32 [...] -> uint32 [...]"""
+    w0, w1, w2, w3 = philox_words(token // 4, seed, sample, position, purpose)
+    place = token % 4
+    return tl.where(place == 0, w0, tl.where(place == 1, w1, tl.where(place == 2, w2, w3)))

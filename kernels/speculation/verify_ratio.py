@@ -1,0 +1,364 @@
+"""The ratio rules on the device, one launch a step: `token` and `recursive`, `block` and `traversal`
+(inference/speculation/ratio_rules.py).
+
+    parents, depths [N] or [B, N] in topological order, node 0 the root; tokens [B, N], -1: an empty slot; depth_limit [B]
+    target scores [B N, V], temperature [B N]; draft scores [L, B, V], temperature [B]: laws as in row_laws.py
+    law [N] or [B, N]: which of the L draft laws the children of a node come from; drawn [N] or [B, N]: drawn from it, or chosen
+    seed, sample, position [B]: what keys the noise; position: that of the step's root (philox.py says why)
+    ->  path [B, D + 1] node at each depth, its last one repeated; num_accepted [B]; bonus [B] the token behind the path
+
+On a chain `recursive` decides as `token` and `traversal` as `block` for every uniform, so there are two rules here; they differ in
+the rate r of a node, always 1 in `recursive`. No law is ever written: behind j failed children a node's law P and what is left of
+its draft's law q are, token by token, j steps whose scalars are known from the j walks over V before,
+
+    P <- max(r P - (q / mass, or one-hot), 0) / S,  S its sum,     q <- q without the child's token,  mass its sum
+
+so that a child costs one walk. Where laws are cut by min-p, top-k or top-p (keep_top.py), walks go over what is left: the
+target's tokens for S, as nothing else has any P, and the draft's for its mass. A program per node makes them; in `traversal` it
+waits for its parent's program to publish the rate at which it is entered. Programs behind them decide, each for itself, and draw
+the token that follows, each on its part of V: argmax(log P + G). A program waits only for programs of lower number, which start
+first, so all come to an end, also where they run one by one. Requests at temperature 0 need no walk: their laws are one-hot.
+
+Uniforms are those of philox.uniform (word n for node n). A drawn child whose q underflows to 0 counts as an empty slot.
+The workspace is left as it was found: zeros where programs signal each other, so a CUDA graph can replay the launch.
+
+Letters: B requests, N nodes, D the tree's greatest depth, V vocabulary, L draft laws.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from ..jit import jit, on_triton, tl, triton
+from ..sampling.lowest_key import scores_at
+from ..sampling.philox import ACCEPT_UNIFORM, RESIDUAL_NOISE, chunk_words, gumbel_of_word, token_words
+from ..sampling.sample import _key
+from .row_laws import row_laws
+
+_BLOCK = 2048  # tokens per step of a walk
+_PROGRAMS = 264  # that draw, about: two for each of an H200's multiprocessors
+_MAX_PARTS = 16  # of one row, when it is drawn from
+
+
+class Workspace(NamedTuple):
+    """Of one batch size and number of nodes. Kept from step to step, and never used by two launches at once."""
+
+    signals: torch.Tensor  # int32 [B, N + 2] zeros: rates as they are published, nodes done, parts drawn
+    rates: torch.Tensor  # fp32 [B, N] of nodes whose children have failed
+    steps: torch.Tensor  # fp32 [B, N, 5] per child r, 1 / mass or 0, one-hot's 1 or 0, 1 / S, its token's bits
+    keys: torch.Tensor  # int64 [B, parts] the best of each part
+
+
+def make_workspace(batch, num_nodes, device):
+    """The Workspace of a launch for `batch` requests of `num_nodes` nodes."""
+    parts = triton.next_power_of_2(max(_PROGRAMS // max(batch, 1), 1))
+    return Workspace(
+        torch.zeros(batch, num_nodes + 2, dtype=torch.int32, device=device),
+        torch.empty(batch, num_nodes, dtype=torch.float32, device=device),
+        torch.empty(batch, num_nodes, 5, dtype=torch.float32, device=device),
+        torch.empty(batch, min(parts, _MAX_PARTS), dtype=torch.int64, device=device),
+    )
+
+
+@jit
+def _topology(parents, depths, tokens, limit, num_nodes, NODES: tl.constexpr, DOUBLINGS: tl.constexpr):
+    """Of one request: parent and token of every node, and whether it and all above it are tokens within the limit. The root's
+    parent is -1."""
+    node = tl.arange(0, NODES)
+    inside = node < num_nodes
+    parent = tl.load(parents + node, mask=inside, other=NODES).to(tl.int32)
+    token = tl.load(tokens + node, mask=inside, other=-1).to(tl.int32)
+    depth = tl.load(depths + node, mask=inside, other=0).to(tl.int32)
+    live = (((token >= 0) & (depth <= limit)) | (node == 0)) & inside
+    live, up = live.to(tl.int32), tl.where(inside & (node > 0), parent, 0)
+    for _ in range(DOUBLINGS):
+        live &= tl.gather(live, up, 0)
+        up = tl.gather(up, up, 0)
+    return tl.where(node == 0, -1, parent), token, live == 1
+
+
+@jit
+def _law(scores, v, inside, top, per_nat, total):
+    """Probabilities of the tokens v of one row; 0 outside."""
+    x = tl.load(scores + v, mask=inside, other=float("-inf")).to(tl.float32)
+    x = tl.where(x == x, x, float("-inf"))
+    return tl.exp2((x - top) * per_nat) * (1.0 / total)
+
+
+@jit
+def _target_law(row, v, inside, heat, lowest, top, unit, total, CUT: tl.constexpr):
+    """The same of the target: where laws are cut, `row` holds logits before they are divided or cut."""
+    if CUT:
+        x = scores_at(row, v, inside, heat)
+        p = tl.where(_key(x, v) >= lowest, tl.exp2((x - top) * unit) * (1.0 / total), 0.0)
+    else:
+        p = _law(row, v, inside, top, unit, total)
+    return p
+
+
+@jit
+def _listed(tokens, i, count, vocab_size):
+    """The i-th tokens of `count` that are listed, or the i-th of all."""
+    return tl.where(count < vocab_size, tl.load(tokens + i, mask=(i < count) & (count < vocab_size), other=0), i)
+
+
+@jit
+def _behind(P, q, v, steps, count):
+    """A node's law P and its draft's rest q at the tokens v, after `count` children have failed."""
+    for i in range(count):
+        r, soft, hot = tl.load(steps + 5 * i), tl.load(steps + 5 * i + 1), tl.load(steps + 5 * i + 2)
+        scale, x = tl.load(steps + 5 * i + 3), tl.load(steps + 5 * i + 4).to(tl.int32, bitcast=True)
+        P = tl.maximum(r * P - soft * q - tl.where(v == x, hot, 0.0), 0.0) * scale
+        q = tl.where(v == x, 0.0, q)
+    return P, q
+
+
+@jit
+def _walk_children(
+    node, parent, token, live, n, r, signals, steps, drawn,
+    p_row, p_heat, p_lowest, p_top, p_unit, p_total, p_tokens, p_count, q_row, q_top, q_unit, q_total, q_tokens, q_count,
+    vocab_size, RECURSIVE: tl.constexpr, CUT: tl.constexpr, NODES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Publish the rates of the children of node n, entered at rate r, and store what each leaves behind.  -> its last rate"""
+    children = live & (parent == n)
+    last, mass, num_children = n, r * 0.0 + 1.0, tl.sum(children.to(tl.int32), 0)
+    for j in range(num_children):
+        c = tl.min(tl.where(children & (node > last), node, NODES), 0)
+        last = c
+        x = tl.sum(tl.where(node == c, token, 0), 0)
+        p_x = _target_law(p_row, x, x >= 0, p_heat, p_lowest, p_top, p_unit, p_total, CUT)
+        q_x = _law(q_row, x, x >= 0, q_top, q_unit, q_total)
+        p_x, q_x = _behind(p_x, q_x, x, steps, j)
+        soft = tl.load(drawn + c).to(tl.int32) != 0
+        there = (q_x > 0) | (soft == 0)
+        chance, wanted = tl.where(soft, q_x / mass, 1.0), r * p_x
+        rate = tl.where(wanted < chance, wanted / chance, tl.where(wanted > 0, 1.0, 0.0))
+        rate = tl.where(there, rate, 0.0)
+        # The sign bit tells a rate, 0 too, from the zeros that were there.
+        tl.atomic_xchg(signals + c, rate.to(tl.int32, bitcast=True) | -0x80000000)
+        inverse, hot = tl.where(soft, 1.0 / mass, 0.0), tl.where(soft, 0.0, 1.0)
+        sums, left = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, p_count, BLOCK):
+            v = start + tl.arange(0, BLOCK)
+            inside = v < p_count
+            if CUT:
+                v = _listed(p_tokens, v, p_count, vocab_size)
+            P = _target_law(p_row, v, inside, p_heat, p_lowest, p_top, p_unit, p_total, CUT)
+            q = _law(q_row, v, inside, q_top, q_unit, q_total)
+            P, q = _behind(P, q, v, steps, j)
+            sums += tl.maximum(r * P - inverse * q - tl.where(v == x, hot, 0.0), 0.0)
+            left += tl.where(v == x, 0.0, q)
+        if CUT:
+            left = tl.zeros((BLOCK,), tl.float32)
+            for start in range(0, tl.where(j < num_children - 1, q_count, 0), BLOCK):
+                v = start + tl.arange(0, BLOCK)
+                inside = v < q_count
+                v = _listed(q_tokens, v, q_count, vocab_size)
+                q = _law(q_row, v, inside, q_top, q_unit, q_total)
+                _, q = _behind(q, q, v, steps, j)
+                left += tl.where(v == x, 0.0, q)
+        S = tl.sum(sums, 0)
+        mass = tl.where(there, tl.sum(left, 0), mass)
+        some = there & (S > 1e-30)
+        tl.store(steps + 5 * j, tl.where(some, r, 1.0))
+        tl.store(steps + 5 * j + 1, tl.where(some, inverse, 0.0))
+        tl.store(steps + 5 * j + 2, tl.where(some, hot, 0.0))
+        tl.store(steps + 5 * j + 3, tl.where(some, 1.0 / S, 1.0))
+        tl.store(steps + 5 * j + 4, tl.where(there, x, -1).to(tl.float32, bitcast=True))
+        tl.debug_barrier()
+        if not RECURSIVE:
+            r = tl.where(there, tl.where(some, S / (S + 1.0 - r), tl.where(r >= 1.0, 1.0, 0.0)), r)
+    return r
+
+
+@jit(do_not_specialize=["batch", "num_nodes", "max_depth"])
+def _verify_ratio(
+    scores, temperature, top, total, best, lowest, kept, num_kept,
+    draft_scores, draft_temperature, draft_top, draft_total, draft_kept, num_draft_kept, law, drawn,
+    parents, depths, tokens, depth_limit, seed, sample, position, signals, rates, steps, keys, path, num_accepted, bonus,
+    topology_stride, law_stride, drawn_stride, batch, num_nodes, max_depth, vocab_size,
+    RECURSIVE: tl.constexpr, CUT: tl.constexpr, NODES: tl.constexpr, DOUBLINGS: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK: tl.constexpr, UNIFORM: tl.constexpr, NOISE: tl.constexpr,
+):  # fmt: skip
+    log2_e: tl.constexpr = 1.4426950408889634
+    pid = tl.program_id(0)
+    request = (pid % batch).to(tl.int64)
+    heat = tl.load(temperature + request * num_nodes).to(tl.float32)
+    parent, token, live = _topology(
+        parents + request * topology_stride, depths + request * topology_stride, tokens + request * num_nodes,
+        tl.load(depth_limit + request), num_nodes, NODES, DOUBLINGS,
+    )  # fmt: skip
+    node = tl.arange(0, NODES)
+    first = request * num_nodes  # of the request's nodes
+    signals += request * (num_nodes + 2)
+    law += request * law_stride
+    drawn += request * drawn_stride
+    p_unit = log2_e / tl.where(heat > 0, heat, 1.0)
+    if CUT:
+        p_unit = log2_e + heat * 0.0  # the highest score is one that has been divided
+    q_unit = log2_e / tl.where(heat > 0, tl.load(draft_temperature + request).to(tl.float32), 1.0)
+    if pid < num_nodes * batch:
+        n = pid // batch
+        if heat > 0:
+            if tl.sum((live & (parent == n)).to(tl.int32), 0) > 0:
+                r = heat * 0.0 + 1.0
+                if not RECURSIVE:  # noqa: SIM102  one is known when it is compiled, the other is not
+                    if n > 0:
+                        bits = tl.atomic_add(signals + n, 0)
+                        while bits == 0:
+                            bits = tl.atomic_add(signals + n, 0)
+                        r = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
+                q_law = tl.load(law + n).to(tl.int64) * batch + request
+                p_law = first + n
+                p_lowest, p_tokens, p_count, q_tokens, q_count = 0, tokens, vocab_size, tokens, vocab_size
+                if CUT:
+                    p_lowest, p_count = tl.load(lowest + p_law), tl.load(num_kept + p_law)
+                    q_count = tl.load(num_draft_kept + q_law)
+                    p_tokens, q_tokens = kept + p_law * vocab_size, draft_kept + q_law * vocab_size
+                r = _walk_children(
+                    node, parent, token, live, n, r, signals,
+                    steps + 5 * (first + tl.sum((parent < n).to(tl.int32), 0) - 1),
+                    drawn, scores + p_law * vocab_size, heat, p_lowest, tl.load(top + p_law), p_unit, tl.load(total + p_law),
+                    p_tokens, p_count,
+                    draft_scores + q_law * vocab_size, tl.load(draft_top + q_law), q_unit, tl.load(draft_total + q_law),
+                    q_tokens, q_count, vocab_size, RECURSIVE, CUT, NODES, BLOCK,
+                )  # fmt: skip
+                tl.store(rates + first + n, r)
+            tl.debug_barrier()
+            tl.atomic_add(signals + num_nodes, 1)
+    else:
+        part = pid // batch - num_nodes
+        position_ = tl.load(position + request).to(tl.int64)
+        seed_, sample_ = tl.load(seed + request).to(tl.int64), tl.load(sample + request).to(tl.int64)
+        if heat > 0:
+            done = tl.atomic_add(signals + num_nodes, 0)
+            while done < num_nodes:
+                done = tl.atomic_add(signals + num_nodes, 0)
+            below = live & (node > 0)
+            entered = (tl.load(signals + node, mask=below, other=0) & 0x7FFFFFFF).to(tl.float32, bitcast=True)
+            u = chunk_words(0, seed_, sample_, position_, UNIFORM, NODES).to(tl.float64) * 2.3283064365386963e-10
+            if RECURSIVE:
+                taken = (below & (u < entered)).to(tl.int32)
+            else:
+                kids = ((node[:, None] == parent[None, :]) & below[None, :]).to(tl.int32)  # [NODES, NODES]
+                inner = tl.max(kids, 1) > 0
+                rate = tl.where(inner, tl.load(rates + first + node, mask=below & inner, other=0.0), entered)
+                taken = (below & (u < rate)).to(tl.int32)
+                for _ in range(max_depth):
+                    taken |= tl.max(kids * taken[None, :], 1)  # something is accepted at or below the node
+        else:
+            if CUT:  # the only token that is kept
+                wanted = tl.load(kept + (first + tl.maximum(parent, 0)) * vocab_size, mask=live, other=-1).to(tl.int64)
+            else:
+                wanted = tl.load(best + first + tl.maximum(parent, 0), mask=live, other=-1)
+            taken = (live & (node > 0) & (token == wanted)).to(tl.int32)
+        n = part * 0
+        count = part * 0
+        path += request * (max_depth + 1)
+        tl.store(path, n.to(tl.int64), mask=part == 0)
+        for depth in range(max_depth):
+            child = tl.min(tl.where((taken == 1) & (parent == n), node, NODES), 0)
+            count += (child < NODES).to(tl.int32)
+            n = tl.where(child < NODES, child, n)
+            tl.store(path + depth + 1, n.to(tl.int64), mask=part == 0)
+        tl.store(num_accepted + request, count.to(tl.int64), mask=part == 0)
+        if heat > 0:
+            tried = tl.sum((live & (parent == n)).to(tl.int32), 0)
+            steps += 5 * (first + tl.sum((parent < n).to(tl.int32), 0) - 1)
+            q_law = tl.load(law + n, mask=tried > 0, other=0).to(tl.int64) * batch + request
+            p_top, p_total, p_lowest, p_count = tl.load(top + first + n), tl.load(total + first + n), 0, vocab_size
+            if CUT:
+                p_lowest, p_count = tl.load(lowest + first + n), tl.load(num_kept + first + n)
+            q_top, q_total = tl.load(draft_top + q_law), tl.load(draft_total + q_law)
+            p_row, q_row = scores + (first + n) * vocab_size, draft_scores + q_law * vocab_size
+            key = _key(tl.where(p_top == p_top, float("-inf"), p_top), n * 0)
+            for start in range(part * BLOCK, p_count, PARTS * BLOCK):
+                v = start + tl.arange(0, BLOCK)
+                inside = v < p_count
+                if CUT:
+                    v = _listed(kept + (first + n) * vocab_size, v, p_count, vocab_size)
+                P = _target_law(p_row, v, inside, heat, p_lowest, p_top, p_unit, p_total, CUT)
+                q = _law(q_row, v, inside & (tried > 0), q_top, q_unit, q_total)
+                P, q = _behind(P, q, v, steps, tried)
+                if tl.max(P, 0) > 0:
+                    if CUT:
+                        words = token_words(v, seed_, sample_, position_, NOISE)
+                    else:
+                        words = chunk_words(start, seed_, sample_, position_, NOISE, BLOCK)
+                    score = tl.where(P > 0, tl.log(P) + gumbel_of_word(words), float("-inf"))
+                    highest = tl.max(score, 0)
+                    key = tl.maximum(key, _key(highest, tl.min(tl.where(score == highest, v, 0x7FFFFFFF), 0)))
+            tl.store(keys + request * PARTS + part, key)
+            tl.debug_barrier()
+            if tl.atomic_add(signals + num_nodes + 1, 1) == PARTS - 1:
+                key = tl.max(tl.load(keys + request * PARTS + tl.arange(0, PARTS)), 0)
+                tl.store(bonus + request, 0x7FFFFFFF - (key & 0xFFFFFFFF))
+                tl.store(signals + node, node * 0, mask=node < num_nodes)
+                tl.store(signals + num_nodes + tl.arange(0, 2), tl.zeros((2,), tl.int32))
+        elif part == 0:
+            if CUT:
+                tl.store(bonus + request, tl.load(kept + (first + n) * vocab_size).to(tl.int64))
+            else:
+                tl.store(bonus + request, tl.load(best + first + n))
+
+
+def verify_ratio(
+    recursive, parents, depths, tokens, scores, temperature, draft_scores, draft_temperature, law, drawn, depth_limit,
+    seed, sample, position, max_depth, workspace, kept=None,
+):  # fmt: skip
+    """Accepted path, its length and the token behind it; see above for shapes.
+
+    recursive: `recursive` (on a chain `token`), else `traversal` (`block`); max_depth: of the tree; workspace: make_workspace of
+    the same shape. kept: where laws are cut, the keep_top.Kept of the target, of the same scores and temperature, and that of the
+    draft, whose scores are what is kept already. Siblings stand in the order of their drawing. Returns (path int64 [B, max_depth
+    + 1], num_accepted int64 [B], bonus int64 [B]). Raises ValueError for shapes that do not fit, and for tensors that Triton
+    cannot run on: there inference/speculation/ratio_rules.py is to be called.
+    """
+    if not on_triton(tokens):
+        raise ValueError(
+            f"verify_ratio runs on a GPU, got tensors on {tokens.device}: call a rule of ratio_rules.py there"
+        )
+    (batch, num_nodes), (rows, vocab_size) = tokens.shape, scores.shape
+    if rows != batch * num_nodes or draft_scores.shape[1:] != (batch, vocab_size):
+        raise ValueError(
+            f"verify_ratio takes scores [B N, V] and draft scores [L, B, V] for tokens {tuple(tokens.shape)}, got "
+            f"{tuple(scores.shape)} and {tuple(draft_scores.shape)}"
+        )
+    per_request = draft_temperature, depth_limit, seed, sample, position
+    if temperature.shape != (rows,) or any(x.shape != (batch,) for x in per_request):
+        raise ValueError(
+            f"verify_ratio takes temperature [{rows}], and the draft's, depth_limit, seed, sample and position [{batch}], got "
+            f"{tuple(temperature.shape)} and "
+            f"{[tuple(x.shape) for x in per_request]}"
+        )
+    per_node = parents, depths, law, drawn
+    if any(x.shape not in ((batch, num_nodes), (num_nodes,)) for x in per_node) or parents.shape != depths.shape:
+        raise ValueError(
+            f"verify_ratio takes parents, depths, law and drawn [N] or [B, N] for {num_nodes} nodes, got "
+            f"{[tuple(x.shape) for x in per_node]}"
+        )
+    if kept is not None and [len(x.count) for x in kept] != [rows, len(draft_scores) * batch]:
+        raise ValueError(
+            f"verify_ratio takes what is kept of {rows} and {len(draft_scores) * batch} rows, got {[len(x.count) for x in kept]}"
+        )
+    if workspace.rates.shape != tokens.shape:
+        raise ValueError(f"the workspace is for {tuple(workspace.rates.shape)} nodes, not {tuple(tokens.shape)}")
+    path = torch.empty(batch, max_depth + 1, dtype=torch.int64, device=tokens.device)
+    num_accepted, bonus = (torch.empty(batch, dtype=torch.int64, device=tokens.device) for _ in range(2))
+    if batch:
+        if kept is None:
+            draft = row_laws(draft_scores.reshape(-1, vocab_size), draft_temperature)
+            laws = (*row_laws(scores, temperature), None, None, None), (draft.top, draft.total, None, None)
+        else:
+            laws = [(x.top, x.total, x.lowest, x.tokens, x.count) for x in kept]
+            laws = (*laws[0][:2], None, *laws[0][2:]), (*laws[1][:2], *laws[1][3:])
+        parts = workspace.keys.shape[1]
+        _verify_ratio[(batch * (num_nodes + parts),)](
+            scores.contiguous(), temperature.contiguous(), *laws[0], draft_scores.contiguous(), draft_temperature.contiguous(),
+            *laws[1], law.contiguous(), drawn.contiguous(), parents.contiguous(), depths.contiguous(),
+            tokens.contiguous(), depth_limit.contiguous(), seed.contiguous(), sample.contiguous(), position.contiguous(),
+            *workspace, path, num_accepted, bonus, *(num_nodes if x.dim() == 2 else 0 for x in (parents, law, drawn)),
+            batch, num_nodes, max_depth, vocab_size, recursive, kept is not None, max(triton.next_power_of_2(num_nodes), 4),
+            max(max_depth, 1).bit_length(), parts, _BLOCK, ACCEPT_UNIFORM, RESIDUAL_NOISE, num_warps=8, enable_fp_fusion=False,
+        )  # fmt: skip
+    return path, num_accepted, bonus

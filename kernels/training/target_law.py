@@ -1,0 +1,165 @@
+"""What the losses of a chunk need to know of the target's law p, once for all heads that are held against it.
+
+    log p(v) = (y(v) - top) - log_sum,   top = max y,   log_sum = log sum exp(y - top)          y: the target's logits [C, V]
+
+Both run over the whole vocabulary V, also where the head drafts over a part of it (`draft_ids`, Vd tokens): of the law then those
+Vd entries are kept, whose sum `mass` is below 1. On a GPU no probability is written anywhere: y stays in its own dtype, and who
+walks over a row (distill_loss.py) makes p as it goes. Taking top away first keeps five digits that a log-normaliser of 1e4 would
+cost.
+
+Logits of minus infinity have p = 0. A row of nothing else, one with plus infinity and one with NaN have no law: log_sum is NaN.
+
+Letters: C rows, V vocabulary (Vd with a draft vocabulary), K tokens of HASS's term.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from ..jit import jit, on_triton, tl, triton
+
+BLOCK = 8192  # tokens looked at together: 8 of each of 1024 threads
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class TargetLaw(NamedTuple):
+    """The law of C rows over the tokens that the head can say, all but the logits in fp32 at least.
+
+    The kernels know it by top and log_sum, the reference by p and plogp; what is the other's is None.
+    """
+
+    logits: torch.Tensor  # [C, V]
+    mass: torch.Tensor | None = None  # [C] sum of p, where a draft vocabulary leaves tokens out; None: 1
+    likely: torch.Tensor | None = None  # [C, K] p of the likeliest tokens of the slice
+    likely_tokens: torch.Tensor | None = None  # int64 [C, K] their places in it
+    top: torch.Tensor | None = None  # [C]
+    log_sum: torch.Tensor | None = None  # [C]
+    p: torch.Tensor | None = None  # [C, V]
+    plogp: torch.Tensor | None = None  # [C] sum p log p
+
+
+def wide(dtype):
+    """The dtype in which laws and losses are computed."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def target_law_reference(logits, draft_ids=None):
+    """The formula in plain torch, for any device."""
+    log_p = torch.log_softmax(logits, -1, dtype=wide(logits.dtype))
+    if draft_ids is not None:
+        logits, log_p = logits[:, draft_ids], log_p[:, draft_ids]
+    p = log_p.exp()
+    mass = None if draft_ids is None else p.sum(-1)
+    return TargetLaw(logits, mass, p=p, plogp=sum_p_times(p, log_p))
+
+
+def sum_p_times(p, x):
+    """sum p x of every row, where p = 0 counts nothing even if x is infinite."""
+    total = dot(p, x)
+    return dot(p, torch.where(p == 0, 0, x)) if total.isnan().any() else total
+
+
+def dot(a, b):
+    """Sum of a b over the last axis, not in the bfloat16 that autocast would make of it: that keeps two or three digits."""
+    with torch.autocast(a.device.type, enabled=False):
+        return torch.linalg.vecdot(a, b)
+
+
+@jit
+def add_lanes(top, total, x):
+    """One value more per lane: the lane's highest so far, and sum exp(value - highest), with one exponential.
+
+    A lane that has seen minus infinity alone counts those; `merge_lanes` gives them no weight.
+    """
+    gap = tl.where(x == top, 0.0, x - top)  # also between two minus infinities
+    shrunk = tl.exp(-tl.abs(gap))
+    total = tl.where(gap > 0, total * shrunk + 1.0, total + shrunk)
+    return tl.maximum(top, x), total
+
+
+@jit
+def merge_lanes(top, total):
+    """(highest, log sum exp(value - highest)) of all lanes."""
+    highest = tl.max(top, 0)
+    return highest, tl.log(tl.sum(total * tl.exp(top - highest), 0))
+
+
+@jit
+def _law(
+    logits, draft_ids, part, tops, log_sums, masses, vocab_size, draft_size, SLICE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    top = tl.full((BLOCK,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, vocab_size, BLOCK):
+        token = start + lane
+        y = tl.load(logits + row * vocab_size + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
+        top, total = add_lanes(top, total, y)
+    top_, log_sum = merge_lanes(top, total)
+    tl.store(tops + row, top_)
+    tl.store(log_sums + row, log_sum)
+    if SLICE:
+        mass = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, draft_size, BLOCK):
+            place = start + lane
+            inside = place < draft_size
+            token = tl.load(draft_ids + place, mask=inside, other=0)
+            y = tl.load(logits + row * vocab_size + token, mask=inside, other=float("-inf"))
+            tl.store(part + row * draft_size + place, y, mask=inside)
+            mass += tl.exp((y.to(tl.float32) - top_) - log_sum)
+        tl.store(masses + row, tl.sum(mass, 0))
+
+
+def target_law(logits, draft_ids=None, top_k=0):
+    """The TargetLaw of the target's logits [C, V], which it keeps; draft_ids: int64 [Vd], the tokens of a draft vocabulary.
+
+    top_k: also find so many of the likeliest tokens of the slice (all of it, if it holds fewer). Raises ValueError for shapes and
+    dtypes that do not fit.
+    """
+    if logits.dim() != 2 or (draft_ids is not None and draft_ids.dim() != 1):
+        shapes = tuple(logits.shape), None if draft_ids is None else tuple(draft_ids.shape)
+        raise ValueError(f"target_law takes logits [C, V] and draft_ids [Vd] or None, got {shapes[0]} and {shapes[1]}")
+    if not on_triton(logits):
+        law = target_law_reference(logits, draft_ids)
+    else:
+        check_kernel_dtype("target_law", logits)
+        rows, vocab_size = logits.shape
+        logits, part, masses, size = logits.contiguous(), None, None, 0
+        tops, log_sums = torch.empty(2, rows, dtype=torch.float32, device=logits.device)
+        if draft_ids is not None:
+            size = len(draft_ids)
+            part = torch.empty(rows, size, dtype=logits.dtype, device=logits.device)
+            masses = torch.empty_like(tops)
+        if rows:
+            block, warps = launch(vocab_size)
+            _law[(rows,)](
+                logits, draft_ids, part, tops, log_sums, masses, vocab_size, size, draft_ids is not None, block, num_warps=warps
+            )  # fmt: skip
+        law = TargetLaw(logits if part is None else part, masses, top=tops, log_sum=log_sums)
+    if top_k:
+        law = with_likely(law, top_k)
+    return law
+
+
+def with_likely(law, top_k):
+    """The law with the top_k likeliest tokens of the slice, all of it if it holds fewer."""
+    logits, tokens = law.logits.topk(min(top_k, law.logits.shape[-1]), -1)  # [C, K] each
+    if law.p is not None:
+        p = law.p.gather(-1, tokens)
+    else:
+        p = ((logits.float() - law.top[:, None]) - law.log_sum[:, None]).exp_()
+    return law._replace(likely=p, likely_tokens=tokens)
+
+
+def check_kernel_dtype(op, logits):
+    """ValueError for logits that no kernel reads: fp64 is for the reference."""
+    if logits.dtype not in KERNEL_DTYPES:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in KERNEL_DTYPES)
+        raise ValueError(f"{op} on {logits.device} takes {names}, got {logits.dtype}")
+
+
+def launch(vocab_size):
+    """(block, warps) of a program that walks over a row: 8 tokens per thread, 1024 threads where the row is long enough."""
+    block = min(BLOCK, max(triton.next_power_of_2(vocab_size), 256))
+    return block, block // 256

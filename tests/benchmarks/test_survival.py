@@ -1,0 +1,34 @@
+"""Runs that are killed with SIGKILL at random moments and go on: benchmarks/proofs/survival.py, in forks of one process."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+# The driver's children inherit this: shards of four rows, made by two forwards each.
+DRIVER = (
+    "import runpy, sys; from headstart.train.teacher import feature_cache;"
+    "feature_cache.TOKENS_PER_FORWARD, feature_cache.SHARD_BYTES = 128, 4 * 64 * 32 * 4;"
+    "runpy.run_path(sys.argv[0], run_name='__main__')"
+)
+
+
+def test_killed_runs_go_on_and_end_as_the_undisturbed_one(arguments, tmp_path):
+    keys = {"max_steps": 5, "checkpoint_every": 2, "eval_every": 2, "eval_prompts": 2, "eval_tokens": 4}
+    script = [str(ROOT / "train" / "medusa.py"), *arguments(**keys, cache_features=True)]
+    options = ["--kills", "8", "--output", str(tmp_path / "survival"), "--forked", "--"]
+    # sys.argv[0] is "-c" in Python itself: the driver's own name goes in its place.
+    command = [
+        sys.executable,
+        "-c",
+        f"import sys; del sys.argv[0]; {DRIVER}",
+        str(ROOT / "benchmarks" / "proofs" / "survival.py"),
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run([*command, *options, *script], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout.splitlines()[-1])
+    assert (figures["kills"], figures["same"]) == (8, True)
+    assert len(set(figures["moments"])) == 8

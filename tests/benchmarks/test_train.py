@@ -1,0 +1,131 @@
+"""`headstart bench train` on the CPU with a tiny shape: what it counts, prints and refuses. No figure is judged."""
+
+import json
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig
+
+from headstart.benchmarks import floor
+from headstart.benchmarks.ops.losses import torch_losses
+from headstart.benchmarks.shape import config_of_shape
+from headstart.benchmarks.training import train as benchmark
+from headstart.benchmarks.training.train import HEADS, TrainBench, TrainSettings, head_operations, target_operations
+from headstart.cli import build_parser, main
+
+CPU = ["--device", "cpu", "--dtype", "float32"]
+
+
+@pytest.fixture(scope="module")
+def shape(tmp_path_factory):
+    """A folder with the config of a tiny Llama."""
+    folder = tmp_path_factory.mktemp("shape")
+    LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=128,
+        max_position_embeddings=64,
+        eos_token_id=None,
+        bos_token_id=None,
+    ).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(autouse=True)
+def small_measurements(monkeypatch):
+    """The rate of products from one that takes no time, and a draft vocabulary smaller than the tiny one."""
+    monkeypatch.setitem(floor.SQUARE, "cpu", 64)
+    monkeypatch.setattr("headstart.benchmarks.random_heads.DRAFT_VOCABULARY", 50)
+
+
+def tiny(shape, **changes):
+    settings = TrainSettings(shape, **{"sequence": 11, "rows": 2, "chunk_tokens": 5, "repeats": 2} | changes)
+    shared = settings.head == "medusa" and settings.lm_head == "shared"
+    return TrainBench(settings, config_of_shape(shape), torch.device("cpu"), torch.float32, shared)
+
+
+CASES = [(head, loss, "shared") for head in HEADS for loss in ("hard", "kl")] + [("medusa", "kl", "own")]
+
+
+@pytest.mark.parametrize(("head", "loss", "lm_head"), CASES)
+def test_operations_are_those_of_the_products_of_the_plain_loop(shape, head, loss, lm_head):
+    run = tiny(shape, head=head, loss=loss, lm_head=lm_head)
+    assert (run.num_tokens, run.num_labels) == (22, 18)
+    with FlopCounterMode(display=False) as counter:
+        run.gradients(run.plain)
+    counted = counter.get_flop_counts()["Global"]
+    products = sum(counted.get(op, 0) for op in (torch.ops.aten.mm, torch.ops.aten.addmm))  # attention takes others
+    ours = target_operations(run.target, run.num_tokens)
+    ours += head_operations(run.target, run.head, run.settings, run.num_tokens, run.num_labels)
+    assert ours == products
+
+
+@pytest.mark.parametrize(("head", "loss", "lm_head"), CASES)
+def test_both_ways_give_the_same_gradients(shape, head, loss, lm_head):
+    run = tiny(shape, head=head, loss=loss, lm_head=lm_head)
+    found = []
+    for way in (run.ours, run.plain):
+        found.append(run.gradients(way))
+        found.append([parameter.grad.clone() for parameter in benchmark.trained(run.head)])
+        run.optimizer.zero_grad()
+    # A KL divergence is a difference of log-probabilities near -5, which fp32 has to 5e-7.
+    assert found[0] == pytest.approx(found[2], rel=1e-5, abs=2e-6)
+    for one, other in zip(found[1], found[3], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)
+        assert other.abs().max() > 0
+
+
+def test_no_figure_is_given_where_the_two_ways_disagree(shape, monkeypatch):
+    run = tiny(shape)
+    run.check_agreement(None)
+    monkeypatch.setattr(benchmark, "torch_losses", lambda *given: 1.01 * torch_losses(*given))
+    with pytest.raises(RuntimeError, match="loss and norm of the gradient differ"):
+        run.check_agreement(None)
+
+
+def test_a_step_leaves_the_weights_and_their_gradients_as_they_were(shape):
+    run = tiny(shape)
+    before = [parameter.clone() for parameter in run.head.parameters()]
+    run.step(run.ours)
+    assert all(torch.equal(*pair) for pair in zip(before, run.head.parameters()))
+    assert all(parameter.grad is None for parameter in run.head.parameters())
+
+
+def test_train_prints_the_target_our_step_and_the_plain_one(shape, capsys):
+    words = ["--head", "eagle3", "--sequence", "9", "--repeats", "2", "--chunk-tokens", "4", *CPU]
+    assert main(["bench", "train", "--shape", shape, *words]) == 0
+    *lines, last = capsys.readouterr().out.strip().splitlines()
+    found = json.loads(last)
+    assert [row["what"] for row in found["rows"]] == ["target alone", "headstart", "plain loop"]
+    for row in found["rows"]:
+        assert 0 < row["p20"] <= row["p50"] <= row["p80"]
+        assert row["share"] == pytest.approx(row["tflops"] * 1e12 / found["facts"]["product_flops"], rel=1e-3)
+    assert found["facts"]["faster"] > 0
+    assert any("as fast as the plain loop" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--sequence", "65"], "--sequence must be from 3 to the 64 positions"),
+        (["--chunk-tokens", "0"], "--chunk-tokens must be at least 1, got 0"),
+        (["--head", "eagle3", "--lm-head", "own"], "--lm-head own is for Medusa heads"),
+    ],
+)
+def test_train_refuses_what_cannot_be(shape, words, said, capsys):
+    assert main(["bench", "train", "--shape", shape, *words, *CPU]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_train_calls_the_speculator_mlp_too():
+    arguments = build_parser().parse_args(["bench", "train", "--shape", "llama-3-8b", "--head", "mlp"])
+    assert arguments.head == "mlp_speculator"
+
+
+def test_train_refuses_a_dtype_that_nothing_is_trained_in(shape, capsys):
+    assert main(["bench", "train", "--shape", shape, "--device", "cpu", "--dtype", "float16"]) == 2
+    assert "takes --dtype bfloat16 or float32, got float16" in capsys.readouterr().err

@@ -1,0 +1,429 @@
+"""The scheduler, one rule at a time: admission, prefill, pages, preemption, prefix reuse. No model, no torch.
+
+Whole lives of requests, against a fake device: test_scheduler_lives.py.
+"""
+
+import pytest
+
+from headstart.inference.engine.request import Request, Status
+from headstart.inference.engine.scheduler import Scheduler
+
+END = 0  # the token that ends an output
+
+
+def make(prompt, new=10, seed=0, stops=False):
+    if isinstance(prompt, int):
+        prompt = [1000 * (seed + 1) + i for i in range(prompt)]
+    return Request(
+        request_id=seed,
+        prompt_token_ids=prompt,
+        params=None,
+        seed=seed,
+        sample_index=0,
+        max_new_tokens=new,
+        stop_checker=lambda request: True if stops and request.output_token_ids[-1] == END else None,
+    )
+
+
+def build(num_pages=100, page_size=64, max_num_seqs=8, max_num_batched_tokens=10_000, **settings):
+    return Scheduler(num_pages, page_size, max_num_seqs, max_num_batched_tokens, **settings)
+
+
+# --- admission ---
+
+
+def decode_once(scheduler, request, tokens=(5,)):
+    """What the engine does when the tokens of one step arrive."""
+    had_output = bool(request.output_token_ids)
+    request.output_token_ids += tokens
+    request.committed += len(tokens) if had_output else len(tokens) - 1
+    scheduler.committed_advanced(request)
+
+
+def prefill(scheduler, step):
+    """What the engine does when the chunks of a step are launched."""
+    for chunk in step.prefill:
+        chunk.request.committed += chunk.count
+        scheduler.committed_advanced(chunk.request)
+        if chunk.is_last:
+            chunk.request.status = Status.RUNNING
+
+
+def test_requests_are_admitted_in_order_while_slots_and_pages_last():
+    scheduler = build(num_pages=8, max_num_seqs=3, tree_slots=4)
+    requests = [make(100, seed=0), make(100, seed=1), make(300, seed=2), make(10, seed=3)]  # 2, 2, 5 and 1 pages
+    for request in requests:
+        scheduler.add(request)
+    step = scheduler.schedule()
+    assert step.admitted == step.grown == requests[:2]  # the third does not fit, and the fourth does not overtake it
+    assert step.decode == step.preempted == []
+    assert [request.slot for request in requests] == [0, 1, None, None]
+    pages = [page for request in requests for page in request.pages]
+    assert len(set(pages)) == 4
+    assert 0 not in pages
+    prefill(scheduler, step)
+    scheduler.release(requests[0])
+    step = scheduler.schedule()
+    assert step.admitted == requests[2:]
+    assert step.decode == [requests[1]]
+    assert [request.slot for request in requests] == [None, 1, 0, 2]
+    assert scheduler.num_free_pages == 0
+    scheduler.check()
+
+
+def test_admission_asks_for_pages_of_the_known_tokens_and_one_tree_not_of_a_whole_life():
+    scheduler = build(num_pages=20, tree_slots=29)
+    request = make(100, new=1000)
+    scheduler.add(request)
+    scheduler.schedule()
+    assert len(request.pages) == 3  # 129 positions
+
+
+def test_a_request_that_can_never_fit_is_refused_at_once_and_told_what_would():
+    scheduler = build(num_pages=2, tree_slots=64)
+    with pytest.raises(
+        ValueError, match=r"60 tokens and 5 new ones need 3 pages of 64 .* holds 2: .* together may be 64"
+    ):
+        scheduler.add(make(60, new=5))
+    assert not scheduler.has_unfinished
+    scheduler.add(make(60, new=4))
+
+
+@pytest.mark.parametrize("name", ["num_pages", "page_size", "max_num_seqs", "max_num_batched_tokens", "max_emitted"])
+def test_sizes_below_one_are_refused(name):
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+        build(**{name: 0})
+
+
+def test_a_tree_too_small_for_its_tokens_is_refused():
+    with pytest.raises(ValueError, match="a tree of 3 nodes emits at most as many tokens, got max_emitted=4"):
+        build(tree_slots=3, max_emitted=4)
+
+
+def test_prompt_tokens_of_a_step_stay_within_the_budget_in_order():
+    scheduler = build(max_num_batched_tokens=100)
+    first, second, third = (make(count, seed=i) for i, count in enumerate((230, 50, 40)))
+    for request in (first, second, third):
+        scheduler.add(request)
+    seen = []
+    for _ in range(5):
+        step = scheduler.schedule()
+        seen.append([(chunk.request, chunk.start, chunk.count, chunk.is_last) for chunk in step.prefill])
+        prefill(scheduler, step)
+    assert seen == [
+        [(first, 0, 100, False)],
+        [(first, 100, 100, False)],
+        [(first, 200, 30, True), (second, 0, 50, True), (third, 0, 20, False)],
+        [(third, 20, 20, True)],
+        [],
+    ]
+
+
+# --- decoding ---
+
+
+def test_a_request_decodes_from_the_step_after_its_prefill_until_its_tokens_are_all_under_way():
+    scheduler = build()
+    request = make(10, new=4)
+    scheduler.add(request)
+    step = scheduler.schedule()
+    prefill(scheduler, step)
+    assert step.decode == []
+    request.in_flight = 1  # the first token, not read yet
+    for _ in range(3):
+        assert scheduler.schedule().decode == [request]
+        request.in_flight += 1
+    assert scheduler.schedule().decode == []  # every step emits at least one token
+    request.in_flight -= 1
+    assert scheduler.schedule().decode == [request]
+
+
+@pytest.mark.parametrize(("in_flight", "pages"), [(0, 2), (1, 2), (2, 3), (8, 3), (9, 4), (50, 4)])
+def test_pages_cover_the_longest_a_request_can_be_behind_the_steps_in_flight(in_flight, pages):
+    scheduler = build(page_size=64, tree_slots=20, max_emitted=10)
+    request = make(90, new=100)
+    scheduler.add(request)
+    prefill(scheduler, scheduler.schedule())
+    request.in_flight = in_flight
+    step = scheduler.schedule()
+    assert len(request.pages) == pages  # 110, 120, 130, 190, 200 positions; never more than 220, its longest life
+    assert step.grown == ([request] if pages > 2 else [])
+
+
+def test_a_request_as_long_as_the_cache_waits_until_its_steps_are_read():
+    scheduler = build(num_pages=3, page_size=4, tree_slots=5, max_emitted=5)
+    request = make(1, new=6)
+    scheduler.add(request)
+    prefill(scheduler, scheduler.schedule())
+    for token in range(4):
+        assert scheduler.schedule().decode == [request]
+        decode_once(scheduler, request, (token,))
+    request.in_flight = 1
+    step = scheduler.schedule()  # 14 positions if the step in flight emits 5 tokens
+    assert step.decode == step.preempted == []
+    request.in_flight = 0
+    assert scheduler.schedule().decode == [request]
+
+
+def test_nobody_gives_way_for_more_pages_than_there_are():
+    scheduler = build(num_pages=4, page_size=4, tree_slots=6, max_emitted=6)
+    first, second = make(1, new=9, seed=0), make(1, new=1, seed=1)
+    for request in (first, second):
+        scheduler.add(request)
+    prefill(scheduler, scheduler.schedule())
+    decode_once(scheduler, first, (1, 2, 3, 4, 5))
+    first.in_flight = 1
+    step = scheduler.schedule()  # 17 positions if the step in flight emits 6 tokens
+    assert step.decode == [second]
+    assert step.preempted == []
+
+
+# --- preemption ---
+
+
+def fill(num_requests=3, num_pages=6, **settings):
+    """Running requests of two pages each that fill the cache."""
+    scheduler = build(num_pages=num_pages, page_size=4, **settings)
+    requests = [make(6, new=12, seed=i) for i in range(num_requests)]
+    for request in requests:
+        scheduler.add(request)
+    prefill(scheduler, scheduler.schedule())
+    for request in requests:
+        decode_once(scheduler, request)
+    assert scheduler.num_free_pages == num_pages - 2 * num_requests
+    return scheduler, requests
+
+
+def test_the_youngest_gives_its_pages_to_an_older_one_and_goes_to_the_front_of_the_queue():
+    scheduler, (first, second, third) = fill()
+    behind = make(2, seed=9)
+    scheduler.add(behind)
+    decode_once(scheduler, first, (6, 7))  # 8 tokens: its next position opens a page
+    tokens = list(third.output_token_ids)
+    step = scheduler.schedule()
+    assert step.preempted == [third]
+    assert step.decode == [first, second]
+    assert step.grown == [first]
+    assert step.admitted == []  # although the pages left would do for the one behind it
+    assert list(scheduler.waiting) == [third, behind]
+    assert (third.status, third.slot, third.pages, third.committed, third.in_flight) == (Status.WAITING, None, [], 0, 0)
+    assert third.epoch == 1
+    assert third.output_token_ids == tokens
+    assert scheduler.num_preemptions == 1
+    scheduler.check()
+
+
+def test_a_preempted_request_computes_all_its_tokens_but_the_newest_again():
+    scheduler, (first, second, third) = fill(enable_prefix_caching=False)
+    decode_once(scheduler, third, (6, 7))
+    decode_once(scheduler, first, (6, 7))
+    assert scheduler.schedule().preempted == [third]
+    scheduler.release(first)
+    scheduler.release(second)
+    step = scheduler.schedule()
+    (chunk,) = step.prefill
+    assert (chunk.request, chunk.start, chunk.count, chunk.is_last) == (third, 0, 8, True)
+    assert third.known_token_ids == [*third.prompt_token_ids, 5, 6]
+    assert scheduler.num_prompt_tokens == 18  # counted once
+    prefill(scheduler, step)
+    assert scheduler.schedule().decode == [third]
+
+
+def test_the_youngest_reads_its_steps_in_flight_before_it_gives_up_its_own_pages():
+    scheduler, (first, second, third) = fill()
+    for request in (first, second):
+        request.in_flight = 1
+    third.committed, third.output_token_ids = 8, [5, 5, 5]
+    third.in_flight = 1
+    step = scheduler.schedule()
+    assert step.preempted == []
+    assert step.decode == [first, second]  # the third waits for its token
+    third.in_flight = 0
+    step = scheduler.schedule()
+    assert step.preempted == [third]  # read, and still no page: drawing on would be in vain
+    assert step.decode == [first, second]
+
+
+def test_pages_are_taken_from_as_many_as_it_takes_but_never_from_the_oldest():
+    scheduler, (first, second, third) = fill(tree_slots=1)
+    scheduler.tree_slots = 18  # a tree that fills the whole cache
+    step = scheduler.schedule()
+    assert step.preempted == [third, second]
+    assert step.decode == [first]
+    assert list(scheduler.waiting) == [second, third]
+    assert len(first.pages) == 6
+    scheduler.check()
+
+
+def test_cached_pages_that_nobody_holds_go_before_anyone_is_preempted():
+    scheduler = build(num_pages=6, page_size=4)
+    old = make(8, new=1, seed=5)
+    scheduler.add(old)
+    prefill(scheduler, scheduler.schedule())
+    scheduler.release(old)
+    assert len(scheduler.pool.idle) == 2
+    requests = [make(7, new=9, seed=0), make(7, new=9, seed=1)]
+    for request in requests:
+        scheduler.add(request)
+    prefill(scheduler, scheduler.schedule())
+    for request in requests:
+        decode_once(scheduler, request, (5, 6))
+    step = scheduler.schedule()
+    assert step.preempted == []
+    assert step.decode == step.grown == requests
+    assert scheduler.num_free_pages == 0
+    assert not scheduler.pool.idle
+
+
+# --- prefix reuse ---
+
+
+def test_a_prompt_that_begins_alike_shares_the_full_pages_and_computes_the_rest():
+    scheduler = build(page_size=4)
+    text = list(range(1, 15))
+    first = make(text)
+    scheduler.add(first)
+    prefill(scheduler, scheduler.schedule())
+    second = make([*text[:10], 99, 98, 97])
+    third = make([99, *text[1:]])
+    scheduler.add(second)
+    scheduler.add(third)
+    step = scheduler.schedule()
+    assert second.pages[:2] == first.pages[:2]
+    assert not set(second.pages[2:]) & set(first.pages)
+    assert not set(third.pages) & set(first.pages)
+    assert [(chunk.start, chunk.count, chunk.is_last) for chunk in step.prefill] == [(8, 5, True), (0, 14, True)]
+    assert scheduler.num_cached_tokens == 8
+    assert scheduler.num_prompt_tokens == 14 + 13 + 14
+    scheduler.check()
+    scheduler.release(first)
+    scheduler.check()
+    assert scheduler.num_free_pages == 100 - len(set(second.pages)) - len(third.pages)
+
+
+def test_a_page_is_reused_only_behind_the_same_beginning():
+    scheduler = build(page_size=4)
+    for prompt in ([1, 1, 1, 1, 5, 6, 7, 8, 9], [2, 2, 2, 2, 3, 3, 3, 3, 9]):
+        request = make(prompt)
+        scheduler.add(request)
+        prefill(scheduler, scheduler.schedule())
+        scheduler.release(request)
+    mixed = make([2, 2, 2, 2, 5, 6, 7, 8, 9])  # its second page stands in the cache, behind another first page
+    scheduler.add(mixed)
+    assert scheduler.schedule().prefill[0].start == 4
+
+
+@pytest.mark.parametrize(("length", "reused"), [(8, 4), (9, 8), (4, 0), (12, 8)])
+def test_at_least_one_token_is_left_to_be_computed(length, reused):
+    scheduler = build(page_size=4)
+    for _ in range(2):
+        request = make(length)
+        scheduler.add(request)
+        step = scheduler.schedule()
+        prefill(scheduler, step)
+        scheduler.release(request)
+    assert step.prefill[0].start == reused
+    scheduler.check()
+
+
+def test_pages_of_generated_tokens_are_shared_once_they_are_full():
+    scheduler = build(page_size=4)
+    first = make([1, 2, 3])
+    scheduler.add(first)
+    prefill(scheduler, scheduler.schedule())
+    for token in range(4, 10):
+        decode_once(scheduler, first, (token,))
+        scheduler.schedule()
+    assert first.committed == 8  # the newest token, 9, is not among them
+    second = make(list(range(1, 11)))
+    scheduler.add(second)
+    assert scheduler.schedule().prefill[0].start == 8
+    assert second.pages[:2] == first.pages[:2]
+    decode_once(scheduler, first, (77,))
+    assert first.committed == 9
+    scheduler.release(first)
+    third = make([1, 2, 3, 4, 5, 6, 7, 8, 9, 77, 1, 2, 3])
+    scheduler.add(third)
+    assert scheduler.schedule().prefill[0].start == 8  # the third page was never full
+    scheduler.check()
+
+
+def test_outputs_of_one_prompt_compute_it_once():
+    scheduler = build(page_size=4, max_num_batched_tokens=12)
+    requests = [make(list(range(1, 31))) for _ in range(4)]
+    for request in requests:
+        scheduler.add(request)
+    num_computed = 0
+    for _ in range(4):
+        step = scheduler.schedule()
+        num_computed += sum(chunk.count for chunk in step.prefill)
+        prefill(scheduler, step)
+    assert all(request.status is Status.RUNNING for request in requests)
+    assert num_computed == 30 + 3 * 2  # 28 tokens in full pages, computed by the first
+    assert all(request.pages[:7] == requests[0].pages[:7] for request in requests)
+    scheduler.check()
+
+
+def test_the_end_of_a_long_forgotten_text_is_given_up_before_its_beginning():
+    scheduler = build(num_pages=6, page_size=4)
+    old = make(16, new=1)
+    scheduler.add(old)
+    prefill(scheduler, scheduler.schedule())
+    pages = list(old.pages)
+    scheduler.release(old)
+    other = make(14, new=1, seed=3)  # four pages: the two without content, then two of the old ones
+    scheduler.add(other)
+    scheduler.schedule()
+    assert other.pages[2:] == [pages[3], pages[2]]
+    scheduler.release(other)
+    again = make(16, new=1)
+    scheduler.add(again)
+    assert scheduler.schedule().prefill[0].start == 8
+    assert again.pages[:2] == pages[:2]
+
+
+def test_without_prefix_caching_nothing_is_shared_or_kept():
+    scheduler = build(page_size=4, enable_prefix_caching=False)
+    requests = [make(12) for _ in range(3)]
+    for request in requests:
+        scheduler.add(request)
+    step = scheduler.schedule()
+    assert [chunk.count for chunk in step.prefill] == [12, 12, 12]
+    prefill(scheduler, step)
+    scheduler.check()
+    for request in requests:
+        scheduler.release(request)
+    assert len(scheduler.pool.free) == 100
+    assert scheduler.num_cached_tokens == 0
+
+
+# --- cancelling ---
+
+
+def test_a_request_can_be_released_in_any_state():
+    scheduler, (first, second, third) = fill()
+    scheduler.release(second)
+    scheduler.check()
+    decode_once(scheduler, first, (6, 7))
+    decode_once(scheduler, third, (6, 7))
+    waiting = make(2, seed=8)
+    scheduler.add(waiting)
+    prefilling = scheduler.schedule().admitted
+    assert prefilling == []
+    scheduler.release(waiting)
+    scheduler.release(third)
+    scheduler.release(third)  # twice does no harm
+    scheduler.release(first)
+    scheduler.check()
+    assert not scheduler.has_unfinished
+    assert scheduler.num_free_pages == 6
+    assert all(request.finished for request in (first, second, third, waiting))
+
+
+def test_a_preempted_request_can_be_cancelled_while_it_waits():
+    scheduler, (first, _, third) = fill()
+    decode_once(scheduler, first, (6, 7))
+    assert scheduler.schedule().preempted == [third]
+    scheduler.release(third)
+    assert not scheduler.waiting
+    scheduler.check()

@@ -1,0 +1,95 @@
+"""From the packed product to rotated queries and the cache, against a computation with complex numbers."""
+
+import pytest
+import torch
+
+from headstart.kernels.attention.rotary_kv_write import rotary_kv_write, rotary_kv_write_reference
+from headstart.kernels.attention.tree_attention import PAGE
+
+
+def make(device, dtype, heads, kv_heads, dim, rows=11, splits=1, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    width = (heads + 2 * kv_heads) * dim
+    qkv = torch.randn(splits, rows, width, generator=generator).to(torch.float32 if splits > 1 else dtype)
+    angle = torch.rand(300, dim // 2, generator=generator) * 6
+    positions = torch.randint(300, (rows,), generator=generator)
+    slots = torch.randperm(3 * PAGE, generator=generator)[:rows] + PAGE
+    norms = [torch.rand(dim, generator=generator).to(dtype) for _ in range(2)]
+    made = qkv, positions, angle.cos(), angle.sin(), slots, torch.zeros(2, 4 * kv_heads * PAGE, dim, dtype=dtype)
+    return [x.to(device) for x in made], [x.to(device) for x in norms]
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 2, 64), (6, 3, 20), (5, 1, 16)])
+def test_queries_keys_and_values_land_where_they_belong(kernel_device, heads, kv_heads, dim, normed):
+    for splits in (1, 2):
+        (qkv, positions, cos, sin, slots, kv), norms = make(
+            kernel_device, torch.float32, heads, kv_heads, dim, splits=splits
+        )
+        extra = (*norms, 1e-6) if normed else ()
+        found = rotary_kv_write(qkv, positions, cos, sin, slots, kv, heads, kv_heads, *extra)
+        x = qkv.double().sum(0).view(-1, heads + 2 * kv_heads, dim)
+        q, k, v = x.split((heads, kv_heads, kv_heads), 1)
+        if normed:
+            q, k = (
+                y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.double() for y, norm in zip((q, k), norms)
+            )
+        turn = torch.complex(cos.double(), sin.double())[positions][:, None]
+        q, k = (torch.complex(*y.contiguous().chunk(2, -1)) * turn for y in (q, k))
+        q, k = (torch.cat((y.real, y.imag), -1) for y in (q, k))
+        torch.testing.assert_close(found.double(), q, rtol=1e-5, atol=1e-5)
+        pages = kv.view(2, 4, kv_heads, PAGE, dim)
+        for row, slot in enumerate(slots.tolist()):
+            torch.testing.assert_close(pages[0, slot // PAGE, :, slot % PAGE].double(), k[row], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(pages[1, slot // PAGE, :, slot % PAGE].double(), v[row], rtol=1e-5, atol=1e-5)
+        written = torch.zeros(4 * PAGE, dtype=torch.bool, device=kernel_device).index_fill(0, slots, True).view(4, PAGE)
+        assert pages.transpose(2, 3)[:, ~written].eq(0).all()
+
+
+def test_rotation_gives_the_bits_of_the_formula(kernel_device):
+    """No multiply-add is contracted, so the kernel agrees with the reference bit for bit (without a norm, which sums)."""
+    for dtype in [torch.float32] + [torch.bfloat16] * (kernel_device == "cuda"):
+        for splits in (1, 3):
+            arguments, _ = make(kernel_device, dtype, 8, 2, 32, splits=splits)
+            expected_kv = arguments[5].cpu()
+            expected = rotary_kv_write_reference(*[x.cpu() for x in arguments[:5]], expected_kv, 8, 2)
+            found = rotary_kv_write(*arguments, 8, 2)
+            assert torch.equal(found.cpu(), expected)
+            assert torch.equal(arguments[5].cpu(), expected_kv)
+
+
+def test_indices_may_have_32_bits(kernel_device):
+    arguments, _ = make(kernel_device, torch.float32, 4, 2, 16)
+    expected = rotary_kv_write(*arguments, 4, 2)
+    arguments[1], arguments[4] = arguments[1].int(), arguments[4].int()
+    assert torch.equal(rotary_kv_write(*arguments, 4, 2), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+def test_a_rows_bits_depend_on_neither_company_nor_parts(dim, dtype):
+    (qkv, positions, cos, sin, slots, kv), norms = make("cuda", dtype, 8, 2, dim, rows=150, splits=2)
+    extra = (8, 2, *norms, 1e-6)
+    whole = rotary_kv_write(qkv, positions, cos, sin, slots, kv, *extra)
+    summed, again = (qkv[0] + qkv[1]).to(dtype)[None], torch.zeros_like(kv)
+    assert torch.equal(rotary_kv_write(summed, positions, cos, sin, slots, again, *extra), whole)
+    assert torch.equal(kv, again)
+    for rows in [*range(1, 65), 149]:
+        for start in (0, 150 - rows):
+            some, again = slice(start, start + rows), torch.zeros_like(kv)
+            few = qkv[:, some].contiguous(), positions[some], cos, sin, slots[some], again
+            assert torch.equal(rotary_kv_write(*few, *extra), whole[some])
+            at = again != 0
+            assert torch.equal(again[at], kv[at])
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    arguments, _ = make("cpu", torch.float32, 4, 2, 16)
+    with pytest.raises(ValueError, match="rotary_kv_write takes qkv"):
+        rotary_kv_write(*arguments, 5, 2)
+    with pytest.raises(ValueError, match="q_norm must be"):
+        rotary_kv_write(*arguments, 4, 2, torch.ones(8))
+    arguments[1] = arguments[1][:-1]
+    with pytest.raises(ValueError, match="positions and cache slots"):
+        rotary_kv_write(*arguments, 4, 2)

@@ -1,0 +1,204 @@
+"""Instruction data: conversations -> token ids with the assistant's tokens marked -> packed rows.
+
+`load_conversations` reads the built-in "stdlib" set, a .json, .jsonl or .parquet file, or whatever the `datasets` library
+loads under a name or from a folder, in the ShareGPT (`conversations`: from/value) or OpenAI (`messages`: role/content) shape.
+`encode_conversations` renders them with the tokenizer's chat template and marks what the assistant says. `pack` fills
+rows with whole documents; `block_attention_mask` keeps attention inside each of them.
+
+Not done here: shuffling, batching and moving to a device (the trainers), tools and images in conversations.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from .stdlib_pairs import installed_pairs, stdlib_pairs
+
+# Sets made of the Python source on this machine, by the name that `data` takes.
+BUILT_IN = {"stdlib": stdlib_pairs, "installed": installed_pairs}
+
+# Role names of the two shapes, and of ShareGPT dumps of several assistants.
+_ROLES = {
+    "system": "system", "developer": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant",
+    "chatgpt": "assistant", "model": "assistant", "bot": "assistant", "bing": "assistant", "bard": "assistant",
+}  # fmt: skip
+_MOST_LEFT_OUT = 0.1  # of the records: of more the data are not what they are taken for
+
+
+def load_conversations(
+    data: str, answered: bool = True, note: Callable[[str], None] = lambda text: None
+) -> list[list[dict]]:
+    """Conversations, each a list of {"role": "system" | "user" | "assistant", "content": str}.
+
+    data: "stdlib" or "installed", a .json, .jsonl or .parquet file, or the name or folder of a dataset for the `datasets`
+    library; of sets with splits behind a colon which one, "train" where none is named: "stdlib:heldout",
+    "OWNER/NAME:train_sft". An answer that was cut off, as its "finish_reason" says, keeps that one: {..., "finish_reason":
+    "length"}. Records of another shape, with another role or content, and, where `answered`, without an answer are left out,
+    and `note` is told how many of what kind. Raises ValueError, naming the place, where they are more than a tenth, for a
+    source that does not exist and for a line that is no JSON.
+    """
+    name, split = split_of(data)
+    if name in BUILT_IN:
+        return [pair.conversation() for pair in BUILT_IN[name](split)]
+    path = Path(name).expanduser()
+    if path.suffix in (".json", ".jsonl"):
+        if split != "train":
+            raise ValueError(f"{name} is one file and has no split {split!r}; its only split is 'train'")
+        records = _read_json(path) if path.suffix == ".json" else _read_jsonl(path)
+    else:
+        records = _read_dataset(name, path, split)
+    conversations, left_out = [], []
+    for where, record in records:
+        try:
+            conversations.append(_conversation(record, where, answered))
+        except _UnusableRecord as error:
+            left_out.append(error)
+    if left_out:
+        total = len(conversations) + len(left_out)
+        kinds = Counter(error.kind for error in left_out)
+        counted = ", ".join(f"{count:,} {kind}" for kind, count in kinds.most_common())
+        if len(left_out) > _MOST_LEFT_OUT * total:
+            raise ValueError(str(left_out[0]) + ("" if total == 1 else f"\n({data}: of {total:,} records {counted})"))
+        note(f"{data}: {len(left_out):,} of {total:,} records are left out: {counted}. The first: {left_out[0]}")
+    if not conversations:
+        raise ValueError(f"{data} holds no conversations (split {split!r})")
+    return conversations
+
+
+def split_of(data: str) -> tuple[str, str]:
+    """What `data` names, and which split of it: "NAME:SPLIT" apart, and "train" where none is named."""
+    name, colon, split = data.rpartition(":")
+    return (name, split) if colon and split and not Path(data).expanduser().exists() else (data, "train")
+
+
+def _is_cut(message: dict) -> bool:
+    """Whether this is an answer that its writer was not let finish."""
+    return message["role"] == "assistant" and message.get("finish_reason") == "length"
+
+
+class _UnusableRecord(ValueError):
+    """kind: which of few kinds of fault, for counting."""
+
+    def __init__(self, kind, text):
+        super().__init__(text)
+        self.kind = kind
+
+
+def _conversation(record, where: str, answered: bool) -> list[dict]:
+    """One record of either shape as messages."""
+    turns = (record.get("messages") or record.get("conversations")) if isinstance(record, dict) else None
+    if not isinstance(turns, list) or not turns:
+        raise _UnusableRecord(
+            "without turns",
+            f"{where}: expected an object with a list under 'messages' (role/content) or 'conversations' (from/value), "
+            f"found {_excerpt(record)}",
+        )
+    messages = []
+    for turn in turns:
+        name = content = None
+        if isinstance(turn, dict):
+            name = turn.get("role", turn.get("from"))
+            content = _text(turn.get("content", turn.get("value")))
+        role = _ROLES.get(name.lower()) if isinstance(name, str) else None
+        if role is None or content is None:
+            raise _UnusableRecord(
+                "with a turn without text" if role else "with a turn of another role",
+                f"{where}: a turn needs a role, one of {', '.join(_ROLES)}, and a text, found {_excerpt(turn)}",
+            )
+        message = {"role": role, "content": content}
+        if _is_cut({**turn, **message}):
+            message["finish_reason"] = "length"
+        messages.append(message)
+    if answered and not any(message["role"] == "assistant" and message["content"].strip() for message in messages):
+        raise _UnusableRecord(
+            "without an answer",
+            f"{where}: a conversation without an assistant turn that says something teaches nothing: {_excerpt(record)}",
+        )
+    return messages
+
+
+def _text(content) -> str | None:
+    """The content as a string; OpenAI also allows a list of parts, of which only texts can be used."""
+    if isinstance(content, list) and content and all(isinstance(p, dict) and p.get("type") == "text" for p in content):
+        content = "".join(str(part.get("text", "")) for part in content)
+    if not isinstance(content, str):
+        return None
+    # Half an emoji, as cut texts hold it, is no character: no tokenizer takes it, and no file.
+    return content.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _read_jsonl(path: Path) -> Iterator[tuple[str, object]]:
+    for number, line in enumerate(_read_text(path).split("\n"), 1):
+        if line.strip():
+            try:
+                yield f"{path}, line {number}", json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {number}: not JSON ({error}): {line[:200]!r}") from None
+
+
+def _read_json(path: Path) -> Iterator[tuple[str, object]]:
+    try:
+        records = json.loads(_read_text(path))
+    except json.JSONDecodeError as error:
+        lines = "; one object per line? then name it .jsonl" if error.msg == "Extra data" else ""
+        raise ValueError(f"{path}, line {error.lineno}: not JSON ({error}){lines}") from None
+    if not isinstance(records, list):
+        raise ValueError(f"{path}: expected a JSON list of conversations, found {_excerpt(records)}")
+    yield from ((f"{path}, item {number}", record) for number, record in enumerate(records, 1))
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ValueError(f"the data file {path} cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the data file {path} is not UTF-8 text: {error}") from None
+
+
+def _read_dataset(data: str, path: Path, split: str) -> Iterable[tuple[str, object]]:
+    if not path.exists() and (data.startswith((".", "/", "~")) or data.count("/") > 1):
+        what = "file" if path.suffix == ".parquet" else "folder"
+        raise ValueError(f"the data {what} {data} does not exist; --data takes 'stdlib', a file, a folder or a name")
+    try:
+        import datasets
+    except ImportError:
+        raise ValueError(
+            f"--data {data} needs the `datasets` library (pip install datasets); .json and .jsonl files do not"
+        ) from None
+    try:
+        if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+            rows = datasets.load_from_disk(str(path))
+        elif path.suffix == ".parquet" and path.is_file():
+            rows = datasets.load_dataset("parquet", data_files=str(path))
+        else:
+            rows = datasets.load_dataset(str(path) if path.is_dir() else data)
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        raise ValueError(
+            f"the dataset {data!r} cannot be loaded ({type(error).__name__}: {error}); --data takes 'stdlib', a .json "
+            "or .jsonl file, a folder, or the name of a dataset on the Hub (which needs the network the first time)"
+        ) from error
+    if isinstance(rows, dict):
+        if split not in rows:
+            raise ValueError(
+                f"the dataset {data!r} has no split {split!r}, only {', '.join(map(str, rows))}: name one, as "
+                f"{data}:{next(iter(rows))}"
+            )
+        rows = rows[split]
+    elif split != "train":
+        raise ValueError(f"the dataset {data!r} was saved as one split and has no {split!r}; ask for 'train'")
+    return ((f"{data}, row {number}", row) for number, row in enumerate(rows, 1))
+
+
+def _excerpt(value, limit: int = 400) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=repr)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def write_conversations(path: Path, conversations: list[list[dict]]) -> None:
+    """Write conversations as JSONL that `load_conversations` reads (aside, then renamed)."""
+    lines = [json.dumps({"messages": messages}, ensure_ascii=False) for messages in conversations]
+    aside = path.with_name(path.name + ".partial")
+    aside.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    aside.replace(path)

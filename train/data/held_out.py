@@ -1,0 +1,81 @@
+"""Which conversations a run is measured on, and which are left to train on."""
+
+import hashlib
+import json
+from pathlib import Path
+
+from .conversations import BUILT_IN, load_conversations, split_of
+
+
+def choose_held_out(data, eval_data, target, conversations, count, note):
+    """(conversations to train on, held-out conversations): `count` of the latter.
+
+    `eval_data` if it is given, without what is trained on; with a built-in set the target's own heldout.jsonl, else the set's
+    held-out modules; otherwise `conversations` are split by a hash of their text. note: as load_conversations takes it.
+    """
+    if not count:
+        return conversations, []
+    if eval_data:
+        held_out = load_conversations(f"{eval_data}:heldout" if eval_data in BUILT_IN else eval_data, note=note)
+        return conversations, _not_trained_on(held_out, eval_data, conversations, data, count, note)
+    if are_shipped(data, eval_data, target):
+        return conversations, load_conversations(str(_shipped(target)))[:count]
+    if _trains_on_built_in(data):
+        return conversations, load_conversations(f"{split_of(data)[0]}:heldout")[:count]
+    # By hash, not by place: a conversation that occurs twice must not be on both sides.
+    hashes = [_hash(conversation) for conversation in conversations]
+    by_hash = dict(zip(hashes, conversations))
+    split = sorted(by_hash)[:count]
+    rest = [conversation for one, conversation in zip(hashes, conversations) if one > split[-1]]
+    if not rest:
+        raise ValueError(
+            f"{data} holds {len(conversations)} conversations and eval_prompts takes {count} out of training: "
+            "nothing is left; give more data, fewer eval_prompts or eval_data"
+        )
+    return rest, [by_hash[one] for one in split]
+
+
+def are_shipped(data, eval_data, target):
+    """Whether a run measures on the heldout.jsonl of its target, which every reader of the run finds there."""
+    return not eval_data and _trains_on_built_in(data) and _shipped(target).is_file()
+
+
+def _shipped(target):
+    return Path(target, "heldout.jsonl")
+
+
+def _trains_on_built_in(data):
+    name, split = split_of(data)
+    return name in BUILT_IN and split == "train"
+
+
+def _not_trained_on(held_out, eval_data, conversations, data, count, note):
+    """The first `count` of `held_out` that are none of `conversations`."""
+    trained = {_hash(conversation) for conversation in conversations}
+    apart = [conversation for conversation in held_out if _hash(conversation) not in trained]
+    if not apart:
+        raise ValueError(
+            f"all {len(held_out)} conversations of eval_data {eval_data} are in the data, {data}: what is trained on measures "
+            "nothing; give others, or leave eval_data out"
+        )
+    if len(apart) < len(held_out):
+        note(f"eval_data: {len(held_out) - len(apart)} of {len(held_out)} conversations are trained on and left out")
+    measured = apart[:count]
+    requests = {_requests(conversation) for conversation in conversations} - {()}
+    asked = sum(_requests(conversation) in requests for conversation in measured)
+    if asked:
+        note(
+            f"eval_data: {asked} of the {len(measured)} conversations to measure on ask what is trained on with other answers, "
+            "which may flatter the head"
+        )
+    return measured
+
+
+def _hash(conversation):
+    """Of what is said; not of "finish_reason", which the same words may have and not have."""
+    words = [{key: value for key, value in message.items() if key != "finish_reason"} for message in conversation]
+    return hashlib.sha256(json.dumps(words, sort_keys=True).encode()).hexdigest()
+
+
+def _requests(conversation):
+    return tuple(message["content"] for message in conversation if message["role"] == "user")

@@ -1,0 +1,131 @@
+"""The rows of a run: which conversations they hold, how many labels each has, and in which order they are fed.
+
+Letters: R rows, T tokens per row.
+"""
+
+import random
+import zlib
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from ..loss.distillation import find_labels
+from ..run.optimization import NonFiniteLoss
+from .encoding import encode_conversations
+from .packing import PackedRows, pack
+
+TOLD_TOKENS = 48  # of each row that an error tells
+
+
+def choose_documents(tokenizer, conversations, row_length, max_tokens, seed):
+    """Encode conversations in an order drawn from `seed`, at most `max_tokens` of them (0: all).  -> list of (ids, supervised)"""
+    conversations = list(conversations)
+    random.Random(seed).shuffle(conversations)
+    if max_tokens:
+        # Far more characters than tokens are never needed: this spares encoding what the cap drops.
+        room, kept = max_tokens * 16, 0
+        for kept, messages in enumerate(conversations, 1):  # noqa: B007
+            room -= sum(len(message["content"]) for message in messages)
+            if room < 0:
+                break
+        conversations = conversations[:kept]
+    encoded = encode_conversations(tokenizer, conversations, progress=True)
+    if max_tokens:
+        total = np.cumsum([min(len(ids), row_length) for ids, _ in encoded])
+        encoded = encoded[: max(int((total <= max_tokens).sum()), 1)]
+    return encoded
+
+
+def supervise_all(documents):
+    """The documents with every token supervised, the user's and the template's too."""
+    return [(ids, [True] * len(ids)) for ids, _ in documents]
+
+
+def build_rows(documents, row_length, pad_token_id, note, kind="conversations"):
+    """Pack documents (list of (ids, supervised)); `note(text)` is told what became of them, `kind` being what they are.
+
+    Rows without a label (one long request, its answer cut off) are left out. Returns (PackedRows, labels per row int64 [R]).
+    Raises ValueError if no label is left.
+    """
+    packed = pack(documents, row_length, pad_token_id or 0)
+    counts = count_labels(packed)
+    kept = counts > 0
+    if not kept.any():
+        raise ValueError(
+            f"no assistant token of {len(documents)} {kind} lies within row_length {row_length} with a token two places "
+            "before it: raise row_length"
+        )
+    parts = (packed.input_ids, packed.position_ids, packed.document_ids, packed.supervised)
+    packed = PackedRows(*(part[kept] for part in parts), num_cut=packed.num_cut)
+    note(
+        f"{len(documents)} {kind} in {len(packed.input_ids)} rows of {row_length} tokens, {int(counts.sum())} labels; "
+        f"{packed.num_cut} longer than a row were cut, {int((~kept).sum())} rows without a label left out"
+    )
+    return packed, counts[kept].numpy()
+
+
+def count_labels(packed):
+    """Labels per row: supervised positions that the first head can predict.  -> int64 [R]"""
+    labels = find_labels(packed.input_ids, packed.document_ids, packed.supervised, num_depths=1)
+    rows = labels.positions // packed.input_ids.shape[1]
+    return torch.bincount(rows, minlength=len(packed.input_ids))
+
+
+def answer_ends(packed):
+    """Where supervised stretches end: at their last token in a document.  -> bool [R, T]
+
+    Not at the end of a document that fills a whole row: one that was cut fills one, and goes on behind it.
+    """
+    goes_on = packed.supervised[:, 1:] & (packed.document_ids[:, 1:] == packed.document_ids[:, :-1])
+    ends = packed.supervised.clone()
+    ends[:, :-1] &= ~goes_on
+    ends[:, -1] &= packed.position_ids[:, -1] < packed.position_ids.shape[1] - 1
+    return ends
+
+
+def rows_of_step(step, rows_per_step, num_rows, seed):
+    """Rows of optimiser step `step` (from 0): the epochs' permutations one after the other.  -> int64 [rows_per_step]"""
+    places = np.arange(step * rows_per_step, (step + 1) * rows_per_step)
+    epochs = places // num_rows
+    order = {epoch: np.random.default_rng((seed, epoch)).permutation(num_rows) for epoch in set(epochs.tolist())}
+    return np.array([order[epoch][place % num_rows] for epoch, place in zip(epochs.tolist(), places)])
+
+
+def select_rows(packed, index, device):
+    """(input_ids, position_ids, document_ids, supervised) of rows `index` [B] on `device`, [B, T] each."""
+    parts = (packed.input_ids, packed.position_ids, packed.document_ids, packed.supervised)
+    return tuple(part[index].to(device) for part in parts)
+
+
+def row_of_many_documents(packed):
+    """Index of the row with the most documents."""
+    starts = (packed.position_ids == 0) & (packed.document_ids >= 0)
+    return int(starts.sum(1).argmax())
+
+
+def fingerprint(packed):
+    """A checksum of the rows: two runs with the same one are fed the same."""
+    parts = (packed.input_ids, packed.document_ids, packed.supervised)
+    checksum = 0
+    for part in parts:
+        checksum = zlib.crc32(part.contiguous().numpy(), checksum)
+    return checksum
+
+
+@contextmanager
+def describe_non_finite(step, packed, fed, tokenizer):
+    """A NonFiniteLoss from inside says its step (from 0) and what this process was fed.
+
+    fed: the rows of each micro-step; the first four rows at fault are told by their beginning.
+    """
+    try:
+        yield
+    except NonFiniteLoss as error:
+        rows = [row for i in error.micro_steps for row in fed[i]]
+        excerpts = [repr(tokenizer.decode(packed.input_ids[row, :TOLD_TOKENS].tolist())) for row in rows[:4]]
+        told = f"this process was fed rows {rows}, which begin with {'; '.join(excerpts)}"
+        error.args = (
+            f"the {error.what} of step {step + 1} is not finite; {told if rows else 'another rank says what it was fed'}",
+        )
+        raise

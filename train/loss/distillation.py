@@ -1,0 +1,207 @@
+"""A head of any family against the frozen target: labels, loss chunk by chunk, and their metrics.
+
+What a head predicts: train/loss/predictions.py.
+
+Alignment: depth k (from 0; head k, step k) of the root at t predicts x_{t+2+k}. Seen from the label at y = t + 2 + k: the soft
+label is the target's law at y - 1, the root lies at y - 2 - k, and label and root belong to one document. All depths
+therefore share one projection of the target per label.
+
+    loss = sum over y, k of weight_k row_loss(y, k)  /  number of labels in the whole optimiser step, all ranks
+    row_loss = token_weight token_loss + feature_weight feature_loss
+
+token_loss is one of kernels/training/distill_loss.py, of which lk hangs on the step before (Objective); feature_loss, of heads
+whose states are features (EAGLE), is the smooth L1 distance of the state at y - 2 - k from the target's feature at y - 1,
+averaged over its H values. Only supervised positions are projected, `chunk_tokens` of them at a time, each followed at once by
+its backward: no tensor of [all tokens, V] exists. Beside the weights there are at most two of [C, V], in the dtype of the logits:
+the target's, shared by all depths, and those of one depth, which the loss turns into their own gradient. (While a draft
+vocabulary's part is taken out of the target's, that part is a third.) Where a depth's state hangs on earlier ones (recurrent
+heads), the chunks leave their gradients at the states, and one backward pass at the end takes them from there to the parameters.
+
+Letters: B rows, T tokens per row, M = B T, N labels, C labels of a chunk, S width of a state, H hidden size, V vocabulary,
+K depths.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+from ...kernels.training.distill_loss import distill_loss
+from ...kernels.training.target_law import target_law
+from .losses import Loss
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The supervised positions of a micro-batch, counted in the flattened rows [M]."""
+
+    positions: torch.Tensor  # [N] where the labels stand
+    tokens: torch.Tensor  # [N] the labels
+    valid: torch.Tensor  # [K, N] bool: depth k has its root in the label's own document
+
+
+def find_labels(input_ids, document_ids, supervised, num_depths):
+    """Labels of packed rows.  input_ids, document_ids (-1 on padding), supervised: [B, T]  ->  Labels
+
+    A label needs a root for depth 0 at least; later depths miss the labels too close to their document's start.
+    """
+    valid = []
+    for k in range(num_depths):
+        same = torch.zeros_like(supervised)
+        if 2 + k < document_ids.shape[1]:
+            same[:, 2 + k :] = document_ids[:, 2 + k :] == document_ids[:, : -(2 + k)]
+        valid.append((same & supervised & (document_ids >= 0)).flatten())
+    valid = torch.stack(valid)  # [K, M]
+    positions = valid[0].nonzero()[:, 0]
+    return Labels(positions, input_ids.flatten()[positions], valid[:, positions])
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is minimised: the loss of a row, and one weight per depth k.
+
+    rates: of lk, each depth's mean rate of acceptance in the step before, over all ranks; None: there was none.
+    """
+
+    loss: Loss
+    weights: list
+    token_weight: float = 1.0
+    feature_weight: float = 0.0
+    rates: list | None = None
+
+    @property
+    def adapts(self):
+        """Does the loss follow the rate of acceptance, so that every step must measure it?"""
+        return self.loss.name == "lk"
+
+    def at(self, rates):
+        """The objective of a step before which the depths' rates of acceptance were these."""
+        return replace(self, rates=rates)
+
+    def kl_weight(self, k):
+        """The weight of kl within lk at depth k; 1 in the first step."""
+        return self.loss.kl_weight(self.rates[k] if self.rates else 0.0)
+
+    def after(self, totals):
+        """The objective of the next step.  totals: what `accumulate_gradients` returned, summed over ranks and micro-steps."""
+        if not self.adapts:
+            return self
+        before = self.rates or [0.0] * len(self.weights)
+        counted = zip(totals[:, 4].tolist(), totals[:, 1].tolist(), before, strict=True)
+        return self.at([accepted / count if count else rate for accepted, count, rate in counted])
+
+
+def accumulate_gradients(predictions, features, labels, lm_head, objective, num_labels, chunk_tokens, with_hits=False):
+    """Add this micro-batch's share of the gradient to the parameters behind the predictions.
+
+    features [M, H]: the target's last states; labels: Labels of at least K depths; lm_head: the target's, a module; num_labels: the
+    divisor, the labels of the whole optimiser step on all ranks. Outside a draft vocabulary there is no hard loss: such a label
+    counts in num_labels and for nothing else.
+    Returns fp64 [K, 5]: per depth the sum of its token losses, how many labels it had, and (with_hits, or where the objective
+    adapts) its top-1 and top-5 hits and the sum of its rates of acceptance, where the loss needs the target's law; with a
+    feature_weight [K, 6], the sum of its feature losses the last.
+    """
+    num_depths, draft_ids, loss = len(objective.weights), predictions.draft_ids, objective.loss
+    with_hits = with_hits or objective.adapts
+    regresses = objective.feature_weight > 0
+    totals = torch.zeros(num_depths, 5 + regresses, dtype=torch.float64, device=features.device)
+    gradients = [torch.zeros_like(state) if state.requires_grad else None for state in predictions.states]
+    if draft_ids is not None:
+        places = torch.full((lm_head.weight.shape[0],), -1, device=draft_ids.device)
+        places[draft_ids] = torch.arange(len(draft_ids), device=draft_ids.device)  # [V of the target], -1 outside
+    for start in range(0, len(labels.positions), chunk_tokens):
+        positions = labels.positions[start : start + chunk_tokens]
+        tokens = labels.tokens[start : start + chunk_tokens]
+        valid = labels.valid[:, start : start + chunk_tokens]  # [K, C]
+        law = None
+        if loss.needs_law:
+            with torch.no_grad():
+                law = target_law(lm_head(features[positions - 1]), draft_ids, loss.top_k if loss.top_k_weight else 0)
+        if draft_ids is not None:
+            tokens = places[tokens]
+            if loss.name == "hard":
+                valid = valid & (tokens >= 0)
+        for k in range(num_depths):
+            # Labels without a feature of their own document read some other position and count for nothing.
+            source = (positions - 2 - k).clamp_min(0)
+            rows = predictions.states[k].detach()[source].requires_grad_(gradients[k] is not None)
+            logits = predictions.logits(rows, k)  # [C, V]
+            share = objective.weights[k] / num_labels
+            gradient = logits.detach()  # the same memory, which no backward reads as logits
+            weights = (objective.kl_weight(k), loss.top_k_weight)
+            arguments = (loss.name, *weights, objective.token_weight * share, with_hits)
+            figures = distill_loss(gradient, tokens, valid[k], law, *arguments)
+            ends, given = [logits], [gradient]
+            if regresses:
+                feature_loss = torch.where(valid[k], _smooth_l1(rows, features[positions - 1]), 0).sum()
+                ends.append(feature_loss * (objective.feature_weight * share))
+                given.append(None)
+                totals[k, 5] += feature_loss.detach()
+            torch.autograd.backward(ends, given)
+            if gradients[k] is not None:
+                gradients[k].index_add_(0, source, rows.grad)
+            totals[k, 0] += figures.loss.sum()
+            totals[k, 1] += valid[k].sum()
+            if with_hits:
+                totals[k, 2] += (figures.rank == 1).sum()
+                totals[k, 3] += (figures.rank <= 5).sum()
+                if figures.alpha is not None:
+                    totals[k, 4] += figures.alpha.sum()
+            del logits, gradient, ends, given  # or the next depth's would be made beside them
+    carrying = [k for k, gradient in enumerate(gradients) if gradient is not None]
+    torch.autograd.backward([predictions.states[k] for k in carrying], [gradients[k] for k in carrying])
+    return totals
+
+
+def _smooth_l1(states, features):
+    """Distance of [C, H] from [C, H] in fp32 at least, averaged over H  ->  [C]"""
+    wide = torch.promote_types(states.dtype, torch.float32)
+    return F.smooth_l1_loss(states.to(wide), features.to(wide), reduction="none").mean(-1)
+
+
+def summarize(totals, objective, num_labels):
+    """The figures of one optimiser step for metrics.jsonl: the weighted loss, and loss, top-1, top-5 and alpha of each depth.
+
+    totals: what `accumulate_gradients` returned, summed; num_labels: what it divided by. A depth's own losses (of tokens, and of
+    features where they count), hit rates and alpha are over its own labels, without weights; hits are counted against the text,
+    alpha is the mean chance that a token drawn from the head is accepted (there where the loss needs the target's law).
+    """
+    losses, counts, *others = totals.t().tolist()
+    names = ("loss", "top1", "top5", "alpha", "feature_loss")
+    columns = dict(zip(names, (losses, *others)))
+    if not objective.loss.needs_law:
+        del columns["alpha"]
+    features = columns.get("feature_loss", [0.0] * len(losses))
+    parts = zip(objective.weights, losses, features, strict=True)
+    weighed = (w * (objective.token_weight * one + objective.feature_weight * other) for w, one, other in parts)
+    line = {"loss": sum(weighed) / num_labels}
+    for k, count in enumerate(counts):
+        line |= {f"head{k}_{name}": column[k] / max(count, 1) for name, column in columns.items()}
+    return line
+
+
+@torch.no_grad()
+def count_teacher_forced_runs(predictions, labels, chunk_tokens):
+    """Runs of consecutive top-1 hits against the text: what a chain would gain if the target wrote this text.
+
+    predictions: Predictions over M rows; labels: Labels of its K depths. A root at t counts if all K labels t+2 .. t+1+K are
+    supervised and in its document. Returns (how often the run reaches depth k, list of K ints; number of roots). The engine's own
+    figure compares with the target's choices instead of the text's tokens; the two are different quantities.
+    """
+    num_depths, num_labels = labels.valid.shape
+    num_rows = len(predictions.states[0])
+    hits = torch.zeros(num_depths, num_rows, dtype=torch.bool, device=labels.tokens.device)  # by label position
+    valid = torch.zeros_like(hits)
+    for k in range(num_depths):
+        valid[k, labels.positions] = labels.valid[k]
+        for start in range(0, num_labels, chunk_tokens):
+            positions = labels.positions[start : start + chunk_tokens]
+            best = predictions.logits(predictions.states[k][(positions - 2 - k).clamp_min(0)], k).argmax(-1)
+            if predictions.draft_ids is not None:
+                best = predictions.draft_ids[best]
+            hits[k, positions] = best == labels.tokens[start : start + chunk_tokens]
+    # Depth k's label stands k places after depth 0's: shift, so that a column holds one root's labels.
+    length = max(num_rows - (num_depths - 1), 0)
+    run = torch.stack([hits[k, k : k + length] for k in range(num_depths)]).cumprod(0).bool()
+    roots = torch.stack([valid[k, k : k + length] for k in range(num_depths)]).all(0)
+    return (run & roots).sum(1).tolist(), int(roots.sum())

@@ -1,0 +1,116 @@
+"""Acceptance of a head while it trains: the engine's own figure on held-out prompts, so that it is what serving will see.
+
+The engine is built once, on the loaded target (no second copy) and on the head in training (read in place). For a target that
+the engine does not run yet, and for one that is sharded over the ranks, the teacher-forced figure on the held-out conversations
+stands in, marked as such.
+"""
+
+import torch
+
+from ...evaluation.acceptance import measure_acceptance
+from ...inference.engine.sampling import SamplingParams
+from ...inference.llm import LLM
+from ...inference.models.decoder import UnsupportedArchitecture
+from ..data.encoding import encode_conversations
+from ..loss.distillation import count_teacher_forced_runs, find_labels
+
+
+class AcceptanceMeter:
+    """Measures a head on held-out conversations.
+
+    target: FrozenTarget; head: read in place; predict(features, input_ids, position_ids, document_ids) -> Predictions of as many
+    depths as its num_speculative_tokens; conversations: held-out ones; max_tokens: new tokens per prompt; max_length: longest
+    prompt + output; note(text) tells the user; layers: whose streams the head reads. Raises ValueError if no conversation fits.
+    """
+
+    def __init__(
+        self, target, tokenizer, head, predict, conversations, chunk_tokens, note, max_tokens, max_length, layers=()
+    ):
+        self.target, self.tokenizer, self.head, self.predict = target, tokenizer, head, predict
+        self.chunk_tokens, self.layers = chunk_tokens, layers
+        self.max_tokens, self.note, self.llm = max_tokens, note, None
+        encoded = encode_conversations(tokenizer, conversations)
+        prompts = [ids[: supervised.index(True)] for ids, supervised in encoded]
+        fits = [0 < len(prompt) <= max_length - max_tokens for prompt in prompts]
+        self.prompts = [{"prompt": tokenizer.decode(p), "prompt_token_ids": p} for p, fit in zip(prompts, fits) if fit]
+        self.encoded = [one for one, fit in zip(encoded, fits) if fit]
+        self.max_length = max_length
+        if not self.prompts:
+            raise ValueError(
+                f"no held-out prompt leaves room for {max_tokens} new tokens within {max_length}: lower eval_tokens, or "
+                "set eval_prompts to 0"
+            )
+        if len(self.prompts) < len(conversations):
+            note(f"{len(conversations) - len(self.prompts)} of {len(conversations)} held-out prompts are too long")
+        if target.is_sharded:
+            note(
+                "acceptance is teacher-forced on the held-out text, not the engine's: the target is sharded over the GPUs"
+            )
+            return
+        try:
+            self.llm = LLM(
+                model=target.model,
+                tokenizer=tokenizer,
+                # Pages hold keys of the head's own too, made by the weights that it had then.
+                enable_prefix_caching=False,
+                max_model_len=min(max_length, max(len(prompt) for prompt in prompts) + max_tokens),
+                speculative_config={
+                    "model": head,
+                    "num_speculative_tokens": head.num_speculative_tokens,
+                    "tree": "chain",
+                },
+            )
+        except UnsupportedArchitecture as error:
+            note(f"acceptance is teacher-forced on the held-out text, not the engine's: {error}")
+
+    @property
+    def source(self):
+        return "engine" if self.llm else "teacher_forced"
+
+    def measure(self):
+        """A dict: acceptance_length, per_position, num_steps, source, samples, and from the engine also its rates.
+
+        None, with a note, if the prompts give nothing to measure. With a sharded target all ranks measure together; there are no
+        samples then.
+        """
+        if self.llm:
+            params = SamplingParams(temperature=0.0, max_tokens=self.max_tokens)
+            try:
+                return measure_acceptance(self.llm, self.prompts, params) | {"source": self.source}
+            except ValueError as error:
+                self.note(f"acceptance was not measured: {error}")
+                return None
+        device, num_depths = self.target.lm_head.weight.device, self.head.num_speculative_tokens
+        reached, roots = [0] * num_depths, 0
+        for ids, supervised in self.encoded:
+            input_ids = torch.tensor([ids[: self.max_length]], device=device)
+            marks = torch.tensor([supervised[: self.max_length]], device=device)
+            document_ids = torch.zeros_like(input_ids)
+            batch = (input_ids, torch.arange(input_ids.shape[1], device=device)[None], document_ids)
+            with torch.no_grad():
+                predictions = self.predict(self.target.features(*batch, layers=self.layers), *batch)
+            labels = find_labels(input_ids, document_ids, marks, num_depths)
+            runs, count = count_teacher_forced_runs(predictions, labels, self.chunk_tokens)
+            reached = [total + run for total, run in zip(reached, runs)]
+            roots += count
+        if not roots:
+            self.note(f"acceptance was not measured: no held-out answer is longer than {num_depths} tokens")
+            return None
+        per_position = [count / roots for count in reached]
+        return {
+            "acceptance_length": 1 + sum(per_position),
+            "per_position": per_position,
+            "num_steps": roots,
+            # Ranks that wrote together might not end together.
+            "samples": [] if self.target.is_sharded else [self._sample(prompt) for prompt in self.prompts[:2]],
+            "source": self.source,
+        }
+
+    def _sample(self, prompt):
+        """What the target itself answers, greedily, as a transformers model."""
+        ids = torch.tensor([prompt["prompt_token_ids"]], device=self.target.lm_head.weight.device)
+        output = self.target.model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=min(self.max_tokens, 48), do_sample=False
+        )
+        text = self.tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+        return {"prompt": prompt["prompt"], "output": text}

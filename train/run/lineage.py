@@ -1,0 +1,84 @@
+"""Where a run's head comes from, for W&B: its target and its data, each described and pointed at, never uploaded.
+
+What is told is what is at hand: for a target from the Hub, revision and licence are looked up in the Hub's cache, not online. None
+stands for unknown.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import try_to_load_from_cache
+
+from ..data.conversations import BUILT_IN, split_of
+
+
+@dataclass(frozen=True)
+class Source:
+    """Something that a run reads.  role: "target" or "data"; uri: "" where there is nothing to point at"""
+
+    role: str
+    kind: str  # W&B's type of artifact: model or dataset
+    uri: str
+    metadata: dict
+
+    @property
+    def name(self):
+        """The artifact's."""
+        return artifact_name(self.role, self.metadata["name"])
+
+
+def find_sources(recipe, model, rows):
+    """(target, data) of a run.  recipe: has target and data; model: the loaded target, frozen; rows: of the packed ones"""
+    revision = getattr(model.config, "_commit_hash", None)
+    card = _card(recipe.target, revision)
+    target = {
+        "name": recipe.target,
+        "revision": revision,
+        "licence": _licence(card),
+        "architecture": type(model).__name__,
+        # Without an adapter that is trained with the head: another run on the same target describes it alike.
+        "num_parameters": sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad),
+    }
+    name, _ = split_of(recipe.data)
+    data = {"name": recipe.data, "rows": rows, "revision": None, "licence": None}
+    place = Path(name).expanduser()
+    if name in BUILT_IN:
+        uri = ""
+    elif place.exists():
+        uri, data["licence"] = place.resolve().as_uri(), _licence(place / "README.md")
+    else:
+        uri = f"https://huggingface.co/datasets/{name}"
+    return Source("target", "model", _hub_or_file(recipe.target, revision), target), Source(
+        "data", "dataset", uri, data
+    )
+
+
+def artifact_name(*words):
+    """A name that W&B takes: at most 128 of letters, digits, - _ and ."""
+    return "-".join(re.sub(r"[^A-Za-z0-9_.-]+", "-", word).strip("-") for word in words)[-128:]
+
+
+def _hub_or_file(name, revision):
+    place = Path(name).expanduser()
+    if place.exists():
+        return place.resolve().as_uri()
+    return f"https://huggingface.co/{name}" + (f"/tree/{revision}" if revision else "")
+
+
+def _card(name, revision):
+    """The README of a model: in its folder, or in the Hub's cache; None where there is none."""
+    place = Path(name).expanduser()
+    if place.exists():
+        return place / "README.md"
+    found = try_to_load_from_cache(name, "README.md", revision=revision)
+    return Path(found) if isinstance(found, str) else None
+
+
+def _licence(card):
+    """What the front matter of a README names as `license`."""
+    if card is None or not card.is_file():
+        return None
+    front = re.match(r"---\n(.*?)\n---", card.read_text(encoding="utf-8", errors="replace"), re.DOTALL)
+    found = re.search(r"^license:\s*(\S+)", front[1], re.MULTILINE) if front else None
+    return found[1] if found else None

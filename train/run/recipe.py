@@ -1,0 +1,151 @@
+"""A run's recipe: one frozen dataclass with flat fields, filled from a YAML file and from `--key value` on the command line.
+
+    key(default, "what it does")               declares a field of the dataclass
+    parse_recipe(Recipe, argv, description)    defaults < --config FILE < --key value
+
+Values are scalars: str, int, float and bool. There are no lists, no nesting and no interpolation.
+"""
+
+import math
+import os
+import sys
+from dataclasses import MISSING, field, fields
+from pathlib import Path
+
+import yaml
+
+from ...heads.storage.keywords import reject_unknown
+
+
+def key(default, help, least=None, most=None, choices=None):
+    """A field of a recipe: its default (MISSING where it must be given), its explanation for --help, what it may be."""
+    return field(default=default, metadata={"help": help, "least": least, "most": most, "choices": choices})
+
+
+def check_values(recipe):
+    """Raise ValueError for a value that its key does not allow; for the recipe's __post_init__."""
+    for f in fields(recipe):
+        value, allowed = vars(recipe)[f.name], f.metadata
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{f.name} must be finite, got {value!r}")
+        if allowed["least"] is not None and value < allowed["least"]:
+            raise ValueError(f"{f.name} must be at least {allowed['least']}, got {value!r}")
+        if allowed["most"] is not None and value > allowed["most"]:
+            raise ValueError(f"{f.name} must be at most {allowed['most']}, got {value!r}")
+        if allowed["choices"] is not None and value not in allowed["choices"]:
+            raise ValueError(f"{f.name} must be one of {', '.join(allowed['choices'])}, got {value!r}")
+        if f.default is MISSING and isinstance(value, str) and not value.strip():
+            raise ValueError(f"{f.name} must be given, got an empty text")
+
+
+def parse_recipe(recipe_class, argv, description):
+    """The recipe that `argv` (list of str) asks for. `--help` prints every key and leaves with status 0.
+
+    Raises ValueError for an unknown key (naming the nearest), a value of the wrong type, a missing required key, and a
+    config file that is missing or not flat YAML.
+    """
+    known = {f.name: f for f in fields(recipe_class)}
+    if "--help" in argv or "-h" in argv:
+        print(help_text(recipe_class, description))
+        sys.exit(0)
+    given, configs = {}, []
+    position = 0
+    while position < len(argv):
+        word = argv[position]
+        position += 1
+        if not word.startswith("--") or word == "--":
+            raise ValueError(f"expected --key value, got {word!r}; --help lists the keys")
+        name, equals, value = word[2:].partition("=")
+        name = name.replace("-", "_")
+        reject_unknown([name], ["config", *known], "key")
+        if not equals:
+            follows = position < len(argv) and not argv[position].startswith("--")
+            if follows:
+                value = argv[position]
+                position += 1
+            elif name != "config" and known[name].type in (bool, "bool"):
+                value = "true"
+            else:
+                raise ValueError(f"--{name} needs a value; --help lists the keys")
+        if name == "config":
+            configs.append(value)
+        else:
+            given[name] = convert(known[name], value, f"--{name}")
+    values = {}
+    for path in configs:
+        values |= read_config(recipe_class, path)
+    values |= given
+    missing = [name for name, f in known.items() if f.default is MISSING and name not in values]
+    if missing:
+        raise ValueError(f"these keys have no default and must be given: {', '.join(missing)}; --help explains them")
+    return recipe_class(**values)
+
+
+def read_config(recipe_class, path):
+    """The keys of a YAML file, converted to the types of the fields."""
+    if not os.path.isfile(path):
+        raise ValueError(f"config file {path!r} does not exist; the shipped ones lie in configs/")
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"config file {path!r} is not YAML: {error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ValueError(f"config file {path!r} must hold lines of `key: value`, got a {type(content).__name__}")
+    known = {f.name: f for f in fields(recipe_class)}
+    reject_unknown(content, known, f"key in {path}")
+    return {name: convert(known[name], value, f"{path}: {name}") for name, value in content.items()}
+
+
+def convert(declared, value, where):
+    """`value` (from YAML or the command line) as the type of the field `declared`."""
+    wanted = declared.type if isinstance(declared.type, str) else declared.type.__name__
+    text = str(value).strip()
+    try:
+        if wanted == "bool" and text.lower() in ("true", "false"):
+            return text.lower() == "true"
+        # YAML 1.1 reads 1e-3 as a string and a bare 1 as an int: both are fine floats here.
+        if wanted == "float" and not isinstance(value, bool):
+            return float(text)
+        if wanted == "int" and not isinstance(value, bool):
+            number = float(text)
+            if number == int(number):
+                return int(text) if text.lstrip("+-").isdigit() else int(number)
+        if wanted == "str" and isinstance(value, str | int | float) and not isinstance(value, bool):
+            return str(value)
+        if wanted == "str" and isinstance(value, bool):  # `autocast: no` is a bool to YAML 1.1
+            return "yes" if value else "no"
+        if wanted == "str" and value is None:
+            return ""
+    except (ValueError, OverflowError):
+        pass
+    names = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "a text"}
+    raise ValueError(f"{where} must be {names[wanted]}, got {value!r}")
+
+
+def resolved_values(recipe):
+    """All fields as a dict, in order. It does not go through attribute access, so it does not count as reading a field."""
+    return dict(vars(recipe))
+
+
+def save_recipe(values, path):
+    """Write every key with its value as YAML that --config reads again."""
+    aside = Path(f"{path}.partial")
+    aside.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), "utf-8")
+    aside.replace(path)
+
+
+def help_text(recipe_class, description):
+    """The description, then each key with its default and explanation."""
+    lines = [
+        description.strip(),
+        "",
+        "keys (in the config file as `key: value`, on the command line as --key value):",
+        "",
+    ]
+    lines.append("  --config FILE\n      a YAML file of keys; the command line wins over it")
+    for f in fields(recipe_class):
+        default = "required" if f.default is MISSING else f"default {f.default!r}"
+        lines.append(f"  --{f.name} ({default})\n      {f.metadata['help']}")
+    return "\n".join(lines)

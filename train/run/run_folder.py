@@ -1,0 +1,278 @@
+"""The run folder while a run trains: its state, its figures, its checkpoints. One object that the head trainers' loops talk to.
+
+    runs/<name>/   config.yaml, metrics.jsonl, checkpoints/, acceptance.json, heldout.jsonl, head/, wandb/, wandb.json
+
+It decides nothing: when something is due, and what a step computes, is up to the script.
+"""
+
+import os
+import shutil
+import signal
+import sys
+from dataclasses import MISSING, asdict, fields
+from datetime import timedelta
+from pathlib import Path
+
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, InitProcessGroupKwargs, broadcast_object_list, set_seed
+from tqdm import tqdm
+
+from ...heads.families import family_of
+from ..data.conversations import write_conversations
+from ..data.held_out import are_shipped
+from ..teacher.feature_cache import OWN_FOLDER
+from ..teacher.sharded_target import wants_sharded_target
+from .checkpointing import (
+    check_output,
+    check_same_run,
+    list_checkpoints,
+    load_checkpoint,
+    read_state,
+    remove_leftovers,
+    save_checkpoint,
+    save_final_head,
+)
+from .lineage import find_sources
+from .optimization import choose_autocast
+from .recipe import resolved_values, save_recipe
+from .run_lock import claim, release
+from .tracking import PLACE_FILE, MetricsFile, WandbTracker, has_wandb, peak_memory, write_json
+
+
+def start_processes(recipe, name):
+    """(Accelerator, note, resumed): this process among those that train, how it tells the user something (main rank only), and the
+    checkpoint folder that the run goes on from, or None.
+
+    name: the trainer's, before every note. Seeds every random generator. Raises ValueError for an output that cannot be used, for
+    a damaged checkpoint, and for another set-up than those of configs/accelerate.
+    """
+    check_output(recipe.output, recipe.resume, recipe.resume_from)
+    tracked = recipe.tracker == "wandb" and has_wandb()
+    log_with = "wandb" if tracked else None
+    accelerator = Accelerator(mixed_precision="no", log_with=log_with, kwargs_handlers=[patient_processes()])
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched != accelerator.num_processes:
+        raise ValueError(
+            f"{launched} processes were launched, and accelerate runs each of them alone, as where it finds no GPU: start one, or "
+            "try several on the CPU with ACCELERATE_USE_CPU=true before the command"
+        )
+    kinds = DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.FSDP
+    if accelerator.distributed_type not in kinds:
+        raise ValueError(f"accelerate is set up for {accelerator.distributed_type}: take a file of configs/accelerate")
+    if wants_sharded_target() and os.environ.get("FSDP_VERSION") != "2":
+        raise ValueError("accelerate is set up for the first FSDP: take configs/accelerate/fsdp2.yaml")
+
+    take_folder(recipe.output, accelerator)
+    resumed = recipe.checkpoint_to_resume  # now that nobody else writes any
+
+    def note(text):
+        if accelerator.is_main_process:
+            tqdm.write(f"[{name}] {text}", file=sys.stderr)
+
+    if recipe.tracker == "wandb" and not tracked:
+        note("wandb is not installed: figures go to metrics.jsonl only")
+    if recipe.resume and not resumed:
+        note(f"{recipe.output} was stopped before its first checkpoint: starting from step 0")
+    set_seed(recipe.seed)
+    return accelerator, note, resumed
+
+
+def patient_processes():
+    """For Accelerator: one process may have to wait for another for hours, that downloads, measures, generates or saves."""
+    return InitProcessGroupKwargs(timeout=timedelta(days=30))
+
+
+def take_folder(output, accelerator):
+    """Keep other trainings out of the folder, if it is there; ValueError, on every rank, where one writes into it now."""
+    (taken,) = broadcast_object_list([not accelerator.is_main_process or claim(output)])
+    if not taken:
+        raise ValueError(
+            f"another process is training into {output}: wait for its end, stop it (SIGTERM lets it save first), or name another "
+            "output"
+        )
+
+
+def begin_folder(recipe, accelerator):
+    """Make the run folder, with its config.yaml, before long work that writes into it: killed there, the run starts again."""
+    if accelerator.is_main_process:
+        Path(recipe.output).mkdir(parents=True, exist_ok=True)
+    take_folder(recipe.output, accelerator)
+    if accelerator.is_main_process:
+        values = resolved_values(recipe) | {"resume": False, "resume_from": ""}
+        save_recipe(values, Path(recipe.output, "config.yaml"))
+    accelerator.wait_for_everyone()
+
+
+class RunFolder:
+    """Opened once everything that could be refused has been: from then on the folder exists and a signal leaves a run that resumes.
+
+    step, tokens: what is done so far. precision: "bf16" or "no", what `autocast` came to when the run was started.
+    """
+
+    def __init__(
+        self, recipe, resumed, changeable, rows, num_steps, head, optimizer, target, accelerator, note, adapter=None
+    ):
+        """Make or reopen it; of a resumed run, put head, optimiser and random generators into the state of the checkpoint.
+
+        resumed: checkpoint folder or None; changeable: keys that a resumed run may be told anew; rows: {"rows": fingerprint,
+        "rows_per_step": int}, which it may not; num_steps: of the whole run; adapter: a TargetAdapter that is trained beside the
+        head, or None. Raises ValueError if it is another run that goes on, or one that is further than it shall get.
+        """
+        self.path, self.num_kept = Path(recipe.output), recipe.keep_checkpoints
+        self.keeps_held_out = not are_shipped(recipe.data, recipe.eval_data, recipe.target)
+        self.accelerator, self.is_main, self.note = accelerator, accelerator.is_main_process, note
+        self.adapter, self.log_checkpoints = adapter, recipe.log_checkpoints
+        if resumed and recipe.autocast == "auto":  # what was measured when the run was started
+            self.precision = read_state(resumed)["recipe"]["autocast"]
+        else:
+            sizes = target.hidden_size, target.vocab_size
+            # On a CPU it is measured: the main rank's answer is everybody's.
+            (self.precision,) = broadcast_object_list([choose_autocast(recipe.autocast, *sizes, accelerator.device)])
+        values = resolved_values(recipe) | {"autocast": self.precision, "resume": False, "resume_from": ""}
+        self.state = {"step": 0, "tokens": 0, **rows, "recipe": values}
+        self.saved_step = -1
+        if resumed:
+            defaults = {f.name: f.default for f in fields(recipe) if f.default is not MISSING}
+            self.state = check_same_run(read_state(resumed), self.state, defaults, changeable, note)
+            if self.step > num_steps:
+                raise ValueError(
+                    f"{resumed} has {self.step} steps behind it, and the run shall end after {num_steps}: set max_steps to at "
+                    f"least {self.step} (then it ends there)"
+                )
+            load_checkpoint(resumed, head, optimizer, accelerator, adapter)
+            self.saved_step = self.step
+            note(f"going on from {resumed}, after step {self.step}")
+        if self.is_main:
+            self.path.mkdir(parents=True, exist_ok=True)
+        take_folder(self.path, accelerator)
+        if self.is_main:
+            save_recipe(self.state["recipe"], self.path / "config.yaml")
+            remove_leftovers(self.path)
+        accelerator.wait_for_everyone()
+        self.metrics = MetricsFile(self.path / "metrics.jsonl" if self.is_main else None)
+        self.metrics.truncate_after(self.step if resumed else -1)
+        tracked = bool(accelerator.log_with) and self.is_main
+        self.family = family_of(head)
+        self.curves = WandbTracker(
+            accelerator if tracked else None,
+            self.path,
+            self.state["recipe"] | {"family": self.family},
+            note,
+            lambda: find_sources(recipe, target.model, rows["rows"]),
+        )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.curves.close()
+        release(self.path)
+
+    @property
+    def step(self):
+        return self.state["step"]
+
+    @property
+    def tokens(self):
+        return self.state["tokens"]
+
+    def keep_held_out(self, conversations):
+        """Write the conversations to measure on, but for those that the target ships: `headstart tree RUN` measures on them."""
+        if self.is_main and not self.keeps_held_out:
+            (self.path / "heldout.jsonl").unlink(
+                missing_ok=True
+            )  # of a run that was measured on others before it was resumed
+        elif self.is_main and conversations:
+            self.note(f"{len(conversations)} conversations are held out to measure on (eval_prompts, eval_data)")
+            write_conversations(self.path / "heldout.jsonl", conversations)
+
+    @property
+    def rates(self):
+        """Each depth's rate of acceptance in the step before, on which the next one's loss hangs; None if it hangs on nothing."""
+        return self.state.get("rates")
+
+    def advance(self, tokens, rates):
+        """One optimiser step more, which was fed so many tokens.  rates: of the objective that follows from it"""
+        self.state["step"] += 1
+        self.state["tokens"] += tokens
+        if rates is not None:
+            self.state["rates"] = rates
+
+    def record(self, kind, figures):
+        """A line of metrics.jsonl, and its curves."""
+        line = {"step": self.step, "kind": kind} | figures
+        if kind == "train":
+            line["peak_memory_gib"] = peak_memory(self.accelerator.device)
+        self.metrics.write(line)
+        self.curves.log(line)
+
+    def record_step(self, figures, speed, bar):
+        """The figures of the step just made: a line of metrics.jsonl, and the progress bar's text.  speed: Speedometer"""
+        speed = speed.read(self.tokens)
+        self.record("train", figures | {"tokens": self.tokens, "tokens_per_second": speed})
+        bar.set_postfix_str(f"loss {figures['loss']:.3f}, {speed:,.0f} tokens/s", refresh=False)
+
+    def measure(self, meter):
+        """Have the AcceptanceMeter measure and keep what it found; once per step, also of a resumed run.
+
+        The main rank does, or with a sharded target all ranks together.
+        """
+        (due,) = broadcast_object_list([self.is_main and not self.metrics.has("acceptance", self.step)])
+        if due and (self.is_main or meter.target.is_sharded):
+            measured = meter.measure()
+            if measured and self.is_main:
+                self._record_acceptance(measured)
+        self.accelerator.wait_for_everyone()
+
+    def _record_acceptance(self, measured):
+        # The file first: a run that was killed in between has no line and measures again.
+        write_json(self.path / "acceptance.json", {"step": self.step, "family": self.family, **measured})
+        names = ["acceptance_length", "per_position", "num_steps", "source"]
+        names += [name for name in ("heldout_loss", "frozen_heldout_loss") if name in measured]
+        self.record("acceptance", {name: measured[name] for name in names})
+        positions = " ".join(f"{share:.2f}" for share in measured["per_position"])
+        how = "" if measured["source"] == "engine" else ", teacher-forced"
+        self.note(
+            f"step {self.step}: {measured['acceptance_length']:.2f} tokens per step on held-out prompts{how}; "
+            f"accepted by position {positions}"
+        )
+        if "heldout_loss" in measured:
+            losses = measured["heldout_loss"], measured["frozen_heldout_loss"]
+            self.note(
+                f"loss of the adapted target on held-out answers {losses[0]:.4f}, of the frozen one {losses[1]:.4f}"
+            )
+        self.curves.log_acceptance(self.step, measured)
+
+    def save(self, head, optimizer):
+        """Write a checkpoint of this step, unless there is one; called on every rank."""
+        if self.step != self.saved_step:
+            kept = (self.state, self.accelerator, self.num_kept, self.adapter)
+            save_checkpoint(self.path, self.step, head, optimizer, *kept)
+            self.saved_step = self.step
+            if self.is_main and self.log_checkpoints:
+                newest = list_checkpoints(self.path)[-1]
+                self.curves.log_checkpoint(newest / "head", self.step, self._told_of(head))
+
+    def _told_of(self, head):
+        """What the head's artifact says of it, beside its lineage."""
+        told = {"family": self.family, "tokens": self.tokens, "loss": self.state["recipe"]["loss"]}
+        return told | asdict(head.config)
+
+    def leave_early(self, stop):
+        """What the script returns when a signal ended it: 128 + its number. The last checkpoint is saved by then."""
+        self.note(
+            f"stopped by signal {stop.requested} after step {self.step}; go on with --config {self.path / 'config.yaml'} --resume"
+        )
+        return 128 + (stop.requested or signal.SIGTERM)
+
+    def finish(self, head):
+        """Write <run>/head; a feature cache in the run folder goes."""
+        if self.is_main:
+            save_final_head(head, self.path, self.adapter)
+            if not self.curves.active:  # an extended run: what wandb.json says is of the head that made way
+                (self.path / PLACE_FILE).unlink(missing_ok=True)
+            self.curves.log_head(self.path / "head", self.step, self._told_of(head))
+            shutil.rmtree(self.path / OWN_FOLDER, ignore_errors=True)
+        self.note(
+            f"done: {self.path / 'head'} after {self.step} steps; next: headstart tree {self.path}, heads.export {self.path}"
+        )

@@ -1,0 +1,255 @@
+"""The frozen target as the trainers see it: packed rows in, features out.
+
+The feature is the last hidden state after the final norm, and for heads that ask for them the residual streams that enter layers.
+Any AutoModelForCausalLM will do whose logits are its lm_head applied to that state and whose attention follows an explicit 4D mask
+and position ids; `FrozenTarget.check` tries it on real rows. On a GPU the attention over them is FlexAttention with a block mask
+where the model can, else SDPA with a mask.
+
+Letters: B rows, T tokens per row, H hidden size, V vocabulary, A residual streams asked for.
+"""
+
+import contextlib
+import inspect
+import sys
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from ...heads.packed_attention import FLEX_DTYPES, FLEX_LEAST_DIM, FLEX_OPTIONS, block_mask
+from ...heads.storage.hub_answer import ask_hub, hub_options
+from ...heads.storage.hub_id import near_folder
+from ..data.packing import block_attention_mask
+from .fused_target import fuse
+from .sharded_target import decoder_layers, is_sharded, load_sharded, wants_sharded_target
+
+
+def load_target(name, device, dtype="auto"):
+    """(model, tokenizer) of a folder or Hub id: frozen, in eval mode. dtype auto: bfloat16 on a GPU, float32 on the CPU.
+
+    Launched with FSDP (configs/accelerate/fsdp2.yaml), the ranks divide it among them (sharded_target.py).
+
+    Raises ValueError, before any weight is read, if there is no such model, and if its weights cannot be read.
+    """
+    folder = Path(name).expanduser()
+    if not folder.is_dir() and (folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1):
+        raise ValueError(
+            f"target {name!r}: there is no such folder{near_folder(name)}; give a model folder or a Hub id like org/name"
+        )
+    source = str(folder) if folder.is_dir() else name
+    try:
+        AutoConfig.from_pretrained(source, **hub_options(source))
+        tokenizer = AutoTokenizer.from_pretrained(source, **hub_options(source))
+    except (OSError, ValueError) as error:
+        hub = None if folder.is_dir() else ask_hub()
+        told = f"{hub.words} did not give it" if hub and hub.why else _first_line(error)
+        raise ValueError(
+            f"target {name!r} is neither a model folder here nor a model on the Hub that can be read{near_folder(name)}: {told}"
+        ) from error
+    if dtype == "auto":
+        dtype = "float32" if device.type == "cpu" else "bfloat16"
+    if wants_sharded_target():
+        return load_sharded(source, getattr(torch, dtype), device), tokenizer
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype), **hub_options(source))
+    except (SafetensorError, RuntimeError, OSError, ValueError) as error:
+        raise ValueError(
+            f"the weights of the target {name!r} cannot be read: {_first_line(error)}; a file may be cut, damaged or "
+            "missing: copy or download the model again"
+        ) from error
+    return model.to(device).eval().requires_grad_(False), tokenizer
+
+
+def _first_line(error):
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+class FrozenTarget:
+    """Features and laws of a loaded model.
+
+    model: *ForCausalLM. Raises ValueError if its parts are not those this file needs.
+    """
+
+    def __init__(self, model):
+        self.model = model
+        self.decoder = model.get_decoder()
+        self.lm_head = model.get_output_embeddings()
+        kind = type(model).__name__
+        if not isinstance(self.lm_head, nn.Linear):
+            raise ValueError(f"the target {kind} has no lm_head that is a torch.nn.Linear, got {self.lm_head!r}")
+        takes = inspect.signature(self.decoder.forward).parameters
+        missing = [name for name in ("attention_mask", "position_ids") if name not in takes]
+        if missing:
+            raise ValueError(
+                f"{type(self.decoder).__name__}.forward takes no {' and no '.join(missing)}: packed rows cannot be kept "
+                "apart in this target; a model with rotary or learned positions can be trained on"
+            )
+        if self.lm_head.weight.is_cuda:
+            fuse(model)
+
+    def check_row_length(self, row_length):
+        """The most positions this target takes; ValueError if a row is longer."""
+        longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+        if row_length > longest:
+            raise ValueError(f"row_length {row_length} is more than the target's {longest} positions: lower it")
+        return longest
+
+    def initialize(self, head):
+        """Start `head` from this target. Raises ValueError where it cannot share the target's lm_head."""
+        if head.config.shared_lm_head and self.lm_head.bias is not None:
+            raise ValueError(
+                "the target's lm_head has a bias, which shared heads cannot use: set shared_lm_head to false"
+            )
+        head.initialize_from_target(self.lm_head.weight)
+
+    def layer_config(self, kind, **changes):
+        """The config (`kind`: of an EAGLE family) of a head whose layer is shaped as this target's are.
+
+        changes: fields that shall be otherwise. Raises ValueError for a target with layers of another kind than Llama's.
+        """
+        try:
+            return kind.for_target(self.model.config, **changes)
+        except AttributeError as error:
+            raise ValueError(
+                f"the layer of such a head is shaped as the target's, and a {self.model.config.model_type} target's config says no "
+                f"{error.name}: take a target of the Llama kind, or train Medusa heads"
+            ) from error
+
+    @property
+    def is_sharded(self):
+        """Do the ranks hold a part of it each? Then every pass is one that all of them make."""
+        return is_sharded(self.model)
+
+    @property
+    def vocab_size(self):
+        return self.lm_head.weight.shape[0]
+
+    @property
+    def hidden_size(self):
+        return self.lm_head.weight.shape[1]
+
+    @property
+    def num_layers(self):
+        return self.model.config.get_text_config().num_hidden_layers
+
+    @property
+    def dtype(self):
+        return self.lm_head.weight.dtype
+
+    @property
+    def embedding(self):
+        """The table of input embeddings [V, H]."""
+        return self.model.get_input_embeddings().weight
+
+    @torch.no_grad()
+    def features(self, input_ids, position_ids, document_ids, layers=()):
+        """What `forward` returns, without a graph."""
+        return self.forward(input_ids, position_ids, document_ids, layers)
+
+    def forward(self, input_ids, position_ids, document_ids, layers=()):
+        """[B, T] each (document -1 on padding) -> [B, T, (1 + A) H]; documents of a row do not see each other.
+
+        The last hidden state after the final norm, then the residual streams of `layers` (A ids, low to high), side by side: id k
+        is the stream that enters layer k, counted from 0, and the number of layers is the one behind the last, before the
+        norm. Raises ValueError for layers that this target does not have.
+        """
+        with contextlib.ExitStack() as hooks:
+            streams = self._record_streams(layers, hooks) if layers else {}
+            attention = self._keep_apart(document_ids, hooks)
+            last = self.decoder(
+                input_ids=input_ids, position_ids=position_ids, use_cache=False, **attention
+            ).last_hidden_state
+        return torch.cat([last, *(streams[k] for k in layers)], -1) if layers else last
+
+    def check_layers(self, layers):
+        """The decoder's layers, if those whose streams are asked for are among them; else ValueError."""
+        count = self.num_layers
+        stack = decoder_layers(self.decoder, count)
+        if any(not 0 <= k <= count for k in layers) or list(layers) != sorted(set(layers)):
+            raise ValueError(
+                f"layer ids must rise from 0 (the stream that enters the first layer) to at most {count} (behind the last layer of "
+                f"this target), got {list(layers)}"
+            )
+        return stack
+
+    def _record_streams(self, layers, hooks):
+        """{layer id: stream [B, T, H]}, filled by the next pass of the decoder; the hooks go when `hooks` closes."""
+        stack, streams = self.check_layers(layers), {}
+
+        def entering(k):
+            def record(module, given, named):
+                streams[k] = given[0] if given else named["hidden_states"]
+
+            return record
+
+        def leaving(module, given, output):
+            # Behind the last layer and not hidden_states[-1] of the library, which is behind the norm.
+            streams[len(stack)] = output[0] if isinstance(output, tuple) else output
+
+        for k in layers:
+            if k < len(stack):
+                handle = stack[k].register_forward_pre_hook(entering(k), with_kwargs=True)
+            else:
+                handle = stack[-1].register_forward_hook(leaving)
+            hooks.callback(handle.remove)
+        return streams
+
+    def _keep_apart(self, document_ids, hooks):
+        """What the decoder is told so that documents do not see each other, until `hooks` closes."""
+        if not self._takes_flex_attention(document_ids.device):
+            return {"attention_mask": self._additive_mask(document_ids)}
+        before = self.model.config._attn_implementation
+        self.model.set_attn_implementation("flex_attention")
+        hooks.callback(self.model.set_attn_implementation, before)
+        return {"attention_mask": block_mask(document_ids), "kernel_options": FLEX_OPTIONS}
+
+    def _takes_flex_attention(self, device):
+        """Whether packed rows go through FlexAttention, which reads no [B, 1, T, T] mask and skips what lies between documents.
+
+        Not with gradients: what checkpointing computes again would no longer find it.
+        """
+        config = self.model.config.get_text_config()
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        passed_on = any(p.kind == p.VAR_KEYWORD for p in inspect.signature(self.decoder.forward).parameters.values())
+        fits = head_dim >= FLEX_LEAST_DIM and self.dtype in FLEX_DTYPES and passed_on
+        return device.type == "cuda" and self.model._supports_flex_attn and fits and not torch.is_grad_enabled()
+
+    def _additive_mask(self, document_ids):
+        # Additive and finite: eager attention adds whatever it is given, and a padded row of -inf would turn into NaN.
+        allowed = block_attention_mask(document_ids)  # [B, 1, T, T]
+        mask = torch.zeros(allowed.shape, dtype=self.dtype, device=allowed.device)
+        return mask.masked_fill_(~allowed, torch.finfo(self.dtype).min)
+
+    @torch.no_grad()
+    def check(self, input_ids, position_ids, document_ids):
+        """Raise ValueError unless the features of one packed row [1, T] are all there is to the target's law.
+
+        The last document of the row, packed, must give what the plain model gives on that text alone, and lm_head of the
+        features must be the logits: that finds scaled or capped logits, ignored masks and sliding windows.
+        """
+        packed = self.features(input_ids, position_ids, document_ids)[0]
+        last = document_ids[0][document_ids[0] >= 0][-1]
+        inside = (document_ids[0] == last).nonzero()[:, 0]
+        text = input_ids[:, inside]
+        logits = self.model(input_ids=text, use_cache=False).logits[0].float()
+        alone = self.decoder(input_ids=text, use_cache=False).last_hidden_state[0]
+        kind = type(self.model).__name__
+        scale = logits.abs().max().item()
+        through_head = (self.lm_head(alone).float() - logits).abs().max().item()
+        exact = 1e-4 if self.dtype == torch.float32 else 2e-2
+        if not through_head <= exact * scale:
+            raise ValueError(
+                f"the logits of {kind} are not lm_head(last hidden state): they differ by {through_head:.3g} at a scale of "
+                f"{scale:.3g}. Targets that scale or cap their logits are not supported"
+            )
+        # Packed and alone take other reduction orders, so single values may differ in half precision: compare the means.
+        difference = (self.lm_head(packed[inside]).float() - logits).abs().mean().item()
+        loose = 1e-3 if self.dtype == torch.float32 else 5e-2
+        if not difference <= loose * logits.abs().mean().item():
+            raise ValueError(
+                f"{kind} gives other features for a document in a packed row than alone (mean difference of the logits "
+                f"{difference:.3g}, their mean size {logits.abs().mean().item():.3g}): it does not follow the 4D attention "
+                f"mask or the position ids, or its sliding window is shorter than the document's {len(inside)} tokens"
+            )

@@ -1,0 +1,133 @@
+"""A LoRA adapter on the target, trained beside a head (Medusa-2): through peft, on the loaded model, whose own weights stay frozen.
+
+    adapter = TargetAdapter(target, rank=32, alpha=16)
+    target.forward(...)            # of the adapted target, with a graph
+    with adapter.disabled(): ...   # the frozen target, bit by bit
+    with adapter.merged(): ...     # the target as it will be served: the adapter in the weights, rounded to their dtype
+
+A and B are fp32 whatever the target's dtype. B starts at zero, so the adapted target starts as the frozen one. It does not: adapt
+lm_head or the embedding (heads share them), quantise the target, train biases.
+"""
+
+import contextlib
+import shutil
+from dataclasses import replace
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from ...heads.checkpoint import failing_as_oserror, read_tensors, staged_folder, write_head
+from ...heads.families import native_format
+from ...inference.models.adapter import CONFIG_FILE, FOLDER, WEIGHTS_FILE, fingerprint
+
+ALL_LINEAR = "all-linear"
+
+
+class TargetAdapter:
+    """LoRA layers put into the model of a FrozenTarget, which from then on computes as the adapted one.
+
+    rank, alpha, dropout: LoRA's; modules: names of the layers to adapt, by commas, or "all-linear", which leaves out lm_head.
+    An engine that shares the model's weights must have been built before. Raises ValueError for names that fit no layer.
+    """
+
+    def __init__(self, target, rank, alpha, dropout=0.0, modules=ALL_LINEAR):
+        from peft import LoraConfig, get_peft_model
+        from peft.tuners.lora import LoraLayer
+
+        if target.is_sharded:
+            raise ValueError(
+                "an adapter is trained on a target that every GPU holds whole: launch with configs/accelerate/ddp.yaml"
+            )
+        names = [name.strip() for name in modules.split(",") if name.strip()]
+        shared = (target.model.get_output_embeddings(), target.model.get_input_embeddings())
+        config = LoraConfig(
+            r=rank,
+            lora_alpha=alpha,
+            lora_dropout=dropout,
+            target_modules=ALL_LINEAR if names == [ALL_LINEAR] else names,
+            task_type="CAUSAL_LM",
+        )
+        try:
+            self.peft_model = get_peft_model(target.model, config)
+        except ValueError as error:
+            raise ValueError(
+                f"lora_targets {modules!r} fit no layer of the target that can be adapted: {error}"
+            ) from error
+        if (target.model.get_output_embeddings(), target.model.get_input_embeddings()) != shared:
+            raise ValueError(
+                f"lora_targets {modules!r} name the lm_head or the embedding, which stay as they are: leave them out"
+            )
+        self.layers = [module for module in target.model.modules() if isinstance(module, LoraLayer)]
+        # A container of its own, so that what trains heads (optimizer, norms, sums over ranks) trains these weights alike.
+        self.weights = nn.ParameterList(p for p in target.model.parameters() if p.requires_grad)
+        target.model.eval()
+        for layer in self.layers:
+            layer.lora_dropout.train()  # peft's dropout is used in the training's passes alone: measuring merges
+
+    @property
+    def num_parameters(self):
+        return sum(weight.numel() for weight in self.weights)
+
+    @contextlib.contextmanager
+    def disabled(self):
+        """Inside, the model is the frozen target."""
+        for layer in self.layers:
+            layer.enable_adapters(False)
+        try:
+            yield
+        finally:
+            for layer in self.layers:
+                layer.enable_adapters(True)
+
+    @contextlib.contextmanager
+    @torch.no_grad()
+    def merged(self):
+        """Inside, the target's own weights hold the adapter, for the model and for an engine that shares them; no training there.
+
+        The frozen weights wait in the host's memory and come back as they were, bit by bit: nothing is subtracted.
+        """
+        kept = []
+        try:
+            with self.disabled():
+                for layer in self.layers:
+                    weight, delta = layer.get_base_layer().weight, layer.get_delta_weight("default")
+                    kept.append((weight, weight.to("cpu", copy=True)))
+                    weight.copy_(weight.to(torch.promote_types(weight.dtype, delta.dtype)) + delta)
+                yield
+        finally:
+            for weight, frozen in kept:
+                weight.copy_(frozen)
+
+    # --- files, in peft's format ---
+
+    def save(self, folder):
+        """Write adapter_config.json and adapter_model.safetensors into a new `folder`, whole or not at all."""
+        from peft import get_peft_model_state_dict
+
+        with staged_folder(folder) as staging:
+            config = replace(self.peft_model.peft_config["default"], inference_mode=True)
+            config.target_modules = sorted(config.target_modules)  # a set has another order in every process
+            config.save_pretrained(staging)
+            path = staging / WEIGHTS_FILE
+            state = get_peft_model_state_dict(self.peft_model, save_embedding_layers=False)
+            with failing_as_oserror(path):
+                save_file({name: t.detach().cpu().contiguous() for name, t in state.items()}, path, {"format": "pt"})
+            shutil.copymode(staging / CONFIG_FILE, path)
+
+    def load(self, folder):
+        """Take the weights of a saved adapter of the same shape, in place."""
+        from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+        tensors = read_tensors(folder / WEIGHTS_FILE)
+        own = get_peft_model_state_dict(self.peft_model, save_embedding_layers=False)
+        if {name: t.shape for name, t in tensors.items()} != {name: t.shape for name, t in own.items()}:
+            raise ValueError(f"{folder} holds an adapter of other layers or another rank than this run's")
+        set_peft_model_state_dict(self.peft_model, tensors)
+
+    def save_head(self, head, folder):
+        """Write the head into a new `folder` with the adapter beside its weights, and have its config name the adapter."""
+        with staged_folder(folder) as staging:
+            self.save(staging / FOLDER)
+            head.config = replace(head.config, adapter=fingerprint(staging / FOLDER))
+            write_head(head, staging, native_format(head))
