@@ -5,10 +5,10 @@ A file of commands/ holds EXAMPLE, on request DETAILS, `add_options(parser)`, an
 """
 
 import argparse
-import os
 import sys
 from importlib import import_module
 
+from headstart.heads.storage.user_errors import exit_status
 from headstart.inference.arguments import add_command, plain_warnings
 from headstart.train.data import regenerate_options
 
@@ -50,16 +50,7 @@ def main(argv=None):
     if not hasattr(arguments, "run"):
         parser.print_help()
         return 0
-    try:
-        return arguments.run(arguments) or 0
-    except BrokenPipeError:
-        os._exit(0)  # the reader of our output left: nothing more to say
-    except (ValueError, OSError) as error:
-        print(f"{_name(arguments)}: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(f"{_name(arguments)}: interrupted", file=sys.stderr)
-        return 130
+    return exit_status(_name(arguments), lambda: arguments.run(arguments))
 
 
 def _name(arguments):

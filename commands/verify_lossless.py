@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ..heads.storage.atomic_write import check_writable
+from ..heads.storage.atomic_write import check_writable, write_json
 from ..inference.arguments import (
     add_model,
     add_speculation,
@@ -35,8 +35,6 @@ def add_options(parser):
 
 
 def run(arguments):
-    import json
-
     from ..evaluation.lossless import as_rows, verdict, verify_lossless
     from ..inference.engine.sampling import SamplingParams
     from ..inference.llm import LLM
@@ -96,5 +94,5 @@ def run(arguments):
     passed, sentence = verdict(checks, arguments.verifier)
     print(sentence)
     if arguments.output:
-        Path(arguments.output).write_text(json.dumps({"lossless": passed, "checks": as_rows(checks)}, indent=1) + "\n")
+        write_json(arguments.output, {"lossless": passed, "checks": as_rows(checks)}, indent=1)
     return 0 if passed else 1

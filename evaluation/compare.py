@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from ..heads.storage.atomic_write import write_whole
+from ..heads.storage.atomic_write import write_json
 from ..inference.engine.sampling import SamplingParams
 from ..inference.llm import LLM
 from ..inference.speculation.tree import MAX_NODES, build_static_tree, load_tree, save_tree
@@ -167,5 +167,5 @@ def save_comparison(rows, path, device, dtype, command):
     }
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(content, indent=1) + "\n")
+    write_json(path, content, indent=1)
     return content

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from ..heads.storage.atomic_write import check_writable, write_whole
+from ..heads.storage.atomic_write import check_writable, write_json
 from .compare import hardware_name
 
 RESULTS = Path("benchmarks") / "results"
@@ -69,7 +69,7 @@ class Report:
         content = self.head | {"facts": self.facts, "rows": self.rows}
         print()
         if self.path is not None:
-            write_whole(self.path, json.dumps(content, indent=1) + "\n")
+            write_json(self.path, content, indent=1)
             print(f"written to {self.path}")
         print(json.dumps(content), flush=True)
         return content

@@ -7,14 +7,9 @@
 The files with the tensors are heads/storage/weight_files.py's. Does not know optimisers, engines or cards.
 """
 
-import errno
 import json
-import os
 import re
-import secrets
-import shutil
 import warnings
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from unicodedata import category
@@ -36,6 +31,7 @@ from .families import (
     without_prefix,
 )
 from .formats import medusa as medusa_format
+from .storage.atomic_write import staged_folder
 from .storage.hub_answer import ask_hub
 from .storage.hub_id import check_may_be_id, near_folder, split_revision
 from .storage.reading import assume
@@ -44,53 +40,6 @@ from .storage.weight_files import failing_as_oserror, find_weights, list_files, 
 
 MAX_SHARD_SIZE = 5 * 10**9  # bytes
 TREE_FILE = "tree.json"  # the draft tree measured for a head may lie beside it
-
-
-@contextmanager
-def staged_folder(folder):
-    """A temporary sibling of `folder` to write into; it becomes `folder` when the block ends well, else it vanishes.
-
-    Raises ValueError if `folder` already holds something, OSError naming `folder` if it cannot be written.
-    """
-    folder = Path(folder).resolve()
-    check_is_free(folder)
-    staging = folder.parent / f".{folder.name}.partial-{secrets.token_hex(4)}"
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        staging.mkdir()
-        yield staging
-        for path in (*staging.iterdir(), staging):
-            _flush(path)
-        os.replace(staging, folder)
-        _flush(folder.parent)
-    except OSError as error:
-        raise OSError(
-            error.errno or errno.EIO, f"cannot write {folder} ({error.strerror or error}); nothing half-written is left"
-        ) from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-
-
-def check_is_free(folder):
-    """ValueError unless `folder` is absent, or an empty folder that another can take the place of."""
-    folder = Path(folder)
-    if folder.is_dir():
-        if folder.samefile(Path.cwd()) or os.path.ismount(folder):
-            where = "a mount point" if os.path.ismount(folder) else "the folder you are in"
-            raise ValueError(f"{folder} is {where}, which a finished folder cannot replace: name a new one inside it")
-        inside = sorted(path.name for path in folder.iterdir())
-        if inside:
-            raise ValueError(f"{folder} already holds {inside[0]}{', ...' * (len(inside) > 1)}: name a new folder")
-    elif folder.exists() or folder.is_symlink():
-        raise ValueError(f"{folder} is a file: name a new folder")
-
-
-def _flush(path):
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def save_head(

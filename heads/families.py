@@ -16,7 +16,7 @@ from .formats import (
 from .medusa import Medusa
 from .mlp_speculator import MLPSpeculator
 from .storage.reading import listed
-from .storage.tensor_checks import list_names
+from .storage.user_errors import list_names
 
 # Name as users read it -> the module's class and its formats; in the order in which a file is tried.
 FAMILIES = {

@@ -22,9 +22,11 @@ from pathlib import Path
 from huggingface_hub.utils import validate_repo_id
 from torch import nn
 
-from ..heads.checkpoint import check_head_fits, check_is_free, read_head, resolve_head, staged_folder, write_head
+from ..heads.checkpoint import check_head_fits, read_head, resolve_head, write_head
 from ..heads.families import FORMATS, check_format, family_of
+from ..heads.storage.atomic_write import check_is_free, staged_folder
 from ..heads.storage.hub_answer import hub_options
+from ..heads.storage.user_errors import exit_status
 from ..inference.arguments import choose_threads_for, plain_warnings
 from ..inference.models.adapter import find_adapter_of, has_adapter, read_adapter
 from ..inference.models.decoder import check_supported
@@ -85,7 +87,7 @@ examples
   heads.export runs/medusa2 --format medusa --output exports/medusa2 --merge-adapter exports/medusa2-target
       heads trained together with an adapter of their target: adapter/ goes along, and the target is also written merged
 
-Nothing is overwritten: --output must be a new or an empty folder. Exit status: 0 done, 1 it could not be done, 2 usage.
+Nothing is overwritten: --output must be a new or an empty folder. Exit status: 0 done, 2 it could not be done.
 """
 
 
@@ -146,16 +148,10 @@ def main(argv=None):
         parser.error(f"{given[0]} belongs to --push-to-hub")
     if args.prompts and args.measure is None:
         parser.error("--prompts belongs to --measure")
-    try:
-        with ending_cleanly("heads.export"):
-            _export(args, options)
-    except (ValueError, OSError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        print(f"heads.export: {' '.join(str(reason).split())}", file=sys.stderr)
-        return 1
-    return 0
+    return exit_status("heads.export", lambda: _export(args, options))
 
 
+@ending_cleanly("heads.export")
 def _export(args, options):
     check_license(args.license)
     output = Path(args.output).resolve()

@@ -14,7 +14,8 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HTTPError
 from safetensors.torch import save_file
 
-from ..heads.checkpoint import check_is_free, failing_as_oserror, read_tensors, staged_folder
+from ..heads.checkpoint import failing_as_oserror, read_tensors
+from ..heads.storage.atomic_write import check_is_free, staged_folder
 from ..heads.storage.hub_answer import ask_hub
 from ..inference.models.adapter import (
     CONFIG_FILE,

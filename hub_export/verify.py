@@ -23,6 +23,7 @@ from ..heads.checkpoint import TREE_FILE, read_config
 from ..heads.families import WEIGHT_FILES
 from ..heads.storage.hub_answer import ask_hub
 from ..heads.storage.hub_id import check_may_be_id, split_revision
+from ..heads.storage.user_errors import exit_status
 from ..inference.models import adapter
 from ..inference.models.decoder import check_supported
 from ..inference.models.target_source import target_config
@@ -43,7 +44,7 @@ examples
   heads.export verify exports/first --model you/target --prompts runs/first/heldout.jsonl
       for figures that a training run measured, whose prompts do not come along: heldout.jsonl of the run, else of its target
 
-Exit status: 0 it is what it says, 1 it is not or it could not be checked, 2 usage.
+Exit status: 0 it is what it says, 1 it is not, 2 it could not be checked.
 """
 OK, FAILED, SKIPPED = "ok", "FAILED", "not checked"
 
@@ -74,12 +75,13 @@ def main(argv):
     args = parser.parse_args(argv)
     if args.prompts and not args.model:
         parser.error("--prompts belongs to --model")
-    try:
-        with ending_cleanly("heads.export verify"):
-            checks = verify(args.export, args.model, args.prompts, args.device, args.dtype)
-    except (ValueError, OSError) as error:
-        print(f"heads.export verify: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
+    return exit_status("heads.export verify", lambda: _verify(args))
+
+
+def _verify(args):
+    """Check, and say each check and the verdict.  Returns 1 if one failed."""
+    with ending_cleanly("heads.export verify"):
+        checks = verify(args.export, args.model, args.prompts, args.device, args.dtype)
     for check in checks:
         say(f"{check.state:11}  {check.name}: {check.evidence}")
     failed = [check.name for check in checks if check.state == FAILED]

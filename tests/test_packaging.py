@@ -38,15 +38,15 @@ STRANGERS = ({"train", "hub_export"},)  # on one floor, and neither imports the 
 PUBLIC = {
     "heads": "checkpoint draft_vocabulary eagle eagle3 families layers medusa mlp_speculator packed_attention",
     "heads/formats": "eagle eagle3 layer medusa mlp_speculator",
-    "heads/storage": "atomic_write hub_answer hub_id keywords reading tensor_checks weight_files",
+    "heads/storage": "atomic_write hub_answer hub_id keywords reading tensor_checks user_errors weight_files",
     "inference/models": "adapter checkpoint_files decoder draft_weights memory target_source weights",
-    "inference/speculation": "adaptive draw_children draw_nodes options tree verify",
+    "inference/speculation": "adaptive drawings draw_nodes options tree verify",
     "inference/speculation/drafters": "draft_model eagle medusa mlp_speculator ngram sequential",
     "inference/engine": "engine logprobs metrics request sampling stopping",
     "inference": "arguments llm open_batch prompt_files threads",
     "evaluation": "acceptance charts compare lossless tree_choice tree_measurement tree_text",
     "train": "regenerate",
-    "train/data": "chat_endpoint conversations dialogue encoding engine_answers generated_text held_out lookahead packing "
+    "train/data": "chat_endpoint conversations dialogue encoding engine_answers generated_text held_out packing "
     "part_files regenerate_options rows",
     "train/loss": "distillation joint losses predictions",
     "train/report": "dashboard page report workspace",

@@ -14,7 +14,6 @@ Every rank knows all rows and their order, so label counts need no communication
 optimiser step. It does not: train the embedding or the lm_head, which are the target's; mix data sets.
 """
 
-import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,10 +23,10 @@ from tqdm import tqdm
 from headstart.heads.eagle import Eagle, EagleConfig
 from headstart.train.data.conversations import load_conversations
 from headstart.train.data.held_out import choose_held_out
-from headstart.train.data.lookahead import deal_rows, look_ahead
 from headstart.train.data.rows import (
     build_rows,
     choose_documents,
+    deal_rows,
     describe_non_finite,
     fingerprint,
     row_of_many_documents,
@@ -38,11 +37,11 @@ from headstart.train.loss.distillation import Objective, accumulate_gradients, f
 from headstart.train.loss.losses import Loss
 from headstart.train.loss.predictions import eagle_predictions
 from headstart.train.run.acceptance import AcceptanceMeter
-from headstart.train.run.optimization import NonFiniteLoss, build_optimizer, finish_step
+from headstart.train.run.optimization import build_optimizer, finish_step
 from headstart.train.run.recipe import key, parse_recipe
 from headstart.train.run.run_folder import RunFolder, start_processes
 from headstart.train.run.run_recipe import CHANGEABLE, RunRecipe, is_due
-from headstart.train.run.stopping import StopSignals, leave_group, leave_with_launcher
+from headstart.train.run.stopping import StopSignals, run_script
 from headstart.train.run.tracking import Speedometer
 from headstart.train.teacher.feature_cache import cache_features
 from headstart.train.teacher.features import FrozenTarget, load_target
@@ -166,7 +165,7 @@ def main(argv):
             return *parts, cache.rows(index, device) if cache else target.features(*parts[:3])
 
         order = deal_rows(range(run.step, num_steps), len(labels_per_row), recipe, accelerator)
-        batches = look_ahead(make_ready, order, device)
+        batches = ((index, *make_ready(index)) for index in order)
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=run.precision == "bf16")
         tokens_per_row = (packed.document_ids >= 0).sum(1).numpy()  # [R]
         objective = recipe.objective.at(run.rates)
@@ -224,11 +223,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    leave_with_launcher()
-    try:
-        status = main(sys.argv[1:])
-        leave_group()
-    except (ValueError, OSError, NonFiniteLoss) as error:
-        print(f"error: {error}", file=sys.stderr)
-        status = 1
-    sys.exit(status)
+    run_script(main)

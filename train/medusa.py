@@ -15,7 +15,6 @@ Every rank knows all rows and their order, so label counts need no communication
 optimiser step. It does not: mix several data sets.
 """
 
-import sys
 from dataclasses import dataclass, fields
 
 import torch
@@ -26,10 +25,10 @@ from headstart.heads.families import family_of
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.train.data.conversations import load_conversations
 from headstart.train.data.held_out import choose_held_out
-from headstart.train.data.lookahead import deal_rows, look_ahead
 from headstart.train.data.rows import (
     build_rows,
     choose_documents,
+    deal_rows,
     describe_non_finite,
     fingerprint,
     row_of_many_documents,
@@ -47,11 +46,11 @@ from headstart.train.loss.joint import (
 from headstart.train.loss.losses import Loss
 from headstart.train.loss.predictions import medusa_predictions
 from headstart.train.run.acceptance import AcceptanceMeter
-from headstart.train.run.optimization import NonFiniteLoss, build_optimizer, finish_step
+from headstart.train.run.optimization import build_optimizer, finish_step
 from headstart.train.run.recipe import key, parse_recipe
 from headstart.train.run.run_folder import RunFolder, start_processes
 from headstart.train.run.run_recipe import CHANGEABLE, RunRecipe, is_due
-from headstart.train.run.stopping import StopSignals, leave_group, leave_with_launcher
+from headstart.train.run.stopping import StopSignals, run_script
 from headstart.train.run.tracking import Speedometer
 from headstart.train.teacher.feature_cache import cache_features
 from headstart.train.teacher.features import FrozenTarget, load_target
@@ -217,7 +216,7 @@ def main(argv):
             return *parts, cache.rows(index, device) if cache else target.features(*parts[:3])
 
         order = deal_rows(range(run.step, num_steps), len(labels_per_row), recipe, accelerator)
-        batches = look_ahead(make_ready, order, device)
+        batches = ((index, *make_ready(index)) for index in order)
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=run.precision == "bf16")
         tokens_per_row = (packed.document_ids >= 0).sum(1).numpy()  # [R]
         objective = recipe.objective.at(run.rates)
@@ -275,11 +274,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    leave_with_launcher()
-    try:
-        status = main(sys.argv[1:])
-        leave_group()
-    except (ValueError, OSError, NonFiniteLoss) as error:
-        print(f"error: {error}", file=sys.stderr)
-        status = 1
-    sys.exit(status)
+    run_script(main)

@@ -25,7 +25,7 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 import headstart
-from headstart.heads.storage.atomic_write import check_writable
+from headstart.heads.storage.atomic_write import check_writable, write_json
 from headstart.inference.engine.sampling import SamplingParams
 from headstart.inference.models.target_source import named_dtype
 from headstart.train.data.chat_endpoint import ChatEndpoint, EndpointUnavailable, answer_by_endpoint, completions_url
@@ -35,8 +35,7 @@ from headstart.train.data.engine_answers import answer_by_engine, build_engine, 
 from headstart.train.data.part_files import PartFiles, differences, forget_parts
 from headstart.train.data.regenerate_options import DETAILS, EXAMPLES, SUMMARY, add_options
 from headstart.train.run.run_folder import patient_processes
-from headstart.train.run.stopping import StopSignals, leave_group, leave_with_launcher
-from headstart.train.run.tracking import write_json
+from headstart.train.run.stopping import StopSignals, run_script
 
 # So many refusals, and not one answer yet, are not the conversations' fault.
 MOST_REFUSED = 8
@@ -284,11 +283,4 @@ def explain(counts, records):
 
 
 if __name__ == "__main__":
-    leave_with_launcher()
-    try:
-        status = main(sys.argv[1:])
-        leave_group()
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        status = 1
-    sys.exit(status)
+    run_script(main)

@@ -29,6 +29,7 @@ from transformers.utils import logging as transformers_logging
 
 from headstart.assets.make.target_card import write_card
 from headstart.assets.make.target_corpus import CHAT_TEMPLATE, SPECIAL_TOKENS, Corpus, HeldOut, build_corpus
+from headstart.heads.storage.user_errors import exit_status
 from headstart.train.data.packing import PackedRows, block_attention_mask
 from headstart.train.data.stdlib_pairs import Pair
 from headstart.train.run.muon import Muon
@@ -356,7 +357,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    sys.exit(exit_status("make_stdlib_coder.py", main))

@@ -2,14 +2,9 @@
 
 import torch
 
+from .user_errors import list_names
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of weights
-
-
-def list_names(names, most=8):
-    """The first few of many names, for error messages."""
-    names = sorted(names)
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more if names else "no tensors"
 
 
 def check_names(expected, found):

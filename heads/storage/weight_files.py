@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from ..families import INDEX_SUFFIX, SHARDED_FILES, WEIGHT_FILES
-from .tensor_checks import list_names
+from .user_errors import list_names
 
 
 def find_weights(folder):

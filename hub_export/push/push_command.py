@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from ...heads.checkpoint import find_head, read_config
+from ...heads.storage.user_errors import exit_status
 from ...inference.models.adapter import MERGED_KEY
 from ..tracked_run import tell_tracked_run
 from .push import WEIGHTS, PushOptions, check_can_push, push_folder
@@ -18,7 +19,7 @@ examples
       what would be sent, what is there already; nothing is changed
   heads.export push exports/first you/first --revision bf16 --collection "Heads for my target"
 
-Log in first (`hf auth login`) or set HF_TOKEN. Exit status: 0 done, 1 it could not be done, 2 usage.
+Log in first (`hf auth login`) or set HF_TOKEN. Exit status: 0 done, 2 it could not be done.
 """
 
 
@@ -37,15 +38,13 @@ def main(argv):
     )
     add_push_options(parser)
     args = parser.parse_args(argv)
-    try:
-        folder = Path(args.folder).resolve()
-        check_is_export(folder)
-        options = push_options(args)
-        push(folder, check_can_push(args.repo, folder.name, options), options)
-    except (ValueError, OSError) as error:
-        print(f"heads.export push: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
-    return 0
+    return exit_status("heads.export push", lambda: _push(args))
+
+
+def _push(args):
+    folder, options = Path(args.folder).resolve(), push_options(args)
+    check_is_export(folder)
+    push(folder, check_can_push(args.repo, folder.name, options), options)
 
 
 def add_push_options(parser):

@@ -108,18 +108,11 @@ def path_tokens(tokens, tree):
     return torch.where(on_path, found, -1).flatten(0, 1)
 
 
-def filtered_scores(batch, logits, filters, slots, path):
-    """Scores of rows whose softmax is the law they are drawn from (temperature 0: whose best token is drawn).
-
-    logits [M, V]; path [M, D]: path_tokens, None where there is no tree  ->  fp32 [M, V]
-    """
-    scores, temperature, kept = _of_nodes(batch, logits, filters, slots, path, slice(0, len(logits)))
-    return scale(scores, temperature) if kept is None else kept_scores(kept)
-
-
 def draft_scores(batch, filters, slots, max_depth, logits, depths):
-    """The same for drafts of K nodes at depths [K], all below max_depth.  logits [K, B, V] -> fp32 [K, B, V], temperature to draw
-    with [B], the Kept [K B] on a GPU
+    """Scores of drafts whose softmax is the law they are drawn from (temperature 0: whose best token is drawn).
+
+    Of K nodes at depths [K], all below max_depth: logits [K, B, V] -> fp32 [K, B, V], temperature to draw with [B], the Kept [K B]
+    on a GPU.
 
     The output counts up to the root: what the draft itself says on its way is not looked at.
     """

@@ -27,7 +27,7 @@ from ...heads.checkpoint import find_weights, read_tensors, resolve_head
 from ...heads.medusa import Medusa
 from ...heads.storage.hub_answer import ask_hub
 from ...heads.storage.hub_id import near_folder, split_revision
-from .checkpoint_files import first_few
+from ...heads.storage.user_errors import list_names
 
 # peft's names of its two files, and ours of the folder of an adapter within a head's.
 CONFIG_FILE, WEIGHTS_FILE, FOLDER = "adapter_config.json", "adapter_model.safetensors", "adapter"
@@ -81,7 +81,7 @@ class Adapter:
             if name in shapes and tuple(shapes[name]) != expected:
                 wrong.append(f"{name} is {list(shapes[name])} in the target and {list(expected)} in the adapter")
         if missing or wrong:
-            absent = [f"the target has no {first_few(missing)}"] if missing else []
+            absent = [f"the target has no {list_names(missing)}"] if missing else []
             raise ValueError(
                 f"the adapter {self.folder} (made for {self.base or 'a target it does not name'}) does not fit this target: "
                 f"{'; '.join(absent + wrong[:3])}"
@@ -111,7 +111,7 @@ def read_adapter(source):
     strange = [name for name in tensors if not name.startswith(_PREFIX) or not name.endswith((_A, _B))]
     alone = [name for name in sorted(names) if not {name + _A, name + _B} <= tensors.keys()]
     if strange or alone or not tensors:
-        problem = f"it holds {first_few(strange)}" if strange else f"one of A and B is missing of {first_few(alone)}"
+        problem = f"it holds {list_names(strange)}" if strange else f"one of A and B is missing of {list_names(alone)}"
         raise ValueError(
             f"{folder / WEIGHTS_FILE} holds no plain LoRA: {problem if tensors else 'it holds no tensors'}"
         )

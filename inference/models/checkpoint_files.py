@@ -14,6 +14,7 @@ from huggingface_hub.errors import EntryNotFoundError, HTTPError, LocalEntryNotF
 from safetensors import SafetensorError, safe_open
 
 from ...heads.storage.hub_answer import ask_hub
+from ...heads.storage.user_errors import list_names
 
 BLOCK, NUM_BLOCKS = 4096, 64  # bytes of a file that a checksum reads at once, and how often
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -34,7 +35,7 @@ def find_files(folder_or_id, revision=None):
         names = read_index(index)
         if missing := [name for name in names if not (folder / name).is_file()]:
             raise ValueError(
-                f"{folder} lacks {first_few(missing)}, which its {INDEX_FILE} names: copy or download it again"
+                f"{folder} lacks {list_names(missing)}, which its {INDEX_FILE} names: copy or download it again"
             )
         return [folder / name for name in names]
     if folder.exists():
@@ -77,7 +78,7 @@ def _no_safetensors(model, names):
     if not others:
         return f"{model} holds no weights: {expected}"
     return (
-        f"{model} holds its weights as {first_few(others)}, which the engine does not read ({expected}). Convert once with "
+        f"{model} holds its weights as {list_names(others)}, which the engine does not read ({expected}). Convert once with "
         f'transformers: AutoModelForCausalLM.from_pretrained("{model}", dtype="auto").save_pretrained("NEW_FOLDER"), and copy '
         "the tokenizer's files along"
     )
@@ -143,9 +144,3 @@ def open_file(path):
         return safe_open(path, framework="pt", device="cpu")
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged ({error}); copy or download it again") from None
-
-
-def first_few(names, most=5):
-    """The first few of a list of words, and how many more there are."""
-    rest = len(names) - most
-    return ", ".join(map(str, names[:most])) + (f" and {rest} more" if rest > 0 else "")

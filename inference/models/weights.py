@@ -19,7 +19,8 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from .checkpoint_files import find_files, first_few, open_file, read_header
+from ...heads.storage.user_errors import list_names
+from .checkpoint_files import find_files, open_file, read_header
 from .memory import free_bytes, in_gib
 
 # The dtypes that a weight may have in a file; any other is somebody's quantisation.
@@ -357,7 +358,7 @@ def _check_tensors(model, plan, headers):
         if dtype not in FILE_DTYPES:
             quantised.append(f"{name} is {dtype}")
     problems = [
-        text.format(first_few(names))
+        text.format(list_names(names))
         for names, text in (
             (missing, "it lacks {}"),
             (extra, "it holds {}, which this architecture does not have"),

@@ -1,6 +1,6 @@
 """Drawing a whole draft at once from laws that do not depend on the drafted tokens: one per depth, as Medusa heads give them.
 
-Every node draws its children itself (draw_children.py says in which ways, and why not once per depth), all nodes in one launch.
+Every node draws its children itself (drawings.py says in which ways, and why not once per depth), all nodes in one launch.
 Nothing of a law is copied: nodes refer to the scores it is the softmax of.
 
 Letters: B requests, N nodes, L laws, V vocabulary, I nodes with children, W the most children of one, k the children of one.
@@ -12,7 +12,7 @@ import torch
 
 from ...kernels.sampling.keep_top import Kept
 from ...kernels.sampling.sample import draw_tokens
-from .draw_children import drawn_nodes
+from .drawings import drawn_nodes
 
 
 class Drafted(NamedTuple):

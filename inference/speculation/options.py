@@ -22,7 +22,7 @@ from .drafters.eagle import Eagle3Drafter, EagleDrafter
 from .drafters.medusa import MedusaDrafter
 from .drafters.mlp_speculator import MLPSpeculatorDrafter
 from .drafters.ngram import NgramDrafter
-from .draw_children import RATIO_VERIFIERS, check_drawing, verifier_of_method
+from .drawings import RATIO_VERIFIERS, check_drawing, verifier_of_method
 from .tree import DEFAULT_DYNAMIC, MAX_NODES, ROOT_ONLY, DynamicTree, chain, load_tree
 from .verify import VERIFIERS, Ratio, Synthetic, rates_for_length, strict
 

@@ -18,7 +18,7 @@ from ...kernels.speculation.row_laws import probabilities
 from ...kernels.speculation.verify_ratio import make_workspace, verify_ratio
 from ...kernels.speculation.verify_strict import verify_strict
 from ...kernels.speculation.verify_synthetic import verify_synthetic
-from .draw_children import RATIO_VERIFIERS
+from .drawings import RATIO_VERIFIERS
 from .ratio_rules import RATIO_RULES, Draft, draw
 from .tree import DynamicTree
 

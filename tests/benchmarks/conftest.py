@@ -1,3 +1,4 @@
-"""Fixtures of other rooms that the tests of benchmarks/ take."""
+"""A tiny Llama to measure, and fixtures of other rooms that the tests of benchmarks/ take."""
 
+from headstart.tests.benchmarks.small_bench import bench, shape, small_measurements  # noqa: F401
 from headstart.tests.train.conftest import arguments, conversations, launch_nodes, word_target  # noqa: F401

@@ -18,6 +18,7 @@ from huggingface_hub import constants
 from huggingface_hub.utils import http_backoff
 
 from headstart.hub_export.push import retry
+from headstart.tests.hub_export.small_exports import check, copy, exported  # noqa: F401
 
 TOKEN = "hf_dummy"
 LARGE = (".safetensors", ".pt")

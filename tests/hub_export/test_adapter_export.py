@@ -118,7 +118,7 @@ def test_what_cannot_be_merged_is_refused_and_nothing_is_written(run, base, tmp_
     arguments = [str(run), "--format", "medusa-shared", "--output", str(output), "--merge-adapter", str(merged)]
 
     def refused(said, changed=arguments):
-        assert main(changed) == 1
+        assert main(changed) == 2
         assert said in capsys.readouterr().err
         assert not output.exists()
 

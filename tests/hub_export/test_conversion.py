@@ -187,7 +187,7 @@ def test_what_a_published_conversion_came_from_is_named_not_its_publisher(tmp_pa
 def test_an_export_is_verified_by_its_id(tmp_path, publish, capsys, monkeypatch):
     save_head(Medusa(MedusaConfig(H, V, 2)), tmp_path / "source")
     assert main([str(tmp_path / "source"), "--format", "medusa", "--output", str(tmp_path / "one")]) == 0
-    assert main(["verify", "team/nothing"]) == 1
+    assert main(["verify", "team/nothing"]) == 2
     said = capsys.readouterr().err
     assert "there is no folder team/nothing, and the Hub at http" in said
     assert "(asked) gave no such repository: 404 Client Error" in said

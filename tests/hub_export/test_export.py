@@ -80,7 +80,7 @@ def card_of(folder):
 
 def error_of(capsys, *arguments):
     """The one line that a command which cannot be done prints, without a traceback."""
-    assert main([str(argument) for argument in arguments]) == 1
+    assert main([str(argument) for argument in arguments]) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("heads.export: ")
     assert captured.err.count("\n") == 1

@@ -95,7 +95,7 @@ def test_speculators_files_take_the_embedding_from_the_target(tmp_path, capsys):
     head.take_embedding(model.get_input_embeddings().weight)
     save_head(head, tmp_path / "source")
     arguments = [str(tmp_path / "source"), "--format", "speculators", "--output", str(tmp_path / "out")]
-    assert main(arguments) == 1
+    assert main(arguments) == 2
     assert (
         "'speculators' stores a part of the target, and the head names none: give --base-model"
         in capsys.readouterr().err

@@ -74,9 +74,9 @@ def test_the_libraries_do_not_repeat_what_nobody_answers(silent, what):
     [
         (lambda out: headstart(["inspect", "me/it"]), 2),
         (lambda out: headstart(["generate", "--model", "me/it", "x"]), 2),
-        (lambda out: export(["verify", "me/it"]), 1),
-        (lambda out: export(["me/it", "--format", "medusa", "--output", str(out)]), 1),
-        (lambda out: export(["me/it", "--format", "medusa", "--output", str(out), "--push-to-hub", "me/it"]), 1),
+        (lambda out: export(["verify", "me/it"]), 2),
+        (lambda out: export(["me/it", "--format", "medusa", "--output", str(out)]), 2),
+        (lambda out: export(["me/it", "--format", "medusa", "--output", str(out), "--push-to-hub", "me/it"]), 2),
     ],
 )
 def test_commands_say_it_after_one_question(silent, tmp_path, capsys, command, status):

@@ -13,8 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from headstart.heads.checkpoint import load_head, save_head, staged_folder
+from headstart.heads.checkpoint import load_head, save_head
 from headstart.heads.medusa import Medusa, MedusaConfig
+from headstart.heads.storage.atomic_write import staged_folder
 from headstart.hub_export import export
 from headstart.hub_export.export import main
 from headstart.hub_export.inspect.inspect_head import describe
@@ -29,7 +30,7 @@ def head(tmp_path):
 
 
 def error_of(capsys, *words):
-    assert main([str(word) for word in words]) == 1
+    assert main([str(word) for word in words]) == 2
     return capsys.readouterr().err
 
 

@@ -102,6 +102,6 @@ def test_a_run_without_wandb_has_no_word_of_it(run, tmp_path, hub_here, wandb, c
 
 def test_a_broken_file_ends_the_export_before_it_writes(run, tmp_path, capsys):
     (run / "wandb.json").write_text("{")
-    assert export(run, ".", tmp_path / "out") == 1
+    assert export(run, ".", tmp_path / "out") == 2
     assert "wandb.json cannot be read" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -1,9 +1,10 @@
-"""Runs that are stopped, resumed, damaged or in the way of another."""
+"""Runs that are stopped, killed or gone back in go on from their checkpoints as if nothing had been.
+
+The checkpoints themselves: run/test_checkpointing.py; runs that may not go on: run/test_run_folder.py.
+"""
 
 import contextlib
-import json
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -11,25 +12,14 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
 from safetensors.torch import load_file
 
-from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.tests.train.conftest import all_lines, assert_rates_are_those_of_their_step
 from headstart.train import medusa
 from headstart.train.run import run_folder
-from headstart.train.run.checkpointing import (
-    describe_rows_per_step,
-    find_damage,
-    list_checkpoints,
-    load_checkpoint,
-    read_state,
-    save_checkpoint,
-)
-from headstart.train.run.optimization import build_optimizer
+from headstart.train.run.checkpointing import list_checkpoints
 
 STEPS = {
     "max_steps": 9,
@@ -148,94 +138,6 @@ def test_going_back_keeps_what_is_saved_and_drops_the_steps_given_up(arguments, 
     assert not [path for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.startswith(".")]
 
 
-def test_checkpoint_stays_until_the_one_in_its_place_is_whole(tmp_path, monkeypatch):
-    head, accelerator = Medusa(MedusaConfig(4, 5, num_heads=1)), Accelerator()
-    optimizer = build_optimizer(head, 0.0, 0.9, 0.999)
-    save_checkpoint(tmp_path, 2, head, optimizer, {"try": 1}, accelerator, num_kept=2)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "save", lambda *a: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-        with pytest.raises(OSError, match="No space left"):
-            save_checkpoint(tmp_path, 2, head, optimizer, {"try": 2}, accelerator, num_kept=2)
-    (folder,) = (tmp_path / "checkpoints").iterdir()
-    assert (read_state(folder)["try"], find_damage(folder)) == (1, "")
-    save_checkpoint(tmp_path, 2, head, optimizer, {"try": 3}, accelerator, num_kept=2)
-    assert list((tmp_path / "checkpoints").iterdir()) == [folder]
-    assert (read_state(folder)["try"], find_damage(folder)) == (3, "")
-
-
-@pytest.mark.parametrize("new", [True, False])
-def test_checkpoint_that_was_being_replaced_is_found_again(arguments, tmp_path, new):
-    """Killed between the two renames that put a new checkpoint in the place of an old one."""
-    run(arguments, **STEPS)
-    shutil.copytree(tmp_path / "run", tmp_path / "killed")
-    checkpoints = tmp_path / "killed" / "checkpoints"
-    for name in ("step-000006", "step-000008"):
-        shutil.rmtree(checkpoints / name)
-    (checkpoints / "step-000009").rename(checkpoints / "..step-000009.new.partial-01234567")
-    old = checkpoints / ".step-000004.old"
-    (checkpoints / "step-000004").rename(old)
-    if new:
-        shutil.copytree(old, checkpoints / ".step-000004.new")
-        (old / "state.json").write_text("{}")  # what was put aside is not what goes on
-    run(arguments, **STEPS, output=tmp_path / "killed", resume=True)
-    assert_same_run(tmp_path / "run", tmp_path / "killed")
-    assert not [path for path in checkpoints.iterdir() if path.name.startswith(".")]
-
-
-def test_checkpoint_that_was_being_removed_is_not_there(tmp_path, monkeypatch):
-    head, accelerator = Medusa(MedusaConfig(4, 5, num_heads=1)), Accelerator()
-    optimizer, remove = build_optimizer(head, 0.0, 0.9, 0.999), shutil.rmtree
-
-    def remove_half(path, ignore_errors=False):
-        remove(path if ignore_errors else path / "head", ignore_errors)
-        if not ignore_errors:
-            raise KeyboardInterrupt
-
-    save_checkpoint(tmp_path, 2, head, optimizer, {}, accelerator, num_kept=1)
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", remove_half)
-        with pytest.raises(KeyboardInterrupt):
-            save_checkpoint(tmp_path, 4, head, optimizer, {}, accelerator, num_kept=1)
-    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-000004"]
-    assert (tmp_path / "checkpoints" / ".step-000002.gone" / "state.json").exists()
-
-
-def test_folder_that_was_hardly_begun_is_as_good_as_none(arguments, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.yaml.partial").write_text("target: hal")
-    with pytest.raises(ValueError, match=r"there is no run in .* leave --resume out"):
-        medusa.main(arguments(max_steps=2, resume=True))
-    run(arguments, max_steps=2)
-    assert not (tmp_path / "run" / "config.yaml.partial").exists()
-
-
-@pytest.mark.parametrize("resume", [False, True])
-def test_checkpoint_of_one_run_does_not_overwrite_another(arguments, tmp_path, resume):
-    for name in ("one", "other"):
-        run(arguments, max_steps=2, checkpoint_every=2, output=tmp_path / name)
-    other = tmp_path / "other"
-    before = {path: path.read_bytes() for path in other.rglob("*") if path.is_file()}
-    checkpoint = tmp_path / "one" / "checkpoints" / "step-000002"
-    with pytest.raises(ValueError, match=r"other' already holds .* would overwrite: name a new output"):
-        medusa.main(arguments(max_steps=4, output=other, resume_from=checkpoint, resume=resume))
-    assert {path: path.read_bytes() for path in other.rglob("*") if path.is_file()} == before
-    run(arguments, max_steps=4, output=tmp_path / "new", resume_from=checkpoint)
-
-
-def test_folder_without_a_checkpoint_is_not_started_over(arguments, tmp_path):
-    run(arguments, max_steps=2)
-    folder = tmp_path / "run"
-    shutil.rmtree(folder / "checkpoints")
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    with pytest.raises(ValueError, match=r"holds a finished head/ and no checkpoint.*name a new output"):
-        medusa.main(arguments(max_steps=2, resume=True))
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
-    shutil.rmtree(folder / "head")
-    (folder / "config.yaml").unlink()
-    with pytest.raises(ValueError, match=r"neither a checkpoint nor a config\.yaml"):
-        medusa.main(arguments(max_steps=2, resume=True))
-
-
 def test_run_killed_before_its_first_checkpoint_starts_again(arguments, tmp_path, monkeypatch, capsys):
     run(arguments, max_steps=4, output=tmp_path / "whole")
     with monkeypatch.context() as patch:
@@ -308,111 +210,6 @@ def test_sigterm_to_the_launcher_saves_and_leaves_a_run_that_resumes(arguments, 
     assert steps == list(range(1, stopped + 4))
 
 
-def test_only_the_newest_checkpoints_stay(arguments, tmp_path):
-    run(arguments, max_steps=9, checkpoint_every=2, keep_checkpoints=2)
-    assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["step-000008", "step-000009"]
-    left = {path.name for path in (tmp_path / "run").iterdir()}
-    assert left == {"checkpoints", "config.yaml", "head", "metrics.jsonl"}
-
-
-@pytest.mark.parametrize("name", ["optimizer.pt", "rng.pt", "head/medusa_lm_head.safetensors", "state.json"])
-def test_checkpoint_cut_in_half_is_named_with_the_one_before(arguments, tmp_path, name):
-    run(arguments, max_steps=6, checkpoint_every=2, keep_checkpoints=3)
-    newest = tmp_path / "run" / "checkpoints" / "step-000006"
-    content = (newest / name).read_bytes()
-    (newest / name).write_bytes(content[: len(content) // 2])
-    with pytest.raises(ValueError, match=f"step-000006/{name} .*--resume_from .*step-000004"):
-        medusa.main(arguments(max_steps=8, checkpoint_every=2, keep_checkpoints=3, resume=True))
-    run(arguments, max_steps=8, checkpoint_every=2, keep_checkpoints=3, resume_from=newest.parent / "step-000004")
-
-
-def test_flipped_byte_and_missing_file_are_damage(arguments, tmp_path):
-    run(arguments, max_steps=2, checkpoint_every=2)
-    path = tmp_path / "run" / "checkpoints" / "step-000002" / "optimizer.pt"
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"optimizer.pt are not those that were written; no earlier one is whole"):
-        medusa.main(arguments(max_steps=3, resume=True))
-    path.unlink()
-    with pytest.raises(ValueError, match=r"optimizer\.pt is missing"):
-        medusa.main(arguments(max_steps=3, resume=True))
-
-
-def test_existing_run_folder_is_left_alone(arguments, tmp_path):
-    folder = tmp_path / "run"
-    folder.mkdir()
-    (folder / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match=r"already holds notes.txt: add --resume"):
-        medusa.main(arguments())
-    assert [path.name for path in folder.iterdir()] == ["notes.txt"]
-    with pytest.raises(ValueError, match=r"is a file: name a new run folder"):
-        medusa.main(arguments(output=folder / "notes.txt"))
-
-
-def test_folder_of_a_run_that_never_began_is_taken(arguments, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.yaml").write_text("target: one that was refused\n")
-    run(arguments, max_steps=1)
-    assert (tmp_path / "run" / "head").is_dir()
-
-
-def test_processes_that_do_not_know_of_each_other_are_refused(arguments, tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match=r"2 processes were launched, and accelerate runs each of them alone"):
-        medusa.main(arguments())
-    assert not (tmp_path / "run").exists()
-
-
-def test_nothing_to_resume_is_an_error(arguments, tmp_path):
-    with pytest.raises(ValueError, match=r"there is no run in .* to resume"):
-        medusa.main(arguments(resume=True))
-    with pytest.raises(ValueError, match="there is no such checkpoint folder"):
-        medusa.main(arguments(resume_from=tmp_path / "step-000002"))
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(("name", "value"), [("lr", 0.5), ("num_heads", 2), ("seed", 3), ("autocast", "bf16")])
-def test_resumed_run_keeps_its_recipe(arguments, name, value):
-    run(arguments, max_steps=2)
-    with pytest.raises(ValueError, match=f"started with {name} .*, not {value!r}"):
-        medusa.main(arguments(max_steps=4, resume=True, **{name: value}))
-
-
-def test_a_run_does_not_end_before_where_it_is(arguments, tmp_path):
-    """And nothing of it is written anew: the same command without the key goes on."""
-    run(arguments, max_steps=4)
-    before = (tmp_path / "run" / "config.yaml").read_text()
-    for keys in ({"max_steps": 3}, {"max_steps": 0, "num_epochs": 0.05}):
-        with pytest.raises(
-            ValueError, match=r"has 4 steps behind it, and the run shall end after [13]: set max_steps to at least 4"
-        ):
-            medusa.main(arguments(resume=True, **keys))
-    assert (tmp_path / "run" / "config.yaml").read_text() == before
-    run(arguments, max_steps=4, resume=True)
-
-
-def test_a_key_that_the_checkpoint_does_not_know_counts_as_its_default(arguments, tmp_path):
-    run(arguments, max_steps=2)
-    state = list_checkpoints(tmp_path / "run")[-1] / "state.json"
-    found = json.loads(state.read_text())
-    del found["recipe"]["weight_decay"]
-    state.write_text(json.dumps(found))
-    with pytest.raises(ValueError, match=r"started with weight_decay 0\.0, not 0\.1"):
-        medusa.main(arguments(max_steps=3, resume=True, weight_decay=0.1))
-    run(arguments, max_steps=3, resume=True)
-
-
-def test_checkpoint_whose_lk_followed_no_rates_is_refused(arguments, tmp_path):
-    run(arguments, max_steps=2, loss="lk")
-    state = list_checkpoints(tmp_path / "run")[-1] / "state.json"
-    found = json.loads(state.read_text())
-    del found["rates"]
-    state.write_text(json.dumps(found))
-    with pytest.raises(ValueError, match="another version, whose lk did not follow the mean rate of acceptance"):
-        medusa.main(arguments(max_steps=4, resume=True, loss="lk"))
-
-
 def test_resumed_run_may_share_out_its_rows_otherwise(arguments, tmp_path, capsys):
     """As another number of processes would: 8 rows per step in one micro-step, then in four."""
     run(arguments, **STEPS, batch_rows=8)
@@ -425,35 +222,6 @@ def test_resumed_run_may_share_out_its_rows_otherwise(arguments, tmp_path, capsy
     assert [line["loss"] for line in on if line["kind"] == "train"] == pytest.approx(losses[4:], rel=1e-5)
 
 
-def test_resumed_run_keeps_its_rows_per_step_and_says_how(arguments):
-    run(arguments, max_steps=2, batch_rows=4, accumulate=3)
-    for keys, advice in (
-        ({"batch_rows": 2}, "set accumulate to 6"),
-        ({"accumulate": 4}, "set accumulate to 3"),
-        ({"batch_rows": 5}, "set batch_rows and accumulate so that their product is 12"),
-    ):
-        with pytest.raises(
-            ValueError, match=rf"with 12 rows per optimiser step, now .* x 1 processes make \d+,.*: {advice}"
-        ):
-            medusa.main(arguments(max_steps=4, resume=True, **({"batch_rows": 4, "accumulate": 3} | keys)))
-
-
-def test_advice_counts_the_processes():
-    recipe = {"batch_rows": 4, "accumulate": 2}
-    assert "set accumulate to 4" in describe_rows_per_step(64, 32, recipe)  # 4 processes
-    assert "their product is 3" in describe_rows_per_step(12, 32, recipe)
-    assert "a number of processes that divides 62" in describe_rows_per_step(62, 32, recipe)
-
-
-def test_resumed_run_needs_the_same_data(arguments, conversations, tmp_path):
-    data = tmp_path / "data.jsonl"
-    shutil.copy(conversations, data)
-    run(arguments, max_steps=2, data=data)
-    data.write_text("\n".join(data.read_text().splitlines()[:-5]))
-    with pytest.raises(ValueError, match="the data gives other rows"):
-        medusa.main(arguments(max_steps=4, data=data, resume=True))
-
-
 def test_run_continues_from_its_own_saved_config(arguments, tmp_path):
     run(arguments, **STEPS)
     config = tmp_path / "run" / "config.yaml"
@@ -461,57 +229,3 @@ def test_run_continues_from_its_own_saved_config(arguments, tmp_path):
     assert medusa.main(["--config", str(config), "--output", str(tmp_path / "again"), "--max_steps", "9"]) == 0
     assert_same_step = [all_lines(tmp_path / name)[:9] for name in ("run", "again")]
     assert assert_same_step[0] == assert_same_step[1]
-
-
-def test_full_disk_keeps_the_earlier_checkpoint(arguments, tmp_path, monkeypatch):
-    save, calls = torch.save, []
-
-    def full(*arguments):
-        calls.append(1)
-        if len(calls) > 2:
-            raise OSError(28, "No space left on device")
-        save(*arguments)
-
-    monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(OSError, match=r"step-000004 \(No space left on device\); nothing half-written is left"):
-        medusa.main(arguments(max_steps=6, checkpoint_every=2))
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000002"]
-    monkeypatch.undo()
-    run(arguments, max_steps=6, checkpoint_every=2, resume=True)
-
-
-def test_disk_that_is_really_full_is_one_line(arguments, tmp_path):
-    """A process that may write the head but no file as large as the optimiser's."""
-    run(arguments, max_steps=2, output=tmp_path / "complete")
-    folder = list_checkpoints(tmp_path / "complete")[-1]
-    sizes = [(folder / name).stat().st_size for name in ("head/medusa_lm_head.safetensors", "optimizer.pt")]
-    assert sizes[0] < sizes[1]
-    script = (
-        "import resource, runpy, sys; from headstart.train import medusa;"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv.pop(1)),) * 2);"
-        "runpy.run_path(medusa.__file__, run_name='__main__')"
-    )
-    command = [sys.executable, "-c", script, str(sum(sizes) // 2), *arguments(max_steps=2)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
-    assert done.returncode == 1
-    assert "Traceback" not in done.stderr
-    last = done.stderr.strip().splitlines()[-1]
-    checkpoint = tmp_path / "run" / "checkpoints" / "step-000002"
-    assert last.startswith(f"error: [Errno 27] cannot write {checkpoint} (")
-    assert last.endswith("File too large); nothing half-written is left")
-    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
-
-
-def test_random_generators_go_on_where_they_were(tmp_path):
-    head, accelerator = Medusa(MedusaConfig(4, 5, num_heads=1)), Accelerator()
-    optimizer = build_optimizer(head, 0.0, 0.9, 0.999)
-
-    def draw():
-        return random.random(), np.random.rand(), torch.rand(1).item(), random.gauss(0, 1), np.random.randn()
-
-    draw()  # an odd number of normal draws: numpy keeps the second of a pair
-    save_checkpoint(tmp_path, 1, head, optimizer, {}, accelerator, num_kept=1)
-    expected = draw()
-    draw()
-    load_checkpoint(tmp_path / "checkpoints" / "step-000001", head, optimizer, accelerator)
-    assert draw() == expected

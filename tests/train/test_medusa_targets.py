@@ -161,8 +161,8 @@ def test_trial_of_the_output_leaves_nothing_behind(tmp_path):
 
 def test_command_says_what_is_wrong_without_a_traceback(arguments, run_script):
     status, said = run_script(arguments(lr="fast"))
-    assert status == 1
-    assert said.strip().splitlines()[-1] == "error: --lr must be a number, got 'fast'"
+    assert status == 2
+    assert said.strip().splitlines()[-1] == "medusa.py: error: --lr must be a number, got 'fast'"
 
 
 # ---- rows ----

@@ -116,7 +116,8 @@ def test_script_runs_where_wandb_and_datasets_are_not_installed(arguments, tmp_p
 def test_server_that_cannot_be_reached_means_offline(arguments, logged_out):
     """In a process of its own: the library reads where its server is only once."""
     pytest.importorskip("wandb")
-    patient = "import sys; from headstart.train import medusa; from headstart.train.run import tracking; tracking.START_TIMEOUT = 2; "
+    patient = "import sys; from headstart.train import medusa; from headstart.train.run import tracking; "
+    patient += "tracking.START_TIMEOUT = 2; "
     words = [sys.executable, "-c", patient + "sys.exit(medusa.main(sys.argv[1:]))"]
     words += arguments(tracker="wandb", max_steps=2)
     # Nobody listens on the discard port.

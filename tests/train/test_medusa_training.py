@@ -236,7 +236,7 @@ def test_every_field_of_the_recipe_is_accounted_for():
     elsewhere = {"target", "data", "output", "resume", "resume_from", "tracker", "num_epochs", "eval_data", "lk_eta"}
     elsewhere |= {"stage", "start_from", "target_loss", "medusa_weight", "target_lr"}  # test_medusa_joint.py
     elsewhere |= {"lora_rank", "lora_alpha", "lora_dropout", "lora_targets"}
-    elsewhere |= {"feature_cache", "log_checkpoints"}  # of these also: test_feature_cache.py, test_dashboard.py
+    elsewhere |= {"feature_cache", "log_checkpoints"}  # of these also: test_feature_cache.py, test_artifacts.py
     assert {f.name for f in fields(medusa.Recipe)} == set(CHANGES) | elsewhere
 
 

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from ...heads.storage.atomic_write import write_whole
 from .stdlib_pairs import installed_pairs, stdlib_pairs
 
 # Sets made of the Python source on this machine, by the name that `data` takes.
@@ -199,6 +200,4 @@ def _excerpt(value, limit: int = 400) -> str:
 def write_conversations(path: Path, conversations: list[list[dict]]) -> None:
     """Write conversations as JSONL that `load_conversations` reads (aside, then renamed)."""
     lines = [json.dumps({"messages": messages}, ensure_ascii=False) for messages in conversations]
-    aside = path.with_name(path.name + ".partial")
-    aside.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    aside.replace(path)
+    write_whole(path, "\n".join(lines) + "\n")

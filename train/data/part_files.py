@@ -13,7 +13,7 @@ import os
 import shutil
 from pathlib import Path
 
-from ..run.tracking import write_json
+from ...heads.storage.atomic_write import staged_file, write_json
 
 
 class PartFiles:
@@ -63,12 +63,8 @@ class PartFiles:
 
     def finish(self, lines):
         """Write the whole file, of these lines, and remove the parts."""
-        aside = self.folder / "whole.jsonl"
-        with open(aside, "w", encoding="utf-8") as file:
-            file.writelines(line + "\n" for line in lines)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(self.output)
+        with staged_file(self.output) as file:
+            file.writelines((line + "\n").encode("utf-8") for line in lines)
         self.remove()
 
     def remove(self):

@@ -92,6 +92,16 @@ def rows_of_step(step, rows_per_step, num_rows, seed):
     return np.array([order[epoch][place % num_rows] for epoch, place in zip(epochs.tolist(), places)])
 
 
+def deal_rows(steps, num_rows, recipe, accelerator):
+    """Yields what this rank is fed in the optimiser steps `steps` (a range), in order: rows (int64 array [B]) per micro-batch."""
+    world, rank, size = accelerator.num_processes, accelerator.process_index, recipe.batch_rows
+    for step in steps:
+        rows = rows_of_step(step, size * recipe.accumulate * world, num_rows, recipe.seed)
+        for micro in range(recipe.accumulate):
+            first = (micro * world + rank) * size
+            yield rows[first : first + size]
+
+
 def select_rows(packed, index, device):
     """(input_ids, position_ids, document_ids, supervised) of rows `index` [B] on `device`, [B, T] each."""
     parts = (packed.input_ids, packed.position_ids, packed.document_ids, packed.supervised)

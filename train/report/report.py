@@ -8,11 +8,11 @@ metrics.jsonl and acceptance.json, the draft tree (tree.json), the speed table (
 It does not run a model and does not measure anything: every figure was written by the tool that measured it.
 """
 
-import os
 from pathlib import Path
 
 import yaml
 
+from ...heads.storage.atomic_write import write_whole
 from .comparison import compare_acceptance, compare_curves, compare_ends, compare_rates, compare_samples, run_names
 from .files import read_run
 from .page import render_page
@@ -92,10 +92,5 @@ def _write(page, output):
     if output.is_dir():
         raise ValueError(f"{output} is a folder: give the name of the HTML file to write")
     output.parent.mkdir(parents=True, exist_ok=True)
-    aside = output.with_name(f".{output.name}.{os.getpid()}.tmp")
-    try:
-        aside.write_text(page, encoding="utf-8")
-        os.replace(aside, output)
-    finally:
-        aside.unlink(missing_ok=True)
+    write_whole(output, page)
     return output

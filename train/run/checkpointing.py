@@ -28,13 +28,13 @@ import numpy as np
 import torch
 from accelerate.utils import gather_object
 
-from ...heads.checkpoint import load_head, save_head, staged_folder
+from ...heads.checkpoint import load_head, save_head
 from ...heads.families import check_family, family_of
+from ...heads.storage.atomic_write import is_partial, staged_folder
 from ...inference.models.adapter import FOLDER as ADAPTER_FOLDER
 
 _STEP = re.compile(r"step-(\d+)")
 _TRIAL = ".can-be-written-"
-_UNFINISHED = "config.yaml.partial"  # all that a process leaves that is killed as it begins a run folder
 
 
 def list_checkpoints(run):
@@ -89,9 +89,10 @@ def restore_replaced(run):
 
 
 def remove_leftovers(run):
-    """Remove the unfinished folders of processes that were killed; by the main rank, while nothing is being saved."""
-    for path in (*Path(run, "checkpoints").glob(".*step-*"), *Path(run).glob(".*head.*")):
-        shutil.rmtree(path)
+    """Remove the unfinished files and folders of processes that were killed; by the main rank, while nothing is being saved."""
+    for path in (*Path(run, "checkpoints").glob(".*step-*"), *Path(run).glob(".*")):
+        if path.parent.name == "checkpoints" or is_partial(path.name):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def choose_checkpoint(run, wanted=""):
@@ -174,7 +175,7 @@ def check_output(run, resume, resume_from):
         raise ValueError(f"output {str(run)!r} is a file: name a new run folder")
     # Other ranks try to write here at the same moment: their trial files do not count.
     names = [path.name for path in run.iterdir()] if run.is_dir() else []
-    inside = sorted(name for name in names if not name.startswith(_TRIAL) and name != _UNFINISHED)
+    inside = sorted(name for name in names if not name.startswith(_TRIAL) and not is_partial(name))
     if inside == ["config.yaml"] and not resume:
         inside = []  # all that a run leaves that was refused, or killed, before it had anything to lose
     if resume and not inside:

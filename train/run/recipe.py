@@ -14,6 +14,7 @@ from pathlib import Path
 
 import yaml
 
+from ...heads.storage.atomic_write import write_whole
 from ...heads.storage.keywords import reject_unknown
 
 
@@ -131,9 +132,7 @@ def resolved_values(recipe):
 
 def save_recipe(values, path):
     """Write every key with its value as YAML that --config reads again."""
-    aside = Path(f"{path}.partial")
-    aside.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), "utf-8")
-    aside.replace(path)
+    write_whole(path, yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
 
 
 def help_text(recipe_class, description):

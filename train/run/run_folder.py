@@ -18,6 +18,7 @@ from accelerate.utils import DistributedType, InitProcessGroupKwargs, broadcast_
 from tqdm import tqdm
 
 from ...heads.families import family_of
+from ...heads.storage.atomic_write import write_json
 from ..data.conversations import write_conversations
 from ..data.held_out import are_shipped
 from ..teacher.feature_cache import OWN_FOLDER
@@ -36,7 +37,7 @@ from .lineage import find_sources
 from .optimization import choose_autocast
 from .recipe import resolved_values, save_recipe
 from .run_lock import claim, release
-from .tracking import PLACE_FILE, MetricsFile, WandbTracker, has_wandb, peak_memory, write_json
+from .tracking import PLACE_FILE, MetricsFile, WandbTracker, has_wandb, peak_memory
 
 
 def start_processes(recipe, name):

@@ -1,12 +1,16 @@
-"""SIGTERM and SIGINT end a run at the next safe point instead of at once."""
+"""How a training script ends: SIGTERM and SIGINT at the next safe point instead of at once, errors in one line."""
 
 import ctypes
 import os
 import signal
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+from ...heads.storage.user_errors import exit_status
+from .optimization import NonFiniteLoss
 
 
 class StopSignals:
@@ -56,3 +60,15 @@ def leave_group():
     """
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def run_script(main):
+    """Run `main(argv)` as the program that was started, and leave with its exit status (user_errors.exit_status)."""
+
+    def work():
+        status = main(sys.argv[1:])
+        leave_group()
+        return status
+
+    leave_with_launcher()
+    sys.exit(exit_status(Path(main.__code__.co_filename).name, work, (NonFiniteLoss,)))

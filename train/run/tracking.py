@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from ...evaluation.charts import heat_map
+from ...heads.storage.atomic_write import write_json, write_whole
 from ..report.dashboard import curves
 from ..report.page import standalone
 from .lineage import artifact_name
@@ -39,9 +40,7 @@ class MetricsFile:
         if self.path is None or not self.path.exists():
             return
         kept = [json.dumps(line) + "\n" for line in self.lines() if line["step"] <= step]
-        aside = self.path.with_suffix(".partial")
-        aside.write_text("".join(kept), encoding="utf-8")
-        aside.replace(self.path)
+        write_whole(self.path, "".join(kept))
 
     def lines(self):
         """The whole lines as dicts."""
@@ -85,13 +84,6 @@ def peak_memory(device):
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
-
-
-def write_json(path, content):
-    """Written aside, then renamed."""
-    aside = Path(f"{path}.partial")
-    aside.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    aside.replace(path)
 
 
 def has_wandb():

@@ -20,9 +20,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
-import os
 import re
-import secrets
 import shutil
 import zlib
 from pathlib import Path
@@ -34,6 +32,8 @@ from safetensors.torch import save
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
+from ...heads.storage.atomic_write import is_partial, staged_file
+
 OWN_FOLDER = "features"  # in a run folder, where the recipe names none; RunFolder.finish removes it
 MANIFEST = "cache.json"
 SHARD_BYTES = 1 << 27  # of states: what a killed process loses at most, and what is in memory while a shard is made
@@ -42,7 +42,6 @@ SAMPLES = 64  # values of every parameter that a target is recognised by
 TOLD = "headstart"  # in the header of a shard: which cache it is of, and the checksum of its tensors
 
 _SHARD = re.compile(r"shard-(\d+)\.safetensors")
-_PARTIAL = re.compile(r"\.(shard-\d+\.safetensors|cache\.json)\.partial-[0-9a-f]+")
 _LAYOUT = ("format", "rows_per_forward", "rows_per_shard")  # taken from the cache that is there
 _FLOAT8 = torch.float8_e4m3fn
 
@@ -118,7 +117,7 @@ class FeatureCache:
             found = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             inside = sorted(p.name for p in self.folder.iterdir()) if self.folder.is_dir() else []
-            foreign = [name for name in inside if not _SHARD.fullmatch(name) and not _PARTIAL.fullmatch(name)]
+            foreign = [name for name in inside if not _SHARD.fullmatch(name) and not is_partial(name)]
             if foreign or (self.folder.exists() and not self.folder.is_dir()):
                 held = f"holds {', '.join(foreign[:3])}" if foreign else "is a file"
                 raise ValueError(
@@ -166,7 +165,7 @@ class FeatureCache:
     def _remove_leftovers(self):
         """The unfinished files of processes that were killed; those of a run that is filling now are locked."""
         for path in self.folder.iterdir():
-            if _PARTIAL.fullmatch(path.name):
+            if is_partial(path.name):
                 with contextlib.suppress(OSError), path.open("rb") as file:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     path.unlink()
@@ -257,21 +256,10 @@ class FeatureCache:
 
     def _put(self, name, content):
         """Write a file of the folder, whole or not at all; OSError names it if that cannot be."""
-        path = self.folder / name
-        aside = path.with_name(f".{name}.partial-{secrets.token_hex(4)}")
-        try:
-            with aside.open("xb") as file:
-                with contextlib.suppress(OSError):  # a file system without locks: leftovers stay there
-                    fcntl.flock(file, fcntl.LOCK_EX)
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-                aside.replace(path)
-        except OSError as error:
-            aside.unlink(missing_ok=True)
-            raise OSError(
-                error.errno, f"cannot write {path} ({error.strerror}); what was written before it is whole"
-            ) from error
+        with staged_file(self.folder / name) as file:
+            with contextlib.suppress(OSError):  # a file system without locks: leftovers stay there
+                fcntl.flock(file, fcntl.LOCK_EX)
+            file.write(content)
 
     def _identity(self):
         known_by = {name: value for name, value in self.description.items() if name != "target_name"}

@@ -17,8 +17,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from ...heads.checkpoint import failing_as_oserror, read_tensors, staged_folder, write_head
+from ...heads.checkpoint import failing_as_oserror, read_tensors, write_head
 from ...heads.families import native_format
+from ...heads.storage.atomic_write import staged_folder
 from ...inference.models.adapter import CONFIG_FILE, FOLDER, WEIGHTS_FILE, fingerprint
 
 ALL_LINEAR = "all-linear"

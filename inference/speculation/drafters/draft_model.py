@@ -7,7 +7,7 @@ from .own_cache import OwnCacheDrafter
 
 
 class DraftModelDrafter(OwnCacheDrafter):
-    """decoder: the draft model's Decoder; num_speculative_tokens: how deep it drafts; drawing: a way of draw_children.py."""
+    """decoder: the draft model's Decoder; num_speculative_tokens: how deep it drafts; drawing: a way of drawings.py."""
 
     shift = 1  # a token's keys stand at its own position
     extra_places = 1

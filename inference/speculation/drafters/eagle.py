@@ -22,7 +22,7 @@ class EagleDrafter(OwnCacheDrafter):
 
     head: the module, read in place: a head in training is used as it is at the moment, but for keys in pages that the prefix cache
     kept (switch it off); its products' weights become views of packed ones. decoder: the target's Decoder; num_speculative_tokens:
-    how deep it drafts; drawing: a way of draw_children.py.
+    how deep it drafts; drawing: a way of drawings.py.
     """
 
     lookahead = 1

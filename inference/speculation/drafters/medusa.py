@@ -23,7 +23,7 @@ class MedusaDrafter(Drafter):
     """Drafts trees with Medusa heads.
 
     head: a Medusa module, read in place (a head in training is used as it is at the moment); lm_head_weight [V, H]: the target's;
-    drawing: a way of draw_children.py.
+    drawing: a way of drawings.py.
     On a GPU the first blocks of all heads are packed into one product; the module's weights become views of it.
     """
 

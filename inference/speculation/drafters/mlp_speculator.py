@@ -15,7 +15,7 @@ from .sequential import SequentialDrafter
 class MLPSpeculatorDrafter(SequentialDrafter):
     """Drafts chains and trees with an MLPSpeculator.
 
-    head: the module, read in place (a head in training is used as it is at the moment); drawing: a way of draw_children.py.
+    head: the module, read in place (a head in training is used as it is at the moment); drawing: a way of drawings.py.
     """
 
     def __init__(self, head, drawing="shared_noise"):

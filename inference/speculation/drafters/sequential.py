@@ -1,7 +1,7 @@
 """Drafting where a node's law depends on the tokens drafted before it: one law per node with children, depth by depth.
 
 A drafter of this kind says what the law behind the root is (`start`) and what that behind further nodes is, given their tokens and
-the state of their parents (`expand`); how children are drawn from the laws (draw_children.py) is the same for all.
+the state of their parents (`expand`); how children are drawn from the laws (drawings.py) is the same for all.
 
 Letters: B requests, N nodes, n nodes with children of one depth, I of all depths, W candidates per node, S state, V vocabulary.
 """
@@ -12,8 +12,8 @@ import torch
 
 from ....kernels.sampling.sample import log_sum_exp, top_tokens
 from ....kernels.speculation.dynamic_tree import Candidates, grow, prune
-from ..draw_children import drawn_nodes
 from ..draw_nodes import Drafted, Topology, draw_families
+from ..drawings import drawn_nodes
 from ..tree import DynamicTree, chain
 from ..verify import TreeTensors
 from .drafter import Drafter
@@ -21,7 +21,7 @@ from .levels import GrownLevel, GrownLevels, Levels, choose
 
 
 class SequentialDrafter(Drafter):
-    """See above. drawing: a way of draw_children.py."""
+    """See above. drawing: a way of drawings.py."""
 
     def __init__(self, drawing):
         self.drawing = drawing

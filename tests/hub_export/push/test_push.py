@@ -47,7 +47,7 @@ def error_of(run_here, tmp_path, capsys):
     """Run the command, to `tmp_path / "out"`, and return the one line that it fails with."""
 
     def run(*arguments):
-        assert run_here(tmp_path / "out", *arguments) == 1
+        assert run_here(tmp_path / "out", *arguments) == 2
         captured = capsys.readouterr()
         assert "pushed" not in captured.out
         *_, last = captured.err.strip().splitlines()
@@ -95,9 +95,9 @@ def test_a_pushed_head_can_be_pushed_again(run_here, tmp_path, fake_hub):
 
 def test_without_a_token_nothing_is_done(run_here, tmp_path, fake_hub, monkeypatch, capsys):
     monkeypatch.delenv("HF_TOKEN")
-    assert run_here(tmp_path / "out", "--push-to-hub") == 1
+    assert run_here(tmp_path / "out", "--push-to-hub") == 2
     error = capsys.readouterr().err
-    assert error.startswith("heads.export: no Hugging Face token to push with: run `hf auth login`")
+    assert error.startswith("heads.export: error: no Hugging Face token to push with: run `hf auth login`")
     assert error.count("\n") == 1
     assert fake_hub.requests == []
     assert not (tmp_path / "out").exists()
@@ -217,7 +217,7 @@ def test_hidden_files_stay_here(exported, hub_here):
 
 def test_a_file_that_the_hub_leaves_out_is_named(exported, hub_here, capsys):
     hub_here.ignored = ("config.json",)
-    assert main(["push", str(exported), "team/first"]) == 1
+    assert main(["push", str(exported), "team/first"]) == 2
     assert "does not hold config.json: is it named in .gitignore there?" in capsys.readouterr().err
 
 
@@ -266,7 +266,7 @@ def test_a_collection_that_is_not_there_stops_before_any_work(error_of, tmp_path
 def test_what_is_no_export_is_not_pushed(exported, hub_here, leave, said, capsys):
     for name in leave:
         (exported / name).unlink()
-    assert main(["push", str(exported)]) == 1
+    assert main(["push", str(exported)]) == 2
     assert said in capsys.readouterr().err
     assert hub_here.requests == []
 
@@ -275,7 +275,7 @@ def test_a_model_without_a_head_is_not_pushed_but_a_merged_target_is(tiny_target
     model = tmp_path / "model"
     shutil.copytree(tiny_target, model)
     (model / "README.md").write_text("# A model\n")
-    assert main(["push", str(model), "me/model"]) == 1
+    assert main(["push", str(model), "me/model"]) == 2
     said = capsys.readouterr().err
     assert f"{model} holds neither a head that can be read nor a target with an adapter merged" in said
     assert said.count("\n") == 1
@@ -288,7 +288,7 @@ def test_a_model_without_a_head_is_not_pushed_but_a_merged_target_is(tiny_target
 
 def test_a_damaged_export_is_not_pushed(exported, hub_here, capsys):
     (exported / "medusa_lm_head.safetensors").write_bytes(b"cut")
-    assert main(["push", str(exported), "me/it"]) == 1
+    assert main(["push", str(exported), "me/it"]) == 2
     assert "holds neither a head that can be read" in capsys.readouterr().err
     assert hub_here.requests == []
 

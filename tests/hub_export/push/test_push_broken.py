@@ -63,9 +63,9 @@ def test_what_the_hub_does_not_answer_is_asked_again(exported, hub_here, status,
 
 def test_a_hub_that_stays_busy_is_given_up_with_the_command_that_goes_on(exported, hub_here, capsys):
     hub_here.fail("/commit/", status=503, times=99)
-    assert push(exported) == 1
+    assert push(exported) == 2
     *notes, last = capsys.readouterr().err.strip().splitlines()
-    assert last.startswith("heads.export push: could not push to team/first: Server error '503")
+    assert last.startswith("heads.export push: error: could not push to team/first: Server error '503")
     assert f"`heads.export push {exported} team/first` sends what is missing" in last
     assert len([line for line in hub_here.requests if "/commit/" in line]) == 4 == len(retry.PAUSES) + 1
     assert len([note for note in notes if note.startswith("committing: ")]) == 3
@@ -83,7 +83,7 @@ def test_the_hub_says_how_long_to_wait(exported, hub_here, monkeypatch, asked, w
 @pytest.mark.parametrize(("status", "advice"), [(401, "log in again"), (403, "the right to write there")])
 def test_what_the_hub_refuses_ends_at_once(exported, hub_here, status, advice, capsys):
     hub_here.fail("repos/create", status=status, times=99)
-    assert push(exported) == 1
+    assert push(exported) == 2
     assert advice in capsys.readouterr().err
     assert len([line for line in hub_here.requests if "repos/create" in line]) == 1
     assert hub_here.uploads == []
@@ -91,7 +91,7 @@ def test_what_the_hub_refuses_ends_at_once(exported, hub_here, status, advice, c
 
 def test_a_token_that_may_only_read_ends_before_anything(exported, hub_here, capsys):
     hub_here.role = "read"
-    assert push(exported) == 1
+    assert push(exported) == 2
     assert "may only read" in capsys.readouterr().err
     assert hub_here.requests[-1] == "GET /api/whoami-v2"
     assert push(exported, "--dry-run") == 0
@@ -173,7 +173,7 @@ def test_blocks_of_xet_are_not_sent_again(exported, hub_here, monkeypatch):
     pytest.importorskip("hf_xet")
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
     hub_here.fail_commits = True
-    assert push(exported) == 1
+    assert push(exported) == 2
     size = sum((exported / name).stat().st_size for name in WEIGHTS)
     sent = sum(count for _, count in hub_here.uploads)
     assert size / 3 < sent < size * 1.1  # both files hold the same tensors

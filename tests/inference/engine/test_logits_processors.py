@@ -24,7 +24,7 @@ from headstart import LLM, SamplingParams
 from headstart.inference.engine.logit_state import LogitState
 from headstart.inference.engine.sampling import CHANGED, CUT, NO_FILTERS
 from headstart.inference.engine.slots import SlotTable
-from headstart.inference.engine.step import draw, filtered_scores, path_tokens
+from headstart.inference.engine.step import draw, path_tokens
 from headstart.inference.speculation.tree import build_static_tree
 from headstart.inference.speculation.verify import TreeTensors
 from headstart.kernels.sampling.process_logits import LogitTables
@@ -36,6 +36,13 @@ PROMPT = [(7 * i + i * i) % VOCAB for i in range(12)]
 OUTPUT = [5, 9, 5, 30, 5]  # the last one is the root
 STOPS = {2, 3}
 WORDS = ((11,), (5, 20), (30, 5, 21), (5, 8, 22), (PROMPT[-1], OUTPUT[0], 23), (9, 5, 30, 5, 24))
+
+
+def filtered_scores(batch, logits, filters, slots, path):
+    """The scores that tokens are drawn from, as `draw` writes them down.  logits [M, V] -> fp32 [M, V]"""
+    scores = torch.full_like(logits, torch.nan, dtype=torch.float32)
+    draw(batch, logits, filters, slots, path, processed=scores)
+    return scores
 
 
 class CountPenalties:

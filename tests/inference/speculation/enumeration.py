@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 
 from headstart.inference.speculation import ratio_rules
-from headstart.inference.speculation.draw_children import drawn_nodes
+from headstart.inference.speculation.drawings import drawn_nodes
 from headstart.inference.speculation.ratio_rules import Draft
 from headstart.inference.speculation.tree import Tree
 from headstart.inference.speculation.verify import TreeTensors

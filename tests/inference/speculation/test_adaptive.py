@@ -17,7 +17,7 @@ from headstart.inference.speculation.adaptive import (
     PerBatchSize,
     depths_to_try,
 )
-from headstart.tests.inference.speculation.test_drafters import DEVICES, llama, make, outputs
+from headstart.tests.inference.speculation.small_drafters import DEVICES, llama, make, outputs
 
 DEPTHS = [5, 3, 1, 0]
 

@@ -6,17 +6,17 @@ from itertools import permutations
 import pytest
 import torch
 
-from headstart.inference.speculation.draw_children import (
+from headstart.inference.speculation.drawings import (
     DRAWINGS,
     RATIO_VERIFIERS,
     check_drawing,
-    draw_children,
     drawn_nodes,
     verifier_of_method,
 )
 from headstart.inference.speculation.ratio_rules import RATIO_RULES
 from headstart.inference.speculation.tree import Tree, chain
 from headstart.kernels.sampling.philox import DRAFT_NOISE, gumbel, salted
+from headstart.tests.inference.speculation.draw_children import draw_children
 
 LAW = torch.tensor([0.1, 0.4, 0.3, 0.0, 0.2], dtype=torch.float64)
 PAIR = Tree((-1, 0, 0), (0, 0, 1))

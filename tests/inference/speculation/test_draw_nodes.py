@@ -7,11 +7,11 @@ import torch
 
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.inference.speculation.drafters.medusa import MedusaDrafter
-from headstart.inference.speculation.draw_children import draw_children
 from headstart.inference.speculation.tree import Tree, chain
 from headstart.inference.speculation.verify import TreeTensors
 from headstart.kernels.sampling.keep_top import keep_top, kept_scores
 from headstart.kernels.sampling.philox import DRAFT_NOISE, gumbel, salted
+from headstart.tests.inference.speculation.draw_children import draw_children
 
 VOCAB, HIDDEN, BATCH = 23, 8, 40
 TREES = [chain(3), Tree((-1, 0, 0, 0, 1, 1, 2, 4, 4, 4), (0, 0, 1, 2, 0, 1, 0, 0, 1, 2))]

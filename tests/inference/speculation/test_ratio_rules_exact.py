@@ -6,11 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from headstart.inference.speculation.draw_children import draw_children, drawn_nodes
+from headstart.inference.speculation.drawings import drawn_nodes
 from headstart.inference.speculation.ratio_rules import RATIO_RULES, Draft, block, draw, recursive, token, traversal
 from headstart.inference.speculation.tree import Tree, chain
 from headstart.inference.speculation.verify import TreeTensors
 from headstart.kernels.speculation.verify_strict import verify_strict_reference
+from headstart.tests.inference.speculation.draw_children import draw_children
 from headstart.tests.inference.speculation.enumeration import (
     KINDS,
     all_drafts,

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from headstart.inference.speculation import ratio_rules
-from headstart.inference.speculation.draw_children import draw_children
 from headstart.inference.speculation.ratio_rules import RATIO_RULES, Draft, block, draw, recursive, token, traversal
 from headstart.inference.speculation.tree import Tree, chain
 from headstart.inference.speculation.verify import TreeTensors
 from headstart.kernels.sampling.philox import ACCEPT_UNIFORM, DRAFT_NOISE, RESIDUAL_NOISE, gumbel, salted, uniform
+from headstart.tests.inference.speculation.draw_children import draw_children
 from headstart.tests.inference.speculation.enumeration import (
     Case,
     all_drafts,

@@ -16,11 +16,11 @@ from headstart.inference.engine.sampling import CUT, NO_FILTERS
 from headstart.inference.engine.step import draft_scores, draw, target_scores
 from headstart.inference.speculation import draw_nodes, verify
 from headstart.inference.speculation.drafters.medusa import MedusaDrafter
-from headstart.inference.speculation.draw_children import draw_children
 from headstart.inference.speculation.tree import Tree, chain
 from headstart.inference.speculation.verify import Ratio, TreeTensors, strict
 from headstart.kernels.sampling.keep_top import keep_top_reference, kept_scores_reference
 from headstart.kernels.sampling.philox import gumbel
+from headstart.tests.inference.speculation.draw_children import draw_children
 from headstart.tests.inference.speculation.g_test import surprise
 
 VOCAB, HIDDEN, ROOT = 4, 8, 1

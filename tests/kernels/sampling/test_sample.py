@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from headstart.inference.speculation.draw_children import draw_children
 from headstart.kernels.jit import jit, tl
 from headstart.kernels.sampling import sample
 from headstart.kernels.sampling.keep_top import keep_top, kept_scores
@@ -19,6 +18,7 @@ from headstart.kernels.sampling.sample import (
     top_tokens_reference,
 )
 from headstart.kernels.sampling.sample_kept import sample_kept
+from headstart.tests.inference.speculation.draw_children import draw_children
 
 
 def keyed(rows, device, temperature, seed=0):

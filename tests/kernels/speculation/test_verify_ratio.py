@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from headstart.inference.speculation.draw_children import draw_children, drawn_nodes
 from headstart.inference.speculation.draw_nodes import Drafted
+from headstart.inference.speculation.drawings import drawn_nodes
 from headstart.inference.speculation.ratio_rules import RATIO_RULES, Draft
 from headstart.inference.speculation.tree import Tree, chain
 from headstart.inference.speculation.verify import with_any_law
@@ -22,6 +22,7 @@ from headstart.kernels.sampling.keep_top import (
 from headstart.kernels.sampling.philox import ACCEPT_UNIFORM, RESIDUAL_NOISE, gumbel, uniform
 from headstart.kernels.speculation import verify_ratio as module
 from headstart.kernels.speculation.row_laws import probabilities, row_laws_reference
+from headstart.tests.inference.speculation.draw_children import draw_children
 from headstart.tests.kernels.mutants import mutated
 
 TREES = [

@@ -1,12 +1,7 @@
-"""The dashboard: every panel finds its data in an offline W&B run, the report draws every panel, and W&B gets one view, updated."""
+"""The dashboard's panels: every one finds its data in an offline W&B run, and the reports of one run and of several draw it."""
 
 import json
 import math
-import os
-import subprocess
-import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
@@ -16,11 +11,9 @@ from headstart.cli import main
 from headstart.heads.checkpoint import save_head
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.train import eagle, eagle3, medusa, mlp_speculator
-from headstart.train.report import workspace
 from headstart.train.report.dashboard import DASHBOARD, KINDS, Panel, curves
 from headstart.train.report.report import write_comparison, write_report
 from headstart.train.run import tracking
-from headstart.train.run.lineage import artifact_name
 from headstart.train.run.tracking import MetricsFile
 
 PANELS = [panel for panels in DASHBOARD.values() for panel in panels]
@@ -86,77 +79,6 @@ def test_every_panel_finds_finite_figures_in_an_offline_run(arguments, tmp_path,
     config = {one.key: json.loads(one.value_json) for record in records for one in record.run.config.update}
     config |= {one.key: json.loads(one.value_json) for record in records for one in record.config.update if one.key}
     assert config["family"] == saved["family"] == "Medusa"
-
-
-def test_head_is_an_artifact_that_knows_its_target_and_its_data(arguments, tmp_path, logged_out, read_records):
-    pytest.importorskip("wandb")
-    words = arguments(tracker="wandb", max_steps=2)
-    assert medusa.main(words) == 0
-    (path,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
-    artifacts = [record.artifact for record in read_records(path) if record.WhichOneof("record_type") == "artifact"]
-    target, data, head = artifacts
-    assert (target.type, data.type, head.type) == ("model", "dataset", "model")
-    # What a run uses, and what it made.
-    assert (target.use_after_commit, data.use_after_commit, head.use_after_commit) == (True, True, False)
-    told = json.loads(head.metadata)
-    assert told["target"] == json.loads(target.metadata)
-    assert told["data"] == json.loads(data.metadata)
-    state = json.loads(next((tmp_path / "run" / "checkpoints").glob("*/state.json")).read_text())
-    assert told["data"]["rows"] == state["rows"]
-    assert (told["target"]["name"], told["data"]["name"]) == (words[1], words[3])
-    assert (told["family"], told["num_heads"], told["tokens"]) == ("Medusa", 3, state["tokens"])
-    assert sorted(head.aliases) == ["latest", "step-2"]
-    # The head's files are not copied; of target and data there is a description and an address, never a file.
-    assert {os.path.dirname(entry.local_path) for entry in head.manifest.contents} == {str(tmp_path / "run" / "head")}
-    for artifact, place in ((target, words[1]), (data, words[3])):
-        files = [entry for entry in artifact.manifest.contents if entry.local_path]
-        assert [entry.path for entry in files] == ["source.json"]
-        assert files[0].local_path.startswith(str(tmp_path / "run" / "wandb"))
-        addresses = [entry.ref for entry in artifact.manifest.contents if not entry.local_path]
-        assert addresses
-        assert all(address.startswith(f"file://{place}") for address in addresses)
-
-
-def test_every_checkpoints_head_is_a_version_if_asked(arguments, tmp_path, logged_out, read_records):
-    pytest.importorskip("wandb")
-    words = arguments(tracker="wandb", max_steps=3, checkpoint_every=1, keep_checkpoints=1, log_checkpoints="true")
-    assert medusa.main(words) == 0
-    (path,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
-    artifacts = [record.artifact for record in read_records(path) if record.WhichOneof("record_type") == "artifact"]
-    _, _, *heads = artifacts
-    assert {head.name for head in heads} == {"run-head"}
-    assert [sorted(head.aliases)[-1] for head in heads] == ["step-1", "step-2", "step-3", "step-3"]
-    assert all(json.loads(head.metadata)["target"]["name"] == words[1] for head in heads)
-    # The first two checkpoints are gone; what is to be uploaded of them is not.
-    assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 1
-    for head in heads:
-        assert all(os.path.isfile(entry.local_path) for entry in head.manifest.contents)
-        assert any(entry.path == "config.json" for entry in head.manifest.contents)
-
-
-def test_head_above_the_limit_is_pointed_at_not_uploaded(arguments, tmp_path, logged_out, read_records, monkeypatch):
-    pytest.importorskip("wandb")
-    monkeypatch.setattr(tracking, "UPLOAD_LIMIT", 10)
-    assert medusa.main(arguments(tracker="wandb", max_steps=1)) == 0
-    (path,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
-    *_, head = [record.artifact for record in read_records(path) if record.WhichOneof("record_type") == "artifact"]
-    assert not any(entry.local_path for entry in head.manifest.contents)
-    assert any(entry.ref.endswith("run/head/config.json") for entry in head.manifest.contents)
-
-
-def test_what_wandb_refuses_is_told_once_and_ends_no_run(arguments, tmp_path, logged_out, monkeypatch, capsys):
-    wandb = pytest.importorskip("wandb")
-
-    def refuse(*_, **__):
-        raise RuntimeError("no\nmore")
-
-    for owner, name in ((wandb, "Table"), (wandb.Artifact, "new_file"), (wandb.Artifact, "add_dir")):
-        monkeypatch.setattr(owner, name, refuse)
-    assert medusa.main(arguments(tracker="wandb", eval_prompts=3, eval_every=2, eval_tokens=8)) == 0
-    said = capsys.readouterr().err
-    for what in ("the lineage", "the acceptance", "the head"):
-        assert said.count(f"W&B does not take {what} (no)") == 1
-    assert (tmp_path / "run" / "head" / "config.json").is_file()
 
 
 @pytest.mark.parametrize(
@@ -319,122 +241,3 @@ def test_command_compares_only_into_a_named_file(runs, tmp_path, capsys):
     assert "Comparison across heads" in (tmp_path / "page.html").read_text()
     assert main(["report", str(runs[0])]) == 0
     assert capsys.readouterr().out.endswith(f"{runs[0] / 'report.html'}\n")
-
-
-# The W&B workspace.
-
-
-@pytest.mark.filterwarnings("ignore:Pydantic V1 style")  # the library's own
-def test_printed_workspace_holds_every_panel_and_contacts_nobody(capsys, monkeypatch):
-    pytest.importorskip("wandb_workspaces")
-    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
-    assert main(["dashboard", "--print", "--entity", "someone", "--name", "Heads"]) == 0
-    text = capsys.readouterr().out
-    found = json.loads(text)
-    assert (found["entity"], found["project"], found["title"]) == ("someone", "headstart", "Heads")
-    sections = found["spec"]["section"]["panelBankConfig"]["sections"]
-    assert [section["name"] for section in sections] == list(DASHBOARD)
-    for section, panels in zip(sections, DASHBOARD.values()):
-        for shown, panel in zip(section["panels"], panels, strict=True):
-            config = shown["config"]
-            if panel.kind == "line":
-                assert (config["metrics"], config["chartTitle"]) == ([panel.key], panel.title)
-            elif panel.kind == "lines":
-                assert config["metricRegex"] == f"^{panel.key}$"
-                assert config["useMetricRegex"] is True
-            elif panel.kind == "heat map":
-                assert config["mediaKeys"] == [panel.key]
-            elif panel.kind == "table":
-                assert f'"{panel.key}"' in json.dumps(config)
-            elif panel.kind == "bars":
-                assert (config["metrics"], config["groupBy"]) == ([panel.key], "family.value")
-            else:
-                assert shown["viewType"] == "Run Comparer"
-    ids = [shown["__id__"] for section in sections for shown in section["panels"]]
-    assert len(set(ids)) == len(PANELS)
-    assert main(["dashboard", "--print", "--entity", "someone", "--name", "Heads"]) == 0
-    assert capsys.readouterr().out == text
-    assert main(["dashboard", "--print", "--entity", "someone", "--name", "Other heads"]) == 0
-    assert json.loads(capsys.readouterr().out)["name"] != found["name"]
-
-
-class Wandb(ThreadingHTTPServer):
-    """As much of a W&B server as the dashboard needs: one user, projects by name, views by name."""
-
-    def __init__(self, *projects):
-        super().__init__(("127.0.0.1", 0), Answers)
-        self.views, self.saved = {project: {} for project in projects}, []
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-
-    def answer(self, query, variables):
-        if "upsertView" in query:
-            views = self.views[variables["projectName"]]
-            identity = variables.get("id") or f"VIEW{len(views)}"
-            views[variables["name"]] = identity
-            self.saved.append(variables | {"id": identity})
-            return {"upsertView": {"view": {"id": identity, "name": variables["name"]}, "inserted": True}}
-        if "allViews" in query:
-            views = self.views.get(variables["name"])
-            found = [] if views is None or variables["viewName"] not in views else [views[variables["viewName"]]]
-            edges = [{"node": {"id": identity}} for identity in found]
-            return {"project": None if views is None else {"allViews": {"edges": edges}}}
-        return {"viewer": {"id": "U", "entity": "someone", "username": "someone", "teams": {"edges": []}}}
-
-
-class Answers(BaseHTTPRequestHandler):
-    def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        data = json.dumps({"data": self.server.answer(asked["query"], asked.get("variables") or {})}).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_):
-        pass
-
-
-def test_second_call_updates_the_view_of_the_first(logged_out):
-    """In a process of its own: the library reads where its server is only once."""
-    pytest.importorskip("wandb_workspaces")
-    server = Wandb("headstart")
-    login = {"WANDB_BASE_URL": f"http://127.0.0.1:{server.server_port}", "WANDB_API_KEY": "0123456789" * 4}
-    calls = [[], ["--entity", "someone"], ["--project", "nowhere"]]
-    code = f"from headstart.cli import main; print([main(['dashboard', *words]) for words in {calls}])"
-    options = {"capture_output": True, "text": True, "timeout": 100, "stdin": subprocess.DEVNULL}
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=os.environ | login | {"WANDB_MODE": "offline"}, **options
-        )
-    finally:
-        server.shutdown()
-        server.server_close()
-    view = workspace.view_id("someone", "headstart", "Headstart")
-    assert done.stdout.splitlines() == [f"{login['WANDB_BASE_URL']}/someone/headstart?nw={view}"] * 2 + ["[0, 0, 2]"], (
-        done
-    )
-    assert [saved["id"] for saved in server.saved] == ["VIEW0", "VIEW0"]
-    assert [saved["displayName"] for saved in server.saved] == ["Headstart"] * 2
-    spec = json.loads(server.saved[1]["spec"])
-    names = [section["name"] for section in spec["section"]["panelBankConfig"]["sections"]]
-    assert names == list(DASHBOARD)
-    assert "W&B knows no project someone/nowhere" in done.stderr
-
-
-def test_without_a_login_the_command_says_how_to_log_in(logged_out, capsys):
-    pytest.importorskip("wandb_workspaces")
-    assert main(["dashboard"]) == 2
-    assert "wandb login" in capsys.readouterr().err
-
-
-def test_without_the_package_the_command_says_how_to_install_it(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "wandb_workspaces", None)
-    assert main(["dashboard", "--print"]) == 2
-    assert 'pip install "wandb-workspaces' in capsys.readouterr().err
-
-
-def test_artifact_names_are_what_wandb_takes():
-    assert artifact_name("data", "/a place/conversations.jsonl") == "data-a-place-conversations.jsonl"
-    assert artifact_name("target", "org/model") == "target-org-model"
-    assert len(artifact_name("x" * 300)) == 128

@@ -13,7 +13,7 @@ from headstart.train.run import run_lock
 
 LEAVES = """
 import os, signal, sys, time
-from headstart.train.stopping import leave_with_launcher
+from headstart.train.run.stopping import leave_with_launcher
 signal.signal(signal.SIGTERM, lambda *_: (os.write(1, b"left"), os._exit(0)))
 leave_with_launcher()
 os.write(1, b"ready ")

@@ -1,19 +1,27 @@
-"""The folder of features: what it holds, what it belongs to, how it is filled, how it is repaired."""
+"""The folder of features: what it holds, and what it belongs to.
 
-import fcntl
-import json
+How it is filled and repaired: test_cache_filling.py.
+"""
+
 import os
 import shutil
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from headstart.inference.llm import LLM
-from headstart.train import medusa, mlp_speculator
+from headstart.tests.train.teacher.small_caches import (
+    CPU,
+    count_forwards,
+    everything,
+    make_target,
+    packed_rows,
+    process,
+)
+from headstart.train import medusa
 from headstart.train.data.conversations import load_conversations
 from headstart.train.data.encoding import encode_conversations
 from headstart.train.data.packing import pack
@@ -21,85 +29,7 @@ from headstart.train.teacher import feature_cache
 from headstart.train.teacher.feature_cache import FeatureCache, describe, to_float8
 from headstart.train.teacher.features import FrozenTarget, load_target
 
-CPU = torch.device("cpu")
-NO_STOP = SimpleNamespace(agreed=lambda accelerator: False)
-ASSET = os.path.join(os.path.dirname(__file__), "..", "..", "assets", "stdlib-coder")
-
-
-class Died(Exception):
-    """What ends a fill in the middle."""
-
-
-def make_target(seed=0, **changes):
-    torch.manual_seed(seed)
-    shape = {
-        "vocab_size": 48,
-        "hidden_size": 32,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "intermediate_size": 64,
-    }
-    config = transformers.LlamaConfig(**shape | changes)
-    return FrozenTarget(transformers.AutoModelForCausalLM.from_config(config).eval())
-
-
-def packed_rows(seed=0):
-    rng = torch.Generator().manual_seed(seed)
-    documents = [
-        torch.randint(0, 48, (int(n),), generator=rng).tolist() for n in torch.randint(3, 12, (30,), generator=rng)
-    ]
-    return pack([(ids, [True] * len(ids)) for ids in documents], 13)
-
-
-def process(rank=0, world=1):
-    return SimpleNamespace(
-        num_processes=world,
-        process_index=rank,
-        is_main_process=rank == 0,
-        device=CPU,
-        wait_for_everyone=lambda: None,
-    )
-
-
-@pytest.fixture
-def small_shards(monkeypatch):
-    """Two rows in a forward, four in a shard of the last states in float32."""
-    monkeypatch.setattr(feature_cache, "TOKENS_PER_FORWARD", 26)
-    monkeypatch.setattr(feature_cache, "SHARD_BYTES", 4 * 13 * 32 * 4)
-
-
-@pytest.fixture
-def open_cache(tmp_path):
-    """open_cache(target, packed, ...) -> a FeatureCache in tmp_path/"cache", filled; `said` holds its notes."""
-
-    def build(target, packed, layers=(), dtype=torch.float32, rank=0, world=1):
-        said = build.said = []
-        folder = tmp_path / "cache"
-        cache = FeatureCache(
-            folder, describe(target, packed, dtype, layers), target.dtype, process(rank, world), said.append
-        )
-        assert cache.fill(target, packed, NO_STOP)
-        return cache
-
-    return build
-
-
-def everything(cache):
-    return cache.rows(np.arange(cache.description["num_rows"]), CPU)
-
-
-def count_forwards(monkeypatch, until=None):
-    """A list that grows with every forward of a FrozenTarget; the one after `until` of them dies."""
-    calls, features = [], FrozenTarget.features
-
-    def counted(self, *given):
-        if len(calls) == until:
-            raise Died
-        calls.append(len(given[0]))
-        return features(self, *given)
-
-    monkeypatch.setattr(FrozenTarget, "features", counted)
-    return calls
+ASSET = os.path.join(os.path.dirname(__file__), "..", "..", "..", "assets", "stdlib-coder")
 
 
 # ---- what it holds ----
@@ -253,157 +183,3 @@ def test_engine_on_the_target_does_not_make_it_another(tmp_path):
 def test_folder_without_a_cache_to_keep_in_it_is_refused(arguments, tmp_path):
     with pytest.raises(ValueError, match=r"feature_cache '.*' is given and cache_features is false"):
         medusa.main(arguments(feature_cache=tmp_path / "cache"))
-
-
-# ---- how it is filled ----
-
-
-@pytest.mark.parametrize("forwards", [0, 1, 5, 8])
-def test_killed_fill_goes_on_with_the_shards_that_are_missing(
-    open_cache, small_shards, tmp_path, monkeypatch, forwards
-):
-    target, packed = make_target(), packed_rows()
-    whole = everything(open_cache(target, packed))
-    shutil.rmtree(tmp_path / "cache")
-    with monkeypatch.context() as patch:
-        count_forwards(patch, until=forwards)
-        with pytest.raises(Died):
-            open_cache(target, packed)
-    assert len(list((tmp_path / "cache").glob("*.safetensors"))) == forwards // 2
-    calls = count_forwards(monkeypatch)
-    cache = open_cache(target, packed)
-    num_rows = len(packed.input_ids)
-    assert sum(calls) == num_rows - forwards // 2 * 4
-    assert torch.equal(everything(cache), whole)
-
-
-def test_signal_ends_a_fill_between_forwards(open_cache, small_shards, tmp_path, monkeypatch):
-    target, packed = make_target(), packed_rows()
-    calls = count_forwards(monkeypatch)
-    stop = SimpleNamespace(agreed=lambda accelerator: len(calls) == 3)
-    description = describe(target, packed, torch.float32)
-    cache = FeatureCache(tmp_path / "cache", description, torch.float32, process(), lambda text: None)
-    assert not cache.fill(target, packed, stop)
-    assert len(calls) == 3
-    assert [path.name for path in sorted((tmp_path / "cache").iterdir())] == ["cache.json", "shard-00000.safetensors"]
-
-
-def test_ranks_fill_different_shards(open_cache, small_shards, tmp_path, monkeypatch):
-    target, packed = make_target(), packed_rows()
-    whole = everything(open_cache(target, packed))
-    calls = count_forwards(monkeypatch)
-    shutil.rmtree(tmp_path / "cache")
-    with pytest.raises(ValueError, match="must be a folder that all of them see"):  # the other rank does nothing here
-        open_cache(target, packed, rank=0, world=2)
-    made = {path.name for path in (tmp_path / "cache").glob("*.safetensors")}
-    assert made == {f"shard-{i:05d}.safetensors" for i in range(0, -(-len(packed.input_ids) // 4), 2)}
-    forwards = len(calls)
-    (tmp_path / "other").mkdir()
-    for name in made:
-        (tmp_path / "cache" / name).rename(tmp_path / "other" / name)
-    with pytest.raises(ValueError, match="must be a folder that all of them see"):
-        open_cache(target, packed, rank=1, world=2)
-    assert not made & {path.name for path in (tmp_path / "cache").iterdir()}
-    assert len(calls) == 2 * forwards  # though the other has a shard less to fill, or a shorter one
-    for name in made:
-        (tmp_path / "other" / name).rename(tmp_path / "cache" / name)
-    assert torch.equal(everything(open_cache(target, packed)), whole)
-
-
-# ---- how it is repaired ----
-
-
-def flip(path):
-    content = bytearray(path.read_bytes())
-    content[-7] ^= 4
-    path.write_bytes(content)
-
-
-def cut(path):
-    path.write_bytes(path.read_bytes()[:-50])
-
-
-def empty(path):
-    path.write_bytes(b"")
-
-
-def replace(path):
-    save_file(load_file(path), path, metadata={"headstart": "another 0"})
-
-
-@pytest.mark.parametrize(
-    ("harm", "said"),
-    [
-        (flip, "are not those that were"),
-        (cut, "is cut short"),
-        (empty, "is cut short"),
-        (replace, "is of another cache"),
-    ],
-)
-def test_damaged_shard_is_named_and_computed_again(open_cache, small_shards, tmp_path, monkeypatch, harm, said):
-    target, packed = make_target(), packed_rows()
-    whole = everything(open_cache(target, packed))
-    harm(tmp_path / "cache" / "shard-00002.safetensors")
-    calls = count_forwards(monkeypatch)
-    assert torch.equal(everything(open_cache(target, packed)), whole)
-    assert calls == [2, 2]
-    told = [text for text in open_cache.said if "computed again" in text]
-    assert len(told) == 1
-    assert "shard-00002" in told[0]
-    assert said in told[0]
-    assert torch.equal(everything(open_cache(target, packed)), whole)
-    assert len(open_cache.said) == 1
-
-
-def test_half_written_files_are_never_read_and_go_unless_they_are_being_written(open_cache, small_shards, tmp_path):
-    target, packed = make_target(), packed_rows()
-    whole = everything(open_cache(target, packed))
-    shard = tmp_path / "cache" / "shard-00001.safetensors"
-    dead = shard.with_name(f".{shard.name}.partial-0123abcd")
-    alive = shard.with_name(f".{shard.name}.partial-89ef4567")
-    shard.rename(dead)
-    shutil.copy(dead, alive)
-    with alive.open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        assert torch.equal(everything(open_cache(target, packed)), whole)
-        assert (shard.exists(), dead.exists(), alive.exists()) == (True, False, True)
-
-
-def test_manifest_lost_or_broken(open_cache, small_shards, tmp_path, monkeypatch):
-    target, packed = make_target(), packed_rows()
-    whole = everything(open_cache(target, packed))
-    manifest = tmp_path / "cache" / "cache.json"
-    content = manifest.read_text()
-    manifest.unlink()
-    calls = count_forwards(monkeypatch)
-    assert torch.equal(everything(open_cache(target, packed)), whole)
-    assert not calls
-    assert manifest.read_text() == content
-    manifest.write_text(content[: len(content) // 2])
-    with pytest.raises(ValueError, match=r"cache\.json is not the JSON that was written .*: remove"):
-        open_cache(target, packed)
-    manifest.write_text(json.dumps(json.loads(content) | {"format": 2}))
-    with pytest.raises(ValueError, match="is of format 2, this version reads 1"):
-        open_cache(target, packed)
-
-
-# ---- several runs ----
-
-
-def test_runs_share_a_cache_and_train_as_with_their_own(
-    arguments, speculator_arguments, read_metrics, tmp_path, monkeypatch
-):
-    shared = {"cache_features": True, "feature_cache": tmp_path / "cache", "max_steps": 3}
-    calls = count_forwards(monkeypatch)
-    assert medusa.main(arguments(**shared, output=tmp_path / "first")) == 0
-    filled = len(calls)
-    assert medusa.main(arguments(**shared, output=tmp_path / "second", batch_rows=1, accumulate=2)) == 0
-    assert mlp_speculator.main(speculator_arguments(**shared, output=tmp_path / "third")) == 0
-    assert len(calls) == filled + 2  # `check` computes one row of every run
-    own = shared | {"feature_cache": ""}
-    assert mlp_speculator.main(speculator_arguments(**own, output=tmp_path / "own")) == 0
-    assert read_metrics(run="own") == read_metrics(run="third")
-    assert not (tmp_path / "own" / "features").exists()
-    assert (tmp_path / "cache" / "cache.json").exists()
-    with pytest.raises(ValueError, match="something else than this run asks for: rows"):
-        medusa.main(arguments(**shared, output=tmp_path / "fourth", max_tokens=300))

@@ -1,4 +1,4 @@
-"""Drawing a node's children from the draft's law, and which verifier may follow which way of drawing them.
+"""The ways of drawing a node's children from the draft's law, and which verifier may follow which.
 
     deterministic   the k likeliest tokens, without chance                              noise: none
     shared_noise    top-k of log q + G, G the noise of the target's own token there     noise: TARGET_NOISE
@@ -9,7 +9,7 @@ The ratio rules (ratio_rules.py) need the draft's noise to be fresh in every ste
 knowledge of tokens further down, so a token drawn again from the same noise is no longer a draw from q. Key it by
 (seed, sample, position of the *root*, salted(DRAFT_NOISE, node)): the root moves in every step.
 
-Letters: B requests, N nodes, V vocabulary, k children.
+Letters: B requests, N nodes.
 """
 
 import torch
@@ -27,35 +27,6 @@ VLLM_METHODS = {
     "block": ("block", "traversal"),
     "synthetic": ("synthetic", "synthetic"),
 }
-
-
-def draw_children(log_q, num_children, drawing, noise=None):
-    """The tokens of `num_children` children in the order of their drawing.  log_q, noise [..., V] -> int64 [..., k]
-
-    log_q: log of the draft's law after temperature, top-k and top-p, minus infinity outside its support; any constant may be added.
-    noise: Gumbel noise; 0 in the rows of a request at temperature 0, whose children are then the likeliest tokens in every
-    way of drawing. Ties go to the lowest token. Where the support is smaller than k, the last slots are empty: -1.
-    Raises ValueError for another way of drawing, and for noise that is missing or not wanted.
-    """
-    if drawing not in DRAWINGS:
-        raise ValueError(f"drawing must be one of {', '.join(DRAWINGS)}, got {drawing!r}")
-    if (noise is None) != (drawing == "deterministic"):
-        raise ValueError(f"drawing={drawing!r} takes {'no ' if noise is not None else ''}noise")
-    if drawing != "top_and_one":
-        return top(log_q if noise is None else log_q + noise, num_children)
-    first = top(log_q, num_children - 1)
-    rest = log_q
-    for i in range(num_children - 1):  # one by one: empty slots stand for no token
-        chosen = first[..., i : i + 1]
-        rest = torch.where(chosen >= 0, rest.scatter(-1, chosen.clamp(min=0), -torch.inf), rest)
-    return torch.cat([first, top(rest + noise, 1)], -1)
-
-
-def top(scores, k):
-    """The tokens of the k highest scores, best first, -1 where a score is minus infinity.  [..., V] -> [..., k]"""
-    best, tokens = scores.sort(dim=-1, descending=True, stable=True)
-    tokens = tokens.masked_fill(best == -torch.inf, -1)[..., :k]
-    return torch.nn.functional.pad(tokens, (0, k - tokens.shape[-1]), value=-1)
 
 
 def drawn_nodes(drawing, parents):

@@ -1,0 +1,41 @@
+"""What a user is told: the words of errors, and how a command ends that meets one. No torch."""
+
+import os
+import sys
+
+
+def list_names(names, most=8):
+    """The first few of many names, sorted, and how many more there are."""
+    names = sorted(map(str, names))
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more if names else "no tensors"
+
+
+def exit_status(name, work, failures=()):
+    """Do the work of the command `name` and give its exit status: what `work()` returns, 0 for None.
+
+    Bad input and files that cannot be read or written (ValueError, OSError) end as one line `NAME: error: ...` on stderr and
+    status 2. `failures` are exceptions of work that was asked for rightly and broke off: such a line and status 1. Ctrl-C is one
+    line and status 130. Where the reader of stdout left, nothing more is said.
+    """
+    try:
+        return work() or 0
+    except BrokenPipeError:
+        os._exit(0)
+    except failures as error:
+        tell_error(name, error)
+        return 1
+    except (ValueError, OSError) as error:
+        tell_error(name, error)
+        return 2
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr)
+        return 130
+
+
+def tell_error(name, error):
+    """One line on stderr; of an OSError the reason and the file, without its number."""
+    reason = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        reason = error.strerror + (f": {error.filename}" if error.filename else "")
+    print(f"{name}: error: {' '.join(reason.split())}", file=sys.stderr)

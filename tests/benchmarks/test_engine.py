@@ -1,0 +1,241 @@
+"""The engine and its parts on random weights, on the CPU: what steps, drafts, whole runs and a peer's print, write and count,
+and what they are held against. No figure is judged."""
+
+import json
+
+import pytest
+import torch
+
+from headstart.benchmarks import floor, library, random_heads
+from headstart.benchmarks.engine.draft import parallel_chains
+from headstart.benchmarks.shape import config_of_shape, random_decoder, spread_tree
+from headstart.inference.models.draft_weights import draft_bytes
+from headstart.inference.speculation.drafters.levels import Levels
+from headstart.inference.speculation.tree import ROOT_ONLY, chain
+from headstart.inference.speculation.verify import TreeTensors
+from headstart.tests.benchmarks.small_bench import check_times
+
+
+def test_step_prints_a_line_per_size_and_the_parts_of_the_largest_tree(bench, tmp_path):
+    output = tmp_path / "step.json"
+    lines, found = bench(
+        "step", "--rows", "1,6", "--context", "70", "--batch", "1,3", "--repeats", "3", "--baseline", "eager",
+        "--output", str(output),
+    )  # fmt: skip
+    forwards = [row for row in found["rows"] if row["part"] == "forward"]
+    assert [(row["batch"], row["rows"]) for row in forwards] == [(1, 1), (1, 6), (3, 1), (3, 6)]
+    parts = [row["part"] for row in found["rows"] if (row["batch"], row["rows"]) == (3, 6)]
+    assert parts == [
+        "forward", "draft, own", "verify", "commit", "whole step, own", "draft, shared", "whole step, shared",
+    ]  # fmt: skip
+    for row in found["rows"]:
+        check_times(row)
+    for row in forwards:
+        assert row["library"] > 0
+        assert row["over_floor"] == pytest.approx(row["p50"] / row["floor"], rel=1e-3)
+        assert sum(row["shares"].values()) == pytest.approx(1, abs=0.05)
+    assert found["facts"]["weight_bytes"] > 0
+    for key in ("date", "hardware", "torch", "triton", "commit", "command"):
+        assert key in found
+    assert json.loads(output.read_text()) == found
+    table = [line for line in lines if line.split()[:3] == ["70", "3", "6"]]
+    assert len(table) == len(parts)
+
+
+def test_step_leaves_out_what_does_not_fit_with_a_note(bench, monkeypatch):
+    monkeypatch.setattr("headstart.benchmarks.engine.step.plannable_bytes", lambda device: 100_000)
+    lines, found = bench("step", "--rows", "1", "--context", "64,400", "--batch", "1", "--baseline", "none")
+    assert any("context 400, batch 1: left out" in line for line in lines)
+    assert [row["context"] for row in found["rows"]] == [64]
+
+
+def test_floor_counts_every_weight_and_every_key_once(shape):
+    decoder = random_decoder(shape, "cpu", torch.float32, 128)
+    hidden, inter, vocab, heads, kv_heads, dim = 32, 48, 128, 4, 2, 8
+    layer = (heads + 2 * kv_heads) * dim * hidden + heads * dim * hidden + 3 * hidden * inter + 2 * hidden
+    assert floor.weight_bytes(decoder) == 4 * (2 * layer + hidden + vocab * hidden)
+    assert floor.kv_bytes(decoder, 3, 10) == 3 * 10 * 2 * 2 * kv_heads * dim * 4
+
+
+@pytest.mark.parametrize("tree", [ROOT_ONLY, chain(3), spread_tree(9)], ids=["root", "chain", "tree"])
+def test_baseline_computes_what_the_engine_computes(shape, tree):
+    """Greedy tokens of the baseline over dense keys equal those of the engine's pass over the same keys in pages."""
+    from headstart.benchmarks.engine.step import StandingRequests, pages_needed
+    from headstart.inference.engine.cache import PagedCache
+    from headstart.inference.speculation.verify import strict
+
+    torch.manual_seed(0)
+    batch, context = 2, 70
+    decoder = random_decoder(shape, "cpu", torch.float32, 128)
+    nodes, hk, dim = tree.num_nodes, decoder.num_kv_heads, decoder.head_dim
+    cache = PagedCache(pages_needed(batch, context, nodes), 2, hk, dim, torch.float32, torch.device("cpu"))
+    cache.kv.normal_()
+    standing = StandingRequests(decoder, cache, batch, context, tree, strict)
+    keys = torch.zeros(2 * 2 * batch * hk * (context + nodes) * dim)
+    step = library.LibraryStep(decoder, batch, context, TreeTensors(tree, "cpu"), keys, "eager")
+    step.tokens = standing.tokens
+    pages = cache.kv.view(2, 2, -1, hk, 64, dim)[:, :, standing.slots.block_table[:batch].long()]
+    pages = pages.movedim(4, 3).reshape(2, 2, batch, hk, -1, dim)  # [layers, 2, B, HK, positions, D]
+    step.kv[..., :context, :] = pages[..., :context, :]
+    with torch.no_grad():
+        assert torch.equal(standing.forward().view(batch, nodes), step())
+
+
+def test_engine_accepts_at_the_asked_rates_and_shows_plain_decoding_beside(bench):
+    _, found = bench(
+        "engine", "--acceptance", "2.0", "--batch", "1,2", "--prompt-tokens", "20", "--new-tokens", "120", "--no-startup"
+    )  # fmt: skip
+    assert [(row["draft"], row["batch"]) for row in found["rows"]] == [
+        ("plain", 1), ("plain", 2), ("medusa chain, own", 1), ("medusa chain, own", 2),
+    ]  # fmt: skip
+    for row in found["rows"]:
+        check_times(row)
+        assert row["tokens_per_second"] > 0
+        assert row["of_graph"] > 0
+    assert found["rows"][0]["tokens_per_step"] == 1
+    assert found["rows"][3]["tokens_per_step"] == pytest.approx(2.0, abs=0.5)
+    assert found["facts"]["first_token_ms"]["p50"] > 0
+
+
+@pytest.mark.parametrize("head", ["mlp_speculator", "eagle", "eagle3"])
+def test_engine_takes_a_head_of_every_method_and_as_deep_as_asked(bench, head, monkeypatch):
+    monkeypatch.setattr(random_heads, "DRAFT_VOCABULARY", 40)
+    _, found = bench(
+        "engine", "--head", head, "--num-speculative-tokens", "5", "--acceptance", "5.5", "--batch", "2",
+        "--prompt-tokens", "20", "--new-tokens", "120", "--no-startup",
+    )  # fmt: skip
+    assert [row["draft"] for row in found["rows"]] == ["plain", f"{head} chain"]
+    assert found["rows"][1]["nodes"] == 6
+    assert found["rows"][1]["tokens_per_step"] == pytest.approx(5.5, abs=0.5)  # out of reach of drafts 4 deep
+    assert found["settings"]["head"] == head
+
+
+def test_engine_chooses_its_own_depths_when_asked(bench):
+    _, found = bench(
+        "engine", "--head", "mlp_speculator", "--acceptance", "2.0", "--batch", "1", "--adaptive",
+        "--prompt-tokens", "20", "--new-tokens", "120", "--no-startup",
+    )  # fmt: skip
+    plain, whole, chosen = found["rows"]
+    assert [row["draft"] for row in found["rows"]] == [
+        "plain",
+        "mlp_speculator chain",
+        "mlp_speculator chain, adaptive",
+    ]
+    assert (plain["depth"], whole["depth"]) == (0, 4)
+    assert 0 < chosen["depth"] < 4, "every depth is tried"
+    assert 1 < chosen["tokens_per_step"] < 3.5
+    assert chosen["graph"] is None
+    check_times(chosen)
+
+
+def test_draft_prints_the_parts_that_a_head_has(bench, monkeypatch, tmp_path):
+    monkeypatch.setattr(random_heads, "DRAFT_VOCABULARY", 40)
+    output = tmp_path / "draft.json"
+    lines, found = bench(
+        "draft", "--batch", "1,2", "--depth", "3", "--context", "70", "--repeats", "1", "--output", str(output)
+    )  # fmt: skip
+    sequential = ["first level", "level", "chain of 3"]
+    with_keys = [*sequential[:2], "after a step", *sequential[2:]]
+    expected = {"eagle3": with_keys, "eagle": with_keys, "mlp_speculator": sequential, "medusa": sequential[2:]}
+    assert [(row["head"], row["batch"], row["part"]) for row in found["rows"]] == [
+        (head, batch, part) for head, parts in expected.items() for batch in (1, 2) for part in parts
+    ]
+    for row in found["rows"]:
+        assert row["p20"] <= row["p50"] <= row["p80"]
+        assert row["over_floor"] == pytest.approx(row["p50"] / row["floor"], rel=1e-3)
+    assert json.loads(output.read_text()) == found
+    assert sum(line.split()[:3] == ["eagle3", "2", "level"] for line in lines) == 1
+
+
+def test_draft_shows_what_building_a_dynamic_tree_takes(bench):
+    _, found = bench(
+        "draft", "--head", "mlp_speculator", "--batch", "2", "--depth", "2", "--context", "9", "--repeats", "1",
+        "--tree", "dynamic",
+    )  # fmt: skip
+    static, grown, building = found["rows"][3:]
+    assert [row["part"] for row in found["rows"][3:]] == ["levels of 8 rows", "dynamic tree", "tree building"]
+    assert building["p50"] == pytest.approx(grown["p50"] - static["p50"], rel=1e-2, abs=1e-3)
+    assert building["floor"] is None
+
+
+def test_a_level_is_what_the_chain_takes_beyond_the_first(bench):
+    _, found = bench(
+        "draft", "--head", "mlp_speculator", "--batch", "1", "--depth", "4", "--repeats", "2", "--context", "9"
+    )
+    first, level, chain_of_4 = (row["p50"] for row in found["rows"])
+    assert first + 3 * level == pytest.approx(chain_of_4, rel=1e-3)
+
+
+def test_draft_floor_counts_every_weight_of_a_part_once(shape, monkeypatch):
+    monkeypatch.setattr(random_heads, "DRAFT_VOCABULARY", 40)
+    config, decoder = config_of_shape(shape), random_decoder(shape, "cpu", torch.float32, 128)
+    hidden, inter, vocab = 32, 48, 128
+    rest = (4 * 8) * hidden + 3 * hidden * inter + hidden  # output product, MLP, the norm before it
+    qkv = (4 + 2 * 2) * 8 * hidden
+    block = hidden * hidden + hidden
+    expected = {
+        "eagle3": {
+            "first": hidden + 40 * hidden,
+            "level": 2 * qkv + rest + 2 * hidden + hidden + 40 * hidden,
+            "advance": 3 * hidden * hidden + 2 * qkv + rest + 2 * hidden,
+        },
+        "eagle": {
+            "first": vocab * hidden,
+            "level": 2 * hidden * hidden + qkv + rest + vocab * hidden,
+            "advance": 2 * hidden * hidden + qkv + rest,
+        },
+        "mlp_speculator": dict.fromkeys(("first", "level"), hidden * hidden + 2 * hidden + vocab * hidden),
+        "medusa": {"first": 3 * (block + vocab * hidden)},
+    }
+    for method, parts in expected.items():
+        head = random_heads.random_head(method, config, decoder, 3)
+        assert draft_bytes(head, decoder.lm_head.nbytes) == {part: 4 * count for part, count in parts.items()}, method
+
+
+def test_a_random_eagle3_head_drafts_tokens_spread_over_the_vocabulary(shape, monkeypatch):
+    monkeypatch.setattr(random_heads, "DRAFT_VOCABULARY", 40)
+    decoder = random_decoder(shape, "cpu", torch.float32, 128)
+    head = random_heads.random_head("eagle3", config_of_shape(shape), decoder, 3)
+    ids = head.draft_token_ids.tolist()
+    assert len(set(ids)) == 40
+    assert (min(ids), max(ids) // 4) == (0, 31)
+    assert head.t2d.nonzero().flatten().tolist() == ids
+    assert head.embed_tokens.weight.data_ptr() == decoder.embedding.data_ptr()
+
+
+def test_the_static_twin_of_a_dynamic_tree_expands_as_many_nodes_and_asks_as_many_candidates():
+    levels = Levels(TreeTensors(parallel_chains(3, 4), "cpu")).levels
+    assert [(level.count, level.width) for level in levels] == [(1, 3), (3, 3), (3, 3), (3, 3)]
+
+
+def test_engine_says_when_outputs_are_too_short_for_a_steady_state(bench):
+    lines, found = bench(
+        "engine", "--head", "none", "--batch", "1", "--prompt-tokens", "4", "--new-tokens", "6", "--no-startup"
+    )
+    assert found["rows"] == []
+    assert any("plain, batch 1: left out, no steady state" in line for line in lines)
+
+
+@pytest.mark.slow
+def test_engine_measures_start_up_in_processes_of_their_own(bench):
+    _, found = bench(
+        "engine", "--head", "none", "--batch", "1", "--prompt-tokens", "4", "--new-tokens", "40"
+    )  # fmt: skip
+    for seconds in found["facts"]["startup"].values():
+        assert 0 < seconds["imported"] < seconds["built"] < seconds["first_token"]
+
+
+def test_peer_decodes_the_same_model_in_both_ways(bench):
+    _, found = bench("peer", "--batch", "2", "--prompt-tokens", "9", "--new-tokens", "24")
+    theirs, ours = found["rows"]
+    assert (theirs["engine"], ours["engine"]) == ("transformers, static", "headstart")
+    check_times(theirs)
+    check_times(ours)
+    assert ours["agreeing"] == 24  # fp32: no near-tie among these
+    assert ours["speedup"] == pytest.approx(theirs["p50"] / ours["p50"], rel=1e-3)
+
+
+def test_step_measures_the_usual_contexts_that_the_model_reaches(bench):
+    _, found = bench("step", "--rows", "1", "--batch", "1", "--repeats", "1", "--baseline", "none")
+    assert [row["context"] for row in found["rows"]] == [511]
+    assert found["settings"]["contexts"] == [511]

@@ -1,0 +1,45 @@
+"""How a measurement is timed, which kernels it says the time went to, and under which name it is kept."""
+
+import pytest
+import torch
+
+from headstart.evaluation import results, timing
+
+
+def test_the_profiler_says_nothing_between_the_lines(shape, capfd):
+    work = timing.Repeatable(lambda: torch.ones(9) + 1, "cpu")
+    assert work.shares()
+    assert capfd.readouterr().err == ""
+
+
+def test_percentiles_are_of_the_samples():
+    assert timing.Times.of([5, 1, 4, 2, 3, 6]) == timing.Times(2, 3, 5)
+
+
+def test_waiting_for_the_kernel_before_is_not_a_share_of_time():
+    """b starts while a runs and waits for it; c starts after a gap; the second a is over before c ends."""
+    found = timing.time_alone([("c", 30, 40), ("a", 0, 10), ("b", 4, 12), ("a", 31, 35)])
+    assert found == {"a": 10, "b": 2, "c": 10}
+
+
+def test_bare_output_name_is_dated_and_kept_with_the_results():
+    path = results.result_path("step-h200")
+    assert path.parent.parts == ("benchmarks", "results")
+    assert path.name.endswith("-step-h200.json")
+    assert results.result_path("here.json").name == "here.json"
+    assert results.result_path("a/b").parts == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "short"),
+    [
+        ("_linear_kernel", "_linear_kernel"),
+        (
+            "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<int>>(int)",
+            "vectorized_elementwise_kernel",
+        ),
+        ("void (anonymous namespace)::softmax_warp<1>(float*)", "softmax_warp"),
+    ],
+)
+def test_kernel_names_are_shortened(kernel, short):
+    assert timing.short_name(kernel) == short

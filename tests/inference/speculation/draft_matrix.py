@@ -1,0 +1,278 @@
+"""What the draft matrix is made of: a random target, a head per configuration, the engine's drafts, and training's answer to each.
+
+A wrong draft changes no output, it is only accepted less often: so drafts are compared with the trainers' own forward
+(train/loss/predictions.py) on the trainers' own features (train/teacher/features.py). The rule that accepts is a stand-in here:
+random heads are nearly never right, and drafting goes on from what was accepted.
+
+Letters: R rows, T tokens per row, A residual streams, H hidden size, V vocabulary, D the tree's depth, N nodes.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from headstart.heads.eagle import Eagle, EagleConfig
+from headstart.heads.eagle3 import Eagle3, Eagle3Config
+from headstart.heads.medusa import Medusa, MedusaConfig
+from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
+from headstart.inference.engine.engine import Engine
+from headstart.inference.engine.sampling import SamplingParams
+from headstart.inference.llm import LLM
+from headstart.inference.speculation.drafters.sequential import SequentialDrafter
+from headstart.inference.speculation.verify import strict
+from headstart.train.loss.predictions import (
+    eagle3_predictions,
+    eagle_predictions,
+    medusa_predictions,
+    mlp_speculator_predictions,
+)
+from headstart.train.teacher.features import FrozenTarget
+
+VOCAB, MAX_TOKENS = 97, 12
+ROW_LENGTHS, ROWS = (40, 112), 16  # of training's forwards: few shapes, for on a GPU each is compiled
+
+
+def make_target(device, num_layers):
+    """A random Llama as trainers have it; no two of its norms are alike."""
+    torch.manual_seed(num_layers)
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=80,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCAB,
+        max_position_embeddings=256,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = LlamaForCausalLM(config).eval()
+    randomize(model)
+    return FrozenTarget(model.to(device).requires_grad_(False))
+
+
+@torch.no_grad()
+def randomize(module):
+    """Random parameters of which none is neutral: no bias is zero, no norm's weight one, no two tables are alike."""
+    for name, parameter in module.named_parameters():
+        if parameter.dim() == 1:
+            weighs = name.endswith("weight")  # of a norm
+            parameter.uniform_(0.5, 1.5) if weighs else parameter.normal_(std=0.5)
+        elif "emb" in name:
+            parameter.normal_()
+        else:
+            scores = "lm_head" in name or name.startswith("head.")  # the likeliest tokens shall be clearly so
+            parameter.normal_(std=(4.0 if scores else 1.0) * parameter.shape[1] ** -0.5)
+
+
+def make_head(kind, target, embedding=None, **changes):
+    """A random head. embedding, of EAGLE's: "target's", "own" (its file held one), "none" (it held none: the engine gives it)."""
+    shape = dict(hidden_size=target.hidden_size, vocab_size=target.vocab_size)
+    torch.manual_seed(5)
+    if kind is Medusa:
+        head = Medusa(MedusaConfig(**shape | dict(num_heads=3) | changes))
+    elif kind is MLPSpeculator:
+        head = MLPSpeculator(MLPSpeculatorConfig(**shape | dict(inner_size=32) | changes))
+    else:
+        config = {Eagle: EagleConfig, Eagle3: Eagle3Config}[kind]
+        head = kind(target.layer_config(config, **dict(num_speculative_tokens=3) | changes))
+    randomize(head)
+    if kind is Eagle3 and head.d2t is not None:
+        drafted = torch.randperm(VOCAB)[: len(head.d2t)].sort().values
+        head.set_draft_vocabulary(drafted - torch.arange(len(drafted)), torch.isin(torch.arange(VOCAB), drafted))
+    if embedding == "target's":
+        head.take_embedding(target.embedding)
+    elif embedding == "none":
+        head.embed_tokens = None
+    return head.to(target.lm_head.weight.device)
+
+
+@dataclass
+class Root:
+    """One request's draft of one step. A path is a tuple of tokens, that of the root ()."""
+
+    request: int
+    length: int  # so many tokens are committed; the root is the next one
+    tokens: list
+    parents: list
+    company: int  # how many requests shared the step
+    kept: dict = field(default_factory=dict)  # path -> scores [V] that the head gave behind it
+    handed: dict = field(default_factory=dict)  # the same, as they were handed to the verifier, if they were
+    candidates: list | None = None  # [D][.] of the engine's own record behind the draft's first choices
+
+    @property
+    def paths(self):
+        """Of all nodes, in their order."""
+        found = [()]
+        for token, parent in zip(self.tokens[1:], self.parents[1:]):
+            found.append((*found[parent], token))
+        return found
+
+
+class Watch:
+    """A context in which every draft of a drafter is kept as a Root, with the scores that it was drawn from."""
+
+    def __init__(self, drafter):
+        self.roots, self.drafter, self.sequential = [], drafter, isinstance(drafter, SequentialDrafter)
+        self.watched = ("propose", "start", "expand") if self.sequential else ("propose", "logits")
+
+    def __enter__(self):
+        for name in self.watched:
+            setattr(self, name, getattr(self.drafter, name))
+            setattr(self.drafter, name, getattr(self, f"_{name}"))
+        return self
+
+    def __exit__(self, *_):
+        for name in self.watched:
+            delattr(self.drafter, name)
+
+    def _start(self, batch):
+        found = self.start(batch)
+        self.kept = [{(): scores.clone()} for scores in found[0][0]]
+        self.rows = [[] for _ in self.kept]  # of each request the tokens of the expanded nodes
+        return found
+
+    def _expand(self, batch, level, tokens, state):
+        found = self.expand(batch, level, tokens, state)
+        ways = level.ancestors.expand(len(self.rows), *level.ancestors.shape[-2:]).tolist()
+        for request, rows in enumerate(self.rows):
+            rows += tokens[request].tolist()
+            for node, way in enumerate(ways[request]):
+                self.kept[request][tuple(rows[row] for row in way)] = found[0][node, request].clone()
+        return found
+
+    def _logits(self, feature, num_heads):
+        self.by_depth = self.logits(feature, num_heads)  # [K, B, V]
+        return self.by_depth
+
+    def _propose(self, batch, tree, shape=None):
+        drafted = self.propose(batch, tree, shape)
+        topology = tree if drafted.topology is None else drafted.topology
+        parents = topology.parents.expand(drafted.tokens.shape).tolist()
+        for i, (request, length) in enumerate(zip(batch.seed.tolist(), batch.committed.tolist())):
+            root = Root(request, length, drafted.tokens[i].tolist(), parents[i], len(parents))
+            inner = sorted({*root.parents})
+            if self.sequential:
+                root.kept = self.kept[i]
+            else:  # nodes of one depth share a head's scores
+                root.kept = {root.paths[n]: self.by_depth[len(root.paths[n]), i].clone() for n in inner}
+            if drafted.scores is not None:
+                root.handed = {root.paths[n]: drafted.scores[drafted.law[n], i].clone() for n in inner}
+            self.roots.append(root)
+        return drafted
+
+
+class Accepting:
+    """A rule that accepts a deepest node, none, one of depth 1 and so on, whatever the target says; behind it, it is `strict`."""
+
+    def __init__(self):
+        self.steps = {}  # how many each request had
+
+    def __call__(self, tree, tokens, target_tokens, batch):
+        target_tokens, shape = target_tokens.clone(), tokens.shape
+        parents, depths = (x.expand(shape).tolist() for x in (tree.parents, tree.depths))
+        for i, request in enumerate(batch.seed.tolist()):
+            step = self.steps[request] = self.steps.get(request, -1) + 1
+            wanted = ((tree.max_depth, 0, 1, 2), (0, tree.max_depth, 2, 1))[request % 2][step % 4]
+            same = [node for node, depth in enumerate(depths[i]) if depth == min(wanted, max(depths[i]))]
+            node = same[-1 - step // 4 % len(same)]
+            while node:
+                target_tokens[i, parents[i][node]] = tokens[i, node]
+                node = parents[i][node]
+        return strict(tree, tokens, target_tokens, batch)
+
+
+def make_prompts(lengths):
+    generator = torch.Generator().manual_seed(4)
+    return [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in lengths]
+
+
+def build(plain, head, tree, chunk=7, **speculative):
+    """An LLM with this head and the stand-in of a rule.
+
+    plain: LLM whose target it shares; tree: "chain" or a tree file; chunk: how many prompt tokens are computed in a step
+    """
+    speculative = {"model": head, "tree": tree, **speculative}
+    llm = LLM(plain, max_num_seqs=2, enforce_eager=True, speculative_config=speculative)  # a graph cannot be watched
+    options = dict(max_num_batched_tokens=chunk, captured=False)
+    rule = Accepting()
+    drafts = llm.engine.drafter, llm.tree, rule
+    llm.engine = Engine.build(llm.engine.decoder, llm.eos_token_ids, llm.max_model_len, 2, *drafts, **options)
+    rule.steps.clear()  # on a GPU steps for nobody were measured
+    llm.engine.record_candidates = tree == "chain"
+    return llm
+
+
+def draft(llm, prompts, temperature=0.0):
+    """The drafts of two requests in one batch.  -> texts (their tokens, the prompts included), [Root]"""
+    llm.engine.recorded = []
+    common = dict(temperature=temperature, max_tokens=MAX_TOKENS, ignore_eos=True)
+    with Watch(llm.engine.drafter) as watch:
+        outputs = llm.generate(prompts, [SamplingParams(seed=i, **common) for i in range(len(prompts))])
+    texts = [prompt + output.outputs[0].token_ids for prompt, output in zip(prompts, outputs)]
+    recorded = {(r.seed, len(prompts[r.seed]) + at): candidates for r, at, candidates in llm.engine.recorded}
+    roots = [root for root in watch.roots if root.length + 1 < len(texts[root.request])]  # else its request had ended
+    for root in roots:
+        root.candidates = recorded.get((root.request, root.length))
+    return texts, roots
+
+
+@torch.no_grad()
+def predict(target, head, texts, roots):
+    """What training says behind every path of every root.  -> per root {path: scores [V]}, how many rows were the text itself
+
+    All texts lie in one packed row, as documents. What was drafted behind a root is written in the place of its text: the features
+    that the head reads there are those before it, so they stay as they are.
+    """
+    device = target.lm_head.weight.device
+    tokens, positions, documents, firsts = [], [], [], []
+    for document, text in enumerate(texts):
+        firsts.append(len(tokens))
+        tokens, positions = tokens + text, positions + [*range(len(text))]
+        documents += [document] * len(text)
+    most = max(len(path) for root in roots for path in root.kept)
+    padding = next(length for length in ROW_LENGTHS if length >= len(tokens) + most) - len(tokens)
+    filled = ((tokens, 0), (positions, 0), (documents, -1))
+    packed = [torch.tensor([x + [value] * padding], device=device) for x, value in filled]  # [1, T] each
+    features = target.features(*packed, head.features if isinstance(head, Eagle3) else ())  # [1, T, (1 + A) H]
+    text, found = packed[0][0], [{} for _ in roots]
+
+    rows, reads = [], []  # rows [T]; (row, place of the newest token with a feature, root, path) of all scores
+    for root, known in zip(roots, found):
+        at, own = firsts[root.request] + root.length, {}  # path -> its row
+        for path in sorted(root.kept, key=len, reverse=True):
+            row = next((row for longer, row in own.items() if longer[: len(path)] == path), None)
+            if row is None:
+                row = own[path] = len(rows)
+                rows.append(text.clone())
+                rows[-1][at + 1 : at + 1 + len(path)] = torch.tensor(path, dtype=torch.int64)
+            reads.append((row, at - 1, known, path))
+    for start in range(0, len(rows), ROWS):
+        some = rows[start : start + ROWS]
+        input_ids = torch.stack(some + [text] * (ROWS - len(some)))  # [R, T]
+        rest = [x.expand(ROWS, -1) for x in packed[1:]]
+        predictions = _predictions(target, head, features.expand(ROWS, -1, -1), input_ids, *rest, most + 1)
+        for row, at, known, path in reads:
+            if start <= row < start + ROWS:
+                depth = len(path)
+                state = predictions.states[depth][[(row - start) * len(text) + at]]
+                known[path] = _whole(predictions.logits(state, depth)[0], predictions.draft_ids)
+    return found, sum(torch.equal(row, text) for row in rows)
+
+
+def _whole(scores, draft_ids):
+    """Scores of the target's tokens: minus infinity for those that a draft vocabulary lacks.  -> [V]"""
+    return scores if draft_ids is None else scores.new_full((VOCAB,), -torch.inf).index_copy(0, draft_ids, scores)
+
+
+def _predictions(target, head, features, input_ids, positions, documents, depth):
+    """As the head's trainer calls it.  features [R, T, (1 + A) H], the others [R, T]"""
+    if isinstance(head, Medusa):
+        return medusa_predictions(head, features, target.lm_head.weight)
+    if isinstance(head, MLPSpeculator):
+        return mlp_speculator_predictions(head, features, input_ids)
+    batch = input_ids, positions, documents
+    if isinstance(head, Eagle):
+        return eagle_predictions(head, features, *batch, target.lm_head.weight, depth)
+    return eagle3_predictions(head, features[..., target.hidden_size :], *batch, depth)

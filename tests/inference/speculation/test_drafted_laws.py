@@ -1,0 +1,164 @@
+"""What is drafted is what the head says: the logits of every level are those of its training forward on the same text, and a
+dynamic tree is the one that grows from them."""
+
+import pytest
+import torch
+
+from headstart.heads.eagle import Eagle
+from headstart.heads.mlp_speculator import MLPSpeculator
+from headstart.inference.engine.sampling import SamplingParams
+from headstart.inference.llm import LLM
+from headstart.kernels.sampling.philox import gumbel
+from headstart.tests.inference.speculation.small_drafters import DEPTH, TEMPERATURES, VOCAB, make, prompts_and_params
+from headstart.tests.kernels.speculation.test_dynamic_tree import grow_naively
+
+
+class Watched:
+    """Keeps the logits of every level that a drafter computes, and what it drafted."""
+
+    def __init__(self, drafter):
+        self.steps, self.levels = [], []
+        self.start, self.expand, self.propose = drafter.start, drafter.expand, drafter.propose
+        drafter.start, drafter.expand, drafter.propose = self._start, self._expand, self._propose
+
+    def _start(self, batch):
+        found = self.start(batch)
+        self.levels = [found[0][0, 0].clone()]
+        return found
+
+    def _expand(self, *arguments):
+        found = self.expand(*arguments)
+        self.levels.append(found[0][0, 0].clone())
+        return found
+
+    def _propose(self, batch, tree, shape=None):
+        drafted = self.propose(batch, tree, shape)
+        self.steps.append((batch.committed.item(), drafted.tokens[0].tolist(), self.levels))
+        return drafted
+
+
+@pytest.mark.parametrize("name", ["mlp", "mlp-untied", "eagle", "eagle3", "eagle3-narrow"])
+def test_the_engine_drafts_what_the_head_says_of_the_same_text(setting, name):
+    """The training forward over the whole text, with the drafted tokens behind the root, gives the logits of every level."""
+    target, _ = setting
+    head = make(name, target).to(target.device)
+    speculative = {"model": head, "num_speculative_tokens": DEPTH}
+    llm = LLM(target, max_num_seqs=1, enforce_eager=True, speculative_config=speculative)  # a graph cannot be watched
+    watched = Watched(llm.engine.drafter)
+    prompt = prompts_and_params(0.0)[0][1]
+    output = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=8))[0].outputs[0].token_ids
+    text, compared = prompt + output, 0
+    for committed, drafted, levels in watched.steps:
+        if text[: committed + 1][-1] != drafted[0] or committed + 1 > len(text):
+            continue  # launched before its request was seen to have ended
+        known = torch.tensor([text[:committed]], device=target.device)
+        with torch.no_grad():
+            expected = say(head, target, known, torch.tensor(drafted, device=target.device))
+        for level, logits in zip(levels, expected):
+            kept = level > -torch.inf
+            assert kept.sum() == len(logits[logits > -torch.inf])
+            error = (level[kept] - logits[kept]).abs().max()
+            assert error < 1e-3 * logits[kept].abs().max()  # of random weights the states grow from layer to layer
+            compared += 1
+    assert compared >= 2 * DEPTH
+
+
+def say(head, target, known, drafted):
+    """Logits [V] of every step behind the text `known` [1, L] and the tokens `drafted` [D + 1], by the training forward."""
+    found = target.model(known, output_hidden_states=True)
+    length, final = known.shape[1], found.last_hidden_state
+    if isinstance(head, MLPSpeculator):
+        return [x[0] for x in head(final[:, -1], drafted[None, :DEPTH])[0]]
+    following = torch.cat((known[0, 1:], drafted))  # the token at t + 1, of every t
+    positions, one = torch.arange(length, device=known.device)[None], torch.zeros_like(known)
+    if isinstance(head, Eagle):
+        # Its training forward is one step; unrolled on its own states, row by row, that is the text with the states as features.
+        features, states = final, []
+        for step in range(DEPTH):
+            count = length + step
+            at, document = (
+                torch.arange(count, device=known.device)[None],
+                torch.zeros(1, count, dtype=torch.long, device=known.device),
+            )
+            states.append(head(features, following[None, :count], at, document)[:, -1:])
+            features = torch.cat((features, states[-1]), 1)
+        return [target.lm_head(state)[0, 0] for state in states]
+    streams = [found.hidden_states[i] for i in head.features if i < target.config.num_hidden_layers]
+    if target.config.num_hidden_layers in head.features:
+        kept = []
+        hook = target.model.norm.register_forward_pre_hook(lambda _, given: kept.append(given[0]))
+        target.model(known)
+        hook.remove()
+        streams.append(kept[0])
+    tokens = torch.stack([following[i : i + length] for i in range(DEPTH)], -1)[None]
+    states = head(torch.cat(streams, -1), tokens, positions, one, DEPTH)
+    logits = [head.logits(state)[0, -1] for state in states]
+    if head.d2t is None:
+        return logits
+    return [x.new_full((VOCAB,), -torch.inf).index_copy(0, head.draft_token_ids, x) for x in logits]
+
+
+class WatchedGrowth(Watched):
+    """Keeps the law behind every expanded path of tokens, and the topology of what was drafted."""
+
+    def _start(self, batch):
+        found = self.start(batch)
+        self.rows, self.levels = [], {(): found[0][0, 0].clone()}
+        return found
+
+    def _expand(self, batch, level, tokens, state):
+        found = self.expand(batch, level, tokens, state)
+        self.rows += tokens[0].tolist()
+        for way, logits in zip(level.ancestors[0].tolist(), found[0][:, 0]):
+            self.levels[tuple(self.rows[row] for row in way)] = logits.clone()
+        return found
+
+    def _propose(self, batch, tree, shape=None):
+        drafted = self.propose(batch, tree, shape)
+        keys = batch.seed, batch.sample, batch.committed + 1
+        self.steps.append((keys, drafted.tokens[0].tolist(), drafted.topology, self.levels))
+        return drafted
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_a_dynamic_tree_is_the_one_that_heaps_grow_from_the_head_s_laws(setting, tree_files, temperature):
+    target, _ = setting
+    head = make("eagle3", target).to(target.device)
+    speculative = {"model": head, "tree": tree_files["dynamic"]}
+    llm = LLM(target, max_num_seqs=1, enforce_eager=True, speculative_config=speculative)
+    watched = WatchedGrowth(llm.engine.drafter)
+    params = SamplingParams(seed=5, temperature=temperature, max_tokens=8)
+    prompt, compared = prompts_and_params(0.0)[0][1], 0
+    text = prompt + llm.generate(prompt, params)[0].outputs[0].token_ids
+
+    def children(laws, keys, path):
+        law = laws[path].double()
+        if not temperature:
+            found = law.log_softmax(0).topk(3)
+            return list(zip(found.indices.tolist(), found.values.tolist()))
+        seed, sample, position = keys
+        found = (law / temperature + gumbel(seed, sample, position + len(path), VOCAB)[0]).topk(3)
+        return list(zip(found.indices.tolist(), found.values.log_softmax(0).tolist()))
+
+    for keys, tokens, topology, laws in watched.steps:
+        _, tree = grow_naively(lambda path, laws=laws, keys=keys: children(laws, keys, path), 3, DEPTH, 14)
+        paths = [()]
+        for token, parent in zip(tokens[1:], topology.parents[0, 1:].tolist()):
+            paths.append((*paths[parent], token))
+        assert paths == [(), *tree]
+        assert topology.depths[0].tolist() == [len(path) for path in paths]
+        for path, ancestors in zip(paths, topology.ancestors[0].tolist()):
+            assert [paths[node] for node in ancestors] == [path[:depth] for depth in range(DEPTH + 1)]
+        committed = keys[2].item() - 1
+        if text[: committed + 1][-1] != tokens[0] or committed + 1 > len(text):
+            continue  # launched before its request was seen to have ended
+        known = torch.tensor([text[:committed]], device=target.device)
+        for path in (path for path in laws if len(path) == DEPTH - 1):
+            with torch.no_grad():
+                expected = say(head, target, known, torch.tensor([tokens[0], *path, 0], device=target.device))
+            for depth, logits in enumerate(expected):
+                law, kept = laws[path[:depth]], logits > -torch.inf
+                assert torch.equal(law > -torch.inf, kept)
+                assert (law[kept] - logits[kept]).abs().max() < 2e-4 * logits[kept].abs().max()
+                compared += 1
+    assert compared >= 3 * 3 * DEPTH
