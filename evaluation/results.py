@@ -1,6 +1,12 @@
-"""What a benchmark hands out: a table that grows line by line, one JSON object as the last line, and that object as a file.
+"""What a measurement hands out: a table that grows line by line, one JSON object as the last line, and that object as a file.
 
-The object: benchmark, date, hardware, torch and triton versions, commit, command, settings, facts (what the ratios refer to), rows.
+Every file of benchmarks/results/ is such an object (SCHEMA):
+
+    name      of the benchmark or proof
+    date, hardware, versions {package: version}, commit, command    where it comes from
+    settings  what was asked for
+    facts     what the rows refer to, and what holds of all of them
+    rows      the figures
 """
 
 import json
@@ -16,6 +22,7 @@ from ..heads.storage.atomic_write import check_writable, write_json
 from .compare import hardware_name
 
 RESULTS = Path("benchmarks") / "results"
+SCHEMA = ("name", "date", "hardware", "versions", "commit", "command", "settings", "facts", "rows")
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -32,11 +39,10 @@ class Report:
         if self.path is not None:
             check_writable(self.path)
         self.head = {
-            "benchmark": name,
+            "name": name,
             "date": date.today().isoformat(),
             "hardware": hardware_name(device),
-            "torch": torch.__version__,
-            "triton": installed("triton"),
+            "versions": {"torch": torch.__version__, "triton": installed("triton")},
             "commit": commit or current_commit(),
             "command": command,
             "settings": settings,
@@ -73,6 +79,11 @@ class Report:
             print(f"written to {self.path}")
         print(json.dumps(content), flush=True)
         return content
+
+
+def command_line(script, arguments=None):
+    """What was typed to run a script: `python SCRIPT ...`.  arguments: list of str, None for the process's own"""
+    return " ".join(["python", script, *(sys.argv[1:] if arguments is None else map(str, arguments))])
 
 
 def result_path(output):

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = "assets|benchmarks|configs|docs|heads|hub_export|inference|kernels|tests|train"
+FOLDERS = "assets|benchmarks|commands|configs|docs|evaluation|heads|hub_export|inference|kernels|tests|train"
 # A path from the root: not the end of a longer one, nor the beginning of a pattern (heads/<name>.py, configs/*.yaml).
-PATH = re.compile(rf"(?<![\w./-])(?:{FOLDERS})/[\w./-]*\w(?!\w*[<*{{])")
+PATH = re.compile(rf"(?<![\w./-])(?:{FOLDERS})/[\w./-]*\w(?![\w./-]*[<*{{])")
 LINK = re.compile(r"\]\(([^)#:]+\.(?:md|svg))\)")
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
 RECIPES = sorted(ROOT.glob("configs/**/*.yaml"))

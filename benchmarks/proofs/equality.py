@@ -11,16 +11,14 @@ their logprobs, then every tree in batches of several sizes, in shuffled order. 
 """
 
 import argparse
-import json
 import random
 import sys
 import time
-from datetime import date
 from pathlib import Path
 
 import torch
 
-from headstart.evaluation.compare import hardware_name
+from headstart.evaluation.results import Report, command_line
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.inference.engine.engine import Engine
 from headstart.inference.engine.sampling import SamplingParams
@@ -60,27 +58,26 @@ def main(arguments=None):
     )
     parser.add_argument("--requests", type=int, default=96, help="per run (default 96)")
     parser.add_argument("--max-tokens", type=int, default=320, help="new tokens per request (default 320)")
-    parser.add_argument("--output", help="write the result as JSON here")
+    parser.add_argument("--output", help="write the rows as JSON here; a bare NAME: into benchmarks/results")
     options = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    command = command_line("benchmarks/proofs/equality.py", arguments)
+    report = Report("equality", {}, device, command, vars(options), options.output)
     rows = []
     for target in options.target or ["embedded", "wide"]:
         for dtype in options.dtype or ["bfloat16", "float16"]:
             rows += compare_target(target, dtype, device, options.requests, options.max_tokens)
             torch.cuda.empty_cache()
-    result = {
-        "hardware": hardware_name(device),
-        "torch": torch.__version__,
-        "date": date.today().isoformat(),
-        "speculated_tokens": sum(row["tokens"] for row in rows if row["draft"] != "plain"),
-        "emitted_tokens": sum(row["tokens"] for row in rows),
-        "differing_requests": sum(row["differing"] for row in rows),
-        "rows": rows,
-    }
-    if options.output:
-        Path(options.output).write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps({key: value for key, value in result.items() if key != "rows"}))
-    return 1 if result["differing_requests"] else 0
+    differing = sum(row["differing"] for row in rows)
+    report.rows = rows
+    report.state(
+        f"{differing} requests differ",
+        speculated_tokens=sum(row["tokens"] for row in rows if row["draft"] != "plain"),
+        emitted_tokens=sum(row["tokens"] for row in rows),
+        differing_requests=differing,
+    )
+    report.finish()
+    return 1 if differing else 0
 
 
 def make_llm(target, dtype, device, **options):

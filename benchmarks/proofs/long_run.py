@@ -10,17 +10,15 @@ if anything differs.
 """
 
 import argparse
-import json
 import random
 import sys
 import time
-from datetime import date
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
-from headstart.evaluation.compare import hardware_name
+from headstart.evaluation.results import Report, command_line
 from headstart.inference.engine.sampling import SamplingParams
 from headstart.inference.llm import LLM
 
@@ -37,12 +35,14 @@ def main(arguments=None):
     parser.add_argument("--sample", type=int, default=200, help="outputs compared with their solo runs (default 200)")
     parser.add_argument("--pages", type=int, default=120, help="of cache, 64 tokens each (default 120)")
     parser.add_argument("--seed", type=int, default=0, help="of the traffic (default 0)")
-    parser.add_argument("--output", help="write the result as JSON here")
+    parser.add_argument("--output", help="write the rows as JSON here; a bare NAME: into benchmarks/results")
     options = parser.parse_args(arguments)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    command = command_line("benchmarks/proofs/long_run.py", arguments)
+    report = Report("long-run", {}, device, command, vars(options), options.output)
     result = long_run(options.minutes, options.sample, options.pages, options.seed)
-    if options.output:
-        Path(options.output).write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    report.rows.append(result)
+    report.finish()
     return 1 if result["differing"] or not result["compared"] else 0
 
 
@@ -113,9 +113,6 @@ def long_run(minutes, num_compared, num_pages, seed):
         differing += output.outputs[0].token_ids != request.output_token_ids
     metrics = llm.get_metrics()
     return {
-        "hardware": hardware_name(llm.device),
-        "torch": torch.__version__,
-        "date": date.today().isoformat(),
         "minutes": minutes,
         "steps": num_steps,
         "finished": len(finished),

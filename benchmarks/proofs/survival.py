@@ -26,13 +26,12 @@ import signal
 import subprocess
 import sys
 import time
-from datetime import date
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from headstart.evaluation.compare import hardware_name
+from headstart.evaluation.results import Report, command_line
 from headstart.train.run.checkpointing import find_damage, list_checkpoints
 from headstart.train.teacher.feature_cache import TOLD, checksum_of
 
@@ -92,13 +91,12 @@ def main(arguments=None):
         if spared and not launch.length:
             # The first run fills caches of compiled kernels; later ones are shorter, and most moments would lie behind their end.
             span = min(span, time.perf_counter() - begun)
-    figures = {
-        "date": date.today().isoformat(),
-        "hardware": hardware_name(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
-        "torch": torch.__version__,
-    }
-    figures |= {"script": options.script, "forked": options.forked, "seconds": round(seconds, 1), "runs": runs}
-    print(json.dumps(figures | {"kills": len(moments), "moments": [round(m, 2) for m in moments], "same": True}))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    command = command_line("benchmarks/proofs/survival.py", arguments)
+    report = Report("survival", {}, device, command, {"script": options.script, "forked": options.forked})
+    figures = {"seconds": round(seconds, 1), "runs": runs, "kills": len(moments)}
+    report.rows.append(figures | {"moments": [round(m, 2) for m in moments], "same": True})
+    report.finish()
     return 0
 
 

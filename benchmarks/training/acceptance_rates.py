@@ -9,15 +9,13 @@ of a bootstrap over conversations. The last line is JSON.
 """
 
 import argparse
-import json
 import sys
-from datetime import date
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
-from headstart.evaluation.compare import hardware_name
+from headstart.evaluation.results import Report, command_line
 from headstart.heads.checkpoint import check_head_fits, load_head
 from headstart.heads.families import family_of
 from headstart.train.data.conversations import load_conversations
@@ -39,13 +37,15 @@ def main(arguments=None):
     )
     parser.add_argument("--conversations", type=int, help="how many of the held-out ones (default: all)")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a conversation at most (default 1024)")
-    parser.add_argument("--output", help="write the rows as JSON here")
+    parser.add_argument("--output", help="write the rows as JSON here; a bare NAME: into benchmarks/results")
     options = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, tokenizer = load_target(options.target, device, "float32")
     target = FrozenTarget(model)
     held_out = load_conversations(str(Path(options.target, "heldout.jsonl")))[: options.conversations]
     encoded = encode_conversations(tokenizer, held_out)
+    command = command_line("benchmarks/training/acceptance_rates.py", arguments)
+    report = Report("acceptance-rates", {}, device, command, vars(options), options.output)
     rows, first = [], None
     for name, path in (one.split("=", 1) for one in options.head):
         head = load_head(path, "float32")
@@ -61,12 +61,8 @@ def main(arguments=None):
                 f"{row['difference']:+.4f}, 95 % {row['low']:+.4f} to {row['high']:+.4f}",
                 flush=True,
             )
-    found = {"date": date.today().isoformat(), "hardware": hardware_name(device), "torch": torch.__version__}
-    words = sys.argv[1:] if arguments is None else arguments
-    found |= {"command": " ".join(["python", "benchmarks/training/acceptance_rates.py", *words]), "rows": rows}
-    if options.output:
-        Path(options.output).write_text(json.dumps(found, indent=1) + "\n")
-    print(json.dumps(found))
+    report.rows = rows
+    report.finish()
     return 0
 
 

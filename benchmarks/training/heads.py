@@ -8,16 +8,14 @@ step as well; of both the better one is marked. Held-out prompts; the verifier i
 """
 
 import argparse
-import json
 import sys
 import tempfile
-from datetime import date
 from pathlib import Path
 
 import torch
 
 from headstart.evaluation.acceptance import acceptance_interval, measure_acceptance
-from headstart.evaluation.compare import hardware_name
+from headstart.evaluation.results import Report, command_line
 from headstart.inference.engine.sampling import SamplingParams
 from headstart.inference.llm import LLM
 from headstart.inference.prompt_files import read_prompts, render_prompt
@@ -41,13 +39,16 @@ def main(arguments=None):
     parser.add_argument("--requests", type=int, default=96, help="per head, draft and temperature (default 96)")
     parser.add_argument("--max-tokens", type=int, default=96, help="new tokens per request (default 96)")
     parser.add_argument("--temperature", type=float, action="append", help="may be given again (default: 0 and 1)")
-    parser.add_argument("--output", help="write the rows as JSON here")
+    parser.add_argument("--output", help="write the rows as JSON here; a bare NAME: into benchmarks/results")
     options = parser.parse_args(arguments)
     heads = dict(one.split("=", 1) for one in options.head)
     base = LLM(options.target, max_num_seqs=1, num_gpu_blocks_override=32, enforce_eager=True)
     if base.device.type == "cpu":
         torch.set_num_threads(1)
     prompts = [render_prompt(base.tokenizer, prompt) for prompt in read_prompts(Path(options.target) / "heldout.jsonl")]
+    report = Report(
+        "heads", {}, base.device, command_line("benchmarks/training/heads.py", arguments), vars(options), options.output
+    )
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
         for name, head in heads.items():
@@ -68,18 +69,8 @@ def main(arguments=None):
                         flush=True,
                     )
                 rows += found
-    found = {
-        "hardware": hardware_name(base.device),
-        "torch": torch.__version__,
-        "date": date.today().isoformat(),
-        "command": " ".join(
-            ["python", "benchmarks/training/heads.py", *(sys.argv[1:] if arguments is None else arguments)]
-        ),
-        "rows": rows,
-    }
-    if options.output:
-        Path(options.output).write_text(json.dumps(found, indent=1) + "\n")
-    print(json.dumps(found))
+    report.rows = rows
+    report.finish()
     return 0
 
 

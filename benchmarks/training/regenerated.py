@@ -14,12 +14,11 @@ import argparse
 import json
 import subprocess
 import sys
-from datetime import date
 from pathlib import Path
 
 import torch
 
-import headstart
+from headstart.evaluation.results import Report, command_line
 from headstart.train.data.conversations import load_conversations, write_conversations
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,8 +44,11 @@ def main(arguments=None):
     parser.add_argument(
         "--work", default="runs/regenerated", help="folder for data and runs (default runs/regenerated)"
     )
-    parser.add_argument("--output", help="write the rows as JSON here")
+    parser.add_argument("--output", help="write the rows as JSON here; a bare NAME: into benchmarks/results")
     options = parser.parse_args(arguments)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    command = command_line("benchmarks/training/regenerated.py", arguments)
+    report = Report("regenerated", {}, device, command, vars(options), options.output)
     work = Path(options.work)
     work.mkdir(parents=True, exist_ok=True)
     check_same_options(options, work / "options.json")
@@ -65,19 +67,8 @@ def main(arguments=None):
         )
     for line in compare(rows):
         print(line)
-    found = {
-        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-        "torch": torch.__version__,
-        "headstart": headstart.__version__,
-        "date": date.today().isoformat(),
-        "command": " ".join(
-            ["python", "benchmarks/training/regenerated.py", *(sys.argv[1:] if arguments is None else arguments)]
-        ),
-        "rows": rows,
-    }
-    if options.output:
-        Path(options.output).write_text(json.dumps(found, indent=1) + "\n")
-    print(json.dumps(found))
+    report.rows = rows
+    report.finish()
     return 0
 
 

@@ -82,7 +82,7 @@ VLLM_METHODS = {
 class Verdict:
     """Whether a reader takes some files, and what would go wrong.
 
-    loads: whether it loads them at all, and drafts; problems: of reader_rules.py, no notes among them; how: what the card says
+    loads: whether it loads them at all, and drafts; problems: of rules.py, no notes among them; how: what the card says
     where there are none; mend: the format to export in that mends it, or None; stays: the problems that it leaves.
     """
 

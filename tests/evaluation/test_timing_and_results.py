@@ -1,9 +1,15 @@
 """How a measurement is timed, which kernels it says the time went to, and under which name it is kept."""
 
+import json
+from datetime import date
+from pathlib import Path
+
 import pytest
 import torch
 
 from headstart.evaluation import results, timing
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_profiler_says_nothing_between_the_lines(shape, capfd):
@@ -28,6 +34,26 @@ def test_bare_output_name_is_dated_and_kept_with_the_results():
     assert path.name.endswith("-step-h200.json")
     assert results.result_path("here.json").name == "here.json"
     assert results.result_path("a/b").parts == ("a", "b")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "results").iterdir()), ids=lambda path: path.name)
+def test_every_result_says_the_same_things(path):
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert tuple(found) == results.SCHEMA
+    assert date.fromisoformat(found["date"]) <= date.fromisoformat(path.name[:10])
+    assert found["hardware"]
+    assert found["versions"]["torch"] or found["name"] == "tests"
+    assert found["rows"]
+    assert all(isinstance(row, dict) for row in found["rows"])
+
+
+def test_a_report_is_written_as_its_results_are(tmp_path, capsys):
+    report = results.Report("name", {}, "cpu", "headstart ...", {"a": 1}, tmp_path / "found.json", commit="0123abc")
+    report.rows.append({"x": 1})
+    report.finish()
+    found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
+    assert tuple(found) == results.SCHEMA
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == found
 
 
 @pytest.mark.parametrize(
