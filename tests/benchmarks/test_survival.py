@@ -29,6 +29,6 @@ def test_killed_runs_go_on_and_end_as_the_undisturbed_one(arguments, tmp_path):
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run([*command, *options, *script], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    figures = json.loads(done.stdout.splitlines()[-1])
+    (figures,) = json.loads(done.stdout.splitlines()[-1])["rows"]
     assert (figures["kills"], figures["same"]) == (8, True)
     assert len(set(figures["moments"])) == 8

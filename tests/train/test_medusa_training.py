@@ -15,6 +15,7 @@ from headstart.tests.train.conftest import all_lines
 from headstart.train import medusa
 from headstart.train.data.conversations import load_conversations
 from headstart.train.data.encoding import encode_conversations
+from headstart.train.run.optimization import NonFiniteLoss
 
 
 def run(arguments, **keys):
@@ -128,7 +129,7 @@ def test_bfloat16_target_trains_nearly_as_the_fp32_one(arguments, read_metrics, 
 
 
 def test_non_finite_loss_stops_before_the_step_and_says_what_was_fed(arguments, tmp_path, read_metrics):
-    with pytest.raises(medusa.NonFiniteLoss, match=r"step 2 is not finite; .*rows \[\d+, \d+\].*<\|user\|>"):
+    with pytest.raises(NonFiniteLoss, match=r"step 2 is not finite; .*rows \[\d+, \d+\].*<\|user\|>"):
         medusa.main(arguments(lr=1e38, warmup_ratio=0, max_grad_norm=0))
     assert [line["step"] for line in read_metrics()] == [1]
     assert not (tmp_path / "run" / "head").exists()

@@ -18,6 +18,7 @@ from headstart.train import mlp_speculator
 from headstart.train.data.conversations import load_conversations
 from headstart.train.data.encoding import encode_conversations
 from headstart.train.loss import distillation, predictions
+from headstart.train.run.optimization import NonFiniteLoss
 
 SHAPE = (32, 48, 24, 3)  # hidden, vocabulary, inner, steps
 
@@ -207,7 +208,7 @@ def test_bfloat16_target_and_autocast_train_nearly_as_in_fp32(speculator_argumen
 
 
 def test_non_finite_loss_stops_before_the_step_and_says_what_was_fed(speculator_arguments, tmp_path, read_metrics):
-    with pytest.raises(mlp_speculator.NonFiniteLoss, match=r"step 2 is not finite; .*rows \[\d+, \d+\].*<\|user\|>"):
+    with pytest.raises(NonFiniteLoss, match=r"step 2 is not finite; .*rows \[\d+, \d+\].*<\|user\|>"):
         mlp_speculator.main(speculator_arguments(lr=1e38, warmup_ratio=0, max_grad_norm=0))
     assert [line["step"] for line in read_metrics()] == [1]
     assert not (tmp_path / "run" / "head").exists()
