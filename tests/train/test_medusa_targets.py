@@ -116,6 +116,7 @@ def test_features_of_a_packed_row_are_those_of_its_documents_alone(word_target):
     [
         ({"target": "/no/such/folder"}, "'/no/such/folder': there is no such folder"),
         ({"target": "./gone"}, "there is no such folder"),
+        ({"target": "models/llama/tiny"}, "'models/llama/tiny': there is no such folder"),
         ({"target": "nobody/no-such-model"}, "neither a model folder here nor a model on the Hub"),
         ({"row_length": 300}, "row_length 300 is more than the target's 256 positions"),
         ({"data": "missing.jsonl"}, r"missing\.jsonl cannot be read"),

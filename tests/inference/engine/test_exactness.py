@@ -261,6 +261,22 @@ def test_prompt_time_is_counted_chunk_by_chunk(target, monkeypatch):
     assert llm.get_metrics()["prefill_seconds"] == 25
 
 
+def test_prompts_and_steps_are_timed_apart(target, monkeypatch):
+    llm, clock = LLM(target), Clock()
+    llm.engine.steps_late, clock.now = 0, 100.0
+    monkeypatch.setattr(engine_module, "time", clock)
+    forward = llm.engine.decoder.forward
+
+    def timed(*arguments):
+        clock.now += 1
+        return forward(*arguments)
+
+    monkeypatch.setattr(llm.engine.decoder, "forward", timed)
+    llm.generate([[5] * 40], SamplingParams(temperature=0.0, max_tokens=4))
+    taken = llm.get_metrics()
+    assert (taken["prefill_seconds"], taken["decode_seconds"]) == (1, 3)
+
+
 def test_prefix_reuse_changes_no_bit(target, plain):
     prompts, found = plain
     llm = LLM(target, max_num_seqs=4)

@@ -156,16 +156,27 @@ def test_a_plan_that_makes_no_sense_is_refused(told, message):
 
 
 class Recording(OneDepth):
-    """Keeps the cost of the steps that it is told."""
+    """Keeps what it is told of steps: their cost, and how many drafted tokens each request could use."""
 
     measures = True
 
     def __init__(self, depth):
         super().__init__(depth)
-        self.seconds = []
+        self.seconds, self.accepted = [], []
 
     def record(self, num_requests, place, seconds, accepted):
         self.seconds.append(seconds)
+        self.accepted.append(accepted)
+
+
+def test_a_plan_is_told_how_many_drafted_tokens_each_request_could_use():
+    target = llama()
+    for name, told in (("target", [[3, 3], [2, 2]]), ("mlp", [[0, 0]] * 7)):  # all that fit are right, and none
+        speculative = {"model": make(name, target), "num_speculative_tokens": 3}
+        llm = LLM(target, max_num_seqs=2, speculative_config=speculative)
+        llm.engine.plan = Recording(3)
+        llm.generate([[1, 2, 3], [4, 5]], SamplingParams(temperature=0.0, max_tokens=8))  # one of them the prompt's
+        assert llm.engine.plan.accepted == told
 
 
 @pytest.mark.parametrize("late", [0, 1])

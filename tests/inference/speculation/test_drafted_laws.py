@@ -9,7 +9,16 @@ from headstart.heads.mlp_speculator import MLPSpeculator
 from headstart.inference.engine.sampling import SamplingParams
 from headstart.inference.llm import LLM
 from headstart.kernels.sampling.philox import gumbel
-from headstart.tests.inference.speculation.small_drafters import DEPTH, TEMPERATURES, VOCAB, make, prompts_and_params
+from headstart.tests.inference.speculation.small_drafters import (
+    ALONE,
+    DEPTH,
+    TEMPERATURES,
+    VOCAB,
+    llama,
+    make,
+    outputs,
+    prompts_and_params,
+)
 from headstart.tests.kernels.speculation.test_dynamic_tree import grow_naively
 
 
@@ -162,3 +171,65 @@ def test_a_dynamic_tree_is_the_one_that_heaps_grow_from_the_head_s_laws(setting,
                 assert (law[kept] - logits[kept]).abs().max() < 2e-4 * logits[kept].abs().max()
                 compared += 1
     assert compared >= 3 * 3 * DEPTH
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_medusa_heads_draft_with_the_noise_of_the_places_they_draft_for(setting, tree_files, temperature):
+    """Rank r behind a node of depth k: the r-th of what head k says, under the noise that the target draws there with."""
+    target, _ = setting
+    head = make("medusa", target).to(target.device)
+    speculative = {"model": head, "tree": tree_files["static"]}
+    llm = LLM(target, max_num_seqs=1, enforce_eager=True, speculative_config=speculative)
+    propose, compared = llm.engine.drafter.propose, []
+
+    def compare(batch, tree, shape=None):
+        drafted, tree = propose(batch, tree, shape), tree.tree
+        for depth in range(tree.max_depth):
+            scores = head.logits(batch.feature, depth, target.lm_head.weight)[0].double()
+            if temperature:
+                position = batch.committed + 1 + depth
+                scores = scores / temperature + gumbel(batch.seed, batch.sample, position, VOCAB)[0]
+            best = scores.argsort(descending=True).tolist()
+            nodes = [node for node in range(tree.num_nodes) if tree.depths[node] == depth + 1]
+            assert drafted.tokens[0, nodes].tolist() == [best[tree.ranks[node]] for node in nodes]
+            compared.append(depth)
+        return drafted
+
+    llm.engine.drafter.propose = compare
+    llm.generate([5, 6, 7], SamplingParams(seed=5, temperature=temperature, max_tokens=5))
+    assert len(compared) >= DEPTH
+
+
+@pytest.mark.parametrize("tree", ["chain", "static", "dynamic"])
+@pytest.mark.parametrize(
+    "params",
+    [
+        dict(top_k=3),
+        dict(top_p=0.5, min_p=0.01),
+        dict(allowed_token_ids=list(range(1, VOCAB, 5)), logit_bias={6: 2.0, 11: -2.0}),
+        dict(min_tokens=5, stop_token_ids=list(range(0, VOCAB, 2))),
+    ],
+    ids=lambda params: next(iter(params)),
+)
+def test_drafts_follow_what_requests_ask_of_logits(setting, tree_files, params, tree):
+    """The target as its own draft: drawn from the law that a request asks for, its first choices are right to the last one."""
+    target, _ = setting
+    asked = dict(temperature=0.8, count=ALONE, max_tokens=12) | params
+    speculative = {"model": target, "num_speculative_tokens": DEPTH, "tree": tree_files[tree]}
+    llm = LLM(target, speculative_config=speculative)
+    found = outputs(llm, **asked)
+    assert found == outputs(LLM(target), **asked)
+    # All but the first token, by DEPTH + 1.
+    fewest = sum(-(-(len(tokens) - 1) // (DEPTH + 1)) for tokens, _ in found)
+    assert llm.get_metrics()["num_spec_steps"] == fewest
+
+
+@pytest.mark.parametrize("name", ["medusa", "eagle"])
+def test_candidates_of_narrower_depths_are_filled_up(name):
+    target = llama()
+    llm = LLM(target, max_num_seqs=1, speculative_config={"model": make(name, target), "num_speculative_tokens": DEPTH})
+    llm.generate([5, 6, 7], SamplingParams(temperature=0.0, max_tokens=1))
+    batch = llm.engine.slots.gather(torch.tensor([0]), llm.engine.tree.depths)
+    found = llm.engine.drafter.candidates(batch, [2, 4, 1])
+    assert found.shape == (1, 3, 4)
+    assert torch.equal(found, llm.engine.drafter.candidates(batch, [4, 4, 4]))

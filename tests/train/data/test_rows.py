@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from headstart.train.data.rows import deal_rows, rows_of_step
+from headstart.train.data import rows
+from headstart.train.data.rows import build_rows, choose_documents, deal_rows, rows_of_step
 
 
 def test_ranks_and_micro_batches_share_out_the_rows_of_every_step():
@@ -15,3 +16,24 @@ def test_ranks_and_micro_batches_share_out_the_rows_of_every_step():
     for i, step in enumerate(range(4, 7)):
         parts = [dealt[rank][2 * i + micro] for micro in range(2) for rank in range(2)]
         assert np.concatenate(parts).tolist() == rows_of_step(step, 12, 31, seed=5).tolist()
+
+
+def test_what_the_cap_drops_is_not_encoded_first(monkeypatch):
+    """Sixteen characters a token are taken for more than enough: what lies behind them is not even encoded."""
+    asked = []
+
+    def encode(tokenizer, conversations, progress):
+        asked.append(len(conversations))
+        return [([1] * (len(messages[0]["content"]) // 4), []) for messages in conversations]
+
+    monkeypatch.setattr(rows, "encode_conversations", encode)
+    many = [[{"role": "user", "content": "x" * 40}] for _ in range(300)]
+    assert len(choose_documents(None, many, 64, 100, seed=0)) == 10
+    assert len(choose_documents(None, many, 64, 0, seed=0)) == 300
+    assert asked == [41, 300]
+
+
+def test_padding_of_a_tokenizer_without_a_token_for_it_is_zero():
+    for pad, found in ((None, 0), (7, 7)):
+        packed, _ = build_rows([([3, 4, 5], [True] * 3)], 5, pad, note=lambda text: None)
+        assert packed.input_ids.tolist() == [[3, 4, 5, found, found]]

@@ -18,6 +18,7 @@ from headstart.train.run.checkpointing import (
     list_checkpoints,
     load_checkpoint,
     read_state,
+    restore_replaced,
     save_checkpoint,
 )
 from headstart.train.run.optimization import build_optimizer
@@ -158,3 +159,28 @@ def test_random_generators_go_on_where_they_were(tmp_path):
     draw()
     load_checkpoint(tmp_path / "checkpoints" / "step-000001", head, optimizer, accelerator)
     assert draw() == expected
+
+
+def test_what_was_put_aside_comes_back_under_its_own_name(tmp_path):
+    """The new one where both are there; nothing where one has that name."""
+    checkpoints = tmp_path / "checkpoints"
+    for name in (
+        ".step-000004.old",
+        ".step-000004.new",
+        ".step-000006.old",
+        "step-000008",
+        ".step-000008.new",
+        ".step-x.old",
+    ):
+        (checkpoints / name / name).mkdir(parents=True)
+    for _ in range(2):
+        restore_replaced(tmp_path)
+        found = {path.name: next(path.iterdir()).name for path in checkpoints.iterdir()}
+        assert found == {
+            "step-000004": ".step-000004.new",
+            ".step-000004.old": ".step-000004.old",
+            "step-000006": ".step-000006.old",
+            "step-000008": "step-000008",
+            ".step-000008.new": ".step-000008.new",
+            ".step-x.old": ".step-x.old",
+        }
