@@ -1,11 +1,10 @@
-"""Instruction data: conversations -> token ids with the assistant's tokens marked -> packed rows.
+"""Instruction data: the conversations of a data set, in one shape.
 
 `load_conversations` reads the built-in "stdlib" set, a .json, .jsonl or .parquet file, or whatever the `datasets` library
 loads under a name or from a folder, in the ShareGPT (`conversations`: from/value) or OpenAI (`messages`: role/content) shape.
-`encode_conversations` renders them with the tokenizer's chat template and marks what the assistant says. `pack` fills
-rows with whole documents; `block_attention_mask` keeps attention inside each of them.
+encoding.py turns them into token ids, packing.py into rows.
 
-Not done here: shuffling, batching and moving to a device (the trainers), tools and images in conversations.
+Not done here: tools and images in conversations.
 """
 
 import json
@@ -73,7 +72,7 @@ def split_of(data: str) -> tuple[str, str]:
     return (name, split) if colon and split and not Path(data).expanduser().exists() else (data, "train")
 
 
-def _is_cut(message: dict) -> bool:
+def is_cut(message: dict) -> bool:
     """Whether this is an answer that its writer was not let finish."""
     return message["role"] == "assistant" and message.get("finish_reason") == "length"
 
@@ -93,7 +92,7 @@ def _conversation(record, where: str, answered: bool) -> list[dict]:
         raise _UnusableRecord(
             "without turns",
             f"{where}: expected an object with a list under 'messages' (role/content) or 'conversations' (from/value), "
-            f"found {_excerpt(record)}",
+            f"found {excerpt(record)}",
         )
     messages = []
     for turn in turns:
@@ -105,16 +104,16 @@ def _conversation(record, where: str, answered: bool) -> list[dict]:
         if role is None or content is None:
             raise _UnusableRecord(
                 "with a turn without text" if role else "with a turn of another role",
-                f"{where}: a turn needs a role, one of {', '.join(_ROLES)}, and a text, found {_excerpt(turn)}",
+                f"{where}: a turn needs a role, one of {', '.join(_ROLES)}, and a text, found {excerpt(turn)}",
             )
         message = {"role": role, "content": content}
-        if _is_cut({**turn, **message}):
+        if is_cut({**turn, **message}):
             message["finish_reason"] = "length"
         messages.append(message)
     if answered and not any(message["role"] == "assistant" and message["content"].strip() for message in messages):
         raise _UnusableRecord(
             "without an answer",
-            f"{where}: a conversation without an assistant turn that says something teaches nothing: {_excerpt(record)}",
+            f"{where}: a conversation without an assistant turn that says something teaches nothing: {excerpt(record)}",
         )
     return messages
 
@@ -145,7 +144,7 @@ def _read_json(path: Path) -> Iterator[tuple[str, object]]:
         lines = "; one object per line? then name it .jsonl" if error.msg == "Extra data" else ""
         raise ValueError(f"{path}, line {error.lineno}: not JSON ({error}){lines}") from None
     if not isinstance(records, list):
-        raise ValueError(f"{path}: expected a JSON list of conversations, found {_excerpt(records)}")
+        raise ValueError(f"{path}: expected a JSON list of conversations, found {excerpt(records)}")
     yield from ((f"{path}, item {number}", record) for number, record in enumerate(records, 1))
 
 
@@ -192,7 +191,8 @@ def _read_dataset(data: str, path: Path, split: str) -> Iterable[tuple[str, obje
     return ((f"{data}, row {number}", row) for number, row in enumerate(rows, 1))
 
 
-def _excerpt(value, limit: int = 400) -> str:
+def excerpt(value, limit: int = 400) -> str:
+    """The beginning of a value as JSON, for messages."""
     text = json.dumps(value, ensure_ascii=False, default=repr)
     return text if len(text) <= limit else text[: limit - 3] + "..."
 

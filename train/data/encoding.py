@@ -6,20 +6,11 @@ from collections.abc import Iterator, Sequence
 import jinja2
 from tqdm import tqdm
 
-from .conversations import _excerpt, _is_cut
+from .conversations import excerpt, is_cut
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-
 _SENTINEL = "\ue000\ue001\ue000"  # private-use characters, which no text contains by accident
-
-
 _BATCH = 512  # conversations tokenised at once
-
-
-def encode_conversation(tokenizer, messages: list[dict]) -> tuple[list[int], list[bool]]:
-    """Token ids of one conversation, and for each token whether it is the assistant's. See `encode_conversations`."""
-    return encode_conversations(tokenizer, [messages])[0]
 
 
 def encode_conversations(
@@ -130,7 +121,7 @@ def _render(tokenizer, messages: list[dict], prompt: bool = False) -> str:
 def _encode(encode, tokenizer, batch: list[list[dict]]) -> Iterator[tuple[list[int], list[bool]]]:
     """What `encode` gives of a batch, without marks on ends that no answer had."""
     for messages, (ids, supervised) in zip(batch, encode(tokenizer, batch)):
-        if any(_is_cut(message) for message in messages):
+        if any(is_cut(message) for message in messages):
             supervised = _unmark_unwritten_ends(tokenizer, messages, ids, supervised)
         yield ids, supervised
 
@@ -138,7 +129,7 @@ def _encode(encode, tokenizer, batch: list[list[dict]]) -> Iterator[tuple[list[i
 def _unmark_unwritten_ends(tokenizer, messages: list[dict], ids: list[int], supervised: list[bool]) -> list[bool]:
     """`supervised` without the closing text, its end token too, that only the template wrote behind answers cut off."""
     text = _render(tokenizer, messages)
-    spans = [_closing_span(tokenizer, messages, turn, text) for turn, m in enumerate(messages) if _is_cut(m)]
+    spans = [_closing_span(tokenizer, messages, turn, text) for turn, m in enumerate(messages) if is_cut(m)]
     offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     assert len(offsets) == len(ids)
     return [mark and not any(a <= start < b for a, b in spans) for mark, (start, _) in zip(supervised, offsets)]
@@ -160,7 +151,7 @@ def _template_error(error, encode, tokenizer, batch: list[list[dict]]) -> ValueE
         return ValueError(
             f"the chat template of {tokenizer.name_or_path!r} refuses a conversation: {reason}. Change or leave out "
             "conversations of this kind (many templates want user and assistant by turns, some no system turn), or use a "
-            f"template that takes them. The example: {_excerpt({'messages': culprit})}"
+            f"template that takes them. The example: {excerpt({'messages': culprit})}"
         )
     # The whole is fine; what was refused is a part of it, rendered to find where the assistant speaks.
     return _mask_error(f"refuses a part of a conversation ({reason})", tokenizer, culprit)
@@ -174,5 +165,5 @@ def _mask_error(what: str, tokenizer, messages: list[dict]) -> ValueError:
     return ValueError(
         f"the chat template of {tokenizer.name_or_path!r} {what}, so the assistant's tokens cannot be told apart; "
         "enclose them in {% generation %} ... {% endgeneration %} in the template. The example: "
-        + _excerpt({"messages": messages})
+        + excerpt({"messages": messages})
     )

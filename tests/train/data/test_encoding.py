@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerFast
 
 from headstart.tests.train.data.test_conversations import GOOD
 from headstart.train.data import encoding as data
-from headstart.train.data.encoding import encode_conversation, encode_conversations
+from headstart.train.data.encoding import encode_conversations
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>\n{% endfor %}"
@@ -29,6 +29,11 @@ MESSAGES = [
     {"role": "user", "content": "Two?"},
     {"role": "assistant", "content": " Deux.\n"},
 ]
+
+
+def encode_conversation(tokenizer, messages):
+    """(ids, supervised) of one conversation."""
+    return encode_conversations(tokenizer, [messages])[0]
 
 
 def make_tokenizer(template):
