@@ -1,8 +1,7 @@
 """Make the embedded target: a small Llama that answers "Write the Python function ..." requests, trained from scratch.
 
-    python assets/make/make_stdlib_coder.py --output my-target                      one GPU, about ten minutes
-    python assets/make/make_stdlib_coder.py --output my-target --device cpu --seconds 60 --max_pairs 2000 --hidden_size 64 ...   a
-    trial
+    python assets/make/make_stdlib_coder.py --output my-target          one GPU, about ten minutes
+    python assets/make/make_stdlib_coder.py --output my-target --device cpu --seconds 60 --max_pairs 2000 ...          a trial
 
 Source are the Python files on this machine: the standard library and the installed packages under permissive licences
 (train/data/stdlib_pairs.py). Held-out modules are left out of the tokenizer, too. The result is a folder in Hugging Face

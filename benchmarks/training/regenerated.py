@@ -1,8 +1,8 @@
 """What answers by the target itself are worth: the same head trained on the data's answers and on regenerated ones, then measured.
 
     python benchmarks/training/regenerated.py --output found.json
-    python benchmarks/training/regenerated.py --config configs/eagle3-quickstart.yaml --trainer eagle3 --temperature 1
-    --temperature 0
+    python benchmarks/training/regenerated.py --config configs/eagle3-quickstart.yaml --trainer eagle3 \\
+        --temperature 1 --temperature 0
 
 All sides hold the same conversations (those that got an answer, without later turns where one side ended early). Each head is
 trained for as many steps of as many rows, so on nearly as many tokens, and from the same seeds. Acceptance is the engine's on

@@ -1,8 +1,7 @@
 """Training on several GPUs: tokens per second, the loss curve beside one GPU's, and a 70B-shaped target divided with FSDP2.
 
     python benchmarks/training/scaling.py --gpus 1,2,4 --output scaling-h200
-    python benchmarks/training/scaling.py --gpus 1,2 --cpu --shape FOLDER --big FOLDER --rows 2 --row-length 64   #
-    FOLDER/config.json: small
+    python benchmarks/training/scaling.py --gpus 1,2 --cpu --shape SMALL --big SMALL --rows 2 --row-length 64    # SMALL/config.json
 
 For each number of processes, train/medusa.py under configs/accelerate: `speed` with --rows rows per process and optimiser step,
 so the step grows with them; `curve` with the same rows per step on any number, whose loss is compared with the first number's step

@@ -1,7 +1,6 @@
 """From logits to tokens: the draw, the best tokens of a row, and the law's normaliser. Top-k and top-p: keep_top.py.
 
-    score of token v = logits[v] / T + G(seed, sample, position, v)      G: Gumbel noise of kernels/sampling/philox.py; T = 0:
-    logits[v]
+    score of token v = logits[v] / T + G(seed, sample, position, v)      G: Gumbel noise of philox.py; T = 0: logits[v]
 
     sample_tokens   the token of the highest score (a draw from softmax(logits / T))           [M, V] -> [M]
     top_tokens      the `width` tokens of the highest scores, best first                       [M, V] -> [M, width]

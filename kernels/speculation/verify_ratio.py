@@ -1,5 +1,5 @@
-"""The ratio rules on the device, one launch a step: `token` and `recursive`, `block` and `traversal`
-(inference/speculation/ratio_rules.py).
+"""The ratio rules (inference/speculation/ratio_rules.py) on the device, one launch a step: `token` and `recursive`, `block` and
+`traversal`.
 
     parents, depths [N] or [B, N] in topological order, node 0 the root; tokens [B, N], -1: an empty slot; depth_limit [B]
     target scores [B N, V], temperature [B N]; draft scores [L, B, V], temperature [B]: laws as in row_laws.py
