@@ -50,7 +50,7 @@ def main(argv=None):
     if not hasattr(arguments, "run"):
         parser.print_help()
         return 0
-    return exit_status(_name(arguments), lambda: arguments.run(arguments))
+    return exit_status(_name(arguments), lambda: arguments.run(arguments), reader_may_leave=True)
 
 
 def _name(arguments):

@@ -94,5 +94,5 @@ def run(arguments):
     passed, sentence = verdict(checks, arguments.verifier)
     print(sentence)
     if arguments.output:
-        write_json(arguments.output, {"lossless": passed, "checks": as_rows(checks)}, indent=1)
+        write_json(arguments.output, {"lossless": passed, "checks": as_rows(checks)}, indent=1, ensure_ascii=True)
     return 0 if passed else 1

@@ -167,5 +167,5 @@ def save_comparison(rows, path, device, dtype, command):
     }
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, content, indent=1)
+    write_json(path, content, indent=1, ensure_ascii=True)
     return content

@@ -75,7 +75,7 @@ class Report:
         content = self.head | {"facts": self.facts, "rows": self.rows}
         print()
         if self.path is not None:
-            write_json(self.path, content, indent=1)
+            write_json(self.path, content, indent=1, ensure_ascii=True)
             print(f"written to {self.path}")
         print(json.dumps(content), flush=True)
         return content

@@ -60,9 +60,9 @@ def write_whole(path, content):
         file.write(content.encode("utf-8") if isinstance(content, str) else content)
 
 
-def write_json(path, content, indent=2):
-    """Write JSON to a file, whole or not at all; texts stay readable."""
-    write_whole(path, json.dumps(content, indent=indent, ensure_ascii=False) + "\n")
+def write_json(path, content, indent=2, ensure_ascii=False):
+    """Write JSON to a file, whole or not at all.  ensure_ascii: for texts that may be no Unicode, as a command line"""
+    write_whole(path, json.dumps(content, indent=indent, ensure_ascii=ensure_ascii) + "\n")
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """What a user is told: the words of errors, and how a command ends that meets one. No torch."""
 
+import contextlib
 import os
 import sys
 
@@ -11,21 +12,21 @@ def list_names(names, most=8):
     return ", ".join(names[:most]) + more if names else "no tensors"
 
 
-def exit_status(name, work, failures=()):
+def exit_status(name, work, failures=(), reader_may_leave=False):
     """Do the work of the command `name` and give its exit status: what `work()` returns, 0 for None.
 
     Bad input and files that cannot be read or written (ValueError, OSError) end as one line `NAME: error: ...` on stderr and
     status 2. `failures` are exceptions of work that was asked for rightly and broke off: such a line and status 1. Ctrl-C is one
-    line and status 130. Where the reader of stdout left, nothing more is said.
+    line and status 130. reader_may_leave: where who reads the output left, as `head` does, nothing was left to say: status 0.
     """
     try:
         return work() or 0
-    except BrokenPipeError:
-        os._exit(0)
     except failures as error:
         tell_error(name, error)
         return 1
     except (ValueError, OSError) as error:
+        if reader_may_leave and isinstance(error, BrokenPipeError):
+            os._exit(0)
         tell_error(name, error)
         return 2
     except KeyboardInterrupt:
@@ -38,4 +39,5 @@ def tell_error(name, error):
     reason = str(error)
     if isinstance(error, OSError) and error.strerror:
         reason = error.strerror + (f": {error.filename}" if error.filename else "")
-    print(f"{name}: error: {' '.join(reason.split())}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # stderr may be the pipe that broke
+        print(f"{name}: error: {' '.join(reason.split())}", file=sys.stderr)

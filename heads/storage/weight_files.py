@@ -116,7 +116,7 @@ def _read_file(path, mapped=False):
 def write_tensors(tensors, path, max_shard_size):
     """Write {name: tensor} to the .safetensors `path`, or in shards of at most `max_shard_size` bytes with an index beside it.
 
-    Only files of a name whose readers know shards are split (formats.SHARDED_FILES); a tensor that is larger has a shard of its
+    Only files of a name whose readers know shards are split (families.SHARDED_FILES); a tensor that is larger has a shard of its
     own. Raises OSError naming the file.
     """
     path = Path(path)

@@ -63,8 +63,10 @@ class PartFiles:
 
     def finish(self, lines):
         """Write the whole file, of these lines, and remove the parts."""
-        with staged_file(self.output) as file:
+        whole = self.folder / "whole.jsonl"  # inside: what a killed process leaves goes with the parts
+        with staged_file(whole) as file:
             file.writelines((line + "\n").encode("utf-8") for line in lines)
+        whole.replace(self.output)
         self.remove()
 
     def remove(self):

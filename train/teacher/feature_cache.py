@@ -256,10 +256,13 @@ class FeatureCache:
 
     def _put(self, name, content):
         """Write a file of the folder, whole or not at all; OSError names it if that cannot be."""
-        with staged_file(self.folder / name) as file:
-            with contextlib.suppress(OSError):  # a file system without locks: leftovers stay there
-                fcntl.flock(file, fcntl.LOCK_EX)
-            file.write(content)
+        try:
+            with staged_file(self.folder / name) as file:
+                with contextlib.suppress(OSError):  # a file system without locks: leftovers stay there
+                    fcntl.flock(file, fcntl.LOCK_EX)
+                file.write(content)
+        except OSError as error:
+            raise OSError(error.errno, f"{error.strerror}; what was written before it is whole") from error
 
     def _identity(self):
         known_by = {name: value for name, value in self.description.items() if name != "target_name"}
