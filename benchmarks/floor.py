@@ -37,16 +37,16 @@ def product_rate(device, dtype):
 
 def layer_tensors(layer):
     """Every weight of a decoder layer that a step reads."""
-    found = []
-    for value in vars(layer).values():
-        found += [x for x in (value if isinstance(value, tuple | list) else [value]) if isinstance(x, torch.Tensor)]
-    return found
+    attention, mlp = layer.attention, layer.mlp
+    products = (*attention.qkv, *attention.out, *mlp.gate_up, *mlp.down)
+    norms = (layer.input_norm.weight, attention.q_norm, attention.k_norm, layer.post_norm.weight)
+    return [tensor for tensor in (*products, *norms) if tensor is not None]
 
 
 def weight_bytes(decoder):
     """Bytes of weights that one pass of the target reads: layers, final norm and lm_head (and a few rows of the embedding)."""
     tensors = [tensor for layer in decoder.layers for tensor in layer_tensors(layer)]
-    return sum(tensor.nbytes for tensor in [*tensors, decoder.norm, decoder.lm_head])
+    return sum(tensor.nbytes for tensor in [*tensors, decoder.norm.weight, decoder.lm_head])
 
 
 def kv_bytes(decoder, batch, context):

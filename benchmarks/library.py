@@ -106,7 +106,9 @@ class LibraryStep:
         self.kv = keys[: torch.Size(shape).numel()].view(shape)
         self.tokens = torch.randint(decoder.vocab_size, (batch, nodes), device=device)
         positions = (context + tree.depths).expand(batch, nodes)
-        self.cos, self.sin = (table[positions][:, :, None] for table in (decoder.cos, decoder.sin))  # [B, N, 1, D / 2]
+        self.cos, self.sin = (
+            table[positions][:, :, None] for table in (decoder.rotary.cos, decoder.rotary.sin)
+        )  # [B, N, 1, D / 2]
         mask = None
         if nodes > 1:
             own = torch.zeros(nodes, nodes, dtype=torch.bool, device=device)
@@ -125,18 +127,20 @@ class LibraryStep:
         residual = F.embedding(self.tokens.flatten(), decoder.embedding)  # [M, H]
         x = torch.zeros_like(residual)
         for layer, kv in zip(decoder.layers, self.kv):
-            x, residual = self.add_norm(x, residual, layer.input_norm, decoder.eps)
-            qkv = F.linear(x, *layer.qkv).view(batch, nodes, hq + 2 * hk, decoder.head_dim)
+            attention, norm = layer.attention, layer.input_norm
+            x, residual = self.add_norm(x, residual, norm.weight, norm.eps)
+            qkv = F.linear(x, *attention.qkv).view(batch, nodes, hq + 2 * hk, decoder.head_dim)
             q, k, v = qkv.split((hq, hk, hk), 2)
-            if layer.q_norm is not None:
-                q = F.rms_norm(q, (decoder.head_dim,), layer.q_norm, decoder.eps)
-                k = F.rms_norm(k, (decoder.head_dim,), layer.k_norm, decoder.eps)
+            if attention.q_norm is not None:
+                q = F.rms_norm(q, (decoder.head_dim,), attention.q_norm, attention.eps)
+                k = F.rms_norm(k, (decoder.head_dim,), attention.k_norm, attention.eps)
             new = kv[..., -nodes:, :].transpose(2, 3)  # [2, B, N, HK, D]
             new[0].copy_(self.rotate(k, self.cos, self.sin))
             new[1].copy_(v)
             q = self.rotate(q, self.cos, self.sin)
             x = self.attention(q, kv[0], kv[1]).view(batch * nodes, -1)
-            x, residual = self.add_norm(F.linear(x, *layer.out), residual, layer.post_norm, decoder.eps)
-            x = F.linear(self.activate(F.linear(x, *layer.gate_up)), *layer.down)
-        x, _ = self.add_norm(x, residual, decoder.norm, decoder.eps)
+            norm, mlp = layer.post_norm, layer.mlp
+            x, residual = self.add_norm(F.linear(x, *attention.out), residual, norm.weight, norm.eps)
+            x = F.linear(self.activate(F.linear(x, *mlp.gate_up)), *mlp.down)
+        x, _ = self.add_norm(x, residual, decoder.norm.weight, decoder.norm.eps)
         return F.linear(x, decoder.lm_head).argmax(-1).view(batch, nodes)

@@ -39,7 +39,7 @@ PUBLIC = {
     "heads": "checkpoint draft_vocabulary eagle eagle3 families layers medusa mlp_speculator packed_attention",
     "heads/formats": "eagle eagle3 layer medusa mlp_speculator",
     "heads/storage": "atomic_write hub_answer hub_id keywords reading tensor_checks user_errors weight_files",
-    "inference/models": "adapter checkpoint_files decoder draft_weights memory target_source weights",
+    "inference/models": "adapter blocks checkpoint_files decoder draft_weights memory target_source weights",
     "inference/speculation": "adaptive drawings draw_nodes options tree verify",
     "inference/speculation/drafters": "draft_model eagle medusa mlp_speculator ngram sequential",
     "inference/engine": "engine logprobs metrics request sampling stopping",

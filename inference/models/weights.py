@@ -20,6 +20,8 @@ from torch import nn
 from tqdm import tqdm
 
 from ...heads.storage.user_errors import list_names
+from .architectures import UnsupportedArchitecture, architecture_of
+from .blocks import LayerWeights, Linear
 from .checkpoint_files import find_files, open_file, read_header
 from .memory import free_bytes, in_gib
 
@@ -29,24 +31,6 @@ FILE_DTYPES = ("F64", "F32", "F16", "BF16")
 CHUNK_BYTES = 64 * 2**20
 # From this size on, loading shows a progress bar where someone watches.
 LARGE_BYTES = 2**30
-
-
-class UnsupportedArchitecture(ValueError):
-    """The engine does not run this target yet; the message lists what it runs."""
-
-
-@dataclass(frozen=True)
-class LayerWeights:
-    """One layer's weights. A product is (weight [N, K], bias [N] or None)."""
-
-    qkv: tuple  # [(HQ + 2 HK) D, H]
-    out: tuple  # [H, HQ D]
-    gate_up: tuple  # [2 I, H]
-    down: tuple  # [H, I]
-    input_norm: torch.Tensor  # [H]
-    post_norm: torch.Tensor  # [H]
-    q_norm: torch.Tensor | None = None  # [D]
-    k_norm: torch.Tensor | None = None  # [D]
 
 
 @dataclass(frozen=True)
@@ -81,26 +65,37 @@ def weights_of_module(module):
         raise UnsupportedArchitecture(
             f"the engine does not run a module spread over {', '.join(kinds)} yet: load it in one dtype on one device"
         )
+    head_norms = architecture_of(module.config).head_norms
     with torch.no_grad():
         return DecoderWeights(
             embedding=module.model.embed_tokens.weight.data,
-            layers=[_layer_of_module(layer, module.config.model_type == "qwen3") for layer in module.model.layers],
+            layers=[
+                weights_of_layer(
+                    layer,
+                    input_norm=layer.input_layernorm.weight.data,
+                    q_norm=layer.self_attn.q_norm.weight.data if head_norms else None,
+                    k_norm=layer.self_attn.k_norm.weight.data if head_norms else None,
+                )
+                for layer in module.model.layers
+            ],
             norm=module.model.norm.weight.data,
             lm_head=module.lm_head.weight.data,
         )
 
 
-def _layer_of_module(layer, has_head_norms):
+def weights_of_layer(layer, **norms):
+    """LayerWeights of a decoder layer's module, whose products' weights become views of packed ones.
+
+    norms: what it has beside post_norm, by the names of LayerWeights.
+    """
     attention, mlp = layer.self_attn, layer.mlp
     return LayerWeights(
         qkv=pack_rows([attention.q_proj, attention.k_proj, attention.v_proj]),
         out=pack_rows([attention.o_proj]),
         gate_up=pack_rows([mlp.gate_proj, mlp.up_proj]),
         down=pack_rows([mlp.down_proj]),
-        input_norm=layer.input_layernorm.weight.data,
         post_norm=layer.post_attention_layernorm.weight.data,
-        q_norm=attention.q_norm.weight.data if has_head_norms else None,
-        k_norm=attention.k_norm.weight.data if has_head_norms else None,
+        **norms,
     )
 
 
@@ -114,7 +109,7 @@ def check_plain_linear(layer):
 
 
 def pack_rows(linears):
-    """One weight [sum of N, K] (and bias) for several Linear modules, which become views of it.
+    """One Linear [sum of N, K] for several modules, whose weights and biases become views of it.
 
     Modules packed before (an earlier engine on the same module), and a single one, are taken as they lie, not copied.
     """
@@ -142,7 +137,7 @@ def pack_rows(linears):
     biases = [layer.bias for layer in linears]
     if any(bias is None for bias in biases) != all(bias is None for bias in biases):
         raise UnsupportedArchitecture("the engine does not run packed products of which only some have a bias")
-    return pack([layer.weight for layer in linears]), None if biases[0] is None else pack(biases)
+    return Linear(pack([layer.weight for layer in linears]), None if biases[0] is None else pack(biases))
 
 
 # --- what a checkpoint holds ---
@@ -161,7 +156,7 @@ def tensor_plan(config):
     hidden, vocab, dim = config.hidden_size, config.vocab_size, head_dim_of(config)
     q, kv = config.num_attention_heads * dim, config.num_key_value_heads * dim
     inner = config.intermediate_size
-    qkv_bias, out_bias, mlp_bias = _biases(config)
+    architecture = architecture_of(config)
     plan = {"embedding": {"model.embed_tokens.weight": (vocab, hidden)}}
     for i in range(config.num_hidden_layers):
 
@@ -176,26 +171,18 @@ def tensor_plan(config):
 
         add("input_norm", {"input_layernorm": hidden})
         projections = {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
-        add("qkv", projections, width=hidden, bias=qkv_bias)
-        if config.model_type == "qwen3":
+        add("qkv", projections, width=hidden, bias=architecture.attention_bias)
+        if architecture.head_norms:
             add("q_norm", {"self_attn.q_norm": dim})
             add("k_norm", {"self_attn.k_norm": dim})
-        add("out", {"self_attn.o_proj": hidden}, width=q, bias=out_bias)
+        add("out", {"self_attn.o_proj": hidden}, width=q, bias=architecture.out_bias)
         add("post_norm", {"post_attention_layernorm": hidden})
-        add("gate_up", {"mlp.gate_proj": inner, "mlp.up_proj": inner}, width=hidden, bias=mlp_bias)
-        add("down", {"mlp.down_proj": hidden}, width=inner, bias=mlp_bias)
+        add("gate_up", {"mlp.gate_proj": inner, "mlp.up_proj": inner}, width=hidden, bias=architecture.mlp_bias)
+        add("down", {"mlp.down_proj": hidden}, width=inner, bias=architecture.mlp_bias)
     plan["norm"] = {"model.norm.weight": (hidden,)}
     if not config.tie_word_embeddings:
         plan["lm_head"] = {"lm_head.weight": (vocab, hidden)}
     return plan
-
-
-def _biases(config):
-    """Whether qkv, out and the MLP's products have biases: Qwen2 by its nature, the others by their config."""
-    if config.model_type == "qwen2":
-        return True, False, False
-    attention = getattr(config, "attention_bias", False)
-    return attention, attention, getattr(config, "mlp_bias", False)
 
 
 def weight_bytes(config, dtype):
@@ -214,7 +201,7 @@ def _assemble(config, tensors):
     """DecoderWeights from {packed name: tensor}."""
 
     def product(name):
-        return tensors[f"{name}.weight"], tensors.get(f"{name}.bias")
+        return Linear(tensors[f"{name}.weight"], tensors.get(f"{name}.bias"))
 
     layers = []
     for at in (f"layers.{i}" for i in range(config.num_hidden_layers)):

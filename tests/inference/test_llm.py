@@ -162,11 +162,11 @@ def test_an_engine_on_a_loaded_module_shares_its_weights(target_folder):
     module = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32)
     expected = module(torch.tensor([[5, 6, 7]])).logits
     llm = LLM(module, tokenizer=AutoTokenizer.from_pretrained(target_folder))
-    layer, packed = module.model.layers[0].self_attn, llm.engine.decoder.layers[0].qkv[0]
+    layer, packed = module.model.layers[0].self_attn, llm.engine.decoder.layers[0].attention.qkv.weight
     assert layer.k_proj.weight.untyped_storage().data_ptr() == packed.untyped_storage().data_ptr()
     assert torch.equal(module(torch.tensor([[5, 6, 7]])).logits, expected)
     again = LLM(module)
-    assert again.engine.decoder.layers[0].qkv[0].data_ptr() == packed.data_ptr()
+    assert again.engine.decoder.layers[0].attention.qkv.weight.data_ptr() == packed.data_ptr()
     (output,) = again.generate([[5, 6, 7]], GREEDY)
     assert output.outputs[0].text == ""
     assert len(output.outputs[0].token_ids) == 8

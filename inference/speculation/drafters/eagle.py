@@ -11,9 +11,9 @@ import torch
 from ....heads.layers import rope_frequencies
 from ....kernels.embedding import embed
 from ....kernels.linear.linear import linear
-from ....kernels.rms_norm import add_rms_norm, rms_norm
-from ...models.decoder import run_layer
-from ...models.weights import LayerWeights, pack_rows
+from ....kernels.rms_norm import rms_norm
+from ...models.blocks import Layer, Norm, Rotary, lm_head_logits
+from ...models.weights import weights_of_layer
 from .own_cache import OwnCacheDrafter
 
 
@@ -31,25 +31,20 @@ class EagleDrafter(OwnCacheDrafter):
         super().__init__(drawing)
         self.head, self.decoder, self.num_speculative_tokens = head, decoder, num_speculative_tokens
         config, layer = head.config, self._layer_of(head)
-        self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.eps, self.attention_scale, self.residual_multiplier = config.rms_norm_eps, None, 1.0
         self.dtype, device = head.fc.weight.dtype, head.fc.weight.device
-        self.kv_shape = 1, self.num_kv_heads, config.head_dim, self.dtype
+        self.kv_shape = 1, config.num_key_value_heads, config.head_dim, self.dtype
         self.state_shape = config.hidden_size, self.dtype
-        frequencies, scaling = rope_frequencies(config)
-        wide = torch.promote_types(self.dtype, torch.float32)
-        angles = torch.arange(len(decoder.cos))[:, None].to(wide) * frequencies.to(wide)
-        self.cos, self.sin = ((table * scaling).to(device) for table in (angles.cos(), angles.sin()))
-        attention, mlp = layer.self_attn, layer.mlp
-        self.layer = LayerWeights(
-            qkv=pack_rows([attention.q_proj, attention.k_proj, attention.v_proj]),
-            out=pack_rows([attention.o_proj]),
-            gate_up=pack_rows([mlp.gate_proj, mlp.up_proj]),
-            down=pack_rows([mlp.down_proj]),
-            input_norm=None,
-            post_norm=layer.post_attention_layernorm.weight.data,
+        self.layer = Layer.from_weights(
+            weights_of_layer(layer),
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            rotary=Rotary.from_frequencies(
+                *rope_frequencies(config), num_positions=decoder.rotary.num_positions, dtype=self.dtype, device=device
+            ),
+            eps=config.rms_norm_eps,
         )
-        self.no_norm = torch.ones(config.hidden_size, dtype=self.dtype, device=device)
+        # Only what it adds up is read.
+        self.last_add = Norm(torch.ones(config.hidden_size, dtype=self.dtype, device=device), config.rms_norm_eps)
 
     def _layer_of(self, head):
         return head.layers[0]
@@ -65,8 +60,8 @@ class EagleDrafter(OwnCacheDrafter):
 
     def finish(self, x, residual, forward_pass):
         """The layer.  x [M, .] what q, k and v read, residual [M, H]  ->  state [M, H]"""
-        parts, residual = run_layer(self, self.layer, x, residual, forward_pass, self.kv[0])
-        return add_rms_norm(parts, residual, self.no_norm, self.eps)[1]
+        parts, residual = self.layer(x, residual, forward_pass, self.kv[0])
+        return self.last_add(residual, parts)[1]
 
     def logits(self, state):
         return self.decoder.logits(state.to(self.decoder.dtype))
@@ -92,16 +87,19 @@ class Eagle3Drafter(EagleDrafter):
     def run(self, forward_pass, source, from_target):
         layer = self.head.midlayer
         state = linear(source.to(self.dtype), self.head.fc.weight) if from_target else source
-        normed = rms_norm(state, layer.hidden_norm.weight, self.eps)
-        embedded = rms_norm(self.embedded(forward_pass.tokens), layer.input_layernorm.weight, self.eps)
+        normed = _norm(layer.hidden_norm, state)
+        embedded = _norm(layer.input_layernorm, self.embedded(forward_pass.tokens))
         residual = normed if layer.norm_before_residual else state
         return self.finish(torch.cat((embedded, normed), 1), residual, forward_pass)
 
     def logits(self, state):
-        logits = linear(rms_norm(state, self.head.norm.weight, self.eps), self.head.lm_head.weight)
-        if not logits.is_cuda and logits.dtype != torch.float64:
-            logits = logits.float()
+        logits = lm_head_logits(_norm(self.head.norm, state), self.head.lm_head.weight)
         if self.draft_token_ids is None:
             return logits
         whole = logits.new_full((len(logits), self.vocab_size), -torch.inf)
         return whole.index_copy_(1, self.draft_token_ids, logits)
+
+
+def _norm(module, x):
+    """A norm of the head on the engine's kernel.  [M, H] -> [M, H]"""
+    return rms_norm(x, module.weight, module.eps)

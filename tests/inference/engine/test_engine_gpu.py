@@ -10,7 +10,7 @@ import torch
 
 import headstart.inference.engine.logprobs as logprobs_module
 import headstart.inference.engine.step as step_module
-import headstart.inference.models.decoder as decoder_module
+import headstart.inference.models.blocks as blocks_module
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.inference.engine.engine import Engine
 from headstart.inference.engine.sampling import SamplingParams
@@ -274,17 +274,17 @@ def outputs_differ(wide):
 
 
 def test_equality_breaks_with_a_library_product(outputs_differ, monkeypatch):
-    monkeypatch.setattr(decoder_module, "linear_parts", lambda x, w, b=None: torch.nn.functional.linear(x, w, b)[None])
+    monkeypatch.setattr(blocks_module, "linear_parts", lambda x, w, b=None: torch.nn.functional.linear(x, w, b)[None])
     assert outputs_differ()
 
 
 def test_equality_breaks_if_the_split_depends_on_the_rows(outputs_differ, monkeypatch):
-    parts = decoder_module.linear_parts
+    parts = blocks_module.linear_parts
 
     def by_rows(x, w, b=None):
         return parts(x, w, b) if x.shape[0] <= 8 else decode_parts(x.contiguous(), w, b, splits=4)
 
-    monkeypatch.setattr(decoder_module, "linear_parts", by_rows)
+    monkeypatch.setattr(blocks_module, "linear_parts", by_rows)
     assert outputs_differ()
 
 

@@ -372,8 +372,8 @@ def test_equality_breaks_if_noise_is_not_keyed_by_position(target, plain, monkey
 
 
 def test_equality_breaks_if_rows_are_not_computed_in_fixed_blocks(target, plain, monkeypatch):
-    import headstart.inference.models.decoder as decoder_module
+    import headstart.inference.models.blocks as blocks_module
     from headstart.kernels.linear.linear import linear_reference
 
-    monkeypatch.setattr(decoder_module, "linear_parts", lambda x, w, b=None: linear_reference(x, w, b)[None])
+    monkeypatch.setattr(blocks_module, "linear_parts", lambda x, w, b=None: linear_reference(x, w, b)[None])
     assert outputs_differ(target, plain_again(target, plain, 0.0), RAGGED)

@@ -58,6 +58,10 @@ def tokens(llm, temperature=0.0):
     return [(one.token_ids, one.cumulative_logprob) for one in outputs]
 
 
+def products(layer):
+    return layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_merged_weights_are_pefts_own_bit_by_bit(target_folder, adapter_folder, dtype):
     base = AutoModelForCausalLM.from_pretrained(target_folder, dtype=getattr(torch, dtype))
@@ -72,10 +76,10 @@ def test_merged_weights_are_pefts_own_bit_by_bit(target_folder, adapter_folder, 
     merged = PeftModel.from_pretrained(base, adapter_folder).merge_and_unload()
     expected = LLM(merged).engine.decoder
     for one, other in zip(llm.engine.decoder.layers, expected.layers, strict=True):
-        for name in ("qkv", "out", "gate_up", "down"):
-            assert torch.equal(getattr(one, name)[0], getattr(other, name)[0])
+        for ours, pefts in zip(products(one), products(other), strict=True):
+            assert torch.equal(ours.weight, pefts.weight)
     plain = LLM(target_folder, dtype=dtype, device="cpu").engine.decoder
-    assert not torch.equal(plain.layers[1].down[0], llm.engine.decoder.layers[1].down[0])
+    assert not torch.equal(plain.layers[1].mlp.down.weight, llm.engine.decoder.layers[1].mlp.down.weight)
 
 
 def test_a_tensor_merged_piece_by_piece_gets_every_row_of_its_change(target_folder, adapter_folder, monkeypatch):
@@ -83,9 +87,9 @@ def test_a_tensor_merged_piece_by_piece_gets_every_row_of_its_change(target_fold
     monkeypatch.setattr(weights, "CHUNK_BYTES", 1000)  # 7 rows of 32, 5 of 48
     pieces = LLM(target_folder, adapter=adapter_folder, dtype="float32", device="cpu").engine.decoder
     for one, other in zip(whole.layers, pieces.layers, strict=True):
-        for name in ("qkv", "out", "gate_up", "down"):
+        for ours, theirs in zip(products(one), products(other), strict=True):
             # A product of fewer rows may add in another order.
-            torch.testing.assert_close(getattr(one, name)[0], getattr(other, name)[0], rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(ours.weight, theirs.weight, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -172,9 +176,9 @@ def test_adapter_that_came_with_other_weights_of_the_target_is_refused_until_pef
     config = json.loads((tmp_path / "start" / "adapter_config.json").read_text()) | {"init_lora_weights": True}
     (tmp_path / "start" / "adapter_config.json").write_text(json.dumps(config))
     model.save_pretrained(tmp_path / "plain", path_initial_model_for_weight_conversion=start)
-    expected = LLM(model.merge_and_unload()).engine.decoder.layers[1].down[0]
+    expected = LLM(model.merge_and_unload()).engine.decoder.layers[1].mlp.down.weight
     found = LLM(target_folder, adapter=tmp_path / "plain", dtype="float32", device="cpu").engine.decoder
-    torch.testing.assert_close(found.layers[1].down[0], expected)
+    torch.testing.assert_close(found.layers[1].mlp.down.weight, expected)
 
 
 def test_adapter_that_the_weights_hold_already_is_refused(target_folder, adapter_folder, tmp_path, monkeypatch):

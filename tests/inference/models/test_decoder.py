@@ -143,11 +143,12 @@ def test_logits_agree_with_transformers(name, device, tmp_path):
 
 
 def _tensors(decoder):
-    yield from (decoder.embedding, decoder.norm, decoder.lm_head)
+    yield from (decoder.embedding, decoder.norm.weight, decoder.lm_head)
     for layer in decoder.layers:
-        for part in (layer.qkv, layer.out, layer.gate_up, layer.down):
+        attention, mlp = layer.attention, layer.mlp
+        for part in (attention.qkv, attention.out, mlp.gate_up, mlp.down):
             yield from (tensor for tensor in part if tensor is not None)
-        norms = (layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm)
+        norms = (layer.input_norm.weight, layer.post_norm.weight, attention.q_norm, attention.k_norm)
         yield from (tensor for tensor in norms if tensor is not None)
 
 
@@ -306,17 +307,18 @@ def test_a_wide_decoder_in_bfloat16_stays_near_fp32():
     hq, hk, d = decoder.num_heads, decoder.num_kv_heads, decoder.head_dim
     with torch.no_grad():
         model.model.embed_tokens.weight.copy_(decoder.embedding)
-        model.model.norm.weight.copy_(decoder.norm)
+        model.model.norm.weight.copy_(decoder.norm.weight)
         model.lm_head.weight.copy_(decoder.lm_head)
         for theirs, ours in zip(model.model.layers, decoder.layers):
-            for projection, rows in zip(("q_proj", "k_proj", "v_proj"), ours.qkv[0].split((hq * d, hk * d, hk * d))):
+            qkv = ours.attention.qkv.weight.split((hq * d, hk * d, hk * d))
+            for projection, rows in zip(("q_proj", "k_proj", "v_proj"), qkv):
                 getattr(theirs.self_attn, projection).weight.copy_(rows)
-            for projection, rows in zip(("gate_proj", "up_proj"), ours.gate_up[0].chunk(2)):
+            for projection, rows in zip(("gate_proj", "up_proj"), ours.mlp.gate_up.weight.chunk(2)):
                 getattr(theirs.mlp, projection).weight.copy_(rows)
-            theirs.self_attn.o_proj.weight.copy_(ours.out[0])
-            theirs.mlp.down_proj.weight.copy_(ours.down[0])
-            theirs.input_layernorm.weight.copy_(ours.input_norm)
-            theirs.post_attention_layernorm.weight.copy_(ours.post_norm)
+            theirs.self_attn.o_proj.weight.copy_(ours.attention.out.weight)
+            theirs.mlp.down_proj.weight.copy_(ours.mlp.down.weight)
+            theirs.input_layernorm.weight.copy_(ours.input_norm.weight)
+            theirs.post_attention_layernorm.weight.copy_(ours.post_norm.weight)
         library = model(tokens[None].cuda()).logits[0].float().cpu()
         exact = model.float()(tokens[None].cuda()).logits[0].cpu()
     error, theirs = (found.float() - exact).square().mean().sqrt(), (library - exact).square().mean().sqrt()

@@ -1,0 +1,76 @@
+"""The Llama-like architectures that the packed decoder runs: one declaration each, of what sets it apart from Llama.
+
+To add an architecture, add its declaration to ARCHITECTURES; weights.py and decoder.py read nothing else of the `model_type`. What
+needs an operation of its own, such as partial rotation or a mixture of experts, needs a block too (blocks.py).
+"""
+
+from dataclasses import dataclass, fields, replace
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+class UnsupportedArchitecture(ValueError):
+    """The engine does not run this target yet; the message lists what it runs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """What sets an architecture apart; the defaults are Llama's.
+
+    A text in one of the first six fields names the field of the Hugging Face config that holds the value. A bias whose field the
+    config lacks is none.
+    """
+
+    attention_bias: bool | str = "attention_bias"  # of q, k and v
+    out_bias: bool | str = "attention_bias"
+    mlp_bias: bool | str = "mlp_bias"
+    attention_scale: float | str | None = None  # of the scores; None: D ** -0.5
+    embedding_multiplier: float | str = 1.0
+    residual_multiplier: float | str = 1.0  # of what attention and MLP add
+    logits_divisor: float | str = 1.0
+    head_norms: bool = False  # RMSNorm of every head of q and k
+    layer_types: tuple[str, ...] | None = (
+        FULL,
+    )  # those it knows; None: every layer has the config's window, whatever they say
+
+    def unknown_layer_types(self, config):
+        """The layer types of a config that this architecture does not know."""
+        if self.layer_types is None:
+            return []
+        return [kind for kind in getattr(config, "layer_types", None) or [] if kind not in self.layer_types]
+
+    def windows(self, config):
+        """How many positions each layer sees, its own included; None: all."""
+        if self.layer_types is None:
+            return [config.sliding_window] * config.num_hidden_layers
+        if SLIDING in self.layer_types:
+            return [config.sliding_window if kind == SLIDING else None for kind in config.layer_types]
+        return [None] * config.num_hidden_layers
+
+
+ARCHITECTURES = {
+    "llama": Architecture(),
+    "mistral": Architecture(layer_types=None),
+    "qwen2": Architecture(attention_bias=True, out_bias=False, mlp_bias=False, layer_types=(FULL, SLIDING)),
+    "qwen3": Architecture(head_norms=True, layer_types=(FULL, SLIDING)),
+    "granite": Architecture(
+        attention_scale="attention_multiplier",
+        embedding_multiplier="embedding_multiplier",
+        residual_multiplier="residual_multiplier",
+        logits_divisor="logits_scaling",
+    ),
+}
+
+
+def architecture_of(config):
+    """The Architecture of a Hugging Face config with every value read from it; KeyError for one that is not declared."""
+    declared = ARCHITECTURES[config.model_type]
+    named = {field.name: getattr(declared, field.name) for field in fields(declared)}
+    return replace(
+        declared,
+        **{
+            name: getattr(config, value, False) if name.endswith("_bias") else getattr(config, value)
+            for name, value in named.items()
+            if isinstance(value, str)
+        },
+    )

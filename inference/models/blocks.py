@@ -1,0 +1,170 @@
+"""What a decoder layer is made of: blocks that hold weights and constants and launch the fused kernels.
+
+    layer = Layer.from_weights(weights, num_heads=32, num_kv_heads=8, rotary=rotary, eps=1e-5)
+    x, residual = layer.input_norm(residual, parts)                 # adds what the layer before left over
+    parts, residual = layer(x, residual, forward_pass, layer_kv)
+
+The last product of a block is not added up: its partial sums go straight into the norm after it. The decoder of the target and
+EAGLE's drafters are made of the same blocks. Not here: files (weights.py), what an architecture needs (architectures.py).
+
+Letters: M rows, H hidden, I intermediate, V vocabulary, N x K a weight, S parts of a product, HQ and HK query and key heads, D head
+dimension, P positions.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ...kernels.attention.rotary_kv_write import rotary_kv_write
+from ...kernels.linear.gated_mlp import gate_up_silu
+from ...kernels.linear.linear import linear, linear_parts
+from ...kernels.rms_norm import add_rms_norm, rms_norm
+
+
+class Linear(NamedTuple):
+    """A product; several of a model's may be packed into one."""
+
+    weight: torch.Tensor  # [N, K]
+    bias: torch.Tensor | None = None  # [N]
+
+    def parts(self, x):
+        """Partial sums that the next kernel adds.  x [M, K] -> [S, M, N]"""
+        return linear_parts(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One layer's weights."""
+
+    qkv: Linear  # [(HQ + 2 HK) D, K of what it reads]
+    out: Linear  # [H, HQ D]
+    gate_up: Linear  # [2 I, H]
+    down: Linear  # [H, I]
+    post_norm: torch.Tensor  # [H]
+    input_norm: torch.Tensor | None = None  # [H]
+    q_norm: torch.Tensor | None = None  # [D]
+    k_norm: torch.Tensor | None = None  # [D]
+
+
+@dataclass(frozen=True)
+class Norm:
+    """RMSNorm of the residual stream; multiplier: of what is added to the stream before."""
+
+    weight: torch.Tensor  # [H]
+    eps: float
+    multiplier: float = 1.0
+
+    def __call__(self, residual, parts=None):
+        """Add the partial sums of a product (None: nothing) and norm.  [M, H], [S, M, H] -> normed [M, H], residual [M, H]"""
+        if parts is None:
+            return rms_norm(residual, self.weight, self.eps), residual
+        return add_rms_norm(parts, residual, self.weight, self.eps, self.multiplier)
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary positions: cos and sin of the angles of every position, fp32 or wider."""
+
+    cos: torch.Tensor  # [P, D/2]
+    sin: torch.Tensor  # [P, D/2]
+
+    @classmethod
+    def from_frequencies(cls, frequencies, scaling, *, num_positions, dtype, device):
+        """frequencies [D/2]: angle per position of every pair; scaling: factor of cos and sin; dtype: of the model."""
+        wide = torch.promote_types(dtype, torch.float32)
+        angles = torch.arange(num_positions)[:, None].to(wide) * frequencies.to(
+            wide
+        )  # on the CPU, for the same bits anywhere
+        return cls(*((table * scaling).to(device) for table in (angles.cos(), angles.sin())))
+
+    @property
+    def num_positions(self):
+        return len(self.cos)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """Attention over the paged cache, from the packed q, k, v product to the out product."""
+
+    qkv: Linear  # [(HQ + 2 HK) D, K]
+    out: Linear  # [H, HQ D]
+    num_heads: int
+    num_kv_heads: int
+    rotary: Rotary
+    eps: float  # of q_norm and k_norm
+    q_norm: torch.Tensor | None = None  # [D]
+    k_norm: torch.Tensor | None = None  # [D]
+    scale: float | None = None  # of the scores; None: D ** -0.5
+    window: int | None = None  # positions that a row sees, its own included; None: all
+
+    def __call__(self, x, forward_pass, layer_kv):
+        """Writes keys and values.  x [M, K], forward_pass: ForwardPass, layer_kv [2, rows, D]  ->  parts [S, M, H]"""
+        q = rotary_kv_write(
+            self.qkv.parts(x),
+            positions=forward_pass.positions,
+            cos=self.rotary.cos,
+            sin=self.rotary.sin,
+            cache_slots=forward_pass.cache_slots,
+            layer_kv=layer_kv,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            q_norm=self.q_norm,
+            k_norm=self.k_norm,
+            eps=self.eps,
+        )  # [M, HQ, D]
+        x = forward_pass.attention.attend(q, layer_kv, scale=self.scale, window=self.window)
+        return self.out.parts(x.flatten(1))
+
+
+@dataclass(frozen=True)
+class GatedMLP:
+    """down(SiLU(gate x) * up x)."""
+
+    gate_up: Linear  # [2 I, H]
+    down: Linear  # [H, I]
+
+    def __call__(self, x):
+        """x [M, H] -> parts [S, M, H]"""
+        return self.down.parts(gate_up_silu(x, self.gate_up.weight, self.gate_up.bias))
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Attention and MLP with their residuals. The caller applies input_norm; it is None where he makes the input otherwise."""
+
+    input_norm: Norm | None
+    attention: Attention
+    post_norm: Norm
+    mlp: GatedMLP
+
+    @classmethod
+    def from_weights(cls, weights, *, eps, residual_multiplier=1.0, **attention):
+        """A Layer of LayerWeights; attention: heads, rotary, scale and window, as Attention has them."""
+        input_norm = weights.input_norm
+        return cls(
+            input_norm=None if input_norm is None else Norm(input_norm, eps, residual_multiplier),
+            attention=Attention(
+                qkv=weights.qkv, out=weights.out, q_norm=weights.q_norm, k_norm=weights.k_norm, eps=eps, **attention
+            ),
+            post_norm=Norm(weights.post_norm, eps, residual_multiplier),
+            mlp=GatedMLP(weights.gate_up, weights.down),
+        )
+
+    def __call__(self, x, residual, forward_pass, layer_kv):
+        """The layer over M rows; writes their keys and values.
+
+        x [M, K]: what q, k and v read; residual [M, H]; layer_kv [2, rows, D]
+        ->  parts [S, M, H] that are still to be added, residual [M, H]
+        """
+        parts = self.attention(x, forward_pass, layer_kv)
+        x, residual = self.post_norm(residual, parts)
+        return self.mlp(x), residual
+
+
+def lm_head_logits(hidden, weight, divisor=1.0):
+    """hidden [M, H], weight [V, H] -> [M, V], in the model's dtype on a GPU and in fp32 at least on the CPU"""
+    logits = linear(hidden, weight)
+    if divisor != 1:
+        logits = logits / divisor
+    return logits if logits.is_cuda or logits.dtype == torch.float64 else logits.float()
