@@ -54,7 +54,7 @@ class LibraryAttention:
     mask: bool [N, S], or None where every node sees every key. `backend` says which way was taken.
     """
 
-    def __init__(self, batch, num_nodes, num_heads, num_kv_heads, head_dim, mask, dtype, device):
+    def __init__(self, batch, num_nodes, *, num_heads, num_kv_heads, head_dim, mask, dtype, device):
         self.shape = (batch, num_nodes, num_kv_heads, num_heads // num_kv_heads, head_dim)
         self.mask, self.backend = None, None
         if mask is not None:
@@ -114,8 +114,16 @@ class LibraryStep:
             own = torch.zeros(nodes, nodes, dtype=torch.bool, device=device)
             own.scatter_(1, tree.ancestors.long(), True)  # a node sees its ancestors and itself
             mask = torch.cat((torch.ones(nodes, context, dtype=torch.bool, device=device), own), 1)
-        heads = (decoder.num_heads, decoder.num_kv_heads, decoder.head_dim)
-        self.attention = LibraryAttention(batch, nodes, *heads, mask, decoder.dtype, device)
+        self.attention = LibraryAttention(
+            batch,
+            nodes,
+            num_heads=decoder.num_heads,
+            num_kv_heads=decoder.num_kv_heads,
+            head_dim=decoder.head_dim,
+            mask=mask,
+            dtype=decoder.dtype,
+            device=device,
+        )
         q = torch.randn(batch, nodes, decoder.num_heads, decoder.head_dim, device=device, dtype=decoder.dtype)
         self.attention.choose(q, self.kv)
         self.add_norm, self.rotate, self.activate = elementwise_functions(elementwise)

@@ -24,7 +24,7 @@ def config_of_shape(shape):
     return config_of(shape)
 
 
-def check_fits(shape, device, dtype, num_bytes=weight_bytes, what="the weights"):
+def check_fits(shape, device, dtype, *, num_bytes=weight_bytes, what="the weights"):
     """ValueError, naming the shapes that would fit, if a shape's weights do not fit into the free memory of the device.
 
     num_bytes(config, dtype) and what: what is held at once, where that is something else than the weights of the target.
@@ -44,7 +44,8 @@ def check_fits(shape, device, dtype, num_bytes=weight_bytes, what="the weights")
 def random_decoder(shape, device, dtype, max_positions):
     """A decoder of a shape with random weights, made on the device."""
     config = config_of_shape(shape)
-    return Decoder.from_pretrained(None, config, dtype, torch.device(device), max_positions, load_format="dummy")
+    where = dict(dtype=dtype, device=torch.device(device), max_positions=max_positions)
+    return Decoder.from_pretrained(None, config, load_format="dummy", **where)
 
 
 def spread_tree(num_nodes):

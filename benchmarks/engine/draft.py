@@ -75,10 +75,11 @@ def bench_draft(settings, device, dtype, command, output=None, commit=None):
         beside = max(parameter_bytes(empty_head(name, config, depth), dtype) for name in settings.heads)
         return weight_bytes(one_layer(config), dtype) + beside
 
-    check_fits(settings.shape, device, dtype, needed, "the embedding, lm_head and a head")
+    check_fits(settings.shape, device, dtype, num_bytes=needed, what="the embedding, lm_head and a head")
     report = Report("draft", COLUMNS, device, command, vars(settings), output, commit)
     places = settings.context + 2 * MAX_NODES
-    decoder = Decoder.from_pretrained(None, one_layer(config), dtype, torch.device(device), places, load_format="dummy")
+    where = dict(dtype=dtype, device=torch.device(device), max_positions=places)
+    decoder = Decoder.from_pretrained(None, one_layer(config), load_format="dummy", **where)
     bandwidth = copy_bandwidth(device)
     name = str(dtype).removeprefix("torch.")
     report.state(

@@ -91,7 +91,7 @@ def bench_engine(settings, device, dtype, command, output=None, commit=None):
         for acceptance in settings.acceptance:  # refuses what such drafts cannot reach
             choose_verifier("synthetic", {"acceptance_length": acceptance}, tree, "cpu")
         with_head = partial(bytes_with_head, method=settings.head, depth=depth, shared_lm_head=shared)
-        check_fits(settings.shape, device, dtype, with_head, "the weights and the head")
+        check_fits(settings.shape, device, dtype, num_bytes=with_head, what="the weights and the head")
     report = Report("engine", COLUMNS, device, command, vars(settings), output, commit)
     most = max(settings.batches)
     if settings.startup:  # first, while this process holds no memory of the device

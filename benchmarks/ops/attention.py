@@ -27,7 +27,7 @@ def paged_cache(bench, batch, positions):
 def bench_attention(bench):
     """Tree attention of `rows` nodes per request behind a context; the library's way gets a mask over dense keys."""
     sizes, batch = bench.sizes, bench.settings.batch
-    heads = (sizes.num_heads, sizes.num_kv_heads, sizes.head_dim)
+    heads = dict(num_heads=sizes.num_heads, num_kv_heads=sizes.num_kv_heads, head_dim=sizes.head_dim)
     for context in bench.settings.contexts:
         for rows in bench.settings.rows:
             if rows > PAGE:
@@ -47,7 +47,8 @@ def bench_attention(bench):
                 mask = torch.cat((torch.ones(rows, context, dtype=torch.bool, device=bench.device), own), 1)
             dense = bench.random(kv.shape[0], 2, batch, sizes.num_kv_heads, context + rows, sizes.head_dim)
             dense_q = q.view(batch, rows, sizes.num_heads, sizes.head_dim)
-            attention = LibraryAttention(batch, rows, *heads, mask, bench.dtype, bench.device).choose(dense_q, dense)
+            attention = LibraryAttention(batch, rows, **heads, mask=mask, dtype=bench.dtype, device=bench.device)
+            attention.choose(dense_q, dense)
             keys = batch * context
             bench.line(
                 "attention",

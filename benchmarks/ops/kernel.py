@@ -27,7 +27,7 @@ def bench_kernel(settings, device, dtype, command, output=None, commit=None):
             "prefill_attention runs on a GPU only: elsewhere prompts go through the pass that verifies trees"
         )
     sizes = Sizes.of(config_of_shape(settings.shape))
-    check_fits(settings.shape, device, dtype, largest_product, "the largest weights")
+    check_fits(settings.shape, device, dtype, num_bytes=largest_product, what="the largest weights")
     report = Report("kernel", COLUMNS, device, command, vars(settings), output, commit)
     bench = KernelBench(settings, sizes, device, dtype, report)
     for name in names:

@@ -111,7 +111,7 @@ def _bench_train(settings, device, dtype, command, output, commit):
         head = empty_head(settings.head, config, settings.depth, shared)
         return weight_bytes(config, dtype) + 16 * sum(parameter.numel() for parameter in trained(head))
 
-    check_fits(settings.shape, device, dtype, held, "target, head and optimiser")
+    check_fits(settings.shape, device, dtype, num_bytes=held, what="target, head and optimiser")
     report = Report("train", COLUMNS, device, command, vars(settings), output, commit)
     run = TrainBench(settings, config, device, dtype, shared)
     rate = product_rate(device, dtype)

@@ -17,8 +17,7 @@ class UnsupportedArchitecture(ValueError):
 class Architecture:
     """What sets an architecture apart; the defaults are Llama's.
 
-    A text in one of the first six fields names the field of the Hugging Face config that holds the value. A bias whose field the
-    config lacks is none.
+    A text stands for the field of the Hugging Face config that holds the value; a bias whose field the config lacks is none.
     """
 
     attention_bias: bool | str = "attention_bias"  # of q, k and v
@@ -64,13 +63,9 @@ ARCHITECTURES = {
 
 def architecture_of(config):
     """The Architecture of a Hugging Face config with every value read from it; KeyError for one that is not declared."""
-    declared = ARCHITECTURES[config.model_type]
-    named = {field.name: getattr(declared, field.name) for field in fields(declared)}
-    return replace(
-        declared,
-        **{
-            name: getattr(config, value, False) if name.endswith("_bias") else getattr(config, value)
-            for name, value in named.items()
-            if isinstance(value, str)
-        },
-    )
+    declared, values = ARCHITECTURES[config.model_type], {}
+    for field in fields(declared):
+        name = getattr(declared, field.name)
+        if isinstance(name, str):
+            values[field.name] = getattr(config, name, False) if field.name.endswith("_bias") else getattr(config, name)
+    return replace(declared, **values)

@@ -1,7 +1,8 @@
 """The target model as the engine runs it: a Llama-family decoder on our kernels, over the paged cache, for draft trees.
 
-    decoder = Decoder.from_pretrained(folder_or_id, config, torch.bfloat16, "cuda", max_positions)     # its own weights
-    decoder = Decoder.from_module(module, max_positions)                                               # the module's weights
+    how = dict(dtype=torch.bfloat16, device="cuda", max_positions=4096)
+    decoder = Decoder.from_pretrained(folder_or_id, config, **how)     # with weights of its own
+    decoder = Decoder.from_module(module, max_positions=4096)          # with the module's
 
 All requests' rows lie side by side, and row r is the same bits whatever the other rows are. Partial sums of a split product go
 straight into the next op. Its layers are made of blocks.py; architectures.py says what differs between model types. Rope types and
@@ -127,7 +128,7 @@ class Decoder:
         return cls(weights_of_module(module), module.config, max_positions)
 
     @classmethod
-    def from_pretrained(cls, folder_or_id, config, dtype, device, max_positions, load_format="auto", adapter=None):
+    def from_pretrained(cls, folder_or_id, config, *, dtype, device, max_positions, load_format="auto", adapter=None):
         """With weights of its own: a folder's or Hub id's safetensors, tensor by tensor onto the device, or random ones.
 
         config: the model's Hugging Face config; dtype: torch.dtype of the weights, whatever the files hold; load_format: "auto"
@@ -141,7 +142,7 @@ class Decoder:
         if load_format == "dummy":
             weights = random_weights(config, dtype, device)
         else:
-            weights = load_weights(folder_or_id, config, dtype, device, adapter)
+            weights = load_weights(folder_or_id, config, dtype, device, adapter=adapter)
         return cls(weights, config, max_positions)
 
     def forward(self, batch, kv, streams=()):

@@ -1,7 +1,8 @@
 """Named shapes of published models, for benchmarks and tests that need no checkpoint: random weights have the same speed.
 
     config = config_of("llama-3-8b")        # a transformers config
-    decoder = Decoder.from_pretrained(None, config, torch.bfloat16, "cuda", 4096, load_format="dummy")
+    how = dict(dtype=torch.bfloat16, device="cuda", max_positions=4096)
+    decoder = Decoder.from_pretrained(None, config, load_format="dummy", **how)
 
 No special tokens are set: random weights end no output.
 """

@@ -150,7 +150,15 @@ def load_decoder(model, config, dtype, device, max_positions, load_format, adapt
     if dtype is None:
         dtype = faster_cpu_dtype() if device.type == "cpu" else (getattr(config, "dtype", None) or torch.bfloat16)
     source = str(model) if isinstance(model, str | Path) else None
-    return Decoder.from_pretrained(source, config, dtype, device, max_positions, load_format, adapter)
+    return Decoder.from_pretrained(
+        source,
+        config,
+        dtype=dtype,
+        device=device,
+        max_positions=max_positions,
+        load_format=load_format,
+        adapter=adapter,
+    )
 
 
 @functools.cache

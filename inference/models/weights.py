@@ -249,7 +249,7 @@ def random_weights(config, dtype, device, seed=0):
 # --- from safetensors ---
 
 
-def load_weights(folder_or_id, config, dtype, device, adapter=None):
+def load_weights(folder_or_id, config, dtype, device, *, adapter=None):
     """DecoderWeights from a folder or a Hub id with model.safetensors, or with an index and its shards.
 
     config: the model's Hugging Face config; dtype: what tensors are cast to, one by one; device: where they go; adapter: an
@@ -278,7 +278,7 @@ def load_weights(folder_or_id, config, dtype, device, adapter=None):
         for packed, parts in plan.items():
             tensors[packed], start = _allocate(parts, dtype, device), 0
             for name, (rows, *_) in parts.items():
-                _copy(name, stored[name], tensors[packed][start : start + rows], adapter, bar)
+                _copy(name, stored[name], tensors[packed][start : start + rows], adapter=adapter, bar=bar)
                 start += rows
     return _assemble(config, tensors)
 
@@ -302,7 +302,7 @@ def _tie_if_equal(plan, stored):
     )
 
 
-def _copy(name, source, target, adapter, bar):
+def _copy(name, source, target, *, adapter, bar):
     """target = source and what the adapter (None: nothing) adds to it, cast and moved in pieces."""
     rows = rows_at_once(source)
     for first, piece, place in zip(range(0, len(source), rows), source.split(rows), target.split(rows)):

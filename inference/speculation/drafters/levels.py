@@ -84,17 +84,17 @@ class Levels:
             paths = [[number[a] - 1 for a in tree.ancestors[n][1 : depth + 1]] for n in inner]
             self.levels.append(
                 Level(
-                    depth,
-                    first,
-                    len(inner),
-                    tensor(inner),
-                    tensor([len(children[n]) for n in inner]),
-                    width,
-                    choice(columns, len(inner) * width),
-                    choice([below.index(m) for m in following], len(below)),
-                    choice([inner.index(tree.parents[m]) for m in following], len(inner)),
-                    tensor(paths).view(len(inner), depth),
-                    torch.full((len(inner),), depth - 1, device=device),
+                    depth=depth,
+                    first=first,
+                    count=len(inner),
+                    nodes=tensor(inner),
+                    sizes=tensor([len(children[n]) for n in inner]),
+                    width=width,
+                    columns=choice(columns, len(inner) * width),
+                    taken=choice([below.index(m) for m in following], len(below)),
+                    parents=choice([inner.index(tree.parents[m]) for m in following], len(inner)),
+                    ancestors=tensor(paths).view(len(inner), depth),
+                    depths=torch.full((len(inner),), depth - 1, device=device),
                 )
             )
             drafted += below

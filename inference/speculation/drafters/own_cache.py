@@ -38,10 +38,8 @@ class OwnCacheDrafter(SequentialDrafter):
         return self.logits(batch.feature)[None], batch.feature[:, None]
 
     def expand(self, batch, level, tokens, state):
-        rows = slice(level.first - 1, level.first - 1 + level.count)
-        below = self._below(batch)
-        places = batch.places(rows.start + self.shift, rows.stop + self.shift)
-        state = self._run_tree(batch, below, level.depths, level.ancestors, tokens, places, state, from_target=False)
+        shape = dict(first=level.first - 1, depths=level.depths, ancestors=level.ancestors)
+        state = self._run_tree(batch, tokens, state, from_target=False, **shape)
         by_node = state.transpose(0, 1)  # [n, B, S]
         return self.logits(by_node.reshape(-1, state.shape[-1])).view(*by_node.shape[:2], -1), state
 
@@ -50,22 +48,25 @@ class OwnCacheDrafter(SequentialDrafter):
         requests = torch.arange(requests, device=device)
         feature = feature.view(len(requests), -1, feature.shape[1])[requests[:, None], path]  # [B, J, F]
         depths = torch.arange(length, device=device)
-        ancestors = depths.expand(length, length)
-        below, places = self._below(batch), batch.places(self.shift, length + self.shift)
+        shape = dict(first=0, depths=depths, ancestors=depths.expand(length, length))
         # Rows behind the newest token stand where nothing is committed: whatever they leave is written over before it is read.
-        state = self._run_tree(batch, below, depths, ancestors, emitted[:, 1:], places, feature, from_target=True)
+        state = self._run_tree(batch, emitted[:, 1:], feature, from_target=True, **shape)
         return state[requests, num_accepted]
 
-    def _below(self, batch):
-        """How many places are committed.  -> [B]"""
-        return batch.committed + self.shift if self.shift else batch.committed
+    def _run_tree(self, batch, tokens, source, *, from_target, first, depths, ancestors):
+        """Rows [B, n] as nodes of a tree behind the committed places; the keys of the first stand at the tree's place `first`.
 
-    def _run_tree(self, batch, below, depths, ancestors, tokens, places, source, from_target):
-        """Rows [B, n] as nodes of a tree behind `below` [B] places.  tokens, places [B, n], source [B, n, .]  ->  [B, n, S]"""
+        tokens [B, n], source [B, n, .]; depths and ancestors as build_tree_index takes them  ->  [B, n, S]
+        """
         heads, dtype = self.kv_shape[1], self.kv_shape[3]
-        index = build_tree_index(batch.block_table, below, depths, ancestors, heads, dtype)
+        below = batch.committed + self.shift if self.shift else batch.committed  # [B]
+        first += self.shift
+        places = batch.places(first, first + tokens.shape[1])  # [B, n]
+        index = build_tree_index(batch.block_table, below, depths, ancestors, num_kv_heads=heads, dtype=dtype)
         positions = below[:, None] + depths  # [B, n]
-        forward_pass = ForwardPass(tokens.flatten(), positions.flatten(), places.flatten(), index)
+        forward_pass = ForwardPass(
+            tokens=tokens.flatten(), positions=positions.flatten(), cache_slots=places.flatten(), attention=index
+        )
         return self.run(forward_pass, source.flatten(0, 1), from_target).view(*tokens.shape, -1)
 
     def fill(self, forward_pass, feature):

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from headstart.inference.engine.cache import PagedCache
+from headstart.inference.models.architectures import ARCHITECTURES, Architecture
 from headstart.inference.models.decoder import Decoder, ForwardPass, UnsupportedArchitecture, check_supported
 from headstart.inference.models.shapes import SHAPES, config_of
 from headstart.inference.models.weights import tensor_plan, weight_bytes
@@ -130,7 +131,8 @@ def test_logits_agree_with_transformers(name, device, tmp_path):
 
     config = AutoConfig.from_pretrained(tmp_path / "one")
     decoders = [
-        Decoder.from_pretrained(tmp_path / folder, config, torch.float32, device, 300) for folder in ("one", "many")
+        Decoder.from_pretrained(tmp_path / folder, config, dtype=torch.float32, device=device, max_positions=300)
+        for folder in ("one", "many")
     ]
     for one, many in zip(_tensors(decoders[0]), _tensors(decoders[1]), strict=True):
         assert torch.equal(one, many)
@@ -140,6 +142,19 @@ def test_logits_agree_with_transformers(name, device, tmp_path):
     assert_agrees(run_decoder(decoder, tokens, [64, 64, 22]), expected)
     assert_agrees(run_decoder(decoder, tokens, [1] * LENGTH), expected)
     assert_agrees(run_decoder(decoder, tokens, [13, 3, 1, 30, 17, 1, 64, 21]), expected)
+
+
+def test_a_further_llama_like_architecture_is_one_declaration(tmp_path, monkeypatch):
+    model = make_model(model_type="seed_oss", attention_bias=False, attention_out_bias=True, mlp_bias=True)
+    model.save_pretrained(tmp_path)
+    how = dict(dtype=torch.float32, device="cpu", max_positions=300)
+    with pytest.raises(UnsupportedArchitecture, match="does not run model type 'seed_oss' yet"):
+        Decoder.from_pretrained(tmp_path, model.config, **how)
+    monkeypatch.setitem(ARCHITECTURES, "seed_oss", Architecture(out_bias="attention_out_bias"))
+    tokens = torch.randint(0, 113, (LENGTH,))
+    expected = expected_logits(model, tokens)
+    for decoder in (Decoder.from_pretrained(tmp_path, model.config, **how), Decoder.from_module(model, 300)):
+        assert_agrees(run_decoder(decoder, tokens, [64, 64, 22]), expected)
 
 
 def _tensors(decoder):
@@ -192,7 +207,7 @@ def test_configs_of_older_transformers_mean_the_same(kind, tmp_path):
     path.write_text(json.dumps(config | {"rope_theta": 10000.0, "rope_scaling": OLD_ROPE[kind]}))
     tokens = torch.randint(0, 113, (LENGTH,))
     config = AutoConfig.from_pretrained(tmp_path)
-    decoder = Decoder.from_pretrained(tmp_path, config, torch.float32, "cpu", 300)
+    decoder = Decoder.from_pretrained(tmp_path, config, dtype=torch.float32, device="cpu", max_positions=300)
     assert_agrees(run_decoder(decoder, tokens, [64, 64, 22]), expected_logits(model, tokens))
 
 
@@ -251,13 +266,15 @@ def test_what_does_not_run_yet_is_refused_with_what_does(changes, what):
     ):
         check_supported(config)
     with pytest.raises(UnsupportedArchitecture, match=f"does not run {what}"):
-        Decoder.from_pretrained("nowhere", config, torch.float32, "cpu", 300)  # before any file is looked for
+        # Before any file is looked for.
+        Decoder.from_pretrained("nowhere", config, dtype=torch.float32, device="cpu", max_positions=300)
 
 
 def test_random_weights_are_repeatable_and_keep_activations_finite():
     config = AutoConfig.for_model(**(SHAPE | dict(model_type="qwen3", num_hidden_layers=24, attention_bias=True)))
     first, second = (
-        Decoder.from_pretrained(None, config, torch.float32, "cpu", 300, load_format="dummy") for _ in range(2)
+        Decoder.from_pretrained(None, config, dtype=torch.float32, device="cpu", max_positions=300, load_format="dummy")
+        for _ in range(2)
     )
     for one, other in zip(_tensors(first), _tensors(second), strict=True):
         assert torch.equal(one, other)
@@ -267,7 +284,7 @@ def test_random_weights_are_repeatable_and_keep_activations_finite():
     assert 0.1 < logits.std() < 10
     assert logits.argmax(-1).unique().numel() > 10  # it does not fall into one token
     with pytest.raises(ValueError, match="load_format must be one of auto, dummy"):
-        Decoder.from_pretrained(None, config, torch.float32, "cpu", 300, load_format="pt")
+        Decoder.from_pretrained(None, config, dtype=torch.float32, device="cpu", max_positions=300, load_format="pt")
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -297,7 +314,9 @@ def test_named_shapes_run_and_have_their_size(name):
 def test_a_wide_decoder_in_bfloat16_stays_near_fp32():
     """Two layers of the 8B's width on the GPU: bf16 logits against the same weights in fp32, beside transformers' own bf16."""
     config = config_of("llama-3-8b-2layers")
-    decoder = Decoder.from_pretrained(None, config, torch.bfloat16, "cuda", 1024, load_format="dummy")
+    decoder = Decoder.from_pretrained(
+        None, config, dtype=torch.bfloat16, device="cuda", max_positions=1024, load_format="dummy"
+    )
     tokens = torch.randint(0, config.vocab_size, (LENGTH,))
     found = run_decoder(decoder, tokens, [64, 64, 22])
     with torch.device("meta"):

@@ -80,7 +80,9 @@ def test_loading_onto_a_gpu_holds_the_weights_once(dtype, tmp_path):
 def test_weights_too_large_for_the_gpu_are_refused_with_both_sizes():
     config = LlamaConfig(hidden_size=65536, intermediate_size=262144, num_attention_heads=512, num_hidden_layers=80)
     with pytest.raises(ValueError, match=r"the weights take \d+\.\d GiB in bfloat16 and \d+\.\d GiB are free on cuda"):
-        Decoder.from_pretrained(None, config, torch.bfloat16, "cuda", 64, load_format="dummy")
+        Decoder.from_pretrained(
+            None, config, dtype=torch.bfloat16, device="cuda", max_positions=64, load_format="dummy"
+        )
 
 
 # --- tied embeddings ---
