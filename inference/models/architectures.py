@@ -18,6 +18,7 @@ class Architecture:
     """What sets an architecture apart; the defaults are Llama's.
 
     A text stands for the field of the Hugging Face config that holds the value; a bias whose field the config lacks is none.
+    layer_types: those it knows; None: every layer has the config's sliding_window, whatever the config's layer_types say.
     """
 
     attention_bias: bool | str = "attention_bias"  # of q, k and v
@@ -28,9 +29,7 @@ class Architecture:
     residual_multiplier: float | str = 1.0  # of what attention and MLP add
     logits_divisor: float | str = 1.0
     head_norms: bool = False  # RMSNorm of every head of q and k
-    layer_types: tuple[str, ...] | None = (
-        FULL,
-    )  # those it knows; None: every layer has the config's window, whatever they say
+    layer_types: tuple[str, ...] | None = (FULL,)
 
     def unknown_layer_types(self, config):
         """The layer types of a config that this architecture does not know."""
