@@ -215,8 +215,9 @@ def test_command_tries_dynamic_trees_for_an_eagle_head_and_the_report_explains(
     page = write_report(run).read_text()
     assert "Expected speed of the best static tree" in page
     assert 'class="marked"' in page
-    if isinstance(tree, Tree):
-        assert candidate_trees(3, run / "tree.json", [3], run)[2][0].startswith("tree of")
+    if isinstance(tree, Tree):  # which one is a matter of speed
+        other = 2 if tree.num_nodes == 3 else 3
+        assert candidate_trees(3, run / "tree.json", [other], run)[2][0] == f"tree of {other}"
 
 
 def test_command_takes_a_model_that_drafts(target_folder, prompts, quick, tmp_path):
