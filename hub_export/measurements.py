@@ -100,7 +100,7 @@ def find_measurements(head_folder, source=None):
 def check_tree_fits(head, path):
     """ValueError where the tree in the file `path` is one that such a head cannot draft."""
     tree = load_tree(path)
-    if family_of(head) == "Medusa" and isinstance(tree, DynamicTree):
+    if family_of(head).name == "Medusa" and isinstance(tree, DynamicTree):
         raise ValueError(
             f"{path} is a dynamic tree, and Medusa heads draft chains and static ones: measure one for them (`headstart tree`), or "
             "move it away"

@@ -21,7 +21,6 @@ from ...evaluation.results import Report, decimals, plain, shares_text
 from ...evaluation.timing import Repeatable, Times, release
 from ...inference.engine.cache import PagedCache
 from ...inference.models.decoder import Decoder
-from ...inference.models.draft_weights import draft_bytes
 from ...inference.models.weights import weight_bytes
 from ...inference.speculation.options import DraftSource, build_drafter
 from ...inference.speculation.tree import DEFAULT_DYNAMIC, MAX_NODES, DynamicTree, Tree, chain
@@ -137,7 +136,7 @@ class DraftBench:
         head = random_head(method, config, decoder, settings.depth)
         source, speculative = DraftSource(method, head), {"model": head}
         self.drafter = build_drafter(source, speculative, chain(settings.depth), "shared_noise", decoder, None)
-        self.bytes = draft_bytes(head, decoder.lm_head.nbytes)
+        self.bytes = head.draft_bytes(decoder.lm_head.nbytes)
         # What the target gives it: the last hidden state, or the streams of some layers.
         self.feature_width = decoder.hidden_size * max(len(self.drafter.streams), 1)
 

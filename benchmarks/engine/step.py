@@ -19,7 +19,6 @@ from ...inference.engine.cache import PagedCache
 from ...inference.engine.sampling import NO_FILTERS
 from ...inference.engine.slots import FLOATS, INTEGERS, SlotTable
 from ...inference.engine.step import Step, draw
-from ...inference.models.draft_weights import draft_bytes
 from ...inference.speculation.drafters.medusa import MedusaDrafter
 from ...inference.speculation.tree import ROOT_ONLY
 from ...inference.speculation.verify import TreeTensors, strict
@@ -256,7 +255,7 @@ class _Bench:
         head = random_head("medusa", config_of_shape(settings.shape), decoder, NUM_HEADS, layout == "shared")
         drafter = MedusaDrafter(head, decoder.lm_head)
         standing = StandingRequests(decoder, cache, batch, context, spread_tree(nodes), strict, drafter)
-        own = milliseconds(draft_bytes(head, decoder.lm_head.nbytes)["first"], self.bandwidth)
+        own = milliseconds(head.draft_bytes(decoder.lm_head.nbytes)["first"], self.bandwidth)
         for part, work, floor in (
             (f"draft, {layout}", standing.draft, own),
             ("verify", standing.verify, None),

@@ -9,7 +9,6 @@ import torch
 from headstart.benchmarks import floor, library, random_heads
 from headstart.benchmarks.engine.draft import parallel_chains
 from headstart.benchmarks.shape import config_of_shape, random_decoder, spread_tree
-from headstart.inference.models.draft_weights import draft_bytes
 from headstart.inference.speculation.drafters.levels import Levels
 from headstart.inference.speculation.tree import ROOT_ONLY, chain
 from headstart.inference.speculation.verify import TreeTensors
@@ -189,7 +188,7 @@ def test_draft_floor_counts_every_weight_of_a_part_once(shape, monkeypatch):
     }
     for method, parts in expected.items():
         head = random_heads.random_head(method, config, decoder, 3)
-        assert draft_bytes(head, decoder.lm_head.nbytes) == {part: 4 * count for part, count in parts.items()}, method
+        assert head.draft_bytes(decoder.lm_head.nbytes) == {part: 4 * count for part, count in parts.items()}, method
 
 
 def test_a_random_eagle3_head_drafts_tokens_spread_over_the_vocabulary(shape, monkeypatch):

@@ -1,7 +1,7 @@
 """What the draft matrix is made of: a random target, a head per configuration, the engine's drafts, and training's answer to each.
 
 A wrong draft changes no output, it is only accepted less often: so drafts are compared with the trainers' own forward
-(train/loss/predictions.py) on the trainers' own features (train/teacher/features.py). The rule that accepts is a stand-in here:
+(Head.predict) on the trainers' own features (train/teacher/features.py). The rule that accepts is a stand-in here:
 random heads are nearly never right, and drafting goes on from what was accepted.
 
 Letters: R rows, T tokens per row, A residual streams, H hidden size, V vocabulary, D the tree's depth, N nodes.
@@ -21,12 +21,6 @@ from headstart.inference.engine.sampling import SamplingParams
 from headstart.inference.llm import LLM
 from headstart.inference.speculation.drafters.sequential import SequentialDrafter
 from headstart.inference.speculation.verify import strict
-from headstart.train.loss.predictions import (
-    eagle3_predictions,
-    eagle_predictions,
-    medusa_predictions,
-    mlp_speculator_predictions,
-)
 from headstart.train.teacher.features import FrozenTarget
 
 VOCAB, MAX_TOKENS = 97, 12
@@ -235,7 +229,8 @@ def predict(target, head, texts, roots):
     padding = next(length for length in ROW_LENGTHS if length >= len(tokens) + most) - len(tokens)
     filled = ((tokens, 0), (positions, 0), (documents, -1))
     packed = [torch.tensor([x + [value] * padding], device=device) for x, value in filled]  # [1, T] each
-    features = target.features(*packed, head.features if isinstance(head, Eagle3) else ())  # [1, T, (1 + A) H]
+    features = target.features(*packed, head.aux_layers)  # [1, T, (1 + A) H]
+    read = features[..., target.hidden_size :] if head.aux_layers else features
     text, found = packed[0][0], [{} for _ in roots]
 
     rows, reads = [], []  # rows [T]; (row, place of the newest token with a feature, root, path) of all scores
@@ -252,7 +247,8 @@ def predict(target, head, texts, roots):
         some = rows[start : start + ROWS]
         input_ids = torch.stack(some + [text] * (ROWS - len(some)))  # [R, T]
         rest = [x.expand(ROWS, -1) for x in packed[1:]]
-        predictions = _predictions(target, head, features.expand(ROWS, -1, -1), input_ids, *rest, most + 1)
+        batch = input_ids, *rest, target.lm_head.weight
+        predictions = head.predict(read.expand(ROWS, -1, -1), *batch, num_steps=most + 1)
         for row, at, known, path in reads:
             if start <= row < start + ROWS:
                 depth = len(path)
@@ -264,15 +260,3 @@ def predict(target, head, texts, roots):
 def _whole(scores, draft_ids):
     """Scores of the target's tokens: minus infinity for those that a draft vocabulary lacks.  -> [V]"""
     return scores if draft_ids is None else scores.new_full((VOCAB,), -torch.inf).index_copy(0, draft_ids, scores)
-
-
-def _predictions(target, head, features, input_ids, positions, documents, depth):
-    """As the head's trainer calls it.  features [R, T, (1 + A) H], the others [R, T]"""
-    if isinstance(head, Medusa):
-        return medusa_predictions(head, features, target.lm_head.weight)
-    if isinstance(head, MLPSpeculator):
-        return mlp_speculator_predictions(head, features, input_ids)
-    batch = input_ids, positions, documents
-    if isinstance(head, Eagle):
-        return eagle_predictions(head, features, *batch, target.lm_head.weight, depth)
-    return eagle3_predictions(head, features[..., target.hidden_size :], *batch, depth)
