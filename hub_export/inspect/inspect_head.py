@@ -24,7 +24,7 @@ from ...heads.storage.hub_answer import ask_hub, hub_options
 from ...heads.storage.hub_id import split_revision
 from ...heads.storage.weight_files import find_weights, read_names
 from ...inference.models.target_source import eos_token_ids, target_config
-from ...inference.speculation.tree import DynamicTree, load_tree
+from ...inference.speculation.tree import GrowingTree, load_tree
 from ..measurements import Measurements, check_tree_fits, find_measurements
 from ..readers.readers import Verdict, judge
 from ..readers.rules import WRONG, HeadFiles
@@ -234,7 +234,7 @@ def _draft_bytes(head, target):
 
 def _tree(path):
     tree = load_tree(path)
-    kind = "dynamic" if isinstance(tree, DynamicTree) else "static"
+    kind = "dynamic" if isinstance(tree, GrowingTree) else "static"
     return {"file": path.name, "kind": kind, "num_nodes": tree.num_nodes, "max_depth": tree.max_depth}
 
 

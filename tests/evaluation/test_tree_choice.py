@@ -29,7 +29,7 @@ from headstart.evaluation.tree_text import choice_sentence
 from headstart.heads.checkpoint import save_head
 from headstart.heads.eagle import Eagle, EagleConfig
 from headstart.inference.llm import LLM
-from headstart.inference.speculation.tree import DynamicTree, Tree, load_tree
+from headstart.inference.speculation.tree import GrowingTree, Tree, load_tree
 from headstart.train.report.report import write_report
 
 RATES = [[0.6, 0.25], [0.3, 0.5], [0.55, 0.05]]  # of the second depth the second candidate is the better one
@@ -119,9 +119,9 @@ def test_dynamic_trees_to_try_can_leave_nodes_out():
             for other in other_sizes(tree):
                 assert (other.max_depth, other.width) == (tree.max_depth, tree.width)
                 assert tree.num_nodes != other.num_nodes <= other.num_candidates
-    assert [tree.num_nodes for tree in other_sizes(DynamicTree(4, 4, 16))] == [8, 32]
-    assert [tree.num_nodes for tree in other_sizes(DynamicTree(2, 2, 2))] == [4]
-    assert [tree.num_nodes for tree in other_sizes(DynamicTree(6, 8, 64))] == [32]
+    assert [tree.num_nodes for tree in other_sizes(GrowingTree(4, 4, 16))] == [8, 32]
+    assert [tree.num_nodes for tree in other_sizes(GrowingTree(2, 2, 2))] == [4]
+    assert [tree.num_nodes for tree in other_sizes(GrowingTree(6, 8, 64))] == [32]
 
 
 def test_rates_behind_a_second_choice_count_where_candidates_do_not_depend_on_it():
@@ -173,7 +173,7 @@ def check_file(path, batch, methods):
     choice, chosen = content["choice"], content["choice"]["chosen"]
     assert choice["batch_size"] == batch
     assert (chosen["num_nodes"], chosen["depth"]) == (tree.num_nodes, tree.max_depth)
-    assert chosen["draft"] == ("dynamic" if isinstance(tree, DynamicTree) else "static")
+    assert chosen["draft"] == ("dynamic" if isinstance(tree, GrowingTree) else "static")
     drafts = Counter(trial["draft"] for trial in choice["trials"])
     assert set(drafts) == methods
     assert drafts["none"] == drafts["static"] == 1

@@ -17,10 +17,12 @@ from headstart.heads.eagle3 import Eagle3, Eagle3Config
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 from headstart.inference.engine.engine import Engine
-from headstart.inference.engine.sampling import SamplingParams
+from headstart.inference.engine.options import EngineOptions
 from headstart.inference.llm import LLM
-from headstart.inference.speculation.drafters.sequential import SequentialDrafter
-from headstart.inference.speculation.verify import strict
+from headstart.inference.sampling_params import SamplingParams
+from headstart.inference.speculation.speculation import Speculation
+from headstart.inference.speculation.verifiers import Strict
+from headstart.tests.inference.speculation.given_target import GivenTarget
 from headstart.train.teacher.features import FrozenTarget
 
 VOCAB, MAX_TOKENS = 97, 12
@@ -108,7 +110,7 @@ class Watch:
     """A context in which every draft of a drafter is kept as a Root, with the scores that it was drawn from."""
 
     def __init__(self, drafter):
-        self.roots, self.drafter, self.sequential = [], drafter, isinstance(drafter, SequentialDrafter)
+        self.roots, self.drafter, self.sequential = [], drafter, drafter.autoregressive
         self.watched = ("propose", "start", "expand") if self.sequential else ("propose", "logits")
 
     def __enter__(self):
@@ -142,7 +144,7 @@ class Watch:
 
     def _propose(self, batch, tree, shape=None):
         drafted = self.propose(batch, tree, shape)
-        topology = tree if drafted.topology is None else drafted.topology
+        topology = tree if drafted.tree is None else drafted.tree
         parents = topology.parents.expand(drafted.tokens.shape).tolist()
         for i, (request, length) in enumerate(zip(batch.seed.tolist(), batch.committed.tolist())):
             root = Root(request, length, drafted.tokens[i].tolist(), parents[i], len(parents))
@@ -163,8 +165,13 @@ class Accepting:
     def __init__(self):
         self.steps = {}  # how many each request had
 
-    def __call__(self, tree, tokens, target_tokens, batch):
-        target_tokens, shape = target_tokens.clone(), tokens.shape
+    @property
+    def undrafted(self):
+        return self
+
+    def __call__(self, tree, draft, target):
+        tokens, target_tokens, batch = target.drafted, target.sample().clone(), target.batch
+        shape = tokens.shape
         parents, depths = (x.expand(shape).tolist() for x in (tree.parents, tree.depths))
         for i, request in enumerate(batch.seed.tolist()):
             step = self.steps[request] = self.steps.get(request, -1) + 1
@@ -174,7 +181,7 @@ class Accepting:
             while node:
                 target_tokens[i, parents[i][node]] = tokens[i, node]
                 node = parents[i][node]
-        return strict(tree, tokens, target_tokens, batch)
+        return Strict()(tree, draft, GivenTarget(batch, tokens, target_tokens))
 
 
 def make_prompts(lengths):
@@ -189,10 +196,10 @@ def build(plain, head, tree, chunk=7, **speculative):
     """
     speculative = {"model": head, "tree": tree, **speculative}
     llm = LLM(plain, max_num_seqs=2, enforce_eager=True, speculative_config=speculative)  # a graph cannot be watched
-    options = dict(max_num_batched_tokens=chunk, captured=False)
     rule = Accepting()
-    drafts = llm.engine.drafter, llm.tree, rule
-    llm.engine = Engine.build(llm.engine.decoder, llm.eos_token_ids, llm.max_model_len, 2, *drafts, **options)
+    options = EngineOptions(llm.max_model_len, max_num_seqs=2, max_num_batched_tokens=chunk, enforce_eager=True)
+    drafts = Speculation(llm.engine.drafter, llm.tree, rule)
+    llm.session.engine = Engine.build(llm.engine.decoder, llm.eos_token_ids, options, drafts)
     rule.steps.clear()  # on a GPU steps for nobody were measured
     llm.engine.record_candidates = tree == "chain"
     return llm
