@@ -7,7 +7,7 @@ __version__ = "0.1.0"
 # Public names and where they live. They are imported on first use, so that `headstart --help` does not wait for torch.
 _PUBLIC = {
     "LLM": ".inference.llm",
-    "SamplingParams": ".inference.engine.sampling",
+    "SamplingParams": ".inference.sampling_params",
     "load_head": ".heads.checkpoint",
     "save_head": ".heads.checkpoint",
     "Medusa": ".heads.medusa",

@@ -40,7 +40,8 @@ def run(arguments):
     from ..inference.llm import LLM
     from ..inference.models.target_source import target_config
     from ..inference.prompt_files import read_prompts, render_prompt
-    from ..inference.speculation.options import find_draft_source, static_tree_file
+    from ..inference.speculation.options import SpeculativeOptions
+    from ..inference.speculation.proposers import find_proposer
 
     check_count(arguments.num_prompts)
     if arguments.output:
@@ -54,9 +55,9 @@ def run(arguments):
     with tempfile.TemporaryDirectory() as scratch:
         heads = []
         for number, (source, folder) in enumerate(zip(arguments.head, folders)):
-            head = find_draft_source({"model": folder}, target_config(arguments.model, "auto")[0])
+            head = find_proposer(SpeculativeOptions(model=folder), target_config(arguments.model, "auto")[0])
             try:
-                tree_file = static_tree_file(folder, head)
+                tree_file = head.static_tree_file()
             except ValueError as error:
                 if arguments.nodes:
                     raise

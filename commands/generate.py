@@ -29,9 +29,9 @@ def add_options(parser):
 
 
 def run(arguments):
-    from ..inference.engine.sampling import SamplingParams
     from ..inference.llm import LLM
     from ..inference.prompt_files import render_prompt
+    from ..inference.sampling_params import SamplingParams
 
     speculative = speculative_config(arguments)
     if arguments.compare and speculative is None:
@@ -84,7 +84,7 @@ def _stream_and_time(llm, prompt, params, show):
     """(CompletionOutput, seconds) of one answer, printed as it comes if `show`. Start-up costs are paid before the clock."""
     import time
 
-    from ..inference.engine.sampling import SamplingParams
+    from ..inference.sampling_params import SamplingParams
 
     llm.generate([prompt], SamplingParams(temperature=params.temperature, max_tokens=4, seed=0))
     stream = llm.stream(prompt, params)

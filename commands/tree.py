@@ -65,7 +65,7 @@ def run(arguments):
     from ..inference.llm import LLM
     from ..inference.models.adapter import find_adapter_of
     from ..inference.prompt_files import read_prompts, render_prompt
-    from ..inference.speculation.options import is_draft_model
+    from ..inference.speculation.proposers import is_draft_model
     from ..inference.speculation.tree import build_static_tree, save_tree
 
     budget, batch_size = check_budget(arguments.budget, arguments.batch_size)

@@ -36,17 +36,12 @@ def add_options(parser):
 
 def run(arguments):
     from ..evaluation.lossless import as_rows, verdict, verify_lossless
-    from ..inference.engine.sampling import SamplingParams
     from ..inference.llm import LLM
     from ..inference.models.target_source import target_config
     from ..inference.prompt_files import read_prompts, render_prompt
-    from ..inference.speculation.options import (
-        check_speculative_config,
-        check_width,
-        choose_drawing,
-        choose_tree,
-        find_draft_source,
-    )
+    from ..inference.sampling_params import SamplingParams
+    from ..inference.speculation.options import SpeculativeOptions
+    from ..inference.speculation.speculation import choose_speculation
 
     speculative = speculative_config(arguments, verifier=arguments.verifier)
     if speculative is None:
@@ -63,9 +58,7 @@ def run(arguments):
         SamplingParams(temperature=temperature, max_tokens=arguments.max_tokens)  # refuses what is out of range
     # Refused before the target's weights are read: a head that is none, a tree it cannot draft, an unknown verifier.
     target, _ = target_config(arguments.model, "auto")
-    tree = choose_tree(speculative, find_draft_source(check_speculative_config(speculative), target))
-    check_width(tree, target.get_text_config().vocab_size)
-    choose_drawing(speculative, tree)
+    choose_speculation(SpeculativeOptions.parse(speculative), target, max_num_seqs=1)
     prompts = read_prompts(prompt_file(arguments.prompts, arguments.model), count=arguments.num_prompts)
     choose_threads_for(arguments.model, arguments.device)
     base = LLM(

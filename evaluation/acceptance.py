@@ -6,8 +6,7 @@ import random
 from dataclasses import replace
 
 from ..inference.engine.engine import RECORDED_WIDTH
-from ..inference.engine.sampling import SamplingParams
-from ..inference.speculation.drafters.sequential import SequentialDrafter
+from ..inference.sampling_params import SamplingParams
 
 NUM_SAMPLES = 4
 RESAMPLES = 2000  # of a bootstrap
@@ -25,17 +24,14 @@ def measure_acceptance(llm, prompts, sampling_params=None, use_tqdm=False):
         samples: a few {"prompt", "output"}
     """
     engine = llm.engine
-    if engine.drafter is None or not engine.tree.tree.is_chain:
+    if not engine.tree.max_depth or not engine.tree.tree.is_chain:
         raise ValueError("measure_acceptance needs an LLM with a speculative_config whose tree is 'chain'")
     params = sampling_params or SamplingParams(temperature=0.0, max_tokens=96)
     before = replace(
         engine.metrics.spec_decode, accepted_per_position=[*engine.metrics.spec_decode.accepted_per_position]
     )
-    engine.record_candidates, engine.recorded = True, []
-    try:
+    with engine.recording() as recorded:
         outputs = llm.generate(prompts, params, use_tqdm=use_tqdm)
-    finally:
-        engine.record_candidates, recorded, engine.recorded = False, engine.recorded, []
     after = engine.metrics.spec_decode
     steps = after.num_steps - before.num_steps
     if not steps:
@@ -45,9 +41,8 @@ def measure_acceptance(llm, prompts, sampling_params=None, use_tqdm=False):
     depth = engine.tree.max_depth
     earlier = before.accepted_per_position or [0] * depth
     accepted = [now - then for now, then in zip(after.accepted_per_position, earlier)]
-    hits, places = rank_hits(
-        recorded, engine.drafter.num_speculative_tokens, isinstance(engine.drafter, SequentialDrafter)
-    )
+    drafter = engine.drafter
+    hits, places = rank_hits(recorded, drafter.num_speculative_tokens, behind_first=drafter.autoregressive)
     return {
         "acceptance_length": 1 + sum(accepted) / steps,
         "per_position": [count / steps for count in accepted],

@@ -14,8 +14,8 @@ import torch
 from tqdm import tqdm
 
 from ..heads.storage.atomic_write import write_json
-from ..inference.engine.sampling import SamplingParams
 from ..inference.llm import LLM
+from ..inference.sampling_params import SamplingParams
 from ..inference.speculation.tree import MAX_NODES, build_static_tree, load_tree, save_tree
 from ..kernels.attention.tree_attention import PAGE
 

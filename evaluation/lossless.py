@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 import torch
 from tqdm import tqdm
 
-from ..inference.engine.sampling import SamplingParams
 from ..inference.llm import LLM
+from ..inference.sampling_params import SamplingParams
 
 LEAST_EXPECTED = 5  # per side and outcome told apart: below it the G-test's law is not that of chi-square
 ALPHA = 1e-4  # a lossless engine fails the law's test once in 1 / ALPHA runs

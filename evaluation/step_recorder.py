@@ -10,25 +10,30 @@ class NoSteadyState(ValueError):
     """The outputs are too short to show one."""
 
 
-class StepRecorder:
-    """Stands before an engine's `step` while `LLM.generate` runs, and notes after each step what the counters say."""
+def record_steps(session, prompts, params):
+    """Run prompts on a Session to their end.  -> StepRecord
 
-    def __init__(self, engine):
-        self.engine, self.step, self.notes = engine, engine.step, []
+    prompts: as LLM.generate takes them; params: SamplingParams of all.
+    """
+    submissions = [session.submit(session.check(prompt, params, number)) for number, prompt in enumerate(prompts)]
+    record, metrics = StepRecord(submissions), session.engine.metrics
+    try:
+        while not all(submission.finished for submission in submissions):
+            advanced = session.step()
+            record.notes.append(
+                (time.perf_counter(), metrics.num_decoded_tokens, metrics.num_prompt_tokens, len(advanced))
+            )
+    finally:
+        for submission in submissions:
+            session.cancel(submission)
+    return record
 
-    def __enter__(self):
-        def recorded():
-            advanced = self.step()
-            metrics = self.engine.metrics
-            note = (time.perf_counter(), metrics.num_decoded_tokens, metrics.num_prompt_tokens, len(advanced))
-            self.notes.append(note)
-            return advanced
 
-        self.engine.step = recorded
-        return self
+class StepRecord:
+    """What was submitted, and after each step the time and what the engine's counters said."""
 
-    def __exit__(self, *_):
-        del self.engine.step  # the class's own shows again
+    def __init__(self, submissions):
+        self.submissions, self.notes = submissions, []
 
     def steady(self, batch):
         """(tokens, seconds, milliseconds of each step) of steps that gave tokens to all `batch` requests and computed no prompt.

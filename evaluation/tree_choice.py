@@ -10,7 +10,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from ..inference.speculation.tree import MAX_NODES, DynamicTree, build_static_tree, expected_acceptance_length
+from ..inference.speculation.tree import MAX_NODES, GrowingTree, build_static_tree, expected_acceptance_length
 
 DYNAMIC_WIDTHS = (2, 4, 8)
 
@@ -141,7 +141,7 @@ def choose_promise(curve):
 
 
 def dynamic_candidates(depth, num_nodes, max_depth):
-    """Dynamic trees worth a try where a static one of this depth and size is the best: list of DynamicTree.
+    """Dynamic trees worth a try where a static one of this depth and size is the best: list of GrowingTree.
 
     The same number of nodes, as deep and as deep as the drafts go, of several widths. None of depth 1: its nodes are the first
     ranks, whatever the confidences, and that is a static tree.
@@ -151,11 +151,11 @@ def dynamic_candidates(depth, num_nodes, max_depth):
         for width in DYNAMIC_WIDTHS:
             # Where not a single node could be left out, it would be a static tree.
             if num_nodes <= width + (levels - 1) * width**2:
-                found.append(DynamicTree(levels, width, num_nodes))
+                found.append(GrowingTree(levels, width, num_nodes))
     return found
 
 
 def other_sizes(tree):
-    """A dynamic tree with half and with twice the nodes, as far as it has candidates to leave out: list of DynamicTree."""
+    """A dynamic tree with half and with twice the nodes, as far as it has candidates to leave out: list of GrowingTree."""
     sizes = {max(tree.num_nodes // 2, 2), min(2 * tree.num_nodes, MAX_NODES, tree.num_candidates)}
     return [replace(tree, num_nodes=size) for size in sorted(sizes - {tree.num_nodes})]

@@ -20,13 +20,12 @@ from statistics import fmean, median
 from tqdm import tqdm
 
 from ..inference.engine.metrics import SpecDecodeMetrics
-from ..inference.engine.sampling import SamplingParams
 from ..inference.llm import LLM
-from ..inference.speculation.drafters.sequential import SequentialDrafter
-from ..inference.speculation.tree import MAX_NODES, DynamicTree, save_tree
+from ..inference.sampling_params import SamplingParams
+from ..inference.speculation.tree import MAX_NODES, save_tree
 from ..kernels.attention.tree_attention import PAGE
 from .compare import hardware_name
-from .step_recorder import NoSteadyState, StepRecorder
+from .step_recorder import NoSteadyState, record_steps
 from .timing import Times, release
 from .tree_choice import StepCosts, Timing, best_static_trees, choose_promise, dynamic_candidates, other_sizes, promises
 
@@ -74,7 +73,7 @@ class TreeMeasurement:
     def choose(self, rates):
         """The fastest tree.
 
-        rates: conditional acceptance per depth and rank.  -> (Tree or DynamicTree, what was measured as save_tree takes it)
+        rates: conditional acceptance per depth and rank.  -> (Tree or GrowingTree, what was measured as save_tree takes it)
         """
         trees = best_static_trees(rates)
         plain, timings = self.time(list(_shapes_to_time(trees).values()), "timing steps")
@@ -90,7 +89,7 @@ class TreeMeasurement:
             # The machine may be slower or faster by now, and plain decoding as well.
             timings += [replace(timing, seconds=timing.seconds * plain / now) for timing in further]
         candidates = [trees[best.depth, best.num_nodes]]
-        if isinstance(self.llm.engine.drafter, SequentialDrafter):
+        if self.llm.engine.drafter.autoregressive:
             candidates += dynamic_candidates(best.depth, best.num_nodes, len(rates))
         trials = self.try_out(candidates)
         grown = [pair for pair in zip(candidates, trials[1:]) if pair[1].draft == "dynamic"]
@@ -132,9 +131,7 @@ class TreeMeasurement:
         def measure(llm, tree, _):
             params = SamplingParams(temperature=0.0, max_tokens=num_tokens(tree), ignore_eos=True)
             try:
-                with StepRecorder(llm.engine) as recorder:
-                    llm.generate(prompts, params)
-                return recorder.steady(self.batch_size)[2]
+                return record_steps(llm.session, prompts, params).steady(self.batch_size)[2]
             except NoSteadyState as error:
                 raise ValueError(
                     f"steps of {self.batch_size} requests cannot be timed: with {params.max_tokens} new tokens each, outputs end "
@@ -169,7 +166,7 @@ class TreeMeasurement:
         rate = median(one for one, _ in plain)
         trials = [Trial("none", 0, 1, 1.0, rate)]
         for tree, turns in zip(trees, found):
-            kind = "dynamic" if isinstance(tree, DynamicTree) else "static"
+            kind = "dynamic" if tree.grows else "static"
             faster = median(one / other for (one, _), (other, _) in zip(turns, plain))
             accepted, steps = (
                 sum(getattr(spec, name) for _, spec in turns) for name in ("num_accepted_tokens", "num_steps")

@@ -18,7 +18,6 @@ import torch
 from huggingface_hub import constants, hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HTTPError, LocalEntryNotFoundError
 
-from .eagle3 import Eagle3, default_aux_layers
 from .families import (
     SAFETENSORS_FILE,
     TORCH_FILE,
@@ -28,13 +27,11 @@ from .families import (
     native_format,
     recognise,
     to_file,
-    without_prefix,
 )
-from .formats import medusa as medusa_format
 from .storage.atomic_write import staged_folder
 from .storage.hub_answer import ask_hub
 from .storage.hub_id import check_may_be_id, near_folder, split_revision
-from .storage.reading import assume
+from .storage.reading import UnknownVocabulary, assume
 from .storage.tensor_checks import DTYPES
 from .storage.weight_files import failing_as_oserror, find_weights, list_files, read_names, read_tensors, write_tensors
 
@@ -128,11 +125,13 @@ def read_head(path_or_id, dtype=None):
     tensors = read_tensors(path)
     notes = []
     try:
-        if _lacks_vocab_size(tensors, config):
+        try:
+            kind, reading = from_file(tensors, config)
+        except UnknownVocabulary:  # as of published Medusa heads with a shared lm_head
             target = config.get("base_model_name_or_path")
             config["vocab_size"] = _target_vocab_size(target)
             assume(notes, "vocab_size", config["vocab_size"], f"as the target {target} has it")
-        kind, reading = from_file(tensors, config)
+            kind, reading = from_file(tensors, config)
         _check_target_name(reading.config.base_model_name_or_path)
         dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
         if dtype is None and len(dtypes) > 1:
@@ -283,13 +282,6 @@ def _first_line(error):
     return (str(error).strip().splitlines() or ["no reason given"])[0]
 
 
-def _lacks_vocab_size(tensors, config):
-    """Whether neither tensors nor config tell the vocabulary, as of published Medusa heads with a shared lm_head."""
-    if "vocab_size" in config or recognise(tensors) != "Medusa":
-        return False
-    return medusa_format.detect_table(without_prefix(tensors)[0], config) == "medusa-shared"
-
-
 def _target_vocab_size(target):
     """vocab_size of the target that a published head with a shared lm_head names."""
     try:
@@ -308,20 +300,7 @@ def check_head_fits(head, target_config):
 
     target_config: the target's transformers config (of a multimodal one, its text part counts).
     """
-    text = target_config.get_text_config()
-    deep = isinstance(head, Eagle3)
-    pairs = (
-        ("hidden size", head.config.target_hidden_size if deep else head.config.hidden_size, text.hidden_size),
-        ("vocabulary", head.config.vocab_size, text.vocab_size),
-    )
-    wrong = [f"{name} {ours}, the target has {theirs}" for name, ours, theirs in pairs if ours != theirs]
-    if deep:
-        depth = text.num_hidden_layers
-        layers = default_aux_layers(depth) if head.config.aux_layer_ids is None else head.features
-        if layers[-1] > depth:
-            wrong.append(
-                f"aux layers {list(layers)}, the target has layers 0 to {depth - 1} and {depth} for what is behind them"
-            )
+    wrong = head.mismatches(target_config.get_text_config())
     if wrong:
         trained_for = head.config.base_model_name_or_path or "a target it does not name"
         raise ValueError(f"the head (made for {trained_for}) does not fit this target: it has {' and '.join(wrong)}")

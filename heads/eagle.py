@@ -11,8 +11,10 @@ Letters: B rows of a batch, T tokens per row, H hidden size, V vocabulary.
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+from .head import Head, Predictions, bytes_of, cast_lm_head, next_tokens
 from .layers import DecoderLayer, LayerConfig, Rotary, check_embedding, share_embedding
 from .packed_attention import PackedAttention
 
@@ -24,18 +26,16 @@ class EagleConfig(LayerConfig):
     fc_bias: bool = False
 
 
-class Eagle(nn.Module):
-    """One step ahead over one feature of the target; unrolled on its own states as deep as one likes.
+class Eagle(Head):
+    """One step ahead from the target's last hidden state; unrolled on its own states as deep as one likes.
 
-    features: what it reads from the target (`final`: the last hidden state after the final norm).
     embed_tokens: the target's table, never trained; None if the head's file held none, until take_embedding.
     """
 
-    features = ("final",)
+    uses_target_lm_head = True
 
     def __init__(self, config):
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         size = config.hidden_size
         self.embed_tokens = nn.Embedding(config.vocab_size, size).requires_grad_(False)
         self.embedding_is_targets = False  # then files leave it out
@@ -44,18 +44,12 @@ class Eagle(nn.Module):
         self.rotary = Rotary(config)
 
     @property
-    def num_speculative_tokens(self):
-        """A default, not a limit."""
-        return self.config.num_speculative_tokens
-
-    @property
-    def label_offsets(self):
-        """Step i at position t predicts the token at t + label_offsets[i]."""
-        return tuple(2 + i for i in range(self.num_speculative_tokens))
-
-    @property
     def needs_embedding(self):
         return self.embed_tokens is None
+
+    def initialize_from_target(self, lm_head_weight, embedding):
+        """Share the target's embedding [V, H]; its lm_head is used as it stands."""
+        self.take_embedding(embedding)
 
     def take_embedding(self, weight):
         """Use the target's embedding table [V, H] itself, without a copy. ValueError if it is of another shape."""
@@ -71,3 +65,33 @@ class Eagle(nn.Module):
         pair = torch.cat((self.embed_tokens(next_tokens), features), -1)  # [B, T, 2 H]
         x = self.fc(pair.to(self.fc.weight.dtype))
         return self.layers[0](x, x, self.rotary(position_ids, x.dtype), PackedAttention(document_ids))
+
+    def predict(self, features, input_ids, position_ids, document_ids, lm_head_weight=None, num_steps=None):
+        """The first step on the target's features, the others on the head's own states, as it drafts (and HASS trains).
+
+        Step i of the root at t reads x_{t+1+i} and the state of the step before, at position t + i. It attends to the pairs of the
+        text up to t, which hold the target's features, and to the root's own of steps 1 to i. See Head.predict.
+        """
+        count, dtype = num_steps or self.num_speculative_tokens, self.fc.weight.dtype
+        tokens, attention = next_tokens(input_ids, count), PackedAttention(document_ids)
+        state, states = features, []
+        for i in range(count):
+            pair = torch.cat((self.embed_tokens(tokens[..., i]), state), -1)  # [B, T, 2 H]
+            x = self.fc(pair.to(dtype))
+            state = self.layers[0](x, x, self.rotary(position_ids + i, x.dtype), attention)
+            states.append(state.flatten(0, 1))
+        weight = cast_lm_head(lm_head_weight, dtype)
+        return Predictions(states, lambda rows, k: F.linear(rows.to(dtype), weight))
+
+    def outputs_at(self, rows, features, tokens, position_ids, document_ids, lm_head_weight=None):
+        """Each step over the states of the step before, at all positions: see Head.outputs_at."""
+        state, found = features, []
+        for step in range(tokens.shape[-1]):
+            state = self(state, tokens[..., step], position_ids + step, document_ids)
+            chosen = state[0, rows]
+            found.append(chosen if lm_head_weight is None else F.linear(chosen, lm_head_weight))
+        return found
+
+    def draft_bytes(self, lm_head_bytes):
+        own = bytes_of(self.fc, self.layers)
+        return {"first": lm_head_bytes, "level": own + lm_head_bytes, "advance": own}

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from .draft_vocabulary import check_d2t, check_t2d
+from .head import Head, Predictions, bytes_of, next_tokens
 from .layers import DecoderLayer, LayerConfig, RMSNorm, Rotary, check_embedding, share_embedding
 from .packed_attention import PackedAttention
 
@@ -120,8 +121,8 @@ class Eagle3Layer(DecoderLayer):
         return super().forward(z, normed if self.norm_before_residual else state, rotation, attention)
 
 
-class Eagle3(nn.Module):
-    """Several steps over several features of the target, each on the state of the one before.
+class Eagle3(Head):
+    """Several steps from several features of the target, each on the state of the one before.
 
     features: the layers whose entering residual streams it reads, low to high.
     embed_tokens: None if the head's file held none, until take_embedding.  d2t int64 [VD], t2d bool [V]: None for the whole
@@ -129,8 +130,7 @@ class Eagle3(nn.Module):
     """
 
     def __init__(self, config):
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         size = config.hidden_size
         self.embed_tokens = nn.Embedding(config.vocab_size, size).requires_grad_(config.own_embedding)
         self.embedding_is_targets = False  # then plain files leave it out
@@ -152,14 +152,8 @@ class Eagle3(nn.Module):
         return self.config.aux_layer_ids
 
     @property
-    def num_speculative_tokens(self):
-        """A default, not a limit."""
-        return self.config.num_speculative_tokens
-
-    @property
-    def label_offsets(self):
-        """Step i at position t predicts the token at t + label_offsets[i]."""
-        return tuple(2 + i for i in range(self.num_speculative_tokens))
+    def target_hidden_size(self):
+        return self.config.target_hidden_size
 
     @property
     def needs_embedding(self):
@@ -174,6 +168,17 @@ class Eagle3(nn.Module):
         """Read the default aux layers of a target with `num_layers` layers, if the head's file named none."""
         if self.config.aux_layer_ids is None:
             self.config = replace(self.config, aux_layer_ids=default_aux_layers(num_layers))
+
+    def mismatches(self, text_config):
+        """As Head.mismatches, and aux layers that the target does not have."""
+        depth = text_config.num_hidden_layers
+        layers = default_aux_layers(depth) if self.config.aux_layer_ids is None else self.features
+        wrong = super().mismatches(text_config)
+        if layers[-1] > depth:
+            wrong.append(
+                f"aux layers {list(layers)}, the target has layers 0 to {depth - 1} and {depth} for what comes after them"
+            )
+        return wrong
 
     @property
     def draft_token_ids(self):
@@ -231,6 +236,23 @@ class Eagle3(nn.Module):
             state = self.midlayer(embedded, state, self.rotary(position_ids + step, state.dtype), attention)
             states.append(state)
         return states
+
+    def predict(self, features, input_ids, position_ids, document_ids, lm_head_weight=None, num_steps=None):
+        """The unrolled steps of `forward`: see Head.predict."""
+        count = num_steps or self.num_speculative_tokens
+        states = self(features, next_tokens(input_ids, count), position_ids, document_ids, count)
+        return Predictions(
+            [state.flatten(0, 1) for state in states], lambda rows, k: self.logits(rows), self.draft_token_ids
+        )
+
+    def outputs_at(self, rows, features, tokens, position_ids, document_ids, lm_head_weight=None):
+        states = self(features, tokens, position_ids, document_ids, tokens.shape[-1])
+        return [self.logits(state[0, rows]) for state in states]
+
+    def draft_bytes(self, lm_head_bytes):
+        """Its own states skip fc, which only joins the target's streams."""
+        layer, lm_head = bytes_of(self.midlayer), bytes_of(self.norm, self.lm_head)
+        return {"first": lm_head, "level": layer + lm_head, "advance": bytes_of(self.fc) + layer}
 
 
 def principal_directions(table, size):

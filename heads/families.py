@@ -1,9 +1,15 @@
-"""The families of heads and the file formats of each.
+"""The list of families of heads, and what follows from it for their files.
 
-A family is recognised by its tensors' names. Every format module answers the same questions: FORMATS (what it writes),
-`recognises`, `native_format`, `check_format`, `to_file`, and `from_file`, which gives a Reading (heads/storage/reading.py). This
-file touches no disk (heads/checkpoint.py does).
+Adding a family adds its line to FAMILIES and modules called by its key: heads/<key>.py, heads/formats/<key>.py,
+inference/speculation/drafters/<key>.py, hub_export/readers/<key>.py and train/<key>.py. Nobody else asks which family a head is of.
+
+A file's family is recognised by its tensors' names. Every format module answers the same questions: FORMATS (what it writes),
+CONFIG_NAMES, `recognises`, `native_format`, `check_format`, `to_file`, and `from_file`, which gives a Reading
+(heads/storage/reading.py). This file touches no disk (heads/checkpoint.py does).
 """
+
+from dataclasses import dataclass
+from types import ModuleType
 
 from .eagle import Eagle
 from .eagle3 import Eagle3
@@ -18,14 +24,26 @@ from .mlp_speculator import MLPSpeculator
 from .storage.reading import listed
 from .storage.user_errors import list_names
 
-# Name as users read it -> the module's class and its formats; in the order in which a file is tried.
-FAMILIES = {
-    "Medusa": (Medusa, medusa_format),
-    "MLP speculator": (MLPSpeculator, mlp_speculator_format),
-    "EAGLE-3": (Eagle3, eagle3_format),
-    "EAGLE": (Eagle, eagle_format),
-}
-FORMATS = tuple(format for _, formats in FAMILIES.values() for format in formats.FORMATS)
+
+@dataclass(frozen=True)
+class Family:
+    """A family of heads."""
+
+    key: str  # what its modules are called, and the "method" of a speculative_config
+    name: str  # as users read it
+    head: type  # the subclass of Head
+    formats: ModuleType  # of heads/formats/
+    paper: str  # arXiv number
+
+
+# In the order in which a file is tried.
+FAMILIES = (
+    Family("medusa", "Medusa", Medusa, medusa_format, "2401.10774"),
+    Family("mlp_speculator", "MLP speculator", MLPSpeculator, mlp_speculator_format, "2404.19124"),
+    Family("eagle3", "EAGLE-3", Eagle3, eagle3_format, "2503.01840"),
+    Family("eagle", "EAGLE", Eagle, eagle_format, "2401.15077"),
+)
+FORMATS = tuple(format for family in FAMILIES for format in family.formats.FORMATS)
 
 # The file names that readers of a format expect. FasterDecoding's classes open only the .pt, TGI only the .safetensors of
 # that name.
@@ -48,32 +66,30 @@ SHARDED_FILES = ("model.safetensors",)
 # What files put before the names of all their tensors: data-parallel training, and the attribute of a model that holds the head.
 PREFIXES = ("module.", "medusa_heads.", "medusa_head.", "model.")
 OUTSIDE = ("lm_head.weight", "d2t", "t2d")  # beside "model.", as of a causal language model
-# What config.json says of the family ("architectures", "model_type"). LlamaForCausalLM says nothing: every EAGLE calls itself so.
-NAMED_FAMILIES = {"medusa": "Medusa", "MedusaModel": "Medusa"}
-NAMED_FAMILIES |= dict.fromkeys(("mlp_speculator", "MLPSpeculatorPreTrainedModel"), "MLP speculator")
-NAMED_FAMILIES |= dict.fromkeys(("LlamaForCausalLMEagle", "EagleLlamaForCausalLM"), "EAGLE")
-NAMED_FAMILIES |= dict.fromkeys(("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3DraftModel"), "EAGLE-3")
+# What config.json says of the family ("architectures", "model_type").
+NAMED_FAMILIES = {name: family for family in FAMILIES for name in family.formats.CONFIG_NAMES}
 
 
 def family_of(head):
-    """The name of a head's family; ValueError for a module that is no head."""
-    for family, (kind, _) in FAMILIES.items():
-        if isinstance(head, kind):
+    """The Family of a head; ValueError for a module that is no head."""
+    for family in FAMILIES:
+        if isinstance(head, family.head):
             return family
-    raise ValueError(f"a {type(head).__name__} is no head: expected one of {', '.join(FAMILIES)}")
+    names = ", ".join(family.name for family in FAMILIES)
+    raise ValueError(f"a {type(head).__name__} is no head: expected one of {names}")
 
 
 def check_family(head, expected):
-    """ValueError naming both, unless `head` is of the family `expected` (a key of FAMILIES)."""
+    """ValueError naming both, unless `head` is of the Family `expected`."""
     found = family_of(head)
     if found != expected:
-        raise ValueError(f"this is a head of the family {found}, expected one of the family {expected}")
+        raise ValueError(f"this is a head of the family {found.name}, expected one of the family {expected.name}")
 
 
 def recognise(names):
-    """The family whose tensor names these are, or None."""
+    """The Family whose tensor names these are, or None."""
     names, _ = without_prefix(dict.fromkeys(names))
-    return next((family for family, (_, formats) in FAMILIES.items() if formats.recognises(names)), None)
+    return next((family for family in FAMILIES if family.formats.recognises(names)), None)
 
 
 def without_prefix(tensors):
@@ -88,14 +104,15 @@ def without_prefix(tensors):
 
 def native_format(head):
     """The format that a head is written in unless another is asked for: it needs nothing but the head."""
-    return _formats_of(head).native_format(head)
+    return family_of(head).formats.native_format(head)
 
 
 def check_format(head, format):
     """ValueError where `format` cannot say `head`. Returns what the family's own check_format does."""
-    formats = _formats_of(head)
+    family = family_of(head)
+    formats = family.formats
     if format not in formats.FORMATS:
-        kind = "unknown format" if format not in FORMATS else f"a head of the family {family_of(head)} has no format"
+        kind = "unknown format" if format not in FORMATS else f"a head of the family {family.name} has no format"
         raise ValueError(f"{kind} {format!r}: expected one of {', '.join(formats.FORMATS)}")
     return formats.check_format(head, format)
 
@@ -106,14 +123,14 @@ def to_file(head, format, lm_head_weight=None):
     lm_head_weight: the target's lm_head [V, H], for the one format that carries a copy. ValueError as check_format.
     """
     check_format(head, format)
-    return _formats_of(head).to_file(head, format, lm_head_weight)
+    return family_of(head).formats.to_file(head, format, lm_head_weight)
 
 
 def from_file(tensors, config):
     """Read a file's tensors: (class of the head, Reading), whatever the family.
 
     tensors: {name: tensor} as the file holds them; config: its config.json as a dict. Raises ValueError listing names if no
-    family is recognised, and what the family's from_file raises.
+    family is recognised, and what the family's from_file raises (UnknownVocabulary where the target must tell its size).
     """
     given = tensors
     tensors, prefix = without_prefix(given)
@@ -124,16 +141,13 @@ def from_file(tensors, config):
         raise ValueError(
             f"its tensors follow no known format of heads ({', '.join(FORMATS)}); it holds {list_names(tensors)}"
         )
-    kind, formats = FAMILIES[family]
     notes = []
     if prefix:
         notes.append(f'the names of its tensors begin with "{prefix}", which is left out')
     for name in (*listed(config.get("architectures")), *listed([config.get("model_type")])):
         if NAMED_FAMILIES.get(name, family) != family:
-            notes.append(f"config.json calls itself {name}, which is {NAMED_FAMILIES[name]}; its tensors are {family}")
-    reading = formats.from_file(tensors, config)
-    return kind, reading._replace(notes=notes + reading.notes)
-
-
-def _formats_of(head):
-    return FAMILIES[family_of(head)][1]
+            notes.append(
+                f"config.json calls itself {name}, which is {NAMED_FAMILIES[name].name}; its tensors are {family.name}"
+            )
+    reading = family.formats.from_file(tensors, config)
+    return family.head, reading._replace(notes=notes + reading.notes)

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .head import Head, Predictions, bytes_of, cast_lm_head
+
 
 @dataclass(frozen=True)
 class MedusaConfig:
@@ -61,19 +63,13 @@ class MedusaHead(nn.Module):
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
 
-class Medusa(nn.Module):
-    """K Medusa heads over one feature of the target.
+class Medusa(Head):
+    """K Medusa heads over the target's last hidden state. They do not look at each other's tokens."""
 
-    features: what it reads from the target (`final`: the last hidden state after the final norm).
-    num_speculative_tokens: how many tokens ahead it can draft (K).
-    """
-
-    features = ("final",)
-    needs_embedding = embedding_is_targets = False
+    autoregressive = False
 
     def __init__(self, config):
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self.heads = nn.ModuleList(MedusaHead(config) for _ in range(config.num_heads))
 
     @property
@@ -81,12 +77,19 @@ class Medusa(nn.Module):
         return self.config.num_heads
 
     @property
-    def label_offsets(self):
-        """Head k at position t predicts the token at t + label_offsets[k]."""
-        return tuple(2 + k for k in range(self.config.num_heads))
+    def max_speculative_tokens(self):
+        return self.config.num_heads
 
-    def initialize_from_target(self, lm_head_weight):
-        """Start every own lm_head as a copy of the target's [V, H]; a shared one needs nothing.
+    @property
+    def uses_target_lm_head(self):
+        return self.config.shared_lm_head
+
+    @property
+    def adapter(self):
+        return self.config.adapter
+
+    def initialize_from_target(self, lm_head_weight, embedding=None):
+        """Start every own lm_head as a copy of the target's [V, H]; a shared one needs nothing, nor does the embedding.
 
         Raises ValueError if the target has another hidden size or vocabulary than the config says.
         """
@@ -122,3 +125,17 @@ class Medusa(nn.Module):
         """Predictions of all heads and their label offsets.  [..., H] -> (K tensors [..., V], K offsets)"""
         logits = [self.logits(features, k, lm_head_weight) for k in range(self.config.num_heads)]
         return logits, self.label_offsets
+
+    def predict(self, features, input_ids, position_ids, document_ids, lm_head_weight=None, num_steps=None):
+        """Every head reads the feature itself, and no token: see Head.predict."""
+        dtype = self.trained_dtype
+        weight = cast_lm_head(lm_head_weight, dtype) if self.uses_target_lm_head else None
+        states = [features.flatten(0, 1)] * (num_steps or self.num_speculative_tokens)
+        return Predictions(states, lambda rows, k: self.logits(rows.to(dtype), k, weight))
+
+    def outputs_at(self, rows, features, tokens, position_ids, document_ids, lm_head_weight=None):
+        return self(features[0, rows], lm_head_weight)[0]
+
+    def draft_bytes(self, lm_head_bytes):
+        """All depths are drafted at once."""
+        return {"first": bytes_of(self) + (lm_head_bytes if self.uses_target_lm_head else 0)}

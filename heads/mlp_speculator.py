@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .head import Head, Predictions, bytes_of, next_tokens
+
 _EPSILON = 1e-6
 
 
@@ -63,20 +65,13 @@ def unit_rms(x):
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + _EPSILON)).to(x.dtype)
 
 
-class MLPSpeculator(nn.Module):
-    """n steps over one feature of the target. What steps share is there once: parameters are named as tied files name them.
+class MLPSpeculator(Head):
+    """n steps from the target's last hidden state. What steps share is there once: parameters are named as tied files name them."""
 
-    features: what it reads from the target (`final`: the last hidden state after the final norm).
-    num_speculative_tokens: how many tokens ahead it can draft (n).
-    """
-
-    features = ("final",)
     epsilon = _EPSILON
-    needs_embedding = embedding_is_targets = False
 
     def __init__(self, config):
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         steps, inner = config.num_steps, config.inner_size
         own = 1 if config.tie_weights else steps
         sizes = ([config.hidden_size] + [inner] * (steps - 1))[: own + config.tie_weights]
@@ -94,9 +89,8 @@ class MLPSpeculator(nn.Module):
         return self.config.num_steps
 
     @property
-    def label_offsets(self):
-        """Step i at position t predicts the token at t + label_offsets[i]."""
-        return tuple(2 + i for i in range(self.config.num_steps))
+    def max_speculative_tokens(self):
+        return self.config.num_steps
 
     def start(self, features):
         """The state that step 0 moves on.  [..., H] -> [..., H]"""
@@ -126,6 +120,26 @@ class MLPSpeculator(nn.Module):
             state = self.step(state, tokens[..., depth], depth)
             found.append(self.logits(state, depth))
         return found, self.label_offsets
+
+    def predict(self, features, input_ids, position_ids, document_ids, lm_head_weight=None, num_steps=None):
+        """Steps that each go on from the state before and the text's next token: step k of the root at t reads x_{t+1+k}.
+
+        See Head.predict.
+        """
+        count = num_steps or self.num_speculative_tokens
+        tokens = next_tokens(input_ids, count).flatten(0, 1)  # [M, K]
+        state, states = self.start(features.flatten(0, 1).to(self.trained_dtype)), []
+        for depth in range(count):
+            state = self.step(state, tokens[:, depth], depth)
+            states.append(state)
+        return Predictions(states, self.logits)
+
+    def outputs_at(self, rows, features, tokens, position_ids, document_ids, lm_head_weight=None):
+        return self(features[0, rows], tokens[0, rows])[0]
+
+    def draft_bytes(self, lm_head_bytes):
+        own = bytes_of(self.ln[0], self.head[0])
+        return {"first": own + bytes_of(self.proj[0]), "level": own + bytes_of(self.proj[-1])}
 
     def _of(self, modules, depth):
         """The module of a step: its own, or the last one where steps share it."""

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from ..evaluation.acceptance import bootstrap
 from ..evaluation.compare import hardware_name
-from ..inference.engine.sampling import SamplingParams
 from ..inference.llm import LLM
 from ..inference.models.target_source import load_tokenizer, target_config
 from ..inference.prompt_files import read_prompts, render_prompt
+from ..inference.sampling_params import SamplingParams
 
 TEMPERATURES = (0.0, 0.8)
 NUM_PROMPTS, MAX_TOKENS = 16, 96

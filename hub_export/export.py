@@ -228,7 +228,7 @@ def export_head(
         lm_head_weight = read_target_lm_head(head.config.base_model_name_or_path)
         lm_head_weight = lm_head_weight.to(next(head.parameters()).dtype)
 
-    say(f"exporting a head of the family {family_of(head)} from {folder}")
+    say(f"exporting a head of the family {family_of(head).name} from {folder}")
     if merged_from is not None:
         text = merged_card(target_name(head.config.base_model_name_or_path), adapter, name or output.name)
         changed = write_merged_target(adapter, merged_from, merged, text)
@@ -288,8 +288,8 @@ def write_beside(
 def copied_parts(head, format, table):
     """What of the target's weights the files hold copies of, in words; "" for nothing."""
     parts = ["the lm_head"] if table == "vllm-shared" else []
-    if family_of(head) in ("EAGLE", "EAGLE-3"):
-        own = family_of(head) == "EAGLE-3" and head.config.own_embedding
+    if family_of(head).name in ("EAGLE", "EAGLE-3"):
+        own = family_of(head).name == "EAGLE-3" and head.config.own_embedding
         left_out = format != "speculators" and (head.needs_embedding or head.embedding_is_targets)
         parts += ["the embedding"] if not (own or left_out) else []
     return f"a copy of {' and of '.join(parts)}" if parts else ""

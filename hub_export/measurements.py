@@ -18,7 +18,7 @@ from ..heads.checkpoint import TREE_FILE
 from ..heads.families import family_of
 from ..heads.storage.hub_answer import hub_options
 from ..heads.storage.hub_id import split_revision
-from ..inference.speculation.tree import DynamicTree, load_tree
+from ..inference.speculation.tree import GrowingTree, load_tree
 from .figure_shapes import BENCHMARK, LINE, MEASURED, REPLAY, TREE, check_shape
 from .tracked_run import find_tracked_run
 
@@ -100,7 +100,7 @@ def find_measurements(head_folder, source=None):
 def check_tree_fits(head, path):
     """ValueError where the tree in the file `path` is one that such a head cannot draft."""
     tree = load_tree(path)
-    if family_of(head) == "Medusa" and isinstance(tree, DynamicTree):
+    if family_of(head).name == "Medusa" and isinstance(tree, GrowingTree):
         raise ValueError(
             f"{path} is a dynamic tree, and Medusa heads draft chains and static ones: measure one for them (`headstart tree`), or "
             "move it away"

@@ -2,19 +2,16 @@
 
 import inspect
 import time
+from dataclasses import replace
 from numbers import Integral
 
 from tqdm import tqdm
 
 from ..heads.storage.keywords import ASKS_NOTHING, VLLM_ARGUMENTS, VLLM_CALLS, reject_unknown
 from .engine.engine import Engine
-from .engine.logprobs import LOGPROBS_MODES
-from .engine.request import Request
-from .engine.sampling import SamplingParams
-from .engine.stopping import GrowingText, StopChecker, final_text, stable_length
-from .forbidden_tokens import bad_word_sequences, check_tokens
+from .engine.options import EngineOptions, check_whole
 from .models.adapter import MERGED_KEY, choose_adapter, warn_unless_adapted
-from .models.decoder import check_supported
+from .models.decoder import LOAD_FORMATS, check_supported
 from .models.target_source import (
     check_used_in_place,
     eos_token_ids,
@@ -24,19 +21,13 @@ from .models.target_source import (
     named_dtype,
     target_config,
 )
-from .outputs import CompletionOutput, RequestOutput, make_output  # noqa: F401
-from .prompt_files import check_text, render_chat
-from .speculation.options import (
-    build_drafter,
-    check_speculative_config,
-    check_width,
-    choose_drawing,
-    choose_plan,
-    choose_tree,
-    choose_verifier,
-    find_draft_source,
-    warn_of_missing_stop_tokens,
-)
+from .outputs import CompletionOutput, RequestOutput  # noqa: F401
+from .prompt_files import render_chat
+from .sampling_params import SamplingParams
+from .session import Session
+from .speculation.options import SpeculativeOptions
+from .speculation.proposers import warn_of_missing_stop_tokens
+from .speculation.speculation import choose_speculation
 from .speculation.tree import MAX_NODES
 
 
@@ -105,23 +96,20 @@ class LLM:
     ):
         names = [name for name in inspect.signature(LLM.__init__).parameters if name not in ("self", "unknown")]
         reject_unknown(unknown, names, "LLM argument", VLLM_ARGUMENTS, ASKS_NOTHING)
-        _check_whole("max_num_seqs", max_num_seqs, 1)
-        _check_whole("max_num_batched_tokens", max_num_batched_tokens, 1)
-        _check_whole("seed", seed, 0)
-        if num_gpu_blocks_override is not None:
-            _check_whole("num_gpu_blocks_override", num_gpu_blocks_override, 2)
-        is_share = isinstance(gpu_memory_utilization, int | float) and not isinstance(gpu_memory_utilization, bool)
-        if not is_share or not 0 < gpu_memory_utilization <= 1:
-            raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, got {gpu_memory_utilization!r}")
-        for name, value in (("enable_prefix_caching", enable_prefix_caching), ("enforce_eager", enforce_eager)):
-            if not isinstance(value, bool):
-                raise ValueError(f"{name} must be True or False, got {value!r}")
-        if load_format not in ("auto", "dummy"):
+        options = EngineOptions(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            gpu_memory_utilization=gpu_memory_utilization,
+            num_gpu_blocks_override=num_gpu_blocks_override,
+            enable_prefix_caching=enable_prefix_caching,
+            enforce_eager=enforce_eager,
+            logprobs_mode=logprobs_mode,
+        )
+        check_whole("seed", seed, 0)
+        if load_format not in LOAD_FORMATS:
             raise ValueError(f"load_format must be 'auto' or 'dummy', got {load_format!r}")
-        if logprobs_mode not in LOGPROBS_MODES:
-            raise ValueError(f"logprobs_mode must be one of {', '.join(LOGPROBS_MODES)}, got {logprobs_mode!r}")
         named_dtype(dtype), named_device(device)  # refuse what they do not know
-        speculative = check_speculative_config(speculative_config)
+        speculative = SpeculativeOptions.parse(speculative_config)
 
         # Everything that can be refused is refused before the target's weights are read.
         shared = model if isinstance(model, LLM) else None
@@ -130,12 +118,8 @@ class LLM:
         in_use = shared.adapter if shared else getattr(config, MERGED_KEY, "")
         merged = choose_adapter(adapter, model, load_format, config)
         self.adapter = merged.fingerprint if merged else in_use
-        source = find_draft_source(speculative, config)
-        warn_unless_adapted(source.head if source else None, self.adapter)
-        tree = choose_tree(speculative, source)
-        check_width(tree, config.get_text_config().vocab_size)
-        rule, drawing = choose_drawing(speculative, tree)
-        plan = choose_plan(speculative, tree, max_num_seqs)
+        choice = choose_speculation(speculative, config, max_num_seqs)
+        warn_unless_adapted(choice.head, self.adapter)
         limit = config.max_position_embeddings
         if max_model_len is None:
             max_model_len = shared.max_model_len if shared else limit
@@ -146,34 +130,28 @@ class LLM:
         if shared:
             self.tokenizer = shared.tokenizer if tokenizer is None else load_tokenizer(tokenizer, None)
             decoder = self._share(shared, dtype, device)
-            self.eos_token_ids = shared.eos_token_ids
+            eos_ids = shared.eos_token_ids
         else:
             self.tokenizer = load_tokenizer(tokenizer, model)
             positions = self.max_model_len + MAX_NODES
             decoder = load_decoder(model, config, dtype, device, positions, load_format, merged)
-            self.eos_token_ids = eos_token_ids(model, config, self.tokenizer)
-        warn_of_missing_stop_tokens(source, self.eos_token_ids)
-        verifier = choose_verifier(rule, speculative, tree, decoder.device)
-        self.config = config
-        drafter = build_drafter(source, speculative, tree, drawing, decoder, self.max_model_len + MAX_NODES)
-        self.engine = Engine.build(
-            decoder,
-            self.eos_token_ids,
-            self.max_model_len,
-            max_num_seqs,
-            drafter,
-            tree,
-            verifier,
-            max_num_batched_tokens=max_num_batched_tokens,
-            gpu_memory_utilization=gpu_memory_utilization,
-            enable_prefix_caching=enable_prefix_caching,
-            captured=not enforce_eager,
-            num_pages=num_gpu_blocks_override,
-            logprobs_mode=logprobs_mode,
-            plan=plan,
-        )
-        self.tree, self.seed, self._num_requests = tree, seed, 0
+            eos_ids = eos_token_ids(model, config, self.tokenizer)
+        warn_of_missing_stop_tokens(choice.head, eos_ids)
+        speculation = choice.build(decoder, self.max_model_len + MAX_NODES)
+        engine = Engine.build(decoder, eos_ids, replace(options, max_model_len=self.max_model_len), speculation)
+        self.session = Session(engine, self.tokenizer, self.max_model_len, seed)
+        self.config, self.tree, self.seed = config, choice.tree, seed
         self.dtype, self.device = decoder.dtype, decoder.device
+
+    @property
+    def engine(self):
+        """The Engine that its session drives."""
+        return self.session.engine
+
+    @property
+    def eos_token_ids(self):
+        """Tokens that end an answer, by the model's generation config."""
+        return self.engine.eos_token_ids
 
     def _share(self, other, dtype, device):
         """The decoder of another LLM, if it serves."""
@@ -209,42 +187,29 @@ class LLM:
             raise ValueError(
                 f"{len(sampling_params)} sampling_params for {len(prompts)} prompts: give one, or one per prompt"
             )
-        checked = [self._check(prompt, params, i) for i, (prompt, params) in enumerate(zip(prompts, sampling_params))]
-        groups = [self._make_requests(*one) for one in checked]
+        checked = [self.session.check(*given) for given in zip(prompts, sampling_params, range(len(prompts)))]
+        submissions = []
         try:
-            for group in groups:
-                for request in group:
-                    self.engine.scheduler.add(request)
-            self._run(groups, use_tqdm)
+            for prompt in checked:
+                submissions.append(self.session.submit(prompt))
+            self._run(submissions, use_tqdm)
         except BaseException:
-            self._cancel(groups)
+            for submission in submissions:
+                self.session.cancel(submission)
             raise
-        return [
-            make_output(text, group, self.tokenizer, self.eos_token_ids) for (text, _, _), group in zip(checked, groups)
-        ]
+        return [self.session.output(submission) for submission in submissions]
 
     def stream(self, prompt, sampling_params=None):
         """Yield the output's text piece by piece as it is decided; returns the RequestOutput (StopIteration.value)."""
-        text, ids, params = self._check(prompt, SamplingParams() if sampling_params is None else sampling_params, 0)
-        if params.n != 1:
-            raise ValueError(f"stream makes one output, got n={params.n}")
-        (request,) = self._make_requests(text, ids, params)
-        self.engine.scheduler.add(request)
-        shown, growing = 0, GrowingText(request.stop_checker.decode)
+        checked = self.session.check(prompt, sampling_params)
+        if checked.params.n != 1:
+            raise ValueError(f"stream makes one output, got n={checked.params.n}")
+        submission = self.session.submit(checked)
         try:
-            while not request.finished:  # which may come in a step that another call makes
-                self.engine.step()
-                if not request.finished:
-                    now = growing.of(request.output_token_ids)
-                    end = stable_length(now, params.stop)
-                    if end > shown:
-                        yield now[shown:end]
-                        shown = end
-            if rest := final_text(request)[shown:]:
-                yield rest
+            yield from self.session.subscribe(submission)
         finally:
-            self._cancel([[request]])
-        return make_output(text, [request], self.tokenizer, self.eos_token_ids)
+            self.session.cancel(submission)
+        return self.session.output(submission)
 
     def chat(self, messages, sampling_params=None, use_tqdm=False, chat_template_kwargs=None, **others):
         """Outputs for one conversation (a list of {"role", "content"}) or several, through the tokenizer's chat template.
@@ -271,70 +236,9 @@ class LLM:
         """Counters since the LLM was built: requests, tokens, cache hits, seconds, acceptance (inference/engine/metrics.py)."""
         return self.engine.metrics.as_dict()
 
-    # --- the steps of generate ---
-
-    def _check(self, prompt, params, number):
-        """(text or None, token ids, params) of one prompt, or ValueError."""
-        if not isinstance(params, SamplingParams):
-            raise ValueError(
-                f"sampling_params of prompt {number} must be a SamplingParams, got {type(params).__name__}"
-            )
-        text, ids = None, prompt
-        if isinstance(prompt, dict):
-            reject_unknown(prompt, ("prompt", "prompt_token_ids"), "prompt key")
-            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-        elif isinstance(prompt, str):
-            text, ids = prompt, None
-        if ids is None and isinstance(text, str):
-            check_text(text, f"prompt {number}")
-            if self.tokenizer is None:
-                raise ValueError(
-                    f"prompt {number} is text, but there is no tokenizer: pass tokenizer=..., or token ids"
-                )
-            ids = self.tokenizer(text)["input_ids"]
-        vocab = self.engine.decoder.vocab_size
-        if not isinstance(ids, list | tuple) or not all(isinstance(t, Integral) and 0 <= t < vocab for t in ids):
-            raise ValueError(
-                f"prompt {number} must be a string or token ids from 0 to {vocab - 1} (whole numbers), got {prompt!r:.80}"
-            )
-        if not ids:
-            raise ValueError(f"prompt {number} is empty: give at least one token")
-        if len(ids) >= self.max_model_len:
-            raise ValueError(
-                f"prompt {number} has {len(ids)} tokens; with max_model_len {self.max_model_len} at most "
-                f"{self.max_model_len - 1} fit, so that one new token does: shorten it or raise max_model_len"
-            )
-        for name, advice in (("stop", ", or use stop_token_ids"), ("bad_words", "")):
-            if getattr(params, name) and self.tokenizer is None:
-                raise ValueError(f"{name} strings of prompt {number} need a tokenizer: pass tokenizer=...{advice}")
-        bad_words = bad_word_sequences(params.bad_words, self.tokenizer)
-        stop_ids = StopChecker(self.tokenizer, self.eos_token_ids, params).stop_ids
-        check_tokens(params, bad_words, stop_ids, vocab, number)
-        return text, [int(token) for token in ids], params
-
-    def _make_requests(self, text, ids, params):
-        number, self._num_requests = self._num_requests, self._num_requests + 1
-        room = self.max_model_len - len(ids)
-        bad_words = bad_word_sequences(params.bad_words, self.tokenizer)
-        return [
-            Request(
-                request_id=(number, sample),
-                prompt_token_ids=ids,
-                params=params,
-                seed=_derive_seed(self.seed, number) if params.seed is None else params.seed,
-                sample_index=sample,
-                max_new_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
-                stop_checker=StopChecker(self.tokenizer, self.eos_token_ids, params),
-                # Once per prompt: its other outputs find the pages that this one computes.
-                prompt_logprobs=[None] if params.prompt_logprobs is not None and sample == 0 else None,
-                bad_words=bad_words,
-            )
-            for sample in range(params.n)
-        ]
-
-    def _run(self, groups, use_tqdm):
+    def _run(self, submissions, use_tqdm):
         """Step until these have ended; what others have asked for (open streams) advances beside them."""
-        unfinished = {request for group in groups for request in group}
+        unfinished = {request for submission in submissions for request in submission.requests}
         started, tokens = time.monotonic(), 0
         with tqdm(
             total=len(unfinished), desc="generating", unit="output", disable=not use_tqdm, dynamic_ncols=True
@@ -342,19 +246,13 @@ class LLM:
             while unfinished:
                 before = self.engine.metrics.num_generated_tokens
                 finished = len(unfinished)
-                unfinished.difference_update(request for request in self.engine.step() if request.finished)
+                unfinished.difference_update(request for request in self.session.step() if request.finished)
                 finished -= len(unfinished)
                 tokens += self.engine.metrics.num_generated_tokens - before
                 bar.update(finished)
                 if use_tqdm and finished:
                     rate = tokens / (time.monotonic() - started)
                     bar.set_postfix_str(f"{rate:.0f} tokens/s")
-
-    def _cancel(self, groups):
-        for group in groups:
-            for request in group:
-                if not request.finished:
-                    self.engine.cancel(request)
 
 
 def _as_prompt_list(prompts):
@@ -368,16 +266,3 @@ def _as_prompt_list(prompts):
     if prompts and all(isinstance(token, Integral) for token in prompts):
         return [list(prompts)]
     return list(prompts)
-
-
-def _derive_seed(seed, number):
-    """A 63-bit seed for request `number` of an LLM seeded with `seed` (splitmix64's finaliser over both)."""
-    x = (seed * 0x9E3779B97F4A7C15 + (number + 1) * 0xD1B54A32D192ED03) & (2**64 - 1)
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
-    return (x ^ (x >> 31)) >> 1
-
-
-def _check_whole(name, value, least):
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")

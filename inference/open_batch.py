@@ -9,15 +9,13 @@
 What a request gives does not depend on when it came, or on its company. Not done here: waiting for prompts, threads.
 """
 
-from .outputs import make_output
-
 
 class OpenBatch:
     """The requests that its owner added and that have not ended; len() counts them. Leaving the block cancels them."""
 
     def __init__(self, llm):
-        self.llm = llm
-        self._open = {}  # Request: (tag, the prompt's text or None)
+        self.session = llm.session
+        self._open = {}  # Submission: tag
 
     def __len__(self):
         return len(self._open)
@@ -26,28 +24,22 @@ class OpenBatch:
         """Hand in one prompt, as LLM.generate takes it. Raises ValueError for what LLM.generate refuses, and for n above 1."""
         if sampling_params.n != 1:
             raise ValueError(f"an open batch makes one output per prompt, got n={sampling_params.n}")
-        text, ids, params = self.llm._check(prompt, sampling_params, 0)
-        (request,) = self.llm._make_requests(text, ids, params)
-        self.llm.engine.scheduler.add(request)
-        self._open[request] = tag, text
+        self._open[self.session.submit(prompt, sampling_params)] = tag
 
     def step(self):
         """One step of the engine.  -> list of (tag, RequestOutput) of the requests that have ended
 
         No step where some ended in steps that other calls on the LLM made.
         """
-        if not any(request.finished for request in self._open):
-            self.llm.engine.step()
-        ended = [request for request in self._open if request.finished]
-        found = []
-        for request in ended:
-            tag, text = self._open.pop(request)
-            found.append((tag, make_output(text, [request], self.llm.tokenizer, self.llm.eos_token_ids)))
-        return found
+        if not any(submission.finished for submission in self._open):
+            self.session.step()
+        ended = [submission for submission in self._open if submission.finished]
+        return [(self._open.pop(submission), self.session.output(submission)) for submission in ended]
 
     def __enter__(self):
         return self
 
     def __exit__(self, *exception):
-        self.llm._cancel([list(self._open)])
+        for submission in self._open:
+            self.session.cancel(submission)
         self._open.clear()

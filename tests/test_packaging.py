@@ -36,19 +36,19 @@ STRANGERS = ({"train", "hub_export"},)  # on one floor, and neither imports the 
 # What a room offers to the other rooms. What is not named is its own business. Of kernels/ every op is public, and benchmarks/ may
 # look into every room: it measures what lies inside.
 PUBLIC = {
-    "heads": "checkpoint draft_vocabulary eagle eagle3 families layers medusa mlp_speculator packed_attention",
+    "heads": "checkpoint draft_vocabulary eagle eagle3 families head layers medusa mlp_speculator packed_attention",
     "heads/formats": "eagle eagle3 layer medusa mlp_speculator",
     "heads/storage": "atomic_write hub_answer hub_id keywords reading tensor_checks user_errors weight_files",
-    "inference/models": "adapter blocks checkpoint_files decoder draft_weights memory target_source weights",
-    "inference/speculation": "adaptive drawings draw_nodes options tree verify",
-    "inference/speculation/drafters": "draft_model eagle medusa mlp_speculator ngram sequential",
-    "inference/engine": "engine logprobs metrics request sampling stopping",
-    "inference": "arguments llm open_batch prompt_files threads",
+    "inference/models": "adapter blocks checkpoint_files decoder memory target_source weights",
+    "inference/speculation": "adaptive draft draft_sampling draw_nodes options proposers speculation tree tree_on_device verifiers",
+    "inference/speculation/drafters": "draft_model drafter ngram",
+    "inference/engine": "engine metrics options request stopping target_scores",
+    "inference": "arguments llm open_batch prompt_files sampling_params threads",
     "evaluation": "acceptance charts compare lossless tree_choice tree_measurement tree_text",
     "train": "regenerate",
     "train/data": "chat_endpoint conversations dialogue encoding engine_answers generated_text held_out packing "
     "part_files regenerate_options rows",
-    "train/loss": "distillation joint losses predictions",
+    "train/loss": "distillation joint losses",
     "train/report": "dashboard page report workspace",
     "train/run": "acceptance optimization recipe run_folder run_recipe stopping tracking wandb_login",
     "train/teacher": "feature_cache features sharded_target target_adapter",

@@ -35,7 +35,6 @@ from headstart.train.data.rows import (
 )
 from headstart.train.loss.distillation import Objective, accumulate_gradients, find_labels, summarize
 from headstart.train.loss.losses import Loss
-from headstart.train.loss.predictions import eagle_predictions
 from headstart.train.run.acceptance import AcceptanceMeter
 from headstart.train.run.optimization import build_optimizer, finish_step
 from headstart.train.run.recipe import key, parse_recipe
@@ -128,12 +127,12 @@ def main(argv):
     packed, labels_per_row = build_rows(documents, recipe.row_length, tokenizer.pad_token_id, note)
     target.check(*select_rows(packed, [row_of_many_documents(packed)], device)[:3])
     head = Eagle(config)
-    head.take_embedding(target.embedding)
+    target.initialize(head)
     head.to(device)
     optimizer = build_optimizer(head, recipe.weight_decay, recipe.beta1, recipe.beta2)
 
     def predict(features, *batch, num_steps=recipe.num_speculative_tokens):
-        return eagle_predictions(head, features, *batch, target.lm_head.weight, num_steps)
+        return head.predict(features, *batch, target.lm_head.weight, num_steps)
 
     # The engine is built before any feature is trained on: it packs the target's weights, and packed products may differ from
     # separate ones in the last bit, which a resumed run must not see.

@@ -41,7 +41,6 @@ from headstart.train.data.rows import (
 )
 from headstart.train.loss.distillation import Objective, accumulate_gradients, find_labels, summarize
 from headstart.train.loss.losses import Loss
-from headstart.train.loss.predictions import eagle3_predictions
 from headstart.train.run.acceptance import AcceptanceMeter
 from headstart.train.run.optimization import build_optimizer, finish_step
 from headstart.train.run.recipe import key, parse_recipe
@@ -163,12 +162,12 @@ def main(argv):
         stop_ids = eos_token_ids(model, model.config, tokenizer)
         sizes = config.draft_vocab_size, stop_ids, target.vocab_size
         head.set_draft_vocabulary(*choose_draft_vocabulary(packed, *sizes, tokenizer, note))
-    head.initialize_from_target(target.lm_head.weight, target.embedding)
+    target.initialize(head)
     head.to(device)
     optimizer = build_optimizer(head, recipe.weight_decay, recipe.beta1, recipe.beta2)
 
     def predict(features, *batch, num_steps=recipe.num_speculative_tokens):
-        return eagle3_predictions(head, features[..., target.hidden_size :], *batch, num_steps)
+        return head.predict(features[..., target.hidden_size :], *batch, num_steps=num_steps)
 
     # The engine is built before any feature is trained on: it packs the target's weights, and packed products may differ from
     # separate ones in the last bit, which a resumed run must not see.

@@ -44,7 +44,6 @@ from headstart.train.loss.joint import (
     summarize_joint,
 )
 from headstart.train.loss.losses import Loss
-from headstart.train.loss.predictions import medusa_predictions
 from headstart.train.run.acceptance import AcceptanceMeter
 from headstart.train.run.optimization import build_optimizer, finish_step
 from headstart.train.run.recipe import key, parse_recipe
@@ -129,7 +128,7 @@ def build_head(recipe, target, resumed):
         start = load_head(recipe.start_from, dtype="float32")
         if not isinstance(start, Medusa):
             raise ValueError(
-                f"start_from {recipe.start_from!r} holds a head of the family {family_of(start)}, not Medusa heads"
+                f"start_from {recipe.start_from!r} holds a head of the family {family_of(start).name}, not Medusa heads"
             )
         if start.config.adapter:
             raise ValueError(
@@ -167,7 +166,7 @@ def main(argv):
     head = build_head(recipe, target, resumed).to(device)
 
     def predict(features, input_ids, position_ids, document_ids):
-        return medusa_predictions(head, features, target.lm_head.weight)
+        return head.predict(features, input_ids, position_ids, document_ids, target.lm_head.weight)
 
     # The engine is built before any feature is trained on: it packs the target's weights, and packed products may differ from
     # separate ones in the last bit, which a resumed run must not see.

@@ -39,7 +39,6 @@ from headstart.train.data.rows import (
 )
 from headstart.train.loss.distillation import Objective, accumulate_gradients, find_labels, summarize
 from headstart.train.loss.losses import Loss
-from headstart.train.loss.predictions import mlp_speculator_predictions
 from headstart.train.run.acceptance import AcceptanceMeter
 from headstart.train.run.optimization import build_optimizer, finish_step
 from headstart.train.run.recipe import key, parse_recipe
@@ -113,7 +112,7 @@ def build_head(recipe, target, resumed):
     head = load_head(recipe.start_from, dtype="float32")
     if not isinstance(head, MLPSpeculator):
         raise ValueError(
-            f"start_from {recipe.start_from!r} holds a head of the family {family_of(head)}, not an MLP speculator"
+            f"start_from {recipe.start_from!r} holds a head of the family {family_of(head).name}, not an MLP speculator"
         )
     for f in fields(config):
         found, wanted = getattr(head.config, f.name), getattr(config, f.name)
@@ -160,7 +159,7 @@ def main(argv):
     optimizer = build_optimizer(head, recipe.weight_decay, recipe.beta1, recipe.beta2)
 
     def predict(features, input_ids, position_ids, document_ids):
-        return mlp_speculator_predictions(head, features, input_ids)
+        return head.predict(features, input_ids, position_ids, document_ids)
 
     # The engine is built before any feature is trained on: it packs the target's weights, and packed products may differ from
     # separate ones in the last bit, which a resumed run must not see.

@@ -26,8 +26,8 @@ from tqdm import tqdm
 
 import headstart
 from headstart.heads.storage.atomic_write import check_writable, write_json
-from headstart.inference.engine.sampling import SamplingParams
 from headstart.inference.models.target_source import named_dtype
+from headstart.inference.sampling_params import SamplingParams
 from headstart.train.data.chat_endpoint import ChatEndpoint, EndpointUnavailable, answer_by_endpoint, completions_url
 from headstart.train.data.conversations import load_conversations
 from headstart.train.data.dialogue import REFUSED, Dialogue

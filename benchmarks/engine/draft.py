@@ -21,11 +21,10 @@ from ...evaluation.results import Report, decimals, plain, shares_text
 from ...evaluation.timing import Repeatable, Times, release
 from ...inference.engine.cache import PagedCache
 from ...inference.models.decoder import Decoder
-from ...inference.models.draft_weights import draft_bytes
 from ...inference.models.weights import weight_bytes
-from ...inference.speculation.options import DraftSource, build_drafter
-from ...inference.speculation.tree import DEFAULT_DYNAMIC, MAX_NODES, DynamicTree, Tree, chain
-from ...inference.speculation.verify import TreeTensors
+from ...inference.speculation.proposers import HeadProposer
+from ...inference.speculation.tree import DEFAULT_DYNAMIC, MAX_NODES, GrowingTree, Tree, chain
+from ...inference.speculation.tree_on_device import TreeOnDevice
 from ...kernels.attention.tree_attention import PAGE
 from ..floor import copy_bandwidth, milliseconds
 from ..random_heads import empty_head, parameter_bytes, random_head
@@ -121,7 +120,7 @@ def dynamic_tree(depth):
     """DEFAULT_DYNAMIC, so deep."""
     width = DEFAULT_DYNAMIC.width
     most = 1 + width + (depth - 1) * width**2
-    return DynamicTree(depth, width, min(DEFAULT_DYNAMIC.num_nodes, most))
+    return GrowingTree(depth, width, min(DEFAULT_DYNAMIC.num_nodes, most))
 
 
 def per_unit(whole, part, count=1):
@@ -136,9 +135,8 @@ class DraftBench:
         self.settings, self.decoder, self.method = settings, decoder, method
         self.bandwidth, self.report = bandwidth, report
         head = random_head(method, config, decoder, settings.depth)
-        source, speculative = DraftSource(method, head), {"model": head}
-        self.drafter = build_drafter(source, speculative, chain(settings.depth), "shared_noise", decoder, None)
-        self.bytes = draft_bytes(head, decoder.lm_head.nbytes)
+        self.drafter = HeadProposer(head, head).build(chain(settings.depth), "shared_noise", decoder, None)
+        self.bytes = head.draft_bytes(decoder.lm_head.nbytes)
         # What the target gives it: the last hidden state, or the streams of some layers.
         self.feature_width = decoder.hidden_size * max(len(self.drafter.streams), 1)
 
@@ -176,7 +174,7 @@ class DraftBench:
         self.add(batch, "tree building", per_unit(grown, static))
 
     def gathered(self, batch, tree):
-        """BatchRows of the requests, as a step gathers them for this TreeTensors."""
+        """BatchRows of the requests, as a step gathers them for this TreeOnDevice."""
         state = self.drafter.state_shape or (self.decoder.hidden_size, self.decoder.dtype)
         context, device = self.settings.context, self.decoder.device
         slots = standing_slots(batch, context, 2 * MAX_NODES, state, self.decoder.vocab_size, device)
@@ -184,14 +182,14 @@ class DraftBench:
 
     def draft(self, batch, tree):
         """The whole draft of a tree, repeatable."""
-        tree = TreeTensors(tree, self.decoder.device)
+        tree = TreeOnDevice.of(tree, self.decoder.device)
         rows = self.gathered(batch, tree)
         return self.repeatable(lambda: self.drafter.propose(rows, tree))
 
     def advance(self, batch):
         """The pass after a step whose whole chain was accepted; how much was accepted changes nothing."""
         depth, device = self.settings.depth, self.decoder.device
-        tree = TreeTensors(chain(depth), device)
+        tree = TreeOnDevice.of(chain(depth), device)
         rows = self.gathered(batch, tree)
         feature = torch.randn(batch * tree.num_nodes, self.feature_width, dtype=self.decoder.dtype, device=device)
         emitted = torch.randint(self.decoder.vocab_size, (batch, depth + 2), device=device)

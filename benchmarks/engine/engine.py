@@ -16,12 +16,13 @@ from functools import partial
 import torch
 
 from ...evaluation.results import Report, decimals, plain
-from ...evaluation.step_recorder import NoSteadyState, StepRecorder
+from ...evaluation.step_recorder import NoSteadyState, record_steps
 from ...evaluation.timing import Repeatable, Times, release
-from ...inference.engine.sampling import SamplingParams
 from ...inference.engine.slots import INTEGERS
 from ...inference.llm import LLM
-from ...inference.speculation.options import DraftSource, choose_tree, choose_verifier
+from ...inference.sampling_params import SamplingParams
+from ...inference.speculation.options import SpeculativeOptions
+from ...inference.speculation.speculation import choose_speculation
 from ..random_heads import bytes_with_head, empty_head, random_head
 from ..shape import NUM_HEADS, check_fits, config_of_shape
 from .startup import seconds_to_first_token
@@ -86,10 +87,10 @@ def bench_engine(settings, device, dtype, command, output=None, commit=None):
     else:
         depth = settings.num_speculative_tokens
         speculative = {"tree": settings.tree, "verifier": "synthetic", "num_speculative_tokens": depth}
-        head = empty_head(settings.head, config, depth, shared)
-        tree = choose_tree(speculative | {"model": head}, DraftSource(settings.head, head))
         for acceptance in settings.acceptance:  # refuses what such drafts cannot reach
-            choose_verifier("synthetic", {"acceptance_length": acceptance}, tree, "cpu")
+            head = empty_head(settings.head, config, depth, shared)
+            asked = speculative | {"model": head, "acceptance_length": acceptance}
+            choose_speculation(SpeculativeOptions.parse(asked), config, max(settings.batches))
         with_head = partial(bytes_with_head, method=settings.head, depth=depth, shared_lm_head=shared)
         check_fits(settings.shape, device, dtype, num_bytes=with_head, what="the weights and the head")
     report = Report("engine", COLUMNS, device, command, vars(settings), output, commit)
@@ -179,9 +180,7 @@ class EngineBench:
         if plan.measures:  # first it learns what each depth costs and gives
             llm.generate(self.prompts(llm, batch), params)
         before = num_steps_by_depth(plan)
-        with StepRecorder(llm.engine) as recorder:
-            llm.generate(self.prompts(llm, batch), params)
-        tokens, seconds, steps = recorder.steady(batch)
+        tokens, seconds, steps = record_steps(llm.session, self.prompts(llm, batch), params).steady(batch)
         mean = seconds * 1e3 / len(steps)
         chosen = num_steps_by_depth(plan) - before
         # Alone, the step of the whole tree: an engine that cuts it has no one step to compare with.

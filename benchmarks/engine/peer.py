@@ -14,10 +14,10 @@ import torch
 from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 from ...evaluation.results import Report, decimals, plain
-from ...evaluation.step_recorder import StepRecorder
+from ...evaluation.step_recorder import record_steps
 from ...evaluation.timing import Times, release
-from ...inference.engine.sampling import SamplingParams
 from ...inference.llm import LLM
+from ...inference.sampling_params import SamplingParams
 from ..shape import check_fits, config_of_shape
 
 COLUMNS = {
@@ -122,7 +122,7 @@ def run_llm(llm, prompts, new_tokens, start):
     params = SamplingParams(max_tokens=new_tokens, ignore_eos=True, temperature=0)
     llm.generate([prompt[::-1] for prompt in prompts], params)
     warm = time.perf_counter() - start
-    with StepRecorder(llm.engine) as recorder:
-        outputs = llm.generate(prompts, params)
-    *_, steps = recorder.steady(len(prompts))
+    record = record_steps(llm.session, prompts, params)
+    *_, steps = record.steady(len(prompts))
+    outputs = [llm.session.output(submission) for submission in record.submissions]
     return [output.outputs[0].token_ids for output in outputs], Times.of(steps), warm

@@ -37,8 +37,8 @@ def seconds_to_first_token(shape, dtype, device, max_num_seqs, prompt_tokens):
 def main(shape, dtype, device, max_num_seqs, prompt_tokens, began):
     import torch
 
-    from ...inference.engine.sampling import SamplingParams
     from ...inference.llm import LLM
+    from ...inference.sampling_params import SamplingParams
     from ...inference.threads import choose_threads
     from ..shape import config_of_shape
 

@@ -16,13 +16,15 @@ import torch
 from ...evaluation.results import Report, decimals, plain, shares_text
 from ...evaluation.timing import Repeatable, plannable_bytes, release
 from ...inference.engine.cache import PagedCache
-from ...inference.engine.sampling import NO_FILTERS
 from ...inference.engine.slots import FLOATS, INTEGERS, SlotTable
-from ...inference.engine.step import Step, draw
-from ...inference.models.draft_weights import draft_bytes
+from ...inference.engine.step import Step
+from ...inference.engine.target_scores import NO_FILTERS, draw
+from ...inference.speculation.draft import Draft
+from ...inference.speculation.drafters.drafter import NoDrafter
 from ...inference.speculation.drafters.medusa import MedusaDrafter
 from ...inference.speculation.tree import ROOT_ONLY
-from ...inference.speculation.verify import TreeTensors, strict
+from ...inference.speculation.tree_on_device import TreeOnDevice
+from ...inference.speculation.verifiers import Strict
 from ...kernels.attention.kv_commit import kv_commit
 from ...kernels.attention.tree_attention import PAGE
 from ..floor import copy_bandwidth, kv_bytes, milliseconds, weight_bytes
@@ -81,6 +83,16 @@ def standing_slots(batch, context, num_places, state, vocab_size, device):
     return slots
 
 
+class KnownTokens:
+    """The target's own tokens of StandingRequests, in the place of a TargetScores."""
+
+    def __init__(self, standing):
+        self.batch, self.drafted, self.tokens = standing.gathered(), standing.tokens, standing.target_tokens
+
+    def sample(self):
+        return self.tokens
+
+
 class StandingRequests:
     """B requests that stand behind `context` tokens for as long as one likes, and the engine's step over them.
 
@@ -88,18 +100,18 @@ class StandingRequests:
     and `commit` move the requests, and they put them back first, so they too can be captured once and replayed.
     """
 
-    def __init__(self, decoder, cache, batch, context, tree, verifier, drafter=None):
+    def __init__(self, decoder, cache, batch, context, tree, verifier, drafter):
         device, state = decoder.device, (decoder.hidden_size, decoder.dtype)
         slots = standing_slots(batch, context, tree.num_nodes, state, decoder.vocab_size, device)
         self.slots, self.rows = slots, torch.arange(batch, device=device)
-        self.tree = TreeTensors(tree, device)
-        self.step = Step(decoder, cache, slots, self.tree, verifier, drafter)
+        self.tree = TreeOnDevice.of(tree, device)
+        self.step = Step(decoder, cache, slots, tree=self.tree, verifier=verifier, drafter=drafter)
         self.tokens = torch.randint(decoder.vocab_size, (batch, tree.num_nodes), device=device)
         self.target_tokens = torch.randint_like(self.tokens, decoder.vocab_size)
         self.saved = slots.integers.clone()
         self.hidden = torch.zeros(batch * tree.num_nodes, decoder.hidden_size, dtype=decoder.dtype, device=device)
         # The deepest path, all accepted: the commit that moves most.
-        self.path = self.tree.ancestors[self.tree.deepest].expand(batch, -1).contiguous()
+        self.path = self.tree.ancestors[tree.deepest].expand(batch, -1).contiguous()
         self.num_accepted = torch.full((batch,), tree.max_depth, device=device)
 
     def gathered(self):
@@ -115,7 +127,7 @@ class StandingRequests:
         return self.step.drafter.propose(self.gathered(), self.tree)
 
     def verify(self):
-        return self.step.verifier(self.tree, self.tokens, self.target_tokens, self.gathered())
+        return self.step.verifier(self.tree, Draft(self.tokens, self.tree), KnownTokens(self))
 
     def commit(self):
         """What follows the verdict that the deepest path is accepted."""
@@ -213,7 +225,7 @@ class _Bench:
         """The target's pass. Returns its milliseconds."""
         decoder, settings = self.decoder, self.settings
         tree = ROOT_ONLY if nodes == 1 else spread_tree(nodes)
-        standing = StandingRequests(decoder, cache, batch, context, tree, strict)
+        standing = StandingRequests(decoder, cache, batch, context, tree, Strict(), NoDrafter())
         work = Repeatable(standing.forward, decoder.device)
         times, shares = work.time(settings.repeats), work.shares()
         del work
@@ -254,9 +266,9 @@ class _Bench:
             )
             return
         head = random_head("medusa", config_of_shape(settings.shape), decoder, NUM_HEADS, layout == "shared")
-        drafter = MedusaDrafter(head, decoder.lm_head)
-        standing = StandingRequests(decoder, cache, batch, context, spread_tree(nodes), strict, drafter)
-        own = milliseconds(draft_bytes(head, decoder.lm_head.nbytes)["first"], self.bandwidth)
+        drafter = MedusaDrafter(head, decoder)
+        standing = StandingRequests(decoder, cache, batch, context, spread_tree(nodes), Strict(), drafter)
+        own = milliseconds(head.draft_bytes(decoder.lm_head.nbytes)["first"], self.bandwidth)
         for part, work, floor in (
             (f"draft, {layout}", standing.draft, own),
             ("verify", standing.verify, None),

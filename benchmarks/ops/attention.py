@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...evaluation.timing import release
-from ...inference.speculation.verify import TreeTensors
+from ...inference.speculation.tree_on_device import TreeOnDevice
 from ...kernels.attention.kv_commit import kv_commit
 from ...kernels.attention.prefill_attention import build_prefill_index
 from ...kernels.attention.rotary_kv_write import rotary_kv_write
@@ -34,7 +34,7 @@ def bench_attention(bench):
                 continue  # that is prefill
             release(bench.device)
             kv, table = paged_cache(bench, batch, context + rows)
-            tree = TreeTensors(spread_tree(rows), bench.device)
+            tree = TreeOnDevice.of(spread_tree(rows), bench.device)
             committed = torch.full((batch,), context, device=bench.device)
             q = bench.random(batch * rows, sizes.num_heads, sizes.head_dim)
             arguments = (table, committed, tree.depths, tree.ancestors, sizes.num_kv_heads, bench.dtype)
@@ -117,13 +117,13 @@ def bench_commit(bench):
     for rows in bench.settings.rows:
         if not 1 < rows <= PAGE:
             continue
-        tree = TreeTensors(spread_tree(rows), bench.device)
+        tree = TreeOnDevice.of(spread_tree(rows), bench.device)
         context = bench.settings.contexts[0]
         pages = -(-(context + rows) // PAGE)
         table = 1 + torch.arange(batch * pages, device=bench.device).view(batch, pages)
         kv = bench.random(sizes.layers, 2, (batch * pages + 1) * sizes.num_kv_heads * PAGE, sizes.head_dim)
         committed = torch.full((batch,), context, device=bench.device)
-        path = tree.ancestors[tree.deepest].expand(batch, -1).contiguous()
+        path = tree.ancestors[tree.tree.deepest].expand(batch, -1).contiguous()
         accepted = torch.full((batch,), tree.max_depth, device=bench.device)
         moved = 2 * 2 * sizes.layers * batch * tree.max_depth * sizes.num_kv_heads * sizes.head_dim * kv.element_size()
 

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from ...inference.speculation.verify import TreeTensors
+from ...inference.speculation.tree_on_device import TreeOnDevice
 from ...kernels.attention.tree_attention import PAGE
 from ...kernels.embedding import embed
 from ...kernels.rms_norm import add_rms_norm
@@ -70,7 +70,7 @@ def bench_verify(bench):
     for rows in bench.settings.rows:
         if not 1 < rows <= PAGE:
             continue
-        tree = TreeTensors(spread_tree(rows), bench.device)
+        tree = TreeOnDevice.of(spread_tree(rows), bench.device)
         tokens, target = bench.integers(50, 2, batch, rows)
         limit = torch.full((batch,), 100, device=bench.device)
 

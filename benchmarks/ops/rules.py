@@ -9,12 +9,12 @@ floor is reading the logits once.
 
 import torch
 
-from ...inference.engine.sampling import CUT, NO_FILTERS
 from ...inference.engine.slots import FLOATS, INTEGERS, SlotTable
-from ...inference.engine.step import draft_scores, draw, target_scores
+from ...inference.engine.target_scores import CUT, NO_FILTERS, TargetScores, draft_scores
 from ...inference.speculation.draw_nodes import NodeDraws
 from ...inference.speculation.tree import MAX_NODES, chain
-from ...inference.speculation.verify import Ratio, TreeTensors, strict
+from ...inference.speculation.tree_on_device import TreeOnDevice
+from ...inference.speculation.verifiers import Ratio, Strict
 from ..shape import spread_tree
 
 TREE_RULES, CHAIN_RULES = ("strict", "recursive", "traversal"), ("strict", "token", "block")
@@ -39,7 +39,7 @@ def bench_rules(bench):
 
 
 def _line(bench, name, topology, batch, filters):
-    device, vocab, tree = bench.device, bench.sizes.vocab, TreeTensors(topology, bench.device)
+    device, vocab, tree = bench.device, bench.sizes.vocab, TreeOnDevice.of(topology, bench.device)
     slots = SlotTable(batch, 2, 16, vocab, bench.dtype, device)
     slots.integers[:batch] = torch.tensor([SAMPLED.get(column, 0) for column in INTEGERS], device=device)
     slots.floats[:batch] = torch.tensor([LAW.get(column, 0.0) for column in FLOATS], device=device)
@@ -50,14 +50,11 @@ def _line(bench, name, topology, batch, filters):
         laws = draft_scores(
             requests, filters, slots, tree.max_depth, laws[0], torch.arange(tree.max_depth, device=device)
         )
-    drafted = NodeDraws(tree, "sampled")(requests, *laws)
-    tokens, ratio = drafted.tokens.clamp(min=0), Ratio(name) if name != "strict" else None
+    draft = NodeDraws(tree, "sampled")(requests, *laws)
+    tokens, verifier = draft.tokens.clamp(min=0), Strict() if name == "strict" else Ratio(name)
 
     def ours():
-        if ratio is None:
-            target = draw(requests, logits, filters, slots)
-            return strict(tree, tokens, target.view(tokens.shape), requests)
-        return ratio(tree, drafted, requests, *target_scores(requests, logits, filters, slots))
+        return verifier(tree, draft, TargetScores(requests, logits, filters, slots, tokens))
 
     what = f"{name}, {batch} x {tree.num_nodes}{', cut' if filters else ''}"
     bench.line("rules", what, len(logits), ours, None, logits.nbytes)

@@ -21,10 +21,12 @@ import torch
 from headstart.evaluation.results import Report, command_line
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.inference.engine.engine import Engine
-from headstart.inference.engine.sampling import SamplingParams
+from headstart.inference.engine.options import EngineOptions
 from headstart.inference.llm import LLM
 from headstart.inference.models.shapes import config_of
+from headstart.inference.sampling_params import SamplingParams
 from headstart.inference.speculation.drafters.oracle import OracleDrafter
+from headstart.inference.speculation.speculation import Speculation
 from headstart.inference.speculation.tree import build_static_tree, chain
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,7 +106,8 @@ def with_oracle(llm, known, prompts, tree, batch):
     decoder = llm.engine.decoder
     drafter = OracleDrafter(known, [len(p) for p in prompts], 0.55, decoder.vocab_size, decoder.device)
     other = LLM(llm, max_model_len=llm.max_model_len, max_num_seqs=1, num_gpu_blocks_override=64, enforce_eager=True)
-    other.engine = Engine.build(decoder, llm.eos_token_ids, llm.max_model_len, batch, drafter, tree)
+    options = EngineOptions(llm.max_model_len, max_num_seqs=batch)
+    other.session.engine = Engine.build(decoder, llm.eos_token_ids, options, Speculation(drafter, tree))
     return other
 
 
@@ -145,7 +148,7 @@ class Comparison:
         row = self.labels | {
             "temperature": self.temperature,
             "draft": draft,
-            "batch": llm.engine.scheduler.max_num_seqs,
+            "batch": llm.engine.max_num_seqs,
             "requests": len(found),
             "tokens": sum(len(tokens) for tokens, _ in found.values()),
             "acceptance_length": round(llm.engine.metrics.spec_decode.acceptance_length, 3),
@@ -154,7 +157,7 @@ class Comparison:
         }
         self.rows.append(row)
         print(" ".join(f"{key}={value}" for key, value in row.items()), file=sys.stderr, flush=True)
-        llm.engine.scheduler.check()
+        llm.engine.check()
         return found
 
     def run(self, heads):
@@ -191,7 +194,7 @@ def medusa_heads(target, base):
         shape = dict(hidden_size=decoder.hidden_size, vocab_size=decoder.vocab_size, num_heads=4)
         with torch.device(decoder.device):
             head = Medusa(MedusaConfig(shared_lm_head=shared, **shape)).to(decoder.dtype).eval()
-        head.initialize_from_target(decoder.lm_head)
+        head.initialize_from_target(decoder.lm_head, decoder.embedding)
         found["random, shared lm_head" if shared else "random, own lm_heads"] = {"model": head}
     return found
 

@@ -19,8 +19,8 @@ import torch
 from tqdm import tqdm
 
 from headstart.evaluation.results import Report, command_line
-from headstart.inference.engine.sampling import SamplingParams
 from headstart.inference.llm import LLM
+from headstart.inference.sampling_params import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
 EMBEDDED, EMBEDDED_HEAD = ROOT / "assets" / "stdlib-coder", ROOT / "assets" / "stdlib-coder-medusa"
@@ -78,10 +78,10 @@ def long_run(minutes, num_compared, num_pages, seed):
             ignore_eos=generator.random() < 0.5,
             seed=generator.randrange(2**62),
         )
-        (request,) = llm._make_requests(None, prompt, params)
-        engine.scheduler.add(request)
+        submission = llm.session.submit(prompt, params)
+        (request,) = submission.requests
         inputs[request.request_id] = (prompt, params)
-        alive[request.request_id] = request
+        alive[request.request_id] = submission
 
     started = time.monotonic()
     with tqdm(total=round(minutes * 60), unit="s", desc="traffic", dynamic_ncols=True) as bar:
@@ -89,20 +89,19 @@ def long_run(minutes, num_compared, num_pages, seed):
             elapsed = time.monotonic() - started
             while elapsed < minutes * 60 and len(alive) < IN_THE_HOUSE:
                 arrive()
-            for request in engine.step():
+            for request in llm.session.step():
                 if request.finished:
                     finished.append(request)
                     del alive[request.request_id]
             if alive and generator.random() < 0.02:
-                request = alive.pop(generator.choice(list(alive)))
-                engine.cancel(request)
+                llm.session.cancel(alive.pop(generator.choice(list(alive))))
                 num_cancelled += 1
             num_steps += 1
             if num_steps % CHECK_EVERY == 0:
-                engine.scheduler.check()
+                engine.check()
             bar.update(min(round(elapsed), bar.total) - bar.n)
-    engine.scheduler.check()
-    assert engine.scheduler.num_free_pages == num_pages, "a page was lost"
+    engine.check()
+    assert engine.num_free_pages == num_pages, "a page was lost"
 
     sample = generator.sample(finished, min(num_compared, len(finished)))
     alone = LLM(llm, max_model_len=1024, max_num_seqs=1, enable_prefix_caching=False)
@@ -119,7 +118,7 @@ def long_run(minutes, num_compared, num_pages, seed):
         "cancelled": num_cancelled,
         "emitted_tokens": metrics["num_generated_tokens"],
         "preemptions": metrics["num_preemptions"],
-        "prompt_tokens_found_in_the_cache": engine.scheduler.num_cached_tokens,
+        "prompt_tokens_found_in_the_cache": metrics["prefix_cache_hits"],
         "acceptance_length": round(metrics["acceptance_length"], 3),
         "compared": len(sample),
         "differing": differing,

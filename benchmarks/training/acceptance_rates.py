@@ -17,10 +17,8 @@ from tqdm import tqdm
 
 from headstart.evaluation.results import Report, command_line
 from headstart.heads.checkpoint import check_head_fits, load_head
-from headstart.heads.families import family_of
 from headstart.train.data.conversations import load_conversations
 from headstart.train.data.encoding import encode_conversations
-from headstart.train.loss import predictions
 from headstart.train.loss.distillation import find_labels
 from headstart.train.teacher.features import FrozenTarget, load_target
 
@@ -76,19 +74,19 @@ def take_embedding(head, target):
 def measure(target, head, encoded, name, options):
     """fp64 [conversations, depths, 2]: the sum over a conversation's labels of sum min(p, q), and how many labels it had."""
     depths, device = min(options.depths, head.num_speculative_tokens), target.lm_head.weight.device
-    layers = head.features if family_of(head) == "EAGLE-3" else ()
     totals = torch.zeros(len(encoded), depths, 2, dtype=torch.float64)
     for place, (ids, supervised) in enumerate(tqdm(encoded, desc=name, unit=" conversations")):
         input_ids = torch.tensor([ids[: options.length]], device=device)
         supervised = torch.tensor([supervised[: options.length]], device=device)
         documents, positions = torch.zeros_like(input_ids), torch.arange(input_ids.shape[1], device=device)[None]
-        features = target.features(input_ids, positions, documents, layers)
+        features = target.features(input_ids, positions, documents, head.aux_layers)
         last = features[0, :, : target.hidden_size]
         labels = find_labels(input_ids, documents, supervised, depths)
         if not len(labels.positions):
             continue
         p = target.lm_head(last[labels.positions - 1]).softmax(-1)  # [N, V]
-        drafted = predict(head, features, (input_ids, positions, documents), target, depths)
+        read = features[..., target.hidden_size :] if head.aux_layers else features
+        drafted = head.predict(read, input_ids, positions, documents, target.lm_head.weight, depths)
         p = p if drafted.draft_ids is None else p[:, drafted.draft_ids]
         for k in range(depths):
             roots = (labels.positions - 2 - k).clamp_min(0)
@@ -96,18 +94,6 @@ def measure(target, head, encoded, name, options):
             accepted = torch.minimum(p, q).sum(-1)[labels.valid[k]]
             totals[place, k] = torch.tensor([accepted.double().sum(), len(accepted)])
     return totals
-
-
-def predict(head, features, batch, target, depths):
-    """Predictions of at least so many depths.  features [1, T, (1 + A) H]"""
-    width, kind = target.hidden_size, family_of(head)
-    if kind == "Medusa":
-        return predictions.medusa_predictions(head, features, target.lm_head.weight)
-    if kind == "MLP speculator":
-        return predictions.mlp_speculator_predictions(head, features, batch[0])
-    if kind == "EAGLE":
-        return predictions.eagle_predictions(head, features, *batch, target.lm_head.weight, depths)
-    return predictions.eagle3_predictions(head, features[..., width:], *batch, depths)
 
 
 def mean(sums):

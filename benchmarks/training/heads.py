@@ -16,11 +16,12 @@ import torch
 
 from headstart.evaluation.acceptance import acceptance_interval, measure_acceptance
 from headstart.evaluation.results import Report, command_line
-from headstart.inference.engine.sampling import SamplingParams
 from headstart.inference.llm import LLM
 from headstart.inference.prompt_files import read_prompts, render_prompt
-from headstart.inference.speculation.options import find_draft_source
-from headstart.inference.speculation.tree import MAX_NODES, DynamicTree, build_static_tree, save_tree
+from headstart.inference.sampling_params import SamplingParams
+from headstart.inference.speculation.options import SpeculativeOptions
+from headstart.inference.speculation.proposers import find_proposer
+from headstart.inference.speculation.tree import MAX_NODES, GrowingTree, build_static_tree, save_tree
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET = ROOT / "assets" / "stdlib-coder"
@@ -52,7 +53,7 @@ def main(arguments=None):
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
         for name, head in heads.items():
-            source = find_draft_source({"model": head}, base.config)
+            source = find_proposer(SpeculativeOptions(model=head), base.config)
             for temperature in options.temperature or (0.0, 1.0):
                 drafts = build_drafts(base, source, prompts[:FOR_RATES], temperature, options, Path(scratch))
                 found = []
@@ -88,7 +89,7 @@ def build_drafts(base, source, prompts, temperature, options, scratch):
         f"static tree of {static.num_nodes}": (str(scratch / "static.json"), None),
     }
     if source.method != "medusa":
-        dynamic = DynamicTree(depth, 8, options.nodes)
+        dynamic = GrowingTree(depth, 8, options.nodes)
         save_tree(dynamic, scratch / "dynamic.json")
         drafts[f"dynamic tree of {dynamic.num_nodes}"] = (str(scratch / "dynamic.json"), None)
     return drafts

@@ -36,7 +36,6 @@ from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.train import medusa
 from headstart.train.loss.distillation import Objective, accumulate_gradients, find_labels
 from headstart.train.loss.losses import Loss
-from headstart.train.loss.predictions import medusa_predictions
 from headstart.train.run.optimization import build_optimizer, finish_step
 from headstart.train.run.stopping import leave_group
 from headstart.train.teacher.features import FrozenTarget
@@ -229,7 +228,7 @@ def train_big(shape, rows, length, steps):
         features = target.features(tokens, places, documents)
         labels = find_labels(tokens, documents, supervised, NUM_HEADS)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            predictions = medusa_predictions(head, features, target.lm_head.weight)
+            predictions = head.predict(features, tokens, places, documents, target.lm_head.weight)
             given = target.lm_head, objective, labels_per_step, 1024
             share = accumulate_gradients(predictions, features.flatten(0, 1), labels, *given)
         totals, _ = finish_step(head, optimizer, [share], accelerator, 1e-4 * (step + 1) / steps, 1.0)

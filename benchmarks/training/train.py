@@ -35,7 +35,6 @@ from ...inference.models.weights import weight_bytes
 from ...kernels.jit import on_device
 from ...train.loss.distillation import Objective, accumulate_gradients, find_labels, summarize
 from ...train.loss.losses import Loss
-from ...train.loss.predictions import eagle3_predictions, medusa_predictions, mlp_speculator_predictions
 from ...train.run.optimization import build_optimizer, trained, update
 from ...train.teacher.features import FrozenTarget
 from ..floor import product_rate
@@ -165,7 +164,6 @@ class TrainBench:
         self.head = random_head(settings.head, config, for_head, settings.depth, shared).train()
         for name, parameter in self.head.named_parameters():
             parameter.requires_grad_(not name.startswith("embed_tokens"))
-        self.layers = self.head.features if settings.head == "eagle3" else ()
         self.optimizer = build_optimizer(self.head, 0.0, 0.9, 0.95)
         shape = (settings.rows, settings.sequence)
         input_ids = torch.randint(config.vocab_size, shape, device=device)
@@ -179,18 +177,14 @@ class TrainBench:
 
     def features(self):
         """[B, T, (1 + A) H]"""
-        return self.target.features(*self.batch, self.layers)
+        return self.target.features(*self.batch, self.head.aux_layers)
 
     def predict(self, features):
         """The head's Predictions, and the target's last states [M, H]."""
         width = self.target.hidden_size
         last = features[..., :width]
-        if self.settings.head == "medusa":
-            predictions = medusa_predictions(self.head, last, self.target.lm_head.weight)
-        elif self.settings.head == "eagle3":
-            predictions = eagle3_predictions(self.head, features[..., width:], *self.batch, self.settings.depth)
-        else:
-            predictions = mlp_speculator_predictions(self.head, last, self.batch[0])
+        read = features[..., width:] if self.head.aux_layers else features
+        predictions = self.head.predict(read, *self.batch, self.target.lm_head.weight, self.settings.depth)
         return predictions, last.flatten(0, 1)
 
     def ours(self, features):

@@ -19,6 +19,10 @@ from .layer import check_rope, layer_keys, read_layer, shapes_of, vocab_size_of
 
 ARCHITECTURES = {"eagle-vllm": "LlamaForCausalLM", "eagle-sglang": "LlamaForCausalLMEagle"}
 FORMATS = tuple(ARCHITECTURES)
+CONFIG_NAMES = (
+    "LlamaForCausalLMEagle",
+    "EagleLlamaForCausalLM",
+)  # LlamaForCausalLM says nothing: every EAGLE calls itself so
 EMBEDDING = "embed_tokens.weight"
 
 

@@ -23,6 +23,7 @@ from .layer import check_rope, layer_keys, read_layer, shapes_of, vocab_size_of
 
 LAYER = {"eagle3": "midlayer.", "speculators": "layers.0."}  # our "midlayer." as the format calls it
 FORMATS = tuple(LAYER)
+CONFIG_NAMES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3DraftModel")
 EMBEDDING = "embed_tokens.weight"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 # A key of ours: the embed_tokens that speculators files hold is the target's, and plain files need none.

@@ -18,7 +18,7 @@ from importlib.metadata import version
 import torch
 
 from ..medusa import MedusaConfig
-from ..storage.reading import Reading, compare
+from ..storage.reading import Reading, UnknownVocabulary, compare
 from ..storage.tensor_checks import check_names, check_tensors
 
 # The target's lm_head, which vllm-shared files carry along; a head that shares it holds no such tensor of its own.
@@ -51,6 +51,7 @@ RENAMES = {
 # What config.json calls the number of heads, and that of the blocks of each.
 COUNT_KEYS = {"medusa": ("medusa_num_heads", "medusa_num_layers"), "vllm": ("num_heads", "num_hidden_layers")}
 FORMATS = ("medusa", "medusa-shared", "vllm")  # what a user asks for
+CONFIG_NAMES = ("medusa", "MedusaModel")  # by which config.json says that it is one
 
 
 def recognises(names):
@@ -195,7 +196,7 @@ def from_file(tensors, config):
     """Read a file's tensors: Reading of a MedusaConfig. A copy of the target's lm_head is checked and dropped.
 
     tensors: {name: tensor} as the file holds them.  config: its config.json as a dict; "vocab_size" must be there for
-    heads that share the target's lm_head and carry no copy of it.
+    heads that share the target's lm_head and carry no copy of it (else UnknownVocabulary).
     Raises ValueError naming missing and unexpected tensors, tensors of a wrong shape, or the config key that is needed.
     """
     table = detect_table(tensors, config)
@@ -258,7 +259,7 @@ def _vocab_size(table, state, config):
         return lm_head.shape[0]
     vocab_size = config.get("vocab_size")
     if type(vocab_size) is not int:
-        raise ValueError(
+        raise (ValueError if "vocab_size" in config else UnknownVocabulary)(
             f"{table} heads hold no lm_head, so their config.json must say the target's vocab_size; "
             f"it says {vocab_size!r}"
         )

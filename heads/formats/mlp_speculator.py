@@ -17,6 +17,7 @@ from ..storage.reading import Reading, assume, compare
 from ..storage.tensor_checks import check_tensors, shape_of
 
 FORMATS = ("mlp-speculator",)
+CONFIG_NAMES = ("mlp_speculator", "MLPSpeculatorPreTrainedModel")
 PREFIX = "speculator."
 
 

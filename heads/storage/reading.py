@@ -17,6 +17,10 @@ class Reading(NamedTuple):
     embedding_is_targets: bool = False  # whether the file says that its embed_tokens is a copy of the target's
 
 
+class UnknownVocabulary(ValueError):
+    """Neither the tensors nor config.json tell the vocabulary's size: the target that config.json names has it."""
+
+
 def compare(notes, config, key, found, tensors="the tensors"):
     """Note it if config.json says something else of `key` than what is `found` in `tensors`; saying nothing is no lie."""
     if config.get(key) not in (None, found):

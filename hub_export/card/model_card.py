@@ -13,7 +13,6 @@ from huggingface_hub import ModelCardData
 from huggingface_hub.utils import validate_repo_id
 
 from ...heads.families import family_of
-from ...inference.models.adapter import adapter_of
 from ..acceptance import intervals
 from ..origin import Origin
 from ..readers.readers import readers_table
@@ -104,7 +103,7 @@ def _front_matter(head, name, measured, license, origin):
         license_name=stated.get("license_name"),
         license_link=stated.get("license_link"),
         pipeline_tag="text-generation",
-        tags=["headstart", PAPERS[family_of(head)][0], "speculative-decoding"],
+        tags=["headstart", PAPERS[family_of(head).name][0], "speculative-decoding"],
         metrics=["acceptance_length"] if results else None,
         eval_results=results or None,
     )
@@ -116,12 +115,14 @@ def _summary(head, format, target, trained, origin):
     config, depth = head.config, head.num_speculative_tokens
     num_parameters = sum(parameter.numel() for parameter in head.parameters())
     dtype = str(next(head.parameters()).dtype).removeprefix("torch.")
-    _, kind, paper = PAPERS[family_of(head)]
+    _, kind, paper = PAPERS[family_of(head).name]
     count, verb = (
-        (f"{depth} ", "draft up to") if family_of(head) == "Medusa" else ("An " if kind[0] in "EM" else "A ", "drafts")
+        (f"{depth} ", "draft up to")
+        if family_of(head).name == "Medusa"
+        else ("An " if kind[0] in "EM" else "A ", "drafts")
     )
     rows = "\n".join(f"| {name} | {value} |" for name, value in _shape(head))
-    hidden_size = config.target_hidden_size if family_of(head) == "EAGLE-3" else config.hidden_size
+    hidden_size = config.target_hidden_size if family_of(head).name == "EAGLE-3" else config.hidden_size
     return (
         f"{count}{kind} ([arXiv {paper}](https://arxiv.org/abs/{paper})) that {verb} {depth} tokens ahead for the target "
         f"`{target}`, {done} with Headstart. In Headstart's engine the target checks every drafted token, and the "
@@ -137,11 +138,11 @@ def _summary(head, format, target, trained, origin):
 
 def _adapted(head, target):
     """What there is to say of heads that were trained together with an adapter of their target."""
-    if not adapter_of(head):
+    if not head.adapter:
         return ""
     return (
         f"**They belong to the adapted target**: they were trained together with a LoRA adapter of `{target}` (Medusa-2), which "
-        f"lies in `adapter/` in peft's format (weights `{adapter_of(head)}`). With it the output is the one that the adapted "
+        f"lies in `adapter/` in peft's format (weights `{head.adapter}`). With it the output is the one that the adapted "
         f"target gives without the heads, which is not that of `{target}` itself; without it their drafts are accepted less often."
         "\n\n"
     )
@@ -149,7 +150,7 @@ def _adapted(head, target):
 
 def _shape(head):
     """(name, value) of what a family's heads differ in."""
-    config, family = head.config, family_of(head)
+    config, family = head.config, family_of(head).name
     if family == "Medusa":
         lm_head = "the target's lm_head, shared" if config.shared_lm_head else "an lm_head of its own per head"
         return [("residual blocks per head", config.num_layers), ("logits", lm_head)]
@@ -254,7 +255,7 @@ def _license(head, license, target, extras):
     parts = [said, f"The licence of `{target}` is {theirs}."]
     if extras.holds:
         parts.append(f"These files hold {extras.holds} of the target, to which the target's licence applies.")
-    elif family_of(head) in ("Medusa", "EAGLE-3") and not getattr(head.config, "shared_lm_head", False):
+    elif family_of(head).name in ("Medusa", "EAGLE-3") and not getattr(head.config, "shared_lm_head", False):
         parts.append(
             "No tensor here is a copy of the target's, but the output matrices may have been started from its lm_head, and "
             "the target's licence may have a say in what is made from it."

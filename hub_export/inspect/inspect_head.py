@@ -23,10 +23,8 @@ from ...heads.formats.eagle3 import LAYER_IDS
 from ...heads.storage.hub_answer import ask_hub, hub_options
 from ...heads.storage.hub_id import split_revision
 from ...heads.storage.weight_files import find_weights, read_names
-from ...inference.models.adapter import adapter_of
-from ...inference.models.draft_weights import draft_bytes
 from ...inference.models.target_source import eos_token_ids, target_config
-from ...inference.speculation.tree import DynamicTree, load_tree
+from ...inference.speculation.tree import GrowingTree, load_tree
 from ..measurements import Measurements, check_tree_fits, find_measurements
 from ..readers.readers import Verdict, judge
 from ..readers.rules import WRONG, HeadFiles
@@ -129,7 +127,7 @@ def describe(source, folder, model=None):
     return {
         "source": str(source),
         "folder": str(folder),
-        "family": family_of(head),
+        "family": family_of(head).name,
         "format": file.format,
         "problems": problems,
         "mend": _export(source, file.format, head) if file.notes else None,
@@ -139,7 +137,7 @@ def describe(source, folder, model=None):
         "num_speculative_tokens": head.num_speculative_tokens,
         "config": asdict(head.config),
         "target": target,
-        "adapter": adapter_of(head) or None,
+        "adapter": head.adapter or None,
         "features": _features(head, depth),
         "lm_head": _lm_head(head),
         "embedding": _embedding(head),
@@ -178,7 +176,7 @@ def _target(head, name):
 
 def _features(head, depth):
     """What it reads of the target; of streams their layers in each counting, None where the target's depth must tell them."""
-    if family_of(head) != "EAGLE-3":
+    if family_of(head).name != "EAGLE-3":
         return {"kind": "final"}
     ids = head.config.aux_layer_ids
     if ids is None and depth is not None and depth >= 7:
@@ -192,7 +190,7 @@ def _features(head, depth):
 
 
 def _lm_head(head):
-    family, config = family_of(head), head.config
+    family, config = family_of(head).name, head.config
     if family == "EAGLE" or (family == "Medusa" and config.shared_lm_head):
         return "the target's"
     if family == "EAGLE-3":
@@ -206,7 +204,7 @@ def _unit(family):
 
 def _embedding(head):
     """Where the embedding of drafted tokens comes from; None: the family has none."""
-    family = family_of(head)
+    family = family_of(head).name
     if family == "Medusa":
         return None
     if family == "MLP speculator":
@@ -220,23 +218,23 @@ def _parameters(head, names):
     """How many numbers were trained, and how many are the target's, carried along."""
     trained = sum(one.numel() for one in head.parameters() if one.requires_grad)
     carried = sum(one.numel() for one in head.parameters() if not one.requires_grad)
-    if family_of(head) == "Medusa" and head.config.shared_lm_head and "lm_heads.0.weight" in names:
+    if family_of(head).name == "Medusa" and head.config.shared_lm_head and "lm_heads.0.weight" in names:
         carried += head.config.vocab_size * head.config.hidden_size
     return {"trained": trained, "carried": carried}
 
 
 def _draft_bytes(head, target):
-    """Bytes of weights that drafting reads (inference/models/draft_weights.py); the target's lm_head in its dtype, else the
+    """Bytes of weights that drafting reads (Head.draft_bytes); the target's lm_head in its dtype, else the
     head's."""
     config, dtype = head.config, next(head.parameters()).dtype
     lm_head_dtype = getattr(torch, target["dtype"] or "", dtype)
     lm_head = config.vocab_size * config.hidden_size * lm_head_dtype.itemsize if _lm_head(head) == "the target's" else 0
-    return draft_bytes(head, lm_head) | {"target_lm_head": lm_head}
+    return head.draft_bytes(lm_head) | {"target_lm_head": lm_head}
 
 
 def _tree(path):
     tree = load_tree(path)
-    kind = "dynamic" if isinstance(tree, DynamicTree) else "static"
+    kind = "dynamic" if isinstance(tree, GrowingTree) else "static"
     return {"file": path.name, "kind": kind, "num_nodes": tree.num_nodes, "max_depth": tree.max_depth}
 
 

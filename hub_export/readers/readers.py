@@ -98,7 +98,7 @@ class Verdict:
 def readers_table(head, format):
     """Rows of (reader, what it takes) for this head as we write it in this format."""
     written = files_as_written(head, format)
-    word = "dialect" if family_of(head) == "EAGLE" else "layout"
+    word = "dialect" if family_of(head).name == "EAGLE" else "layout"
     return [("Headstart", "yes"), *((verdict.reader, _in_words(verdict, word)) for verdict in judge(written))]
 
 
@@ -113,7 +113,7 @@ def _in_words(verdict, word):
 
 def judge(files):
     """A Verdict of every reader of the family on HeadFiles."""
-    readers = READERS[family_of(files.head)]
+    readers = READERS[family_of(files.head).name]
     # The files of every format that somebody reads and that can hold this head.
     exports = {
         format: _naming_a_target(files_as_written(files.head, format, files.num_layers))
@@ -125,7 +125,7 @@ def judge(files):
 
 def _verdict(reader, files, exports):
     if not reader.formats:
-        return Verdict(reader.name, False, how=NO_SUPPORT.get(family_of(files.head), "no EAGLE support"))
+        return Verdict(reader.name, False, how=NO_SUPPORT.get(family_of(files.head).name, "no EAGLE support"))
     found = _problems(reader, files)
     written = {format: _problems(reader, exports[format]) for format in reader.formats if format in exports}
     best = min(written, key=lambda format: _badness(written[format]), default=None)
@@ -146,7 +146,7 @@ def _verdict(reader, files, exports):
 
 def _problems(reader, files):
     """All problems of one reader with some files, notes among them."""
-    family, rule = family_of(files.head), reader.others.get(files.format, reader.rule)
+    family, rule = family_of(files.head).name, reader.others.get(files.format, reader.rule)
     found = [(LAYOUT, f"it knows no tensors whose names begin with {files.prefix!r}")] if files.prefix else []
     # The dialects of EAGLE heads differ in a key and a tensor, which its rules ask for.
     if files.format in reader.formats or family == "EAGLE":

@@ -72,21 +72,21 @@ def _hash(places, stream):
 
 def num_depths(head):
     """How many of a head's depths are computed."""
-    most = {"EAGLE": EAGLE_STEPS, "EAGLE-3": MOST_STEPS}.get(family_of(head), head.num_speculative_tokens)
+    most = {"EAGLE": EAGLE_STEPS, "EAGLE-3": MOST_STEPS}.get(family_of(head).name, head.num_speculative_tokens)
     return min(head.num_speculative_tokens, most)
 
 
 def needs_lm_head(head):
     """Whether the target's lm_head makes its logits."""
-    return family_of(head) == "EAGLE" or (family_of(head) == "Medusa" and head.config.shared_lm_head)
+    return family_of(head).name == "EAGLE" or (family_of(head).name == "Medusa" and head.config.shared_lm_head)
 
 
 def drawn_inputs(head):
     """Inputs that need no target; an EAGLE head's outputs are then its states, which have as many values as its features."""
     config, dtype = head.config, next(head.parameters()).dtype
-    size = head.fc.in_features if family_of(head) == "EAGLE-3" else config.hidden_size
+    size = head.fc.in_features if family_of(head).name == "EAGLE-3" else config.hidden_size
     table = None
-    if head.needs_embedding or (needs_lm_head(head) and family_of(head) != "EAGLE"):
+    if head.needs_embedding or (needs_lm_head(head) and family_of(head).name != "EAGLE"):
         table = draw((config.vocab_size, config.hidden_size), 0, dtype)
     return Inputs(
         draw((1, NUM_ROWS, size), 1, dtype),
@@ -102,7 +102,7 @@ def drawn_inputs(head):
 @torch.no_grad()
 def compute_outputs(head, inputs):
     """What a head computes, depth by depth: tensors [rows, V], or an EAGLE head's states [rows, H] without a lm_head."""
-    family, rows = family_of(head), inputs.rows
+    family, rows = family_of(head).name, inputs.rows
     if family == "Medusa":
         return head(inputs.features[0, rows], inputs.lm_head)[0]
     if family == "MLP speculator":

@@ -25,9 +25,9 @@ def read_target_inputs(head, target, folder, prompts, device="auto"):
         raise ValueError(f"none of {len(prompts)} prompts has more than {depths} tokens: give longer ones")
     device = choose_device(device)
     model = _load(target, folder, device)
-    if family_of(head) == "EAGLE-3":
+    if family_of(head).name == "EAGLE-3":
         head.take_depth(model.config.get_text_config().num_hidden_layers)
-    streams = head.features if family_of(head) == "EAGLE-3" else ()
+    streams = head.features if family_of(head).name == "EAGLE-3" else ()
     parts, rows, count = [], [], 0
     for number, ids in enumerate(fitting):
         features = _features(model, torch.tensor([ids], device=device), streams)  # [T, F]

@@ -1,4 +1,4 @@
-"""The engine: schedule, launch one step, hand the tokens of the step before back.
+"""The engine: launch the next step, then read the one before.
 
 A step (step.py) runs on the device from the slots' own rows, so the host need not know a step's tokens to launch the next
 one: on a GPU it reads them one step late, while the next step computes. On the CPU it reads them at once. Whatever a late step
@@ -9,152 +9,136 @@ again gives the same ones.
 import itertools
 import time
 from collections import deque
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
 from ...kernels.attention.tree_attention import PAGE
 from ...kernels.jit import on_device
-from ..speculation.adaptive import OneDepth
-from ..speculation.tree import ROOT_ONLY, DynamicTree, cut_tree
-from ..speculation.verify import Ratio, TreeTensors, strict
-from .cache import PagedCache, bytes_of_page, check_pages_fit, pages_that_fit
+from ..speculation.speculation import Speculation
+from ..speculation.tree import cut_tree
+from ..speculation.tree_on_device import TreeOnDevice
+from .cache import PagedCache, bytes_of_page, check_pages_fit, measure_workspace, pages_that_fit
 from .graphs import StepGraphs
-from .logprobs import gather_emitted, score_prompts
+from .launched import hand_over, mark, to_host
+from .logprobs import score_prompts
 from .metrics import EngineMetrics
 from .prompt_passes import PromptPasses
 from .request import Status
-from .sampling import next_filters
 from .scheduler import Scheduler
 from .slots import SlotTable
-from .step import Step, draw
-from .workspace import measure_workspace
+from .step import Step
+from .target_scores import draw, next_filters
 
 # How many candidates per depth are kept when recording for `measure_acceptance`.
 RECORDED_WIDTH = 10
 
 
-@dataclass
-class Launched:
-    """Work whose tokens the host has not read yet."""
-
-    kind: str  # "prefill" or "decode"
-    requests: list
-    epochs: list
-    emitted: torch.Tensor  # [B, 1 + J] on the host: how many tokens, then they
-    logprobs: dict  # {place of a request that wants them: (GatheredLogprobs on the host, its first row there)}
-    prompts: list  # PromptParts not delivered yet
-    which: int  # of the engine's steps
-    event: object  # passed when they are there; None on the CPU
-    at: float  # when it was launched; where nothing is read late: done
-    begin: object = None  # where the plan measures steps: an event before this one, on the CPU a time
-    num_read: int = 0  # requests that have been given their tokens
-
-    def seconds(self):
-        """What the work took from `begin` on, on the device: the host may have had other things to do before it read."""
-        return self.at - self.begin if self.event is None else self.begin.elapsed_time(self.event) / 1e3
-
-
 class Engine:
-    """Runs requests to their end on one decoder, one cache and at most one drafter.  See `build`."""
+    """Runs requests to their end on one decoder, one cache and one drafter.  See `build`."""
 
-    def __init__(
-        self, decoder, cache, scheduler, slots, eos_token_ids, drafter, tree, verifier, captured, processed, plan
-    ):
+    def __init__(self, decoder, cache, scheduler, slots, *, eos_token_ids, options, speculation):
         self.decoder, self.cache, self.scheduler, self.slots = decoder, cache, scheduler, slots
-        self.eos_token_ids, self.drafter = eos_token_ids, drafter
-        self.tree = TreeTensors(tree, decoder.device)
-        self.prompts = PromptPasses(decoder, cache, slots, drafter)
-        self.above_root = torch.tensor([-1], device=decoder.device)
-        self.keeps_state = drafter is not None and drafter.state_shape is not None
-        self.plan, steps = plan, []
-        for depth in plan.depths:
-            cut = self.tree if depth == tree.max_depth else TreeTensors(cut_tree(tree, depth), decoder.device)
-            # Where nothing is drafted there is nothing to compare laws of.
-            rule = strict if depth == 0 and isinstance(verifier, Ratio) else verifier
-            steps.append(Step(decoder, cache, slots, cut, rule, drafter, processed))
-        self.graphs = StepGraphs(steps, scheduler.max_num_seqs, captured)
-        self.on_gpu = decoder.device.type == "cuda"
+        self.eos_token_ids, self.options, self.drafter = eos_token_ids, options, speculation.drafter
+        self.plan, tree, device = speculation.plan, speculation.tree, decoder.device
+        self.tree = TreeOnDevice.of(tree, device)
+        self.prompts = PromptPasses(decoder, cache, slots, self.drafter)
+        self.above_root = torch.tensor([-1], device=device)
+        steps = [
+            Step(
+                decoder,
+                cache,
+                slots,
+                tree=self.tree if depth == tree.max_depth else TreeOnDevice.of(cut_tree(tree, depth), device),
+                verifier=speculation.verifier,
+                drafter=self.drafter,
+                keep_scores=options.keep_scores,
+            )
+            for depth in self.plan.depths
+        ]
+        self.graphs = StepGraphs(steps, scheduler.max_num_seqs, not options.enforce_eager)
+        self.on_gpu = device.type == "cuda"
         self.steps_late = 1 if self.on_gpu else 0  # how many steps may be unread when the next one is launched
         self.launched = deque()  # per step a list of Launched
-        self.record_candidates = False  # measure_acceptance switches it on and reads `recorded`
+        self.record_candidates = False
         self.recorded = []  # (request, index of the root in its output, candidates per depth)
         self.metrics = EngineMetrics()
         self._read_until = time.perf_counter()
 
     @classmethod
-    def build(
-        cls,
-        decoder,
-        eos_token_ids,
-        max_model_len,
-        max_num_seqs,
-        drafter=None,
-        tree=ROOT_ONLY,
-        verifier=strict,
-        max_num_batched_tokens=2048,
-        gpu_memory_utilization=0.9,
-        enable_prefix_caching=True,
-        captured=True,
-        num_pages=None,
-        logprobs_mode="raw_logprobs",
-        plan=None,
-        progress=lambda sizes: sizes,
-    ):
-        """An engine with a cache as large as memory allows, or as `max_num_seqs` requests of `max_model_len` tokens need.
+    def build(cls, decoder, eos_token_ids, options, speculation=None, progress=lambda sizes: sizes):
+        """An engine with a cache as large as memory allows, or as max_num_seqs requests of max_model_len tokens need.
 
-        verifier: a rule of verify.py; plan: how deep to draft in which step (adaptive.py), None: the whole tree in all; captured:
-        replay CUDA graphs on a GPU; num_pages: this many pages of cache instead; logprobs_mode: one of logprobs.py; progress wraps
-        the list of graphs to capture. Raises ValueError if memory does not suffice for one request of max_model_len tokens, or for
-        num_pages, saying what would fit.
+        options: EngineOptions with a max_model_len; speculation: Speculation, None for plain decoding; progress wraps the list of
+        graphs to capture. Raises ValueError if memory does not suffice for one request of max_model_len tokens, or for
+        num_gpu_blocks_override, saying what would fit.
         """
-        device, max_emitted = decoder.device, tree.max_depth + 1
-        own = drafter is not None and drafter.kv_shape is not None
-        tree_slots = tree.num_nodes
-        if drafter is not None:
-            rows = 1 + tree.num_rows if isinstance(tree, DynamicTree) else tree.num_nodes
-            # A dynamic tree may have fewer nodes than a path that is emitted.
-            tree_slots = max(tree_slots, rows, max_emitted) + drafter.extra_places
-        per_request = -(-(max_model_len + tree_slots + max_emitted) // PAGE)
-        width, dtype = (drafter and drafter.state_shape) or (decoder.hidden_size, decoder.dtype)
-        slots = SlotTable(max_num_seqs, per_request, width, decoder.vocab_size, dtype, device)
-        page_bytes = bytes_of_page(*decoder.kv_shape) + (bytes_of_page(*drafter.kv_shape) if own else 0)
+        speculation = speculation or Speculation()
+        drafter, tree, device = speculation.drafter, speculation.tree, decoder.device
+        max_emitted = tree.max_depth + 1
+        # A tree that grows may have fewer nodes than a path that is emitted, and than rows that are computed for it.
+        tree_slots = max(tree.num_nodes, 1 + tree.num_rows, max_emitted) + drafter.extra_places
+        per_request = -(-(options.max_model_len + tree_slots + max_emitted) // PAGE)
+        width, dtype = drafter.state_shape or (decoder.hidden_size, decoder.dtype)
+        slots = SlotTable(options.max_num_seqs, per_request, width, decoder.vocab_size, dtype, device)
+        page_bytes = bytes_of_page(*decoder.kv_shape) + (bytes_of_page(*drafter.kv_shape) if drafter.kv_shape else 0)
 
-        def make(pages, captured):
+        def make(pages, options):
             cache = PagedCache(pages, *decoder.kv_shape, device)
-            if own:
+            if drafter.kv_shape:
                 drafter.attach(PagedCache(pages, *drafter.kv_shape, device).kv)
             scheduler = Scheduler(
                 pages,
                 PAGE,
-                max_num_seqs,
-                max_num_batched_tokens,
+                options.max_num_seqs,
+                options.max_num_batched_tokens,
                 tree_slots=tree_slots,
                 max_emitted=max_emitted,
-                enable_prefix_caching=enable_prefix_caching,
-                lookahead=drafter.lookahead if drafter else 0,
+                enable_prefix_caching=options.enable_prefix_caching,
+                lookahead=drafter.lookahead,
             )
-            processed = logprobs_mode == "processed_logprobs"
-            given = decoder, cache, scheduler, slots, eos_token_ids, drafter, tree, verifier, captured, processed
-            return cls(*given, plan or OneDepth(tree.max_depth))
+            shared = {"eos_token_ids": eos_token_ids, "options": options, "speculation": speculation}
+            return cls(decoder, cache, scheduler, slots, **shared)
 
         with on_device(device):
+            num_pages = options.num_gpu_blocks_override
             if num_pages is not None:
                 check_pages_fit(page_bytes, device, num_pages)
             else:
-                workspace = measure_workspace(make(1, False), max_num_batched_tokens) if device.type == "cuda" else 0
-                wanted = max_num_seqs * per_request
+                workspace = 0
+                if device.type == "cuda":
+                    eager = make(1, replace(options, enforce_eager=True))
+                    workspace = measure_workspace(eager, options.max_num_batched_tokens)
                 num_pages = pages_that_fit(
                     page_bytes,
                     device,
-                    wanted,
+                    options.max_num_seqs * per_request,
                     least=per_request,
                     workspace=workspace,
-                    utilization=gpu_memory_utilization,
+                    utilization=options.gpu_memory_utilization,
                 )
-            engine = make(num_pages, captured)
+            engine = make(num_pages, options)
             engine.graphs.capture(progress)
         return engine
+
+    @property
+    def max_num_seqs(self):
+        """How many requests run at once."""
+        return self.scheduler.max_num_seqs
+
+    @property
+    def num_free_pages(self):
+        """Pages of the cache that nobody holds."""
+        return self.scheduler.num_free_pages
+
+    def check(self):
+        """Assert that no page, slot or request is lost, held twice or held by nobody. For tests and long runs."""
+        self.scheduler.check()
+
+    def add(self, request):
+        """Queue a request. ValueError if it would not fit even alone."""
+        self.scheduler.add(request)
 
     # --- one step ---
 
@@ -167,12 +151,14 @@ class Engine:
         """
         with on_device(self.decoder.device):
             try:
-                return self._step()
+                launched = self.launch_step()
+                return self.read_steps(unread=self.steps_late if launched and not self.record_candidates else 0)
             except BaseException:
                 self.scheduler.start_over()
                 raise
 
-    def _step(self):
+    def launch_step(self):
+        """Schedule the next step and start it on the device.  -> whether there was anything to do"""
         if not self.scheduler.active:
             # What is still unread belongs to requests that have ended: nobody waited for it.
             self.launched.clear()
@@ -194,13 +180,29 @@ class Engine:
         for launched in now:
             for request in launched.requests:
                 request.in_flight += 1
+        return bool(now)
+
+    def read_steps(self, unread=0):
+        """Wait for the oldest steps, all but the newest `unread`, and give requests their tokens.  -> the requests that got some"""
         advanced = []
-        while len(self.launched) > (self.steps_late if now and not self.record_candidates else 0):
+        while len(self.launched) > unread:
             # An entry goes once it is read: an interrupt while waiting loses nothing.
             for launched in self.launched[0]:
                 advanced += self._read(launched)
             self.launched.popleft()
         return advanced
+
+    @contextmanager
+    def recording(self):
+        """While inside, steps also keep the best candidates of every depth: yields the list that they are added to.
+
+        Its entries: (request, index of the root in its output, candidates per depth).
+        """
+        self.record_candidates, self.recorded = True, []
+        try:
+            yield self.recorded
+        finally:
+            self.record_candidates, self.recorded = False, []
 
     def cancel(self, request):
         """Drop a request, whatever it is doing."""
@@ -219,19 +221,19 @@ class Engine:
             roots = [request.output_token_ids[-1] if request.output_token_ids else 0 for request in requests]
             self.slots.write_requests(requests, roots, self._stop_tokens)
         hidden, feature = self.prompts.run(chunks)  # [T, H], [T, F]
-        prompts = score_prompts(chunks, hidden, self.decoder, self.slots.on_device, self._to_host)
+        prompts = score_prompts(chunks, hidden, self.decoder, self.slots.on_device, to_host)
         for chunk in chunks:
             chunk.request.committed += chunk.count
             self.scheduler.committed_advanced(chunk.request)
             self.metrics.num_prompt_tokens += chunk.count
         self.metrics.num_prefill_passes += 1
         if not done:
-            return self._hand_over("prefill", [], hidden[:0], prompts)
+            return self._launched("prefill", [], hidden[:0], prompts=prompts)
         last = self.slots.on_device([row for row, _ in done])
         hidden, feature = hidden[last], feature[last]  # [B, H], [B, F] at the last token of each
         launched = self._draw_first(requests, hidden, prompts)
         slots = self.slots.on_device([request.slot for request in requests])
-        if self.keeps_state:
+        if self.drafter.keeps_state:
             # As if a step had just emitted the root: the token before it was the root then.
             batch = self.slots.gather(slots, self.tree.depths).one_token_ago()
             first = torch.zeros(len(slots), 1, dtype=torch.int64, device=slots.device)
@@ -247,14 +249,14 @@ class Engine:
         # A request that was preempted goes on from its newest token.
         fresh = [i for i, request in enumerate(requests) if not request.output_token_ids]
         if not fresh:
-            return self._hand_over("prefill", [], hidden[:0], prompts)
+            return self._launched("prefill", [], hidden[:0], prompts=prompts)
         requests = [requests[i] for i in fresh]
         slots = self.slots.on_device([request.slot for request in requests])
         # The last token of the prompt is a node one above the root: the token behind it stands at L.
         batch = self.slots.gather(slots, self.above_root)
         logits = self.decoder.logits(hidden[self.slots.on_device(fresh)])  # [B, V]
         filters, scores = max(map(next_filters, requests)), None
-        if self.graphs.step.keep_scores:
+        if self.options.keep_scores:
             scores = torch.empty_like(logits, dtype=torch.float32)
         tokens = draw(batch, logits, filters, self.slots, processed=scores)
         self.slots.write_first_tokens(slots, tokens, batch.committed)
@@ -262,7 +264,8 @@ class Engine:
         emitted = torch.stack((torch.ones_like(tokens), tokens), 1)
         if filters:
             self.slots.logit_state.record(slots, emitted)
-        return self._hand_over("prefill", requests, emitted, prompts, (logits if scores is None else scores)[:, None])
+        scored = (logits if scores is None else scores)[:, None]  # [B, 1, V]
+        return self._launched("prefill", requests, emitted, prompts=prompts, logits=scored)
 
     # --- decode ---
 
@@ -271,44 +274,19 @@ class Engine:
         if self.record_candidates:
             self._record(requests)
         which, num_captures = self.plan.choose(len(requests)), self.graphs.num_captures
-        begin = self._mark(timed=True) or time.perf_counter() if self.plan.measures else None
+        begin = mark(self.slots.device, timed=True) or time.perf_counter() if self.plan.measures else None
         output = self.graphs.run([request.slot for request in requests], max(map(next_filters, requests)), which)
         if self.graphs.num_captures > num_captures:
             begin = None  # capturing takes as long as a thousand steps: that says nothing of what a depth costs
         self.metrics.num_decode_passes += 1
-        emitted = output.emitted[: len(requests)]
+        emitted, step = output.emitted[: len(requests)], {"which": which, "begin": begin}
         if output.scores is not None:
-            return self._hand_over("decode", requests, emitted, [], output.scores, None, which, begin)
-        return self._hand_over("decode", requests, emitted, [], output.logits, output.path, which, begin)
+            return self._launched("decode", requests, emitted, logits=output.scores, **step)
+        return self._launched("decode", requests, emitted, logits=output.logits, path=output.path, **step)
 
-    def _mark(self, timed=False):
-        """An event here in the stream; None on the CPU."""
-        if not self.on_gpu:
-            return None
-        event = torch.cuda.Event(enable_timing=timed)
-        event.record()
-        return event
-
-    def _hand_over(self, kind, requests, emitted, prompts, logits=None, path=None, which=0, begin=None):
-        """Start the copies to the host.  emitted [B, 1 + J], prompts: list of PromptPart  ->  Launched
-
-        logits [B, N, V]: what the tokens are scored by; path [B, J]: each one's node (None: the j-th for the j-th token); which,
-        begin: see Launched.
-        """
-        asked, logprobs = [i for i, request in enumerate(requests) if request.params.logprobs is not None], {}
-        if asked:
-            count = max(requests[i].params.logprobs for i in asked)
-            found = gather_emitted(emitted[:, 1:], logits, path, self.slots.on_device(asked), count).map(self._to_host)
-            logprobs = {i: (found, place * (emitted.shape[1] - 1)) for place, i in enumerate(asked)}
-        host = self._to_host(emitted)
-        event, epochs = self._mark(timed=begin is not None), [request.epoch for request in requests]
-        return Launched(kind, list(requests), epochs, host, logprobs, prompts, which, event, time.perf_counter(), begin)
-
-    def _to_host(self, x):
-        if not self.on_gpu:
-            return x
-        host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-        return host.copy_(x, non_blocking=True)
+    def _launched(self, kind, requests, emitted, **more):
+        """Launched work: see launched.hand_over."""
+        return hand_over(kind, requests, emitted, self.slots, **more)
 
     def _read(self, launched):
         """Wait for launched work and give each request its tokens.  -> the requests that got some"""
@@ -371,10 +349,7 @@ class Engine:
         self.metrics.num_decoded_tokens += kept
         if self.tree.max_depth:
             # Nodes deeper than the request had tokens left were never candidates.
-            limit = request.num_remaining + kept - 1
-            drafted = tree.num_nodes - 1  # where the tree is grown on the device its depths are not known here
-            if not isinstance(tree.tree, DynamicTree):
-                drafted = sum(0 < depth <= limit for depth in tree.tree.depths)
+            drafted = tree.tree.count_drafted(limit=request.num_remaining + kept - 1)
             # An accepted token behind the end of the output was never emitted: it does not count.
             for metrics in (request.metrics, self.metrics.spec_decode):
                 metrics.record(drafted, min(emitted - 1, kept), self.tree.max_depth)

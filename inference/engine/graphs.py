@@ -9,7 +9,7 @@ requests need more than a temperature has graphs of its own, captured when first
 import torch
 
 from ..speculation.adaptive import buckets
-from .sampling import NO_FILTERS
+from .target_scores import NO_FILTERS
 
 
 class StepGraphs:

@@ -12,18 +12,18 @@ from ...kernels.attention.prefill_attention import build_prefill_index
 from ...kernels.attention.tree_attention import PAGE, build_tree_index
 from ..models.decoder import ForwardPass
 from ..speculation.tree import MAX_NODES, chain
-from ..speculation.verify import TreeTensors
+from ..speculation.tree_on_device import TreeOnDevice
 
 # A prompt on the CPU is computed so many tokens at a time.
 CPU_CHUNK = MAX_NODES
 
 
 class PromptPasses:
-    """decoder: Decoder; cache: PagedCache; slots: SlotTable; drafter: Drafter or None."""
+    """decoder: Decoder; cache: PagedCache; slots: SlotTable; drafter: Drafter."""
 
     def __init__(self, decoder, cache, slots, drafter):
         self.decoder, self.cache, self.slots, self.drafter = decoder, cache, slots, drafter
-        self.tree = TreeTensors(chain(CPU_CHUNK - 1), decoder.device)
+        self.tree = TreeOnDevice.of(chain(CPU_CHUNK - 1), decoder.device)
 
     def run(self, chunks):
         """The target over all chunks, and behind it the drafter's own keys and values of them.
@@ -37,7 +37,7 @@ class PromptPasses:
         passes = self._passes(rows, self.cache.num_kv_heads, self.decoder.dtype)
         hidden, feature = zip(*(self._forward(forward_pass) for forward_pass, _ in passes))
         hidden, feature = torch.cat(hidden), torch.cat(feature)
-        if self.drafter is not None and self.drafter.state_shape is not None:
+        if self.drafter.keeps_state:
             self._fill(chunks, feature)
         return hidden, feature
 
@@ -51,14 +51,14 @@ class PromptPasses:
             return ForwardPass(torch.zeros_like(positions), positions, positions % PAGE, index)
 
         hidden, feature = self._forward(forward_pass(self.cache.num_kv_heads))
-        if self.drafter is not None and self.drafter.state_shape is not None:
+        if self.drafter.keeps_state:
             self.drafter.fill(forward_pass(self.drafter.kv_shape[1]), feature)
         self.decoder.logits(hidden[-1:])
         return hidden
 
     def _forward(self, forward_pass):
         """The target over some rows.  -> hidden [M, H], feature [M, F]"""
-        return self.decoder.forward(forward_pass, self.cache.kv, self.drafter.streams if self.drafter else ())
+        return self.decoder.forward(forward_pass, self.cache.kv, self.drafter.streams)
 
     def _fill(self, chunks, feature):
         """The drafter's own keys and values of the chunks.  feature [T, F]"""

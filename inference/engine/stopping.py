@@ -3,6 +3,11 @@
 MARGIN = 16
 
 
+def stop_ids(params, eos_token_ids):
+    """Tokens that end an output with these SamplingParams."""
+    return set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
+
+
 class StopChecker:
     """Checks a request after every appended token: EOS, stop tokens, stop strings.
 
@@ -11,7 +16,7 @@ class StopChecker:
 
     def __init__(self, tokenizer, eos_token_ids, params):
         self.tokenizer, self.params = tokenizer, params
-        self.stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
+        self.stop_ids = stop_ids(params, eos_token_ids)
         self._enough = max((len(stop.encode()) for stop in params.stop), default=0) + MARGIN  # as if tokens were bytes
         self._early_length = None  # of the text of the first min_tokens tokens, once they are there
 

@@ -24,7 +24,6 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HTTPError
 
 from ...heads.checkpoint import find_weights, read_tensors, resolve_head
-from ...heads.medusa import Medusa
 from ...heads.storage.hub_answer import ask_hub
 from ...heads.storage.hub_id import near_folder, split_revision
 from ...heads.storage.user_errors import list_names
@@ -197,7 +196,7 @@ def find_adapter_of(head, source, folder):
     """
     if has_adapter(folder):
         return Path(folder, FOLDER)
-    if not adapter_of(head):
+    if not head.adapter:
         return None
     if Path(source).is_dir():
         raise ValueError(f"{folder} holds heads trained with an adapter, and no {FOLDER}/ beside them")
@@ -214,18 +213,13 @@ def fingerprint(folder):
     return digest.hexdigest()[:16]
 
 
-def adapter_of(head):
-    """The fingerprint of the adapter that a head (or None) was trained together with; "" where there is none."""
-    return head.config.adapter if isinstance(head, Medusa) else ""
-
-
 def warn_unless_adapted(head, used):
     """Warn where a head was trained together with an adapter and the target in use is not that one's.
 
     head: a module, or None; used: fingerprint of the adapter that is loaded or merged, "" for none. No output is wrong for it: the
     target that was asked for decides every token. Only the drafts are worse than they could be.
     """
-    trained_with = adapter_of(head)
+    trained_with = head.adapter if head is not None else ""
     if trained_with and trained_with != used:
         having = f"another one ({used})" if used else "none"
         warnings.warn(

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ...heads.checkpoint import find_head
-from ...heads.medusa import Medusa
+from ...heads.head import Head
 from ...heads.storage.hub_answer import ask_hub, hub_options
 from ...heads.storage.hub_id import near_folder
 from ...kernels.linear.linear import linear
@@ -72,7 +72,7 @@ def check_causal_lm(module):
     if isinstance(module, PreTrainedModel) and module.can_generate():
         return
     kind = type(module).__name__
-    if isinstance(module, Medusa):
+    if isinstance(module, Head):
         advice = "that is a head: give it as speculative_config={'model': head}, and its target as model"
     else:
         advice = "load it with AutoModelForCausalLM, and give what a wrapper wraps (an adapter: after merge_and_unload)"

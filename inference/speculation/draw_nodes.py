@@ -1,83 +1,52 @@
 """Drawing a whole draft at once from laws that do not depend on the drafted tokens: one per depth, as Medusa heads give them.
 
-Every node draws its children itself (drawings.py says in which ways, and why not once per depth), all nodes in one launch.
+Every node draws its children itself (draft_sampling.py says in which ways, and why not once per depth), all nodes in one launch.
 Nothing of a law is copied: nodes refer to the scores it is the softmax of.
 
 Letters: B requests, N nodes, L laws, V vocabulary, I nodes with children, W the most children of one, k the children of one.
 """
 
-from typing import NamedTuple
-
 import torch
 
-from ...kernels.sampling.keep_top import Kept
 from ...kernels.sampling.sample import draw_tokens
-from .drawings import drawn_nodes
-
-
-class Drafted(NamedTuple):
-    """Drawn nodes and, where the verifier compares them, what they were drawn from: ratio_rules.Draft before any probability is
-    computed."""
-
-    tokens: torch.Tensor  # [B, N], node 0 is the root; -1: an empty slot
-    scores: torch.Tensor | None = None  # [L, B, V]: a law is the softmax of scores / temperature
-    temperature: torch.Tensor | None = None  # [B]; 0: the children are the likeliest tokens
-    law: torch.Tensor | None = None  # [N] which of the L laws the children of a node come from; of leaves, any
-    drawn: torch.Tensor | None = None  # bool [N] a draw from its slot's law, unless the temperature is 0; else chosen
-    kept: Kept | None = None  # [L B] on a GPU, where the laws are cut: `scores` are those of what it keeps
-    topology: object = None  # Topology, where the tree is a dynamic one
-
-
-class Topology(NamedTuple):
-    """The trees of a batch where each request has its own: attributes of verify.TreeTensors, per request."""
-
-    tree: object  # tree.DynamicTree
-    parents: torch.Tensor  # [B, N] in topological order, that of the root 0
-    depths: torch.Tensor  # [B, N]
-    ancestors: torch.Tensor  # [B, N, D + 1] the node at each depth on the way from the root, itself last and repeated
-
-    @property
-    def num_nodes(self):
-        return self.tree.num_nodes
-
-    @property
-    def max_depth(self):
-        return self.tree.max_depth
+from .draft import Draft
+from .draft_sampling import sampled_nodes
 
 
 class NodeDraws:
-    """How the nodes of one tree (TreeTensors) are drawn in the ways "sampled" and "top_and_one", from one law per depth."""
+    """How the nodes of one tree (TreeOnDevice) are sampled in the ways "sampled" and "top_and_one", from one law per depth."""
 
-    def __init__(self, tree, drawing):
+    def __init__(self, tree, sampling):
         parents, ranks = tree.tree.parents, tree.tree.ranks
         inner = sorted(set(parents[1:]))
         families = [parents[1:].count(n) for n in inner]
-        self.drawing, self.width = drawing, max(families)
+        self.tree, self.sampling, self.width = tree, sampling, max(families)
         device = tree.depths.device
         self.nodes, self.sizes = torch.tensor(inner, device=device), torch.tensor(families, device=device)
         self.laws = tree.depths[self.nodes]  # the children of depth d + 1 come from head d
         columns = [inner.index(parent) * self.width + rank for parent, rank in zip(parents[1:], ranks[1:])]
         self.columns = torch.tensor(columns, device=device)
         self.law = tree.depths.clamp(max=max(tree.max_depth - 1, 0))
-        self.drawn = drawn_nodes(drawing, torch.tensor(parents, device=device))
+        self.sampled = sampled_nodes(sampling, torch.tensor(parents, device=device))
 
     def __call__(self, batch, scores, temperature, kept=None):
-        """batch: BatchRows; scores [L, B, V], temperature [B], kept: as in Drafted  ->  Drafted"""
+        """batch: BatchRows; scores [L, B, V], temperature [B], kept: as in Draft  ->  Draft"""
         keys = batch.seed, batch.sample, batch.committed
         families = self.laws, self.nodes, self.sizes
-        found = draw_families(self.drawing, scores, self.width, *families, temperature, keys)  # [I, B, W]
+        found = draw_families(self.sampling, scores, self.width, *families, temperature, keys)  # [I, B, W]
         found = found.transpose(0, 1).flatten(1)[:, self.columns]  # [B, N - 1]
-        return Drafted(torch.cat((batch.root[:, None], found), 1), scores, temperature, self.law, self.drawn, kept)
+        tokens = torch.cat((batch.root[:, None], found), 1)
+        return Draft(tokens, self.tree, scores, temperature, self.law, self.sampled, kept)
 
 
-def draw_families(drawing, scores, width, laws, nodes, sizes, temperature, keys):
-    """The children of I nodes, in the order of their drawing; drawing: "sampled" or "top_and_one".
+def draw_families(sampling, scores, width, laws, nodes, sizes, temperature, keys):
+    """The children of I nodes, in the order in which they are sampled; sampling: "sampled" or "top_and_one".
 
     scores [L, B, V]; width: the most children of one; laws, nodes, sizes [I]: a node's law, its number, how many children it has;
     temperature [B]; keys: seed, sample and position of the step's root, [B] each  ->  int64 [I, B, W], -1: an empty slot
     """
     draws = draw_tokens(scores, width, laws, nodes, temperature, *keys)
-    if drawing == "sampled":
+    if sampling == "sampled":
         return draws
     # The k - 1 likeliest tokens, then the first of the draws that is none of them: it has the highest perturbed score of the rest,
     # for of k draws without replacement at most k - 1 are among the likeliest.

@@ -43,9 +43,16 @@ class Tree:
                 )
             seen.add((parent, rank))
 
+    grows = False  # it is known beforehand
+
     @property
     def num_nodes(self):
         return len(self.parents)
+
+    @property
+    def num_rows(self):
+        """Nodes that drafting may compute, the root not among them."""
+        return self.num_nodes - 1
 
     @cached_property
     def depths(self):
@@ -75,6 +82,20 @@ class Tree:
         return tuple(widths)
 
     @property
+    def width(self):
+        """The most candidates after a node."""
+        return max(self.widths, default=0)
+
+    @property
+    def deepest(self):
+        """The first node of the greatest depth."""
+        return self.depths.index(self.max_depth)
+
+    def count_drafted(self, limit):
+        """How many nodes are drafts for a request that takes nodes down to depth `limit`."""
+        return sum(0 < depth <= limit for depth in self.depths)
+
+    @property
     def is_chain(self):
         return self.parents == tuple(range(-1, self.num_nodes - 1)) and not any(self.ranks)
 
@@ -98,7 +119,7 @@ class Tree:
 
 
 @dataclass(frozen=True)
-class DynamicTree:
+class GrowingTree:
     """A tree that is grown anew in every step from the draft's own confidence (EAGLE-2, arXiv 2406.16858).
 
     At every depth the `width` nodes of the greatest confidence get `width` children each, `max_depth` times; of all these
@@ -109,7 +130,7 @@ class DynamicTree:
     max_depth: int
     width: int
     num_nodes: int
-    is_chain = False
+    grows, is_chain = True, False
 
     def __post_init__(self):
         for name in ("max_depth", "width", "num_nodes"):
@@ -132,22 +153,26 @@ class DynamicTree:
         """Nodes that are expanded, the root not among them."""
         return (self.max_depth - 1) * self.width
 
+    def count_drafted(self, limit):
+        """All nodes but the root: how deep they are is known on the device alone."""
+        return self.num_nodes - 1
+
     def truncated(self, max_depth):
         """The same, at most so deep."""
         depth = min(self.max_depth, max_depth)
         most = 1 + self.width + (depth - 1) * self.width**2
-        return DynamicTree(depth, self.width, min(self.num_nodes, most))
+        return GrowingTree(depth, self.width, min(self.num_nodes, most))
 
     def draw(self):
         return f"grown in every step: {self.num_nodes} nodes, up to {self.max_depth} deep, {self.width} expanded at each depth"
 
 
 ROOT_ONLY = Tree((-1,), (0,))
-DEFAULT_DYNAMIC = DynamicTree(max_depth=5, width=8, num_nodes=32)
+DEFAULT_DYNAMIC = GrowingTree(max_depth=5, width=8, num_nodes=32)
 
 
 def cut_tree(tree, max_depth):
-    """A Tree or DynamicTree without what is deeper; at depth 0 the root alone."""
+    """A Tree or GrowingTree without what is deeper; at depth 0 the root alone."""
     return tree.truncated(max_depth) if max_depth else ROOT_ONLY
 
 
@@ -196,15 +221,15 @@ def expected_acceptance_length(tree, rates):
 
 
 def save_tree(tree, path, rates=None, choice=None):
-    """Write the tree as JSON: parents, ranks and, where known, the rates it was built from and what they promise; of a DynamicTree
+    """Write the tree as JSON: parents, ranks and, where known, the rates it was built from and what they promise; of a GrowingTree
     its three numbers. choice: what was measured to choose it (tree_measurement.py)."""
-    if isinstance(tree, DynamicTree):
+    if tree.grows:
         content = {"dynamic": {"max_depth": tree.max_depth, "width": tree.width, "num_nodes": tree.num_nodes}}
     else:
         content = {"parents": list(tree.parents), "ranks": list(tree.ranks)}
     if rates is not None:
         content["rates"] = [[round(rate, 6) for rate in ranks] for ranks in rates]
-        if not isinstance(tree, DynamicTree):  # what that one accepts depends on the draft's confidence
+        if not tree.grows:  # what that one accepts depends on the draft's confidence
             content["expected_acceptance_length"] = round(expected_acceptance_length(tree, rates), 4)
     if choice is not None:
         content["choice"] = choice
@@ -219,7 +244,7 @@ def load_tree(path):
     try:
         content = json.loads(path.read_text())
         if "dynamic" in content:
-            return DynamicTree(**content["dynamic"])
+            return GrowingTree(**content["dynamic"])
         return Tree(tuple(content["parents"]), tuple(content["ranks"]))
     except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(

@@ -1,9 +1,8 @@
-"""The ratio rules (inference/speculation/ratio_rules.py) on the device, one launch a step: `token` and `recursive`, `block` and
-`traversal`.
+"""The ratio rules on the device, one launch a step: `token` and `recursive`, `block` and `traversal`. Reference: ratio_rules.py.
 
     parents, depths [N] or [B, N] in topological order, node 0 the root; tokens [B, N], -1: an empty slot; depth_limit [B]
     target scores [B N, V], temperature [B N]; draft scores [L, B, V], temperature [B]: laws as in row_laws.py
-    law [N] or [B, N]: which of the L draft laws the children of a node come from; drawn [N] or [B, N]: drawn from it, or chosen
+    law [N] or [B, N]: which of the L draft laws the children of a node come from; sampled [N] or [B, N]: from it, or chosen
     seed, sample, position [B]: what keys the noise; position: that of the step's root (philox.py says why)
     ->  path [B, D + 1] node at each depth, its last one repeated; num_accepted [B]; bonus [B] the token behind the path
 
@@ -33,8 +32,10 @@ from ..jit import jit, on_triton, tl, triton
 from ..sampling.lowest_key import scores_at
 from ..sampling.philox import ACCEPT_UNIFORM, RESIDUAL_NOISE, chunk_words, gumbel_of_word, token_words
 from ..sampling.sample import _key
+from .ratio_rules import verify_ratio_reference
 from .row_laws import row_laws
 
+RECURSIVE = ("token", "recursive")  # rules whose rate of a node is always 1
 _BLOCK = 2048  # tokens per step of a walk
 _PROGRAMS = 264  # that draw, about: two for each of an H200's multiprocessors
 _MAX_PARTS = 16  # of one row, when it is drawn from
@@ -303,21 +304,22 @@ def _verify_ratio(
 
 
 def verify_ratio(
-    recursive, parents, depths, tokens, scores, temperature, draft_scores, draft_temperature, law, drawn, depth_limit,
-    seed, sample, position, max_depth, workspace, kept=None,
+    rule, *, parents, depths, tokens, scores, temperature, draft_scores, draft_temperature, law, sampled, depth_limit,
+    seed, sample, position, max_depth, workspace=None, kept=None,
 ):  # fmt: skip
-    """Accepted path, its length and the token behind it; see above for shapes.
+    """Accepted path, its length and the token after it; see above for shapes.
 
-    recursive: `recursive` (on a chain `token`), else `traversal` (`block`); max_depth: of the tree; workspace: make_workspace of
-    the same shape. kept: where laws are cut, the keep_top.Kept of the target, of the same scores and temperature, and that of the
-    draft, whose scores are what is kept already. Siblings stand in the order of their drawing. Returns (path int64 [B, max_depth
-    + 1], num_accepted int64 [B], bonus int64 [B]). Raises ValueError for shapes that do not fit, and for tensors that Triton
-    cannot run on: there inference/speculation/ratio_rules.py is to be called.
+    rule: a key of ratio_rules.RATIO_RULES; max_depth: of the tree; workspace: make_workspace of the same shape, on a GPU. kept:
+    where laws are cut on a GPU, the keep_top.Kept of the target, of the same scores and temperature, and that of the draft, whose
+    scores are what is kept already. Siblings stand in the order in which they were sampled. Returns (path int64 [B, max_depth + 1],
+    num_accepted int64 [B], next token int64 [B]). Raises ValueError for shapes that do not fit.
     """
     if not on_triton(tokens):
-        raise ValueError(
-            f"verify_ratio runs on a GPU, got tensors on {tokens.device}: call a rule of ratio_rules.py there"
-        )
+        return verify_ratio_reference(
+            rule, parents=parents, depths=depths, tokens=tokens, scores=scores, temperature=temperature, draft_scores=draft_scores,
+            draft_temperature=draft_temperature, law=law, sampled=sampled, depth_limit=depth_limit, seed=seed, sample=sample,
+            position=position, max_depth=max_depth,
+        )  # fmt: skip
     (batch, num_nodes), (rows, vocab_size) = tokens.shape, scores.shape
     if rows != batch * num_nodes or draft_scores.shape[1:] != (batch, vocab_size):
         raise ValueError(
@@ -331,10 +333,10 @@ def verify_ratio(
             f"{tuple(temperature.shape)} and "
             f"{[tuple(x.shape) for x in per_request]}"
         )
-    per_node = parents, depths, law, drawn
+    per_node = parents, depths, law, sampled
     if any(x.shape not in ((batch, num_nodes), (num_nodes,)) for x in per_node) or parents.shape != depths.shape:
         raise ValueError(
-            f"verify_ratio takes parents, depths, law and drawn [N] or [B, N] for {num_nodes} nodes, got "
+            f"verify_ratio takes parents, depths, law and sampled [N] or [B, N] for {num_nodes} nodes, got "
             f"{[tuple(x.shape) for x in per_node]}"
         )
     if kept is not None and [len(x.count) for x in kept] != [rows, len(draft_scores) * batch]:
@@ -355,10 +357,10 @@ def verify_ratio(
         parts = workspace.keys.shape[1]
         _verify_ratio[(batch * (num_nodes + parts),)](
             scores.contiguous(), temperature.contiguous(), *laws[0], draft_scores.contiguous(), draft_temperature.contiguous(),
-            *laws[1], law.contiguous(), drawn.contiguous(), parents.contiguous(), depths.contiguous(),
+            *laws[1], law.contiguous(), sampled.contiguous(), parents.contiguous(), depths.contiguous(),
             tokens.contiguous(), depth_limit.contiguous(), seed.contiguous(), sample.contiguous(), position.contiguous(),
-            *workspace, path, num_accepted, bonus, *(num_nodes if x.dim() == 2 else 0 for x in (parents, law, drawn)),
-            batch, num_nodes, max_depth, vocab_size, recursive, kept is not None, max(triton.next_power_of_2(num_nodes), 4),
+            *workspace, path, num_accepted, bonus, *(num_nodes if x.dim() == 2 else 0 for x in (parents, law, sampled)),
+            batch, num_nodes, max_depth, vocab_size, rule in RECURSIVE, kept is not None, max(triton.next_power_of_2(num_nodes), 4),
             max(max_depth, 1).bit_length(), parts, _BLOCK, ACCEPT_UNIFORM, RESIDUAL_NOISE, num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
     return path, num_accepted, bonus

@@ -4,7 +4,7 @@
     ->  path [B, D + 1] node at each depth, its last one repeated; num_accepted [B]; bonus [B] the token behind the path
 
 D is the greatest depth. Siblings with equal tokens: the deeper path wins, then the lower node. Same results as
-inference/speculation/verify.py, which says why the rule is lossless.
+inference/speculation/verifiers.py, which says why the rule is lossless.
 """
 
 import torch

@@ -9,10 +9,9 @@ import torch
 from headstart.benchmarks import floor, library, random_heads
 from headstart.benchmarks.engine.draft import parallel_chains
 from headstart.benchmarks.shape import config_of_shape, random_decoder, spread_tree
-from headstart.inference.models.draft_weights import draft_bytes
 from headstart.inference.speculation.drafters.levels import Levels
 from headstart.inference.speculation.tree import ROOT_ONLY, chain
-from headstart.inference.speculation.verify import TreeTensors
+from headstart.inference.speculation.tree_on_device import TreeOnDevice
 from headstart.tests.benchmarks.small_bench import check_times
 
 
@@ -62,7 +61,8 @@ def test_baseline_computes_what_the_engine_computes(shape, tree):
     """Greedy tokens of the baseline over dense keys equal those of the engine's pass over the same keys in pages."""
     from headstart.benchmarks.engine.step import StandingRequests, pages_needed
     from headstart.inference.engine.cache import PagedCache
-    from headstart.inference.speculation.verify import strict
+    from headstart.inference.speculation.drafters.drafter import NoDrafter
+    from headstart.inference.speculation.verifiers import Strict
 
     torch.manual_seed(0)
     batch, context = 2, 70
@@ -70,9 +70,9 @@ def test_baseline_computes_what_the_engine_computes(shape, tree):
     nodes, hk, dim = tree.num_nodes, decoder.num_kv_heads, decoder.head_dim
     cache = PagedCache(pages_needed(batch, context, nodes), 2, hk, dim, torch.float32, torch.device("cpu"))
     cache.kv.normal_()
-    standing = StandingRequests(decoder, cache, batch, context, tree, strict)
+    standing = StandingRequests(decoder, cache, batch, context, tree, Strict(), NoDrafter())
     keys = torch.zeros(2 * 2 * batch * hk * (context + nodes) * dim)
-    step = library.LibraryStep(decoder, batch, context, TreeTensors(tree, "cpu"), keys, "eager")
+    step = library.LibraryStep(decoder, batch, context, TreeOnDevice.of(tree, "cpu"), keys, "eager")
     step.tokens = standing.tokens
     pages = cache.kv.view(2, 2, -1, hk, 64, dim)[:, :, standing.slots.block_table[:batch].long()]
     pages = pages.movedim(4, 3).reshape(2, 2, batch, hk, -1, dim)  # [layers, 2, B, HK, positions, D]
@@ -189,7 +189,7 @@ def test_draft_floor_counts_every_weight_of_a_part_once(shape, monkeypatch):
     }
     for method, parts in expected.items():
         head = random_heads.random_head(method, config, decoder, 3)
-        assert draft_bytes(head, decoder.lm_head.nbytes) == {part: 4 * count for part, count in parts.items()}, method
+        assert head.draft_bytes(decoder.lm_head.nbytes) == {part: 4 * count for part, count in parts.items()}, method
 
 
 def test_a_random_eagle3_head_drafts_tokens_spread_over_the_vocabulary(shape, monkeypatch):
@@ -204,7 +204,7 @@ def test_a_random_eagle3_head_drafts_tokens_spread_over_the_vocabulary(shape, mo
 
 
 def test_the_static_twin_of_a_dynamic_tree_expands_as_many_nodes_and_asks_as_many_candidates():
-    levels = Levels(TreeTensors(parallel_chains(3, 4), "cpu")).levels
+    levels = Levels(TreeOnDevice.of(parallel_chains(3, 4), "cpu")).levels
     assert [(level.count, level.width) for level in levels] == [(1, 3), (3, 3), (3, 3), (3, 3)]
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-import headstart.inference.speculation.verify as verify_module
+import headstart.inference.speculation.verifiers as verify_module
 from headstart.cli import main
 from headstart.evaluation import lossless
 from headstart.evaluation.lossless import Check, two_sample_test, verdict, verify_lossless

@@ -29,7 +29,7 @@ from headstart.evaluation.tree_text import choice_sentence
 from headstart.heads.checkpoint import save_head
 from headstart.heads.eagle import Eagle, EagleConfig
 from headstart.inference.llm import LLM
-from headstart.inference.speculation.tree import DynamicTree, Tree, load_tree
+from headstart.inference.speculation.tree import GrowingTree, Tree, load_tree
 from headstart.train.report.report import write_report
 
 RATES = [[0.6, 0.25], [0.3, 0.5], [0.55, 0.05]]  # of the second depth the second candidate is the better one
@@ -119,9 +119,9 @@ def test_dynamic_trees_to_try_can_leave_nodes_out():
             for other in other_sizes(tree):
                 assert (other.max_depth, other.width) == (tree.max_depth, tree.width)
                 assert tree.num_nodes != other.num_nodes <= other.num_candidates
-    assert [tree.num_nodes for tree in other_sizes(DynamicTree(4, 4, 16))] == [8, 32]
-    assert [tree.num_nodes for tree in other_sizes(DynamicTree(2, 2, 2))] == [4]
-    assert [tree.num_nodes for tree in other_sizes(DynamicTree(6, 8, 64))] == [32]
+    assert [tree.num_nodes for tree in other_sizes(GrowingTree(4, 4, 16))] == [8, 32]
+    assert [tree.num_nodes for tree in other_sizes(GrowingTree(2, 2, 2))] == [4]
+    assert [tree.num_nodes for tree in other_sizes(GrowingTree(6, 8, 64))] == [32]
 
 
 def test_rates_behind_a_second_choice_count_where_candidates_do_not_depend_on_it():
@@ -173,7 +173,7 @@ def check_file(path, batch, methods):
     choice, chosen = content["choice"], content["choice"]["chosen"]
     assert choice["batch_size"] == batch
     assert (chosen["num_nodes"], chosen["depth"]) == (tree.num_nodes, tree.max_depth)
-    assert chosen["draft"] == ("dynamic" if isinstance(tree, DynamicTree) else "static")
+    assert chosen["draft"] == ("dynamic" if isinstance(tree, GrowingTree) else "static")
     drafts = Counter(trial["draft"] for trial in choice["trials"])
     assert set(drafts) == methods
     assert drafts["none"] == drafts["static"] == 1
@@ -215,8 +215,9 @@ def test_command_tries_dynamic_trees_for_an_eagle_head_and_the_report_explains(
     page = write_report(run).read_text()
     assert "Expected speed of the best static tree" in page
     assert 'class="marked"' in page
-    if isinstance(tree, Tree):
-        assert candidate_trees(3, run / "tree.json", [3], run)[2][0].startswith("tree of")
+    if isinstance(tree, Tree):  # which one is a matter of speed
+        other = 2 if tree.num_nodes == 3 else 3
+        assert candidate_trees(3, run / "tree.json", [other], run)[2][0] == f"tree of {other}"
 
 
 def test_command_takes_a_model_that_drafts(target_folder, prompts, quick, tmp_path):

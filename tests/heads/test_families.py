@@ -39,11 +39,11 @@ def test_an_mlp_speculator_is_recognised_by_its_tensors(tmp_path):
 
 def test_a_head_of_another_family_is_named():
     speculator = MLPSpeculator(MLPSpeculatorConfig(H, V, 12))
-    check_family(speculator, "MLP speculator")
+    check_family(speculator, family_of(speculator))
     with pytest.raises(ValueError, match="a head of the family MLP speculator, expected one of the family Medusa"):
-        check_family(speculator, "Medusa")
+        check_family(speculator, family_of(make_head()))
     with pytest.raises(ValueError, match="a head of the family Medusa, expected one of the family MLP speculator"):
-        check_family(make_head(), "MLP speculator")
+        check_family(make_head(), family_of(speculator))
     with pytest.raises(ValueError, match="a Linear is no head: expected one of Medusa, MLP speculator"):
         family_of(torch.nn.Linear(2, 2))
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from headstart.heads.checkpoint import load_head, read_head, save_head
-from headstart.heads.families import FAMILIES, family_of, from_file, to_file
+from headstart.heads.families import family_of, from_file, to_file
 from headstart.tests.heads.published import LAYOUTS, logits_of
 from headstart.tests.heads.published_eagle import EMBEDDING, NO_IDS
 from headstart.tests.heads.test_eagle import LM_HEAD
@@ -56,7 +56,7 @@ def same_bits(one, other):
 
 def can_say(head, format):
     """Not: own lm_heads or shared ones in the other layout, a bias of fc in vLLM's dialect, a normed residual in the plain one."""
-    config, family = head.config, family_of(head)
+    config, family = head.config, family_of(head).name
     if family == "Medusa":
         return format == "vllm" or (format == "medusa-shared") == config.shared_lm_head
     return not (format == "eagle-vllm" and config.fc_bias) and not (format == "eagle3" and config.norm_before_residual)
@@ -88,7 +88,7 @@ CONVERTED += ("EAGLE-3, whole vocabulary", "speculators, little said")
 def test_formats_convert_there_and_back_to_the_same_file(tmp_path, name):
     """What is written says all that a config can, so nothing is noted; a format that cannot say a head says which one can."""
     LAYOUTS[name].write(tmp_path / "published")
-    formats = FAMILIES[family_of(read_head(tmp_path / "published").head)][1].FORMATS
+    formats = family_of(read_head(tmp_path / "published").head).formats.FORMATS
     written = {}
     for format in formats:
         head = read_head(tmp_path / "published").head

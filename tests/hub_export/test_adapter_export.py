@@ -16,10 +16,10 @@ from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.hub_export import acceptance, export, merge, verify
 from headstart.hub_export.export import main
 from headstart.hub_export.replay import replay_process
-from headstart.inference.engine.sampling import SamplingParams
 from headstart.inference.llm import LLM
 from headstart.inference.models import adapter, weights
 from headstart.inference.models.adapter import fingerprint
+from headstart.inference.sampling_params import SamplingParams
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])

@@ -1,6 +1,7 @@
 """A small random target with a byte-level tokenizer, saved to a folder, and random Medusa heads for it."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.inference.engine.engine import Engine
 from headstart.inference.llm import LLM
 from headstart.inference.speculation.drafters.oracle import OracleDrafter
+from headstart.inference.speculation.speculation import Speculation
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}<|assistant|>{% generation %}{{ m['content'] }}<|end|>"
@@ -108,10 +110,8 @@ def speculate():
         llm = LLM(target, **(options or {}))
         decoder = llm.engine.decoder
         drafter = OracleDrafter(known, [len(p) for p in prompts], rate, decoder.vocab_size, decoder.device)
-        max_num_seqs = llm.engine.scheduler.max_num_seqs
-        llm.engine = Engine.build(
-            decoder, llm.eos_token_ids, llm.max_model_len, max_num_seqs, drafter, tree, **of_engine
-        )
+        given = replace(llm.engine.options, **of_engine)
+        llm.session.engine = Engine.build(decoder, llm.eos_token_ids, given, Speculation(drafter, tree))
         return llm
 
     return make

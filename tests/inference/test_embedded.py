@@ -85,8 +85,8 @@ def test_training_and_engine_agree_on_every_accepted_count(embedded):
     step, steps = llm.engine.graphs.step, []
     strict = step.verifier
 
-    def recording(tree, tokens, target_tokens, batch):
-        result = strict(tree, tokens, target_tokens, batch)
+    def recording(tree, draft, target):
+        result, batch = strict(tree, draft, target), target.batch
         steps.append((batch.committed.item(), result[1].item(), batch.remaining.item() - 1))
         return result
 

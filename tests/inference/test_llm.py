@@ -274,13 +274,13 @@ def test_eos_is_named_where_it_was_asked_for_as_a_stop_token(llm):
     sampled = dict(temperature=5.0, seed=3, max_tokens=200)
     free = llm.generate("x", SamplingParams(**sampled, ignore_eos=True))[0].outputs[0].token_ids
     token = free[2]
-    before, llm.eos_token_ids = llm.eos_token_ids, {token}
+    before, llm.engine.eos_token_ids = llm.eos_token_ids, {token}
     try:
         for asked, reason in (({}, None), ({"ignore_eos": True, "stop_token_ids": [token]}, token)):
             (one,) = llm.generate("x", SamplingParams(**sampled, **asked))[0].outputs
             assert (one.finish_reason, one.stop_reason, one.token_ids) == ("stop", reason, free[:3])
     finally:
-        llm.eos_token_ids = before
+        llm.engine.eos_token_ids = before
 
 
 def test_what_code_for_vllm_says_of_one_gpu_is_taken(target_folder):
@@ -343,5 +343,5 @@ def test_an_interrupted_call_leaves_an_engine_that_goes_on(llm, monkeypatch):
         llm.generate(["long"] * 12, GREEDY)
     monkeypatch.undo()
     assert not llm.engine.scheduler.has_unfinished
-    assert llm.engine.scheduler.num_free_pages == llm.engine.scheduler.num_pages
+    assert llm.engine.num_free_pages == llm.engine.scheduler.num_pages
     assert llm.generate("after", GREEDY)[0].outputs[0].token_ids == expected

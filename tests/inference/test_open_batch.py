@@ -2,9 +2,9 @@
 
 import pytest
 
-from headstart.inference.engine.sampling import SamplingParams
 from headstart.inference.llm import LLM
 from headstart.inference.open_batch import OpenBatch
+from headstart.inference.sampling_params import SamplingParams
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import headstart.heads.eagle3 as head_module
 from headstart.heads.checkpoint import load_head
 from headstart.heads.eagle3 import Eagle3
 from headstart.tests.heads.eagle_reference import eagle3_logits, eagle3_states
@@ -19,7 +20,7 @@ from headstart.train import eagle3
 from headstart.train.data.conversations import load_conversations
 from headstart.train.data.encoding import encode_conversations
 from headstart.train.data.packing import pack
-from headstart.train.loss import distillation, predictions
+from headstart.train.loss import distillation
 from headstart.train.run.checkpointing import list_checkpoints
 
 
@@ -114,8 +115,8 @@ def test_anything_off_by_one_changes_the_loss(eagle3_arguments, read_metrics, tm
     keys = {"max_steps": 1, "batch_rows": 8, "loss": "hard" if mutant == "labels" else "kl"}
     run(eagle3_arguments, **keys)
     if mutant.startswith("tokens"):
-        true, step = predictions.next_tokens, 1 if mutant == "tokens early" else -1
-        monkeypatch.setattr(predictions, "next_tokens", lambda ids, n: true(ids, n).roll(step, 1))
+        true, step = head_module.next_tokens, 1 if mutant == "tokens early" else -1
+        monkeypatch.setattr(head_module, "next_tokens", lambda ids, n: true(ids, n).roll(step, 1))
     elif mutant == "labels":
         find = eagle3.find_labels
         monkeypatch.setattr(eagle3, "find_labels", lambda ids, *rest: find(ids.roll(-1, 1), *rest))
@@ -123,14 +124,14 @@ def test_anything_off_by_one_changes_the_loss(eagle3_arguments, read_metrics, tm
         law = distillation.target_law
         monkeypatch.setattr(distillation, "target_law", lambda logits, *rest: law(logits.roll(1, 0), *rest))
     else:
-        predict = eagle3.eagle3_predictions
+        predict = Eagle3.predict
 
-        def wrong(head, streams, ids, positions, *rest):
+        def wrong(head, streams, ids, positions, *rest, **named):
             if mutant == "streams":
-                return predict(head, streams.roll(1, 1), ids, positions, *rest)
-            return predict(head, streams, ids, 2 * positions, *rest)
+                return predict(head, streams.roll(1, 1), ids, positions, *rest, **named)
+            return predict(head, streams, ids, 2 * positions, *rest, **named)
 
-        monkeypatch.setattr(eagle3, "eagle3_predictions", wrong)
+        monkeypatch.setattr(Eagle3, "predict", wrong)
     run(eagle3_arguments, output=tmp_path / "mutant", **keys)
     right, wrong = read_metrics()[0], read_metrics(run="mutant")[0]
     assert max(abs(wrong[f"head{i}_loss"] / right[f"head{i}_loss"] - 1) for i in range(3)) > 3e-4

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
+import headstart.heads.eagle as head_module
 from headstart.heads.checkpoint import load_head
 from headstart.heads.eagle import Eagle
 from headstart.tests.heads.eagle_reference import layer_rows, project
@@ -19,7 +20,7 @@ from headstart.tests.train.conftest import all_lines, assert_rates_are_those_of_
 from headstart.train import eagle
 from headstart.train.data.conversations import load_conversations
 from headstart.train.data.encoding import encode_conversations
-from headstart.train.loss import distillation, predictions
+from headstart.train.loss import distillation
 from headstart.train.run.checkpointing import list_checkpoints
 
 
@@ -117,8 +118,8 @@ def test_anything_off_by_one_changes_the_loss(eagle_arguments, read_metrics, tmp
     keys = {"max_steps": 1, "batch_rows": 8, "noise": 0, "loss": "hard" if mutant == "labels" else "kl"}
     run(eagle_arguments, **keys)
     if mutant.startswith("tokens"):
-        true, step = predictions.next_tokens, 1 if mutant == "tokens early" else -1
-        monkeypatch.setattr(predictions, "next_tokens", lambda ids, n: true(ids, n).roll(step, 1))
+        true, step = head_module.next_tokens, 1 if mutant == "tokens early" else -1
+        monkeypatch.setattr(head_module, "next_tokens", lambda ids, n: true(ids, n).roll(step, 1))
     elif mutant == "labels":
         find = eagle.find_labels
         monkeypatch.setattr(eagle, "find_labels", lambda ids, *rest: find(ids.roll(-1, 1), *rest))
@@ -126,12 +127,12 @@ def test_anything_off_by_one_changes_the_loss(eagle_arguments, read_metrics, tmp
         law = distillation.target_law
         monkeypatch.setattr(distillation, "target_law", lambda logits, *rest: law(logits.roll(1, 0), *rest))
     else:
-        predict = eagle.eagle_predictions
+        predict = Eagle.predict
 
         def scattered(head, features, ids, positions, *rest):
             return predict(head, features, ids, 2 * positions, *rest)
 
-        monkeypatch.setattr(eagle, "eagle_predictions", scattered)
+        monkeypatch.setattr(Eagle, "predict", scattered)
     run(eagle_arguments, output=tmp_path / "mutant", **keys)
     right, wrong = read_metrics()[0], read_metrics(run="mutant")[0]
     assert max(abs(wrong[f"head{i}_loss"] / right[f"head{i}_loss"] - 1) for i in range(2)) > 3e-4

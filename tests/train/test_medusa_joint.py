@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM
 
 from headstart.heads.checkpoint import load_head, save_head
 from headstart.heads.medusa import Medusa, MedusaConfig
-from headstart.inference.engine.sampling import SamplingParams
 from headstart.inference.llm import LLM
 from headstart.inference.models.adapter import read_adapter
+from headstart.inference.sampling_params import SamplingParams
 from headstart.tests.train.conftest import all_lines, assert_rates_are_those_of_their_step
 from headstart.train import medusa
 from headstart.train.run.checkpointing import list_checkpoints

@@ -8,9 +8,9 @@ import torch
 from headstart.heads.checkpoint import save_head
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.hub_export.merge import write_merged_target
-from headstart.inference.engine.sampling import SamplingParams
 from headstart.inference.llm import LLM
 from headstart.inference.models.adapter import read_adapter
+from headstart.inference.sampling_params import SamplingParams
 from headstart.train import medusa
 from headstart.train.teacher.features import FrozenTarget, load_target
 from headstart.train.teacher.target_adapter import TargetAdapter

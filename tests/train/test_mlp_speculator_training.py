@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
+import headstart.heads.mlp_speculator as head_module
 from headstart.heads.checkpoint import load_head, save_head
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
@@ -17,7 +18,7 @@ from headstart.tests.train.conftest import all_lines
 from headstart.train import mlp_speculator
 from headstart.train.data.conversations import load_conversations
 from headstart.train.data.encoding import encode_conversations
-from headstart.train.loss import distillation, predictions
+from headstart.train.loss import distillation
 from headstart.train.run.optimization import NonFiniteLoss
 
 SHAPE = (32, 48, 24, 3)  # hidden, vocabulary, inner, steps
@@ -120,8 +121,8 @@ def test_anything_off_by_one_changes_the_loss(
     keys = {"max_steps": 1, "start_from": saved_head(), "batch_rows": 8, "loss": "hard" if mutant == "labels" else "kl"}
     run(speculator_arguments, **keys)
     if mutant.startswith("tokens"):
-        true, step = predictions.next_tokens, 1 if mutant == "tokens early" else -1
-        monkeypatch.setattr(predictions, "next_tokens", lambda ids, n: true(ids, n).roll(step, 1))
+        true, step = head_module.next_tokens, 1 if mutant == "tokens early" else -1
+        monkeypatch.setattr(head_module, "next_tokens", lambda ids, n: true(ids, n).roll(step, 1))
     elif mutant == "labels":
         find = mlp_speculator.find_labels
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 
-from ...inference.engine.sampling import SamplingParams
 from ...inference.llm import LLM
 from ...inference.models.adapter import choose_adapter
 from ...inference.models.checkpoint_files import find_files, sample_checksum
@@ -13,7 +12,9 @@ from ...inference.models.decoder import UnsupportedArchitecture, check_supported
 from ...inference.models.target_source import faster_cpu_dtype, load_tokenizer, named_dtype, target_config
 from ...inference.open_batch import OpenBatch
 from ...inference.prompt_files import render_chat
-from ...inference.speculation.options import check_speculative_config, find_draft_source
+from ...inference.sampling_params import SamplingParams
+from ...inference.speculation.options import SpeculativeOptions
+from ...inference.speculation.speculation import choose_speculation
 from ...inference.threads import choose_threads
 from .dialogue import REFUSED, TOO_LONG, Answer, Unanswerable
 
@@ -30,7 +31,7 @@ def describe_target(model, adapter, head, max_model_len, dtype, device):
     except UnsupportedArchitecture as error:
         raise ValueError(f"{error} Serve it with another engine and give its address: --endpoint URL") from None
     merged = choose_adapter(adapter, model, "auto", config)
-    find_draft_source(check_speculative_config(_speculation(head)), config)
+    choose_speculation(SpeculativeOptions.parse(_speculation(head)), config, max_num_seqs=1)
     limit = config.max_position_embeddings
     if max_model_len is not None and not 2 <= max_model_len <= limit:
         raise ValueError(f"--max-model-len must be from 2 to the model's own limit of {limit}, got {max_model_len}")

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from ...inference.engine.sampling import SamplingParams
 from ...inference.llm import LLM
 from ...inference.models.decoder import UnsupportedArchitecture
 from ...inference.open_batch import OpenBatch
+from ...inference.sampling_params import SamplingParams
 from .part_files import PartFiles, forget_parts
 
 FILE = "generated.jsonl"

@@ -1,6 +1,6 @@
 """A head of any family against the frozen target: labels, loss chunk by chunk, and their metrics.
 
-What a head predicts: train/loss/predictions.py.
+What a head predicts: Head.predict (heads/head.py).
 
 Alignment: depth k (from 0; head k, step k) of the root at t predicts x_{t+2+k}. Seen from the label at y = t + 2 + k: the soft
 label is the target's law at y - 1, the root lies at y - 2 - k, and label and root belong to one document. All depths

@@ -17,10 +17,10 @@ Letters: B rows, T tokens per row, M = B T, H hidden size, V vocabulary, C label
 import torch
 import torch.nn.functional as F
 
+from ...heads.head import Predictions
 from ..run.optimization import build_optimizer
 from .distillation import Objective, accumulate_gradients, summarize
 from .losses import Loss
-from .predictions import Predictions
 
 TARGET_LOSSES = ("kl", "hard")
 

@@ -8,9 +8,9 @@ stands in, marked as such.
 import torch
 
 from ...evaluation.acceptance import measure_acceptance
-from ...inference.engine.sampling import SamplingParams
 from ...inference.llm import LLM
 from ...inference.models.decoder import UnsupportedArchitecture
+from ...inference.sampling_params import SamplingParams
 from ..data.encoding import encode_conversations
 from ..loss.distillation import count_teacher_forced_runs, find_labels
 

@@ -153,7 +153,7 @@ class RunFolder:
         self.metrics = MetricsFile(self.path / "metrics.jsonl" if self.is_main else None)
         self.metrics.truncate_after(self.step if resumed else -1)
         tracked = bool(accelerator.log_with) and self.is_main
-        self.family = family_of(head)
+        self.family = family_of(head).name
         self.curves = WandbTracker(
             accelerator if tracked else None,
             self.path,

@@ -98,11 +98,11 @@ class FrozenTarget:
 
     def initialize(self, head):
         """Start `head` from this target. Raises ValueError where it cannot share the target's lm_head."""
-        if head.config.shared_lm_head and self.lm_head.bias is not None:
+        if head.uses_target_lm_head and self.lm_head.bias is not None:
             raise ValueError(
                 "the target's lm_head has a bias, which shared heads cannot use: set shared_lm_head to false"
             )
-        head.initialize_from_target(self.lm_head.weight)
+        head.initialize_from_target(self.lm_head.weight, self.embedding)
 
     def layer_config(self, kind, **changes):
         """The config (`kind`: of an EAGLE family) of a head whose layer is shaped as this target's are.

@@ -7,13 +7,13 @@ from .own_cache import OwnCacheDrafter
 
 
 class DraftModelDrafter(OwnCacheDrafter):
-    """decoder: the draft model's Decoder; num_speculative_tokens: how deep it drafts; drawing: a way of drawings.py."""
+    """decoder: the draft model's Decoder; num_speculative_tokens: how deep it drafts; sampling: a way of draft_sampling.py."""
 
     shift = 1  # a token's keys stand at its own position
     extra_places = 1
 
-    def __init__(self, decoder, num_speculative_tokens, drawing="shared_noise"):
-        super().__init__(drawing)
+    def __init__(self, decoder, num_speculative_tokens, sampling="shared_noise"):
+        super().__init__(sampling)
         self.decoder, self.num_speculative_tokens = decoder, num_speculative_tokens
         self.kv_shape, self.state_shape = decoder.kv_shape, (decoder.hidden_size, decoder.dtype)
 

@@ -7,6 +7,13 @@ of its own (`kv_shape`), in pages of the same numbers as the target's.
 Letters: B requests, N nodes, D the tree's depth, F width of the target's feature, S width of the state, V vocabulary.
 """
 
+from ..draft import Draft
+
+
+def no_draft(batch, tree, shape=None):
+    """The root alone: `propose` of a step that drafts nothing."""
+    return Draft(batch.root[:, None], tree)
+
 
 class Drafter:
     """Defaults of a drafter that keeps the target's last hidden state and nothing else.
@@ -16,13 +23,21 @@ class Drafter:
     kv_shape: (layers, key heads, head dimension, dtype) of keys and values of its own; None: it has none
     lookahead: how many tokens behind a page its own keys and values in that page depend on
     extra_places: positions behind those of the tree's nodes that it writes keys and values to
+    autoregressive: whether a token's distribution depends on the tokens drafted before it
+    num_speculative_tokens: how deep it drafts
     """
 
     streams = ()
+    autoregressive = False
     state_shape = None
     kv_shape = None
     lookahead = 0
     extra_places = 0
+
+    @property
+    def keeps_state(self):
+        """Whether it keeps a state of its own in a request's row."""
+        return self.state_shape is not None
 
     def attach(self, kv):
         """Use this cache [layers, 2, rows, head dimension]; only where kv_shape is given."""
@@ -30,8 +45,8 @@ class Drafter:
     def propose(self, batch, tree, shape=None):
         """Tokens of all nodes, and their laws where the verifier compares them.
 
-        batch: BatchRows; tree: TreeTensors; shape: None, or what changes logits [K, B, V] of nodes at depths [K] as the requests
-        ask (step.draft_scores)  ->  draw_nodes.Drafted
+        batch: BatchRows; tree: TreeOnDevice; shape: None, or what changes logits [K, B, V] of nodes at depths [K] as the requests
+        ask (target_scores.draft_scores)  ->  Draft
         """
         raise NotImplementedError
 
@@ -59,3 +74,10 @@ class Drafter:
     def fill(self, forward_pass, feature):
         """Compute keys and values of prompt rows.  forward_pass: ForwardPass of M rows; feature [M, F] of the target there"""
         raise NotImplementedError
+
+
+class NoDrafter(Drafter):
+    """Plain decoding: it drafts nothing."""
+
+    num_speculative_tokens = 0
+    propose = staticmethod(no_draft)

@@ -22,13 +22,13 @@ class EagleDrafter(OwnCacheDrafter):
 
     head: the module, read in place: a head in training is used as it is at the moment, but for keys in pages that the prefix cache
     kept (switch it off); its products' weights become views of packed ones. decoder: the target's Decoder; num_speculative_tokens:
-    how deep it drafts; drawing: a way of drawings.py.
+    how deep it drafts; sampling: a way of draft_sampling.py.
     """
 
     lookahead = 1
 
-    def __init__(self, head, decoder, num_speculative_tokens, drawing="shared_noise"):
-        super().__init__(drawing)
+    def __init__(self, head, decoder, num_speculative_tokens, sampling="shared_noise"):
+        super().__init__(sampling)
         self.head, self.decoder, self.num_speculative_tokens = head, decoder, num_speculative_tokens
         config, layer = head.config, self._layer_of(head)
         self.dtype, device = head.fc.weight.dtype, head.fc.weight.device
@@ -75,8 +75,8 @@ class EagleDrafter(OwnCacheDrafter):
 class Eagle3Drafter(EagleDrafter):
     """The same with an Eagle3 head. Tokens that are not in its draft vocabulary have scores of minus infinity."""
 
-    def __init__(self, head, decoder, num_speculative_tokens, drawing="shared_noise"):
-        super().__init__(head, decoder, num_speculative_tokens, drawing)
+    def __init__(self, head, decoder, num_speculative_tokens, sampling="shared_noise"):
+        super().__init__(head, decoder, num_speculative_tokens, sampling)
         self.streams = head.features
         self.draft_token_ids = head.draft_token_ids  # [VD] or None
         self.vocab_size = head.config.vocab_size
@@ -103,3 +103,6 @@ class Eagle3Drafter(EagleDrafter):
 def _norm(module, x):
     """A norm of the head on the engine's kernel.  [M, H] -> [M, H]"""
     return rms_norm(x, module.weight, module.eps)
+
+
+DRAFTER = EagleDrafter

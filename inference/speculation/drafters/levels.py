@@ -20,7 +20,7 @@ def choose(x, choice):
 
 
 def no_laws(tree):
-    """Drafted.law and Drafted.drawn of nodes that are all chosen without chance: int64 and bool [N]."""
+    """Draft.law and Draft.sampled of nodes that are all chosen without chance: int64 and bool [N]."""
     zeros = torch.zeros_like(tree.depths)
     return zeros, zeros.bool()
 
@@ -52,7 +52,7 @@ class GrownLevel(NamedTuple):
 
 
 class GrownLevels:
-    """What is the same in every step of a TreeTensors whose tree is a dynamic one."""
+    """What is the same in every step of a TreeOnDevice that grows."""
 
     def __init__(self, tree):
         depths = torch.arange(tree.max_depth, device=tree.depths.device)[:, None]
@@ -61,7 +61,7 @@ class GrownLevels:
 
 
 class Levels:
-    """The levels of a TreeTensors, and where the nodes stand in the order in which they are drafted."""
+    """The levels of a TreeOnDevice, and where the nodes stand in the order in which they are drafted."""
 
     def __init__(self, tree):
         self.chosen = no_laws(tree)

@@ -15,28 +15,28 @@ from ....kernels.linear.linear import linear, linear_parts
 from ....kernels.linear.res_block import add_silu
 from ....kernels.sampling.sample import top_tokens
 from ...models.weights import pack_rows
-from ..draw_nodes import Drafted, NodeDraws
+from ..draft import Draft
+from ..draw_nodes import NodeDraws
 from .drafter import Drafter
 
 
 class MedusaDrafter(Drafter):
     """Drafts trees with Medusa heads.
 
-    head: a Medusa module, read in place (a head in training is used as it is at the moment); lm_head_weight [V, H]: the target's;
-    drawing: a way of drawings.py.
+    head: a Medusa module, read in place (a head in training is used as it is at the moment); decoder: the target's Decoder;
+    sampling: a way of draft_sampling.py.
     On a GPU the first blocks of all heads are packed into one product; the module's weights become views of it.
     """
 
-    def __init__(self, head, lm_head_weight, drawing="shared_noise"):
-        self.head, self.drawing = head, drawing
-        self._draws = {}  # per tree
+    def __init__(self, head, decoder, num_speculative_tokens=None, sampling="shared_noise"):
+        self.head, self.sampling = head, sampling
+        self._draws, self._columns = {}, {}  # per tree
         self.num_speculative_tokens = head.num_speculative_tokens
-        self.lm_head_weight = lm_head_weight
         self.dtype = next(head.parameters()).dtype
         # A shared lm_head is used in the heads' dtype; where that is the target's own, no copy is made.
-        self.shared_weight = lm_head_weight.to(self.dtype) if head.config.shared_lm_head else None
+        self.shared_weight = decoder.lm_head.to(self.dtype) if head.config.shared_lm_head else None
         self.packed = None
-        if on_triton(lm_head_weight):
+        if on_triton(decoder.lm_head):
             self.packed = pack_rows([one.blocks[0].linear for one in head.heads])
 
     def logits(self, feature, num_heads):
@@ -67,19 +67,29 @@ class MedusaDrafter(Drafter):
         return top_tokens(scores.flatten(0, 1), width, *keys).view(len(scores), -1, width).transpose(0, 1)
 
     def propose(self, batch, tree, shape=None):
-        """Tokens of all nodes; their laws too unless the drawing is shared noise: see Drafter.propose."""
+        """Tokens of all nodes; their laws too unless noise is shared: see Drafter.propose."""
         scores, temperature, kept = self.logits(batch.feature, tree.max_depth), batch.temperature, None
         if shape is not None:
             scores, temperature, kept = shape(scores, torch.arange(len(scores), device=scores.device))
-        width = max(tree.tree.widths)
-        if self.drawing == "shared_noise":
+        width = tree.tree.width
+        if self.sampling == "shared_noise":
             found = self._candidates(batch, scores, temperature, width).flatten(1)  # [B, K width]
-            return Drafted(torch.cat((batch.root[:, None], found[:, tree.columns]), 1))
-        if self.drawing == "deterministic":
+            return Draft(torch.cat((batch.root[:, None], found[:, self._columns_of(tree)]), 1), tree)
+        if self.sampling == "greedy":
             found = top_tokens(scores.flatten(0, 1), width).view(tree.max_depth, -1, width)
-            tokens = torch.cat((batch.root[:, None], found.transpose(0, 1).flatten(1)[:, tree.columns]), 1)
+            tokens = torch.cat((batch.root[:, None], found.transpose(0, 1).flatten(1)[:, self._columns_of(tree)]), 1)
             none = torch.zeros_like(tree.depths, dtype=torch.bool)
-            return Drafted(tokens, scores, temperature, tree.depths.clamp(max=tree.max_depth - 1), none, kept)
-        if tree.tree not in self._draws:
-            self._draws[tree.tree] = NodeDraws(tree, self.drawing)
-        return self._draws[tree.tree](batch, scores, temperature, kept)
+            return Draft(tokens, tree, scores, temperature, tree.depths.clamp(max=tree.max_depth - 1), none, kept)
+        if tree not in self._draws:
+            self._draws[tree] = NodeDraws(tree, self.sampling)
+        return self._draws[tree](batch, scores, temperature, kept)
+
+    def _columns_of(self, tree):
+        """Where each node but the root stands among candidates [D, W] laid out flat, W the tree's width.  -> [N - 1]"""
+        if tree not in self._columns:
+            ranks = torch.tensor(tree.tree.ranks[1:], device=tree.depths.device)
+            self._columns[tree] = (tree.depths[1:] - 1) * tree.tree.width + ranks
+        return self._columns[tree]
+
+
+DRAFTER = MedusaDrafter

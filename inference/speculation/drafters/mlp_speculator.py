@@ -15,11 +15,11 @@ from .sequential import SequentialDrafter
 class MLPSpeculatorDrafter(SequentialDrafter):
     """Drafts chains and trees with an MLPSpeculator.
 
-    head: the module, read in place (a head in training is used as it is at the moment); drawing: a way of drawings.py.
+    head: the module, read in place (a head in training is used as it is at the moment); sampling: a way of draft_sampling.py.
     """
 
-    def __init__(self, head, drawing="shared_noise"):
-        super().__init__(drawing)
+    def __init__(self, head, decoder=None, num_speculative_tokens=None, sampling="shared_noise"):
+        super().__init__(sampling)
         self.head, self.num_speculative_tokens = head, head.num_speculative_tokens
         weight = head.emb[0].weight
         self.dtype = weight.dtype
@@ -50,3 +50,6 @@ class MLPSpeculatorDrafter(SequentialDrafter):
         state = state.view(*tokens.shape, -1)
         rows = state.transpose(0, 1)  # [n, B, S]
         return linear(rows.reshape(-1, rows.shape[-1]), lm_head.weight).view(*rows.shape[:2], -1), state
+
+
+DRAFTER = MLPSpeculatorDrafter

@@ -9,7 +9,7 @@ Letters: B requests, D the chain's depth, L committed length.
 import torch
 
 from ....kernels.speculation.prompt_lookup import prompt_lookup
-from ..draw_nodes import Drafted
+from ..draft import Draft
 from .drafter import Drafter
 from .levels import no_laws
 
@@ -46,4 +46,4 @@ class NgramDrafter(Drafter):
     def propose(self, batch, tree, shape=None):
         """Tokens chosen without chance, so there is no law to look at: see Drafter.propose; shape is not looked at."""
         tokens = torch.cat((batch.root[:, None], self.copied(batch, tree.max_depth)), 1)
-        return Drafted(tokens, None, None, *no_laws(tree))
+        return Draft(tokens, tree, None, None, *no_laws(tree))

@@ -8,7 +8,7 @@ Letters: R known requests, T their longest output, B requests in a batch, N node
 
 import torch
 
-from ..draw_nodes import Drafted
+from ..draft import Draft
 from .drafter import Drafter
 
 
@@ -55,4 +55,4 @@ class OracleDrafter(Drafter):
         # Siblings' wrong tokens differ from each other and from the right one.
         wrong = (right + 1 + place + number * ((word & 0xFFFF) % max(self.vocab_size // 128, 1))) % self.vocab_size
         tokens = torch.where(told, right, wrong)
-        return Drafted(torch.cat((batch.root[:, None], tokens[:, 1:]), 1))
+        return Draft(torch.cat((batch.root[:, None], tokens[:, 1:]), 1), tree)

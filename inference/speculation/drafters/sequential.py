@@ -12,19 +12,22 @@ import torch
 
 from ....kernels.sampling.sample import log_sum_exp, top_tokens
 from ....kernels.speculation.dynamic_tree import Candidates, grow, prune
-from ..draw_nodes import Drafted, Topology, draw_families
-from ..drawings import drawn_nodes
-from ..tree import DynamicTree, chain
-from ..verify import TreeTensors
+from ..draft import Draft
+from ..draft_sampling import sampled_nodes
+from ..draw_nodes import draw_families
+from ..tree import chain
+from ..tree_on_device import TreeOnDevice
 from .drafter import Drafter
 from .levels import GrownLevel, GrownLevels, Levels, choose
 
 
 class SequentialDrafter(Drafter):
-    """See above. drawing: a way of drawings.py."""
+    """See above. sampling: a way of draft_sampling.py."""
 
-    def __init__(self, drawing):
-        self.drawing = drawing
+    autoregressive = True
+
+    def __init__(self, sampling):
+        self.sampling = sampling
         self._levels = {}  # per tree
 
     def start(self, batch):
@@ -39,15 +42,15 @@ class SequentialDrafter(Drafter):
         raise NotImplementedError
 
     def propose(self, batch, tree, shape=None):
-        """Tokens of all nodes; their laws too unless the drawing is shared noise: see Drafter.propose."""
-        if isinstance(tree.tree, DynamicTree):
+        """Tokens of all nodes; their laws too unless noise is shared: see Drafter.propose."""
+        if tree.tree.grows:
             return self._grow(batch, tree, shape)
         plan = self.levels(tree)
         seed, sample, position = (
             batch.draws.view(3, len(batch.slots), -1)[:, :, plan.inner].transpose(1, 2).contiguous()
         )
         # What is chosen without chance is accepted by the target's law alone.
-        with_laws, laws, kept = self.drawing in ("sampled", "top_and_one"), None, []
+        with_laws, laws, kept = self.sampling in ("sampled", "top_and_one"), None, []
         tokens, (logits, state) = [batch.root[:, None]], self.start(batch)
         for level, following in zip(plan.levels, [*plan.levels[1:], None]):
             scores, temperature, left = (logits, batch.temperature, None)
@@ -69,30 +72,30 @@ class SequentialDrafter(Drafter):
                     inner = inner.clamp(min=0)  # an empty slot is computed as any token would be
                 logits, state = self.expand(batch, following, inner, choose(state, level.parents))
         tokens = choose(torch.cat(tokens, 1), plan.order)
-        if self.drawing == "shared_noise":
-            return Drafted(tokens)
+        if self.sampling == "shared_noise":
+            return Draft(tokens, tree)
         if not with_laws:
-            return Drafted(tokens, None, None, *plan.chosen)
+            return Draft(tokens, tree, None, None, *plan.chosen)
         joined = None if kept[0] is None else type(kept[0])(*(torch.cat(parts) for parts in zip(*kept)))
-        drawn = drawn_nodes(self.drawing, tree.parents)
-        return Drafted(tokens, laws, temperature, plan.law, drawn, joined)
+        sampled = sampled_nodes(self.sampling, tree.parents)
+        return Draft(tokens, tree, laws, temperature, plan.law, sampled, joined)
 
     def _draw(self, level, scores, temperature, keys, batch):
         """Candidates of the level's nodes.  scores [n, B, V], temperature [B], keys: three [n B]  ->  [n, B, W]"""
-        if self.drawing in ("shared_noise", "deterministic"):
+        if self.sampling in ("shared_noise", "greedy"):
             heat = temperature if level.count == 1 else temperature.repeat(level.count)
-            noise = () if self.drawing == "deterministic" else (heat, *keys)
+            noise = () if self.sampling == "greedy" else (heat, *keys)
             return top_tokens(scores.flatten(0, 1), level.width, *noise).view(*scores.shape[:2], level.width)
         laws = torch.arange(level.count, device=scores.device)
         keys = batch.seed, batch.sample, batch.committed
-        return draw_families(self.drawing, scores, level.width, laws, level.nodes, level.sizes, temperature, keys)
+        return draw_families(self.sampling, scores, level.width, laws, level.nodes, level.sizes, temperature, keys)
 
     def _grow(self, batch, tree, shape):
-        """A dynamic tree: kernels/speculation/dynamic_tree.py.  -> Drafted, with its topology and no law of its own"""
+        """A dynamic tree: kernels/speculation/dynamic_tree.py.  -> Draft, of trees of its own and no law"""
         plan, width, requests = self.levels(tree), tree.tree.width, len(batch.slots)
         candidates = Candidates.empty(requests, tree.max_depth, width, batch.root.device)
         temperature, wide = None, batch
-        if self.drawing == "shared_noise":
+        if self.sampling == "shared_noise":
             # The keys of `wide` are those of a level's k B rows, repeated once for all levels.
             integers, floats = batch.integers.repeat(1, width), batch.floats.repeat(1, width)
             temperature, wide = batch.temperature, replace(batch, integers=integers, floats=floats)
@@ -106,12 +109,12 @@ class SequentialDrafter(Drafter):
             if nodes is not None:
                 level = GrownLevel(depth + 1, depth * width + 1, width, nodes.paths, plan.depths[depth])
                 logits, state = self.expand(batch, level, nodes.tokens, _rows_of(state, nodes.parents))
-        tokens, *topology = prune(candidates, batch.root, tree.num_nodes)
-        topology = Topology(tree.tree, *topology)
-        if self.drawing == "shared_noise":
-            return Drafted(tokens, topology=topology)
+        tokens, parents, depths, ancestors = prune(candidates, batch.root, tree.num_nodes)
+        grown = TreeOnDevice(tree.tree, depths, parents, ancestors)
+        if self.sampling == "shared_noise":
+            return Draft(tokens, grown)
         # Chosen without chance, so no law is looked at.
-        return Drafted(tokens, None, None, *plan.chosen, topology=topology)
+        return Draft(tokens, grown, None, None, *plan.chosen)
 
     def _confidence(self, scores, temperature, width, depth, wide):
         """The best tokens of nodes at a depth and what tells their confidence, as kernels/speculation/dynamic_tree.py takes it.
@@ -121,7 +124,7 @@ class SequentialDrafter(Drafter):
         draw is nearly known: of the best perturbed scores each has the weight that their softmax gives it.
         """
         rows, keys = scores.flatten(0, 1), ()
-        if self.drawing == "shared_noise":
+        if self.sampling == "shared_noise":
             position = wide.committed + (1 + depth)
             keys = temperature, *(x[: len(rows)] for x in (wide.seed, wide.sample, position))
         tokens, best = top_tokens(rows, width, *keys, with_scores=True)
@@ -131,7 +134,7 @@ class SequentialDrafter(Drafter):
     def candidates(self, batch, widths):
         """The best tokens of each depth, best first, behind the draft's own first choices: see Drafter.candidates."""
         width, found, (logits, state) = max(widths), [], self.start(batch)
-        levels = self.levels(TreeTensors(chain(len(widths)), batch.root.device)).levels
+        levels = self.levels(TreeOnDevice.of(chain(len(widths)), batch.root.device)).levels
         for level in levels:
             keys = batch.temperature, batch.seed, batch.sample, batch.committed + 1 + level.depth
             found.append(top_tokens(logits[0], width, *keys))
@@ -140,9 +143,9 @@ class SequentialDrafter(Drafter):
         return torch.stack(found, 1)
 
     def levels(self, tree):
-        """The Levels of a TreeTensors, the GrownLevels of a dynamic one."""
+        """The Levels of a TreeOnDevice, the GrownLevels of one that grows."""
         if tree.tree not in self._levels:
-            self._levels[tree.tree] = (GrownLevels if isinstance(tree.tree, DynamicTree) else Levels)(tree)
+            self._levels[tree.tree] = (GrownLevels if tree.tree.grows else Levels)(tree)
         return self._levels[tree.tree]
 
 

@@ -22,7 +22,7 @@ def test_saved_heads_load_bit_by_bit(tmp_path, format, qkv_bias):
     head = make(attention_bias=qkv_bias, rope_scaling=scaling, base_model_name_or_path="some/target").float()
     save_head(head, tmp_path / "head", format=format)
     loaded = load_head(tmp_path / "head")
-    assert family_of(loaded) == "EAGLE"
+    assert family_of(loaded).name == "EAGLE"
     assert loaded.config == head.config
     assert same_head(loaded, head)
     assert not loaded.embed_tokens.weight.requires_grad

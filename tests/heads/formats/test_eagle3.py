@@ -34,7 +34,7 @@ def test_saved_heads_load_bit_by_bit(tmp_path, format, normed, width, draft_voca
     head = with_table(make(**shape, rope_scaling={"rope_type": "linear", "factor": 2.0}))
     save_head(head, tmp_path / "head", format=format)
     loaded = load_head(tmp_path / "head")
-    assert family_of(loaded) == "EAGLE-3"
+    assert family_of(loaded).name == "EAGLE-3"
     assert loaded.config == head.config
     assert same_head(loaded, head)
     assert loaded.features == (1, 3, 5)

@@ -15,7 +15,7 @@ from headstart.heads.checkpoint import save_head
 from headstart.heads.draft_vocabulary import build_draft_vocabulary
 from headstart.heads.eagle import Eagle, EagleConfig
 from headstart.heads.eagle3 import Eagle3, Eagle3Config
-from headstart.heads.families import FAMILIES, FORMATS, check_format, family_of
+from headstart.heads.families import FORMATS, check_format, family_of
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 from headstart.hub_export.readers.readers import SGLANG, TGI, VLLM, files_as_written, judge
@@ -84,7 +84,7 @@ HEADS = {
 def formats_of(head):
     """The formats that can say this head."""
     found = []
-    for format in FAMILIES[family_of(head)][1].FORMATS:
+    for format in family_of(head).formats.FORMATS:
         with suppress(ValueError):
             check_format(head, format)
             found.append(format)
@@ -119,7 +119,7 @@ def written(head, target, format, folder):
 
 def logits_of(head, target):
     """What the head itself computes, depth by depth [T, V]."""
-    family, tokens = family_of(head), target.tokens
+    family, tokens = family_of(head).name, target.tokens
     if family == "Medusa":
         return head(target.final, target.lm_head)[0]
     if family == "MLP speculator":
@@ -156,7 +156,7 @@ def test_readers_take_what_the_card_says(tmp_path, name, format):
     head, target = built(name)
     folder = written(head, target, format, tmp_path / "head")
     for said in judge(files_as_written(head, format, DEPTH)):
-        read = RULES[family_of(head)].get(said.reader)
+        read = RULES[family_of(head).name].get(said.reader)
         found = verdict(read, folder, head, target) if read else "has no such heads"
         assert (found == "takes") is (said.loads and not said.problems), f"{said}, but by its rules: {found}"
 
@@ -253,7 +253,7 @@ LOSSES = [
 )
 def test_what_an_export_avoids_would_be_noticed(tmp_path, name, format, reader, change, loss):
     head, target = built(name)
-    folder, read = written(head, target, format, tmp_path / "head"), RULES[family_of(head)][reader]
+    folder, read = written(head, target, format, tmp_path / "head"), RULES[family_of(head).name][reader]
     before = verdict(read, folder, head, target)
     change(folder)
     found = verdict(read, folder, head, target)

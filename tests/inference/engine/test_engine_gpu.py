@@ -4,6 +4,7 @@ benchmarks/proofs/equality.py and benchmarks/proofs/long_run.py are the same che
 """
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,10 +14,12 @@ import headstart.inference.engine.step as step_module
 import headstart.inference.models.blocks as blocks_module
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.inference.engine.engine import Engine
-from headstart.inference.engine.sampling import SamplingParams
+from headstart.inference.engine.options import EngineOptions
 from headstart.inference.llm import LLM
 from headstart.inference.models.shapes import config_of
+from headstart.inference.sampling_params import SamplingParams
 from headstart.inference.speculation.drafters.oracle import OracleDrafter
+from headstart.inference.speculation.speculation import Speculation
 from headstart.inference.speculation.tree import build_static_tree, chain
 from headstart.kernels.attention import tree_attention as attention_module
 from headstart.kernels.linear.linear import decode_parts
@@ -49,7 +52,8 @@ def speculating(llm, prompts, plain, tree, batch, **options):
     known = [tokens for tokens, _ in plain]
     drafter = OracleDrafter(known, [len(p) for p in prompts], 0.6, decoder.vocab_size, decoder.device)
     other = LLM(llm, max_model_len=llm.max_model_len, max_num_seqs=1, num_gpu_blocks_override=32, enforce_eager=True)
-    other.engine = Engine.build(decoder, llm.eos_token_ids, llm.max_model_len, batch, drafter, tree, **options)
+    options = EngineOptions(llm.max_model_len, max_num_seqs=batch, **options)
+    other.session.engine = Engine.build(decoder, llm.eos_token_ids, options, Speculation(drafter, tree))
     return other
 
 
@@ -68,10 +72,10 @@ def test_speculation_changes_no_bit(wide, temperature):
             assert run(llm, prompts, temperature=temperature, **LONG) == plain, (tree.num_nodes, batch)
             accepted = llm.engine.metrics.spec_decode.accepted_per_position
             assert all(accepted), f"every depth must have been accepted at times: {accepted}"
-    pressed = speculating(wide, prompts, plain, RAGGED, 16, num_pages=40, max_num_batched_tokens=100)
+    pressed = speculating(wide, prompts, plain, RAGGED, 16, num_gpu_blocks_override=40, max_num_batched_tokens=100)
     assert run(pressed, prompts, temperature=temperature, **LONG) == plain, "chunked and preempted"
     assert pressed.engine.scheduler.num_preemptions > 0
-    pressed.engine.scheduler.check()
+    pressed.engine.check()
     eager = LLM(wide, max_model_len=1024, enforce_eager=True)
     assert run(eager, prompts[:4], temperature=temperature, **LONG) == plain[:4], "without graphs"
 
@@ -155,7 +159,7 @@ def test_parameters_keep_the_equality_also_when_their_tables_come_late(wide):
     # Every round makes another table necessary, for which the graphs of the round before have no address.
     for count in range(1, 6):
         assert outputs(llm, parameters(count)) == plain[count], count
-    pressed = speculating(wide, prompts, plain[5], RAGGED, 6, num_pages=20)
+    pressed = speculating(wide, prompts, plain[5], RAGGED, 6, num_gpu_blocks_override=20)
     assert outputs(pressed, parameters(5)) == plain[5]
 
 
@@ -186,9 +190,9 @@ def test_two_hundred_steps_never_wait_for_the_device(wide, own):
     llm = speculating(wide, [[1, 2, 3]] * 8, [([5] * 400, None)] * 8, RAGGED, 8)
     shared = dict(temperature=0.5, max_tokens=900, ignore_eos=True, **own)
     params = [SamplingParams(seed=i, logprobs=2 if i % 2 else None, **shared) for i in range(8)]
-    for group in [llm._make_requests(None, [1, 2, 3], one) for one in params]:
-        group[0].bad_words = ((5, 6), (7, 8, 9)) if own else ()
-        llm.engine.scheduler.add(group[0])
+    for one in params:
+        checked = replace(llm.session.check([1, 2, 3], one), bad_words=((5, 6), (7, 8, 9)) if own else ())
+        llm.session.submit(checked)
     for _ in range(5):
         llm.engine.step()
     before = llm.engine.metrics.num_decode_passes
@@ -207,11 +211,11 @@ def test_cancelled_requests_leave_no_trace(wide):
     prompts = make_prompts(wide.engine.decoder.vocab_size)
     plain = run(LLM(wide, max_model_len=1024, max_num_seqs=1), prompts[:3], temperature=0.7, max_tokens=40)
     llm = speculating(wide, prompts[:3], plain, chain(4), 4)
-    kept = [llm._make_requests(None, p, SamplingParams(seed=i, temperature=0.7, max_tokens=40, ignore_eos=True))[0]
-            for i, p in enumerate(prompts[:3])]  # fmt: skip
-    doomed = [llm._make_requests(None, p, SamplingParams(seed=1, max_tokens=200))[0] for p in prompts[3:6]]
-    for request in (kept[0], doomed[0], kept[1], doomed[1], kept[2], doomed[2]):
-        llm.engine.scheduler.add(request)
+    kept, doomed = [], []
+    for i in range(3):
+        params = SamplingParams(seed=i, temperature=0.7, max_tokens=40, ignore_eos=True)
+        kept += llm.session.submit(prompts[i], params).requests
+        doomed += llm.session.submit(prompts[3 + i], SamplingParams(seed=1, max_tokens=200)).requests
     for number in range(200):
         llm.engine.step()
         if number in (1, 4, 7):
@@ -220,19 +224,18 @@ def test_cancelled_requests_leave_no_trace(wide):
             break
     assert [request.output_token_ids for request in kept] == [tokens for tokens, _ in plain]
     assert [request.finish_reason for request in doomed] == ["abort"] * 3
-    llm.engine.scheduler.check()
-    assert llm.engine.scheduler.num_free_pages == llm.engine.scheduler.num_pages
+    llm.engine.check()
+    assert llm.engine.num_free_pages == llm.engine.scheduler.num_pages
 
 
-@pytest.mark.parametrize("where", ["run", "_hand_over", "_hand_back"])
+@pytest.mark.parametrize("where", ["run", "_launched", "_hand_back"])
 def test_an_error_in_a_step_changes_nothing_for_others(wide, raising, where):
     """With steps in flight when it comes, whose tokens nobody reads any more."""
     prompts = make_prompts(wide.engine.decoder.vocab_size)[:4]
     params = [SamplingParams(seed=i, temperature=0.8, ignore_eos=True, **LONG) for i in range(4)]
     plain = [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in wide.generate(prompts, params)]
     llm = speculating(wide, prompts, plain, chain(4), 4)
-    other = llm._make_requests(None, prompts[1], params[1])[0]
-    llm.engine.scheduler.add(other)
+    other = llm.session.submit(prompts[1], params[1]).requests[0]
     owner = llm.engine.graphs if where == "run" else llm.engine
     for place in (2, 5):
         with raising(owner, where, place), pytest.raises(MemoryError):
@@ -241,7 +244,7 @@ def test_an_error_in_a_step_changes_nothing_for_others(wide, raising, where):
         llm.engine.step()
     assert (other.output_token_ids, other.logprobs) == plain[1]
     assert [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in llm.generate(prompts, params)] == plain
-    llm.engine.scheduler.check()
+    llm.engine.check()
 
 
 def test_a_context_of_less_than_a_page_runs(wide):

@@ -11,13 +11,16 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import headstart.inference.engine.engine as engine_module
+import headstart.inference.engine.launched as launched_module
 import headstart.inference.engine.step as step_module
+import headstart.inference.engine.target_scores as scores_module
 from headstart.inference.engine.engine import Engine
 from headstart.inference.engine.logprobs import GatheredLogprobs
 from headstart.inference.engine.request import Request
-from headstart.inference.engine.sampling import SamplingParams
 from headstart.inference.llm import LLM
+from headstart.inference.sampling_params import SamplingParams
 from headstart.inference.speculation.drafters.oracle import OracleDrafter
+from headstart.inference.speculation.speculation import Speculation
 from headstart.inference.speculation.tree import Tree, build_static_tree, chain
 from headstart.kernels.attention import tree_attention as attention_module
 
@@ -46,15 +49,7 @@ def speculating(target, tree, known, prompts, rate=0.5, **options):
     llm = LLM(target, **options)
     decoder = llm.engine.decoder
     drafter = OracleDrafter(known, [len(p) for p in prompts], rate, decoder.vocab_size, decoder.device)
-    llm.engine = Engine.build(
-        decoder,
-        llm.eos_token_ids,
-        llm.max_model_len,
-        options.get("max_num_seqs", 8),
-        drafter,
-        tree,
-        num_pages=options.get("num_gpu_blocks_override"),
-    )
+    llm.session.engine = Engine.build(decoder, llm.eos_token_ids, llm.engine.options, Speculation(drafter, tree))
     return llm
 
 
@@ -116,8 +111,8 @@ def test_speculation_changes_no_token_and_no_logprob(target, plain, name, temper
     assert outputs == found[temperature]
     accepted = llm.engine.metrics.spec_decode.accepted_per_position
     assert all(count > 0 for count in accepted), f"every depth must have been accepted at times: {accepted}"
-    llm.engine.scheduler.check()
-    assert llm.engine.scheduler.num_free_pages == llm.engine.scheduler.num_pages
+    llm.engine.check()
+    assert llm.engine.num_free_pages == llm.engine.scheduler.num_pages
 
 
 def test_plain_outputs_do_not_depend_on_the_batch(target, plain):
@@ -141,7 +136,7 @@ def test_preemption_changes_no_bit(target, plain, speculation):
         llm = LLM(target, **options)
     assert run(llm, prompts, temperature=0.8, **LONG) == found[0.8]
     assert llm.get_metrics()["num_preemptions"] > 0
-    llm.engine.scheduler.check()
+    llm.engine.check()
 
 
 class Clock:
@@ -166,7 +161,7 @@ def test_reading_late_changes_no_bit(target, plain, monkeypatch):
 
     def checked_step():
         advanced = step()
-        llm.engine.scheduler.check()
+        llm.engine.check()
         return advanced
 
     llm.engine.step = checked_step
@@ -178,6 +173,7 @@ def test_reading_late_changes_no_bit(target, plain, monkeypatch):
     assert llm.engine.launched, "a step was launched before the stop token was read"
     clock = Clock()
     monkeypatch.setattr(engine_module, "time", clock)
+    monkeypatch.setattr(launched_module, "time", clock)
     llm.generate([prompts[stopped]], [params[stopped]])
     assert llm.engine.launched
     before = llm.get_metrics()
@@ -185,14 +181,13 @@ def test_reading_late_changes_no_bit(target, plain, monkeypatch):
     llm.generate([prompts[stopped]], [params[stopped]])
     after = llm.get_metrics()
     assert [after[name] - before[name] for name in ("prefill_seconds", "decode_seconds")] == [0, 0]
-    doomed = llm._make_requests(None, prompts[3], params[3])[0]
-    llm.engine.scheduler.add(doomed)
+    doomed = llm.session.submit(prompts[3], params[3]).requests[0]
     for _ in range(4):
         llm.engine.step()
     llm.engine.cancel(doomed)
     assert [o.outputs[0].token_ids for o in llm.generate(prompts, params)] == expected
-    llm.engine.scheduler.check()
-    assert llm.engine.scheduler.num_free_pages == llm.engine.scheduler.num_pages
+    llm.engine.check()
+    assert llm.engine.num_free_pages == llm.engine.scheduler.num_pages
 
 
 def test_an_interrupt_while_reading_loses_no_token(target, plain, monkeypatch):
@@ -200,8 +195,7 @@ def test_an_interrupt_while_reading_loses_no_token(target, plain, monkeypatch):
     llm = LLM(target, max_num_seqs=2)
     llm.engine.steps_late = 1
     params = seeded(2, temperature=0.8, **LONG)
-    stream = llm._make_requests(None, prompts[1], params[1])[0]
-    llm.engine.scheduler.add(stream)
+    stream = llm.session.submit(prompts[1], params[1]).requests[0]
     hand_back, calls = llm.engine._hand_back, []
 
     def interrupted(*arguments):
@@ -219,18 +213,17 @@ def test_an_interrupt_while_reading_loses_no_token(target, plain, monkeypatch):
 
 
 @pytest.mark.parametrize("late", [0, 1])
-@pytest.mark.parametrize("where", ["advance", "_draw_first", "_hand_over", "_hand_back", "run", "append", "read"])
+@pytest.mark.parametrize("where", ["advance", "_draw_first", "_launched", "_hand_back", "run", "append", "read"])
 def test_an_error_in_a_step_changes_nothing_for_others(target, plain, raising, where, late):
     """Wherever it comes, in a prefill or a decode, and half-way through handing tokens back."""
     prompts, found = plain
     llm = LLM(target, max_num_seqs=3, speculative_config={"model": target, "num_speculative_tokens": 3})
     llm.engine.steps_late = late
     params = seeded(3, temperature=0.8, **LONG)
-    other = llm._make_requests(None, prompts[1], params[1])[0]
+    other = llm.session.submit(prompts[1], params[1]).requests[0]
     owners = {"advance": llm.engine.drafter, "run": llm.engine.graphs, "append": Request, "read": GatheredLogprobs}
     owner = owners.get(where, llm.engine)
     for place in range(1, 7):
-        llm.engine.scheduler.add(other) if place == 1 else None
         with raising(owner, where, place):
             try:
                 llm.generate([prompts[0]], params[:1])
@@ -238,18 +231,19 @@ def test_an_error_in_a_step_changes_nothing_for_others(target, plain, raising, w
                 pass
             else:
                 assert where == "_draw_first"  # which is called once for each request
-        llm.engine.scheduler.check()
+        llm.engine.check()
     while not other.finished:
         llm.engine.step()
     assert (other.output_token_ids, other.logprobs) == found[0.8][1]
     # And what stayed in the prefix cache is what it is taken for.
     assert run(llm, [prompts[0]], temperature=0.8, **LONG) == found[0.8][:1]
-    llm.engine.scheduler.check()
+    llm.engine.check()
 
 
 def test_prompt_time_is_counted_chunk_by_chunk(target, monkeypatch):
     llm, clock = LLM(target, max_num_batched_tokens=16), Clock()
     monkeypatch.setattr(engine_module, "time", clock)
+    monkeypatch.setattr(launched_module, "time", clock)
     forward = llm.engine.decoder.forward
 
     def timed(*arguments):
@@ -265,6 +259,7 @@ def test_prompts_and_steps_are_timed_apart(target, monkeypatch):
     llm, clock = LLM(target), Clock()
     llm.engine.steps_late, clock.now = 0, 100.0
     monkeypatch.setattr(engine_module, "time", clock)
+    monkeypatch.setattr(launched_module, "time", clock)
     forward = llm.engine.decoder.forward
 
     def timed(*arguments):
@@ -361,13 +356,13 @@ def test_equality_breaks_if_siblings_keys_are_visible(target, plain, monkeypatch
 
 
 def test_equality_breaks_if_noise_is_not_keyed_by_position(target, plain, monkeypatch):
-    sample = step_module.sample_tokens
+    sample = scores_module.sample_tokens
 
     def by_place(logits, temperature, seed, sample_index, position):
         # Keyed by the row in the step instead of the place in the sequence.
         return sample(logits, temperature, seed, sample_index, torch.arange(len(position)) % 7)
 
-    monkeypatch.setattr(step_module, "sample_tokens", by_place)
+    monkeypatch.setattr(scores_module, "sample_tokens", by_place)
     assert outputs_differ(target, plain_again(target, plain, 0.8), chain(5), temperature=0.8)
 
 

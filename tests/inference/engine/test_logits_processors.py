@@ -19,14 +19,13 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-import headstart.inference.llm as llm_module
 from headstart import LLM, SamplingParams
 from headstart.inference.engine.logit_state import LogitState
-from headstart.inference.engine.sampling import CHANGED, CUT, NO_FILTERS
 from headstart.inference.engine.slots import SlotTable
-from headstart.inference.engine.step import draw, path_tokens
+from headstart.inference.engine.target_scores import CHANGED, CUT, NO_FILTERS, draw, path_tokens
+from headstart.inference.session import CheckedPrompt
 from headstart.inference.speculation.tree import build_static_tree
-from headstart.inference.speculation.verify import TreeTensors
+from headstart.inference.speculation.tree_on_device import TreeOnDevice
 from headstart.kernels.sampling.process_logits import LogitTables
 from headstart.tests.inference.engine.test_exactness import make_target, speculating
 
@@ -132,7 +131,7 @@ CASES["all at temperature 0"] = CASES["all"] | dict(temperature=0.0)
 def test_scores_behind_every_node_are_those_of_transformers(name):
     params = SamplingParams(**CASES[name])
     bad_words = WORDS if params.bad_words else ()
-    slots, tree = make_slots(a_request(params, bad_words)), TreeTensors(TREE, "cpu")
+    slots, tree = make_slots(a_request(params, bad_words)), TreeOnDevice.of(TREE, "cpu")
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(TREE.num_nodes, VOCAB, generator=generator) * 3
     # Drafts of few different tokens, so that paths repeat tokens and complete bad words.
@@ -202,9 +201,7 @@ def test_greedy_outputs_are_those_of_a_loop_around_transformers(model, monkeypat
             sequence = torch.cat((sequence, scores.argmax(-1, keepdim=True)), 1)
     expected = sequence[0, len(PROMPT) :].tolist()
     llm = speculating(model, TREE, [expected], [PROMPT], 0.8) if speculation else LLM(model)
-    monkeypatch.setattr(llm_module, "bad_word_sequences", lambda *_: bad_words)
-    (request,) = llm._make_requests(None, PROMPT, params)
-    llm.engine.scheduler.add(request)
+    (request,) = llm.session.submit(CheckedPrompt(None, PROMPT, params, bad_words)).requests
     while not request.finished:
         llm.engine.step()
     assert request.output_token_ids == expected
@@ -215,7 +212,7 @@ def test_requests_without_such_parameters_get_the_same_bits_in_both_variants():
     generator = torch.Generator().manual_seed(2)
     everything = a_request(SamplingParams(**CASES["all"]), WORDS, slot=0)
     plain = [a_request(SamplingParams(temperature=t), slot=slot) for t, slot in ((0.0, 1), (0.83, 2))]
-    slots, tree = make_slots(everything, *plain), TreeTensors(TREE, "cpu")
+    slots, tree = make_slots(everything, *plain), TreeOnDevice.of(TREE, "cpu")
     assert all(table is not None for table in slots.logit_state.tables)
     tokens = torch.randint(VOCAB, (3, TREE.num_nodes), generator=generator)
     logits = torch.randn(3 * TREE.num_nodes, VOCAB, generator=generator)

@@ -7,11 +7,10 @@ import torch
 
 import headstart.inference.engine.logprobs as module
 from headstart import LLM, SamplingParams
-from headstart.inference.engine.engine import Engine
+from headstart.inference.engine import engine as engine_module
 from headstart.inference.engine.request import Request, Status
-from headstart.inference.engine.sampling import CHANGED, CUT, NO_FILTERS
 from headstart.inference.engine.scheduler import ScheduledStep
-from headstart.inference.engine.step import draw
+from headstart.inference.engine.target_scores import CHANGED, CUT, NO_FILTERS, draw
 from headstart.inference.speculation.tree import build_static_tree, chain
 
 VOCAB = 97
@@ -123,7 +122,7 @@ def test_speculation_changes_no_logprob(random_target, prompts, plain, speculate
     llm = speculate(random_target, tree, tokens_of(expected), prompts, options=dict(max_num_seqs=4))
     assert run(llm, prompts, temperature) == expected
     assert all(llm.engine.metrics.spec_decode.accepted_per_position)
-    llm.engine.scheduler.check()
+    llm.engine.check()
 
 
 def test_chunks_slices_and_company_change_no_prompt_logprob(random_target, prompts, plain, monkeypatch):
@@ -147,7 +146,7 @@ def test_cached_prefixes_lose_no_position(random_target, prompts, plain):
     assert llm.get_metrics()["num_prompt_tokens"] == 2 * sum(LENGTHS), "prompts are computed again"
     # Those who do not ask for prompt logprobs find the pages that the others left.
     assert [one[:3] for one in run(llm, prompts, prompt_logprobs=None)] == [one[:3] for one in plain[0.8]]
-    llm.engine.scheduler.check()
+    llm.engine.check()
     reused = 3 * sum(LENGTHS) - llm.get_metrics()["num_prompt_tokens"]
     assert reused == 64 * sum((length - 1) // 64 for length in LENGTHS)
 
@@ -227,12 +226,12 @@ def test_streams_return_the_same_logprobs(random_target, prompts, plain, specula
 
 
 def test_equality_breaks_if_the_path_is_ignored(random_target, prompts, plain, speculate, monkeypatch):
-    hand_over = Engine._hand_over
+    hand_over = engine_module.hand_over
 
-    def by_depth(self, kind, requests, emitted, prompts, logits=None, path=None, which=0, begin=None):
-        return hand_over(self, kind, requests, emitted, prompts, logits)
+    def by_depth(*given, path=None, **more):
+        return hand_over(*given, **more)
 
-    monkeypatch.setattr(Engine, "_hand_over", by_depth)
+    monkeypatch.setattr(engine_module, "hand_over", by_depth)
     llm = speculate(random_target, RAGGED, tokens_of(plain[0.8]), prompts)
     found = run(llm, prompts)
     assert tokens_of(found) == tokens_of(plain[0.8])

@@ -13,7 +13,7 @@ import headstart.inference.engine.step as step_module
 from headstart import LLM, SamplingParams
 from headstart.inference.engine.logit_state import LogitState
 from headstart.inference.engine.slots import SlotTable
-from headstart.inference.engine.step import path_tokens
+from headstart.inference.engine.target_scores import path_tokens
 from headstart.inference.speculation.tree import chain
 from headstart.tests.inference.engine.test_exactness import RAGGED, VOCAB, make_target, prompts_of_lengths, speculating
 

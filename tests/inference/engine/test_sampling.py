@@ -5,9 +5,8 @@ import pytest
 import torch
 
 from headstart import SamplingParams
-from headstart.inference.engine.sampling import CUT
 from headstart.inference.engine.slots import SlotTable
-from headstart.inference.engine.step import draw
+from headstart.inference.engine.target_scores import CUT, draw
 from headstart.kernels.sampling.keep_top import keep_top, kept_scores
 
 

@@ -244,7 +244,7 @@ def test_a_stop_token_is_in_the_text_if_asked_for(plain, fast, free):
 @pytest.mark.parametrize("place", PLACES)
 def test_eos_ends_the_output_at_any_depth(plain, fast, free, place, monkeypatch):
     for llm in (plain, fast):
-        monkeypatch.setattr(llm, "eos_token_ids", {free.token_ids[place]})
+        monkeypatch.setattr(llm.engine, "eos_token_ids", {free.token_ids[place]})
     expected = answer(plain)
     assert expected[0] == free.token_ids[: place + 1]
     assert expected[-2:] == ("stop", None)

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 from headstart.cli import main as cli
 from headstart.heads import checkpoint
 from headstart.heads.checkpoint import load_head, save_head, write_head
-from headstart.inference.engine.sampling import SamplingParams
 from headstart.inference.llm import LLM
 from headstart.inference.models import adapter as adapter_module, weights
 from headstart.inference.models.adapter import find_adapter, fingerprint, read_adapter
+from headstart.inference.sampling_params import SamplingParams
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PROMPTS = ["def read(", "once upon a time", "x"]

@@ -1,7 +1,7 @@
 """What the draft matrix is made of: a random target, a head per configuration, the engine's drafts, and training's answer to each.
 
 A wrong draft changes no output, it is only accepted less often: so drafts are compared with the trainers' own forward
-(train/loss/predictions.py) on the trainers' own features (train/teacher/features.py). The rule that accepts is a stand-in here:
+(Head.predict) on the trainers' own features (train/teacher/features.py). The rule that accepts is a stand-in here:
 random heads are nearly never right, and drafting goes on from what was accepted.
 
 Letters: R rows, T tokens per row, A residual streams, H hidden size, V vocabulary, D the tree's depth, N nodes.
@@ -17,16 +17,12 @@ from headstart.heads.eagle3 import Eagle3, Eagle3Config
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 from headstart.inference.engine.engine import Engine
-from headstart.inference.engine.sampling import SamplingParams
+from headstart.inference.engine.options import EngineOptions
 from headstart.inference.llm import LLM
-from headstart.inference.speculation.drafters.sequential import SequentialDrafter
-from headstart.inference.speculation.verify import strict
-from headstart.train.loss.predictions import (
-    eagle3_predictions,
-    eagle_predictions,
-    medusa_predictions,
-    mlp_speculator_predictions,
-)
+from headstart.inference.sampling_params import SamplingParams
+from headstart.inference.speculation.speculation import Speculation
+from headstart.inference.speculation.verifiers import Strict
+from headstart.tests.inference.speculation.given_target import GivenTarget
 from headstart.train.teacher.features import FrozenTarget
 
 VOCAB, MAX_TOKENS = 97, 12
@@ -114,7 +110,7 @@ class Watch:
     """A context in which every draft of a drafter is kept as a Root, with the scores that it was drawn from."""
 
     def __init__(self, drafter):
-        self.roots, self.drafter, self.sequential = [], drafter, isinstance(drafter, SequentialDrafter)
+        self.roots, self.drafter, self.sequential = [], drafter, drafter.autoregressive
         self.watched = ("propose", "start", "expand") if self.sequential else ("propose", "logits")
 
     def __enter__(self):
@@ -148,7 +144,7 @@ class Watch:
 
     def _propose(self, batch, tree, shape=None):
         drafted = self.propose(batch, tree, shape)
-        topology = tree if drafted.topology is None else drafted.topology
+        topology = tree if drafted.tree is None else drafted.tree
         parents = topology.parents.expand(drafted.tokens.shape).tolist()
         for i, (request, length) in enumerate(zip(batch.seed.tolist(), batch.committed.tolist())):
             root = Root(request, length, drafted.tokens[i].tolist(), parents[i], len(parents))
@@ -169,8 +165,13 @@ class Accepting:
     def __init__(self):
         self.steps = {}  # how many each request had
 
-    def __call__(self, tree, tokens, target_tokens, batch):
-        target_tokens, shape = target_tokens.clone(), tokens.shape
+    @property
+    def undrafted(self):
+        return self
+
+    def __call__(self, tree, draft, target):
+        tokens, target_tokens, batch = target.drafted, target.sample().clone(), target.batch
+        shape = tokens.shape
         parents, depths = (x.expand(shape).tolist() for x in (tree.parents, tree.depths))
         for i, request in enumerate(batch.seed.tolist()):
             step = self.steps[request] = self.steps.get(request, -1) + 1
@@ -180,7 +181,7 @@ class Accepting:
             while node:
                 target_tokens[i, parents[i][node]] = tokens[i, node]
                 node = parents[i][node]
-        return strict(tree, tokens, target_tokens, batch)
+        return Strict()(tree, draft, GivenTarget(batch, tokens, target_tokens))
 
 
 def make_prompts(lengths):
@@ -195,10 +196,10 @@ def build(plain, head, tree, chunk=7, **speculative):
     """
     speculative = {"model": head, "tree": tree, **speculative}
     llm = LLM(plain, max_num_seqs=2, enforce_eager=True, speculative_config=speculative)  # a graph cannot be watched
-    options = dict(max_num_batched_tokens=chunk, captured=False)
     rule = Accepting()
-    drafts = llm.engine.drafter, llm.tree, rule
-    llm.engine = Engine.build(llm.engine.decoder, llm.eos_token_ids, llm.max_model_len, 2, *drafts, **options)
+    options = EngineOptions(llm.max_model_len, max_num_seqs=2, max_num_batched_tokens=chunk, enforce_eager=True)
+    drafts = Speculation(llm.engine.drafter, llm.tree, rule)
+    llm.session.engine = Engine.build(llm.engine.decoder, llm.eos_token_ids, options, drafts)
     rule.steps.clear()  # on a GPU steps for nobody were measured
     llm.engine.record_candidates = tree == "chain"
     return llm
@@ -235,7 +236,8 @@ def predict(target, head, texts, roots):
     padding = next(length for length in ROW_LENGTHS if length >= len(tokens) + most) - len(tokens)
     filled = ((tokens, 0), (positions, 0), (documents, -1))
     packed = [torch.tensor([x + [value] * padding], device=device) for x, value in filled]  # [1, T] each
-    features = target.features(*packed, head.features if isinstance(head, Eagle3) else ())  # [1, T, (1 + A) H]
+    features = target.features(*packed, head.aux_layers)  # [1, T, (1 + A) H]
+    read = features[..., target.hidden_size :] if head.aux_layers else features
     text, found = packed[0][0], [{} for _ in roots]
 
     rows, reads = [], []  # rows [T]; (row, place of the newest token with a feature, root, path) of all scores
@@ -252,7 +254,8 @@ def predict(target, head, texts, roots):
         some = rows[start : start + ROWS]
         input_ids = torch.stack(some + [text] * (ROWS - len(some)))  # [R, T]
         rest = [x.expand(ROWS, -1) for x in packed[1:]]
-        predictions = _predictions(target, head, features.expand(ROWS, -1, -1), input_ids, *rest, most + 1)
+        batch = input_ids, *rest, target.lm_head.weight
+        predictions = head.predict(read.expand(ROWS, -1, -1), *batch, num_steps=most + 1)
         for row, at, known, path in reads:
             if start <= row < start + ROWS:
                 depth = len(path)
@@ -264,15 +267,3 @@ def predict(target, head, texts, roots):
 def _whole(scores, draft_ids):
     """Scores of the target's tokens: minus infinity for those that a draft vocabulary lacks.  -> [V]"""
     return scores if draft_ids is None else scores.new_full((VOCAB,), -torch.inf).index_copy(0, draft_ids, scores)
-
-
-def _predictions(target, head, features, input_ids, positions, documents, depth):
-    """As the head's trainer calls it.  features [R, T, (1 + A) H], the others [R, T]"""
-    if isinstance(head, Medusa):
-        return medusa_predictions(head, features, target.lm_head.weight)
-    if isinstance(head, MLPSpeculator):
-        return mlp_speculator_predictions(head, features, input_ids)
-    batch = input_ids, positions, documents
-    if isinstance(head, Eagle):
-        return eagle_predictions(head, features, *batch, target.lm_head.weight, depth)
-    return eagle3_predictions(head, features[..., target.hidden_size :], *batch, depth)

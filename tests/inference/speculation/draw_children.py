@@ -5,7 +5,7 @@ Letters: V vocabulary, k children.
 
 import torch
 
-from headstart.inference.speculation.drawings import DRAWINGS
+from headstart.inference.speculation.draft_sampling import DRAFT_SAMPLING
 
 
 def draw_children(log_q, num_children, drawing, noise=None):
@@ -16,9 +16,9 @@ def draw_children(log_q, num_children, drawing, noise=None):
     way of drawing. Ties go to the lowest token. Where the support is smaller than k, the last slots are empty: -1.
     Raises ValueError for another way of drawing, and for noise that is missing or not wanted.
     """
-    if drawing not in DRAWINGS:
-        raise ValueError(f"drawing must be one of {', '.join(DRAWINGS)}, got {drawing!r}")
-    if (noise is None) != (drawing == "deterministic"):
+    if drawing not in DRAFT_SAMPLING:
+        raise ValueError(f"drawing must be one of {', '.join(DRAFT_SAMPLING)}, got {drawing!r}")
+    if (noise is None) != (drawing == "greedy"):
         raise ValueError(f"drawing={drawing!r} takes {'no ' if noise is not None else ''}noise")
     if drawing != "top_and_one":
         return top(log_q if noise is None else log_q + noise, num_children)

@@ -13,11 +13,11 @@ from unittest import mock
 
 import torch
 
-from headstart.inference.speculation import ratio_rules
-from headstart.inference.speculation.drawings import drawn_nodes
-from headstart.inference.speculation.ratio_rules import Draft
+from headstart.inference.speculation.draft_sampling import sampled_nodes
 from headstart.inference.speculation.tree import Tree
-from headstart.inference.speculation.verify import TreeTensors
+from headstart.inference.speculation.tree_on_device import TreeOnDevice
+from headstart.kernels.speculation import ratio_rules
+from headstart.kernels.speculation.ratio_rules import DraftProbabilities
 
 
 @dataclass
@@ -70,7 +70,7 @@ def all_drafts(case, shared=False):
             continue
         left = look_up(case.q[depth], tokens, tree.ancestors[node][1 : depth + 1]) if children else None
         for child in children:
-            chosen = case.drawing == "deterministic" or (case.drawing == "top_and_one" and child != children[-1])
+            chosen = case.drawing == "greedy" or (case.drawing == "top_and_one" and child != children[-1])
             one_hot = torch.nn.functional.one_hot(left.argmax(-1), left.shape[-1]).double()
             law = one_hot if chosen else left / left.sum(-1, keepdim=True)
             empty = (left.sum(-1) == 0) | (tokens[:, node] < 0)
@@ -83,12 +83,12 @@ def all_drafts(case, shared=False):
 
 
 def make_draft(case, tokens, q=None, drawing=None):
-    """ratio_rules.Draft of `tokens` [B, N]; q, drawing: others than the case's, for what a wrong engine would hand over."""
+    """DraftProbabilities of `tokens` [B, N]; q, drawing: others than the case's, for what a wrong engine would hand over."""
     tree = case.tree
     inner = [n for n in range(tree.num_nodes) if children_of(tree, n)] or [0]
     law = torch.tensor([inner.index(n) if n in inner else 0 for n in range(tree.num_nodes)])
-    drawn = drawn_nodes(drawing or case.drawing, torch.tensor(tree.parents))
-    return Draft(tokens, at_nodes(tree, q or case.q, tokens, inner), law, drawn)
+    drawn = sampled_nodes(drawing or case.drawing, torch.tensor(tree.parents))
+    return DraftProbabilities(tokens, at_nodes(tree, q or case.q, tokens, inner), law, drawn)
 
 
 def run(rule, case, drafts=None, draft=None, limit=None):
@@ -113,7 +113,7 @@ def run(rule, case, drafts=None, draft=None, limit=None):
 
     limit = torch.full((len(rows),), tree.max_depth if limit is None else limit)
     draft = draft._replace(tokens=draft.tokens[rows], q=draft.q[rows])
-    arguments = TreeTensors(tree, "cpu"), draft, p[rows]
+    arguments = TreeOnDevice.of(tree, "cpu"), draft, p[rows]
     with mock.patch.object(ratio_rules, "accepts", accepts):
         found = rule(*arguments, (answers + 2 * torch.arange(tree.num_nodes)).double(), limit)
     chance = torch.where(answers == 0, thresholds, 1 - thresholds)[:, 1:].prod(1)

@@ -12,7 +12,7 @@ from headstart.heads.eagle import Eagle, EagleConfig
 from headstart.heads.eagle3 import Eagle3, Eagle3Config
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
-from headstart.inference.engine.sampling import SamplingParams
+from headstart.inference.sampling_params import SamplingParams
 
 VOCAB, DEPTH = 97, 4
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

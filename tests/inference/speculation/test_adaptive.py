@@ -5,8 +5,8 @@ import re
 import pytest
 
 from headstart.inference.engine import engine
-from headstart.inference.engine.sampling import SamplingParams
 from headstart.inference.llm import LLM
+from headstart.inference.sampling_params import SamplingParams
 from headstart.inference.speculation.adaptive import (
     FIRST,
     MEMORY,
@@ -129,7 +129,7 @@ def test_outputs_are_those_of_plain_decoding(name, told, device):
         for _ in range(2):
             assert outputs(llm, temperature, count=5) == expected
     assert len(used) > 1
-    llm.engine.scheduler.check()
+    llm.engine.check()
 
 
 def test_under_a_ratio_rule_steps_without_drafts_emit_the_targets_own_tokens():

@@ -19,7 +19,7 @@ from headstart.heads.layers import ROPE_TYPES
 from headstart.heads.medusa import Medusa
 from headstart.heads.mlp_speculator import MLPSpeculator
 from headstart.inference.llm import LLM
-from headstart.inference.speculation.tree import DynamicTree, Tree, save_tree
+from headstart.inference.speculation.tree import GrowingTree, Tree, save_tree
 from headstart.kernels.sampling.philox import gumbel
 from headstart.tests.inference.speculation.draft_matrix import (
     VOCAB,
@@ -128,7 +128,7 @@ def trees(tmp_path_factory):
     # Children of first and of other candidates, and ranks that are left out.
     ragged = Tree((-1, 0, 0, 0, 1, 1, 2, 3, 4, 4, 6), (0, 0, 1, 3, 0, 2, 1, 0, 0, 1, 0))
     full = Tree((-1, 0, 0, 0, 1, 1, 2, 4, 6, 6), (0, 0, 1, 2, 0, 1, 0, 0, 0, 1))  # as the ratio rules want them
-    for name, tree in (("tree", ragged), ("full", full), ("grown", DynamicTree(max_depth=3, width=3, num_nodes=10))):
+    for name, tree in (("tree", ragged), ("full", full), ("grown", GrowingTree(max_depth=3, width=3, num_nodes=10))):
         save_tree(tree, folder / f"{name}.json")
     return {"chain": "chain"} | {name: str(folder / f"{name}.json") for name in ("tree", "full", "grown")}
 
@@ -175,7 +175,7 @@ def candidates(said, root, path, width, temperature):
 
 def expected_paths(said, root, tree, temperature):
     """The paths of a draft's nodes, in their order, by training's scores."""
-    if isinstance(tree, DynamicTree):
+    if isinstance(tree, GrowingTree):
 
         def children(path):
             return list(zip(*candidates(said, root, path, tree.width, temperature)))
@@ -313,7 +313,7 @@ def test_every_field_of_every_configuration_is_varied():
             if field.name == "rope_scaling":
                 value = config.rope_parameters["rope_type"]
             said.setdefault((kind, field.name), set()).add(value)
-    assert {kind for kind, _ in said} == {kind for kind, _ in FAMILIES.values()}
+    assert {kind for kind, _ in said} == {family.head for family in FAMILIES}
     assert {key for key, values in said.items() if len(values) == 1} == {*NOT_APPLICABLE}
     for key, values in said.items():
         assert key[1] != "rope_scaling" or values == {*ROPE_TYPES}

@@ -6,8 +6,8 @@ import torch
 
 from headstart.heads.eagle import Eagle
 from headstart.heads.mlp_speculator import MLPSpeculator
-from headstart.inference.engine.sampling import SamplingParams
 from headstart.inference.llm import LLM
+from headstart.inference.sampling_params import SamplingParams
 from headstart.kernels.sampling.philox import gumbel
 from headstart.tests.inference.speculation.small_drafters import (
     ALONE,
@@ -108,7 +108,7 @@ def say(head, target, known, drafted):
 
 
 class WatchedGrowth(Watched):
-    """Keeps the law behind every expanded path of tokens, and the topology of what was drafted."""
+    """Keeps the law behind every expanded path of tokens, and the tree of what was drafted."""
 
     def _start(self, batch):
         found = self.start(batch)
@@ -125,7 +125,7 @@ class WatchedGrowth(Watched):
     def _propose(self, batch, tree, shape=None):
         drafted = self.propose(batch, tree, shape)
         keys = batch.seed, batch.sample, batch.committed + 1
-        self.steps.append((keys, drafted.tokens[0].tolist(), drafted.topology, self.levels))
+        self.steps.append((keys, drafted.tokens[0].tolist(), drafted.tree, self.levels))
         return drafted
 
 
@@ -149,14 +149,14 @@ def test_a_dynamic_tree_is_the_one_that_heaps_grow_from_the_head_s_laws(setting,
         found = (law / temperature + gumbel(seed, sample, position + len(path), VOCAB)[0]).topk(3)
         return list(zip(found.indices.tolist(), found.values.log_softmax(0).tolist()))
 
-    for keys, tokens, topology, laws in watched.steps:
+    for keys, tokens, grown, laws in watched.steps:
         _, tree = grow_naively(lambda path, laws=laws, keys=keys: children(laws, keys, path), 3, DEPTH, 14)
         paths = [()]
-        for token, parent in zip(tokens[1:], topology.parents[0, 1:].tolist()):
+        for token, parent in zip(tokens[1:], grown.parents[0, 1:].tolist()):
             paths.append((*paths[parent], token))
         assert paths == [(), *tree]
-        assert topology.depths[0].tolist() == [len(path) for path in paths]
-        for path, ancestors in zip(paths, topology.ancestors[0].tolist()):
+        assert grown.depths[0].tolist() == [len(path) for path in paths]
+        for path, ancestors in zip(paths, grown.ancestors[0].tolist()):
             assert [paths[node] for node in ancestors] == [path[:depth] for depth in range(DEPTH + 1)]
         committed = keys[2].item() - 1
         if text[: committed + 1][-1] != tokens[0] or committed + 1 > len(text):

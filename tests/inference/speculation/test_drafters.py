@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from headstart.heads.eagle3 import default_aux_layers
 from headstart.inference.llm import LLM
 from headstart.inference.speculation.drafters.own_cache import OwnCacheDrafter
-from headstart.inference.speculation.tree import DynamicTree
+from headstart.inference.speculation.tree import GrowingTree
 from headstart.tests.inference.speculation.small_drafters import (
     ALONE,
     DEPTH,
@@ -51,7 +51,7 @@ def test_no_bit_changes(setting, tree_files, name, tree):
         if name == "target" and tree != "dynamic":  # 6 tokens behind the first, by 5, then the one that is left
             assert metrics["num_spec_steps"] == 2 * 2 * count
         accepted += metrics["num_accepted_tokens"]
-        llm.engine.scheduler.check()
+        llm.engine.check()
     assert accepted > 0 or tree == "chain"
 
 
@@ -140,9 +140,9 @@ def test_what_cannot_be_drafted_is_refused(asked, message):
     [
         (
             dict(dynamic=dict(max_depth=2, width=65, num_nodes=20)),
-            "65 candidates behind a node, at most 64 can be drawn",
+            "65 candidates after a node, at most 64 can be drawn",
         ),
-        (dict(parents=[-1, 0, 0], ranks=[0, 0, 97]), "98 candidates behind a node, at most 64 can be drawn"),
+        (dict(parents=[-1, 0, 0], ranks=[0, 0, 97]), "98 candidates after a node, at most 64 can be drawn"),
         (dict(parents=[-1, 0, 0.0], ranks=[0, 0, 1]), "parents and ranks are whole numbers"),
         (dict(parents=[-1, 0, 0], ranks=[0, 0, 0.5]), "parents and ranks are whole numbers"),
     ],
@@ -169,7 +169,7 @@ def test_the_dynamic_tree_that_is_not_described_fits_what_drafts():
         ("eagle", 9, (9, 8, 32)),
     ):
         speculative = {"model": make(name, target), "tree": "dynamic", "num_speculative_tokens": asked}
-        assert LLM(target, num_gpu_blocks_override=16, speculative_config=speculative).tree == DynamicTree(*expected)
+        assert LLM(target, num_gpu_blocks_override=16, speculative_config=speculative).tree == GrowingTree(*expected)
 
 
 @pytest.mark.parametrize("name", ["mlp", "eagle", "target"])

@@ -6,16 +6,16 @@ from itertools import permutations
 import pytest
 import torch
 
-from headstart.inference.speculation.drawings import (
-    DRAWINGS,
+from headstart.inference.speculation.draft_sampling import (
+    DRAFT_SAMPLING,
     RATIO_VERIFIERS,
-    check_drawing,
-    drawn_nodes,
-    verifier_of_method,
+    check_sampling,
+    sampled_nodes,
 )
-from headstart.inference.speculation.ratio_rules import RATIO_RULES
+from headstart.inference.speculation.options import SpeculativeOptions
 from headstart.inference.speculation.tree import Tree, chain
 from headstart.kernels.sampling.philox import DRAFT_NOISE, gumbel, salted
+from headstart.kernels.speculation.ratio_rules import RATIO_RULES
 from headstart.tests.inference.speculation.draw_children import draw_children
 
 LAW = torch.tensor([0.1, 0.4, 0.3, 0.0, 0.2], dtype=torch.float64)
@@ -38,24 +38,24 @@ def count_ordered(children, choices):
 
 
 def test_children_chosen_without_chance_are_the_likeliest_first():
-    assert draw_children(LAW.log(), 3, "deterministic").tolist() == [1, 2, 4]
+    assert draw_children(LAW.log(), 3, "greedy").tolist() == [1, 2, 4]
     tied = torch.tensor([[1.0, 3.0, 3.0, 1.0, 1.0]])
-    assert draw_children(tied, 4, "deterministic").tolist() == [[1, 2, 0, 3]]
+    assert draw_children(tied, 4, "greedy").tolist() == [[1, 2, 0, 3]]
 
 
-@pytest.mark.parametrize("drawing", DRAWINGS)
+@pytest.mark.parametrize("drawing", DRAFT_SAMPLING)
 def test_slots_beyond_the_support_are_empty(drawing):
-    given = None if drawing == "deterministic" else noise(50, 5)
+    given = None if drawing == "greedy" else noise(50, 5)
     children = draw_children(LAW.log().expand(50, 5), 7, drawing, given)
     assert children.shape == (50, 7)
     assert (children.sort(1).values == torch.tensor([-1, -1, -1, 0, 1, 2, 4])).all()
     assert (children[:, 4:] == -1).all()
 
 
-@pytest.mark.parametrize("drawing", DRAWINGS)
+@pytest.mark.parametrize("drawing", DRAFT_SAMPLING)
 def test_without_noise_every_way_gives_the_likeliest(drawing):
     """So a request at temperature 0 needs no way of its own."""
-    given = None if drawing == "deterministic" else torch.zeros(5)
+    given = None if drawing == "greedy" else torch.zeros(5)
     assert draw_children(LAW.log(), 3, drawing, given).tolist() == [1, 2, 4]
 
 
@@ -93,26 +93,26 @@ def test_noise_that_is_missing_or_not_wanted_is_an_error():
     with pytest.raises(ValueError, match="takes noise"):
         draw_children(LAW.log(), 2, "sampled")
     with pytest.raises(ValueError, match="takes no noise"):
-        draw_children(LAW.log(), 2, "deterministic", torch.zeros(5))
+        draw_children(LAW.log(), 2, "greedy", torch.zeros(5))
     with pytest.raises(ValueError, match="'top_k'"):
         draw_children(LAW.log(), 2, "top_k")
 
 
-def test_drawn_nodes_are_those_whose_law_is_not_one_hot():
+def test_sampled_nodes_are_those_whose_law_is_not_one_hot():
     parents = torch.tensor([-1, 0, 0, 0, 1, 1, 2])
-    assert drawn_nodes("deterministic", parents)[1:].any().item() is False
-    assert drawn_nodes("sampled", parents)[1:].all()
+    assert sampled_nodes("greedy", parents)[1:].any().item() is False
+    assert sampled_nodes("sampled", parents)[1:].all()
     expected = [False, False, True, False, True, True]
-    assert drawn_nodes("top_and_one", parents)[1:].tolist() == expected
-    assert drawn_nodes("top_and_one", parents.expand(2, -1))[1, 1:].tolist() == expected
-    assert drawn_nodes("top_and_one", parents.clamp(min=0))[1:].tolist() == expected  # the root as its own parent
+    assert sampled_nodes("top_and_one", parents)[1:].tolist() == expected
+    assert sampled_nodes("top_and_one", parents.expand(2, -1))[1, 1:].tolist() == expected
+    assert sampled_nodes("top_and_one", parents.clamp(min=0))[1:].tolist() == expected  # the root as its own parent
     with pytest.raises(ValueError, match="shared_noise"):
-        drawn_nodes("shared_noise", parents)
+        sampled_nodes("shared_noise", parents)
 
 
 def allowed(verifier, drawing, tree):
     try:
-        check_drawing(verifier, drawing, tree)
+        check_sampling(verifier, drawing, tree)
     except ValueError:
         return False
     return True
@@ -120,7 +120,7 @@ def allowed(verifier, drawing, tree):
 
 def test_only_lossless_pairs_of_verifier_and_drawing_pass():
     assert set(RATIO_VERIFIERS) == set(RATIO_RULES)
-    for drawing in DRAWINGS:
+    for drawing in DRAFT_SAMPLING:
         own = drawing != "shared_noise"
         for verifier in ("strict", "synthetic"):
             assert allowed(verifier, drawing, PAIR)
@@ -134,27 +134,33 @@ def test_only_lossless_pairs_of_verifier_and_drawing_pass():
     ("verifier", "drawing", "tree", "reason"),
     [
         ("token", "sampled", PAIR, "use verifier='recursive'"),
-        ("block", "deterministic", PAIR, "use verifier='traversal'"),
+        ("block", "greedy", PAIR, "use verifier='traversal'"),
         ("traversal", "shared_noise", PAIR, "again in the next step"),
         ("recursive", "sampled", Tree((-1, 0, 0), (0, 0, 2)), "node 0 have the ranks [0, 2]"),
         ("recursive", "top_and_one", Tree((-1, 0, 0), (0, 1, 0)), "node 0 have the ranks [1, 0]"),
         ("typical", "sampled", PAIR, "got 'typical'"),
-        ("block", "greedy", PAIR, "got 'greedy'"),
+        ("block", "drawn", PAIR, "got 'drawn'"),
     ],
 )
 def test_a_pair_that_is_not_lossless_is_an_error_that_says_why(verifier, drawing, tree, reason):
     with pytest.raises(ValueError, match=re.escape(reason)):
-        check_drawing(verifier, drawing, tree)
+        check_sampling(verifier, drawing, tree)
 
 
 def test_left_out_ranks_are_fine_where_children_are_chosen():
-    assert allowed("recursive", "deterministic", Tree((-1, 0, 0), (0, 0, 2)))
+    assert allowed("recursive", "greedy", Tree((-1, 0, 0), (0, 0, 2)))
 
 
 def test_vllms_names_stand_for_the_rule_of_the_topology():
     names = ("strict", "probabilistic", "standard", "block", "synthetic")
-    assert [verifier_of_method(name, chain(2)) for name in names] == ["strict", "token", "token", "block", "synthetic"]
-    assert [verifier_of_method(name, PAIR) for name in names] == [
+    assert [SpeculativeOptions(model="x", rejection_sample_method=name).verifier_on(chain(2)) for name in names] == [
+        "strict",
+        "token",
+        "token",
+        "block",
+        "synthetic",
+    ]
+    assert [SpeculativeOptions(model="x", rejection_sample_method=name).verifier_on(PAIR) for name in names] == [
         "strict",
         "recursive",
         "recursive",
@@ -162,4 +168,4 @@ def test_vllms_names_stand_for_the_rule_of_the_topology():
         "synthetic",
     ]
     with pytest.raises(ValueError, match=r"rejection_sample_method must be one of .* got 'fast'"):
-        verifier_of_method("fast", PAIR)
+        SpeculativeOptions(model="x", rejection_sample_method="fast")

@@ -7,17 +7,20 @@ import pytest
 import torch
 
 from headstart.inference.engine.engine import Engine
-from headstart.inference.engine.sampling import SamplingParams
 from headstart.inference.llm import LLM
+from headstart.inference.sampling_params import SamplingParams
 from headstart.inference.speculation.drafters.ngram import NgramDrafter
+from headstart.inference.speculation.speculation import Speculation
 from headstart.inference.speculation.tree import ROOT_ONLY, Tree, chain
-from headstart.inference.speculation.verify import Ratio, strict
+from headstart.inference.speculation.verifiers import Ratio, Strict
 from headstart.tests.inference.engine.test_exactness import VOCAB, make_target
 from headstart.tests.kernels.speculation.test_prompt_lookup import look_up
 
 SHORTEST, LONGEST, DEPTH = 1, 3, 4
 TARGET = str(Path(__file__).resolve().parents[3] / "assets" / "stdlib-coder")
 PAGES = dict(max_num_seqs=8, num_gpu_blocks_override=4)  # alone every request fits, all together do not
+
+STRICT = Strict()
 
 
 class Watched(NgramDrafter):
@@ -33,14 +36,11 @@ class Watched(NgramDrafter):
         return found
 
 
-def looking_up(target, rule=strict, late=None, **options):
+def looking_up(target, rule=STRICT, late=None, **options):
     llm = LLM(target, **options)
     decoder, tree = llm.engine.decoder, chain(DEPTH)
-    num_seqs, pages = options.get("max_num_seqs", 8), options.get("num_gpu_blocks_override")
     drafter = Watched(tree, SHORTEST, LONGEST)
-    llm.engine = Engine.build(
-        decoder, llm.eos_token_ids, llm.max_model_len, num_seqs, drafter, tree, rule, num_pages=pages
-    )
+    llm.session.engine = Engine.build(decoder, llm.eos_token_ids, llm.engine.options, Speculation(drafter, tree, rule))
     if late is not None:
         llm.engine.steps_late = late
     return llm
@@ -105,7 +105,7 @@ def test_repetitive_prompts_of_every_token_are_drafted_too(target):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rule", [strict, Ratio("token"), Ratio("block")])
+@pytest.mark.parametrize("rule", [STRICT, Ratio("token"), Ratio("block")])
 def test_on_the_gpu_too_in_graphs(rule):
     plain = LLM(TARGET, device="cuda")
     prompts = [[i, 700 + i, 41, 9] * 40 for i in range(60, 72)]
@@ -118,10 +118,11 @@ def test_on_the_gpu_too_in_graphs(rule):
         llm = LLM(plain)
         drafter = NgramDrafter(chain(DEPTH), SHORTEST, LONGEST)
         decoder = llm.engine.decoder
-        llm.engine = Engine.build(decoder, llm.eos_token_ids, llm.max_model_len, 8, drafter, chain(DEPTH), rule)
+        speculation = Speculation(drafter, chain(DEPTH), rule)
+        llm.session.engine = Engine.build(decoder, llm.eos_token_ids, llm.engine.options, speculation)
         found = [x.outputs[0].token_ids for x in llm.generate(prompts, params)]
         assert llm.engine.metrics.spec_decode.num_accepted_tokens > 10
-        if rule is strict or given["temperature"] == 0:
+        if rule is STRICT or given["temperature"] == 0:
             assert found == [x.outputs[0].token_ids for x in plain.generate(prompts, params)]
         else:
             assert found == [x.outputs[0].token_ids for x in llm.generate(prompts, params)]

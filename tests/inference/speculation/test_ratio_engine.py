@@ -9,12 +9,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 import headstart.inference.engine.step as step_module
 from headstart.heads.medusa import Medusa, MedusaConfig
-from headstart.inference.engine.sampling import SamplingParams
 from headstart.inference.engine.step import Step, draft_scores
 from headstart.inference.llm import LLM
 from headstart.inference.prompt_files import read_prompts, render_prompt
+from headstart.inference.sampling_params import SamplingParams
 from headstart.inference.speculation.tree import Tree, save_tree
-from headstart.inference.speculation.verify import Ratio, strict
 from headstart.tests.inference.speculation.g_test import surprise
 
 ASSETS = Path(__file__).resolve().parents[3] / "assets"
@@ -182,19 +181,17 @@ def test_verifiers_and_ways_of_drawing_by_the_names_of_vllm(tree_file):
 
     def build(**speculative):
         engine = LLM(model, speculative_config={"model": head} | speculative).engine
-        return engine.graphs.step.verifier, engine.drafter.drawing
+        return engine.graphs.step.verifier.name, engine.drafter.sampling
 
-    assert build() == (strict, "shared_noise")
-    assert build(rejection_sample_method="strict", draft_sample_method="greedy") == (strict, "deterministic")
+    assert build() == ("strict", "shared_noise")
+    assert build(rejection_sample_method="strict", draft_sample_method="greedy") == ("strict", "greedy")
     for method, tree, name in (
         ("standard", "chain", "token"),
         ("block", "chain", "block"),
         ("probabilistic", tree_file, "recursive"),
         ("block", tree_file, "traversal"),
     ):
-        rule, drawing = build(rejection_sample_method=method, tree=tree)
-        assert isinstance(rule, Ratio)
-        assert (rule.name, drawing) == (name, "sampled")
+        assert build(rejection_sample_method=method, tree=tree) == (name, "sampled")
     assert build(verifier="recursive", draft_sample_method="top_and_one")[1] == "top_and_one"
 
 
@@ -205,7 +202,7 @@ def test_verifiers_and_ways_of_drawing_by_the_names_of_vllm(tree_file):
         ({"verifier": "token", "draft_sample_method": "shared_noise"}, "noise of their own"),
         ({"verifier": "token", "rejection_sample_method": "block"}, "give one of them"),
         ({"rejection_sample_method": "fast"}, "rejection_sample_method must be one of"),
-        ({"draft_sample_method": "random"}, "draft_sample_method must be one of greedy, probabilistic"),
+        ({"draft_sample_method": "random"}, "draft_sample_method must be one of greedy, shared_noise, sampled"),
         ({"verifier": "block", "acceptance_length": 2.0}, "belong to the verifier 'synthetic'"),
     ],
 )

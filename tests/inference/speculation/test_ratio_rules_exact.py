@@ -6,10 +6,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from headstart.inference.speculation.drawings import drawn_nodes
-from headstart.inference.speculation.ratio_rules import RATIO_RULES, Draft, block, draw, recursive, token, traversal
+from headstart.inference.speculation.draft_sampling import sampled_nodes
 from headstart.inference.speculation.tree import Tree, chain
-from headstart.inference.speculation.verify import TreeTensors
+from headstart.inference.speculation.tree_on_device import TreeOnDevice
+from headstart.kernels.speculation.ratio_rules import (
+    RATIO_RULES,
+    DraftProbabilities,
+    block,
+    draw,
+    recursive,
+    token,
+    traversal,
+)
 from headstart.kernels.speculation.verify_strict import verify_strict_reference
 from headstart.tests.inference.speculation.draw_children import draw_children
 from headstart.tests.inference.speculation.enumeration import (
@@ -25,7 +33,7 @@ from headstart.tests.inference.speculation.enumeration import (
 )
 
 EXACT = 1e-12
-DRAWINGS = ("deterministic", "sampled", "top_and_one")
+DRAFT_SAMPLING = ("greedy", "sampled", "top_and_one")
 CHAINS = [(chain(1), 5), (chain(2), 4), (chain(3), 3)]  # with the vocabulary's size
 TREES = [
     (Tree((-1, 0, 0), (0, 0, 1)), 5),
@@ -38,7 +46,7 @@ TREES = [
 FALLING = TREES[:4]  # no later sibling has a larger subtree
 
 
-@pytest.mark.parametrize("drawing", DRAWINGS)
+@pytest.mark.parametrize("drawing", DRAFT_SAMPLING)
 @pytest.mark.parametrize("number", range(len(CHAINS + TREES)))
 def test_every_rule_keeps_the_targets_law(number, drawing):
     tree, size = (CHAINS + TREES)[number]
@@ -60,9 +68,9 @@ def test_a_depth_limit_keeps_the_law_and_is_kept(limit):
             assert (accepted > 0) == (limit > 0)
 
 
-@pytest.mark.parametrize("drawing", DRAWINGS)
+@pytest.mark.parametrize("drawing", DRAFT_SAMPLING)
 def test_strict_keeps_the_law_and_accepts_the_sum_over_nodes_of_p(drawing):
-    for tree, size in (CHAINS[1], TREES[0], TREES[4] if drawing == "deterministic" else CHAINS[2]):
+    for tree, size in (CHAINS[1], TREES[0], TREES[4] if drawing == "greedy" else CHAINS[2]):
         case = random_case(tree, 3 if tree.num_nodes > 4 else size, drawing, "holed", seed=2)
         tokens, weights = all_drafts(case)
         p = at_nodes(tree, case.p, tokens, range(tree.num_nodes))  # [B, N, V]
@@ -79,7 +87,7 @@ def test_strict_keeps_the_law_and_accepts_the_sum_over_nodes_of_p(drawing):
                 x = tokens[:, child]
                 reached = reached * torch.where(x >= 0, law.gather(1, x.clamp(min=0)[:, None]).squeeze(1), 0)
             expected += float(reached.sum())
-        tensors, rows = TreeTensors(tree, "cpu"), torch.arange(len(tokens)).repeat_interleave(len(targets))
+        tensors, rows = TreeOnDevice.of(tree, "cpu"), torch.arange(len(tokens)).repeat_interleave(len(targets))
         drafted, targets = tokens[rows], targets.repeat(len(tokens), 1)
         path, num_accepted, bonus = verify_strict_reference(
             tensors.parents, tensors.depths, drafted, targets, torch.full_like(rows, 9), tree.max_depth
@@ -104,7 +112,7 @@ def test_block_accepts_at_least_as_much_as_token_and_traversal_as_recursive():
 
 def test_behind_a_one_hot_draft_block_accepts_as_many_as_token():
     for kind, seed in product(("random", "holed", "mixed"), range(4)):
-        case = random_case(chain(3), 3, "deterministic", kind, seed)
+        case = random_case(chain(3), 3, "greedy", kind, seed)
         (first, length), (second, other) = emitted_law(block, case), emitted_law(token, case)
         assert length == pytest.approx(other, abs=EXACT)
         assert (first - second).abs().max() < EXACT
@@ -114,7 +122,7 @@ def test_on_a_chain_the_rules_for_trees_decide_as_those_for_chains():
     """For every u, not only in law; and where some tokens count as drawn and others as chosen."""
     generator = torch.Generator().manual_seed(0)
     lengths = set()
-    for kind, drawing in product((*KINDS, "mixed"), DRAWINGS):
+    for kind, drawing in product((*KINDS, "mixed"), DRAFT_SAMPLING):
         case = random_case(chain(3), 4, drawing, kind, seed=5)
         tokens, _ = all_drafts(case)
         tokens = tokens.repeat(20, 1)
@@ -122,8 +130,8 @@ def test_on_a_chain_the_rules_for_trees_decide_as_those_for_chains():
         u = torch.rand(tokens.shape, generator=generator, dtype=torch.float64)
         limit = torch.randint(0, 4, (len(tokens),), generator=generator)
         draft = make_draft(case, tokens)
-        mixed = draft.drawn ^ (torch.rand(tokens.shape, generator=generator) < 0.3)  # [B, N]
-        arguments = TreeTensors(case.tree, "cpu"), draft._replace(drawn=mixed), p, u, limit
+        mixed = draft.sampled ^ (torch.rand(tokens.shape, generator=generator) < 0.3)  # [B, N]
+        arguments = TreeOnDevice.of(case.tree, "cpu"), draft._replace(sampled=mixed), p, u, limit
         for on_chain, on_tree in ((token, recursive), (block, traversal)):
             first, second = on_chain(*arguments), on_tree(*arguments)
             assert torch.equal(first.path, second.path)
@@ -172,7 +180,7 @@ class Telling:
         return ([node], p) if self.u[node] < r else None
 
 
-@pytest.mark.parametrize("drawing", DRAWINGS)
+@pytest.mark.parametrize("drawing", DRAFT_SAMPLING)
 def test_trees_of_many_nodes_are_judged_as_the_papers_tell_it(drawing):
     """Up to 40 nodes, another topology and depth limit per request, children drawn by draw_children, slots left empty."""
     size, nodes, batch = 7, 40, 60
@@ -192,15 +200,15 @@ def test_trees_of_many_nodes_are_judged_as_the_papers_tell_it(drawing):
         law[b, inner] = torch.arange(len(inner)).flip(0)
         for n in inner.tolist():
             slots = ((parents[b] == n) & (torch.arange(nodes) > 0)).nonzero().squeeze(1)
-            noise = None if drawing == "deterministic" else -torch.log(-torch.log(torch.rand(size, **spread)))
+            noise = None if drawing == "greedy" else -torch.log(-torch.log(torch.rand(size, **spread)))
             tokens[b, slots] = draw_children(q[b, law[b, n]].log(), len(slots), drawing, noise)
     u = torch.rand(batch, nodes, **spread)
     limit = torch.randint(0, 9, (batch,), generator=generator)
     tree = SimpleNamespace(parents=parents, depths=depths, max_depth=int(depths.max()))
-    drawn = drawn_nodes(drawing, parents.masked_fill(torch.arange(nodes) == 0, -1))
+    drawn = sampled_nodes(drawing, parents.masked_fill(torch.arange(nodes) == 0, -1))
     assert ((tokens.gather(1, parents) < 0) & (tokens >= 0)).sum() > 20  # tokens below empty slots
     for rule in (recursive, traversal):
-        path, num_accepted, emitted = rule(tree, Draft(tokens, q, law, drawn), p, u, limit)
+        path, num_accepted, emitted = rule(tree, DraftProbabilities(tokens, q, law, drawn), p, u, limit)
         for b in range(batch):
             telling = Telling(*(x[b] for x in (parents, tokens, p, q, law, drawn, u)), limit[b].item())
             expected, expected_law = getattr(telling, rule.__name__)()
@@ -227,8 +235,8 @@ def test_in_fp32_the_rules_decide_as_in_fp64():
     for rule in (recursive, traversal):
         wide, narrow = (
             rule(
-                TreeTensors(tree, "cpu"),
-                Draft(tokens, q.to(dtype), law, torch.ones(7, dtype=torch.bool)),
+                TreeOnDevice.of(tree, "cpu"),
+                DraftProbabilities(tokens, q.to(dtype), law, torch.ones(7, dtype=torch.bool)),
                 p.to(dtype),
                 u,
                 torch.full((batch,), 2),
@@ -248,9 +256,11 @@ def test_where_the_residual_has_no_mass_the_targets_law_is_emitted(rule):
     """q is above p by one rounding at the token, and u between them: it is rejected, and nothing is left of p - q."""
     p = torch.tensor([0.25, 0.5, 0.25, 0.0])
     q = torch.nextafter(p, torch.ones(4))
-    draft = Draft(torch.tensor([[0, 1]]), q.view(1, 1, 4), torch.tensor([0, 0]), torch.tensor([True, True]))
+    draft = DraftProbabilities(
+        torch.tensor([[0, 1]]), q.view(1, 1, 4), torch.tensor([0, 0]), torch.tensor([True, True])
+    )
     u = torch.full((1, 2), 1 - 2.0**-32, dtype=torch.float64)
-    found = rule(TreeTensors(chain(1), "cpu"), draft, p.expand(1, 2, 4), u, torch.tensor([1]))
+    found = rule(TreeOnDevice.of(chain(1), "cpu"), draft, p.expand(1, 2, 4), u, torch.tensor([1]))
     assert found.num_accepted.item() == 0
     assert torch.equal(found.law[0], p)
 
@@ -259,17 +269,17 @@ def test_where_the_residual_has_no_mass_the_targets_law_is_emitted(rule):
 def test_what_hangs_below_an_empty_slot_is_not_accepted(rule):
     tree = Tree((-1, 0, 0, 2), (0, 0, 1, 0))
     tokens, laws = torch.tensor([[0, 1, -1, 1]]), torch.tensor([[[0.0, 1.0], [0.5, 0.5]]])
-    draft = Draft(tokens, laws, torch.tensor([0, 0, 1, 0]), torch.ones(4, dtype=torch.bool))
+    draft = DraftProbabilities(tokens, laws, torch.tensor([0, 0, 1, 0]), torch.ones(4, dtype=torch.bool))
     p = torch.tensor([[[1.0, 0.0], [0.5, 0.5], [0.5, 0.5], [0.5, 0.5]]])
-    found = rule(TreeTensors(tree, "cpu"), draft, p, torch.zeros(1, 4), torch.tensor([2]))
+    found = rule(TreeOnDevice.of(tree, "cpu"), draft, p, torch.zeros(1, 4), torch.tensor([2]))
     assert (found.num_accepted.item(), found.law.tolist()) == (0, [[1.0, 0.0]])
 
 
 def test_without_a_draft_the_targets_law_is_emitted():
     p = torch.tensor([[[0.2, 0.8]], [[1.0, 0.0]]])
-    draft = Draft(torch.tensor([[1], [0]]), torch.zeros(2, 1, 2), torch.tensor([0]), torch.tensor([True]))
+    draft = DraftProbabilities(torch.tensor([[1], [0]]), torch.zeros(2, 1, 2), torch.tensor([0]), torch.tensor([True]))
     for rule in RATIO_RULES.values():
-        found = rule(TreeTensors(chain(0), "cpu"), draft, p, torch.zeros(2, 1), torch.tensor([0, 5]))
+        found = rule(TreeOnDevice.of(chain(0), "cpu"), draft, p, torch.zeros(2, 1), torch.tensor([0, 5]))
         assert (found.path.tolist(), found.num_accepted.tolist()) == ([[0], [0]], [0, 0])
         assert torch.equal(found.law, p[:, 0])
 

@@ -9,11 +9,19 @@ from unittest import mock
 import pytest
 import torch
 
-from headstart.inference.speculation import ratio_rules
-from headstart.inference.speculation.ratio_rules import RATIO_RULES, Draft, block, draw, recursive, token, traversal
 from headstart.inference.speculation.tree import Tree, chain
-from headstart.inference.speculation.verify import TreeTensors
+from headstart.inference.speculation.tree_on_device import TreeOnDevice
 from headstart.kernels.sampling.philox import ACCEPT_UNIFORM, DRAFT_NOISE, RESIDUAL_NOISE, gumbel, salted, uniform
+from headstart.kernels.speculation import ratio_rules
+from headstart.kernels.speculation.ratio_rules import (
+    RATIO_RULES,
+    DraftProbabilities,
+    block,
+    draw,
+    recursive,
+    token,
+    traversal,
+)
 from headstart.tests.inference.speculation.draw_children import draw_children
 from headstart.tests.inference.speculation.enumeration import (
     Case,
@@ -92,13 +100,13 @@ def test_a_draft_law_of_another_top_p_is_caught():
 
 
 def test_the_soft_law_of_a_chosen_child_is_caught():
-    assert worst(partial(told, drawing="sampled"), ON_CHAINS, chain(2), 4, "deterministic") > 0.45
-    assert worst(partial(told, drawing="sampled"), ON_TREES, TRIPLE, 4, "deterministic") > 0.1
+    assert worst(partial(told, drawing="sampled"), ON_CHAINS, chain(2), 4, "greedy") > 0.45
+    assert worst(partial(told, drawing="sampled"), ON_TREES, TRIPLE, 4, "greedy") > 0.1
 
 
 def test_one_hot_laws_for_drawn_children_are_lossless_but_accept_less():
     """Not a fault of the law: a drawn token may be judged as if chosen, since no u depends on it."""
-    assert worst(partial(told, drawing="deterministic"), ON_CHAINS, chain(2), 4) < 1e-12
+    assert worst(partial(told, drawing="greedy"), ON_CHAINS, chain(2), 4) < 1e-12
 
 
 def test_siblings_in_another_order_than_drawn_are_caught():
@@ -174,7 +182,7 @@ def test_children_shared_by_the_parents_of_a_depth_break_traversal_only():
 
     assert worst(shared, [recursive], BALANCED, 3, medusa=True) < 1e-12
     assert worst(shared, [traversal], BALANCED, 3, medusa=True) > 0.02
-    assert worst(shared, ON_TREES, BALANCED, 3, "deterministic", medusa=True) < 1e-12
+    assert worst(shared, ON_TREES, BALANCED, 3, "greedy", medusa=True) < 1e-12
 
 
 def two_steps(rule, case, reused):
@@ -210,10 +218,10 @@ def test_draft_noise_used_again_in_the_next_step_breaks_block_only():
 @pytest.mark.parametrize("rule", RATIO_RULES.values())
 def test_u_of_zero_does_not_accept_what_the_target_never_emits(rule):
     p = torch.tensor([[[0.0, 1.0], [0.5, 0.5]]])
-    draft = Draft(
+    draft = DraftProbabilities(
         torch.tensor([[0, 0]]), torch.tensor([[[0.5, 0.5]]]), torch.tensor([0, 0]), torch.tensor([True, True])
     )
-    arguments = (TreeTensors(chain(1), "cpu"), draft, p, torch.zeros(1, 2), torch.tensor([1]))
+    arguments = (TreeOnDevice.of(chain(1), "cpu"), draft, p, torch.zeros(1, 2), torch.tensor([1]))
     assert rule(*arguments).num_accepted.item() == 0
     with mock.patch.object(ratio_rules, "accepts", lambda u, numerator, denominator: u * denominator <= numerator):
         assert rule(*arguments).num_accepted.item() == 1
@@ -233,7 +241,7 @@ def surprise(rule, case, count, drafting=DRAFT_NOISE, accepting=ACCEPT_UNIFORM, 
     p = at_nodes(tree, case.p, tokens, range(tree.num_nodes))
     u = uniform(*key, tree.num_nodes, accepting)
     path, num_accepted, law = rule(
-        TreeTensors(tree, "cpu"), make_draft(case, tokens), p, u, torch.full((count,), tree.max_depth)
+        TreeOnDevice.of(tree, "cpu"), make_draft(case, tokens), p, u, torch.full((count,), tree.max_depth)
     )
     bonus = draw(law, gumbel(*key, size, emitting))
     emitted = tokens.gather(1, path)[:, 1:]

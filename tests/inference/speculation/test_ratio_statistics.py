@@ -11,17 +11,19 @@ import pytest
 import torch
 
 from headstart.heads.medusa import Medusa, MedusaConfig
-from headstart.inference.engine import step as step_module
-from headstart.inference.engine.sampling import CUT, NO_FILTERS
-from headstart.inference.engine.step import draft_scores, draw, target_scores
-from headstart.inference.speculation import draw_nodes, verify
+from headstart.inference.engine import target_scores as scores_module
+from headstart.inference.engine.target_scores import CUT, NO_FILTERS, TargetScores, draft_scores
+from headstart.inference.speculation import draw_nodes, verifiers
 from headstart.inference.speculation.drafters.medusa import MedusaDrafter
 from headstart.inference.speculation.tree import Tree, chain
-from headstart.inference.speculation.verify import Ratio, TreeTensors, strict
+from headstart.inference.speculation.tree_on_device import TreeOnDevice
+from headstart.inference.speculation.verifiers import Ratio, Strict
 from headstart.kernels.sampling.keep_top import keep_top_reference, kept_scores_reference
 from headstart.kernels.sampling.philox import gumbel
+from headstart.kernels.speculation import ratio_rules
 from headstart.tests.inference.speculation.draw_children import draw_children
 from headstart.tests.inference.speculation.g_test import surprise
+from headstart.tests.inference.speculation.given_target import GivenTarget
 
 VOCAB, HIDDEN, ROOT = 4, 8, 1
 FEWER = 4000  # requests: on the CPU the target's noise is made row by row
@@ -44,7 +46,9 @@ class Table:
         # One-hot features: the heads know the newest token.
         self.features = torch.nn.functional.one_hot(torch.arange(VOCAB), HIDDEN).float().to(device)
         self.drafter = MedusaDrafter(
-            head.requires_grad_(False).to(device), torch.zeros(VOCAB, HIDDEN, device=device), drawing
+            head.requires_grad_(False).to(device),
+            SimpleNamespace(lm_head=torch.zeros(VOCAB, HIDDEN, device=device)),
+            sampling=drawing,
         )
         self.temperature = 0.8
 
@@ -59,7 +63,7 @@ class Table:
 
     def steps(self, rule, tree, count, device, filters=NO_FILTERS):
         """Three tokens of each of `count` requests, by as many steps as they take.  -> counts [V^3]"""
-        tree = TreeTensors(tree, device)
+        tree = TreeOnDevice.of(tree, device)
         rows = torch.arange(count, device=device)
         output = torch.full((count, 3 + tree.max_depth + 1), -1, device=device)
         emitted = torch.zeros_like(rows)
@@ -77,15 +81,11 @@ class Table:
             position = (batch.committed[:, None] + tree.depths + 1).flatten()  # of the token drawn behind every node
             batch.draws = (*(x.repeat_interleave(tree.num_nodes) for x in (batch.seed, batch.sample)), position)
             shape = partial(draft_scores, batch, filters, NO_TABLES, tree.max_depth) if filters else None
-            if rule == "strict":
-                tokens = self.drafter.propose(batch, tree, shape).tokens.clamp(min=0)  # [B, N]
-                target = draw(batch, logits[tokens].flatten(0, 1), filters, NO_TABLES).view(tokens.shape)
-                path, num_accepted, bonus = strict(tree, tokens, target, batch)
-            else:
-                draft = self.drafter.propose(batch, tree, shape)
-                tokens = draft.tokens
-                laws = target_scores(batch, logits[tokens.clamp(min=0)].flatten(0, 1), filters, NO_TABLES)
-                path, num_accepted, bonus = Ratio(rule)(tree, draft, batch, *laws)
+            draft = self.drafter.propose(batch, tree, shape)
+            tokens = draft.tokens.clamp(min=0)  # [B, N]
+            target = TargetScores(batch, logits[tokens].flatten(0, 1), filters, NO_TABLES, tokens)
+            verifier = Strict() if rule == "strict" else Ratio(rule)
+            path, num_accepted, bonus = verifier(tree, draft, target)
             here = torch.where(emitted < 3, emitted, 3)
             for depth in range(tree.max_depth + 1):
                 drafted = tokens.gather(1, path[:, min(depth + 1, tree.max_depth), None]).squeeze(1)
@@ -105,7 +105,7 @@ def measured(rule, tree, drawing="sampled", count=60_000, device="cpu", filters=
     return surprise(found[law > 0], law[law > 0])
 
 
-@pytest.mark.parametrize("drawing", ["sampled", "top_and_one", "deterministic"])
+@pytest.mark.parametrize("drawing", ["sampled", "top_and_one", "greedy"])
 @pytest.mark.parametrize(("rule", "tree"), RULES)
 def test_three_tokens_follow_the_targets_law(rule, tree, drawing):
     assert measured(rule, tree, drawing) < 6
@@ -125,7 +125,7 @@ def test_three_tokens_of_strict_do(drawing, filters):
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("drawing", "filters"),
-    [("sampled", NO_FILTERS), ("top_and_one", NO_FILTERS), ("deterministic", NO_FILTERS), ("sampled", CUT)],
+    [("sampled", NO_FILTERS), ("top_and_one", NO_FILTERS), ("greedy", NO_FILTERS), ("sampled", CUT)],
 )
 @pytest.mark.parametrize(("rule", "tree"), RULES)
 def test_a_million_times_three_tokens_follow_the_targets_law(rule, tree, drawing, filters):
@@ -134,7 +134,7 @@ def test_a_million_times_three_tokens_follow_the_targets_law(rule, tree, drawing
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("drawing", "filters"), [("shared_noise", NO_FILTERS), ("deterministic", NO_FILTERS), ("shared_noise", CUT)]
+    ("drawing", "filters"), [("shared_noise", NO_FILTERS), ("greedy", NO_FILTERS), ("shared_noise", CUT)]
 )
 @pytest.mark.parametrize("tree", [chain(2), BALANCED])
 def test_a_million_times_three_tokens_of_strict_do(tree, drawing, filters):
@@ -144,7 +144,7 @@ def test_a_million_times_three_tokens_of_strict_do(tree, drawing, filters):
 def keyed_by_position(scores, width, laws, nodes, temperature, seed, sample, position):
     """What is wrong: noise of the position drafted for, as the target's is; it comes again in the next step."""
     noise = gumbel(seed, sample, position + 1 + laws[:, None], scores.shape[-1], 1)
-    return draw_children(scores[laws] / temperature[:, None] + noise, width, "deterministic")
+    return draw_children(scores[laws] / temperature[:, None] + noise, width, "greedy")
 
 
 def shared_by_a_depth(scores, width, laws, nodes, *keys):
@@ -167,26 +167,28 @@ def test_draft_noise_that_is_not_fresh_is_seen(rule, tree, wrong, monkeypatch):
 def test_noise_of_the_root_for_every_node_is_seen(monkeypatch):
     """What is wrong with `strict`: tokens of one step drawn with the same noise."""
 
+    draw = scores_module.draw
+
     def wrong(batch, *rest):
         batch.draws = (*batch.draws[:2], batch.committed.repeat_interleave(len(batch.draws[2]) // len(batch.committed)))
-        return step_module.draw(batch, *rest)
+        return draw(batch, *rest)
 
-    monkeypatch.setitem(globals(), "draw", wrong)
+    monkeypatch.setattr(scores_module, "draw", wrong)
     assert measured("strict", chain(2), "sampled", FEWER) > 6
 
 
 def test_residual_noise_from_the_drafts_is_seen(monkeypatch):
-    monkeypatch.setattr(verify, "RESIDUAL_NOISE", 1)  # DRAFT_NOISE at node 0
+    monkeypatch.setattr(ratio_rules, "RESIDUAL_NOISE", 1)  # DRAFT_NOISE at node 0
     assert measured("token", chain(2)) > 6
 
 
 def test_a_draft_law_of_another_temperature_is_seen(monkeypatch):
-    real = Ratio.by_reference
+    real = verifiers.verify_ratio
 
-    def wrong(self, tree, draft, *rest):
-        return real(self, tree, draft._replace(temperature=draft.temperature * 1.25), *rest)
+    def wrong(rule, draft_temperature, **given):
+        return real(rule, draft_temperature=draft_temperature * 1.25, **given)
 
-    monkeypatch.setattr(Ratio, "by_reference", wrong)
+    monkeypatch.setattr(verifiers, "verify_ratio", wrong)
     for rule, tree in RULES:
         assert measured(rule, tree) > 6
 
@@ -195,7 +197,7 @@ def test_a_draft_law_of_another_temperature_is_seen(monkeypatch):
 @pytest.mark.parametrize("rule", ["recursive", "traversal"])
 def test_where_q_underflows_the_law_is_kept(rule, device):
     """The second child is drawn from what is e^-1000 under the first: q = 0 must not read as a token that the draft never gives."""
-    tree, count = TreeTensors(Tree((-1, 0, 0), (0, 0, 1)), device), 20_000
+    tree, count = TreeOnDevice.of(Tree((-1, 0, 0), (0, 0, 1)), device), 20_000
     rows, ones = torch.arange(count, device=device), torch.ones(count, device=device)
     p = torch.tensor([0.1, 0.5, 0.3, 0.1], dtype=torch.float64)
     batch = SimpleNamespace(root=rows * 0, seed=rows, sample=rows * 0, committed=rows * 0 + 7, remaining=rows * 0 + 9)
@@ -203,6 +205,7 @@ def test_where_q_underflows_the_law_is_kept(rule, device):
     draft = draw_nodes.NodeDraws(tree, "sampled")(batch, scores, ones)
     assert len(draft.tokens[:, 2].unique()) == 3
     target = p.log().float().to(device).expand(3 * count, -1)
-    path, num_accepted, bonus = Ratio(rule)(tree, draft, batch, target, ones.repeat(3))
+    given = GivenTarget(batch, draft.tokens, given=(target, ones.repeat(3)))
+    path, num_accepted, bonus = Ratio(rule)(tree, draft, given)
     first = torch.where(num_accepted > 0, draft.tokens.gather(1, path[:, 1:2]).squeeze(1), bonus)
     assert surprise(torch.bincount(first.cpu(), minlength=4), p) < 6

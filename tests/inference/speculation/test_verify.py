@@ -6,8 +6,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from headstart.inference.speculation.draft import Draft
 from headstart.inference.speculation.tree import Tree, chain
-from headstart.inference.speculation.verify import Synthetic, TreeTensors, rates_for_length, strict
+from headstart.inference.speculation.tree_on_device import TreeOnDevice
+from headstart.inference.speculation.verifiers import Strict, Synthetic, rates_for_length
+from headstart.tests.inference.speculation.given_target import GivenTarget
+
+
+def strict(tree, tokens, target_tokens, batch):
+    return Strict()(tree, Draft(tokens, tree), GivenTarget(batch, tokens, target_tokens))
 
 
 def limited(limits):
@@ -43,7 +50,7 @@ def test_strict_follows_the_targets_own_tokens(seed):
     targets = [[(t + b) % 7 for t in row] for b, row in enumerate(targets)]
     limits = [generator.choice([0, 1, 2, 99]) for _ in range(batch)]
     path, accepted, bonus = strict(
-        TreeTensors(tree, "cpu"), torch.tensor(tokens), torch.tensor(targets), limited(limits)
+        TreeOnDevice.of(tree, "cpu"), torch.tensor(tokens), torch.tensor(targets), limited(limits)
     )
     lengths = set()
     for b in range(batch):
@@ -55,7 +62,7 @@ def test_strict_follows_the_targets_own_tokens(seed):
 
 
 def test_of_two_equal_siblings_one_is_taken():
-    tree = TreeTensors(Tree((-1, 0, 0, 2), (0, 0, 1, 0)), "cpu")
+    tree = TreeOnDevice.of(Tree((-1, 0, 0, 2), (0, 0, 1, 0)), "cpu")
     path, accepted, _ = strict(tree, torch.tensor([[9, 5, 5, 6]]), torch.tensor([[5, 7, 6, 8]]), limited([9]))
     assert accepted.item() == 2
     assert path[0].tolist() == [0, 2, 3]
@@ -63,25 +70,25 @@ def test_of_two_equal_siblings_one_is_taken():
 
 def test_a_limit_of_zero_accepts_nothing():
     tokens = torch.tensor([[1, 2, 3]])
-    path, accepted, bonus = strict(TreeTensors(chain(2), "cpu"), tokens, torch.tensor([[2, 3, 4]]), limited([0]))
+    path, accepted, bonus = strict(TreeOnDevice.of(chain(2), "cpu"), tokens, torch.tensor([[2, 3, 4]]), limited([0]))
     assert (accepted.item(), bonus.item(), path[0, 0].item()) == (0, 2, 0)
 
 
 def test_synthetic_accepts_at_the_given_rates():
-    tree, count = TreeTensors(Tree((-1, 0, 0, 1, 3), (0, 0, 1, 0, 0)), "cpu"), 4000
+    tree, count = TreeOnDevice.of(Tree((-1, 0, 0, 1, 3), (0, 0, 1, 0, 0)), "cpu"), 4000
     rates = [0.8, 0.5, 0.1]
     batch = SimpleNamespace(
         seed=torch.arange(count), committed=torch.full((count,), 17), remaining=torch.full((count,), 100)
     )
     tokens = torch.arange(5).expand(count, -1)
-    path, accepted, bonus = Synthetic(rates, "cpu")(tree, tokens, tokens + 10, batch)
+    path, accepted, bonus = Synthetic(rates, "cpu")(tree, Draft(tokens, tree), GivenTarget(batch, tokens, tokens + 10))
     assert path[0].tolist() == [0, 1, 3, 4]
     for depth, rate in enumerate(rates, 1):
         # 4.5 standard deviations
         assert abs((accepted >= depth).double().mean() - rate) < 4.5 * (rate * (1 - rate) / count) ** 0.5
     assert torch.equal(bonus, path.gather(1, accepted[:, None]).squeeze(1) + 10)
     batch.remaining = torch.full((count,), 2)
-    assert Synthetic(rates, "cpu")(tree, tokens, tokens, batch)[1].max() == 1
+    assert Synthetic(rates, "cpu")(tree, Draft(tokens, tree), GivenTarget(batch, tokens, tokens))[1].max() == 1
 
 
 def test_rates_for_a_length_sum_to_it():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from headstart.inference.speculation.tree import build_static_tree, chain
-from headstart.inference.speculation.verify import TreeTensors
+from headstart.inference.speculation.tree_on_device import TreeOnDevice
 from headstart.kernels.speculation.slot_rows import (
     advance_slots,
     advance_slots_reference,
@@ -29,7 +29,7 @@ def make_slots(device, num_slots=6, num_pages=5, hidden_size=1500):
 @pytest.mark.parametrize("tree", [chain(0), chain(4), TREE])
 def test_slots_are_read_as_by_plain_operations(kernel_device, tree):
     table = make_slots(kernel_device)
-    depths = TreeTensors(tree, kernel_device).depths
+    depths = TreeOnDevice.of(tree, kernel_device).depths
     slots = torch.tensor([4, 0, 2], device=kernel_device)
     for found, expected in zip(gather_slots(slots, *table, depths), gather_slots_reference(slots, *table, depths)):
         assert torch.equal(found, expected)
@@ -64,7 +64,7 @@ def test_slots_advance_as_by_plain_operations(kernel_device, tree):
 
 
 def test_advancing_emits_the_path_and_then_the_bonus_token():
-    tree = TreeTensors(TREE, "cpu")
+    tree = TreeOnDevice.of(TREE, "cpu")
     integers, _, _, feature = make_slots("cpu")
     before = integers.clone()
     tokens = torch.arange(100, 113)[None]

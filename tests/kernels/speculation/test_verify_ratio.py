@@ -6,11 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from headstart.inference.speculation.draw_nodes import Drafted
-from headstart.inference.speculation.drawings import drawn_nodes
-from headstart.inference.speculation.ratio_rules import RATIO_RULES, Draft
+from headstart.inference.speculation.draft import Draft
+from headstart.inference.speculation.draft_sampling import sampled_nodes
 from headstart.inference.speculation.tree import Tree, chain
-from headstart.inference.speculation.verify import with_any_law
+from headstart.inference.speculation.verifiers import with_any_distribution
 from headstart.kernels.jit import jit, tl
 from headstart.kernels.sampling.keep_top import (
     keep_top,
@@ -21,6 +20,7 @@ from headstart.kernels.sampling.keep_top import (
 )
 from headstart.kernels.sampling.philox import ACCEPT_UNIFORM, RESIDUAL_NOISE, gumbel, uniform
 from headstart.kernels.speculation import verify_ratio as module
+from headstart.kernels.speculation.ratio_rules import RATIO_RULES, DraftProbabilities, verify_ratio_reference
 from headstart.kernels.speculation.row_laws import probabilities, row_laws_reference
 from headstart.tests.inference.speculation.draw_children import draw_children
 from headstart.tests.kernels.mutants import mutated
@@ -33,7 +33,7 @@ TREES = [
     Tree((-1, 0, 0, 1, 1, 2, 2), (0, 0, 1, 0, 1, 0, 1)),
     Tree((-1, 0, 1, 1, 0, 4, 0), (0, 0, 0, 1, 1, 0, 2)),  # numbered depth first
 ]
-CASES = list(product(TREES, ("deterministic", "sampled", "top_and_one")))
+CASES = list(product(TREES, ("greedy", "sampled", "top_and_one")))
 RULES = {True: RATIO_RULES["recursive"], False: RATIO_RULES["traversal"]}
 NODES, DEPTH = 7, 3
 
@@ -80,11 +80,11 @@ def problem(cases, vocab_size, device="cpu", seed=0, dtype=torch.float32, spread
         parents[b, 1:size], depths[b, :size] = torch.tensor(tree.parents[1:]), torch.tensor(tree.depths)
         depths[b, size:] = 1
         law[b] = NODES - 1 - torch.arange(NODES)
-        drawn[b, :size] = drawn_nodes(drawing, torch.tensor(tree.parents)) & bool(temperature[b] > 0)
+        drawn[b, :size] = sampled_nodes(drawing, torch.tensor(tree.parents)) & bool(temperature[b] > 0)
         for n in sorted(set(tree.parents[1:])):
             children = [c for c in range(1, size) if tree.parents[c] == n]
             noise = -torch.log(-torch.log(torch.rand(vocab_size, generator=generator, dtype=torch.float64)))
-            noise = None if drawing == "deterministic" else noise * bool(temperature[b] > 0)
+            noise = None if drawing == "greedy" else noise * bool(temperature[b] > 0)
             log_q = q[b, law[b, n]].log() if temperature[b] > 0 else draft_scores[law[b, n], b].double()
             tokens[b, children] = draw_children(log_q, len(children), drawing, noise)
     tokens[kind % 9 == 7, 2] = -1
@@ -93,11 +93,11 @@ def problem(cases, vocab_size, device="cpu", seed=0, dtype=torch.float32, spread
     arguments = dict(
         parents=parents, depths=depths, tokens=tokens, scores=scores.flatten(0, 1),
         temperature=temperature.repeat_interleave(NODES), draft_scores=draft_scores, draft_temperature=draft_temperature, law=law,
-        drawn=drawn, depth_limit=limit, seed=key[0], sample=key[1], position=key[2],
+        sampled=drawn, depth_limit=limit, seed=key[0], sample=key[1], position=key[2],
     )  # fmt: skip
     told = SimpleNamespace(
         tree=SimpleNamespace(parents=parents, depths=depths, max_depth=DEPTH),
-        draft=Draft(tokens, q, law, drawn),
+        draft=DraftProbabilities(tokens, q, law, drawn),
         p=p,
         u=uniform(*key, NODES, ACCEPT_UNIFORM),
         limit=limit,
@@ -116,7 +116,8 @@ def listed(*rows):
 def run(arguments, recursive, kernel=module, max_depth=DEPTH, workspace=None):
     if workspace is None:
         workspace = kernel.make_workspace(*arguments["tokens"].shape, arguments["tokens"].device)
-    found = kernel.verify_ratio(recursive, **arguments, max_depth=max_depth, workspace=workspace)
+    rule = "recursive" if recursive else "traversal"
+    found = kernel.verify_ratio(rule, **arguments, max_depth=max_depth, workspace=workspace)
     assert not workspace.signals.any()
     return [x.cpu() for x in found]
 
@@ -164,12 +165,12 @@ def test_the_kernel_decides_as_the_reference(kernel_device, quick, recursive, cu
 
 @pytest.mark.parametrize(("recursive", "cut"), [(True, True), (False, False)])
 def test_a_draft_chosen_without_chance_needs_no_law(kernel_device, quick, recursive, cut):
-    cases = [(tree, "deterministic") for tree in (chain(3), TREES[4], chain(3), chain(3), chain(1), chain(3))]
+    cases = [(tree, "greedy") for tree in (chain(3), TREES[4], chain(3), chain(3), chain(1), chain(3))]
     arguments, _ = problem(cases, 21, kernel_device, seed=10, cut=cut)
     expected = run(arguments, recursive)
     tokens, scores, kept = (arguments[name] for name in ("tokens", "scores", "kept"))
-    told = Drafted(tokens, None, None, arguments["law"], arguments["drawn"])
-    told = with_any_law(told, scores, None if kept is None else kept[0])
+    told = Draft(tokens, None, None, None, arguments["law"], arguments["sampled"])
+    told = with_any_distribution(told, scores, None if kept is None else kept[0])
     arguments |= {"draft_scores": told.scores, "draft_temperature": told.temperature, "law": told.law}
     found = run(arguments | {"kept": None if kept is None else (kept[0], told.kept)}, recursive)
     assert expected[1].max() > 0
@@ -204,7 +205,7 @@ def only(b, arguments, told):
     alone = {name: getattr(told, name)[b : b + 1] for name in ("p", "u", "limit", "noise")}
     return (
         {name: x[rows.get(name, slice(b, b + 1))] for name, x in arguments.items() if x is not None},
-        SimpleNamespace(tree=tree, draft=Draft(*(x[b : b + 1] for x in draft)), **alone),
+        SimpleNamespace(tree=tree, draft=DraftProbabilities(*(x[b : b + 1] for x in draft)), **alone),
     )
 
 
@@ -259,7 +260,7 @@ def test_a_draft_law_that_underflows_keeps_the_targets_law(kernel_device, quick,
     for child, token in ((1, 3), (2, 5), (3, 6)):
         arguments["tokens"][:, child] = token
     path, num_accepted, bonus = run(arguments, recursive)
-    drawn = told.draft.drawn[:, 1]  # others are at temperature 0
+    drawn = told.draft.sampled[:, 1]  # others are at temperature 0
     assert drawn.sum() >= 4
     assert (path[drawn] <= 1).all()
     assert (bonus[drawn & (num_accepted == 0)] != 3).all()
@@ -279,6 +280,12 @@ def test_shapes_that_do_not_fit_are_refused(kernel_device):
         run(arguments, True, workspace=module.make_workspace(2, 5, kernel_device))
 
 
-def test_without_triton_the_reference_is_named():
-    with pytest.raises(ValueError, match="ratio_rules"):
-        module.verify_ratio(True, *[torch.zeros(1)] * 13, 1, None)
+def test_without_triton_the_reference_decides():
+    arguments, told = problem(CASES, 21)
+    del arguments["kept"]
+    for rule in RATIO_RULES:
+        if rule in ("recursive", "traversal"):
+            found = verify_ratio_reference(rule, **arguments, max_depth=DEPTH)
+            wrong, clear = disagreements(found, told, RATIO_RULES[rule])
+            assert not wrong.any()
+            assert clear.sum() >= 0.9 * len(CASES)

@@ -21,10 +21,10 @@ from headstart.cli import main
 from headstart.heads.checkpoint import save_head
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
-from headstart.inference.engine.sampling import SamplingParams
 from headstart.inference.llm import LLM
 from headstart.inference.models.adapter import fingerprint
 from headstart.inference.open_batch import OpenBatch
+from headstart.inference.sampling_params import SamplingParams
 from headstart.train import medusa, regenerate
 from headstart.train.data.conversations import load_conversations
 from headstart.train.data.dialogue import Dialogue

@@ -8,7 +8,6 @@ from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.train.loss.distillation import Objective, find_labels
 from headstart.train.loss.joint import AdaptedMeter, accumulate_joint_gradients, held_out_loss, summarize_joint
 from headstart.train.loss.losses import Loss
-from headstart.train.loss.predictions import medusa_predictions
 from headstart.train.teacher.features import FrozenTarget, load_target
 from headstart.train.teacher.target_adapter import TargetAdapter
 
@@ -35,7 +34,7 @@ def accumulate(target, adapter, head, batch, supervised, objective, target_loss,
     labels = find_labels(batch[0], batch[2], supervised, len(objective.weights))
 
     def predict(features, *batch):
-        return medusa_predictions(head, features, target.lm_head.weight)
+        return head.predict(features, *batch, target.lm_head.weight)
 
     given = (batch, labels, objective, target_loss, num_labels, chunk)
     return accumulate_joint_gradients(target, adapter, predict, *given, torch.autocast("cpu", enabled=False))

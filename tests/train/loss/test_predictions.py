@@ -5,10 +5,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from headstart.heads.head import Predictions
 from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 from headstart.tests.train.loss.test_distillation import HARD, KL, H, K, V, make_batch, make_head
 from headstart.train.loss.distillation import Objective, accumulate_gradients, find_labels, summarize
-from headstart.train.loss.predictions import Predictions, mlp_speculator_predictions
 
 
 def test_recurrent_states_get_the_gradient_of_one_graph():
@@ -92,7 +92,7 @@ def test_mlp_speculators_gradient_goes_back_through_all_steps(tied):
     expected = {name: parameter.grad.clone() for name, parameter in head.named_parameters()}
     head.zero_grad()
     labels = find_labels(input_ids, document_ids, supervised, K)
-    predictions = mlp_speculator_predictions(head, features, input_ids)
+    predictions = head.predict(features, input_ids, None, document_ids)
     objective = Objective(KL, [0.9**k for k in range(K)])
     totals = accumulate_gradients(predictions, features.flatten(0, 1), labels, lm_head, objective, count, 7)
     assert summarize(totals, objective, count)["loss"] == pytest.approx((total / count).item(), rel=1e-12)

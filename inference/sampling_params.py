@@ -1,26 +1,15 @@
-"""SamplingParams, and the way from logits to the target's own token.
-
-The target's token at a node is argmax(logits' + G): logits' are the logits after, in vLLM's order, allowed_token_ids, bad_words,
-min_tokens, logit_bias, the penalties (kernels/sampling/process_logits.py), temperature, min_p, top_k and top_p
-(kernels/sampling/keep_top.py); G is Gumbel noise keyed by (seed, sample index, position, token), so it is a draw from
-softmax(logits') that depends on the request and the position alone (Gumbel-max). At temperature 0 there is no G. Ties go to the
-lowest token id.
-"""
+"""SamplingParams: how one request is sampled."""
 
 import math
 from dataclasses import dataclass, fields
 
-from ...heads.storage.keywords import VLLM_SAMPLING, reject_unknown
+from ..heads.storage.keywords import VLLM_SAMPLING, reject_unknown
+from .engine.target_scores import CHANGED, CUT, NO_FILTERS
 
 # Powers of ten around 1 that leave a logit in the range of fp32.
 LEAST_REPETITION, GREATEST_REPETITION = 1e-5, 1e5
 # Below it, logits divided by the temperature leave the range in which fp32 tells them apart.
 LEAST_TEMPERATURE = 1e-5
-
-
-# What logits need beside a temperature, each including those before it: nothing; process_logits; min_p, top_k and top_p
-# too (keep_top).
-NO_FILTERS, CHANGED, CUT = 0, 1, 2
 
 
 @dataclass(frozen=True)
@@ -178,9 +167,3 @@ class SamplingParams(_Fields):
 
     def __repr__(self):
         return f"SamplingParams({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in fields(_Fields))})"
-
-
-def next_filters(request):
-    """What the next logits of a Request need: see the top of this file."""
-    early = len(request.output_token_ids) < request.params.min_tokens
-    return max(request.params.filters, CHANGED if early else NO_FILTERS)

@@ -5,7 +5,7 @@
 p [B, N, V] is the target's law behind every node, u [B, N] a uniform in [0, 1) per node (the root's is not read). All four keep the
 target's law if q is the law that the children were really drawn from, the children of different nodes were drawn independently, and
 no noise is used twice: not for two purposes, and not in two steps (`block` and `traversal` look at nodes behind the accepted ones).
-Tests prove it by enumeration. This is the reference: plain torch, any float dtype, no cache, model or tokenizer.
+Tests prove it by enumeration. This is the reference of verify_ratio.py: plain torch, any float dtype.
 
 What a rule reads of V, per drafted child: p and q at its token; and, for what follows when it is not taken, one sum over V of
 (r p - q)+ and, if a sibling follows, one of q without the child. `recursive` and `token` (r = 1) need the sums only along the path
@@ -18,14 +18,25 @@ from typing import NamedTuple
 
 import torch
 
+from ..sampling.philox import RESIDUAL_NOISE, gumbel, uniform
+from .row_laws import probabilities
 
-class Draft(NamedTuple):
+
+class Nodes(NamedTuple):
+    """The trees. Rules take whatever has these attributes."""
+
+    parents: torch.Tensor  # [N] or [B, N] in topological order
+    depths: torch.Tensor  # [N] or [B, N]
+    max_depth: int
+
+
+class DraftProbabilities(NamedTuple):
     """What was drafted, and from which laws. Siblings stand in the order in which they were drawn."""
 
     tokens: torch.Tensor  # [B, N], node 0 is the root; -1: an empty slot, never accepted, nor is what hangs below it
     q: torch.Tensor  # [B, L, V] draft laws after temperature, top-k, top-p, each kept once; p's dtype
     law: torch.Tensor  # [N] or [B, N]: which of the L laws the children of a node come from; of leaves, any
-    drawn: torch.Tensor  # bool [N] or [B, N]: a draw from its slot's law; else chosen without chance, law one-hot
+    sampled: torch.Tensor  # bool [N] or [B, N]: a draw from its slot's law; else chosen without chance, law one-hot
 
 
 class Verdict(NamedTuple):
@@ -78,7 +89,7 @@ def recursive(tree, draft, p, u, depth_limit):
     # In topological order one pass is enough: the children of a node taken come behind it.
     for n in range(1, parents.shape[1]):
         x = draft.tokens[:, n]
-        slot = slot_law(Q, x, draft.drawn[..., n])
+        slot = slot_law(Q, x, draft.sampled[..., n])
         tried = live[:, n] & (parents[:, n] == node)
         taken = tried & accepts(u[:, n], at(P, x), at(slot, x))
         rest, _ = residual(P, slot)
@@ -101,7 +112,7 @@ def traversal(tree, draft, p, u, depth_limit):
     r = torch.ones_like(p[..., 0])  # [B, N] the rate at which a node is accepted after the children so far have failed
     for n in range(1, parents.shape[1]):
         x, above = draft.tokens[:, n], (rows, parents[:, n])
-        slot = slot_law(Q[above], x, draft.drawn[..., n])
+        slot = slot_law(Q[above], x, draft.sampled[..., n])
         r[:, n] = ratio(r[above] * at(P[above], x), at(slot, x))
         rest, S = residual(P[above], slot, r[above])
         failed = live[:, n]
@@ -118,6 +129,27 @@ def traversal(tree, draft, p, u, depth_limit):
 
 
 RATIO_RULES = {"token": token, "block": block, "recursive": recursive, "traversal": traversal}
+
+
+def verify_ratio_reference(
+    rule, *, parents, depths, tokens, scores, temperature, draft_scores, draft_temperature, law, sampled, depth_limit, seed, sample,
+    position, max_depth,
+):  # fmt: skip
+    """The arguments and results of verify_ratio.py: every law is computed."""
+    (batch, nodes), vocab_size, key = tokens.shape, scores.shape[1], (seed, sample, position)
+    p = probabilities(scores, temperature).view(batch, nodes, vocab_size)
+    q = probabilities(draft_scores.flatten(0, 1), draft_temperature.repeat(len(draft_scores)))
+    q = q.view(draft_scores.shape).transpose(0, 1)  # [B, L, V]
+    sampled = sampled & (draft_temperature > 0)[:, None]  # [B, N]
+    # Where q underflows its token counts as an empty slot; the others are renormalised without it, so the law is kept.
+    rows = torch.arange(batch, device=q.device)[:, None]
+    above = law.expand_as(tokens).gather(
+        1, parents.expand_as(tokens)
+    )  # [B, N] the law that a node's own token comes from
+    lost = sampled & (q[rows, above, tokens.clamp(min=0)] == 0)
+    draft = DraftProbabilities(tokens.masked_fill(lost, -1), q, law, sampled)
+    found = RATIO_RULES[rule](Nodes(parents, depths, max_depth), draft, p, uniform(*key, nodes), depth_limit)
+    return found.path, found.num_accepted, draw(found.law, gumbel(*key, vocab_size, RESIDUAL_NOISE))
 
 
 def draw(law, noise):
@@ -150,10 +182,10 @@ def keep_rate(S, r):
     return torch.where(S > 0, S / (S + 1 - r), (r >= 1).to(r.dtype))
 
 
-def slot_law(q, x, drawn):
-    """The law that a child x came from: q, without the siblings before it, if it was drawn; else one-hot.  [B, V], [B], [B]"""
+def slot_law(q, x, sampled):
+    """The law that a child x came from: q, without the siblings before it, if it was sampled; else one-hot.  [B, V], [B], [B]"""
     one_hot = torch.zeros_like(q).scatter(-1, x.clamp(min=0)[..., None], 1.0)
-    return torch.where(drawn[..., None], q, one_hot)
+    return torch.where(sampled[..., None], q, one_hot)
 
 
 def without(q, x):
@@ -194,7 +226,7 @@ def chain_laws(tree, draft, depth_limit):
     nothing = torch.full_like(draft.tokens[:, :1], -1)
     goes_on, x = torch.cat([live[:, 1:], nothing > 0], 1), torch.cat([draft.tokens[:, 1:], nothing], 1)
     q = torch.stack([next_law(draft, n) for n in range(x.shape[1])], 1)
-    return goes_on, x, slot_law(q, x, draft.drawn.roll(-1, -1))
+    return goes_on, x, slot_law(q, x, draft.sampled.roll(-1, -1))
 
 
 def verdict(tree, node, law):

@@ -1,0 +1,150 @@
+"""What every head answers: the protocol between a family of heads and everybody who trains, drafts with or exports one.
+
+A family is a module heads/<key>.py with a frozen config and a subclass of Head, and its line in heads/families.py. A head knows
+nothing of caches, trees, schedulers, optimisers or file formats.
+
+Alignment: depth k (from 0) of the root at t predicts x_{t+2+k}; the target itself gives x_{t+1}.
+
+Letters: B rows, T tokens per row, M = B T, H hidden size of the target, A aux layers, S width of a state, V vocabulary, K depths.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+FINAL = ("final",)
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """What a head says of packed rows, up to its last product with the vocabulary.
+
+    states: K tensors [M, S], row t of the k-th being what predicts x_{t+2+k}; they may require gradients, and get them once.
+    logits: (rows [C, S] of states[k], k) -> [C, V]. draft_ids: int64 [V], the tokens of a draft vocabulary; None: the target's.
+    """
+
+    states: list
+    logits: Callable
+    draft_ids: torch.Tensor | None = None
+
+
+class Head(nn.Module):
+    """A module that predicts several tokens ahead from what it reads of the target.
+
+    config: frozen dataclass with vocab_size, hidden_size, base_model_name_or_path.
+    features: what it reads: ("final",), the target's last hidden state after the final norm; or ids of layers, low to high, whose
+        entering residual streams it reads.
+    autoregressive: whether the distribution of a token depends on the tokens drafted before it.
+    uses_target_lm_head: whether its logits are the target's lm_head applied to its states.
+    draft_token_ids: int64 [VD], the target's ids of a draft vocabulary; None: the whole vocabulary.
+    adapter: fingerprint of the target's adapter that it was trained together with; "" for none.
+    needs_embedding: whether it waits for `take_embedding`; embedding_is_targets: whether its table is the target's own.
+    """
+
+    features = FINAL
+    autoregressive = True
+    uses_target_lm_head = False
+    draft_token_ids = None
+    adapter = ""
+    needs_embedding = embedding_is_targets = False
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+
+    @property
+    def num_speculative_tokens(self):
+        """How many tokens ahead it drafts unless told otherwise."""
+        return self.config.num_speculative_tokens
+
+    @property
+    def max_speculative_tokens(self):
+        """The most tokens ahead that it can draft; None: as deep as one likes."""
+        return None
+
+    @property
+    def label_offsets(self):
+        """Depth k at position t predicts the token at t + label_offsets[k]."""
+        return tuple(2 + k for k in range(self.num_speculative_tokens))
+
+    @property
+    def aux_layers(self):
+        """Ids of the layers whose entering residual streams it reads; () where it reads the last hidden state."""
+        return () if self.features == FINAL else self.features
+
+    @property
+    def target_hidden_size(self):
+        """H of the target that it was made for."""
+        return self.config.hidden_size
+
+    def initialize_from_target(self, lm_head_weight, embedding):
+        """Start from the target's lm_head and its embedding, [V, H] each. ValueError where the head was made for another target."""
+
+    def take_embedding(self, weight):
+        """Use the target's embedding table [V, H] itself, without a copy. ValueError if it is of another shape."""
+
+    def take_depth(self, num_layers):
+        """Choose what the head's file left to the target's number of layers."""
+
+    def mismatches(self, text_config):
+        """How the head differs from a target, by the target's text config of transformers: a list of phrases, empty if it fits."""
+        pairs = (
+            ("hidden size", self.target_hidden_size, text_config.hidden_size),
+            ("vocabulary", self.config.vocab_size, text_config.vocab_size),
+        )
+        return [f"{name} {ours}, the target has {theirs}" for name, ours, theirs in pairs if ours != theirs]
+
+    def predict(self, features, input_ids, position_ids, document_ids, lm_head_weight=None, num_steps=None):
+        """Predictions over packed rows, as in training: tokens that it reads are those of the text, states are its own.
+
+        features [B, T, H], or [B, T, A H] of its aux layers side by side; input_ids, position_ids, document_ids [B, T];
+        lm_head_weight [V, H]: the target's, where it is used; num_steps: how many depths, None: num_speculative_tokens.
+        """
+        raise NotImplementedError
+
+    def outputs_at(self, rows, features, tokens, position_ids, document_ids, lm_head_weight=None):
+        """What the head computes over given text at some positions, one depth after the other: for checks against other code.
+
+        rows: the positions [R]; features [1, T, .], tokens [1, T, K] those at t + 1 to t + K, position_ids and document_ids [1, T]
+        ->  K tensors [R, V]; of a head that uses the target's lm_head, and is given none, its states [R, S]
+        """
+        raise NotImplementedError
+
+    def draft_bytes(self, lm_head_bytes):
+        """Bytes of weights that drafting reads, each weight once, without the few rows of an embedding: a floor for its time.
+
+        lm_head_bytes: of the target's lm_head, where it is used  ->  {"first": after the root, "level": each further depth,
+        "advance": the pass over what a step emitted}, without the parts that the head does not have. Any device will do, meta too.
+        """
+        raise NotImplementedError
+
+    @property
+    def trained_dtype(self):
+        """The dtype of the weights that are trained; a frozen embedding may be the target's own, in another dtype."""
+        return next(parameter for parameter in self.parameters() if parameter.requires_grad).dtype
+
+
+def bytes_of(*modules):
+    """Bytes of all parameters."""
+    return sum(parameter.nbytes for module in modules for parameter in module.parameters())
+
+
+def next_tokens(input_ids, count):
+    """The tokens at t + 1 to t + count of every position t.  [B, T] -> [B, T, count]
+
+    After the end of the row token 0 stands in, and after that of a document what follows it: no label depends on either.
+    """
+    padded = F.pad(input_ids, (0, count))
+    return padded[:, 1:].unfold(1, count, 1)
+
+
+def cast_lm_head(lm_head_weight, dtype):
+    """The target's lm_head in the dtype that heads of `dtype` multiply with: that one, or autocast's. Converted here, once.
+
+    Autocast keeps its own copies of parameters that are trained, and would convert a frozen one for every chunk.
+    """
+    kind = lm_head_weight.device.type
+    return lm_head_weight.to(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype)

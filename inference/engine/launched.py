@@ -1,0 +1,67 @@
+"""Work that was launched on the device, and the copies of its results on their way to the host.
+
+Letters: B requests, N nodes, J tokens emitted at most, V vocabulary.
+"""
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from .logprobs import gather_emitted
+
+
+@dataclass
+class Launched:
+    """Work whose tokens the host has not read yet."""
+
+    kind: str  # "prefill" or "decode"
+    requests: list
+    epochs: list
+    emitted: torch.Tensor  # [B, 1 + J] on the host: how many tokens, then they
+    logprobs: dict  # {place of a request that wants them: (GatheredLogprobs on the host, its first row there)}
+    prompts: list  # PromptParts not delivered yet
+    which: int  # of the engine's steps
+    event: object  # passed when they are there; None on the CPU
+    at: float  # when it was launched; where nothing is read late: done
+    begin: object = None  # where the plan measures steps: an event before this one, on the CPU a time
+    num_read: int = 0  # requests that have been given their tokens
+
+    def seconds(self):
+        """What the work took from `begin` on, on the device: the host may have had other things to do before it read."""
+        return self.at - self.begin if self.event is None else self.begin.elapsed_time(self.event) / 1e3
+
+
+def hand_over(kind, requests, emitted, slots, *, prompts=(), logits=None, path=None, which=0, begin=None):
+    """Start the copies to the host.  emitted [B, 1 + J], prompts: PromptParts  ->  Launched
+
+    slots: SlotTable; logits [B, N, V]: what the tokens are scored by; path [B, J]: each one's node (None: the j-th for the j-th
+    token); which, begin: see Launched.
+    """
+    asked, logprobs = [i for i, request in enumerate(requests) if request.params.logprobs is not None], {}
+    if asked:
+        count = max(requests[i].params.logprobs for i in asked)
+        found = gather_emitted(emitted[:, 1:], logits, path, slots.on_device(asked), count).map(to_host)
+        logprobs = {i: (found, place * (emitted.shape[1] - 1)) for place, i in enumerate(asked)}
+    host = to_host(emitted)
+    event, epochs = mark(slots.device, timed=begin is not None), [request.epoch for request in requests]
+    return Launched(
+        kind, list(requests), epochs, host, logprobs, list(prompts), which, event, time.perf_counter(), begin
+    )
+
+
+def mark(device, timed=False):
+    """An event here in the stream; None on the CPU."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event(enable_timing=timed)
+    event.record()
+    return event
+
+
+def to_host(x):
+    """A copy on the host that nobody waits for yet."""
+    if not x.is_cuda:
+        return x
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    return host.copy_(x, non_blocking=True)

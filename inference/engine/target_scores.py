@@ -1,0 +1,161 @@
+"""The target's scores at the nodes of a batch, as their requests ask for them: what tokens and drafts are drawn from.
+
+The target's token at a node is argmax(logits' + G): logits' are the logits after, in vLLM's order, allowed_token_ids, bad_words,
+min_tokens, logit_bias, the penalties (kernels/sampling/process_logits.py), temperature, min_p, top_k and top_p
+(kernels/sampling/keep_top.py); G is Gumbel noise keyed by (seed, sample index, position, token), so it is a draw from
+softmax(logits') that depends on the request and the position alone (Gumbel-max). At temperature 0 there is no G. Ties go to the
+lowest token id.
+
+Letters: B requests, N nodes per request, M = B N rows, D the tree's greatest depth, K nodes of a draft, V vocabulary, L committed
+length.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from ...kernels.jit import on_triton
+from ...kernels.sampling.keep_top import keep_top, kept_scores, scale
+from ...kernels.sampling.process_logits import NodeRows, process_logits
+from ...kernels.sampling.sample import sample_tokens
+from ...kernels.sampling.sample_kept import sample_kept
+from .slots import BatchRows, SlotTable
+
+# What logits need beside a temperature, each including those before it: nothing; process_logits; min_p, top_k and top_p too
+# (keep_top).
+NO_FILTERS, CHANGED, CUT = 0, 1, 2
+# What a row's filters leave behind takes up to 8 bytes per token: so many rows are drawn from at once.
+FILTERED_ROWS = 1024
+
+
+def next_filters(request):
+    """What the next logits of a Request need."""
+    early = len(request.output_token_ids) < request.params.min_tokens
+    return max(request.params.filters, CHANGED if early else NO_FILTERS)
+
+
+@dataclass(frozen=True, eq=False)
+class TargetScores:
+    """The target's logits at every node of a batch.
+
+    filters: the most that one of the requests needs; drafted [B, N]: the tokens that the logits were computed for; path [M, D]:
+    path_tokens, where a token's logit depends on the tokens before it; processed: None, or fp32 [M, V] to be filled with the scores
+    that tokens are drawn from, before the noise.
+    """
+
+    batch: BatchRows
+    logits: torch.Tensor  # [M, V]
+    filters: int
+    slots: SlotTable
+    drafted: torch.Tensor
+    path: torch.Tensor | None = None
+    processed: torch.Tensor | None = None
+
+    def sample(self):
+        """The target's own token after every node.  -> [B, N]"""
+        tokens = draw(self.batch, self.logits, self.filters, self.slots, self.path, self.processed)
+        return tokens.view(self.drafted.shape)
+
+    def distributions(self):
+        """What the target's distribution after every node is the softmax of: see target_scores."""
+        return target_scores(self.batch, self.logits, self.filters, self.slots, self.path, self.processed)
+
+
+def path_tokens(tokens, tree):
+    """The drafted tokens on every node's path, its own included, -1 behind it.  tokens [B, N] -> [B N, D]"""
+    depth = torch.arange(1, tree.max_depth + 1, device=tokens.device)
+    on_path = depth <= tree.depths[..., None]  # [N, D] or [B, N, D]
+    nodes = tree.ancestors[..., 1:].expand(len(tokens), -1, -1)
+    found = tokens.gather(1, nodes.flatten(1)).view(nodes.shape)
+    return torch.where(on_path, found, -1).flatten(0, 1)
+
+
+def draft_scores(batch, filters, slots, max_depth, logits, depths):
+    """Scores of drafts whose softmax is the law they are drawn from (temperature 0: whose best token is drawn).
+
+    Of K nodes at depths [K], all below max_depth: logits [K, B, V] -> fp32 [K, B, V], temperature to draw with [B], the Kept [K B]
+    on a GPU.
+
+    The output counts up to the root: what the draft itself says on its way is not looked at.
+    """
+    (count, requests), device = logits.shape[:2], logits.device
+    request = torch.arange(requests, device=device).repeat(count)
+    position = (batch.committed + 1 + depths[:, None]).flatten()
+    unknown = torch.full((len(request), max_depth), -1, device=device)
+    changed = _changed(batch, logits.flatten(0, 1), filters, slots, request, position, unknown)
+    heat = batch.temperature.repeat(count)
+    kept = keep_top(changed, heat, *_filters(batch, request)) if filters >= CUT else None
+    scores = scale(changed, heat) if kept is None else kept_scores(kept)
+    # The scores are divided already; 1 and 0 only say where noise is wanted.
+    noisy = (batch.temperature > 0).to(batch.temperature.dtype)
+    return scores.view(logits.shape), noisy, kept if on_triton(logits) else None
+
+
+def _of_nodes(batch, logits, filters, slots, path, part):
+    """What nodes `part` (a slice) of the M are drawn from: scores as the request changes them, their temperature, what is kept of
+    them if they are cut.  logits [M, V] -> [R, V], [R], Kept or None"""
+    position, temperature = batch.draws[2][part], batch.node_temperature[part]
+    request = torch.arange(len(batch.slots), device=logits.device)
+    request = request[:, None].expand(-1, len(logits) // len(request)).flatten()[part]
+    path = request.new_empty(len(request), 0) if path is None else path[part]
+    scores = _changed(batch, logits[part], filters, slots, request, position, path)
+    if filters < CUT:
+        return scores, temperature, None
+    return scores, temperature, keep_top(scores, temperature, *_filters(batch, request))
+
+
+def _filters(batch, request):
+    """Top-k, top-p and min-p of rows that belong to these requests."""
+    return batch.top_k[request], batch.top_p[request], batch.min_p[request]
+
+
+def _changed(batch, logits, filters, slots, request, position, path):
+    """Scores of rows [R, V] that belong to these requests, stand at these positions [R] and have these tokens behind the root."""
+    if not filters or not slots.logit_state.num_tables:
+        return logits
+    nodes = NodeRows(
+        slot=batch.slots[request],
+        root=batch.committed[request],
+        position=position,
+        min_position=batch.min_position[request],
+        repetition=batch.repetition_penalty[request],
+        presence=batch.presence_penalty[request],
+        frequency=batch.frequency_penalty[request],
+        path=path,
+    )
+    return process_logits(logits, nodes, slots.logit_state.tables)
+
+
+def draw(batch, logits, filters, slots, path=None, processed=None):
+    """The target's own token behind every node: at L + depth + 1 for a node of that depth.  logits [M, V] -> [M]
+
+    path [M, D]: path_tokens, where the rows are nodes of a tree; processed: None, or fp32 [M, V] to be filled with the scores
+    the tokens are drawn from, before the noise.
+    """
+    keys = batch.draws
+    if not filters and processed is None:
+        return sample_tokens(logits, batch.node_temperature, *keys)
+    tokens = []
+    for start in range(0, len(logits), FILTERED_ROWS):
+        part = slice(start, start + FILTERED_ROWS)
+        scores, temperature, kept = _of_nodes(batch, logits, filters, slots, path, part)
+        noise = [x[part] for x in keys]
+        drawn = sample_tokens(scores, temperature, *noise) if kept is None else sample_kept(kept, *noise)
+        if processed is not None:
+            processed[part] = scale(scores, temperature) if kept is None else kept_scores(kept)
+        tokens.append(drawn)
+    return torch.cat(tokens)
+
+
+def target_scores(batch, logits, filters, slots, path=None, processed=None):
+    """Scores and temperature whose law (kernels/speculation/row_laws.py) is the target's behind every node.  [M, V] -> [M, V],
+    [M], Kept
+
+    path and processed: as for draw. On a GPU, where laws are cut, the law is that of what is kept; else that is None.
+    """
+    scores, temperature, kept = _of_nodes(batch, logits, filters, slots, path, slice(0, len(logits)))
+    if processed is not None:
+        processed.copy_(scale(scores, temperature) if kept is None else kept_scores(kept))
+    if kept is None or on_triton(logits):
+        return scores, temperature, kept
+    return kept_scores(kept), (temperature > 0).to(temperature.dtype), None

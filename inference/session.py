@@ -1,0 +1,165 @@
+"""The one driver of an engine: from a prompt to requests, and from their tokens back to outputs.
+
+    submission = session.submit(prompt, params)
+    while not submission.finished:
+        session.step()
+    output = session.output(submission)                    # or: for text in session.subscribe(submission)
+
+One thread owns a session. Whoever uses it steps until its own submissions have ended; what others have submitted advances beside
+them, in the same batch. What a request gives does not depend on when it came, or on its company. Not done here: waiting for
+prompts, threads.
+"""
+
+from dataclasses import dataclass, field
+from numbers import Integral
+
+from ..heads.storage.keywords import reject_unknown
+from .engine.request import Request
+from .engine.stopping import GrowingText, StopChecker, final_text, stable_length, stop_ids
+from .forbidden_tokens import bad_word_sequences, check_tokens
+from .outputs import make_output
+from .prompt_files import check_text
+from .sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class CheckedPrompt:
+    """A prompt and its parameters, of which nothing is left to refuse but a lack of memory."""
+
+    text: str | None
+    token_ids: list[int]
+    params: SamplingParams
+    bad_words: tuple
+
+
+@dataclass(eq=False)
+class Submission:
+    """A prompt that was submitted: one Request per output. Compared by identity."""
+
+    prompt: CheckedPrompt
+    requests: list[Request] = field(default_factory=list)
+
+    @property
+    def finished(self):
+        return all(request.finished for request in self.requests)
+
+
+class Session:
+    """engine: Engine; tokenizer: a transformers tokenizer or None; seed: requests without one derive theirs from it."""
+
+    def __init__(self, engine, tokenizer, max_model_len, seed=0):
+        self.engine, self.tokenizer, self.max_model_len, self.seed = engine, tokenizer, max_model_len, seed
+        self._num_submitted = 0
+
+    def check(self, prompt, params=None, number=0):
+        """The CheckedPrompt of what LLM.generate takes as one prompt, or ValueError; number: what an error calls it."""
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise ValueError(
+                f"sampling_params of prompt {number} must be a SamplingParams, got {type(params).__name__}"
+            )
+        text, ids = self._tokenize(prompt, number)
+        vocab = self.engine.decoder.vocab_size
+        if not isinstance(ids, list | tuple) or not all(isinstance(t, Integral) and 0 <= t < vocab for t in ids):
+            raise ValueError(
+                f"prompt {number} must be a string or token ids from 0 to {vocab - 1} (whole numbers), got {prompt!r:.80}"
+            )
+        if not ids:
+            raise ValueError(f"prompt {number} is empty: give at least one token")
+        if len(ids) >= self.max_model_len:
+            raise ValueError(
+                f"prompt {number} has {len(ids)} tokens; with max_model_len {self.max_model_len} at most "
+                f"{self.max_model_len - 1} fit, so that one new token does: shorten it or raise max_model_len"
+            )
+        for name, advice in (("stop", ", or use stop_token_ids"), ("bad_words", "")):
+            if getattr(params, name) and self.tokenizer is None:
+                raise ValueError(f"{name} strings of prompt {number} need a tokenizer: pass tokenizer=...{advice}")
+        bad_words = bad_word_sequences(params.bad_words, self.tokenizer)
+        check_tokens(params, bad_words, stop_ids(params, self.engine.eos_token_ids), vocab, number)
+        return CheckedPrompt(text, [int(token) for token in ids], params, bad_words)
+
+    def submit(self, prompt, params=None):
+        """Queue a prompt, or a CheckedPrompt.  -> Submission
+
+        Raises ValueError for what `check` refuses, and for what the cache cannot hold.
+        """
+        if not isinstance(prompt, CheckedPrompt):
+            prompt = self.check(prompt, params)
+        number, self._num_submitted = self._num_submitted, self._num_submitted + 1
+        params, room = prompt.params, self.max_model_len - len(prompt.token_ids)
+        submission = Submission(prompt)
+        for sample in range(params.n):
+            request = Request(
+                request_id=(number, sample),
+                prompt_token_ids=prompt.token_ids,
+                params=params,
+                seed=_derive_seed(self.seed, number) if params.seed is None else params.seed,
+                sample_index=sample,
+                max_new_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+                stop_checker=StopChecker(self.tokenizer, self.engine.eos_token_ids, params),
+                # Once per prompt: its other outputs find the pages that this one computes.
+                prompt_logprobs=[None] if params.prompt_logprobs is not None and sample == 0 else None,
+                bad_words=prompt.bad_words,
+            )
+            submission.requests.append(request)
+        try:
+            for request in submission.requests:
+                self.engine.add(request)
+        except BaseException:
+            self.cancel(submission)
+            raise
+        return submission
+
+    def step(self):
+        """One step of the engine.  -> the requests that were given tokens, of whatever submission"""
+        return self.engine.step()
+
+    def subscribe(self, submission):
+        """Yield the text of a submission of one output, piece by piece as it is decided; steps as long as it has not ended."""
+        (request,) = submission.requests
+        shown, growing = 0, GrowingText(request.stop_checker.decode)
+        while not request.finished:  # which may come in a step that somebody else makes
+            self.step()
+            if not request.finished:
+                now = growing.of(request.output_token_ids)
+                end = stable_length(now, submission.prompt.params.stop)
+                if end > shown:
+                    yield now[shown:end]
+                    shown = end
+        if rest := final_text(request)[shown:]:
+            yield rest
+
+    def cancel(self, submission):
+        """Drop what of a submission has not ended."""
+        for request in submission.requests:
+            self.engine.cancel(request)
+
+    def output(self, submission):
+        """The RequestOutput of a submission that has ended."""
+        requests, eos_token_ids = submission.requests, self.engine.eos_token_ids
+        return make_output(submission.prompt.text, requests, self.tokenizer, eos_token_ids)
+
+    def _tokenize(self, prompt, number):
+        """(text or None, token ids) of what LLM.generate takes as one prompt."""
+        text, ids = None, prompt
+        if isinstance(prompt, dict):
+            reject_unknown(prompt, ("prompt", "prompt_token_ids"), "prompt key")
+            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        elif isinstance(prompt, str):
+            text, ids = prompt, None
+        if ids is None and isinstance(text, str):
+            check_text(text, f"prompt {number}")
+            if self.tokenizer is None:
+                raise ValueError(
+                    f"prompt {number} is text, but there is no tokenizer: pass tokenizer=..., or token ids"
+                )
+            ids = self.tokenizer(text)["input_ids"]
+        return text, ids
+
+
+def _derive_seed(seed, number):
+    """A 63-bit seed for request `number` of a session seeded with `seed` (splitmix64's finaliser over both)."""
+    x = (seed * 0x9E3779B97F4A7C15 + (number + 1) * 0xD1B54A32D192ED03) & (2**64 - 1)
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
+    return (x ^ (x >> 31)) >> 1

@@ -1,0 +1,3 @@
+from .eagle import Eagle3Drafter
+
+DRAFTER = Eagle3Drafter

@@ -1,0 +1,183 @@
+"""What drafts, read but not yet on the target's device: a head, a model of the target's vocabulary, or the sequence itself."""
+
+import warnings
+from importlib import import_module
+from pathlib import Path
+
+from torch import nn
+
+from ...heads.checkpoint import check_head_fits, find_head, load_head, resolve_head
+from ...heads.draft_vocabulary import missing_stop_tokens
+from ...heads.families import FAMILIES, family_of
+from ...heads.head import Head
+from ..models.decoder import check_supported
+from ..models.target_source import load_decoder, target_config
+from .drafters.draft_model import DraftModelDrafter
+from .drafters.ngram import NgramDrafter
+from .options import is_config, name_of
+from .tree import MAX_NODES
+
+TREES = Path(__file__).resolve().parents[2] / "configs" / "trees"
+
+
+class Proposer:
+    """What drafts.
+
+    method: one of options.METHODS; head: the module, or None; depth: how many tokens ahead it drafts unless told otherwise, None:
+    that must be said; max_depth: the most; autoregressive: whether a token's distribution depends on the tokens drafted before it,
+    as trees that grow need it.
+    """
+
+    method, head, depth, max_depth, autoregressive = "", None, None, MAX_NODES - 1, True
+
+    def check_tree(self, tree):
+        """ValueError for a tree that it cannot draft."""
+
+    def static_tree_file(self):
+        """The tree measured for it, else the one shipped for its method and depth; ValueError where there is none."""
+        raise ValueError(f"tree='static' is measured for a head, the method {self.method!r} has none: pass a tree file")
+
+    def build(self, tree, sampling, decoder, max_positions):
+        """Its Drafter on the target's device.
+
+        tree: what it is to draft; sampling: a way of draft_sampling.py; decoder: the target's Decoder; max_positions: longest
+        sequence, the tree's places included. ValueError where it lies on another device.
+        """
+        raise NotImplementedError
+
+
+class HeadProposer(Proposer):
+    """A head of any family. source: what was named; a module is used in place, weights that were read go where the target is."""
+
+    def __init__(self, head, source):
+        self.head, self.source, self.family = head, source, family_of(head)
+        self.method = self.family.key
+        self.depth, self.autoregressive = head.num_speculative_tokens, head.autoregressive
+        self.max_depth = head.max_speculative_tokens or MAX_NODES - 1
+
+    def check_tree(self, tree):
+        if tree.grows and not self.autoregressive:
+            raise ValueError(
+                f"{self.family.name} heads do not look at each other's tokens: they draft chains and static trees, not dynamic ones"
+            )
+
+    def static_tree_file(self):
+        """tree.json in the head's folder or its run, else the one shipped."""
+        if not isinstance(self.source, nn.Module):
+            folder = Path(resolve_head(self.source))
+            runs = [parent for parent in list(folder.parents)[:3] if (parent / "config.yaml").is_file()]
+            for place in (folder, *runs):
+                if (place / "tree.json").is_file():
+                    return place / "tree.json"
+        shipped = TREES / f"{self.method}-{self.depth}.json"
+        if not shipped.is_file():
+            known = ", ".join(sorted(path.name for path in TREES.glob("*.json"))) or "none"
+            raise ValueError(
+                f"no static tree for {self.method} drafts of {self.depth} tokens (shipped: {known}): measure one with "
+                "`headstart tree RUN`, which puts it where it is found"
+            )
+        return shipped
+
+    def build(self, tree, sampling, decoder, max_positions):
+        head = self.head
+        if head is not self.source:
+            head = head.to(decoder.device, decoder.dtype).eval()
+        elsewhere = next((weight.device for weight in head.parameters() if weight.device != decoder.device), None)
+        if elsewhere is not None:
+            raise ValueError(f"the head is on {elsewhere}, the target on {decoder.device}: move one to the other")
+        if head.needs_embedding or head.embedding_is_targets:  # an earlier engine's target may have been another one
+            head.take_embedding(decoder.embedding)
+        return import_module(f"..drafters.{self.method}", __name__).DRAFTER(head, decoder, tree.max_depth, sampling)
+
+
+class ModelProposer(Proposer):
+    """A smaller model. source: as LLM takes a model; config: its Hugging Face config."""
+
+    method = "draft_model"
+
+    def __init__(self, source, config):
+        self.source, self.config = source, config
+
+    def build(self, tree, sampling, decoder, max_positions):
+        dtype, device = ("auto", "auto") if isinstance(self.source, nn.Module) else (decoder.dtype, decoder.device)
+        load_format = _load_format(self.source)
+        draft = load_decoder(self.source, self.config, dtype, device, max_positions, load_format)
+        if draft.device != decoder.device:
+            raise ValueError(
+                f"the draft model is on {draft.device}, the target on {decoder.device}: move one to the other"
+            )
+        return DraftModelDrafter(draft, tree.max_depth, sampling)
+
+
+class NgramProposer(Proposer):
+    """Prompt lookup of `shortest` to `longest` tokens."""
+
+    method, autoregressive = "ngram", False
+
+    def __init__(self, shortest, longest):
+        self.range = shortest, longest
+
+    def check_tree(self, tree):
+        NgramDrafter(tree, *self.range)  # refuses what it cannot draft
+
+    def build(self, tree, sampling, decoder, max_positions):
+        return NgramDrafter(tree, *self.range)
+
+
+def find_proposer(options, target):
+    """The Proposer of SpeculativeOptions.
+
+    target: the target's config. Raises ValueError for a head or model that does not fit it, or that is not of the method asked for.
+    """
+    method, model = options.method, options.model
+    if method == "ngram":
+        return NgramProposer(*options.lookup_range)
+    text = target.get_text_config()
+    if method == "draft_model" or (method is None and is_draft_model(model)):
+        if isinstance(model, Head):
+            raise ValueError(
+                f"speculative_config says method='draft_model', but {name_of(model)} is a head: leave method out"
+            )
+        config, name = target_config(model, _load_format(model))
+        check_supported(config)
+        if config.vocab_size != text.vocab_size:
+            raise ValueError(
+                f"the draft model {name} has a vocabulary of {config.vocab_size} tokens, the target one of {text.vocab_size}: "
+                "a draft model speaks the target's tokens"
+            )
+        return ModelProposer(model, config)
+    if isinstance(model, nn.Module) and not isinstance(model, Head):
+        known = ", ".join(family.key for family in FAMILIES)
+        raise ValueError(
+            f"speculative_config['model'] must be a head ({known}) or a loaded *ForCausalLM, got a {type(model).__name__} module"
+        )
+    proposer = HeadProposer(model if isinstance(model, Head) else load_head(model), model)
+    if method not in (None, proposer.method):
+        raise ValueError(
+            f"speculative_config says method={method!r}, but {name_of(model)} is a head of the method {proposer.method!r}"
+        )
+    check_head_fits(proposer.head, target)
+    proposer.head.take_depth(text.num_hidden_layers)
+    return proposer
+
+
+def _load_format(model):
+    """A bare config stands for random weights of its shape."""
+    return "dummy" if is_config(model) else "auto"
+
+
+def is_draft_model(model):
+    """Whether this is a draft model and not a head: a loaded one, its config, or a folder that holds no head."""
+    from transformers import PreTrainedModel
+
+    if isinstance(model, PreTrainedModel) or is_config(model):
+        return True
+    is_folder = isinstance(model, str | Path) and (Path(model) / "config.json").is_file()
+    return is_folder and find_head(model) is None
+
+
+def warn_of_missing_stop_tokens(head, eos_token_ids):
+    """A UserWarning for a head that cannot draft the end of an answer. No output is wrong: it takes a pass longer."""
+    text = None if head is None else missing_stop_tokens(head, eos_token_ids)
+    if text:
+        warnings.warn(text, stacklevel=3)  # where the LLM is made
