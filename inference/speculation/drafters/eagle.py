@@ -1,9 +1,9 @@
 """Drafting with EAGLE heads: one decoder layer that goes on from the target's features, and then from its own states.
 
 The pair (e(x_{t+1}), feature_t) stands at place and position t of the head's own cache, so what it keeps in a page depends on the
-token behind it. The heads' maths: heads/eagle.py and heads/eagle3.py; here it runs on the engine's kernels.
+token after it. The head's maths: heads/eagle.py; here it runs on the engine's kernels. EAGLE-3: eagle3.py.
 
-Letters: M rows, H hidden size of the head, F width of the target's feature, V the target's vocabulary, VD the draft's.
+Letters: M rows, H hidden size of the head, F width of the target's feature, V the target's vocabulary.
 """
 
 import torch
@@ -11,8 +11,7 @@ import torch
 from ....heads.layers import rope_frequencies
 from ....kernels.embedding import embed
 from ....kernels.linear.linear import linear
-from ....kernels.rms_norm import rms_norm
-from ...models.blocks import Layer, Norm, Rotary, lm_head_logits
+from ...models.blocks import Layer, Norm, Rotary
 from ...models.weights import weights_of_layer
 from .own_cache import OwnCacheDrafter
 
@@ -70,39 +69,6 @@ class EagleDrafter(OwnCacheDrafter):
         # The last token of all reads the one that is drawn next: `advance` computes it.
         count, first = chunk.count - chunk.is_last, chunk.start + 1
         return count, chunk.request.known_token_ids[first : first + count]
-
-
-class Eagle3Drafter(EagleDrafter):
-    """The same with an Eagle3 head. Tokens that are not in its draft vocabulary have scores of minus infinity."""
-
-    def __init__(self, head, decoder, num_speculative_tokens, sampling="shared_noise"):
-        super().__init__(head, decoder, num_speculative_tokens, sampling)
-        self.streams = head.features
-        self.draft_token_ids = head.draft_token_ids  # [VD] or None
-        self.vocab_size = head.config.vocab_size
-
-    def _layer_of(self, head):
-        return head.midlayer
-
-    def run(self, forward_pass, source, from_target):
-        layer = self.head.midlayer
-        state = linear(source.to(self.dtype), self.head.fc.weight) if from_target else source
-        normed = _norm(layer.hidden_norm, state)
-        embedded = _norm(layer.input_layernorm, self.embedded(forward_pass.tokens))
-        residual = normed if layer.norm_before_residual else state
-        return self.finish(torch.cat((embedded, normed), 1), residual, forward_pass)
-
-    def logits(self, state):
-        logits = lm_head_logits(_norm(self.head.norm, state), self.head.lm_head.weight)
-        if self.draft_token_ids is None:
-            return logits
-        whole = logits.new_full((len(logits), self.vocab_size), -torch.inf)
-        return whole.index_copy_(1, self.draft_token_ids, logits)
-
-
-def _norm(module, x):
-    """A norm of the head on the engine's kernel.  [M, H] -> [M, H]"""
-    return rms_norm(x, module.weight, module.eps)
 
 
 DRAFTER = EagleDrafter
