@@ -242,7 +242,7 @@ def _file_names(source, folder):
 
 def as_text(found):
     """The lines of a description.  found: of describe"""
-    [family] = [family for family in FAMILIES if family.name == found["family"]]
+    family = {family.name: family for family in FAMILIES}[found["family"]]
     lines = [f"{found['source']}: {rules_of(family).title(found['config'])}"]
     lines += _wrong_lines(found)
     lines.append("")
