@@ -16,6 +16,6 @@ def add_options(parser):
 
 
 def run(arguments):
-    from ..hub_export.inspect.inspect_head import inspect
+    from ..hub_export.inspect_head import inspect
 
     return inspect(arguments.source, arguments.model, arguments.json)

@@ -47,6 +47,11 @@ class Eagle(Head):
     def needs_embedding(self):
         return self.embed_tokens is None
 
+    @property
+    def num_checked_tokens(self):
+        """A few: it drafts as deep as one likes."""
+        return min(self.num_speculative_tokens, 3)
+
     def initialize_from_target(self, lm_head_weight, embedding):
         """Share the target's embedding [V, H]; its lm_head is used as it stands."""
         self.take_embedding(embedding)

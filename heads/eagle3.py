@@ -156,6 +156,15 @@ class Eagle3(Head):
         return self.config.target_hidden_size
 
     @property
+    def feature_size(self):
+        return self.fc.in_features
+
+    @property
+    def num_checked_tokens(self):
+        """At most what `forward` unrolls."""
+        return min(self.num_speculative_tokens, MOST_STEPS)
+
+    @property
     def needs_embedding(self):
         return self.embed_tokens is None
 

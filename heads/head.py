@@ -80,6 +80,16 @@ class Head(nn.Module):
         """H of the target that it was made for."""
         return self.config.hidden_size
 
+    @property
+    def feature_size(self):
+        """Width of what it reads of the target at one position."""
+        return self.target_hidden_size
+
+    @property
+    def num_checked_tokens(self):
+        """How many tokens ahead `outputs_at` is asked for where a head is checked."""
+        return self.num_speculative_tokens
+
     def initialize_from_target(self, lm_head_weight, embedding):
         """Start from the target's lm_head and its embedding, [V, H] each. ValueError where the head was made for another target."""
 

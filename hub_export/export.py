@@ -4,7 +4,7 @@
     heads.export runs/first --format vllm --output exports/first-vllm --dtype bfloat16
     heads.export runs/first --format medusa --output exports/first --push-to-hub you/first --private
     heads.export runs/medusa2 --format medusa --output exports/medusa2 --merge-adapter exports/medusa2-target
-    heads.export push exports/first you/first                   (push_command.py)
+    heads.export push exports/first you/first                                (hub_export/push_command.py)
     heads.export verify exports/first-medusa --model assets/stdlib-coder     (hub_export/verify.py)
 
 (from the checkout also `python -m heads.export ...`). The folder appears when it is complete: written aside, read back,
@@ -26,33 +26,18 @@ from ..heads.checkpoint import check_head_fits, read_head, resolve_head, write_h
 from ..heads.families import FORMATS, check_format, family_of
 from ..heads.storage.atomic_write import check_is_free, staged_folder
 from ..heads.storage.hub_answer import hub_options
-from ..heads.storage.user_errors import exit_status
+from ..heads.storage.user_errors import ending_cleanly, exit_status, say
 from ..inference.arguments import choose_threads_for, plain_warnings
 from ..inference.models.adapter import find_adapter_of, has_adapter, read_adapter
 from ..inference.models.decoder import check_supported
 from ..inference.models.target_source import target_config
-from . import verify
+from . import provenance, push_command, verify
 from .acceptance import choose_prompts, measure as measure_acceptance
-from .card.model_card import Extras, is_hub_id, model_card, target_name
-from .card.plots import write_plots
-from .command_line import ending_cleanly, say
 from .measurements import check_tree_fits, find_measurements
-from .merge import check_can_merge, copy_adapter, merged_card, write_merged_target
-from .origin import find_origin
-from .push.push import check_can_push
-from .push.push_command import (
-    add_push_options,
-    check_is_not_there,
-    given_options,
-    main as push_command,
-    name_on_hub,
-    push,
-    push_options,
-)
-from .read_back import check_finite, compare_with_source
-from .replay.replay_file import replay_on_target, write_replay
-from .target_files import check_license, copy_tokenizer, find_target, license_of, write_license
-from .tracked_run import with_tracked_run
+from .model_card import Extras, is_hub_id, model_card, target_name, with_tracked_run, write_plots
+from .push import check_can_push
+from .replay import check_finite, compare_with_source
+from .replay_file import replay_on_target, write_replay
 
 DESCRIPTION = """\
 Write a trained head in a format that others read, with a model card, and optionally push it to the Hub. `heads.export verify DIR`
@@ -98,7 +83,7 @@ def main(argv=None):
     if argv[:1] == ["verify"]:
         return verify.main(argv[1:])
     if argv[:1] == ["push"]:
-        return push_command(argv[1:])
+        return push_command.main(argv[1:])
     parser = argparse.ArgumentParser(
         prog="heads.export",
         description=DESCRIPTION,
@@ -141,10 +126,10 @@ def main(argv=None):
         metavar="FILE",
         help="JSONL to measure on; their token ids go into the export (default: the target's heldout.jsonl, else ones of our own)",
     )
-    add_push_options(parser)
+    push_command.add_push_options(parser)
     args = parser.parse_args(argv)
-    options = push_options(args)
-    if args.push_to_hub is None and (given := given_options(options)):
+    options = push_command.push_options(args)
+    if args.push_to_hub is None and (given := push_command.given_options(options)):
         parser.error(f"{given[0]} belongs to --push-to-hub")
     if args.prompts and args.measure is None:
         parser.error("--prompts belongs to --measure")
@@ -153,22 +138,32 @@ def main(argv=None):
 
 @ending_cleanly("heads.export")
 def _export(args, options):
-    check_license(args.license)
+    provenance.check_license(args.license)
     output = Path(args.output).resolve()
     repo_id = None if args.push_to_hub is None else check_can_push(args.push_to_hub, output.name, options)
     if repo_id is not None:
-        check_is_not_there(output, repo_id, options)
-    given = (args.source, output, args.format, args.dtype, args.base_model, args.license)
-    name = None if repo_id is None else name_on_hub(repo_id, options)
-    export_head(*given, name=name, merged=args.merge_adapter, measure=args.measure, prompts=args.prompts)
+        push_command.check_is_not_there(output, repo_id, options)
+    export_head(
+        args.source,
+        output,
+        args.format,
+        dtype=args.dtype,
+        base_model=args.base_model,
+        license=args.license,
+        name=None if repo_id is None else push_command.name_on_hub(repo_id, options),
+        merged=args.merge_adapter,
+        measure=args.measure,
+        prompts=args.prompts,
+    )
     if repo_id is not None:
-        push(output, repo_id, options)
+        push_command.push(output, repo_id, options)
 
 
 def export_head(
     source,
     output,
     format,
+    *,
     dtype=None,
     base_model=None,
     license=None,
@@ -204,11 +199,11 @@ def export_head(
         if adapter_folder is None:
             raise ValueError(f"--merge-adapter: the heads in {folder} were trained without an adapter")
         adapter = read_adapter(adapter_folder)
-        merged_from = check_can_merge(adapter, base_model or head.config.base_model_name_or_path, merged)
+        merged_from = provenance.check_can_merge(adapter, base_model or head.config.base_model_name_or_path, merged)
     measured = find_measurements(folder, source)
     if measured.tree is not None:
         check_tree_fits(head, measured.tree)
-    origin = find_origin(source, folder, measured.origin)
+    origin = provenance.find_origin(source, folder, measured.origin)
     measured = replace(measured, origin=origin and origin.record)
     if measure is not None:
         measure = measure or base_model or head.config.base_model_name_or_path
@@ -230,21 +225,31 @@ def export_head(
 
     say(f"exporting a head of the family {family_of(head).name} from {folder}")
     if merged_from is not None:
-        text = merged_card(target_name(head.config.base_model_name_or_path), adapter, name or output.name)
-        changed = write_merged_target(adapter, merged_from, merged, text)
+        text = provenance.merged_card(target_name(head.config.base_model_name_or_path), adapter, name or output.name)
+        changed = provenance.write_merged_target(adapter, merged_from, merged, text)
         where = Path(merged).resolve()
         say(f"wrote {where}: the target with the adapter in {changed} of its tensors, read back and compared")
     with staged_folder(output) as staging:
         write_head(head, staging, format, torch_file=True, lm_head_weight=lm_head_weight)
         if adapter_folder is not None:
-            copy_adapter(adapter_folder, staging, head.config.base_model_name_or_path)
+            provenance.copy_adapter(adapter_folder, staging, head.config.base_model_name_or_path)
         if measured.tree is not None:
             shutil.copyfile(measured.tree, staging / measured.tree.name)
         num_compared = compare_with_source(staging, head, format, lm_head_weight)
-        dtype_changed = file.stored_dtypes != {file.dtype}
-        holds = copied_parts(head, format, table)
-        given = (staging, head, format, name or output.name, measured, license, dtype_changed, holds, folder, origin)
-        tokenizer = write_beside(*given, measure, chosen if measure else None)
+        tokenizer = write_beside(
+            staging,
+            head,
+            format,
+            name=name or output.name,
+            measured=measured,
+            license=license,
+            dtype_changed=file.stored_dtypes != {file.dtype},
+            holds=copied_parts(head, format, table),
+            source=folder,
+            origin=origin,
+            target=measure,
+            chosen=chosen if measure else None,
+        )
     say(f"read back: {num_compared} tensors and what the head computes are equal bit by bit")
     say(f"wrote {output} ({', '.join(sorted(path.name for path in output.iterdir()))})")
     target = head.config.base_model_name_or_path
@@ -258,28 +263,37 @@ def export_head(
 
 
 def write_beside(
-    output, head, format, name, measured, license, dtype_changed, holds, source, origin, target=None, chosen=None
+    output, head, format, *, name, measured, license, dtype_changed, holds, source, origin, target=None, chosen=None
 ):
     """Write what lies beside the weights in `output`: tokenizer, licence, drawings, replay.json, card.
 
     source: the head's own folder; origin: of find_origin, whose licence counts where `license` is None; target: what to measure
     with, or None; chosen: of choose_prompts.  Returns the names of the tokenizer files.
     """
-    theirs = find_target(target or head.config.base_model_name_or_path)
-    tokenizer = copy_tokenizer(theirs, output)
-    has_text = write_license(license or (origin and origin.license.get("license")), output)
+    theirs = provenance.find_target(target or head.config.base_model_name_or_path)
+    tokenizer = provenance.copy_tokenizer(theirs, output)
+    has_text = provenance.write_license(license or (origin and origin.license.get("license")), output)
     prompts, record = measured.prompts, None
     if target is not None:
         prompts, words = chosen
         adapter = str(output) if has_adapter(output) else None
         say(f"measuring acceptance on {len(prompts)} prompts with {target} ...")
-        figures = measure_acceptance(output, target, prompts, adapter)
+        figures = measure_acceptance(output, target, prompts, adapter=adapter)
         measured = replace(measured, acceptance=tuple(figure | {"prompts": words} for figure in figures))
         record = replay_on_target(output, target, target_name(target), prompts)
         dtype_changed = False
     plots = write_plots(output, measured, source)
-    extras = Extras(tuple(plots), tuple(tokenizer), license_of(theirs), has_text, holds, origin)
-    card = model_card(head, format, name, measured, license, dtype_changed, extras)
+    extras = Extras(
+        license=license,
+        dtype_changed=dtype_changed,
+        plots=tuple(plots),
+        tokenizer=tuple(tokenizer),
+        target_license=provenance.license_of(theirs),
+        license_text=has_text,
+        holds=holds,
+        origin=origin,
+    )
+    card = model_card(head, format, name, measured, extras)
     (output / "README.md").write_text(with_tracked_run(card, measured.tracked), encoding="utf-8")
     write_replay(output, measured, prompts, record)
     return tokenizer
@@ -288,10 +302,10 @@ def write_beside(
 def copied_parts(head, format, table):
     """What of the target's weights the files hold copies of, in words; "" for nothing."""
     parts = ["the lm_head"] if table == "vllm-shared" else []
-    if family_of(head).name in ("EAGLE", "EAGLE-3"):
-        own = family_of(head).name == "EAGLE-3" and head.config.own_embedding
-        left_out = format != "speculators" and (head.needs_embedding or head.embedding_is_targets)
-        parts += ["the embedding"] if not (own or left_out) else []
+    # A frozen embedding is the target's, and of one that is known to be, the other formats leave it out.
+    frozen = not all(parameter.requires_grad for parameter in head.parameters())
+    if frozen and (format == "speculators" or not head.embedding_is_targets):
+        parts.append("the embedding")
     return f"a copy of {' and of '.join(parts)}" if parts else ""
 
 

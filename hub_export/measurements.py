@@ -1,7 +1,8 @@
-"""The figures that were measured on a head, found beside it: for its model card.
+"""The figures that were measured on a head, found beside it, and its W&B run: for the model card.
 
-Reads acceptance.json, benchmark.json, tree.json, config.yaml and metrics.jsonl of a head folder or of the run it belongs to, and
-replay.json of an earlier export. A checkpoint's figures are those of its own step, never the run's final ones. Measures nothing.
+Reads acceptance.json, benchmark.json, tree.json, config.yaml, metrics.jsonl and wandb.json of a head folder or of the run it
+belongs to, and replay.json of an earlier export. A checkpoint's figures are those of its own step, never the run's final ones.
+What is read may be a stranger's: its types are checked here, once. Measures nothing.
 """
 
 import contextlib
@@ -9,6 +10,7 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Required, TypedDict, get_args, get_origin, get_type_hints, is_typeddict
 
 import yaml
 from huggingface_hub import hf_hub_download
@@ -18,11 +20,116 @@ from ..heads.checkpoint import TREE_FILE
 from ..heads.families import family_of
 from ..heads.storage.hub_answer import hub_options
 from ..heads.storage.hub_id import split_revision
-from ..inference.speculation.tree import GrowingTree, load_tree
-from .figure_shapes import BENCHMARK, LINE, MEASURED, REPLAY, TREE, check_shape
-from .tracked_run import find_tracked_run
+from ..inference.speculation.tree import load_tree
 
-REPLAY_FILE, REPLAY_VERSION = "replay.json", 1  # of an export: hub_export/replay/replay_file.py
+REPLAY_FILE, REPLAY_VERSION = "replay.json", 1  # of an export: hub_export/replay_file.py
+TRACKED_FILE = "wandb.json"  # of a run folder: {"run": address or, offline, id; "offline": true, "artifact": full name}
+
+
+class Acceptance(TypedDict, total=False):
+    """An acceptance figure (hub_export/acceptance.py)."""
+
+    temperature: float
+    acceptance_length: Required[float]
+    per_position: Required[list[float]]
+    num_steps: int
+    source: str
+    prompts: str
+    num_prompts: int
+    max_tokens: int
+    dtype: str
+    hardware: str
+    date: str
+    by_request: list[list[int]]
+    rates: list[list[float]]
+
+
+class StoredAcceptance(Acceptance):
+    temperature: float
+
+
+ROW = dict.fromkeys(("temperature", "num_nodes", "acceptance_length", "tokens_per_second", "speedup"), float)
+Row = TypedDict("Row", ROW, total=False)
+
+
+class Benchmark(TypedDict, total=False):
+    hardware: str
+    date: str
+    command: str
+    rows: list[Row]
+
+
+class Choice(TypedDict):
+    batch_size: int
+    hardware: str
+    dtype: str
+
+
+class TreeFile(TypedDict, total=False):
+    rates: list[list[float]]
+    expected_acceptance_length: float
+    choice: Choice
+
+
+class OriginRecord(TypedDict, total=False):
+    """`record` of an Origin (hub_export/provenance.py)."""
+
+    name: Required[str]
+    revision: str
+    on_hub: Required[bool]
+    again: bool
+
+
+class MetricsLine(TypedDict, total=False):
+    step: Required[int]
+    kind: str
+    loss: float
+
+
+class Replay(TypedDict, total=False):
+    """replay.json, where an export of the export reads it."""
+
+    acceptance: list[StoredAcceptance]
+    prompts: list[list[int]]
+    rates: list[list[float]]
+    benchmark: Benchmark
+    recipe: dict
+    step: int
+    origin: OriginRecord
+
+
+class Verified(Replay, total=False):
+    """replay.json, where `heads.export verify` reads it."""
+
+    acceptance: Required[list[StoredAcceptance]]
+    files: Required[dict]
+    config: Required[dict]
+    tensors: Required[dict]
+    drawn: Required[list[dict]]
+    target: dict
+
+
+TYPES = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", dict: "an object"}
+TYPES |= {list: "a list"}
+
+
+def check_type(value, kind, where, place=""):
+    """ValueError naming the place in the file `where` at which a value is not of a type; None is as good as absent.
+
+    kind: one of TYPES, list[kind] or a TypedDict, whose other keys are left alone.
+    """
+    plain = dict if is_typeddict(kind) else get_origin(kind) or kind
+    if not isinstance(value, (int, float) if plain is float else plain):
+        raise ValueError(
+            f"{where}: {place.strip('.')} should be {TYPES[plain]}, found {value!r:.60}: mend it or move it away"
+        )
+    if plain is list:
+        for i, one in enumerate(value):
+            check_type(one, get_args(kind)[0], where, f"{place}[{i}]")
+    elif is_typeddict(kind):
+        for name, inside in get_type_hints(kind).items():
+            if value.get(name) is not None or name in kind.__required_keys__:
+                check_type(value.get(name), inside, where, f"{place}.{name}")
 
 
 @dataclass(frozen=True)
@@ -38,7 +145,7 @@ class Measurements:
     tree: Path | None = None  # the draft tree measured for this head
     training: tuple = ()  # lines of metrics.jsonl, up to the checkpoint's step
     tracked: dict | None = None  # where W&B has the run
-    origin: dict | None = None  # what an earlier export was converted from: hub_export/origin.py
+    origin: dict | None = None  # what an earlier export was converted from: OriginRecord
 
     @property
     def tree_content(self):
@@ -62,26 +169,26 @@ def find_measurements(head_folder, source=None):
     if step is not None:
         training = [line for line in training if line.get("step", 0) <= step]
         at_step = [line for line in training if line.get("kind") == "acceptance" and line["step"] == step]
-        acceptance = _read_json(head_folder / "acceptance.json") or (at_step or [None])[-1]
-        benchmark = _read_json(head_folder / "benchmark.json")
+        acceptance = _read(head_folder / "acceptance.json") or (at_step or [None])[-1]
+        benchmark = _read(head_folder / "benchmark.json")
     else:
-        acceptance = _first(_read_json, head_folder, run, "acceptance.json")
-        benchmark = _first(_read_json, head_folder, run, "benchmark.json")
-    recipe = _first(_read_yaml, head_folder, run, "config.yaml")
+        acceptance = _first(head_folder, run, "acceptance.json")
+        benchmark = _first(head_folder, run, "benchmark.json")
+    recipe = _first(head_folder, run, "config.yaml")
     # A run's tree was measured with its final head.
     places = [head_folder] + ([run] if run is not None and step is None else [])
     tree = next((path for place in places if (path := place / TREE_FILE).is_file()), None)
     if tree is not None:
         load_tree(tree)
-        check_shape(json.loads(tree.read_text(encoding="utf-8")), TREE, tree)
+        check_type(json.loads(tree.read_text(encoding="utf-8")), TreeFile, tree)
     if acceptance:
-        check_shape(acceptance, MEASURED, f"the measured acceptance of {head_folder}")
+        check_type(acceptance, Acceptance, f"the measured acceptance of {head_folder}")
     if benchmark:
-        check_shape(benchmark, BENCHMARK, f"the benchmark.json of {head_folder}")
-    earlier = _read_json(head_folder / REPLAY_FILE) or {}
+        check_type(benchmark, Benchmark, f"the benchmark.json of {head_folder}")
+    earlier = _read(head_folder / REPLAY_FILE) or {}
     if earlier.get("version") != REPLAY_VERSION:
         earlier = {}
-    check_shape(earlier, REPLAY, head_folder / REPLAY_FILE)
+    check_type(earlier, Replay, head_folder / REPLAY_FILE)
     figures = (_figure(acceptance, recipe or {}),) if acceptance else tuple(earlier.get("acceptance") or ())
     return Measurements(
         acceptance=figures,
@@ -100,10 +207,10 @@ def find_measurements(head_folder, source=None):
 def check_tree_fits(head, path):
     """ValueError where the tree in the file `path` is one that such a head cannot draft."""
     tree = load_tree(path)
-    if family_of(head).name == "Medusa" and isinstance(tree, GrowingTree):
+    if not head.autoregressive and tree.grows:
         raise ValueError(
-            f"{path} is a dynamic tree, and Medusa heads draft chains and static ones: measure one for them (`headstart tree`), or "
-            "move it away"
+            f"{path} is a dynamic tree, and {family_of(head).name} heads draft chains and static ones: "
+            "measure one for them (`headstart tree`), or move it away"
         )
 
 
@@ -174,22 +281,16 @@ def _run_of(head_folder):
     return parent, None
 
 
-def _first(read, head_folder, run, name):
-    found = read(head_folder / name)
-    return read(run / name) if found is None and run is not None else found
+def _first(head_folder, run, name):
+    found = _read(head_folder / name)
+    return _read(run / name) if found is None and run is not None else found
 
 
-def _read_json(path):
-    return _read(path, json.loads)
-
-
-def _read_yaml(path):
-    return _read(path, yaml.safe_load)
-
-
-def _read(path, parse):
+def _read(path):
+    """A .json or .yaml file as a dict; None where there is none."""
     if not path.is_file():
         return None
+    parse = json.loads if path.suffix == ".json" else yaml.safe_load
     try:
         content = parse(path.read_text(encoding="utf-8"))
     except (ValueError, yaml.YAMLError) as error:
@@ -211,5 +312,22 @@ def _read_lines(path):
             found.append(json.loads(line))
         except ValueError as error:
             raise ValueError(f"{path}, line {number}, is not valid JSON ({error}): mend it or move it away") from None
-        check_shape(found[-1], LINE, f"{path}, line {number}")
+        check_type(found[-1], MetricsLine, f"{path}, line {number}")
     return found
+
+
+def find_tracked_run(run, is_final):
+    """What wandb.json of a run folder says; None where there is none.  is_final: of a checkpoint the head's artifact is not told.
+
+    Raises ValueError naming the file if it is broken.
+    """
+    path = Path(run, TRACKED_FILE)
+    if not path.is_file():
+        return None
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+        return {
+            key: told[key] for key in ("run", "offline", "artifact") if key in told and (is_final or key != "artifact")
+        }
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} cannot be read ({error}): mend it or move it away") from None

@@ -5,14 +5,11 @@
 Exact: checksums of files and tensors, config.json key by key, the card's figures against those in replay.json. Within a tolerance
 (replay.py): what the head computes from drawn inputs, and from the target's features on the stored prompts; no two kinds of machine
 add in the same order. Within statistics (acceptance.py): acceptance, measured again by the engine on the same prompts with the same
-settings. Loading and computing happen in a process of their own.
+settings. Loading and computing happen in a process of their own (replay_file.py).
 """
 
 import argparse
-import json
-import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,15 +20,13 @@ from ..heads.checkpoint import TREE_FILE, read_config
 from ..heads.families import WEIGHT_FILES
 from ..heads.storage.hub_answer import ask_hub
 from ..heads.storage.hub_id import check_may_be_id, split_revision
-from ..heads.storage.user_errors import exit_status
+from ..heads.storage.user_errors import ending_cleanly, exit_status, say
 from ..inference.models import adapter
 from ..inference.models.decoder import check_supported
 from ..inference.models.target_source import target_config
-from .acceptance import MAX_TOKENS, NUM_PROMPTS, disagreements, intervals, pool
-from .card.acceptance_table import LENGTH, POSITION, read_card, short
-from .command_line import ending_cleanly, say
-from .replay.replay import FEATURE_TOLERANCES, TOLERANCES
-from .replay.replay_file import file_checksums, read_replay, tolerance
+from .acceptance import LENGTH, MAX_TOKENS, NUM_PROMPTS, POSITION, disagreements, intervals, pool, read_card, short
+from .replay import FEATURE_TOLERANCES, TOLERANCES
+from .replay_file import file_checksums, in_clean_process, read_replay, tolerance
 
 DESCRIPTION = """\
 Check an export: its files and tensors against the checksums that were written, what its head computes against what the source's
@@ -81,7 +76,7 @@ def main(argv):
 def _verify(args):
     """Check, and say each check and the verdict.  Returns 1 if one failed."""
     with ending_cleanly("heads.export verify"):
-        checks = verify(args.export, args.model, args.prompts, args.device, args.dtype)
+        checks = verify(args.export, args.model, prompts=args.prompts, device=args.device, dtype=args.dtype)
     for check in checks:
         say(f"{check.state:11}  {check.name}: {check.evidence}")
     failed = [check.name for check in checks if check.state == FAILED]
@@ -91,7 +86,7 @@ def _verify(args):
     return 1 if failed else 0
 
 
-def verify(export, target=None, prompts=None, device="auto", dtype=None):
+def verify(export, target=None, *, prompts=None, device="auto", dtype=None):
     """Check an export.  -> list of Check
 
     export: folder or Hub id; target: folder or Hub id, or None; prompts: JSONL for figures whose prompts did not come along.
@@ -115,7 +110,7 @@ def verify(export, target=None, prompts=None, device="auto", dtype=None):
     checks = [_files(folder, stored), _config(folder, stored), *_card(folder, stored)]
     measured = f", and acceptance with {target}" if target and request["figures"] else ""
     print(f"loading {export} and computing its outputs{measured} anew ...", file=sys.stderr, flush=True)
-    reply = _in_clean_process(request)
+    reply = in_clean_process(request)
     if "error" in reply:
         return [*checks, Check("loading", FAILED, reply["error"])]
     checks += [_tensors(reply["tensors"], stored), _drawn(reply["drawn"])]
@@ -161,18 +156,6 @@ def _request(figure, stored_prompts, prompts_file):
         "dtype": figure.get("dtype", "auto"),
         "prompts": stored_prompts if figure.get("by_request") else None,
     }
-
-
-def _in_clean_process(request):
-    """What replay_process.py answers; {"error": why} where it ends without an answer."""
-    with tempfile.TemporaryDirectory() as scratch:
-        files = Path(scratch, "request.json"), Path(scratch, "reply.json")
-        files[0].write_text(json.dumps(request), encoding="utf-8")
-        command = [sys.executable, "-P", "-m", "headstart.hub_export.replay.replay_process", *map(str, files)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode or not files[1].is_file():
-            return {"error": (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]}
-        return json.loads(files[1].read_text(encoding="utf-8"))
 
 
 def _files(folder, stored):

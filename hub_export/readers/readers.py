@@ -1,89 +1,145 @@
 """Who reads a head's files, as they are: for the model card of files that we write, and for `headstart inspect` of files as found.
 
-What a reader asks is said once, in hub_export/readers/rules.py; here is who there is, what each calls its formats, and which format
-mends what is wrong.
+What the readers of a family ask is in hub_export/readers/<key>.py, from their source code, 2026-11. A rule takes HeadFiles and
+yields problems, pairs of a kind (below) and a sentence that begins with the reader as "it". Every module of a family answers:
+
+    READERS          its Readers, in the order in which they are listed
+    FORMATS_ARE      how its formats differ: DIALECTS, ALIKE or APART
+    FROM_LM_HEAD     whether output matrices of its own may have been started from the target's lm_head
+    in_card          (head) -> what a card calls it, the verb of its drafting, and (name, value) of what its heads differ in
+    title            (config of `headstart inspect` as a dict) -> the head in one line
+    features         (head, the target's number of layers or None) -> what it reads of the target, for `headstart inspect`
+    tables           (head) -> where its lm_head and the embedding of drafted tokens come from, in words; None: it has none
+
+Here is how a verdict follows from the rules, which format mends what is wrong, and how each engine is started. Reads no disk.
 """
 
+import json
+import shlex
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 
 import torch
+from torch import nn
 
 from ...heads.families import SAFETENSORS_FILE, TORCH_FILE, check_format, family_of, to_file
-from . import rules as rules
-from .rules import LAYOUT, NO, NOTE, WRONG, HeadFiles
+from ...heads.formats.layer import DEFAULT_THETA
+from ...heads.storage.hub_id import split_revision
 
 VLLM, TGI, SGLANG = "vLLM", "text-generation-inference", "SGLang"
+# Kinds of problems. LAYOUT: it expects the files of another format; NO: it cannot load them, or serves without drafting; WRONG: it
+# loads them, and computes something else than the head does; NOTE: it loads them; what to know of it.
+LAYOUT, NO, WRONG, NOTE = "layout", "no", "wrong", "note"
+# How the formats of a family differ. DIALECTS: in a key and a tensor, which the rules ask for; ALIKE: little enough to tell what a
+# reader could not compute in its own; APART: only the format itself can be named.
+DIALECTS, ALIKE, APART = "dialects", "alike", "apart"
+SGLANG_TOP, SGLANG_TOKENS = 4, 16  # children of a node, and tokens of a step at most
+
+
+@dataclass(frozen=True)
+class HeadFiles:
+    """What a reader sees of a head (`config`, `tensors`, `files`, `path`), and the head that they say."""
+
+    head: nn.Module
+    format: str  # the layout, one of FORMATS
+    config: dict  # config.json
+    tensors: frozenset  # names in the weight files, without `prefix`
+    files: frozenset  # names in the folder
+    path: str | None = None  # as it would be given to a reader; None: not known yet
+    num_layers: int | None = None  # of the target; None: not known
+    prefix: str = ""  # what the names of all tensors begin with, as no reader expects it
 
 
 @dataclass(frozen=True)
 class Reader:
-    """A project that reads heads of a family: `formats` are its own, the first the best; none: it reads none of the family."""
+    """A project that reads heads of a family."""
 
     name: str
-    formats: dict = field(default_factory=dict)  # format -> what the card says where nothing is wrong
-    rule: Callable | None = None  # HeadFiles -> problems; None: nothing beyond the format
+    formats: dict = field(
+        default_factory=dict
+    )  # its own, the first the best -> what the card says where nothing is wrong
+    rule: Callable | None = None  # HeadFiles -> problems
     others: dict = field(default_factory=dict)  # format -> another rule
+    starts: str = ""  # of its command: which versions of vLLM; SGLang's name of the algorithm; "": there is none
+    without: str = ""  # what the card says of a reader without formats
 
 
-NO_SUPPORT = {"Medusa": "no Medusa support", "MLP speculator": "no support of MLP speculators"}
-READERS = {
-    "Medusa": (
-        Reader(
-            "the original Medusa code (FasterDecoding)",
-            {
-                "medusa": "yes, through `medusa_lm_head.pt`",
-                "medusa-shared": "by its legacy class, through `medusa_lm_head.pt`",
-            },
-            rules.original_medusa,
-        ),
-        Reader(
-            TGI,
-            dict.fromkeys(("medusa", "medusa-shared"), "yes, through `medusa_lm_head.safetensors`"),
-            rules.tgi_medusa,
-        ),
-        Reader(VLLM, {"vllm": "0.20 to 0.32 (0.33 removed Medusa)"}, rules.vllm_medusa),
-        Reader(SGLANG),
-    ),
-    "MLP speculator": (
-        Reader(TGI, {"mlp-speculator": "yes"}, rules.tgi_mlp_speculator),
-        Reader(VLLM, {"mlp-speculator": "to 0.9"}, rules.mlp_speculator),
-        Reader("fms-extras", {"mlp-speculator": "yes"}, rules.mlp_speculator),
-        Reader(SGLANG),
-    ),
-    "EAGLE": (
-        Reader(VLLM, {"eagle-vllm": "yes"}, rules.vllm_eagle),
-        Reader(SGLANG, {"eagle-sglang": "yes"}, rules.sglang_eagle),
-        Reader("the original EAGLE code", {"eagle-vllm": "yes"}, rules.original_eagle),
-        Reader(TGI),
-    ),
-    "EAGLE-3": (
-        Reader(
-            VLLM, {"eagle3": "yes", "speculators": "yes"}, rules.vllm_eagle3, {"speculators": rules.vllm_speculators}
-        ),
-        Reader(SGLANG, {"eagle3": "yes"}, rules.sglang_eagle3),
-        Reader("the original EAGLE code", {"eagle3": "yes"}, rules.original_eagle3),
-        Reader("the `speculators` library", {"speculators": "yes"}, rules.speculators_library),
-        Reader(TGI),
-    ),
-}
+@dataclass(frozen=True)
+class Asks:
+    """What a reader expects of a key of config.json, and what happens otherwise.
 
-# format -> the method to name to vLLM, and the versions that read it.
-VLLM_METHODS = {
-    "vllm": ("medusa", "vLLM 0.20 to 0.32 (which drafts chains, with sampling rules of its own)"),
-    "eagle-vllm": ("eagle", "vLLM"),
-    "eagle3": ("eagle3", "vLLM"),
-    "speculators": ("eagle3", "vLLM"),
-}
+    text: with {said}, what config.json says, {expected} and {key}; value: what is expected, or of: the field of the head's config
+    that holds it; default: what an absent key stands for.
+    """
+
+    key: str
+    text: str
+    kind: str = NO
+    value: object = None
+    of: str | None = None
+    default: object = None
+
+
+def asked(files, table):
+    """The problems of what a reader Asks."""
+    for one in table:
+        said = files.config.get(one.key, one.default)
+        expected = getattr(files.head.config, one.of) if one.of else one.value
+        if said != expected:
+            yield one.kind, one.text.format(key=one.key, said=said, expected=expected)
+
+
+BUILDS = "it builds {key} {said} by config.json, the tensors have {expected}"
+NO_BIASES = "it has no biases of q, k and v, and passes over those in the file"
+
+
+def names_target(files):
+    if not files.config.get("base_model_name_or_path"):
+        yield NO, "config.json names no target (`base_model_name_or_path`), which it loads by it"
+
+
+def layer_said(files):
+    """Where it would build a decoder layer of other sizes than the tensors have, or more layers than one."""
+    config, head = files.config, files.head.config
+    heads, hidden_size = config.get("num_attention_heads") or 32, config.get("hidden_size") or 4096
+    guessed = {"num_key_value_heads": heads}
+    if type(heads) is int and type(hidden_size) is int:
+        guessed["head_dim"] = hidden_size // heads
+    names = ("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    found = {name: getattr(head, name) for name in names} | {"num_hidden_layers": 1}
+    for name, value in found.items():
+        said = config.get(name) or guessed.get(name)
+        if said != value:
+            says = "nothing" if said is None else said
+            yield NO, f"it builds the layer by config.json, which says {says} of {name}; the tensors say {value}"
+
+
+def rope_said(files):
+    """Where rope is said once only, in the new spelling, or not at all."""
+    config, head = files.config, files.head.config
+    plain = head.rope_theta == DEFAULT_THETA and head.rope_scaling is None
+    if "rope_theta" not in config and "rope_parameters" in config and not plain:
+        yield WRONG, "on transformers 4 it sees `rope_theta` and `rope_scaling` only: it takes 10000 without scaling"
+    elif "rope_theta" not in config and "rope_parameters" not in config:
+        yield NOTE, "config.json says no `rope_theta`: it takes its default, mostly 10000"
+
+
+def layer_tables(head):
+    """`tables` of a head with a decoder layer."""
+    lm_head = "the target's" if head.uses_target_lm_head else "own"
+    if head.needs_embedding:
+        return lm_head, "the target's, not in the file"
+    return lm_head, "own" if head.embed_tokens.weight.requires_grad else "the target's, a copy in the file"
 
 
 @dataclass(frozen=True)
 class Verdict:
     """Whether a reader takes some files, and what would go wrong.
 
-    loads: whether it loads them at all, and drafts; problems: of rules.py, no notes among them; how: what the card says
-    where there are none; mend: the format to export in that mends it, or None; stays: the problems that it leaves.
+    loads: whether it loads them at all, and drafts; problems: of its rule, no notes among them; how: what the card says where
+    there are none; mend: the format to export in that mends it, or None; stays: the problems that it leaves.
     """
 
     reader: str
@@ -95,10 +151,15 @@ class Verdict:
     stays: tuple = ()
 
 
+def rules_of(family):
+    """The module of a Family's readers."""
+    return import_module(f".{family.key}", __package__)
+
+
 def readers_table(head, format):
     """Rows of (reader, what it takes) for this head as we write it in this format."""
     written = files_as_written(head, format)
-    word = "dialect" if family_of(head).name == "EAGLE" else "layout"
+    word = "dialect" if rules_of(family_of(head)).FORMATS_ARE == DIALECTS else "layout"
     return [("Headstart", "yes"), *((verdict.reader, _in_words(verdict, word)) for verdict in judge(written))]
 
 
@@ -113,21 +174,23 @@ def _in_words(verdict, word):
 
 def judge(files):
     """A Verdict of every reader of the family on HeadFiles."""
-    readers = READERS[family_of(files.head).name]
+    rules = rules_of(family_of(files.head))
     # The files of every format that somebody reads and that can hold this head.
     exports = {
         format: _naming_a_target(files_as_written(files.head, format, files.num_layers))
-        for format in dict.fromkeys(format for reader in readers for format in reader.formats)
+        for format in dict.fromkeys(format for reader in rules.READERS for format in reader.formats)
         if _can_be_written(files.head, format)
     }
-    return [_verdict(reader, files, exports) for reader in readers]
+    return [_verdict(reader, files, exports, rules.FORMATS_ARE) for reader in rules.READERS]
 
 
-def _verdict(reader, files, exports):
+def _verdict(reader, files, exports, formats_are):
     if not reader.formats:
-        return Verdict(reader.name, False, how=NO_SUPPORT.get(family_of(files.head).name, "no EAGLE support"))
-    found = _problems(reader, files)
-    written = {format: _problems(reader, exports[format]) for format in reader.formats if format in exports}
+        return Verdict(reader.name, False, how=reader.without)
+    found = _problems(reader, files, formats_are)
+    written = {
+        format: _problems(reader, exports[format], formats_are) for format in reader.formats if format in exports
+    }
     best = min(written, key=lambda format: _badness(written[format]), default=None)
     helps = best is not None and not _badness(written[best])[0] and _badness(written[best]) < _badness(found)
     mend = best if helps else None
@@ -144,17 +207,14 @@ def _verdict(reader, files, exports):
     return Verdict(reader.name, loads, tuple(problems), notes, reader.formats.get(files.format, "yes"), mend, stays)
 
 
-def _problems(reader, files):
+def _problems(reader, files, formats_are):
     """All problems of one reader with some files, notes among them."""
-    family, rule = family_of(files.head).name, reader.others.get(files.format, reader.rule)
+    rule = reader.others.get(files.format, reader.rule)
     found = [(LAYOUT, f"it knows no tensors whose names begin with {files.prefix!r}")] if files.prefix else []
-    # The dialects of EAGLE heads differ in a key and a tensor, which its rules ask for.
-    if files.format in reader.formats or family == "EAGLE":
+    if files.format in reader.formats or formats_are == DIALECTS:
         return found + list(rule(files))
     found.append((LAYOUT, f"it reads the format {' or '.join(reader.formats)}"))
-    if family == "EAGLE-3":  # whose layouts are alike enough to tell what the reader could not compute in its own
-        found += [problem for problem in rule(files) if problem[0] == NO]
-    return found
+    return found + ([problem for problem in rule(files) if problem[0] == NO] if formats_are == ALIKE else [])
 
 
 def _naming_a_target(files):
@@ -204,3 +264,56 @@ def _embedding_of(head, format):
     finally:
         if borrowed:
             head.embed_tokens = None
+
+
+def split_name(name):
+    """(repository, branch or None) of an export's name; a folder's has no branch, whatever is in it."""
+    return split_revision(name) if "/" in name else (name, None)
+
+
+def engine_commands(head, format, name, target):
+    """How vLLM, SGLang and text-generation-inference are started with an export: a text for each in which nothing is wrong.
+
+    As hub_export/model_card.py's `usage`; from the projects' own documents and source, 2026-11.
+    """
+    of_merged = ""
+    if head.adapter:
+        of_merged = f", where TARGET is `{target}` with the adapter merged (`heads.export --merge-adapter`)"
+        target = "TARGET"
+    family = family_of(head)
+    clean = {one.reader for one in judge(files_as_written(head, format)) if one.loads and not one.problems}
+    takers = {reader.name: reader for reader in rules_of(family).READERS if reader.name in clean}
+    (repo_id, branch), depth = split_name(name), head.num_speculative_tokens
+    parts = []
+    if VLLM in takers and takers[VLLM].starts:
+        config = {"method": family.key, "model": repo_id, "num_speculative_tokens": depth}
+        config |= {"revision": branch} if branch else {}
+        parts.append(f"""In {takers[VLLM].starts}{of_merged}:
+
+```sh
+vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(config, ensure_ascii=False))}
+```""")
+    if SGLANG in takers:
+        of_branch = f" --speculative-draft-model-revision {shlex.quote(branch)}" if branch else ""
+        most = 1 + SGLANG_TOP + (depth - 1) * SGLANG_TOP**2  # of such a tree, the root among them
+        parts.append(f"""In SGLang (steps, width and tokens of its tree are a start, not a measurement):
+
+```sh
+python -m sglang.launch_server --model-path {shlex.quote(target)} --speculative-algorithm {takers[SGLANG].starts} \\
+    --speculative-draft-model-path {shlex.quote(repo_id)}{of_branch} --speculative-num-steps {depth} \\
+    --speculative-eagle-topk {SGLANG_TOP} --speculative-num-draft-tokens {min(SGLANG_TOKENS, most)}
+```""")
+    if TGI in takers:
+        of_branch = f" --revision {shlex.quote(branch)}" if branch else ""
+        # It serves the target that config.json names.
+        named = f"it serves `{target}`"
+        if of_merged:
+            named = f"config.json must name TARGET as base_model_name_or_path{of_merged}"
+        parts.append(
+            f"""In text-generation-inference, which takes these files as the model and finds the target by config.json ({named}):
+
+```sh
+text-generation-launcher --model-id {shlex.quote(repo_id)}{of_branch} --speculate {depth}
+```"""
+        )
+    return parts

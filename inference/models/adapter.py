@@ -7,9 +7,9 @@
     W' = W + alpha / r * B A          A [r, in], B [out, r]; alpha / sqrt(r) with use_rslora
 
 The sum is made in fp32, on the CPU whatever the device, and rounded once: a target that is merged while it is loaded and one that
-was merged into files before (hub_export/merge.py) are the same bits in the files' dtype. Not supported, and refused: DoRA and other
-variants, starts that change the target's own weights (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA), biases, whole modules saved beside
-(modules_to_save), ranks that differ by layer, adapted embeddings, .bin files.
+was merged into files before (hub_export/provenance.py) are the same bits in the files' dtype. Not supported, and refused: DoRA and
+other variants, starts that change the target's own weights (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA), biases, whole modules saved
+beside (modules_to_save), ranks that differ by layer, adapted embeddings, .bin files.
 """
 
 import hashlib

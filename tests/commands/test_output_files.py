@@ -48,7 +48,7 @@ def test_what_cannot_be_written_is_named_and_leaves_nothing(tmp_path, monkeypatc
 def test_the_tree_of_a_head_on_the_hub_needs_a_place(monkeypatch, tmp_path, head_folder, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("headstart.heads.checkpoint.resolve_head", lambda source: head_folder)
-    monkeypatch.setattr("headstart.inference.speculation.options.is_draft_model", lambda source: False)
+    monkeypatch.setattr("headstart.inference.speculation.proposers.is_draft_model", lambda source: False)
     assert main(["tree", "you/heads", "--model", "m", "--budget", "4"]) == 2
     assert "you/heads is no folder here to keep the tree in: name a file with --output" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -17,8 +17,8 @@ import pytest
 from huggingface_hub import constants
 from huggingface_hub.utils import http_backoff
 
-from headstart.hub_export.push import retry
-from headstart.tests.hub_export.small_exports import check, copy, exported  # noqa: F401
+from headstart.hub_export import push
+from headstart.tests.hub_export.small_exports import check, copy, exported, in_this_process  # noqa: F401
 
 TOKEN = "hf_dummy"
 LARGE = (".safetensors", ".pt")
@@ -354,6 +354,6 @@ def hub_here(fake_hub, tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    monkeypatch.setattr(retry, "PAUSES", (0, 0, 0))
+    monkeypatch.setattr(push, "PAUSES", (0, 0, 0))
     monkeypatch.setitem(http_backoff.__kwdefaults__, "base_wait_time", 0)
     return fake_hub

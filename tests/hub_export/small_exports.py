@@ -13,9 +13,8 @@ from headstart.heads.eagle import Eagle, EagleConfig
 from headstart.heads.eagle3 import Eagle3, Eagle3Config
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
-from headstart.hub_export import acceptance, export, verify
+from headstart.hub_export import acceptance, export, replay_file, verify
 from headstart.hub_export.export import main
-from headstart.hub_export.replay import replay_process
 
 H, V = 32, 320
 PROMPTS = ["def read(path):", "class Head(nn.Module):", "import torch", "return x + self.linear(x)"]
@@ -83,21 +82,20 @@ def exported(tiny_target, tmp_path_factory):
 
 
 @pytest.fixture
-def check(monkeypatch, tiny_target, tmp_path):
-    """verify() in this process, which is faster: {name of a check: (state, evidence)}."""
+def in_this_process(monkeypatch):
+    """verify() computes in this process, which is faster."""
+    monkeypatch.setattr(verify, "in_clean_process", lambda one: json.loads(json.dumps(replay_file.compute_again(one))))
+    monkeypatch.setattr(replay_file, "choose_threads_for", lambda *_: None)
 
-    def answer(request):
-        files = tmp_path / "request.json", tmp_path / "reply.json"
-        files[0].write_text(json.dumps(request))
-        replay_process.main(files)
-        return json.loads(files[1].read_text())
+
+@pytest.fixture
+def check(in_this_process, tiny_target):
+    """verify(): {name of a check: (state, evidence)}."""
 
     def run(export, target=tiny_target, **options):
         found = verify.verify(export, target and str(target), **options)
         return {one.name: (one.state, one.evidence) for one in found}
 
-    monkeypatch.setattr(verify, "_in_clean_process", answer)
-    monkeypatch.setattr(replay_process, "choose_threads_for", lambda *_: None)
     return run
 
 

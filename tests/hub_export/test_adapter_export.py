@@ -13,9 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from headstart.heads.checkpoint import load_head, save_head
 from headstart.heads.medusa import Medusa, MedusaConfig
-from headstart.hub_export import acceptance, export, merge, verify
+from headstart.hub_export import acceptance, export, provenance, verify
 from headstart.hub_export.export import main
-from headstart.hub_export.replay import replay_process
 from headstart.inference.llm import LLM
 from headstart.inference.models import adapter, weights
 from headstart.inference.models.adapter import fingerprint
@@ -136,11 +135,13 @@ def test_what_cannot_be_merged_is_refused_and_nothing_is_written(run, base, tmp_
     refused("already holds mine")
     shutil.rmtree(merged)
     with monkeypatch.context() as patch:
-        patch.setattr(merge, "save_file", lambda t, path, metadata: save_file({k: v + 1 for k, v in t.items()}, path))
+        patch.setattr(
+            provenance, "save_file", lambda t, path, metadata: save_file({k: v + 1 for k, v in t.items()}, path)
+        )
         refused("read back differs")
     assert not merged.exists()
     with monkeypatch.context() as patch:
-        patch.setattr(merge.torch, "cat", lambda pieces: pieces[0] * float("nan"))
+        patch.setattr(provenance.torch, "cat", lambda pieces: pieces[0] * float("nan"))
         refused("not finite once the adapter is merged")
     assert not merged.exists()
     other = tmp_path / "other"
@@ -173,16 +174,10 @@ def test_adapter_of_a_head_on_the_hub_is_fetched_from_there(run, base, tmp_path,
     assert (tmp_path / "export" / "adapter" / "adapter_model.safetensors").is_file()
 
 
-def test_adapted_heads_are_measured_and_verified_with_their_adapter(run, base, tmp_path, monkeypatch):
-    prompts, files = tmp_path / "prompts.jsonl", [tmp_path / "request.json", tmp_path / "reply.json"]
+def test_adapted_heads_are_measured_and_verified_with_their_adapter(run, base, tmp_path, monkeypatch, in_this_process):
+    prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("a class", "def f(x", "import")))
 
-    def answer(request):
-        files[0].write_text(json.dumps(request))
-        replay_process.main(files)
-        return json.loads(files[1].read_text())
-
-    monkeypatch.setattr(verify, "_in_clean_process", answer)
     monkeypatch.setattr(export, "measure_acceptance", partial(acceptance.measure, max_tokens=12))
     output = tmp_path / "export"
     arguments = [str(run), "--format", "medusa-shared", "--output", str(output), "--prompts", str(prompts)]

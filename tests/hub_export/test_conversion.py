@@ -198,7 +198,7 @@ def test_an_export_is_verified_by_its_id(tmp_path, publish, capsys, monkeypatch)
         return str(tmp_path / "one")
 
     monkeypatch.setattr(verify, "snapshot_download", fetch)
-    monkeypatch.setattr(verify, "_in_clean_process", lambda request: {"error": request["folder"]})
+    monkeypatch.setattr(verify, "in_clean_process", lambda request: {"error": request["folder"]})
     found = verify.verify("team/one")
     verify.verify("team/one@a/branch")
     assert asked == [("team/one", None), ("team/one", "a/branch")]

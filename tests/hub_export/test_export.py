@@ -25,7 +25,7 @@ from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.hub_export import export
 from headstart.hub_export.export import main
 from headstart.hub_export.measurements import find_measurements
-from headstart.hub_export.read_back import compare_with_source
+from headstart.hub_export.replay import compare_with_source
 
 H, V = 16, 33
 ROOT = Path(__file__).resolve().parents[2]

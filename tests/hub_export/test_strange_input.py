@@ -18,8 +18,8 @@ from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.heads.storage.atomic_write import staged_folder
 from headstart.hub_export import export
 from headstart.hub_export.export import main
-from headstart.hub_export.inspect.inspect_head import describe
-from headstart.hub_export.replay.replay_file import read_replay
+from headstart.hub_export.inspect_head import describe
+from headstart.hub_export.replay_file import read_replay
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ def test_a_reader_that_has_left_ends_no_export(head, tmp_path):
 def test_an_interrupted_export_leaves_nothing(head, tmp_path, capsys, monkeypatch, number):
     before = signal.getsignal(signal.SIGTERM)
 
-    def interrupted(*given):
+    def interrupted(*given, **options):
         if number == signal.SIGINT:  # which a process in the background does not hear
             raise KeyboardInterrupt
         os.kill(os.getpid(), number)

@@ -91,7 +91,7 @@ def test_figures_that_were_made_up_everywhere_are_not_measured_again(copy, check
     figure |= pool(figure["by_request"])
     stored["acceptance"] = [figure]
     (copy / "replay.json").write_text(json.dumps(stored))
-    from headstart.hub_export.card.acceptance_table import acceptance_table
+    from headstart.hub_export.acceptance import acceptance_table
 
     body = card[card.index("# copy" if "# copy" in card else "# medusa") :]
     start, end = body.index("Acceptance, measured"), body.index("Speed:")

@@ -7,7 +7,7 @@ import torch
 
 from headstart.heads.checkpoint import save_head
 from headstart.heads.medusa import Medusa, MedusaConfig
-from headstart.hub_export.merge import write_merged_target
+from headstart.hub_export.provenance import write_merged_target
 from headstart.inference.llm import LLM
 from headstart.inference.models.adapter import read_adapter
 from headstart.inference.sampling_params import SamplingParams

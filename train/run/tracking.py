@@ -25,7 +25,7 @@ from .wandb_login import wandb_mode
 
 TRACKERS = ("wandb", "none")
 START_TIMEOUT = 60  # seconds for W&B to answer, before the run goes on without it
-PLACE_FILE = "wandb.json"  # of a run folder; read by hub_export/tracked_run.py
+PLACE_FILE = "wandb.json"  # of a run folder; read by hub_export/measurements.py
 UPLOAD_LIMIT = 2 * 2**30  # bytes of a head that is uploaded; of a larger one W&B is told the place only
 
 

@@ -13,8 +13,7 @@ from safetensors.torch import load_file
 
 from headstart.heads.checkpoint import load_head, save_head
 from headstart.hub_export.export import main as export
-from headstart.hub_export.inspect.inspect_head import describe
-from headstart.hub_export.inspect.inspect_text import as_text
+from headstart.hub_export.inspect_head import as_text, describe
 from headstart.hub_export.readers.readers import files_as_written, judge, readers_table
 from headstart.tests.hub_export.inspect.small_heads import (
     H,

@@ -1,32 +1,37 @@
 """Push an exported folder to the Hugging Face Hub, as one repository of type "model"; what broke off goes on where it was.
 
-    heads.export push exports/first you/first --private          (hub_export/push/push_command.py)
+    heads.export push exports/first you/first --private          (hub_export/push_command.py)
 
 The Hub is asked what it holds, and only files that it lacks are sent: one after another, each in its own request, then named
 together in one commit, so that a reader never finds half a head. huggingface_hub sends them (preupload_lfs_files): in Xet's blocks,
 of which a killed upload repeats the newest alone, or without hf_xet as LFS parts, which are repeated one by one while the process
 lives (docs/log.md, 2026-11-22, also on why not upload_folder).
+Where the Hub does not answer (connections that break, 5xx and 429) it is asked again, with growing pauses and an end.
+huggingface_hub repeats some of its requests by itself, for half a minute at most; `patiently` is for what it leaves alone
+(creating, asking, committing), and for networks that are gone for longer. What the Hub refuses is not repeated.
 Deletes nothing on the Hub.
 """
 
 import functools
 import hashlib
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, HfApi, constants, get_token
-from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
-from ...heads.checkpoint import TREE_FILE
-from ...heads.storage.hub_answer import ask_hub
-from .collection import add_to_collection, check_collection
-from .retry import patiently, reason, status
+from ..heads.checkpoint import TREE_FILE
+from ..heads.storage.hub_answer import ask_hub
 
 MESSAGE = "Upload speculator heads with Headstart"
 WORTH_A_LINE = 50 * 10**6  # bytes of a file after which is said how long the others take
 WEIGHTS = (".safetensors", ".pt", ".bin")
+# Seconds before the second, third ... attempt of one thing: eight minutes in all, then it is given up.
+PAUSES = (1, 4, 15, 40, 60, 120, 240)
+LONGEST_WAIT = 600  # seconds: of what a Hub asks for with Retry-After
 FOREIGN = (*WEIGHTS, TREE_FILE)  # how the names end of what readers find beside a head and take for its own
 
 
@@ -156,7 +161,7 @@ def _push(api, folder, repo_id, options):
     if left := patiently(missing_now, f"asking for {repo_id}"):
         raise ValueError(f"the Hub took the commit and does not hold {left[0].name}: is it named in .gitignore there?")
     if options.collection is not None:
-        print(f"in the collection {add_to_collection(api, options.collection, repo_id, options.private)}")
+        print(f"in the collection {_add_to_collection(api, options.collection, repo_id, options.private)}")
     return f"{constants.ENDPOINT}/{repo_id}" + (f"/tree/{options.revision}" if options.revision else "")
 
 
@@ -216,6 +221,36 @@ def _digests(path, size, time_ns):
     return sha256.hexdigest(), git.hexdigest()
 
 
+def check_collection(api, name):
+    """ValueError for a slug that the Hub does not know; a title stands for a collection that may yet be made."""
+    if not name.strip():
+        raise ValueError("--collection is empty: name a slug (OWNER/NAME-ID) or a title")
+    if "/" not in name:
+        return
+    try:
+        patiently(lambda: api.get_collection(name), f"asking for the collection {name}", attempts=3)
+    except HfHubHTTPError as error:
+        if status(error) not in (401, 404):
+            raise ValueError(f"the collection {name!r} cannot be read: {reason(error)}") from error
+        raise ValueError(
+            f"there is no collection {name!r}: give the slug that ends its address, or a title without / to have it made"
+        ) from None
+
+
+def _add_to_collection(api, name, repo_id, private):
+    """Add the repository; a title without a collection of the repository's owner makes one.  Returns the collection's address."""
+    owner, slug = repo_id.split("/")[0], name if "/" in name else None
+    if slug is None:
+        collections = patiently(lambda: list(api.list_collections(owner=owner)), f"asking for collections of {owner}")
+        slug = next((one.slug for one in collections if one.title == name), None)
+    if slug is None:
+        create = functools.partial(api.create_collection, name, namespace=owner, private=private, exists_ok=True)
+        slug = patiently(create, f"creating the collection {name}").slug
+    add = functools.partial(api.add_collection_item, slug, repo_id, "model", exists_ok=True)
+    patiently(add, f"adding to the collection {slug}")
+    return f"{api.endpoint}/collections/{slug}"
+
+
 def _show(plan, repo_id, branch, info, has_branch, options):
     """What a push would do."""
     kind = "private" if (info.private if info else options.private) else "public"
@@ -246,3 +281,67 @@ def _advice(error):
     if status(error) == 403:
         return " (refused: the token needs the right to write there, and the account must have room)"
     return ""
+
+
+def patiently(action, doing, attempts=None):
+    """action() once it is answered.  doing: what it is called in a note; attempts: None for one more than PAUSES
+
+    Raises what the last attempt raised, and at once what another attempt would not change.
+    """
+    pauses = PAUSES if attempts is None else PAUSES[: attempts - 1]
+    for number, pause in enumerate(pauses, start=2):
+        try:
+            return action()
+        except Exception as error:  # the client's transports raise their own kinds
+            if not may_pass(error):
+                raise
+            pause = max(pause, _wanted_wait(error))
+            print(
+                f"{doing}: {reason(error)}; attempt {number} of {len(pauses) + 1} in {pause:g} s",
+                file=sys.stderr,
+                flush=True,
+            )
+            time.sleep(pause)
+    return action()
+
+
+def may_pass(error):
+    """Whether the same request may be answered later: the connection broke, or the Hub was busy (408, 429, 5xx)."""
+    for one in chain(error):
+        if isinstance(one, HfHubHTTPError):
+            return status(one) in (408, 429) or status(one) >= 500
+        if isinstance(one, HTTPError | TimeoutError):  # of HTTP's transport
+            return True
+        if isinstance(one, ConnectionError):
+            # hf_xet has one kind for all that the storage answers; the status is in its text alone.
+            return "status client error (" not in str(one) or "(429" in str(one) or "(408" in str(one)
+    return False
+
+
+def status(error):
+    """The HTTP status that the Hub refused with; 0 where no answer is known."""
+    return next((one.response.status_code for one in chain(error) if isinstance(one, HfHubHTTPError)), 0)
+
+
+def chain(error):
+    """The error and what it came from: uploads wrap what went wrong in one that only names the file."""
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def reason(error):
+    """What went wrong, in one line: what the Hub answered, else of wrapped errors the innermost that says something."""
+    errors = list(chain(error))
+    answers = [one for one in errors if isinstance(one, HfHubHTTPError)]
+    said = [" ".join(str(one).split()) for one in answers[:1] or reversed(errors)]
+    return next((text for text in said if text), type(error).__name__)
+
+
+def _wanted_wait(error):
+    """Seconds that the answer asks to wait (Retry-After), 0 where it does not say."""
+    for one in chain(error):
+        if isinstance(one, HfHubHTTPError):
+            wanted = one.response.headers.get("Retry-After", "")
+            return min(int(wanted), LONGEST_WAIT) if wanted.isdigit() else 0
+    return 0

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -13,8 +14,8 @@ from huggingface_hub import constants
 
 from headstart.heads.checkpoint import save_head
 from headstart.heads.medusa import Medusa, MedusaConfig
+from headstart.hub_export import push as push_file, push_command
 from headstart.hub_export.export import main
-from headstart.hub_export.push import push_command, retry
 
 WEIGHTS = ("medusa_lm_head.pt", "medusa_lm_head.safetensors")
 
@@ -67,14 +68,14 @@ def test_a_hub_that_stays_busy_is_given_up_with_the_command_that_goes_on(exporte
     *notes, last = capsys.readouterr().err.strip().splitlines()
     assert last.startswith("heads.export push: error: could not push to team/first: Server error '503")
     assert f"`heads.export push {exported} team/first` sends what is missing" in last
-    assert len([line for line in hub_here.requests if "/commit/" in line]) == 4 == len(retry.PAUSES) + 1
+    assert len([line for line in hub_here.requests if "/commit/" in line]) == 4 == len(push_file.PAUSES) + 1
     assert len([note for note in notes if note.startswith("committing: ")]) == 3
 
 
-@pytest.mark.parametrize(("asked", "waited"), [("7", 7), ("99999", retry.LONGEST_WAIT), ("tomorrow", 0)])
+@pytest.mark.parametrize(("asked", "waited"), [("7", 7), ("99999", push_file.LONGEST_WAIT), ("tomorrow", 0)])
 def test_the_hub_says_how_long_to_wait(exported, hub_here, monkeypatch, asked, waited):
     waits = []
-    monkeypatch.setattr(retry, "time", SimpleNamespace(sleep=waits.append))
+    monkeypatch.setattr(push_file, "time", SimpleNamespace(sleep=waits.append, monotonic=time.monotonic))
     hub_here.fail("repos/create", status=429, headers={"Retry_After": asked})
     assert push(exported) == 0
     assert waits == [waited]

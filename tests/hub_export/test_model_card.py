@@ -18,12 +18,12 @@ from headstart.heads.eagle import Eagle, EagleConfig
 from headstart.heads.eagle3 import Eagle3, Eagle3Config
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
-from headstart.hub_export.card.acceptance_table import acceptance_table, read_card
-from headstart.hub_export.card.commands import usage
+from headstart.hub_export.acceptance import acceptance_table, read_card
 from headstart.hub_export.export import main
+from headstart.hub_export.model_card import usage
 from headstart.tests.heads.test_eagle import SHAPE
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 H, V = SHAPE["hidden_size"], SHAPE["vocab_size"]
 BASE = {"base_model_name_or_path": "some/target"}
 EAGLE3 = SHAPE | BASE | dict(target_hidden_size=20, draft_vocab_size=11, aux_layer_ids=(1, 3, 5))
@@ -114,7 +114,7 @@ def test_the_card_gives_a_command_for_every_engine_that_reads_the_files_and_no_o
 
 def test_the_commands_of_a_branch_load_that_branch():
     said = {
-        format: usage(HEADS[format](), format, "me/it@a/branch", "some/target", "chain", False)
+        format: usage(HEADS[format](), format, "me/it@a/branch", "some/target", "chain")
         for format in ("medusa", "eagle3")
     }
     assert '"model": "me/it@a/branch"' in said["medusa"]

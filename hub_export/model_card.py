@@ -1,10 +1,12 @@
-"""The model card (README.md) of an export: what the head is, what was measured on it, how to use it, who reads it.
+"""The model card (README.md) of an export and its drawings: what the head is, what was measured on it, how to use it, who reads it.
 
 Every figure comes from a file beside the source (hub_export/measurements.py); a figure that is not there is said to be
 absent. Paths of this machine are not written.
 """
 
+import json
 import os
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,56 +14,54 @@ import yaml
 from huggingface_hub import ModelCardData
 from huggingface_hub.utils import validate_repo_id
 
-from ...heads.families import family_of
-from ..acceptance import intervals
-from ..origin import Origin
-from ..readers.readers import readers_table
-from .acceptance_table import acceptance_table, eval_results, short
-from .commands import split_name, usage
-from .plots import CAPTIONS, FOLDER
+from ..evaluation.charts import as_file, heat_map, line_chart, tree_drawing
+from ..heads.families import family_of
+from .acceptance import acceptance_table, eval_results, intervals, short
+from .provenance import Origin
+from .readers.readers import engine_commands, readers_table, rules_of, split_name
 
-# family -> (tag, what the card calls such a head, arXiv number of its paper)
-PAPERS = {
-    "Medusa": ("medusa", "Medusa heads", "2401.10774"),
-    "MLP speculator": ("mlp-speculator", "MLP speculator", "2404.19124"),
-    "EAGLE": ("eagle", "EAGLE head", "2401.15077"),
-    "EAGLE-3": ("eagle3", "EAGLE-3 head", "2503.01840"),
+PROMPT = "Write a function that reads a file."
+PLOTS = "plots"  # the folder of the drawings, each there where its figures are
+# File -> what it shows; in the card's order.
+CAPTIONS = {
+    "acceptance.svg": "Acceptance per drafted token: the share of steps in which the first, second, … drafted token was accepted.",
+    "rates.svg": "How often the target's token is the head's candidate of a rank, given that everything before it was accepted.",
+    "tree.svg": "The draft tree, from the root downwards; the number is the rank among the siblings.",
+    "loss.svg": "Training loss of each head, or of each step of a head that drafts step by step.",
+    "training.svg": "Acceptance length while training.",
 }
 
 
 @dataclass(frozen=True)
 class Extras:
-    """What lies beside the weights of an export: for the card to tell.
+    """What the card tells besides: of the weights as they were written, and of what lies beside them."""
 
-    plots: names of drawings; tokenizer: names of the target's tokenizer files; target_license: what the target's card says;
-    license_text: whether LICENSE is there; holds: what of the target's weights the files hold copies of, in words; origin: the
-    head that it was converted or exported again from (hub_export/origin.py), whose licence counts where none is given
-    """
-
-    plots: tuple = ()
-    tokenizer: tuple = ()
-    target_license: str | None = None
-    license_text: bool = False
-    holds: str = ""
-    origin: Origin | None = None
+    license: str | None = None  # as given
+    dtype_changed: bool = False  # whether the figures were measured with another dtype than the export holds
+    plots: tuple = ()  # names of drawings
+    tokenizer: tuple = ()  # names of the target's tokenizer files
+    target_license: str | None = None  # as the target's card says
+    license_text: bool = False  # whether LICENSE is there
+    holds: str = ""  # what of the target's weights the files hold copies of, in words
+    origin: Origin | None = None  # what the head was converted from, whose licence counts where none is given
 
 
-def model_card(head, format, name, measured, license=None, dtype_changed=False, extras=Extras()):
+def model_card(head, format, name, measured, extras):
     """The text of README.md.
 
     name: how the export is called to load it (OWNER/NAME, OWNER/NAME@BRANCH or a folder's name); measured: Measurements of its
-    source; dtype_changed: the export holds another dtype than the source the figures were measured with.
+    source.
     """
     target = target_name(head.config.base_model_name_or_path)
     tree = "static" if measured.tree is not None else "chain"
     sections = [
-        _front_matter(head, name, measured, license, extras.origin),
+        _front_matter(head, name, measured, extras),
         f"# {_title(name)}\n\n{_summary(head, format, target, bool(measured.recipe), extras.origin)}",
-        f"## Measured\n\n{_measured(measured, dtype_changed, extras)}",
-        f"## Use it\n\n{usage(head, format, name, target, tree, bool(_adapted(head, target)))}",
+        f"## Measured\n\n{_measured(measured, extras)}",
+        f"## Use it\n\n{usage(head, format, name, target, tree)}",
         f"## Which readers take it\n\n{_readers(head, format)}",
         f"## How it was trained\n\n{_recipe(measured, extras.origin)}",
-        f"## Licence\n\n{_license(head, license, target, extras)}",
+        f"## Licence\n\n{_license(head, target, extras)}",
     ]
     return "\n\n".join(sections) + "\n"
 
@@ -87,13 +87,17 @@ def target_name(base_model):
     return base_model if is_hub_id(base_model) or not Path(base_model).is_absolute() else Path(base_model).name
 
 
-def _front_matter(head, name, measured, license, origin):
+def _front_matter(head, name, measured, extras):
     base_model, data = head.config.base_model_name_or_path, str((measured.recipe or {}).get("data", ""))
     results = eval_results(measured.acceptance)
     if not os.path.exists(data):
         data = data.partition(":")[0]  # without the split
-    inherited = origin.license if origin else {}
-    stated = {"license": license} if license else inherited or {"license": "other", "license_name": "not-stated"}
+    inherited = extras.origin.license if extras.origin else {}
+    stated = (
+        {"license": extras.license}
+        if extras.license
+        else inherited or {"license": "other", "license_name": "not-stated"}
+    )
     fields = ModelCardData(
         model_name=_title(name),
         base_model=base_model if is_hub_id(base_model) else None,
@@ -103,7 +107,7 @@ def _front_matter(head, name, measured, license, origin):
         license_name=stated.get("license_name"),
         license_link=stated.get("license_link"),
         pipeline_tag="text-generation",
-        tags=["headstart", PAPERS[family_of(head).name][0], "speculative-decoding"],
+        tags=["headstart", family_of(head).key.replace("_", "-"), "speculative-decoding"],
         metrics=["acceptance_length"] if results else None,
         eval_results=results or None,
     )
@@ -112,24 +116,18 @@ def _front_matter(head, name, measured, license, origin):
 
 def _summary(head, format, target, trained, origin):
     done = "trained and exported" if trained else "exported"
-    config, depth = head.config, head.num_speculative_tokens
+    family, config = family_of(head), head.config
+    called, verb, shape = rules_of(family).in_card(head)
     num_parameters = sum(parameter.numel() for parameter in head.parameters())
     dtype = str(next(head.parameters()).dtype).removeprefix("torch.")
-    _, kind, paper = PAPERS[family_of(head).name]
-    count, verb = (
-        (f"{depth} ", "draft up to")
-        if family_of(head).name == "Medusa"
-        else ("An " if kind[0] in "EM" else "A ", "drafts")
-    )
-    rows = "\n".join(f"| {name} | {value} |" for name, value in _shape(head))
-    hidden_size = config.target_hidden_size if family_of(head).name == "EAGLE-3" else config.hidden_size
+    rows = "\n".join(f"| {name} | {value} |" for name, value in shape)
     return (
-        f"{count}{kind} ([arXiv {paper}](https://arxiv.org/abs/{paper})) that {verb} {depth} tokens ahead for the target "
-        f"`{target}`, {done} with Headstart. In Headstart's engine the target checks every drafted token, and the "
-        f"output is the one it gives without them.{f' {origin.text}' if origin else ''}\n\n"
+        f"{called} ([arXiv {family.paper}](https://arxiv.org/abs/{family.paper})) that {verb} {head.num_speculative_tokens} tokens "
+        f"ahead for the target `{target}`, {done} with Headstart. In Headstart's engine the target checks every drafted token, and "
+        f"the output is the one it gives without them.{f' {origin.text}' if origin else ''}\n\n"
         f"{_adapted(head, target)}"
         "| | |\n|---|---|\n"
-        f"| target | `{target}`: hidden size {hidden_size}, vocabulary {config.vocab_size} |\n"
+        f"| target | `{target}`: hidden size {head.target_hidden_size}, vocabulary {config.vocab_size} |\n"
         f"{rows}\n"
         f"| parameters | {num_parameters:,} in {dtype} |\n"
         f"| format | `{format}` |"
@@ -148,28 +146,11 @@ def _adapted(head, target):
     )
 
 
-def _shape(head):
-    """(name, value) of what a family's heads differ in."""
-    config, family = head.config, family_of(head).name
-    if family == "Medusa":
-        lm_head = "the target's lm_head, shared" if config.shared_lm_head else "an lm_head of its own per head"
-        return [("residual blocks per head", config.num_layers), ("logits", lm_head)]
-    if family == "MLP speculator":
-        shared = "shared by all steps" if config.tie_weights else "one set per step"
-        return [("inner size", config.inner_size), ("weights", shared)]
-    if family == "EAGLE":
-        return [("logits", "the target's lm_head")]
-    layers = (
-        "the default ones of the target" if config.aux_layer_ids is None else ", ".join(map(str, config.aux_layer_ids))
-    )
-    return [("reads what enters the target's layers", layers), ("draft vocabulary", config.draft_vocab_size)]
-
-
-def _measured(measured, dtype_changed, extras):
+def _measured(measured, extras):
     parts = []
     if measured.step is not None:
         parts.append(f"These heads are the checkpoint of training step {measured.step}; the figures are of that step.")
-    if dtype_changed:
+    if extras.dtype_changed:
         parts.append("The figures were measured before the weights were cast to this export's dtype.")
     if measured.acceptance:
         ranges = [intervals(one["by_request"])[0] if one.get("by_request") else None for one in measured.acceptance]
@@ -179,7 +160,7 @@ def _measured(measured, dtype_changed, extras):
     parts.append(_benchmark(measured.benchmark) if measured.benchmark else "Speed: no benchmark came along.")
     if measured.tree is not None:
         parts.append(_tree(measured.tree_content))
-    parts += [f"![{Path(name).stem}]({FOLDER}/{name})\n\n{CAPTIONS[name]}" for name in extras.plots]
+    parts += [f"![{Path(name).stem}]({PLOTS}/{name})\n\n{CAPTIONS[name]}" for name in extras.plots]
     return "\n\n".join(parts)
 
 
@@ -225,6 +206,51 @@ def _benchmark(benchmark):
     return "\n".join(lines)
 
 
+def usage(head, format, name, target, tree):
+    """The section's text: in Headstart, the check, in other engines.
+
+    name: how the export is called to load it (a folder, OWNER/NAME or OWNER/NAME@BRANCH); target: its name; tree: "static" or
+    "chain".
+    """
+    parts = [_headstart(head, name, target, tree), _check(name, target)]
+    return "\n\n".join(parts + engine_commands(head, format, name, target))
+
+
+def _python(text):
+    """A string literal."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _headstart(head, name, target, tree):
+    depth, adapted = head.num_speculative_tokens, bool(head.adapter)
+    argument = f"\n    adapter={_python(name)}," if adapted else ""
+    shell, option = shlex.quote(name), f" --adapter {shlex.quote(name)}" if adapted else ""
+    return f'''```python
+from headstart import LLM, SamplingParams
+
+llm = LLM(
+    model={_python(target)},{argument}
+    speculative_config={{"model": {_python(name)}, "num_speculative_tokens": {depth}, "tree": "{tree}"}},
+)
+[result] = llm.generate(["{PROMPT}"], SamplingParams(temperature=0.0, max_tokens=96))
+print(result.outputs[0].text, result.outputs[0].spec_decode_metrics)
+```
+
+The heads alone, as a module: `from headstart import load_head; head = load_head({_python(name)})`. From a terminal:
+
+```sh
+headstart generate --model {shlex.quote(target)}{option} --head {shell} --tree {tree} --compare "{PROMPT}"
+```'''
+
+
+def _check(name, target):
+    return f"""Whether the files are what was written, and do what this card says:
+
+```sh
+heads.export verify {shlex.quote(name)} --model {shlex.quote(target)}
+```"""
+
+
 def _readers(head, format):
     lines = ["| reader | takes these files |", "|---|---|"]
     lines += [f"| {reader} | {takes} |" for reader, takes in readers_table(head, format)]
@@ -238,9 +264,9 @@ def _recipe(measured, origin):
     return f"The run's resolved configuration:\n\n```yaml\n{shown}```"
 
 
-def _license(head, license, target, extras):
+def _license(head, target, extras):
     """What may be said of it truthfully: who exported or published the head names its licence, and the target's is its makers'."""
-    origin = extras.origin
+    license, origin = extras.license, extras.origin
     card, inherited = (origin.card, origin.license_name) if origin else ("", None)
     if license:
         said = f"The head is published under `{license}`{', as whoever exported it says' if origin else ''}"
@@ -255,7 +281,7 @@ def _license(head, license, target, extras):
     parts = [said, f"The licence of `{target}` is {theirs}."]
     if extras.holds:
         parts.append(f"These files hold {extras.holds} of the target, to which the target's licence applies.")
-    elif family_of(head).name in ("Medusa", "EAGLE-3") and not getattr(head.config, "shared_lm_head", False):
+    elif rules_of(family_of(head)).FROM_LM_HEAD and not head.uses_target_lm_head:
         parts.append(
             "No tensor here is a copy of the target's, but the output matrices may have been started from its lm_head, and "
             "the target's licence may have a say in what is made from it."
@@ -265,3 +291,68 @@ def _license(head, license, target, extras):
     if extras.tokenizer:
         parts.append("The tokenizer files are the target's, copied, for readers that look for them here.")
     return " ".join(parts)
+
+
+def with_tracked_run(card, tracked):
+    """A model card with `tracked` under "wandb" in its front matter; None leaves it as it is."""
+    if tracked is None:
+        return card
+    front, rest = card.split("\n---\n", 1)
+    return f"{front}\n{yaml.safe_dump({'wandb': tracked}, sort_keys=False)}---\n{rest}"
+
+
+def write_plots(output, measured, source=None):
+    """Draw what Measurements hold into output/plots; a drawing of an earlier export in `source` is kept where nothing is newer.
+
+    Returns the names of the files, in the order of CAPTIONS.
+    """
+    drawings, written = _drawings(measured), []
+    for name in CAPTIONS:
+        earlier = None if source is None else Path(source, PLOTS, name)
+        text = as_file(drawings[name])
+        if not text and earlier is not None and earlier.is_file():
+            text = earlier.read_text(encoding="utf-8")
+        if text:
+            Path(output, PLOTS).mkdir(exist_ok=True)
+            Path(output, PLOTS, name).write_text(text, encoding="utf-8")
+            written.append(name)
+    return written
+
+
+def _drawings(measured):
+    """{file: an <svg>, or "" where there are no figures}"""
+    by_temperature = [
+        (f"temperature {one['temperature']:g}", list(enumerate(one["per_position"], start=1)))
+        for one in measured.acceptance
+    ]
+    tree = measured.tree_content
+    rates = tree.get("rates") or measured.rates
+    lines = [line for line in measured.training if line.get("kind") == "train"]
+    count = 0
+    while any(f"head{count}_loss" in line for line in lines):
+        count += 1
+    losses = [
+        (f"head {i}", [(line["step"], line[f"head{i}_loss"]) for line in lines if f"head{i}_loss" in line])
+        for i in range(count)
+    ] or [("", [(line["step"], line["loss"]) for line in lines if "loss" in line])]
+    lengths = [
+        (line["step"], line["acceptance_length"]) for line in measured.training if line.get("kind") == "acceptance"
+    ]
+    return {
+        "acceptance.svg": line_chart(
+            by_temperature,
+            title="Acceptance per drafted token",
+            x_label="drafted token",
+            y_label="share of steps",
+            start=0,
+            y_max=1,
+        ),
+        "rates.svg": heat_map(rates, title="Acceptance per depth and rank") if rates and any(rates) else "",
+        "tree.svg": tree_drawing(tree["parents"], tree["ranks"], rates, title="Draft tree")
+        if "parents" in tree
+        else "",
+        "loss.svg": line_chart(losses, title="Training loss", y_label="loss"),
+        "training.svg": line_chart(
+            [("", lengths)] if len(lengths) > 1 else [], title="Acceptance length", y_label="tokens per step", start=1
+        ),
+    }

@@ -1,14 +1,15 @@
 """heads.export push: send a folder that heads.export wrote to the Hub, or what an earlier push left out."""
 
 import argparse
+import os
 import shlex
 import sys
 from pathlib import Path
 
-from ...heads.checkpoint import find_head, read_config
-from ...heads.storage.user_errors import exit_status
-from ...inference.models.adapter import MERGED_KEY
-from ..tracked_run import tell_tracked_run
+from ..heads.checkpoint import find_head, read_config
+from ..heads.storage.user_errors import exit_status
+from ..inference.models.adapter import MERGED_KEY
+from .provenance import read_front_matter
 from .push import WEIGHTS, PushOptions, check_can_push, push_folder
 
 EXAMPLES = """\
@@ -134,3 +135,37 @@ def given_options(options):
     ):
         words += [option] if value is True else [option, value] if value else []
     return words
+
+
+def tell_tracked_run(folder, address):
+    """Write the Hub's address into the metadata and the description of the W&B artifact that an export's card names.
+
+    What W&B does not take becomes a note: it ends no push.
+    """
+    tracked = read_front_matter(folder).get("wandb")
+    tracked = tracked if isinstance(tracked, dict) else {}
+    if tracked.get("offline"):
+        print(f"note: the run {tracked['run']} was logged to W&B offline, so its artifact does not know the address")
+    elif artifact := tracked.get("artifact"):
+        try:
+            _tell(artifact, address)
+            print(f"the W&B artifact {artifact} names the address")
+        except Exception as error:  # W&B raises whatever it likes, and the push is done
+            said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            print(f"note: the W&B artifact {artifact} does not know the address ({said})")
+
+
+def _tell(name, address):
+    """name: "entity/project/name:alias"."""
+    os.environ.setdefault("WANDB_SILENT", "true")
+    import wandb
+
+    # Verified with the first request; without a prompt, which would wait for somebody.
+    if not wandb.login(prompt=False, verify=False):
+        raise ValueError("W&B is not logged in here, or WANDB_MODE is offline")
+    artifact = wandb.Api().artifact(name)
+    artifact.metadata = artifact.metadata | {"hub": address}
+    line = f"On the Hugging Face Hub: {address}"
+    if line not in (artifact.description or ""):
+        artifact.description = "\n".join(filter(None, (artifact.description, line)))
+    artifact.save()

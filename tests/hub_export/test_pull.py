@@ -22,7 +22,7 @@ from headstart.hub_export.export import main
 from headstart.inference.models.adapter import find_adapter, find_adapter_of
 from headstart.tests.hub_export.short_decoding import coded
 
-ASSETS = Path(__file__).resolve().parents[3] / "assets"
+ASSETS = Path(__file__).resolve().parents[2] / "assets"
 V, PROMPTS = 97, [[5, 17, 80, 3], [9, 9, 61]]
 FORMATS = ("medusa", "mlp-speculator", "eagle-sglang", "speculators")  # one of each family
 
