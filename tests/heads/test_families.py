@@ -162,7 +162,7 @@ def test_a_run_goes_on_with_the_targets_embedding(tmp_path, kind, config):
     else:
         outputs = [head.logits(state) for state in head(torch.randn(1, 5, 2 * H), tokens, positions, documents, 2)]
     sum(output.square().sum() for output in outputs).backward()
-    update(head, optimizer, 0.1, 0.0)
+    update(head, optimizer, lr=0.1, max_norm=0.0)
     moved = {name for name, tensor in head.state_dict().items() if not torch.equal(tensor, expected[name])}
     assert moved == {*expected} - {"embed_tokens.weight", "d2t", "t2d"}
     load_checkpoint(tmp_path / "checkpoints" / "step-000001", head, optimizer, accelerator)

@@ -60,7 +60,7 @@ def cut_prompts(documents, length, count, seed):
     return pieces[:count] if count else pieces
 
 
-def generated_documents(run, llm, target_name, prompts, answer_tokens, seed, accelerator, note):
+def generated_documents(run, llm, target_name, *, prompts, answer_tokens, seed, accelerator, note):
     """Documents (ids, supervised) whose answers, the supervised part, the target drew; read from the run folder if they are there.
 
     run: the run folder; prompts: lists of token ids. Every rank generates its share, with a bar on the main one, and all return the

@@ -46,7 +46,7 @@ def warmup_cosine(step, num_steps, peak, warmup_ratio, min_ratio):
     return peak * (min_ratio + (1 - min_ratio) * (1 + math.cos(math.pi * progress)) / 2)
 
 
-def finish_step(head, optimizer, shares, accelerator, lr, max_norm, max_value=0.0):
+def finish_step(head, optimizer, shares, *, accelerator, lr, max_norm, max_value=0.0):
     """Add up what the ranks found and make one optimiser step with it (see `update`).
 
     shares: of `accumulate_gradients`, one per micro-step of this rank. Returns (their sum over all ranks, the gradient's norm).
@@ -58,13 +58,13 @@ def finish_step(head, optimizer, shares, accelerator, lr, max_norm, max_value=0.
         raise NonFiniteLoss("loss", [i for i, share in enumerate(shares) if not share[:, 0].isfinite().all()])
     if accelerator.num_processes > 1:  # the ranks' shares are divided by the global number of labels already
         optimizer.sum_gradients()
-    grad_norm = update(head, optimizer, lr, max_norm, max_value)
+    grad_norm = update(head, optimizer, lr=lr, max_norm=max_norm, max_value=max_value)
     if not math.isfinite(grad_norm):
         raise NonFiniteLoss("gradient", list(range(len(shares))))
     return totals, grad_norm
 
 
-def update(head, optimizer, lr, max_norm, max_value=0.0):
+def update(head, optimizer, *, lr, max_norm, max_value=0.0):
     """One optimiser step with the gradients at hand, unless their norm is not finite. Returns the norm before clipping.
 
     lr: of the head; a group of the optimiser that has a "rate" learns at that multiple of it.

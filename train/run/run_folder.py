@@ -9,7 +9,8 @@ import os
 import shutil
 import signal
 import sys
-from dataclasses import MISSING, asdict, fields
+from collections.abc import Callable
+from dataclasses import MISSING, asdict, dataclass, fields
 from datetime import timedelta
 from pathlib import Path
 
@@ -37,12 +38,28 @@ from .lineage import find_sources
 from .optimization import choose_autocast
 from .recipe import resolved_values, save_recipe
 from .run_lock import claim, release
+from .run_recipe import CHANGEABLE
 from .tracking import PLACE_FILE, MetricsFile, WandbTracker, has_wandb, peak_memory
 
 
+@dataclass(frozen=True)
+class Processes:
+    """The processes that train, as one of them sees them.
+
+    note(text): tells the user something, on the main rank only. resumed: the checkpoint folder that the run goes on from, or None.
+    """
+
+    accelerator: Accelerator
+    note: Callable
+    resumed: Path | None
+
+    @property
+    def device(self):
+        return self.accelerator.device
+
+
 def start_processes(recipe, name):
-    """(Accelerator, note, resumed): this process among those that train, how it tells the user something (main rank only), and the
-    checkpoint folder that the run goes on from, or None.
+    """Processes of a run.
 
     name: the trainer's, before every note. Seeds every random generator. Raises ValueError for an output that cannot be used, for
     a damaged checkpoint, and for another set-up than those of configs/accelerate.
@@ -75,7 +92,7 @@ def start_processes(recipe, name):
     if recipe.resume and not resumed:
         note(f"{recipe.output} was stopped before its first checkpoint: starting from step 0")
     set_seed(recipe.seed)
-    return accelerator, note, resumed
+    return Processes(accelerator, note, resumed)
 
 
 def patient_processes():
@@ -110,15 +127,14 @@ class RunFolder:
     step, tokens: what is done so far. precision: "bf16" or "no", what `autocast` came to when the run was started.
     """
 
-    def __init__(
-        self, recipe, resumed, changeable, rows, num_steps, head, optimizer, target, accelerator, note, adapter=None
-    ):
+    def __init__(self, recipe, processes, *, rows, num_steps, head, optimizer, target, adapter=None):
         """Make or reopen it; of a resumed run, put head, optimiser and random generators into the state of the checkpoint.
 
-        resumed: checkpoint folder or None; changeable: keys that a resumed run may be told anew; rows: {"rows": fingerprint,
-        "rows_per_step": int}, which it may not; num_steps: of the whole run; adapter: a TargetAdapter that is trained beside the
-        head, or None. Raises ValueError if it is another run that goes on, or one that is further than it shall get.
+        rows: {"rows": fingerprint, "rows_per_step": int}, which a resumed run may not be told anew; num_steps: of the whole run;
+        adapter: a TargetAdapter that is trained beside the head, or None. Raises ValueError if it is another run that goes on, or
+        one that is further than it shall get.
         """
+        accelerator, note, resumed = processes.accelerator, processes.note, processes.resumed
         self.path, self.num_kept = Path(recipe.output), recipe.keep_checkpoints
         self.keeps_held_out = not are_shipped(recipe.data, recipe.eval_data, recipe.target)
         self.accelerator, self.is_main, self.note = accelerator, accelerator.is_main_process, note
@@ -134,7 +150,7 @@ class RunFolder:
         self.saved_step = -1
         if resumed:
             defaults = {f.name: f.default for f in fields(recipe) if f.default is not MISSING}
-            self.state = check_same_run(read_state(resumed), self.state, defaults, changeable, note)
+            self.state = check_same_run(read_state(resumed), self.state, defaults, CHANGEABLE, note)
             if self.step > num_steps:
                 raise ValueError(
                     f"{resumed} has {self.step} steps behind it, and the run shall end after {num_steps}: set max_steps to at "
