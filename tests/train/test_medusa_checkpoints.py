@@ -128,8 +128,8 @@ def test_going_back_keeps_what_is_saved_and_drops_the_steps_given_up(arguments, 
     keys = {"max_steps": 8, "checkpoint_every": 2, "keep_checkpoints": 2}
     kept, save = [], run_folder.save_checkpoint
 
-    def save_and_look(*arguments):
-        save(*arguments)
+    def save_and_look(*given, **named):
+        save(*given, **named)
         kept.append([int(path.name.split("-")[1]) for path in list_checkpoints(tmp_path / "run")])
 
     monkeypatch.setattr(run_folder, "save_checkpoint", save_and_look)

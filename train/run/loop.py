@@ -88,7 +88,8 @@ class Training:
     def __iter__(self):
         recipe, run, stop = self.recipe, self.run, self.stop
         if recipe.cache_features and run.step < self.num_steps:
-            self.cache = cache_features(run, recipe, self.target, self.packed, stop, self.head.aux_layers)
+            layers = self.head.aux_layers
+            self.cache = cache_features(run, recipe, self.target, packed=self.packed, stop=stop, layers=layers)
             if self.cache is None:
                 run.save(self.head, self.optimizer)
                 self.status = run.leave_early(stop)

@@ -142,9 +142,8 @@ class RunFolder:
         if resumed and recipe.autocast == "auto":  # what was measured when the run was started
             self.precision = read_state(resumed)["recipe"]["autocast"]
         else:
-            sizes = target.hidden_size, target.vocab_size
             # On a CPU it is measured: the main rank's answer is everybody's.
-            (self.precision,) = broadcast_object_list([choose_autocast(recipe.autocast, *sizes, accelerator.device)])
+            (self.precision,) = broadcast_object_list([choose_autocast(recipe.autocast, target, accelerator.device)])
         values = resolved_values(recipe) | {"autocast": self.precision, "resume": False, "resume_from": ""}
         self.state = {"step": 0, "tokens": 0, **rows, "recipe": values}
         self.saved_step = -1
@@ -263,8 +262,16 @@ class RunFolder:
     def save(self, head, optimizer):
         """Write a checkpoint of this step, unless there is one; called on every rank."""
         if self.step != self.saved_step:
-            kept = (self.state, self.accelerator, self.num_kept, self.adapter)
-            save_checkpoint(self.path, self.step, head, optimizer, *kept)
+            save_checkpoint(
+                self.path,
+                self.step,
+                head=head,
+                optimizer=optimizer,
+                state=self.state,
+                accelerator=self.accelerator,
+                num_kept=self.num_kept,
+                adapter=self.adapter,
+            )
             self.saved_step = self.step
             if self.is_main and self.log_checkpoints:
                 newest = list_checkpoints(self.path)[-1]
