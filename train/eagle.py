@@ -21,7 +21,7 @@ import torch
 
 from headstart.heads.eagle import Eagle, EagleConfig
 from headstart.train.data.rows import build_rows, load_documents, row_of_many_documents
-from headstart.train.loss.distillation import Objective, accumulate_gradients, summarize
+from headstart.train.loss.distillation import Objective, summarize
 from headstart.train.loss.losses import Loss
 from headstart.train.run.acceptance import build_meter
 from headstart.train.run.loop import Training
@@ -139,17 +139,7 @@ def main(argv):
                     features = add_noise(features, document_ids, recipe.noise, seeds)
                 with training.autocast:
                     predictions = head.predict(features, *batch.inputs, target.lm_head.weight, recipe.num_steps)
-                    totals = accumulate_gradients(
-                        predictions,
-                        batch.last,
-                        batch.labels,
-                        lm_head=target.lm_head,
-                        objective=step.objective,
-                        num_labels=step.num_labels,
-                        chunk_tokens=recipe.chunk_tokens,
-                        with_hits=step.logs,
-                    )
-                    step.add(totals)  # [K, 5 or 6]
+                    step.backward(predictions, batch)
             totals = step.finish(recipe.max_grad_value)
             if step.logs:
                 step.record(summarize(totals, step.objective, step.num_labels))

@@ -26,7 +26,7 @@ from headstart.heads.draft_vocabulary import build_draft_vocabulary
 from headstart.heads.eagle3 import MOST_STEPS, Eagle3, Eagle3Config, default_aux_layers
 from headstart.inference.models.target_source import eos_token_ids
 from headstart.train.data.rows import answer_ends, build_rows, load_documents, row_of_many_documents
-from headstart.train.loss.distillation import Objective, accumulate_gradients, summarize
+from headstart.train.loss.distillation import Objective, summarize
 from headstart.train.loss.losses import Loss
 from headstart.train.run.acceptance import build_meter
 from headstart.train.run.loop import Training
@@ -170,17 +170,7 @@ def main(argv):
             for batch in step:
                 with training.autocast:
                     predictions = head.predict(batch.features, *batch.inputs, target.lm_head.weight, recipe.num_steps)
-                    totals = accumulate_gradients(
-                        predictions,
-                        batch.last,
-                        batch.labels,
-                        lm_head=target.lm_head,
-                        objective=step.objective,
-                        num_labels=step.num_labels,
-                        chunk_tokens=recipe.chunk_tokens,
-                        with_hits=step.logs,
-                    )
-                    step.add(totals)  # [K, 5]
+                    step.backward(predictions, batch)
             totals = step.finish()
             if step.logs:
                 step.record(summarize(totals, step.objective, step.num_labels))

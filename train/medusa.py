@@ -21,7 +21,7 @@ import torch
 
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.train.data.rows import build_rows, load_documents, row_of_many_documents
-from headstart.train.loss.distillation import Objective, accumulate_gradients, summarize
+from headstart.train.loss.distillation import Objective, summarize
 from headstart.train.loss.joint import TARGET_LOSSES, AdaptedMeter, accumulate_joint_gradients, summarize_joint
 from headstart.train.loss.losses import Loss
 from headstart.train.run.acceptance import build_meter
@@ -165,8 +165,6 @@ def main(argv):
         adapter=adapter,
     ) as training:
         for step in training:
-            asked = {"objective": step.objective, "num_labels": step.num_labels}
-            asked |= {"chunk_tokens": recipe.chunk_tokens, "with_hits": step.logs}
             for batch in step:
                 if adapter:
                     totals = accumulate_joint_gradients(
@@ -175,17 +173,18 @@ def main(argv):
                         adapter,
                         inputs=batch.inputs,
                         labels=batch.labels,
+                        objective=step.objective,
                         target_loss=recipe.target_loss,
+                        num_labels=step.num_labels,
+                        chunk_tokens=recipe.chunk_tokens,
                         autocast=training.autocast,
-                        **asked,
-                    )  # [1 + K, 5]
+                        with_hits=step.logs,
+                    )
+                    step.add(totals)  # [1 + K, 5]
                 else:
                     with training.autocast:
                         predictions = head.predict(batch.features, *batch.inputs, target.lm_head.weight)
-                        totals = accumulate_gradients(
-                            predictions, batch.last, batch.labels, lm_head=target.lm_head, **asked
-                        )  # [K, 5]
-                step.add(totals)
+                        step.backward(predictions, batch)
             totals = step.finish()
             if step.logs:
                 summary = summarize_joint if adapter else summarize

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 from headstart.train.data.generated_text import build_generator, cut_prompts, generated_documents
 from headstart.train.data.rows import build_rows, load_documents, row_of_many_documents, supervise_all
-from headstart.train.loss.distillation import Objective, accumulate_gradients, summarize
+from headstart.train.loss.distillation import Objective, summarize
 from headstart.train.loss.losses import Loss
 from headstart.train.run.acceptance import build_meter
 from headstart.train.run.loop import Training
@@ -149,17 +149,7 @@ def main(argv):
             for batch in step:
                 with training.autocast:
                     predictions = head.predict(batch.features, *batch.inputs)
-                    totals = accumulate_gradients(
-                        predictions,
-                        batch.last,
-                        batch.labels,
-                        lm_head=target.lm_head,
-                        objective=step.objective,
-                        num_labels=step.num_labels,
-                        chunk_tokens=recipe.chunk_tokens,
-                        with_hits=step.logs,
-                    )
-                    step.add(totals)  # [K, 5]
+                    step.backward(predictions, batch)
             totals = step.finish()
             if step.logs:
                 step.record(summarize(totals, step.objective, step.num_labels))

@@ -5,13 +5,13 @@
             for batch in step:
                 with training.autocast:
                     predictions = head.predict(batch.features, *batch.inputs, target.lm_head.weight)
-                    step.add(accumulate_gradients(predictions, batch.last, batch.labels, ...))
+                    step.backward(predictions, batch)
             totals = step.finish()
             if step.logs:
                 step.record(summarize(totals, step.objective, step.num_labels))
     return training.status
 
-It does not: know families of heads, predict, or choose a loss.
+It does not: know families of heads, predict, or choose an objective.
 
 Letters: R rows, T tokens per row, B rows of a micro-batch, M = B T, H hidden size, K depths.
 """
@@ -23,7 +23,7 @@ import torch
 from tqdm import tqdm
 
 from ..data.rows import deal_rows, describe_non_finite, fingerprint, rows_of_step, select_rows
-from ..loss.distillation import Labels, find_labels
+from ..loss.distillation import Labels, accumulate_gradients, find_labels
 from ..teacher.feature_cache import cache_features
 from .optimization import finish_step
 from .run_folder import RunFolder
@@ -115,7 +115,7 @@ class Training:
 
 
 class Step:
-    """One optimiser step. Iterating yields this rank's micro-batches; `add` takes what each gave, `finish` moves the weights.
+    """One optimiser step. Iterating yields this rank's micro-batches; `backward` is called for each, `finish` moves the weights.
 
     number: steps before this one. objective: what it minimises. num_labels: of its micro-batches on all ranks, known beforehand,
     by which the loss is divided. logs: whether its figures are due.
@@ -145,8 +145,22 @@ class Step:
                 last, features = training.target.split(features, layers)
             yield Batch(first, inputs, labels, last, features)
 
+    def backward(self, predictions, batch):
+        """Add the gradient of a micro-batch's loss to the parameters behind the predictions, chunk by chunk."""
+        totals = accumulate_gradients(
+            predictions,
+            batch.last,
+            batch.labels,
+            lm_head=self.training.target.lm_head,
+            objective=self.objective,
+            num_labels=self.num_labels,
+            chunk_tokens=self.training.recipe.chunk_tokens,
+            with_hits=self.logs,
+        )
+        self.add(totals)  # [K, 5], or [K, 6] with losses of features
+
     def add(self, totals):
-        """Take what accumulate_gradients or accumulate_joint_gradients returned for a micro-batch."""
+        """Take the totals of a micro-batch whose gradient is there already: `backward` does, and a joint stage by itself."""
         self.shares.append(totals)
 
     def finish(self, max_value=0.0):
