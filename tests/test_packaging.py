@@ -50,7 +50,7 @@ PUBLIC = {
     "part_files regenerate_options rows",
     "train/loss": "distillation joint losses",
     "train/report": "dashboard page report workspace",
-    "train/run": "acceptance optimization recipe run_folder run_recipe stopping tracking wandb_login",
+    "train/run": "acceptance loop optimization recipe run_folder run_recipe start_head stopping wandb_login",
     "train/teacher": "feature_cache features sharded_target target_adapter",
     "hub_export": "inspect_head",
     "hub_export/readers": "readers",

@@ -21,34 +21,20 @@ optimiser step. It does not: mix several data sets.
 from dataclasses import dataclass
 
 import torch
-from tqdm import tqdm
 
 from headstart.heads.draft_vocabulary import build_draft_vocabulary
 from headstart.heads.eagle3 import MOST_STEPS, Eagle3, Eagle3Config, default_aux_layers
 from headstart.inference.models.target_source import eos_token_ids
-from headstart.train.data.conversations import load_conversations
-from headstart.train.data.held_out import choose_held_out
-from headstart.train.data.rows import (
-    answer_ends,
-    build_rows,
-    choose_documents,
-    deal_rows,
-    describe_non_finite,
-    fingerprint,
-    row_of_many_documents,
-    rows_of_step,
-    select_rows,
-)
-from headstart.train.loss.distillation import Objective, accumulate_gradients, find_labels, summarize
+from headstart.train.data.rows import answer_ends, build_rows, load_documents, row_of_many_documents
+from headstart.train.loss.distillation import Objective, summarize
 from headstart.train.loss.losses import Loss
-from headstart.train.run.acceptance import AcceptanceMeter
-from headstart.train.run.optimization import build_optimizer, finish_step
+from headstart.train.run.acceptance import build_meter
+from headstart.train.run.loop import Training
+from headstart.train.run.optimization import build_optimizer
 from headstart.train.run.recipe import key, parse_recipe
-from headstart.train.run.run_folder import RunFolder, start_processes
-from headstart.train.run.run_recipe import CHANGEABLE, RunRecipe, is_due
-from headstart.train.run.stopping import StopSignals, run_script
-from headstart.train.run.tracking import Speedometer
-from headstart.train.teacher.feature_cache import cache_features
+from headstart.train.run.run_folder import start_processes
+from headstart.train.run.run_recipe import RunRecipe
+from headstart.train.run.stopping import run_script
 from headstart.train.teacher.features import FrozenTarget, load_target
 
 
@@ -113,7 +99,7 @@ def choose_aux_layers(recipe, target):
     return layers
 
 
-def choose_draft_vocabulary(packed, size, stop_ids, vocab_size, tokenizer, note):
+def choose_draft_vocabulary(packed, size, stop_ids, *, vocab_size, tokenizer, note):
     """(d2t, t2d) of the `size` tokens that the rows supervise most, stop_ids in any case; `note(text)` is told what it costs."""
     tokens = packed.input_ids[packed.supervised]
     d2t, t2d = build_draft_vocabulary(torch.bincount(tokens, minlength=vocab_size), size, stop_ids)
@@ -134,124 +120,61 @@ def choose_draft_vocabulary(packed, size, stop_ids, vocab_size, tokenizer, note)
 def main(argv):
     """Train as `argv` (list of str) says. Returns 0, or 128 + the signal that ended the run early, checkpoint saved."""
     recipe = parse_recipe(Recipe, argv, __doc__)
-    accelerator, note, resumed = start_processes(recipe, "eagle3")
-    device, main_rank = accelerator.device, accelerator.is_main_process
+    processes = start_processes(recipe, "eagle3")
+    device, note = processes.device, processes.note
 
     # Target, rows, head.
     model, tokenizer = load_target(recipe.target, device, recipe.target_dtype)
     target = FrozenTarget(model)
-    longest = target.check_row_length(recipe.row_length)
-    layers = choose_aux_layers(recipe, target)
+    target.check_row_length(recipe.row_length)
     config = target.layer_config(
         Eagle3Config,
         draft_vocab_size=recipe.draft_vocab_size or target.vocab_size,
-        aux_layer_ids=layers,
+        aux_layer_ids=choose_aux_layers(recipe, target),
         hidden_size=recipe.hidden_size or target.hidden_size,
         num_speculative_tokens=recipe.num_speculative_tokens,
         base_model_name_or_path=recipe.target,
     )
-    conversations = load_conversations(recipe.data, note=note)
-    conversations, held_out = choose_held_out(
-        recipe.data, recipe.eval_data, recipe.target, conversations, recipe.eval_prompts, note
-    )
-    documents = choose_documents(tokenizer, conversations, recipe.row_length, recipe.max_tokens, recipe.seed)
+    documents, held_out = load_documents(recipe, tokenizer, note)
     packed, labels_per_row = build_rows(documents, recipe.row_length, tokenizer.pad_token_id, note)
-    target.check(*select_rows(packed, [row_of_many_documents(packed)], device)[:3])
+    target.check(*row_of_many_documents(packed, device))
     head = Eagle3(config)
     if config.draft_vocab_size < target.vocab_size:
-        stop_ids = eos_token_ids(model, model.config, tokenizer)
-        sizes = config.draft_vocab_size, stop_ids, target.vocab_size
-        head.set_draft_vocabulary(*choose_draft_vocabulary(packed, *sizes, tokenizer, note))
+        vocabulary = choose_draft_vocabulary(
+            packed,
+            config.draft_vocab_size,
+            eos_token_ids(model, model.config, tokenizer),
+            vocab_size=target.vocab_size,
+            tokenizer=tokenizer,
+            note=note,
+        )
+        head.set_draft_vocabulary(*vocabulary)
     target.initialize(head)
     head.to(device)
     optimizer = build_optimizer(head, recipe.weight_decay, recipe.beta1, recipe.beta2)
+    meter = build_meter(recipe, target, head, held_out, tokenizer=tokenizer, note=note)
 
-    def predict(features, *batch, num_steps=recipe.num_speculative_tokens):
-        return head.predict(features[..., target.hidden_size :], *batch, num_steps=num_steps)
-
-    # The engine is built before any feature is trained on: it packs the target's weights, and packed products may differ from
-    # separate ones in the last bit, which a resumed run must not see.
-    meter = None
-    if held_out:
-        options = {
-            "max_tokens": recipe.eval_tokens,
-            "max_length": min(longest, 2 * recipe.row_length),
-            "layers": layers,
-        }
-        meter = AcceptanceMeter(target, tokenizer, head, predict, held_out, recipe.chunk_tokens, note, **options)
-    rows_per_step = recipe.batch_rows * recipe.accumulate * accelerator.num_processes
-    num_steps = recipe.num_updates(len(labels_per_row), rows_per_step)
-    rows = {"rows": fingerprint(packed), "rows_per_step": rows_per_step}
-
-    # From here on the run folder exists, and a signal leaves a run that resumes.
-    with (
-        StopSignals() as stop,
-        RunFolder(recipe, resumed, CHANGEABLE, rows, num_steps, head, optimizer, target, accelerator, note) as run,
-        tqdm(total=num_steps, initial=run.step, desc="training", unit="step", disable=not main_rank) as bar,
-    ):
-        run.keep_held_out(held_out)
-        cache = None
-        if recipe.cache_features and run.step < num_steps:
-            cache = cache_features(run, recipe, target, packed, stop, layers)
-            if cache is None:
-                run.save(head, optimizer)
-                return run.leave_early(stop)
-            bar.unpause()  # steps take what steps take, not what the features took
-
-        def make_ready(index):
-            parts = select_rows(packed, index, device)
-            return *parts, cache.rows(index, device) if cache else target.features(*parts[:3], layers)
-
-        order = deal_rows(range(run.step, num_steps), len(labels_per_row), recipe, accelerator)
-        batches = ((index, *make_ready(index)) for index in order)
-        autocast = torch.autocast(device.type, torch.bfloat16, enabled=run.precision == "bf16")
-        tokens_per_row = (packed.document_ids >= 0).sum(1).numpy()  # [R]
-        objective = recipe.objective.at(run.rates)
-        speed = Speedometer(run.tokens)
-
-        while True:
-            # Once in a while: measure, save, leave. It comes first, so that a resumed run makes up for what was due.
-            step, stopping = run.step, stop.agreed(accelerator)
-            if meter and is_due(step, num_steps, recipe.eval_every) and not stopping:
-                run.measure(meter)
-                speed.start(run.tokens)
-            if stopping or is_due(step, num_steps, recipe.checkpoint_every):
-                run.save(head, optimizer)
-            if stopping:
-                return run.leave_early(stop)
-            if step == num_steps:
-                break
-
-            # Forward and backward. The divisor is the whole step's, over all micro-steps and ranks, known beforehand.
-            rows = rows_of_step(step, rows_per_step, len(labels_per_row), recipe.seed)
-            logs = is_due(step + 1, num_steps, recipe.log_every)
-            num_labels = int(labels_per_row[rows].sum())
-            fed, shares = [], []
-            for _ in range(recipe.accumulate):
-                index, *batch, supervised, features = next(batches)  # [B], [B, T] each, [B, T, (1 + A) H]
-                input_ids, _, document_ids = batch
-                labels = find_labels(input_ids, document_ids, supervised, recipe.num_steps)
-                projection = (target.lm_head, objective, num_labels, recipe.chunk_tokens)
-                last = features[..., : target.hidden_size].flatten(0, 1)  # [M, H]
-                with autocast:
-                    predictions = predict(features, *batch, num_steps=recipe.num_steps)
-                    share = accumulate_gradients(predictions, last, labels, *projection, logs)
-                fed.append(index.tolist())
-                shares.append(share)  # [K, 5]
-
-            # The ranks' shares add up; a number that is not finite stops the run before it reaches the weights.
-            lr = recipe.learning_rate(step, num_steps)
-            with describe_non_finite(step, packed, fed, tokenizer):
-                totals, grad_norm = finish_step(head, optimizer, shares, accelerator, lr, recipe.max_grad_norm)
-
-            objective = objective.after(totals)
-            run.advance(int(tokens_per_row[rows].sum()), objective.rates)
-            bar.update()
-            if logs:
-                figures = summarize(totals, objective, num_labels) | {"lr": lr, "grad_norm": grad_norm}
-                run.record_step(figures, speed, bar)
-        run.finish(head)
-    return 0
+    with Training(
+        recipe,
+        processes,
+        target=target,
+        tokenizer=tokenizer,
+        head=head,
+        optimizer=optimizer,
+        packed=packed,
+        labels_per_row=labels_per_row,
+        held_out=held_out,
+        meter=meter,
+    ) as training:
+        for step in training:
+            for batch in step:
+                with training.autocast:
+                    predictions = head.predict(batch.features, *batch.inputs, target.lm_head.weight, recipe.num_steps)
+                    step.backward(predictions, batch)
+            totals = step.finish()
+            if step.logs:
+                step.record(summarize(totals, step.objective, step.num_labels))
+    return training.status
 
 
 if __name__ == "__main__":

@@ -15,38 +15,21 @@ Every rank knows all rows and their order, so label counts need no communication
 optimiser step. It does not: mix several data sets, feed steps with their own drafts.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-import torch
-from tqdm import tqdm
-
-from headstart.heads.checkpoint import load_head
-from headstart.heads.families import family_of
 from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
-from headstart.train.data.conversations import load_conversations
 from headstart.train.data.generated_text import build_generator, cut_prompts, generated_documents
-from headstart.train.data.held_out import choose_held_out
-from headstart.train.data.rows import (
-    build_rows,
-    choose_documents,
-    deal_rows,
-    describe_non_finite,
-    fingerprint,
-    row_of_many_documents,
-    rows_of_step,
-    select_rows,
-    supervise_all,
-)
-from headstart.train.loss.distillation import Objective, accumulate_gradients, find_labels, summarize
+from headstart.train.data.rows import build_rows, load_documents, row_of_many_documents, supervise_all
+from headstart.train.loss.distillation import Objective, summarize
 from headstart.train.loss.losses import Loss
-from headstart.train.run.acceptance import AcceptanceMeter
-from headstart.train.run.optimization import build_optimizer, finish_step
+from headstart.train.run.acceptance import build_meter
+from headstart.train.run.loop import Training
+from headstart.train.run.optimization import build_optimizer
 from headstart.train.run.recipe import key, parse_recipe
-from headstart.train.run.run_folder import RunFolder, begin_folder, start_processes
-from headstart.train.run.run_recipe import CHANGEABLE, RunRecipe, is_due
-from headstart.train.run.stopping import StopSignals, run_script
-from headstart.train.run.tracking import Speedometer
-from headstart.train.teacher.feature_cache import cache_features
+from headstart.train.run.run_folder import begin_folder, start_processes
+from headstart.train.run.run_recipe import RunRecipe
+from headstart.train.run.start_head import load_start
+from headstart.train.run.stopping import run_script
 from headstart.train.teacher.features import FrozenTarget, load_target
 from headstart.train.teacher.sharded_target import check_whole_target
 
@@ -97,148 +80,80 @@ def build_head(recipe, target, resumed):
 
     resumed: the checkpoint that will be loaded into it, which makes a start of another run's head needless; or None.
     """
-    inner_size = recipe.inner_size or target.hidden_size
-    shape = (
-        target.hidden_size,
-        target.vocab_size,
-        inner_size,
-        recipe.num_steps,
-        recipe.tie_weights,
-        recipe.scale_input,
+    config = MLPSpeculatorConfig(
+        hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        inner_size=recipe.inner_size or target.hidden_size,
+        num_steps=recipe.num_steps,
+        tie_weights=recipe.tie_weights,
+        scale_input=recipe.scale_input,
+        base_model_name_or_path=recipe.target,
     )
-    config = MLPSpeculatorConfig(*shape, base_model_name_or_path=recipe.target)
     if resumed or not recipe.start_from:
         return MLPSpeculator(config)
-    head = load_head(recipe.start_from, dtype="float32")
-    if not isinstance(head, MLPSpeculator):
-        raise ValueError(
-            f"start_from {recipe.start_from!r} holds a head of the family {family_of(head).name}, not an MLP speculator"
-        )
-    for f in fields(config):
-        found, wanted = getattr(head.config, f.name), getattr(config, f.name)
-        if found != wanted and f.name != "base_model_name_or_path":
-            raise ValueError(
-                f"start_from {recipe.start_from!r} is a head of {f.name} {found!r}, this run asks for {wanted!r}"
-            )
-    return head
+    return load_start(recipe.start_from, MLPSpeculator, config, called="an MLP speculator", has="is a head of")
 
 
 def main(argv):
     """Train as `argv` (list of str) says. Returns 0, or 128 + the signal that ended the run early, checkpoint saved."""
     recipe = parse_recipe(Recipe, argv, __doc__)
-    accelerator, note, resumed = start_processes(recipe, "mlp_speculator")
+    processes = start_processes(recipe, "mlp_speculator")
+    device, note = processes.device, processes.note
     if recipe.stage == 2:
         check_whole_target("stage 2, which generates text with the engine,")
-    device, main_rank = accelerator.device, accelerator.is_main_process
 
     # Target, rows, head.
     model, tokenizer = load_target(recipe.target, device, recipe.target_dtype)
     target = FrozenTarget(model)
-    longest = target.check_row_length(recipe.row_length)
+    target.check_row_length(recipe.row_length)
     generator = None
     if recipe.stage == 2:
         generator = build_generator(target, tokenizer, recipe.prompt_tokens + recipe.answer_tokens)
-    head = build_head(recipe, target, resumed).to(device)
-    conversations = load_conversations(recipe.data, note=note)
-    conversations, held_out = choose_held_out(
-        recipe.data, recipe.eval_data, recipe.target, conversations, recipe.eval_prompts, note
-    )
-    documents = choose_documents(tokenizer, conversations, recipe.row_length, recipe.max_tokens, recipe.seed)
+    head = build_head(recipe, target, processes.resumed).to(device)
+    documents, held_out = load_documents(recipe, tokenizer, note)
     kind = "generated texts" if generator else "conversations"
     if generator:
-        if not resumed:
-            begin_folder(recipe, accelerator)
-        prompts = cut_prompts(documents, recipe.prompt_tokens, recipe.num_prompts, recipe.seed)
-        given = (prompts, recipe.answer_tokens, recipe.seed)
-        documents = generated_documents(recipe.output, generator, recipe.target, *given, accelerator, note)
+        if not processes.resumed:
+            begin_folder(recipe, processes.accelerator)
+        documents = generated_documents(
+            recipe.output,
+            generator,
+            recipe.target,
+            prompts=cut_prompts(documents, recipe.prompt_tokens, recipe.num_prompts, recipe.seed),
+            answer_tokens=recipe.answer_tokens,
+            seed=recipe.seed,
+            accelerator=processes.accelerator,
+            note=note,
+        )
         generator = None  # its cache is free again
     if recipe.supervise == "all":
         documents = supervise_all(documents)
     packed, labels_per_row = build_rows(documents, recipe.row_length, tokenizer.pad_token_id, note, kind)
-    target.check(*select_rows(packed, [row_of_many_documents(packed)], device)[:3])
+    target.check(*row_of_many_documents(packed, device))
     optimizer = build_optimizer(head, recipe.weight_decay, recipe.beta1, recipe.beta2)
+    meter = build_meter(recipe, target, head, held_out, tokenizer=tokenizer, note=note)
 
-    def predict(features, input_ids, position_ids, document_ids):
-        return head.predict(features, input_ids, position_ids, document_ids)
-
-    # The engine is built before any feature is trained on: it packs the target's weights, and packed products may differ from
-    # separate ones in the last bit, which a resumed run must not see.
-    meter = None
-    if held_out:
-        options = {"max_tokens": recipe.eval_tokens, "max_length": min(longest, 2 * recipe.row_length)}
-        meter = AcceptanceMeter(target, tokenizer, head, predict, held_out, recipe.chunk_tokens, note, **options)
-    rows_per_step = recipe.batch_rows * recipe.accumulate * accelerator.num_processes
-    num_steps = recipe.num_updates(len(labels_per_row), rows_per_step)
-    rows = {"rows": fingerprint(packed), "rows_per_step": rows_per_step}
-
-    # From here on the run folder exists, and a signal leaves a run that resumes.
-    with (
-        StopSignals() as stop,
-        RunFolder(recipe, resumed, CHANGEABLE, rows, num_steps, head, optimizer, target, accelerator, note) as run,
-        tqdm(total=num_steps, initial=run.step, desc="training", unit="step", disable=not main_rank) as bar,
-    ):
-        run.keep_held_out(held_out)
-        cache = None
-        if recipe.cache_features and run.step < num_steps:
-            cache = cache_features(run, recipe, target, packed, stop)
-            if cache is None:
-                run.save(head, optimizer)
-                return run.leave_early(stop)
-            bar.unpause()  # steps take what steps take, not what the features took
-
-        def make_ready(index):
-            parts = select_rows(packed, index, device)
-            return *parts, cache.rows(index, device) if cache else target.features(*parts[:3])
-
-        order = deal_rows(range(run.step, num_steps), len(labels_per_row), recipe, accelerator)
-        batches = ((index, *make_ready(index)) for index in order)
-        autocast = torch.autocast(device.type, torch.bfloat16, enabled=run.precision == "bf16")
-        tokens_per_row = (packed.document_ids >= 0).sum(1).numpy()  # [R]
-        objective = recipe.objective.at(run.rates)
-        speed = Speedometer(run.tokens)
-
-        while True:
-            # Once in a while: measure, save, leave. It comes first, so that a resumed run makes up for what was due.
-            step, stopping = run.step, stop.agreed(accelerator)
-            if meter and is_due(step, num_steps, recipe.eval_every) and not stopping:
-                run.measure(meter)
-                speed.start(run.tokens)
-            if stopping or is_due(step, num_steps, recipe.checkpoint_every):
-                run.save(head, optimizer)
-            if stopping:
-                return run.leave_early(stop)
-            if step == num_steps:
-                break
-
-            # Forward and backward. The divisor is the whole step's, over all micro-steps and ranks, known beforehand.
-            rows = rows_of_step(step, rows_per_step, len(labels_per_row), recipe.seed)
-            logs = is_due(step + 1, num_steps, recipe.log_every)
-            num_labels = int(labels_per_row[rows].sum())
-            fed, shares = [], []
-            for _ in range(recipe.accumulate):
-                index, *batch, supervised, features = next(batches)  # [B], [B, T] each, [B, T, H]
-                input_ids, _, document_ids = batch
-                labels = find_labels(input_ids, document_ids, supervised, recipe.num_steps)
-                projection = (target.lm_head, objective, num_labels, recipe.chunk_tokens)
-                with autocast:
-                    predictions = predict(features, *batch)
-                    share = accumulate_gradients(predictions, features.flatten(0, 1), labels, *projection, logs)
-                fed.append(index.tolist())
-                shares.append(share)  # [K, 5]
-
-            # The ranks' shares add up; a number that is not finite stops the run before it reaches the weights.
-            lr = recipe.learning_rate(step, num_steps)
-            with describe_non_finite(step, packed, fed, tokenizer):
-                totals, grad_norm = finish_step(head, optimizer, shares, accelerator, lr, recipe.max_grad_norm)
-
-            objective = objective.after(totals)
-            run.advance(int(tokens_per_row[rows].sum()), objective.rates)
-            bar.update()
-            if logs:
-                figures = summarize(totals, objective, num_labels) | {"lr": lr, "grad_norm": grad_norm}
-                run.record_step(figures, speed, bar)
-        run.finish(head)
-    return 0
+    with Training(
+        recipe,
+        processes,
+        target=target,
+        tokenizer=tokenizer,
+        head=head,
+        optimizer=optimizer,
+        packed=packed,
+        labels_per_row=labels_per_row,
+        held_out=held_out,
+        meter=meter,
+    ) as training:
+        for step in training:
+            for batch in step:
+                with training.autocast:
+                    predictions = head.predict(batch.features, *batch.inputs)
+                    step.backward(predictions, batch)
+            totals = step.finish()
+            if step.logs:
+                step.record(summarize(totals, step.objective, step.num_labels))
+    return training.status
 
 
 if __name__ == "__main__":

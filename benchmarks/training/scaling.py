@@ -229,9 +229,17 @@ def train_big(shape, rows, length, steps):
         labels = find_labels(tokens, documents, supervised, NUM_HEADS)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             predictions = head.predict(features, tokens, places, documents, target.lm_head.weight)
-            given = target.lm_head, objective, labels_per_step, 1024
-            share = accumulate_gradients(predictions, features.flatten(0, 1), labels, *given)
-        totals, _ = finish_step(head, optimizer, [share], accelerator, 1e-4 * (step + 1) / steps, 1.0)
+            share = accumulate_gradients(
+                predictions,
+                features.flatten(0, 1),
+                labels,
+                lm_head=target.lm_head,
+                objective=objective,
+                num_labels=labels_per_step,
+                chunk_tokens=1024,
+            )
+        lr = 1e-4 * (step + 1) / steps
+        totals, _ = finish_step(head, optimizer, [share], accelerator=accelerator, lr=lr, max_norm=1.0)
         losses.append(totals[0, 0].item() / labels_per_step)  # and the step has ended
         seconds.append(time.perf_counter() - begun)
     step_seconds = statistics.median(seconds[WARM_UP:])

@@ -181,17 +181,22 @@ class TrainBench:
 
     def predict(self, features):
         """The head's Predictions, and the target's last states [M, H]."""
-        width = self.target.hidden_size
-        last = features[..., :width]
-        read = features[..., width:] if self.head.aux_layers else features
-        predictions = self.head.predict(read, *self.batch, self.target.lm_head.weight, self.settings.depth)
-        return predictions, last.flatten(0, 1)
+        last, read = self.target.split(features, self.head.aux_layers)
+        return self.head.predict(read, *self.batch, self.target.lm_head.weight, self.settings.depth), last
 
     def ours(self, features):
         """Gradients by the trainers' own code.  -> the loss"""
         predictions, last = self.predict(features)
-        given = (last, self.labels, self.target.lm_head, self.objective, self.num_labels, self.settings.chunk_tokens)
-        return summarize(accumulate_gradients(predictions, *given), self.objective, self.num_labels)["loss"]
+        totals = accumulate_gradients(
+            predictions,
+            last,
+            self.labels,
+            lm_head=self.target.lm_head,
+            objective=self.objective,
+            num_labels=self.num_labels,
+            chunk_tokens=self.settings.chunk_tokens,
+        )
+        return summarize(totals, self.objective, self.num_labels)["loss"]
 
     def plain(self, features):
         """Gradients by logits of all depths and positions, torch's losses and one backward pass.  -> the loss"""

@@ -151,7 +151,8 @@ def test_a_run_goes_on_with_the_targets_embedding(tmp_path, kind, config):
     head.take_embedding(table)
     expected = {name: tensor.clone() for name, tensor in head.state_dict().items()}
     optimizer, accelerator = build_optimizer(head, 0.1, 0.9, 0.999), Accelerator(cpu=True)
-    save_checkpoint(tmp_path, 1, head, optimizer, {}, accelerator, num_kept=1)
+    given = {"head": head, "optimizer": optimizer, "accelerator": accelerator}
+    save_checkpoint(tmp_path, 1, state={}, num_kept=1, **given)
     saved = load_file(tmp_path / "checkpoints/step-000001/head/model.safetensors")
     assert ("embed_tokens.weight" in saved) == (native_format(head) == "speculators")
 
@@ -162,7 +163,7 @@ def test_a_run_goes_on_with_the_targets_embedding(tmp_path, kind, config):
     else:
         outputs = [head.logits(state) for state in head(torch.randn(1, 5, 2 * H), tokens, positions, documents, 2)]
     sum(output.square().sum() for output in outputs).backward()
-    update(head, optimizer, 0.1, 0.0)
+    update(head, optimizer, lr=0.1, max_norm=0.0)
     moved = {name for name, tensor in head.state_dict().items() if not torch.equal(tensor, expected[name])}
     assert moved == {*expected} - {"embed_tokens.weight", "d2t", "t2d"}
     load_checkpoint(tmp_path / "checkpoints" / "step-000001", head, optimizer, accelerator)

@@ -25,8 +25,9 @@ def test_keys_of_an_earlier_state_of_the_head_are_not_used_again():
     ]
 
     def meter():
-        given = SimpleNamespace(model=target, is_sharded=False), tokenizer, head, None, conversations, 64, print
-        return AcceptanceMeter(*given, max_tokens=40, max_length=256)
+        whole = SimpleNamespace(model=target, is_sharded=False)
+        sizes = {"max_tokens": 40, "max_length": 256, "chunk_tokens": 64}
+        return AcceptanceMeter(whole, head, conversations, tokenizer=tokenizer, note=print, **sizes)
 
     def redraw():
         for parameter in (*head.fc.parameters(), *head.layers.parameters()):

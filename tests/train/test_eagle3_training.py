@@ -17,10 +17,12 @@ from headstart.heads.eagle3 import Eagle3
 from headstart.tests.heads.eagle_reference import eagle3_logits, eagle3_states
 from headstart.tests.train.conftest import all_lines, assert_rates_are_those_of_their_step
 from headstart.train import eagle3
+from headstart.train.data import rows
 from headstart.train.data.conversations import load_conversations
 from headstart.train.data.encoding import encode_conversations
 from headstart.train.data.packing import pack
 from headstart.train.loss import distillation
+from headstart.train.run import loop
 from headstart.train.run.checkpointing import list_checkpoints
 
 
@@ -118,8 +120,8 @@ def test_anything_off_by_one_changes_the_loss(eagle3_arguments, read_metrics, tm
         true, step = head_module.next_tokens, 1 if mutant == "tokens early" else -1
         monkeypatch.setattr(head_module, "next_tokens", lambda ids, n: true(ids, n).roll(step, 1))
     elif mutant == "labels":
-        find = eagle3.find_labels
-        monkeypatch.setattr(eagle3, "find_labels", lambda ids, *rest: find(ids.roll(-1, 1), *rest))
+        find = loop.find_labels
+        monkeypatch.setattr(loop, "find_labels", lambda ids, *rest: find(ids.roll(-1, 1), *rest))
     elif mutant == "law":
         law = distillation.target_law
         monkeypatch.setattr(distillation, "target_law", lambda logits, *rest: law(logits.roll(1, 0), *rest))
@@ -140,14 +142,14 @@ def test_anything_off_by_one_changes_the_loss(eagle3_arguments, read_metrics, tm
 def test_every_weight_gets_a_gradient_and_moves_but_the_targets_own(
     eagle3_arguments, tmp_path, monkeypatch, counting_target
 ):
-    found, finish_step = {}, eagle3.finish_step
+    found, finish_step = {}, loop.finish_step
 
-    def look(head, *rest):
+    def look(head, *rest, **named):
         found.update({name: parameter.grad for name, parameter in head.named_parameters()})
         found["table"] = head.embed_tokens.weight
-        return finish_step(head, *rest)
+        return finish_step(head, *rest, **named)
 
-    monkeypatch.setattr(eagle3, "finish_step", look)
+    monkeypatch.setattr(loop, "finish_step", look)
     run(eagle3_arguments, target=counting_target, max_steps=1, lr=0, output=tmp_path / "start")
     table = found.pop("table").clone()
     assert found.pop("embed_tokens.weight") is None
@@ -229,7 +231,9 @@ def test_resumed_run_repeats_the_uninterrupted_one_bit_by_bit(eagle3_arguments, 
 def choose(documents, size, stop_ids, word_target):
     said, packed = [], pack(documents, 12)
     tokenizer = AutoTokenizer.from_pretrained(word_target)
-    _, t2d = eagle3.choose_draft_vocabulary(packed, size, stop_ids, 48, tokenizer, said.append)
+    _, t2d = eagle3.choose_draft_vocabulary(
+        packed, size, stop_ids, vocab_size=48, tokenizer=tokenizer, note=said.append
+    )
     return t2d.nonzero().flatten().tolist(), said
 
 
@@ -273,7 +277,7 @@ def test_draft_vocabulary_is_what_is_supervised_most_and_the_stop_tokens(word_ta
     ],
 )
 def test_bad_recipes_are_refused_before_anything_is_written(eagle3_arguments, tmp_path, monkeypatch, keys, message):
-    monkeypatch.setattr(eagle3, "load_conversations", lambda *_, **__: pytest.fail("the data was read"))
+    monkeypatch.setattr(rows, "load_conversations", lambda *_, **__: pytest.fail("the data was read"))
     with pytest.raises(ValueError, match=message):
         eagle3.main(eagle3_arguments(**keys))
     assert not (tmp_path / "run").exists()

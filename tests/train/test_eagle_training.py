@@ -21,6 +21,7 @@ from headstart.train import eagle
 from headstart.train.data.conversations import load_conversations
 from headstart.train.data.encoding import encode_conversations
 from headstart.train.loss import distillation
+from headstart.train.run import loop
 from headstart.train.run.checkpointing import list_checkpoints
 
 
@@ -121,8 +122,8 @@ def test_anything_off_by_one_changes_the_loss(eagle_arguments, read_metrics, tmp
         true, step = head_module.next_tokens, 1 if mutant == "tokens early" else -1
         monkeypatch.setattr(head_module, "next_tokens", lambda ids, n: true(ids, n).roll(step, 1))
     elif mutant == "labels":
-        find = eagle.find_labels
-        monkeypatch.setattr(eagle, "find_labels", lambda ids, *rest: find(ids.roll(-1, 1), *rest))
+        find = loop.find_labels
+        monkeypatch.setattr(loop, "find_labels", lambda ids, *rest: find(ids.roll(-1, 1), *rest))
     elif mutant == "law":
         law = distillation.target_law
         monkeypatch.setattr(distillation, "target_law", lambda logits, *rest: law(logits.roll(1, 0), *rest))
@@ -141,14 +142,14 @@ def test_anything_off_by_one_changes_the_loss(eagle_arguments, read_metrics, tmp
 def test_every_weight_gets_a_gradient_and_moves_but_the_targets_own(
     eagle_arguments, tmp_path, monkeypatch, counting_target
 ):
-    found, finish_step = {}, eagle.finish_step
+    found, finish_step = {}, loop.finish_step
 
-    def look(head, *rest):
+    def look(head, *rest, **named):
         found.update({name: parameter.grad for name, parameter in head.named_parameters()})
         found["table"] = head.embed_tokens.weight
-        return finish_step(head, *rest)
+        return finish_step(head, *rest, **named)
 
-    monkeypatch.setattr(eagle, "finish_step", look)
+    monkeypatch.setattr(loop, "finish_step", look)
     run(eagle_arguments, target=counting_target, max_steps=1, lr=0, output=tmp_path / "start")
     table = found.pop("table").clone()
     assert found.pop("embed_tokens.weight") is None

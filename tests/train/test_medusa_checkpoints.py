@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from headstart.tests.train.conftest import all_lines, assert_rates_are_those_of_their_step
 from headstart.train import medusa
-from headstart.train.run import run_folder
+from headstart.train.run import loop, run_folder
 from headstart.train.run.checkpointing import list_checkpoints
 
 STEPS = {
@@ -48,15 +48,15 @@ def assert_same_run(one, other):
 
 def stop_after(monkeypatch, step, number=signal.SIGTERM):
     """Send this process `number` while it is in optimiser step `step` (from 1)."""
-    calls, finish_step = [], medusa.finish_step
+    calls, finish_step = [], loop.finish_step
 
-    def finish_and_signal(*arguments):
+    def finish_and_signal(*given, **named):
         calls.append(1)
         if len(calls) == step:
             os.kill(os.getpid(), number)
-        return finish_step(*arguments)
+        return finish_step(*given, **named)
 
-    monkeypatch.setattr(medusa, "finish_step", finish_and_signal)
+    monkeypatch.setattr(loop, "finish_step", finish_and_signal)
 
 
 @pytest.mark.parametrize("cached", [False, True])
@@ -98,13 +98,13 @@ def test_run_whose_cache_is_lost_in_between_fills_it_again(arguments, tmp_path, 
 def test_run_killed_between_checkpoints_drops_the_lines_it_repeats(arguments, tmp_path, monkeypatch):
     run(arguments, **STEPS)
 
-    def die(*arguments):
+    def die(*given, **named):
         raise KeyboardInterrupt
 
     copy = tmp_path / "killed"
-    calls, finish_step = [], medusa.finish_step
+    calls, finish_step = [], loop.finish_step
     monkeypatch.setattr(
-        medusa, "finish_step", lambda *a: die() if len(calls) == 6 else (calls.append(1), finish_step(*a))[1]
+        loop, "finish_step", lambda *a, **k: die() if len(calls) == 6 else (calls.append(1), finish_step(*a, **k))[1]
     )
     with pytest.raises(KeyboardInterrupt):
         medusa.main(arguments(**STEPS, output=copy))
@@ -128,8 +128,8 @@ def test_going_back_keeps_what_is_saved_and_drops_the_steps_given_up(arguments, 
     keys = {"max_steps": 8, "checkpoint_every": 2, "keep_checkpoints": 2}
     kept, save = [], run_folder.save_checkpoint
 
-    def save_and_look(*arguments):
-        save(*arguments)
+    def save_and_look(*given, **named):
+        save(*given, **named)
         kept.append([int(path.name.split("-")[1]) for path in list_checkpoints(tmp_path / "run")])
 
     monkeypatch.setattr(run_folder, "save_checkpoint", save_and_look)
@@ -141,7 +141,7 @@ def test_going_back_keeps_what_is_saved_and_drops_the_steps_given_up(arguments, 
 def test_run_killed_before_its_first_checkpoint_starts_again(arguments, tmp_path, monkeypatch, capsys):
     run(arguments, max_steps=4, output=tmp_path / "whole")
     with monkeypatch.context() as patch:
-        patch.setattr(medusa, "finish_step", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(loop, "finish_step", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             medusa.main(arguments(max_steps=4))
     run(arguments, max_steps=4, resume=True)

@@ -5,6 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 from headstart.train import medusa
+from headstart.train.run import loop
 
 pytestmark = pytest.mark.gpu
 
@@ -17,16 +18,16 @@ def test_a_resumed_run_on_the_gpu_goes_on_where_it_stopped(arguments, read_metri
     keys = {"autocast": "bf16", "checkpoint_every": 3, "max_steps": 6, "eval_prompts": 4}
     assert medusa.main(arguments(output=tmp_path / "whole", **keys)) == 0
 
-    calls, finish_step = [], medusa.finish_step
+    calls, finish_step = [], loop.finish_step
 
-    def finish_three_times(*given):
+    def finish_three_times(*given, **named):
         calls.append(1)
         if len(calls) > 3:  # checkpoint 3 is written before step 4 begins
             raise Killed
-        return finish_step(*given)
+        return finish_step(*given, **named)
 
     with monkeypatch.context() as patch:
-        patch.setattr(medusa, "finish_step", finish_three_times)
+        patch.setattr(loop, "finish_step", finish_three_times)
         with pytest.raises(Killed):
             medusa.main(arguments(output=tmp_path / "half", **keys))
     assert [path.name for path in (tmp_path / "half" / "checkpoints").iterdir()] == ["step-000003"]

@@ -23,6 +23,7 @@ from headstart.inference.models.adapter import read_adapter
 from headstart.inference.sampling_params import SamplingParams
 from headstart.tests.train.conftest import all_lines, assert_rates_are_those_of_their_step
 from headstart.train import medusa
+from headstart.train.run import loop
 from headstart.train.run.checkpointing import list_checkpoints
 from headstart.train.teacher import sharded_target
 
@@ -71,16 +72,16 @@ def test_resumed_run_repeats_the_uninterrupted_one_bit_by_bit(joint, start, tmp_
     """Stopped where a measurement is due (3), and where nothing is (5)."""
     keys = STEPS | keys
     assert joint(**keys) == 0
-    calls, finish_step = [], medusa.finish_step
+    calls, finish_step = [], loop.finish_step
 
-    def finish_and_signal(*arguments):
+    def finish_and_signal(*given, **named):
         calls.append(1)
         if len(calls) == step:
             os.kill(os.getpid(), signal.SIGTERM)
-        return finish_step(*arguments)
+        return finish_step(*given, **named)
 
     with monkeypatch.context() as patch:
-        patch.setattr(medusa, "finish_step", finish_and_signal)
+        patch.setattr(loop, "finish_step", finish_and_signal)
         assert joint(**keys, output=tmp_path / "stopped") == 128 + signal.SIGTERM
     assert list_checkpoints(tmp_path / "stopped")[-1].name == f"step-{step:06d}"
     (start / "medusa_lm_head.safetensors").unlink()  # what it started from is no longer needed

@@ -17,10 +17,11 @@ from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 from headstart.inference.open_batch import OpenBatch
 from headstart.tests.train.conftest import all_lines, assert_rates_are_those_of_their_step
 from headstart.train import mlp_speculator
-from headstart.train.data import generated_text
+from headstart.train.data import generated_text, rows
 from headstart.train.data.conversations import load_conversations
 from headstart.train.data.encoding import encode_conversations
 from headstart.train.data.generated_text import cut_prompts, generated_documents
+from headstart.train.run import loop
 from headstart.train.run.checkpointing import list_checkpoints
 from headstart.train.teacher import sharded_target
 
@@ -55,15 +56,15 @@ def assert_same_run(one, other):
 
 
 def stop_in_step(monkeypatch, step):
-    calls, finish_step = [], mlp_speculator.finish_step
+    calls, finish_step = [], loop.finish_step
 
-    def finish_and_signal(*arguments):
+    def finish_and_signal(*given, **named):
         calls.append(1)
         if len(calls) == step:
             os.kill(os.getpid(), signal.SIGTERM)
-        return finish_step(*arguments)
+        return finish_step(*given, **named)
 
-    monkeypatch.setattr(mlp_speculator, "finish_step", finish_and_signal)
+    monkeypatch.setattr(loop, "finish_step", finish_and_signal)
 
 
 @pytest.mark.parametrize(
@@ -117,12 +118,12 @@ def test_stage_2_learns_from_what_the_engine_draws_from_pieces_of_the_data(
 def test_generated_text_is_kept_and_read_again(speculator_arguments, tmp_path, start, monkeypatch, capsys):
     keys = STAGE_2 | {"start_from": start, "max_steps": 2}
 
-    def die(*arguments):
+    def die(*given, **named):
         raise KeyboardInterrupt
 
     # Killed behind the generation and before the first checkpoint.
     with monkeypatch.context() as patch:
-        patch.setattr(mlp_speculator, "finish_step", die)
+        patch.setattr(loop, "finish_step", die)
         with pytest.raises(KeyboardInterrupt):
             mlp_speculator.main(speculator_arguments(**keys))
     before = (tmp_path / "run" / "generated.jsonl").read_bytes()
@@ -211,7 +212,7 @@ def test_stage_2_without_a_generator_is_refused_before_any_work(
     folder = tmp_path / "gpt2"
     transformers.GPT2LMHeadModel(transformers.GPT2Config(**config, bos_token_id=2)).save_pretrained(folder)
     transformers.AutoTokenizer.from_pretrained(word_target).save_pretrained(folder)
-    monkeypatch.setattr(mlp_speculator, "load_conversations", lambda *_, **__: pytest.fail("the data were read"))
+    monkeypatch.setattr(rows, "load_conversations", lambda *_, **__: pytest.fail("the data were read"))
     with pytest.raises(
         ValueError, match=r"stage 2 without a generator: .*does not run model type 'gpt2'.*Train stage 1"
     ):
@@ -277,7 +278,8 @@ def test_what_is_generated_does_not_depend_on_the_number_of_processes(tmp_path, 
             ranks = SimpleNamespace(process_index=rank, num_processes=world, is_main_process=rank == 0)
             ranks.wait_for_everyone = barrier.wait
             prompts = [[10 * i, 10 * i + 1] for i in range(7)]
-            results[rank] = generated_documents(folder, "engine", "target", prompts, 2, 3, ranks, lambda text: None)
+            given = {"prompts": prompts, "answer_tokens": 2, "seed": 3, "accelerator": ranks, "note": lambda text: None}
+            results[rank] = generated_documents(folder, "engine", "target", **given)
 
         threads = [threading.Thread(target=work, args=(rank,)) for rank in range(world)]
         for thread in threads:

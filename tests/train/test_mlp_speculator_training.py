@@ -19,6 +19,7 @@ from headstart.train import mlp_speculator
 from headstart.train.data.conversations import load_conversations
 from headstart.train.data.encoding import encode_conversations
 from headstart.train.loss import distillation
+from headstart.train.run import loop
 from headstart.train.run.optimization import NonFiniteLoss
 
 SHAPE = (32, 48, 24, 3)  # hidden, vocabulary, inner, steps
@@ -124,12 +125,12 @@ def test_anything_off_by_one_changes_the_loss(
         true, step = head_module.next_tokens, 1 if mutant == "tokens early" else -1
         monkeypatch.setattr(head_module, "next_tokens", lambda ids, n: true(ids, n).roll(step, 1))
     elif mutant == "labels":
-        find = mlp_speculator.find_labels
+        find = loop.find_labels
 
         def late(input_ids, *rest):
             return find(input_ids.roll(-1, 1), *rest)
 
-        monkeypatch.setattr(mlp_speculator, "find_labels", late)
+        monkeypatch.setattr(loop, "find_labels", late)
     else:
         law = distillation.target_law
         monkeypatch.setattr(distillation, "target_law", lambda logits, *rest: law(logits.roll(1, 0), *rest))

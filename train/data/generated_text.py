@@ -60,7 +60,7 @@ def cut_prompts(documents, length, count, seed):
     return pieces[:count] if count else pieces
 
 
-def generated_documents(run, llm, target_name, prompts, answer_tokens, seed, accelerator, note):
+def generated_documents(run, llm, target_name, *, prompts, answer_tokens, seed, accelerator, note):
     """Documents (ids, supervised) whose answers, the supervised part, the target drew; read from the run folder if they are there.
 
     run: the run folder; prompts: lists of token ids. Every rank generates its share, with a bar on the main one, and all return the
@@ -79,7 +79,7 @@ def generated_documents(run, llm, target_name, prompts, answer_tokens, seed, acc
             forget_parts(path)  # of a run killed in its last moment
         note(f"the target's texts are those of {path}")
     else:
-        _generate(path, llm, prompts, answer_tokens, seed, made_from, accelerator)
+        _generate(path, llm, prompts, made_from, accelerator)
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     if lines[0]["made_from"] != made_from:
         raise ValueError(
@@ -88,16 +88,16 @@ def generated_documents(run, llm, target_name, prompts, answer_tokens, seed, acc
     return [(line["ids"], [i >= line["prompt"] for i in range(len(line["ids"]))]) for line in lines[1:]]
 
 
-def _generate(path, llm, prompts, answer_tokens, seed, made_from, accelerator):
+def _generate(path, llm, prompts, made_from, accelerator):
     """Write the file: every rank its share aside, each text as it ends, then the main rank all of them, in order."""
     parts = PartFiles(path, made_from, {}, accelerator)
     mine = parts.share(range(len(prompts)))
-    drawn = {"temperature": TEMPERATURE, "top_k": TOP_K, "max_tokens": answer_tokens}
+    drawn = {"temperature": TEMPERATURE, "top_k": TOP_K, "max_tokens": made_from["answer_tokens"]}
     waiting, told = iter(mine), accelerator.is_main_process
     with OpenBatch(llm) as batch, tqdm(total=len(mine), desc="generating", unit=" texts", disable=not told) as bar:
         while True:
             for i in islice(waiting, AT_ONCE - len(batch)):
-                batch.add(prompts[i], SamplingParams(**drawn, seed=_seed(seed, i)), tag=i)
+                batch.add(prompts[i], SamplingParams(**drawn, seed=_seed(made_from["seed"], i)), tag=i)
             if not batch:
                 break
             for i, one in batch.step():

@@ -12,10 +12,22 @@ import torch
 
 from ..loss.distillation import find_labels
 from ..run.optimization import NonFiniteLoss
+from .conversations import load_conversations
 from .encoding import encode_conversations
+from .held_out import choose_held_out
 from .packing import PackedRows, pack
 
 TOLD_TOKENS = 48  # of each row that an error tells
+
+
+def load_documents(recipe, tokenizer, note):
+    """(documents to train on, held-out conversations) of a run: lists of (ids, supervised) and of messages."""
+    conversations = load_conversations(recipe.data, note=note)
+    conversations, held_out = choose_held_out(
+        recipe.data, recipe.eval_data, recipe.target, conversations, recipe.eval_prompts, note
+    )
+    documents = choose_documents(tokenizer, conversations, recipe.row_length, recipe.max_tokens, recipe.seed)
+    return documents, held_out
 
 
 def choose_documents(tokenizer, conversations, row_length, max_tokens, seed):
@@ -92,14 +104,12 @@ def rows_of_step(step, rows_per_step, num_rows, seed):
     return np.array([order[epoch][place % num_rows] for epoch, place in zip(epochs.tolist(), places)])
 
 
-def deal_rows(steps, num_rows, recipe, accelerator):
-    """Yields what this rank is fed in the optimiser steps `steps` (a range), in order: rows (int64 array [B]) per micro-batch."""
+def deal_rows(rows, recipe, accelerator):
+    """Yields what this rank is fed of an optimiser step's `rows`, per micro-batch: (the first one's place, rows int64 [B])."""
     world, rank, size = accelerator.num_processes, accelerator.process_index, recipe.batch_rows
-    for step in steps:
-        rows = rows_of_step(step, size * recipe.accumulate * world, num_rows, recipe.seed)
-        for micro in range(recipe.accumulate):
-            first = (micro * world + rank) * size
-            yield rows[first : first + size]
+    for micro in range(recipe.accumulate):
+        first = (micro * world + rank) * size
+        yield first, rows[first : first + size]
 
 
 def select_rows(packed, index, device):
@@ -108,10 +118,10 @@ def select_rows(packed, index, device):
     return tuple(part[index].to(device) for part in parts)
 
 
-def row_of_many_documents(packed):
-    """Index of the row with the most documents."""
+def row_of_many_documents(packed, device):
+    """(input_ids, position_ids, document_ids) of the row with the most documents, [1, T] each."""
     starts = (packed.position_ids == 0) & (packed.document_ids >= 0)
-    return int(starts.sum(1).argmax())
+    return select_rows(packed, [int(starts.sum(1).argmax())], device)[:3]
 
 
 def fingerprint(packed):

@@ -91,7 +91,9 @@ class Objective:
         return self.at([accepted / count if count else rate for accepted, count, rate in counted])
 
 
-def accumulate_gradients(predictions, features, labels, lm_head, objective, num_labels, chunk_tokens, with_hits=False):
+def accumulate_gradients(
+    predictions, features, labels, *, lm_head, objective, num_labels, chunk_tokens, with_hits=False
+):
     """Add this micro-batch's share of the gradient to the parameters behind the predictions.
 
     features [M, H]: the target's last states; labels: Labels of at least K depths; lm_head: the target's, a module; num_labels: the
@@ -128,9 +130,17 @@ def accumulate_gradients(predictions, features, labels, lm_head, objective, num_
             logits = predictions.logits(rows, k)  # [C, V]
             share = objective.weights[k] / num_labels
             gradient = logits.detach()  # the same memory, which no backward reads as logits
-            weights = (objective.kl_weight(k), loss.top_k_weight)
-            arguments = (loss.name, *weights, objective.token_weight * share, with_hits)
-            figures = distill_loss(gradient, tokens, valid[k], law, *arguments)
+            figures = distill_loss(
+                gradient,
+                tokens,
+                valid[k],
+                law,
+                loss.name,
+                kl_weight=objective.kl_weight(k),
+                top_k_weight=loss.top_k_weight,
+                factor=objective.token_weight * share,
+                measure=with_hits,
+            )
             ends, given = [logits], [gradient]
             if regresses:
                 feature_loss = torch.where(valid[k], _smooth_l1(rows, features[positions - 1]), 0).sum()

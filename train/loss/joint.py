@@ -18,27 +18,31 @@ import torch
 import torch.nn.functional as F
 
 from ...heads.head import Predictions
-from ..run.optimization import build_optimizer
 from .distillation import Objective, accumulate_gradients, summarize
 from .losses import Loss
 
 TARGET_LOSSES = ("kl", "hard")
 
 
-def build_joint_optimizer(head, adapter, target_rate, weight_decay, beta1, beta2):
-    """AdamW as for the head alone, and the adapter's weights as a group whose rate is `target_rate` times the head's."""
-    own = {"params": list(adapter.weights), "weight_decay": 0.0, "rate": target_rate}
-    return build_optimizer(head, weight_decay, beta1, beta2, own)
-
-
 def accumulate_joint_gradients(
-    target, adapter, predict, batch, labels, objective, target_loss, num_labels, chunk_tokens, autocast, with_hits=False
+    head,
+    target,
+    adapter,
+    *,
+    inputs,
+    labels,
+    objective,
+    target_loss,
+    num_labels,
+    chunk_tokens,
+    autocast,
+    with_hits=False,
 ):
     """Add this micro-batch's share of the gradient to the parameters of the head and of the adapter.
 
-    target: FrozenTarget that the TargetAdapter `adapter` sits on; predict(features, *batch) -> Predictions; batch: input_ids,
-    position_ids, document_ids [B, T]; labels, num_labels, chunk_tokens, with_hits: as for `accumulate_gradients`; objective: of the
-    heads, medusa_weight among its weights; target_loss: "kl" or "hard"; autocast: the context that heads compute in.
+    target: FrozenTarget that the TargetAdapter `adapter` sits on; inputs: (input_ids, position_ids, document_ids), [B, T] each;
+    labels, num_labels, chunk_tokens, with_hits: as for `accumulate_gradients`; objective: of the heads, medusa_weight among its
+    weights; target_loss: "kl" or "hard"; autocast: the context that heads compute in.
     Returns fp64 [1 + K, 5]: the target's own totals, then the heads'.
     """
     frozen = None
@@ -50,20 +54,21 @@ def accumulate_joint_gradients(
         # Not without gradients, though nothing has one here: then both passes take the same attention, and an adapter that adds
         # nothing gives the frozen law itself.
         with adapter.disabled():
-            frozen = target.forward(*batch).detach().flatten(0, 1)  # [M, H]
+            frozen = target.forward(*inputs).detach().flatten(0, 1)  # [M, H]
     with own_autocast:
-        adapted = target.forward(*batch)  # [B, T, H], with a graph
+        adapted = target.forward(*inputs)  # [B, T, H], with a graph
     # Every loss leaves its gradient at a copy in fp32, and one backward pass takes the sum through the target.
     features = adapted.detach().to(torch.promote_types(adapted.dtype, torch.float32)).requires_grad_()
     fixed = adapted.detach().flatten(0, 1)  # [M, H]
-    own_objective, sizes = Objective(Loss(target_loss), [1.0]), (num_labels, chunk_tokens, with_hits)
+    own_objective = Objective(Loss(target_loss), [1.0])
+    shared = {"lm_head": target.lm_head, "num_labels": num_labels, "chunk_tokens": chunk_tokens, "with_hits": with_hits}
     with autocast:
-        predictions = predict(features, *batch)
-        heads = accumulate_gradients(predictions, fixed, labels, target.lm_head, objective, *sizes)
+        predictions = head.predict(features, *inputs, target.lm_head.weight)
+        heads = accumulate_gradients(predictions, fixed, labels, objective=objective, **shared)
     with own_autocast:
         predictions = own_predictions(features, target.lm_head)
         law_from = fixed if frozen is None else frozen
-        own = accumulate_gradients(predictions, law_from, labels, target.lm_head, own_objective, *sizes)
+        own = accumulate_gradients(predictions, law_from, labels, objective=own_objective, **shared)
     adapted.backward(features.grad.to(adapted.dtype))
     return torch.cat([own, heads])
 
@@ -87,7 +92,7 @@ def summarize_joint(totals, objective, num_labels):
 
 
 @torch.no_grad()
-def held_out_loss(target, encoded, max_length, chunk_tokens):
+def held_out_loss(target, encoded, *, max_length, chunk_tokens):
     """Cross entropy per supervised token of held-out conversations, teacher-forced, by the model as it is now.
 
     encoded: list of (ids, supervised), of which at most max_length tokens count; supervised first tokens have nothing that
@@ -116,12 +121,15 @@ class AdaptedMeter:
 
     def measure(self):
         """What AcceptanceMeter.measure returns, with those figures."""
-        meter = self.meter
-        given = (meter.target, meter.encoded, meter.max_length, meter.chunk_tokens)
         with self.adapter.disabled():
-            frozen, _ = held_out_loss(*given)
+            frozen, _ = self._held_out_loss()
         with self.adapter.merged():
-            adapted, count = held_out_loss(*given)
-            measured = meter.measure()
+            adapted, count = self._held_out_loss()
+            measured = self.meter.measure()
         losses = {"heldout_loss": adapted, "frozen_heldout_loss": frozen, "heldout_tokens": count}
         return measured and measured | losses
+
+    def _held_out_loss(self):
+        """Of the model as it is now."""
+        meter = self.meter
+        return held_out_loss(meter.target, meter.encoded, max_length=meter.max_length, chunk_tokens=meter.chunk_tokens)

@@ -15,20 +15,36 @@ from ..data.encoding import encode_conversations
 from ..loss.distillation import count_teacher_forced_runs, find_labels
 
 
+def build_meter(recipe, target, head, conversations, *, tokenizer, note):
+    """The AcceptanceMeter of a run; None where no conversations are held out.
+
+    Built before any feature is trained on: its engine packs the target's weights, and packed products may differ from separate ones
+    in the last bit, which a resumed run must not see.
+    """
+    if not conversations:
+        return None
+    return AcceptanceMeter(
+        target,
+        head,
+        conversations,
+        tokenizer=tokenizer,
+        max_tokens=recipe.eval_tokens,
+        max_length=min(target.max_positions, 2 * recipe.row_length),
+        chunk_tokens=recipe.chunk_tokens,
+        note=note,
+    )
+
+
 class AcceptanceMeter:
     """Measures a head on held-out conversations.
 
-    target: FrozenTarget; head: read in place; predict(features, input_ids, position_ids, document_ids) -> Predictions of as many
-    depths as its num_speculative_tokens; conversations: held-out ones; max_tokens: new tokens per prompt; max_length: longest
-    prompt + output; note(text) tells the user; layers: whose streams the head reads. Raises ValueError if no conversation fits.
+    target: FrozenTarget; head: read in place; conversations: held-out ones; max_tokens: new tokens per prompt; max_length: longest
+    prompt + output; note(text) tells the user. Raises ValueError if no conversation fits.
     """
 
-    def __init__(
-        self, target, tokenizer, head, predict, conversations, chunk_tokens, note, max_tokens, max_length, layers=()
-    ):
-        self.target, self.tokenizer, self.head, self.predict = target, tokenizer, head, predict
-        self.chunk_tokens, self.layers = chunk_tokens, layers
-        self.max_tokens, self.note, self.llm = max_tokens, note, None
+    def __init__(self, target, head, conversations, *, tokenizer, max_tokens, max_length, chunk_tokens, note):
+        self.target, self.tokenizer, self.head = target, tokenizer, head
+        self.chunk_tokens, self.max_tokens, self.note, self.llm = chunk_tokens, max_tokens, note, None
         encoded = encode_conversations(tokenizer, conversations)
         prompts = [ids[: supervised.index(True)] for ids, supervised in encoded]
         fits = [0 < len(prompt) <= max_length - max_tokens for prompt in prompts]
@@ -80,7 +96,8 @@ class AcceptanceMeter:
             except ValueError as error:
                 self.note(f"acceptance was not measured: {error}")
                 return None
-        device, num_depths = self.target.lm_head.weight.device, self.head.num_speculative_tokens
+        lm_head_weight, num_depths = self.target.lm_head.weight, self.head.num_speculative_tokens
+        device = lm_head_weight.device
         reached, roots = [0] * num_depths, 0
         for ids, supervised in self.encoded:
             input_ids = torch.tensor([ids[: self.max_length]], device=device)
@@ -88,7 +105,9 @@ class AcceptanceMeter:
             document_ids = torch.zeros_like(input_ids)
             batch = (input_ids, torch.arange(input_ids.shape[1], device=device)[None], document_ids)
             with torch.no_grad():
-                predictions = self.predict(self.target.features(*batch, layers=self.layers), *batch)
+                features = self.target.features(*batch, self.head.aux_layers)
+                _, read = self.target.split(features, self.head.aux_layers)
+                predictions = self.head.predict(read, *batch, lm_head_weight)
             labels = find_labels(input_ids, document_ids, marks, num_depths)
             runs, count = count_teacher_forced_runs(predictions, labels, self.chunk_tokens)
             reached = [total + run for total, run in zip(reached, runs)]

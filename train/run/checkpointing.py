@@ -43,7 +43,7 @@ def list_checkpoints(run):
     return sorted(found, key=lambda path: int(_STEP.fullmatch(path.name)[1]))
 
 
-def save_checkpoint(run, step, head, optimizer, state, accelerator, num_kept, adapter=None):
+def save_checkpoint(run, step, *, head, optimizer, state, accelerator, num_kept, adapter=None):
     """Write checkpoint `step` of `run`, then remove all but the newest `num_kept` up to it; called on every rank.
 
     Those of later steps go too: they are there if the run was taken back to an earlier checkpoint, and are not of the run as

@@ -46,7 +46,7 @@ def warmup_cosine(step, num_steps, peak, warmup_ratio, min_ratio):
     return peak * (min_ratio + (1 - min_ratio) * (1 + math.cos(math.pi * progress)) / 2)
 
 
-def finish_step(head, optimizer, shares, accelerator, lr, max_norm, max_value=0.0):
+def finish_step(head, optimizer, shares, *, accelerator, lr, max_norm, max_value=0.0):
     """Add up what the ranks found and make one optimiser step with it (see `update`).
 
     shares: of `accumulate_gradients`, one per micro-step of this rank. Returns (their sum over all ranks, the gradient's norm).
@@ -58,13 +58,13 @@ def finish_step(head, optimizer, shares, accelerator, lr, max_norm, max_value=0.
         raise NonFiniteLoss("loss", [i for i, share in enumerate(shares) if not share[:, 0].isfinite().all()])
     if accelerator.num_processes > 1:  # the ranks' shares are divided by the global number of labels already
         optimizer.sum_gradients()
-    grad_norm = update(head, optimizer, lr, max_norm, max_value)
+    grad_norm = update(head, optimizer, lr=lr, max_norm=max_norm, max_value=max_value)
     if not math.isfinite(grad_norm):
         raise NonFiniteLoss("gradient", list(range(len(shares))))
     return totals, grad_norm
 
 
-def update(head, optimizer, lr, max_norm, max_value=0.0):
+def update(head, optimizer, *, lr, max_norm, max_value=0.0):
     """One optimiser step with the gradients at hand, unless their norm is not finite. Returns the norm before clipping.
 
     lr: of the head; a group of the optimiser that has a "rate" learns at that multiple of it.
@@ -88,10 +88,10 @@ def update(head, optimizer, lr, max_norm, max_value=0.0):
     return norm.item()
 
 
-def choose_autocast(wanted, hidden_size, vocab_size, device):
+def choose_autocast(wanted, target, device):
     """ "bf16" or "no" for "auto", itself for the others.
 
-    On a GPU bf16. On the CPU whichever multiplies a chunk of features with an lm_head faster here: 2.4 times bf16 on a
+    On a GPU bf16. On the CPU whichever multiplies a chunk of features with the target's lm_head faster here: 2.4 times bf16 on a
     processor with AVX512_BF16, far slower than fp32 on one without such instructions.
     """
     if wanted != "auto":
@@ -100,7 +100,8 @@ def choose_autocast(wanted, hidden_size, vocab_size, device):
         return "bf16"
 
     def seconds(dtype):
-        features, weight = torch.ones(512, hidden_size, dtype=dtype), torch.ones(vocab_size, hidden_size, dtype=dtype)
+        features = torch.ones(512, target.hidden_size, dtype=dtype)
+        weight = torch.ones(target.vocab_size, target.hidden_size, dtype=dtype)
         times = []
         for _ in range(4):
             start = time.perf_counter()

@@ -9,7 +9,8 @@ import os
 import shutil
 import signal
 import sys
-from dataclasses import MISSING, asdict, fields
+from collections.abc import Callable
+from dataclasses import MISSING, asdict, dataclass, fields
 from datetime import timedelta
 from pathlib import Path
 
@@ -37,12 +38,28 @@ from .lineage import find_sources
 from .optimization import choose_autocast
 from .recipe import resolved_values, save_recipe
 from .run_lock import claim, release
+from .run_recipe import CHANGEABLE
 from .tracking import PLACE_FILE, MetricsFile, WandbTracker, has_wandb, peak_memory
 
 
+@dataclass(frozen=True)
+class Processes:
+    """The processes that train, as one of them sees them.
+
+    note(text): tells the user something, on the main rank only. resumed: the checkpoint folder that the run goes on from, or None.
+    """
+
+    accelerator: Accelerator
+    note: Callable
+    resumed: Path | None
+
+    @property
+    def device(self):
+        return self.accelerator.device
+
+
 def start_processes(recipe, name):
-    """(Accelerator, note, resumed): this process among those that train, how it tells the user something (main rank only), and the
-    checkpoint folder that the run goes on from, or None.
+    """Processes of a run.
 
     name: the trainer's, before every note. Seeds every random generator. Raises ValueError for an output that cannot be used, for
     a damaged checkpoint, and for another set-up than those of configs/accelerate.
@@ -75,7 +92,7 @@ def start_processes(recipe, name):
     if recipe.resume and not resumed:
         note(f"{recipe.output} was stopped before its first checkpoint: starting from step 0")
     set_seed(recipe.seed)
-    return accelerator, note, resumed
+    return Processes(accelerator, note, resumed)
 
 
 def patient_processes():
@@ -110,15 +127,14 @@ class RunFolder:
     step, tokens: what is done so far. precision: "bf16" or "no", what `autocast` came to when the run was started.
     """
 
-    def __init__(
-        self, recipe, resumed, changeable, rows, num_steps, head, optimizer, target, accelerator, note, adapter=None
-    ):
+    def __init__(self, recipe, processes, *, rows, num_steps, head, optimizer, target, adapter=None):
         """Make or reopen it; of a resumed run, put head, optimiser and random generators into the state of the checkpoint.
 
-        resumed: checkpoint folder or None; changeable: keys that a resumed run may be told anew; rows: {"rows": fingerprint,
-        "rows_per_step": int}, which it may not; num_steps: of the whole run; adapter: a TargetAdapter that is trained beside the
-        head, or None. Raises ValueError if it is another run that goes on, or one that is further than it shall get.
+        rows: {"rows": fingerprint, "rows_per_step": int}, which a resumed run may not be told anew; num_steps: of the whole run;
+        adapter: a TargetAdapter that is trained beside the head, or None. Raises ValueError if it is another run that goes on, or
+        one that is further than it shall get.
         """
+        accelerator, note, resumed = processes.accelerator, processes.note, processes.resumed
         self.path, self.num_kept = Path(recipe.output), recipe.keep_checkpoints
         self.keeps_held_out = not are_shipped(recipe.data, recipe.eval_data, recipe.target)
         self.accelerator, self.is_main, self.note = accelerator, accelerator.is_main_process, note
@@ -126,15 +142,14 @@ class RunFolder:
         if resumed and recipe.autocast == "auto":  # what was measured when the run was started
             self.precision = read_state(resumed)["recipe"]["autocast"]
         else:
-            sizes = target.hidden_size, target.vocab_size
             # On a CPU it is measured: the main rank's answer is everybody's.
-            (self.precision,) = broadcast_object_list([choose_autocast(recipe.autocast, *sizes, accelerator.device)])
+            (self.precision,) = broadcast_object_list([choose_autocast(recipe.autocast, target, accelerator.device)])
         values = resolved_values(recipe) | {"autocast": self.precision, "resume": False, "resume_from": ""}
         self.state = {"step": 0, "tokens": 0, **rows, "recipe": values}
         self.saved_step = -1
         if resumed:
             defaults = {f.name: f.default for f in fields(recipe) if f.default is not MISSING}
-            self.state = check_same_run(read_state(resumed), self.state, defaults, changeable, note)
+            self.state = check_same_run(read_state(resumed), self.state, defaults, CHANGEABLE, note)
             if self.step > num_steps:
                 raise ValueError(
                     f"{resumed} has {self.step} steps behind it, and the run shall end after {num_steps}: set max_steps to at "
@@ -247,8 +262,16 @@ class RunFolder:
     def save(self, head, optimizer):
         """Write a checkpoint of this step, unless there is one; called on every rank."""
         if self.step != self.saved_step:
-            kept = (self.state, self.accelerator, self.num_kept, self.adapter)
-            save_checkpoint(self.path, self.step, head, optimizer, *kept)
+            save_checkpoint(
+                self.path,
+                self.step,
+                head=head,
+                optimizer=optimizer,
+                state=self.state,
+                accelerator=self.accelerator,
+                num_kept=self.num_kept,
+                adapter=self.adapter,
+            )
             self.saved_step = self.step
             if self.is_main and self.log_checkpoints:
                 newest = list_checkpoints(self.path)[-1]

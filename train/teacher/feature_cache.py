@@ -46,7 +46,7 @@ _LAYOUT = ("format", "rows_per_forward", "rows_per_shard")  # taken from the cac
 _FLOAT8 = torch.float8_e4m3fn
 
 
-def cache_features(run, recipe, target, packed, stop, layers=()):
+def cache_features(run, recipe, target, *, packed, stop, layers=()):
     """The FeatureCache of all rows, whole; None if `stop` (StopSignals) ended its filling early: what is written stays.
 
     run: RunFolder; layers: whose streams are kept beside the last states. Raises ValueError as FeatureCache does.

@@ -5,7 +5,7 @@ Any AutoModelForCausalLM will do whose logits are its lm_head applied to that st
 and position ids; `FrozenTarget.check` tries it on real rows. On a GPU the attention over them is FlexAttention with a block mask
 where the model can, else SDPA with a mask.
 
-Letters: B rows, T tokens per row, H hidden size, V vocabulary, A residual streams asked for.
+Letters: B rows, T tokens per row, M = B T, H hidden size, V vocabulary, A residual streams asked for.
 """
 
 import contextlib
@@ -89,12 +89,17 @@ class FrozenTarget:
         if self.lm_head.weight.is_cuda:
             fuse(model)
 
+    @property
+    def max_positions(self):
+        """The most positions that this target takes."""
+        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+
     def check_row_length(self, row_length):
-        """The most positions this target takes; ValueError if a row is longer."""
-        longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-        if row_length > longest:
-            raise ValueError(f"row_length {row_length} is more than the target's {longest} positions: lower it")
-        return longest
+        """ValueError if a row has more positions than this target takes."""
+        if row_length > self.max_positions:
+            raise ValueError(
+                f"row_length {row_length} is more than the target's {self.max_positions} positions: lower it"
+            )
 
     def initialize(self, head):
         """Start `head` from this target. Raises ValueError where it cannot share the target's lm_head."""
@@ -162,6 +167,14 @@ class FrozenTarget:
                 input_ids=input_ids, position_ids=position_ids, use_cache=False, **attention
             ).last_hidden_state
         return torch.cat([last, *(streams[k] for k in layers)], -1) if layers else last
+
+    def split(self, features, layers):
+        """What `features` returned, taken apart: (last states [M, H], as the loss takes them, what a head reads [B, T, .]).
+
+        A head reads the streams of its `layers`, side by side; one that asks for none reads the last states.
+        """
+        last, streams = features[..., : self.hidden_size], features[..., self.hidden_size :]
+        return last.flatten(0, 1), streams if layers else features
 
     def check_layers(self, layers):
         """The decoder's layers, if those whose streams are asked for are among them; else ValueError."""

@@ -70,6 +70,10 @@ class TargetAdapter:
     def num_parameters(self):
         return sum(weight.numel() for weight in self.weights)
 
+    def parameter_group(self, rate):
+        """Its weights as a group of the optimiser, whose learning rate is `rate` times the head's."""
+        return {"params": list(self.weights), "weight_decay": 0.0, "rate": rate}
+
     @contextlib.contextmanager
     def disabled(self):
         """Inside, the model is the frozen target."""

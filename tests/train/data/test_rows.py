@@ -11,11 +11,13 @@ from headstart.train.data.rows import build_rows, choose_documents, deal_rows, r
 def test_ranks_and_micro_batches_share_out_the_rows_of_every_step():
     recipe = SimpleNamespace(batch_rows=3, accumulate=2, seed=5)
     ranks = [SimpleNamespace(num_processes=2, process_index=rank) for rank in range(2)]
-    dealt = [list(deal_rows(range(4, 7), 31, recipe, rank)) for rank in ranks]
-    assert [len(one) for one in dealt] == [6, 6]
-    for i, step in enumerate(range(4, 7)):
-        parts = [dealt[rank][2 * i + micro] for micro in range(2) for rank in range(2)]
-        assert np.concatenate(parts).tolist() == rows_of_step(step, 12, 31, seed=5).tolist()
+    for step in range(4, 7):
+        fed = rows_of_step(step, 12, 31, seed=5)
+        dealt = [list(deal_rows(fed, recipe, rank)) for rank in ranks]
+        assert [len(one) for one in dealt] == [2, 2]
+        parts = [dealt[rank][micro] for micro in range(2) for rank in range(2)]
+        assert [first for first, _ in parts] == [0, 3, 6, 9]
+        assert np.concatenate([rows for _, rows in parts]).tolist() == fed.tolist()
 
 
 def test_what_the_cap_drops_is_not_encoded_first(monkeypatch):

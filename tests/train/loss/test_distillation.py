@@ -88,8 +88,16 @@ def ours(head, lm_head, batch, objective, chunk_tokens=7, with_hits=False):
     labels = find_labels(input_ids, document_ids, supervised, K)
     head.zero_grad()
     predictions = medusa_predictions(head, features, lm_head.weight)
-    arguments = (features.flatten(0, 1), labels, lm_head, objective, len(labels.positions), chunk_tokens)
-    totals = accumulate_gradients(predictions, *arguments, with_hits=with_hits)
+    totals = accumulate_gradients(
+        predictions,
+        features.flatten(0, 1),
+        labels,
+        lm_head=lm_head,
+        objective=objective,
+        num_labels=len(labels.positions),
+        chunk_tokens=chunk_tokens,
+        with_hits=with_hits,
+    )
     return totals, summarize(totals, objective, len(labels.positions))
 
 
@@ -219,9 +227,10 @@ def test_autocast_converts_weights_once_and_not_per_chunk(shared):
     head, own = head.float(), lm_head.weight.float()
     lm_head, features = lm_head.bfloat16(), features.bfloat16()
     labels = find_labels(*batch, K)
-    arguments = (features.flatten(0, 1), labels, lm_head, Objective(KL, [1.0] * K), len(labels.positions))
+    given = {"lm_head": lm_head, "objective": Objective(KL, [1.0] * K), "num_labels": len(labels.positions)}
     with torch.autocast("cpu", torch.bfloat16), _Conversions() as seen:
-        accumulate_gradients(medusa_predictions(head, features, own), *arguments, chunk_tokens=5)
+        predictions = medusa_predictions(head, features, own)
+        accumulate_gradients(predictions, features.flatten(0, 1), labels, chunk_tokens=5, **given)
     assert seen.count == (1 if shared else K)
     assert len(labels.positions) > 20
     assert all(parameter.grad.abs().max() > 0 for parameter in head.parameters())
@@ -261,8 +270,9 @@ def test_a_chunk_holds_the_targets_logits_and_one_heads(loss):
     def step(rows):
         with torch.autocast("cuda", torch.bfloat16):
             predictions = medusa_predictions(head, features, lm_head.weight)
-            given = features.flatten(0, 1), labels, lm_head, objective, len(labels.positions), rows
-            accumulate_gradients(predictions, *given, with_hits=True)
+            sizes = {"num_labels": len(labels.positions), "chunk_tokens": rows, "with_hits": True}
+            given = {"lm_head": lm_head, "objective": objective}
+            accumulate_gradients(predictions, features.flatten(0, 1), labels, **given, **sizes)
         head.zero_grad()
 
     step(16)  # the library's workspaces, which stay: one for this thread, one for autograd's

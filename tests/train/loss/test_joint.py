@@ -32,12 +32,10 @@ def build(word_target, dtype="float32", seed=3, shared=False, **lora):
 
 def accumulate(target, adapter, head, batch, supervised, objective, target_loss, num_labels=29, chunk=4):
     labels = find_labels(batch[0], batch[2], supervised, len(objective.weights))
-
-    def predict(features, *batch):
-        return head.predict(features, *batch, target.lm_head.weight)
-
-    given = (batch, labels, objective, target_loss, num_labels, chunk)
-    return accumulate_joint_gradients(target, adapter, predict, *given, torch.autocast("cpu", enabled=False))
+    sizes = {"num_labels": num_labels, "chunk_tokens": chunk}
+    losses = {"labels": labels, "objective": objective, "target_loss": target_loss}
+    autocast = torch.autocast("cpu", enabled=False)
+    return accumulate_joint_gradients(head, target, adapter, inputs=batch, autocast=autocast, **losses, **sizes)
 
 
 def formula(target, adapter, head, batch, supervised, weights, target_loss, num_labels):
@@ -157,7 +155,7 @@ def test_held_out_loss_is_the_mean_over_supervised_tokens(word_target):
         (torch.randint(0, 48, (n,), generator=generator).tolist(), (torch.rand(n, generator=generator) < 0.5).tolist())
         for n in (9, 14)
     ]
-    found, count = held_out_loss(target, encoded, 11, 3)
+    found, count = held_out_loss(target, encoded, max_length=11, chunk_tokens=3)
     terms = []
     for ids, supervised in encoded:
         log_p = target.model(input_ids=torch.tensor([ids])).logits[0].detach().log_softmax(-1)
@@ -168,17 +166,18 @@ def test_held_out_loss_is_the_mean_over_supervised_tokens(word_target):
 
 def test_meter_measures_the_adapted_target_beside_the_frozen_one(word_target):
     target, adapter, *_ = build(word_target)
+    sizes = {"max_length": 20, "chunk_tokens": 4}
 
     class Meter:
         max_length, chunk_tokens, encoded = 20, 4, [(list(range(12)), [False] * 4 + [True] * 8)]
 
         def measure(self):
-            return {"acceptance_length": held_out_loss(self.target, self.encoded, 20, 4)[0]}
+            return {"acceptance_length": held_out_loss(self.target, self.encoded, **sizes)[0]}
 
     Meter.target = target
     found = AdaptedMeter(Meter(), adapter).measure()
     assert found["heldout_loss"] == found["acceptance_length"]  # inside, the target is the adapted one
     with adapter.disabled():
-        assert found["frozen_heldout_loss"] == held_out_loss(target, Meter.encoded, 20, 4)[0]
+        assert found["frozen_heldout_loss"] == held_out_loss(target, Meter.encoded, **sizes)[0]
     assert found["frozen_heldout_loss"] != found["heldout_loss"]
     assert found["heldout_tokens"] == 8

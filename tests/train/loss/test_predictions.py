@@ -37,7 +37,8 @@ def test_recurrent_states_get_the_gradient_of_one_graph():
         module.zero_grad()
     predictions = Predictions(states(), lambda rows, k: out(rows))
     objective = Objective(HARD, [0.5**k for k in range(K)])
-    totals = accumulate_gradients(predictions, flat, labels, lm_head, objective, count, chunk_tokens=7)
+    given = {"lm_head": lm_head, "objective": objective, "num_labels": count}
+    totals = accumulate_gradients(predictions, flat, labels, chunk_tokens=7, **given)
     assert summarize(totals, objective, count)["loss"] == pytest.approx((total / count).item(), rel=1e-12)
     for module, gradient in zip(modules, expected):
         torch.testing.assert_close(module.weight.grad, gradient, rtol=1e-10, atol=1e-13)
@@ -60,7 +61,8 @@ def test_token_and_feature_losses_are_weighed_and_both_reach_the_states():
     body.zero_grad()
     predictions = Predictions([body(flat)], lambda rows, k: lm_head(rows))
     objective = Objective(KL, [0.5], token_weight=0.1, feature_weight=0.7)
-    totals = accumulate_gradients(predictions, flat, labels, lm_head, objective, len(positions), chunk_tokens=7)
+    given = {"lm_head": lm_head, "objective": objective, "num_labels": len(positions)}
+    totals = accumulate_gradients(predictions, flat, labels, chunk_tokens=7, **given)
     assert totals[0].tolist() == pytest.approx(
         [token_loss.item(), len(positions), 0, 0, 0, feature_loss.item()], rel=1e-12
     )
@@ -94,7 +96,8 @@ def test_mlp_speculators_gradient_goes_back_through_all_steps(tied):
     labels = find_labels(input_ids, document_ids, supervised, K)
     predictions = head.predict(features, input_ids, None, document_ids)
     objective = Objective(KL, [0.9**k for k in range(K)])
-    totals = accumulate_gradients(predictions, features.flatten(0, 1), labels, lm_head, objective, count, 7)
+    given = {"lm_head": lm_head, "objective": objective, "num_labels": count}
+    totals = accumulate_gradients(predictions, features.flatten(0, 1), labels, chunk_tokens=7, **given)
     assert summarize(totals, objective, count)["loss"] == pytest.approx((total / count).item(), rel=1e-12)
     for name, parameter in head.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-9, atol=1e-12, msg=name)
@@ -126,8 +129,8 @@ def test_draft_vocabulary_reads_laws_and_labels_by_the_targets_ids(loss):
     expected = out.weight.grad.clone()
     out.zero_grad()
     predictions = Predictions([flat] * K, lambda rows, k: out(rows), draft_ids)
-    arguments = (flat, labels, lm_head, Objective(loss, [1.0] * K), 1, 5)
-    totals = accumulate_gradients(predictions, *arguments, with_hits=True)
+    given = {"lm_head": lm_head, "objective": Objective(loss, [1.0] * K), "num_labels": 1}
+    totals = accumulate_gradients(predictions, flat, labels, chunk_tokens=5, with_hits=True, **given)
     torch.testing.assert_close(out.weight.grad, expected, rtol=1e-10, atol=1e-12)
     assert totals[:, 1].tolist() == counts
     assert totals[:, 2].tolist() == hits

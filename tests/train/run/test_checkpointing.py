@@ -27,14 +27,15 @@ from headstart.train.run.optimization import build_optimizer
 def test_checkpoint_stays_until_the_one_in_its_place_is_whole(tmp_path, monkeypatch):
     head, accelerator = Medusa(MedusaConfig(4, 5, num_heads=1)), Accelerator()
     optimizer = build_optimizer(head, 0.0, 0.9, 0.999)
-    save_checkpoint(tmp_path, 2, head, optimizer, {"try": 1}, accelerator, num_kept=2)
+    given = {"head": head, "optimizer": optimizer, "accelerator": accelerator}
+    save_checkpoint(tmp_path, 2, state={"try": 1}, num_kept=2, **given)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", lambda *a: (_ for _ in ()).throw(OSError(28, "No space left on device")))
         with pytest.raises(OSError, match="No space left"):
-            save_checkpoint(tmp_path, 2, head, optimizer, {"try": 2}, accelerator, num_kept=2)
+            save_checkpoint(tmp_path, 2, state={"try": 2}, num_kept=2, **given)
     (folder,) = (tmp_path / "checkpoints").iterdir()
     assert (read_state(folder)["try"], find_damage(folder)) == (1, "")
-    save_checkpoint(tmp_path, 2, head, optimizer, {"try": 3}, accelerator, num_kept=2)
+    save_checkpoint(tmp_path, 2, state={"try": 3}, num_kept=2, **given)
     assert list((tmp_path / "checkpoints").iterdir()) == [folder]
     assert (read_state(folder)["try"], find_damage(folder)) == (3, "")
 
@@ -61,17 +62,18 @@ def test_checkpoint_that_was_being_replaced_is_found_again(arguments, tmp_path, 
 def test_checkpoint_that_was_being_removed_is_not_there(tmp_path, monkeypatch):
     head, accelerator = Medusa(MedusaConfig(4, 5, num_heads=1)), Accelerator()
     optimizer, remove = build_optimizer(head, 0.0, 0.9, 0.999), shutil.rmtree
+    given = {"head": head, "optimizer": optimizer, "accelerator": accelerator}
 
     def remove_half(path, ignore_errors=False):
         remove(path if ignore_errors else path / "head", ignore_errors)
         if not ignore_errors:
             raise KeyboardInterrupt
 
-    save_checkpoint(tmp_path, 2, head, optimizer, {}, accelerator, num_kept=1)
+    save_checkpoint(tmp_path, 2, state={}, num_kept=1, **given)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", remove_half)
         with pytest.raises(KeyboardInterrupt):
-            save_checkpoint(tmp_path, 4, head, optimizer, {}, accelerator, num_kept=1)
+            save_checkpoint(tmp_path, 4, state={}, num_kept=1, **given)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-000004"]
     assert (tmp_path / "checkpoints" / ".step-000002.gone" / "state.json").exists()
 
@@ -149,12 +151,13 @@ def test_disk_that_is_really_full_is_one_line(arguments, tmp_path):
 def test_random_generators_go_on_where_they_were(tmp_path):
     head, accelerator = Medusa(MedusaConfig(4, 5, num_heads=1)), Accelerator()
     optimizer = build_optimizer(head, 0.0, 0.9, 0.999)
+    given = {"head": head, "optimizer": optimizer, "accelerator": accelerator}
 
     def draw():
         return random.random(), np.random.rand(), torch.rand(1).item(), random.gauss(0, 1), np.random.randn()
 
     draw()  # an odd number of normal draws: numpy keeps the second of a pair
-    save_checkpoint(tmp_path, 1, head, optimizer, {}, accelerator, num_kept=1)
+    save_checkpoint(tmp_path, 1, state={}, num_kept=1, **given)
     expected = draw()
     draw()
     load_checkpoint(tmp_path / "checkpoints" / "step-000001", head, optimizer, accelerator)

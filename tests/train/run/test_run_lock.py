@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from headstart.train import medusa
-from headstart.train.run import run_lock
+from headstart.train.run import run_folder, run_lock
 
 LEAVES = """
 import os, signal, sys, time
@@ -68,7 +68,7 @@ def test_a_run_has_its_folder_while_it_trains_and_no_longer(arguments, tmp_path,
         finally:
             os.close(descriptor)
 
-    monkeypatch.setattr(medusa.RunFolder, "keep_held_out", look)
+    monkeypatch.setattr(run_folder.RunFolder, "keep_held_out", look)
     assert medusa.main(arguments(max_steps=1)) == 0
     assert seen
     probe(tmp_path / "run")

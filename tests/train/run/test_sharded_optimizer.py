@@ -46,7 +46,7 @@ def advance(head, optimizer, step, ranks, max_norm, max_value):
                 parameter.grad = torch.zeros_like(parameter)  # what a rank without labels adds
     if isinstance(optimizer, ShardedAdamW):
         optimizer.sum_gradients()
-    return update(head, optimizer, 0.01 * step, max_norm, max_value)
+    return update(head, optimizer, lr=0.01 * step, max_norm=max_norm, max_value=max_value)
 
 
 def compare(rank, world, max_norm, max_value):
