@@ -16,7 +16,7 @@ COMMANDS = {
     "generate": "Answer a prompt, streamed; with --compare, also show plain decoding beside it.",
     "tree": "Choose the draft tree that decodes fastest: from acceptance and step times, both measured by the engine.",
     "bench": "Measure: speculation against plain decoding; one step, one kernel, the whole engine; another library beside it.",
-    "verify-lossless": "Check on your own model that speculation leaves the output as it was: bit by bit, and in law.",
+    "verify-lossless": "Check on your own model that speculation leaves the output as it was: bit by bit, and in distribution.",
     "inspect": "Tell what a head is: sizes, target, what it reads, what drafting costs, and which engines take its files as they "
     "lie.",
     "regenerate": regenerate_options.SUMMARY,

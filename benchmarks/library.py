@@ -93,7 +93,7 @@ class LibraryAttention:
 
 
 class LibraryStep:
-    """The target's pass over B x N nodes behind `context` tokens each: embedding, layers, lm_head, argmax per node.
+    """The target's pass over B x N nodes after `context` tokens each: embedding, layers, lm_head, argmax per node.
 
     decoder: Decoder, whose weights are read; tree: TreeOnDevice; keys: a flat tensor of the decoder's dtype that holds at least
     layers * 2 * B * HK * (context + N) * D numbers; elementwise: "compiled" or "eager".

@@ -7,7 +7,7 @@ EXAMPLE = (
     "  headstart bench draft --shape llama-3-8b --head eagle3 --tree dynamic"
 )
 DETAILS = (
-    "first level: what drafts the token behind the root. level: each further one (the head's layer, its lm_head, the draw);\n"
+    "first level: what drafts the token after the root. level: each further one (the head's layer, its lm_head, the draw);\n"
     "from the whole chain, less the first level. after a step: the pass over what was emitted, for heads with keys of their\n"
     "own. chain: the whole draft; Medusa heads draft all depths at once and have this line alone.\n"
     "With --tree dynamic also: the whole draft of a tree grown in every step; the same levels with as many rows where the\n"

@@ -8,7 +8,7 @@ EXAMPLE = (
 )
 DETAILS = (
     "A line is one CUDA graph. forward: the target over a tree of so many rows (nodes) of each request, its own token\n"
-    "behind every node included. For the largest tree also: drafting with Medusa heads, the verify rule, the commit, and\n"
+    "after every node included. For the largest tree also: drafting with Medusa heads, the verify rule, the commit, and\n"
     "the whole step; 'on top' is what that takes beyond the forward pass and beyond reading the heads' weights once.\n"
     "x floor: times what reading the weights and the cached keys and values once takes, at the rate of a copy.\n"
     "library: the same pass with cuBLAS, scaled_dot_product_attention and torch.compile, in one CUDA graph.\n"

@@ -14,7 +14,7 @@ from ..inference.arguments import (
 
 EXAMPLE = "headstart verify-lossless --model assets/stdlib-coder --head assets/stdlib-coder-medusa --tree static"
 DETAILS = (
-    "bits: tokens and log-probabilities against plain decoding, one request at a time. law: many short samples with and\n"
+    "bits: tokens and log-probabilities against plain decoding, one request at a time. distribution: many short samples with and\n"
     "without speculation, by a two-sample G-test, and as a control the same test between two temperatures. Ends with 1 if a\n"
     "check fails. docs/lossless.md says what each verifier promises."
 )
@@ -29,7 +29,7 @@ def add_options(parser):
     parser.add_argument("--max-tokens", type=int, default=64, help="new tokens per prompt (default 64)")
     parser.add_argument("--temperature", type=float, action="append", help="may be given again (default: 0 and 0.8)")
     parser.add_argument(
-        "--samples", type=int, default=500, help="per side and temperature for the law; 0: none (default 500)"
+        "--samples", type=int, default=500, help="per side and temperature for the distribution; 0: none (default 500)"
     )
     parser.add_argument("--output", help="also write the checks as JSON here")
 

@@ -20,7 +20,7 @@ def measure_acceptance(llm, prompts, sampling_params=None, use_tqdm=False):
         acceptance_length, per_position (unconditional), num_steps, num_emitted   of the chain
         rates: per depth, per rank (0..9): how often the target's token at this depth is the head's candidate of this rank,
             given that the tokens before it are the target's own; num_rates: from how many places. A drafter that looks at its own
-            tokens has candidates behind its first choices only: its rates are those behind accepted first choices
+            tokens has candidates after its first choices only: its rates are those after accepted first choices
         samples: a few {"prompt", "output"}
     """
     engine = llm.engine
@@ -42,7 +42,7 @@ def measure_acceptance(llm, prompts, sampling_params=None, use_tqdm=False):
     earlier = before.accepted_per_position or [0] * depth
     accepted = [now - then for now, then in zip(after.accepted_per_position, earlier)]
     drafter = engine.drafter
-    hits, places = rank_hits(recorded, drafter.num_speculative_tokens, behind_first=drafter.autoregressive)
+    hits, places = rank_hits(recorded, drafter.num_speculative_tokens, first_choices_only=drafter.autoregressive)
     return {
         "acceptance_length": 1 + sum(accepted) / steps,
         "per_position": [count / steps for count in accepted],
@@ -90,11 +90,11 @@ def bootstrap(requests, figures, middle):
     return [(values[cut], values[-1 - cut]) for values in map(sorted, zip(*drawn))]
 
 
-def rank_hits(recorded, num_depths, behind_first=False):
+def rank_hits(recorded, num_depths, first_choices_only=False):
     """Count where the target's tokens stand among the recorded candidates.
 
-    recorded: list of (request, index of the root in its output, candidates per depth); behind_first: the candidates of a depth are
-    those behind the first choices above it, so places behind another token do not count
+    recorded: list of (request, index of the root in its output, candidates per depth); first_choices_only: the candidates of a
+    depth are those after the first choices above it, so places after another token do not count
     Returns (hits [depth][rank], places [depth]); depth d is counted where the output reaches so far.
     """
     hits = [[0] * RECORDED_WIDTH for _ in range(num_depths)]
@@ -110,7 +110,7 @@ def rank_hits(recorded, num_depths, behind_first=False):
                 break  # rates are conditional on the parent: nothing below a miss
             rank = candidates[depth].index(token)
             hits[depth][rank] += 1
-            if behind_first and rank:
+            if first_choices_only and rank:
                 break
     return hits, places
 

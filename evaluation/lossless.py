@@ -1,10 +1,10 @@
 """`headstart verify-lossless`: whether speculation leaves a model's output as it was, shown on that model.
 
 Two kinds of evidence. *Bits*: tokens and log-probabilities of every prompt against plain decoding one request at a time; what the
-verifier `strict` promises at every temperature, and every verifier at temperature 0. *Law*: many short samples of one prompt with
-and without speculation, other seeds on either side, compared by a two-sample G-test; what every verifier promises. Beside it
-stands a control, the same test between two temperatures of plain decoding: unless that one sees a difference, the test could
-not have failed.
+verifier `strict` promises at every temperature, and every verifier at temperature 0. *Distribution*: many short samples of one
+prompt with and without speculation, other seeds on either side, compared by a two-sample G-test; what every verifier promises.
+Beside it stands a control, the same test between two temperatures of plain decoding: unless that one sees a difference, the test
+could not have failed.
 """
 
 import math
@@ -17,8 +17,8 @@ from tqdm import tqdm
 from ..inference.llm import LLM
 from ..inference.sampling_params import SamplingParams
 
-LEAST_EXPECTED = 5  # per side and outcome told apart: below it the G-test's law is not that of chi-square
-ALPHA = 1e-4  # a lossless engine fails the law's test once in 1 / ALPHA runs
+LEAST_EXPECTED = 5  # per side and outcome told apart: below it the G-test's distribution is not that of chi-square
+ALPHA = 1e-4  # a lossless engine fails the distribution's test once in 1 / ALPHA runs
 SAMPLED_TOKENS = 8  # of every sample: the first comes from the prompt, the others through the verifier
 CONTROL = 0.7  # the control's temperature, as a share of the temperature tested
 
@@ -27,7 +27,7 @@ CONTROL = 0.7  # the control's temperature, as a share of the temperature tested
 class Check:
     """One piece of evidence: `passed` is None for a control that saw nothing, which decides nothing."""
 
-    kind: str  # "bits", "law" or "control"
+    kind: str  # "bits", "distribution" or "control"
     what: str
     found: str
     passed: bool | None
@@ -43,7 +43,7 @@ def verify_lossless(
     """All checks of one way of speculating.
 
     base: LLM, whose weights everything shares; speculative: a speculative_config; prompts: what render_prompt returns; samples:
-    per side and temperature above 0 for the law, of the first prompt (0: none).  -> list of Check
+    per side and temperature above 0 for the distribution, of the first prompt (0: none).  -> list of Check
     """
     checks, strict = [], speculative.get("verifier", "strict") == "strict"
     longest = max(len(p.get("prompt_token_ids") or base.tokenizer(p["prompt"])["input_ids"]) for p in prompts)
@@ -77,7 +77,7 @@ def verify_lossless(
                     draw_samples(llm, prompts[0], heat, samples, seed + number * samples, batch, bar)
                     for number, (llm, heat) in enumerate(sides)
                 )
-            checks += compare_laws(plain, drafted, other, temperature)
+            checks += compare_distributions(plain, drafted, other, temperature)
     return checks
 
 
@@ -111,13 +111,15 @@ def draw_samples(llm, prompt, temperature, count, seed, batch, bar):
     return counts
 
 
-def compare_laws(plain, drafted, other, temperature):
-    """The law with and without speculation, and the control.  three Counters -> two Checks"""
+def compare_distributions(plain, drafted, other, temperature):
+    """The distribution with and without speculation, and the control.  three Counters -> two Checks"""
     chance, cells = two_sample_test(plain, drafted)
     control, _ = two_sample_test(plain, other)
     size = f"{plain.total()} + {drafted.total()} samples of {SAMPLED_TOKENS} tokens"
     return [
-        Check("law", f"T = {temperature:g}, {size}", f"p = {chance:.3g} over {cells} outcomes", chance >= ALPHA),
+        Check(
+            "distribution", f"T = {temperature:g}, {size}", f"p = {chance:.3g} over {cells} outcomes", chance >= ALPHA
+        ),
         Check(
             "control",
             f"T = {temperature:g} against {CONTROL * temperature:g}, plain decoding",
@@ -128,7 +130,8 @@ def compare_laws(plain, drafted, other, temperature):
 
 
 def two_sample_test(one, other):
-    """G-test of two Counters of token sequences for the same law.  -> (p-value, number of outcomes told apart); 1.0 for one outcome
+    """G-test of two Counters of token sequences for the same distribution.  -> (p-value, number of outcomes told apart); 1.0 for
+    one outcome
 
     Sequences are told apart as far as they are common: each counts as its longest beginning that is expected often enough on both
     sides, counted over both sides together.
@@ -174,9 +177,11 @@ def verdict(checks, verifier):
     weak = any(check.passed is None for check in checks)
     bits = "the same bits at every temperature tried" if verifier == "strict" else "the same tokens at temperature 0"
     bits = bits if any(check.kind == "bits" for check in checks) else "bits not compared"
-    law = " and no difference in law found" if any(check.kind == "law" for check in checks) else ""
-    caveat = "; a control saw nothing, so raise --samples to trust the law's test" if weak else ""
-    return True, f"lossless: {bits}{law}{caveat}"
+    distribution = (
+        " and no difference in distribution found" if any(check.kind == "distribution" for check in checks) else ""
+    )
+    caveat = "; a control saw nothing, so raise --samples to trust the distribution's test" if weak else ""
+    return True, f"lossless: {bits}{distribution}{caveat}"
 
 
 def as_rows(checks):

@@ -103,7 +103,7 @@ def installed(package):
 
 
 def current_commit():
-    """The checkout's commit, "+changes" behind it if files differ from it; None where this is no git checkout."""
+    """The checkout's commit, "+changes" after it if files differ from it; None where this is no git checkout."""
     if not (ROOT / ".git").exists():
         return None
     try:

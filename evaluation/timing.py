@@ -109,7 +109,7 @@ class Repeatable:
 
 
 def time_alone(intervals):
-    """Counter of the time of each kernel behind the end of those that started before it.  intervals of (name, start, end)"""
+    """Counter of the time of each kernel after the end of those that started before it.  intervals of (name, start, end)"""
     spent, reached = Counter(), 0.0
     for name, start, end in sorted(intervals, key=lambda interval: interval[1:]):
         spent[short_name(name)] += max(0.0, end - max(start, reached))

@@ -67,7 +67,7 @@ class TreeMeasurement:
         if not self.prompts:
             raise ValueError(
                 f"the shortest of the {len(prompts)} prompts has {min(map(len, encoded))} tokens and the model's limit is "
-                f"{llm.max_model_len}: {MIN_TOKENS} new ones must fit behind it for steps to be timed; give shorter prompts"
+                f"{llm.max_model_len}: {MIN_TOKENS} new ones must fit after it for steps to be timed; give shorter prompts"
             )
 
     def choose(self, rates):
@@ -201,7 +201,7 @@ class TreeMeasurement:
             file, levels = folder / "tree.json", tree.max_depth
             save_tree(tree, file)
             speculative = {"model": self.model, "tree": str(file), "num_speculative_tokens": levels}
-        # Behind the tokens stand the tree's nodes, those that a dynamic one expands, and what a step emits.
+        # After the tokens stand the tree's nodes, those that a dynamic one expands, and what a step emits.
         most = max(map(len, prompts)) + max_tokens + MAX_NODES + 10 * (levels + 2)
         return LLM(
             self.llm,

@@ -31,7 +31,7 @@ MLP_BLOCK = 64  # a narrower head's MLP is a multiple of it, as matrix units and
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Config(LayerConfig):
     """Shape of an EAGLE-3 head. aux_layer_ids: id k is the residual stream entering layer k (0-based), the number of layers the one
-    behind the last; None: those that published heads read, which the target's depth tells (`default_aux_layers`)."""
+    after the last; None: those that published heads read, which the target's depth tells (`default_aux_layers`)."""
 
     target_hidden_size: int
     draft_vocab_size: int

@@ -97,7 +97,7 @@ class MLPSpeculator(Head):
         return unit_rms(features) * 0.5**0.5 if self.config.scale_input else features
 
     def step(self, state, tokens, depth):
-        """The state behind one more token.  [..., H] at depth 0, else [..., S]; tokens [...] integers  ->  [..., S]"""
+        """The state after one more token.  [..., H] at depth 0, else [..., S]; tokens [...] integers  ->  [..., S]"""
         mixed = self._of(self.proj, depth)(state)
         mixed = mixed + self._of(self.emb, depth)(tokens) * (self.token_weight / self.state_weight)
         return F.gelu(self._of(self.ln, depth)(mixed))

@@ -103,7 +103,7 @@ def _attend_dense(q, k, v, mask, with_normaliser):
 
 
 def _join(out, normaliser, q, later):
-    """Attention over the keys behind `out`, and each row's own keys of later calls.  -> [B, HQ, T, D]"""
+    """Attention over the keys after `out`, and each row's own keys of later calls.  -> [B, HQ, T, D]"""
     group = q.shape[1] // later[0][0].shape[1]
     k, v = (_wide(torch.stack(parts, -2).repeat_interleave(group, 1)) for parts in zip(*later))  # [B, HQ, T, i, D]
     scores = (_wide(q)[..., None, :] * k).sum(-1) * q.shape[-1] ** -0.5  # [B, HQ, T, i]

@@ -22,7 +22,7 @@ from ..inference.sampling_params import SamplingParams
 LENGTH, POSITION = "acceptance length", "accepted at position"  # as a card calls them
 TEMPERATURES = (0.0, 0.8)
 NUM_PROMPTS, MAX_TOKENS = 16, 96
-LEAST_TOKENS = 8  # new ones that must fit behind a prompt
+LEAST_TOKENS = 8  # new ones that must fit after a prompt
 MIDDLE = 0.99  # of a bootstrap
 SLACK = 0.01  # of a figure, for arithmetic of other machines on top of its interval
 # Tokens more or less: of something that happens so often on average, 0.5 % of measurements find nothing (exp(-5.3)), and those say

@@ -30,7 +30,7 @@ from .readers.readers import WRONG, HeadFiles, Verdict, judge, rules_of
 # Keys of config.json by which heads are known whose config else looks like a model's.
 HEADS_KEYS = ("medusa_num_heads", "speculators_model_type", "n_predict", "draft_vocab_size")
 WIDTH = 118  # of the text
-INDENT = 12  # of values behind their names
+INDENT = 12  # of values after their names
 NAME, ANSWER = 28, 9  # columns of the engines
 
 

@@ -59,15 +59,16 @@ class LLM:
         None for what the head was made for; tree: "chain", "static" (the tree measured for this head, else the one shipped for its
         method and depth), "dynamic" (grown in every step from the draft's confidence) or a tree file; verifier: "strict" (the
         tokens of plain decoding, bit by bit), "token" or "block" on a chain, "recursive" or "traversal" on any tree (tokens of the
-        same law), or "synthetic" to accept by given rates whatever the tokens are (for measuring speed: the outputs mean nothing),
-        with acceptance_rates (unconditional, per position) or acceptance_length (tokens per step); rejection_sample_method: vLLM's
-        name of a verifier instead; draft_sample_method: how drafts are drawn: "shared_noise" (the default of "strict"),
-        "probabilistic" (that of the ratio rules), "greedy" or "top_and_one"; adaptive: True cuts the tree in every step to the
-        depth that gives most tokens per second by what was measured so far, none at all where that is best;
+        same distribution), or "synthetic" to accept by given rates whatever the tokens are (for measuring speed: the outputs mean
+        nothing), with acceptance_rates (unconditional, per position) or acceptance_length (tokens per step);
+        rejection_sample_method: vLLM's name of a verifier instead; draft_sample_method: how drafts are drawn: "shared_noise" (the
+        default of "strict"), "probabilistic" (that of the ratio rules), "greedy" or "top_and_one"; adaptive: True cuts the tree
+        in every step to the depth that gives most tokens per second by what was measured so far, none at all where that is best;
         num_speculative_tokens_per_batch_size: tells the depth instead, {smallest batch size: tokens}.
     adapter: a LoRA adapter of the target in peft's format (a folder or a Hub id, or a run or head that was trained with one): it is
         merged into the weights while they are loaded, in fp32, rounded once. The target is then the adapted one, in every respect.
-    logprobs_mode: "raw_logprobs" (of the target's logits) or "processed_logprobs" (of the law a token was drawn from, behind
+    logprobs_mode: "raw_logprobs" (of the target's logits) or "processed_logprobs" (of the distribution a token was drawn from,
+    after
         temperature and filters). prompt_logprobs are always raw.
 
     By default the outputs are those of plain decoding, whatever the head and the tree: see docs/lossless.md. Raises ValueError for

@@ -8,7 +8,7 @@ from .engine.stopping import final_text
 
 @dataclass
 class CompletionOutput:
-    """One output of a prompt. finish_reason: "stop", "length" or "abort"; stop_reason: the string or token id behind a stop."""
+    """One output of a prompt. finish_reason: "stop", "length" or "abort"; stop_reason: the string or token id that stopped it."""
 
     index: int
     text: str

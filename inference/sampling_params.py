@@ -47,10 +47,11 @@ class SamplingParams(_Fields):
     space before them and without; the prompt counts as said (in vLLM only the output does). max_tokens: at most so many new
     tokens (None: up to max_model_len). min_tokens: no EOS, stop token or stop string before. stop: a string or several that end
     the output. stop_token_ids: tokens that end it, and are part of token_ids. include_stop_str_in_output: the text keeps the
-    stop string, or the stop token's text, that ended it. ignore_eos: go on behind EOS. seed: an int makes the output a function
+    stop string, or the stop token's text, that ended it. ignore_eos: go on after EOS. seed: an int makes the output a function
     of (prompt, parameters, seed), with the default verifier; None derives one from (LLM seed, number of the request). n: outputs
     per prompt. logprobs: also return the log-probabilities of the emitted token and of the so many likeliest, at every position
-    (LLM's logprobs_mode says of which law). prompt_logprobs: the same for the prompt's tokens but the first, of the raw logits.
+    (LLM's logprobs_mode says of which distribution). prompt_logprobs: the same for the prompt's tokens but the first, of the raw
+    logits.
 
     Fields cannot be set afterwards: `dataclasses.replace(params, n=3)` makes other ones. Raises ValueError for values out of range
     and for unknown keywords.

@@ -1,4 +1,4 @@
-"""RMSNorm, alone and behind a residual addition.
+"""RMSNorm, alone and after a residual addition.
 
     rms_norm(x, w)        = round(x / sqrt(mean(x^2) + eps)) * w                           x [..., H], w [H] -> [..., H]
     add_rms_norm(x, r, w) : s = r + round(multiplier * round(x)); returns (rms_norm(s, w), s)

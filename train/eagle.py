@@ -5,10 +5,10 @@
     accelerate launch train/eagle.py --config configs/eagle-quickstart.yaml --resume
 
 conversations -> token ids and assistant mask -> packed rows -> the target's last features, with noise -> the next feature -> its
-distance from the target's own, and the loss of its token against the target's law or the text, summed and divided by the number of
-labels of the whole optimiser step. With num_steps above 1 further steps run on the head's own states, as it drafts (HASS, arXiv
-2408.15766). `--help` lists every key. A run writes only into its `output` folder: config.yaml, metrics.jsonl, checkpoints/,
-acceptance.json, head/; and into `feature_cache`, if that is given.
+distance from the target's own, and the loss of its token against the target's distribution or the text, summed and divided by the
+number of labels of the whole optimiser step. With num_steps above 1 further steps run on the head's own states, as it drafts
+(HASS, arXiv 2408.15766). `--help` lists every key. A run writes only into its `output` folder: config.yaml, metrics.jsonl,
+checkpoints/, acceptance.json, head/; and into `feature_cache`, if that is given.
 
 Every rank knows all rows and their order, so label counts need no communication; gradients are summed over the ranks once per
 optimiser step. It does not: train the embedding or the lm_head, which are the target's; mix data sets.

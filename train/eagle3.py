@@ -5,14 +5,15 @@
     accelerate launch train/eagle3.py --config configs/eagle3-quickstart.yaml --resume
 
 conversations -> token ids and assistant mask -> packed rows -> the residual streams that enter some of the target's layers ->
-num_steps steps, each on the states of the one before, as the head drafts ("training-time test") -> loss against the target's law or
-the text, summed and divided by the number of labels of the whole optimiser step. `--help` lists every key. A run writes only into
-its `output` folder: config.yaml, metrics.jsonl, checkpoints/, acceptance.json, head/; and into `feature_cache`, if that is given.
+num_steps steps, each on the states of the one before, as the head drafts ("training-time test") -> loss against the target's
+distribution or the text, summed and divided by the number of labels of the whole optimiser step. `--help` lists every key. A run
+writes only into its `output` folder: config.yaml, metrics.jsonl, checkpoints/, acceptance.json, head/; and into `feature_cache`, if
+that is given.
 
-The loss is not quite the original code's. That one renormalises the target's law over the draft vocabulary, drops rows whose
-likeliest token lies outside, and averages over all positions, masked ones too. Here the law is normalised over the whole vocabulary
-and the loss sums over the draft's part of it: a position of which little can be drafted teaches little, and none is dropped. Only
-supervised positions count, in the sum and in the divisor, which is the number of labels of the first step.
+The loss is not quite the original code's. That one renormalises the target's distribution over the draft vocabulary, drops rows
+whose likeliest token lies outside, and averages over all positions, masked ones too. Here the distribution is normalised over the
+whole vocabulary and the loss sums over the draft's part of it: a position of which little can be drafted teaches little, and none
+is dropped. Only supervised positions count, in the sum and in the divisor, which is the number of labels of the first step.
 
 Every rank knows all rows and their order, so label counts need no communication; gradients are summed over the ranks once per
 optimiser step. It does not: mix several data sets.

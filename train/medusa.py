@@ -5,11 +5,11 @@
     accelerate launch train/medusa.py --config configs/quickstart.yaml --resume
     accelerate launch train/medusa.py --config configs/medusa2-quickstart.yaml --start_from runs/quickstart
 
-conversations -> token ids and assistant mask -> packed rows -> the target's features -> K heads -> loss against the target's law or
-the text, summed and divided by the number of labels of the whole optimiser step. Stage `joint` (Medusa-2, train/loss/joint.py)
-goes on with heads of the stage `heads` and trains a LoRA adapter of the target with them. `--help` lists every key. A run writes
-only into its `output` folder: config.yaml, metrics.jsonl, checkpoints/, acceptance.json, head/; and into `feature_cache`, if that
-is given.
+conversations -> token ids and assistant mask -> packed rows -> the target's features -> K heads -> loss against the target's
+distribution or the text, summed and divided by the number of labels of the whole optimiser step. Stage `joint` (Medusa-2,
+train/loss/joint.py) goes on with heads of the stage `heads` and trains a LoRA adapter of the target with them. `--help` lists
+every key. A run writes only into its `output` folder: config.yaml, metrics.jsonl, checkpoints/, acceptance.json, head/; and into
+`feature_cache`, if that is given.
 
 Every rank knows all rows and their order, so label counts need no communication; gradients are summed over the ranks once per
 optimiser step. It does not: mix several data sets.
@@ -57,8 +57,8 @@ class Recipe(RunRecipe):
     )
     target_loss: str = key(
         "kl",
-        "joint, of the adapted target itself: kl: from the frozen target's law (self-distillation); hard: cross entropy against "
-        "the text",
+        "joint, of the adapted target itself: kl: from the frozen target's distribution (self-distillation); hard: cross entropy "
+        "against the text",
         choices=TARGET_LOSSES,
     )
     medusa_weight: float = key(
@@ -135,7 +135,7 @@ def main(argv):
     head = build_head(recipe, target, processes.resumed).to(device)
     meter = build_meter(recipe, target, head, held_out, tokenizer=tokenizer, note=note)
 
-    # What is trained. The adapter comes behind the meter's engine, which shares the weights of plain layers.
+    # What is trained. The adapter comes after the meter's engine, which shares the weights of plain layers.
     adapter, groups = None, []
     if recipe.stage == "joint":
         adapter = TargetAdapter(

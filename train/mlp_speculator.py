@@ -5,9 +5,9 @@
     accelerate launch train/mlp_speculator.py --config configs/mlp-speculator-stage2.yaml --start_from runs/first
 
 Stage 1: conversations -> token ids and assistant mask -> packed rows -> the target's features -> n steps, each fed the text's own
-next token (teacher forcing) -> loss against the target's law or the text, summed and divided by the number of labels of the
-whole optimiser step. Stage 2 goes on with a head from stage 1, on text that the target itself writes from short prompts: our engine
-generates it before training, into generated.jsonl of the run folder. `--help` lists every key. A run writes only into its
+next token (teacher forcing) -> loss against the target's distribution or the text, summed and divided by the number of labels of
+the whole optimiser step. Stage 2 goes on with a head from stage 1, on text that the target itself writes from short prompts: our
+engine generates it before training, into generated.jsonl of the run folder. `--help` lists every key. A run writes only into its
 `output` folder: config.yaml, metrics.jsonl, checkpoints/, acceptance.json, head/, generated.jsonl; and into `feature_cache`, if
 that is given.
 

@@ -95,7 +95,8 @@ def regenerate(options):
     note(f"{len(chosen)} conversations, {len(parts.done)} of them done before, {processes.num_processes} process(es)")
     if options.temperature == 1 and options.top_p == 1 and not options.top_k:
         note(
-            "answers are drawn from the target's own law (--temperature 1), as heads meet it in use; 0 takes the likeliest tokens"
+            "answers are drawn from the target's own distribution (--temperature 1), as heads meet it in use; 0 takes the "
+            "likeliest tokens"
         )
     open_ones = [dialogue for dialogue in dialogues if dialogue.is_open]
     for dialogue in dialogues:

@@ -1,7 +1,7 @@
 """`headstart bench draft`: what drafting takes, part by part, with random heads of the sizes of published ones.
 
 Of the target there are an embedding, an lm_head and one layer, for nothing here reads more of it. The heads draft for requests that
-stand behind `context` committed tokens, greedily; one CUDA graph holds several drafts, whose requests are gathered beforehand as
+stand after `context` committed tokens, greedily; one CUDA graph holds several drafts, whose requests are gathered beforehand as
 a step does once for all its parts. *level* is a difference: a chain of `depth` levels less one of a single level, by the levels
 between, so that everything a further level costs is in it, and the first level, gathering noise and joining tokens are not.
 
@@ -9,7 +9,7 @@ A dynamic tree is measured against a static one that expands as many nodes at ea
 what is left is *tree building*, the confidence of the candidates, choosing among them and joining the tree.
 
 The floor is the weights that a part reads, read once, at the rate of a copy measured in the same run. Not measured: acceptance,
-temperatures above 0, the verifiers that compare laws.
+temperatures above 0, the verifiers that compare distributions.
 """
 
 from copy import deepcopy
@@ -29,7 +29,7 @@ from ...kernels.attention.tree_attention import PAGE
 from ..floor import copy_bandwidth, milliseconds
 from ..random_heads import empty_head, parameter_bytes, random_head
 from ..shape import check_fits, config_of_shape
-from .step import standing_slots
+from .step import standing_seats
 
 CALLS = {"cuda": 5, "cpu": 1}  # in one graph: the launch of a graph takes as long as a short kernel
 
@@ -177,8 +177,8 @@ class DraftBench:
         """BatchRows of the requests, as a step gathers them for this TreeOnDevice."""
         state = self.drafter.state_shape or (self.decoder.hidden_size, self.decoder.dtype)
         context, device = self.settings.context, self.decoder.device
-        slots = standing_slots(batch, context, 2 * MAX_NODES, state, self.decoder.vocab_size, device)
-        return slots.gather(torch.arange(batch, device=device), tree.depths)
+        seats = standing_seats(batch, context, 2 * MAX_NODES, state, self.decoder.vocab_size, device)
+        return seats.gather(torch.arange(batch, device=device), tree.depths)
 
     def draft(self, batch, tree):
         """The whole draft of a tree, repeatable."""

@@ -18,7 +18,7 @@ import torch
 from ...evaluation.results import Report, decimals, plain
 from ...evaluation.step_recorder import NoSteadyState, record_steps
 from ...evaluation.timing import Repeatable, Times, release
-from ...inference.engine.slots import INTEGERS
+from ...inference.engine.seats import INTEGERS
 from ...inference.llm import LLM
 from ...inference.sampling_params import SamplingParams
 from ...inference.speculation.options import SpeculativeOptions
@@ -205,18 +205,18 @@ class EngineBench:
         As often as the engine has stepped: a card at its power limit slows down in the first second.
         """
         engine, settings = llm.engine, self.settings
-        slots, device = engine.slots, llm.device
+        seats, device = engine.seats, llm.device
         context = settings.prompt_tokens + settings.new_tokens // 2
-        pages = slots.block_table.shape[1]
+        pages = seats.block_table.shape[1]
         values = {"committed": context, "remaining": 1 << 20}
         state = torch.tensor([values.get(name, 0) for name in INTEGERS], device=device)
         table = torch.arange(batch * pages, device=device).view(batch, pages) % engine.cache.num_pages + 1
-        slots.block_table[:batch] = table
-        slots.floats[:batch] = 0  # greedy
+        seats.block_table[:batch] = table
+        seats.floats[:batch] = 0  # greedy
         rows = list(range(batch))
 
         def step():
-            slots.integers[:batch] = state  # each step would move the requests on
+            seats.integers[:batch] = state  # each step would move the requests on
             engine.graphs.run(rows, False)
 
         return Repeatable(step, device, captured=False).time(repeats)

@@ -1,7 +1,7 @@
 """`headstart bench step`: the target's pass over a draft tree, and the whole speculative step, against floor and library.
 
 One CUDA graph per line, on random weights of a named shape. A line's *forward* is what verifying costs: embedding, all layers,
-lm_head and the target's token per node, behind `context` committed tokens of each of `batch` requests, over a tree of `rows` nodes.
+lm_head and the target's token per node, after `context` committed tokens of each of `batch` requests, over a tree of `rows` nodes.
 With Medusa heads the *draft*, the *verify* rule and the *commit* (moving the keys and values of a full path, taking over the next
 root) follow each alone, and the whole step as the engine replays it. Acceptance plays no part: the work is the same.
 
@@ -16,7 +16,7 @@ import torch
 from ...evaluation.results import Report, decimals, plain, shares_text
 from ...evaluation.timing import Repeatable, plannable_bytes, release
 from ...inference.engine.cache import PagedCache
-from ...inference.engine.slots import FLOATS, INTEGERS, SlotTable
+from ...inference.engine.seats import FLOATS, INTEGERS, SeatTable
 from ...inference.engine.step import Step
 from ...inference.engine.target_scores import NO_FILTERS, draw
 from ...inference.speculation.draft import Draft
@@ -65,22 +65,22 @@ class StepSettings:
     repeats: int = 20
 
 
-def standing_slots(batch, context, num_places, state, vocab_size, device):
-    """The SlotTable of `batch` greedy requests behind `context` tokens, with pages for so many places more.
+def standing_seats(batch, context, num_places, state, vocab_size, device):
+    """The SeatTable of `batch` greedy requests after `context` tokens, with pages for so many places more.
 
     state: (width, dtype) of what the drafter keeps of a request, which is random
     """
     pages = -(-(context + num_places) // PAGE)
     width, dtype = state
-    slots = SlotTable(batch, pages, width, vocab_size, dtype, device)
+    seats = SeatTable(batch, pages, width, vocab_size, dtype, device)
     values = {"committed": context, "remaining": 1 << 20}
     for column, name in enumerate(INTEGERS):
-        slots.integers[:batch, column] = values.get(name, 0)
-    slots.integers[:batch, INTEGERS.index("root")] = torch.randint(vocab_size, (batch,), device=device)
-    slots.floats[:, FLOATS.index("top_p")] = 1.0
-    slots.block_table[:batch] = 1 + torch.arange(batch * pages, device=device).view(batch, pages)
-    slots.feature.normal_()
-    return slots
+        seats.integers[:batch, column] = values.get(name, 0)
+    seats.integers[:batch, INTEGERS.index("root")] = torch.randint(vocab_size, (batch,), device=device)
+    seats.floats[:, FLOATS.index("top_p")] = 1.0
+    seats.block_table[:batch] = 1 + torch.arange(batch * pages, device=device).view(batch, pages)
+    seats.feature.normal_()
+    return seats
 
 
 class KnownTokens:
@@ -94,7 +94,7 @@ class KnownTokens:
 
 
 class StandingRequests:
-    """B requests that stand behind `context` tokens for as long as one likes, and the engine's step over them.
+    """B requests that stand after `context` tokens for as long as one likes, and the engine's step over them.
 
     decoder, cache: with room for the requests (`pages_needed`); tree: Tree; drafter and verifier as Step takes them. Only `whole`
     and `commit` move the requests, and they put them back first, so they too can be captured once and replayed.
@@ -102,26 +102,26 @@ class StandingRequests:
 
     def __init__(self, decoder, cache, batch, context, tree, verifier, drafter):
         device, state = decoder.device, (decoder.hidden_size, decoder.dtype)
-        slots = standing_slots(batch, context, tree.num_nodes, state, decoder.vocab_size, device)
-        self.slots, self.rows = slots, torch.arange(batch, device=device)
+        seats = standing_seats(batch, context, tree.num_nodes, state, decoder.vocab_size, device)
+        self.seats, self.rows = seats, torch.arange(batch, device=device)
         self.tree = TreeOnDevice.of(tree, device)
-        self.step = Step(decoder, cache, slots, tree=self.tree, verifier=verifier, drafter=drafter)
+        self.step = Step(decoder, cache, seats, tree=self.tree, verifier=verifier, drafter=drafter)
         self.tokens = torch.randint(decoder.vocab_size, (batch, tree.num_nodes), device=device)
         self.target_tokens = torch.randint_like(self.tokens, decoder.vocab_size)
-        self.saved = slots.integers.clone()
+        self.saved = seats.integers.clone()
         self.hidden = torch.zeros(batch * tree.num_nodes, decoder.hidden_size, dtype=decoder.dtype, device=device)
         # The deepest path, all accepted: the commit that moves most.
         self.path = self.tree.ancestors[tree.deepest].expand(batch, -1).contiguous()
         self.num_accepted = torch.full((batch,), tree.max_depth, device=device)
 
     def gathered(self):
-        return self.slots.gather(self.rows, self.tree.depths)
+        return self.seats.gather(self.rows, self.tree.depths)
 
     def forward(self):
-        """The target over all nodes, and its token behind each."""
+        """The target over all nodes, and its token after each."""
         batch = self.gathered()
         logits = self.step.decoder.logits(self.step.forward(batch, self.tokens, self.tree)[0])
-        return draw(batch, logits, NO_FILTERS, self.slots)
+        return draw(batch, logits, NO_FILTERS, self.seats)
 
     def draft(self):
         return self.step.drafter.propose(self.gathered(), self.tree)
@@ -131,16 +131,16 @@ class StandingRequests:
 
     def commit(self):
         """What follows the verdict that the deepest path is accepted."""
-        self.slots.integers.copy_(self.saved)
+        self.seats.integers.copy_(self.saved)
         cache, batch = self.step.cache, self.gathered()
         if not self.tree.tree.is_chain:
             kv_commit(cache.kv, batch.block_table, batch.committed, self.path, self.num_accepted, cache.num_kv_heads)
         bonus = self.target_tokens[:, 0]
-        return self.slots.advance(self.rows, self.hidden, self.tokens, self.path, self.num_accepted, bonus)
+        return self.seats.advance(self.rows, self.hidden, self.tokens, self.path, self.num_accepted, bonus)
 
     def whole(self):
         """The engine's step, from the same place each time."""
-        self.slots.integers.copy_(self.saved)
+        self.seats.integers.copy_(self.saved)
         return self.step(self.rows)
 
 

@@ -25,7 +25,7 @@ def paged_cache(bench, batch, positions):
 
 
 def bench_attention(bench):
-    """Tree attention of `rows` nodes per request behind a context; the library's way gets a mask over dense keys."""
+    """Tree attention of `rows` nodes per request after a context; the library's way gets a mask over dense keys."""
     sizes, batch = bench.sizes, bench.settings.batch
     heads = dict(num_heads=sizes.num_heads, num_kv_heads=sizes.num_kv_heads, head_dim=sizes.head_dim)
     for context in bench.settings.contexts:
@@ -112,7 +112,7 @@ def bench_rotary(bench):
 
 
 def bench_commit(bench):
-    """Keys and values of an accepted path move behind the committed ones, in all layers."""
+    """Keys and values of an accepted path move after the committed ones, in all layers."""
     sizes, batch = bench.sizes, bench.settings.batch
     for rows in bench.settings.rows:
         if not 1 < rows <= PAGE:

@@ -1,16 +1,16 @@
-"""`headstart bench kernel distill-loss`: loss and gradient of a head's logits in place, and the target's law before it.
+"""`headstart bench kernel distill-loss`: loss and gradient of a head's logits in place, and the target's distribution before it.
 
-The library's way is a trainer's plain code: log_softmax in fp32, torch's own loss, autograd back to the logits; the target's law
-lies ready for both. Floors: the law reads the target's logits; a loss reads both sides' and writes the gradient (hard: no
-target's). What is overwritten is the last call's gradient: the work does not hang on the numbers. alpha and the label's rank are
-measured along.
+The library's way is a trainer's plain code: log_softmax in fp32, torch's own loss, autograd back to the logits; the target's
+distribution lies ready for both. Floors: the distribution reads the target's logits; a loss reads both sides' and writes the
+gradient (hard: no target's). What is overwritten is the last call's gradient: the work does not hang on the numbers. alpha and
+the label's rank are measured along.
 """
 
 import torch
 import torch.nn.functional as F
 
 from ...kernels.training.distill_loss import LOSSES, distill_loss
-from ...kernels.training.target_law import target_law
+from ...kernels.training.target_distribution import target_distribution
 from ..random_heads import DRAFT_VOCABULARY
 
 KL_WEIGHT = 0.4  # of lk
@@ -49,22 +49,22 @@ def _lines(bench, rows, draft_ids):
     count = bench.copies(rows * size * bench.dtype.itemsize)
     target, logits = bench.random(rows, vocab, scale=3), bench.random(count, rows, size, scale=3)
     labels, valid = bench.integers(size, rows), torch.ones(rows, dtype=torch.bool, device=bench.device)
-    law = target_law(target, draft_ids)
+    distribution = target_distribution(target, draft_ids)
     log_p = target.float().log_softmax(-1)
     log_p = log_p if draft_ids is None else log_p[:, draft_ids]
     bench.line(
-        "target_law",
+        "target_distribution",
         what,
         rows,
-        lambda: [target_law(target, draft_ids) for _ in logits],
+        lambda: [target_distribution(target, draft_ids) for _ in logits],
         lambda: [target.float().log_softmax(-1) for _ in logits],
-        target.nbytes + (0 if draft_ids is None else 2 * law.logits.nbytes),
+        target.nbytes + (0 if draft_ids is None else 2 * distribution.logits.nbytes),
         calls=count,
     )
     for name in names:
 
         def ours(name=name):
-            told = None if name == "hard" else law
+            told = None if name == "hard" else distribution
             for one in logits:
                 distill_loss(one, labels, valid, told, name, KL_WEIGHT)
 

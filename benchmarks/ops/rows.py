@@ -52,8 +52,8 @@ def bench_sample(bench):
         keys = (seeds, torch.zeros_like(seeds), seeds)
 
         def drawn(logits=logits):
-            law = logits.float().softmax(-1)
-            return (law / torch.empty_like(law).exponential_()).argmax(-1)
+            distribution = logits.float().softmax(-1)
+            return (distribution / torch.empty_like(distribution).exponential_()).argmax(-1)
 
         cases = (
             ("greedy", lambda x=logits, k=keys, t=ones * 0: sample_tokens(x, t, *k), lambda x=logits: x.argmax(-1)),

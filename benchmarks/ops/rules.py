@@ -9,7 +9,7 @@ floor is reading the logits once.
 
 import torch
 
-from ...inference.engine.slots import FLOATS, INTEGERS, SlotTable
+from ...inference.engine.seats import FLOATS, INTEGERS, SeatTable
 from ...inference.engine.target_scores import CUT, NO_FILTERS, TargetScores, draft_scores
 from ...inference.speculation.draw_nodes import NodeDraws
 from ...inference.speculation.tree import MAX_NODES, chain
@@ -40,21 +40,21 @@ def bench_rules(bench):
 
 def _line(bench, name, topology, batch, filters):
     device, vocab, tree = bench.device, bench.sizes.vocab, TreeOnDevice.of(topology, bench.device)
-    slots = SlotTable(batch, 2, 16, vocab, bench.dtype, device)
-    slots.integers[:batch] = torch.tensor([SAMPLED.get(column, 0) for column in INTEGERS], device=device)
-    slots.floats[:batch] = torch.tensor([LAW.get(column, 0.0) for column in FLOATS], device=device)
-    requests = slots.gather(torch.arange(batch, device=device), tree.depths)
+    seats = SeatTable(batch, 2, 16, vocab, bench.dtype, device)
+    seats.integers[:batch] = torch.tensor([SAMPLED.get(column, 0) for column in INTEGERS], device=device)
+    seats.floats[:batch] = torch.tensor([LAW.get(column, 0.0) for column in FLOATS], device=device)
+    requests = seats.gather(torch.arange(batch, device=device), tree.depths)
     logits = bench.random(batch * tree.num_nodes, vocab, scale=3)
-    laws = bench.random(tree.max_depth, batch, vocab, scale=3), requests.temperature, None
+    distributions = bench.random(tree.max_depth, batch, vocab, scale=3), requests.temperature, None
     if filters:
-        laws = draft_scores(
-            requests, filters, slots, tree.max_depth, laws[0], torch.arange(tree.max_depth, device=device)
+        distributions = draft_scores(
+            requests, filters, seats, tree.max_depth, distributions[0], torch.arange(tree.max_depth, device=device)
         )
-    draft = NodeDraws(tree, "sampled")(requests, *laws)
+    draft = NodeDraws(tree, "sampled")(requests, *distributions)
     tokens, verifier = draft.tokens.clamp(min=0), Strict() if name == "strict" else Ratio(name)
 
     def ours():
-        return verifier(tree, draft, TargetScores(requests, logits, filters, slots, tokens))
+        return verifier(tree, draft, TargetScores(requests, logits, filters, seats, tokens))
 
     what = f"{name}, {batch} x {tree.num_nodes}{', cut' if filters else ''}"
     bench.line("rules", what, len(logits), ours, None, logits.nbytes)

@@ -89,7 +89,7 @@ def main(arguments=None):
             return report_failure(launch, f"{run} differs from the undisturbed run: {wrong}")
         print(f"{run.name}: the same bits", file=sys.stderr)
         if spared and not launch.length:
-            # The first run fills caches of compiled kernels; later ones are shorter, and most moments would lie behind their end.
+            # The first run fills caches of compiled kernels; later ones are shorter, and most moments would lie after their end.
             span = min(span, time.perf_counter() - begun)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     command = command_line("benchmarks/proofs/survival.py", arguments)

@@ -6,7 +6,7 @@
 
 Parts, a JSON file each:
 
-    train        every quickstart recipe: a whole run, and one that is killed behind its first checkpoint and resumed. Every tensor,
+    train        every quickstart recipe: a whole run, and one that is killed after its first checkpoint and resumed. Every tensor,
                  optimiser states, configs, names of files, metrics, acceptance, notes, the report page
     speculation  token ids, log-probabilities and counts of accepted drafts, for the heads just trained: chain, static and dynamic
                  trees, every verifier, n-gram, draft model; bench speculation, generate, tree, regenerate, verify-lossless

@@ -9,7 +9,7 @@ The share is that of the rate of the library's large product, over the operation
 per weight and row; a weight's gradient takes as many again, and so does an input's where something trained lies behind it:
 
     target          2 P M                       P: weights of its layers' products; no gradient
-    its law         2 V H N                     not with hard
+    its distribution         2 V H N                     not with hard
     Medusa          N per head, K heads         4 H^2 for the first block, 6 H^2 for each further one; 6 V H, or 4 V H on the
                                                 target's lm_head, which is not trained
     EAGLE-3         M: 4 A H^2, and per step 6 times the weights of its layer; N per step: 6 Vd H
@@ -277,17 +277,17 @@ def target_operations(target, num_tokens):
 
 
 def head_operations(target, head, settings, num_tokens, num_labels):
-    """Operations of the products of the target's law and of a head's forward and backward pass: the module's table."""
+    """Operations of the products of the target's distribution and of a head's forward and backward pass: the module's table."""
     width, vocab, depth = target.hidden_size, target.vocab_size, settings.depth
-    law = 0 if settings.loss == "hard" else 2 * vocab * width * num_labels
+    distribution = 0 if settings.loss == "hard" else 2 * vocab * width * num_labels
     if settings.head == "medusa":
         blocks = (6 * head.config.num_layers - 2) * width**2
         projection = (4 if head.config.shared_lm_head else 6) * vocab * width
-        return law + depth * num_labels * (blocks + projection)
+        return distribution + depth * num_labels * (blocks + projection)
     if settings.head == "eagle3":
         layer = sum(module.weight.numel() for module in head.midlayer.modules() if isinstance(module, nn.Linear))
         per_token = 4 * head.fc.weight.numel() + 6 * depth * layer
-        return law + num_tokens * per_token + 6 * depth * num_labels * head.lm_head.weight.numel()
+        return distribution + num_tokens * per_token + 6 * depth * num_labels * head.lm_head.weight.numel()
     inner = head.config.inner_size
     per_token = 4 * width * inner + 6 * (depth - 1) * inner**2
-    return law + num_tokens * per_token + 6 * depth * num_labels * vocab * inner
+    return distribution + num_tokens * per_token + 6 * depth * num_labels * vocab * inner

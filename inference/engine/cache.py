@@ -67,13 +67,13 @@ def bytes_of_page(num_layers, num_kv_heads, head_dim, dtype):
 
 @torch.no_grad()
 def measure_workspace(engine, num_tokens):
-    """Bytes that a prefill of `num_tokens` and a step of all slots need besides weights and cache.
+    """Bytes that a prefill of `num_tokens` and a step of all seats need besides weights and cache.
 
     Everything runs for nobody, on page 0. Prompts of other lengths are tried too: the first of each kind compiles kernels, and
     should not do so while somebody waits.
     """
     device = engine.decoder.device
-    num_tokens = max(1, min(num_tokens, (engine.slots.block_table.shape[1] - 1) * PAGE))
+    num_tokens = max(1, min(num_tokens, (engine.seats.block_table.shape[1] - 1) * PAGE))
     before = torch.cuda.memory_allocated(device)
     for count in [*(n for n in (1, 20, 40, 100, 200, 300) if n < num_tokens), num_tokens]:
         torch.cuda.reset_peak_memory_stats(device)
@@ -82,7 +82,7 @@ def measure_workspace(engine, num_tokens):
     prefill = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.reset_peak_memory_stats(device)
     for filters in (NO_FILTERS, CUT):
-        engine.graphs.step(engine.slots.on_device([engine.slots.nobody] * engine.graphs.sizes[-1]), filters)
+        engine.graphs.step(engine.seats.on_device([engine.seats.nobody] * engine.graphs.sizes[-1]), filters)
     step = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()

@@ -1,6 +1,6 @@
 """The engine: launch the next step, then read the one before.
 
-A step (step.py) runs on the device from the slots' own rows, so the host need not know a step's tokens to launch the next
+A step (step.py) runs on the device from the seats' own rows, so the host need not know a step's tokens to launch the next
 one: on a GPU it reads them one step late, while the next step computes. On the CPU it reads them at once. Whatever a late step
 did for a request that had ended, or was preempted, is dropped; tokens are a function of the request alone, so computing them
 again gives the same ones.
@@ -27,7 +27,7 @@ from .metrics import EngineMetrics
 from .prompt_passes import PromptPasses
 from .request import Status
 from .scheduler import Scheduler
-from .slots import SlotTable
+from .seats import SeatTable
 from .step import Step
 from .target_scores import draw, next_filters
 
@@ -38,18 +38,18 @@ RECORDED_WIDTH = 10
 class Engine:
     """Runs requests to their end on one decoder, one cache and one drafter.  See `build`."""
 
-    def __init__(self, decoder, cache, scheduler, slots, *, eos_token_ids, options, speculation):
-        self.decoder, self.cache, self.scheduler, self.slots = decoder, cache, scheduler, slots
+    def __init__(self, decoder, cache, scheduler, seats, *, eos_token_ids, options, speculation):
+        self.decoder, self.cache, self.scheduler, self.seats = decoder, cache, scheduler, seats
         self.eos_token_ids, self.options, self.drafter = eos_token_ids, options, speculation.drafter
         self.plan, tree, device = speculation.plan, speculation.tree, decoder.device
         self.tree = TreeOnDevice.of(tree, device)
-        self.prompts = PromptPasses(decoder, cache, slots, self.drafter)
+        self.prompts = PromptPasses(decoder, cache, seats, self.drafter)
         self.above_root = torch.tensor([-1], device=device)
         steps = [
             Step(
                 decoder,
                 cache,
-                slots,
+                seats,
                 tree=self.tree if depth == tree.max_depth else TreeOnDevice.of(cut_tree(tree, depth), device),
                 verifier=speculation.verifier,
                 drafter=self.drafter,
@@ -78,10 +78,10 @@ class Engine:
         drafter, tree, device = speculation.drafter, speculation.tree, decoder.device
         max_emitted = tree.max_depth + 1
         # A tree that grows may have fewer nodes than a path that is emitted, and than rows that are computed for it.
-        tree_slots = max(tree.num_nodes, 1 + tree.num_rows, max_emitted) + drafter.extra_places
-        per_request = -(-(options.max_model_len + tree_slots + max_emitted) // PAGE)
+        tree_positions = max(tree.num_nodes, 1 + tree.num_rows, max_emitted) + drafter.extra_places
+        per_request = -(-(options.max_model_len + tree_positions + max_emitted) // PAGE)
         width, dtype = drafter.state_shape or (decoder.hidden_size, decoder.dtype)
-        slots = SlotTable(options.max_num_seqs, per_request, width, decoder.vocab_size, dtype, device)
+        seats = SeatTable(options.max_num_seqs, per_request, width, decoder.vocab_size, dtype, device)
         page_bytes = bytes_of_page(*decoder.kv_shape) + (bytes_of_page(*drafter.kv_shape) if drafter.kv_shape else 0)
 
         def make(pages, options):
@@ -93,13 +93,13 @@ class Engine:
                 PAGE,
                 options.max_num_seqs,
                 options.max_num_batched_tokens,
-                tree_slots=tree_slots,
+                tree_positions=tree_positions,
                 max_emitted=max_emitted,
                 enable_prefix_caching=options.enable_prefix_caching,
                 lookahead=drafter.lookahead,
             )
             shared = {"eos_token_ids": eos_token_ids, "options": options, "speculation": speculation}
-            return cls(decoder, cache, scheduler, slots, **shared)
+            return cls(decoder, cache, scheduler, seats, **shared)
 
         with on_device(device):
             num_pages = options.num_gpu_blocks_override
@@ -133,7 +133,7 @@ class Engine:
         return self.scheduler.num_free_pages
 
     def check(self):
-        """Assert that no page, slot or request is lost, held twice or held by nobody. For tests and long runs."""
+        """Assert that no page, seat or request is lost, held twice or held by nobody. For tests and long runs."""
         self.scheduler.check()
 
     def add(self, request):
@@ -164,7 +164,7 @@ class Engine:
             self.launched.clear()
             self._read_until = time.perf_counter()
         scheduled = self.scheduler.schedule()
-        self.slots.write_pages(scheduled.grown)
+        self.seats.write_pages(scheduled.grown)
         self.metrics.num_preemptions += len(scheduled.preempted)
         if self.scheduler.enable_prefix_caching:
             self.metrics.prefix_cache_queries = self.scheduler.num_prompt_tokens
@@ -219,9 +219,9 @@ class Engine:
         requests = [request for _, request in done]
         if done:  # first, for it may take memory: if there is none, nothing has happened yet
             roots = [request.output_token_ids[-1] if request.output_token_ids else 0 for request in requests]
-            self.slots.write_requests(requests, roots, self._stop_tokens)
+            self.seats.write_requests(requests, roots, self._stop_tokens)
         hidden, feature = self.prompts.run(chunks)  # [T, H], [T, F]
-        prompts = score_prompts(chunks, hidden, self.decoder, self.slots.on_device, to_host)
+        prompts = score_prompts(chunks, hidden, self.decoder, self.seats.on_device, to_host)
         for chunk in chunks:
             chunk.request.committed += chunk.count
             self.scheduler.committed_advanced(chunk.request)
@@ -229,17 +229,17 @@ class Engine:
         self.metrics.num_prefill_passes += 1
         if not done:
             return self._launched("prefill", [], hidden[:0], prompts=prompts)
-        last = self.slots.on_device([row for row, _ in done])
+        last = self.seats.on_device([row for row, _ in done])
         hidden, feature = hidden[last], feature[last]  # [B, H], [B, F] at the last token of each
         launched = self._draw_first(requests, hidden, prompts)
-        slots = self.slots.on_device([request.slot for request in requests])
+        seats = self.seats.on_device([request.seat for request in requests])
         if self.drafter.keeps_state:
             # As if a step had just emitted the root: the token before it was the root then.
-            batch = self.slots.gather(slots, self.tree.depths).one_token_ago()
-            first = torch.zeros(len(slots), 1, dtype=torch.int64, device=slots.device)
+            batch = self.seats.gather(seats, self.tree.depths).one_token_ago()
+            first = torch.zeros(len(seats), 1, dtype=torch.int64, device=seats.device)
             emitted = torch.stack((torch.ones_like(batch.root), batch.root), 1)
             feature = self.drafter.advance(batch, feature, emitted, first, first[:, 0])
-        self.slots.feature[slots] = feature
+        self.seats.feature[seats] = feature
         for request in requests:
             request.status = Status.RUNNING
         return launched
@@ -251,19 +251,19 @@ class Engine:
         if not fresh:
             return self._launched("prefill", [], hidden[:0], prompts=prompts)
         requests = [requests[i] for i in fresh]
-        slots = self.slots.on_device([request.slot for request in requests])
-        # The last token of the prompt is a node one above the root: the token behind it stands at L.
-        batch = self.slots.gather(slots, self.above_root)
-        logits = self.decoder.logits(hidden[self.slots.on_device(fresh)])  # [B, V]
+        seats = self.seats.on_device([request.seat for request in requests])
+        # The last token of the prompt is a node one above the root: the token after it stands at L.
+        batch = self.seats.gather(seats, self.above_root)
+        logits = self.decoder.logits(hidden[self.seats.on_device(fresh)])  # [B, V]
         filters, scores = max(map(next_filters, requests)), None
         if self.options.keep_scores:
             scores = torch.empty_like(logits, dtype=torch.float32)
-        tokens = draw(batch, logits, filters, self.slots, processed=scores)
-        self.slots.write_first_tokens(slots, tokens, batch.committed)
-        self.slots.integers[slots, 2] = batch.remaining - 1
+        tokens = draw(batch, logits, filters, self.seats, processed=scores)
+        self.seats.write_first_tokens(seats, tokens, batch.committed)
+        self.seats.integers[seats, 2] = batch.remaining - 1
         emitted = torch.stack((torch.ones_like(tokens), tokens), 1)
         if filters:
-            self.slots.logit_state.record(slots, emitted)
+            self.seats.logit_state.record(seats, emitted)
         scored = (logits if scores is None else scores)[:, None]  # [B, 1, V]
         return self._launched("prefill", requests, emitted, prompts=prompts, logits=scored)
 
@@ -274,8 +274,8 @@ class Engine:
         if self.record_candidates:
             self._record(requests)
         which, num_captures = self.plan.choose(len(requests)), self.graphs.num_captures
-        begin = mark(self.slots.device, timed=True) or time.perf_counter() if self.plan.measures else None
-        output = self.graphs.run([request.slot for request in requests], max(map(next_filters, requests)), which)
+        begin = mark(self.seats.device, timed=True) or time.perf_counter() if self.plan.measures else None
+        output = self.graphs.run([request.seat for request in requests], max(map(next_filters, requests)), which)
         if self.graphs.num_captures > num_captures:
             begin = None  # capturing takes as long as a thousand steps: that says nothing of what a depth costs
         self.metrics.num_decode_passes += 1
@@ -286,7 +286,7 @@ class Engine:
 
     def _launched(self, kind, requests, emitted, **more):
         """Launched work: see launched.hand_over."""
-        return hand_over(kind, requests, emitted, self.slots, **more)
+        return hand_over(kind, requests, emitted, self.seats, **more)
 
     def _read(self, launched):
         """Wait for launched work and give each request its tokens.  -> the requests that got some"""
@@ -308,7 +308,7 @@ class Engine:
                     self._count(request, count, kept, self.graphs.steps[launched.which].tree)
                     accepted.append(count - 1)
                 advanced.append(request)
-            if request.finished and request.slot is not None:
+            if request.finished and request.seat is not None:
                 self.scheduler.release(request)
                 self.metrics.num_requests_finished += 1
             launched.num_read += 1
@@ -350,7 +350,7 @@ class Engine:
         if self.tree.max_depth:
             # Nodes deeper than the request had tokens left were never candidates.
             drafted = tree.tree.count_drafted(limit=request.num_remaining + kept - 1)
-            # An accepted token behind the end of the output was never emitted: it does not count.
+            # An accepted token after the end of the output was never emitted: it does not count.
             for metrics in (request.metrics, self.metrics.spec_decode):
                 metrics.record(drafted, min(emitted - 1, kept), self.tree.max_depth)
 
@@ -361,8 +361,8 @@ class Engine:
 
     def _record(self, requests):
         """Keep the best candidates of every depth, with this step's place in the sequence."""
-        slots = self.slots.on_device([request.slot for request in requests])
-        batch = self.slots.gather(slots, self.tree.depths)
+        seats = self.seats.on_device([request.seat for request in requests])
+        batch = self.seats.gather(seats, self.tree.depths)
         depth = self.drafter.num_speculative_tokens
         width = min(RECORDED_WIDTH, self.decoder.vocab_size)
         found = self.drafter.candidates(batch, [width] * depth).tolist()  # [B, depth, width]

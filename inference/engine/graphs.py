@@ -1,6 +1,6 @@
 """CUDA graphs of the step: one per batch bucket and tree, captured once and replayed.
 
-A bucket is a number of batch rows: 1, 2, 4, 8 ... up to max_num_seqs. Rows without a request point to the slot of nobody. All
+A bucket is a number of batch rows: 1, 2, 4, 8 ... up to max_num_seqs. Rows without a request point to the seat of nobody. All
 graphs share one memory pool, so what a replay leaves behind must be read before the next one: in stream order it is. A step whose
 requests need more than a temperature has graphs of its own, captured when first used, and again when a request needs a table
 (logit_state.py) that was not there before.
@@ -21,10 +21,10 @@ class StepGraphs:
 
     def __init__(self, steps, max_num_seqs, captured=True):
         self.steps, self.sizes = steps, buckets(max_num_seqs)
-        self.captured = captured and self.step.slots.device.type == "cuda"
+        self.captured = captured and self.step.seats.device.type == "cuda"
         self.num_captures = 0
         self._graphs = {}  # (rows, filters, which step) -> (graph, static row numbers, StepOutput)
-        self._rows = {}  # the same -> the slots that the static row numbers hold now
+        self._rows = {}  # the same -> the seats that the static row numbers hold now
         self._num_tables = 0  # of LogitState, when the filtered graphs were captured
         # One pool and one stream for all graphs: memory that one capture has freed serves the next only on the same stream.
         self._pool = self._stream = None
@@ -41,15 +41,15 @@ class StepGraphs:
         """The one with the largest tree."""
         return self.steps[0]
 
-    def run(self, slots, filters, which=0):
-        """One of the steps, of the requests in `slots` (a host list).  -> StepOutput, whose first len(slots) rows are theirs"""
+    def run(self, seats, filters, which=0):
+        """One of the steps, of the requests in `seats` (a host list).  -> StepOutput, whose first len(seats) rows are theirs"""
         if not self.captured:
-            return self.steps[which](self.step.slots.on_device(slots), filters)
-        size = next(size for size in self.sizes if size >= len(slots))
+            return self.steps[which](self.step.seats.on_device(seats), filters)
+        size = next(size for size in self.sizes if size >= len(seats))
         if filters:
             self._forget_outdated()
         graph, rows, output = self._graph(size, filters, which)
-        padded = slots + [self.step.slots.nobody] * (size - len(slots))
+        padded = seats + [self.step.seats.nobody] * (size - len(seats))
         if self._rows[size, filters, which] != padded:
             rows.copy_(torch.tensor(padded).pin_memory(), non_blocking=True)
             self._rows[size, filters, which] = padded
@@ -58,10 +58,10 @@ class StepGraphs:
 
     def _forget_outdated(self):
         """Graphs hold addresses: those captured before a table of the logits was made would pass it over."""
-        now = self.step.slots.logit_state.num_tables
+        now = self.step.seats.logit_state.num_tables
         if now != self._num_tables:
             if any(filters for _, filters, _ in self._graphs):
-                torch.cuda.synchronize(self.step.slots.device)  # the newest replay may still be running
+                torch.cuda.synchronize(self.step.seats.device)  # the newest replay may still be running
             self._graphs = {key: graph for key, graph in self._graphs.items() if not key[1]}
             self._num_tables = now
 
@@ -69,12 +69,12 @@ class StepGraphs:
         key = (size, filters, which)
         if key not in self._graphs:
             self._graphs[key] = self._capture(*key)
-            self._rows[key] = [self.step.slots.nobody] * size
+            self._rows[key] = [self.step.seats.nobody] * size
         return self._graphs[key]
 
     def _capture(self, size, filters, which):
-        step, device = self.steps[which], self.step.slots.device
-        rows = torch.full((size,), self.step.slots.nobody, device=device)
+        step, device = self.steps[which], self.step.seats.device
+        rows = torch.full((size,), self.step.seats.nobody, device=device)
         # A run before the capture compiles the kernels; the rows of nobody change nothing.
         self._stream = stream = self._stream or torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))

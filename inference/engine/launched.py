@@ -32,19 +32,19 @@ class Launched:
         return self.at - self.begin if self.event is None else self.begin.elapsed_time(self.event) / 1e3
 
 
-def hand_over(kind, requests, emitted, slots, *, prompts=(), logits=None, path=None, which=0, begin=None):
+def hand_over(kind, requests, emitted, seats, *, prompts=(), logits=None, path=None, which=0, begin=None):
     """Start the copies to the host.  emitted [B, 1 + J], prompts: PromptParts  ->  Launched
 
-    slots: SlotTable; logits [B, N, V]: what the tokens are scored by; path [B, J]: each one's node (None: the j-th for the j-th
+    seats: SeatTable; logits [B, N, V]: what the tokens are scored by; path [B, J]: each one's node (None: the j-th for the j-th
     token); which, begin: see Launched.
     """
     asked, logprobs = [i for i, request in enumerate(requests) if request.params.logprobs is not None], {}
     if asked:
         count = max(requests[i].params.logprobs for i in asked)
-        found = gather_emitted(emitted[:, 1:], logits, path, slots.on_device(asked), count).map(to_host)
+        found = gather_emitted(emitted[:, 1:], logits, path, seats.on_device(asked), count).map(to_host)
         logprobs = {i: (found, place * (emitted.shape[1] - 1)) for place, i in enumerate(asked)}
     host = to_host(emitted)
-    event, epochs = mark(slots.device, timed=begin is not None), [request.epoch for request in requests]
+    event, epochs = mark(seats.device, timed=begin is not None), [request.epoch for request in requests]
     return Launched(
         kind, list(requests), epochs, host, logprobs, list(prompts), which, event, time.perf_counter(), begin
     )

@@ -1,11 +1,11 @@
-"""What the device knows of every slot to change its logits: bias, stop tokens, counts, bad words.
+"""What the device knows of every seat to change its logits: bias, stop tokens, counts, bad words.
 
-Each table is made when the first request needs it, so requests without such parameters cost nothing. The host writes a slot's rows
+Each table is made when the first request needs it, so requests without such parameters cost nothing. The host writes a seat's rows
 when its request's known tokens are computed, also again after a preemption; counts are then kept up to date by the step itself
-(`record`). A row of a slot whose request does not need the table changes nothing. Bad words are looked for in the slots' history,
-which is always there (slots.py).
+(`record`). A row of a seat whose request does not need the table changes nothing. Bad words are looked for in the seats' history,
+which is always there (seats.py).
 
-Letters: S slots, B rows of a batch, V vocabulary, T tokens of the longest sequence, J tokens emitted at most.
+Letters: S seats, B rows of a batch, V vocabulary, T tokens of the longest sequence, J tokens emitted at most.
 """
 
 import torch
@@ -17,16 +17,16 @@ CLEAN = {"words": -1}
 
 
 class LogitState:
-    """LogitTables of slots, the last of which belongs to nobody and stays clean.
+    """LogitTables of seats, the last of which belongs to nobody and stays clean.
 
     history int32 [S, T]: their tokens, which others keep; on_device: moves a list or CPU tensor there without waiting.
     """
 
     def __init__(self, history, vocab_size, on_device):
         self.history, self.vocab_size, self.on_device = history, vocab_size, on_device
-        self.num_slots = len(history)
+        self.num_seats = len(history)
         self.tables = LogitTables()
-        self._written = {}  # name of a table -> slots whose row is not clean
+        self._written = {}  # name of a table -> seats whose row is not clean
 
     @property
     def num_tables(self):
@@ -38,13 +38,13 @@ class LogitState:
         rows = {name: {} for name in LogitTables._fields}
         for request in requests:
             for name, row in self._rows(request, stop_tokens):
-                rows[name][request.slot] = row
+                rows[name][request.seat] = row
         # All tables that are missing or none: some are of use in pairs only.
         made = {name: self._table(name, given) for name, given in rows.items() if given}
         self.tables = self.tables._replace(**made | ({"tokens": self.history} if "words" in made else {}))
         for name, given in rows.items():
             written = self._written.setdefault(name, set())
-            stale = [request.slot for request in requests if request.slot in written and request.slot not in given]
+            stale = [request.seat for request in requests if request.seat in written and request.seat not in given]
             if stale:
                 getattr(self.tables, name).index_fill_(0, self.on_device(stale), CLEAN.get(name, 0))
             if given:
@@ -52,21 +52,21 @@ class LogitState:
                 table[self.on_device(list(given))] = self.on_device(torch.stack(list(given.values())))
             self._written[name] = (written - set(stale)) | given.keys()
 
-    def record(self, slots, emitted):
-        """Count emitted tokens.  slots [B]; emitted [B, 1 + J]: how many, they"""
+    def record(self, seats, emitted):
+        """Count emitted tokens.  seats [B]; emitted [B, 1 + J]: how many, they"""
         num_emitted, tokens = emitted[:, :1], emitted[:, 1:]
         step = torch.arange(tokens.shape[1], device=tokens.device)
-        kept = (step < num_emitted) & (slots != self.num_slots - 1)[:, None]
+        kept = (step < num_emitted) & (seats != self.num_seats - 1)[:, None]
         if self.tables.counts is not None:
-            at = slots[:, None] * self.vocab_size + tokens
+            at = seats[:, None] * self.vocab_size + tokens
             # Whole numbers: the order in which they are added does not matter.
             self.tables.counts.view(-1).scatter_add_(0, at.flatten(), kept.int().flatten())
 
     def _table(self, name, given):
-        """The table of this name, made if there is none.  given: {slot: row}, not empty"""
+        """The table of this name, made if there is none.  given: {seat: row}, not empty"""
         row, table = next(iter(given.values())), getattr(self.tables, name)
         if table is None:
-            shape = (self.num_slots, *row.shape)
+            shape = (self.num_seats, *row.shape)
             table = torch.full(shape, CLEAN.get(name, 0), dtype=row.dtype, device=self.history.device)
         return table
 

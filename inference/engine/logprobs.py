@@ -1,7 +1,7 @@
 """Log-probabilities of emitted and of prompt tokens: gathered on the device without waiting for it, read later on the host.
 
 `raw_logprobs` (vLLM's default) are the log-softmax of the target's logits in fp32; `processed_logprobs` that of the scores a token
-was drawn from, behind all of the request's parameters (tokens left out have minus infinity). Prompt tokens were not drawn:
+was drawn from, after all of the request's parameters (tokens left out have minus infinity). Prompt tokens were not drawn:
 theirs are always raw. Never more than SCORED_ROWS rows over the vocabulary are held at once.
 
 Letters: R rows, V vocabulary, W listed tokens per row.
@@ -79,7 +79,7 @@ def gather_in_slices(rows_of, tokens, count):
 def gather_emitted(tokens, logits, path, asked, count):
     """Of the batch rows `asked` [A].  tokens [B, J], logits [B, N, V]  ->  GatheredLogprobs, R = A J
 
-    path [B, J]: the node of each token; None: the j-th token belongs to the j-th node. Entries behind a request's last token hold
+    path [B, J]: the node of each token; None: the j-th token belongs to the j-th node. Entries after a request's last token hold
     any node and any token: nobody reads what is made of them.
     """
     tokens, rows = tokens[asked], logits.flatten(0, 1)  # [A, J], [B N, V]
@@ -89,7 +89,7 @@ def gather_emitted(tokens, logits, path, asked, count):
 
 
 def score_hidden(decoder, hidden, tokens, count):
-    """Raw logprobs of the tokens behind hidden states.  [R, H], [R] -> GatheredLogprobs"""
+    """Raw logprobs of the tokens after hidden states.  [R, H], [R] -> GatheredLogprobs"""
     # A copy of the rows starts at a multiple of 16 bytes, which tensor maps ask for.
     return gather_in_slices(lambda some: decoder.logits(hidden[some].clone()), tokens, count)
 

@@ -41,9 +41,8 @@ class EngineMetrics:
 
     num_requests_finished: int = 0
     num_prompt_tokens: int = 0  # computed; those found in the cache are not among them
-    prefix_cache_queries: int = (
-        0  # prompt tokens looked up in the cache (names and units are vLLM's); a preemption adds none
-    )
+    # prompt tokens looked up in the cache (names and units are vLLM's); a preemption adds none
+    prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0  # of those, found
     num_generated_tokens: int = 0
     num_prefill_passes: int = 0

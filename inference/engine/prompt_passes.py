@@ -19,14 +19,14 @@ CPU_CHUNK = MAX_NODES
 
 
 class PromptPasses:
-    """decoder: Decoder; cache: PagedCache; slots: SlotTable; drafter: Drafter."""
+    """decoder: Decoder; cache: PagedCache; seats: SeatTable; drafter: Drafter."""
 
-    def __init__(self, decoder, cache, slots, drafter):
-        self.decoder, self.cache, self.slots, self.drafter = decoder, cache, slots, drafter
+    def __init__(self, decoder, cache, seats, drafter):
+        self.decoder, self.cache, self.seats, self.drafter = decoder, cache, seats, drafter
         self.tree = TreeOnDevice.of(chain(CPU_CHUNK - 1), decoder.device)
 
     def run(self, chunks):
-        """The target over all chunks, and behind it the drafter's own keys and values of them.
+        """The target over all chunks, and after it the drafter's own keys and values of them.
 
         chunks: list of scheduler.Chunk  ->  hidden [T, H], feature [T, F] of their tokens, one chunk after the other
         """
@@ -42,12 +42,12 @@ class PromptPasses:
         return hidden, feature
 
     def run_for_nobody(self, num_tokens):
-        """The same for a prompt of nobody's slot, with its last token's logits, to measure what it takes.  -> hidden [T, H]"""
-        device, nobody = self.decoder.device, self.slots.on_device([self.slots.nobody])
+        """The same for a prompt of nobody's seat, with its last token's logits, to measure what it takes.  -> hidden [T, H]"""
+        device, nobody = self.decoder.device, self.seats.on_device([self.seats.nobody])
         positions = torch.arange(num_tokens, device=device)
 
         def forward_pass(num_kv_heads):
-            index = build_prefill_index(self.slots.block_table[nobody], [0], [num_tokens], num_kv_heads, device)
+            index = build_prefill_index(self.seats.block_table[nobody], [0], [num_tokens], num_kv_heads, device)
             return ForwardPass(torch.zeros_like(positions), positions, positions % PAGE, index)
 
         hidden, feature = self._forward(forward_pass(self.cache.num_kv_heads))
@@ -83,8 +83,8 @@ class PromptPasses:
             ]
             places = [pages[position // PAGE] * PAGE + position % PAGE for _, position, pages in packed]
             parts = [torch.cat(part) for part in ([x[0] for x in packed], [x[1] for x in packed], places)]
-            tokens, positions, places = self.slots.on_device(torch.stack(parts)).unbind()
-            block_table = self.slots.block_table[self.slots.on_device([request.slot for request, _, _ in rows])]
+            tokens, positions, places = self.seats.on_device(torch.stack(parts)).unbind()
+            block_table = self.seats.block_table[self.seats.on_device([request.seat for request, _, _ in rows])]
             starts, counts = [start for _, start, _ in rows], [len(tokens) for _, _, tokens in rows]
             index = build_prefill_index(block_table, starts, counts, num_kv_heads, self.decoder.device)
             yield ForwardPass(tokens, positions, places, index), slice(None)

@@ -11,8 +11,8 @@ from .metrics import SpecDecodeMetrics
 
 
 class Status(enum.Enum):
-    WAITING = "waiting"  # no slot, no pages
-    PREFILLING = "prefilling"  # holds a slot and pages; the KV of its known tokens is being computed
+    WAITING = "waiting"  # no seat, no pages
+    PREFILLING = "prefilling"  # holds a seat and pages; the KV of its known tokens is being computed
     RUNNING = "running"  # decoding
     FINISHED = "finished"
 
@@ -39,7 +39,7 @@ class Request:
     prompt_logprobs: list | None = None  # starts as [None] where they are wanted, grows to one entry per prompt token
     committed: int = 0
     pages: list[int] = field(default_factory=list)
-    slot: int | None = None  # row of the device's tables, while admitted
+    seat: int | None = None  # row of the device's tables, while admitted
     in_flight: int = 0  # decode steps launched whose tokens the host has not read; each emits at least one token
     epoch: int = 0  # raised by preemption: results of steps launched in an earlier epoch are stale and dropped
     page_names: list[bytes] = field(default_factory=list)  # hash_page of the full pages of its tokens, computed once

@@ -1,6 +1,6 @@
-"""Which requests run in this step, and which slots and pages they hold. No torch.
+"""Which requests run in this step, and which seats and pages they hold. No torch.
 
-First come, first served. A request is admitted when a slot is free and there are pages for the tokens it knows and one tree; it
+First come, first served. A request is admitted when a seat is free and there are pages for the tokens it knows and one tree; it
 gets more pages as it grows. When none is left, the youngest request gives up its pages and waits again, so the oldest always
 advances. Launching may run ahead of reading: a request's length is then known only up to `in_flight * max_emitted` tokens, and its
 pages cover the longest it can be.
@@ -37,12 +37,12 @@ class ScheduledStep:
 
 
 class Scheduler:
-    """Shares `max_num_seqs` slots and `num_pages` pages of `page_size` positions (page 0, the padding, not counted) among requests.
+    """Shares `max_num_seqs` seats and `num_pages` pages of `page_size` positions (page 0, the padding, not counted) among requests.
 
-    max_num_batched_tokens: prompt tokens computed per step, over all requests. tree_slots: nodes of a draft tree = positions past
-    the committed ones that a step may write; max_emitted: most tokens that a step emits; both 1 for plain decoding.
+    max_num_batched_tokens: prompt tokens computed per step, over all requests. tree_positions: nodes of a draft tree = positions
+    past the committed ones that a step may write; max_emitted: most tokens that a step emits; both 1 for plain decoding.
     enable_prefix_caching: keep full pages by content, and let requests that begin with the same tokens share them. lookahead: how
-    many tokens behind a page its content depends on (what an EAGLE head keeps of a token reads the next one): they are part of its
+    many tokens after a page its content depends on (what an EAGLE head keeps of a token reads the next one): they are part of its
     name.
     """
 
@@ -52,7 +52,7 @@ class Scheduler:
         page_size,
         max_num_seqs,
         max_num_batched_tokens,
-        tree_slots=1,
+        tree_positions=1,
         max_emitted=1,
         enable_prefix_caching=True,
         lookahead=0,
@@ -67,15 +67,15 @@ class Scheduler:
         for name, size in sizes.items():
             if size < 1:
                 raise ValueError(f"{name} must be at least 1, got {size}")
-        if tree_slots < max_emitted:
+        if tree_positions < max_emitted:
             raise ValueError(
-                f"a tree of {tree_slots} nodes emits at most as many tokens, got max_emitted={max_emitted}"
+                f"a tree of {tree_positions} nodes emits at most as many tokens, got max_emitted={max_emitted}"
             )
         self.page_size, self.max_num_seqs, self.max_num_batched_tokens = page_size, max_num_seqs, max_num_batched_tokens
-        self.tree_slots, self.max_emitted = tree_slots, max_emitted
+        self.tree_positions, self.max_emitted = tree_positions, max_emitted
         self.enable_prefix_caching, self.lookahead = enable_prefix_caching, lookahead
         self.pool = PagePool(num_pages)
-        self.free_slots = list(range(max_num_seqs))  # a heap: low slots are used first, so batches stay dense
+        self.free_seats = list(range(max_num_seqs))  # a heap: low seats are used first, so batches stay dense
         self.waiting = deque()
         self.active = []  # prefilling and running, in order of admission
         self.num_preemptions = 0
@@ -97,13 +97,13 @@ class Scheduler:
     def add(self, request):
         """Queue a request. ValueError if it would not fit even alone."""
         prompt, new = len(request.prompt_token_ids), request.max_new_tokens
-        needed = self._pages_for(prompt + new + self.tree_slots)
+        needed = self._pages_for(prompt + new + self.tree_positions)
         if needed > self.num_pages:
-            room = max(self.num_pages * self.page_size - self.tree_slots, 0)
+            room = max(self.num_pages * self.page_size - self.tree_positions, 0)
             raise ValueError(
                 f"a prompt of {prompt} tokens and {new} new ones need {needed} pages of {self.page_size} tokens (tree of "
-                f"{self.tree_slots} included) and the cache holds {self.num_pages}: prompt and new tokens together may be {room}; "
-                f"shorten the prompt or max_tokens, or build the LLM with more memory"
+                f"{self.tree_positions} included) and the cache holds {self.num_pages}: prompt and new tokens together may be "
+                f"{room}; shorten the prompt or max_tokens, or build the LLM with more memory"
             )
         self.waiting.append(request)
 
@@ -118,7 +118,7 @@ class Scheduler:
             if request.status is Status.PREFILLING:
                 budget -= self._cut_chunk(request, budget, step)
         # Pages just taken from a request are for older ones, not for admitting it again.
-        while self.waiting and self.free_slots and budget > 0 and not step.preempted:
+        while self.waiting and self.free_seats and budget > 0 and not step.preempted:
             if not self._admit(self.waiting[0], step):
                 break  # the next one in the queue does not overtake it
             budget -= self._cut_chunk(self.active[-1], budget, step)
@@ -127,15 +127,15 @@ class Scheduler:
     def committed_advanced(self, request):
         """To be called after `request.committed` was raised: pages that became full can be shared from now on."""
         assert request.committed <= request.num_known
-        if not self.enable_prefix_caching or request.slot is None:
+        if not self.enable_prefix_caching or request.seat is None:
             return
         for i in range(request.num_named, (request.committed - self.lookahead) // self.page_size):
             self.pool.name(request.pages[i], self._page_name(request, i))
             request.num_named = i + 1
 
     def release(self, request):
-        """Take a finished or cancelled request out, whatever it was doing, and its pages and slot back."""
-        if request.slot is not None:
+        """Take a finished or cancelled request out, whatever it was doing, and its pages and seat back."""
+        if request.seat is not None:
             self._take_back(request)
         elif request in self.waiting:
             self.waiting.remove(request)
@@ -151,10 +151,10 @@ class Scheduler:
                 self._send_back(request)
 
     def check(self):
-        """Assert that no page, slot or request is lost, held twice or held by nobody. For tests and long runs; O(pages)."""
+        """Assert that no page, seat or request is lost, held twice or held by nobody. For tests and long runs; O(pages)."""
         self.pool.check([request.pages for request in self.active])
-        slots = [request.slot for request in self.active]
-        assert sorted(slots + self.free_slots) == list(range(self.max_num_seqs)), "a slot is lost or held twice"
+        seats = [request.seat for request in self.active]
+        assert sorted(seats + self.free_seats) == list(range(self.max_num_seqs)), "a seat is lost or held twice"
         for request in self.active:
             assert request.status in (Status.PREFILLING, Status.RUNNING), f"{request.status} but not released"
             assert self._pages_for(request.committed) <= len(request.pages), "committed tokens without a page"
@@ -165,7 +165,7 @@ class Scheduler:
                 assert self.pool.num_holders[page] == 1, "a page that will be written is shared"
         for request in self.waiting:
             assert request.status is Status.WAITING
-            assert request.slot is None
+            assert request.seat is None
             assert not request.pages
             assert request.committed == request.in_flight == request.num_named == 0
 
@@ -178,7 +178,7 @@ class Scheduler:
         """Let a running request decode if it gets the pages that its next step may write; it may lose all of them instead."""
         longest = len(request.prompt_token_ids) + request.max_new_tokens + self.max_emitted
         root = min(request.committed + request.in_flight * self.max_emitted, longest)
-        needed = self._pages_for(root + self.tree_slots)
+        needed = self._pages_for(root + self.tree_positions)
         if needed > self.num_pages:
             return  # once its steps in flight are read it needs less: nobody has to give way for that
         missing = needed - len(request.pages)
@@ -202,7 +202,7 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _send_back(self, request):
-        """To the head of the queue, without slot and pages; what is still in flight for it is stale."""
+        """To the head of the queue, without seat and pages; what is still in flight for it is stale."""
         self._take_back(request)
         request.status = Status.WAITING
         request.committed = request.in_flight = 0
@@ -210,19 +210,19 @@ class Scheduler:
         self.waiting.appendleft(request)
 
     def _take_back(self, request):
-        """Free the slot and the pages; the last pages first, so that a cached beginning outlives what follows it."""
+        """Free the seat and the pages; the last pages first, so that a cached beginning outlives what follows it."""
         self.active.remove(request)
-        heapq.heappush(self.free_slots, request.slot)
+        heapq.heappush(self.free_seats, request.seat)
         for page in reversed(request.pages):
             self.pool.let_go(page)
-        request.slot, request.pages, request.num_named = None, [], 0
+        request.seat, request.pages, request.num_named = None, [], 0
 
     def _admit(self, request, step):
-        """Give the first in the queue a slot and pages, cached ones first. False if it has to wait."""
+        """Give the first in the queue a seat and pages, cached ones first. False if it has to wait."""
         cached = self._cached_pages(request)
         if self._is_being_computed(request, len(cached), step):
             return False
-        missing = self._pages_for(request.num_known + self.tree_slots) - len(cached)
+        missing = self._pages_for(request.num_known + self.tree_positions) - len(cached)
         if missing > self.pool.num_free - sum(self.pool.is_idle(page) for page in cached):
             return False
         self.waiting.popleft()
@@ -231,7 +231,7 @@ class Scheduler:
         request.pages = cached + [self.pool.take() for _ in range(missing)]
         request.num_named = len(cached)
         request.committed = len(cached) * self.page_size
-        request.slot = heapq.heappop(self.free_slots)
+        request.seat = heapq.heappop(self.free_seats)
         request.status = Status.PREFILLING
         if request.epoch == 0:
             self.num_prompt_tokens += len(request.prompt_token_ids)
@@ -253,7 +253,7 @@ class Scheduler:
 
     def _num_reusable(self, request):
         """How many pages may come from the cache: tokens whose hidden states are needed are left to be computed."""
-        # Behind the last token that may be skipped there is another one, so the lookahead is known.
+        # After the last token that may be skipped there is another one, so the lookahead is known.
         return request.num_skippable // self.page_size if self.enable_prefix_caching else 0
 
     def _is_being_computed(self, request, i, step):
@@ -270,7 +270,7 @@ class Scheduler:
         )
 
     def _page_name(self, request, i):
-        """Name of the request's i-th page, all of whose tokens are known, and those behind it that it depends on."""
+        """Name of the request's i-th page, all of whose tokens are known, and those after it that it depends on."""
         names = request.page_names
         while len(names) <= i:
             start = len(names) * self.page_size

@@ -29,53 +29,53 @@ class StepOutput:
 
 
 class Step:
-    """draft -> verify -> commit for the requests of some slots.
+    """draft -> verify -> commit for the requests of some seats.
 
-    decoder: Decoder; cache: PagedCache; slots: SlotTable; tree: TreeOnDevice; verifier: one of verifiers.py; drafter: Drafter.
+    decoder: Decoder; cache: PagedCache; seats: SeatTable; tree: TreeOnDevice; verifier: one of verifiers.py; drafter: Drafter.
     keep_scores: also give back the scores that tokens were drawn from (4 bytes per row and token).
     """
 
-    def __init__(self, decoder, cache, slots, *, tree, verifier, drafter, keep_scores=False):
-        self.decoder, self.cache, self.slots = decoder, cache, slots
+    def __init__(self, decoder, cache, seats, *, tree, verifier, drafter, keep_scores=False):
+        self.decoder, self.cache, self.seats = decoder, cache, seats
         self.tree, self.drafter, self.keep_scores = tree, drafter, keep_scores
         self.verifier = verifier if tree.max_depth else verifier.undrafted
 
     @torch.no_grad()
     def __call__(self, rows, filters=NO_FILTERS):
-        """Advance the requests in slots `rows` [B]; filters: the most that one of them needs (target_scores.py).  -> StepOutput"""
-        batch = self.slots.gather(rows, self.tree.depths)
+        """Advance the requests in seats `rows` [B]; filters: the most that one of them needs (target_scores.py).  -> StepOutput"""
+        batch = self.seats.gather(rows, self.tree.depths)
         # A step that drafts nothing may be one of a drafter that does, which still keeps its state up to date.
         propose = self.drafter.propose if self.tree.max_depth else no_draft
-        draft = propose(batch, self.tree, self._shape_drafts(batch, filters))
+        draft = propose(batch, self.tree, self._processor(batch, filters))
         tree, tokens = draft.tree, draft.tokens  # [B, N]
         if tree is not self.tree:  # it was grown in this step
             batch = batch.at_depths(tree.depths)
         if tree.max_depth:
-            # An empty slot is computed as any token would be, and accepted only where that token is right.
+            # An empty node is computed as any token would be, and accepted only where that token is right.
             tokens = tokens.clamp(min=0)
         hidden, feature = self.forward(batch, tokens, tree)  # [M, H], [M, F]
         logits = self.decoder.logits(hidden)  # [M, V]
         scores = torch.empty_like(logits, dtype=torch.float32) if self.keep_scores else None
-        on_path = path_tokens(tokens, tree) if filters and self.slots.logit_state.num_tables else None
-        target = TargetScores(batch, logits, filters, self.slots, tokens, on_path, scores)
+        on_path = path_tokens(tokens, tree) if filters and self.seats.logit_state.num_tables else None
+        target = TargetScores(batch, logits, filters, self.seats, tokens, on_path, scores)
         path, num_accepted, next_token = self.verifier(tree, draft, target)
         # Commit: accepted nodes move to the positions after the committed ones; the next token is the next root.
         if not tree.tree.is_chain:
             hk = self.cache.num_kv_heads
             kv_commit(self.cache.kv, batch.block_table, batch.committed, path, num_accepted, hk)
         keeps_state = self.drafter.keeps_state
-        emitted = self.slots.advance(rows, None if keeps_state else feature, tokens, path, num_accepted, next_token)
+        emitted = self.seats.advance(rows, None if keeps_state else feature, tokens, path, num_accepted, next_token)
         if keeps_state:
-            self.slots.feature[rows] = self.drafter.advance(batch, feature, emitted, path, num_accepted)
+            self.seats.feature[rows] = self.drafter.advance(batch, feature, emitted, path, num_accepted)
         if filters:
-            self.slots.logit_state.record(rows, emitted)
+            self.seats.logit_state.record(rows, emitted)
         if scores is not None:
             scores = scores.view(*tokens.shape, -1)[torch.arange(len(path), device=path.device)[:, None], path]
         return StepOutput(emitted, path, logits.view(*tokens.shape, -1), scores)
 
-    def _shape_drafts(self, batch, filters):
+    def _processor(self, batch, filters):
         """What a drafter passes its logits through: draft_scores of this batch, None where a temperature is all there is."""
-        return partial(draft_scores, batch, filters, self.slots, self.tree.max_depth) if filters else None
+        return partial(draft_scores, batch, filters, self.seats, self.tree.max_depth) if filters else None
 
     def forward(self, batch, tokens, tree):
         """The target over all nodes.  tokens [B, N] -> hidden [M, H], feature [M, F]; writes the nodes' KV at places L + n"""
@@ -83,5 +83,5 @@ class Step:
         index = build_tree_index(
             batch.block_table, batch.committed, tree.depths, tree.ancestors, hk, self.decoder.dtype
         )
-        forward_pass = ForwardPass(tokens.flatten(), batch.positions, batch.cache_slots, index)
+        forward_pass = ForwardPass(tokens.flatten(), batch.positions, batch.cache_rows, index)
         return self.decoder.forward(forward_pass, self.cache.kv, self.drafter.streams)

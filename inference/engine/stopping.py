@@ -91,7 +91,7 @@ class GrowingText:
 
 
 def find_stop(text, stops, start=0):
-    """(index, string) of the stop string that occurs first in `text`, of those that end behind text[:start], or None."""
+    """(index, string) of the stop string that occurs first in `text`, of those that end after text[:start], or None."""
     found = [(text.find(stop, max(start + 1 - len(stop), 0)), stop) for stop in stops]
     return min(((index, stop) for index, stop in found if index >= 0), default=None)
 

@@ -19,7 +19,7 @@ from ...kernels.sampling.keep_top import keep_top, kept_scores, scale
 from ...kernels.sampling.process_logits import NodeRows, process_logits
 from ...kernels.sampling.sample import sample_tokens
 from ...kernels.sampling.sample_kept import sample_kept
-from .slots import BatchRows, SlotTable
+from .seats import BatchRows, SeatTable
 
 # What logits need beside a temperature, each including those before it: nothing; process_logits; min_p, top_k and top_p too
 # (keep_top).
@@ -46,23 +46,23 @@ class TargetScores:
     batch: BatchRows
     logits: torch.Tensor  # [M, V]
     filters: int
-    slots: SlotTable
+    seats: SeatTable
     drafted: torch.Tensor
     path: torch.Tensor | None = None
     processed: torch.Tensor | None = None
 
     def sample(self):
         """The target's own token after every node.  -> [B, N]"""
-        tokens = draw(self.batch, self.logits, self.filters, self.slots, self.path, self.processed)
+        tokens = draw(self.batch, self.logits, self.filters, self.seats, self.path, self.processed)
         return tokens.view(self.drafted.shape)
 
     def distributions(self):
         """What the target's distribution after every node is the softmax of: see target_scores."""
-        return target_scores(self.batch, self.logits, self.filters, self.slots, self.path, self.processed)
+        return target_scores(self.batch, self.logits, self.filters, self.seats, self.path, self.processed)
 
 
 def path_tokens(tokens, tree):
-    """The drafted tokens on every node's path, its own included, -1 behind it.  tokens [B, N] -> [B N, D]"""
+    """The drafted tokens on every node's path, its own included, -1 after it.  tokens [B, N] -> [B N, D]"""
     depth = torch.arange(1, tree.max_depth + 1, device=tokens.device)
     on_path = depth <= tree.depths[..., None]  # [N, D] or [B, N, D]
     nodes = tree.ancestors[..., 1:].expand(len(tokens), -1, -1)
@@ -70,8 +70,8 @@ def path_tokens(tokens, tree):
     return torch.where(on_path, found, -1).flatten(0, 1)
 
 
-def draft_scores(batch, filters, slots, max_depth, logits, depths):
-    """Scores of drafts whose softmax is the law they are drawn from (temperature 0: whose best token is drawn).
+def draft_scores(batch, filters, seats, max_depth, logits, depths):
+    """Scores of drafts whose softmax is the distribution they are drawn from (temperature 0: whose best token is drawn).
 
     Of K nodes at depths [K], all below max_depth: logits [K, B, V] -> fp32 [K, B, V], temperature to draw with [B], the Kept [K B]
     on a GPU.
@@ -82,7 +82,7 @@ def draft_scores(batch, filters, slots, max_depth, logits, depths):
     request = torch.arange(requests, device=device).repeat(count)
     position = (batch.committed + 1 + depths[:, None]).flatten()
     unknown = torch.full((len(request), max_depth), -1, device=device)
-    changed = _changed(batch, logits.flatten(0, 1), filters, slots, request, position, unknown)
+    changed = _changed(batch, logits.flatten(0, 1), filters, seats, request, position, unknown)
     heat = batch.temperature.repeat(count)
     kept = keep_top(changed, heat, *_filters(batch, request)) if filters >= CUT else None
     scores = scale(changed, heat) if kept is None else kept_scores(kept)
@@ -91,14 +91,14 @@ def draft_scores(batch, filters, slots, max_depth, logits, depths):
     return scores.view(logits.shape), noisy, kept if on_triton(logits) else None
 
 
-def _of_nodes(batch, logits, filters, slots, path, part):
+def _of_nodes(batch, logits, filters, seats, path, part):
     """What nodes `part` (a slice) of the M are drawn from: scores as the request changes them, their temperature, what is kept of
     them if they are cut.  logits [M, V] -> [R, V], [R], Kept or None"""
     position, temperature = batch.draws[2][part], batch.node_temperature[part]
-    request = torch.arange(len(batch.slots), device=logits.device)
+    request = torch.arange(len(batch.seats), device=logits.device)
     request = request[:, None].expand(-1, len(logits) // len(request)).flatten()[part]
     path = request.new_empty(len(request), 0) if path is None else path[part]
-    scores = _changed(batch, logits[part], filters, slots, request, position, path)
+    scores = _changed(batch, logits[part], filters, seats, request, position, path)
     if filters < CUT:
         return scores, temperature, None
     return scores, temperature, keep_top(scores, temperature, *_filters(batch, request))
@@ -109,12 +109,12 @@ def _filters(batch, request):
     return batch.top_k[request], batch.top_p[request], batch.min_p[request]
 
 
-def _changed(batch, logits, filters, slots, request, position, path):
-    """Scores of rows [R, V] that belong to these requests, stand at these positions [R] and have these tokens behind the root."""
-    if not filters or not slots.logit_state.num_tables:
+def _changed(batch, logits, filters, seats, request, position, path):
+    """Scores of rows [R, V] that belong to these requests, stand at these positions [R] and have these tokens after the root."""
+    if not filters or not seats.logit_state.num_tables:
         return logits
     nodes = NodeRows(
-        slot=batch.slots[request],
+        seat=batch.seats[request],
         root=batch.committed[request],
         position=position,
         min_position=batch.min_position[request],
@@ -123,11 +123,11 @@ def _changed(batch, logits, filters, slots, request, position, path):
         frequency=batch.frequency_penalty[request],
         path=path,
     )
-    return process_logits(logits, nodes, slots.logit_state.tables)
+    return process_logits(logits, nodes, seats.logit_state.tables)
 
 
-def draw(batch, logits, filters, slots, path=None, processed=None):
-    """The target's own token behind every node: at L + depth + 1 for a node of that depth.  logits [M, V] -> [M]
+def draw(batch, logits, filters, seats, path=None, processed=None):
+    """The target's own token after every node: at L + depth + 1 for a node of that depth.  logits [M, V] -> [M]
 
     path [M, D]: path_tokens, where the rows are nodes of a tree; processed: None, or fp32 [M, V] to be filled with the scores
     the tokens are drawn from, before the noise.
@@ -138,7 +138,7 @@ def draw(batch, logits, filters, slots, path=None, processed=None):
     tokens = []
     for start in range(0, len(logits), FILTERED_ROWS):
         part = slice(start, start + FILTERED_ROWS)
-        scores, temperature, kept = _of_nodes(batch, logits, filters, slots, path, part)
+        scores, temperature, kept = _of_nodes(batch, logits, filters, seats, path, part)
         noise = [x[part] for x in keys]
         drawn = sample_tokens(scores, temperature, *noise) if kept is None else sample_kept(kept, *noise)
         if processed is not None:
@@ -147,13 +147,15 @@ def draw(batch, logits, filters, slots, path=None, processed=None):
     return torch.cat(tokens)
 
 
-def target_scores(batch, logits, filters, slots, path=None, processed=None):
-    """Scores and temperature whose law (kernels/speculation/row_laws.py) is the target's behind every node.  [M, V] -> [M, V],
+def target_scores(batch, logits, filters, seats, path=None, processed=None):
+    """Scores and temperature whose distribution (kernels/speculation/row_distributions.py) is the target's after every node.  [M,
+    V] -> [M, V],
     [M], Kept
 
-    path and processed: as for draw. On a GPU, where laws are cut, the law is that of what is kept; else that is None.
+    path and processed: as for draw. On a GPU, where distributions are cut, the distribution is that of what is kept; else that is
+    None.
     """
-    scores, temperature, kept = _of_nodes(batch, logits, filters, slots, path, slice(0, len(logits)))
+    scores, temperature, kept = _of_nodes(batch, logits, filters, seats, path, slice(0, len(logits)))
     if processed is not None:
         processed.copy_(scale(scores, temperature) if kept is None else kept_scores(kept))
     if kept is None or on_triton(logits):

@@ -105,7 +105,7 @@ class Attention:
             positions=forward_pass.positions,
             cos=self.rotary.cos,
             sin=self.rotary.sin,
-            cache_slots=forward_pass.cache_slots,
+            cache_rows=forward_pass.cache_rows,
             layer_kv=layer_kv,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,

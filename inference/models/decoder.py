@@ -31,7 +31,7 @@ class ForwardPass:
 
     tokens: torch.Tensor  # [M]
     positions: torch.Tensor  # [M]
-    cache_slots: torch.Tensor  # [M] page * 64 + offset of each row's own token
+    cache_rows: torch.Tensor  # [M] page * 64 + offset of each row's own token
     attention: (
         object  # the index of kernels/attention/tree_attention.py or prefill_attention.py: what its `attend` looks at
     )
@@ -146,10 +146,10 @@ class Decoder:
         return cls(weights, config, max_positions)
 
     def forward(self, batch, kv, streams=()):
-        """Hidden states behind the final norm of all rows, and what a drafter reads; writes keys and values into the cache.
+        """Hidden states after the final norm of all rows, and what a drafter reads; writes keys and values into the cache.
 
         batch: a ForwardPass of M rows; kv [layers, 2, rows, D]; streams: layers whose input's residual stream is the drafter's
-        feature, ascending (the number of layers: behind the last one), side by side  ->  hidden [M, H], feature [M, A H]; without
+        feature, ascending (the number of layers: after the last one), side by side  ->  hidden [M, H], feature [M, A H]; without
         streams the feature is the hidden state
         """
         residual = embed(batch.tokens, self.embedding, self.embedding_multiplier)  # [M, H]

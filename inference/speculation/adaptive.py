@@ -4,13 +4,12 @@ Drafting pays while a batch leaves the device room: the larger the batch, the mo
 foresee pays less. So the engine holds the same tree cut at a few depths (0: no drafts) and measures as it goes: seconds per step
 for each bucket of batch sizes and depth, and how often a path reaches each depth, whatever the bucket. It takes the depth with the
 most tokens per second, and now and then another one, to learn whether that has changed. Outputs do not depend on the choice: under
-`strict` not their bits, under the ratio rules not their law.
+`strict` not their bits, under the ratio rules not their distribution.
 """
 
 MEMORY = 0.05  # weight of the newest measurement in a running average
-STEADY = (
-    0.01  # of one request's step in how often a depth is reached that the step before drafted, too: more follows chance
-)
+# of one request's step in how often a depth is reached that the step before drafted, too: more follows chance
+STEADY = 0.01
 FIRST = 4  # steps that a depth is given before it is compared with others
 PROBE_EVERY = 64  # steps of a bucket between two tries of a depth that is not the best
 

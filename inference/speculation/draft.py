@@ -14,12 +14,12 @@ from .tree_on_device import TreeOnDevice
 class Draft(NamedTuple):
     """Tokens at the nodes of trees and, where a verifier compares distributions, those that they were sampled from."""
 
-    tokens: torch.Tensor  # [B, N], node 0 is the root; -1: an empty slot
+    tokens: torch.Tensor  # [B, N], node 0 is the root; -1: an empty node
     tree: TreeOnDevice
     scores: torch.Tensor | None = None  # [L, B, V]: a distribution is the softmax of scores / temperature
     temperature: torch.Tensor | None = None  # [B]; 0: the children are the likeliest tokens
-    law: torch.Tensor | None = None  # [N] which of the L distributions the children of a node come from; of leaves, any
-    sampled: torch.Tensor | None = (
-        None  # bool [N] sampled from its slot's distribution, unless the temperature is 0; else chosen
-    )
+    # [N] which of the L distributions the children of a node come from; of leaves, any
+    distribution: torch.Tensor | None = None
+    # bool [N] sampled from its slot's distribution, unless the temperature is 0; else chosen
+    sampled: torch.Tensor | None = None
     kept: Kept | None = None  # [L B] on a GPU, where distributions are cut: `scores` are those of what it keeps

@@ -1,4 +1,4 @@
-"""How a node's children are sampled from the draft's law, and which verifier may follow which way.
+"""How a node's children are sampled from the draft's distribution, and which verifier may follow which way.
 
     greedy          the k likeliest tokens, without chance                              noise: none
     shared_noise    top-k of log q + G, G the noise of the target's own token there     noise: TARGET_NOISE
@@ -20,7 +20,7 @@ RATIO_VERIFIERS = (*CHAIN_RULES, "recursive", "traversal")
 
 
 def sampled_nodes(sampling, parents):
-    """Which nodes' tokens are sampled from their slot's law: Draft.sampled.  parents [..., N] -> bool [..., N]
+    """Which nodes' tokens are sampled from their slot's distribution: Draft.sampled.  parents [..., N] -> bool [..., N]
 
     For a request at temperature 0 none are. Raises ValueError for shared noise, which the ratio rules cannot follow.
     """
@@ -36,9 +36,10 @@ def sampled_nodes(sampling, parents):
 
 
 def check_sampling(verifier, sampling, tree):
-    """Raise ValueError, saying why, if `verifier` would not keep the target's law after children sampled so on this tree.Tree.
+    """Raise ValueError, saying why, if `verifier` would not keep the target's distribution after children sampled so on this
+    tree.Tree.
 
-    strict emits the target's own tokens whatever was drafted, synthetic keeps no law anyway: both follow every way.
+    strict emits the target's own tokens whatever was drafted, synthetic keeps no distribution anyway: both follow every way.
     """
     if verifier not in (*RATIO_VERIFIERS, "strict", "synthetic"):
         raise ValueError(f"verifier must be one of strict, {', '.join(RATIO_VERIFIERS)}, synthetic, got {verifier!r}")
@@ -49,8 +50,8 @@ def check_sampling(verifier, sampling, tree):
     if verifier in CHAIN_RULES and not tree.is_chain:
         other = "traversal" if verifier == "block" else "recursive"
         raise ValueError(
-            f"verifier={verifier!r} is defined on chains only, this tree has siblings: a rejected token's law would be counted "
-            f"twice; use verifier={other!r}"
+            f"verifier={verifier!r} is defined on chains only, this tree has siblings: a rejected token's distribution would be "
+            f"counted twice; use verifier={other!r}"
         )
     if sampling == "shared_noise":
         raise ValueError(
@@ -63,8 +64,8 @@ def check_sampling(verifier, sampling, tree):
     if tree.grows:
         raise ValueError(
             f"verifier={verifier!r} on a dynamic tree needs drafts chosen without chance: which of them are kept depends on the "
-            "draft's law, so samples would be looked at because of what they are. Use draft_sample_method='greedy', a static tree, "
-            "or verifier='strict'"
+            "draft's distribution, so samples would be looked at because of what they are. Use draft_sample_method='greedy', a "
+            "static tree, or verifier='strict'"
         )
     slots = {}
     for node in range(1, tree.num_nodes):

@@ -1,9 +1,11 @@
-"""Drawing a whole draft at once from laws that do not depend on the drafted tokens: one per depth, as Medusa heads give them.
+"""Drawing a whole draft at once from distributions that do not depend on the drafted tokens: one per depth, as Medusa heads give
+them.
 
 Every node draws its children itself (draft_sampling.py says in which ways, and why not once per depth), all nodes in one launch.
-Nothing of a law is copied: nodes refer to the scores it is the softmax of.
+Nothing of a distribution is copied: nodes refer to the scores it is the softmax of.
 
-Letters: B requests, N nodes, L laws, V vocabulary, I nodes with children, W the most children of one, k the children of one.
+Letters: B requests, N nodes, L distributions, V vocabulary, I nodes with children, W the most children of one, k the children of
+one.
 """
 
 import torch
@@ -14,7 +16,9 @@ from .draft_sampling import sampled_nodes
 
 
 class NodeDraws:
-    """How the nodes of one tree (TreeOnDevice) are sampled in the ways "sampled" and "top_and_one", from one law per depth."""
+    """How the nodes of one tree (TreeOnDevice) are sampled in the ways "sampled" and "top_and_one", from one distribution per
+    depth.
+    """
 
     def __init__(self, tree, sampling):
         parents, ranks = tree.tree.parents, tree.tree.ranks
@@ -23,34 +27,35 @@ class NodeDraws:
         self.tree, self.sampling, self.width = tree, sampling, max(families)
         device = tree.depths.device
         self.nodes, self.sizes = torch.tensor(inner, device=device), torch.tensor(families, device=device)
-        self.laws = tree.depths[self.nodes]  # the children of depth d + 1 come from head d
+        self.distributions = tree.depths[self.nodes]  # the children of depth d + 1 come from head d
         columns = [inner.index(parent) * self.width + rank for parent, rank in zip(parents[1:], ranks[1:])]
         self.columns = torch.tensor(columns, device=device)
-        self.law = tree.depths.clamp(max=max(tree.max_depth - 1, 0))
+        self.distribution = tree.depths.clamp(max=max(tree.max_depth - 1, 0))
         self.sampled = sampled_nodes(sampling, torch.tensor(parents, device=device))
 
     def __call__(self, batch, scores, temperature, kept=None):
         """batch: BatchRows; scores [L, B, V], temperature [B], kept: as in Draft  ->  Draft"""
         keys = batch.seed, batch.sample, batch.committed
-        families = self.laws, self.nodes, self.sizes
+        families = self.distributions, self.nodes, self.sizes
         found = draw_families(self.sampling, scores, self.width, *families, temperature, keys)  # [I, B, W]
         found = found.transpose(0, 1).flatten(1)[:, self.columns]  # [B, N - 1]
         tokens = torch.cat((batch.root[:, None], found), 1)
-        return Draft(tokens, self.tree, scores, temperature, self.law, self.sampled, kept)
+        return Draft(tokens, self.tree, scores, temperature, self.distribution, self.sampled, kept)
 
 
-def draw_families(sampling, scores, width, laws, nodes, sizes, temperature, keys):
+def draw_families(sampling, scores, width, distributions, nodes, sizes, temperature, keys):
     """The children of I nodes, in the order in which they are sampled; sampling: "sampled" or "top_and_one".
 
-    scores [L, B, V]; width: the most children of one; laws, nodes, sizes [I]: a node's law, its number, how many children it has;
-    temperature [B]; keys: seed, sample and position of the step's root, [B] each  ->  int64 [I, B, W], -1: an empty slot
+    scores [L, B, V]; width: the most children of one; distributions, nodes, sizes [I]: a node's distribution, its number, how
+    many children it has; temperature [B]; keys: seed, sample and position of the step's root, [B] each  ->  int64 [I, B, W], -1:
+    an empty node
     """
-    draws = draw_tokens(scores, width, laws, nodes, temperature, *keys)
+    draws = draw_tokens(scores, width, distributions, nodes, temperature, *keys)
     if sampling == "sampled":
         return draws
     # The k - 1 likeliest tokens, then the first of the draws that is none of them: it has the highest perturbed score of the rest,
     # for of k draws without replacement at most k - 1 are among the likeliest.
-    likeliest = draw_tokens(scores, width, laws, nodes, torch.zeros_like(temperature), *keys)
+    likeliest = draw_tokens(scores, width, distributions, nodes, torch.zeros_like(temperature), *keys)
     place = torch.arange(width, device=draws.device)
     last = (sizes - 1)[:, None, None]  # where a node's drawn child stands
     known = torch.where(place < last, likeliest, -2)

@@ -70,7 +70,7 @@ class Ratio:
             temperature=temperature,
             draft_scores=draft.scores,
             draft_temperature=draft.temperature,
-            law=draft.law,
+            distribution=draft.distribution,
             sampled=draft.sampled,
             depth_limit=batch.remaining - 1,
             seed=batch.seed,
@@ -92,7 +92,7 @@ def with_any_distribution(draft, scores, kept):
     return draft._replace(
         scores=scores[None, :batch],
         temperature=torch.full((batch,), 1e30, device=scores.device),
-        law=torch.zeros_like(draft.law),
+        distribution=torch.zeros_like(draft.distribution),
         kept=None if kept is None else type(kept)(*(None if x is None else x[:batch] for x in kept)),
     )
 

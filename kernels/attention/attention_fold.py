@@ -82,7 +82,7 @@ def merge(m, l, acc, chunk_m, chunk_l, chunk_acc):
 
 @jit
 def load_tile(cache, page, h, HK: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr, TENSOR_MAP: tl.constexpr):
-    """Keys or values [64, DIM] of head h in a page; lanes behind D are zero.  cache: pointer, or tensor map of [rows, D]"""
+    """Keys or values [64, DIM] of head h in a page; lanes after D are zero.  cache: pointer, or tensor map of [rows, D]"""
     if TENSOR_MAP:
         tile = cache.load([((page * HK + h) * 64).to(tl.int32), 0])
     else:

@@ -3,7 +3,7 @@
     kv [layers, 2, S * HK, D]     row (page * HK + head) * PAGE + offset
     block_table [B, P] pages; committed [B] = L; path [B, J] node numbers; num_accepted [B]
 
-    for j = 0 .. num_accepted:    position L + j takes the KV of slot L + path[j]
+    for j = 0 .. num_accepted:    position L + j takes the KV of place L + path[j]
 
 All sources are read before anything is written, because sources and destinations overlap. Moves bits, computes nothing.
 """
@@ -16,16 +16,16 @@ from .tree_attention import PAGE
 _TILE = 8192  # elements that one program holds between reading and writing, as far as the path's length allows
 
 
-def kv_rows(block_table, slots, num_kv_heads):
-    """Rows of the cache that hold logical slots [B, J].  -> [B, J, HK]"""
-    pages = block_table.long().gather(1, slots // PAGE)
-    head = torch.arange(num_kv_heads, device=slots.device)
-    return (pages[:, :, None] * num_kv_heads + head) * PAGE + (slots % PAGE)[:, :, None]
+def kv_rows(block_table, places, num_kv_heads):
+    """Rows of the cache that hold logical places [B, J].  -> [B, J, HK]"""
+    pages = block_table.long().gather(1, places // PAGE)
+    head = torch.arange(num_kv_heads, device=places.device)
+    return (pages[:, :, None] * num_kv_heads + head) * PAGE + (places % PAGE)[:, :, None]
 
 
 def kv_commit_reference(kv, block_table, committed, path, num_accepted, num_kv_heads):
-    """The same in plain torch operations. Entries of `path` behind num_accepted stay where they are."""
-    # Behind the end nothing may be touched, so those entries move the root onto itself.
+    """The same in plain torch operations. Entries of `path` after num_accepted stay where they are."""
+    # After the end nothing may be touched, so those entries move the root onto itself.
     step = torch.arange(path.shape[1], device=path.device)
     taken = step <= num_accepted.long()[:, None]
     start = committed.long()[:, None]
@@ -63,7 +63,7 @@ def _kv_commit(
 
 
 def kv_commit(kv, block_table, committed, path, num_accepted, num_kv_heads):
-    """Position L + j takes the KV of slot L + path[j], for j = 0 .. num_accepted, in place.
+    """Position L + j takes the KV of place L + path[j], for j = 0 .. num_accepted, in place.
 
     kv [layers, 2, rows, D]; block_table [B, P], committed [B], path [B, J] with path[:, 0] = 0, num_accepted [B] < J (integers).
     Raises ValueError for shapes that do not fit.

@@ -1,6 +1,6 @@
 """Causal attention of packed prompt chunks over a paged KV cache, with the bits of decoding the positions one by one.
 
-    q [T, HQ, D]          queries of the chunks of R requests, one behind the other, rotated
+    q [T, HQ, D]          queries of the chunks of R requests, one after the other, rotated
     kv [2, S * HK, D]     keys and values of one layer, those of the chunks already written; rows as in tree_attention.py
     index (PrefillIndex)  which positions the rows hold and where their keys lie
     ->  [T, HQ, D]        softmax(scale q k^T) v over all positions up to the row's own, in q's dtype

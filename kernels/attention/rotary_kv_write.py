@@ -2,7 +2,7 @@
 
     qkv [S, M, (HQ + 2 HK) * D]   S parts to be added in order (fp32 if S > 1)
     positions [M]; cos, sin [P, D/2] fp32, one row per position
-    cache_slots [M]               page * 64 + offset of each row's own token
+    cache_rows [M]               page * 64 + offset of each row's own token
     layer_kv [2, rows, D]         one layer's cache, row (page * HK + head) * PAGE + offset, written in place
     ->  q [M, HQ, D]
 
@@ -23,7 +23,7 @@ _HEADS = 4  # heads per program
 
 
 def rotary_kv_write_reference(
-    qkv, positions, cos, sin, cache_slots, layer_kv, num_heads, num_kv_heads, q_norm=None, k_norm=None, eps=0.0
+    qkv, positions, cos, sin, cache_rows, layer_kv, num_heads, num_kv_heads, q_norm=None, k_norm=None, eps=0.0
 ):
     """The same in plain torch operations, any dtype; writes into layer_kv."""
     dtype, dim, rows = layer_kv.dtype, layer_kv.shape[2], qkv.shape[1]
@@ -38,9 +38,9 @@ def rotary_kv_write_reference(
     positions = positions.long()
     qk = rotary(torch.cat((q, k), 1), cos[positions], sin[positions])
     q, k = qk.split((num_heads, num_kv_heads), 1)
-    slots = cache_slots.long()
-    head = torch.arange(num_kv_heads, device=slots.device)
-    at = ((slots // PAGE)[:, None] * num_kv_heads + head) * PAGE + (slots % PAGE)[:, None]  # [M, HK]
+    places = cache_rows.long()
+    head = torch.arange(num_kv_heads, device=places.device)
+    at = ((places // PAGE)[:, None] * num_kv_heads + head) * PAGE + (places % PAGE)[:, None]  # [M, HK]
     layer_kv[0, at], layer_kv[1, at] = k, v
     return q.contiguous()
 
@@ -59,7 +59,7 @@ def _norm_heads(a, b, w, i, inside, eps, D: tl.constexpr):
 
 @jit(do_not_specialize=["num_rows"])
 def _rotary_kv_write(
-    qkv, positions, cos, sin, cache_slots, layer_kv, q, q_norm, k_norm, num_rows, cache_rows, eps,
+    qkv, positions, cos, sin, cache_rows, layer_kv, q, q_norm, k_norm, num_rows, num_cache_rows, eps,
     S: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     HEADS: tl.constexpr, HALF: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -81,12 +81,12 @@ def _rotary_kv_write(
     dtype: tl.constexpr = layer_kv.dtype.element_ty
     a = sum_parts(qkv, at, stride, mask, S, dtype)
     b = sum_parts(qkv, at + D // 2, stride, mask, S, dtype)
-    slot = tl.load(cache_slots + row).to(tl.int64)
-    cache_row = (slot // PAGE * HK + head) * PAGE + slot % PAGE
+    place = tl.load(cache_rows + row).to(tl.int64)
+    cache_row = (place // PAGE * HK + head) * PAGE + place % PAGE
     place = layer_kv + cache_row[:, None] * D + i[None, :]
     if is_v:
-        tl.store(place + cache_rows * D, a, mask=mask)
-        tl.store(place + cache_rows * D + D // 2, b, mask=mask)
+        tl.store(place + num_cache_rows * D, a, mask=mask)
+        tl.store(place + num_cache_rows * D + D // 2, b, mask=mask)
     else:
         if q_norm is not None:  # noqa: SIM102  (known to the compiler, the inner condition is not)
             if is_q:
@@ -106,12 +106,12 @@ def _rotary_kv_write(
 
 
 def rotary_kv_write(
-    qkv, positions, cos, sin, cache_slots, layer_kv, num_heads, num_kv_heads, q_norm=None, k_norm=None, eps=0.0
+    qkv, positions, cos, sin, cache_rows, layer_kv, num_heads, num_kv_heads, q_norm=None, k_norm=None, eps=0.0
 ):
     """Rotated queries; rotated keys and the values go into the cache.  -> q [M, HQ, D] in the dtype of layer_kv
 
-    qkv [S, M, (HQ + 2 HK) D], positions and cache_slots [M] integers, cos and sin [P, D/2], layer_kv [2, rows, D].
-    q_norm, k_norm [D]: RMSNorm of each head before the rotation. Slots of page 0 belong to padding: what lands there is never used.
+    qkv [S, M, (HQ + 2 HK) D], positions and cache_rows [M] integers, cos and sin [P, D/2], layer_kv [2, rows, D].
+    q_norm, k_norm [D]: RMSNorm of each head before the rotation. Rows of page 0 belong to padding: what lands there is never used.
     Raises ValueError for shapes that do not fit.
     """
     rows, dim = qkv.shape[1], layer_kv.shape[-1]
@@ -121,9 +121,9 @@ def rotary_kv_write(
             f"rotary_kv_write takes qkv [S, M, {width}] and layer_kv [2, rows, D] for {num_heads} and {num_kv_heads} heads, got "
             f"{tuple(qkv.shape)} and {tuple(layer_kv.shape)}"
         )
-    if positions.shape != (rows,) or cache_slots.shape != (rows,):
+    if positions.shape != (rows,) or cache_rows.shape != (rows,):
         raise ValueError(
-            f"rotary_kv_write takes {rows} positions and cache slots, got {tuple(positions.shape)}, {tuple(cache_slots.shape)}"
+            f"rotary_kv_write takes {rows} positions and cache rows, got {tuple(positions.shape)}, {tuple(cache_rows.shape)}"
         )
     if cos.dim() != 2 or cos.shape[1] * 2 != dim or cos.shape != sin.shape:
         raise ValueError(
@@ -134,7 +134,7 @@ def rotary_kv_write(
             raise ValueError(f"{name} must be [{dim}], got {tuple(norm.shape)}")
     if not on_triton(layer_kv):
         return rotary_kv_write_reference(
-            qkv, positions, cos, sin, cache_slots, layer_kv, num_heads, num_kv_heads, q_norm, k_norm, eps
+            qkv, positions, cos, sin, cache_rows, layer_kv, num_heads, num_kv_heads, q_norm, k_norm, eps
         )
     if not layer_kv.is_contiguous():
         raise ValueError(f"layer_kv must be contiguous, got strides {layer_kv.stride()}")
@@ -142,7 +142,7 @@ def rotary_kv_write(
     if rows:
         groups = triton.cdiv(num_heads, _HEADS) + 2 * triton.cdiv(num_kv_heads, _HEADS)
         _rotary_kv_write[(rows, groups)](
-            qkv.contiguous(), positions.contiguous(), cos.contiguous(), sin.contiguous(), cache_slots.contiguous(), layer_kv, q,
+            qkv.contiguous(), positions.contiguous(), cos.contiguous(), sin.contiguous(), cache_rows.contiguous(), layer_kv, q,
             q_norm, k_norm, rows, layer_kv.shape[1], eps, qkv.shape[0], num_heads, num_kv_heads, dim, PAGE, _HEADS,
             triton.next_power_of_2(dim // 2), num_warps=1, enable_fp_fusion=False, **overlap(layer_kv),
         )  # fmt: skip

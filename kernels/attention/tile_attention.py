@@ -26,7 +26,7 @@ class TileRows:
     prefix_rows: torch.Tensor  # [B * P * HK * TILE] rows of the committed tiles below each request's tail
     prefix_bias: torch.Tensor  # [B * P * HK, 1, 1] 0, or -inf where a request has fewer tiles
     tail_rows: torch.Tensor  # [B * N * T * HK * TILE] rows of each node's own tail
-    tail_bias: torch.Tensor  # [B * N * T * HK, 1, TILE] 0, or -inf behind the node
+    tail_bias: torch.Tensor  # [B * N * T * HK, 1, TILE] 0, or -inf after the node
     tail_positions: torch.Tensor  # [B, T * TILE] positions of the tail's keys
     node_positions: torch.Tensor  # [B, N]
     num_kv_heads: int  # HK
@@ -54,18 +54,18 @@ def build_tile_rows(block_table, committed, depths, ancestors, num_kv_heads, dty
     prefix_bias = torch.zeros(batch, num_prefix, dtype=dtype, device=device).masked_fill_(beyond, -torch.inf)
     prefix_bias = prefix_bias[:, :, None].expand(-1, -1, num_kv_heads).reshape(-1, 1, 1)
 
-    # Tail: positions from the tile of L to the node itself. Position x < L lies at x, x = L + j at the slot of ancestor j.
+    # Tail: positions from the tile of L to the node itself. Position x < L lies at x, x = L + j at the place of ancestor j.
     base = committed // TILE * TILE
     position = base[:, None] + torch.arange(num_tail * TILE, device=device)  # [B, T * TILE]
     beyond_root = (position - committed[:, None]).clamp(0, max_depth)  # [B, T * TILE]
-    slot = committed[:, None, None] + ancestors.gather(2, beyond_root[:, None].expand(-1, num_nodes, -1))
-    slot = torch.where((position < committed[:, None])[:, None], position[:, None], slot)  # [B, N, T * TILE]
+    place = committed[:, None, None] + ancestors.gather(2, beyond_root[:, None].expand(-1, num_nodes, -1))
+    place = torch.where((position < committed[:, None])[:, None], position[:, None], place)  # [B, N, T * TILE]
     node_positions = committed[:, None] + depths
     visible = position[:, None] <= node_positions[:, :, None]  # [B, N, T * TILE]
-    slot = torch.where(visible, slot, 0)
-    pages = block_table.gather(1, (slot // PAGE).flatten(1)).view_as(slot)
+    place = torch.where(visible, place, 0)
+    pages = block_table.gather(1, (place // PAGE).flatten(1)).view_as(place)
     pages = pages.view(batch, num_nodes, num_tail, 1, TILE)
-    offset = (slot % PAGE).view(batch, num_nodes, num_tail, 1, TILE)
+    offset = (place % PAGE).view(batch, num_nodes, num_tail, 1, TILE)
     tail_rows = (pages * num_kv_heads + head[:, None]) * PAGE + offset  # [B, N, T, HK, TILE]
     tail_bias = torch.zeros(batch, num_nodes, num_tail * TILE, dtype=dtype, device=device)
     tail_bias = _spread_over_heads(tail_bias.masked_fill_(~visible, -torch.inf), num_tail, num_kv_heads)

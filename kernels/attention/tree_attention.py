@@ -6,8 +6,8 @@
     ->  [B, N, HQ, D]     softmax(scale q k^T) v over the committed prefix and the node's own ancestors, in q's dtype
 
 Letters: B requests, N nodes, HQ query heads, HK key heads, G = HQ / HK, D head dimension (DIM lanes), L committed length, A depths
-of the tree, R = N G rows of one key head, C slots for states. Position x < L of a request lies in its slot x (page x // 64 of its
-table), node i's key in slot L + i. With a window W a node sees its own position and the W - 1 before it.
+of the tree, R = N G rows of one key head, C slots for states. Position x < L of a request lies at its place x (page x // 64 of its
+table), node i's key at place L + i. With a window W a node sees its own position and the W - 1 before it.
 
 Two passes (tiles, chunks, states: attention_fold.py). The *prefix pass* folds the tiles wholly below L for the rows of all nodes
 together and leaves one state per chunk. Where requests alone fill the card it walks all chunks in one program, merging as it
@@ -72,7 +72,7 @@ def build_tree_index(block_table, committed, depths, ancestors, num_kv_heads, dt
     """Where the keys of every node lie.
 
     block_table [B, P] page numbers; committed [B] = L; depths [N] or [B, N] of the nodes; ancestors [N, A] or [B, N, A] the node
-    at each depth on the way from the root, itself last (entries behind it are ignored). All int32 or int64, parents before
+    at each depth on the way from the root, itself last (entries after it are ignored). All int32 or int64, parents before
     children. `dtype` of the sums on the CPU, fp32 unless given. On a GPU this launches nothing and reads nothing back.
     """
     batch, num_nodes = committed.shape[0], depths.shape[-1]
@@ -148,7 +148,7 @@ def _prefix_kernel(
     ok = r < R
     length = tl.load(committed + b).to(tl.int32)
     table = block_table + b * table_stride
-    tail = length // 64  # the tile of L and those behind it are the tail's
+    tail = length // 64  # the tile of L and those after it are the tail's
     first = 0
     lowest = tl.zeros((ROWS,), tl.int32)
     if WINDOW:
@@ -202,9 +202,9 @@ def _gather(
     seen = (key <= position) & (key >= lowest)
     step = key - length
     node = tl.load(path + tl.minimum(tl.maximum(step, 0), A - 1), mask=seen & (step >= 0), other=0).to(tl.int32)
-    slot = tl.where(step < 0, key, length + node)
-    page = tl.load(table + slot // 64, mask=seen, other=0).to(tl.int64)
-    rows = (page * HK + h) * 64 + slot % 64
+    place = tl.where(step < 0, key, length + node)
+    page = tl.load(table + place // 64, mask=seen, other=0).to(tl.int64)
+    rows = (page * HK + h) * 64 + place % 64
     return load_rows(k_cache, rows, seen, D, DIM), load_rows(v_cache, rows, seen, D, DIM), seen
 
 
@@ -269,7 +269,7 @@ def _tail_kernel(
     first_chunk, open_chunk = chunk_at(first), chunk_at(tail)
     k, v, seen = _gather(k_cache, v_cache, table, path, tail, length, position, lowest, h, A, HK, D, DIM)
 
-    # Merge the closed chunks in order, G rows wide. Four are loaded at a time; those behind the last one are empty.
+    # Merge the closed chunks in order, G rows wide. Four are loaded at a time; those after the last one are empty.
     await_previous(OVERLAP)  # all above was done while the prefix pass still ran
     release_next(OVERLAP)
     slot = (b * HK + h) * C
@@ -293,7 +293,7 @@ def _tail_kernel(
         closed_m, closed_l, closed_acc = merge(closed_m, closed_l, closed_acc, m2, l2, acc2)
         closed_m, closed_l, closed_acc = merge(closed_m, closed_l, closed_acc, m3, l3, acc3)
 
-    # Go on from the open chunk, ROWS wide as folds are; rows behind the G heads carry copies that nobody stores.
+    # Go on from the open chunk, ROWS wide as folds are; rows after the G heads carry copies that nobody stores.
     chunk_m, chunk_l, chunk_acc = _load_state(stats, states, (open_slot * N + n) * G + r, started, D, DIM)
     m = tl.reshape(tl.broadcast_to(closed_m[None, :], (ROWS // GROUP, GROUP)), (ROWS,))
     l = tl.reshape(tl.broadcast_to(closed_l[None, :], (ROWS // GROUP, GROUP)), (ROWS,))

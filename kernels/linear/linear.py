@@ -172,7 +172,7 @@ def linear_parts(x, w, b=None):
 
 
 def empty_rows(num_rows, width, dtype, device):
-    """An uninitialised [num_rows, width] with room behind it for a whole tile of rows, which maps_of_rows makes use of."""
+    """An uninitialised [num_rows, width] with room after it for a whole tile of rows, which maps_of_rows makes use of."""
     room = max(num_rows, tile_rows(num_rows, dtype.itemsize))
     return torch.empty(room, width, dtype=dtype, device=device)[:num_rows]
 
@@ -182,7 +182,7 @@ def maps_of_rows(x, rows, depth):
     where loads by pointers are faster.
 
     Rows that a map must fill in are slow to load (qkv of an 8B, tile of 128: 65 rows 28.5 us, 128 rows 17.7). So where memory
-    goes on behind x (empty_rows), the map covers it: whatever stands there reaches only rows that nobody stores.
+    goes on after x (empty_rows), the map covers it: whatever stands there reaches only rows that nobody stores.
     """
     M, K = x.shape
     if rows < M:

@@ -1,9 +1,9 @@
-"""The residual block of Medusa heads behind its product: y = x + silu(z), for all heads at once.
+"""The residual block of Medusa heads after its product: y = x + silu(z), for all heads at once.
 
     x [M, H], parts [S, M, K * H] (z of head k in columns k H to (k + 1) H, in S parts to be added)  ->  y [K, M, H]
 
 z is the sum of the parts in order, rounded to the dtype of x; silu(z) = z / (1 + exp(-z)) is computed in fp32 at least and
-rounded, then added. Head k's rows lie together, as the products behind want them. Not supported: biases (they are in the parts).
+rounded, then added. Head k's rows lie together, as the next products want them. Not supported: biases (they are in the parts).
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Min-p, top-k and top-p: which tokens of a row are left, and the normaliser of their law.
+"""Min-p, top-k and top-p: which tokens of a row are left, and the normaliser of their distribution.
 
     score of a token = logit / T                                                      T = 0: the logit
     keep_top        what min-p, top-k and top-p leave of every row                    [M, V] -> Kept
@@ -51,7 +51,7 @@ LOWEST_KEY = -0x7F800001 << 32  # no key of a token is lower
 
 
 class Kept(NamedTuple):
-    """What is left of M rows, and their law: p(v) = exp(score(v) - top) / total for what is kept, else 0.
+    """What is left of M rows, and their distribution: p(v) = exp(score(v) - top) / total for what is kept, else 0.
 
     Rows of temperature 0 keep their likeliest token, in kept_scores all.
     """

@@ -125,7 +125,7 @@ def hit_groups(tops, hits, heat, top, bound, bin, num_groups, TILE: tl.constexpr
 
 @jit
 def token_of(hits, i, count, vocab_size, GROUP: tl.constexpr):
-    """The i-th of `count` tokens, those of the groups listed; vocab_size or more behind the last."""
+    """The i-th of `count` tokens, those of the groups listed; vocab_size or more after the last."""
     return tl.load(hits + i // GROUP, mask=i < count, other=vocab_size) * GROUP + i % GROUP
 
 
@@ -150,7 +150,7 @@ def collect(
 
 @jit
 def in_turn(row, few, start, count, heat, vocab_size, MOST: tl.constexpr, TILE: tl.constexpr):
-    """The next tokens of those listed, or of all if they are too many to be; scores of minus infinity behind the last."""
+    """The next tokens of those listed, or of all if they are too many to be; scores of minus infinity after the last."""
     i = start + tl.arange(0, TILE)
     token = tl.where(count <= MOST, tl.load(few + i, mask=(i < count) & (count <= MOST), other=0), i)
     return token, scores_at(row, token, i < tl.where(count <= MOST, count, vocab_size), heat)
@@ -183,7 +183,7 @@ def lowest_key(
             row, few, tl.where(count <= MOST, count, vocab_size), count <= MOST, heat, top, floor, bound, bin, before, wanted,
             enough, count.to(tl.int64), MASS, TILE, BINS, UNITS,
         )  # fmt: skip
-        # What was found may lie below the token's own key, and with it tokens behind the window.
+        # What was found may lie below the token's own key, and with it tokens after the window.
         keys = tl.full((TILE,), 0x7FFFFFFFFFFFFFFF, tl.int64)
         for start in range(0, tl.where(count <= MOST, count, vocab_size), TILE):
             token, score = in_turn(row, few, start, count, heat, vocab_size, MOST, TILE)

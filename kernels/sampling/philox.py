@@ -22,7 +22,7 @@ TARGET_NOISE = 0  # the target's own tokens, keyed by the position drawn for
 # These are keyed by the position of a step's root, so that no step uses another's again.
 DRAFT_NOISE = 1  # the children of a node; salted with the node
 ACCEPT_UNIFORM = 2  # one per node
-RESIDUAL_NOISE = 3  # the token behind the accepted path
+RESIDUAL_NOISE = 3  # the token after the accepted path
 NUM_PURPOSES = 4
 
 

@@ -1,7 +1,7 @@
 """What a request asks of its logits before the temperature: bias, forbidden tokens, penalties.
 
-    x = logits (fp32) + bias[slot]                                   logit_bias; minus infinity for what is not allowed
-    x = -inf where stop_mask[slot] and position < min_position       min_tokens
+    x = logits (fp32) + bias[seat]                                   logit_bias; minus infinity for what is not allowed
+    x = -inf where stop_mask[seat] and position < min_position       min_tokens
     x = x / r where x > 0, x * r elsewhere                           repetition r, tokens of the prompt or the output
     x = x - f * count - p * (count > 0)                              frequency f, presence p, tokens of the output
     x = -inf for the last token of a bad word whose first ones are the newest tokens of the node's sequence
@@ -10,12 +10,13 @@
 
 Temperature, min-p, top-k and top-p follow in keep_top.py: vLLM's order (what forbids a token may come at any place in it: minus
 infinity stays minus infinity). A row is a node of a draft tree. Its output is that of its request up to the root, which the tables
-know, and then the tokens on its own path from the root to itself, so a row's law is that of plain decoding at that place. Every
-operation is fp32, elementwise and rounded by itself (IEEE division, nothing fused): a row's bits never depend on other rows.
+know, and then the tokens on its own path from the root to itself, so a row's distribution is that of plain decoding at that
+place. Every operation is fp32, elementwise and rounded by itself (IEEE division, nothing fused): a row's bits never depend on
+other rows.
 
 A table that no request has needed yet is None and costs nothing; a row of one says "no change" for requests that do not need it.
 
-Letters: M rows, S slots, V vocabulary, D the tree's depth, T tokens of the longest sequence.
+Letters: M rows, S seats, V vocabulary, D the tree's depth, T tokens of the longest sequence.
 """
 
 from typing import NamedTuple
@@ -31,7 +32,7 @@ _CHUNK = 1024  # tokens per program; nothing is added across programs
 
 
 class LogitTables(NamedTuple):
-    """What is known of every slot, as far as some request has needed it; None: nobody has."""
+    """What is known of every seat, as far as some request has needed it; None: nobody has."""
 
     bias: torch.Tensor | None = None  # fp32 [S, V]; 0 changes nothing
     stop_mask: torch.Tensor | None = None  # bool [S, V]: what min_tokens forbids
@@ -44,34 +45,34 @@ class LogitTables(NamedTuple):
 class NodeRows(NamedTuple):
     """What is known of the rows."""
 
-    slot: torch.Tensor  # int64 [M]
+    seat: torch.Tensor  # int64 [M]
     root: torch.Tensor  # int64 [M] position of the request's root
-    position: torch.Tensor  # int64 [M] of the token drawn behind the node: the node itself stands one before
+    position: torch.Tensor  # int64 [M] of the token drawn after the node: the node itself stands one before
     min_position: torch.Tensor  # int64 [M]
     repetition: torch.Tensor  # fp32 [M] > 0; 1 changes nothing
     presence: torch.Tensor  # fp32 [M]; 0 changes nothing
     frequency: torch.Tensor  # fp32 [M]; 0 changes nothing
-    path: torch.Tensor  # int64 [M, D] tokens from the root's child to the node itself, -1 behind it
+    path: torch.Tensor  # int64 [M, D] tokens from the root's child to the node itself, -1 after it
 
 
 def process_logits_reference(logits, nodes, tables):
     """The formulas in plain torch, for any device."""
     scores = logits.float()
     if tables.bias is not None:
-        scores = scores + tables.bias[nodes.slot]
+        scores = scores + tables.bias[nodes.seat]
     if tables.stop_mask is not None:
         early = nodes.position < nodes.min_position
-        scores = scores.masked_fill(tables.stop_mask[nodes.slot] & early[:, None], -torch.inf)
+        scores = scores.masked_fill(tables.stop_mask[nodes.seat] & early[:, None], -torch.inf)
     if tables.counts is not None:
-        counts = tables.counts[nodes.slot]
+        counts = tables.counts[nodes.seat]
         counts.scatter_add_(1, nodes.path.clamp(min=0), (nodes.path >= 0).int())
         repetition, presence, frequency = (x[:, None] for x in (nodes.repetition, nodes.presence, nodes.frequency))
         repeated = torch.where(scores > 0, scores / repetition, scores * repetition)
-        scores = torch.where((counts > 0) | tables.seen[nodes.slot], repeated, scores)
+        scores = torch.where((counts > 0) | tables.seen[nodes.seat], repeated, scores)
         scores = scores - frequency * counts
         scores = scores - presence * (counts > 0)
     if tables.words is not None:
-        words = tables.words[nodes.slot]  # [M, W, MAX_BAD_WORD_TOKENS]
+        words = tables.words[nodes.seat]  # [M, W, MAX_BAD_WORD_TOKENS]
         first, last = words[..., :-1], words[..., -1].long()
         met = ((first == _newest_tokens(nodes, tables.tokens)[:, None]) | (first < 0)).all(-1) & (last >= 0)
         forbidden = torch.zeros_like(scores, dtype=torch.int32)
@@ -84,7 +85,7 @@ def _newest_tokens(nodes, tokens):
     """The last MAX_BAD_WORD_TOKENS - 1 tokens of the nodes' sequences.  -> [M, that], -2 before their beginning"""
     ago = torch.arange(MAX_BAD_WORD_TOKENS - 1, 0, -1, device=tokens.device)
     place = nodes.position[:, None] - ago
-    known = tokens[nodes.slot[:, None], torch.minimum(place, nodes.root[:, None]).clamp(min=0)].long()
+    known = tokens[nodes.seat[:, None], torch.minimum(place, nodes.root[:, None]).clamp(min=0)].long()
     if nodes.path.shape[1]:
         below = place - nodes.root[:, None] - 1  # of the root's child: 0
         drafted = nodes.path.gather(1, below.clamp(0, nodes.path.shape[1] - 1))
@@ -94,13 +95,13 @@ def _newest_tokens(nodes, tokens):
 
 @jit(do_not_specialize=["depth"])
 def _process(
-    logits, scores, bias, stop_mask, counts, seen, slot, position, min_position, repetition, presence, frequency, path,
+    logits, scores, bias, stop_mask, counts, seen, seat, position, min_position, repetition, presence, frequency, path,
     depth, vocab_size, BIAS: tl.constexpr, STOPS: tl.constexpr, PENALTIES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     inside = token < vocab_size
-    at = tl.load(slot + row).to(tl.int64) * vocab_size + token
+    at = tl.load(seat + row).to(tl.int64) * vocab_size + token
     x = tl.load(logits + row * vocab_size + token, mask=inside, other=0.0).to(tl.float32)
     if BIAS:
         x = x + tl.load(bias + at, mask=inside, other=0.0)
@@ -123,17 +124,17 @@ def _process(
 
 @jit(do_not_specialize=["depth"])
 def _forbid_words(
-    scores, words, tokens, slot, root, position, path, depth, length, vocab_size, WORDS: tl.constexpr, TOKENS: tl.constexpr
+    scores, words, tokens, seat, root, position, path, depth, length, vocab_size, WORDS: tl.constexpr, TOKENS: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    slot_ = tl.load(slot + row).to(tl.int64)
+    seat_ = tl.load(seat + row).to(tl.int64)
     root_, next_ = tl.load(root + row), tl.load(position + row)
-    table = words + (slot_ * WORDS + tl.arange(0, WORDS)) * TOKENS
+    table = words + (seat_ * WORDS + tl.arange(0, WORDS)) * TOKENS
     last = tl.load(table + TOKENS - 1)
     met = last >= 0
     for i in tl.static_range(TOKENS - 1):
         place = next_ - (TOKENS - 1) + i
-        known = tl.load(tokens + slot_ * length + place, mask=(place >= 0) & (place <= root_), other=-2).to(tl.int64)
+        known = tl.load(tokens + seat_ * length + place, mask=(place >= 0) & (place <= root_), other=-2).to(tl.int64)
         drafted = tl.load(path + row * depth + place - root_ - 1, mask=place > root_, other=-2)
         wanted = tl.load(table + i).to(tl.int64)
         met &= (wanted < 0) | (wanted == tl.where(place > root_, drafted, known))
@@ -166,13 +167,13 @@ def process_logits(logits, nodes, tables):
     depth = nodes.path.shape[1]
     _process[(triton.cdiv(vocab_size, _CHUNK), rows)](
         logits.contiguous(), scores, tables.bias, tables.stop_mask, tables.counts, tables.seen,
-        nodes.slot, nodes.position, nodes.min_position, nodes.repetition, nodes.presence, nodes.frequency, nodes.path,
+        nodes.seat, nodes.position, nodes.min_position, nodes.repetition, nodes.presence, nodes.frequency, nodes.path,
         depth, vocab_size, tables.bias is not None, tables.stop_mask is not None, tables.counts is not None, _CHUNK,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     if tables.words is not None:
         _forbid_words[(rows,)](
-            scores, tables.words, tables.tokens, nodes.slot, nodes.root, nodes.position, nodes.path,
+            scores, tables.words, tables.tokens, nodes.seat, nodes.root, nodes.position, nodes.path,
             depth, tables.tokens.shape[1], vocab_size, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS, num_warps=1,
         )  # fmt: skip
     return scores

@@ -1,4 +1,4 @@
-"""From logits to tokens: the draw, the best tokens of a row, and the law's normaliser. Top-k and top-p: keep_top.py.
+"""From logits to tokens: the draw, the best tokens of a row, and the distribution's normaliser. Top-k and top-p: keep_top.py.
 
     score of token v = logits[v] / T + G(seed, sample, position, v)      G: Gumbel noise of philox.py; T = 0: logits[v]
 
@@ -11,7 +11,7 @@ Scores are fp32, the division is IEEE's. Ties go to the lowest token id; NaN cou
 logits with the target's seed, sample and position sees the very same noise. On a GPU the vocabulary is cut into fixed chunks, so
 that one row fills the card; sums over chunks run in the order of chunks, a row's bits never depend on other rows.
 
-Letters: M rows, V vocabulary, C chunks, W width; L laws of a draft, I of its nodes, B requests.
+Letters: M rows, V vocabulary, C chunks, W width; L distributions of a draft, I of its nodes, B requests.
 """
 
 import torch
@@ -77,11 +77,11 @@ def best_tokens(scores, width):
     return torch.cat(found, 1)
 
 
-def draw_tokens_reference(scores, width, laws, nodes, temperature, seed, sample, position):
+def draw_tokens_reference(scores, width, distributions, nodes, temperature, seed, sample, position):
     """The formula in plain torch."""
     noise = gumbel(seed, sample, position, scores.shape[-1], salted(DRAFT_NOISE, nodes)[:, None])  # [I, B, V]
     heat = temperature.float()[:, None]
-    wide = scores_reference(scores.flatten(0, 1)).view(scores.shape)[laws]
+    wide = scores_reference(scores.flatten(0, 1)).view(scores.shape)[distributions]
     wide = torch.where(heat > 0, wide / torch.where(heat > 0, heat, 1) + noise, wide).flatten(0, 1)
     tokens = best_tokens(wide, width)
     return tokens.masked_fill(wide.gather(1, tokens) == -torch.inf, -1).view(len(nodes), -1, width)
@@ -120,7 +120,7 @@ def _store_best(keys, out, WIDTH: tl.constexpr):
 
 @jit(do_not_specialize=["num_chunks", "num_keys"])
 def _chunk_best(
-    logits, temperature, seed, sample, position, laws, nodes, keys, vocab_size, num_chunks, num_keys,
+    logits, temperature, seed, sample, position, distributions, nodes, keys, vocab_size, num_chunks, num_keys,
     NOISE: tl.constexpr, PURPOSE: tl.constexpr, SALT: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The WIDTH best of one chunk of one row.  -> keys [M, C, WIDTH]"""
@@ -130,7 +130,7 @@ def _chunk_best(
     inside = token < vocab_size
     source = row
     if SALT:
-        source = tl.load(laws + row // num_keys).to(tl.int64) * num_keys + row % num_keys
+        source = tl.load(distributions + row // num_keys).to(tl.int64) * num_keys + row % num_keys
     score = tl.load(logits + source * vocab_size + token, mask=inside, other=float("-inf")).to(tl.float32)
     score = tl.where(score == score, score, float("-inf"))
     if NOISE:
@@ -241,39 +241,43 @@ def top_tokens(logits, width, temperature=None, seed=None, sample=None, position
     return (found, scores) if with_scores else found
 
 
-def draw_tokens(scores, width, laws, nodes, temperature, seed, sample, position):
+def draw_tokens(scores, width, distributions, nodes, temperature, seed, sample, position):
     """Draws without replacement for nodes of a draft: the best of log q + G in their order.  [L, B, V] -> int64 [I, B, width]
 
-    laws, nodes [I] integers: the law that a node draws from, and its number, which salts the noise; the rest [B] as for
-    sample_tokens, the position being that of the step's root (philox.py, DRAFT_NOISE). Temperature 0: the likeliest tokens. -1
-    where there are no more tokens of finite score. Raises ValueError for shapes that do not fit and widths outside [1, MAX_WIDTH].
+    distributions, nodes [I] integers: the distribution that a node draws from, and its number, which salts the noise; the rest
+    [B] as for sample_tokens, the position being that of the step's root (philox.py, DRAFT_NOISE). Temperature 0: the likeliest
+    tokens. -1 where there are no more tokens of finite score. Raises ValueError for shapes that do not fit and widths outside [1,
+    MAX_WIDTH].
     """
-    if scores.dim() != 3 or laws.dim() != 1 or laws.shape != nodes.shape:
+    if scores.dim() != 3 or distributions.dim() != 1 or distributions.shape != nodes.shape:
         raise ValueError(
-            f"draw_tokens takes scores [L, B, V], laws and nodes [I], got {[tuple(x.shape) for x in (scores, laws, nodes)]}"
+            f"draw_tokens takes scores [L, B, V], distributions and nodes [I], got "
+            f"{[tuple(x.shape) for x in (scores, distributions, nodes)]}"
         )
     _, batch, vocab_size = scores.shape
     check_rows("draw_tokens", scores[0], temperature, seed, sample, position)
     if not 1 <= width <= min(MAX_WIDTH, vocab_size):
         raise ValueError(f"draw_tokens takes a width from 1 to {min(MAX_WIDTH, vocab_size)}, got {width}")
     if not on_triton(scores):
-        return draw_tokens_reference(scores, width, laws, nodes, temperature, seed, sample, position)
+        return draw_tokens_reference(scores, width, distributions, nodes, temperature, seed, sample, position)
     noise = [x.contiguous() for x in (temperature, seed, sample, position)]
     found = launch_best(
-        scores, len(nodes) * batch, width, noise, laws.contiguous(), nodes.contiguous(), batch, DRAFT_NOISE
+        scores, len(nodes) * batch, width, noise, distributions.contiguous(), nodes.contiguous(), batch, DRAFT_NOISE
     )
     return found.view(len(nodes), batch, width)
 
 
-def launch_best(logits, rows, width, noise, laws, nodes, num_keys, purpose, scores=None):
-    """The two launches of top_tokens and draw_tokens (laws, nodes not None).  -> int64 [rows, width]; scores: filled if not None"""
+def launch_best(logits, rows, width, noise, distributions, nodes, num_keys, purpose, scores=None):
+    """The two launches of top_tokens and draw_tokens (distributions, nodes not None).  -> int64 [rows, width]; scores: filled if
+    not None
+    """
     vocab_size = logits.shape[-1]
     chunks = triton.cdiv(vocab_size, _CHUNK)
     keys = torch.empty(rows, chunks * width, dtype=torch.int64, device=logits.device)
     found = torch.empty(rows, width, dtype=torch.int64, device=logits.device)
     if rows:
         _chunk_best[(rows * chunks,)](
-            logits.contiguous(), *noise, laws, nodes, keys, vocab_size, chunks, num_keys, noise[0] is not None, purpose,
+            logits.contiguous(), *noise, distributions, nodes, keys, vocab_size, chunks, num_keys, noise[0] is not None, purpose,
             0 if nodes is None else NUM_PURPOSES, width, _CHUNK, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
         block = triton.next_power_of_2(chunks * width)

@@ -1,7 +1,7 @@
 """Growing a draft tree from the draft's confidence (EAGLE-2, arXiv 2406.16858): which nodes are expanded, and which make the tree.
 
     grow    n nodes of one depth have k candidates each: they join the table, and the k of the greatest totals are the next nodes.
-            total = the node's value + min(score - log_sum, 0), log_sum [n, B] = log(sum(exp)) of all scores behind the node;
+            total = the node's value + min(score - log_sum, 0), log_sum [n, B] = log(sum(exp)) of all scores after the node;
             where temperature [B] is above 0: of its k candidates' scores alone. NaN counts as minus infinity
     prune   the N - 1 candidates of the greatest totals, of all depths, are the tree below the root
 
@@ -197,10 +197,10 @@ def _prune(
 
 
 def grow(candidates, nodes, tokens, scores, log_sums, temperature=None):
-    """Candidates behind the nodes of one depth, and which of them are expanded next; see above.
+    """Candidates after the nodes of one depth, and which of them are expanded next; see above.
 
     candidates: filled up to the nodes' depth; nodes: Grown, None for the root alone; tokens int64 and scores [n, B, k] of their
-    candidates, log_sums [n, B]; temperature [B], None: all 0. Returns the next depth's nodes (Grown), behind the last depth None.
+    candidates, log_sums [n, B]; temperature [B], None: all 0. Returns the next depth's nodes (Grown), after the last depth None.
     Raises ValueError for shapes that do not fit.
     """
     width, batch = candidates.width, len(candidates.totals)

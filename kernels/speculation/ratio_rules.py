@@ -1,17 +1,18 @@
-"""The verifiers that compare two laws: `token` and `block` on chains, `recursive` and `traversal` on trees.
+"""The verifiers that compare two distributions: `token` and `block` on chains, `recursive` and `traversal` on trees.
 
-    rule(tree, draft, p, u, depth_limit)  ->  Verdict: the accepted path, and the law of the one token to emit behind it
+    rule(tree, draft, p, u, depth_limit)  ->  Verdict: the accepted path, and the distribution of the one token to emit after it
 
-p [B, N, V] is the target's law behind every node, u [B, N] a uniform in [0, 1) per node (the root's is not read). All four keep the
-target's law if q is the law that the children were really drawn from, the children of different nodes were drawn independently, and
-no noise is used twice: not for two purposes, and not in two steps (`block` and `traversal` look at nodes behind the accepted ones).
-Tests prove it by enumeration. This is the reference of verify_ratio.py: plain torch, any float dtype.
+p [B, N, V] is the target's distribution after every node, u [B, N] a uniform in [0, 1) per node (the root's is not read). All
+four keep the target's distribution if q is the distribution that the children were really drawn from, the children of different
+nodes were drawn independently, and no noise is used twice: not for two purposes, and not in two steps (`block` and `traversal`
+look at nodes after the accepted ones). Tests prove it by enumeration. This is the reference of verify_ratio.py: plain torch, any
+float dtype.
 
 What a rule reads of V, per drafted child: p and q at its token; and, for what follows when it is not taken, one sum over V of
 (r p - q)+ and, if a sibling follows, one of q without the child. `recursive` and `token` (r = 1) need the sums only along the path
 they walk; `block` and `traversal` need them for every child, in the order of the nodes, and decide after all of them.
 
-Letters: B requests, N nodes, D the tree's greatest depth, V vocabulary, L draft laws.
+Letters: B requests, N nodes, D the tree's greatest depth, V vocabulary, L draft distributions.
 """
 
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from ..sampling.philox import RESIDUAL_NOISE, gumbel, uniform
-from .row_laws import probabilities
+from .row_distributions import probabilities
 
 
 class Nodes(NamedTuple):
@@ -31,18 +32,20 @@ class Nodes(NamedTuple):
 
 
 class DraftProbabilities(NamedTuple):
-    """What was drafted, and from which laws. Siblings stand in the order in which they were drawn."""
+    """What was drafted, and from which distributions. Siblings stand in the order in which they were drawn."""
 
     tokens: torch.Tensor  # [B, N], node 0 is the root; -1: an empty slot, never accepted, nor is what hangs below it
-    q: torch.Tensor  # [B, L, V] draft laws after temperature, top-k, top-p, each kept once; p's dtype
-    law: torch.Tensor  # [N] or [B, N]: which of the L laws the children of a node come from; of leaves, any
-    sampled: torch.Tensor  # bool [N] or [B, N]: a draw from its slot's law; else chosen without chance, law one-hot
+    q: torch.Tensor  # [B, L, V] draft distributions after temperature, top-k, top-p, each kept once; p's dtype
+    # [N] or [B, N]: which of the L distributions the children of a node come from; of leaves, any
+    distribution: torch.Tensor
+    # bool [N] or [B, N]: a draw from its slot's distribution; else chosen without chance, its distribution one-hot
+    sampled: torch.Tensor
 
 
 class Verdict(NamedTuple):
     path: torch.Tensor  # [B, D + 1] the accepted node at each depth, the last one repeated
     num_accepted: torch.Tensor  # [B]
-    law: torch.Tensor  # [B, V] of the token to emit
+    distribution: torch.Tensor  # [B, V] of the token to emit
 
 
 def token(tree, draft, p, u, depth_limit):
@@ -50,13 +53,13 @@ def token(tree, draft, p, u, depth_limit):
 
     Accept x_i iff u_i q_i(x_i) < p_i(x_i), up to the first rejection; then y ~ norm((p - q)+), or y ~ p after the last token.
     """
-    goes_on, x, q = chain_laws(tree, draft, depth_limit)
+    goes_on, x, q = chain_distributions(tree, draft, depth_limit)
     taken = goes_on & accepts(u.roll(-1, 1), at(p, x), at(q, x))  # [B, N] of the child of every node
     num_accepted = taken.long().cumprod(1).sum(1)
     p = pick(p, num_accepted)
     rest, _ = residual(p, pick(q, num_accepted))
-    law = torch.where(pick(goes_on, num_accepted)[:, None], rest, p)
-    return verdict(tree, num_accepted, law)
+    distribution = torch.where(pick(goes_on, num_accepted)[:, None], rest, p)
+    return verdict(tree, num_accepted, distribution)
 
 
 def block(tree, draft, p, u, depth_limit):
@@ -65,7 +68,7 @@ def block(tree, draft, p, u, depth_limit):
     P_i = min(1, P_{i-1} p_i(x_i) / q_i(x_i)), S_i = sum((P_i p_{i+1} - q_{i+1})+), h_i = S_i / (S_i + 1 - P_i), at the last token
     h_k = P_k. tau is the greatest i with u_i < h_i, also where an earlier one failed; y ~ norm((P_tau p - q)+), after the last p.
     """
-    goes_on, x, q = chain_laws(tree, draft, depth_limit)
+    goes_on, x, q = chain_distributions(tree, draft, depth_limit)
     p_x, q_x = at(p, x), at(q, x)  # [B, N]
     P = torch.ones_like(p_x)
     for i in range(1, P.shape[1]):
@@ -74,27 +77,29 @@ def block(tree, draft, p, u, depth_limit):
     h = torch.where(goes_on, keep_rate(S, P), P)
     taken = goes_on.roll(1, 1) & accepts(u, h, 1.0)  # [B, N] of the node itself
     num_accepted = torch.where(taken, tree.depths, 0).amax(1)
-    law = torch.where(pick(goes_on, num_accepted)[:, None], pick(rest, num_accepted), pick(p, num_accepted))
-    return verdict(tree, num_accepted, law)
+    distribution = torch.where(pick(goes_on, num_accepted)[:, None], pick(rest, num_accepted), pick(p, num_accepted))
+    return verdict(tree, num_accepted, distribution)
 
 
 def recursive(tree, draft, p, u, depth_limit):
     """Recursive rejection sampling on a tree, from the root: arXiv 2402.14160 (without replacement), 2305.09781.
 
-    At the accepted node, for its children in order: accept x iff u q'(x) < p(x), q' the law of the slot; else p <- norm((p - q')+).
+    At the accepted node, for its children in order: accept x iff u q'(x) < p(x), q' the distribution of the slot; else p <-
+    norm((p - q')+).
     """
     live, parents = live_nodes(tree, draft, depth_limit)
     node = torch.zeros_like(parents[:, 0])  # [B] the last one accepted
-    P, Q = p[:, 0], next_law(draft, 0)  # [B, V] its law after the children so far, and that of its next slot
-    # In topological order one pass is enough: the children of a node taken come behind it.
+    # [B, V] its distribution after the children so far, and that of its next slot
+    P, Q = p[:, 0], next_distribution(draft, 0)
+    # In topological order one pass is enough: the children of a node taken come after it.
     for n in range(1, parents.shape[1]):
         x = draft.tokens[:, n]
-        slot = slot_law(Q, x, draft.sampled[..., n])
+        slot = slot_distribution(Q, x, draft.sampled[..., n])
         tried = live[:, n] & (parents[:, n] == node)
         taken = tried & accepts(u[:, n], at(P, x), at(slot, x))
         rest, _ = residual(P, slot)
         P = torch.where(taken[:, None], p[:, n], torch.where(tried[:, None], rest, P))
-        Q = torch.where(taken[:, None], next_law(draft, n), torch.where(tried[:, None], without(Q, x), Q))
+        Q = torch.where(taken[:, None], next_distribution(draft, n), torch.where(tried[:, None], without(Q, x), Q))
         node = torch.where(taken, n, node)
     return verdict(tree, node, P)
 
@@ -107,12 +112,12 @@ def traversal(tree, draft, p, u, depth_limit):
     """
     live, parents = live_nodes(tree, draft, depth_limit)
     rows = torch.arange(len(p), device=p.device)
-    P = p.clone()  # [B, N, V] a node's law after the children so far have failed; Q: that of its next slot
-    Q = torch.stack([next_law(draft, n) for n in range(parents.shape[1])], 1)
+    P = p.clone()  # [B, N, V] a node's distribution after the children so far have failed; Q: that of its next slot
+    Q = torch.stack([next_distribution(draft, n) for n in range(parents.shape[1])], 1)
     r = torch.ones_like(p[..., 0])  # [B, N] the rate at which a node is accepted after the children so far have failed
     for n in range(1, parents.shape[1]):
         x, above = draft.tokens[:, n], (rows, parents[:, n])
-        slot = slot_law(Q[above], x, draft.sampled[..., n])
+        slot = slot_distribution(Q[above], x, draft.sampled[..., n])
         r[:, n] = ratio(r[above] * at(P[above], x), at(slot, x))
         rest, S = residual(P[above], slot, r[above])
         failed = live[:, n]
@@ -132,32 +137,31 @@ RATIO_RULES = {"token": token, "block": block, "recursive": recursive, "traversa
 
 
 def verify_ratio_reference(
-    rule, *, parents, depths, tokens, scores, temperature, draft_scores, draft_temperature, law, sampled, depth_limit, seed, sample,
-    position, max_depth,
+    rule, *, parents, depths, tokens, scores, temperature, draft_scores, draft_temperature, distribution, sampled, depth_limit,
+    seed, sample, position, max_depth,
 ):  # fmt: skip
-    """The arguments and results of verify_ratio.py: every law is computed."""
+    """The arguments and results of verify_ratio.py: every distribution is computed."""
     (batch, nodes), vocab_size, key = tokens.shape, scores.shape[1], (seed, sample, position)
     p = probabilities(scores, temperature).view(batch, nodes, vocab_size)
     q = probabilities(draft_scores.flatten(0, 1), draft_temperature.repeat(len(draft_scores)))
     q = q.view(draft_scores.shape).transpose(0, 1)  # [B, L, V]
     sampled = sampled & (draft_temperature > 0)[:, None]  # [B, N]
-    # Where q underflows its token counts as an empty slot; the others are renormalised without it, so the law is kept.
+    # Where q underflows its token counts as an empty slot; the others are renormalised without it, so the distribution is kept.
     rows = torch.arange(batch, device=q.device)[:, None]
-    above = law.expand_as(tokens).gather(
-        1, parents.expand_as(tokens)
-    )  # [B, N] the law that a node's own token comes from
+    # [B, N] the distribution that a node's own token comes from
+    above = distribution.expand_as(tokens).gather(1, parents.expand_as(tokens))
     lost = sampled & (q[rows, above, tokens.clamp(min=0)] == 0)
-    draft = DraftProbabilities(tokens.masked_fill(lost, -1), q, law, sampled)
+    draft = DraftProbabilities(tokens.masked_fill(lost, -1), q, distribution, sampled)
     found = RATIO_RULES[rule](Nodes(parents, depths, max_depth), draft, p, uniform(*key, nodes), depth_limit)
-    return found.path, found.num_accepted, draw(found.law, gumbel(*key, vocab_size, RESIDUAL_NOISE))
+    return found.path, found.num_accepted, draw(found.distribution, gumbel(*key, vocab_size, RESIDUAL_NOISE))
 
 
-def draw(law, noise):
-    """A token from every law by Gumbel-max; ties to the lowest id.  law, noise [B, V] -> [B]
+def draw(distribution, noise):
+    """A token from every distribution by Gumbel-max; ties to the lowest id.  distribution, noise [B, V] -> [B]
 
     The noise must serve nothing else: not the target's own tokens, not the draft (philox.py, RESIDUAL_NOISE).
     """
-    return (law.log() + noise).argmax(-1)
+    return (distribution.log() + noise).argmax(-1)
 
 
 def accepts(u, numerator, denominator):
@@ -182,32 +186,36 @@ def keep_rate(S, r):
     return torch.where(S > 0, S / (S + 1 - r), (r >= 1).to(r.dtype))
 
 
-def slot_law(q, x, sampled):
-    """The law that a child x came from: q, without the siblings before it, if it was sampled; else one-hot.  [B, V], [B], [B]"""
+def slot_distribution(q, x, sampled):
+    """The distribution that a child x came from: q, without the siblings before it, if it was sampled; else one-hot.  [B, V],
+    [B], [B]
+    """
     one_hot = torch.zeros_like(q).scatter(-1, x.clamp(min=0)[..., None], 1.0)
     return torch.where(sampled[..., None], q, one_hot)
 
 
 def without(q, x):
-    """The law of the next slot: q without token x, renormalised; no mass left: all zero, the slots that follow are empty."""
+    """The distribution of the next slot: q without token x, renormalised; no mass left: all zero, the slots that follow are
+    empty.
+    """
     rest = q.scatter(-1, x.clamp(min=0)[..., None], 0.0)
     mass = rest.sum(-1, keepdim=True)
     return torch.where(mass > 0, rest / mass, rest)
 
 
-def at(law, x):
-    """law(x).  [..., V], [...] -> [...]; of an empty slot, any value"""
-    return law.gather(-1, x.clamp(min=0)[..., None]).squeeze(-1)
+def at(distribution, x):
+    """distribution(x).  [..., V], [...] -> [...]; of an empty slot, any value"""
+    return distribution.gather(-1, x.clamp(min=0)[..., None]).squeeze(-1)
 
 
-def pick(laws, i):
-    """laws[b, i[b]].  [B, k, ...], [B] -> [B, ...]"""
-    return laws[torch.arange(len(laws), device=laws.device), i]
+def pick(distributions, i):
+    """distributions[b, i[b]].  [B, k, ...], [B] -> [B, ...]"""
+    return distributions[torch.arange(len(distributions), device=distributions.device), i]
 
 
-def next_law(draft, node):
-    """The law that the first child of `node` is drawn from.  -> [B, V]"""
-    return pick(draft.q, draft.law[..., node].expand(len(draft.q)))
+def next_distribution(draft, node):
+    """The distribution that the first child of `node` is drawn from.  -> [B, V]"""
+    return pick(draft.q, draft.distribution[..., node].expand(len(draft.q)))
 
 
 def live_nodes(tree, draft, depth_limit):
@@ -220,21 +228,23 @@ def live_nodes(tree, draft, depth_limit):
     return live, parents
 
 
-def chain_laws(tree, draft, depth_limit):
-    """Per node of a chain: whether a token follows it, which, and the law that it was drawn from.  -> [B, N], [B, N], [B, N, V]"""
+def chain_distributions(tree, draft, depth_limit):
+    """Per node of a chain: whether a token follows it, which, and the distribution that it was drawn from.  -> [B, N], [B, N],
+    [B, N, V]
+    """
     live, _ = live_nodes(tree, draft, depth_limit)
     nothing = torch.full_like(draft.tokens[:, :1], -1)
     goes_on, x = torch.cat([live[:, 1:], nothing > 0], 1), torch.cat([draft.tokens[:, 1:], nothing], 1)
-    q = torch.stack([next_law(draft, n) for n in range(x.shape[1])], 1)
-    return goes_on, x, slot_law(q, x, draft.sampled.roll(-1, -1))
+    q = torch.stack([next_distribution(draft, n) for n in range(x.shape[1])], 1)
+    return goes_on, x, slot_distribution(q, x, draft.sampled.roll(-1, -1))
 
 
-def verdict(tree, node, law):
-    """The path from the root to `node` [B], its last entry repeated, and the law of what follows."""
+def verdict(tree, node, distribution):
+    """The path from the root to `node` [B], its last entry repeated, and the distribution of what follows."""
     parents = tree.parents.expand(len(node), -1).clamp(min=0)
     num_accepted = tree.depths.expand(len(node), -1).gather(1, node[:, None]).squeeze(1)
     path = node[:, None].repeat(1, tree.max_depth + 1)
     for depth in range(tree.max_depth - 1, -1, -1):
         node = torch.where(depth < num_accepted, parents.gather(1, node[:, None]).squeeze(1), node)
         path[:, depth] = node
-    return Verdict(path, num_accepted, law)
+    return Verdict(path, num_accepted, distribution)

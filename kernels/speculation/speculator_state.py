@@ -1,4 +1,4 @@
-"""The MLP speculator's state behind one more token (heads/mlp_speculator.py), from the product on.
+"""The MLP speculator's state after one more token (heads/mlp_speculator.py), from the product on.
 
     parts [S, M, I]     the projected state in S parts to be added in order
     tokens [M]; table [V, I]; w, b [I]
@@ -47,7 +47,7 @@ def _speculator_state(
 
 
 def speculator_state(parts, tokens, table, multiplier, w, b, eps=1e-6):
-    """The state behind `tokens`; shapes as in the legend above. Raises ValueError for shapes that do not fit."""
+    """The state after `tokens`; shapes as in the legend above. Raises ValueError for shapes that do not fit."""
     width = table.shape[1]
     if parts.dim() != 3 or parts.shape[1:] != (tokens.shape[0], width) or w.shape != (width,) or b.shape != (width,):
         raise ValueError(

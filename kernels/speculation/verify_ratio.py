@@ -1,27 +1,28 @@
 """The ratio rules on the device, one launch a step: `token` and `recursive`, `block` and `traversal`. Reference: ratio_rules.py.
 
     parents, depths [N] or [B, N] in topological order, node 0 the root; tokens [B, N], -1: an empty slot; depth_limit [B]
-    target scores [B N, V], temperature [B N]; draft scores [L, B, V], temperature [B]: laws as in row_laws.py
-    law [N] or [B, N]: which of the L draft laws the children of a node come from; sampled [N] or [B, N]: from it, or chosen
-    seed, sample, position [B]: what keys the noise; position: that of the step's root (philox.py says why)
-    ->  path [B, D + 1] node at each depth, its last one repeated; num_accepted [B]; bonus [B] the token behind the path
+    target scores [B N, V], temperature [B N]; draft scores [L, B, V], temperature [B]: distributions as in row_distributions.py
+    distribution [N] or [B, N]: which of the L draft distributions the children of a node come from; sampled [N] or [B, N]: from
+    it, or chosen seed, sample, position [B]: what keys the noise; position: that of the step's root (philox.py says why)
+    ->  path [B, D + 1] node at each depth, its last one repeated; num_accepted [B]; bonus [B] the token after the path
 
 On a chain `recursive` decides as `token` and `traversal` as `block` for every uniform, so there are two rules here; they differ in
-the rate r of a node, always 1 in `recursive`. No law is ever written: behind j failed children a node's law P and what is left of
-its draft's law q are, token by token, j steps whose scalars are known from the j walks over V before,
+the rate r of a node, always 1 in `recursive`. No distribution is ever written: after j failed children a node's distribution P
+and what is left of its draft's distribution q are, token by token, j steps whose scalars are known from the j walks over V before,
 
     P <- max(r P - (q / mass, or one-hot), 0) / S,  S its sum,     q <- q without the child's token,  mass its sum
 
-so that a child costs one walk. Where laws are cut by min-p, top-k or top-p (keep_top.py), walks go over what is left: the
+so that a child costs one walk. Where distributions are cut by min-p, top-k or top-p (keep_top.py), walks go over what is left: the
 target's tokens for S, as nothing else has any P, and the draft's for its mass. A program per node makes them; in `traversal` it
-waits for its parent's program to publish the rate at which it is entered. Programs behind them decide, each for itself, and draw
+waits for its parent's program to publish the rate at which it is entered. Programs after them decide, each for itself, and draw
 the token that follows, each on its part of V: argmax(log P + G). A program waits only for programs of lower number, which start
-first, so all come to an end, also where they run one by one. Requests at temperature 0 need no walk: their laws are one-hot.
+first, so all come to an end, also where they run one by one. Requests at temperature 0 need no walk: their distributions are
+one-hot.
 
 Uniforms are those of philox.uniform (word n for node n). A drawn child whose q underflows to 0 counts as an empty slot.
 The workspace is left as it was found: zeros where programs signal each other, so a CUDA graph can replay the launch.
 
-Letters: B requests, N nodes, D the tree's greatest depth, V vocabulary, L draft laws.
+Letters: B requests, N nodes, D the tree's greatest depth, V vocabulary, L draft distributions.
 """
 
 from typing import NamedTuple
@@ -33,7 +34,7 @@ from ..sampling.lowest_key import scores_at
 from ..sampling.philox import ACCEPT_UNIFORM, RESIDUAL_NOISE, chunk_words, gumbel_of_word, token_words
 from ..sampling.sample import _key
 from .ratio_rules import verify_ratio_reference
-from .row_laws import row_laws
+from .row_distributions import row_distributions
 
 RECURSIVE = ("token", "recursive")  # rules whose rate of a node is always 1
 _BLOCK = 2048  # tokens per step of a walk
@@ -79,7 +80,7 @@ def _topology(parents, depths, tokens, limit, num_nodes, NODES: tl.constexpr, DO
 
 
 @jit
-def _law(scores, v, inside, top, per_nat, total):
+def _distribution(scores, v, inside, top, per_nat, total):
     """Probabilities of the tokens v of one row; 0 outside."""
     x = tl.load(scores + v, mask=inside, other=float("-inf")).to(tl.float32)
     x = tl.where(x == x, x, float("-inf"))
@@ -87,13 +88,13 @@ def _law(scores, v, inside, top, per_nat, total):
 
 
 @jit
-def _target_law(row, v, inside, heat, lowest, top, unit, total, CUT: tl.constexpr):
-    """The same of the target: where laws are cut, `row` holds logits before they are divided or cut."""
+def _target_distribution(row, v, inside, heat, lowest, top, unit, total, CUT: tl.constexpr):
+    """The same of the target: where distributions are cut, `row` holds logits before they are divided or cut."""
     if CUT:
         x = scores_at(row, v, inside, heat)
         p = tl.where(_key(x, v) >= lowest, tl.exp2((x - top) * unit) * (1.0 / total), 0.0)
     else:
-        p = _law(row, v, inside, top, unit, total)
+        p = _distribution(row, v, inside, top, unit, total)
     return p
 
 
@@ -105,7 +106,7 @@ def _listed(tokens, i, count, vocab_size):
 
 @jit
 def _behind(P, q, v, steps, count):
-    """A node's law P and its draft's rest q at the tokens v, after `count` children have failed."""
+    """A node's distribution P and its draft's rest q at the tokens v, after `count` children have failed."""
     for i in range(count):
         r, soft, hot = tl.load(steps + 5 * i), tl.load(steps + 5 * i + 1), tl.load(steps + 5 * i + 2)
         scale, x = tl.load(steps + 5 * i + 3), tl.load(steps + 5 * i + 4).to(tl.int32, bitcast=True)
@@ -127,8 +128,8 @@ def _walk_children(
         c = tl.min(tl.where(children & (node > last), node, NODES), 0)
         last = c
         x = tl.sum(tl.where(node == c, token, 0), 0)
-        p_x = _target_law(p_row, x, x >= 0, p_heat, p_lowest, p_top, p_unit, p_total, CUT)
-        q_x = _law(q_row, x, x >= 0, q_top, q_unit, q_total)
+        p_x = _target_distribution(p_row, x, x >= 0, p_heat, p_lowest, p_top, p_unit, p_total, CUT)
+        q_x = _distribution(q_row, x, x >= 0, q_top, q_unit, q_total)
         p_x, q_x = _behind(p_x, q_x, x, steps, j)
         soft = tl.load(drawn + c).to(tl.int32) != 0
         there = (q_x > 0) | (soft == 0)
@@ -144,8 +145,8 @@ def _walk_children(
             inside = v < p_count
             if CUT:
                 v = _listed(p_tokens, v, p_count, vocab_size)
-            P = _target_law(p_row, v, inside, p_heat, p_lowest, p_top, p_unit, p_total, CUT)
-            q = _law(q_row, v, inside, q_top, q_unit, q_total)
+            P = _target_distribution(p_row, v, inside, p_heat, p_lowest, p_top, p_unit, p_total, CUT)
+            q = _distribution(q_row, v, inside, q_top, q_unit, q_total)
             P, q = _behind(P, q, v, steps, j)
             sums += tl.maximum(r * P - inverse * q - tl.where(v == x, hot, 0.0), 0.0)
             left += tl.where(v == x, 0.0, q)
@@ -155,7 +156,7 @@ def _walk_children(
                 v = start + tl.arange(0, BLOCK)
                 inside = v < q_count
                 v = _listed(q_tokens, v, q_count, vocab_size)
-                q = _law(q_row, v, inside, q_top, q_unit, q_total)
+                q = _distribution(q_row, v, inside, q_top, q_unit, q_total)
                 _, q = _behind(q, q, v, steps, j)
                 left += tl.where(v == x, 0.0, q)
         S = tl.sum(sums, 0)
@@ -175,9 +176,9 @@ def _walk_children(
 @jit(do_not_specialize=["batch", "num_nodes", "max_depth"])
 def _verify_ratio(
     scores, temperature, top, total, best, lowest, kept, num_kept,
-    draft_scores, draft_temperature, draft_top, draft_total, draft_kept, num_draft_kept, law, drawn,
+    draft_scores, draft_temperature, draft_top, draft_total, draft_kept, num_draft_kept, distribution, drawn,
     parents, depths, tokens, depth_limit, seed, sample, position, signals, rates, steps, keys, path, num_accepted, bonus,
-    topology_stride, law_stride, drawn_stride, batch, num_nodes, max_depth, vocab_size,
+    topology_stride, distribution_stride, drawn_stride, batch, num_nodes, max_depth, vocab_size,
     RECURSIVE: tl.constexpr, CUT: tl.constexpr, NODES: tl.constexpr, DOUBLINGS: tl.constexpr, PARTS: tl.constexpr,
     BLOCK: tl.constexpr, UNIFORM: tl.constexpr, NOISE: tl.constexpr,
 ):  # fmt: skip
@@ -192,7 +193,7 @@ def _verify_ratio(
     node = tl.arange(0, NODES)
     first = request * num_nodes  # of the request's nodes
     signals += request * (num_nodes + 2)
-    law += request * law_stride
+    distribution += request * distribution_stride
     drawn += request * drawn_stride
     p_unit = log2_e / tl.where(heat > 0, heat, 1.0)
     if CUT:
@@ -209,20 +210,20 @@ def _verify_ratio(
                         while bits == 0:
                             bits = tl.atomic_add(signals + n, 0)
                         r = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
-                q_law = tl.load(law + n).to(tl.int64) * batch + request
-                p_law = first + n
+                q_distribution = tl.load(distribution + n).to(tl.int64) * batch + request
+                p_distribution = first + n
                 p_lowest, p_tokens, p_count, q_tokens, q_count = 0, tokens, vocab_size, tokens, vocab_size
                 if CUT:
-                    p_lowest, p_count = tl.load(lowest + p_law), tl.load(num_kept + p_law)
-                    q_count = tl.load(num_draft_kept + q_law)
-                    p_tokens, q_tokens = kept + p_law * vocab_size, draft_kept + q_law * vocab_size
+                    p_lowest, p_count = tl.load(lowest + p_distribution), tl.load(num_kept + p_distribution)
+                    q_count = tl.load(num_draft_kept + q_distribution)
+                    p_tokens, q_tokens = kept + p_distribution * vocab_size, draft_kept + q_distribution * vocab_size
                 r = _walk_children(
                     node, parent, token, live, n, r, signals,
                     steps + 5 * (first + tl.sum((parent < n).to(tl.int32), 0) - 1),
-                    drawn, scores + p_law * vocab_size, heat, p_lowest, tl.load(top + p_law), p_unit, tl.load(total + p_law),
-                    p_tokens, p_count,
-                    draft_scores + q_law * vocab_size, tl.load(draft_top + q_law), q_unit, tl.load(draft_total + q_law),
-                    q_tokens, q_count, vocab_size, RECURSIVE, CUT, NODES, BLOCK,
+                    drawn, scores + p_distribution * vocab_size, heat, p_lowest, tl.load(top + p_distribution), p_unit,
+                    tl.load(total + p_distribution), p_tokens, p_count,
+                    draft_scores + q_distribution * vocab_size, tl.load(draft_top + q_distribution), q_unit, tl.load(draft_total +
+                    q_distribution), q_tokens, q_count, vocab_size, RECURSIVE, CUT, NODES, BLOCK,
                 )  # fmt: skip
                 tl.store(rates + first + n, r)
             tl.debug_barrier()
@@ -266,20 +267,20 @@ def _verify_ratio(
         if heat > 0:
             tried = tl.sum((live & (parent == n)).to(tl.int32), 0)
             steps += 5 * (first + tl.sum((parent < n).to(tl.int32), 0) - 1)
-            q_law = tl.load(law + n, mask=tried > 0, other=0).to(tl.int64) * batch + request
+            q_distribution = tl.load(distribution + n, mask=tried > 0, other=0).to(tl.int64) * batch + request
             p_top, p_total, p_lowest, p_count = tl.load(top + first + n), tl.load(total + first + n), 0, vocab_size
             if CUT:
                 p_lowest, p_count = tl.load(lowest + first + n), tl.load(num_kept + first + n)
-            q_top, q_total = tl.load(draft_top + q_law), tl.load(draft_total + q_law)
-            p_row, q_row = scores + (first + n) * vocab_size, draft_scores + q_law * vocab_size
+            q_top, q_total = tl.load(draft_top + q_distribution), tl.load(draft_total + q_distribution)
+            p_row, q_row = scores + (first + n) * vocab_size, draft_scores + q_distribution * vocab_size
             key = _key(tl.where(p_top == p_top, float("-inf"), p_top), n * 0)
             for start in range(part * BLOCK, p_count, PARTS * BLOCK):
                 v = start + tl.arange(0, BLOCK)
                 inside = v < p_count
                 if CUT:
                     v = _listed(kept + (first + n) * vocab_size, v, p_count, vocab_size)
-                P = _target_law(p_row, v, inside, heat, p_lowest, p_top, p_unit, p_total, CUT)
-                q = _law(q_row, v, inside & (tried > 0), q_top, q_unit, q_total)
+                P = _target_distribution(p_row, v, inside, heat, p_lowest, p_top, p_unit, p_total, CUT)
+                q = _distribution(q_row, v, inside & (tried > 0), q_top, q_unit, q_total)
                 P, q = _behind(P, q, v, steps, tried)
                 if tl.max(P, 0) > 0:
                     if CUT:
@@ -304,21 +305,21 @@ def _verify_ratio(
 
 
 def verify_ratio(
-    rule, *, parents, depths, tokens, scores, temperature, draft_scores, draft_temperature, law, sampled, depth_limit,
+    rule, *, parents, depths, tokens, scores, temperature, draft_scores, draft_temperature, distribution, sampled, depth_limit,
     seed, sample, position, max_depth, workspace=None, kept=None,
 ):  # fmt: skip
     """Accepted path, its length and the token after it; see above for shapes.
 
     rule: a key of ratio_rules.RATIO_RULES; max_depth: of the tree; workspace: make_workspace of the same shape, on a GPU. kept:
-    where laws are cut on a GPU, the keep_top.Kept of the target, of the same scores and temperature, and that of the draft, whose
-    scores are what is kept already. Siblings stand in the order in which they were sampled. Returns (path int64 [B, max_depth + 1],
-    num_accepted int64 [B], next token int64 [B]). Raises ValueError for shapes that do not fit.
+    where distributions are cut on a GPU, the keep_top.Kept of the target, of the same scores and temperature, and that of the
+    draft, whose scores are what is kept already. Siblings stand in the order in which they were sampled. Returns (path int64 [B,
+    max_depth + 1], num_accepted int64 [B], next token int64 [B]). Raises ValueError for shapes that do not fit.
     """
     if not on_triton(tokens):
         return verify_ratio_reference(
             rule, parents=parents, depths=depths, tokens=tokens, scores=scores, temperature=temperature, draft_scores=draft_scores,
-            draft_temperature=draft_temperature, law=law, sampled=sampled, depth_limit=depth_limit, seed=seed, sample=sample,
-            position=position, max_depth=max_depth,
+            draft_temperature=draft_temperature, distribution=distribution, sampled=sampled, depth_limit=depth_limit, seed=seed,
+            sample=sample, position=position, max_depth=max_depth,
         )  # fmt: skip
     (batch, num_nodes), (rows, vocab_size) = tokens.shape, scores.shape
     if rows != batch * num_nodes or draft_scores.shape[1:] != (batch, vocab_size):
@@ -333,10 +334,10 @@ def verify_ratio(
             f"{tuple(temperature.shape)} and "
             f"{[tuple(x.shape) for x in per_request]}"
         )
-    per_node = parents, depths, law, sampled
+    per_node = parents, depths, distribution, sampled
     if any(x.shape not in ((batch, num_nodes), (num_nodes,)) for x in per_node) or parents.shape != depths.shape:
         raise ValueError(
-            f"verify_ratio takes parents, depths, law and sampled [N] or [B, N] for {num_nodes} nodes, got "
+            f"verify_ratio takes parents, depths, distribution and sampled [N] or [B, N] for {num_nodes} nodes, got "
             f"{[tuple(x.shape) for x in per_node]}"
         )
     if kept is not None and [len(x.count) for x in kept] != [rows, len(draft_scores) * batch]:
@@ -349,18 +350,25 @@ def verify_ratio(
     num_accepted, bonus = (torch.empty(batch, dtype=torch.int64, device=tokens.device) for _ in range(2))
     if batch:
         if kept is None:
-            draft = row_laws(draft_scores.reshape(-1, vocab_size), draft_temperature)
-            laws = (*row_laws(scores, temperature), None, None, None), (draft.top, draft.total, None, None)
+            draft = row_distributions(draft_scores.reshape(-1, vocab_size), draft_temperature)
+            distributions = (
+                (*row_distributions(scores, temperature), None, None, None),
+                (draft.top, draft.total, None, None),
+            )
         else:
-            laws = [(x.top, x.total, x.lowest, x.tokens, x.count) for x in kept]
-            laws = (*laws[0][:2], None, *laws[0][2:]), (*laws[1][:2], *laws[1][3:])
+            distributions = [(x.top, x.total, x.lowest, x.tokens, x.count) for x in kept]
+            distributions = (
+                (*distributions[0][:2], None, *distributions[0][2:]),
+                (*distributions[1][:2], *distributions[1][3:]),
+            )
         parts = workspace.keys.shape[1]
         _verify_ratio[(batch * (num_nodes + parts),)](
-            scores.contiguous(), temperature.contiguous(), *laws[0], draft_scores.contiguous(), draft_temperature.contiguous(),
-            *laws[1], law.contiguous(), sampled.contiguous(), parents.contiguous(), depths.contiguous(),
-            tokens.contiguous(), depth_limit.contiguous(), seed.contiguous(), sample.contiguous(), position.contiguous(),
-            *workspace, path, num_accepted, bonus, *(num_nodes if x.dim() == 2 else 0 for x in (parents, law, sampled)),
-            batch, num_nodes, max_depth, vocab_size, rule in RECURSIVE, kept is not None, max(triton.next_power_of_2(num_nodes), 4),
-            max(max_depth, 1).bit_length(), parts, _BLOCK, ACCEPT_UNIFORM, RESIDUAL_NOISE, num_warps=8, enable_fp_fusion=False,
+            scores.contiguous(), temperature.contiguous(), *distributions[0], draft_scores.contiguous(),
+            draft_temperature.contiguous(), *distributions[1], distribution.contiguous(), sampled.contiguous(),
+            parents.contiguous(), depths.contiguous(), tokens.contiguous(), depth_limit.contiguous(), seed.contiguous(),
+            sample.contiguous(), position.contiguous(), *workspace, path, num_accepted, bonus, *(num_nodes if x.dim() == 2 else 0
+            for x in (parents, distribution, sampled)), batch, num_nodes, max_depth, vocab_size, rule in RECURSIVE, kept is not
+            None, max(triton.next_power_of_2(num_nodes), 4), max(max_depth, 1).bit_length(), parts, _BLOCK, ACCEPT_UNIFORM,
+            RESIDUAL_NOISE, num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
     return path, num_accepted, bonus

@@ -1,7 +1,7 @@
 """The verifier `strict` on the device: follow the child that carries the target's own token, emit that token where there is none.
 
     parents, depths [N] (or [B, N]) in topological order, node 0 the root; tokens, target_tokens [B, N]; depth_limit [B]
-    ->  path [B, D + 1] node at each depth, its last one repeated; num_accepted [B]; bonus [B] the token behind the path
+    ->  path [B, D + 1] node at each depth, its last one repeated; num_accepted [B]; bonus [B] the token after the path
 
 D is the greatest depth. Siblings with equal tokens: the deeper path wins, then the lower node. Same results as
 inference/speculation/verifiers.py, which says why the rule is lossless.
@@ -66,7 +66,7 @@ def _verify_strict(
 
 
 def verify_strict(parents, depths, tokens, target_tokens, depth_limit, max_depth):
-    """Accepted path, its length and the token behind it, one program per request.
+    """Accepted path, its length and the token after it, one program per request.
 
     parents and depths [N] or [B, N]; tokens, target_tokens [B, N]; depth_limit [B]: deeper nodes are not taken;
     max_depth: of the tree. Returns (path int64 [B, max_depth + 1], num_accepted int64 [B], bonus int64 [B]).

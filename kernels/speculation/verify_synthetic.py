@@ -47,7 +47,7 @@ def _verify_synthetic(
 
 
 def verify_synthetic(path, rates, seed, committed, remaining, target_tokens):
-    """Accepted path, its length and the token behind it; see above for shapes. All integers are int64."""
+    """Accepted path, its length and the token after it; see above for shapes. All integers are int64."""
     if not on_triton(target_tokens):
         return verify_synthetic_reference(path, rates, seed, committed, remaining, target_tokens)
     (batch, num_nodes), depth, device = target_tokens.shape, len(path) - 1, target_tokens.device

@@ -1,7 +1,8 @@
-"""Losses of the rows of a head's logits and, in their place, the gradients: its law q against the text or the target's law p.
+"""Losses of the rows of a head's logits and, in their place, the gradients: its distribution q against the text or the target's
+distribution p.
 
     hard      -log q(label)                    cross entropy against the text
-    kl        sum p (log p - log q)            forward KL from the target's law
+    kl        sum p (log p - log q)            forward KL from the target's distribution
     lk        w kl + (1 - w)(1 - alpha)        LK (arXiv 2602.23881): alpha = sum min(p, q) is the probability that a draft
                                                from q is accepted; w, one for all rows, is the caller's (train/loss/losses.py)
     lk-log    -log alpha                       LK's other form
@@ -14,8 +15,8 @@ With z the logits, d q_j / d z_i = q_j (1[i = j] - q_i), so every gradient is `s
     top-K   M q - top,   where top = p on the K tokens, else 0, and M = sum top
 
 The logits are overwritten by `factor` times the gradient of their row's loss: the caller hands them to the backward of the product
-that made them. Two walks over a row, three for lk and lk-log; beside the logits and the target's (target_law.py) nothing of size
-[C, V] exists on a GPU, and all arithmetic is fp32 there. By-products: alpha, which is the row's rate of acceptance, and the
+that made them. Two walks over a row, three for lk and lk-log; beside the logits and the target's (target_distribution.py) nothing
+of size [C, V] exists on a GPU, and all arithmetic is fp32 there. By-products: alpha, which is the row's rate of acceptance, and the
 label's rank.
 
 Draft vocabularies of Vd < V tokens: q is normalised over the Vd, p over all V; over the slice it sums to P < 1. Each sum above
@@ -36,10 +37,10 @@ import torch
 
 from ..jit import jit, on_triton, tl, triton
 from ..sampling.rank_tokens import rank_tokens_reference
-from .target_law import add_lanes, check_kernel_dtype, launch, merge_lanes, sum_p_times, wide
+from .target_distribution import add_lanes, check_kernel_dtype, launch, merge_lanes, sum_p_times, wide
 
 LOSSES = ("hard", "kl", "lk", "lk-log")
-NO_RANK = 0x7FFFFFFF  # behind all tokens
+NO_RANK = 0x7FFFFFFF  # after all tokens
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -47,28 +48,28 @@ class RowFigures(NamedTuple):
     """[C] each; of rows that are not valid 0, 0 and NO_RANK."""
 
     loss: torch.Tensor  # fp32, fp64 for fp64 logits
-    alpha: torch.Tensor | None  # the same; None where not measured, or without the target's law
+    alpha: torch.Tensor | None  # the same; None where not measured, or without the target's distribution
     rank: torch.Tensor | None  # int64: the label's place, 1 the likeliest, ties to the lowest id; NO_RANK for label -1
 
 
-def distill_loss_reference(logits, labels, valid, law, name, kl_weight, top_k_weight, factor, measure):
-    """The formulas in plain torch, for any device; law: by target_law_reference."""
+def distill_loss_reference(logits, labels, valid, distribution, name, kl_weight, top_k_weight, factor, measure):
+    """The formulas in plain torch, for any device; distribution: by target_distribution_reference."""
     log_q = torch.log_softmax(logits, -1, dtype=wide(logits.dtype))
     shown, rank, alpha = labels.clamp_min(0), None, None
     share = None  # [C] what q counts in the gradient; None: 1
     if measure:
         rank = rank_tokens_reference(logits, shown).where(valid & (labels >= 0), NO_RANK)
-    p = None if law is None else law.p  # [C, V]
+    p = None if distribution is None else distribution.p  # [C, V]
     if name == "hard":
         value = -log_q.gather(-1, shown[:, None])[:, 0]  # [C]
     elif name != "lk-log":
-        value = law.plogp - sum_p_times(p, log_q)
-        share = law.mass
+        value = distribution.plogp - sum_p_times(p, log_q)
+        share = distribution.mass
     if top_k_weight:
-        said = log_q.gather(-1, law.likely_tokens)  # [C, K]
-        value_top = -sum_p_times(law.likely, said)
+        said = log_q.gather(-1, distribution.likely_tokens)  # [C, K]
+        value_top = -sum_p_times(distribution.likely, said)
     gradient = log_q.exp_()  # q: log_q is gone
-    if law is not None and (measure or name in ("lk", "lk-log")):
+    if distribution is not None and (measure or name in ("lk", "lk-log")):
         alpha = torch.minimum(p, gradient).sum(-1)  # [C]
     if name in ("lk", "lk-log"):
         kept = gradient.where(gradient < p, 0)  # [C, V]
@@ -76,7 +77,7 @@ def distill_loss_reference(logits, labels, valid, law, name, kl_weight, top_k_we
         if name == "lk":
             of_p, of_kept = kl_weight, 1 - kl_weight
             value = of_p * value + of_kept * (1 - alpha)
-            share = of_p * (1 if law.mass is None else law.mass) + of_kept * kept_sum
+            share = of_p * (1 if distribution.mass is None else distribution.mass) + of_kept * kept_sum
         else:
             # S <= alpha, so both quotients are at most 1 however small alpha is.
             least = alpha.clamp_min(_TINY)
@@ -84,7 +85,7 @@ def distill_loss_reference(logits, labels, valid, law, name, kl_weight, top_k_we
             share, of_p, of_kept = kept_sum / least, 0, (1 / least)[:, None]
     if top_k_weight:
         value = value + top_k_weight * value_top
-        share = (1 if share is None else share) + top_k_weight * law.likely.sum(-1)
+        share = (1 if share is None else share) + top_k_weight * distribution.likely.sum(-1)
     gradient.mul_(factor if share is None else factor * share[:, None])
     if name == "hard":
         gradient.scatter_add_(-1, shown[:, None], torch.full_like(value, -factor)[:, None])
@@ -95,7 +96,7 @@ def distill_loss_reference(logits, labels, valid, law, name, kl_weight, top_k_we
             gradient.sub_(p, alpha=factor * of_p)
         gradient.sub_(kept.mul_(of_kept), alpha=factor)
     if top_k_weight:
-        gradient.scatter_add_(-1, law.likely_tokens, law.likely * (-factor * top_k_weight))
+        gradient.scatter_add_(-1, distribution.likely_tokens, distribution.likely * (-factor * top_k_weight))
     gradient[~valid] = 0
     logits.copy_(gradient)
     return RowFigures(value.where(valid, 0), alpha.where(valid, 0) if measure and alpha is not None else None, rank)
@@ -122,7 +123,7 @@ def _distill(
             if LAW:
                 tl.store(alphas + row, 0.0)
     else:
-        # Before the first walk: its reductions are barriers, behind which one warp may overwrite what another has not read yet.
+        # Before the first walk: its reductions are barriers, after which one warp may overwrite what another has not read yet.
         label = tl.load(labels + row)
         of_label = tl.load(z_row + tl.maximum(label, 0)).to(tl.float32)
         if TOP_K > 0:
@@ -222,13 +223,13 @@ def _distill(
             tl.store(alphas + row, tl.sum(alpha, 0))
 
 
-def distill_loss(logits, labels, valid, law, name, kl_weight=None, top_k_weight=0.0, factor=1.0, measure=True):
+def distill_loss(logits, labels, valid, distribution, name, kl_weight=None, top_k_weight=0.0, factor=1.0, measure=True):
     """Losses of the rows of logits [C, V], which are overwritten by `factor` times their gradients.  -> RowFigures
 
     labels: int64 [C] from 0 to V - 1, or -1 outside a draft vocabulary: such a row must not be valid where the loss is hard;
-    valid: bool [C], the other rows have no loss and a gradient of zeros; law: TargetLaw of the same tokens, or None where only hard
-    is wanted; name: one of LOSSES; kl_weight: w of lk, from 0 to 1; top_k_weight: of HASS's term over law.likely_tokens;
-    measure: alpha and rank too.
+    valid: bool [C], the other rows have no loss and a gradient of zeros; distribution: TargetDistribution of the same tokens, or
+    None where only hard is wanted; name: one of LOSSES; kl_weight: w of lk, from 0 to 1; top_k_weight: of HASS's term over
+    distribution.likely_tokens; measure: alpha and rank too.
     Raises ValueError for shapes, dtypes and names that do not fit.
     """
     rows = logits.shape[:1]
@@ -241,34 +242,45 @@ def distill_loss(logits, labels, valid, law, name, kl_weight=None, top_k_weight=
         raise ValueError(f"the loss must be one of {', '.join(LOSSES)}, got {name!r}")
     if name == "lk" and not (kl_weight is not None and 0 <= kl_weight <= 1):
         raise ValueError(f"lk takes a kl_weight from 0 to 1, got {kl_weight}")
-    if law is None and (name != "hard" or top_k_weight):
-        raise ValueError(f"the loss {name!r} with top_k_weight {top_k_weight} needs the target's law")
-    if law is not None and law.logits.shape != logits.shape:
+    if distribution is None and (name != "hard" or top_k_weight):
+        raise ValueError(f"the loss {name!r} with top_k_weight {top_k_weight} needs the target's distribution")
+    if distribution is not None and distribution.logits.shape != logits.shape:
         raise ValueError(
-            f"the law is over [C, V] = {tuple(law.logits.shape)} and the logits are {tuple(logits.shape)}: give target_law "
-            "the draft vocabulary's ids"
+            f"the distribution is over [C, V] = {tuple(distribution.logits.shape)} and the logits are {tuple(logits.shape)}: give "
+            "target_distribution the draft vocabulary's ids"
         )
-    if top_k_weight and law.likely is None:
-        raise ValueError(f"top_k_weight {top_k_weight} needs the target's likeliest tokens: give target_law a top_k")
+    if top_k_weight and distribution.likely is None:
+        raise ValueError(
+            f"top_k_weight {top_k_weight} needs the target's likeliest tokens: give target_distribution a top_k"
+        )
     if not on_triton(logits):
-        return distill_loss_reference(logits, labels, valid, law, name, kl_weight, top_k_weight, factor, measure)
+        return distill_loss_reference(
+            logits, labels, valid, distribution, name, kl_weight, top_k_weight, factor, measure
+        )
     check_kernel_dtype("distill_loss", logits)
     fresh = dict(dtype=torch.float32, device=logits.device)
     count, vocab_size = logits.shape
     losses, alphas, ranks = torch.empty(count, **fresh), None, None
     if measure:
-        alphas = None if law is None else torch.empty(count, **fresh)
+        alphas = None if distribution is None else torch.empty(count, **fresh)
         ranks = torch.empty(count, dtype=torch.int64, device=logits.device)
     if count:
-        top_k = law.likely.shape[1] if top_k_weight else 0
+        top_k = distribution.likely.shape[1] if top_k_weight else 0
         told = (None,) * 6
-        if law is not None:
-            told = (law.logits.contiguous(), law.top, law.log_sum, law.mass, law.likely, law.likely_tokens)
+        if distribution is not None:
+            told = (
+                distribution.logits.contiguous(),
+                distribution.top,
+                distribution.log_sum,
+                distribution.mass,
+                distribution.likely,
+                distribution.likely_tokens,
+            )
         block, warps = launch(vocab_size)
         _distill[(count,)](
             logits, labels.contiguous(), valid.contiguous(), *told, losses, alphas, ranks,
             vocab_size, float(factor), float(kl_weight or 0), float(top_k_weight),
-            name, law is not None, law is not None and law.mass is not None, top_k, measure, NO_RANK, _TINY, block,
-            triton.next_power_of_2(max(top_k, 1)), num_warps=warps,
+            name, distribution is not None, distribution is not None and distribution.mass is not None, top_k, measure, NO_RANK,
+            _TINY, block, triton.next_power_of_2(max(top_k, 1)), num_warps=warps,
         )  # fmt: skip
     return RowFigures(losses, alphas, ranks)

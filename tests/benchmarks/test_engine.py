@@ -74,7 +74,7 @@ def test_baseline_computes_what_the_engine_computes(shape, tree):
     keys = torch.zeros(2 * 2 * batch * hk * (context + nodes) * dim)
     step = library.LibraryStep(decoder, batch, context, TreeOnDevice.of(tree, "cpu"), keys, "eager")
     step.tokens = standing.tokens
-    pages = cache.kv.view(2, 2, -1, hk, 64, dim)[:, :, standing.slots.block_table[:batch].long()]
+    pages = cache.kv.view(2, 2, -1, hk, 64, dim)[:, :, standing.seats.block_table[:batch].long()]
     pages = pages.movedim(4, 3).reshape(2, 2, batch, hk, -1, dim)  # [layers, 2, B, HK, positions, D]
     step.kv[..., :context, :] = pages[..., :context, :]
     with torch.no_grad():

@@ -8,7 +8,7 @@ from headstart.benchmarks.ops.linear_sweep import cases_of
 from headstart.benchmarks.ops.losses import KL_WEIGHT, torch_losses
 from headstart.cli import main
 from headstart.kernels.training.distill_loss import LOSSES, distill_loss
-from headstart.kernels.training.target_law import target_law
+from headstart.kernels.training.target_distribution import target_distribution
 from headstart.tests.benchmarks.small_bench import CPU, check_times
 
 
@@ -36,7 +36,7 @@ def test_the_plain_losses_are_the_kernels(name):
     z = logits.clone().requires_grad_()
     plain = torch_losses(z, labels, target.log_softmax(-1), name, KL_WEIGHT)
     (0.5 * plain).sum().backward()
-    figures = distill_loss(logits, labels, valid, target_law(target), name, KL_WEIGHT, factor=0.5)
+    figures = distill_loss(logits, labels, valid, target_distribution(target), name, KL_WEIGHT, factor=0.5)
     torch.testing.assert_close(figures.loss, plain.detach(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(logits, z.grad, rtol=1e-4, atol=1e-6)
 
@@ -45,8 +45,8 @@ def test_kernel_distill_loss_has_every_loss_and_a_draft_vocabulary(bench, monkey
     monkeypatch.setattr("headstart.benchmarks.ops.losses.DRAFT_VOCABULARY", 40)
     _, found = bench("kernel", "distill-loss", "--rows", "3", "--repeats", "2")
     assert [(row["op"], row["what"]) for row in found["rows"]] == [
-        ("target_law", "128"), *(("distill_loss", f"{name}, 128") for name in LOSSES),
-        ("target_law", "40 of 128"), ("distill_loss", "kl, 40 of 128"),
+        ("target_distribution", "128"), *(("distill_loss", f"{name}, 128") for name in LOSSES),
+        ("target_distribution", "40 of 128"), ("distill_loss", "kl, 40 of 128"),
     ]  # fmt: skip
     assert all(row["library"] > 0 for row in found["rows"])
 

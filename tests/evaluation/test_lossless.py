@@ -13,7 +13,7 @@ from headstart.evaluation.lossless import Check, two_sample_test, verdict, verif
 from headstart.inference.llm import LLM
 from headstart.kernels.speculation.verify_strict import verify_strict
 
-COLD = 0.1  # at 1 the random target's law is so flat that no sample comes up twice
+COLD = 0.1  # at 1 the random target's distribution is so flat that no sample comes up twice
 PROMPTS = [{"prompt_token_ids": [5, 9, 2, 7]}, {"prompt_token_ids": [3, 1, 4, 1, 5, 9]}]
 
 
@@ -29,7 +29,7 @@ def kinds(checks):
 def test_speculation_as_shipped_is_found_lossless(base, head_folder):
     speculative = {"model": str(head_folder), "tree": "chain"}
     checks = verify_lossless(base, speculative, PROMPTS, (0.0, COLD), max_tokens=12, batch=4, samples=100)
-    assert kinds(checks)[:5] == [("bits", True)] * 4 + [("law", True)]
+    assert kinds(checks)[:5] == [("bits", True)] * 4 + [("distribution", True)]
     assert checks[5].kind == "control"
     passed, sentence = verdict(checks, "strict")
     assert passed
@@ -47,7 +47,7 @@ def test_a_rule_that_takes_every_first_draft_is_found_out(base, head_folder, mon
     speculative = {"model": str(head_folder), "tree": "chain"}
     checks = verify_lossless(base, speculative, PROMPTS, (0.0, COLD), max_tokens=12, batch=4, samples=100)
     assert ("bits", False) in kinds(checks)
-    assert ("law", False) in kinds(checks)
+    assert ("distribution", False) in kinds(checks)
     assert not verdict(checks, "strict")[0]
 
 
@@ -67,9 +67,9 @@ def test_the_two_sample_test_has_the_rate_it_promises_and_power():
 
 
 def test_a_verdict_says_what_was_and_was_not_seen():
-    good, blind, bad = (Check("law", "", "", passed) for passed in (True, None, False))
+    good, blind, bad = (Check("distribution", "", "", passed) for passed in (True, None, False))
     same = Check("bits", "", "", True)
-    found = "and no difference in law found"
+    found = "and no difference in distribution found"
     assert verdict([good], "token") == (True, f"lossless: bits not compared {found}")
     assert verdict([same, good], "token") == (True, f"lossless: the same tokens at temperature 0 {found}")
     assert not verdict([], "token")[0]

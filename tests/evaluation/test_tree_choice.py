@@ -130,7 +130,7 @@ def test_rates_behind_a_second_choice_count_where_candidates_do_not_depend_on_it
     hits, places = rank_hits(recorded, 3)
     assert [row[:2] for row in hits] == [[1, 0], [0, 1], [1, 0]]
     assert places == [1, 1, 1]
-    hits, places = rank_hits(recorded, 3, behind_first=True)
+    hits, places = rank_hits(recorded, 3, first_choices_only=True)
     assert [row[:2] for row in hits] == [[1, 0], [0, 1], [0, 0]]
     assert places == [1, 1, 0]
 

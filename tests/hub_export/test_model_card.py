@@ -134,7 +134,7 @@ FIGURES = [
 
 @pytest.fixture
 def run(tmp_path):
-    """A run with a training behind it, whose last head is an earlier export's, measured at two temperatures."""
+    """A run with a training after it, whose last head is an earlier export's, measured at two temperatures."""
     folder = tmp_path / "runs" / "first"
     save_head(HEADS["medusa"](), folder / "head")
     lines = [

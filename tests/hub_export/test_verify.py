@@ -232,9 +232,9 @@ def test_features_rows_and_tokens_of_a_target(tiny_target, tmp_path, kind):
             assert inputs.tokens[0, row].tolist() == ids[place + 1 : place + 1 + depths]
             assert (int(inputs.positions[0, row]), int(inputs.documents[0, row])) == (place, number)
             if kind == "streams":
-                *found, behind = found.split(32)
+                *found, after = found.split(32)
                 assert all(torch.allclose(one, state[0, place], atol=1e-5) for one, state in zip(found, states))
-                found = target.model.norm(behind)  # transformers gives the last one normed
+                found = target.model.norm(after)  # transformers gives the last one normed
             assert torch.allclose(found, states[-1][0, place], atol=1e-5)
             row += 1
         counted += [row - 2, row - 1]

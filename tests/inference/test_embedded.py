@@ -16,7 +16,7 @@ from headstart.train.teacher.features import FrozenTarget
 ASSETS = Path(__file__).resolve().parents[2] / "assets"
 TARGET, HEADS = ASSETS / "stdlib-coder", ASSETS / "stdlib-coder-medusa"
 NUM_PROMPTS = 32
-FEW = 10  # of them, on the CPU: above every batch tried, so that slots are used again
+FEW = 10  # of them, on the CPU: above every batch tried, so that seats are used again
 FEWER = 4  # one at a time
 
 

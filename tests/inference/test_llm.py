@@ -86,7 +86,7 @@ def test_requests_without_a_seed_derive_one_from_the_llms_and_their_number(targe
     assert tokens(0)[0] != tokens(1)[0]
 
 
-def test_temperature_follows_the_targets_law(llm, target_folder):
+def test_temperature_follows_the_targets_distribution(llm, target_folder):
     """The first token over many seeds against softmax(logits / T): a chi-square test, and a wrong T that fails it."""
     prompt = llm.tokenizer("abc")["input_ids"]
     module = AutoModelForCausalLM.from_pretrained(target_folder, dtype=llm.dtype)
@@ -244,7 +244,7 @@ def test_bad_words_are_spelt_with_and_without_a_space():
     assert bad_word_sequences(["  return"], tokenizer) == (ids("return"), ids(" return"))
     assert len(ids("os.path")) == len(ids(" os.path")) == 3
     assert bad_word_sequences(["os.path", "1"], tokenizer) == (*map(ids, ("os.path", " os.path", "1", " 1")),)
-    # Where the space makes more tokens, the word without it is found behind it.
+    # Where the space makes more tokens, the word without it is found after it.
     word = next(word for word in ("\n", "(x", "::", "日") if word.strip() and len(ids(" " + word)) != len(ids(word)))
     assert bad_word_sequences([word], tokenizer) == (ids(word),)
 

@@ -81,7 +81,7 @@ def test_tree_attention_computes_softmax_over_each_nodes_path(num_nodes, hq, hk,
     depths, ancestors, paths = random_tree(num_nodes, seed=num_nodes)
     index = build_tree_index(table, torch.tensor(committed), depths, ancestors, hk, torch.float64)
     found = tree_attention(q, kv, index)
-    # Dense: all slots of each request in order, and a mask of the committed ones and the node's own path.
+    # Dense: all seats of each request in order, and a mask of the committed ones and the node's own path.
     pages = kv.view(2, -1, hk, PAGE, dim)
     for b, length in enumerate(committed):
         dense = pages[:, table[b]].transpose(2, 3).reshape(2, 1, pages_each * PAGE, hk, dim)

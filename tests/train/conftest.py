@@ -73,7 +73,7 @@ def small_llama(initializer_range):
 @pytest.fixture(scope="session")
 def word_target(tmp_path_factory):
     """Folder of a random Llama: hidden 32, 2 layers, vocabulary 48."""
-    return save_target(tmp_path_factory.mktemp("target"), small_llama(0.3))  # a law with some shape
+    return save_target(tmp_path_factory.mktemp("target"), small_llama(0.3))  # a distribution with some shape
 
 
 @pytest.fixture(scope="session")

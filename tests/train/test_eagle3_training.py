@@ -68,7 +68,7 @@ def by_definition(target, data, folder, name, shift=0):
     sums, alphas, labels, counts = [0.0] * 3, [0.0] * 3, [0] * 3, [0] * 3
     for ids, marks in encode_conversations(tokenizer, load_conversations(data)):
         out = model(input_ids=torch.tensor([ids]), output_hidden_states=True)
-        streams, law = torch.cat(out.hidden_states[:2], -1)[0], out.logits[0].softmax(-1)
+        streams, distribution = torch.cat(out.hidden_states[:2], -1)[0], out.logits[0].softmax(-1)
         tokens = torch.tensor([[ids[min(t + 1 + i, len(ids) - 1)] for i in range(3)] for t in range(len(ids))])
         for i, states in enumerate(eagle3_states(w, head.config, streams, tokens, 3)):
             log_q = eagle3_logits(w, head.config, states).log_softmax(-1)
@@ -78,7 +78,10 @@ def by_definition(target, data, folder, name, shift=0):
                     continue
                 labels[i] += 1
                 label = y + shift if y + shift < len(ids) else y
-                p, q = law[label - 1][drafted], log_q[t].exp()  # of all the law, not of the slice alone
+                p, q = (
+                    distribution[label - 1][drafted],
+                    log_q[t].exp(),
+                )  # of all the distribution, not of the slice alone
                 kl, alpha = (p * (p.log() - log_q[t])).sum(), torch.minimum(p, q).sum()
                 values = {"kl": kl, "lk": kl}
                 alphas[i] += float(alpha)
@@ -98,7 +101,9 @@ def by_definition(target, data, folder, name, shift=0):
 def test_losses_are_those_of_the_formulae_on_unpacked_conversations(
     eagle3_arguments, read_metrics, word_target, few, tmp_path, sharp, name, size
 ):
-    """Packing, masks, streams, alignment of tokens and laws, positions, draft vocabulary, weights and the divisor at once."""
+    """Packing, masks, streams, alignment of tokens and distributions, positions, draft vocabulary, weights and the divisor at
+    once.
+    """
     keys = {"loss": name, "draft_vocab_size": size, "step_decay": 0.6, "aux_layers": "0,1", "data": few, "lk_eta": 2}
     run(eagle3_arguments, row_length=256, batch_rows=1, lr=0, max_steps=2, **keys)  # all of them are one row
     *_, line = read_metrics()
@@ -112,7 +117,7 @@ def test_losses_are_those_of_the_formulae_on_unpacked_conversations(
     assert all(abs(shifted[i] / sums[i] - 1) > 1e-4 for i in range(3))  # what the bounds above would catch
 
 
-@pytest.mark.parametrize("mutant", ["tokens early", "tokens late", "labels", "law", "positions", "streams"])
+@pytest.mark.parametrize("mutant", ["tokens early", "tokens late", "labels", "distribution", "positions", "streams"])
 def test_anything_off_by_one_changes_the_loss(eagle3_arguments, read_metrics, tmp_path, monkeypatch, sharp, mutant):
     keys = {"max_steps": 1, "batch_rows": 8, "loss": "hard" if mutant == "labels" else "kl"}
     run(eagle3_arguments, **keys)
@@ -122,9 +127,11 @@ def test_anything_off_by_one_changes_the_loss(eagle3_arguments, read_metrics, tm
     elif mutant == "labels":
         find = loop.find_labels
         monkeypatch.setattr(loop, "find_labels", lambda ids, *rest: find(ids.roll(-1, 1), *rest))
-    elif mutant == "law":
-        law = distillation.target_law
-        monkeypatch.setattr(distillation, "target_law", lambda logits, *rest: law(logits.roll(1, 0), *rest))
+    elif mutant == "distribution":
+        distribution = distillation.target_distribution
+        monkeypatch.setattr(
+            distillation, "target_distribution", lambda logits, *rest: distribution(logits.roll(1, 0), *rest)
+        )
     else:
         predict = Eagle3.predict
 
@@ -266,7 +273,7 @@ def test_draft_vocabulary_is_what_is_supervised_most_and_the_stop_tokens(word_ta
     [
         ({"num_steps": 9}, "num_steps must be at most 8, got 9"),
         ({"num_speculative_tokens": 9}, "num_speculative_tokens must be at most 8, got 9"),
-        ({"aux_layers": "0,1,3"}, r"to at most 2 \(behind the last layer of this target\), got \[0, 1, 3\]"),
+        ({"aux_layers": "0,1,3"}, r"to at most 2 \(after the last layer of this target\), got \[0, 1, 3\]"),
         ({"aux_layers": "1,0"}, r"layer ids must rise .*got \[1, 0\]"),
         ({"aux_layers": "1;2"}, "aux_layers must be layer numbers with commas between them, as 2,16,29, got '1;2'"),
         ({"aux_layers": ""}, "a target of 2 layers has no default aux layers .*: in a recipe aux_layers, as 1,4"),

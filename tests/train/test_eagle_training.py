@@ -67,7 +67,7 @@ def by_definition(target, data, folder, name, top, shift=0):
     for ids, marks in encode_conversations(tokenizer, load_conversations(data)):
         with torch.no_grad():
             out = model(input_ids=torch.tensor([ids]), output_hidden_states=True)
-        features, law = out.hidden_states[-1][0], out.logits[0].softmax(-1)
+        features, distribution = out.hidden_states[-1][0], out.logits[0].softmax(-1)
         states, seen = features, []
         for i in range(2):
             tokens = [ids[min(t + 1 + i, len(ids) - 1)] for t in range(len(ids))]
@@ -79,7 +79,7 @@ def by_definition(target, data, folder, name, top, shift=0):
                     continue
                 label = y + shift if y + shift < len(ids) else y
                 log_q = model.lm_head(states[t]).log_softmax(-1)
-                p, q = law[label - 1], log_q.exp()
+                p, q = distribution[label - 1], log_q.exp()
                 kl, alpha = (p * (p.log() - log_q)).sum(), torch.minimum(p, q).sum()
                 values = {"hard": -log_q[ids[label]], "kl": kl, "lk": kl}
                 kls[i] += float(kl)
@@ -99,7 +99,7 @@ def by_definition(target, data, folder, name, top, shift=0):
 def test_losses_are_those_of_the_formulae_on_unpacked_conversations(
     eagle_arguments, read_metrics, word_target, few, tmp_path, sharp, name, top
 ):
-    """Packing, masks, alignment of features, tokens and laws, positions, weights and the divisor at once."""
+    """Packing, masks, alignment of features, tokens and distributions, positions, weights and the divisor at once."""
     keys = {"loss": name, "hass_weight": 0.7 if top else 0, "hass_top": top or 10, "token_weight": 0.3}
     keys |= {"feature_weight": 2, "step_decay": 0.6, "noise": 0, "lr": 0, "max_steps": 2, "lk_eta": 2, "data": few}
     run(eagle_arguments, row_length=256, batch_rows=1, **keys)  # all of them are one row
@@ -114,7 +114,7 @@ def test_losses_are_those_of_the_formulae_on_unpacked_conversations(
     assert ((shifted / sums - 1).abs() > 1e-4).all()  # what the bounds above would catch
 
 
-@pytest.mark.parametrize("mutant", ["tokens early", "tokens late", "labels", "law", "positions"])
+@pytest.mark.parametrize("mutant", ["tokens early", "tokens late", "labels", "distribution", "positions"])
 def test_anything_off_by_one_changes_the_loss(eagle_arguments, read_metrics, tmp_path, monkeypatch, sharp, mutant):
     keys = {"max_steps": 1, "batch_rows": 8, "noise": 0, "loss": "hard" if mutant == "labels" else "kl"}
     run(eagle_arguments, **keys)
@@ -124,9 +124,11 @@ def test_anything_off_by_one_changes_the_loss(eagle_arguments, read_metrics, tmp
     elif mutant == "labels":
         find = loop.find_labels
         monkeypatch.setattr(loop, "find_labels", lambda ids, *rest: find(ids.roll(-1, 1), *rest))
-    elif mutant == "law":
-        law = distillation.target_law
-        monkeypatch.setattr(distillation, "target_law", lambda logits, *rest: law(logits.roll(1, 0), *rest))
+    elif mutant == "distribution":
+        distribution = distillation.target_distribution
+        monkeypatch.setattr(
+            distillation, "target_distribution", lambda logits, *rest: distribution(logits.roll(1, 0), *rest)
+        )
     else:
         predict = Eagle.predict
 

@@ -93,7 +93,9 @@ def test_target_that_the_engine_does_not_run_is_measured_teacher_forced(
         ),
     ],
 )
-def test_targets_whose_law_is_not_in_the_features_are_refused(arguments, tmp_path, word_target, config, keys, message):
+def test_targets_whose_distribution_is_not_in_the_features_are_refused(
+    arguments, tmp_path, word_target, config, keys, message
+):
     folder = save(tmp_path / "target", word_target, config, **keys)
     with pytest.raises(ValueError, match=message):
         medusa.main(arguments(target=folder))

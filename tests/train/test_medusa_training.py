@@ -42,11 +42,13 @@ def test_first_loss_is_that_of_the_plain_model_on_unpacked_conversations(
     total, count, own = 0.0, 0, [[0.0, 0] for _ in range(3)]
     for ids, marks in encode_conversations(tokenizer, load_conversations(conversations)):
         with torch.no_grad():
-            log_law = F.log_softmax(model(input_ids=torch.tensor([ids])).logits[0].double(), -1)
+            log_distribution = F.log_softmax(model(input_ids=torch.tensor([ids])).logits[0].double(), -1)
         for k in range(3):
             for y in range(2 + k, len(ids)):
                 if marks[y]:
-                    soft = float((log_law[y - 1].exp() * (log_law[y - 1] - log_law[y - 2 - k])).sum())
+                    soft = float(
+                        (log_distribution[y - 1].exp() * (log_distribution[y - 1] - log_distribution[y - 2 - k])).sum()
+                    )
                     total += 0.8**k * soft
                     count += k == 0
                     own[k][0] += soft
@@ -205,7 +207,7 @@ def test_key_changes_the_run(arguments, baseline, tmp_path, capsys, name):
 
 
 def test_equal_recipes_give_equal_runs(arguments, baseline, tmp_path, capsys):
-    """Behind the test above: what is left of other runs in this process changes nothing, so its keys do."""
+    """After the test above: what is left of other runs in this process changes nothing, so its keys do."""
     assert observe(arguments, tmp_path / "again", capsys) == baseline
 
 

@@ -99,7 +99,8 @@ def test_stage_2_learns_from_what_the_engine_draws_from_pieces_of_the_data(
     encoded = encode_conversations(tokenizer, load_conversations(conversations))
     pieces = {tuple(ids[i : i + 5]) for ids, _ in encoded for i in range(0, len(ids) - 4, 5)}
     assert all(tuple(prompt) in pieces for prompt, _ in found)
-    # Every answer is one that the target's law at temperature 1, cut to its 10 likeliest, can give, and they are not its best.
+    # Every answer is one that the target's distribution at temperature 1, cut to its 10 likeliest, can give, and they are not its
+    # best.
     model, likeliest = transformers.AutoModelForCausalLM.from_pretrained(word_target), 0
     for prompt, answer in found:
         assert len(answer) == 9 or answer[-1] == tokenizer.eos_token_id
@@ -121,7 +122,7 @@ def test_generated_text_is_kept_and_read_again(speculator_arguments, tmp_path, s
     def die(*given, **named):
         raise KeyboardInterrupt
 
-    # Killed behind the generation and before the first checkpoint.
+    # Killed after the generation and before the first checkpoint.
     with monkeypatch.context() as patch:
         patch.setattr(loop, "finish_step", die)
         with pytest.raises(KeyboardInterrupt):

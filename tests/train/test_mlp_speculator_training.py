@@ -62,7 +62,7 @@ def by_definition(target, conversations, tensors, tied, scaled, name, shift=0, e
     for ids, marks in encode_conversations(tokenizer, load_conversations(conversations)):
         with torch.no_grad():
             out = model(input_ids=torch.tensor([ids]), output_hidden_states=True)
-        features, law = out.hidden_states[-1][0], out.logits[0].softmax(-1)
+        features, distribution = out.hidden_states[-1][0], out.logits[0].softmax(-1)
         for t in range(len(ids)):
             state = features[t]
             if scaled:
@@ -77,7 +77,7 @@ def by_definition(target, conversations, tensors, tied, scaled, name, shift=0, e
                 state = 0.5 * state * (1 + torch.erf(state / math.sqrt(2)))
                 if not marks[t + 2 + i]:
                     continue
-                q, p = (w[f"head.{own}.weight"] @ state).softmax(-1), law[t + 1 + i]
+                q, p = (w[f"head.{own}.weight"] @ state).softmax(-1), distribution[t + 1 + i]
                 kl, alpha = (p * (p / q).log()).sum(), torch.minimum(p, q).sum()
                 values = {"hard": -q[ids[t + 2 + i]].log(), "kl": kl, "lk": kl, "lk-log": -alpha.log()}
                 alphas[i] += float(alpha)
@@ -96,7 +96,7 @@ def by_definition(target, conversations, tensors, tied, scaled, name, shift=0, e
 def test_losses_are_those_of_the_formulae_on_unpacked_conversations(
     speculator_arguments, read_metrics, word_target, conversations, saved_head, capsys, tmp_path, name, tied, scaled
 ):
-    """Packing, masks, alignment of features, tokens and laws, and the divisor at once."""
+    """Packing, masks, alignment of features, tokens and distributions, and the divisor at once."""
     start = saved_head(tie_weights=tied, scale_input=scaled)
     keys = {"row_length": 256, "max_steps": 2, "lr": 0, "loss": name, "start_from": start, "step_weight_decay": 0.7}
     keys |= {"tie_weights": tied, "scale_input": scaled}
@@ -115,7 +115,7 @@ def test_losses_are_those_of_the_formulae_on_unpacked_conversations(
         assert abs(shifted[1] / losses[1] - 1) > 1e-3  # what the bound above would catch
 
 
-@pytest.mark.parametrize("mutant", ["tokens early", "tokens late", "labels", "law"])
+@pytest.mark.parametrize("mutant", ["tokens early", "tokens late", "labels", "distribution"])
 def test_anything_off_by_one_changes_the_loss(
     speculator_arguments, read_metrics, saved_head, tmp_path, monkeypatch, mutant
 ):
@@ -132,8 +132,10 @@ def test_anything_off_by_one_changes_the_loss(
 
         monkeypatch.setattr(loop, "find_labels", late)
     else:
-        law = distillation.target_law
-        monkeypatch.setattr(distillation, "target_law", lambda logits, *rest: law(logits.roll(1, 0), *rest))
+        distribution = distillation.target_distribution
+        monkeypatch.setattr(
+            distillation, "target_distribution", lambda logits, *rest: distribution(logits.roll(1, 0), *rest)
+        )
     run(speculator_arguments, output=tmp_path / "mutant", **keys)
     right, wrong = read_metrics()[0]["loss"], read_metrics(run="mutant")[0]["loss"]
     assert abs(wrong / right - 1) > 1e-3

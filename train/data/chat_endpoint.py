@@ -133,7 +133,7 @@ def completions_url(url):
 def answer_by_endpoint(endpoint, dialogues, concurrency, stop):
     """Yield each of `dialogues` (an iterable of open ones) when it has ended, `concurrency` at a time, one thread each.
 
-    stop.requested: stop asking. Errors of any thread are raised here, behind the dialogues that had ended by then.
+    stop.requested: stop asking. Errors of any thread are raised here, after the dialogues that had ended by then.
     """
     waiting, lock, leaving, ended = iter(dialogues), threading.Lock(), threading.Event(), queue.SimpleQueue()
 

@@ -32,7 +32,7 @@ def load_conversations(
     """Conversations, each a list of {"role": "system" | "user" | "assistant", "content": str}.
 
     data: "stdlib" or "installed", a .json, .jsonl or .parquet file, or the name or folder of a dataset for the `datasets`
-    library; of sets with splits behind a colon which one, "train" where none is named: "stdlib:heldout",
+    library; of sets with splits after a colon which one, "train" where none is named: "stdlib:heldout",
     "OWNER/NAME:train_sft". An answer that was cut off, as its "finish_reason" says, keeps that one: {..., "finish_reason":
     "length"}. Records of another shape, with another role or content, and, where `answered`, without an answer are left out,
     and `note` is told how many of what kind. Raises ValueError, naming the place, where they are more than a tenth, for a

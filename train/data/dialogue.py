@@ -1,8 +1,8 @@
-"""One conversation while the target answers it: every assistant turn anew, behind the answers it has given so far.
+"""One conversation while the target answers it: every assistant turn anew, after the answers it has given so far.
 
 System and user turns are kept. An assistant turn of the data is replaced by a new answer, whatever it says; one that no user
 turn asks for (a greeting, a second turn in a row) is left out. User turns at the end get an answer even if the data has none. A
-conversation ends before its last turn where the model cannot go on as in use: behind an answer cut off at the limit of
+conversation ends before its last turn where the model cannot go on as in use: after an answer cut off at the limit of
 tokens (nobody asks on from half an answer), before an empty answer, and where a prompt cannot be answered. No torch.
 """
 

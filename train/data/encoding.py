@@ -20,7 +20,7 @@ def encode_conversations(
 
     supervised marks the assistant's tokens: what the template's `{% generation %}` markers enclose, or, in a template
     without them, each assistant turn from the generation prompt to the end of its closing text, found by rendering the
-    conversation with the turn left out and altered. Behind an answer that was cut off ("finish_reason": "length") the
+    conversation with the turn left out and altered. After an answer that was cut off ("finish_reason": "length") the
     closing text is the template's alone, and is not marked. progress: show a bar.
     Raises ValueError, with the example, where the template refuses a conversation, and where such a mask cannot be
     derived, marks nothing, or marks everything.
@@ -102,7 +102,7 @@ def _before_first_turn(tokenizer, messages: list[dict]) -> str:
 
 
 def _closing_span(tokenizer, messages: list[dict], turn: int, text: str) -> tuple[int, int]:
-    """Where in the rendered conversation the closing text of an assistant turn stands, behind the turn's content."""
+    """Where in the rendered conversation the closing text of an assistant turn stands, after the turn's content."""
     # The content ends where the rest begins that stays when something is added to the content: templates may strip
     # whitespace and render earlier turns unlike the last, so the turn is altered in its place.
     altered = {**messages[turn], "content": messages[turn]["content"] + _SENTINEL}
@@ -127,7 +127,7 @@ def _encode(encode, tokenizer, batch: list[list[dict]]) -> Iterator[tuple[list[i
 
 
 def _unmark_unwritten_ends(tokenizer, messages: list[dict], ids: list[int], supervised: list[bool]) -> list[bool]:
-    """`supervised` without the closing text, its end token too, that only the template wrote behind answers cut off."""
+    """`supervised` without the closing text, its end token too, that only the template wrote after answers cut off."""
     text = _render(tokenizer, messages)
     spans = [_closing_span(tokenizer, messages, turn, text) for turn, m in enumerate(messages) if is_cut(m)]
     offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]

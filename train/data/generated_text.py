@@ -48,7 +48,7 @@ def build_generator(target, tokenizer, max_length):
 def cut_prompts(documents, length, count, seed):
     """`count` pieces (0: all) of `length` tokens, cut from documents (list of (ids, supervised)), in an order drawn from `seed`.
 
-    A document gives as many as fit into it, one behind the other. Raises ValueError if none is long enough.
+    A document gives as many as fit into it, one after the other. Raises ValueError if none is long enough.
     """
     pieces = [ids[i : i + length] for ids, _ in documents for i in range(0, len(ids) - length + 1, length)]
     if not pieces:

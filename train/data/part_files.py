@@ -4,7 +4,7 @@
     OUTPUT.partial/part-00000.jsonl    per record of process 0 a line [index, record]
     OUTPUT                             all of them, when the last one is there
 
-Every record is on its way to the disk when `append` returns, so that a run killed at any moment goes on behind it, with any number
+Every record is on its way to the disk when `append` returns, so that a run killed at any moment goes on after it, with any number
 of processes; a last line that was written half is dropped. Not done here: sharing of work while it runs.
 """
 
@@ -106,7 +106,7 @@ def differences(old, new):
 
 
 def drop_half_line(path):
-    """Cut a file behind its last line end, if it is there."""
+    """Cut a file after its last line end, if it is there."""
     if path.exists():
         content = path.read_bytes()
         os.truncate(path, content.rfind(b"\n") + 1)

@@ -4,7 +4,7 @@ from ...inference.arguments import add_adapter
 
 SUMMARY = "Let the target itself answer the conversations of a data set, as data to train its heads on."
 DETAILS = (
-    "Every assistant turn is written anew, each behind the new answers to the turns before it; system and user turns are kept.\n"
+    "Every assistant turn is written anew, each after the new answers to the turns before it; system and user turns are kept.\n"
     "What a turn gets depends on --seed and its place in the data alone: not on the other turns in flight, the number of\n"
     "processes, interruptions, or --head, which only makes it faster. Killed or stopped, the same command goes on; a file that is\n"
     "finished is never written again. Train on it with `data: OUTPUT`. Beside it, OUTPUT.made_from.json says how it was made.\n\n"
@@ -39,8 +39,8 @@ def add_options(parser):
         "--temperature",
         type=float,
         default=1.0,
-        help="of the draws. 1 (default) is the target's own law, the one that heads learn to foresee: its answers lead to the "
-        "contexts that the head meets again in use, in the same proportions; 0 is greedy",
+        help="of the draws. 1 (default) is the target's own distribution, the one that heads learn to foresee: its answers lead to "
+        "the contexts that the head meets again in use, in the same proportions; 0 is greedy",
     )
     parser.add_argument(
         "--top-p", type=float, default=1.0, help="keep the likeliest tokens up to this mass (default 1: all)"

@@ -3,7 +3,7 @@
 What a head predicts: Head.predict (heads/head.py).
 
 Alignment: depth k (from 0; head k, step k) of the root at t predicts x_{t+2+k}. Seen from the label at y = t + 2 + k: the soft
-label is the target's law at y - 1, the root lies at y - 2 - k, and label and root belong to one document. All depths
+label is the target's distribution at y - 1, the root lies at y - 2 - k, and label and root belong to one document. All depths
 therefore share one projection of the target per label.
 
     loss = sum over y, k of weight_k row_loss(y, k)  /  number of labels in the whole optimiser step, all ranks
@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 
 from ...kernels.training.distill_loss import distill_loss
-from ...kernels.training.target_law import target_law
+from ...kernels.training.target_distribution import target_distribution
 from .losses import Loss
 
 
@@ -100,7 +100,7 @@ def accumulate_gradients(
     divisor, the labels of the whole optimiser step on all ranks. Outside a draft vocabulary there is no hard loss: such a label
     counts in num_labels and for nothing else.
     Returns fp64 [K, 5]: per depth the sum of its token losses, how many labels it had, and (with_hits, or where the objective
-    adapts) its top-1 and top-5 hits and the sum of its rates of acceptance, where the loss needs the target's law; with a
+    adapts) its top-1 and top-5 hits and the sum of its rates of acceptance, where the loss needs the target's distribution; with a
     feature_weight [K, 6], the sum of its feature losses the last.
     """
     num_depths, draft_ids, loss = len(objective.weights), predictions.draft_ids, objective.loss
@@ -115,10 +115,12 @@ def accumulate_gradients(
         positions = labels.positions[start : start + chunk_tokens]
         tokens = labels.tokens[start : start + chunk_tokens]
         valid = labels.valid[:, start : start + chunk_tokens]  # [K, C]
-        law = None
-        if loss.needs_law:
+        distribution = None
+        if loss.needs_target:
             with torch.no_grad():
-                law = target_law(lm_head(features[positions - 1]), draft_ids, loss.top_k if loss.top_k_weight else 0)
+                distribution = target_distribution(
+                    lm_head(features[positions - 1]), draft_ids, loss.top_k if loss.top_k_weight else 0
+                )
         if draft_ids is not None:
             tokens = places[tokens]
             if loss.name == "hard":
@@ -134,7 +136,7 @@ def accumulate_gradients(
                 gradient,
                 tokens,
                 valid[k],
-                law,
+                distribution,
                 loss.name,
                 kl_weight=objective.kl_weight(k),
                 top_k_weight=loss.top_k_weight,
@@ -174,12 +176,12 @@ def summarize(totals, objective, num_labels):
 
     totals: what `accumulate_gradients` returned, summed; num_labels: what it divided by. A depth's own losses (of tokens, and of
     features where they count), hit rates and alpha are over its own labels, without weights; hits are counted against the text,
-    alpha is the mean chance that a token drawn from the head is accepted (there where the loss needs the target's law).
+    alpha is the mean chance that a token drawn from the head is accepted (there where the loss needs the target's distribution).
     """
     losses, counts, *others = totals.t().tolist()
     names = ("loss", "top1", "top5", "alpha", "feature_loss")
     columns = dict(zip(names, (losses, *others)))
-    if not objective.loss.needs_law:
+    if not objective.loss.needs_target:
         del columns["alpha"]
     features = columns.get("feature_loss", [0.0] * len(losses))
     parts = zip(objective.weights, losses, features, strict=True)

@@ -2,11 +2,11 @@
 
     loss = target_loss + medusa_weight * sum over heads k of weight_k loss_k
 
-target_loss, with self-distillation: KL from the frozen target's law (the same model without its adapter) to the adapted one's, so
-that the adapter may change what the target computes and hardly what it says; or the cross entropy against the text. loss_k: as in
-the stage `heads`, but against the adapted target's law, held fixed: that law is the one which will check the heads' drafts. Through
-the features the gradient of the heads' loss reaches the adapter. lm_head stays the frozen target's, for the target and for heads
-that share it.
+target_loss, with self-distillation: KL from the frozen target's distribution (the same model without its adapter) to the adapted
+one's, so that the adapter may change what the target computes and hardly what it says; or the cross entropy against the text.
+loss_k: as in the stage `heads`, but against the adapted target's distribution, held fixed: that distribution is the one which
+will check the heads' drafts. Through the features the gradient of the heads' loss reaches the adapter. lm_head stays the frozen
+target's, for the target and for heads that share it.
 
 Where the paper raises the heads' weight slowly or trains the heads alone first (both work, it says), this is the second: the
 stage starts from heads of the first one. The learning rates of both rise together.
@@ -50,9 +50,9 @@ def accumulate_joint_gradients(
     own_autocast = autocast
     if target.dtype == torch.float32:
         own_autocast = torch.autocast(target.lm_head.weight.device.type, enabled=False)
-    if Loss(target_loss).needs_law:
+    if Loss(target_loss).needs_target:
         # Not without gradients, though nothing has one here: then both passes take the same attention, and an adapter that adds
-        # nothing gives the frozen law itself.
+        # nothing gives the frozen distribution itself.
         with adapter.disabled():
             frozen = target.forward(*inputs).detach().flatten(0, 1)  # [M, H]
     with own_autocast:
@@ -67,8 +67,8 @@ def accumulate_joint_gradients(
         heads = accumulate_gradients(predictions, fixed, labels, objective=objective, **shared)
     with own_autocast:
         predictions = own_predictions(features, target.lm_head)
-        law_from = fixed if frozen is None else frozen
-        own = accumulate_gradients(predictions, law_from, labels, objective=own_objective, **shared)
+        distribution_from = fixed if frozen is None else frozen
+        own = accumulate_gradients(predictions, distribution_from, labels, objective=own_objective, **shared)
     adapted.backward(features.grad.to(adapted.dtype))
     return torch.cat([own, heads])
 

@@ -29,6 +29,6 @@ class Loss:
         return math.exp(-self.eta * acceptance)
 
     @property
-    def needs_law(self):
-        """Is the target's law a part of it, or the text alone?"""
+    def needs_target(self):
+        """Is the target's distribution a part of it, or the text alone?"""
         return self.name != "hard" or self.top_k_weight > 0

@@ -79,7 +79,7 @@ def compare_rates(names, runs):
 
 
 def compare_samples(names, runs):
-    """What the runs wrote behind their first prompts. The target's choice alone, so it differs only where the prompts do."""
+    """What the runs wrote after their first prompts. The target's choice alone, so it differs only where the prompts do."""
     (panel,) = DASHBOARD["Samples"]
     cards = [
         f'<figure class="sample"><figcaption>{escape(name)}: prompt</figcaption><pre>{escape(str(sample["prompt"]).strip())}</pre>'

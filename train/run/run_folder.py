@@ -152,7 +152,7 @@ class RunFolder:
             self.state = check_same_run(read_state(resumed), self.state, defaults, CHANGEABLE, note)
             if self.step > num_steps:
                 raise ValueError(
-                    f"{resumed} has {self.step} steps behind it, and the run shall end after {num_steps}: set max_steps to at "
+                    f"{resumed} has made {self.step} steps, and the run shall end after {num_steps}: set max_steps to at "
                     f"least {self.step} (then it ends there)"
                 )
             load_checkpoint(resumed, head, optimizer, accelerator, adapter)

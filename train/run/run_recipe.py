@@ -24,7 +24,7 @@ class RunRecipe:
     data: str = key(
         MISSING,
         "conversations: stdlib, installed (Python source here), a .json/.jsonl/.parquet file, a `datasets` name or folder; another "
-        "split than train behind a colon, as OWNER/NAME:train_sft",
+        "split than train after a colon, as OWNER/NAME:train_sft",
     )
     output: str = key(MISSING, "the run folder, e.g. runs/first; it must be new unless the run is resumed")
     target_dtype: str = key(
@@ -39,8 +39,8 @@ class RunRecipe:
     row_length: int = key(1024, "tokens per packed row; a longer conversation loses its end", least=4)
     loss: str = key(
         "kl",
-        "hard: cross entropy against the text; kl: forward KL from the target's law; lk: from kl over to the rate of acceptance "
-        "(arXiv 2602.23881); lk-log: minus its logarithm",
+        "hard: cross entropy against the text; kl: forward KL from the target's distribution; lk: from kl over to the rate of "
+        "acceptance (arXiv 2602.23881); lk-log: minus its logarithm",
         choices=LOSSES,
     )
     lk_eta: float = key(3.0, "of lk: the larger, the sooner the rate of acceptance takes over from kl", least=0)

@@ -67,7 +67,7 @@ def _first_line(error):
 
 
 class FrozenTarget:
-    """Features and laws of a loaded model.
+    """Features and distributions of a loaded model.
 
     model: *ForCausalLM. Raises ValueError if its parts are not those this file needs.
     """
@@ -157,7 +157,7 @@ class FrozenTarget:
         """[B, T] each (document -1 on padding) -> [B, T, (1 + A) H]; documents of a row do not see each other.
 
         The last hidden state after the final norm, then the residual streams of `layers` (A ids, low to high), side by side: id k
-        is the stream that enters layer k, counted from 0, and the number of layers is the one behind the last, before the
+        is the stream that enters layer k, counted from 0, and the number of layers is the one after the last, before the
         norm. Raises ValueError for layers that this target does not have.
         """
         with contextlib.ExitStack() as hooks:
@@ -182,7 +182,7 @@ class FrozenTarget:
         stack = decoder_layers(self.decoder, count)
         if any(not 0 <= k <= count for k in layers) or list(layers) != sorted(set(layers)):
             raise ValueError(
-                f"layer ids must rise from 0 (the stream that enters the first layer) to at most {count} (behind the last layer of "
+                f"layer ids must rise from 0 (the stream that enters the first layer) to at most {count} (after the last layer of "
                 f"this target), got {list(layers)}"
             )
         return stack
@@ -198,7 +198,7 @@ class FrozenTarget:
             return record
 
         def leaving(module, given, output):
-            # Behind the last layer and not hidden_states[-1] of the library, which is behind the norm.
+            # After the last layer and not hidden_states[-1] of the library, which is after the norm.
             streams[len(stack)] = output[0] if isinstance(output, tuple) else output
 
         for k in layers:
@@ -237,7 +237,7 @@ class FrozenTarget:
 
     @torch.no_grad()
     def check(self, input_ids, position_ids, document_ids):
-        """Raise ValueError unless the features of one packed row [1, T] are all there is to the target's law.
+        """Raise ValueError unless the features of one packed row [1, T] are all there is to the target's distribution.
 
         The last document of the row, packed, must give what the plain model gives on that text alone, and lm_head of the
         features must be the logits: that finds scaled or capped logits, ignored masks and sliding windows.

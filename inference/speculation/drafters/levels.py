@@ -1,7 +1,7 @@
-"""A tree as drafters walk it whose laws depend on the drafted tokens: depth by depth.
+"""A tree as drafters walk it whose distributions depend on the drafted tokens: depth by depth.
 
-At every depth only nodes with children need a law. They are numbered through, depth by depth and the root first: such a number
-less one is a node's *row*, the place of its keys and values behind the committed ones.
+At every depth only nodes with children need a distribution. They are numbered through, depth by depth and the root first: such a
+number less one is a node's *row*, the place of its keys and values after the committed ones.
 
 Letters: B requests, N nodes, I nodes with children.
 """
@@ -19,8 +19,8 @@ def choose(x, choice):
     return x if choice is None else x[:, choice]
 
 
-def no_laws(tree):
-    """Draft.law and Draft.sampled of nodes that are all chosen without chance: int64 and bool [N]."""
+def no_distributions(tree):
+    """Draft.distribution and Draft.sampled of nodes that are all chosen without chance: int64 and bool [N]."""
     zeros = torch.zeros_like(tree.depths)
     return zeros, zeros.bool()
 
@@ -38,7 +38,7 @@ class Level(NamedTuple):
     taken: Choice  # [n of the next level] which of the children have children
     parents: Choice  # [n of the next level] which of the n they are children of
     ancestors: torch.Tensor  # [n, depth] rows on the way to each, its own last; empty for the root
-    depths: torch.Tensor  # [n] depth - 1 each: how far behind the first row's position it stands
+    depths: torch.Tensor  # [n] depth - 1 each: how far after the first row's position it stands
 
 
 class GrownLevel(NamedTuple):
@@ -57,14 +57,14 @@ class GrownLevels:
     def __init__(self, tree):
         depths = torch.arange(tree.max_depth, device=tree.depths.device)[:, None]
         self.depths = depths.repeat(1, tree.tree.width)  # [D, k]
-        self.chosen = no_laws(tree)
+        self.chosen = no_distributions(tree)
 
 
 class Levels:
     """The levels of a TreeOnDevice, and where the nodes stand in the order in which they are drafted."""
 
     def __init__(self, tree):
-        self.chosen = no_laws(tree)
+        self.chosen = no_distributions(tree)
         device, tree = tree.depths.device, tree.tree
         children = {n: [m for m in range(1, tree.num_nodes) if tree.parents[m] == n] for n in range(tree.num_nodes)}
         inner, drafted = [0], [0]
@@ -106,5 +106,5 @@ class Levels:
         # [N] where a node was drafted
         self.order = choice([drafted.index(n) for n in range(tree.num_nodes)], tree.num_nodes)
         inner = self.inner.tolist()
-        # The law that a node's children come from; of leaves, any.
-        self.law = tensor([inner.index(n) if n in inner else 0 for n in range(tree.num_nodes)])
+        # The distribution that a node's children come from; of leaves, any.
+        self.distribution = tensor([inner.index(n) if n in inner else 0 for n in range(tree.num_nodes)])

@@ -1,9 +1,9 @@
 """Drafting with Medusa heads: head k proposes candidates for depth k + 1 from the feature of the last committed token.
 
-The heads do not look at each other's tokens, so all nodes of depth d share the law of head d - 1. For the verifier `strict` they
-share one list of candidates too: rank r means the r-th best, whatever the parent, and under noise the best of log q + G with the
-target's own G at that position (shared noise): it proposes what the target is about to draw. For the ratio rules every node draws
-its children for itself (draw_nodes.py), or takes the likeliest.
+The heads do not look at each other's tokens, so all nodes of depth d share the distribution of head d - 1. For the verifier
+`strict` they share one list of candidates too: rank r means the r-th best, whatever the parent, and under noise the best of log q
++ G with the target's own G at that position (shared noise): it proposes what the target is about to draw. For the ratio rules
+every node draws its children for itself (draw_nodes.py), or takes the likeliest.
 
 Letters: B requests, N nodes, K heads in use, H hidden, V vocabulary, L committed length.
 """
@@ -66,11 +66,11 @@ class MedusaDrafter(Drafter):
         keys = temperature, batch.seed, batch.sample, batch.committed + 1
         return top_tokens(scores.flatten(0, 1), width, *keys).view(len(scores), -1, width).transpose(0, 1)
 
-    def propose(self, batch, tree, shape=None):
-        """Tokens of all nodes; their laws too unless noise is shared: see Drafter.propose."""
+    def propose(self, batch, tree, processor=None):
+        """Tokens of all nodes; their distributions too unless noise is shared: see Drafter.propose."""
         scores, temperature, kept = self.logits(batch.feature, tree.max_depth), batch.temperature, None
-        if shape is not None:
-            scores, temperature, kept = shape(scores, torch.arange(len(scores), device=scores.device))
+        if processor is not None:
+            scores, temperature, kept = processor(scores, torch.arange(len(scores), device=scores.device))
         width = tree.tree.width
         if self.sampling == "shared_noise":
             found = self._candidates(batch, scores, temperature, width).flatten(1)  # [B, K width]

@@ -11,7 +11,7 @@ import torch
 from ....kernels.speculation.prompt_lookup import prompt_lookup
 from ..draft import Draft
 from .drafter import Drafter
-from .levels import no_laws
+from .levels import no_distributions
 
 
 class NgramDrafter(Drafter):
@@ -34,16 +34,16 @@ class NgramDrafter(Drafter):
         self.shortest, self.longest, self.num_speculative_tokens = shortest, longest, tree.max_depth
 
     def copied(self, batch, num_drafted):
-        """Tokens behind the root, -1 where there is nothing to propose.  batch: BatchRows -> [B, num_drafted]"""
+        """Tokens after the root, -1 where there is nothing to propose.  batch: BatchRows -> [B, num_drafted]"""
         # The root stands at L, so L + 1 tokens are known.
-        return prompt_lookup(batch.history, batch.slots, batch.committed + 1, self.shortest, self.longest, num_drafted)
+        return prompt_lookup(batch.history, batch.seats, batch.committed + 1, self.shortest, self.longest, num_drafted)
 
     def candidates(self, batch, widths):
         """One candidate per depth, the first; the others are -1: see Drafter.candidates."""
         found = self.copied(batch, len(widths))[..., None]
         return torch.nn.functional.pad(found, (0, max(widths) - 1), value=-1)
 
-    def propose(self, batch, tree, shape=None):
-        """Tokens chosen without chance, so there is no law to look at: see Drafter.propose; shape is not looked at."""
+    def propose(self, batch, tree, processor=None):
+        """Tokens chosen without chance, so there is no distribution to look at: see Drafter.propose; processor is not looked at."""
         tokens = torch.cat((batch.root[:, None], self.copied(batch, tree.max_depth)), 1)
-        return Draft(tokens, tree, None, None, *no_laws(tree))
+        return Draft(tokens, tree, None, None, *no_distributions(tree))

@@ -42,8 +42,8 @@ class OracleDrafter(Drafter):
             self._siblings[tree.tree] = [torch.tensor(x, device=self.device) for x in (place, number)]
         return self._siblings[tree.tree]
 
-    def propose(self, batch, tree, shape=None):
-        """Tokens of all nodes, without laws: see Drafter.propose; shape is not looked at."""
+    def propose(self, batch, tree, processor=None):
+        """Tokens of all nodes, without distributions: see Drafter.propose; processor is not looked at."""
         place, number = self.siblings(tree)
         request = batch.seed.clamp(0, len(self.known) - 1)
         position = batch.committed[:, None] + tree.depths  # [B, N]

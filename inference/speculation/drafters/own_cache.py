@@ -1,7 +1,7 @@
 """Drafters with keys and values of their own: EAGLE's layer, a draft model.
 
 They live in a cache of their own, in pages of the same numbers as the target's, so whoever holds a page of one holds that of the
-other. What drafting writes there lies behind the committed positions and is forgotten; after every step `advance` computes what was
+other. What drafting writes there lies after the committed positions and is forgotten; after every step `advance` computes what was
 emitted anew, from the target's own features where the drafter reads any.
 
 Letters: B requests, n nodes of a level, J = D + 1 tokens emitted at most, M rows, F width of the target's feature, S of the state.
@@ -18,7 +18,7 @@ class OwnCacheDrafter(SequentialDrafter):
     """See above. What a kind of them says: kv_shape, state_shape, `shift`, `run`, `logits`.
 
     shift: the keys of the token at position x stand at place x - 1 + shift, which is also its position for the rotation. The newest
-    token's own are computed when it is emitted, so drafting starts behind L + shift places.
+    token's own are computed when it is emitted, so drafting starts after L + shift places.
     """
 
     shift = 0
@@ -49,12 +49,12 @@ class OwnCacheDrafter(SequentialDrafter):
         feature = feature.view(len(requests), -1, feature.shape[1])[requests[:, None], path]  # [B, J, F]
         depths = torch.arange(length, device=device)
         shape = dict(first=0, depths=depths, ancestors=depths.expand(length, length))
-        # Rows behind the newest token stand where nothing is committed: whatever they leave is written over before it is read.
+        # Rows after the newest token stand where nothing is committed: whatever they leave is written over before it is read.
         state = self._run_tree(batch, emitted[:, 1:], feature, from_target=True, **shape)
         return state[requests, num_accepted]
 
     def _run_tree(self, batch, tokens, source, *, from_target, first, depths, ancestors):
-        """Rows [B, n] as nodes of a tree behind the committed places; the keys of the first stand at the tree's place `first`.
+        """Rows [B, n] as nodes of a tree after the committed places; the keys of the first stand at the tree's place `first`.
 
         tokens [B, n], source [B, n, .]; depths and ancestors as build_tree_index takes them  ->  [B, n, S]
         """
@@ -65,7 +65,7 @@ class OwnCacheDrafter(SequentialDrafter):
         index = build_tree_index(batch.block_table, below, depths, ancestors, num_kv_heads=heads, dtype=dtype)
         positions = below[:, None] + depths  # [B, n]
         forward_pass = ForwardPass(
-            tokens=tokens.flatten(), positions=positions.flatten(), cache_slots=places.flatten(), attention=index
+            tokens=tokens.flatten(), positions=positions.flatten(), cache_rows=places.flatten(), attention=index
         )
         return self.run(forward_pass, source.flatten(0, 1), from_target).view(*tokens.shape, -1)
 

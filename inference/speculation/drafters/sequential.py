@@ -1,7 +1,7 @@
-"""Drafting where a node's law depends on the tokens drafted before it: one law per node with children, depth by depth.
+"""Drafting where a token's distribution depends on the tokens drafted before it: one per node with children, depth by depth.
 
-A drafter of this kind says what the law behind the root is (`start`) and what that behind further nodes is, given their tokens and
-the state of their parents (`expand`); how children are drawn from the laws (drawings.py) is the same for all.
+A drafter of this kind gives the distribution after the root (`start`), and those after further nodes from their tokens and the
+state of their parents (`expand`). How children are sampled from them (draft_sampling.py) is the same for all.
 
 Letters: B requests, N nodes, n nodes with children of one depth, I of all depths, W candidates per node, S state, V vocabulary.
 """
@@ -31,54 +31,54 @@ class SequentialDrafter(Drafter):
         self._levels = {}  # per tree
 
     def start(self, batch):
-        """The law behind the root.  batch: BatchRows  ->  logits [1, B, V], state [B, 1, S]"""
+        """The distribution after the root.  batch: BatchRows  ->  logits [1, B, V], state [B, 1, S]"""
         raise NotImplementedError
 
     def expand(self, batch, level, tokens, state):
-        """Laws behind the nodes of a level (levels.Level), whose parents' states are those given.
+        """Distributions after the nodes of a level (levels.Level), whose parents' states are those given.
 
         tokens [B, n], state [B, n, S]  ->  logits [n, B, V], state [B, n, S]
         """
         raise NotImplementedError
 
-    def propose(self, batch, tree, shape=None):
-        """Tokens of all nodes; their laws too unless noise is shared: see Drafter.propose."""
+    def propose(self, batch, tree, processor=None):
+        """Tokens of all nodes; their distributions too unless noise is shared: see Drafter.propose."""
         if tree.tree.grows:
-            return self._grow(batch, tree, shape)
+            return self._grow(batch, tree, processor)
         plan = self.levels(tree)
         seed, sample, position = (
-            batch.draws.view(3, len(batch.slots), -1)[:, :, plan.inner].transpose(1, 2).contiguous()
+            batch.draws.view(3, len(batch.seats), -1)[:, :, plan.inner].transpose(1, 2).contiguous()
         )
-        # What is chosen without chance is accepted by the target's law alone.
-        with_laws, laws, kept = self.sampling in ("sampled", "top_and_one"), None, []
+        # What is chosen without chance is accepted by the target's distribution alone.
+        with_distributions, distributions, kept = self.sampling in ("sampled", "top_and_one"), None, []
         tokens, (logits, state) = [batch.root[:, None]], self.start(batch)
         for level, following in zip(plan.levels, [*plan.levels[1:], None]):
             scores, temperature, left = (logits, batch.temperature, None)
-            if shape is not None:
-                scores, temperature, left = shape(logits, level.depths + 1)
+            if processor is not None:
+                scores, temperature, left = processor(logits, level.depths + 1)
             here = slice(level.first, level.first + level.count)
             keys = [x[here].flatten() for x in (seed, sample, position)]
             found = self._draw(level, scores, temperature, keys, batch)  # [n, B, W]
             children = choose(found.transpose(0, 1).flatten(1), level.columns)  # [B, c]
             tokens.append(children)
-            if with_laws:
-                if laws is None:
-                    laws = scores.new_empty(plan.num_inner, *scores.shape[1:])
-                laws[here] = scores
+            if with_distributions:
+                if distributions is None:
+                    distributions = scores.new_empty(plan.num_inner, *scores.shape[1:])
+                distributions[here] = scores
                 kept.append(left)
             if following is not None:
                 inner = choose(children, level.taken)
-                if with_laws:
-                    inner = inner.clamp(min=0)  # an empty slot is computed as any token would be
+                if with_distributions:
+                    inner = inner.clamp(min=0)  # an empty node is computed as any token would be
                 logits, state = self.expand(batch, following, inner, choose(state, level.parents))
         tokens = choose(torch.cat(tokens, 1), plan.order)
         if self.sampling == "shared_noise":
             return Draft(tokens, tree)
-        if not with_laws:
+        if not with_distributions:
             return Draft(tokens, tree, None, None, *plan.chosen)
         joined = None if kept[0] is None else type(kept[0])(*(torch.cat(parts) for parts in zip(*kept)))
         sampled = sampled_nodes(self.sampling, tree.parents)
-        return Draft(tokens, tree, laws, temperature, plan.law, sampled, joined)
+        return Draft(tokens, tree, distributions, temperature, plan.distribution, sampled, joined)
 
     def _draw(self, level, scores, temperature, keys, batch):
         """Candidates of the level's nodes.  scores [n, B, V], temperature [B], keys: three [n B]  ->  [n, B, W]"""
@@ -86,13 +86,15 @@ class SequentialDrafter(Drafter):
             heat = temperature if level.count == 1 else temperature.repeat(level.count)
             noise = () if self.sampling == "greedy" else (heat, *keys)
             return top_tokens(scores.flatten(0, 1), level.width, *noise).view(*scores.shape[:2], level.width)
-        laws = torch.arange(level.count, device=scores.device)
+        distributions = torch.arange(level.count, device=scores.device)
         keys = batch.seed, batch.sample, batch.committed
-        return draw_families(self.sampling, scores, level.width, laws, level.nodes, level.sizes, temperature, keys)
+        return draw_families(
+            self.sampling, scores, level.width, distributions, level.nodes, level.sizes, temperature, keys
+        )
 
-    def _grow(self, batch, tree, shape):
-        """A dynamic tree: kernels/speculation/dynamic_tree.py.  -> Draft, of trees of its own and no law"""
-        plan, width, requests = self.levels(tree), tree.tree.width, len(batch.slots)
+    def _grow(self, batch, tree, processor):
+        """A dynamic tree: kernels/speculation/dynamic_tree.py.  -> Draft, of trees of its own and no distribution"""
+        plan, width, requests = self.levels(tree), tree.tree.width, len(batch.seats)
         candidates = Candidates.empty(requests, tree.max_depth, width, batch.root.device)
         temperature, wide = None, batch
         if self.sampling == "shared_noise":
@@ -102,8 +104,8 @@ class SequentialDrafter(Drafter):
         nodes, (logits, state) = None, self.start(batch)  # [n, B, V], [B, n, S], n = 1 and then the width
         for depth in range(tree.max_depth):
             scores, heat = logits, wide.temperature[: logits.shape[:2].numel()]
-            if shape is not None:
-                scores, heat, _ = shape(logits, plan.depths[depth, : len(logits)])
+            if processor is not None:
+                scores, heat, _ = processor(logits, plan.depths[depth, : len(logits)])
                 heat = heat.repeat(len(logits))
             nodes = grow(candidates, nodes, *self._confidence(scores, heat, width, depth, wide), temperature)
             if nodes is not None:
@@ -113,7 +115,7 @@ class SequentialDrafter(Drafter):
         grown = TreeOnDevice(tree.tree, depths, parents, ancestors)
         if self.sampling == "shared_noise":
             return Draft(tokens, grown)
-        # Chosen without chance, so no law is looked at.
+        # Chosen without chance, so no distribution is looked at.
         return Draft(tokens, grown, None, None, *plan.chosen)
 
     def _confidence(self, scores, temperature, width, depth, wide):
@@ -132,7 +134,7 @@ class SequentialDrafter(Drafter):
         return tokens.view(*shape, width), best.view(*shape, width), log_sum_exp(rows).view(shape)
 
     def candidates(self, batch, widths):
-        """The best tokens of each depth, best first, behind the draft's own first choices: see Drafter.candidates."""
+        """The best tokens of each depth, best first, after the draft's own first choices: see Drafter.candidates."""
         width, found, (logits, state) = max(widths), [], self.start(batch)
         levels = self.levels(TreeOnDevice.of(chain(len(widths)), batch.root.device)).levels
         for level in levels:

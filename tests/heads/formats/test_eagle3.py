@@ -136,7 +136,7 @@ def test_heads_of_another_target_are_refused(tmp_path):
     head = make(target_hidden_size=H)
     check_head_fits(head, target)
     target.num_hidden_layers = 5
-    check_head_fits(head, target)  # 5 is what is behind its last layer
+    check_head_fits(head, target)  # 5 is what is after its last layer
     target.num_hidden_layers = 4
     with pytest.raises(ValueError, match=r"aux layers \[1, 3, 5\], the target has layers 0 to 3 and 4"):
         check_head_fits(head, target)

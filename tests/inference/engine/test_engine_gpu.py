@@ -106,8 +106,8 @@ def test_processed_logprobs_keep_the_equality(wide):
 
     def mixed(llm):
         shared = dict(max_tokens=40, logprobs=2, ignore_eos=True)
-        laws = (dict(temperature=0.0), dict(temperature=0.7), dict(temperature=0.9, top_k=40, top_p=0.9))
-        params = [SamplingParams(seed=i, **shared, **laws[i % 3]) for i in range(len(prompts))]
+        distributions = (dict(temperature=0.0), dict(temperature=0.7), dict(temperature=0.9, top_k=40, top_p=0.9))
+        params = [SamplingParams(seed=i, **shared, **distributions[i % 3]) for i in range(len(prompts))]
         return [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in llm.generate(prompts, params)]
 
     mode = dict(logprobs_mode="processed_logprobs")

@@ -7,14 +7,14 @@ import torch
 from headstart import SamplingParams
 from headstart.inference.engine.graphs import StepGraphs
 from headstart.inference.engine.request import Request
-from headstart.inference.engine.slots import SlotTable
+from headstart.inference.engine.seats import SeatTable
 
 
 class CountingGraphs(StepGraphs):
     """Captures nothing, and says so."""
 
-    def __init__(self, slots):
-        super().__init__([SimpleNamespace(slots=slots)], 2, captured=False)
+    def __init__(self, seats):
+        super().__init__([SimpleNamespace(seats=seats)], 2, captured=False)
         self.captured, self.made = True, []
 
     def _capture(self, size, filtered, which):
@@ -25,19 +25,19 @@ class CountingGraphs(StepGraphs):
 def test_graphs_with_filters_are_captured_again_when_a_table_is_made(monkeypatch):
     waited = []
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
-    slots = SlotTable(2, 1, 8, 11, torch.float32, torch.device("cpu"))
-    graphs = CountingGraphs(slots)
+    seats = SeatTable(2, 1, 8, 11, torch.float32, torch.device("cpu"))
+    graphs = CountingGraphs(seats)
     graphs.capture()
     assert graphs.made == [(2, False), (1, False)]
 
     def write(**given):
         request = Request(0, [1, 2], SamplingParams(**given), 0, 0, 5, None)
-        request.slot = 0
-        slots.write_requests([request], [0], lambda _: {3})
+        request.seat = 0
+        seats.write_requests([request], [0], lambda _: {3})
 
     def run():
         graphs.made.clear()
-        found = [graphs.run([slots.nobody], filtered) for filtered in (False, True, True)]
+        found = [graphs.run([seats.nobody], filtered) for filtered in (False, True, True)]
         assert found[1] == found[2]
         return list(graphs.made)
 

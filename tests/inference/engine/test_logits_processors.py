@@ -1,4 +1,4 @@
-"""The scores behind every node of a tree against transformers' logits processors over that node's own tokens, in vLLM's order;
+"""The scores after every node of a tree against transformers' logits processors over that node's own tokens, in vLLM's order;
 and whole outputs against a loop around transformers' model and processors.
 """
 
@@ -21,7 +21,7 @@ from transformers.generation import (
 
 from headstart import LLM, SamplingParams
 from headstart.inference.engine.logit_state import LogitState
-from headstart.inference.engine.slots import SlotTable
+from headstart.inference.engine.seats import SeatTable
 from headstart.inference.engine.target_scores import CHANGED, CUT, NO_FILTERS, draw, path_tokens
 from headstart.inference.session import CheckedPrompt
 from headstart.inference.speculation.tree import build_static_tree
@@ -37,10 +37,10 @@ STOPS = {2, 3}
 WORDS = ((11,), (5, 20), (30, 5, 21), (5, 8, 22), (PROMPT[-1], OUTPUT[0], 23), (9, 5, 30, 5, 24))
 
 
-def filtered_scores(batch, logits, filters, slots, path):
+def filtered_scores(batch, logits, filters, seats, path):
     """The scores that tokens are drawn from, as `draw` writes them down.  logits [M, V] -> fp32 [M, V]"""
     scores = torch.full_like(logits, torch.nan, dtype=torch.float32)
-    draw(batch, logits, filters, slots, path, processed=scores)
+    draw(batch, logits, filters, seats, path, processed=scores)
     return scores
 
 
@@ -84,12 +84,12 @@ def processors(params, bad_words):
     return found
 
 
-def a_request(params, bad_words=(), output=OUTPUT, slot=1):
+def a_request(params, bad_words=(), output=OUTPUT, seat=1):
     return SimpleNamespace(
         params=params,
         seed=3,
         sample_index=0,
-        slot=slot,
+        seat=seat,
         prompt_token_ids=PROMPT,
         output_token_ids=output,
         known_token_ids=PROMPT + output[:-1],
@@ -100,11 +100,11 @@ def a_request(params, bad_words=(), output=OUTPUT, slot=1):
     )
 
 
-def make_slots(*requests):
-    slots = SlotTable(3, 4, 8, VOCAB, torch.float32, torch.device("cpu"))
+def make_seats(*requests):
+    seats = SeatTable(3, 4, 8, VOCAB, torch.float32, torch.device("cpu"))
     roots = [request.output_token_ids[-1] if request.output_token_ids else 0 for request in requests]
-    slots.write_requests(requests, roots, lambda _: STOPS)
-    return slots
+    seats.write_requests(requests, roots, lambda _: STOPS)
+    return seats
 
 
 CASES = {
@@ -131,15 +131,15 @@ CASES["all at temperature 0"] = CASES["all"] | dict(temperature=0.0)
 def test_scores_behind_every_node_are_those_of_transformers(name):
     params = SamplingParams(**CASES[name])
     bad_words = WORDS if params.bad_words else ()
-    slots, tree = make_slots(a_request(params, bad_words)), TreeOnDevice.of(TREE, "cpu")
+    seats, tree = make_seats(a_request(params, bad_words)), TreeOnDevice.of(TREE, "cpu")
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(TREE.num_nodes, VOCAB, generator=generator) * 3
     # Drafts of few different tokens, so that paths repeat tokens and complete bad words.
     tokens = torch.tensor([5, 8, 20, 9, 30, 24])[torch.randint(6, (1, TREE.num_nodes), generator=generator)]
     tokens[:, 0] = OUTPUT[-1]
-    batch = slots.gather(torch.tensor([1]), tree.depths)
+    batch = seats.gather(torch.tensor([1]), tree.depths)
     rows = torch.arange(TREE.num_nodes)
-    found = filtered_scores(batch, logits, CUT, slots, path_tokens(tokens, tree))
+    found = filtered_scores(batch, logits, CUT, seats, path_tokens(tokens, tree))
     changed = 0
     for node in rows.tolist():
         path = [tokens[0, n].item() for n in TREE.ancestors[node][1 : TREE.depths[node] + 1]]
@@ -151,18 +151,18 @@ def test_scores_behind_every_node_are_those_of_transformers(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_first_token_is_drawn_from_the_same_law(name):
+def test_the_first_token_is_drawn_from_the_same_distribution(name):
     params = SamplingParams(**CASES[name])
     bad_words = ((PROMPT[-1], 20), (PROMPT[-2], PROMPT[-1], 21), (4,)) if params.bad_words else ()
-    slots = make_slots(a_request(params, bad_words, output=[]))
+    seats = make_seats(a_request(params, bad_words, output=[]))
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(1)) * 3
-    batch = slots.gather(torch.tensor([1]), torch.tensor([-1]))
-    found = filtered_scores(batch, logits, CUT, slots, None)
+    batch = seats.gather(torch.tensor([1]), torch.tensor([-1]))
+    found = filtered_scores(batch, logits, CUT, seats, None)
     expected = processors(params, bad_words)(torch.tensor([PROMPT]), logits.clone())
     assert torch.equal(found, expected)
 
 
-# Behind each of six tokens only two others may come, so the newest token decides about every next one.
+# After each of six tokens only two others may come, so the newest token decides about every next one.
 FOLLOWING = tuple((10 + i, 10 + (i + k) % 6) for i in range(6) for k in (0, 3, 4, 5))
 WRITING = {
     "repetition": dict(repetition_penalty=1.7),
@@ -210,64 +210,64 @@ def test_greedy_outputs_are_those_of_a_loop_around_transformers(model, monkeypat
 
 def test_requests_without_such_parameters_get_the_same_bits_in_both_variants():
     generator = torch.Generator().manual_seed(2)
-    everything = a_request(SamplingParams(**CASES["all"]), WORDS, slot=0)
-    plain = [a_request(SamplingParams(temperature=t), slot=slot) for t, slot in ((0.0, 1), (0.83, 2))]
-    slots, tree = make_slots(everything, *plain), TreeOnDevice.of(TREE, "cpu")
-    assert all(table is not None for table in slots.logit_state.tables)
+    everything = a_request(SamplingParams(**CASES["all"]), WORDS, seat=0)
+    plain = [a_request(SamplingParams(temperature=t), seat=seat) for t, seat in ((0.0, 1), (0.83, 2))]
+    seats, tree = make_seats(everything, *plain), TreeOnDevice.of(TREE, "cpu")
+    assert all(table is not None for table in seats.logit_state.tables)
     tokens = torch.randint(VOCAB, (3, TREE.num_nodes), generator=generator)
     logits = torch.randn(3 * TREE.num_nodes, VOCAB, generator=generator)
-    batch = slots.gather(torch.tensor([1, 0, 2]), tree.depths)
+    batch = seats.gather(torch.tensor([1, 0, 2]), tree.depths)
     path = path_tokens(tokens, tree)
-    found = filtered_scores(batch, logits, CUT, slots, path).view(3, -1, VOCAB)
+    found = filtered_scores(batch, logits, CUT, seats, path).view(3, -1, VOCAB)
     expected = logits.view(3, -1, VOCAB)
     assert torch.equal(found[0], expected[0])
     assert not torch.equal(found[1], expected[1])
     assert torch.equal(found[2], expected[2] / torch.tensor(0.83))
-    changed = filtered_scores(batch, logits, CHANGED, slots, path).view(3, -1, VOCAB)
+    changed = filtered_scores(batch, logits, CHANGED, seats, path).view(3, -1, VOCAB)
     assert torch.equal(changed[[0, 2]], found[[0, 2]]), "what cuts nothing needs no sorting"
-    drawn = [draw(batch, logits, filters, slots, path).view(3, -1) for filters in (NO_FILTERS, CHANGED, CUT)]
+    drawn = [draw(batch, logits, filters, seats, path).view(3, -1) for filters in (NO_FILTERS, CHANGED, CUT)]
     assert torch.equal(drawn[0][[0, 2]], drawn[1][[0, 2]])
     assert torch.equal(drawn[0][[0, 2]], drawn[2][[0, 2]])
 
 
-def test_tables_are_made_when_needed_and_rows_are_cleaned_when_their_slot_is_given_on():
-    slots = make_slots(a_request(SamplingParams()))
-    state = slots.logit_state
+def test_tables_are_made_when_needed_and_rows_are_cleaned_when_their_seat_is_given_on():
+    seats = make_seats(a_request(SamplingParams()))
+    state = seats.logit_state
     assert state.tables == LogitTables()
     before = state.num_tables
-    slots.write_requests([a_request(SamplingParams(logit_bias={3: 1}))], [0], lambda _: STOPS)
+    seats.write_requests([a_request(SamplingParams(logit_bias={3: 1}))], [0], lambda _: STOPS)
     assert [name for name in LogitTables._fields if getattr(state.tables, name) is not None] == ["bias"]
-    slots.write_requests([a_request(SamplingParams(**CASES["all"]), WORDS)], [0], lambda _: STOPS)
+    seats.write_requests([a_request(SamplingParams(**CASES["all"]), WORDS)], [0], lambda _: STOPS)
     assert state.num_tables == len(LogitTables._fields) > before
     dirty = [table.clone() for table in state.tables]
-    slots.write_requests([a_request(SamplingParams(), slot=2)], [0], lambda _: STOPS)
+    seats.write_requests([a_request(SamplingParams(), seat=2)], [0], lambda _: STOPS)
     assert all(torch.equal(now[:2], then[:2]) for now, then in zip(state.tables, dirty)), (
-        "another slot's rows were touched"
+        "another seat's rows were touched"
     )
-    slots.write_requests([a_request(SamplingParams())], [0], lambda _: STOPS)
-    assert state.tables.tokens is slots.history
-    for name, table in state.tables._replace(tokens=slots.history[-1])._asdict().items():
+    seats.write_requests([a_request(SamplingParams())], [0], lambda _: STOPS)
+    assert state.tables.tokens is seats.history
+    for name, table in state.tables._replace(tokens=seats.history[-1])._asdict().items():
         assert (table == (-1 if name == "words" else 0)).all(), name
 
 
 def test_emitted_tokens_are_counted_and_nobody_stays_clean():
     state = LogitState(torch.zeros(3, 40, dtype=torch.int32), VOCAB, torch.as_tensor)
-    request = a_request(SamplingParams(presence_penalty=1), slot=0)
+    request = a_request(SamplingParams(presence_penalty=1), seat=0)
     state.write([request], None)
-    slots = torch.tensor([0, 2, 2])
-    state.record(slots, torch.tensor([[2, 9, 33, 44], [3, 1, 2, 3], [1, 5, 0, 0]]))
-    state.record(slots[:1], torch.tensor([[3, 9, 9, 10]]))
+    seats = torch.tensor([0, 2, 2])
+    state.record(seats, torch.tensor([[2, 9, 33, 44], [3, 1, 2, 3], [1, 5, 0, 0]]))
+    state.record(seats[:1], torch.tensor([[3, 9, 9, 10]]))
     output = [*OUTPUT, 9, 33, 9, 9, 10]
     assert state.tables.counts[0].tolist() == [output.count(token) for token in range(VOCAB)]
     assert not state.tables.counts[1:].any()
 
 
 def test_the_history_is_the_sequence_up_to_the_root():
-    first, second = a_request(SamplingParams(), slot=0), a_request(SamplingParams(), slot=1, output=[])
-    slots = make_slots(first, second)
-    slots.write_first_tokens(torch.tensor([1]), torch.tensor([77]), torch.tensor([len(PROMPT)]))
+    first, second = a_request(SamplingParams(), seat=0), a_request(SamplingParams(), seat=1, output=[])
+    seats = make_seats(first, second)
+    seats.write_first_tokens(torch.tensor([1]), torch.tensor([77]), torch.tensor([len(PROMPT)]))
     known = PROMPT + OUTPUT, [*PROMPT, 77]
-    for row, tokens in zip(slots.history, known):
+    for row, tokens in zip(seats.history, known):
         assert row[: len(tokens)].tolist() == tokens
-    assert slots.integers[:2, 1].tolist() == [OUTPUT[-1], 77]
-    assert not slots.history[2:].any()
+    assert seats.integers[:2, 1].tolist() == [OUTPUT[-1], 77]
+    assert not seats.history[2:].any()

@@ -249,9 +249,9 @@ LAWS = {
 }
 
 
-@pytest.mark.parametrize("law", LAWS)
-def test_processed_logprobs_are_of_the_law_that_was_drawn_from(random_target, prompts, law):
-    params = LAWS[law]
+@pytest.mark.parametrize("distribution", LAWS)
+def test_processed_logprobs_are_of_the_distribution_that_was_drawn_from(random_target, prompts, distribution):
+    params = LAWS[distribution]
     llm = LLM(random_target, max_num_seqs=1, **PROCESSED)
     (output,) = llm.generate(
         [prompts[2]], SamplingParams(seed=1, max_tokens=10, logprobs=12, prompt_logprobs=1, **params)
@@ -279,7 +279,7 @@ def test_processed_logprobs_are_of_the_law_that_was_drawn_from(random_target, pr
 
 
 def mixed(llm, prompts):
-    """Requests of all laws side by side: those without filters share their steps with those that have some."""
+    """Requests of all distributions side by side: those without filters share their steps with those that have some."""
     asked = [
         SamplingParams(seed=i, max_tokens=24, logprobs=3, **list(LAWS.values())[i % len(LAWS)])
         for i in range(len(prompts))
@@ -301,14 +301,14 @@ def test_speculation_and_company_change_no_processed_logprob(random_target, prom
 def test_rows_without_filters_have_the_same_scores_in_all_variants(random_target):
     """`draw` writes them in three ways, and which one is taken depends on the company."""
     llm = LLM(random_target, max_num_seqs=4)
-    llm.engine.slots.floats[:, 0] = torch.tensor([0.0, 0.3, 1.0, 1.7, 0.0])
-    llm.engine.slots.floats[:, 1] = 1.0
-    batch = llm.engine.slots.gather(torch.arange(4), torch.arange(3))
+    llm.engine.seats.floats[:, 0] = torch.tensor([0.0, 0.3, 1.0, 1.7, 0.0])
+    llm.engine.seats.floats[:, 1] = 1.0
+    batch = llm.engine.seats.gather(torch.arange(4), torch.arange(3))
     logits = torch.randn(12, VOCAB, generator=torch.Generator().manual_seed(0))
     logits[:, 3], logits[:, 5], logits[:, 7] = -0.0, torch.nan, -torch.inf
     scores = torch.full((3, 12, VOCAB), torch.nan)
     for filters in (NO_FILTERS, CHANGED, CUT):
-        draw(batch, logits, filters, llm.engine.slots, processed=scores[filters])
+        draw(batch, logits, filters, llm.engine.seats, processed=scores[filters])
     for other in scores[1:]:
         assert torch.equal(scores[0].view(torch.int32), other.view(torch.int32))
 

@@ -67,7 +67,7 @@ def test_a_page_is_named_by_everything_up_to_its_end_and_nothing_else():
     names = [
         first,
         hash_page(first, page),  # the same tokens, later in the text
-        hash_page(hash_page(FIRST, page[::-1]), page),  # behind other tokens
+        hash_page(hash_page(FIRST, page[::-1]), page),  # after other tokens
         hash_page(FIRST, [1, *page[1:]]),
         hash_page(FIRST, [1, 0, *page[2:]]),
         hash_page(FIRST, [0x0100000000000000, *page[1:]]),  # the byte of token 1 in another place

@@ -8,11 +8,11 @@ import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-import headstart.inference.engine.slots as slots_module
+import headstart.inference.engine.seats as seats_module
 import headstart.inference.engine.step as step_module
 from headstart import LLM, SamplingParams
 from headstart.inference.engine.logit_state import LogitState
-from headstart.inference.engine.slots import SlotTable
+from headstart.inference.engine.seats import SeatTable
 from headstart.inference.engine.target_scores import path_tokens
 from headstart.inference.speculation.tree import chain
 from headstart.tests.inference.engine.test_exactness import RAGGED, VOCAB, make_target, prompts_of_lengths, speculating
@@ -139,7 +139,7 @@ def test_speculation_changes_no_token_and_no_logprob(target, plain, tree, temper
     for name, found, wanted in zip(names, outputs, expected):
         assert found == wanted, name
     assert all(llm.engine.metrics.spec_decode.accepted_per_position)
-    state = llm.engine.slots.logit_state
+    state = llm.engine.seats.logit_state
     for name, table in state.tables._asdict().items():
         assert (table[-1] == (-1 if name == "words" else 0)).all(), f"{name} of nobody was written to"
 
@@ -170,7 +170,7 @@ def test_several_outputs_of_a_prompt_keep_their_own_counts(target, plain):
 
 # --- each of these defects must break the equality above ---
 
-# Behind each of these six tokens only two others may come: the newest token decides about the next one everywhere.
+# After each of these six tokens only two others may come: the newest token decides about the next one everywhere.
 FOLLOWING = dict(
     allowed_token_ids=list(range(10, 16)),
     bad_words=[spelt([10 + i, 10 + (i + k) % 6]) for i in range(6) for k in (0, 3, 4, 5)],
@@ -209,7 +209,7 @@ def equality_holds(target, biting, monkeypatch, name, defect, tree=RAGGED, **opt
 
 
 def no_path(tokens, tree):
-    """The law behind a node looks at the root's past only."""
+    """The distribution after a node looks at the root's past only."""
     return torch.full_like(path_tokens(tokens, tree), -1)
 
 
@@ -219,7 +219,7 @@ def all_drafts(tokens, tree):
 
 
 @pytest.mark.parametrize(("name", "defect"), [*((name, no_path) for name in BITING), ("frequency_penalty", all_drafts)])
-def test_equality_breaks_if_the_law_does_not_follow_the_path(target, biting, monkeypatch, name, defect):
+def test_equality_breaks_if_the_distribution_does_not_follow_the_path(target, biting, monkeypatch, name, defect):
     assert not equality_holds(target, biting, monkeypatch, name, (step_module, "path_tokens", defect))
 
 
@@ -229,8 +229,8 @@ def test_equality_breaks_if_the_step_keeps_no_count_of_what_it_emits(target, bit
 
 
 def test_equality_breaks_if_the_step_keeps_no_history_of_what_it_emits(target, biting, monkeypatch):
-    advance = slots_module.advance_slots
-    forgetful = (slots_module, "advance_slots", lambda *given: advance(*given[:-1], given[-1].clone()))
+    advance = seats_module.advance_seats
+    forgetful = (seats_module, "advance_seats", lambda *given: advance(*given[:-1], given[-1].clone()))
     assert not equality_holds(target, biting, monkeypatch, "bad_words", forgetful, tree=chain(4))
 
 
@@ -247,12 +247,12 @@ def test_equality_breaks_if_counts_are_not_restored_after_preemption(target, bit
 
 
 def test_equality_breaks_if_the_history_is_not_restored_after_preemption(target, biting, monkeypatch):
-    write = SlotTable.write_requests
+    write = SeatTable.write_requests
 
-    def forgetful(slots, requests, *given):
-        write(slots, requests, *given)
-        slots.history[[request.slot for request in requests if request.output_token_ids]] = 0
+    def forgetful(seats, requests, *given):
+        write(seats, requests, *given)
+        seats.history[[request.seat for request in requests if request.output_token_ids]] = 0
 
     pressed = dict(num_gpu_blocks_override=6)
-    defect = (SlotTable, "write_requests", forgetful)
+    defect = (SeatTable, "write_requests", forgetful)
     assert not equality_holds(target, biting, monkeypatch, "bad_words", defect, **pressed)

@@ -36,7 +36,7 @@ def test_a_page_is_reused_only_behind_the_same_beginning():
         scheduler.add(request)
         prefill(scheduler, scheduler.schedule())
         scheduler.release(request)
-    mixed = make([2, 2, 2, 2, 5, 6, 7, 8, 9])  # its second page stands in the cache, behind another first page
+    mixed = make([2, 2, 2, 2, 5, 6, 7, 8, 9])  # its second page stands in the cache, after another first page
     scheduler.add(mixed)
     assert scheduler.schedule().prefill[0].start == 4
 

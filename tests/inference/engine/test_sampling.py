@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from headstart import SamplingParams
-from headstart.inference.engine.slots import SlotTable
+from headstart.inference.engine.seats import SeatTable
 from headstart.inference.engine.target_scores import CUT, draw
 from headstart.kernels.sampling.keep_top import keep_top, kept_scores
 
@@ -109,22 +109,22 @@ def test_top_k_and_top_p_keep_what_a_loop_over_the_sorted_tokens_keeps(top_k, to
 
 
 def drawn(params, logits, emitted=0, seed=3, prompt=5):
-    """What `draw` answers for one request, behind the nodes of a chain.  logits [N, V] -> list of N tokens"""
+    """What `draw` answers for one request, after the nodes of a chain.  logits [N, V] -> list of N tokens"""
     request = SimpleNamespace(
         params=params,
         seed=seed,
         sample_index=0,
-        slot=1,
+        seat=1,
         prompt_token_ids=list(range(prompt)),
         output_token_ids=list(range(emitted)),
         known_token_ids=list(range(prompt + emitted)),
         num_remaining=100,
         bad_words=(),
     )
-    slots = SlotTable(2, 4, 8, logits.shape[1], torch.float32, torch.device("cpu"))
-    slots.write_requests([request], [0], lambda request: {5, *request.params.stop_token_ids})
-    batch = slots.gather(torch.tensor([1]), torch.arange(-1, len(logits) - 1))
-    return draw(batch, logits, CUT, slots).tolist()
+    seats = SeatTable(2, 4, 8, logits.shape[1], torch.float32, torch.device("cpu"))
+    seats.write_requests([request], [0], lambda request: {5, *request.params.stop_token_ids})
+    batch = seats.gather(torch.tensor([1]), torch.arange(-1, len(logits) - 1))
+    return draw(batch, logits, CUT, seats).tolist()
 
 
 def test_min_tokens_excludes_what_would_end_the_output():

@@ -49,15 +49,15 @@ def prefill(scheduler, step):
             chunk.request.status = Status.RUNNING
 
 
-def test_requests_are_admitted_in_order_while_slots_and_pages_last():
-    scheduler = build(num_pages=8, max_num_seqs=3, tree_slots=4)
+def test_requests_are_admitted_in_order_while_seats_and_pages_last():
+    scheduler = build(num_pages=8, max_num_seqs=3, tree_positions=4)
     requests = [make(100, seed=0), make(100, seed=1), make(300, seed=2), make(10, seed=3)]  # 2, 2, 5 and 1 pages
     for request in requests:
         scheduler.add(request)
     step = scheduler.schedule()
     assert step.admitted == step.grown == requests[:2]  # the third does not fit, and the fourth does not overtake it
     assert step.decode == step.preempted == []
-    assert [request.slot for request in requests] == [0, 1, None, None]
+    assert [request.seat for request in requests] == [0, 1, None, None]
     pages = [page for request in requests for page in request.pages]
     assert len(set(pages)) == 4
     assert 0 not in pages
@@ -66,13 +66,13 @@ def test_requests_are_admitted_in_order_while_slots_and_pages_last():
     step = scheduler.schedule()
     assert step.admitted == requests[2:]
     assert step.decode == [requests[1]]
-    assert [request.slot for request in requests] == [None, 1, 0, 2]
+    assert [request.seat for request in requests] == [None, 1, 0, 2]
     assert scheduler.num_free_pages == 0
     scheduler.check()
 
 
 def test_admission_asks_for_pages_of_the_known_tokens_and_one_tree_not_of_a_whole_life():
-    scheduler = build(num_pages=20, tree_slots=29)
+    scheduler = build(num_pages=20, tree_positions=29)
     request = make(100, new=1000)
     scheduler.add(request)
     scheduler.schedule()
@@ -80,7 +80,7 @@ def test_admission_asks_for_pages_of_the_known_tokens_and_one_tree_not_of_a_whol
 
 
 def test_a_request_that_can_never_fit_is_refused_at_once_and_told_what_would():
-    scheduler = build(num_pages=2, tree_slots=64)
+    scheduler = build(num_pages=2, tree_positions=64)
     with pytest.raises(
         ValueError, match=r"60 tokens and 5 new ones need 3 pages of 64 .* holds 2: .* together may be 64"
     ):
@@ -97,7 +97,7 @@ def test_sizes_below_one_are_refused(name):
 
 def test_a_tree_too_small_for_its_tokens_is_refused():
     with pytest.raises(ValueError, match="a tree of 3 nodes emits at most as many tokens, got max_emitted=4"):
-        build(tree_slots=3, max_emitted=4)
+        build(tree_positions=3, max_emitted=4)
 
 
 def test_prompt_tokens_of_a_step_stay_within_the_budget_in_order():
@@ -140,7 +140,7 @@ def test_a_request_decodes_from_the_step_after_its_prefill_until_its_tokens_are_
 
 @pytest.mark.parametrize(("in_flight", "pages"), [(0, 2), (1, 2), (2, 3), (8, 3), (9, 4), (50, 4)])
 def test_pages_cover_the_longest_a_request_can_be_behind_the_steps_in_flight(in_flight, pages):
-    scheduler = build(page_size=64, tree_slots=20, max_emitted=10)
+    scheduler = build(page_size=64, tree_positions=20, max_emitted=10)
     request = make(90, new=100)
     scheduler.add(request)
     prefill(scheduler, scheduler.schedule())
@@ -151,7 +151,7 @@ def test_pages_cover_the_longest_a_request_can_be_behind_the_steps_in_flight(in_
 
 
 def test_a_request_as_long_as_the_cache_waits_until_its_steps_are_read():
-    scheduler = build(num_pages=3, page_size=4, tree_slots=5, max_emitted=5)
+    scheduler = build(num_pages=3, page_size=4, tree_positions=5, max_emitted=5)
     request = make(1, new=6)
     scheduler.add(request)
     prefill(scheduler, scheduler.schedule())
@@ -166,7 +166,7 @@ def test_a_request_as_long_as_the_cache_waits_until_its_steps_are_read():
 
 
 def test_nobody_gives_way_for_more_pages_than_there_are():
-    scheduler = build(num_pages=4, page_size=4, tree_slots=6, max_emitted=6)
+    scheduler = build(num_pages=4, page_size=4, tree_positions=6, max_emitted=6)
     first, second = make(1, new=9, seed=0), make(1, new=1, seed=1)
     for request in (first, second):
         scheduler.add(request)
@@ -196,17 +196,17 @@ def fill(num_requests=3, num_pages=6, **settings):
 
 def test_the_youngest_gives_its_pages_to_an_older_one_and_goes_to_the_front_of_the_queue():
     scheduler, (first, second, third) = fill()
-    behind = make(2, seed=9)
-    scheduler.add(behind)
+    after = make(2, seed=9)
+    scheduler.add(after)
     decode_once(scheduler, first, (6, 7))  # 8 tokens: its next position opens a page
     tokens = list(third.output_token_ids)
     step = scheduler.schedule()
     assert step.preempted == [third]
     assert step.decode == [first, second]
     assert step.grown == [first]
-    assert step.admitted == []  # although the pages left would do for the one behind it
-    assert list(scheduler.waiting) == [third, behind]
-    assert (third.status, third.slot, third.pages, third.committed, third.in_flight) == (Status.WAITING, None, [], 0, 0)
+    assert step.admitted == []  # although the pages left would do for the one after it
+    assert list(scheduler.waiting) == [third, after]
+    assert (third.status, third.seat, third.pages, third.committed, third.in_flight) == (Status.WAITING, None, [], 0, 0)
     assert third.epoch == 1
     assert third.output_token_ids == tokens
     assert scheduler.num_preemptions == 1
@@ -245,8 +245,8 @@ def test_the_youngest_reads_its_steps_in_flight_before_it_gives_up_its_own_pages
 
 
 def test_pages_are_taken_from_as_many_as_it_takes_but_never_from_the_oldest():
-    scheduler, (first, second, third) = fill(tree_slots=1)
-    scheduler.tree_slots = 18  # a tree that fills the whole cache
+    scheduler, (first, second, third) = fill(tree_positions=1)
+    scheduler.tree_positions = 18  # a tree that fills the whole cache
     step = scheduler.schedule()
     assert step.preempted == [third, second]
     assert step.decode == [first]

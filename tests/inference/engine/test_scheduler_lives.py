@@ -51,8 +51,8 @@ class FakeEngine:
     def __init__(self, scheduler, lag, rng):
         self.scheduler, self.lag, self.rng = scheduler, lag, rng
         self.cells = [[None] * scheduler.page_size for _ in range(scheduler.num_pages + 1)]
-        self.table = {}  # slot -> pages, as the device knows them
-        self.rows = {}  # slot -> [request, text whose KV is committed, root, tokens left to emit], as the device knows them
+        self.table = {}  # seat -> pages, as the device knows them
+        self.rows = {}  # seat -> [request, text whose KV is committed, root, tokens left to emit], as the device knows them
         self.launched = deque()
         self.arrived, self.num_chunk_tokens = [], 0
 
@@ -62,12 +62,12 @@ class FakeEngine:
 
     def step(self):
         scheduler = self.scheduler
-        before = {request: request.slot for request in scheduler.active}
+        before = {request: request.seat for request in scheduler.active}
         step = scheduler.schedule()
         scheduler.check()
         self.check_step(step, before)
         for request in step.grown:
-            self.table[request.slot] = list(request.pages)
+            self.table[request.seat] = list(request.pages)
         results = [self.compute(chunk) for chunk in step.prefill]
         for request in step.decode:
             results.append((request, request.epoch, self.decode(request)))
@@ -107,37 +107,37 @@ class FakeEngine:
         assert step.preempted == sorted(step.preempted, key=order.get, reverse=True)
         assert not before or next(iter(before)) not in step.preempted, "the oldest lost its pages"
 
-    def write(self, slot, position, value):
-        page = self.table[slot][position // PAGE]
+    def write(self, seat, position, value):
+        page = self.table[seat][position // PAGE]
         assert page != 0
         num_holders = self.scheduler.pool.num_holders[page]
         assert num_holders <= 1, "a shared page is written"
-        request = self.rows[slot][0]
-        if request.slot is not None and request.epoch == self.rows[slot][4]:
+        request = self.rows[seat][0]
+        if request.seat is not None and request.epoch == self.rows[seat][4]:
             assert num_holders == 1
             assert position >= request.committed, "a committed cell is written"
         self.cells[page][position % PAGE] = value
 
-    def check_cells(self, slot, text):
+    def check_cells(self, seat, text):
         for position, value in enumerate(hash_text(text)):
-            page = self.table[slot][position // PAGE]
+            page = self.table[seat][position // PAGE]
             assert self.cells[page][position % PAGE] == value, "the cache does not hold this text"
 
     def compute(self, chunk):
         """A chunk of known tokens; with the last one, the first token of an output that has none."""
-        request, slot, stop = chunk.request, chunk.request.slot, chunk.start + chunk.count
+        request, seat, stop = chunk.request, chunk.request.seat, chunk.start + chunk.count
         known = request.known_token_ids
-        self.rows[slot] = [request, known[:stop], None, request.num_remaining, request.epoch]
-        self.check_cells(slot, known[: chunk.start])
+        self.rows[seat] = [request, known[:stop], None, request.num_remaining, request.epoch]
+        self.check_cells(seat, known[: chunk.start])
         for position, value in list(enumerate(hash_text(known)))[chunk.start : stop]:
-            self.write(slot, position, value)
+            self.write(seat, position, value)
         self.num_chunk_tokens += chunk.count
         request.committed += chunk.count
         self.scheduler.committed_advanced(request)
         if not chunk.is_last:
             return None
         request.status = Status.RUNNING
-        row = self.rows[slot]
+        row = self.rows[seat]
         if request.output_token_ids:
             row[2] = request.output_token_ids[-1]
             return None
@@ -148,18 +148,18 @@ class FakeEngine:
 
     def decode(self, request):
         """A step as the device does it: from its own row, drafts included, at most as many tokens as are left."""
-        slot, row = request.slot, self.rows[request.slot]
+        seat, row = request.seat, self.rows[request.seat]
         text, root, left = row[1], row[2], row[3]
-        self.check_cells(slot, text)
-        for i in range(self.scheduler.tree_slots):
-            self.write(slot, len(text) + i, f"draft {i}")
+        self.check_cells(seat, text)
+        for i in range(self.scheduler.tree_positions):
+            self.write(seat, len(text) + i, f"draft {i}")
         wanted, emitted = self.rng.randint(1, self.scheduler.max_emitted), []
         while len(emitted) < max(min(wanted, left), 1):
             text = [*text, root]
-            self.write(slot, len(text) - 1, hash_text(text)[-1])
+            self.write(seat, len(text) - 1, hash_text(text)[-1])
             root = draw_next(request.seed, hash_text(text)[-1])
             emitted.append(root)
-        self.rows[slot] = [request, text, root, left - len(emitted), request.epoch]
+        self.rows[seat] = [request, text, root, left - len(emitted), request.epoch]
         return emitted
 
     def read(self, results):
@@ -199,15 +199,15 @@ def simulate(seed, num_requests=30):
     """Random requests under random settings; many begin alike, some are cancelled.  -> the engine at its end"""
     rng = random.Random(seed)
     max_emitted = rng.choice([1, 1, 2, 3, 5])
-    tree_slots = max_emitted if max_emitted == 1 else max_emitted + rng.randint(0, 12)
+    tree_positions = max_emitted if max_emitted == 1 else max_emitted + rng.randint(0, 12)
     longest = rng.choice([20, 60, 120])
-    least = -(-(longest + tree_slots) // PAGE)
+    least = -(-(longest + tree_positions) // PAGE)
     scheduler = Scheduler(
         num_pages=least + rng.choice([0, 1, 2, 5, 20, 100]),
         page_size=PAGE,
         max_num_seqs=rng.randint(1, 8),
         max_num_batched_tokens=rng.choice([1, 3, 7, 16, 64, 1000]),
-        tree_slots=tree_slots,
+        tree_positions=tree_positions,
         max_emitted=max_emitted,
         enable_prefix_caching=rng.random() < 0.7,
     )
@@ -254,7 +254,9 @@ def test_random_lives_end_with_the_outputs_of_solo_runs(first):
 
 def test_many_requests_with_one_beginning_share_it_under_pressure():
     rng = random.Random(1)
-    scheduler = build(num_pages=24, page_size=4, max_num_seqs=6, max_num_batched_tokens=32, tree_slots=9, max_emitted=4)
+    scheduler = build(
+        num_pages=24, page_size=4, max_num_seqs=6, max_num_batched_tokens=32, tree_positions=9, max_emitted=4
+    )
     engine = FakeEngine(scheduler, lag=1, rng=rng)
     system = [rng.randint(1, 29) for _ in range(22)]
     for i in range(150):

@@ -97,7 +97,7 @@ def test_a_stop_string_costs_no_decoding_of_the_whole_text_for_every_token(plain
 
 
 def test_stop_strings_are_found_however_their_characters_are_cut_into_tokens(plain):
-    """Of many tokens less than a character each, behind special tokens and a long token: against a search in all of the text."""
+    """Of many tokens less than a character each, after special tokens and a long token: against a search in all of the text."""
     pieces = [bytes([b]) for b in "é€😀x".encode()] + [b"x" * 40]
 
     class Bytes:
@@ -218,7 +218,7 @@ def test_blocks_are_accepted_whole(fast):
         before = fast.get_metrics()
         answer(fast)
         steps = fast.get_metrics()["num_spec_steps"] - before["num_spec_steps"]
-        assert steps == 3, "17 tokens behind the first one, six per step"
+        assert steps == 3, "17 tokens after the first one, six per step"
     accepted = fast.get_metrics()["acceptance_per_position"]
     assert len(accepted) == DEPTH
     assert all(accepted), "every depth must have been accepted"
@@ -334,7 +334,7 @@ def test_stop_strings_are_found_first_come_and_behind_the_start():
     assert find_stop("abcabc", ("ca", "bc")) == (1, "bc")
     assert find_stop("abcabc", ("x",)) is None
     assert find_stop("abcabc", ("bc",), 3) == (4, "bc")
-    assert find_stop("abcabc", ("bc",), 2) == (1, "bc"), "it ends behind the start"
+    assert find_stop("abcabc", ("bc",), 2) == (1, "bc"), "it ends after the start"
     assert find_stop("abcabc", ("abc", "a"), 6) is None
     assert find_stop("", ("abc",), 1) is None
 

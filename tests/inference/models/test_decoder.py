@@ -100,8 +100,8 @@ def run_decoder(decoder, tokens, passes):
                 decoder.num_kv_heads,
                 decoder.dtype,
             )
-            slots = table[0, positions // PAGE] * PAGE + positions % PAGE
-            batch = ForwardPass(tokens[start : start + count].to(device), positions, slots, index)
+            seats = table[0, positions // PAGE] * PAGE + positions % PAGE
+            batch = ForwardPass(tokens[start : start + count].to(device), positions, seats, index)
             found.append(decoder.logits(decoder.forward(batch, cache.kv)[0]))
             start += count
     assert start == len(tokens)

@@ -93,9 +93,9 @@ class Root:
     tokens: list
     parents: list
     company: int  # how many requests shared the step
-    kept: dict = field(default_factory=dict)  # path -> scores [V] that the head gave behind it
+    kept: dict = field(default_factory=dict)  # path -> scores [V] that the head gave after it
     handed: dict = field(default_factory=dict)  # the same, as they were handed to the verifier, if they were
-    candidates: list | None = None  # [D][.] of the engine's own record behind the draft's first choices
+    candidates: list | None = None  # [D][.] of the engine's own record after the draft's first choices
 
     @property
     def paths(self):
@@ -142,8 +142,8 @@ class Watch:
         self.by_depth = self.logits(feature, num_heads)  # [K, B, V]
         return self.by_depth
 
-    def _propose(self, batch, tree, shape=None):
-        drafted = self.propose(batch, tree, shape)
+    def _propose(self, batch, tree, processor=None):
+        drafted = self.propose(batch, tree, processor)
         topology = tree if drafted.tree is None else drafted.tree
         parents = topology.parents.expand(drafted.tokens.shape).tolist()
         for i, (request, length) in enumerate(zip(batch.seed.tolist(), batch.committed.tolist())):
@@ -154,13 +154,13 @@ class Watch:
             else:  # nodes of one depth share a head's scores
                 root.kept = {root.paths[n]: self.by_depth[len(root.paths[n]), i].clone() for n in inner}
             if drafted.scores is not None:
-                root.handed = {root.paths[n]: drafted.scores[drafted.law[n], i].clone() for n in inner}
+                root.handed = {root.paths[n]: drafted.scores[drafted.distribution[n], i].clone() for n in inner}
             self.roots.append(root)
         return drafted
 
 
 class Accepting:
-    """A rule that accepts a deepest node, none, one of depth 1 and so on, whatever the target says; behind it, it is `strict`."""
+    """A rule that accepts a deepest node, none, one of depth 1 and so on, whatever the target says; after it, it is `strict`."""
 
     def __init__(self):
         self.steps = {}  # how many each request had
@@ -221,9 +221,9 @@ def draft(llm, prompts, temperature=0.0):
 
 @torch.no_grad()
 def predict(target, head, texts, roots):
-    """What training says behind every path of every root.  -> per root {path: scores [V]}, how many rows were the text itself
+    """What training says after every path of every root.  -> per root {path: scores [V]}, how many rows were the text itself
 
-    All texts lie in one packed row, as documents. What was drafted behind a root is written in the place of its text: the features
+    All texts lie in one packed row, as documents. What was drafted after a root is written in the place of its text: the features
     that the head reads there are those before it, so they stay as they are.
     """
     device = target.lm_head.weight.device

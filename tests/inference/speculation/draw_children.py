@@ -11,9 +11,9 @@ from headstart.inference.speculation.draft_sampling import DRAFT_SAMPLING
 def draw_children(log_q, num_children, drawing, noise=None):
     """The tokens of `num_children` children in the order of their drawing.  log_q, noise [..., V] -> int64 [..., k]
 
-    log_q: log of the draft's law after temperature, top-k and top-p, minus infinity outside its support; any constant may be added.
-    noise: Gumbel noise; 0 in the rows of a request at temperature 0, whose children are then the likeliest tokens in every
-    way of drawing. Ties go to the lowest token. Where the support is smaller than k, the last slots are empty: -1.
+    log_q: log of the draft's distribution after temperature, top-k and top-p, minus infinity outside its support; any constant
+    may be added. noise: Gumbel noise; 0 in the rows of a request at temperature 0, whose children are then the likeliest tokens
+    in every way of drawing. Ties go to the lowest token. Where the support is smaller than k, the last slots are empty: -1.
     Raises ValueError for another way of drawing, and for noise that is missing or not wanted.
     """
     if drawing not in DRAFT_SAMPLING:

@@ -1,10 +1,12 @@
-"""The exact law of what a verifier emits, in fp64, by enumeration: every draft with its probability, every u on either side.
+"""The exact distribution of what a verifier emits, in fp64, by enumeration: every draft with its probability, every u on either
+side.
 
 Every decision of a rule is one comparison `accepts(u_n, ...)`, so what comes out is piecewise constant in every u_n with one
 breakpoint, its threshold. The comparison is replaced by one that takes its answer from u and notes the threshold; a combination of
 answers then has the weight prod(t or 1 - t). The untouched rule, at a u in the middle of every piece, must agree.
 
-Letters: V vocabulary, D depth, B drafts (rows), C combinations of answers. A table of laws [V] * d + [V] holds one per prefix.
+Letters: V vocabulary, D depth, B drafts (rows), C combinations of answers. A table of distributions [V] * d + [V] holds one per
+prefix.
 """
 
 from dataclasses import dataclass
@@ -29,11 +31,11 @@ class Case:
 
     @property
     def joint(self):
-        """The law of the next D + 1 tokens, [V] * (D + 1)."""
-        law = self.p[0]
+        """The distribution of the next D + 1 tokens, [V] * (D + 1)."""
+        distribution = self.p[0]
         for table in self.p[1:]:
-            law = law[..., None] * table
-        return law
+            distribution = distribution[..., None] * table
+        return distribution
 
 
 def children_of(tree, node):
@@ -41,7 +43,7 @@ def children_of(tree, node):
 
 
 def look_up(table, tokens, ancestors):
-    """The laws behind the prefixes that `ancestors` (the root left out) spell.  [V] * d + [V] -> [B, V]"""
+    """The distributions after the prefixes that `ancestors` (the root left out) spell.  [V] * d + [V] -> [B, V]"""
     size, index = table.shape[-1], torch.zeros(len(tokens), dtype=torch.int64)
     for node in ancestors:
         index = index * size + tokens[:, node].clamp(min=0)
@@ -49,7 +51,7 @@ def look_up(table, tokens, ancestors):
 
 
 def at_nodes(tree, tables, tokens, nodes):
-    """tables -> [B, len(nodes), V]: the law at every node of `nodes`."""
+    """tables -> [B, len(nodes), V]: the distribution at every node of `nodes`."""
     paths = [tree.ancestors[n][1 : tree.depths[n] + 1] for n in nodes]
     return torch.stack([look_up(tables[len(path)], tokens, path) for path in paths], 1)
 
@@ -72,11 +74,13 @@ def all_drafts(case, shared=False):
         for child in children:
             chosen = case.drawing == "greedy" or (case.drawing == "top_and_one" and child != children[-1])
             one_hot = torch.nn.functional.one_hot(left.argmax(-1), left.shape[-1]).double()
-            law = one_hot if chosen else left / left.sum(-1, keepdim=True)
+            distribution = one_hot if chosen else left / left.sum(-1, keepdim=True)
             empty = (left.sum(-1) == 0) | (tokens[:, node] < 0)
-            law = torch.cat([law.masked_fill(empty[:, None], 0), empty[:, None].double()], 1)  # the last one: no token
-            rows, token = (law > 0).nonzero().T
-            weights, tokens, left = weights[rows] * law[rows, token], tokens[rows], left[rows]
+            distribution = torch.cat(
+                [distribution.masked_fill(empty[:, None], 0), empty[:, None].double()], 1
+            )  # the last one: no token
+            rows, token = (distribution > 0).nonzero().T
+            weights, tokens, left = weights[rows] * distribution[rows, token], tokens[rows], left[rows]
             left[torch.arange(len(rows)), token.clamp(max=left.shape[-1] - 1)] = 0
             tokens[:, child] = torch.where(token < left.shape[-1], token, -1)
     return tokens, weights
@@ -86,9 +90,9 @@ def make_draft(case, tokens, q=None, drawing=None):
     """DraftProbabilities of `tokens` [B, N]; q, drawing: others than the case's, for what a wrong engine would hand over."""
     tree = case.tree
     inner = [n for n in range(tree.num_nodes) if children_of(tree, n)] or [0]
-    law = torch.tensor([inner.index(n) if n in inner else 0 for n in range(tree.num_nodes)])
+    distribution = torch.tensor([inner.index(n) if n in inner else 0 for n in range(tree.num_nodes)])
     drawn = sampled_nodes(drawing or case.drawing, torch.tensor(tree.parents))
-    return DraftProbabilities(tokens, at_nodes(tree, q or case.q, tokens, inner), law, drawn)
+    return DraftProbabilities(tokens, at_nodes(tree, q or case.q, tokens, inner), distribution, drawn)
 
 
 def run(rule, case, drafts=None, draft=None, limit=None):
@@ -122,18 +126,20 @@ def run(rule, case, drafts=None, draft=None, limit=None):
     return SimpleNamespace(draft=draft, found=found, weights=weights[rows] * chance, rows=rows, again=again)
 
 
-def emitted_law(rule, case, **given):
-    """The law of the next D + 1 tokens under a rule, those behind a step's last drawn from p, and how many drafts it accepts."""
+def emitted_distribution(rule, case, **given):
+    """The distribution of the next D + 1 tokens under a rule, those after a step's last drawn from p, and how many drafts it
+    accepts.
+    """
     result = run(rule, case, **given)
     if "drafts" not in given and "draft" not in given:
         possible = result.weights > 0
         for first, second in zip(result.found, rule(*result.again)):
             assert torch.equal(first[possible], second[possible])
-    return law_of_tokens(case, result.draft.tokens, *result.found, result.weights)
+    return distribution_of_tokens(case, result.draft.tokens, *result.found, result.weights)
 
 
-def law_of_tokens(case, tokens, path, num_accepted, law, weights):
-    """The same from rows of outcomes with their weights.  -> law [V] * (D + 1), expected number of accepted tokens"""
+def distribution_of_tokens(case, tokens, path, num_accepted, distribution, weights):
+    """The same from rows of outcomes with their weights.  -> distribution [V] * (D + 1), expected number of accepted tokens"""
     assert abs(weights.sum() - 1) < 1e-12
     size, tokens = case.p[0].shape[-1], tokens.gather(1, path)
     total = torch.zeros(())
@@ -144,22 +150,22 @@ def law_of_tokens(case, tokens, path, num_accepted, law, weights):
         for depth in range(1, length + 1):
             index = index * size + tokens[here, depth]
         ends = torch.zeros(size**length, size, dtype=torch.float64)
-        ends.index_add_(0, index, weights[here, None] * law[here])
+        ends.index_add_(0, index, weights[here, None] * distribution[here])
         total = total[..., None] * table + ends.view_as(table)
     return total, float((weights * num_accepted).sum())
 
 
-def total_variation(law, case):
-    return float((law - case.joint).abs().sum() / 2)
+def total_variation(distribution, case):
+    return float((distribution - case.joint).abs().sum() / 2)
 
 
-def random_law(generator, size):
+def random_distribution(generator, size):
     return (1.5 * torch.randn(size, generator=generator, dtype=torch.float64)).softmax(-1)
 
 
 def random_pair(generator, size, kind):
-    """Laws p and q [V] of a kind."""
-    p, q = random_law(generator, size), random_law(generator, size)
+    """Distributions p and q [V] of a kind."""
+    p, q = random_distribution(generator, size), random_distribution(generator, size)
     some = torch.randperm(size, generator=generator) < size // 2
     one_hot = torch.eye(size, dtype=torch.float64)[torch.randint(size, (2,), generator=generator)]
     if kind == "disjoint":
@@ -181,7 +187,7 @@ KINDS = ("random", "disjoint", "equal", "one-hot p", "one-hot q", "one-hot", "ho
 
 
 def random_case(tree, size, drawing, kind, seed, medusa=False):
-    """Laws of `kind` ("mixed": another kind at every prefix); medusa: q depends on the depth alone."""
+    """Distributions of `kind` ("mixed": another kind at every prefix); medusa: q depends on the depth alone."""
     generator = torch.Generator().manual_seed(seed)
     p, q = [], []
     for depth in range(tree.max_depth + 1):

@@ -1,14 +1,14 @@
-"""The G-test (likelihood ratio) of counts against a law."""
+"""The G-test (likelihood ratio) of counts against a distribution."""
 
 import torch
 
 
-def surprise(counts, law):
-    """-log10 of the p-value that counts [C] were drawn from the law [C] in fp64; cells of no chance must be empty."""
-    possible = law > 0
+def surprise(counts, distribution):
+    """-log10 of the p-value that counts [C] were drawn from the distribution [C] in fp64; cells of no chance must be empty."""
+    possible = distribution > 0
     if counts[~possible].any():
         return 300.0
-    seen, expected = counts[possible].double(), counts.sum() * law[possible]
+    seen, expected = counts[possible].double(), counts.sum() * distribution[possible]
     # The chi-square limit wants no rare cells: the rarest are taken together until five are expected.
     order = expected.argsort()
     rare = max(int((expected[order].cumsum(0) < 5).sum()) + 1, 1)

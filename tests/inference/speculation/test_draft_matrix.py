@@ -34,7 +34,7 @@ from headstart.tests.kernels.speculation.test_dynamic_tree import grow_naively
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 TREES = ("chain", "tree", "grown")
-# Of the largest score behind a node. On the CPU rounding makes 1.5e-6 of it; GELU by tanh, the smallest mutant, 2.3e-4.
+# Of the largest score after a node. On the CPU rounding makes 1.5e-6 of it; GELU by tanh, the smallest mutant, 2.3e-4.
 TOLERANCE = {"cpu": 1e-5, "cuda": 1e-4}
 
 # What differs from the target's own shape and the defaults, by the test's id. `layers`: of the target, 2 unless told.
@@ -163,7 +163,7 @@ def check_scores(kept, said, device):
 
 
 def candidates(said, root, path, width, temperature):
-    """The best tokens behind a path and their log confidence, by training's scores; under noise it is the target's own."""
+    """The best tokens after a path and their log confidence, by training's scores; under noise it is the target's own."""
     scores = said[path].double()
     if not temperature:
         found = scores.log_softmax(0).topk(width)
@@ -213,7 +213,7 @@ def check_drafts(target, head, tree, texts, roots, temperature=0.0, drawn=False)
 
 
 def check_roots(prompts, roots, max_depth):
-    """The roots are of all kinds: the first one of a prompt, one behind a rejected draft, one behind a draft accepted whole."""
+    """The roots are of all kinds: the first one of a prompt, one after a rejected draft, one after a draft accepted whole."""
     accepted = set()
     for request, prompt in enumerate(prompts):
         lengths = [root.length for root in roots if root.request == request]
@@ -262,7 +262,7 @@ def test_under_the_target_s_noise_too(targets, trees, name, tree):
 
 @pytest.mark.parametrize("tree", ["chain", "full"])
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_rules_that_compare_laws_are_handed_those_of_training(targets, trees, name, tree):
+def test_rules_that_compare_distributions_are_handed_those_of_training(targets, trees, name, tree):
     target, plain, head, taught = make_case(name, targets)
     llm = build(plain, head, trees[tree], verifier="traversal")
     texts, roots = draft(llm, make_prompts((1, 9)), temperature=0.8)

@@ -1,6 +1,6 @@
 """Every way of drafting: it changes no bit and drafts the same whoever shares the batch, and what cannot be drafted is refused.
 
-What is drafted is what the head says: test_drafted_laws.py.
+What is drafted is what the head says: test_drafted_distributions.py.
 """
 
 import json
@@ -48,7 +48,7 @@ def test_no_bit_changes(setting, tree_files, name, tree):
             found = outputs(llm, temperature, count=count, logprobs=2)
             assert found == plain[temperature][:count], (batch, temperature)
         metrics = llm.get_metrics()
-        if name == "target" and tree != "dynamic":  # 6 tokens behind the first, by 5, then the one that is left
+        if name == "target" and tree != "dynamic":  # 6 tokens after the first, by 5, then the one that is left
             assert metrics["num_spec_steps"] == 2 * 2 * count
         accepted += metrics["num_accepted_tokens"]
         llm.engine.check()
@@ -58,7 +58,9 @@ def test_no_bit_changes(setting, tree_files, name, tree):
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("name", ["mlp", "eagle", "eagle3", "model", "target"])
 def test_under_a_ratio_rule_the_company_changes_nothing(setting, tree_files, name, tree):
-    """Drafts are drawn from the draft's own laws: these depend on the request alone, not on the batch or on pages it found."""
+    """Drafts are drawn from the draft's own distributions: these depend on the request alone, not on the batch or on pages it
+    found.
+    """
     target, plain = setting
     head, found = make(name, target).to(target.device), []
     for batch, count in ((1, ALONE), (8, len(LENGTHS))):

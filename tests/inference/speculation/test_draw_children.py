@@ -1,4 +1,4 @@
-"""Drawing children: their order, their law, their empty slots; and which verifier may follow which way of drawing."""
+"""Drawing children: their order, their distribution, their empty slots; and which verifier may follow which way of drawing."""
 
 import re
 from itertools import permutations
@@ -98,7 +98,7 @@ def test_noise_that_is_missing_or_not_wanted_is_an_error():
         draw_children(LAW.log(), 2, "top_k")
 
 
-def test_sampled_nodes_are_those_whose_law_is_not_one_hot():
+def test_sampled_nodes_are_those_whose_distribution_is_not_one_hot():
     parents = torch.tensor([-1, 0, 0, 0, 1, 1, 2])
     assert sampled_nodes("greedy", parents)[1:].any().item() is False
     assert sampled_nodes("sampled", parents)[1:].all()

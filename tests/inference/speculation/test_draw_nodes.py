@@ -1,4 +1,6 @@
-"""What a Medusa head drafts for the ratio rules: every node's children, against draw_children on that node's law and noise."""
+"""What a Medusa head drafts for the ratio rules: every node's children, against draw_children on that node's distribution and
+noise.
+"""
 
 from types import SimpleNamespace
 
@@ -45,7 +47,7 @@ def drafter(drawing):
 @pytest.mark.parametrize("filtered", [False, True])
 @pytest.mark.parametrize("drawing", ["sampled", "top_and_one", "greedy"])
 @pytest.mark.parametrize("number", range(len(TREES)))
-def test_every_node_draws_its_children_from_the_law_of_its_depth(number, drawing, filtered):
+def test_every_node_draws_its_children_from_the_distribution_of_its_depth(number, drawing, filtered):
     tree, batch, medusa = TREES[number], batch_rows(), drafter(drawing)
     cut = batch.temperature, batch.top_k, batch.top_p, batch.min_p
 
@@ -68,8 +70,10 @@ def test_every_node_draws_its_children_from_the_law_of_its_depth(number, drawing
         if drawing == "greedy":  # without chance an empty slot may hold any token: the target never emits it
             expected = torch.where(expected < 0, found.tokens[:, children], expected)
         assert torch.equal(found.tokens[:, children], expected)
-        of_law = found.scores[found.law[n]] / torch.where(found.temperature > 0, found.temperature, 1)[:, None]
-        assert torch.allclose(of_law.softmax(-1), log_q.softmax(-1), atol=1e-6)
+        of_distribution = (
+            found.scores[found.distribution[n]] / torch.where(found.temperature > 0, found.temperature, 1)[:, None]
+        )
+        assert torch.allclose(of_distribution.softmax(-1), log_q.softmax(-1), atol=1e-6)
         assert (
             found.sampled[children].tolist()
             == {
@@ -81,7 +85,7 @@ def test_every_node_draws_its_children_from_the_law_of_its_depth(number, drawing
     assert (found.tokens < 0).any() == (filtered and drawing != "greedy" and not tree.is_chain)
 
 
-def test_nodes_that_share_a_law_draw_different_children_and_the_next_step_draws_anew():
+def test_nodes_that_share_a_distribution_draw_different_children_and_the_next_step_draws_anew():
     tree, medusa = TreeOnDevice.of(TREES[1], "cpu"), drafter("sampled")
     batch = batch_rows()
     tokens = medusa.propose(batch, tree).tokens[batch.temperature > 0]

@@ -129,7 +129,7 @@ def test_on_the_gpu_too_in_graphs(rule):
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "recursive", "traversal"])
-def test_the_ratio_rules_follow_it_without_a_law(target, plain, rule):
+def test_the_ratio_rules_follow_it_without_a_distribution(target, plain, rule):
     llm = looking_up(target, Ratio(rule))
     expected = [tokens for tokens, _ in plain[1][0.0]]
     assert [tokens for tokens, _ in run(llm, plain[0], 0.0)] == expected
@@ -137,25 +137,29 @@ def test_the_ratio_rules_follow_it_without_a_law(target, plain, rule):
     mixed = run(looking_up(target, Ratio(rule)), plain[0], 0.8)
     again = run(looking_up(target, Ratio(rule), max_num_seqs=3), plain[0], 0.8)
     assert mixed == again
-    # The law that nothing was drawn from plays no part: with others, the same bits.
+    # The distribution that nothing was drawn from plays no part: with others, the same bits.
     drafter = llm.engine.drafter
     told = drafter.propose
 
-    def with_laws(batch, tree, shape=None):
-        draft = told(batch, tree, shape)
-        laws = torch.randn(2, len(batch.slots), VOCAB, generator=torch.Generator().manual_seed(len(drafter.proposed)))
-        return draft._replace(scores=laws, temperature=torch.ones(len(batch.slots)), law=tree.depths % 2)
+    def with_distributions(batch, tree, processor=None):
+        draft = told(batch, tree, processor)
+        distributions = torch.randn(
+            2, len(batch.seats), VOCAB, generator=torch.Generator().manual_seed(len(drafter.proposed))
+        )
+        return draft._replace(
+            scores=distributions, temperature=torch.ones(len(batch.seats)), distribution=tree.depths % 2
+        )
 
-    drafter.propose = with_laws
+    drafter.propose = with_distributions
     assert run(llm, plain[0], 0.8) == mixed
 
 
 def test_candidates_stand_in_the_first_place(target):
     llm = looking_up(target)
-    slots = llm.engine.slots
-    slots.history[2, :6] = torch.tensor([1, 2, 3, 4, 1, 2])
-    slots.integers[2, :2] = torch.tensor([5, 2])
-    batch = slots.gather(torch.tensor([2]), llm.engine.tree.depths)
+    seats = llm.engine.seats
+    seats.history[2, :6] = torch.tensor([1, 2, 3, 4, 1, 2])
+    seats.integers[2, :2] = torch.tensor([5, 2])
+    batch = seats.gather(torch.tensor([2]), llm.engine.tree.depths)
     assert llm.engine.drafter.candidates(batch, [2, 2, 1]).tolist() == [[[3, -1], [4, -1], [1, -1]]]
     assert llm.engine.drafter.propose(batch, llm.engine.tree).tokens.tolist() == [[2, 3, 4, 1, 2]]
 

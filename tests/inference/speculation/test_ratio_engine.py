@@ -1,4 +1,6 @@
-"""The ratio rules in the engine: greedy tokens at temperature 0, outputs of the target's law, depth limits, what is refused."""
+"""The ratio rules in the engine: greedy tokens at temperature 0, outputs of the target's distribution, depth limits, what is
+refused.
+"""
 
 from itertools import product
 from pathlib import Path
@@ -72,7 +74,7 @@ def test_at_temperature_0_the_embedded_target_speaks_as_without_drafts(rule, tre
 
 
 @pytest.mark.parametrize("rule", RATIO_RULES)
-def test_the_law_is_the_one_behind_all_of_a_requests_parameters(rule, tree_file):
+def test_the_distribution_is_the_one_behind_all_of_a_requests_parameters(rule, tree_file):
     module, head = small_target(24)
     own = dict(repetition_penalty=1.4, frequency_penalty=0.6, logit_bias={3: 1.5}, min_p=0.05, min_tokens=4)
     params = [SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, **own)] * 3
@@ -97,7 +99,7 @@ def test_on_the_gpu_too_and_in_graphs_as_without(rule, tree_file):
         speculative = {"model": head, "tree": tree, "verifier": rule}
         llm = LLM(target, device="cuda", speculative_config=speculative)
         assert [o.outputs[0].token_ids for o in llm.generate(prompts, greedy)] == expected
-        # Mixed: a replay that left a signal behind would hang or change the next one's tokens.
+        # Mixed: a replay that left a signal after would hang or change the next one's tokens.
         mixed = [
             SamplingParams(temperature=0.4 * (i % 3), top_k=40 * (i % 2), seed=i, max_tokens=40, ignore_eos=True)
             for i in range(len(prompts))
@@ -120,7 +122,7 @@ def test_a_greedy_request_among_others_is_greedy():
 
 
 def exact_joint(model, prompt, temperature, top_k, num_tokens):
-    """The law of the next tokens from forward passes over all prefixes.  [V] * num_tokens"""
+    """The distribution of the next tokens from forward passes over all prefixes.  [V] * num_tokens"""
     vocab_size = model.config.vocab_size
     joint = torch.ones(1, dtype=torch.float64)
     prefixes = torch.tensor([prompt])
@@ -136,7 +138,7 @@ def exact_joint(model, prompt, temperature, top_k, num_tokens):
 
 
 def counts_of(llm, prompt, count, seed=0, **params):
-    """How often each of the first three tokens came, the first drawn behind the prompt, the others by speculation."""
+    """How often each of the first three tokens came, the first drawn after the prompt, the others by speculation."""
     size = llm.engine.decoder.vocab_size
     (output,) = llm.generate([prompt], SamplingParams(max_tokens=5, n=count, seed=seed, **params))
     tokens = torch.tensor([one.token_ids[:3] for one in output.outputs])
@@ -153,7 +155,7 @@ def counts_of(llm, prompt, count, seed=0, **params):
         ("traversal", "greedy", 0),
     ],
 )
-def test_the_engines_outputs_follow_the_targets_law(rule, method, top_k, tree_file):
+def test_the_engines_outputs_follow_the_targets_distribution(rule, method, top_k, tree_file):
     model, head = small_target(5)
     tree = tree_file if rule in ("recursive", "traversal") else "chain"
     speculative = {"model": head, "tree": tree, "verifier": rule, "draft_sample_method": method}
@@ -162,7 +164,7 @@ def test_the_engines_outputs_follow_the_targets_law(rule, method, top_k, tree_fi
     joint = exact_joint(model, [1, 4], 0.9, top_k, 3)
     assert surprise(counts, joint) < 6
     assert 1.2 < llm.get_metrics()["acceptance_length"] < 3.5
-    # The test can fail: of the law at another temperature this is no sample.
+    # The test can fail: of the distribution at another temperature this is no sample.
     assert surprise(counts, exact_joint(model, [1, 4], 1.1, top_k, 3)) > 6
 
 
@@ -206,7 +208,7 @@ def test_verifiers_and_ways_of_drawing_by_the_names_of_vllm(tree_file):
         ({"verifier": "block", "acceptance_length": 2.0}, "belong to the verifier 'synthetic'"),
     ],
 )
-def test_what_would_not_keep_the_law_is_refused(speculative, message, tree_file):
+def test_what_would_not_keep_the_distribution_is_refused(speculative, message, tree_file):
     model, head = small_target(11)
     if "tree" in speculative:
         speculative = speculative | {"tree": tree_file}

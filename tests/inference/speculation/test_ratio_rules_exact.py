@@ -1,4 +1,6 @@
-"""The ratio rules keep the target's law: by enumeration in fp64 on small vocabularies, and against the rules told as recursions."""
+"""The ratio rules keep the target's distribution: by enumeration in fp64 on small vocabularies, and against the rules told as
+recursions.
+"""
 
 from itertools import product
 from types import SimpleNamespace
@@ -25,8 +27,8 @@ from headstart.tests.inference.speculation.enumeration import (
     all_drafts,
     at_nodes,
     children_of,
-    emitted_law,
-    law_of_tokens,
+    distribution_of_tokens,
+    emitted_distribution,
     look_up,
     make_draft,
     random_case,
@@ -48,28 +50,28 @@ FALLING = TREES[:4]  # no later sibling has a larger subtree
 
 @pytest.mark.parametrize("drawing", DRAFT_SAMPLING)
 @pytest.mark.parametrize("number", range(len(CHAINS + TREES)))
-def test_every_rule_keeps_the_targets_law(number, drawing):
+def test_every_rule_keeps_the_targets_distribution(number, drawing):
     tree, size = (CHAINS + TREES)[number]
     for kind, medusa in [*product(KINDS, [False]), ("mixed", False), ("mixed", True), ("random", True)]:
         case = random_case(tree, size, drawing, kind, seed=number, medusa=medusa)
         for rule in RATIO_RULES.values() if tree.is_chain else (recursive, traversal):
-            law, _ = emitted_law(rule, case)
-            assert (law - case.joint).abs().max() < EXACT, (rule.__name__, kind)
+            distribution, _ = emitted_distribution(rule, case)
+            assert (distribution - case.joint).abs().max() < EXACT, (rule.__name__, kind)
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2])
-def test_a_depth_limit_keeps_the_law_and_is_kept(limit):
+def test_a_depth_limit_keeps_the_distribution_and_is_kept(limit):
     for tree, size in (CHAINS[2], TREES[3]):
         case = random_case(tree, size, "sampled", "random", seed=4)
         for rule in RATIO_RULES.values() if tree.is_chain else (recursive, traversal):
-            law, accepted = emitted_law(rule, case, limit=limit)
-            assert (law - case.joint).abs().max() < EXACT
+            distribution, accepted = emitted_distribution(rule, case, limit=limit)
+            assert (distribution - case.joint).abs().max() < EXACT
             assert accepted <= limit
             assert (accepted > 0) == (limit > 0)
 
 
 @pytest.mark.parametrize("drawing", DRAFT_SAMPLING)
-def test_strict_keeps_the_law_and_accepts_the_sum_over_nodes_of_p(drawing):
+def test_strict_keeps_the_distribution_and_accepts_the_sum_over_nodes_of_p(drawing):
     for tree, size in (CHAINS[1], TREES[0], TREES[4] if drawing == "greedy" else CHAINS[2]):
         case = random_case(tree, 3 if tree.num_nodes > 4 else size, drawing, "holed", seed=2)
         tokens, weights = all_drafts(case)
@@ -83,18 +85,18 @@ def test_strict_keeps_the_law_and_accepts_the_sum_over_nodes_of_p(drawing):
         for node in range(1, tree.num_nodes):
             reached = all_drafts(case)[1]
             for child in tree.ancestors[node][1 : tree.depths[node] + 1]:
-                law = p[:, tree.parents[child]]
+                distribution = p[:, tree.parents[child]]
                 x = tokens[:, child]
-                reached = reached * torch.where(x >= 0, law.gather(1, x.clamp(min=0)[:, None]).squeeze(1), 0)
+                reached = reached * torch.where(x >= 0, distribution.gather(1, x.clamp(min=0)[:, None]).squeeze(1), 0)
             expected += float(reached.sum())
         tensors, rows = TreeOnDevice.of(tree, "cpu"), torch.arange(len(tokens)).repeat_interleave(len(targets))
         drafted, targets = tokens[rows], targets.repeat(len(tokens), 1)
         path, num_accepted, bonus = verify_strict_reference(
             tensors.parents, tensors.depths, drafted, targets, torch.full_like(rows, 9), tree.max_depth
         )
-        law = torch.nn.functional.one_hot(bonus, p.shape[-1]).double()
-        law, accepted = law_of_tokens(case, drafted, path, num_accepted, law, weights)
-        assert (law - case.joint).abs().max() < EXACT
+        distribution = torch.nn.functional.one_hot(bonus, p.shape[-1]).double()
+        distribution, accepted = distribution_of_tokens(case, drafted, path, num_accepted, distribution, weights)
+        assert (distribution - case.joint).abs().max() < EXACT
         assert accepted == pytest.approx(expected, abs=EXACT)
 
 
@@ -103,7 +105,7 @@ def test_block_accepts_at_least_as_much_as_token_and_traversal_as_recursive():
     for (tree, size), seed, drawing in product(CHAINS[1:] + FALLING[2:], range(4), ("sampled", "top_and_one")):
         case = random_case(tree, size, drawing, "random", seed)
         better, plain = (block, token) if tree.is_chain else (traversal, recursive)
-        gain = emitted_law(better, case)[1] - emitted_law(plain, case)[1]
+        gain = emitted_distribution(better, case)[1] - emitted_distribution(plain, case)[1]
         assert gain > -EXACT
         most[better] = max(most.get(better, 0), gain)
     assert most[block] > 0.02
@@ -113,13 +115,13 @@ def test_block_accepts_at_least_as_much_as_token_and_traversal_as_recursive():
 def test_behind_a_one_hot_draft_block_accepts_as_many_as_token():
     for kind, seed in product(("random", "holed", "mixed"), range(4)):
         case = random_case(chain(3), 3, "greedy", kind, seed)
-        (first, length), (second, other) = emitted_law(block, case), emitted_law(token, case)
+        (first, length), (second, other) = emitted_distribution(block, case), emitted_distribution(token, case)
         assert length == pytest.approx(other, abs=EXACT)
         assert (first - second).abs().max() < EXACT
 
 
 def test_on_a_chain_the_rules_for_trees_decide_as_those_for_chains():
-    """For every u, not only in law; and where some tokens count as drawn and others as chosen."""
+    """For every u, not only in distribution; and where some tokens count as drawn and others as chosen."""
     generator = torch.Generator().manual_seed(0)
     lengths = set()
     for kind, drawing in product((*KINDS, "mixed"), DRAFT_SAMPLING):
@@ -136,7 +138,7 @@ def test_on_a_chain_the_rules_for_trees_decide_as_those_for_chains():
             first, second = on_chain(*arguments), on_tree(*arguments)
             assert torch.equal(first.path, second.path)
             assert torch.equal(first.num_accepted, second.num_accepted)
-            assert torch.allclose(first.law, second.law, rtol=0, atol=EXACT)
+            assert torch.allclose(first.distribution, second.distribution, rtol=0, atol=EXACT)
             lengths |= set(first.num_accepted.tolist())
     assert lengths == {0, 1, 2, 3}
 
@@ -144,13 +146,21 @@ def test_on_a_chain_the_rules_for_trees_decide_as_those_for_chains():
 class Telling:
     """One request's tree, as the papers tell the rules: by recursion over nodes."""
 
-    def __init__(self, parents, tokens, p, q, law, drawn, u, limit):
+    def __init__(self, parents, tokens, p, q, distribution, drawn, u, limit):
         self.children = [[c for c in range(1, len(parents)) if parents[c] == n] for n in range(len(parents))]
-        self.tokens, self.p, self.q, self.law, self.drawn, self.u, self.limit = tokens, p, q, law, drawn, u, limit
+        self.tokens, self.p, self.q, self.distribution, self.drawn, self.u, self.limit = (
+            tokens,
+            p,
+            q,
+            distribution,
+            drawn,
+            u,
+            limit,
+        )
 
     def slots(self, node, depth):
-        """(child, token, law of its slot) of the children there are."""
-        left = self.q[self.law[node]].clone()
+        """(child, token, distribution of its slot) of the children there are."""
+        left = self.q[self.distribution[node]].clone()
         for child in self.children[node]:
             x = self.tokens[child].item()
             if x < 0 or depth >= self.limit:
@@ -162,8 +172,8 @@ class Telling:
         p = self.p[node]
         for child, x, q in self.slots(node, depth):
             if self.u[child] < p[x] / q[x]:
-                path, law = self.recursive(child, depth + 1)
-                return [node, *path], law
+                path, distribution = self.recursive(child, depth + 1)
+                return [node, *path], distribution
             p = (p - q).clamp(min=0)
             p = p / p.sum()
         return [node], p
@@ -186,7 +196,7 @@ def test_trees_of_many_nodes_are_judged_as_the_papers_tell_it(drawing):
     size, nodes, batch = 7, 40, 60
     generator = torch.Generator().manual_seed(len(drawing))
     spread = dict(generator=generator, dtype=torch.float64)
-    parents, depths, law = (torch.zeros(batch, nodes, dtype=torch.int64) for _ in range(3))
+    parents, depths, distribution = (torch.zeros(batch, nodes, dtype=torch.int64) for _ in range(3))
     tokens = torch.full((batch, nodes), -1).index_fill(1, torch.tensor([0]), 0)
     p = (1.5 * torch.randn(batch, nodes, size, **spread)).softmax(-1)
     noisy = (p.log() + torch.randn(p.shape, **spread)).masked_fill(torch.rand(p.shape, **spread) < 0.6, -torch.inf)
@@ -197,30 +207,30 @@ def test_trees_of_many_nodes_are_judged_as_the_papers_tell_it(drawing):
             parents[b, n] = torch.randint(max(0, n // 2 - 3), n // 2 + 1, (), generator=generator)
             depths[b, n] = depths[b, parents[b, n]] + 1
         inner = parents[b, 1:].unique()
-        law[b, inner] = torch.arange(len(inner)).flip(0)
+        distribution[b, inner] = torch.arange(len(inner)).flip(0)
         for n in inner.tolist():
             slots = ((parents[b] == n) & (torch.arange(nodes) > 0)).nonzero().squeeze(1)
             noise = None if drawing == "greedy" else -torch.log(-torch.log(torch.rand(size, **spread)))
-            tokens[b, slots] = draw_children(q[b, law[b, n]].log(), len(slots), drawing, noise)
+            tokens[b, slots] = draw_children(q[b, distribution[b, n]].log(), len(slots), drawing, noise)
     u = torch.rand(batch, nodes, **spread)
     limit = torch.randint(0, 9, (batch,), generator=generator)
     tree = SimpleNamespace(parents=parents, depths=depths, max_depth=int(depths.max()))
     drawn = sampled_nodes(drawing, parents.masked_fill(torch.arange(nodes) == 0, -1))
     assert ((tokens.gather(1, parents) < 0) & (tokens >= 0)).sum() > 20  # tokens below empty slots
     for rule in (recursive, traversal):
-        path, num_accepted, emitted = rule(tree, DraftProbabilities(tokens, q, law, drawn), p, u, limit)
+        path, num_accepted, emitted = rule(tree, DraftProbabilities(tokens, q, distribution, drawn), p, u, limit)
         for b in range(batch):
-            telling = Telling(*(x[b] for x in (parents, tokens, p, q, law, drawn, u)), limit[b].item())
-            expected, expected_law = getattr(telling, rule.__name__)()
+            telling = Telling(*(x[b] for x in (parents, tokens, p, q, distribution, drawn, u)), limit[b].item())
+            expected, expected_distribution = getattr(telling, rule.__name__)()
             assert path[b].tolist() == expected + expected[-1:] * (tree.max_depth + 1 - len(expected))
             assert num_accepted[b] == len(expected) - 1 <= limit[b]
-            assert torch.allclose(emitted[b], expected_law, rtol=0, atol=1e-10)
+            assert torch.allclose(emitted[b], expected_distribution, rtol=0, atol=1e-10)
         assert num_accepted.max() >= 2
         assert (num_accepted == 0).any()
 
 
 def test_in_fp32_the_rules_decide_as_in_fp64():
-    """At 1,013 tokens, also where p and q are equal but for rounding: no NaN, a law that sums to 1."""
+    """At 1,013 tokens, also where p and q are equal but for rounding: no NaN, a distribution that sums to 1."""
     generator, tree, batch, size = torch.Generator().manual_seed(1), TREES[2][0], 400, 1013
     logits = 2 * torch.randn(batch, tree.num_nodes, size, generator=generator, dtype=torch.float64)
     other = logits + torch.randn(logits.shape, generator=generator, dtype=torch.float64)
@@ -231,28 +241,28 @@ def test_in_fp32_the_rules_decide_as_in_fp64():
         [torch.zeros(batch, 1, dtype=torch.int64), draw_children(q.log(), 2, "sampled", noise).flatten(1)], 1
     )
     u = torch.rand(tokens.shape, generator=generator, dtype=torch.float64)
-    law = torch.tensor([0, 1, 2, 0, 0, 0, 0])
+    distribution = torch.tensor([0, 1, 2, 0, 0, 0, 0])
     for rule in (recursive, traversal):
         wide, narrow = (
             rule(
                 TreeOnDevice.of(tree, "cpu"),
-                DraftProbabilities(tokens, q.to(dtype), law, torch.ones(7, dtype=torch.bool)),
+                DraftProbabilities(tokens, q.to(dtype), distribution, torch.ones(7, dtype=torch.bool)),
                 p.to(dtype),
                 u,
                 torch.full((batch,), 2),
             )
             for dtype in (torch.float64, torch.float32)
         )
-        assert narrow.law.dtype == torch.float32
+        assert narrow.distribution.dtype == torch.float32
         assert torch.equal(wide.path, narrow.path)
         assert (wide.num_accepted[: batch // 2] == 2).all()
         assert set(wide.num_accepted[batch // 2 :].tolist()) == {0, 1, 2}
-        assert (narrow.law.sum(-1) - 1).abs().max() < 1e-5
-        assert (wide.law - narrow.law).abs().max() < 1e-5
+        assert (narrow.distribution.sum(-1) - 1).abs().max() < 1e-5
+        assert (wide.distribution - narrow.distribution).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("rule", RATIO_RULES.values())
-def test_where_the_residual_has_no_mass_the_targets_law_is_emitted(rule):
+def test_where_the_residual_has_no_mass_the_targets_distribution_is_emitted(rule):
     """q is above p by one rounding at the token, and u between them: it is rejected, and nothing is left of p - q."""
     p = torch.tensor([0.25, 0.5, 0.25, 0.0])
     q = torch.nextafter(p, torch.ones(4))
@@ -262,35 +272,35 @@ def test_where_the_residual_has_no_mass_the_targets_law_is_emitted(rule):
     u = torch.full((1, 2), 1 - 2.0**-32, dtype=torch.float64)
     found = rule(TreeOnDevice.of(chain(1), "cpu"), draft, p.expand(1, 2, 4), u, torch.tensor([1]))
     assert found.num_accepted.item() == 0
-    assert torch.equal(found.law[0], p)
+    assert torch.equal(found.distribution[0], p)
 
 
 @pytest.mark.parametrize("rule", [recursive, traversal])
 def test_what_hangs_below_an_empty_slot_is_not_accepted(rule):
     tree = Tree((-1, 0, 0, 2), (0, 0, 1, 0))
-    tokens, laws = torch.tensor([[0, 1, -1, 1]]), torch.tensor([[[0.0, 1.0], [0.5, 0.5]]])
-    draft = DraftProbabilities(tokens, laws, torch.tensor([0, 0, 1, 0]), torch.ones(4, dtype=torch.bool))
+    tokens, distributions = torch.tensor([[0, 1, -1, 1]]), torch.tensor([[[0.0, 1.0], [0.5, 0.5]]])
+    draft = DraftProbabilities(tokens, distributions, torch.tensor([0, 0, 1, 0]), torch.ones(4, dtype=torch.bool))
     p = torch.tensor([[[1.0, 0.0], [0.5, 0.5], [0.5, 0.5], [0.5, 0.5]]])
     found = rule(TreeOnDevice.of(tree, "cpu"), draft, p, torch.zeros(1, 4), torch.tensor([2]))
-    assert (found.num_accepted.item(), found.law.tolist()) == (0, [[1.0, 0.0]])
+    assert (found.num_accepted.item(), found.distribution.tolist()) == (0, [[1.0, 0.0]])
 
 
-def test_without_a_draft_the_targets_law_is_emitted():
+def test_without_a_draft_the_targets_distribution_is_emitted():
     p = torch.tensor([[[0.2, 0.8]], [[1.0, 0.0]]])
     draft = DraftProbabilities(torch.tensor([[1], [0]]), torch.zeros(2, 1, 2), torch.tensor([0]), torch.tensor([True]))
     for rule in RATIO_RULES.values():
         found = rule(TreeOnDevice.of(chain(0), "cpu"), draft, p, torch.zeros(2, 1), torch.tensor([0, 5]))
         assert (found.path.tolist(), found.num_accepted.tolist()) == ([[0], [0]], [0, 0])
-        assert torch.equal(found.law, p[:, 0])
+        assert torch.equal(found.distribution, p[:, 0])
 
 
 def test_draw_takes_the_highest_perturbed_score_of_the_support():
-    law = torch.tensor([[0.5, 0.5, 0.0], [0.1, 0.6, 0.3]])
-    assert draw(law, torch.zeros(2, 3)).tolist() == [0, 1]
-    assert draw(law, torch.tensor([[0.0, 1.0, 90.0], [5.0, 0.0, 0.0]])).tolist() == [1, 0]
+    distribution = torch.tensor([[0.5, 0.5, 0.0], [0.1, 0.6, 0.3]])
+    assert draw(distribution, torch.zeros(2, 3)).tolist() == [0, 1]
+    assert draw(distribution, torch.tensor([[0.0, 1.0, 90.0], [5.0, 0.0, 0.0]])).tolist() == [1, 0]
 
 
-def test_look_up_finds_the_law_of_a_prefix():
+def test_look_up_finds_the_distribution_of_a_prefix():
     table = torch.arange(27.0).view(3, 3, 3)
     assert look_up(table, torch.tensor([[9, 2, 0, 1]]), (1, 3)).tolist() == table[2, 1][None].tolist()
     assert children_of(TREES[2][0], 2) == [5, 6]

@@ -1,6 +1,7 @@
-"""What breaks losslessness is caught: each fault is put in, and the law it emits is off by at least the size known of it.
+"""What breaks losslessness is caught: each fault is put in, and the distribution it emits is off by at least the size known of it.
 
-The sizes are total variation on the joint law of a step's tokens, the worst of a few random laws; see enumeration.py.
+The sizes are total variation on the joint distribution of a step's tokens, the worst of a few random distributions; see
+enumeration.py.
 """
 
 from functools import partial
@@ -28,7 +29,7 @@ from headstart.tests.inference.speculation.enumeration import (
     all_drafts,
     at_nodes,
     children_of,
-    emitted_law,
+    emitted_distribution,
     look_up,
     make_draft,
     random_case,
@@ -43,17 +44,17 @@ ON_TREES, ON_CHAINS = (recursive, traversal), tuple(RATIO_RULES.values())
 
 
 def worst(mutant, rules, tree, size, drawing="sampled", medusa=False):
-    """The least over rules of the greatest total variation over random laws: how surely the fault is seen."""
+    """The least over rules of the greatest total variation over random distributions: how surely the fault is seen."""
     cases = [random_case(tree, size, drawing, "random", seed, medusa) for seed in range(6)]
     return min(max(total_variation(mutant(rule, case), case) for case in cases) for rule in rules)
 
 
 def told(rule, case, tokens=None, **wrong):
-    """The law where the rule is handed other tokens, laws or ways of drawing than were drawn."""
+    """The distribution where the rule is handed other tokens, distributions or ways of drawing than were drawn."""
     true, weights = all_drafts(case)
     tokens = true if tokens is None else tokens(true, case)
     draft = make_draft(case, true, **wrong)._replace(tokens=tokens)
-    return emitted_law(rule, case, drafts=(tokens, weights), draft=draft)[0]
+    return emitted_distribution(rule, case, drafts=(tokens, weights), draft=draft)[0]
 
 
 def likeliest_first(tokens, case):
@@ -75,22 +76,22 @@ def dropped(rule, case):
     """Three children are drawn, the two likeliest are kept."""
     tokens, weights = all_drafts(case)
     kept = likeliest_first(tokens, case)[:, :3]
-    return emitted_law(rule, Case(PAIR, case.p, case.q, "sampled"), drafts=(kept, weights))[0]
+    return emitted_distribution(rule, Case(PAIR, case.p, case.q, "sampled"), drafts=(kept, weights))[0]
 
 
 def patched(name, replacement, rule, case):
     with mock.patch.object(ratio_rules, name, replacement):
-        return emitted_law(rule, case)[0]
+        return emitted_distribution(rule, case)[0]
 
 
-def test_a_draft_law_of_another_temperature_is_caught():
+def test_a_draft_distribution_of_another_temperature_is_caught():
     def mutant(rule, case):
         return told(rule, case, q=[(table.log() / 0.7).softmax(-1) for table in case.q])
 
     assert worst(mutant, ON_CHAINS, chain(2), 4) > 0.04
 
 
-def test_a_draft_law_of_another_top_p_is_caught():
+def test_a_draft_distribution_of_another_top_p_is_caught():
     def mutant(rule, case):
         """Drawn from all of q, judged as if its least likely token had been cut off."""
         cut = [table * (table > table.amin(-1, keepdim=True)) for table in case.q]
@@ -99,13 +100,13 @@ def test_a_draft_law_of_another_top_p_is_caught():
     assert worst(mutant, ON_CHAINS, chain(2), 4) > 0.04
 
 
-def test_the_soft_law_of_a_chosen_child_is_caught():
+def test_the_soft_distribution_of_a_chosen_child_is_caught():
     assert worst(partial(told, drawing="sampled"), ON_CHAINS, chain(2), 4, "greedy") > 0.45
     assert worst(partial(told, drawing="sampled"), ON_TREES, TRIPLE, 4, "greedy") > 0.1
 
 
-def test_one_hot_laws_for_drawn_children_are_lossless_but_accept_less():
-    """Not a fault of the law: a drawn token may be judged as if chosen, since no u depends on it."""
+def test_one_hot_distributions_for_drawn_children_are_lossless_but_accept_less():
+    """Not a fault of the distribution: a drawn token may be judged as if chosen, since no u depends on it."""
     assert worst(partial(told, drawing="greedy"), ON_CHAINS, chain(2), 4) < 1e-12
 
 
@@ -141,7 +142,7 @@ def test_stopping_block_at_the_first_failure_is_caught():
             later = torch.cat([failed[:, :1], failed[:, 1:].cummax(1).values], 1)
             return rule(tree, draft, p, u - failed + later, limit)
 
-        return emitted_law(stopping, case, drafts=all_drafts(case))[0]
+        return emitted_distribution(stopping, case, drafts=all_drafts(case))[0]
 
     assert worst(mutant, [block], chain(3), 3) > 0.21
 
@@ -153,9 +154,9 @@ def test_the_residual_of_token_in_block_is_caught():
             node = found.num_accepted
             q = ratio_rules.pick(draft.q, node.clamp(max=draft.q.shape[1] - 1))
             rest, _ = ratio_rules.residual(ratio_rules.pick(p, node), q)
-            return found._replace(law=torch.where((node < tree.max_depth)[:, None], rest, found.law))
+            return found._replace(distribution=torch.where((node < tree.max_depth)[:, None], rest, found.distribution))
 
-        return emitted_law(simple, case, drafts=all_drafts(case))[0]
+        return emitted_distribution(simple, case, drafts=all_drafts(case))[0]
 
     assert worst(mutant, [token], chain(3), 3) < 1e-12  # there it is the right one
     assert worst(mutant, [block], chain(3), 3) > 3e-4
@@ -166,9 +167,13 @@ def test_a_bonus_token_drawn_at_another_temperature_is_caught():
         def bonus(*arguments):
             found = rule(*arguments)
             last = found.num_accepted == case.tree.max_depth
-            return found._replace(law=torch.where(last[:, None], (found.law.log() / 0.7).softmax(-1), found.law))
+            return found._replace(
+                distribution=torch.where(
+                    last[:, None], (found.distribution.log() / 0.7).softmax(-1), found.distribution
+                )
+            )
 
-        return emitted_law(bonus, case, drafts=all_drafts(case))[0]
+        return emitted_distribution(bonus, case, drafts=all_drafts(case))[0]
 
     assert worst(mutant, ON_CHAINS, chain(2), 4) > 0.01
 
@@ -178,7 +183,7 @@ def test_children_shared_by_the_parents_of_a_depth_break_traversal_only():
     first one's children failed; recursive never looks at the children of a node that it has not accepted."""
 
     def shared(rule, case):
-        return emitted_law(rule, case, drafts=all_drafts(case, shared=True))[0]
+        return emitted_distribution(rule, case, drafts=all_drafts(case, shared=True))[0]
 
     assert worst(shared, [recursive], BALANCED, 3, medusa=True) < 1e-12
     assert worst(shared, [traversal], BALANCED, 3, medusa=True) > 0.02
@@ -186,13 +191,16 @@ def test_children_shared_by_the_parents_of_a_depth_break_traversal_only():
 
 
 def two_steps(rule, case, reused):
-    """The law of two tokens by a step of a chain of two and, where it accepts nothing, one more step of a chain of one, whose draft
-    comes from the same law as the first step's second token; reused: and from the same noise, so it is the same token."""
+    """The distribution of two tokens by a step of a chain of two and, where it accepts nothing, one more step of a chain of one,
+    whose draft
+    comes from the same distribution as the first step's second token; reused: and from the same noise, so it is the same token."""
     result, size = run(rule, case), case.p[0].shape[0]
     none = result.found.num_accepted == 0
-    law = emitted_law(rule, case)[0].sum(2)  # by one step: where it accepts nothing, the second token is p's
+    distribution = emitted_distribution(rule, case)[0].sum(
+        2
+    )  # by one step: where it accepts nothing, the second token is p's
     q = case.q[1][0]  # at any prefix: medusa
-    weights = result.weights[none, None] * result.found.law[none]  # [R, V] of the first token
+    weights = result.weights[none, None] * result.found.distribution[none]  # [R, V] of the first token
     second = result.draft.tokens[none, 2]
     for first in range(size):
         p = case.p[1][first]
@@ -200,8 +208,8 @@ def two_steps(rule, case, reused):
         accepted = (p / q).clamp(max=1)  # [V] of the draft's token
         by_draft = torch.diag(accepted) + (1 - accepted)[:, None] * rest  # [V, V]: draft -> second token
         mixed = weights[:, first] @ by_draft[second] if reused else weights[:, first].sum() * (q @ by_draft)
-        law[first] += mixed - weights[:, first].sum() * p  # the second step's instead
-    return law
+        distribution[first] += mixed - weights[:, first].sum() * p  # the second step's instead
+    return distribution
 
 
 def test_draft_noise_used_again_in_the_next_step_breaks_block_only():
@@ -228,7 +236,7 @@ def test_u_of_zero_does_not_accept_what_the_target_never_emits(rule):
 
 
 def surprise(rule, case, count, drafting=DRAFT_NOISE, accepting=ACCEPT_UNIFORM, emitting=RESIDUAL_NOISE):
-    """-log10 of the p-value of a G-test on the law of a step's tokens, with the real generator's noise."""
+    """-log10 of the p-value of a G-test on the distribution of a step's tokens, with the real generator's noise."""
     tree, size = case.tree, case.p[0].shape[0]
     key = (torch.full((count,), 11), torch.zeros(count, dtype=torch.int64), torch.arange(count))
     tokens = torch.zeros(count, tree.num_nodes, dtype=torch.int64)
@@ -240,16 +248,16 @@ def surprise(rule, case, count, drafting=DRAFT_NOISE, accepting=ACCEPT_UNIFORM, 
             tokens[:, children] = draw_children(q.log(), len(children), case.drawing, noise)
     p = at_nodes(tree, case.p, tokens, range(tree.num_nodes))
     u = uniform(*key, tree.num_nodes, accepting)
-    path, num_accepted, law = rule(
+    path, num_accepted, distribution = rule(
         TreeOnDevice.of(tree, "cpu"), make_draft(case, tokens), p, u, torch.full((count,), tree.max_depth)
     )
-    bonus = draw(law, gumbel(*key, size, emitting))
+    bonus = draw(distribution, gumbel(*key, size, emitting))
     emitted = tokens.gather(1, path)[:, 1:]
     emitted = torch.cat(
         [torch.where(torch.arange(tree.max_depth) < num_accepted[:, None], emitted, bonus[:, None]), bonus[:, None]], 1
     )
     generator = torch.Generator().manual_seed(0)
-    for depth in range(1, tree.max_depth + 1):  # behind the step's tokens, any that p draws
+    for depth in range(1, tree.max_depth + 1):  # after the step's tokens, any that p draws
         rest = torch.multinomial(look_up(case.p[depth], emitted, range(depth)), 1, generator=generator).squeeze(1)
         emitted[:, depth] = torch.where(num_accepted < depth, rest, emitted[:, depth])
     cell = (emitted * size ** torch.arange(tree.max_depth, -1, -1)).sum(1)
@@ -262,7 +270,7 @@ def surprise(rule, case, count, drafting=DRAFT_NOISE, accepting=ACCEPT_UNIFORM, 
 @pytest.mark.parametrize(
     ("rule", "tree"), [(token, chain(2)), (block, chain(2)), (recursive, BALANCED), (traversal, BALANCED)]
 )
-def test_with_the_real_generator_only_noise_per_purpose_keeps_the_law(rule, tree):
+def test_with_the_real_generator_only_noise_per_purpose_keeps_the_distribution(rule, tree):
     case, count = random_case(tree, 3, "sampled", "random", seed=3), 100_000
     assert surprise(rule, case, count) < 6
     assert surprise(rule, case, count, emitting=DRAFT_NOISE) > 100  # the noise of the root's children

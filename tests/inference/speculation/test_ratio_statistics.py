@@ -1,7 +1,8 @@
-"""The verifiers with the real generator and drafter, over several steps: the joint law of three tokens, by a G-test.
+"""The verifiers with the real generator and drafter, over several steps: the joint distribution of three tokens, by a G-test.
 
-The target is a table: the law of a token given the one before it, so that a hundred thousand requests are one batch. Everything
-else is the engine's: heads, draws per node, uniforms, residuals, and their keys from step to step. On a GPU those are the kernels.
+The target is a table: the distribution of a token given the one before it, so that a hundred thousand requests are one batch.
+Everything else is the engine's: heads, draws per node, uniforms, residuals, and their keys from step to step. On a GPU those are
+the kernels.
 """
 
 from functools import partial
@@ -53,7 +54,7 @@ class Table:
         self.temperature = 0.8
 
     def joint(self, filters=NO_FILTERS):
-        """The law of three tokens behind ROOT.  [V^3]"""
+        """The distribution of three tokens after ROOT.  [V^3]"""
         p = (self.logits.double() / self.temperature).softmax(-1)
         if filters:
             rows = [torch.full((VOCAB,), x) for x in (self.temperature, *CUTS.values())]
@@ -74,14 +75,14 @@ class Table:
             root = torch.where(emitted > 0, newest, ROOT)
             batch = SimpleNamespace(
                 root=root, feature=self.features[root], temperature=heat, seed=rows * 7919 + 3, sample=rows % 3,
-                committed=emitted + 10, remaining=torch.full_like(rows, 99), slots=rows,
+                committed=emitted + 10, remaining=torch.full_like(rows, 99), seats=rows,
                 node_temperature=heat.repeat_interleave(tree.num_nodes),
                 **{name: torch.full((count,), value, device=device) for name, value in CUTS.items()},
             )  # fmt: skip
-            position = (batch.committed[:, None] + tree.depths + 1).flatten()  # of the token drawn behind every node
+            position = (batch.committed[:, None] + tree.depths + 1).flatten()  # of the token drawn after every node
             batch.draws = (*(x.repeat_interleave(tree.num_nodes) for x in (batch.seed, batch.sample)), position)
-            shape = partial(draft_scores, batch, filters, NO_TABLES, tree.max_depth) if filters else None
-            draft = self.drafter.propose(batch, tree, shape)
+            processor = partial(draft_scores, batch, filters, NO_TABLES, tree.max_depth) if filters else None
+            draft = self.drafter.propose(batch, tree, processor)
             tokens = draft.tokens.clamp(min=0)  # [B, N]
             target = TargetScores(batch, logits[tokens].flatten(0, 1), filters, NO_TABLES, tokens)
             verifier = Strict() if rule == "strict" else Ratio(rule)
@@ -100,19 +101,19 @@ class Table:
 
 def measured(rule, tree, drawing="sampled", count=60_000, device="cpu", filters=NO_FILTERS):
     table = Table(drawing, device)
-    found, law = table.steps(rule, tree, count, device, filters), table.joint(filters)
-    assert not found[law == 0].any()
-    return surprise(found[law > 0], law[law > 0])
+    found, distribution = table.steps(rule, tree, count, device, filters), table.joint(filters)
+    assert not found[distribution == 0].any()
+    return surprise(found[distribution > 0], distribution[distribution > 0])
 
 
 @pytest.mark.parametrize("drawing", ["sampled", "top_and_one", "greedy"])
 @pytest.mark.parametrize(("rule", "tree"), RULES)
-def test_three_tokens_follow_the_targets_law(rule, tree, drawing):
+def test_three_tokens_follow_the_targets_distribution(rule, tree, drawing):
     assert measured(rule, tree, drawing) < 6
 
 
 @pytest.mark.parametrize(("rule", "tree"), RULES)
-def test_three_tokens_follow_the_law_that_filters_leave(rule, tree):
+def test_three_tokens_follow_the_distribution_that_filters_leave(rule, tree):
     assert measured(rule, tree, filters=CUT) < 6
 
 
@@ -128,7 +129,7 @@ def test_three_tokens_of_strict_do(drawing, filters):
     [("sampled", NO_FILTERS), ("top_and_one", NO_FILTERS), ("greedy", NO_FILTERS), ("sampled", CUT)],
 )
 @pytest.mark.parametrize(("rule", "tree"), RULES)
-def test_a_million_times_three_tokens_follow_the_targets_law(rule, tree, drawing, filters):
+def test_a_million_times_three_tokens_follow_the_targets_distribution(rule, tree, drawing, filters):
     assert measured(rule, tree, drawing, 1_000_000, "cuda", filters) < 6
 
 
@@ -141,16 +142,16 @@ def test_a_million_times_three_tokens_of_strict_do(tree, drawing, filters):
     assert measured("strict", tree, drawing, 1_000_000, "cuda", filters) < 6
 
 
-def keyed_by_position(scores, width, laws, nodes, temperature, seed, sample, position):
+def keyed_by_position(scores, width, distributions, nodes, temperature, seed, sample, position):
     """What is wrong: noise of the position drafted for, as the target's is; it comes again in the next step."""
-    noise = gumbel(seed, sample, position + 1 + laws[:, None], scores.shape[-1], 1)
-    return draw_children(scores[laws] / temperature[:, None] + noise, width, "greedy")
+    noise = gumbel(seed, sample, position + 1 + distributions[:, None], scores.shape[-1], 1)
+    return draw_children(scores[distributions] / temperature[:, None] + noise, width, "greedy")
 
 
-def shared_by_a_depth(scores, width, laws, nodes, *keys):
+def shared_by_a_depth(scores, width, distributions, nodes, *keys):
     """What is wrong: nodes of a depth have the same children."""
-    first = torch.stack([(laws == law).int().argmax() for law in laws])
-    return draw_tokens(scores, width, laws, nodes[first], *keys)
+    first = torch.stack([(distributions == distribution).int().argmax() for distribution in distributions])
+    return draw_tokens(scores, width, distributions, nodes[first], *keys)
 
 
 draw_tokens = draw_nodes.draw_tokens
@@ -182,7 +183,7 @@ def test_residual_noise_from_the_drafts_is_seen(monkeypatch):
     assert measured("token", chain(2)) > 6
 
 
-def test_a_draft_law_of_another_temperature_is_seen(monkeypatch):
+def test_a_draft_distribution_of_another_temperature_is_seen(monkeypatch):
     real = verifiers.verify_ratio
 
     def wrong(rule, draft_temperature, **given):
@@ -195,7 +196,7 @@ def test_a_draft_law_of_another_temperature_is_seen(monkeypatch):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("rule", ["recursive", "traversal"])
-def test_where_q_underflows_the_law_is_kept(rule, device):
+def test_where_q_underflows_the_distribution_is_kept(rule, device):
     """The second child is drawn from what is e^-1000 under the first: q = 0 must not read as a token that the draft never gives."""
     tree, count = TreeOnDevice.of(Tree((-1, 0, 0), (0, 0, 1)), device), 20_000
     rows, ones = torch.arange(count, device=device), torch.ones(count, device=device)

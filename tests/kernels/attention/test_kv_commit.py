@@ -17,7 +17,7 @@ def test_commit_reads_every_source_before_it_writes(device, length, dim, kv_head
     batch, pages = len(committed), 4
     kv = torch.randn(2, 2, (batch * pages + 1) * kv_heads * PAGE, dim)
     table = torch.randperm(batch * pages).view(batch, pages) + 1
-    # Paths climb: sources lie at or behind their destinations, and one step's source is another's destination.
+    # Paths climb: sources lie at or after their destinations, and one step's source is another's destination.
     num_accepted = [0, length - 1, *(generator.randrange(length) for _ in range(batch - 2))]
     paths = [[0, *sorted(generator.sample(range(1, length + 40), length - 1))] for _ in range(batch)]
     paths[1] = list(range(length))  # a chain: nothing moves

@@ -13,9 +13,9 @@ def make(device, dtype, heads, kv_heads, dim, rows=11, splits=1, seed=0):
     qkv = torch.randn(splits, rows, width, generator=generator).to(torch.float32 if splits > 1 else dtype)
     angle = torch.rand(300, dim // 2, generator=generator) * 6
     positions = torch.randint(300, (rows,), generator=generator)
-    slots = torch.randperm(3 * PAGE, generator=generator)[:rows] + PAGE
+    seats = torch.randperm(3 * PAGE, generator=generator)[:rows] + PAGE
     norms = [torch.rand(dim, generator=generator).to(dtype) for _ in range(2)]
-    made = qkv, positions, angle.cos(), angle.sin(), slots, torch.zeros(2, 4 * kv_heads * PAGE, dim, dtype=dtype)
+    made = qkv, positions, angle.cos(), angle.sin(), seats, torch.zeros(2, 4 * kv_heads * PAGE, dim, dtype=dtype)
     return [x.to(device) for x in made], [x.to(device) for x in norms]
 
 
@@ -23,11 +23,11 @@ def make(device, dtype, heads, kv_heads, dim, rows=11, splits=1, seed=0):
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 2, 64), (6, 3, 20), (5, 1, 16)])
 def test_queries_keys_and_values_land_where_they_belong(kernel_device, heads, kv_heads, dim, normed):
     for splits in (1, 2):
-        (qkv, positions, cos, sin, slots, kv), norms = make(
+        (qkv, positions, cos, sin, seats, kv), norms = make(
             kernel_device, torch.float32, heads, kv_heads, dim, splits=splits
         )
         extra = (*norms, 1e-6) if normed else ()
-        found = rotary_kv_write(qkv, positions, cos, sin, slots, kv, heads, kv_heads, *extra)
+        found = rotary_kv_write(qkv, positions, cos, sin, seats, kv, heads, kv_heads, *extra)
         x = qkv.double().sum(0).view(-1, heads + 2 * kv_heads, dim)
         q, k, v = x.split((heads, kv_heads, kv_heads), 1)
         if normed:
@@ -39,10 +39,10 @@ def test_queries_keys_and_values_land_where_they_belong(kernel_device, heads, kv
         q, k = (torch.cat((y.real, y.imag), -1) for y in (q, k))
         torch.testing.assert_close(found.double(), q, rtol=1e-5, atol=1e-5)
         pages = kv.view(2, 4, kv_heads, PAGE, dim)
-        for row, slot in enumerate(slots.tolist()):
-            torch.testing.assert_close(pages[0, slot // PAGE, :, slot % PAGE].double(), k[row], rtol=1e-5, atol=1e-5)
-            torch.testing.assert_close(pages[1, slot // PAGE, :, slot % PAGE].double(), v[row], rtol=1e-5, atol=1e-5)
-        written = torch.zeros(4 * PAGE, dtype=torch.bool, device=kernel_device).index_fill(0, slots, True).view(4, PAGE)
+        for row, seat in enumerate(seats.tolist()):
+            torch.testing.assert_close(pages[0, seat // PAGE, :, seat % PAGE].double(), k[row], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(pages[1, seat // PAGE, :, seat % PAGE].double(), v[row], rtol=1e-5, atol=1e-5)
+        written = torch.zeros(4 * PAGE, dtype=torch.bool, device=kernel_device).index_fill(0, seats, True).view(4, PAGE)
         assert pages.transpose(2, 3)[:, ~written].eq(0).all()
 
 
@@ -69,16 +69,16 @@ def test_indices_may_have_32_bits(kernel_device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
 def test_a_rows_bits_depend_on_neither_company_nor_parts(dim, dtype):
-    (qkv, positions, cos, sin, slots, kv), norms = make("cuda", dtype, 8, 2, dim, rows=150, splits=2)
+    (qkv, positions, cos, sin, seats, kv), norms = make("cuda", dtype, 8, 2, dim, rows=150, splits=2)
     extra = (8, 2, *norms, 1e-6)
-    whole = rotary_kv_write(qkv, positions, cos, sin, slots, kv, *extra)
+    whole = rotary_kv_write(qkv, positions, cos, sin, seats, kv, *extra)
     summed, again = (qkv[0] + qkv[1]).to(dtype)[None], torch.zeros_like(kv)
-    assert torch.equal(rotary_kv_write(summed, positions, cos, sin, slots, again, *extra), whole)
+    assert torch.equal(rotary_kv_write(summed, positions, cos, sin, seats, again, *extra), whole)
     assert torch.equal(kv, again)
     for rows in [*range(1, 65), 149]:
         for start in (0, 150 - rows):
             some, again = slice(start, start + rows), torch.zeros_like(kv)
-            few = qkv[:, some].contiguous(), positions[some], cos, sin, slots[some], again
+            few = qkv[:, some].contiguous(), positions[some], cos, sin, seats[some], again
             assert torch.equal(rotary_kv_write(*few, *extra), whole[some])
             at = again != 0
             assert torch.equal(again[at], kv[at])
@@ -91,5 +91,5 @@ def test_shapes_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="q_norm must be"):
         rotary_kv_write(*arguments, 4, 2, torch.ones(8))
     arguments[1] = arguments[1][:-1]
-    with pytest.raises(ValueError, match="positions and cache slots"):
+    with pytest.raises(ValueError, match="positions and cache seats"):
         rotary_kv_write(*arguments, 4, 2)

@@ -63,7 +63,7 @@ def check_values(device, dtype, hq, hk, dim, num_nodes, committed, window=None, 
     generator = torch.Generator().manual_seed(7)
     table = torch.randperm(len(committed) * pages_each, generator=generator).view(len(committed), -1) + 1
     kv = draw_cache(table.numel(), hk, dim, dtype, "cpu")
-    # Slots behind the last node of each request were never written.
+    # Slots after the last node of each request were never written.
     poisoned = kv.view(2, -1, hk, PAGE, dim)
     poisoned[:, 0] = torch.nan
     for b, length in enumerate(committed):

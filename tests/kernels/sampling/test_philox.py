@@ -48,11 +48,11 @@ def test_gumbel_noise_is_the_same_bits_in_any_company():
         assert torch.equal(together[i], alone)
 
 
-def test_gumbel_noise_follows_its_law():
+def test_gumbel_noise_follows_its_distribution():
     g = gumbel(torch.tensor(3), torch.tensor(0), torch.tensor(0), 400_000)
     assert g.isfinite().all()
     assert abs(g.mean().item() - 0.57722) < 4 * math.pi / math.sqrt(6 * 400_000)
-    # P(G < x) = exp(-exp(-x)); with 400k draws the empirical law stays within 0.004 of it
+    # P(G < x) = exp(-exp(-x)); with 400k draws the empirical distribution stays within 0.004 of it
     for x in (-1.0, 0.0, 1.0, 3.0):
         assert abs((g < x).double().mean().item() - math.exp(-math.exp(-x))) < 0.004
 
@@ -88,7 +88,7 @@ def test_the_largest_gumbel_noise_is_that_of_32_bits(monkeypatch):
     assert -math.log(-math.log(coarse(torch.tensor(2**32 - 1)) + 2.0**-25)) < 18
 
 
-def test_uniforms_follow_their_law_and_no_purpose_or_node_repeats_another():
+def test_uniforms_follow_their_distribution_and_no_purpose_or_node_repeats_another():
     key = torch.tensor(3), torch.tensor(0), torch.tensor(0)
     rows = [
         uniform(*key, 100_000, salted(purpose, node)) for purpose in range(philox.NUM_PURPOSES) for node in (0, 1, 63)

@@ -102,20 +102,20 @@ def test_rows_may_share_keys_and_stand_later(device):
 
 
 @pytest.mark.parametrize("vocab_size", [5, 1100])
-def test_nodes_draw_with_noise_of_their_own_from_the_laws_they_share(device, vocab_size):
+def test_nodes_draw_with_noise_of_their_own_from_the_distributions_they_share(device, vocab_size):
     generator = torch.Generator().manual_seed(vocab_size)
     scores = 2 * torch.randn(2, 3, vocab_size, generator=generator)
     scores[1, 1, 2:] = -torch.inf  # two tokens for three slots
     heat, *key = keyed(3, "cpu", torch.tensor([0.0, 0.6, 1.3]))
-    laws, nodes = torch.tensor([0, 1, 1, 0]), torch.tensor([0, 1, 7, 63])
-    arguments = [x.to(device) for x in (laws, nodes, heat, *key)]
+    distributions, nodes = torch.tensor([0, 1, 1, 0]), torch.tensor([0, 1, 7, 63])
+    arguments = [x.to(device) for x in (distributions, nodes, heat, *key)]
     found = draw_tokens(scores.to(device), 3, *arguments).cpu()
     for i, node in enumerate(nodes.tolist()):
         noise = gumbel(*key, vocab_size, salted(DRAFT_NOISE, node)) * (heat > 0)[:, None]
-        log_q = scores[laws[i]] / torch.where(heat > 0, heat, 1)[:, None]
+        log_q = scores[distributions[i]] / torch.where(heat > 0, heat, 1)[:, None]
         assert torch.equal(found[i], draw_children(log_q, 3, "sampled", noise))
     assert found[1, 1, 2] == -1
-    assert torch.equal(found[:, 0], draw_children(scores[laws, 0], 3, "deterministic"))
+    assert torch.equal(found[:, 0], draw_children(scores[distributions, 0], 3, "deterministic"))
     if vocab_size > 5:
         assert not torch.equal(found[1, 2], found[2, 2])
 
@@ -276,7 +276,7 @@ def test_shapes_that_do_not_fit_are_refused():
         top_tokens(logits, 6)
     with pytest.raises(ValueError, match=r"logits \[M, V\]"):
         log_sum_exp(row)
-    with pytest.raises(ValueError, match=r"laws and nodes \[I\]"):
+    with pytest.raises(ValueError, match=r"distributions and nodes \[I\]"):
         draw_tokens(logits, 2, row, row, row, row, row, row)
     with pytest.raises(ValueError, match="width from 1 to 5"):
         draw_tokens(logits[None], 6, row, row, row, row, row, row)

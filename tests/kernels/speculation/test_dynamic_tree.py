@@ -32,8 +32,8 @@ def grow_naively(children, width, max_depth, num_nodes):
     return expanded[:-1], [path for _, _, path in sorted(tree, key=lambda x: x[1])]
 
 
-class Laws:
-    """Candidates behind any path of one request, made up when they are first asked for."""
+class Distributions:
+    """Candidates after any path of one request, made up when they are first asked for."""
 
     def __init__(self, width, kind, seed):
         self.width, self.draw, self.known = width, random.Random(seed), {}
@@ -64,17 +64,19 @@ class Laws:
             return list(zip(tokens, np.array(scores, dtype=np.float32) - np.float32(log_sum)))
 
 
-def run(ops, laws, temperature, width, max_depth, num_nodes, device):
+def run(ops, distributions, temperature, width, max_depth, num_nodes, device):
     """The whole tree as a drafter grows it.  -> all that the operations answered, and the expanded paths [B][D - 1][k]"""
     grow, prune = ops
-    batch, answers = len(laws), []
+    batch, answers = len(distributions), []
     empty = Candidates.empty(batch, max_depth, width, device)
     candidates = Candidates(*(x.fill_(torch.nan if x.is_floating_point() else -9) for x in empty))
     assert (candidates.width, candidates.max_depth) == (width, max_depth)
-    expanded, level, nodes = [[] for _ in laws], [[()] for _ in laws], None
+    expanded, level, nodes = [[] for _ in distributions], [[()] for _ in distributions], None
     heat = None if temperature is None else torch.tensor(temperature, device=device)
     for depth in range(max_depth):
-        said = [[law(path) for law, path in zip(laws, paths)] for paths in zip(*level)]  # [n][B]
+        said = [
+            [distribution(path) for distribution, path in zip(distributions, paths)] for paths in zip(*level)
+        ]  # [n][B]
         tokens, scores, log_sums = (
             torch.tensor([[row[i] for row in rows] for rows in said], device=device) for i in range(3)
         )
@@ -100,13 +102,15 @@ def run(ops, laws, temperature, width, max_depth, num_nodes, device):
 
 def assert_grown_as_naively(ops, kind, shape, device, seed=0, temperature=None, batch=2):
     width, max_depth, _ = shape
-    laws = [Laws(width, kind, seed * 100 + b) for b in range(batch)]
-    answers, expanded = run(ops, laws, temperature, *shape, device)
+    distributions = [Distributions(width, kind, seed * 100 + b) for b in range(batch)]
+    answers, expanded = run(ops, distributions, temperature, *shape, device)
     assert all(x.dtype == torch.int64 or x.dtype == torch.float32 for x in answers)
     tokens, parents, depths, ancestors = (x.tolist() for x in answers[-4:])
-    for b, law in enumerate(laws):
+    for b, distribution in enumerate(distributions):
         heat = temperature[b] if temperature else 0
-        grown, tree = grow_naively(lambda path, law=law, heat=heat: law.children(heat, path), *shape)
+        grown, tree = grow_naively(
+            lambda path, distribution=distribution, heat=heat: distribution.children(heat, path), *shape
+        )
         assert expanded[b] == grown
         paths = [(), *tree]
         assert tokens[b] == [5000 + b, *(path[-1] for path in tree)]
@@ -141,8 +145,8 @@ def test_with_noise_the_candidates_share_the_confidence(device, shape):
     assert_grown_as_naively(OURS, "spread", shape, device, temperature=[0.0, 0.7])
     for seed in range(2):
         assert_grown_as_naively(OURS, "faulty", (4, 1, 4), device, seed=seed, temperature=[0.7, 0.0])
-    laws = [Laws(3, "spread", b) for b in range(2)]
-    answers, _ = run(OURS, laws, [0.0, 1.0], 3, 1, 2, device)
+    distributions = [Distributions(3, "spread", b) for b in range(2)]
+    answers, _ = run(OURS, distributions, [0.0, 1.0], 3, 1, 2, device)
     weights = answers[0].exp().sum(1)
     assert abs(weights[1] - 1) < 1e-5 < abs(weights[0] - 1)
 
@@ -150,7 +154,7 @@ def test_with_noise_the_candidates_share_the_confidence(device, shape):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_kernel_answers_what_the_reference_does(kernel_device, kind):
     found, expected = (
-        run(ops, [Laws(6, kind, b) for b in range(3)], None, 6, 3, 30, where)[0]
+        run(ops, [Distributions(6, kind, b) for b in range(3)], None, 6, 3, 30, where)[0]
         for ops, where in ((OURS, kernel_device), ((grow_reference, prune_reference), "cpu"))
     )
     assert all(torch.equal(x.cpu(), y) for x, y in zip(found, expected, strict=True))

@@ -23,13 +23,13 @@ def look_up(x, shortest, longest, num_drafted):
 
 
 def in_a_table(sequences, width, device="cpu", seed=0):
-    """tokens [S, T], slots and length [B] of sequences in shuffled slots; everything else is filled with tokens that occur."""
+    """tokens [S, T], seats and length [B] of sequences in shuffled seats; everything else is filled with tokens that occur."""
     generator = torch.Generator().manual_seed(seed)
-    slots = torch.randperm(len(sequences) + 2, generator=generator)[: len(sequences)]
+    seats = torch.randperm(len(sequences) + 2, generator=generator)[: len(sequences)]
     tokens = torch.randint(0, 3, (len(sequences) + 2, width), generator=generator, dtype=torch.int32)
-    for slot, x in zip(slots.tolist(), sequences):
-        tokens[slot, : len(x)] = torch.tensor(x, dtype=torch.int32)
-    return [x.to(device) for x in (tokens, slots, torch.tensor([len(x) for x in sequences]))]
+    for seat, x in zip(seats.tolist(), sequences):
+        tokens[seat, : len(x)] = torch.tensor(x, dtype=torch.int32)
+    return [x.to(device) for x in (tokens, seats, torch.tensor([len(x) for x in sequences]))]
 
 
 def texts(count, longest, seed):
@@ -90,25 +90,25 @@ def test_more_than_the_longest_match_is_not_looked_at(device):
 
 def test_what_lies_behind_the_sequence_is_not_looked_at(device):
     x = [1, 2, 9, 4, 1, 2]
-    tokens, slots, length = in_a_table([x], 40, device)
-    tokens[slots[0], 6:] = torch.tensor([3, 1, 2] * 11 + [4], dtype=torch.int32, device=device)
-    assert prompt_lookup(tokens, slots, length, 1, 4, 8).tolist() == [[9, 4, 1, 2, 9, 4, 1, 2]]
+    tokens, seats, length = in_a_table([x], 40, device)
+    tokens[seats[0], 6:] = torch.tensor([3, 1, 2] * 11 + [4], dtype=torch.int32, device=device)
+    assert prompt_lookup(tokens, seats, length, 1, 4, 8).tolist() == [[9, 4, 1, 2, 9, 4, 1, 2]]
 
 
 @pytest.mark.gpu
 def test_long_sequences_too_and_in_a_replayed_graph():
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 40, (9, 131_072), generator=generator, dtype=torch.int32).cuda()
-    slots = torch.tensor([8, 3, 0, 5, 5], device="cuda")
+    seats = torch.tensor([8, 3, 0, 5, 5], device="cuda")
     length = torch.tensor([131_072, 100_001, 1, 2049, 2], device="cuda")
 
     def expected():
-        return prompt_lookup_reference(tokens.cpu(), slots.cpu(), length.cpu(), 2, 5, 7)
+        return prompt_lookup_reference(tokens.cpu(), seats.cpu(), length.cpu(), 2, 5, 7)
 
-    assert torch.equal(prompt_lookup(tokens, slots, length, 2, 5, 7).cpu(), expected())
+    assert torch.equal(prompt_lookup(tokens, seats, length, 2, 5, 7).cpu(), expected())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        drafts = prompt_lookup(tokens, slots, length, 2, 5, 7)
+        drafts = prompt_lookup(tokens, seats, length, 2, 5, 7)
     for shift in range(3):
         length.copy_(torch.tensor([70_000 + shift, 131_072, 4096, 4097, 40 + shift]))
         graph.replay()

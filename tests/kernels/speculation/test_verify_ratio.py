@@ -1,4 +1,6 @@
-"""The ratio rules on the device against the reference in fp64: same uniforms, same laws, same noise for the token behind."""
+"""The ratio rules on the device against the reference in fp64: same uniforms, same distributions, same noise for the token
+after.
+"""
 
 from itertools import product
 from types import SimpleNamespace
@@ -21,7 +23,7 @@ from headstart.kernels.sampling.keep_top import (
 from headstart.kernels.sampling.philox import ACCEPT_UNIFORM, RESIDUAL_NOISE, gumbel, uniform
 from headstart.kernels.speculation import verify_ratio as module
 from headstart.kernels.speculation.ratio_rules import RATIO_RULES, DraftProbabilities, verify_ratio_reference
-from headstart.kernels.speculation.row_laws import probabilities, row_laws_reference
+from headstart.kernels.speculation.row_distributions import probabilities, row_distributions_reference
 from headstart.tests.inference.speculation.draw_children import draw_children
 from headstart.tests.kernels.mutants import mutated
 
@@ -41,18 +43,20 @@ NODES, DEPTH = 7, 3
 def problem(cases, vocab_size, device="cpu", seed=0, dtype=torch.float32, spread=0.7, cut=False):
     """Arguments of verify_ratio for one request per (tree, drawing), each with its topology, and what the reference is told.
 
-    In between: requests at temperature 0, depth limits, laws with zeros, slots left empty. spread: how far p is from q;
+    In between: requests at temperature 0, depth limits, distributions with zeros, slots left empty. spread: how far p is from q;
     cut: by top-k, top-p and min-p, some requests by nothing.
     """
     generator = torch.Generator().manual_seed(seed)
     batch = len(cases)
     kind = torch.arange(batch) + seed
-    parents, depths, law = (torch.zeros(batch, NODES, dtype=torch.int64) for _ in range(3))
+    parents, depths, distribution = (torch.zeros(batch, NODES, dtype=torch.int64) for _ in range(3))
     drawn = torch.zeros(batch, NODES, dtype=torch.bool)
     tokens = torch.full((batch, NODES), -1).index_fill(1, torch.tensor([0]), 0)
     base = 2 * torch.randn(batch, NODES, vocab_size, generator=generator)
     scores = (base + spread * torch.randn(base.shape, generator=generator)).to(dtype)
-    draft_scores = base.flip(1).transpose(0, 1).contiguous().to(dtype)  # [L, B, V], laws in another order than nodes
+    draft_scores = (
+        base.flip(1).transpose(0, 1).contiguous().to(dtype)
+    )  # [L, B, V], distributions in another order than nodes
     half = vocab_size // 2
     scores[kind % 5 == 1, :, :half] = -torch.inf  # as top-k and top-p leave tokens out
     draft_scores[:, kind % 5 == 2, half:] = -torch.inf
@@ -79,25 +83,27 @@ def problem(cases, vocab_size, device="cpu", seed=0, dtype=torch.float32, spread
         size = tree.num_nodes
         parents[b, 1:size], depths[b, :size] = torch.tensor(tree.parents[1:]), torch.tensor(tree.depths)
         depths[b, size:] = 1
-        law[b] = NODES - 1 - torch.arange(NODES)
+        distribution[b] = NODES - 1 - torch.arange(NODES)
         drawn[b, :size] = sampled_nodes(drawing, torch.tensor(tree.parents)) & bool(temperature[b] > 0)
         for n in sorted(set(tree.parents[1:])):
             children = [c for c in range(1, size) if tree.parents[c] == n]
             noise = -torch.log(-torch.log(torch.rand(vocab_size, generator=generator, dtype=torch.float64)))
             noise = None if drawing == "greedy" else noise * bool(temperature[b] > 0)
-            log_q = q[b, law[b, n]].log() if temperature[b] > 0 else draft_scores[law[b, n], b].double()
+            log_q = (
+                q[b, distribution[b, n]].log() if temperature[b] > 0 else draft_scores[distribution[b, n], b].double()
+            )
             tokens[b, children] = draw_children(log_q, len(children), drawing, noise)
     tokens[kind % 9 == 7, 2] = -1
     limit = torch.tensor([9, 9, 9, 9, 1, 9, 0])[kind % 7]
     key = torch.randint(2**62, (batch,), generator=generator), kind % 3, 100 + kind
     arguments = dict(
         parents=parents, depths=depths, tokens=tokens, scores=scores.flatten(0, 1),
-        temperature=temperature.repeat_interleave(NODES), draft_scores=draft_scores, draft_temperature=draft_temperature, law=law,
-        sampled=drawn, depth_limit=limit, seed=key[0], sample=key[1], position=key[2],
+        temperature=temperature.repeat_interleave(NODES), draft_scores=draft_scores, draft_temperature=draft_temperature,
+        distribution=distribution, sampled=drawn, depth_limit=limit, seed=key[0], sample=key[1], position=key[2],
     )  # fmt: skip
     told = SimpleNamespace(
         tree=SimpleNamespace(parents=parents, depths=depths, max_depth=DEPTH),
-        draft=DraftProbabilities(tokens, q, law, drawn),
+        draft=DraftProbabilities(tokens, q, distribution, drawn),
         p=p,
         u=uniform(*key, NODES, ACCEPT_UNIFORM),
         limit=limit,
@@ -129,7 +135,7 @@ def disagreements(found, told, rule):
     low, verdict, high = [rule(told.tree, told.draft, told.p, told.u + by, told.limit) for by in (-1e-6, 0, 1e-6)]
     clear = (low.path == high.path).all(1) & (low.num_accepted == high.num_accepted)
     wrong = (path != verdict.path).any(1) | (num_accepted != verdict.num_accepted)
-    scores = verdict.law.log() + told.noise
+    scores = verdict.distribution.log() + told.noise
     wrong |= scores.gather(1, bonus[:, None]).squeeze(1) < scores.amax(1) - 1e-4
     return wrong & clear, clear
 
@@ -140,11 +146,11 @@ def quick(monkeypatch, kernel_device):
     if kernel_device == "cpu":
         monkeypatch.setattr(module, "_MAX_PARTS", 2)
         monkeypatch.setattr(module, "_BLOCK", 8)
-        monkeypatch.setattr(module, "row_laws", by_reference)
+        monkeypatch.setattr(module, "row_distributions", by_reference)
 
 
 def by_reference(scores, temperature):
-    return row_laws_reference(scores, temperature.repeat(len(scores) // len(temperature)))
+    return row_distributions_reference(scores, temperature.repeat(len(scores) // len(temperature)))
 
 
 @pytest.mark.parametrize("cut", [False, True])
@@ -164,14 +170,14 @@ def test_the_kernel_decides_as_the_reference(kernel_device, quick, recursive, cu
 
 
 @pytest.mark.parametrize(("recursive", "cut"), [(True, True), (False, False)])
-def test_a_draft_chosen_without_chance_needs_no_law(kernel_device, quick, recursive, cut):
+def test_a_draft_chosen_without_chance_needs_no_distribution(kernel_device, quick, recursive, cut):
     cases = [(tree, "greedy") for tree in (chain(3), TREES[4], chain(3), chain(3), chain(1), chain(3))]
     arguments, _ = problem(cases, 21, kernel_device, seed=10, cut=cut)
     expected = run(arguments, recursive)
     tokens, scores, kept = (arguments[name] for name in ("tokens", "scores", "kept"))
-    told = Draft(tokens, None, None, None, arguments["law"], arguments["sampled"])
+    told = Draft(tokens, None, None, None, arguments["distribution"], arguments["sampled"])
     told = with_any_distribution(told, scores, None if kept is None else kept[0])
-    arguments |= {"draft_scores": told.scores, "draft_temperature": told.temperature, "law": told.law}
+    arguments |= {"draft_scores": told.scores, "draft_temperature": told.temperature, "distribution": told.distribution}
     found = run(arguments | {"kept": None if kept is None else (kept[0], told.kept)}, recursive)
     assert expected[1].max() > 0
     for ours, others in zip(found, expected):
@@ -183,7 +189,7 @@ TELLING = [CASES[i] for i in (13, 10, 17, 7, 12)]
 MUTANTS = {
     "slots not renormalised": ("tl.where(soft, 1.0 / mass, 0.0)", "tl.where(soft, 1.0, 0.0)", 2),
     "siblings not left out of the slot": ("q = tl.where(v == x, 0.0, q)", "q = q", 2),
-    "the soft law of a chosen child": ("soft = tl.load(drawn + c).to(tl.int32) != 0", "soft = j >= 0", 4),
+    "the soft distribution of a chosen child": ("soft = tl.load(drawn + c).to(tl.int32) != 0", "soft = j >= 0", 4),
     "the target's temperature for the draft": ("tl.load(draft_temperature + request).to(tl.float32)", "heat", 0),
     "a rate that no failure changes": ("S / (S + 1.0 - r)", "r", 0),
     "the path ends at the first failure": ("taken |= tl.max(kids * taken[None, :], 1)", "taken |= 0", 4),
@@ -213,7 +219,7 @@ def only(b, arguments, told):
 def test_a_fault_in_the_kernel_is_seen(kernel_device, quick, monkeypatch, tmp_path, name):
     arguments, told = only(MUTANTS[name][2], *problem(TELLING, 21, kernel_device, seed=10, spread=1.0))
     kernel = mutated(module, *MUTANTS[name][:2], tmp_path)
-    for setting in ("_MAX_PARTS", "_BLOCK", "row_laws"):
+    for setting in ("_MAX_PARTS", "_BLOCK", "row_distributions"):
         monkeypatch.setattr(kernel, setting, getattr(module, setting))
     wrong, _ = disagreements(run(arguments, False), told, RULES[False])
     assert not wrong.any()
@@ -252,7 +258,7 @@ def test_u_of_zero_accepts_nothing_that_the_target_never_emits(kernel_device, re
 
 
 @pytest.mark.parametrize("recursive", [True, False])
-def test_a_draft_law_that_underflows_keeps_the_targets_law(kernel_device, quick, recursive):
+def test_a_draft_distribution_that_underflows_keeps_the_targets_distribution(kernel_device, quick, recursive):
     """Three children, all of q's mass on the first: of the others nothing is known but that they are there."""
     arguments, told = problem([CASES[10]] * 5, 13, kernel_device, seed=0)
     arguments["draft_scores"][:] = -1e5
@@ -272,7 +278,7 @@ def test_shapes_that_do_not_fit_are_refused(kernel_device):
         ("temperature", "temperature"),
         ("draft_scores", "draft scores"),
         ("seed", "seed"),
-        ("law", "law"),
+        ("distribution", "distribution"),
     ):
         with pytest.raises(ValueError, match=message):
             run(arguments | {name: arguments[name][:, :1] if name == "draft_scores" else arguments[name][:1]}, True)

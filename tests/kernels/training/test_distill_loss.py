@@ -9,7 +9,11 @@ import pytest
 import torch
 
 from headstart.kernels.training.distill_loss import LOSSES, NO_RANK, distill_loss, distill_loss_reference
-from headstart.kernels.training.target_law import target_law, target_law_reference, with_likely
+from headstart.kernels.training.target_distribution import (
+    target_distribution,
+    target_distribution_reference,
+    with_likely,
+)
 from headstart.train.loss.losses import Loss
 
 V = 23
@@ -18,21 +22,23 @@ KINDS = [loss for loss in EVERY if loss.eta == 3.0]
 RATE = 0.3  # of acceptance, which lk's weight of kl hangs on
 
 
-def law_of(target, loss, draft_ids=None):
-    return target_law(target, draft_ids, loss.top_k if loss.top_k_weight else 0)
+def distribution_of(target, loss, draft_ids=None):
+    return target_distribution(target, draft_ids, loss.top_k if loss.top_k_weight else 0)
 
 
-def exact_law_of(target, loss, draft_ids=None):
+def exact_distribution_of(target, loss, draft_ids=None):
     """The same by the reference, which takes fp64 wherever it runs."""
-    law = target_law_reference(target, draft_ids)
-    return with_likely(law, loss.top_k) if loss.top_k_weight else law
+    distribution = target_distribution_reference(target, draft_ids)
+    return with_likely(distribution, loss.top_k) if loss.top_k_weight else distribution
 
 
-def run(logits, labels, law, loss, valid=None, factor=1.0, op=distill_loss):
+def run(logits, labels, distribution, loss, valid=None, factor=1.0, op=distill_loss):
     """(figures, gradient) on a copy of the logits."""
     gradient = logits.detach().clone()
     valid = torch.ones(len(logits), dtype=torch.bool, device=logits.device) if valid is None else valid
-    return op(gradient, labels, valid, law, loss.name, loss.kl_weight(RATE), loss.top_k_weight, factor, True), gradient
+    return op(
+        gradient, labels, valid, distribution, loss.name, loss.kl_weight(RATE), loss.top_k_weight, factor, True
+    ), gradient
 
 
 def make(draft_ids=None, rows=7, scale=1.5):
@@ -49,8 +55,8 @@ def test_bfloat16_logits_lose_no_more_than_rounding_them_does(loss):
     logits, target = (torch.randn(9, 301, generator=g) * 4 for _ in range(2))
     labels = torch.randint(0, 301, (9,), generator=g)
     with torch.autocast("cpu", torch.bfloat16):  # which must not reach into the sums
-        figures, gradient = run(logits.bfloat16(), labels, law_of(target, loss), loss)
-    expected, exact = run(logits.bfloat16().double(), labels, law_of(target.double(), loss), loss)
+        figures, gradient = run(logits.bfloat16(), labels, distribution_of(target, loss), loss)
+    expected, exact = run(logits.bfloat16().double(), labels, distribution_of(target.double(), loss), loss)
     assert figures.loss.dtype == figures.alpha.dtype == torch.float32
     torch.testing.assert_close(figures.loss.double(), expected.loss, rtol=1e-5, atol=1e-5)
     assert gradient.dtype == torch.bfloat16
@@ -91,16 +97,18 @@ def test_kernel_is_the_reference(loss, vocab_size, target_size, kernel_device):
     logits, target, ids, labels, valid = text_of(vocab_size, target_size)
     if loss.name == "hard":
         valid = valid & (labels >= 0)
-    law = exact_law_of(target.double(), loss, ids)
+    distribution = exact_distribution_of(target.double(), loss, ids)
     if loss == Loss("hard"):
-        law = None
-    given = (logits.double(), labels, law, loss, valid, 0.25)
+        distribution = None
+    given = (logits.double(), labels, distribution, loss, valid, 0.25)
     expected, exact = run(*given, op=distill_loss_reference)
     # In the middle of memory that nothing may touch.
     around = torch.full((len(logits) + 2, vocab_size), torch.nan, device=kernel_device)
     around[1:-1] = logits.to(kernel_device)
     told = (
-        None if law is None else law_of(target.to(kernel_device), loss, None if ids is None else ids.to(kernel_device))
+        None
+        if distribution is None
+        else distribution_of(target.to(kernel_device), loss, None if ids is None else ids.to(kernel_device))
     )
     weights = (loss.kl_weight(RATE), loss.top_k_weight)
     figures = distill_loss(
@@ -128,23 +136,23 @@ def test_extreme_logits(loss, device):
     target[4, :50] = logits[4, :50] = -torch.inf  # both
     logits[5] = -8 * target[5]
     expected, exact = run(
-        logits.double(), labels, exact_law_of(target.double(), loss), loss, valid, op=distill_loss_reference
+        logits.double(), labels, exact_distribution_of(target.double(), loss), loss, valid, op=distill_loss_reference
     )
     assert expected.loss.isfinite().all()
     assert expected.alpha[5] < 1e-3
     place = [x.to(device) for x in (logits, labels)]
-    figures, gradient = run(*place, law_of(target.to(device), loss), loss)
+    figures, gradient = run(*place, distribution_of(target.to(device), loss), loss)
     compare(figures, gradient, expected, exact, loss, rtol=5e-6, atol=5e-6)
 
 
 @pytest.mark.parametrize("loss", KINDS, ids=str)
-def test_what_has_no_law_has_a_loss_of_nan(loss, device):
+def test_what_has_no_distribution_has_a_loss_of_nan(loss, device):
     logits, target = torch.zeros(6, 300, device=device), torch.zeros(6, 300, device=device)
     logits[0, 7] = target[1, 7] = torch.nan
     logits[2] = target[3] = -torch.inf
     logits[4, 7] = torch.inf
     labels = torch.full((6,), 3, device=device)
-    figures, _ = run(logits, labels, law_of(target, loss), loss)
+    figures, _ = run(logits, labels, distribution_of(target, loss), loss)
     wrong = [0, 2, 4] if loss == Loss("hard") else [0, 1, 2, 3, 4]
     assert figures.loss[wrong].isnan().all()
     assert figures.loss[5].isfinite()
@@ -153,7 +161,9 @@ def test_what_has_no_law_has_a_loss_of_nan(loss, device):
 def test_a_token_that_the_head_alone_rules_out_makes_kl_infinite(device):
     logits, target = torch.zeros(2, 300, device=device), torch.zeros(2, 300, device=device)
     logits[0, 7] = -torch.inf
-    figures, gradient = run(logits, torch.zeros(2, dtype=torch.int64, device=device), target_law(target), Loss("kl"))
+    figures, gradient = run(
+        logits, torch.zeros(2, dtype=torch.int64, device=device), target_distribution(target), Loss("kl")
+    )
     assert figures.loss[0] == torch.inf
     assert gradient[0].isfinite().all()
     assert figures.loss[1].item() == pytest.approx(0, abs=1e-6)
@@ -163,7 +173,7 @@ def test_ranks_are_places_in_the_order_that_top_1_is_taken_in(device):
     """Ties go to the lowest id; -1 stands for a label outside the draft vocabulary."""
     logits = torch.tensor([[1.0, 3.0, 3.0, 0.0, 3.0]], device=device).repeat(6, 1)
     labels = torch.tensor([0, 1, 2, 3, 4, -1], device=device)
-    figures, _ = run(logits, labels, target_law(logits.clone()), Loss("kl"))
+    figures, _ = run(logits, labels, target_distribution(logits.clone()), Loss("kl"))
     assert figures.rank.tolist() == [4, 1, 2, 5, 3, NO_RANK]
     assert figures.loss.isfinite().all()  # of a soft loss the label is no part
 
@@ -174,7 +184,7 @@ def test_rows_that_do_not_count_get_zeros_whatever_they_hold(loss, device):
     logits[1] = target[2] = torch.nan
     logits[3], target[3] = -torch.inf, -torch.inf
     valid = torch.tensor([True, False, False, False, False, True], device=device)
-    figures, gradient = run(logits, labels, law_of(target, loss), loss, valid)
+    figures, gradient = run(logits, labels, distribution_of(target, loss), loss, valid)
     assert not gradient[1:5].any()
     assert (figures.loss[1:5] == 0).all()
     assert (figures.alpha[1:5] == 0).all()
@@ -184,8 +194,8 @@ def test_rows_that_do_not_count_get_zeros_whatever_they_hold(loss, device):
 
 def test_a_factor_of_zero_leaves_the_losses(device):
     logits, target, _, labels, valid = (x if x is None else x.to(device) for x in text_of(301, 301))
-    figures, gradient = run(logits, labels, target_law(target), Loss("kl"), valid, factor=0.0)
-    once, _ = run(logits, labels, target_law(target), Loss("kl"), valid)
+    figures, gradient = run(logits, labels, target_distribution(target), Loss("kl"), valid, factor=0.0)
+    once, _ = run(logits, labels, target_distribution(target), Loss("kl"), valid)
     assert torch.equal(figures.loss, once.loss)
     assert figures.loss[0] > 0.01
     assert not gradient.any()
@@ -194,10 +204,10 @@ def test_a_factor_of_zero_leaves_the_losses(device):
 def test_what_is_not_measured_is_left_out(device):
     logits, target, _, labels, valid = (x if x is None else x.to(device) for x in text_of(301, 301))
     for name in LOSSES:
-        measured, gradient = run(logits, labels, target_law(target), Loss(name), valid)
+        measured, gradient = run(logits, labels, target_distribution(target), Loss(name), valid)
         again = logits.clone()
         figures = distill_loss(
-            again, labels, valid, target_law(target), name, Loss(name).kl_weight(RATE), measure=False
+            again, labels, valid, target_distribution(target), name, Loss(name).kl_weight(RATE), measure=False
         )
         assert figures.alpha is figures.rank is None
         assert torch.equal(figures.loss, measured.loss)
@@ -211,7 +221,7 @@ def test_nothing_of_the_logits_size_is_allocated(loss):
     labels, valid = torch.zeros(64, dtype=torch.int64, device="cuda"), torch.ones(64, dtype=torch.bool, device="cuda")
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    distill_loss(logits, labels, valid, target_law(target), loss.name, loss.kl_weight(RATE))
+    distill_loss(logits, labels, valid, target_distribution(target), loss.name, loss.kl_weight(RATE))
     assert torch.cuda.max_memory_allocated() - before < logits.nbytes / 20
 
 
@@ -227,16 +237,18 @@ def test_bfloat16_at_size_errs_at_most_twice_as_much_as_torch(loss, target_size,
         valid = valid & (labels >= 0)
     logits, target = logits.bfloat16().cuda(), target.bfloat16().cuda()
     labels, valid, ids = labels.cuda(), valid.cuda(), None if ids is None else ids.cuda()
-    law = law_of(target, loss, ids)
-    exact_law, torch_law = (target_law_reference(target.to(dtype), ids) for dtype in (torch.float64, torch.float32))
-    if law.likely is not None:  # bfloat16 logits tie: the same ten for all
-        exact_law, torch_law = (
-            one._replace(likely=one.p.gather(-1, law.likely_tokens), likely_tokens=law.likely_tokens)
-            for one in (exact_law, torch_law)
+    distribution = distribution_of(target, loss, ids)
+    exact_distribution, torch_distribution = (
+        target_distribution_reference(target.to(dtype), ids) for dtype in (torch.float64, torch.float32)
+    )
+    if distribution.likely is not None:  # bfloat16 logits tie: the same ten for all
+        exact_distribution, torch_distribution = (
+            one._replace(likely=one.p.gather(-1, distribution.likely_tokens), likely_tokens=distribution.likely_tokens)
+            for one in (exact_distribution, torch_distribution)
         )
-    expected, exact = run(logits.double(), labels, exact_law, loss, valid, op=distill_loss_reference)
-    ours, gradient = run(logits, labels, law, loss, valid)
-    theirs, torch_gradient = run(logits, labels, torch_law, loss, valid, op=distill_loss_reference)
+    expected, exact = run(logits.double(), labels, exact_distribution, loss, valid, op=distill_loss_reference)
+    ours, gradient = run(logits, labels, distribution, loss, valid)
+    theirs, torch_gradient = run(logits, labels, torch_distribution, loss, valid, op=distill_loss_reference)
     assert torch.equal(ours.rank, expected.rank)
     for name, one, other, right, floor in (
         ("loss", ours.loss, theirs.loss, expected.loss, 1e-6),
@@ -262,8 +274,8 @@ def test_rows_beyond_32_bit_addresses():
         torch.zeros(rows, dtype=torch.bool, device="cuda"),
     )
     valid[-2:] = True
-    alone, gradient = run(tail, labels[-2:], target_law(tail.flip(0)), Loss("kl"))
-    figures = distill_loss(logits, labels, valid, target_law(target), "kl")
+    alone, gradient = run(tail, labels[-2:], target_distribution(tail.flip(0)), Loss("kl"))
+    figures = distill_loss(logits, labels, valid, target_distribution(target), "kl")
     assert torch.equal(figures.loss[-2:], alone.loss)
     assert torch.equal(logits[-2:], gradient)
     assert not logits[:-2].any()
@@ -271,29 +283,29 @@ def test_rows_beyond_32_bit_addresses():
 
 def test_what_does_not_fit_is_refused():
     logits, labels, target = make()
-    law, valid = target_law(target), torch.ones(len(labels), dtype=torch.bool)
+    distribution, valid = target_distribution(target), torch.ones(len(labels), dtype=torch.bool)
     with pytest.raises(ValueError, match="loss must be one of hard, kl, lk, lk-log, got 'tv'"):
         Loss("tv")
     with pytest.raises(ValueError, match="the loss must be one of hard, kl, lk, lk-log, got 'tv'"):
-        distill_loss(logits, labels, valid, law, "tv")
+        distill_loss(logits, labels, valid, distribution, "tv")
     for weight in (None, -0.1, 1.5, math.nan):
         with pytest.raises(ValueError, match=f"lk takes a kl_weight from 0 to 1, got {weight}"):
-            distill_loss(logits, labels, valid, law, "lk", weight)
-    with pytest.raises(ValueError, match="needs the target's law"):
+            distill_loss(logits, labels, valid, distribution, "lk", weight)
+    with pytest.raises(ValueError, match="needs the target's distribution"):
         distill_loss(logits, labels, valid, None, "kl")
-    with pytest.raises(ValueError, match="give target_law a top_k"):
-        distill_loss(logits, labels, valid, law, "kl", top_k_weight=1.0)
+    with pytest.raises(ValueError, match="give target_distribution a top_k"):
+        distill_loss(logits, labels, valid, distribution, "kl", top_k_weight=1.0)
     with pytest.raises(ValueError, match=r"takes contiguous logits \[C, V\].*strided"):
-        distill_loss(logits[:, ::2], labels, valid, law, "kl")
+        distill_loss(logits[:, ::2], labels, valid, distribution, "kl")
     with pytest.raises(ValueError, match=r"labels \[C\]"):
-        distill_loss(logits, labels[1:], valid, law, "kl")
+        distill_loss(logits, labels[1:], valid, distribution, "kl")
     with pytest.raises(ValueError, match="the draft vocabulary's ids"):
-        distill_loss(logits[:, :13].contiguous(), labels, valid, law, "kl")
-    with pytest.raises(ValueError, match="target_law takes"):
-        target_law(logits[0])
+        distill_loss(logits[:, :13].contiguous(), labels, valid, distribution, "kl")
+    with pytest.raises(ValueError, match="target_distribution takes"):
+        target_distribution(logits[0])
 
 
 def test_kernel_refuses_fp64(kernel_device):
     logits = torch.zeros(2, 5, dtype=torch.float64, device=kernel_device)
     with pytest.raises(ValueError, match=r"takes float32, bfloat16, float16, got torch\.float64"):
-        target_law(logits)
+        target_distribution(logits)

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from headstart.kernels.training.distill_loss import LOSSES
-from headstart.kernels.training.target_law import target_law
-from headstart.tests.kernels.training.test_distill_loss import EVERY, RATE, law_of, make, run
+from headstart.kernels.training.target_distribution import target_distribution
+from headstart.tests.kernels.training.test_distill_loss import EVERY, RATE, distribution_of, make, run
 from headstart.train.loss.losses import Loss
 
 IDS = torch.tensor([0, 2, 3, 7, 8, 11, 12, 15, 16, 17, 19, 21, 22])  # a draft vocabulary of 13 of the 23
@@ -44,7 +44,7 @@ def by_formula(logits, labels, target_logits, loss, draft_ids=None):
 @pytest.mark.parametrize("loss", EVERY, ids=str)
 def test_value_and_gradient_are_those_of_the_formula(loss, draft_ids):
     logits, labels, target = make(draft_ids)
-    figures, gradient = run(logits, labels, law_of(target, loss, draft_ids), loss, factor=0.3)
+    figures, gradient = run(logits, labels, distribution_of(target, loss, draft_ids), loss, factor=0.3)
     logits.requires_grad_()
     value, alpha = by_formula(logits, labels, target, loss, draft_ids)
     (0.3 * value).sum().backward()
@@ -55,7 +55,7 @@ def test_value_and_gradient_are_those_of_the_formula(loss, draft_ids):
 
 def test_losses_and_parameters_differ_from_each_other():
     logits, labels, target = make()
-    values = [run(logits, labels, law_of(target, loss), loss)[0].loss.sum().item() for loss in EVERY]
+    values = [run(logits, labels, distribution_of(target, loss), loss)[0].loss.sum().item() for loss in EVERY]
     # eta counts in lk alone.
     assert len({round(value, 9) for value in values}) == len(EVERY) - 2 * 3
 
@@ -74,8 +74,8 @@ BY_HAND = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_two_tokens_by_hand(name):
     logits = torch.tensor([[0.0, math.log(3)]], dtype=torch.float64)
-    law = target_law(torch.tensor([[math.log(3), 0.0]], dtype=torch.float64))
-    figures, found = run(logits, torch.tensor([0]), law, Loss(name, eta=3.0))
+    distribution = target_distribution(torch.tensor([[math.log(3), 0.0]], dtype=torch.float64))
+    figures, found = run(logits, torch.tensor([0]), distribution, Loss(name, eta=3.0))
     expected, gradient = BY_HAND[name]
     assert figures.loss.item() == pytest.approx(expected, abs=1e-14)
     assert figures.alpha.item() == pytest.approx(1 / 2, abs=1e-14)
@@ -85,8 +85,10 @@ def test_two_tokens_by_hand(name):
 
 def test_draft_vocabulary_by_hand():
     """p = (1/2, 1/4, 1/8, 1/8), of which the draft knows tokens 1 and 3: slice (1/4, 1/8), P = 3/8; q = (1/5, 4/5)."""
-    law = target_law(torch.tensor([[4.0, 2.0, 1.0, 1.0]], dtype=torch.float64).log(), torch.tensor([1, 3]))
-    assert law.mass.item() == pytest.approx(3 / 8)
+    distribution = target_distribution(
+        torch.tensor([[4.0, 2.0, 1.0, 1.0]], dtype=torch.float64).log(), torch.tensor([1, 3])
+    )
+    assert distribution.mass.item() == pytest.approx(3 / 8)
     kl = math.log(5 / 4) / 4 + math.log(5 / 32) / 8  # below zero: the mass outside counts nothing
     alpha = 1 / 5 + 1 / 8
     w = math.exp(-3 * RATE)
@@ -95,7 +97,7 @@ def test_draft_vocabulary_by_hand():
     gradients = {"kl": (-7 / 40, 7 / 40), "lk-log": (-0.16 / alpha, 0.16 / alpha), "hard": (0.2, -0.2)}
     for name, expected in values.items():
         logits = torch.tensor([[0.0, math.log(4)]], dtype=torch.float64)
-        figures, gradient = run(logits, torch.tensor([1]), law, Loss(name))
+        figures, gradient = run(logits, torch.tensor([1]), distribution, Loss(name))
         assert figures.loss.item() == pytest.approx(expected, abs=1e-14), name
         assert figures.alpha.item() == pytest.approx(alpha, abs=1e-14), name
         if name in gradients:
@@ -108,7 +110,7 @@ def test_top_k_term_counts_the_ten_likeliest_tokens_alone():
     p = p / p.sum()
     loss = Loss("hard", top_k_weight=2.0)
     logits = torch.zeros(1, 12, dtype=torch.float64)
-    figures, gradient = run(logits, torch.tensor([11]), law_of(p.log()[None], loss), loss)
+    figures, gradient = run(logits, torch.tensor([11]), distribution_of(p.log()[None], loss), loss)
     kept = p[:10].sum().item()
     assert figures.loss.item() == pytest.approx(math.log(12) * (1 + 2 * kept), abs=1e-13)
     expected = [(1 + 2 * kept) / 12 - 2 * share.item() for share in p[:10]] + [(1 + 2 * kept) / 12] * 2
@@ -117,9 +119,9 @@ def test_top_k_term_counts_the_ten_likeliest_tokens_alone():
 
 
 @pytest.mark.parametrize("loss", [Loss("kl"), Loss("lk"), Loss("lk-log")], ids=str)
-def test_the_targets_own_law_costs_nothing_and_moves_nothing(loss):
+def test_the_targets_own_distribution_costs_nothing_and_moves_nothing(loss):
     logits = make()[2]
-    figures, gradient = run(logits, torch.zeros(len(logits), dtype=torch.int64), target_law(logits), loss)
+    figures, gradient = run(logits, torch.zeros(len(logits), dtype=torch.int64), target_distribution(logits), loss)
     assert figures.loss.abs().max() < 1e-12
     assert gradient.abs().max() < 1e-12
     assert (figures.alpha - 1).abs().max() < 1e-12
@@ -128,9 +130,9 @@ def test_the_targets_own_law_costs_nothing_and_moves_nothing(loss):
 @pytest.mark.parametrize("name", ["lk", "lk-log"])
 def test_a_hopeless_draft_still_gets_a_finite_loss_and_a_gradient(name, device):
     """alpha underflows in fp32: the target is sure of one token, the draft of another."""
-    law = target_law(torch.tensor([[300.0, 0.0, 0.0]] * 2, device=device))
+    distribution = target_distribution(torch.tensor([[300.0, 0.0, 0.0]] * 2, device=device))
     logits = torch.tensor([[0.0, 300.0, 0.0], [0.0, 30.0, 0.0]], device=device)  # alpha of the second is 1e-13
-    figures, gradient = run(logits, torch.zeros(2, dtype=torch.int64, device=device), law, Loss(name))
+    figures, gradient = run(logits, torch.zeros(2, dtype=torch.int64, device=device), distribution, Loss(name))
     assert figures.loss.isfinite().all()
     assert gradient.isfinite().all()
     assert gradient.abs().max() <= 1 + 1e-6
@@ -145,6 +147,6 @@ def test_cross_entropy_and_kl_are_torchs_own():
     hard = run(logits, labels, None, Loss("hard"))[0]
     torch.testing.assert_close(hard.loss, F.cross_entropy(logits, labels, reduction="none"), rtol=1e-13, atol=0)
     assert hard.alpha is None
-    kl = run(logits, labels, target_law(target), Loss("kl"))[0].loss
+    kl = run(logits, labels, target_distribution(target), Loss("kl"))[0].loss
     expected = F.kl_div(logits.log_softmax(-1), target.softmax(-1), reduction="none").sum(-1)
     torch.testing.assert_close(kl, expected, rtol=1e-12, atol=1e-13)

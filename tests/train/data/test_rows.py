@@ -21,7 +21,7 @@ def test_ranks_and_micro_batches_share_out_the_rows_of_every_step():
 
 
 def test_what_the_cap_drops_is_not_encoded_first(monkeypatch):
-    """Sixteen characters a token are taken for more than enough: what lies behind them is not even encoded."""
+    """Sixteen characters a token are taken for more than enough: what lies after them is not even encoded."""
     asked = []
 
     def encode(tokenizer, conversations, progress):

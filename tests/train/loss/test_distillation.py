@@ -73,9 +73,9 @@ def loss_by_loops(head, lm_head, batch, objective):
                     logits = F.linear(head.hidden(f[t], k), lm_head.weight)
                     if head.heads[k].lm_head is not None:
                         logits = head.heads[k].lm_head(head.hidden(f[t], k))
-                    law = F.softmax(lm_head(f[t + 1 + k]), -1)
-                    kl = F.kl_div(F.log_softmax(logits, -1), law, reduction="sum")
-                    alpha = torch.minimum(law, F.softmax(logits, -1)).sum()
+                    distribution = F.softmax(lm_head(f[t + 1 + k]), -1)
+                    kl = F.kl_div(F.log_softmax(logits, -1), distribution, reduction="sum")
+                    alpha = torch.minimum(distribution, F.softmax(logits, -1)).sum()
                     w = math.exp(-2.0 * RATES[k])
                     values = {"hard": F.cross_entropy(logits[None], x[t + 2 + k][None]), "kl": kl}
                     values["lk"] = w * kl + (1 - w) * (1 - alpha)
@@ -240,7 +240,7 @@ def test_autocast_converts_weights_once_and_not_per_chunk(shared):
 def test_alpha_is_the_mean_chance_that_a_draft_is_accepted(loss):
     (head, lm_head), batch = make_head(), make_batch()
     _, line = ours(head, lm_head, batch, Objective(loss, [1.0, 0.5, 0.0]), with_hits=True)
-    if not loss.needs_law:
+    if not loss.needs_target:
         assert not any("alpha" in name for name in line)
         return
     input_ids, document_ids, supervised, features = batch

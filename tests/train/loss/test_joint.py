@@ -44,7 +44,7 @@ def formula(target, adapter, head, batch, supervised, weights, target_loss, num_
         frozen = target.lm_head(target.forward(*batch)).log_softmax(-1)  # [B, T, V]
     features = target.forward(*batch)
     adapted = target.lm_head(features).log_softmax(-1)
-    law = adapted.detach().exp()
+    distribution = adapted.detach().exp()
     total, (ids, _, documents) = 0, batch
     for b in range(ids.shape[0]):
         for y in range(2, ids.shape[1]):
@@ -57,7 +57,7 @@ def formula(target, adapter, head, batch, supervised, weights, target_loss, num_
             for k, weight in enumerate(weights):
                 if y - 2 - k >= 0 and documents[b, y - 2 - k] == documents[b, y]:
                     log_q = head.logits(features[b, y - 2 - k], k, target.lm_head.weight).log_softmax(-1)
-                    total += weight * F.kl_div(log_q, law[b, y - 1], reduction="sum")
+                    total += weight * F.kl_div(log_q, distribution[b, y - 1], reduction="sum")
     return total / num_labels
 
 
@@ -80,8 +80,8 @@ def test_gradients_reach_the_adapter_through_the_features_and_nothing_that_is_fr
     target, adapter, head, batch, supervised = build(word_target)
     with adapter.disabled():
         frozen_before = target.features(*batch)
-    law = Objective(Loss("kl"), [1.0, 1.0, 1.0])
-    accumulate(target, adapter, head, batch, supervised, law, "kl")
+    distribution = Objective(Loss("kl"), [1.0, 1.0, 1.0])
+    accumulate(target, adapter, head, batch, supervised, distribution, "kl")
     both = [weight.grad.clone() for weight in adapter.weights]
     for weight in adapter.weights:
         weight.grad = None

@@ -52,8 +52,8 @@ def test_token_and_feature_losses_are_weighed_and_both_reach_the_states():
     body, flat = torch.nn.Linear(H, H).double(), features.flatten(0, 1)
     labels = find_labels(input_ids, document_ids, supervised, 1)
     state, positions = body(flat), labels.positions
-    law = lm_head(flat[positions - 1]).softmax(-1)
-    token_loss = F.kl_div(lm_head(state[positions - 2]).log_softmax(-1), law, reduction="sum")
+    distribution = lm_head(flat[positions - 1]).softmax(-1)
+    token_loss = F.kl_div(lm_head(state[positions - 2]).log_softmax(-1), distribution, reduction="sum")
     feature_loss = F.smooth_l1_loss(state[positions - 2], flat[positions - 1], reduction="none").mean(-1).sum()
     loss = 0.5 * (0.1 * token_loss + 0.7 * feature_loss) / len(positions)
     loss.backward()
@@ -105,7 +105,7 @@ def test_mlp_speculators_gradient_goes_back_through_all_steps(tied):
 
 
 @pytest.mark.parametrize("loss", [HARD, KL], ids=str)
-def test_draft_vocabulary_reads_laws_and_labels_by_the_targets_ids(loss):
+def test_draft_vocabulary_reads_distributions_and_labels_by_the_targets_ids(loss):
     torch.manual_seed(4)
     (_, lm_head), (input_ids, document_ids, supervised, features) = make_head(), make_batch()
     draft_ids = torch.tensor([1, 2, 5, 6, 9, 13, 14, 20])
@@ -118,11 +118,11 @@ def test_draft_vocabulary_reads_laws_and_labels_by_the_targets_ids(loss):
             if not valid or (loss is HARD and not inside):
                 continue
             logits = out(flat[position - 2 - k])
-            law = lm_head(flat[position - 1]).softmax(-1)[draft_ids]
+            distribution = lm_head(flat[position - 1]).softmax(-1)[draft_ids]
             if loss is HARD:
                 total = total - logits.log_softmax(-1)[draft_ids.tolist().index(token)]
             else:
-                total = total + (law * (law.log() - logits.log_softmax(-1))).sum()
+                total = total + (distribution * (distribution.log() - logits.log_softmax(-1))).sum()
             counts[k] += 1
             hits[k] += int(draft_ids[logits.argmax()]) == token
     total.backward()

@@ -18,7 +18,7 @@ from headstart.train.run.tracking import MetricsFile
 
 PANELS = [panel for panels in DASHBOARD.values() for panel in panels]
 CURVES = [panel for panel in PANELS if panel.kind in ("line", "lines", "bars")]
-# Logged, but no figure of how the training goes: the step's tokens so far, and the steps behind an acceptance.
+# Logged, but no figure of how the training goes: the step's tokens so far, and the steps after an acceptance.
 NO_PANEL = {"train/tokens", "acceptance/num_steps"}
 
 

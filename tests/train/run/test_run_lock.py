@@ -1,4 +1,4 @@
-"""One training at a time in a run folder, and none behind a launcher that is gone."""
+"""One training at a time in a run folder, and none after a launcher that is gone."""
 
 import fcntl
 import os

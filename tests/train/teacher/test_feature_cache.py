@@ -90,7 +90,7 @@ def test_float8_keeps_small_channels_beside_outliers():
     assert (values.float().abs().amax(-1)[5:] == 448).all()
 
 
-def test_float8_costs_the_embedded_target_little_of_its_law():
+def test_float8_costs_the_embedded_target_little_of_its_distribution():
     target = FrozenTarget(load_target(ASSET, CPU, "float32")[0])
     tokenizer = transformers.AutoTokenizer.from_pretrained(ASSET)
     conversations = load_conversations(os.path.join(ASSET, "heldout.jsonl"))[:4]

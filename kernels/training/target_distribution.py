@@ -1,13 +1,14 @@
-"""What the losses of a chunk need to know of the target's law p, once for all heads that are held against it.
+"""What the losses of a chunk need to know of the target's distribution p, once for all heads that are held against it.
 
     log p(v) = (y(v) - top) - log_sum,   top = max y,   log_sum = log sum exp(y - top)          y: the target's logits [C, V]
 
-Both run over the whole vocabulary V, also where the head drafts over a part of it (`draft_ids`, Vd tokens): of the law then those
-Vd entries are kept, whose sum `mass` is below 1. On a GPU no probability is written anywhere: y stays in its own dtype, and who
-walks over a row (distill_loss.py) makes p as it goes. Taking top away first keeps five digits that a log-normaliser of 1e4 would
-cost.
+Both run over the whole vocabulary V, also where the head drafts over a part of it (`draft_ids`, Vd tokens): of the distribution
+then those Vd entries are kept, whose sum `mass` is below 1. On a GPU no probability is written anywhere: y stays in its own
+dtype, and who walks over a row (distill_loss.py) makes p as it goes. Taking top away first keeps five digits that a
+log-normaliser of 1e4 would cost.
 
-Logits of minus infinity have p = 0. A row of nothing else, one with plus infinity and one with NaN have no law: log_sum is NaN.
+Logits of minus infinity have p = 0. A row of nothing else, one with plus infinity and one with NaN have no distribution: log_sum
+is NaN.
 
 Letters: C rows, V vocabulary (Vd with a draft vocabulary), K tokens of HASS's term.
 """
@@ -22,8 +23,8 @@ BLOCK = 8192  # tokens looked at together: 8 of each of 1024 threads
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class TargetLaw(NamedTuple):
-    """The law of C rows over the tokens that the head can say, all but the logits in fp32 at least.
+class TargetDistribution(NamedTuple):
+    """The distribution of C rows over the tokens that the head can say, all but the logits in fp32 at least.
 
     The kernels know it by top and log_sum, the reference by p and plogp; what is the other's is None.
     """
@@ -39,18 +40,18 @@ class TargetLaw(NamedTuple):
 
 
 def wide(dtype):
-    """The dtype in which laws and losses are computed."""
+    """The dtype in which distributions and losses are computed."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def target_law_reference(logits, draft_ids=None):
+def target_distribution_reference(logits, draft_ids=None):
     """The formula in plain torch, for any device."""
     log_p = torch.log_softmax(logits, -1, dtype=wide(logits.dtype))
     if draft_ids is not None:
         logits, log_p = logits[:, draft_ids], log_p[:, draft_ids]
     p = log_p.exp()
     mass = None if draft_ids is None else p.sum(-1)
-    return TargetLaw(logits, mass, p=p, plogp=sum_p_times(p, log_p))
+    return TargetDistribution(logits, mass, p=p, plogp=sum_p_times(p, log_p))
 
 
 def sum_p_times(p, x):
@@ -85,7 +86,7 @@ def merge_lanes(top, total):
 
 
 @jit
-def _law(
+def _distribution(
     logits, draft_ids, part, tops, log_sums, masses, vocab_size, draft_size, SLICE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -111,19 +112,22 @@ def _law(
         tl.store(masses + row, tl.sum(mass, 0))
 
 
-def target_law(logits, draft_ids=None, top_k=0):
-    """The TargetLaw of the target's logits [C, V], which it keeps; draft_ids: int64 [Vd], the tokens of a draft vocabulary.
+def target_distribution(logits, draft_ids=None, top_k=0):
+    """The TargetDistribution of the target's logits [C, V], which it keeps; draft_ids: int64 [Vd], the tokens of a draft
+    vocabulary.
 
     top_k: also find so many of the likeliest tokens of the slice (all of it, if it holds fewer). Raises ValueError for shapes and
     dtypes that do not fit.
     """
     if logits.dim() != 2 or (draft_ids is not None and draft_ids.dim() != 1):
         shapes = tuple(logits.shape), None if draft_ids is None else tuple(draft_ids.shape)
-        raise ValueError(f"target_law takes logits [C, V] and draft_ids [Vd] or None, got {shapes[0]} and {shapes[1]}")
+        raise ValueError(
+            f"target_distribution takes logits [C, V] and draft_ids [Vd] or None, got {shapes[0]} and {shapes[1]}"
+        )
     if not on_triton(logits):
-        law = target_law_reference(logits, draft_ids)
+        distribution = target_distribution_reference(logits, draft_ids)
     else:
-        check_kernel_dtype("target_law", logits)
+        check_kernel_dtype("target_distribution", logits)
         rows, vocab_size = logits.shape
         logits, part, masses, size = logits.contiguous(), None, None, 0
         tops, log_sums = torch.empty(2, rows, dtype=torch.float32, device=logits.device)
@@ -133,23 +137,23 @@ def target_law(logits, draft_ids=None, top_k=0):
             masses = torch.empty_like(tops)
         if rows:
             block, warps = launch(vocab_size)
-            _law[(rows,)](
+            _distribution[(rows,)](
                 logits, draft_ids, part, tops, log_sums, masses, vocab_size, size, draft_ids is not None, block, num_warps=warps
             )  # fmt: skip
-        law = TargetLaw(logits if part is None else part, masses, top=tops, log_sum=log_sums)
+        distribution = TargetDistribution(logits if part is None else part, masses, top=tops, log_sum=log_sums)
     if top_k:
-        law = with_likely(law, top_k)
-    return law
+        distribution = with_likely(distribution, top_k)
+    return distribution
 
 
-def with_likely(law, top_k):
-    """The law with the top_k likeliest tokens of the slice, all of it if it holds fewer."""
-    logits, tokens = law.logits.topk(min(top_k, law.logits.shape[-1]), -1)  # [C, K] each
-    if law.p is not None:
-        p = law.p.gather(-1, tokens)
+def with_likely(distribution, top_k):
+    """The distribution with the top_k likeliest tokens of the slice, all of it if it holds fewer."""
+    logits, tokens = distribution.logits.topk(min(top_k, distribution.logits.shape[-1]), -1)  # [C, K] each
+    if distribution.p is not None:
+        p = distribution.p.gather(-1, tokens)
     else:
-        p = ((logits.float() - law.top[:, None]) - law.log_sum[:, None]).exp_()
-    return law._replace(likely=p, likely_tokens=tokens)
+        p = ((logits.float() - distribution.top[:, None]) - distribution.log_sum[:, None]).exp_()
+    return distribution._replace(likely=p, likely_tokens=tokens)
 
 
 def check_kernel_dtype(op, logits):

@@ -5,7 +5,7 @@
 No probability is written anywhere: a kernel that walks over a row (verify_ratio.py) makes them as it goes. Taking the highest score
 away before dividing keeps the likely tokens exact where a log-normaliser of 400 (T = 0.1) would cost them five digits. NaN
 counts as minus infinity, ties go to the lowest token. Chunks and the order of sums are fixed: a row's bits never depend on other
-rows. A row of nothing but minus infinities has no law.
+rows. A row of nothing but minus infinities has no distribution.
 
 Letters: M rows, V vocabulary.
 """
@@ -19,7 +19,7 @@ from ..jit import jit, on_triton, tl, triton
 _CHUNK = 4096  # tokens per partial sum: fixed, it orders the sums
 
 
-class RowLaws(NamedTuple):
+class RowDistributions(NamedTuple):
     """[M] each."""
 
     top: torch.Tensor  # fp32
@@ -27,18 +27,20 @@ class RowLaws(NamedTuple):
     best: torch.Tensor  # int64
 
 
-def row_laws_reference(scores, temperature):
-    """The formula; `temperature` [M].  [M, V] -> RowLaws"""
+def row_distributions_reference(scores, temperature):
+    """The formula; `temperature` [M].  [M, V] -> RowDistributions"""
     wide = scores.float()
     wide = wide.masked_fill(wide.isnan(), -torch.inf)
     top, best = wide.amax(-1), wide.argmax(-1)
     heat = torch.where(temperature > 0, temperature.float(), 1)
     total = ((wide - top[:, None]) / heat[:, None]).exp().sum(-1, dtype=torch.float64).float()
-    return RowLaws(top, torch.where(temperature > 0, total, 1.0), best)
+    return RowDistributions(top, torch.where(temperature > 0, total, 1.0), best)
 
 
 def probabilities(scores, temperature):
-    """The laws themselves, for the CPU and for tests.  scores [M, V], temperature [M] -> [M, V], fp32 unless scores are fp64"""
+    """The distributions themselves, for the CPU and for tests.  scores [M, V], temperature [M] -> [M, V], fp32 unless scores are
+    fp64
+    """
     dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
     wide = scores.to(dtype)
     wide = wide.masked_fill(wide.isnan(), -torch.inf)
@@ -49,7 +51,9 @@ def probabilities(scores, temperature):
 
 
 @jit(do_not_specialize=["num_chunks", "num_heats"])
-def _chunk_laws(scores, temperature, tops, parts, places, vocab_size, num_chunks, num_heats, CHUNK: tl.constexpr):
+def _chunk_distributions(
+    scores, temperature, tops, parts, places, vocab_size, num_chunks, num_heats, CHUNK: tl.constexpr
+):
     pid = tl.program_id(0)
     row, chunk = (pid // num_chunks).to(tl.int64), pid % num_chunks
     token = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -64,7 +68,9 @@ def _chunk_laws(scores, temperature, tops, parts, places, vocab_size, num_chunks
 
 
 @jit(do_not_specialize=["num_chunks", "num_heats"])
-def _merge_laws(temperature, tops, parts, places, top, total, best, num_chunks, num_heats, CHUNKS: tl.constexpr):
+def _merge_distributions(
+    temperature, tops, parts, places, top, total, best, num_chunks, num_heats, CHUNKS: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, CHUNKS)
     inside = c < num_chunks
@@ -80,19 +86,19 @@ def _merge_laws(temperature, tops, parts, places, top, total, best, num_chunks, 
     tl.store(best + row, tl.min(tl.where(found == highest, place, 0x7FFFFFFF), 0).to(tl.int64))
 
 
-def row_laws(scores, temperature):
-    """Highest score, its token and the normaliser of every row.  scores [M, V] -> RowLaws
+def row_distributions(scores, temperature):
+    """Highest score, its token and the normaliser of every row.  scores [M, V] -> RowDistributions
 
     temperature [M], or that of the first rows alone, over and over. Raises ValueError for shapes that do not fit.
     """
     if scores.dim() != 2 or temperature.dim() != 1 or (scores.shape[0] % max(len(temperature), 1)):
         raise ValueError(
-            f"row_laws takes scores [M, V] and temperature [M] or of a whole part of the rows, got {tuple(scores.shape)} and "
-            f"{tuple(temperature.shape)}"
+            f"row_distributions takes scores [M, V] and temperature [M] or of a whole part of the rows, got {tuple(scores.shape)} "
+            f"and {tuple(temperature.shape)}"
         )
     rows, vocab_size = scores.shape
     if not on_triton(scores):
-        return row_laws_reference(scores, temperature.repeat(rows // max(len(temperature), 1)))
+        return row_distributions_reference(scores, temperature.repeat(rows // max(len(temperature), 1)))
     device, chunks = scores.device, triton.cdiv(vocab_size, _CHUNK)
     tops, parts = torch.empty(2, rows, chunks, dtype=torch.float32, device=device)
     places = torch.empty(rows, chunks, dtype=torch.int32, device=device)
@@ -100,12 +106,12 @@ def row_laws(scores, temperature):
     best = torch.empty(rows, dtype=torch.int64, device=device)
     if rows:
         temperature = temperature.contiguous()
-        _chunk_laws[(rows * chunks,)](
+        _chunk_distributions[(rows * chunks,)](
             scores.contiguous(), temperature, tops, parts, places, vocab_size, chunks, len(temperature), _CHUNK,
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
-        _merge_laws[(rows,)](
+        _merge_distributions[(rows,)](
             temperature, tops, parts, places, top, total, best, chunks, len(temperature), triton.next_power_of_2(chunks),
             num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
-    return RowLaws(top, total, best)
+    return RowDistributions(top, total, best)

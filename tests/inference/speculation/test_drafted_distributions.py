@@ -40,15 +40,15 @@ class Watched:
         self.levels.append(found[0][0, 0].clone())
         return found
 
-    def _propose(self, batch, tree, shape=None):
-        drafted = self.propose(batch, tree, shape)
+    def _propose(self, batch, tree, processor=None):
+        drafted = self.propose(batch, tree, processor)
         self.steps.append((batch.committed.item(), drafted.tokens[0].tolist(), self.levels))
         return drafted
 
 
 @pytest.mark.parametrize("name", ["mlp", "mlp-untied", "eagle", "eagle3", "eagle3-narrow"])
 def test_the_engine_drafts_what_the_head_says_of_the_same_text(setting, name):
-    """The training forward over the whole text, with the drafted tokens behind the root, gives the logits of every level."""
+    """The training forward over the whole text, with the drafted tokens after the root, gives the logits of every level."""
     target, _ = setting
     head = make(name, target).to(target.device)
     speculative = {"model": head, "num_speculative_tokens": DEPTH}
@@ -73,7 +73,7 @@ def test_the_engine_drafts_what_the_head_says_of_the_same_text(setting, name):
 
 
 def say(head, target, known, drafted):
-    """Logits [V] of every step behind the text `known` [1, L] and the tokens `drafted` [D + 1], by the training forward."""
+    """Logits [V] of every step after the text `known` [1, L] and the tokens `drafted` [D + 1], by the training forward."""
     found = target.model(known, output_hidden_states=True)
     length, final = known.shape[1], found.last_hidden_state
     if isinstance(head, MLPSpeculator):
@@ -108,7 +108,7 @@ def say(head, target, known, drafted):
 
 
 class WatchedGrowth(Watched):
-    """Keeps the law behind every expanded path of tokens, and the tree of what was drafted."""
+    """Keeps the distribution after every expanded path of tokens, and the tree of what was drafted."""
 
     def _start(self, batch):
         found = self.start(batch)
@@ -122,15 +122,15 @@ class WatchedGrowth(Watched):
             self.levels[tuple(self.rows[row] for row in way)] = logits.clone()
         return found
 
-    def _propose(self, batch, tree, shape=None):
-        drafted = self.propose(batch, tree, shape)
+    def _propose(self, batch, tree, processor=None):
+        drafted = self.propose(batch, tree, processor)
         keys = batch.seed, batch.sample, batch.committed + 1
         self.steps.append((keys, drafted.tokens[0].tolist(), drafted.tree, self.levels))
         return drafted
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
-def test_a_dynamic_tree_is_the_one_that_heaps_grow_from_the_head_s_laws(setting, tree_files, temperature):
+def test_a_dynamic_tree_is_the_one_that_heaps_grow_from_the_head_s_distributions(setting, tree_files, temperature):
     target, _ = setting
     head = make("eagle3", target).to(target.device)
     speculative = {"model": head, "tree": tree_files["dynamic"]}
@@ -140,17 +140,19 @@ def test_a_dynamic_tree_is_the_one_that_heaps_grow_from_the_head_s_laws(setting,
     prompt, compared = prompts_and_params(0.0)[0][1], 0
     text = prompt + llm.generate(prompt, params)[0].outputs[0].token_ids
 
-    def children(laws, keys, path):
-        law = laws[path].double()
+    def children(distributions, keys, path):
+        distribution = distributions[path].double()
         if not temperature:
-            found = law.log_softmax(0).topk(3)
+            found = distribution.log_softmax(0).topk(3)
             return list(zip(found.indices.tolist(), found.values.tolist()))
         seed, sample, position = keys
-        found = (law / temperature + gumbel(seed, sample, position + len(path), VOCAB)[0]).topk(3)
+        found = (distribution / temperature + gumbel(seed, sample, position + len(path), VOCAB)[0]).topk(3)
         return list(zip(found.indices.tolist(), found.values.log_softmax(0).tolist()))
 
-    for keys, tokens, grown, laws in watched.steps:
-        _, tree = grow_naively(lambda path, laws=laws, keys=keys: children(laws, keys, path), 3, DEPTH, 14)
+    for keys, tokens, grown, distributions in watched.steps:
+        _, tree = grow_naively(
+            lambda path, distributions=distributions, keys=keys: children(distributions, keys, path), 3, DEPTH, 14
+        )
         paths = [()]
         for token, parent in zip(tokens[1:], grown.parents[0, 1:].tolist()):
             paths.append((*paths[parent], token))
@@ -162,28 +164,28 @@ def test_a_dynamic_tree_is_the_one_that_heaps_grow_from_the_head_s_laws(setting,
         if text[: committed + 1][-1] != tokens[0] or committed + 1 > len(text):
             continue  # launched before its request was seen to have ended
         known = torch.tensor([text[:committed]], device=target.device)
-        for path in (path for path in laws if len(path) == DEPTH - 1):
+        for path in (path for path in distributions if len(path) == DEPTH - 1):
             with torch.no_grad():
                 expected = say(head, target, known, torch.tensor([tokens[0], *path, 0], device=target.device))
             for depth, logits in enumerate(expected):
-                law, kept = laws[path[:depth]], logits > -torch.inf
-                assert torch.equal(law > -torch.inf, kept)
-                assert (law[kept] - logits[kept]).abs().max() < 2e-4 * logits[kept].abs().max()
+                distribution, kept = distributions[path[:depth]], logits > -torch.inf
+                assert torch.equal(distribution > -torch.inf, kept)
+                assert (distribution[kept] - logits[kept]).abs().max() < 2e-4 * logits[kept].abs().max()
                 compared += 1
     assert compared >= 3 * 3 * DEPTH
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_medusa_heads_draft_with_the_noise_of_the_places_they_draft_for(setting, tree_files, temperature):
-    """Rank r behind a node of depth k: the r-th of what head k says, under the noise that the target draws there with."""
+    """Rank r after a node of depth k: the r-th of what head k says, under the noise that the target draws there with."""
     target, _ = setting
     head = make("medusa", target).to(target.device)
     speculative = {"model": head, "tree": tree_files["static"]}
     llm = LLM(target, max_num_seqs=1, enforce_eager=True, speculative_config=speculative)
     propose, compared = llm.engine.drafter.propose, []
 
-    def compare(batch, tree, shape=None):
-        drafted, tree = propose(batch, tree, shape), tree.tree
+    def compare(batch, tree, processor=None):
+        drafted, tree = propose(batch, tree, processor), tree.tree
         for depth in range(tree.max_depth):
             scores = head.logits(batch.feature, depth, target.lm_head.weight)[0].double()
             if temperature:
@@ -212,7 +214,9 @@ def test_medusa_heads_draft_with_the_noise_of_the_places_they_draft_for(setting,
     ids=lambda params: next(iter(params)),
 )
 def test_drafts_follow_what_requests_ask_of_logits(setting, tree_files, params, tree):
-    """The target as its own draft: drawn from the law that a request asks for, its first choices are right to the last one."""
+    """The target as its own draft: drawn from the distribution that a request asks for, its first choices are right to the last
+    one.
+    """
     target, _ = setting
     asked = dict(temperature=0.8, count=ALONE, max_tokens=12) | params
     speculative = {"model": target, "num_speculative_tokens": DEPTH, "tree": tree_files[tree]}
@@ -229,7 +233,7 @@ def test_candidates_of_narrower_depths_are_filled_up(name):
     target = llama()
     llm = LLM(target, max_num_seqs=1, speculative_config={"model": make(name, target), "num_speculative_tokens": DEPTH})
     llm.generate([5, 6, 7], SamplingParams(temperature=0.0, max_tokens=1))
-    batch = llm.engine.slots.gather(torch.tensor([0]), llm.engine.tree.depths)
+    batch = llm.engine.seats.gather(torch.tensor([0]), llm.engine.tree.depths)
     found = llm.engine.drafter.candidates(batch, [2, 4, 1])
     assert found.shape == (1, 3, 4)
     assert torch.equal(found, llm.engine.drafter.candidates(batch, [4, 4, 4]))

@@ -1,10 +1,10 @@
-"""What the device knows of every admitted request: one row ("slot") per request, read and advanced by the step itself.
+"""What the device knows of every admitted request: one row ("seat") per request, read and advanced by the step itself.
 
 The host writes a row when a request is admitted, when it gets pages, and when its prompt is done; after that the step keeps it up
 to date, and the host only reads emitted tokens, one step late. The last row belongs to nobody: batch rows without a request
 point to it, and to page 0 of the cache.
 
-Letters: S slots, B rows of a batch, P pages of the longest request, T tokens that they hold, H width of a feature.
+Letters: S seats, B rows of a batch, P pages of the longest request, T tokens that they hold, H width of a feature.
 """
 
 from dataclasses import dataclass, replace
@@ -13,30 +13,30 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from ...kernels.attention.tree_attention import PAGE
-from ...kernels.speculation.slot_rows import advance_slots, gather_slots
+from ...kernels.speculation.seat_rows import advance_seats, gather_seats
 from .logit_state import LogitState
 
-# Columns of SlotTable.integers. committed: L; root: the newest token; remaining: how many tokens may still be emitted;
+# Columns of SeatTable.integers. committed: L; root: the newest token; remaining: how many tokens may still be emitted;
 # min_position: tokens before it must not be stop tokens (min_tokens).
 INTEGERS = ("committed", "root", "remaining", "seed", "sample", "top_k", "min_position")
 FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-NO_CHANGE = (0.0, 1.0, 0.0, 1.0, 0.0, 0.0)  # floats of a slot without a request
+NO_CHANGE = (0.0, 1.0, 0.0, 1.0, 0.0, 0.0)  # floats of a seat without a request
 
 
 @dataclass(frozen=True)
 class BatchRows:
-    """The slots of one batch, gathered, and what follows from them for the nodes of its tree (GatheredSlots)."""
+    """The seats of one batch, gathered, and what follows from them for the nodes of its tree (GatheredSeats)."""
 
-    slots: torch.Tensor  # [B]
+    seats: torch.Tensor  # [B]
     integers: torch.Tensor  # [7, B]
     floats: torch.Tensor  # [6, B]
     block_table: torch.Tensor  # [B, P]
     feature: torch.Tensor  # [B, H]
     positions: torch.Tensor  # [B N]
-    cache_slots: torch.Tensor  # [B N]
-    draws: torch.Tensor  # [3, B N] seed, sample, position of the token drawn behind each node
+    cache_rows: torch.Tensor  # [B N]
+    draws: torch.Tensor  # [3, B N] seed, sample, position of the token drawn after each node
     node_temperature: torch.Tensor  # [B N]
-    history: torch.Tensor  # int32 [S, T] of all slots, not gathered: the sequence up to and including the root
+    history: torch.Tensor  # int32 [S, T] of all seats, not gathered: the sequence up to and including the root
 
     committed = property(lambda self: self.integers[0])
     root = property(lambda self: self.integers[1])
@@ -63,19 +63,19 @@ class BatchRows:
         committed = self.committed - 1
         integers = torch.cat((committed[None], self.integers[1:]))
         places = committed[:, None]
-        cache_slots = self.block_table.gather(1, places // PAGE).long() * PAGE + places % PAGE
-        return replace(self, integers=integers, cache_slots=cache_slots.flatten())
+        cache_rows = self.block_table.gather(1, places // PAGE).long() * PAGE + places % PAGE
+        return replace(self, integers=integers, cache_rows=cache_rows.flatten())
 
     def places(self, start, stop):
         """Where in the cache the places L + start .. L + stop - 1 lie.  -> int64 [B, stop - start] page * 64 + offset"""
-        num_nodes = self.cache_slots.shape[0] // len(self.slots)
+        num_nodes = self.cache_rows.shape[0] // len(self.seats)
         if stop <= num_nodes:
-            return self.cache_slots.view(-1, num_nodes)[:, start:stop]
-        places = self.committed[:, None] + torch.arange(start, stop, device=self.slots.device)
+            return self.cache_rows.view(-1, num_nodes)[:, start:stop]
+        places = self.committed[:, None] + torch.arange(start, stop, device=self.seats.device)
         return self.block_table.gather(1, places // PAGE).long() * PAGE + places % PAGE
 
 
-class SlotTable:
+class SeatTable:
     """Rows of `max_num_seqs` requests and one for nobody.
 
     max_pages: pages of the longest request; width, dtype: of what the drafter keeps of a request from step to step (`feature`).
@@ -91,21 +91,21 @@ class SlotTable:
         self.history = torch.zeros(rows, max_pages * PAGE, dtype=torch.int32, device=device)
         self.logit_state = LogitState(self.history, vocab_size, self.on_device)
 
-    def gather(self, slots, depths):
-        """BatchRows of slots [B], for nodes of these depths [N]."""
-        found = gather_slots(slots, self.integers, self.floats, self.block_table, self.feature, depths)
-        return BatchRows(slots, *found, self.history)
+    def gather(self, seats, depths):
+        """BatchRows of seats [B], for nodes of these depths [N]."""
+        found = gather_seats(seats, self.integers, self.floats, self.block_table, self.feature, depths)
+        return BatchRows(seats, *found, self.history)
 
-    def advance(self, slots, hidden, tokens, path, num_accepted, bonus):
+    def advance(self, seats, hidden, tokens, path, num_accepted, bonus):
         """After a step: committed length, root, remaining, history and, unless `hidden` is None, feature of every row.  -> emitted
-        [B, D + 2], see advance_slots"""
+        [B, D + 2], see advance_seats"""
         verdict = path, num_accepted, bonus
-        return advance_slots(slots, self.integers, self.feature, hidden, tokens, *verdict, self.nobody, self.history)
+        return advance_seats(seats, self.integers, self.feature, hidden, tokens, *verdict, self.nobody, self.history)
 
-    def write_first_tokens(self, slots, tokens, places):
-        """Roots that were drawn behind a prompt.  slots, tokens, places [B]"""
-        self.integers[slots, 1] = tokens
-        self.history[slots, places] = tokens.to(self.history.dtype)
+    def write_first_tokens(self, seats, tokens, places):
+        """Roots that were drawn after a prompt.  seats, tokens, places [B]"""
+        self.integers[seats, 1] = tokens
+        self.history[seats, places] = tokens.to(self.history.dtype)
 
     # --- written by the host, without waiting for the device ---
 
@@ -115,16 +115,16 @@ class SlotTable:
             return
         width = self.block_table.shape[1]
         rows = [request.pages + [0] * (width - len(request.pages)) for request in requests]
-        slots = [request.slot for request in requests]
-        self.block_table[self.on_device(slots)] = self.on_device(rows, torch.int32)
+        seats = [request.seat for request in requests]
+        self.block_table[self.on_device(seats)] = self.on_device(rows, torch.int32)
 
     def write_requests(self, requests, roots, stop_tokens):
         """Everything but pages and feature, for requests whose known tokens are all computed.
 
         roots: their newest tokens (0 where it is still to be drawn); stop_tokens(request): ids that min_tokens forbids.
         """
-        slots = self.on_device([request.slot for request in requests])
-        self.integers[slots] = self.on_device(
+        seats = self.on_device([request.seat for request in requests])
+        self.integers[seats] = self.on_device(
             [
                 [
                     len(request.known_token_ids),
@@ -138,12 +138,12 @@ class SlotTable:
                 for request, root in zip(requests, roots)
             ]
         )
-        self.floats[slots] = self.on_device(
+        self.floats[seats] = self.on_device(
             [[getattr(request.params, name) for name in FLOATS] for request in requests], torch.float32
         )
         known = [torch.tensor(request.prompt_token_ids + request.output_token_ids) for request in requests]
         tokens = pad_sequence(known, batch_first=True).to(self.history.dtype)
-        self.history[slots, : tokens.shape[1]] = self.on_device(tokens)
+        self.history[seats, : tokens.shape[1]] = self.on_device(tokens)
         self.logit_state.write(requests, stop_tokens)
 
     def on_device(self, values, dtype=torch.int64):
