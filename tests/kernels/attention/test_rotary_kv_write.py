@@ -91,5 +91,5 @@ def test_shapes_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="q_norm must be"):
         rotary_kv_write(*arguments, 4, 2, torch.ones(8))
     arguments[1] = arguments[1][:-1]
-    with pytest.raises(ValueError, match="positions and cache seats"):
+    with pytest.raises(ValueError, match="positions and cache rows"):
         rotary_kv_write(*arguments, 4, 2)
