@@ -1,5 +1,6 @@
 """Heads of every family are recognised by their tensors, whatever their config says, and never taken for one another."""
 
+import ast
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +16,15 @@ from headstart.heads import checkpoint
 from headstart.heads.checkpoint import check_head_fits, find_head, load_head, read_head, save_head
 from headstart.heads.eagle import Eagle, EagleConfig
 from headstart.heads.eagle3 import Eagle3, Eagle3Config
-from headstart.heads.families import check_family, family_of, from_file, native_format, to_file
+from headstart.heads.families import FAMILIES, check_family, family_of, from_file, native_format, to_file
 from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 from headstart.heads.storage.hub_answer import HubAnswer
 from headstart.tests.heads.published import LAYOUTS
 from headstart.tests.heads.test_checkpoint import H, V, edit_config, llama_config, make_head, same_head
 from headstart.train.run.checkpointing import load_checkpoint, save_checkpoint
 from headstart.train.run.optimization import build_optimizer, update
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_an_mlp_speculator_is_recognised_by_its_tensors(tmp_path):
@@ -169,3 +172,27 @@ def test_a_run_goes_on_with_the_targets_embedding(tmp_path, kind, config):
     load_checkpoint(tmp_path / "checkpoints" / "step-000001", head, optimizer, accelerator)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in head.state_dict().items())
     assert head.embed_tokens.weight.data_ptr() == table.data_ptr()
+
+
+OWN = ("heads", "heads/formats", "inference/speculation/drafters", "hub_export/readers", "train")
+
+
+def test_nobody_else_asks_for_a_family():
+    """Neither by its class, nor by its modules, nor by comparing with its key or name. (Benchmarks measure heads by name.)"""
+    words = {text for family in FAMILIES for text in (family.key, family.name)}
+    classes, keys = ({family.head.__name__ for family in FAMILIES}, {family.key for family in FAMILIES})
+    own = {f"{room}/{key}.py" for room in OWN for key in keys} | {"heads/families.py"}
+    for room in ("kernels", "heads", "inference", "evaluation", "train", "hub_export", "commands"):
+        for path in sorted((ROOT / room).rglob("*.py")):
+            if path.relative_to(ROOT).as_posix() in own or path.name.startswith("bench_"):
+                continue
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                where = f"{path}, line {getattr(node, 'lineno', 0)}"
+                if isinstance(node, ast.Compare):
+                    inside = [one for side in (node.left, *node.comparators) for one in ast.walk(side)]
+                    assert not {one.value for one in inside if isinstance(one, ast.Constant)} & words, where
+                elif isinstance(node, ast.Dict):
+                    assert not {key.value for key in node.keys if isinstance(key, ast.Constant)} & words, where
+                elif isinstance(node, ast.ImportFrom):
+                    assert (node.module or "").split(".")[-1] not in keys, where
+                    assert not classes & {alias.name for alias in node.names}, where
