@@ -241,7 +241,7 @@ def test_drafts_follow_what_a_request_asks_of_its_logits(rule, monkeypatch):
         assert not kept[..., [token for token in range(24) if token not in allowed]].any()
         assert (temperature == 1).all()
     # Without: heads that do not know of them draft what cannot be said.
-    monkeypatch.setattr(Step, "_shape_drafts", lambda *_: None)
+    monkeypatch.setattr(Step, "_processor", lambda *_: None)
     llm = LLM(module, speculative_config={"model": head, "tree": "chain", "verifier": rule})
     llm.generate(prompts, params)
     assert llm.get_metrics()["acceptance_length"] < with_own
