@@ -1,4 +1,4 @@
-"""What every benchmark on random weights is told: shape, device, dtype, where the figures go; and lists of numbers."""
+"""Options shared by benchmarks on random weights, and a parser for lists of numbers."""
 
 import sys
 

@@ -19,8 +19,8 @@ def measure_acceptance(llm, prompts, sampling_params=None, use_tqdm=False):
     Returns a dict:
         acceptance_length, per_position (unconditional), num_steps, num_emitted   of the chain
         rates: per depth, per rank (0..9): how often the target's token at this depth is the head's candidate of this rank,
-            given that the tokens before it are the target's own; num_rates: from how many places. A drafter that looks at its own
-            tokens has candidates after its first choices only: its rates are those after accepted first choices
+            given that the tokens before it are the target's own; num_rates: from how many places. An autoregressive
+            drafter has candidates after its first choices only: its rates are conditional on those being accepted
         samples: a few {"prompt", "output"}
     """
     engine = llm.engine

@@ -143,7 +143,7 @@ def choose_promise(curve):
 def dynamic_candidates(depth, num_nodes, max_depth):
     """Dynamic trees worth a try where a static one of this depth and size is the best: list of GrowingTree.
 
-    The same number of nodes, as deep and as deep as the drafts go, of several widths. None of depth 1: its nodes are the first
+    They have this number of nodes and several widths, at this depth and at the greatest. None of depth 1: its nodes are the first
     ranks, whatever the confidences, and that is a static tree.
     """
     found = []

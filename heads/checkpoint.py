@@ -83,7 +83,7 @@ def _dtype_keys(format, tensors):
 
 
 def _cast(tensor, dtype):
-    """Weights in another dtype; numbers of tokens stay what they are."""
+    """Weights in another dtype; integer tensors (d2t) keep theirs."""
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
@@ -103,7 +103,7 @@ class HeadFile:
 def load_head(path_or_id, dtype=None):
     """Load a head of any family from a head folder, a run, a checkpoint or a Hub id, in any format of heads/families.py.
 
-    Warns of everything where the file's config.json lies or is silent. Otherwise as read_head.
+    Warns where config.json contradicts the tensors or lacks a key. Otherwise as read_head.
     """
     file = read_head(path_or_id, dtype)
     for note in file.notes:

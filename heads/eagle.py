@@ -74,8 +74,8 @@ class Eagle(Head):
     def predict(self, features, input_ids, position_ids, document_ids, lm_head_weight=None, num_steps=None):
         """The first step on the target's features, the others on the head's own states, as it drafts (and HASS trains).
 
-        Step i of the root at t reads x_{t+1+i} and the state of the step before, at position t + i. It attends to the pairs of the
-        text up to t, which hold the target's features, and to the root's own of steps 1 to i. See Head.predict.
+        Step i of the root at t reads x_{t+1+i} and the state of the step before, at position t + i. It attends to the text's
+        pairs up to t, which hold the target's features, and to the root's own pairs of steps 1 to i. See Head.predict.
         """
         count, dtype = num_steps or self.num_speculative_tokens, self.fc.weight.dtype
         tokens, attention = next_tokens(input_ids, count), PackedAttention(document_ids)

@@ -118,7 +118,7 @@ def check_format(head, format):
 
 
 def to_file(head, format, lm_head_weight=None):
-    """The tensors and the config that say `head` in `format`: ({name: tensor}, config dict).
+    """`head` as a file in `format`: ({name: tensor}, config dict).
 
     lm_head_weight: the target's lm_head [V, H], for the one format that carries a copy. ValueError as check_format.
     """

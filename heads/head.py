@@ -145,14 +145,14 @@ def bytes_of(*modules):
 def next_tokens(input_ids, count):
     """The tokens at t + 1 to t + count of every position t.  [B, T] -> [B, T, count]
 
-    After the end of the row token 0 stands in, and after that of a document what follows it: no label depends on either.
+    Past the row's end the token is 0, past a document's end the next document's. No label depends on either.
     """
     padded = F.pad(input_ids, (0, count))
     return padded[:, 1:].unfold(1, count, 1)
 
 
 def cast_lm_head(lm_head_weight, dtype):
-    """The target's lm_head in the dtype that heads of `dtype` multiply with: that one, or autocast's. Converted here, once.
+    """The target's lm_head in `dtype`, or in autocast's dtype where autocast is on. Converted here, once.
 
     Autocast keeps its own copies of parameters that are trained, and would convert a frozen one for every chunk.
     """

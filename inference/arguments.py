@@ -8,7 +8,7 @@ from pathlib import Path
 
 @contextmanager
 def plain_warnings():
-    """While a command runs, what is warned of to its user is a line without a place in our code."""
+    """While a command runs, print warnings as one line, without file and line number."""
     before = warnings.formatwarning
 
     def formatted(message, category, *where):

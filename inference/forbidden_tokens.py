@@ -6,8 +6,9 @@ from ..kernels.sampling.process_logits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 def bad_word_sequences(words, tokenizer):
     """Token sequences whose last token may not complete them.  strings -> tuple of tuples of token ids
 
-    Each word is tokenised without a leading space, and with one if that makes as many tokens and another first one (so a word is
-    found at the beginning of a text and in the middle). Raises ValueError for more or longer ones than the engine's table takes.
+    Each word is tokenised without a leading space; also with one, if that gives equally many tokens and another first token (so a
+    word is found at the beginning of a text and in the middle). Raises ValueError for more or longer ones than the engine's table
+    takes.
     """
     sequences = []
     for word in words:

@@ -67,9 +67,8 @@ class LLM:
         num_speculative_tokens_per_batch_size: tells the depth instead, {smallest batch size: tokens}.
     adapter: a LoRA adapter of the target in peft's format (a folder or a Hub id, or a run or head that was trained with one): it is
         merged into the weights while they are loaded, in fp32, rounded once. The target is then the adapted one, in every respect.
-    logprobs_mode: "raw_logprobs" (of the target's logits) or "processed_logprobs" (of the distribution a token was drawn from,
-    after
-        temperature and filters). prompt_logprobs are always raw.
+    logprobs_mode: "raw_logprobs" (of the target's logits) or "processed_logprobs" (of the distribution that a token
+        was drawn from, after temperature and filters). prompt_logprobs are always raw.
 
     By default the outputs are those of plain decoding, whatever the head and the tree: see docs/lossless.md. Raises ValueError for
     bad arguments, naming what was given and what was expected; unknown keywords that are nearly spelled like a known one name it.
@@ -172,7 +171,7 @@ class LLM:
 
         prompts: str, list of str, token-id list, list of those, {"prompt_token_ids": [...]} or {"prompt": str}, or lists of
         them. sampling_params: one for all, or one per prompt; None: SamplingParams(). All inputs are checked before any work.
-        others: what vLLM takes besides, where it asks for nothing else than is done here.
+        others: further arguments of vLLM, accepted only at values that change nothing.
         """
         reject_unknown(others, ("prompts", "sampling_params", "use_tqdm"), "argument", VLLM_CALLS, ASKS_NOTHING)
         prompts = _as_prompt_list(prompts)

@@ -29,7 +29,7 @@ class OpenBatch:
     def step(self):
         """One step of the engine.  -> list of (tag, RequestOutput) of the requests that have ended
 
-        No step where some ended in steps that other calls on the LLM made.
+        If other calls on the LLM finished some of them already, these are returned without a new step.
         """
         if not any(submission.finished for submission in self._open):
             self.session.step()

@@ -24,7 +24,7 @@ from .sampling_params import SamplingParams
 
 @dataclass(frozen=True)
 class CheckedPrompt:
-    """A prompt and its parameters, of which nothing is left to refuse but a lack of memory."""
+    """A prompt and its parameters, validated: only a lack of cache memory can still refuse it."""
 
     text: str | None
     token_ids: list[int]

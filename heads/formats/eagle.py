@@ -46,7 +46,7 @@ def check_format(head, format):
 
 
 def to_file(head, format, lm_head_weight=None):
-    """The tensors and the config that say `head`: ({name: tensor}, config dict)."""
+    """`head` as a file: ({name: tensor}, config dict)."""
     state = dict(head.state_dict())
     if head.embedding_is_targets:
         del state[EMBEDDING]

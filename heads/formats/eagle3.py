@@ -57,7 +57,7 @@ def check_format(head, format):
 
 
 def to_file(head, format, lm_head_weight=None):
-    """The tensors and the config that say `head` in `format`: ({name: tensor}, config dict)."""
+    """`head` as a file in `format`: ({name: tensor}, config dict)."""
     state = dict(head.state_dict())
     if format == "eagle3" and head.embedding_is_targets:
         del state[EMBEDDING]  # readers share the target's

@@ -92,7 +92,7 @@ def file_names(table, num_heads, num_layers):
 
 
 def to_file(head, format, lm_head_weight=None):
-    """The tensors and the config that say `head` in `format`: ({name: tensor}, config dict).
+    """`head` as a file in `format`: ({name: tensor}, config dict).
 
     lm_head_weight: the target's lm_head [V, H]; only "vllm" with a shared lm_head needs it, its file carries a copy.
     Raises ValueError if the head does not fit the format or the lm_head is missing or of another shape.

@@ -31,7 +31,7 @@ def check_format(head, format):
 
 
 def to_file(head, format=FORMATS[0], lm_head_weight=None):
-    """The tensors and the config that say `head`: ({name: tensor}, config dict)."""
+    """`head` as a file: ({name: tensor}, config dict)."""
     config = head.config
     tensors = {PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
     # Every key that a reader would guess when it is missing. inner_dim is never 0, though readers know it: TGI takes it as it is.

@@ -55,7 +55,7 @@ def sglang(files):
 
 
 def original(files):
-    """As of its version for EAGLE-3, which takes the target's embedding; before, it opened `pytorch_model.bin` and nothing else."""
+    """The release for EAGLE-3, which takes the target's embedding. Earlier ones opened only `pytorch_model.bin`."""
     bias, head = files.config.get("bias", True), files.head.config
     if bias and "fc.bias" not in files.tensors:
         yield (

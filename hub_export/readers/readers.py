@@ -101,7 +101,7 @@ def names_target(files):
 
 
 def layer_said(files):
-    """Where it would build a decoder layer of other sizes than the tensors have, or more layers than one."""
+    """Problems where the reader would build a decoder layer of wrong sizes, or more than one."""
     config, head = files.config, files.head.config
     heads, hidden_size = config.get("num_attention_heads") or 32, config.get("hidden_size") or 4096
     guessed = {"num_key_value_heads": heads}

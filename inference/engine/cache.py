@@ -69,8 +69,8 @@ def bytes_of_page(num_layers, num_kv_heads, head_dim, dtype):
 def measure_workspace(engine, num_tokens):
     """Bytes that a prefill of `num_tokens` and a step of all seats need besides weights and cache.
 
-    Everything runs for nobody, on page 0. Prompts of other lengths are tried too: the first of each kind compiles kernels, and
-    should not do so while somebody waits.
+    It runs dummy batches in the seat of nobody, on page 0. Prompts of other lengths are tried too: the first of each kind
+    compiles kernels, and should not do so while somebody waits.
     """
     device = engine.decoder.device
     num_tokens = max(1, min(num_tokens, (engine.seats.block_table.shape[1] - 1) * PAGE))

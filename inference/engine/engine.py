@@ -1,9 +1,9 @@
 """The engine: launch the next step, then read the one before.
 
 A step (step.py) runs on the device from the seats' own rows, so the host need not know a step's tokens to launch the next
-one: on a GPU it reads them one step late, while the next step computes. On the CPU it reads them at once. Whatever a late step
-did for a request that had ended, or was preempted, is dropped; tokens are a function of the request alone, so computing them
-again gives the same ones.
+one: on a GPU it reads them one step late, while the next step computes. On the CPU it reads them at once. Results for a request
+that has ended or was preempted since are dropped; tokens are a function of the request alone, so computing them again gives the
+same ones.
 """
 
 import itertools

@@ -76,7 +76,7 @@ class Request:
     def num_skippable(self):
         """How many known tokens, from the first, a cache may supply: of the others somebody needs the hidden states.
 
-        The last known token always is one, for the next token; so is each that predicts a prompt token whose logprob is wanted.
+        Never skipped: the last known token, and tokens that predict a prompt token whose logprob is wanted.
         """
         last = self.num_known - 1
         return min(len(self.prompt_logprobs) - 1, last) if self.wants_prompt_logprobs else last

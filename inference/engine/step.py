@@ -74,7 +74,7 @@ class Step:
         return StepOutput(emitted, path, logits.view(*tokens.shape, -1), scores)
 
     def _processor(self, batch, filters):
-        """What a drafter passes its logits through: draft_scores of this batch, None where a temperature is all there is."""
+        """The logits processor of this batch's drafts; None if its requests set only a temperature."""
         return partial(draft_scores, batch, filters, self.seats, self.tree.max_depth) if filters else None
 
     def forward(self, batch, tokens, tree):

@@ -21,9 +21,10 @@ from ...kernels.sampling.sample import sample_tokens
 from ...kernels.sampling.sample_kept import sample_kept
 from .seats import BatchRows, SeatTable
 
-# What logits need beside a temperature, each including those before it: nothing; process_logits; min_p, top_k and top_p too
-# (keep_top).
-NO_FILTERS, CHANGED, CUT = 0, 1, 2
+# What the logits of a request need beside a temperature; each includes the one before.
+NO_FILTERS = 0
+CHANGED = 1  # process_logits: bias, penalties, forbidden tokens
+CUT = 2  # keep_top: min_p, top_k, top_p
 # What a row's filters leave behind takes up to 8 bytes per token: so many rows are drawn from at once.
 FILTERED_ROWS = 1024
 
@@ -57,7 +58,7 @@ class TargetScores:
         return tokens.view(self.drafted.shape)
 
     def distributions(self):
-        """What the target's distribution after every node is the softmax of: see target_scores."""
+        """Scores whose softmax is the target's distribution after every node: see target_scores."""
         return target_scores(self.batch, self.logits, self.filters, self.seats, self.path, self.processed)
 
 
@@ -76,7 +77,7 @@ def draft_scores(batch, filters, seats, max_depth, logits, depths):
     Of K nodes at depths [K], all below max_depth: logits [K, B, V] -> fp32 [K, B, V], temperature to draw with [B], the Kept [K B]
     on a GPU.
 
-    The output counts up to the root: what the draft itself says on its way is not looked at.
+    Penalties count the output up to the root; drafted tokens do not count. (For the target's own scores they do.)
     """
     (count, requests), device = logits.shape[:2], logits.device
     request = torch.arange(requests, device=device).repeat(count)
@@ -92,8 +93,8 @@ def draft_scores(batch, filters, seats, max_depth, logits, depths):
 
 
 def _of_nodes(batch, logits, filters, seats, path, part):
-    """What nodes `part` (a slice) of the M are drawn from: scores as the request changes them, their temperature, what is kept of
-    them if they are cut.  logits [M, V] -> [R, V], [R], Kept or None"""
+    """Of the nodes in `part` (a slice): scores as their requests change them, temperature, Kept if top-k, top-p or min-p apply.
+    logits [M, V] -> [R, V], [R], Kept or None"""
     position, temperature = batch.draws[2][part], batch.node_temperature[part]
     request = torch.arange(len(batch.seats), device=logits.device)
     request = request[:, None].expand(-1, len(logits) // len(request)).flatten()[part]
@@ -148,10 +149,9 @@ def draw(batch, logits, filters, seats, path=None, processed=None):
 
 
 def target_scores(batch, logits, filters, seats, path=None, processed=None):
-    """Scores and temperature whose distribution (kernels/speculation/row_distributions.py) is the target's after every node.  [M,
-    V] -> [M, V],
-    [M], Kept
+    """What the target's distribution after every node is made of (kernels/speculation/row_distributions.py).
 
+    logits [M, V] -> scores [M, V], temperature [M], Kept.
     path and processed: as for draw. On a GPU, where distributions are cut, the distribution is that of what is kept; else that is
     None.
     """

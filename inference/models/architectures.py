@@ -17,7 +17,7 @@ class UnsupportedArchitecture(ValueError):
 class Architecture:
     """What sets an architecture apart; the defaults are Llama's.
 
-    A text stands for the field of the Hugging Face config that holds the value; a bias whose field the config lacks is none.
+    A string names the field of the Hugging Face config to read. A bias whose field is missing is none.
     layer_types: those it knows; None: every layer has the config's sliding_window, whatever the config's layer_types say.
     """
 

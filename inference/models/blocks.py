@@ -73,9 +73,8 @@ class Rotary:
     def from_frequencies(cls, frequencies, scaling, *, num_positions, dtype, device):
         """frequencies [D/2]: angle per position of every pair; scaling: factor of cos and sin; dtype: of the model."""
         wide = torch.promote_types(dtype, torch.float32)
-        angles = torch.arange(num_positions)[:, None].to(wide) * frequencies.to(
-            wide
-        )  # on the CPU, for the same bits anywhere
+        # On the CPU, for the same bits anywhere.
+        angles = torch.arange(num_positions)[:, None].to(wide) * frequencies.to(wide)
         return cls(*((table * scaling).to(device) for table in (angles.cos(), angles.sin())))
 
     @property
@@ -131,7 +130,7 @@ class GatedMLP:
 
 @dataclass(frozen=True)
 class Layer:
-    """Attention and MLP with their residuals. The caller applies input_norm; it is None where he makes the input otherwise."""
+    """Attention and MLP with their residuals. The caller applies input_norm; None if it builds the input itself."""
 
     input_norm: Norm | None
     attention: Attention

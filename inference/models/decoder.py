@@ -133,8 +133,8 @@ class Decoder:
 
         config: the model's Hugging Face config; dtype: torch.dtype of the weights, whatever the files hold; load_format: "auto"
         or "dummy" (random weights of the config's shape; folder_or_id is not looked at); adapter: an Adapter to add to the
-        weights (not to random ones), or None. Raises ValueError, naming files and
-        tensors, before anything is read: see weights.load_weights.
+        weights (not to random ones), or None. Raises ValueError, naming files and tensors, before anything is read: see
+        weights.load_weights.
         """
         if load_format not in LOAD_FORMATS:
             raise ValueError(f"load_format must be one of {', '.join(LOAD_FORMATS)}, got {load_format!r}")

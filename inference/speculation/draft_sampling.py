@@ -5,8 +5,8 @@
     sampled         top-k of log q + G = k draws without replacement, in their order    noise: DRAFT_NOISE, see below
     top_and_one     the k - 1 likeliest, then one draw from the rest                    noise: DRAFT_NOISE, see below
 
-The ratio rules (ratio_rules.py) need the draft's noise to be fresh in every step and at every node with children: they reject with
-knowledge of tokens further down, so a token drawn again from the same noise is no longer a draw from q. Key it by
+The ratio rules (ratio_rules.py) need the draft's noise to be fresh in every step and at every node with children. A rejection may
+depend on deeper tokens, and the same noise would then bias the next draw. Key it by
 (seed, sample, position of the *root*, salted(DRAFT_NOISE, node)): the root moves in every step.
 
 Letters: B requests, N nodes.
@@ -36,8 +36,7 @@ def sampled_nodes(sampling, parents):
 
 
 def check_sampling(verifier, sampling, tree):
-    """Raise ValueError, saying why, if `verifier` would not keep the target's distribution after children sampled so on this
-    tree.Tree.
+    """Raise ValueError, saying why, if `verifier` cannot keep the target's distribution with this sampling on this tree.
 
     strict emits the target's own tokens whatever was drafted, synthetic keeps no distribution anyway: both follow every way.
     """

@@ -120,7 +120,7 @@ class SpeculativeOptions:
 
 
 def is_config(model):
-    """Whether this is a config of transformers, which stands for random weights of its shape."""
+    """Whether this is a config of transformers: the draft model then gets random weights of its shape."""
     from transformers import PreTrainedConfig
 
     return isinstance(model, PreTrainedConfig)

@@ -1,6 +1,6 @@
 """How an engine speculates: what drafts, the tree, the verifier and how deep to draft in which step.
 
-choice = choose_speculation(SpeculativeOptions.parse(config), target_config, max_num_seqs)    # all that can be refused is
+choice = choose_speculation(SpeculativeOptions.parse(config), target_config, max_num_seqs)    # raises every ValueError
 speculation = choice.build(decoder, max_positions)                                            # on the target's device
 """
 

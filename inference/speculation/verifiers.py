@@ -25,7 +25,7 @@ VERIFIERS = ("strict", *RATIO_VERIFIERS, "synthetic")
 class Strict:
     """Follow the child that carries the target's own token; where there is none, emit that token and stop.
 
-    Nodes deeper than the tokens that the request may still emit are not taken.
+    Nodes beyond the tokens that the request may still emit are never accepted.
     """
 
     name = "strict"
@@ -83,7 +83,7 @@ class Ratio:
 
 
 def with_any_distribution(draft, scores, kept):
-    """A draft of which nothing is sampled, with a distribution that is read and plays no part.
+    """A draft of which nothing is sampled, with a dummy distribution. The kernel reads it; the result does not depend on it.
 
     It is some of the target's scores, so that nothing is copied or computed for it, at a temperature so high that no probability
     overflows (where distributions are cut, a highest score is one that has been divided).

@@ -2,8 +2,9 @@
 
     parents, depths [N] or [B, N] in topological order, node 0 the root; tokens [B, N], -1: an empty slot; depth_limit [B]
     target scores [B N, V], temperature [B N]; draft scores [L, B, V], temperature [B]: distributions as in row_distributions.py
-    distribution [N] or [B, N]: which of the L draft distributions the children of a node come from; sampled [N] or [B, N]: from
-    it, or chosen seed, sample, position [B]: what keys the noise; position: that of the step's root (philox.py says why)
+    distribution [N] or [B, N]: which of the L draft distributions the children of a node come from
+    sampled [N] or [B, N]: whether a child was sampled from it, or chosen
+    seed, sample, position [B]: what keys the noise; position: that of the step's root (philox.py says why)
     ->  path [B, D + 1] node at each depth, its last one repeated; num_accepted [B]; bonus [B] the token after the path
 
 On a chain `recursive` decides as `token` and `traversal` as `block` for every uniform, so there are two rules here; they differ in

@@ -3,8 +3,8 @@
     parents, depths [N] (or [B, N]) in topological order, node 0 the root; tokens, target_tokens [B, N]; depth_limit [B]
     ->  path [B, D + 1] node at each depth, its last one repeated; num_accepted [B]; bonus [B] the token after the path
 
-D is the greatest depth. Siblings with equal tokens: the deeper path wins, then the lower node. Same results as
-inference/speculation/verifiers.py, which says why the rule is lossless.
+D is the greatest depth. Siblings with equal tokens: the deeper path wins, then the lower node. docs/lossless.md says why
+the rule is lossless.
 """
 
 import torch

@@ -87,7 +87,7 @@ def count_labels(packed):
 def answer_ends(packed):
     """Where supervised stretches end: at their last token in a document.  -> bool [R, T]
 
-    Not at the end of a document that fills a whole row: one that was cut fills one, and goes on after it.
+    A document that fills a whole row may have been cut, so its end does not count.
     """
     goes_on = packed.supervised[:, 1:] & (packed.document_ids[:, 1:] == packed.document_ids[:, :-1])
     ends = packed.supervised.clone()

@@ -1,8 +1,8 @@
 """Which loss a run minimises. The formulas, and what computes them: kernels/training/distill_loss.py.
 
-The weight of kl within lk is exp(-eta a), where a is a depth's mean rate of acceptance over all its labels, as the paper's authors
-have it (arXiv 2602.23881), but of the step before: then it is known beforehand, and the same on every rank. Weighing every label by
-its own rate gave less acceptance than kl alone (docs/log.md).
+The weight of kl within lk is exp(-eta a), where a is a depth's mean rate of acceptance over all its labels in the step before: then
+it is known beforehand, and the same on every rank. (The paper's authors take the current step: arXiv 2602.23881.) Weighing every
+label by its own rate gave less acceptance than kl alone (docs/log.md).
 """
 
 import math

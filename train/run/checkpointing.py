@@ -9,7 +9,7 @@
                         written last
 
 A checkpoint is written aside and renamed, so it is there whole or not at all. The data position is the step: the order of the
-rows follows from the recipe and the step (train/medusa.py). Another number of processes goes on as well, with as many rows per
+rows follows from the recipe and the step (train/data/rows.py). Another number of processes goes on as well, with as many rows per
 optimiser step: noise is drawn per place in the step's rows, and only an adapter's dropout from the saved generators.
 """
 
@@ -78,7 +78,7 @@ def save_checkpoint(run, step, *, head, optimizer, state, accelerator, num_kept,
 
 
 def restore_replaced(run):
-    """Finish what a process was killed at that had put the old checkpoint aside for a new one; any rank may be the first to."""
+    """Finish the replacement of a checkpoint that a kill interrupted; any rank may be the first to."""
     for aside in sorted(Path(run, "checkpoints").glob(".step-*.new")) + sorted(
         Path(run, "checkpoints").glob(".step-*.old")
     ):

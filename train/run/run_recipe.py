@@ -17,7 +17,7 @@ from .tracking import TRACKERS
 class RunRecipe:
     """Fields are the keys of the config file and of the command line.
 
-    The default of a key that is added is what was done before: checkpoints that do not know it yet go on with that.
+    A new key's default must keep the old behaviour, so that older checkpoints resume unchanged.
     """
 
     target: str = key(MISSING, "the frozen model: a folder or Hub id of any AutoModelForCausalLM")

@@ -19,8 +19,8 @@ from .own_cache import OwnCacheDrafter
 class EagleDrafter(OwnCacheDrafter):
     """Drafts with an Eagle head, chain or tree.
 
-    head: the module, read in place: a head in training is used as it is at the moment, but for keys in pages that the prefix cache
-    kept (switch it off); its products' weights become views of packed ones. decoder: the target's Decoder; num_speculative_tokens:
+    head: the module, read in place, so updates of a head in training apply at once; pages that the prefix cache kept stay stale:
+    switch it off. Its products' weights become views of packed ones. decoder: the target's Decoder; num_speculative_tokens:
     how deep it drafts; sampling: a way of draft_sampling.py.
     """
 

@@ -1,4 +1,4 @@
-"""A tree as drafters walk it whose distributions depend on the drafted tokens: depth by depth.
+"""A tree, depth by depth, for drafters whose distributions depend on the drafted tokens.
 
 At every depth only nodes with children need a distribution. They are numbered through, depth by depth and the root first: such a
 number less one is a node's *row*, the place of its keys and values after the committed ones.
