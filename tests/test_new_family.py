@@ -195,8 +195,8 @@ from headstart.inference.llm import LLM
 from headstart.inference.sampling_params import SamplingParams
 
 assert Path(headstart.__file__).parent == Path(place, "headstart"), headstart.__file__
-keys = dict(target=target, data=data, output=f"{place}/run", max_steps=30, lr=0.02, batch_rows=4, row_length=64)
-keys |= dict(eval_prompts=2, eval_tokens=8, tracker="none", autocast="no", log_every=10)
+keys = dict(target=target, data=data, output=f"{place}/run", max_steps=10, lr=0.02, batch_rows=4, row_length=64)
+keys |= dict(eval_prompts=2, eval_tokens=8, tracker="none", autocast="no", log_every=5)
 argv = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
 assert headstart.train.tables.main(argv) == 0
 assert export_main([f"{place}/run", "--format", "tables", "--output", f"{place}/export"]) == 0

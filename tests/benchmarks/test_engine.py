@@ -83,7 +83,7 @@ def test_baseline_computes_what_the_engine_computes(shape, tree):
 
 def test_engine_accepts_at_the_asked_rates_and_shows_plain_decoding_beside(bench):
     _, found = bench(
-        "engine", "--acceptance", "2.0", "--batch", "1,2", "--prompt-tokens", "20", "--new-tokens", "120", "--no-startup"
+        "engine", "--acceptance", "2.0", "--batch", "1,2", "--prompt-tokens", "20", "--new-tokens", "60", "--no-startup"
     )  # fmt: skip
     assert [(row["draft"], row["batch"]) for row in found["rows"]] == [
         ("plain", 1), ("plain", 2), ("medusa chain, own", 1), ("medusa chain, own", 2),
@@ -102,7 +102,7 @@ def test_engine_takes_a_head_of_every_method_and_as_deep_as_asked(bench, head, m
     monkeypatch.setattr(random_heads, "DRAFT_VOCABULARY", 40)
     _, found = bench(
         "engine", "--head", head, "--num-speculative-tokens", "5", "--acceptance", "5.5", "--batch", "2",
-        "--prompt-tokens", "20", "--new-tokens", "120", "--no-startup",
+        "--prompt-tokens", "20", "--new-tokens", "60", "--no-startup",
     )  # fmt: skip
     assert [row["draft"] for row in found["rows"]] == ["plain", f"{head} chain"]
     assert found["rows"][1]["nodes"] == 6
@@ -113,7 +113,7 @@ def test_engine_takes_a_head_of_every_method_and_as_deep_as_asked(bench, head, m
 def test_engine_chooses_its_own_depths_when_asked(bench):
     _, found = bench(
         "engine", "--head", "mlp_speculator", "--acceptance", "2.0", "--batch", "1", "--adaptive",
-        "--prompt-tokens", "20", "--new-tokens", "120", "--no-startup",
+        "--prompt-tokens", "20", "--new-tokens", "60", "--no-startup",
     )  # fmt: skip
     plain, whole, chosen = found["rows"]
     assert [row["draft"] for row in found["rows"]] == [

@@ -17,7 +17,8 @@ ASSETS = Path(__file__).resolve().parents[2] / "assets"
 TARGET, HEADS = ASSETS / "stdlib-coder", ASSETS / "stdlib-coder-medusa"
 NUM_PROMPTS = 32
 FEW = 10  # of them, on the CPU: above every batch tried, so that seats are used again
-FEWER = 4  # one at a time
+FEWER = 3  # one at a time
+MAX_TOKENS = 16
 
 
 @pytest.fixture(scope="module")
@@ -36,21 +37,22 @@ def plain(embedded):
     """Tokens without drafts, per temperature: together, which is quick; one at a time they are seen to be the same."""
     module, tokenizer, prompts, _ = embedded
     llm = LLM(module, tokenizer=tokenizer, max_num_seqs=FEW)
-    params = {t: SamplingParams(temperature=t, max_tokens=24, seed=5) for t in (0.0, 0.8)}
+    params = {t: SamplingParams(temperature=t, max_tokens=MAX_TOKENS, seed=5) for t in (0.0, 0.8)}
     return {t: [o.outputs[0].token_ids for o in llm.generate(prompts[:FEW], params[t])] for t in params}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch", [1, 8])
-@pytest.mark.parametrize("tree", ["chain", "tree of 64"])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(
+    ("temperature", "tree", "batch"),
+    [(0.0, "chain", 1), (0.0, "chain", 8), (0.0, "tree of 64", 1), (0.8, "chain", 1), (0.8, "tree of 64", 8)],
+)
 def test_shipped_heads_change_no_token_and_are_accepted(embedded, plain, temperature, tree, batch):
     module, tokenizer, prompts, tree_file = embedded
     speculative = {"model": str(HEADS), "tree": "chain" if tree == "chain" else tree_file}
     llm = LLM(module, tokenizer=tokenizer, max_num_seqs=batch, speculative_config=speculative)
     assert llm.tree.num_nodes == (5 if tree == "chain" else 64)
     count = FEWER if batch == 1 else FEW
-    outputs = llm.generate(prompts[:count], SamplingParams(temperature=temperature, max_tokens=24, seed=5))
+    outputs = llm.generate(prompts[:count], SamplingParams(temperature=temperature, max_tokens=MAX_TOKENS, seed=5))
     assert [o.outputs[0].token_ids for o in outputs] == plain[temperature][:count]
     least = {("chain", 0.0): 1.5, ("tree of 64", 0.0): 2.0, ("chain", 0.8): 1.2, ("tree of 64", 0.8): 1.6}
     assert llm.get_metrics()["acceptance_length"] >= least[tree, temperature]

@@ -56,7 +56,7 @@ def embedded():
     module = AutoModelForCausalLM.from_pretrained(ASSETS / "stdlib-coder", dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(ASSETS / "stdlib-coder")
     prompts = [render_prompt(tokenizer, p) for p in read_prompts(ASSETS / "stdlib-coder" / "heldout.jsonl", count=3)]
-    params = SamplingParams(temperature=0.0, max_tokens=20)
+    params = SamplingParams(temperature=0.0, max_tokens=12)
     plain = [o.outputs[0].token_ids for o in LLM(module, tokenizer=tokenizer).generate(prompts, params)]
     return module, tokenizer, prompts, params, plain
 
