@@ -54,7 +54,7 @@ def test_linear_computes_its_formula_at_odd_shapes(kernel_device, n, k, rows):
         pytest.skip("one row and two blocks of rows are enough for the interpreter's pace")
     for dtype in dtypes_of(kernel_device):
         x, w, b = operands(rows, n, k, dtype, kernel_device)
-        for bias in (b, None):
+        for bias in (b, None) if kernel_device == "cuda" or k < 200 else (b,):
             exact = linear_reference(x.double(), w.double(), None if bias is None else bias.double())
             poison(kernel_device)
             found = linear(x, w, bias)
