@@ -39,7 +39,7 @@ def _add_rms_norm(
     parts, residual, w, normed, total, num_rows, width, eps, multiplier,
     S: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One row. S = 0: nothing is added, `parts`, `total` and `multiplier` are not used."""
+    """One row. With S = 0 nothing is added, and `parts`, `total` and `multiplier` are not used."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
