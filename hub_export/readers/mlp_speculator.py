@@ -1,4 +1,4 @@
-"""What each reader asks of the files of MLP speculators, and what it silently does otherwise."""
+"""Requirements of each reader on the files of MLP speculators, and what it does silently if they are not met."""
 
 from .readers import APART, BUILDS, NO, SGLANG, TGI, VLLM, WRONG, Asks, Reader, asked, names_target
 
