@@ -1,4 +1,4 @@
-"""`headstart inspect`: what a head is, whether it fits its target, and which engines take its files."""
+"""`headstart inspect`: describe a head, check that it fits its target, and list the engines that take its files."""
 
 EXAMPLE = "headstart inspect runs/quickstart\n  headstart inspect OWNER/HEAD --model OWNER/TARGET --json"
 DETAILS = (
