@@ -94,7 +94,7 @@ def build_corpus(recipe) -> Corpus:
 
 
 def is_plain(pair: Pair) -> bool:
-    """Whether the pair is free of texts that would be read as our special tokens."""
+    """Whether the pair has no text that the tokenizer would read as a special token."""
     return not any(token in pair.prompt or token in pair.answer for token in SPECIAL_TOKENS)
 
 

@@ -253,7 +253,7 @@ class _Bench:
         }
 
     def head_lines(self, cache, context, batch, nodes, layout, forward):
-        """Draft, verify rule, commit and the whole step with heads that own their lm_heads or share the target's.
+        """The lines of draft, verify rule, commit and whole step, with heads that own their lm_heads or share the target's.
 
         forward: milliseconds of the target's pass over the same tree. "on top" is the time of the whole step beyond this pass and
         beyond reading the heads' weights once.

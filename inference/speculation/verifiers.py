@@ -41,7 +41,7 @@ class Strict:
 
 
 class Ratio:
-    """A rule of kernels/speculation/ratio_rules.py by its name. Keeps a workspace per batch size on a GPU.
+    """The verifier of one rule in kernels/speculation/ratio_rules.py, chosen by name. Keeps a workspace per batch size on a GPU.
 
     Its noise is keyed by the position of a step's root (kernels/sampling/philox.py), so no step reuses the noise of another.
     """

@@ -1,4 +1,4 @@
-"""Where commands write, and what is left where they cannot."""
+"""The output files of commands, and the state of the disk after a failed write."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What is wrong with a published checkpoint is named: every tensor of it in four ways, its config and its index."""
+"""Errors name the damage of a published checkpoint: every tensor in four ways, its config and its index."""
 
 import json
 import re
@@ -30,7 +30,7 @@ def keep(tensors):
 
 
 def reading_of(name, change, keys=()):
-    """What from_file raises for a layout whose {name: tensor} is changed, or None; and the notes of what it reads."""
+    """The error of from_file for a layout with changed {name: tensor}, or None; and its notes."""
     tensors = dict(LAYOUTS[name].tensors)
     change(tensors)
     try:
@@ -51,7 +51,7 @@ def test_every_missing_tensor_is_named(name):
 def test_every_wrong_shape_is_an_error(name):
     for key, tensor in LAYOUTS[name].tensors.items():
         message, notes = reading_of(name, put(key, torch.cat((tensor, tensor[-1:]))))
-        # A tensor that alone tells the vocabulary is believed.
+        # If only one tensor tells the vocabulary, its size counts.
         assert "expected" in (message or "") or any('"vocab_size"' in note for note in notes), (key, message)
 
 

@@ -1,4 +1,4 @@
-"""heads.export: what it writes loads again bit by bit, its card tells only what was measured, and errors are one line."""
+"""heads.export: its files load again bit by bit, its card has only measured figures, and errors are one line."""
 
 import ast
 import errno
@@ -79,7 +79,7 @@ def card_of(folder):
 
 
 def error_of(capsys, *arguments):
-    """The one line that a command which cannot be done prints, without a traceback."""
+    """The one line, without a traceback, that a failing command prints."""
     assert main([str(argument) for argument in arguments]) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("heads.export: ")
@@ -372,7 +372,7 @@ def test_what_is_warned_of_is_a_line_without_a_place_in_our_code(tmp_path, monke
 
 
 def test_a_card_has_no_other_heads_speed(run, tmp_path):
-    """Of a benchmark that compared several heads, its own rows and those of plain decoding."""
+    """From a benchmark of several heads the card takes the head's own rows and those of plain decoding."""
     bench = json.loads((run / "benchmark.json").read_text())
     (own,) = bench["rows"]
     bench["rows"] = [own | {"head": "none", "speedup": 1.0}, own | {"head": str(run / "export")}]

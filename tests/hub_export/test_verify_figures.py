@@ -1,4 +1,4 @@
-"""heads.export verify, the figures: those of the card and of the runs are the counts', and those are measured again."""
+"""heads.export verify on figures: those of card and runs must follow from the counts, and the counts are measured again."""
 
 import json
 
@@ -164,7 +164,7 @@ def test_intervals_hold_the_pooled_figure_and_grow_narrow_with_more_requests():
 
 
 def test_a_token_more_or_less_at_a_rare_position_is_no_disagreement():
-    """Of 800 steps one was accepted so deep, on another machine none: all resampled counts are zero."""
+    """One of 800 steps was accepted at this depth, on another machine none: all resampled counts are zero."""
     figure = pool([[50, 20, 1]] + [[50, 20, 0]] * 15)
     assert disagreements(figure, [[50, 20, 0]] * 16) == []
     [said] = disagreements(pool([[50, 20, 1]] * 16), [[50, 20, 0]] * 16)

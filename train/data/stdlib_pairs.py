@@ -182,10 +182,10 @@ class Source:
 
 
 def package_pairs(further: bool = False, workers: int | None = None) -> tuple[list[Pair], list[Source]]:
-    """Pairs of all installed packages whose metadata names a permissive licence, and what those packages are.
+    """Pairs of all installed packages whose metadata names a permissive licence, and the list of these packages.
 
-    Order: by package, then module. Packages with another, several unclear, or no licence are skipped whole, and so are
-    folders of vendored code. Bodies are not deduplicated here: pass the result through `split_pairs`.
+    Order: by package, then module. A package is skipped whole if its licence is not permissive, unclear or missing; folders
+    of vendored code are skipped too. Bodies are not deduplicated here: pass the result through `split_pairs`.
     workers: parsing processes (None: one per CPU).
     """
     sources, modules = [], []
