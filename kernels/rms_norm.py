@@ -94,7 +94,7 @@ def rms_norm(x, w, eps):
 
 
 def add_rms_norm(x, residual, w, eps, multiplier=1.0):
-    """s = residual + round(multiplier * round(x)); (rms_norm(s, w), s).
+    """Residual addition and RMSNorm: (rms_norm(s, w), s) with s = residual + round(multiplier * round(x)).
 
     x [M, H], or parts [S, M, H] to be added in order; residual [M, H], w [H] -> two [M, H] in the dtype of residual.
     Raises ValueError for shapes that do not fit.

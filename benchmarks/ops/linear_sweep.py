@@ -104,7 +104,7 @@ def compile_ahead(cases, device, dtype):
 def sweep_linear(products, rows=(1, 16, 32, 64, 80, 128, 256, 2048), device="cuda", dtype=torch.bfloat16, repeats=7):
     """Times of every launch of every product at every number of rows; prints the winners.
 
-    products: {name: (N, K)}; one called "gate_up" is measured as gate_up_silu. Returns rows of {product, N, K, rows, splits,
+    products: {name: (N, K)}; the product "gate_up" is measured as gate_up_silu. Returns rows of {product, N, K, rows, splits,
     launch, microseconds, floor_microseconds}, the floor being the weights at 4.23 TB/s. Raises ValueError off the GPU.
     """
     device = torch.device(device)

@@ -61,7 +61,7 @@ def from_file(tensors, config):
     """Read a file's tensors: Reading of an EagleConfig, its state without embed_tokens where the file has none.
 
     tensors: {name: tensor} as the file holds them; config: its config.json as a dict. Raises ValueError naming tensors that are
-    missing, unexpected, misshapen or no floating point, and config keys that are needed or do not fit.
+    missing, unexpected, misshapen or not floating point, and config keys that are missing or do not fit.
     """
     tensors, notes = dict(tensors), []
     dialect = "eagle-sglang" if "fc.bias" in tensors else "eagle-vllm"

@@ -61,7 +61,7 @@ def from_file(tensors, config):
     """Read a file's tensors: Reading of an MLPSpeculatorConfig.
 
     tensors: {name: tensor} as the file holds them; config: its config.json as a dict. Raises ValueError naming tensors that are
-    missing, unexpected, misshapen, no floating point or not the ones that tied steps share, and config keys that are needed.
+    missing, unexpected, misshapen, not floating point, or unequal although steps are tied; and missing config keys.
     """
     notes = []
     if not any(name.startswith(PREFIX) for name in tensors):

@@ -84,7 +84,7 @@ def weights_of_module(module):
 
 
 def weights_of_layer(layer, **norms):
-    """LayerWeights of a decoder layer's module, whose products' weights become views of packed ones.
+    """LayerWeights of a decoder layer's module. The module's product weights become views of packed weights.
 
     norms: its norms beside post_norm, by the names of LayerWeights.
     """

@@ -3,11 +3,11 @@
     x [M, K], w [N, K], b [N] or None  ->  y [M, N], or its partial sums over S ranges of K: parts [S, M, N]
 
 A library matmul picks its kernel, and with it the order of its sums, by M: one row alone and the same row among sixteen
-differ in the last bits. On a GPU the order is fixed by (N, K) alone (linear_table.py): K is cut into S ranges, each is summed
-by the tensor cores 16 deep at a time from its start to its end, and the ranges are added in order. The tiles vary with M and
-change no bit: a tile's shape is not part of any sum. Two kernels hold that order, `_decode` (weights are the left operand and
-the rows the right one, up to 256 rows read the weights once) and `_prefill` (linear_prefill.py: tensor maps, large tiles).
-float32 multiplies exactly (no TF32).
+differ in the last bits. On a GPU the order is fixed by (N, K) alone (linear_table.py): K is cut into S ranges. Tensor cores sum
+each range from its start to its end, 16 deep at a time, and the ranges are added in order. The tiles vary with M and change no
+bit: a tile's shape is not part of any sum. Two kernels keep that order. `_decode` has the weights as the left operand and the rows
+as the right one, so up to 256 rows read the weights once. `_prefill` (linear_prefill.py) has tensor maps and large tiles. float32
+multiplies exactly (no TF32).
 
 On the CPU rows are zero-padded to blocks of BLOCK_ROWS and every block takes the same path, so a row's bits do not depend on
 its place or on the other rows. Not supported: other ranks than 2 for x (callers flatten).
