@@ -8,11 +8,11 @@ EXAMPLE = (
 )
 DETAILS = (
     "first level: drafting the token after the root. level: each further one (the head's layer, its lm_head, the draw);\n"
-    "from the whole chain, less the first level. after a step: the pass over what was emitted, for heads with keys of their\n"
-    "own. chain: the whole draft; Medusa heads draft all depths at once and have this line alone.\n"
-    "With --tree dynamic also: the whole draft of a tree grown in every step; the same levels with as many rows where the\n"
-    "tree is known beforehand; and the difference, which is what choosing the nodes takes.\n"
-    "x floor: times what reading the part's weights once takes, at the rate of a copy. Keys and values are not counted.\n"
+    "from the whole chain, less the first level. after a step: the pass over the emitted tokens, for heads with their own\n"
+    "keys. chain: the whole draft; Medusa heads draft all depths at once and have only this line.\n"
+    "With --tree dynamic also: the whole draft of a tree grown in every step; the same levels with as many rows for a tree\n"
+    "known beforehand; and the difference, which is the time of choosing the nodes.\n"
+    "x floor: time over that of reading the part's weights once, at the rate of a copy. Keys and values are not counted.\n"
     "Published EAGLE-3 heads have 32,000 draft tokens; the MLP speculator is tied and as wide as the target."
 )
 

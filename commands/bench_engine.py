@@ -7,7 +7,7 @@ EXAMPLE = (
     "  headstart bench engine --shape llama-3-8b --head eagle3 --num-speculative-tokens 5 --acceptance 2.98 --batch 1,16"
 )
 DETAILS = (
-    "Through LLM.generate, at the steady state between the last prompt and the first end of an output.\n"
+    "Measured through LLM.generate, in the steady state between the last prompt and the first end of an output.\n"
     "of graph: the step's CUDA graph alone over the time the engine takes per step.\n"
     "Also: the time to the first token of one prompt, from the start of a process to its first token with a cold and a\n"
     "warm Triton cache, and the greatest memory taken."

@@ -22,8 +22,8 @@ TREE_PAGES = 512
 
 EXAMPLE = "headstart tree runs/quickstart\n  headstart tree runs/quickstart --budget 16"
 DETAILS = (
-    "Measures how often each candidate of the draft is right and what steps over trees of several sizes and depths take here;\n"
-    "then tries the tree that promises most against plain decoding, and against dynamic trees where the drafter grows them.\n"
+    "Measures how often each candidate of the draft is right, and times steps over trees of several sizes and depths here.\n"
+    "Then compares the best expected tree with plain decoding and, if the drafter can grow trees, with dynamic trees.\n"
     "The file holds the figures and `headstart report` shows them; tree='static' finds it in a run or beside a head."
 )
 
@@ -81,7 +81,7 @@ def run(arguments):
     drafts = arguments.source if is_model else str(resolve_head(arguments.source))
     # A folder with a repository's name would be taken for the head from then on.
     if not arguments.output and not Path(arguments.source).is_dir():
-        raise ValueError(f"{arguments.source} is no folder here to keep the tree in: name a file with --output")
+        raise ValueError(f"{arguments.source} is not a folder here to keep the tree in: name a file with --output")
     output = Path(arguments.output) if arguments.output else Path(arguments.source) / "tree.json"
     check_writable(output)
     model, adapter = arguments.model, arguments.adapter

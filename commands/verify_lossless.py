@@ -15,8 +15,8 @@ from ..inference.arguments import (
 EXAMPLE = "headstart verify-lossless --model assets/stdlib-coder --head assets/stdlib-coder-medusa --tree static"
 DETAILS = (
     "bits: tokens and log-probabilities against plain decoding, one request at a time. distribution: many short samples with and\n"
-    "without speculation, by a two-sample G-test, and as a control the same test between two temperatures. Ends with 1 if a\n"
-    "check fails. docs/lossless.md says what each verifier promises."
+    "without speculation, compared by a two-sample G-test; the control is the same test between two temperatures. Exit status 1\n"
+    "if a check fails. docs/lossless.md says what each verifier promises."
 )
 
 

@@ -163,7 +163,7 @@ def _check_target_name(name):
     if name is not None and not (
         isinstance(name, str) and not any(category(c) in ("Cc", "Cs", "Zl", "Zp") for c in name)
     ):
-        raise ValueError(f"the target that its config names, {name!r:.80}, is no name of a folder or repository")
+        raise ValueError(f"the target that its config names, {name!r:.80}, is not the name of a folder or repository")
 
 
 def _dtype_note(config, found):

@@ -70,12 +70,12 @@ NAMED_FAMILIES = {name: family for family in FAMILIES for name in family.formats
 
 
 def family_of(head):
-    """The Family of a head; ValueError for a module that is no head."""
+    """The Family of a head; ValueError for a module that is not a head."""
     for family in FAMILIES:
         if isinstance(head, family.head):
             return family
     names = ", ".join(family.name for family in FAMILIES)
-    raise ValueError(f"a {type(head).__name__} is no head: expected one of {names}")
+    raise ValueError(f"a {type(head).__name__} is not a head: expected one of {names}")
 
 
 def check_family(head, expected):

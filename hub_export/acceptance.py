@@ -166,7 +166,7 @@ def disagreements(figure, counts):
     for (name, value), (low, high) in zip(said, found):
         slack = SLACK * max(value, 0.1) + few
         if not low - slack <= value <= high + slack:
-            wrong.append(f"{name} {value:.3f} is said, {low:.3f} to {high:.3f} were measured")
+            wrong.append(f"{name} {value:.3f} is claimed, {low:.3f} to {high:.3f} were measured")
     return wrong
 
 
@@ -263,9 +263,9 @@ def read_card(text):
         try:
             front = yaml.safe_load(head) or {}
         except (ValueError, yaml.YAMLError) as error:  # ValueError: an impossible date
-            raise ValueError(f"the front matter of README.md is no YAML ({' '.join(str(error).split())})") from None
+            raise ValueError(f"the front matter of README.md is not YAML ({' '.join(str(error).split())})") from None
         if not isinstance(front, dict):
-            raise ValueError("the front matter of README.md is no mapping of names to values")
+            raise ValueError("the front matter of README.md is not a mapping of names to values")
     return _of_table(body), _of_index(front)
 
 
@@ -306,8 +306,8 @@ def _mappings(found):
 
 def _number(found, what):
     if isinstance(found, bool) or not isinstance(found, int | float):
-        raise ValueError(f"the card's {what} is no number ({found!r})")
+        raise ValueError(f"the card's {what} is not a number ({found!r})")
     try:
         return float(found)
     except OverflowError:
-        raise ValueError(f"the card's {what} is no number that fits ({str(found)[:20]}...)") from None
+        raise ValueError(f"the card's {what} is not a number that fits ({str(found)[:20]}...)") from None

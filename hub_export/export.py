@@ -119,7 +119,7 @@ def main(argv=None):
         const="",
         metavar="TARGET",
         help="measure acceptance with the engine, at temperatures 0 and 0.8, and keep what the head computes on the target's "
-        "features, for the card and for verify; TARGET defaults to the one that is named",
+        "features, for the card and for verify; TARGET defaults to the named target",
     )
     parser.add_argument(
         "--prompts",
@@ -258,7 +258,7 @@ def export_head(
             f"note: no tokenizer files: there are none of the target {target!r} here (neither its folder nor the Hub's cache)"
         )
     if not is_hub_id(target):
-        named = f"the target it names ({target!r}) is no Hub id" if target else "it names no target"
+        named = f"the target it names ({target!r}) is not a Hub id" if target else "it names no target"
         say(f"note: {named}; for others to use it, export with --base-model OWNER/NAME")
 
 

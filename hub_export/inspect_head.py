@@ -260,7 +260,7 @@ def _wrong_lines(found):
     lines = []
     for title, texts in (
         ("wrong", found["problems"]),
-        ("loads there, and drafts worse than it could without a word", silent),
+        ("loads there, and silently drafts worse than it could", silent),
     ):
         if texts:
             lines += ["", title]

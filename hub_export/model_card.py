@@ -156,8 +156,8 @@ def _measured(measured, extras):
         ranges = [intervals(one["by_request"])[0] if one.get("by_request") else None for one in measured.acceptance]
         parts.append(acceptance_table(measured.acceptance, ranges))
     else:
-        parts.append("Acceptance: no measurement came along.")
-    parts.append(_benchmark(measured.benchmark) if measured.benchmark else "Speed: no benchmark came along.")
+        parts.append("Acceptance: no measurement was found.")
+    parts.append(_benchmark(measured.benchmark) if measured.benchmark else "Speed: no benchmark was found.")
     if measured.tree is not None:
         parts.append(_tree(measured.tree_content))
     parts += [f"![{Path(name).stem}]({PLOTS}/{name})\n\n{CAPTIONS[name]}" for name in extras.plots]
@@ -259,7 +259,7 @@ def _readers(head, format):
 
 def _recipe(measured, origin):
     if not measured.recipe:
-        return "No recipe came along" + (f"; {origin.card}, {origin.link}, may have it." if origin else ".")
+        return "No recipe was found" + (f"; {origin.card}, {origin.link}, may have it." if origin else ".")
     shown = yaml.safe_dump(measured.recipe, sort_keys=False, allow_unicode=True)
     return f"The run's resolved configuration:\n\n```yaml\n{shown}```"
 

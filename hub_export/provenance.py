@@ -108,7 +108,7 @@ class Origin:
 
 
 def find_origin(source, folder, earlier=None):
-    """The Origin of a head; None if `source` is no Hub id, its folder has no card with a front matter, and `earlier` is None.
+    """The Origin of a head; None if `source` is not a Hub id, its folder has no card with a front matter, and `earlier` is None.
 
     source: as given; folder: resolve_head's result for it; earlier: `record` in the replay.json of `folder`, or None.
     """
@@ -187,7 +187,7 @@ def check_license(license):
     """ValueError for text without the form of a licence id: the Hub would refuse the card."""
     if license is not None and not is_license_id(license):
         raise ValueError(
-            f"--license {license!r} is no licence id: expected one like apache-2.0 (lower case letters, digits, dots, hyphens); "
+            f"--license {license!r} is not a licence id: expected one like apache-2.0 (lower case letters, digits, dots, hyphens); "
             "the Hub lists them at https://huggingface.co/docs/hub/repositories-licenses"
         )
 

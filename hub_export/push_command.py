@@ -74,9 +74,7 @@ def check_is_export(folder):
     if lacking:
         is_head = find_head(folder) is not None
         advice = f": export it first (`heads.export {shlex.quote(str(folder))} --format ... --output DIR`)"
-        raise ValueError(
-            f"{folder} holds no {lacking[0]}, so it is no folder that heads.export wrote{advice if is_head else ''}"
-        )
+        raise ValueError(f"{folder} holds no {lacking[0]}, so heads.export did not write it{advice if is_head else ''}")
     if find_head(folder) is None and MERGED_KEY not in read_config(folder):
         raise ValueError(
             f"{folder} holds neither a head that can be read nor a target with an adapter merged by heads.export, and only these "

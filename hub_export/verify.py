@@ -37,7 +37,7 @@ examples
   heads.export verify exports/first --model assets/stdlib-coder
   heads.export verify you/first --model you/target --device cuda
   heads.export verify exports/first --model you/target --prompts runs/first/heldout.jsonl
-      for figures that a training run measured, whose prompts do not come along: heldout.jsonl of the run, else of its target
+      figures of a training run need its prompts, which are not in the export: heldout.jsonl of the run, else of its target
 
 Exit status: 0 all checks passed, 1 a check failed, 2 the export could not be checked.
 """
@@ -295,4 +295,4 @@ def _acceptance(figure, found, target):
     text = (
         f"{now['acceptance_length']:.3f} tokens per step{same}, 99 % {low:.3f} to {high:.3f} over {len(counts)} prompts"
     )
-    return Check(name, OK, f"{text}; {figure['acceptance_length']:.3f} is said")
+    return Check(name, OK, f"{text}; {figure['acceptance_length']:.3f} is claimed")

@@ -57,7 +57,7 @@ def check_text(text, where):
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"{where} is no valid Unicode text: the character {error.start + 1} is half of one, as of bytes that were not UTF-8 or "
+            f"{where} is not valid Unicode text: the character {error.start + 1} is half of one, as of bytes not in UTF-8 or "
             f"a text that was cut: {text[max(error.start - 20, 0) : error.start + 20]!r}"
         ) from None
 

@@ -196,7 +196,7 @@ def _llama_keys(config):
         )
     except (KeyError, TypeError, IndexError) as error:
         raise ValueError(
-            "config.json is no speculators config: expected transformer_layer_config, and speculators_config with "
+            "config.json is not a speculators config: expected transformer_layer_config, and speculators_config with "
             f"proposal_methods and verifier ({type(error).__name__}: {error})"
         ) from None
 

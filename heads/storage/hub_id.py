@@ -11,7 +11,7 @@ def split_revision(name):
     """
     repo_id, at, revision = str(name).partition("@")
     if at and not (repo_id and revision):
-        raise ValueError(f"{str(name)!r} is no OWNER/NAME@REVISION: something is missing beside the @")
+        raise ValueError(f"{str(name)!r} is not OWNER/NAME@REVISION: one side of the @ is empty")
     return repo_id, revision or None
 
 

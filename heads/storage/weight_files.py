@@ -50,7 +50,7 @@ def read_index(path):
             raise ValueError("it lists no tensor")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         reason = error if isinstance(error, ValueError) else "it has no weight_map of tensors to files"
-        raise ValueError(f"{path} is no index of weight files: {reason}") from None
+        raise ValueError(f"{path} is not an index of weight files: {reason}") from None
     return shards
 
 

@@ -46,7 +46,7 @@ def tgi(files):
     if said is None:
         yield NO, "config.json lacks `medusa_num_heads`, by which it knows Medusa heads"
     elif type(said) is not int:
-        yield NO, f"config.json's `medusa_num_heads` is {said!r}, which is no number of heads"
+        yield NO, f"config.json's `medusa_num_heads` is {said!r}, which is not a number of heads"
     elif said != head.num_heads:
         kind, verb = (WRONG, "drafts") if said < head.num_heads else (NO, "looks for")
         yield kind, f"it {verb} the {said} heads that config.json says, {head.num_heads} are here"

@@ -91,7 +91,7 @@ def read_index(path):
         if any(Path(name).name != name for name in shards):
             raise ValueError("a shard lies in another folder")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is no index of safetensors shards ({type(error).__name__}: {error})") from None
+        raise ValueError(f"{path} is not an index of safetensors shards ({type(error).__name__}: {error})") from None
     return shards
 
 

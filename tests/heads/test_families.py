@@ -47,7 +47,7 @@ def test_a_head_of_another_family_is_named():
         check_family(speculator, family_of(make_head()))
     with pytest.raises(ValueError, match="a head of the family Medusa, expected one of the family MLP speculator"):
         check_family(make_head(), family_of(speculator))
-    with pytest.raises(ValueError, match="a Linear is no head: expected one of Medusa, MLP speculator"):
+    with pytest.raises(ValueError, match="a Linear is not a head: expected one of Medusa, MLP speculator"):
         family_of(torch.nn.Linear(2, 2))
 
 

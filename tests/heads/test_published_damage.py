@@ -273,11 +273,11 @@ SHARD = r"pytorch_model-00001-of-00003\.bin"
             r"lies in '\.\./other\.bin', expected a \.bin file beside it",
         ),
         (index_of(lambda index: first_place(index, 3)), r"lies in 3, expected a \.bin file"),
-        (index_of(lambda index: index.pop("weight_map")), "is no index of weight files: it has no weight_map"),
-        (index_of(lambda index: index["weight_map"].clear()), "is no index of weight files: it lists no tensor"),
+        (index_of(lambda index: index.pop("weight_map")), "is not an index of weight files: it has no weight_map"),
+        (index_of(lambda index: index["weight_map"].clear()), "is not an index of weight files: it lists no tensor"),
         (
             lambda folder: (folder / "pytorch_model.bin.index.json").write_text("{"),
-            "is no index of weight files: Expecting",
+            "is not an index of weight files: Expecting",
         ),
     ],
 )

@@ -170,7 +170,7 @@ def test_an_export_of_ones_own_is_exported_again_not_converted(tmp_path, publish
         assert f"without them. Exported again from {origin}\n" in cards[name]
         assert "under `apache-2.0`, as the card of its earlier export says; its text" in cards[name]
         training = origin.split(",")[0].removesuffix(".")
-        assert f"\nNo recipe came along; the card of its earlier export, {training}, may have it.\n" in cards[name]
+        assert f"\nNo recipe was found; the card of its earlier export, {training}, may have it.\n" in cards[name]
 
 
 def test_what_a_published_conversion_came_from_is_named_not_its_publisher(tmp_path, publish):

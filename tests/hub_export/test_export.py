@@ -199,7 +199,7 @@ def test_a_checkpoint_tells_the_figures_of_its_own_step(run, tmp_path):
     assert "training step 200" in text
     assert "| acceptance length | 1.22 |" in text
     assert "1.57" not in text
-    assert "Speed: no benchmark came along." in text
+    assert "Speed: no benchmark was found." in text
     assert not (tmp_path / "out" / "tree.json").exists()
 
 
@@ -207,9 +207,9 @@ def test_figures_that_are_absent_are_said_to_be_absent(tmp_path):
     save_head(make_head(base="/models/mine"), tmp_path / "source")
     assert main([str(tmp_path / "source"), "--format", "medusa", "--output", str(tmp_path / "out")]) == 0
     front, text = card_of(tmp_path / "out")
-    assert "Acceptance: no measurement came along." in text
-    assert "Speed: no benchmark came along." in text
-    assert "No recipe came along." in text
+    assert "Acceptance: no measurement was found." in text
+    assert "Speed: no benchmark was found." in text
+    assert "No recipe was found." in text
     assert "base_model" not in front  # a folder of this machine is no model of the Hub
     assert "/models" not in text
     assert '"tree": "chain"' in text
@@ -237,7 +237,7 @@ def test_formats_that_would_lose_something_are_refused(tmp_path, capsys):
 def test_what_is_no_licence_id_is_refused_before_anything_else(tmp_path, capsys, license):
     words = ["--format", "medusa", "--output", tmp_path / "out", "--push-to-hub", "me/it", f"--license={license}"]
     said = error_of(capsys, tmp_path / "nowhere", *words)
-    assert f"--license {license!r} is no licence id: expected one like apache-2.0" in said
+    assert f"--license {license!r} is not a licence id: expected one like apache-2.0" in said
     assert "https://huggingface.co/docs/hub/repositories-licenses" in said
 
 

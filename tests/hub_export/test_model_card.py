@@ -251,7 +251,7 @@ def test_figures_in_a_file_of_another_version_are_not_guessed_at(run, tmp_path):
     stored = json.loads((tmp_path / "one" / "replay.json").read_text())
     (tmp_path / "one" / "replay.json").write_text(json.dumps(stored | {"version": 2}))
     assert main([str(tmp_path / "one"), "--format", "vllm", "--output", str(tmp_path / "two")]) == 0
-    assert "Acceptance: no measurement came along." in (tmp_path / "two" / "README.md").read_text()
+    assert "Acceptance: no measurement was found." in (tmp_path / "two" / "README.md").read_text()
 
 
 def test_the_hub_reads_the_figures(run, tmp_path):
@@ -281,7 +281,7 @@ def test_a_table_of_several_temperatures_reads_back():
         ("0", "accepted at position 2"): "0.25",
         ("0.8", "accepted at position 2"): "0.1",
     }
-    with pytest.raises(ValueError, match=r"front matter of README\.md is no YAML"):
+    with pytest.raises(ValueError, match=r"front matter of README\.md is not YAML"):
         read_card("---\na: [\n---\n# a\n")
 
 

@@ -126,7 +126,7 @@ def test_a_revision_is_the_one_that_is_read(target, tmp_path, hub_here, monkeypa
         ({"model": str(ASSETS), "revision": "main"}, r"\['revision'\] is of a head on the Hub"),
         ({"method": "ngram", "revision": "main"}, r"\['revision'\] is of a head on the Hub"),
         ({"model": "me/it", "revision": 3}, "must name a branch, tag or commit, got 3"),
-        ({"model": "me/it@"}, "is no OWNER/NAME@REVISION"),
+        ({"model": "me/it@"}, "is not OWNER/NAME@REVISION"),
     ],
 )
 def test_a_revision_that_cannot_be_is_refused(target, hub_here, speculative, said):

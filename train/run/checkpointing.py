@@ -113,7 +113,7 @@ def choose_checkpoint(run, wanted=""):
             )
         if not (run / "config.yaml").is_file():
             raise ValueError(
-                f"{str(run)!r} holds neither a checkpoint nor a config.yaml, so it is no run to resume: check output, or "
+                f"{str(run)!r} holds neither a checkpoint nor a config.yaml, so there is no run to resume: check output, or "
                 "name a new one and leave --resume out"
             )
         return None

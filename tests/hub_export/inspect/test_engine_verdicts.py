@@ -51,9 +51,9 @@ def engine_of(found, name):
 SPOILED = {
     "fewer heads said": (medusa, "medusa", say(medusa_num_heads=2), "text-gen", True, "drafts the 2 heads"),
     "more heads said": (medusa, "medusa", say(medusa_num_heads=4), "text-gen", False, "looks for the 4 heads"),
-    "no number said": (medusa, "medusa", say(medusa_num_heads="3"), "text-gen", False, "is '3', which is no number"),
+    "no number said": (medusa, "medusa", say(medusa_num_heads="3"), "text-gen", False, "is '3', which is not a number"),
     "no steps said": (
-        lambda: mlp_speculator(tie_weights=False), "mlp-speculator", say(n_predict="3"), "fms", False, "no number of steps",
+        lambda: mlp_speculator(tie_weights=False), "mlp-speculator", say(n_predict="3"), "fms", False, "not a number of steps",
     ),
     "no size said": (eagle, "eagle-vllm", say(hidden_size="16"), "vLLM", False, "which says 16 of hidden_size"),
     "architectures": (medusa, "medusa", say(architectures=["X"]), "text-gen", False, "serves without speculation"),

@@ -152,7 +152,7 @@ def test_a_head_that_could_be_described_is_no_failure_and_json_says_the_rest(ins
     with pytest.raises(SystemExit):
         inspect("--help")
     told = " ".join(capsys.readouterr().out.split())
-    assert "0 where the head could be described, whatever is said of its config, its target and the engines" in told
+    assert "0 if the head could be described, whatever the findings on its config, its target and the engines" in told
     assert {"problems", "target", "engines"} <= found.keys()
     assert {"loads", "problems", "silent"} <= vllm.keys()
 
