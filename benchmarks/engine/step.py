@@ -193,7 +193,7 @@ class _Bench:
         most = max(settings.rows)
         cached = kv_bytes(decoder, 1, PAGE) * (pages_needed(batch, context, most) + 1)
         dense = kv_bytes(decoder, batch, context + most) if settings.baseline != "none" else 0
-        # Logits in the model's dtype and fp32, and the states of the prefix pass, are the largest of the rest.
+        # The largest other tensors: logits in the model's dtype and in fp32, and the states of the prefix pass.
         rest = batch * most * (decoder.vocab_size * 6 + context // 256 * decoder.num_heads * (decoder.head_dim + 2) * 4)
         free = plannable_bytes(decoder.device)
         if cached + rest > free:

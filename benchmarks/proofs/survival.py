@@ -114,7 +114,7 @@ class Started:
         self.words, self.log = options.script, options.output / "log.txt"
 
     def __call__(self, run, resume, moment):
-        """The script's status; raises Killed."""
+        """Run the script. Returns its status, or raises Killed."""
         command = [sys.executable, *self.words, "--output", str(run), *(["--resume"] if resume else [])]
         with self.log.open("w") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)

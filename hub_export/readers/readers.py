@@ -128,7 +128,7 @@ def rope_said(files):
 
 
 def layer_tables(head):
-    """`tables` of a head with a decoder layer."""
+    """The member `tables` for families with a decoder layer: sources of lm_head and embedding, in words."""
     lm_head = "the target's" if head.uses_target_lm_head else "own"
     if head.needs_embedding:
         return lm_head, "the target's, not in the file"

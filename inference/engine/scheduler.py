@@ -16,7 +16,7 @@ from .request import Request, Status
 
 @dataclass(frozen=True)
 class Chunk:
-    """Known tokens start..start+count-1 of a request, to be computed in this step; after the last chunk it can decode."""
+    """Known tokens start..start+count-1 of a request, to be computed in this step. After its last chunk the request can decode."""
 
     request: Request
     start: int

@@ -11,7 +11,7 @@ MEMORY = 0.05  # weight of the newest measurement in a running average
 # of one request's step in how often a depth is reached that the step before drafted, too: more follows chance
 STEADY = 0.01
 FIRST = 4  # steps of a depth before it is compared with others
-PROBE_EVERY = 64  # steps of a bucket between two tries of a depth that is not the best
+PROBE_EVERY = 64  # steps of a bucket between two trials of a depth other than the best
 
 
 def depths_to_try(max_depth):

@@ -48,7 +48,7 @@ def describe_target(model, adapter, head, max_model_len, dtype, device):
     facts["adapter"] = merged and merged.fingerprint
     facts["weights_checksum"] = (
         sample_checksum(find_files(model)) if Path(model).is_dir() else None
-    )  # a Hub id names its own
+    )  # a Hub id identifies its weights
     return facts, str(used).removeprefix("torch.")
 
 
