@@ -208,7 +208,7 @@ DAMAGE = [
     (E3, keep, {"norm_before_residual": "no"}, "norm_before_residual must be true or false, got 'no'"),
     (E3, keep, {"target_hidden_size": 36, IDS: [1, 2]}, r"missing: embed_tokens\.weight$"),
     (E3, keep, {"speculators_model_type": "eagle"}, '"speculators_model_type": \'eagle\', expected "eagle3"'),
-    (E3, keep, {"speculators_model_type": "eagle3"}, "no speculators config: expected transformer_layer_config"),
+    (E3, keep, {"speculators_model_type": "eagle3"}, "not a speculators config: expected transformer_layer_config"),
     ("speculators", keep, {"fc_norm": True}, '"fc_norm": True; only false is supported'),
     (E3, keep, {"norm_output": True}, '"norm_output": True; only false is supported'),
     (E3, keep, {"eagle_config": {"norm_before_fc": True}}, '"norm_before_fc": True; only false is supported'),
