@@ -1,7 +1,7 @@
-"""The `headstart` command: the table of its commands. Each is a file of commands/, which is loaded when it is called.
+"""The `headstart` command: the table of its commands. Each command is a file of commands/, loaded when it is called.
 
-A file of commands/ holds EXAMPLE, on request DETAILS, `add_options(parser)`, and `run(arguments)`, which returns the exit status
-(None: 0). `headstart COMMAND --help` teaches each command.
+A file of commands/ holds EXAMPLE, optionally DETAILS, `add_options(parser)`, and `run(arguments)`, which returns the exit status
+(None: 0). `headstart COMMAND --help` explains each command.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def _name(arguments):
 
 
 def build_parser(argv=None):
-    """The parser.  argv: only the command that it names is loaded; None: all of them are."""
+    """The parser.  argv: only the command named in it is loaded; None: all commands are loaded."""
     parser = argparse.ArgumentParser(
         prog="headstart",
         description="Speculative decoding that changes no output bit: run heads, measure them, draw what they do.",
@@ -77,7 +77,7 @@ def build_parser(argv=None):
 
 
 def _add_bench(commands, summary, argv):
-    """`headstart bench`, a command of commands."""
+    """Add `headstart bench`, which has its own commands."""
     bench = add_command(commands, "bench", lambda _: bench.print_help(), summary, BENCH_EXAMPLE)
     benchmarks = bench.add_subparsers(title="benchmarks", metavar="WHAT", dest="what")
     for what, told in BENCHMARKS.items():
@@ -85,7 +85,7 @@ def _add_bench(commands, summary, argv):
 
 
 def _add(commands, name, summary, module, argv):
-    """One command, with its options where `argv` may call it."""
+    """Add one command, with its options if `argv` may call it."""
     if argv is not None and name not in argv:
         commands.add_parser(name, help=summary)
         return

@@ -1,4 +1,4 @@
-"""The physical floor: what memory and arithmetic allow at best, from rates measured in the same run.
+"""The physical floor: the shortest time that memory and arithmetic allow, from rates measured in the same run.
 
 A decoding step cannot be faster than reading its weights and its keys and values once. The rate is that of a plain device-to-device
 copy, bytes read and written counted; a kernel that only reads may go a little faster, so a ratio of slightly under 1 is possible.
@@ -11,13 +11,13 @@ import torch
 from ..evaluation.timing import Repeatable, time_of
 
 COPIED_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}  # well past the caches
-SQUARE = {"cuda": 8192, "cpu": 512}  # side of the matrix product that stands for the arithmetic at its best
+SQUARE = {"cuda": 8192, "cpu": 512}  # side of the matrix product that gives the best rate of arithmetic
 
 
 def copy_bandwidth(device):
-    """Bytes read and written per second by a copy on `device`: the faster of the library's copy and of a kernel that copies.
+    """Bytes read and written per second by a copy on `device`: the faster of the library's copy and a copying kernel.
 
-    The library's is called, not captured: inside a CUDA graph it takes another way, at two thirds of the rate on an H200.
+    The library's copy is called, not captured: inside a CUDA graph it runs at two thirds of the rate on an H200.
     """
     device = torch.device(device)
     source = torch.zeros(COPIED_BYTES[device.type] // 4, dtype=torch.float32, device=device)

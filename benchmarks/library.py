@@ -1,8 +1,8 @@
-"""The baseline: the target's pass over the same weights and nodes by the library's means, cuBLAS and scaled_dot_product_attention.
+"""The baseline: the target's pass over the same weights and nodes with library operations, cuBLAS and scaled_dot_product_attention.
 
-What a reasonable user would write: F.linear, the fastest of SDPA's ways that this machine offers for the shape (measured when the
-step is built), a mask over the tree, keys and values of each request in one dense block, norms, rotation and activation through
-torch.compile or as plain operators, everything in one CUDA graph. Its bits depend on the number of rows; the engine never uses it.
+It is written as a reasonable user would: F.linear, SDPA's fastest backend for the shape on this machine (measured when the step is
+built), a mask over the tree, keys and values of each request in one dense block, norms, rotation and activation through
+torch.compile or as plain operators, all in one CUDA graph. Its bits depend on the number of rows; the engine never uses it.
 Not covered: Granite's multipliers (they cost nothing) and sliding windows.
 
 Letters: B requests, N nodes, M = B N rows, HQ and HK query and key heads, G = HQ / HK, D head dimension, S = L + N keys.
@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..evaluation.timing import Repeatable
 
-# How a mask, grouped heads and few queries can be served. None: whatever torch picks (the only way on the CPU).
+# SDPA backends for a mask, grouped heads and few queries. None: torch's own choice (the only one on the CPU).
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -49,17 +49,17 @@ def elementwise_functions(elementwise):
 
 
 class LibraryAttention:
-    """Attention of N nodes per request over S dense keys, by the fastest way SDPA has for the shape on this machine.
+    """Attention of N nodes per request over S dense keys, by SDPA's fastest backend for the shape on this machine.
 
-    mask: bool [N, S], or None where every node sees every key. `backend` says which way was taken.
+    mask: bool [N, S], or None if every node sees every key. `backend` is the chosen one.
     """
 
     def __init__(self, batch, num_nodes, *, num_heads, num_kv_heads, head_dim, mask, dtype, device):
         self.shape = (batch, num_nodes, num_kv_heads, num_heads // num_kv_heads, head_dim)
         self.mask, self.backend = None, None
         if mask is not None:
-            # Queries of one key head are folded into the rows: no copy of the keys. The row stride is a multiple of 16, which the
-            # kernels ask of a mask, or they would copy it in every layer.
+            # Queries of one key head are folded into the rows, without a copy of the keys. The row stride is a multiple of 16, as
+            # the kernels require of a mask; otherwise they would copy it in every layer.
             rows = mask.repeat_interleave(self.shape[3], 0)  # [N G, S]
             keys = rows.shape[1]
             padded = torch.zeros(rows.shape[0], keys + -keys % 16, dtype=dtype, device=device)
@@ -81,13 +81,13 @@ class LibraryAttention:
         found = {}
         for name in BACKENDS:
             if name == "flash" and self.mask is not None:
-                continue  # it takes no mask
+                continue  # this backend takes no mask
             self.backend = name
             try:
                 work = Repeatable(lambda: [self(q, *layer) for layer in kv[:8]], q.device)
                 found[name] = work.time(repeats=5).p50
             except RuntimeError:
-                continue  # this way does not take the shape
+                continue  # this backend does not take the shape
         self.backend = min(found, key=found.get) if found else None
         return self
 

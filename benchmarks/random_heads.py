@@ -1,4 +1,4 @@
-"""Random heads of every method for a shape: of the sizes of published heads, so of their speed. What they draft means nothing."""
+"""Random heads of every method for a shape: with the sizes, and so the speed, of published heads. Their drafts mean nothing."""
 
 import torch
 
@@ -13,11 +13,11 @@ FIRST_PUBLISHED_DEPTH = 7  # layers from which on a target has the aux layers of
 
 
 def empty_head(method, config, depth, shared_lm_head=False):
-    """A head of `method` for a target's config without memory, to ask it for its shape.
+    """A head of `method` for a target's config, without memory, to read its shape.
 
-    EAGLE: one layer as the target's, on the target's embedding; EAGLE-3: the same with DRAFT_VOCABULARY tokens of its own,
-    where the target has more; MLP speculator: `depth` tied steps as wide as the target; Medusa: `depth` heads of one block, with
-    lm_heads of their own or the target's. ValueError for a target that no such head fits.
+    EAGLE: one layer as the target's, on the target's embedding; EAGLE-3: the same with its own DRAFT_VOCABULARY tokens, if the
+    target has more; MLP speculator: `depth` tied steps as wide as the target; Medusa: `depth` heads of one block, with their own
+    lm_heads or the target's. ValueError for a target that no such head fits.
     """
     text = config.get_text_config()
     width, vocab_size = text.hidden_size, text.vocab_size
@@ -38,14 +38,14 @@ def empty_head(method, config, depth, shared_lm_head=False):
 
 
 def aux_layers(num_layers):
-    """Those of published EAGLE-3 heads; of a target too shallow for them the first, the middle and the end."""
+    """The aux layers of published EAGLE-3 heads; for a target too shallow for them, the first, the middle and the end."""
     if num_layers >= FIRST_PUBLISHED_DEPTH:
         return default_aux_layers(num_layers)
     return tuple(sorted({0, num_layers // 2, num_layers}))
 
 
 def random_head(method, config, decoder, depth, shared_lm_head=False):
-    """The same with random weights, made on the device of a target's Decoder and in its dtype."""
+    """A head with random weights, made on the device of a target's Decoder and in its dtype."""
     head = empty_head(method, config, depth, shared_lm_head).to(decoder.dtype)
     head = head.to_empty(device=decoder.device).requires_grad_(False)
     for name, parameter in head.named_parameters():
@@ -56,7 +56,7 @@ def random_head(method, config, decoder, depth, shared_lm_head=False):
     if method in ("eagle", "eagle3"):
         head.take_embedding(decoder.embedding)
     if method == "eagle3" and head.d2t is not None:
-        # Spread over the whole vocabulary, as frequent tokens are.
+        # Spread over the whole vocabulary, like frequent tokens.
         number = torch.arange(len(head.d2t), device=decoder.device)
         chosen = number * decoder.vocab_size // len(number)
         t2d = torch.zeros_like(head.t2d)
@@ -66,7 +66,7 @@ def random_head(method, config, decoder, depth, shared_lm_head=False):
 
 
 def parameter_bytes(head, dtype):
-    """Bytes of what a head holds beside the target."""
+    """Bytes of a head's own weights, beside the target's."""
     return dtype.itemsize * sum(parameter.numel() for parameter in head.parameters())
 
 

@@ -1,4 +1,4 @@
-"""Random models of a shape: which shape is meant, whether it fits, its decoder, and trees for it (heads: random_heads.py)."""
+"""Random models of a shape: find the shape, check that it fits, make its decoder and trees for it (heads: random_heads.py)."""
 
 from pathlib import Path
 
@@ -10,8 +10,8 @@ from ..inference.models.shapes import SHAPES, config_of
 from ..inference.models.weights import weight_bytes
 from ..inference.speculation.tree import build_static_tree
 
-NUM_HEADS = 4  # of Medusa, and so how deep trees are
-# Chances of the candidates of a depth that trees are shaped by: falling, as those of a typical Medusa head.
+NUM_HEADS = 4  # Medusa heads, and so the depth of trees
+# Acceptance rates of the candidates at each depth, which shape the trees: falling, like those of typical Medusa heads.
 RATES = [[0.6, 0.15, 0.08, 0.05, 0.03, 0.02, 0.015, 0.01]] * NUM_HEADS
 
 
@@ -27,7 +27,7 @@ def config_of_shape(shape):
 def check_fits(shape, device, dtype, *, num_bytes=weight_bytes, what="the weights"):
     """ValueError, naming the shapes that would fit, if a shape's weights do not fit into the free memory of the device.
 
-    num_bytes(config, dtype) and what: what is held at once, where that is something else than the weights of the target.
+    num_bytes(config, dtype) and what: size and name of what is held at once, if it is not just the target's weights.
     """
     config = config_of_shape(shape)
     check_supported(config)
@@ -49,5 +49,5 @@ def random_decoder(shape, device, dtype, max_positions):
 
 
 def spread_tree(num_nodes):
-    """A tree of `num_nodes` nodes, as deep as NUM_HEADS heads of typical acceptance have it."""
+    """The best tree of `num_nodes` nodes for NUM_HEADS heads of typical acceptance."""
     return build_static_tree(RATES, num_nodes)

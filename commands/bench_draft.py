@@ -7,12 +7,12 @@ EXAMPLE = (
     "  headstart bench draft --shape llama-3-8b --head eagle3 --tree dynamic"
 )
 DETAILS = (
-    "first level: what drafts the token after the root. level: each further one (the head's layer, its lm_head, the draw);\n"
-    "from the whole chain, less the first level. after a step: the pass over what was emitted, for heads with keys of their\n"
-    "own. chain: the whole draft; Medusa heads draft all depths at once and have this line alone.\n"
-    "With --tree dynamic also: the whole draft of a tree grown in every step; the same levels with as many rows where the\n"
-    "tree is known beforehand; and the difference, which is what choosing the nodes takes.\n"
-    "x floor: times what reading the part's weights once takes, at the rate of a copy. Keys and values are not counted.\n"
+    "first level: drafting the token after the root. level: each further one (the head's layer, its lm_head, the draw);\n"
+    "from the whole chain, less the first level. after a step: the pass over the emitted tokens, for heads with their own\n"
+    "keys. chain: the whole draft; Medusa heads draft all depths at once and have only this line.\n"
+    "With --tree dynamic also: the whole draft of a tree grown in every step; the same levels with as many rows for a tree\n"
+    "known beforehand; and the difference, which is the time of choosing the nodes.\n"
+    "x floor: time over that of reading the part's weights once, at the rate of a copy. Keys and values are not counted.\n"
     "Published EAGLE-3 heads have 32,000 draft tokens; the MLP speculator is tied and as wide as the target."
 )
 
@@ -20,12 +20,12 @@ DETAILS = (
 def add_options(parser):
     parser.add_argument("--head", default=",".join(HEADS[::-1]), help="heads to measure (default: all four)")
     parser.add_argument("--batch", default="1,16", help="requests (default 1,16)")
-    parser.add_argument("--depth", type=int, default=5, help="how many tokens deep to draft (default 5)")
+    parser.add_argument("--depth", type=int, default=5, help="depth of the drafts (default 5)")
     parser.add_argument(
         "--tree",
         default="chain",
         choices=["chain", "dynamic"],
-        help="dynamic: lines of dynamic trees too (default chain)",
+        help="dynamic: also measure dynamic trees (default chain)",
     )
     parser.add_argument("--context", default="1024", help="committed tokens of a request (default 1024)")
     parser.add_argument("--repeats", type=int, default=20, help="replays per line (default 20)")

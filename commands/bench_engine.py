@@ -7,7 +7,7 @@ EXAMPLE = (
     "  headstart bench engine --shape llama-3-8b --head eagle3 --num-speculative-tokens 5 --acceptance 2.98 --batch 1,16"
 )
 DETAILS = (
-    "Through LLM.generate, at the steady state between the last prompt and the first end of an output.\n"
+    "Measured through LLM.generate, in the steady state between the last prompt and the first end of an output.\n"
     "of graph: the step's CUDA graph alone over the time the engine takes per step.\n"
     "Also: the time to the first token of one prompt, from the start of a process to its first token with a cold and a\n"
     "warm Triton cache, and the greatest memory taken."
@@ -19,19 +19,19 @@ def add_options(parser):
         "--head",
         default="medusa",
         choices=[*HEADS, "none"],
-        help="what drafts, with random weights (default medusa); eagle3 with a draft vocabulary of 32,000",
+        help="the head, with random weights (default medusa); eagle3 has a draft vocabulary of 32,000",
     )
-    parser.add_argument("--num-speculative-tokens", type=int, help="how many tokens deep the head drafts (default 4)")
-    parser.add_argument("--acceptance", help="tokens per step to accept of a head's drafts (default 2.0,3.0)")
+    parser.add_argument("--num-speculative-tokens", type=int, help="depth of the head's drafts (default 4)")
+    parser.add_argument("--acceptance", help="acceptance lengths (tokens per step) to simulate (default 2.0,3.0)")
     parser.add_argument("--batch", default="1,4,16,64", help="requests at once (default 1,4,16,64)")
     parser.add_argument("--lm-head", choices=["own", "shared"], help="the Medusa heads' lm_heads (default own)")
-    parser.add_argument("--tree", help="of the head's drafts: chain (default), static, or a tree file")
+    parser.add_argument("--tree", help="shape of the head's drafts: chain (default), static, or a tree file")
     parser.add_argument(
-        "--adaptive", action="store_true", help="also let the engine choose how deep to draft in every step"
+        "--adaptive", action="store_true", help="also measure with the engine choosing the depth of every step's drafts"
     )
     parser.add_argument("--prompt-tokens", type=int, default=1000, help="length of a prompt (default 1000)")
     parser.add_argument("--new-tokens", type=int, default=256, help="length of an output (default 256)")
-    parser.add_argument("--no-startup", action="store_true", help="leave out the two processes that start-up takes")
+    parser.add_argument("--no-startup", action="store_true", help="do not measure start-up, which takes two processes")
     add_measurement(parser)
 
 

@@ -17,7 +17,7 @@ DETAILS = (
 def add_options(parser):
     parser.add_argument("op", help="the operation, or all")
     parser.add_argument("--rows", default="1,16,64,2048", help="rows of the input (default 1,16,64,2048)")
-    parser.add_argument("--context", default="1024,8192", help="keys that attention goes over (default 1024,8192)")
+    parser.add_argument("--context", default="1024,8192", help="number of keys for attention (default 1024,8192)")
     parser.add_argument("--batch", default="1", help="requests, for attention, verify and commit (default 1)")
     parser.add_argument(
         "--tokens", default="4096,16384", help="prompt lengths for prefill_attention (default 4096,16384)"

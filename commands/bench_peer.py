@@ -4,8 +4,8 @@ from .measurement import add_measurement, at_least_one, measurement, numbers
 
 EXAMPLE = "headstart bench peer --shape llama-3-8b --batch 1"
 DETAILS = (
-    "Milliseconds between tokens. start: until everything is compiled and warm. agreeing: tokens of an output that are\n"
-    "the same before the first near-tie falls differently."
+    "Milliseconds between tokens. start: time until everything is compiled and warm. agreeing: number of equal tokens\n"
+    "of an output before the first near-tie is decided differently."
 )
 
 

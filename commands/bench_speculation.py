@@ -1,4 +1,4 @@
-"""`headstart bench speculation`: its arguments, and what it does."""
+"""`headstart bench speculation`: its arguments and its work."""
 
 import sys
 import tempfile
@@ -7,7 +7,7 @@ from pathlib import Path
 from ..heads.storage.atomic_write import check_writable
 from ..inference.arguments import add_adapter, add_device, check_count, choose_threads_for, prompt_file
 
-COMPARED_PROMPTS = 16  # the first so many held-out ones
+COMPARED_PROMPTS = 16  # number of held-out prompts, the first ones
 
 
 EXAMPLE = "headstart bench speculation --model assets/stdlib-coder --head assets/stdlib-coder-medusa"
@@ -21,10 +21,17 @@ def add_options(parser):
     )
     parser.add_argument("--prompts", help="JSONL of prompts (default: heldout.jsonl in the target's folder)")
     parser.add_argument(
-        "--num-prompts", type=int, default=COMPARED_PROMPTS, help=f"the first so many (default {COMPARED_PROMPTS})"
+        "--num-prompts",
+        type=int,
+        default=COMPARED_PROMPTS,
+        help=f"number of prompts, the first ones (default {COMPARED_PROMPTS})",
     )
     parser.add_argument(
-        "--nodes", type=int, action="append", default=[], help="also the best tree of so many nodes; may be given again"
+        "--nodes",
+        type=int,
+        action="append",
+        default=[],
+        help="also the best tree with this number of nodes; may be given again",
     )
     parser.add_argument("--max-tokens", type=int, default=96, help="new tokens per prompt (default 96)")
     parser.add_argument("--temperature", type=float, action="append", help="may be given again (default: 0 and 0.8)")
@@ -49,7 +56,7 @@ def run(arguments):
     prompts = read_prompts(prompt_file(arguments.prompts, arguments.model), count=arguments.num_prompts)
     folders = [resolve_head(source) for source in arguments.head]
     choose_threads_for(arguments.model, arguments.device)
-    shared = dict(max_num_seqs=1, num_gpu_blocks_override=2)  # only its weights are used
+    shared = dict(max_num_seqs=1, num_gpu_blocks_override=2)  # only the weights of this LLM are used
     base = LLM(arguments.model, device=arguments.device, dtype=arguments.dtype, adapter=arguments.adapter, **shared)
     prompts = [render_prompt(base.tokenizer, prompt) for prompt in prompts]
     with tempfile.TemporaryDirectory() as scratch:

@@ -7,12 +7,12 @@ EXAMPLE = (
     "  headstart bench step --shape llama-3-8b --rows 5 --context 1024 --batch 16"
 )
 DETAILS = (
-    "A line is one CUDA graph. forward: the target over a tree of so many rows (nodes) of each request, its own token\n"
-    "after every node included. For the largest tree also: drafting with Medusa heads, the verify rule, the commit, and\n"
-    "the whole step; 'on top' is what that takes beyond the forward pass and beyond reading the heads' weights once.\n"
-    "x floor: times what reading the weights and the cached keys and values once takes, at the rate of a copy.\n"
+    "A line is one CUDA graph. forward: the target over a tree of this many rows (nodes) per request, including its own\n"
+    "token after every node. For the largest tree also: drafting with Medusa heads, the verify rule, the commit, and the\n"
+    "whole step; 'on top' is its time beyond the forward pass and beyond reading the heads' weights once.\n"
+    "x floor: time over that of reading the weights and the cached keys and values once, at the rate of a copy.\n"
     "library: the same pass with cuBLAS, scaled_dot_product_attention and torch.compile, in one CUDA graph.\n"
-    "Below each line: which share of the time goes to which kernel."
+    "Below each line: the share of each kernel in the time."
 )
 
 

@@ -7,8 +7,8 @@ EXAMPLE = (
     "  headstart bench train --shape llama-3-8b --head eagle3 --loss lk --sequence 2048 --rows 2"
 )
 DETAILS = (
-    "of product: the share of the rate of a large matrix product, over the products that a step cannot do without.\n"
-    "above rest: the peak of the memory above what is held between steps (weights and the optimiser's state)."
+    "of product: rate of the step's necessary products, as a share of the rate of a large matrix product.\n"
+    "above rest: peak memory above the memory held between steps (weights and the optimiser's state)."
 )
 
 

@@ -8,10 +8,10 @@ DETAILS = (
 
 def add_options(parser):
     parser.add_argument("--entity", default="", help="user or team (default: W&B's own for this login)")
-    parser.add_argument("--project", default="headstart", help="where the runs are (default headstart)")
+    parser.add_argument("--project", default="headstart", help="W&B project of the runs (default headstart)")
     parser.add_argument("--name", default="Headstart", help="title of the view (default Headstart)")
     parser.add_argument(
-        "--print", dest="show", action="store_true", help="write the workspace's JSON to stdout and contact nobody"
+        "--print", dest="show", action="store_true", help="write the workspace's JSON to stdout, and send nothing"
     )
 
 

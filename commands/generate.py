@@ -1,4 +1,4 @@
-"""`headstart generate`: its arguments, and what it does."""
+"""`headstart generate`: its arguments and its work."""
 
 import sys
 
@@ -22,10 +22,10 @@ def add_options(parser):
     parser.add_argument(
         "--top-p", type=float, default=1.0, help="keep the likeliest tokens up to this mass (default 1: all)"
     )
-    parser.add_argument("--top-k", type=int, default=0, help="keep so many likeliest tokens (default 0: all)")
-    parser.add_argument("--max-tokens", type=int, default=256, help="at most so many new tokens (default 256)")
+    parser.add_argument("--top-k", type=int, default=0, help="number of likeliest tokens to keep (default 0: all)")
+    parser.add_argument("--max-tokens", type=int, default=256, help="the most new tokens (default 256)")
     parser.add_argument("--stop", action="append", default=[], help="end before this string; may be given again")
-    parser.add_argument("--seed", type=int, default=0, help="of the noise at temperatures above 0 (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the noise at temperatures above 0 (default 0)")
 
 
 def run(arguments):
@@ -81,7 +81,7 @@ def run(arguments):
 
 
 def _stream_and_time(llm, prompt, params, show):
-    """(CompletionOutput, seconds) of one answer, printed as it comes if `show`. Start-up costs are paid before the clock."""
+    """(CompletionOutput, seconds) of one answer, printed as it comes if `show`. Start-up costs come before the timing."""
     import time
 
     from ..inference.sampling_params import SamplingParams

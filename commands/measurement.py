@@ -4,16 +4,16 @@ import sys
 
 from ..inference.arguments import add_device
 
-HEADS = ("medusa", "mlp_speculator", "eagle", "eagle3")  # that random weights are made for
+HEADS = ("medusa", "mlp_speculator", "eagle", "eagle3")  # families with random heads
 
 
 def add_measurement(parser):
-    """What every benchmark on random weights takes."""
+    """Add the options of every benchmark on random weights."""
     parser.add_argument("--shape", required=True, help="a named shape, e.g. llama-3-8b, or a folder with a config.json")
     parser.add_argument(
         "--output", help="write the JSON object here; a bare NAME stands for benchmarks/results/<date>-NAME.json"
     )
-    parser.add_argument("--commit", help="of the code, where this is no git checkout")
+    parser.add_argument("--commit", help="commit of the code, if this is not a git checkout")
     add_device(parser)
 
 
@@ -47,7 +47,7 @@ def numbers(name, text, kind=int, most=None):
 
 
 def at_least_one(name, number):
-    """The number; ValueError naming the option where it is below 1."""
+    """The number; ValueError naming the option if it is below 1."""
     if number < 1:
         raise ValueError(f"{name} must be at least 1, got {number}")
     return number

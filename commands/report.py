@@ -7,7 +7,7 @@ EXAMPLE = "headstart report runs/quickstart\n  headstart report runs/medusa runs
 
 def add_options(parser):
     parser.add_argument("source", metavar="RUN", nargs="+", help="the run folder; several are compared on one page")
-    parser.add_argument("--output", help="where to write (default: report.html in RUN; several have none)")
+    parser.add_argument("--output", help="the file to write (default: report.html in RUN; required for several runs)")
 
 
 def run(arguments):

@@ -1,4 +1,4 @@
-"""`headstart tree`: its arguments, and what it does."""
+"""`headstart tree`: its arguments and its work."""
 
 import sys
 from pathlib import Path
@@ -14,7 +14,7 @@ from ..inference.arguments import (
 )
 from .bench_speculation import COMPARED_PROMPTS
 
-# Which held-out prompts are for what: a tree is never measured on the prompts that `bench speculation` reports.
+# Use of the held-out prompts: a tree is never measured on the prompts that `bench speculation` reports.
 TREE_PROMPTS = 32
 # Cache of the engine that measures acceptance, in pages of 64 tokens; those that time trees need memory, too.
 TREE_PAGES = 512
@@ -22,8 +22,8 @@ TREE_PAGES = 512
 
 EXAMPLE = "headstart tree runs/quickstart\n  headstart tree runs/quickstart --budget 16"
 DETAILS = (
-    "Measures how often each candidate of the draft is right and what steps over trees of several sizes and depths take here;\n"
-    "then tries the tree that promises most against plain decoding, and against dynamic trees where the drafter grows them.\n"
+    "Measures how often each candidate of the draft is right, and times steps over trees of several sizes and depths here.\n"
+    "Then compares the best expected tree with plain decoding and, if the drafter can grow trees, with dynamic trees.\n"
     "The file holds the figures and `headstart report` shows them; tree='static' finds it in a run or beside a head."
 )
 
@@ -37,17 +37,19 @@ def add_options(parser):
     )
     add_adapter(parser)
     parser.add_argument("--prompts", help="JSONL of prompts (default: heldout.jsonl of the run, else of the target)")
-    parser.add_argument("--num-prompts", type=int, default=TREE_PROMPTS, help=f"how many (default {TREE_PROMPTS})")
+    parser.add_argument(
+        "--num-prompts", type=int, default=TREE_PROMPTS, help=f"number of prompts (default {TREE_PROMPTS})"
+    )
     parser.add_argument(
         "--budget",
         default="auto",
-        help="nodes of a static tree, root included, and nothing is timed; auto (default): whatever is fastest here",
+        help="nodes of a static tree, root included, chosen without timing; auto (default): the fastest tree here",
     )
     parser.add_argument("--batch-size", type=int, help="with --budget auto: requests that decode at once (default 1)")
     parser.add_argument(
         "--num-speculative-tokens",
         type=int,
-        help="tokens drafted ahead at most (default: what the head was made for; a model that drafts needs it)",
+        help="greatest depth of the drafts (default: the head's own; required for a model that drafts)",
     )
     parser.add_argument(
         "--output",
@@ -70,16 +72,16 @@ def run(arguments):
 
     budget, batch_size = check_budget(arguments.budget, arguments.batch_size)
     check_count(arguments.num_prompts)
-    # What drafts: a head, or a model, where tree="static" looks for no file.
+    # The drafter: a head, or a model (for which tree="static" looks for no file).
     is_model = is_draft_model(arguments.source)
     for name in ("model", "num_speculative_tokens", "output") if is_model else ():
         if getattr(arguments, name) is None:
             option = "--" + name.replace("_", "-")
             raise ValueError(f"{arguments.source} holds no head: to draft with it as a model, give {option}")
     drafts = arguments.source if is_model else str(resolve_head(arguments.source))
-    # A folder called like a repository would be taken for the head from then on.
+    # A folder with a repository's name would be taken for the head from then on.
     if not arguments.output and not Path(arguments.source).is_dir():
-        raise ValueError(f"{arguments.source} is no folder here to keep the tree in: name a file with --output")
+        raise ValueError(f"{arguments.source} is not a folder here to keep the tree in: name a file with --output")
     output = Path(arguments.output) if arguments.output else Path(arguments.source) / "tree.json"
     check_writable(output)
     model, adapter = arguments.model, arguments.adapter
@@ -87,10 +89,10 @@ def run(arguments):
         head = load_head(drafts)
         model = target_of(arguments.source, head)
         adapter = adapter or find_adapter_of(head, arguments.source, drafts)
-    own = Path(arguments.source) / "heldout.jsonl"  # what the training kept out of its data
+    own = Path(arguments.source) / "heldout.jsonl"  # the prompts held out of the training
     if arguments.prompts or is_model or not own.is_file():
         source = prompt_file(arguments.prompts, model)
-        # Of the target's own prompts, the first are for `bench`.
+        # The first of the target's own prompts are for `bench`.
         start = 0 if arguments.prompts else COMPARED_PROMPTS
         prompts = read_prompts(source, start=start, count=arguments.num_prompts)
     else:
@@ -109,10 +111,10 @@ def run(arguments):
     print(f"measuring acceptance per depth and rank on {len(prompts)} prompts of {source} ...", file=sys.stderr)
     found = measure_acceptance(llm, prompts, use_tqdm=True)
     rates, choice = found["rates"][: llm.tree.max_depth], None
-    best_static_trees(rates)  # refuses a draft that is never right
+    best_static_trees(rates)  # raises for a draft that is never right
     if budget is None:
         print(f"timing steps on this machine, {batch_size} request(s) at once ...", file=sys.stderr)
-        # An engine more on the head costs no second copy of it.
+        # Another engine on the head needs no second copy of it.
         head = drafts if is_model else llm.engine.drafter.head
         tree, choice = TreeMeasurement(llm, head, prompts, batch_size).choose(rates)
     else:

@@ -1,4 +1,4 @@
-"""`headstart verify-lossless`: its arguments, and what it does."""
+"""`headstart verify-lossless`: its arguments and its work."""
 
 from pathlib import Path
 
@@ -15,8 +15,8 @@ from ..inference.arguments import (
 EXAMPLE = "headstart verify-lossless --model assets/stdlib-coder --head assets/stdlib-coder-medusa --tree static"
 DETAILS = (
     "bits: tokens and log-probabilities against plain decoding, one request at a time. distribution: many short samples with and\n"
-    "without speculation, by a two-sample G-test, and as a control the same test between two temperatures. Ends with 1 if a\n"
-    "check fails. docs/lossless.md says what each verifier promises."
+    "without speculation, compared by a two-sample G-test; the control is the same test between two temperatures. Exit status 1\n"
+    "if a check fails. docs/lossless.md says what each verifier promises."
 )
 
 
@@ -25,11 +25,14 @@ def add_options(parser):
     add_speculation(parser)
     parser.add_argument("--verifier", default="strict", help="the rule that accepts drafts (default strict)")
     parser.add_argument("--prompts", help="JSONL of prompts (default: heldout.jsonl in the target's folder)")
-    parser.add_argument("--num-prompts", type=int, default=8, help="the first so many (default 8)")
+    parser.add_argument("--num-prompts", type=int, default=8, help="number of prompts, the first ones (default 8)")
     parser.add_argument("--max-tokens", type=int, default=64, help="new tokens per prompt (default 64)")
     parser.add_argument("--temperature", type=float, action="append", help="may be given again (default: 0 and 0.8)")
     parser.add_argument(
-        "--samples", type=int, default=500, help="per side and temperature for the distribution; 0: none (default 500)"
+        "--samples",
+        type=int,
+        default=500,
+        help="samples per side and temperature for the distribution; 0: none (default 500)",
     )
     parser.add_argument("--output", help="also write the checks as JSON here")
 
@@ -55,8 +58,8 @@ def run(arguments):
         raise ValueError("--verifier synthetic promises nothing that could be checked: it accepts by given rates")
     temperatures = tuple(arguments.temperature or (0.0, 0.8))
     for temperature in temperatures:
-        SamplingParams(temperature=temperature, max_tokens=arguments.max_tokens)  # refuses what is out of range
-    # Refused before the target's weights are read: a head that is none, a tree it cannot draft, an unknown verifier.
+        SamplingParams(temperature=temperature, max_tokens=arguments.max_tokens)  # raises for values out of range
+    # Checked before the target's weights are read: the head, a tree that it can draft, the verifier.
     target, _ = target_config(arguments.model, "auto")
     choose_speculation(SpeculativeOptions.parse(speculative), target, max_num_seqs=1)
     prompts = read_prompts(prompt_file(arguments.prompts, arguments.model), count=arguments.num_prompts)

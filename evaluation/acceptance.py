@@ -1,5 +1,5 @@
-"""Measure on prompts what a head is worth: acceptance length and per-position acceptance of a chain, and the conditional rates
-per depth and rank that static trees are built from. All of it from the engine's own run, not from teacher forcing.
+"""Measure a head's acceptance on prompts, in the engine's own run and without teacher forcing: acceptance length and per-position
+acceptance of a chain, and the conditional rates per depth and rank that static trees are built from.
 """
 
 import random
@@ -9,18 +9,18 @@ from ..inference.engine.engine import RECORDED_WIDTH
 from ..inference.sampling_params import SamplingParams
 
 NUM_SAMPLES = 4
-RESAMPLES = 2000  # of a bootstrap
+RESAMPLES = 2000  # draws of a bootstrap
 
 
 def measure_acceptance(llm, prompts, sampling_params=None, use_tqdm=False):
-    """Run `prompts` on an LLM whose speculation is a chain, and count.
+    """Run `prompts` on an LLM that drafts chains, and count accepted drafts.
 
-    llm: LLM with a head and tree "chain"; prompts: what LLM.generate takes; sampling_params: default greedy, 96 tokens.
+    llm: LLM with a head and tree "chain"; prompts: as LLM.generate takes them; sampling_params: default greedy, 96 tokens.
     Returns a dict:
         acceptance_length, per_position (unconditional), num_steps, num_emitted   of the chain
         rates: per depth, per rank (0..9): how often the target's token at this depth is the head's candidate of this rank,
-            given that the tokens before it are the target's own; num_rates: from how many places. An autoregressive
-            drafter has candidates after its first choices only: its rates are conditional on those being accepted
+            given that the tokens before it are the target's own; num_rates: number of places counted. An autoregressive
+            drafter has candidates only after its first choices: its rates are conditional on their acceptance
         samples: a few {"prompt", "output"}
     """
     engine = llm.engine
@@ -59,7 +59,7 @@ def acceptance_interval(outputs):
 
     Returns a dict: acceptance_length, low, high, steps.
     """
-    pairs = []  # steps, tokens that they emitted
+    pairs = []  # (steps, emitted tokens) of each request
     for output in outputs:
         for one in output.outputs:
             metrics = one.spec_decode_metrics
@@ -79,10 +79,10 @@ def acceptance_interval(outputs):
 
 
 def bootstrap(requests, figures, middle):
-    """[(low, high)] of every figure: the middle (0.95: 95 %) of what it comes to over requests drawn again and again.
+    """Bootstrap intervals [(low, high)] of figures: the middle (0.95: 95 %) of their values over resampled requests.
 
-    figures: what of a list of requests gives a list of numbers. Requests are drawn, not steps: the steps of one request are not
-    independent.
+    figures: function from a list of requests to a list of numbers. Requests are resampled, not steps, because the steps of one
+    request are not independent.
     """
     dice = random.Random(0)
     drawn = [figures(dice.choices(requests, k=len(requests))) for _ in range(RESAMPLES)]
@@ -91,11 +91,11 @@ def bootstrap(requests, figures, middle):
 
 
 def rank_hits(recorded, num_depths, first_choices_only=False):
-    """Count where the target's tokens stand among the recorded candidates.
+    """Count the ranks of the target's tokens among the recorded candidates.
 
     recorded: list of (request, index of the root in its output, candidates per depth); first_choices_only: the candidates of a
-    depth are those after the first choices above it, so places after another token do not count
-    Returns (hits [depth][rank], places [depth]); depth d is counted where the output reaches so far.
+    depth follow the first choices of the depths above, so places after another token do not count
+    Returns (hits [depth][rank], places [depth]); depth d counts if the output is long enough.
     """
     hits = [[0] * RECORDED_WIDTH for _ in range(num_depths)]
     places = [0] * num_depths

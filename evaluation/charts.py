@@ -1,9 +1,9 @@
 """Drawings as SVG, for the report's page and for the model card: line charts, bars, the heat map of acceptance, the draft tree.
 
-Every function takes plain numbers and returns one `<svg>` string. Its colours are CSS variables (COLOURS), the rest of its style is
-RULES: a page holds both once (train/report/page.py), `as_file` puts them into a drawing that stands alone; light and dark are one.
-The colours of series keep apart for colour-blind readers, and lines carry their names: colour never stands alone. Values that are
-not finite are left out, never drawn as zero. Nothing here reads a file.
+Every function takes plain numbers and returns one `<svg>` string. Its colours are CSS variables (COLOURS), for light and dark; the
+rest of its style is RULES. A page holds both once (train/report/page.py); `as_file` puts them into a separate drawing. Colour-blind
+readers can tell the colours of series apart, and every line has its name, so colour is never the only sign. Values that are not
+finite are left out, never drawn as zero. Nothing here reads a file.
 """
 
 import math
@@ -11,7 +11,7 @@ import re
 from html import escape
 
 NUM_SERIES_COLOURS = 8  # --series-0 .. --series-7 of the page
-MAX_POINTS = 120  # a longer line is averaged in buckets, so that it stays readable and the page small
+MAX_POINTS = 120  # a longer line is averaged in buckets: readable lines, small pages
 
 COLOURS = """\
 :root {
@@ -50,11 +50,11 @@ svg .node-label { font-size: 10.5px; }
 
 
 def as_file(drawing):
-    """A drawing as an SVG document of its own, which an image of a page may show.  "" stays ""."""
+    """A drawing as a separate SVG document, for an image on a page.  "" stays ""."""
     if not drawing:
         return ""
     style = f"{COLOURS}svg {{ font-family: system-ui, 'Segoe UI', Roboto, 'Liberation Sans', sans-serif; }}\n{RULES}"
-    # A background of its own: the page's may be dark where the reader's system is light.
+    # Its own background: the page may be dark although the reader's system is light.
     paper = '<rect x="-8" y="-8" width="100%" height="100%" style="fill:var(--paper)"/>'
     [size] = re.findall(r'viewBox="0 0 (\d+) (\d+)"', drawing)
     width, height = (int(length) + 16 for length in size)
@@ -67,12 +67,12 @@ def as_file(drawing):
 
 
 def line_chart(series, *, title, y_label, x_label="training step", start=None, y_max=None, marked=None):
-    """Lines over training steps, or what x_label says.
+    """Lines over training steps, or over the quantity in x_label.
 
-    series: list of (name, [(x, value), ...]); a name is written at the end of its line unless there is one line only.
-    start: where the vertical axis starts unless a value lies below; by default near the smallest value.
-    y_max: the largest value that the axis may end at (1 for a share). marked: (x, value, words) of one point to be pointed out.
-    Returns "" where there is no finite value.
+    series: list of (name, [(x, value), ...]); a name is written at the end of its line unless there is only one line.
+    start: beginning of the vertical axis unless a value lies below; by default near the smallest value.
+    y_max: greatest end of the axis (1 for a share). marked: (x, value, text) of one highlighted point.
+    Returns "" if there is no finite value.
     """
     series = [(name, [(x, y) for x, y in points if math.isfinite(y)]) for name, points in series]
     series = [(name, _averaged(points)) for name, points in series if points]
@@ -119,7 +119,7 @@ def line_chart(series, *, title, y_label, x_label="training step", start=None, y
     if marked is not None:
         x, y, words = place_x(marked[0]), place_y(marked[1]), marked[2]
         parts.append(f'<circle class="marked" cx="{x:.1f}" cy="{y:.1f}" r="5.5"/>')
-        # Below its point, and to the side that has room.
+        # The text goes below its point, on the side with room.
         right = x < (left + width) / 2
         parts.append(_text(x + (9 if right else -9), y + 20, words, anchor="start" if right else "end", kind="name"))
     return "".join([*parts, "</svg>"])
@@ -128,7 +128,7 @@ def line_chart(series, *, title, y_label, x_label="training step", start=None, y
 def bar_chart(bars, *, title, unit):
     """Horizontal bars from zero, each with its name and figure.
 
-    bars: list of (name, value >= 0); unit: of the values. Returns "" where there is no finite value.
+    bars: list of (name, value >= 0); unit: of the values. Returns "" if there is no finite value.
     """
     bars = [(name, value) for name, value in bars if math.isfinite(value)]
     if not bars:
@@ -183,7 +183,7 @@ def tree_drawing(parents, ranks, rates=None, *, title):
 
     parents: index of each node's parent, -1 for the root, in topological order. ranks: rank among the siblings.
     rates: acceptance per depth and rank; without them all nodes look alike.
-    Raises ValueError where parents and ranks do not describe one tree.
+    Raises ValueError if parents and ranks do not describe one tree.
     """
     if not parents or len(ranks) != len(parents):
         raise ValueError(f"a tree needs one rank per node, got {len(ranks)} ranks for {len(parents)} nodes")
@@ -199,7 +199,7 @@ def tree_drawing(parents, ranks, rates=None, *, title):
     spacing, row_h, left, right, top, radius = 24, 78, 72, 12, 20, 10.5
     tree_w = (max(columns) + 1) * spacing
     width, height = max(480.0, left + tree_w + right), top + max(depths) * row_h + 20
-    start = left + (width - left - right - tree_w + spacing) / 2  # in the middle where the tree is narrow
+    start = left + (width - left - right - tree_w + spacing) / 2  # centred if the tree is narrow
     place = [(start + column * spacing, top + depth * row_h) for column, depth in zip(columns, depths)]
 
     parts = [_open(width, height, title, least=0.75)]
@@ -227,7 +227,7 @@ def tree_drawing(parents, ranks, rates=None, *, title):
 
 
 def _path_probabilities(parents, ranks, depths, rates):
-    """Probability of every node to be accepted: the product of the rates on its path; 0 where none was measured."""
+    """Probability that each node is accepted: the product of the rates on its path; 0 where no rate was measured."""
     probabilities = [1.0]
     for node in range(1, len(parents)):
         row = rates[depths[node] - 1] if depths[node] <= len(rates) else []
@@ -247,7 +247,7 @@ def _columns(parents, children, ranks):
     last = -1
     for node in order:
         if not children[node]:
-            next_leaf += 1 if parents[node] == last else 1.4  # a little air between families
+            next_leaf += 1 if parents[node] == last else 1.4  # a little space between groups of siblings
             columns[node], last = next_leaf, parents[node]
     for node in reversed(order):
         if children[node]:
@@ -257,7 +257,7 @@ def _columns(parents, children, ranks):
 
 
 def _averaged(points):
-    """At most MAX_POINTS points, each the mean of a bucket of consecutive ones."""
+    """At most MAX_POINTS points, each the mean of a bucket of consecutive points."""
     size = -(-len(points) // MAX_POINTS)
     buckets = [points[i : i + size] for i in range(0, len(points), size)]
     return [(bucket[-1][0], sum(y for _, y in bucket) / len(bucket)) for bucket in buckets]
@@ -295,7 +295,7 @@ def _number(value, ticks):
 
 def _ink(strength):
     """Class of the text on a cell or node of this strength of colour."""
-    return "on-strong" if strength > 0.75 else "on-weak"  # where both texts have the same contrast
+    return "on-strong" if strength > 0.75 else "on-weak"  # at 0.75 both texts have the same contrast
 
 
 def _opacity(strength):
@@ -326,7 +326,7 @@ def _spread(places, gap, low, high):
 
 
 def _open(width, height, title, least=0.0):
-    """least: the share of its width down to which a narrow page may shrink the drawing; below that it scrolls."""
+    """Opening tag of a drawing. least: a narrow page shrinks it down to this share of its width; below that it scrolls."""
     size = f'viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}"'
     size += f' style="min-width:{least * width:.0f}px"' if least else ""
     return f'<svg {size} role="img"><title>{escape(title)}</title>'

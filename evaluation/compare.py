@@ -1,7 +1,7 @@
-"""Speculation against plain decoding, in one run: same tokens, so many tokens per step, so much faster.
+"""Compare speculation with plain decoding in one run: equal tokens, tokens per step, speed-up.
 
-Every prompt is answered by each way of drafting in turn before the next prompt comes, so that a machine whose speed drifts
-slows all alike. Times are of `generate` as a whole, prefill included.
+Every prompt is answered by each way of drafting in turn before the next prompt comes, so a drift of the machine's speed affects all
+of them alike. Times are of `generate` as a whole, prefill included.
 """
 
 import json
@@ -21,7 +21,7 @@ from ..kernels.attention.tree_attention import PAGE
 
 
 def hardware_name(device):
-    """The name of the processor or GPU that a device stands for, with the threads torch uses on it."""
+    """The name of a device's processor or GPU; for a processor also torch's number of threads."""
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
     model = platform.processor() or platform.machine()
@@ -35,7 +35,7 @@ def hardware_name(device):
     return f"{model}, {threads} thread{'s' if threads > 1 else ''}"
 
 
-# Several engines share the device, so each gets a cache for one request of 4k tokens only.
+# Several engines share the device, so each gets a cache for only one request of 4k tokens.
 PAGES = (4096 + 2 * MAX_NODES) // PAGE
 
 
@@ -57,8 +57,8 @@ class Contestant:
 def compare(target, heads, prompts, temperatures=(0.0, 0.8), max_tokens=96, seed=0, use_tqdm=True):
     """Measure every head with every tree against plain decoding at batch 1.
 
-    target: an LLM, whose weights and tokenizer all share; heads: list of (name, head, [(label, tree file)]);
-    prompts: what LLM.generate takes; each request is seeded, so that plain and speculative runs draw the same noise.
+    target: an LLM, whose weights and tokenizer all engines share; heads: list of (name, head, [(label, tree file)]);
+    prompts: as LLM.generate takes them; each request is seeded, so that plain and speculative runs draw the same noise.
     Returns rows {"head", "draft", "num_nodes", "temperature", "acceptance_length", "tokens_per_second", "speedup", "identical",
     "num_tokens"}; the first of each temperature is plain decoding.
     """
@@ -76,9 +76,9 @@ def compare(target, heads, prompts, temperatures=(0.0, 0.8), max_tokens=96, seed
     total = len(temperatures) * len(prompts) * (1 + sum(len(trees) for _, _, trees in heads))
     with tqdm(total=total, desc="comparing", unit="output", disable=not use_tqdm, dynamic_ncols=True) as bar:
         for temperature in temperatures:
-            runs = None  # the engines of the temperature before give their memory back first
+            runs = None  # the engines of the previous temperature free their memory first
             runs = list(contestants())
-            for run in runs:  # first calls pay for allocations and thread start-up
+            for run in runs:  # the first calls include allocations and thread start-up
                 run.llm.generate([prompts[0]], SamplingParams(temperature=temperature, max_tokens=8, seed=seed))
                 run.before = run.llm.get_metrics()
             for number, prompt in enumerate(prompts):
@@ -111,8 +111,8 @@ def _row(run, plain, temperature):
 def candidate_trees(num_heads, tree_file, sizes, folder):
     """The drafts to compare for a head: a chain, its static tree, and the best trees of other sizes.
 
-    tree_file: the head's tree.json, whose rates the trees of `sizes` nodes are built from (written into `folder`). Raises
-    ValueError if it holds no rates and sizes are asked for.
+    tree_file: the head's tree.json, with the rates that trees of `sizes` nodes are built from (and written into `folder`). Raises
+    ValueError if it holds no rates and sizes are given.
     """
     drafts = [(f"chain of {num_heads}", "chain"), (f"tree of {load_tree(tree_file).num_nodes}", str(tree_file))]
     rates = json.loads(Path(tree_file).read_text()).get("rates")

@@ -1,10 +1,10 @@
-"""`headstart verify-lossless`: whether speculation leaves a model's output as it was, shown on that model.
+"""`headstart verify-lossless`: check on a model that speculation does not change its output.
 
-Two kinds of evidence. *Bits*: tokens and log-probabilities of every prompt against plain decoding one request at a time; what the
-verifier `strict` promises at every temperature, and every verifier at temperature 0. *Distribution*: many short samples of one
-prompt with and without speculation, other seeds on either side, compared by a two-sample G-test; what every verifier promises.
-Beside it stands a control, the same test between two temperatures of plain decoding: unless that one sees a difference, the test
-could not have failed.
+There are two kinds of evidence. *Bits*: tokens and log-probabilities of every prompt equal those of plain decoding one request at a
+time. The verifier `strict` promises that at every temperature, every verifier at temperature 0. *Distribution*: many short samples
+of one prompt with and without speculation, with different seeds, are compared by a two-sample G-test. Every verifier promises that
+they agree. A control makes the same test between two temperatures of plain decoding: if it sees no difference, the test could not
+have failed.
 """
 
 import math
@@ -17,15 +17,15 @@ from tqdm import tqdm
 from ..inference.llm import LLM
 from ..inference.sampling_params import SamplingParams
 
-LEAST_EXPECTED = 5  # per side and outcome told apart: below it the G-test's distribution is not that of chi-square
-ALPHA = 1e-4  # a lossless engine fails the distribution's test once in 1 / ALPHA runs
-SAMPLED_TOKENS = 8  # of every sample: the first comes from the prompt, the others through the verifier
+LEAST_EXPECTED = 5  # per side and outcome: with fewer the G-test's statistic is not chi-square distributed
+ALPHA = 1e-4  # a lossless engine fails the test of the distribution once in 1 / ALPHA runs
+SAMPLED_TOKENS = 8  # tokens per sample: the first comes from the prompt, the others through the verifier
 CONTROL = 0.7  # the control's temperature, as a share of the temperature tested
 
 
 @dataclass
 class Check:
-    """One piece of evidence: `passed` is None for a control that saw nothing, which decides nothing."""
+    """One piece of evidence. `passed` is None for a control that saw no difference, which decides nothing."""
 
     kind: str  # "bits", "distribution" or "control"
     what: str
@@ -42,8 +42,8 @@ def verify_lossless(
 ):
     """All checks of one way of speculating.
 
-    base: LLM, whose weights everything shares; speculative: a speculative_config; prompts: what render_prompt returns; samples:
-    per side and temperature above 0 for the distribution, of the first prompt (0: none).  -> list of Check
+    base: LLM, whose weights all engines share; speculative: a speculative_config; prompts: as from render_prompt; samples: of the
+    first prompt, per side and temperature above 0, for the distribution (0: none).  -> list of Check
     """
     checks, strict = [], speculative.get("verifier", "strict") == "strict"
     longest = max(len(p.get("prompt_token_ids") or base.tokenizer(p["prompt"])["input_ids"]) for p in prompts)
@@ -98,7 +98,7 @@ def compare_bits(plain, outputs, what):
 
 
 def draw_samples(llm, prompt, temperature, count, seed, batch, bar):
-    """How often which first tokens came up in `count` samples with seeds from `seed` on.  -> Counter of tuples"""
+    """Count the first tokens of `count` samples with seeds from `seed` on.  -> Counter of tuples"""
     counts = Counter()
     for start in range(0, count, 16 * batch):
         seeds = range(seed + start, seed + min(start + 16 * batch, count))
@@ -130,11 +130,10 @@ def compare_distributions(plain, drafted, other, temperature):
 
 
 def two_sample_test(one, other):
-    """G-test of two Counters of token sequences for the same distribution.  -> (p-value, number of outcomes told apart); 1.0 for
-    one outcome
+    """G-test that two Counters of token sequences have one distribution.  -> (p-value, number of outcomes); 1.0 for one outcome
 
-    Sequences are told apart as far as they are common: each counts as its longest beginning that is expected often enough on both
-    sides, counted over both sides together.
+    Rare sequences are merged: each counts as its longest prefix that is expected often enough on both sides, by the counts of both
+    sides together.
     """
     sizes = one.total(), other.total()
     enough = LEAST_EXPECTED * sum(sizes) / min(sizes)
@@ -150,7 +149,7 @@ def two_sample_test(one, other):
     for side, counts in enumerate((one, other)):
         for sequence, count in counts.items():
             table.setdefault(cell(sequence), [0, 0])[side] += count
-    # What is left of a common beginning after its common continuations may be rare itself: such rests make one outcome.
+    # The rest of a common prefix, without its common continuations, may itself be rare: such rests make one outcome.
     cells, rare = [pair for pair in table.values() if sum(pair) >= enough], [0, 0]
     for pair in table.values():
         if sum(pair) < enough:

@@ -1,11 +1,11 @@
-"""What a measurement hands out: a table that grows line by line, one JSON object as the last line, and that object as a file.
+"""Report, the output of a measurement: a table printed line by line, one JSON object as the last line, and that object as a file.
 
 Every file of benchmarks/results/ is such an object (SCHEMA):
 
     name      of the benchmark or proof
-    date, hardware, versions {package: version}, commit, command    where it comes from
-    settings  what was asked for
-    facts     what the rows refer to, and what holds of all of them
+    date, hardware, versions {package: version}, commit, command    its origin
+    settings  the options of the command
+    facts     reference values, and facts about all rows
     rows      the figures
 """
 
@@ -27,10 +27,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Report:
-    """Collects the rows of one benchmark and prints each as soon as it is there.
+    """Collects the rows of one benchmark and prints each as soon as it is measured.
 
-    name: of the benchmark; columns: {key: (title, width, format)}, where format(value) makes the text; command: what was typed;
-    settings: what it was asked for; output: file for the JSON object, see `result_path`; commit: of the code, None to ask git.
+    name: of the benchmark; columns: {key: (title, width, format)}, where format(value) makes the text; command: the command line;
+    settings: its options; output: file for the JSON object, see `result_path`; commit: of the code, None to ask git.
     """
 
     def __init__(self, name, columns, device, command, settings, output=None, commit=None):
@@ -49,16 +49,16 @@ class Report:
         }
 
     def note(self, text):
-        """A line between the rows."""
+        """Print a line between the rows."""
         print(text, flush=True)
 
     def state(self, text, **facts):
-        """Facts that the rows refer to, as a line and in the object."""
+        """Add facts that the rows refer to, as a line and in the object."""
         self.facts |= facts
         self.note(text)
 
     def add(self, row):
-        """Print a row; keys that no column shows go to the object only, and numbers go there with six digits."""
+        """Print a row. Keys without a column go only to the object, which keeps six digits of numbers."""
         if not self._headed:
             self._headed = True
             print("\n" + "  ".join(title.rjust(width) for title, width, _ in self.columns.values()))
@@ -82,12 +82,12 @@ class Report:
 
 
 def command_line(script, arguments=None):
-    """What was typed to run a script: `python SCRIPT ...`.  arguments: list of str, None for the process's own"""
+    """The command line of a script: `python SCRIPT ...`.  arguments: list of str, None for the process's own"""
     return " ".join(["python", script, *(sys.argv[1:] if arguments is None else map(str, arguments))])
 
 
 def result_path(output):
-    """Where `--output` leads: a path as it is; a bare name to benchmarks/results/<date>-<name>.json."""
+    """The path of `--output`: a path unchanged; a bare name as benchmarks/results/<date>-<name>.json."""
     path = Path(output)
     if path.suffix or len(path.parts) > 1:
         return path
@@ -103,7 +103,7 @@ def installed(package):
 
 
 def current_commit():
-    """The checkout's commit, "+changes" after it if files differ from it; None where this is no git checkout."""
+    """The checkout's commit, with "+changes" if files differ from it; None if this is not a git checkout."""
     if not (ROOT / ".git").exists():
         return None
     try:
@@ -120,12 +120,12 @@ def current_commit():
 
 
 def plain(value):
-    """A number or word as it is."""
+    """A number or word, unformatted."""
     return str(value)
 
 
 def decimals(count):
-    """A format with so many decimals."""
+    """A format with `count` decimals."""
     return lambda value: f"{value:.{count}f}"
 
 

@@ -1,4 +1,4 @@
-"""The time of every step that an engine makes, and the steady state among them: all requests decode, no prompt is computed."""
+"""Record the time of every step of an engine, and find the steady state: steps in which all requests decode and no prompt runs."""
 
 import itertools
 import time
@@ -7,7 +7,7 @@ SETTLING = 3  # steps at either end of the steady state that are not counted
 
 
 class NoSteadyState(ValueError):
-    """The outputs are too short to show one."""
+    """The outputs are too short for a steady state."""
 
 
 def record_steps(session, prompts, params):
@@ -30,7 +30,7 @@ def record_steps(session, prompts, params):
 
 
 class StepRecord:
-    """What was submitted, and after each step the time and what the engine's counters said."""
+    """The submissions, and after each step the time and the engine's counters."""
 
     def __init__(self, submissions):
         self.submissions, self.notes = submissions, []
@@ -38,7 +38,7 @@ class StepRecord:
     def steady(self, batch):
         """(tokens, seconds, milliseconds of each step) of steps that gave tokens to all `batch` requests and computed no prompt.
 
-        Raises NoSteadyState if there are too few of them.
+        Raises NoSteadyState if there are too few such steps.
         """
         *_, num_prompt_tokens, _ = self.notes[-1]
         kept = [note[:2] for note in self.notes if note[2:] == (num_prompt_tokens, batch)][SETTLING:-SETTLING]

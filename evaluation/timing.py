@@ -1,7 +1,7 @@
-"""How long work takes on a device: CUDA graph replays on a GPU, plain calls on the CPU.
+"""Time work on a device: CUDA graph replays on a GPU, plain calls on the CPU.
 
-Replays are queued back to back and timed by events between them, so that the host's launch costs are not in the figure, as they are
-not in the engine's steady state. Nothing here judges a figure or rotates data past a cache: callers do.
+Replays are queued back to back and timed by events between them, so the figure leaves out the host's launch costs, as the engine's
+steady state does. Callers judge the figures and rotate data past a cache.
 """
 
 import gc
@@ -17,7 +17,7 @@ from torch.autograd import DeviceType
 from ..inference.models.memory import free_bytes
 
 WARMUP = 3
-KEPT_FREE = 0.06  # share of a GPU's memory, and of the free memory of a CPU, that nothing is planned into
+KEPT_FREE = 0.06  # share of a GPU's memory, or of a CPU's free memory, that is always left free
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,10 @@ class Times:
 
 
 class Repeatable:
-    """Work that can be done again and again: captured as a CUDA graph on a GPU, simply called on the CPU.
+    """Work that can be repeated: captured as a CUDA graph on a GPU, called on the CPU.
 
-    work: a function without arguments on tensors that stay where they are; num_calls: how many units one call of it does. A GPU
-    runs it once before the capture, which compiles what needs compiling. captured: False calls it on a GPU too (it replays a graph
-    itself).
+    work: a function without arguments on tensors that stay in place; num_calls: number of units in one call. A GPU runs it once
+    before the capture, to compile kernels. captured: False calls it on a GPU too (for work that replays a graph itself).
     """
 
     def __init__(self, work, device, num_calls=1, captured=True):
@@ -84,13 +83,13 @@ class Repeatable:
         return Times.of([a.elapsed_time(b) / self.num_calls for a, b in itertools.pairwise(marks)])
 
     def shares(self):
-        """Which share of the time of one call goes to each kernel.  {name: share}, greatest first
+        """The share of each kernel in the time of one call.  {name: share}, greatest first
 
-        Names are the kernels' own on a GPU, torch operators' on the CPU. The time between kernels belongs to none; that in which a
-        kernel, started early, waits for the one before it belongs to the one before.
+        Names are the kernels' own on a GPU, torch operators' on the CPU. Time between kernels belongs to none. While a kernel that
+        started early waits for the previous one, the time belongs to the previous one.
         """
         on_gpu = self.device.type == "cuda"
-        # Its library greets and takes leave on stderr, in the middle of a table, unless the level is above all of its messages.
+        # Its library prints messages to stderr, in the middle of a table, unless the level is above all of them.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         activities = [torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU]
         with torch.profiler.profile(activities=activities, acc_events=True) as profile:
@@ -109,7 +108,7 @@ class Repeatable:
 
 
 def time_alone(intervals):
-    """Counter of the time of each kernel after the end of those that started before it.  intervals of (name, start, end)"""
+    """Counter of each kernel's time after the end of all kernels that started before it.  intervals of (name, start, end)"""
     spent, reached = Counter(), 0.0
     for name, start, end in sorted(intervals, key=lambda interval: interval[1:]):
         spent[short_name(name)] += max(0.0, end - max(start, reached))
@@ -129,14 +128,14 @@ def time_of(work, device, repeats=20, num_calls=1):
 
 
 def plannable_bytes(device):
-    """Bytes that a benchmark may plan to allocate: the free ones but for KEPT_FREE of the memory."""
+    """Bytes that a benchmark may plan to allocate: the free bytes less the share KEPT_FREE."""
     free = free_bytes(device)
     whole = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else free
     return free - int(KEPT_FREE * whole)
 
 
 def release(device):
-    """Give freed graphs and tensors back to the device."""
+    """Return the memory of freed graphs and tensors to the device."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -1,9 +1,8 @@
-"""Which draft tree decodes fastest: from acceptance per depth and rank, and from what steps of several shapes cost. No torch.
+"""Choose the fastest draft tree from acceptance per depth and rank, and from the costs of steps of several shapes. No torch.
 
-A step over a tree of N nodes that is D deep takes about b D + c(N): b for every level that is drafted, c for the target's pass over
-the nodes and whatever else a step does. Both come from timed steps. For every depth and size the best tree is the one of
-`build_static_tree`, so trying all of them finds the best of all trees that the rates and costs can tell apart.
-It does not measure anything (tree_measurement.py does).
+A step over a tree of N nodes and depth D takes about b D + c(N): b for every drafted level, c for the target's pass over the nodes
+and the rest of the step. Both come from timed steps. For every depth and size `build_static_tree` gives the best tree, so trying
+all of them finds the best tree by these rates and costs. It does not measure anything (tree_measurement.py does).
 """
 
 from bisect import bisect_left
@@ -16,8 +15,9 @@ DYNAMIC_WIDTHS = (2, 4, 8)
 
 
 def check_budget(budget, batch_size):
-    """`headstart tree`'s words --budget and --batch-size  ->  (nodes, or None for auto; requests at once). ValueError if they are
-    wrong, or do not go together."""
+    """--budget and --batch-size of `headstart tree` as numbers: (nodes, or None for auto; requests at once).
+
+    Raises ValueError if they are invalid, or do not fit together."""
     if budget != "auto" and not (budget.isdigit() and 2 <= int(budget) <= MAX_NODES):
         raise ValueError(f"--budget must be auto or from 2 to {MAX_NODES} nodes, the root included; got {budget!r}")
     if batch_size is None:
@@ -33,7 +33,7 @@ def check_budget(budget, batch_size):
 
 @dataclass(frozen=True)
 class Timing:
-    """What one step over a tree of this shape took."""
+    """The time of one step over a tree of this shape."""
 
     depth: int
     num_nodes: int
@@ -42,7 +42,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class StepCosts:
-    """seconds_per_level: b; sizes, ascending, and seconds: c at these numbers of nodes."""
+    """Costs of a step. seconds_per_level: b; sizes, ascending, and seconds: c at these numbers of nodes."""
 
     seconds_per_level: float
     sizes: tuple[int, ...]
@@ -50,9 +50,9 @@ class StepCosts:
 
     @classmethod
     def fit(cls, timings):
-        """The least squares of b D + c(N) to the Timings; neither a level nor a node costs less than nothing.
+        """Least-squares fit of b D + c(N) to the Timings, with costs of levels and nodes that are never negative.
 
-        b shows only where trees of one size and several depths were timed; without them it is 0.
+        b can be found only from trees of one size and several depths; without them it is 0.
         """
         if not timings:
             raise ValueError("no step was timed: there are no costs to fit")
@@ -69,7 +69,7 @@ class StepCosts:
         return cls(level, tuple(sizes), tuple(seconds))
 
     def of(self, depth, num_nodes):
-        """Seconds of a step; between the sizes that were timed on the straight line, beyond them as at the nearest."""
+        """Seconds of a step: interpolated linearly between timed sizes, constant beyond them."""
         sizes, seconds = self.sizes, self.seconds
         at = bisect_left(sizes, num_nodes)
         if at == len(sizes):
@@ -83,8 +83,8 @@ class StepCosts:
 
 
 def _rising(values, weights):
-    """The nearest values (least squares) that never fall: neighbours that do are put together at their mean."""
-    blocks = []  # [value, weight, how many]
+    """The nearest values (least squares) that never fall: falling neighbours are replaced by their mean."""
+    blocks = []  # [value, weight, number of values]
     for value, weight in zip(values, weights):
         blocks.append([value, weight, 1])
         while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
@@ -95,16 +95,16 @@ def _rising(values, weights):
 
 
 def best_static_trees(rates):
-    """For every depth and number of nodes from 2 on the tree of the greatest expected acceptance: {(depth, nodes): Tree}.
+    """The tree of greatest expected acceptance for every depth and number of nodes from 2: {(depth, nodes): Tree}.
 
-    Raises ValueError where no candidate was ever right.
+    Raises ValueError if no candidate was ever right.
     """
     found = {}
     for limit in range(1, len(rates) + 1):
         for size in range(2, MAX_NODES + 1):
             tree = build_static_tree(rates[:limit], size)
             if tree.num_nodes < size:
-                break  # the others have no chance
+                break  # all further nodes have the rate 0
             found.setdefault((tree.max_depth, size), tree)
     if not found:
         raise ValueError(
@@ -116,7 +116,7 @@ def best_static_trees(rates):
 
 @dataclass(frozen=True)
 class Promise:
-    """What a tree promises."""
+    """The expected figures of a tree."""
 
     depth: int
     num_nodes: int
@@ -125,7 +125,7 @@ class Promise:
 
 
 def promises(trees, rates, costs, batch_size):
-    """For every number of nodes the depth that promises most.  trees: of best_static_trees  ->  list of Promise, by nodes"""
+    """The best depth for every number of nodes.  trees: of best_static_trees  ->  list of Promise, by nodes"""
     best = {}
     for (depth, size), tree in sorted(trees.items()):
         length = expected_acceptance_length(tree, rates)
@@ -136,26 +136,26 @@ def promises(trees, rates, costs, batch_size):
 
 
 def choose_promise(curve):
-    """The Promise of the most tokens per second; of equal ones the smallest."""
+    """The Promise with the most tokens per second; the smallest tree if several are equal."""
     return max(curve, key=lambda promise: (promise.tokens_per_second, -promise.num_nodes))
 
 
 def dynamic_candidates(depth, num_nodes, max_depth):
-    """Dynamic trees worth a try where a static one of this depth and size is the best: list of GrowingTree.
+    """Dynamic trees worth trying if a static tree of this depth and size is the best: list of GrowingTree.
 
-    They have this number of nodes and several widths, at this depth and at the greatest. None of depth 1: its nodes are the first
-    ranks, whatever the confidences, and that is a static tree.
+    They have this number of nodes and several widths, at this depth and at the greatest. Depth 1 is left out: such a tree has the
+    first ranks, whatever the confidences, and is static.
     """
     found = []
     for levels in sorted({depth, max_depth} - {1}):
         for width in DYNAMIC_WIDTHS:
-            # Where not a single node could be left out, it would be a static tree.
+            # A tree that leaves out no candidate would be static.
             if num_nodes <= width + (levels - 1) * width**2:
                 found.append(GrowingTree(levels, width, num_nodes))
     return found
 
 
 def other_sizes(tree):
-    """A dynamic tree with half and with twice the nodes, as far as it has candidates to leave out: list of GrowingTree."""
+    """A dynamic tree with half and with twice the nodes, if it still leaves out candidates: list of GrowingTree."""
     sizes = {max(tree.num_nodes // 2, 2), min(2 * tree.num_nodes, MAX_NODES, tree.num_candidates)}
     return [replace(tree, num_nodes=size) for size in sorted(sizes - {tree.num_nodes})]

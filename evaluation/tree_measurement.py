@@ -1,13 +1,13 @@
 """Choose the draft tree that decodes fastest on this machine at a batch size: time the engine's steps, choose, and try the choice.
 
 1. Steps over trees of a few sizes and depths are timed in the engine, with all requests of the batch decoding.
-2. tree_choice.py finds the tree that promises the most tokens per second. A shape that was not timed is timed now and the choice
-   made again, until it falls on one that was.
-3. That tree, plain decoding, and dynamic trees where the drafter grows them, decode the same prompts; the best dynamic one in half
-   and in twice its size as well. The fastest tree is kept.
+2. tree_choice.py finds the tree with the most expected tokens per second. If its shape was not timed, it is timed and the choice is
+   repeated, until the chosen shape is a timed one.
+3. This tree, plain decoding and, if the drafter can grow trees, dynamic trees decode the same prompts; the best dynamic tree is
+   also tried with half and twice its nodes. The fastest tree is kept.
 
-Every engine is built, measured and let go before the next one, so that one at a time takes memory beside the target's weights. On a
-CPU, whose speed drifts, all take their turn several times. Decoding is greedy.
+Every engine is built, measured and freed before the next, so only one at a time takes memory beside the target's weights. On a CPU,
+whose speed drifts, all of them take several turns. Decoding is greedy.
 """
 
 import tempfile
@@ -29,20 +29,20 @@ from .step_recorder import NoSteadyState, record_steps
 from .timing import Times, release
 from .tree_choice import StepCosts, Timing, best_static_trees, choose_promise, dynamic_candidates, other_sizes, promises
 
-SIZES = (2, 4, 8, 12, 16, 24, 32, 48, 64)  # whose steps are timed with trees as deep as they like
-LEVEL_SIZES = (8, 32)  # and with trees half as deep: what a level costs
-MAX_RETRIES = 4  # choices that may fall on a shape that was not timed
-TIMED_STEPS = 14  # at least, of which the first and last three do not count
+SIZES = (2, 4, 8, 12, 16, 24, 32, 48, 64)  # numbers of nodes to time, with trees of their best depth
+LEVEL_SIZES = (8, 32)  # numbers of nodes to time with trees half as deep as well, for the cost of a level
+MAX_RETRIES = 4  # times that the choice may fall on an untimed shape
+TIMED_STEPS = 14  # at least; the first and last three do not count
 MAX_TOKENS = 64  # new tokens per prompt of a trial
 MIN_TOKENS = 32  # of these, at least
 PROMPT_TOKENS_PER_STEP = 2048
-NUM_PROMPTS = 9  # that every way of drafting decodes, or twice the batch in every round if that is more
+NUM_PROMPTS = 9  # prompts that every way of drafting decodes; twice the batch per round if that is more
 CPU_ROUNDS = 3
 
 
 @dataclass(frozen=True)
 class Trial:
-    """How one way of drafting did on prompts.  draft: "none", "static" or "dynamic" """
+    """The result of one way of drafting on prompts.  draft: "none", "static" or "dynamic" """
 
     draft: str
     depth: int
@@ -54,9 +54,9 @@ class Trial:
 class TreeMeasurement:
     """See above.
 
-    llm: an LLM whose drafter the trees are for; model: what other engines take as speculative_config["model"] for the same drafter;
-    prompts: what LLM.generate takes; batch_size: requests that decode at once. Raises ValueError if no prompt leaves room for an
-    output.
+    llm: an LLM with the drafter that the trees are for; model: speculative_config["model"] of other engines for the same drafter;
+    prompts: as LLM.generate takes them; batch_size: requests that decode at once. Raises ValueError if no prompt leaves room for
+    an output.
     """
 
     def __init__(self, llm, model, prompts, batch_size, use_tqdm=True):
@@ -73,7 +73,7 @@ class TreeMeasurement:
     def choose(self, rates):
         """The fastest tree.
 
-        rates: conditional acceptance per depth and rank.  -> (Tree or GrowingTree, what was measured as save_tree takes it)
+        rates: conditional acceptance per depth and rank.  -> (Tree or GrowingTree, the measurement as save_tree takes it)
         """
         trees = best_static_trees(rates)
         plain, timings = self.time(list(_shapes_to_time(trees).values()), "timing steps")
@@ -86,14 +86,14 @@ class TreeMeasurement:
             if (best.depth, best.num_nodes) in timed:
                 break
             now, further = self.time([trees[best.depth, best.num_nodes]], f"timing {best.num_nodes} nodes")
-            # The machine may be slower or faster by now, and plain decoding as well.
+            # The machine's speed may have changed by now, and plain decoding's with it.
             timings += [replace(timing, seconds=timing.seconds * plain / now) for timing in further]
         candidates = [trees[best.depth, best.num_nodes]]
         if self.llm.engine.drafter.autoregressive:
             candidates += dynamic_candidates(best.depth, best.num_nodes, len(rates))
         trials = self.try_out(candidates)
         grown = [pair for pair in zip(candidates, trials[1:]) if pair[1].draft == "dynamic"]
-        if grown:  # the best of them in other sizes: a static tree's best is not theirs
+        if grown:  # the best of them in other sizes: the best size of a static tree is not theirs
             further = other_sizes(max(grown, key=lambda pair: pair[1].tokens_per_second)[0])
             plain_now, *tried = self.try_out(further)
             drift = trials[0].tokens_per_second / plain_now.tokens_per_second
@@ -116,12 +116,12 @@ class TreeMeasurement:
         }
 
     def time(self, trees, what):
-        """What a step takes with each tree, measured beside plain decoding.  -> (seconds of plain decoding, list of Timing)
+        """Time a step with each tree, beside plain decoding.  -> (seconds of plain decoding, list of Timing)
 
-        Whatever else a machine does only adds time, so the 20th percentile of all steps counts.
+        Other work of the machine only adds time, so the 20th percentile of all steps counts.
         """
         prompts = self._take(self.batch_size)
-        # While the last prompts are computed, the first requests decode already.
+        # The first requests already decode while the last prompts are computed.
         passes = sum(map(len, prompts)) // PROMPT_TOKENS_PER_STEP
 
         def num_tokens(tree):
@@ -148,13 +148,13 @@ class TreeMeasurement:
     def try_out(self, trees):
         """Decode prompts without drafts and with each tree.  -> list of Trial, plain decoding first
 
-        A tree's rate is plain decoding's times the median over the turns of how much faster it was in that turn.
+        A tree's rate is plain decoding's times the tree's speed-up, the median over the turns.
         """
         prompts = self._take(max(NUM_PROMPTS, 2 * self.batch_size * self.rounds))
         params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
 
         def measure(llm, _, turn):
-            llm.generate(prompts[:1], replace(params, max_tokens=8))  # first calls pay for allocations
+            llm.generate(prompts[:1], replace(params, max_tokens=8))  # the first calls include allocations
             metrics = llm.engine.metrics
             metrics.num_decoded_tokens, metrics.decode_seconds, metrics.spec_decode = 0, 0.0, SpecDecodeMetrics()
             llm.generate(prompts[turn :: self.rounds], params)
@@ -175,7 +175,7 @@ class TreeMeasurement:
         return trials
 
     def _take(self, count):
-        """Token ids of so many prompts, from the first on and again where there are fewer."""
+        """Token ids of `count` prompts, from the first on, repeated if there are fewer."""
         return list(islice(cycle(self.prompts), count))
 
     def _in_turn(self, trees, what, prompts, max_tokens, measure):
@@ -201,13 +201,13 @@ class TreeMeasurement:
             file, levels = folder / "tree.json", tree.max_depth
             save_tree(tree, file)
             speculative = {"model": self.model, "tree": str(file), "num_speculative_tokens": levels}
-        # After the tokens stand the tree's nodes, those that a dynamic one expands, and what a step emits.
+        # Room after the tokens: the tree's nodes, the nodes that a dynamic tree expands, and a step's emitted tokens.
         most = max(map(len, prompts)) + max_tokens + MAX_NODES + 10 * (levels + 2)
         return LLM(
             self.llm,
             max_num_seqs=self.batch_size,
             num_gpu_blocks_override=self.batch_size * -(-most // PAGE) + 1,
-            enable_prefix_caching=False,  # prompts come again, and are to cost the same
+            enable_prefix_caching=False,  # prompts are repeated and must cost the same
             max_num_batched_tokens=PROMPT_TOKENS_PER_STEP,
             speculative_config=speculative,
         )

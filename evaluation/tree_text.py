@@ -1,10 +1,10 @@
-"""What was measured to choose a tree (tree_measurement.py), in words. No torch."""
+"""The measurement that chose a tree (tree_measurement.py), in words. No torch."""
 
 from ..inference.speculation.tree import expected_acceptance_length
 
 
 def outcome(tree, found, rates, choice, num_prompts):
-    """What `headstart tree` prints.  found: of measure_acceptance; choice: as save_tree takes it, or None"""
+    """The text that `headstart tree` prints.  found: of measure_acceptance; choice: as save_tree takes it, or None"""
     drafted, measured = len(found["per_position"]), found["acceptance_length"]
     lines = [
         tree.draw(),
@@ -19,7 +19,7 @@ def outcome(tree, found, rates, choice, num_prompts):
 
 
 def choice_sentence(choice):
-    """Which tree was chosen and why, or that plain decoding is faster.  choice: of a tree file"""
+    """A sentence on the chosen tree and its speed, or on plain decoding if that is faster.  choice: of a tree file"""
     chosen, plain, best = choice["chosen"], choice["trials"][0], choice["best_static"]
     where = f"batch size {choice['batch_size']} on {choice['hardware']}"
     tree = f"the {chosen['draft']} tree of {chosen['num_nodes']} nodes, {chosen['depth']} deep,"
@@ -40,7 +40,7 @@ def choice_sentence(choice):
 
 
 def choice_table(choice):
-    """What was tried, one line each.  choice: of a tree file"""
+    """The trials, one line each.  choice: of a tree file"""
     lines = ["draft    nodes  deep  tokens/step  tokens/s"]
     for trial in choice["trials"]:
         numbers = f"{trial['num_nodes']:5}  {trial['depth']:4}  {trial['acceptance_length']:11.2f}"

@@ -1,10 +1,10 @@
-"""Save and load heads: folders written whole or not at all, every family and format recognised by its tensors.
+"""Save and load heads. Folders are written whole or not at all; family and format are recognised by the tensors.
 
     save_head(head, "runs/first/head")
     head = load_head("runs/first")               # a run, a checkpoint, a head folder or a Hub id
-    file = read_head("runs/first")               # the same with its format, its files and where its config.json lies
+    file = read_head("runs/first")               # the head with its format, its files, and contradictions in its config.json
 
-The files with the tensors are heads/storage/weight_files.py's. Does not know optimisers, engines or cards.
+heads/storage/weight_files.py reads and writes the files with the tensors. Does not know optimisers, engines or cards.
 """
 
 import json
@@ -44,11 +44,11 @@ def save_head(
 ):
     """Write `head` into a new `folder`, whole or not at all.
 
-    format: one of its family's (heads/families.py); None takes the family's own.
-    dtype: what to cast to (torch.dtype or its name); None keeps the head's.
+    format: one of its family's formats (heads/families.py); None takes the family's own.
+    dtype: the dtype to cast to (torch.dtype or its name); None keeps the head's.
     torch_file: also write the .pt that the original Medusa code reads (exports do, training checkpoints need not).
     lm_head_weight: the target's lm_head [V, H], which "vllm" stores with heads that share it.
-    max_shard_size: bytes of a file above which it is split, where readers of the format know shards.
+    max_shard_size: a file of more bytes is split, where readers of the format know shards.
     Raises ValueError (format, non-empty folder) and OSError (cannot write).
     """
     format = format or native_format(head)
@@ -58,7 +58,7 @@ def save_head(
 
 
 def write_head(head, folder, format, dtype=None, torch_file=False, lm_head_weight=None, max_shard_size=MAX_SHARD_SIZE):
-    """The files of save_head, into an existing folder that the caller stages."""
+    """Write the files of save_head into an existing folder, which the caller stages."""
     tensors, config = to_file(head, format, lm_head_weight)
     if dtype is not None:
         tensors = {name: _cast(tensor, to_dtype(dtype)) for name, tensor in tensors.items()}
@@ -72,7 +72,7 @@ def write_head(head, folder, format, dtype=None, torch_file=False, lm_head_weigh
 
 
 def _dtype_keys(format, tensors):
-    """The keys of config.json that say the dtype, in both spellings: readers that do not find one take float32 or float16.
+    """The keys of config.json that name the dtype, in both spellings: without them readers take float32 or float16.
 
     None in FasterDecoding's files, whose readers take the target's.
     """
@@ -89,15 +89,15 @@ def _cast(tensor, dtype):
 
 @dataclass(frozen=True)
 class HeadFile:
-    """A head that was read, and what its files are."""
+    """A head that was read, with facts about its files."""
 
     folder: Path
     weight_files: tuple[Path, ...]
     format: str  # the layout found, one of FORMATS
     head: torch.nn.Module
     dtype: torch.dtype  # the head's
-    stored_dtypes: frozenset  # those of the tensors in the files
-    notes: tuple[str, ...]  # where config.json lies, is silent, or was overruled by the tensors
+    stored_dtypes: frozenset  # dtypes of the tensors in the files
+    notes: tuple[str, ...]  # where config.json is wrong or silent, or was overruled by the tensors
 
 
 def load_head(path_or_id, dtype=None):
@@ -112,12 +112,12 @@ def load_head(path_or_id, dtype=None):
 
 
 def read_head(path_or_id, dtype=None):
-    """A head with what its files say of it: a HeadFile. It is found as resolve_head says.
+    """Read a head and the facts about its files: a HeadFile. resolve_head finds it.
 
     dtype: torch.dtype or its name; None keeps the file's.
     An EAGLE head whose file holds no embedding needs the target's (`needs_embedding`, `take_embedding`).
-    Raises ValueError naming the file and what is wrong with it: cut, damaged, tensors missing, unexpected or misshapen;
-    or what was tried, where nothing was found.
+    Raises ValueError: it names the file and its fault (cut, damaged, tensors missing, unexpected or misshapen), or, where nothing
+    was found, what was tried.
     """
     folder = resolve_head(path_or_id)
     path = find_weights(folder)
@@ -127,7 +127,7 @@ def read_head(path_or_id, dtype=None):
     try:
         try:
             kind, reading = from_file(tensors, config)
-        except UnknownVocabulary:  # as of published Medusa heads with a shared lm_head
+        except UnknownVocabulary:  # published Medusa heads with a shared lm_head
             target = config.get("base_model_name_or_path")
             config["vocab_size"] = _target_vocab_size(target)
             assume(notes, "vocab_size", config["vocab_size"], f"as the target {target} has it")
@@ -147,27 +147,27 @@ def read_head(path_or_id, dtype=None):
     with torch.device("meta"):
         head = kind(reading.config)
     if head.state_dict().keys() - reading.state.keys() == {"embed_tokens.weight"}:
-        head.embed_tokens = None  # it is the target's: head.take_embedding
+        head.embed_tokens = None  # the target's embedding: head.take_embedding gives it
     if reading.embedding_is_targets:
         head.embedding_is_targets = True
     dtype = next(iter(dtypes)) if dtype is None else to_dtype(dtype)
     head = head.to(dtype).to_empty(device="cpu")
-    # Copies: blocks that a file ties come apart here, and the file may change afterwards.
+    # Copies: blocks that share a tensor in the file become separate, and the file may change afterwards.
     head.load_state_dict(reading.state)
     notes += reading.notes + _dtype_note(config, dtypes)
     return HeadFile(folder, list_files(path), reading.format, head, dtype, frozenset(dtypes), tuple(notes))
 
 
 def _check_target_name(name):
-    """ValueError for a target's name that is none."""
+    """ValueError unless a target's name can be one."""
     if name is not None and not (
         isinstance(name, str) and not any(category(c) in ("Cc", "Cs", "Zl", "Zp") for c in name)
     ):
-        raise ValueError(f"the target that its config names, {name!r:.80}, is no name of a folder or repository")
+        raise ValueError(f"the target that its config names, {name!r:.80}, is not the name of a folder or repository")
 
 
 def _dtype_note(config, found):
-    """[a note] if config.json names another dtype than the tensors are of, in either spelling of the key."""
+    """[a note] if config.json, in either spelling of the key, names another dtype than that of the tensors."""
     names = {str(dtype).removeprefix("torch.") for dtype in found}
     said = config.get("dtype") or config.get("torch_dtype")
     if said is None or {str(said).removeprefix("torch.")} == names:
@@ -201,7 +201,7 @@ def resolve_head(path_or_id):
     """The local folder that holds a head's files.
 
     A run gives its `head/`, else the head of its newest checkpoint; a checkpoint gives its `head/`; a head folder gives
-    itself; anything that is no folder is taken for a Hub id, OWNER/NAME or OWNER/NAME@REVISION, and its head's files are fetched.
+    itself. Anything else is taken for a Hub id, OWNER/NAME or OWNER/NAME@REVISION, and its head's files are fetched.
     """
     folder = Path(path_or_id)
     if not folder.is_dir():
@@ -221,7 +221,7 @@ _STEP = re.compile(r"^step-(\d+)$")
 
 
 def find_head(folder):
-    """The folder of the head that `folder` is, or holds as a run or a checkpoint does; None if it holds none, as a target's."""
+    """The folder with the head's files: `folder` itself, or one inside a run or a checkpoint; None if there is no head."""
     folder = Path(folder)
     try:
         if not (folder / "config.json").is_file():
@@ -240,7 +240,7 @@ def _fetch_head(path_or_id):
     hub = ask_hub()
     try:
         folder = _fetch(repo_id, "config.json", revision, hub).parent
-        commit = folder.name  # of the cache's folder: a branch may move on in between
+        commit = folder.name  # commit of the cached folder: a branch may move in the meantime
         for name in WEIGHT_FILES:
             missing = _missing(repo_id, name, commit, hub)
             if missing is None:
@@ -257,7 +257,7 @@ def _fetch_head(path_or_id):
                 return folder
         raise missing
     except (OSError, ValueError, HTTPError, EntryNotFoundError) as error:
-        # Of a cache alone the library only tells to check the connection.
+        # Where only the cache was searched, the library's error just says to check the connection.
         known = hub.local_files_only and isinstance(error, LocalEntryNotFoundError)
         raise ValueError(
             f"no head at {path_or_id!r}: there is no such folder{near_folder(path_or_id)}, and {hub.words} gave no "

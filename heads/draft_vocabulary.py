@@ -1,7 +1,7 @@
-"""The draft vocabulary of EAGLE-3 heads: a part of the target's tokens, as published files say it.
+"""The draft vocabulary of EAGLE-3 heads: a part of the target's tokens, in the form of published files.
 
-d2t int64 [VD]: draft token i is the target's token i + d2t[i] (offsets, not ids); t2d bool [V]: which of the
-target's tokens there are.
+d2t int64 [VD]: draft token i is the target's token i + d2t[i] (offsets, not ids); t2d bool [V]: whether a token of the target
+is in the draft vocabulary.
 """
 
 import torch
@@ -10,8 +10,8 @@ import torch
 def build_draft_vocabulary(counts, size, always=()):
     """The `size` most frequent tokens: (d2t, t2d), ids ascending, ties to the lower id.
 
-    counts int64 [V]: how often each token is supervised; always: ids that are in whatever their counts, as stop tokens
-    should be (what is not in cannot be drafted). Raises ValueError for a size or ids that the vocabulary does not have.
+    counts int64 [V]: how often each token is supervised; always: ids that are included whatever their counts, such as stop
+    tokens (other tokens are never drafted). Raises ValueError for a size or ids that the vocabulary does not have.
     """
     vocab_size = len(counts)
     always = sorted({int(id) for id in always})
@@ -30,7 +30,7 @@ def build_draft_vocabulary(counts, size, always=()):
 
 
 def missing_stop_tokens(head, stop_ids):
-    """What it costs that the head drafts none of the tokens `stop_ids`, as a sentence; None where it drafts one, or there are none.
+    """A sentence on the cost of a head that drafts none of the tokens `stop_ids`; None if it drafts one of them, or there are none.
 
     One of several is enough: models name stop tokens that only end other kinds of output.
     """
@@ -46,7 +46,7 @@ def missing_stop_tokens(head, stop_ids):
 
 
 def check_d2t(d2t, draft_vocab_size, vocab_size):
-    """The t2d [V] that belongs to a d2t; ValueError, naming tensor and expectation, if it is not of these sizes or ids repeat."""
+    """The t2d [V] that belongs to a d2t. ValueError, naming tensor and expectation, for other sizes and for repeated ids."""
     if d2t.dtype != torch.int64 or tuple(d2t.shape) != (draft_vocab_size,):
         raise ValueError(f"tensor d2t is {d2t.dtype} {tuple(d2t.shape)}, expected torch.int64 {(draft_vocab_size,)}")
     ids = torch.arange(draft_vocab_size) + d2t.cpu()
@@ -65,7 +65,7 @@ def check_d2t(d2t, draft_vocab_size, vocab_size):
 
 
 def check_t2d(t2d, expected):
-    """ValueError, naming what is wrong, unless t2d is the `expected` [V] one."""
+    """ValueError, naming the difference, unless t2d equals `expected` [V]."""
     if t2d.dtype != torch.bool or t2d.shape != expected.shape:
         raise ValueError(f"tensor t2d is {t2d.dtype} {tuple(t2d.shape)}, expected torch.bool {tuple(expected.shape)}")
     wrong = (t2d.cpu() != expected).nonzero().flatten()

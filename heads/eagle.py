@@ -27,7 +27,7 @@ class EagleConfig(LayerConfig):
 
 
 class Eagle(Head):
-    """One step ahead from the target's last hidden state; unrolled on its own states as deep as one likes.
+    """EAGLE head: predicts one step ahead from the target's last hidden state; unrolls on its own states to any depth.
 
     embed_tokens: the target's table, never trained; None if the head's file held none, until take_embedding.
     """
@@ -38,7 +38,7 @@ class Eagle(Head):
         super().__init__(config)
         size = config.hidden_size
         self.embed_tokens = nn.Embedding(config.vocab_size, size).requires_grad_(False)
-        self.embedding_is_targets = False  # then files leave it out
+        self.embedding_is_targets = False  # if True, files leave the embedding out
         self.fc = nn.Linear(2 * size, size, bias=config.fc_bias)
         self.layers = nn.ModuleList([DecoderLayer(config, size)])
         self.rotary = Rotary(config)
@@ -49,11 +49,11 @@ class Eagle(Head):
 
     @property
     def num_checked_tokens(self):
-        """A few: it drafts as deep as one likes."""
+        """A few: the head has no greatest depth."""
         return min(self.num_speculative_tokens, 3)
 
     def initialize_from_target(self, lm_head_weight, embedding):
-        """Share the target's embedding [V, H]; its lm_head is used as it stands."""
+        """Share the target's embedding [V, H]; the target's lm_head is used unchanged."""
         self.take_embedding(embedding)
 
     def take_embedding(self, weight):
@@ -62,9 +62,9 @@ class Eagle(Head):
         self.embedding_is_targets = True
 
     def forward(self, features, next_tokens, position_ids, document_ids):
-        """One step, teacher-forced, over packed rows: the states that target.lm_head turns into logits.
+        """One teacher-forced step over packed rows. Returns the states that target.lm_head turns into logits.
 
-        features [B, T, H], next_tokens [B, T] those at t + 1, position_ids [B, T] of t, document_ids [B, T] -> [B, T, H]
+        features [B, T, H], next_tokens [B, T] at t + 1, position_ids [B, T] of t, document_ids [B, T] -> [B, T, H]
         """
         check_embedding(self.embed_tokens)
         pair = torch.cat((self.embed_tokens(next_tokens), features), -1)  # [B, T, 2 H]
@@ -72,7 +72,7 @@ class Eagle(Head):
         return self.layers[0](x, x, self.rotary(position_ids, x.dtype), PackedAttention(document_ids))
 
     def predict(self, features, input_ids, position_ids, document_ids, lm_head_weight=None, num_steps=None):
-        """The first step on the target's features, the others on the head's own states, as it drafts (and HASS trains).
+        """Step 0 reads the target's features, later steps the head's own states, as in drafting (and in HASS's training).
 
         Step i of the root at t reads x_{t+1+i} and the state of the step before, at position t + i. It attends to the text's
         pairs up to t, which hold the target's features, and to the root's own pairs of steps 1 to i. See Head.predict.
@@ -89,7 +89,7 @@ class Eagle(Head):
         return Predictions(states, lambda rows, k: F.linear(rows.to(dtype), weight))
 
     def outputs_at(self, rows, features, tokens, position_ids, document_ids, lm_head_weight=None):
-        """Each step over the states of the step before, at all positions: see Head.outputs_at."""
+        """Run each step on the states of the step before, at all positions: see Head.outputs_at."""
         state, found = features, []
         for step in range(tokens.shape[-1]):
             state = self(state, tokens[..., step], position_ids + step, document_ids)

@@ -5,8 +5,8 @@
     state_t = DecoderLayer(z_t), g_t its residual          hidden_norm(g_t) with norm_before_residual; position t + i
     logits = lm_head(norm(state_t))                        over the draft vocabulary; predicts x_{t+2+i}
 
-Draft token i is the target's token i + d2t[i]; t2d says which of the target's tokens there are. Both are None where the draft
-vocabulary is the whole one. The embedding is the target's, frozen; where the head is of another width, it trains one of its own.
+Draft token i is the target's token i + d2t[i]; t2d says which tokens of the target can be drafted. Both are None where the draft
+vocabulary is the whole one. The embedding is the target's, frozen; a head of another width trains its own embedding.
 
 Letters: B rows of a batch, T tokens per row, S steps, H hidden size of the head, HT of the target, A aux layers, V the
 target's vocabulary, VD the draft's.
@@ -25,13 +25,15 @@ from .packed_attention import PackedAttention
 
 NUM_DEFAULT_LAYERS = 3
 MOST_STEPS = 8
-MLP_BLOCK = 64  # a narrower head's MLP is a multiple of it, as matrix units and tensor parallelism like it
+MLP_BLOCK = 64  # a narrower head's MLP width is a multiple of this, for matrix units and tensor parallelism
 
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Config(LayerConfig):
-    """Shape of an EAGLE-3 head. aux_layer_ids: id k is the residual stream entering layer k (0-based), the number of layers the one
-    after the last; None: those that published heads read, which the target's depth tells (`default_aux_layers`)."""
+    """Shape of an EAGLE-3 head.
+
+    aux_layer_ids: id k is the residual stream entering layer k (0-based); the number of layers is the stream after the last layer.
+    None: the layers that published heads read, which follow from the target's depth (`default_aux_layers`)."""
 
     target_hidden_size: int
     draft_vocab_size: int
@@ -74,12 +76,12 @@ class Eagle3Config(LayerConfig):
 
     @property
     def own_embedding(self):
-        """Whether the head trains an embedding of its own, because it is of another width than the target."""
+        """Whether the head trains its own embedding, because its width differs from the target's."""
         return self.hidden_size != self.target_hidden_size
 
 
 def _narrower(text, size):
-    """The sizes of a layer of this width, of a target with this text config; ValueError where it would not hold whole heads."""
+    """The sizes of a layer narrower than those of a target with this text config; ValueError unless it holds whole heads."""
     heads, rest = divmod(text.num_attention_heads * size, text.hidden_size)
     if size > text.hidden_size or rest or not heads:
         least = text.hidden_size // math.gcd(text.hidden_size, text.num_attention_heads)
@@ -97,7 +99,7 @@ def _narrower(text, size):
 
 
 def default_aux_layers(num_layers):
-    """The layers that published heads read of a target with `num_layers` layers; ValueError if it has too few."""
+    """The aux layers that published heads read of a target with `num_layers` layers; ValueError if it has too few."""
     if num_layers < 7:
         raise ValueError(
             f"a target of {num_layers} layers has no default aux layers (2, n//2, n-3): give aux_layer_ids"
@@ -106,7 +108,7 @@ def default_aux_layers(num_layers):
 
 
 class Eagle3Layer(DecoderLayer):
-    """The decoder layer with its two norms: one of the embedding, one of the state."""
+    """The decoder layer with two input norms: one for the embedding, one for the state."""
 
     def __init__(self, config):
         super().__init__(config, 2 * config.hidden_size)
@@ -122,10 +124,10 @@ class Eagle3Layer(DecoderLayer):
 
 
 class Eagle3(Head):
-    """Several steps from several features of the target, each on the state of the one before.
+    """EAGLE-3 head: several steps from several features of the target, each on the state of the step before.
 
     features: the layers whose entering residual streams it reads, low to high.
-    embed_tokens: None if the head's file held none, until take_embedding.  d2t int64 [VD], t2d bool [V]: None for the whole
+    embed_tokens: None until take_embedding, if the head's file held none.  d2t int64 [VD], t2d bool [V]: None for the whole
     vocabulary; a new head has the first VD tokens until set_draft_vocabulary.
     """
 
@@ -133,7 +135,7 @@ class Eagle3(Head):
         super().__init__(config)
         size = config.hidden_size
         self.embed_tokens = nn.Embedding(config.vocab_size, size).requires_grad_(config.own_embedding)
-        self.embedding_is_targets = False  # then plain files leave it out
+        self.embedding_is_targets = False  # if True, plain files leave the embedding out
         self.fc = nn.Linear(config.num_aux_layers * config.target_hidden_size, size, bias=False)
         self.midlayer = Eagle3Layer(config)
         self.norm = RMSNorm(size, config.rms_norm_eps)
@@ -161,7 +163,7 @@ class Eagle3(Head):
 
     @property
     def num_checked_tokens(self):
-        """At most what `forward` unrolls."""
+        """At most the steps that `forward` unrolls."""
         return min(self.num_speculative_tokens, MOST_STEPS)
 
     @property
@@ -195,7 +197,7 @@ class Eagle3(Head):
         return None if self.d2t is None else torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
     def set_draft_vocabulary(self, d2t, t2d):
-        """Draft over these tokens (build_draft_vocabulary). Raises ValueError if they are not of this head's sizes."""
+        """Draft over these tokens (build_draft_vocabulary). Raises ValueError if their sizes are not this head's."""
         if self.d2t is None:
             raise ValueError("this head drafts over the whole vocabulary: it takes no d2t and t2d")
         check_t2d(t2d, check_d2t(d2t, self.config.draft_vocab_size, self.config.vocab_size))
@@ -206,8 +208,8 @@ class Eagle3(Head):
     def initialize_from_target(self, lm_head_weight, embedding):
         """Start from the target's lm_head and its embedding, [V, HT] each.  ValueError if the shapes do not fit.
 
-        A head of the target's width shares the embedding and starts lm_head as the draft tokens' rows. A narrower one starts with
-        both in their principal directions: of all tables of its width they lose the least.
+        A head of the target's width shares the embedding, and its lm_head starts as the draft tokens' rows. A narrower head starts
+        with both tables in their principal directions: of all tables of its width these lose the least.
         """
         expected = (self.config.vocab_size, self.config.target_hidden_size)
         for name, table in (("lm_head", lm_head_weight), ("embedding", embedding)):
@@ -226,11 +228,11 @@ class Eagle3(Head):
         return self.lm_head(self.norm(state))
 
     def forward(self, features, tokens, position_ids, document_ids, num_steps):
-        """The states of `num_steps` steps over packed rows, each step on the states of the one before ("training-time test").
+        """The states of `num_steps` steps over packed rows, each step on the states of the previous step ("training-time test").
 
         At step i row t attends to the step-0 keys of rows <= t of its own document and to its own row's keys of steps 1 to i.
 
-        features [B, T, A HT]; tokens [B, T, S >= num_steps] those at t + 1, t + 2, ...; position_ids [B, T] of t; document_ids
+        features [B, T, A HT]; tokens [B, T, S >= num_steps] at t + 1, t + 2, ...; position_ids [B, T] of t; document_ids
         [B, T]  ->  num_steps tensors [B, T, H]
         """
         check_embedding(self.embed_tokens)
@@ -247,7 +249,7 @@ class Eagle3(Head):
         return states
 
     def predict(self, features, input_ids, position_ids, document_ids, lm_head_weight=None, num_steps=None):
-        """The unrolled steps of `forward`: see Head.predict."""
+        """Predictions of the unrolled steps of `forward`: see Head.predict."""
         count = num_steps or self.num_speculative_tokens
         states = self(features, next_tokens(input_ids, count), position_ids, document_ids, count)
         return Predictions(
@@ -259,12 +261,12 @@ class Eagle3(Head):
         return [self.logits(state[0, rows]) for state in states]
 
     def draft_bytes(self, lm_head_bytes):
-        """Its own states skip fc, which only joins the target's streams."""
+        """See Head.draft_bytes. Steps on the head's own states do not read fc, which only joins the target's streams."""
         layer, lm_head = bytes_of(self.midlayer), bytes_of(self.norm, self.lm_head)
         return {"first": lm_head, "level": layer + lm_head, "advance": bytes_of(self.fc) + layer}
 
 
 def principal_directions(table, size):
-    """The rows of a table in the `size` orthogonal directions that hold the most of it.  [V, HT] -> fp32 [V, size]"""
+    """The rows of a table, projected on its `size` principal directions.  [V, HT] -> fp32 [V, size]"""
     table = table.float()
     return table @ torch.linalg.eigh(table.T @ table).eigenvectors[:, -size:]

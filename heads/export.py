@@ -1,4 +1,4 @@
-"""`python -m heads.export` from the checkout: what the installed command `heads.export` runs (hub_export/export.py)."""
+"""`python -m heads.export` from the checkout runs the same as the installed command `heads.export` (hub_export/export.py)."""
 
 from headstart.hub_export.export import main
 

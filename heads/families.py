@@ -1,9 +1,9 @@
-"""The list of families of heads, and what follows from it for their files.
+"""The list of families of heads; recognise, read and write files of any family.
 
 Adding a family adds its line to FAMILIES and modules called by its key: heads/<key>.py, heads/formats/<key>.py,
 inference/speculation/drafters/<key>.py, hub_export/readers/<key>.py and train/<key>.py. Nobody else asks which family a head is of.
 
-A file's family is recognised by its tensors' names. Every format module answers the same questions: FORMATS (what it writes),
+A file's family is recognised by its tensors' names. Every format module has the same members: FORMATS (the formats it writes),
 CONFIG_NAMES, `recognises`, `native_format`, `check_format`, `to_file`, and `from_file`, which gives a Reading
 (heads/storage/reading.py). This file touches no disk (heads/checkpoint.py does).
 """
@@ -29,14 +29,14 @@ from .storage.user_errors import list_names
 class Family:
     """A family of heads."""
 
-    key: str  # what its modules are called, and the "method" of a speculative_config
-    name: str  # as users read it
+    key: str  # name of its modules, and the "method" of a speculative_config
+    name: str  # the name that users read
     head: type  # the subclass of Head
     formats: ModuleType  # of heads/formats/
     paper: str  # arXiv number
 
 
-# In the order in which a file is tried.
+# In the order in which they are tried on a file.
 FAMILIES = (
     Family("medusa", "Medusa", Medusa, medusa_format, "2401.10774"),
     Family("mlp_speculator", "MLP speculator", MLPSpeculator, mlp_speculator_format, "2404.19124"),
@@ -45,8 +45,7 @@ FAMILIES = (
 )
 FORMATS = tuple(format for family in FAMILIES for format in family.formats.FORMATS)
 
-# The file names that readers of a format expect. FasterDecoding's classes open only the .pt, TGI only the .safetensors of
-# that name.
+# The file names that readers of a format expect. FasterDecoding's classes open only this .pt, TGI only this .safetensors.
 SAFETENSORS_FILE = dict.fromkeys(FORMATS, "model.safetensors")
 SAFETENSORS_FILE |= dict.fromkeys(("medusa", "medusa-shared"), "medusa_lm_head.safetensors")
 TORCH_FILE = dict.fromkeys(("medusa", "medusa-shared"), "medusa_lm_head.pt")
@@ -60,23 +59,23 @@ WEIGHT_FILES += (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-# What is split where it is large. Readers of the others open the one file of that name and nothing else.
+# Files that are split where they are large. Readers of the others open the one file of that name and nothing else.
 SHARDED_FILES = ("model.safetensors",)
 
-# What files put before the names of all their tensors: data-parallel training, and the attribute of a model that holds the head.
+# Prefixes that some files put before all tensor names: of data-parallel training, or of the model's attribute that holds the head.
 PREFIXES = ("module.", "medusa_heads.", "medusa_head.", "model.")
-OUTSIDE = ("lm_head.weight", "d2t", "t2d")  # beside "model.", as of a causal language model
-# What config.json says of the family ("architectures", "model_type").
+OUTSIDE = ("lm_head.weight", "d2t", "t2d")  # without the prefix "model.", as in a causal language model
+# Names of the families in config.json ("architectures", "model_type").
 NAMED_FAMILIES = {name: family for family in FAMILIES for name in family.formats.CONFIG_NAMES}
 
 
 def family_of(head):
-    """The Family of a head; ValueError for a module that is no head."""
+    """The Family of a head; ValueError for a module that is not a head."""
     for family in FAMILIES:
         if isinstance(head, family.head):
             return family
     names = ", ".join(family.name for family in FAMILIES)
-    raise ValueError(f"a {type(head).__name__} is no head: expected one of {names}")
+    raise ValueError(f"a {type(head).__name__} is not a head: expected one of {names}")
 
 
 def check_family(head, expected):
@@ -93,22 +92,22 @@ def recognise(names):
 
 
 def without_prefix(tensors):
-    """({name: tensor} without the prefix of PREFIXES that every name has, but for those that stay outside; the prefix or "")."""
+    """({name: tensor} without the prefix of PREFIXES that all names share, names in OUTSIDE aside; the prefix, or "")."""
     inside = [name for name in tensors if name not in OUTSIDE]
     prefix = next((prefix for prefix in PREFIXES if inside and all(name.startswith(prefix) for name in inside)), "")
-    # A target's names begin with "model.", too, and those of one layer are much like a head's.
+    # A target's names begin with "model.", too, and names of one of its layers are much like a head's.
     if prefix == "model." and "model.fc.weight" not in tensors:
         prefix = ""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}, prefix
 
 
 def native_format(head):
-    """The format that a head is written in unless another is asked for: it needs nothing but the head."""
+    """The default format of a head, which needs nothing but the head."""
     return family_of(head).formats.native_format(head)
 
 
 def check_format(head, format):
-    """ValueError where `format` cannot say `head`. Returns what the family's own check_format does."""
+    """ValueError if `format` cannot hold `head`. Returns the result of the family's own check_format."""
     family = family_of(head)
     formats = family.formats
     if format not in formats.FORMATS:
@@ -120,7 +119,7 @@ def check_format(head, format):
 def to_file(head, format, lm_head_weight=None):
     """`head` as a file in `format`: ({name: tensor}, config dict).
 
-    lm_head_weight: the target's lm_head [V, H], for the one format that carries a copy. ValueError as check_format.
+    lm_head_weight: the target's lm_head [V, H], for the only format that carries a copy. ValueError as check_format.
     """
     check_format(head, format)
     return family_of(head).formats.to_file(head, format, lm_head_weight)
@@ -130,7 +129,7 @@ def from_file(tensors, config):
     """Read a file's tensors: (class of the head, Reading), whatever the family.
 
     tensors: {name: tensor} as the file holds them; config: its config.json as a dict. Raises ValueError listing names if no
-    family is recognised, and what the family's from_file raises (UnknownVocabulary where the target must tell its size).
+    family is recognised, and the errors of the family's from_file (UnknownVocabulary if only the target knows the size).
     """
     given = tensors
     tensors, prefix = without_prefix(given)

@@ -1,4 +1,4 @@
-"""What every head answers: the protocol between a family of heads and everybody who trains, drafts with or exports one.
+"""Head, the protocol of every head: the code that trains, drafts with or exports heads uses nothing else.
 
 A family is a module heads/<key>.py with a frozen config and a subclass of Head, and its line in heads/families.py. A head knows
 nothing of caches, trees, schedulers, optimisers or file formats.
@@ -20,9 +20,9 @@ FINAL = ("final",)
 
 @dataclass(frozen=True)
 class Predictions:
-    """What a head says of packed rows, up to its last product with the vocabulary.
+    """A head's predictions over packed rows, up to its last product with the vocabulary.
 
-    states: K tensors [M, S], row t of the k-th being what predicts x_{t+2+k}; they may require gradients, and get them once.
+    states: K tensors [M, S]; row t of states[k] predicts x_{t+2+k}. They may require gradients, and get them once.
     logits: (rows [C, S] of states[k], k) -> [C, V]. draft_ids: int64 [V], the tokens of a draft vocabulary; None: the target's.
     """
 
@@ -32,11 +32,11 @@ class Predictions:
 
 
 class Head(nn.Module):
-    """A module that predicts several tokens ahead from what it reads of the target.
+    """A module that predicts several tokens ahead from features of the target.
 
     config: frozen dataclass with vocab_size, hidden_size, base_model_name_or_path.
-    features: what it reads: ("final",), the target's last hidden state after the final norm; or ids of layers, low to high, whose
-        entering residual streams it reads.
+    features: what it reads of the target: ("final",), the last hidden state after the final norm; or ids of layers, low to high,
+        for the residual streams entering them.
     autoregressive: whether the distribution of a token depends on the tokens drafted before it.
     uses_target_lm_head: whether its logits are the target's lm_head applied to its states.
     draft_token_ids: int64 [VD], the target's ids of a draft vocabulary; None: the whole vocabulary.
@@ -57,12 +57,12 @@ class Head(nn.Module):
 
     @property
     def num_speculative_tokens(self):
-        """How many tokens ahead it drafts unless told otherwise."""
+        """Number of tokens that it drafts by default."""
         return self.config.num_speculative_tokens
 
     @property
     def max_speculative_tokens(self):
-        """The most tokens ahead that it can draft; None: as deep as one likes."""
+        """The most tokens ahead that it can draft; None: no limit."""
         return None
 
     @property
@@ -82,12 +82,12 @@ class Head(nn.Module):
 
     @property
     def feature_size(self):
-        """Width of what it reads of the target at one position."""
+        """Width of the feature at one position."""
         return self.target_hidden_size
 
     @property
     def num_checked_tokens(self):
-        """How many tokens ahead `outputs_at` is asked for where a head is checked."""
+        """Number of depths that checks of a head compare with `outputs_at`."""
         return self.num_speculative_tokens
 
     def initialize_from_target(self, lm_head_weight, embedding):
@@ -97,10 +97,10 @@ class Head(nn.Module):
         """Use the target's embedding table [V, H] itself, without a copy. ValueError if it is of another shape."""
 
     def take_depth(self, num_layers):
-        """Choose what the head's file left to the target's number of layers."""
+        """Fill in what the head's file left open, from the target's number of layers."""
 
     def mismatches(self, text_config):
-        """How the head differs from a target, by the target's text config of transformers: a list of phrases, empty if it fits."""
+        """Differences between the head and a target, given by its transformers text config: a list of phrases, empty if it fits."""
         pairs = (
             ("hidden size", self.target_hidden_size, text_config.hidden_size),
             ("vocabulary", self.config.vocab_size, text_config.vocab_size),
@@ -108,7 +108,7 @@ class Head(nn.Module):
         return [f"{name} {ours}, the target has {theirs}" for name, ours, theirs in pairs if ours != theirs]
 
     def predict(self, features, input_ids, position_ids, document_ids, lm_head_weight=None, num_steps=None):
-        """Predictions over packed rows, as in training: tokens that it reads are those of the text, states are its own.
+        """Predictions over packed rows, as in training: the head reads the text's tokens and its own states.
 
         features [B, T, H], or [B, T, A H] of its aux layers side by side; input_ids, position_ids, document_ids [B, T];
         lm_head_weight [V, H]: the target's, where it is used; num_steps: how many depths, None: num_speculative_tokens.
@@ -116,24 +116,24 @@ class Head(nn.Module):
         raise NotImplementedError
 
     def outputs_at(self, rows, features, tokens, position_ids, document_ids, lm_head_weight=None):
-        """What the head computes over given text at some positions, one depth after the other: for checks against other code.
+        """The head's logits over given text at some positions, depth by depth: for checks against other code.
 
-        rows: the positions [R]; features [1, T, .], tokens [1, T, K] those at t + 1 to t + K, position_ids and document_ids [1, T]
-        ->  K tensors [R, V]; of a head that uses the target's lm_head, and is given none, its states [R, S]
+        rows: the positions [R]; features [1, T, .], tokens [1, T, K] at t + 1 to t + K, position_ids and document_ids [1, T]
+        ->  K tensors [R, V]; or states [R, S] for a head that uses the target's lm_head and is given none
         """
         raise NotImplementedError
 
     def draft_bytes(self, lm_head_bytes):
-        """Bytes of weights that drafting reads, each weight once, without the few rows of an embedding: a floor for its time.
+        """Bytes of weights that drafting reads, each weight once, without the few rows of an embedding: a lower bound on its time.
 
         lm_head_bytes: of the target's lm_head, where it is used  ->  {"first": after the root, "level": each further depth,
-        "advance": the pass over what a step emitted}, without the parts that the head does not have. Any device will do, meta too.
+        "advance": the pass over a step's emitted tokens}, only the parts that the head has. Works on any device, meta too.
         """
         raise NotImplementedError
 
     @property
     def trained_dtype(self):
-        """The dtype of the weights that are trained; a frozen embedding may be the target's own, in another dtype."""
+        """The dtype of the trained weights. A frozen embedding may have the target's dtype instead."""
         return next(parameter for parameter in self.parameters() if parameter.requires_grad).dtype
 
 
@@ -154,7 +154,7 @@ def next_tokens(input_ids, count):
 def cast_lm_head(lm_head_weight, dtype):
     """The target's lm_head in `dtype`, or in autocast's dtype where autocast is on. Converted here, once.
 
-    Autocast keeps its own copies of parameters that are trained, and would convert a frozen one for every chunk.
+    Autocast caches converted copies of trained parameters only; it would convert a frozen one again for every chunk.
     """
     kind = lm_head_weight.device.type
     return lm_head_weight.to(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype)

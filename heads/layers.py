@@ -3,8 +3,8 @@
     a   = x_residual + o_proj(attention(rotary(q_proj x), rotary(k_proj x), v_proj x))
     out = a + down_proj(SiLU(gate_proj n) * up_proj n)          n = post_attention_layernorm(a)
 
-What is fed to the attention, and what is added to it, is the head's business. Submodules are called as in Hugging Face's files.
-Not here: caches, drafting (the engine has a packed layer of its own), rope types whose angles depend on the length of the text.
+The head chooses what enters the attention and what is added to it. Submodules have the names of Hugging Face's files.
+Not here: caches, drafting (the engine has its own packed layer), rope types whose angles depend on the length of the text.
 
 Letters: B rows of a batch, T tokens per row, H hidden size, D head dimension.
 """
@@ -33,10 +33,10 @@ class LayerConfig:
     head_dim: int
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
-    rope_scaling: dict | None = None  # {"rope_type": ..., and what it takes}; None is "default"
+    rope_scaling: dict | None = None  # {"rope_type": ..., and its parameters}; None is "default"
     attention_bias: bool = False  # of q, k and v
     max_position_embeddings: int = 2048
-    num_speculative_tokens: int = 5  # how deep to draft unless told otherwise
+    num_speculative_tokens: int = 5  # default depth of drafts
     base_model_name_or_path: str = ""
 
     def __post_init__(self):
@@ -64,10 +64,10 @@ class LayerConfig:
 
     @classmethod
     def for_target(cls, target_config, **changes):
-        """A head whose layer is shaped as the layers of a target are.
+        """The config of a head whose layer has the shape of the target's layers.
 
-        target_config: the target's transformers config (of a multimodal one, its text part counts); changes: fields that
-        shall be otherwise. Raises ValueError for what such a head cannot be.
+        target_config: the target's transformers config (of a multimodal one, its text part counts); changes: fields with
+        other values. Raises ValueError for a layer that such a head cannot have.
         """
         text = target_config.get_text_config()
         rope = dict(text.rope_parameters)
@@ -109,7 +109,7 @@ class LayerConfig:
 
 
 class Rotary:
-    """cos and sin of the angles of positions, in fp32 or wider. No module: nothing of it is stored with the weights."""
+    """cos and sin of the angles of positions, in fp32 or wider. Not an nn.Module, so nothing is stored with the weights."""
 
     def __init__(self, config):
         self.config, self.frequencies, self.scaling = config, {}, 1.0
@@ -207,7 +207,7 @@ def share_embedding(weight, vocab_size, hidden_size):
 
 
 def check_embedding(embed_tokens):
-    """ValueError for a head whose file held no embedding and that was not given the target's."""
+    """ValueError for a head that has no embedding yet: its file held none, and take_embedding was not called."""
     if embed_tokens is None:
         raise ValueError(
             "this head's file holds no embed_tokens: call head.take_embedding(the target's table [V, H]) first"

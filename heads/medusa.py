@@ -30,7 +30,7 @@ class MedusaConfig:
     num_layers: int = 1  # R
     shared_lm_head: bool = False
     base_model_name_or_path: str = ""
-    adapter: str = ""  # which adapter of the target they were trained together with (its fingerprint); "": none
+    adapter: str = ""  # fingerprint of the target's adapter that they were trained with; "": none
 
     def __post_init__(self):
         for name, least in (("hidden_size", 1), ("vocab_size", 2), ("num_heads", 1), ("num_layers", 1)):
@@ -89,7 +89,7 @@ class Medusa(Head):
         return self.config.adapter
 
     def initialize_from_target(self, lm_head_weight, embedding=None):
-        """Start every own lm_head as a copy of the target's [V, H]; a shared one needs nothing, nor does the embedding.
+        """Start every own lm_head as a copy of the target's [V, H]. A shared lm_head and the embedding need no start.
 
         Raises ValueError if the target has another hidden size or vocabulary than the config says.
         """
@@ -127,7 +127,7 @@ class Medusa(Head):
         return logits, self.label_offsets
 
     def predict(self, features, input_ids, position_ids, document_ids, lm_head_weight=None, num_steps=None):
-        """Every head reads the feature itself, and no token: see Head.predict."""
+        """Every head reads only the feature, and no token: see Head.predict."""
         dtype = self.trained_dtype
         weight = cast_lm_head(lm_head_weight, dtype) if self.uses_target_lm_head else None
         states = [features.flatten(0, 1)] * (num_steps or self.num_speculative_tokens)

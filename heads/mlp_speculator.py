@@ -1,9 +1,9 @@
-"""The MLP speculator (arXiv 2404.19124, IBM's "accelerator"): one small state, moved on by every token that is drafted.
+"""The MLP speculator (arXiv 2404.19124, IBM's "accelerator"): one small state, updated by every drafted token.
 
-It starts from the target's last hidden state after the final norm at position t, and step i (0-based) mixes in the token at
+The state starts from the target's last hidden state after the final norm at position t. Step i (0-based) mixes in the token at
 t + 1 + i, which the target (i = 0) or the speculator itself has just produced, and predicts the token at t + 2 + i:
 
-    state   = feature; with scale_input its RMS-normalised self / sqrt(2)
+    state   = feature; with scale_input, the RMS-normalised feature / sqrt(2)
     state   = GELU(ln_i(proj_i(state) + (ew / sw) emb_i(token_i)))        sw = 0.5^(0.5 / n), ew = sqrt((1 - sw^2) S / 2)
     logits  = head_i(state)
     ln(x)   = x / sqrt(mean(x^2) + 1e-6) * weight + bias                  no mean is taken away; GELU is the exact one
@@ -66,7 +66,7 @@ def unit_rms(x):
 
 
 class MLPSpeculator(Head):
-    """n steps from the target's last hidden state. What steps share is there once: parameters are named as tied files name them."""
+    """n steps from the target's last hidden state. Tied modules exist once: parameters have the names of tied files."""
 
     epsilon = _EPSILON
 
@@ -93,7 +93,7 @@ class MLPSpeculator(Head):
         return self.config.num_steps
 
     def start(self, features):
-        """The state that step 0 moves on.  [..., H] -> [..., H]"""
+        """The state before step 0.  [..., H] -> [..., H]"""
         return unit_rms(features) * 0.5**0.5 if self.config.scale_input else features
 
     def step(self, state, tokens, depth):
@@ -122,7 +122,7 @@ class MLPSpeculator(Head):
         return found, self.label_offsets
 
     def predict(self, features, input_ids, position_ids, document_ids, lm_head_weight=None, num_steps=None):
-        """Steps that each go on from the state before and the text's next token: step k of the root at t reads x_{t+1+k}.
+        """Each step reads the previous state and the text's next token: step k of the root at t reads x_{t+1+k}.
 
         See Head.predict.
         """

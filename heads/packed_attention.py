@@ -1,4 +1,4 @@
-"""Causal attention over packed documents, and over what a row itself wrote in later steps of an unrolled forward.
+"""Causal attention over packed documents, and over a row's own keys from later steps of an unrolled forward.
 
     call 0:  row t sees the keys of rows <= t of its own document
     call i:  row t sees the same keys of call 0, and its own row's keys of calls 1 to i
@@ -20,20 +20,20 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, fle
 
 FLEX_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLEX_LEAST_DIM = 16
-# Of rows below 128 tokens another kernel would be made, for decoding, which has no configuration for all of these shapes.
+# For rows below 128 tokens FlexAttention takes its decoding kernel, which has no configuration for some of these shapes.
 FLEX_OPTIONS = {"FORCE_USE_FLEX_ATTENTION": True}
 
 
 class PackedAttention:
     """One layer's attention in one forward; `attend` is called once per step.
 
-    document_ids [B, T] integers: rows with the same number see each other; padding has a number of its own.
+    document_ids [B, T] integers: rows with the same number see each other; padding has its own number.
     """
 
     def __init__(self, document_ids):
         self.document_ids = document_ids
         self.first = None  # keys and values of call 0, [B, HK, T, D] each
-        self.later = []  # those of each later call
+        self.later = []  # keys and values of each later call
         self.mask = None
 
     def attend(self, q, k, v):
@@ -69,7 +69,7 @@ def _compiled(function):
 
 
 def _attend(q, k, v, mask, with_normaliser):
-    """Attention over one set of keys, and if asked for the log of each row's sum of exponentials.
+    """Attention over one set of keys; with_normaliser also gives the log of each row's sum of exponentials.
 
     mask: block_mask on a GPU, _dense_mask elsewhere  ->  ([B, HQ, T, D], fp32 or wider [B, HQ, T] or None)
     """
@@ -95,7 +95,7 @@ def _attend_dense(q, k, v, mask, with_normaliser):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True), None
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     scores = _wide(q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5  # [B, HQ, T, T]
-    # Masked before the exponential: a hidden score far above the visible ones would overflow in it, and its gradient be 0 * inf.
+    # Masked before the exponential: a hidden score far above the visible ones would overflow, and its gradient be 0 * inf.
     scores = scores.masked_fill(~mask, -torch.inf)
     normaliser = scores.logsumexp(-1)
     weights = (scores - normaliser[..., None]).exp()

@@ -1,8 +1,8 @@
-"""Acceptance of an export: measured by the engine, how sure a figure is, and in a model card (written, and read back).
+"""Acceptance of an export: measure it with the engine, find its confidence interval, write it to a model card and read it back.
 
 An acceptance figure is a dict: temperature, acceptance_length, per_position, num_steps; source ("engine" or "teacher_forced");
-prompts (words: which); num_prompts, max_tokens; and where this file measured it dtype, hardware, date, and by_request: per request
-[steps, accepted at position 1, 2, ...], from which all its numbers follow.
+prompts (a description); num_prompts, max_tokens. A figure measured by this file also has dtype, hardware, date, and by_request:
+[steps, accepted at position 1, 2, ...] per request, from which all its numbers follow.
 """
 
 import re
@@ -19,17 +19,17 @@ from ..inference.models.target_source import load_tokenizer, target_config
 from ..inference.prompt_files import read_prompts, render_prompt
 from ..inference.sampling_params import SamplingParams
 
-LENGTH, POSITION = "acceptance length", "accepted at position"  # as a card calls them
+LENGTH, POSITION = "acceptance length", "accepted at position"  # their names in a card
 TEMPERATURES = (0.0, 0.8)
 NUM_PROMPTS, MAX_TOKENS = 16, 96
-LEAST_TOKENS = 8  # new ones that must fit after a prompt
-MIDDLE = 0.99  # of a bootstrap
-SLACK = 0.01  # of a figure, for arithmetic of other machines on top of its interval
-# Tokens more or less: of something that happens so often on average, 0.5 % of measurements find nothing (exp(-5.3)), and those say
-# nothing of how far a bootstrap may be off.
+LEAST_TOKENS = 8  # new tokens that must fit after a prompt
+MIDDLE = 0.99  # share of a bootstrap inside an interval
+SLACK = 0.01  # relative margin beside the interval, for the arithmetic of other machines
+# Margin in tokens: of an event that happens 5.3 times on average, 0.5 % of measurements see none (exp(-5.3)), and a bootstrap over
+# such a measurement has no width.
 FEW = 5.3
 
-# For targets that ship no prompts of their own and where none are named.
+# For targets without prompts in their folder, if the user names none.
 PROMPTS = (
     "Explain in a few sentences why the sky is blue.",
     "Write a Python function that returns the n-th Fibonacci number.",
@@ -51,10 +51,10 @@ PROMPTS = (
 
 
 def choose_prompts(file, target, count=NUM_PROMPTS):
-    """(lists of token ids, words that say which prompts they are) for a target.
+    """(lists of token ids, a description of the prompts) for a target.
 
-    file: JSONL as `read_prompts` takes it, or None: the target's own heldout.jsonl, else PROMPTS. Of its first
-    `count` those that leave room for an output are taken. Raises ValueError naming the file, or where the target has no tokenizer.
+    file: JSONL as `read_prompts` takes it, or None: the target's own heldout.jsonl, else PROMPTS. Takes those of its first `count`
+    prompts that leave room for an output. Raises ValueError naming the file, or if the target has no tokenizer.
     """
     shipped = Path(target, "heldout.jsonl")
     tokenizer = load_tokenizer(None, str(target))
@@ -98,8 +98,8 @@ def measure(
 ):
     """Decode prompts with a chain of drafts at each temperature.  -> list of acceptance figures, without `prompts`
 
-    head: its folder; target: folder or Hub id; prompts: lists of token ids; adapter: what LLM takes. Request number i has seed i.
-    Raises ValueError where every output ends at its first token.
+    head: its folder; target: folder or Hub id; prompts: lists of token ids; adapter: as LLM takes it. Request number i has seed i.
+    Raises ValueError if every output ends at its first token.
     """
     limit = target_config(str(target), "auto")[0].max_position_embeddings
     llm = LLM(
@@ -139,7 +139,7 @@ def measure(
 
 
 def pool(counts):
-    """The figures of requests together.  counts: per request [steps, accepted at position 1, 2, ...]"""
+    """The pooled figures of several requests.  counts: per request [steps, accepted at position 1, 2, ...]"""
     steps, *accepted = map(sum, zip(*counts))
     per_position = [count / max(steps, 1) for count in accepted]
     return {"acceptance_length": 1 + sum(per_position), "per_position": per_position, "num_steps": steps}
@@ -156,7 +156,7 @@ def intervals(counts):
 
 
 def disagreements(figure, counts):
-    """What of an acceptance figure lies outside the intervals of requests that were measured now: list of sentences."""
+    """Numbers of an acceptance figure that lie outside the intervals of requests measured now: a list of sentences."""
     said = [("acceptance length", figure["acceptance_length"])]
     said += [(f"position {i}", rate) for i, rate in enumerate(figure["per_position"], start=1)]
     found, few = intervals(counts), FEW / max(sum(steps for steps, *_ in counts), 1)
@@ -166,12 +166,12 @@ def disagreements(figure, counts):
     for (name, value), (low, high) in zip(said, found):
         slack = SLACK * max(value, 0.1) + few
         if not low - slack <= value <= high + slack:
-            wrong.append(f"{name} {value:.3f} is said, {low:.3f} to {high:.3f} were measured")
+            wrong.append(f"{name} {value:.3f} is claimed, {low:.3f} to {high:.3f} were measured")
     return wrong
 
 
 def short(value):
-    """A figure as a card shows it: three digits."""
+    """A figure with three digits, as a card shows it."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
@@ -210,7 +210,7 @@ def _row(name, cells):
 
 
 def _settings(figure):
-    """Which prompts, how long the outputs, in which dtype and where, as far as it is known."""
+    """The settings of a figure in words, as far as they are known: prompts, length of outputs, dtype, hardware."""
     parts = [figure.get("prompts")]
     if figure.get("num_prompts"):
         parts[0] = f"{figure['num_prompts']} prompts ({figure.get('prompts')})"
@@ -239,7 +239,7 @@ def eval_results(figures):
                 task_type="text-generation",
                 dataset_type="prompts",
                 dataset_name=words,
-                dataset_args={"temperature": one["temperature"]},  # the Hub keeps results of one data set together
+                dataset_args={"temperature": one["temperature"]},  # the Hub groups results of one data set
                 metric_type=kind,
                 metric_name=name,
                 metric_value=float(short(value)),
@@ -252,20 +252,20 @@ def eval_results(figures):
 
 
 def read_card(text):
-    """The acceptance figures that a model card tells: ({(temperature, name): words} of its table, the same of its model-index).
+    """The acceptance figures in a model card: ({(temperature, name): text} from its table, the same from its model-index).
 
-    temperature: words as the table has them. Empty where there is none. ValueError for a front matter that is no YAML, and for one
-    whose figures are no numbers.
+    temperature: text as in the table. A dict is empty if its figures are missing. ValueError for a front matter that is not YAML,
+    or whose figures are not numbers.
     """
     front, body = {}, text
     if text.startswith("---\n") and "\n---\n" in text:
         head, body = text[4:].split("\n---\n", 1)
         try:
             front = yaml.safe_load(head) or {}
-        except (ValueError, yaml.YAMLError) as error:  # ValueError: a date that is none
-            raise ValueError(f"the front matter of README.md is no YAML ({' '.join(str(error).split())})") from None
+        except (ValueError, yaml.YAMLError) as error:  # ValueError: an impossible date
+            raise ValueError(f"the front matter of README.md is not YAML ({' '.join(str(error).split())})") from None
         if not isinstance(front, dict):
-            raise ValueError("the front matter of README.md is no mapping of names to values")
+            raise ValueError("the front matter of README.md is not a mapping of names to values")
     return _of_table(body), _of_index(front)
 
 
@@ -289,7 +289,7 @@ def _of_index(front):
             for metric in _mappings(result.get("metrics")):
                 told = metric.get("args")
                 if not isinstance(told, dict) or "temperature" not in told:
-                    continue  # a figure that somebody added
+                    continue  # a figure added by somebody else
                 name = str(metric.get("name"))
                 temperature = _number(told["temperature"], f"temperature of {name}")
                 value = _number(metric.get("value"), f"value of {name} at temperature {temperature:g}")
@@ -298,7 +298,7 @@ def _of_index(front):
 
 
 def _mappings(found):
-    """A list of the model-index as it is to be; [] where there is none."""
+    """A list of mappings in the model-index; [] if it is missing. ValueError for anything else."""
     if not isinstance(found or [], list) or not all(isinstance(one, dict) for one in found or ()):
         raise ValueError(f"the card's model-index holds {short(found)[:60]!r} where lists of mappings are expected")
     return found or []
@@ -306,8 +306,8 @@ def _mappings(found):
 
 def _number(found, what):
     if isinstance(found, bool) or not isinstance(found, int | float):
-        raise ValueError(f"the card's {what} is no number ({found!r})")
+        raise ValueError(f"the card's {what} is not a number ({found!r})")
     try:
         return float(found)
     except OverflowError:
-        raise ValueError(f"the card's {what} is no number that fits ({str(found)[:20]}...)") from None
+        raise ValueError(f"the card's {what} is not a number that fits ({str(found)[:20]}...)") from None

@@ -7,9 +7,9 @@
     heads.export push exports/first you/first                                (hub_export/push_command.py)
     heads.export verify exports/first-medusa --model assets/stdlib-coder     (hub_export/verify.py)
 
-(from the checkout also `python -m heads.export ...`). The folder appears when it is complete: written aside, read back,
-compared with the source bit by bit, then renamed. Of heads that were trained
-together with an adapter of their target (Medusa-2) the adapter goes along. It does not convert between own and shared lm_heads.
+(from the checkout also `python -m heads.export ...`). The folder appears only when it is complete: it is written aside, read back,
+compared with the source bit by bit, then renamed. Heads trained together with an adapter of their target (Medusa-2) are exported
+with the adapter. Not done here: converting between own and shared lm_heads.
 """
 
 import argparse
@@ -41,10 +41,10 @@ from .replay_file import replay_on_target, write_replay
 
 DESCRIPTION = """\
 Write a trained head in a format that others read, with a model card, and optionally push it to the Hub. `heads.export verify DIR`
-checks what was written, `heads.export push DIR` pushes it (a SOURCE that is called so is ./verify or ./push).
+checks what was written, `heads.export push DIR` pushes it (write a SOURCE of this name as ./verify or ./push).
 
 formats
-  medusa          lm_heads of the heads' own ("V1"): Headstart, the original Medusa code, text-generation-inference
+  medusa          heads with their own lm_heads ("V1"): Headstart, the original Medusa code, text-generation-inference
   medusa-shared   heads that use the target's lm_head ("V2"): Headstart, the original's legacy class, TGI
   vllm            Medusa in vLLM 0.20 to 0.32, and Headstart; heads that share the target's lm_head carry a copy of it
   mlp-speculator  IBM's: Headstart, text-generation-inference, fms-extras, vLLM to 0.9
@@ -62,17 +62,17 @@ examples
   heads.export assets/stdlib-coder-medusa --format vllm --output exports/for-vllm --dtype bfloat16
   heads.export runs/first --format medusa --output exports/first --base-model you/target --license apache-2.0 \\
       --push-to-hub you/first --private
-      log in first (`hf auth login`) or set HF_TOKEN; without REPO it is your account's NAME of the output folder
+      log in first (`hf auth login`) or set HF_TOKEN; the default REPO is your account and the name of the output folder
 
   heads.export push exports/first you/first
-      an export that is there already, or what a push that broke off left out (see `heads.export push --help`)
+      push an existing export, or the rest of a push that broke off (see `heads.export push --help`)
 
   heads.export runs/first --format medusa --output exports/first --measure assets/stdlib-coder
-      acceptance per depth and temperature goes into the card, and what verify compares: `heads.export verify --help`
+      the card gets the acceptance per depth and temperature, for verify to compare: `heads.export verify --help`
   heads.export runs/medusa2 --format medusa --output exports/medusa2 --merge-adapter exports/medusa2-target
-      heads trained together with an adapter of their target: adapter/ goes along, and the target is also written merged
+      heads trained together with an adapter of their target: the export holds adapter/, and the merged target is written too
 
-Nothing is overwritten: --output must be a new or an empty folder. Exit status: 0 done, 2 it could not be done.
+Nothing is overwritten: --output must be a new or an empty folder. Exit status: 0 done, 2 failed.
 """
 
 
@@ -92,10 +92,10 @@ def main(argv=None):
         allow_abbrev=False,
     )
     parser.add_argument("source", metavar="SOURCE", help="a run, a checkpoint, a folder of heads or a Hub id")
-    parser.add_argument("--format", required=True, choices=FORMATS, help="what to write, see above")
+    parser.add_argument("--format", required=True, choices=FORMATS, help="the format to write, see above")
     parser.add_argument("--output", required=True, metavar="DIR", help="the folder to write; it must be new or empty")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="cast to it (default: keep)")
-    parser.add_argument("--base-model", metavar="ID", help="the target to name (default: what SOURCE says)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="dtype to cast to (default: keep)")
+    parser.add_argument("--base-model", metavar="ID", help="the target that the export names (default: SOURCE's)")
     parser.add_argument(
         "--license",
         metavar="ID",
@@ -106,7 +106,7 @@ def main(argv=None):
         nargs="?",
         const="",
         metavar="REPO",
-        help="push it; REPO defaults to the name of the output folder",
+        help="push the export; REPO defaults to the name of the output folder",
     )
     parser.add_argument(
         "--merge-adapter",
@@ -119,7 +119,7 @@ def main(argv=None):
         const="",
         metavar="TARGET",
         help="measure acceptance with the engine, at temperatures 0 and 0.8, and keep what the head computes on the target's "
-        "features, for the card and for verify; TARGET defaults to the one that is named",
+        "features, for the card and for verify; TARGET defaults to the named target",
     )
     parser.add_argument(
         "--prompts",
@@ -174,12 +174,12 @@ def export_head(
 ):
     """Write the head of `source` to the new folder `output` and check it by reading it back.
 
-    source: whatever resolve_head takes; format: one of FORMATS; dtype: None keeps the source's; base_model: the target to
-    name instead of what the source says; name: how the card tells to load it (default: the folder's name); merged: a new folder
-    for the target with the head's adapter in its weights, or None; measure: the target to measure acceptance with, "" for the one
-    that is named, None for no measurement; prompts: a JSONL file to measure on.
-    Raises ValueError (source, format, output) or OSError (cannot write); then `output` is as it was before. The merged target
-    comes first.
+    source: as resolve_head takes it; format: one of FORMATS; dtype: None keeps the source's; base_model: the target to name
+    instead of the source's; name: the name in the card's commands (default: the folder's); merged: a new folder for the target
+    with the head's adapter in its weights, or None; measure: the target to measure acceptance with, "" for the named target, None
+    for no measurement; prompts: a JSONL file to measure on.
+    Raises ValueError (source, format, output) or OSError (cannot write), and leaves `output` unchanged. The merged target is
+    written first.
     """
     output = Path(output).resolve()
     check_is_free(output)
@@ -258,16 +258,16 @@ def export_head(
             f"note: no tokenizer files: there are none of the target {target!r} here (neither its folder nor the Hub's cache)"
         )
     if not is_hub_id(target):
-        named = f"the target it names ({target!r}) is no Hub id" if target else "it names no target"
+        named = f"the target it names ({target!r}) is not a Hub id" if target else "it names no target"
         say(f"note: {named}; for others to use it, export with --base-model OWNER/NAME")
 
 
 def write_beside(
     output, head, format, *, name, measured, license, dtype_changed, holds, source, origin, target=None, chosen=None
 ):
-    """Write what lies beside the weights in `output`: tokenizer, licence, drawings, replay.json, card.
+    """Write the files beside the weights in `output`: tokenizer, licence, drawings, replay.json, card.
 
-    source: the head's own folder; origin: of find_origin, whose licence counts where `license` is None; target: what to measure
+    source: the head's own folder; origin: of find_origin, whose licence counts if `license` is None; target: the target to measure
     with, or None; chosen: of choose_prompts.  Returns the names of the tokenizer files.
     """
     theirs = provenance.find_target(target or head.config.base_model_name_or_path)
@@ -300,9 +300,9 @@ def write_beside(
 
 
 def copied_parts(head, format, table):
-    """What of the target's weights the files hold copies of, in words; "" for nothing."""
+    """The target's weights that the files hold copies of, in words; "" for none."""
     parts = ["the lm_head"] if table == "vllm-shared" else []
-    # A frozen embedding is the target's, and of one that is known to be, the other formats leave it out.
+    # A frozen embedding is the target's. The other formats leave out an embedding that is known to be the target's.
     frozen = not all(parameter.requires_grad for parameter in head.parameters())
     if frozen and (format == "speculators" or not head.embedding_is_targets):
         parts.append("the embedding")
@@ -310,7 +310,7 @@ def copied_parts(head, format, table):
 
 
 def check_is_target(name):
-    """ValueError for a target's name that no engine can load: neither a folder here nor OWNER/NAME."""
+    """ValueError for a target's name that is neither a folder here nor OWNER/NAME: no engine can load it."""
     if Path(name).is_dir():
         return
     try:
@@ -323,13 +323,13 @@ def check_is_target(name):
 
 
 def check_apart(output, merged):
-    """ValueError where one of the two folders to write is the other, or lies in it: only one of them would be free."""
+    """ValueError if the two folders to write are the same, or one lies inside the other."""
     if output == merged or output in merged.parents or merged in output.parents:
         raise ValueError(f"--output {output} and --merge-adapter {merged} lie in one another: name two folders apart")
 
 
 def read_target(target, format):
-    """The loaded model of a target (folder or Hub id): formats that store a part of it need it."""
+    """The loaded model of a target (folder or Hub id), for formats that store a part of it."""
     if not target:
         raise ValueError(f"format {format!r} stores a part of the target, and the head names none: give --base-model")
     from transformers import AutoModelForCausalLM  # seconds to import, and only these formats need it
@@ -344,7 +344,7 @@ def read_target(target, format):
 
 
 def read_target_lm_head(target):
-    """The lm_head [V, H] of a target (folder or Hub id): heads that share it have none to put into a vllm file."""
+    """The lm_head [V, H] of a target (folder or Hub id), for a vllm file of heads that share it."""
     lm_head = read_target(target, "vllm").get_output_embeddings()
     if not isinstance(lm_head, nn.Linear) or lm_head.bias is not None:
         raise ValueError(f"the target {target!r} has no lm_head that is one matrix without bias")

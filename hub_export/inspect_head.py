@@ -1,7 +1,7 @@
-"""`headstart inspect`: what a head is, whether it fits its target, and which engines take its files as they lie.
+"""`headstart inspect`: describe a head, check that it fits its target, and list the engines that take its files unchanged.
 
-`describe` gives one dict, which `--json` prints and `as_text` puts into lines: what is wrong, what the head is, who takes it. Reads
-the head, and of its target config.json alone; measures nothing and writes nothing.
+`describe` returns one dict, which `--json` prints and `as_text` turns into lines: faults, the head's properties, its readers. It
+reads the head and its target's config.json only; it measures nothing and writes nothing.
 """
 
 import contextlib
@@ -27,18 +27,18 @@ from ..inference.speculation.tree import load_tree
 from .measurements import Measurements, check_tree_fits, find_measurements
 from .readers.readers import WRONG, HeadFiles, Verdict, judge, rules_of
 
-# Keys of config.json by which heads are known whose config else looks like a model's.
+# Keys of config.json that mark a head whose config otherwise looks like a model's.
 HEADS_KEYS = ("medusa_num_heads", "speculators_model_type", "n_predict", "draft_vocab_size")
 WIDTH = 118  # of the text
-INDENT = 12  # of values after their names
+INDENT = 12  # column of values, after their names
 NAME, ANSWER = 28, 9  # columns of the engines
 
 
 def inspect(source, model=None, as_json=False):
-    """Print what `source` is.  Returns the exit status: 0, or 1 for a head that cannot be read, with what is wrong on stderr.
+    """Print the description of `source`.  Returns the exit status: 0, or 1 for an unreadable head, with its fault on stderr.
 
-    source: whatever resolve_head takes; model: its target (folder or Hub id), None for the one it names.
-    Raises ValueError where there is no head: nothing at all, or a model.
+    source: as resolve_head takes it; model: its target (folder or Hub id), None for the target it names.
+    Raises ValueError if there is no head: nothing at all, or a model.
     """
     check_is_no_model(source)
     folder = resolve_head(source)
@@ -54,7 +54,7 @@ def inspect(source, model=None, as_json=False):
 
 
 def check_is_no_model(source):
-    """ValueError, before anything large is read or fetched, for a model given in a head's place."""
+    """ValueError, before anything large is read or fetched, for a model given instead of a head."""
     folder = Path(source)
     config = _config_of(folder, str(source))
     text = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
@@ -64,7 +64,7 @@ def check_is_no_model(source):
     if any(name == config.get("model_type") for name in NAMED_FAMILIES):
         return
     if folder.is_dir():
-        # A head may carry its target's config: the names of tensors tell.
+        # A head may have its target's config: the names of its tensors decide.
         path = find_weights(folder)
         if path is not None and recognise(read_names(path)):
             return
@@ -76,7 +76,7 @@ def check_is_no_model(source):
 
 
 def _config_of(folder, source):
-    """config.json of a folder or a Hub id as a dict; {} where there is none to be read (resolve_head says what is wrong)."""
+    """config.json of a folder or a Hub id as a dict; {} if it cannot be read (resolve_head then reports the fault)."""
     try:
         if not folder.is_dir():
             repo_id, revision = split_revision(source)
@@ -88,9 +88,9 @@ def _config_of(folder, source):
 
 
 def describe(source, folder, model=None):
-    """What is to be known of the head in `folder`, as a dict of plain values.
+    """The properties of the head in `folder`, as a dict of plain values.
 
-    source: how it was named; model: its target, None for the one it names. Raises ValueError for a head that cannot be read.
+    source: the name that the user gave; model: its target, None for the target it names. Raises ValueError for an unreadable head.
     """
     file = read_head(folder)
     head, config = file.head, read_config(folder)
@@ -157,7 +157,7 @@ def _name(dtype):
 
 
 def _target(head, name):
-    """(What is known of the target, its number of layers or None)."""
+    """({facts of the target}, its number of layers or None)."""
     target = {"name": name, "fits": None, "why": "", "dtype": None}
     if not name:
         return target | {"why": "the head names none: give --model to check whether it fits"}, None
@@ -172,13 +172,13 @@ def _target(head, name):
         check_head_fits(head, config)
     except ValueError as error:
         return target | {"fits": False, "why": str(error)}, text.num_hidden_layers
-    if head.draft_token_ids is not None:  # else there is nothing to ask a Hub for
+    if head.draft_token_ids is not None:  # else nothing is needed from the Hub
         target["why"] = missing_stop_tokens(head, eos_token_ids(name, config, None)) or ""
     return target | {"fits": True}, text.num_hidden_layers
 
 
 def _parameters(head, names):
-    """How many numbers were trained, and how many are the target's, carried along."""
+    """Number of trained parameters, and of the target's parameters in the files."""
     trained = sum(one.numel() for one in head.parameters() if one.requires_grad)
     carried = sum(one.numel() for one in head.parameters() if not one.requires_grad)
     if head.uses_target_lm_head and "lm_heads.0.weight" in names:
@@ -187,7 +187,7 @@ def _parameters(head, names):
 
 
 def _draft_bytes(head, target):
-    """Bytes of weights that drafting reads (Head.draft_bytes); the target's lm_head in its dtype, else the head's."""
+    """Bytes of weights that drafting reads (Head.draft_bytes); the target's lm_head in its dtype if known, else the head's."""
     config, dtype = head.config, next(head.parameters()).dtype
     lm_head_dtype = getattr(torch, target["dtype"] or "", dtype)
     lm_head = config.vocab_size * config.hidden_size * lm_head_dtype.itemsize if head.uses_target_lm_head else 0
@@ -201,7 +201,7 @@ def _tree(path):
 
 
 def _measured(measured):
-    """The figures that came along: acceptance per temperature, and the rows of the benchmark."""
+    """The figures beside the head: acceptance per temperature, and the rows of the benchmark."""
     keys = ("temperature", "acceptance_length", "per_position", "num_steps", "source", "prompts")
     found = {"step": measured.step, "acceptance": [{key: one.get(key) for key in keys} for one in measured.acceptance]}
     if measured.benchmark:
@@ -210,7 +210,7 @@ def _measured(measured):
 
 
 def _engine(verdict, source, head):
-    """A reader's verdict with the command that mends it. "silent": what it computes wrong without a word."""
+    """A reader's verdict with the command that mends it. "silent": what it computes wrong without an error."""
     problems = [(kind, text.replace("`", "")) for kind, text in verdict.problems]
     return {
         "name": verdict.reader.replace("`", ""),
@@ -225,14 +225,14 @@ def _engine(verdict, source, head):
 
 
 def _export(source, format, head):
-    """The command that writes the head anew."""
-    # What an export cannot know by itself: the target, where the head names none.
+    """The command that exports the head again."""
+    # An export cannot find out the target of a head that names none.
     base = "" if head.config.base_model_name_or_path else " --base-model OWNER/NAME"
     return f"heads.export {shlex.quote(str(source))} --format {format}{base} --output DIR"
 
 
 def _file_names(source, folder):
-    """Names of the files beside the head: its folder's; of a Hub id the repository's, of which only the head's were fetched."""
+    """Names of the files beside the head: in its folder, or in the repository of a Hub id (only the head's files are fetched)."""
     if not Path(source).is_dir() and not ask_hub().local_files_only:
         repo_id, revision = split_revision(source)
         with contextlib.suppress(OSError, HTTPError):
@@ -255,12 +255,12 @@ def as_text(found):
 
 
 def _wrong_lines(found):
-    """What is to be seen first: where the file lies, does not fit, or would be computed wrong without a word."""
+    """Faults, shown first: a wrong config.json, a target that does not fit, readers that compute something else silently."""
     silent = [f"{_short(one)}: {text}" for one in found["engines"] for text in one["silent"]]
     lines = []
     for title, texts in (
         ("wrong", found["problems"]),
-        ("loads there, and drafts worse than it could without a word", silent),
+        ("loads there, and silently drafts worse than it could", silent),
     ):
         if texts:
             lines += ["", title]
@@ -376,7 +376,7 @@ def _engine_lines(engine):
     before = 2 + NAME + ANSWER
     lines = textwrap.wrap("; ".join(texts), WIDTH - before) or [""]
     if engine["mend"]:
-        lines.append(engine["mend"])  # to be copied: never broken
+        lines.append(engine["mend"])  # never wrapped, so that it can be copied
     if engine["stays"]:
         lines += textwrap.wrap(f"(what stays: {'; '.join(engine['stays'])})", WIDTH - before)
     lines[0] = f"  {_short(engine):{NAME}}{answer:{ANSWER}}{lines[0]}".rstrip()

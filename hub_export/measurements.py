@@ -1,8 +1,8 @@
-"""The figures that were measured on a head, found beside it, and its W&B run: for the model card.
+"""Find the figures measured on a head, in the files beside it, and its W&B run: for the model card.
 
-Reads acceptance.json, benchmark.json, tree.json, config.yaml, metrics.jsonl and wandb.json of a head folder or of the run it
-belongs to, and replay.json of an earlier export. A checkpoint's figures are those of its own step, never the run's final ones.
-What is read may be a stranger's: its types are checked here, once. Measures nothing.
+Reads acceptance.json, benchmark.json, tree.json, config.yaml, metrics.jsonl and wandb.json of a head folder or of its run, and
+replay.json of an earlier export. A checkpoint's figures are those of its own step, never the run's final ones. The files may come
+from anybody, so their types are checked here, once. Measures nothing.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from ..heads.storage.hub_id import split_revision
 from ..inference.speculation.tree import load_tree
 
 REPLAY_FILE, REPLAY_VERSION = "replay.json", 1  # of an export: hub_export/replay_file.py
-TRACKED_FILE = "wandb.json"  # of a run folder: {"run": address or, offline, id; "offline": true, "artifact": full name}
+TRACKED_FILE = "wandb.json"  # in a run: {"run": address, or id if offline; "offline": true, "artifact": full name}
 
 
 class Acceptance(TypedDict, total=False):
@@ -87,7 +87,7 @@ class MetricsLine(TypedDict, total=False):
 
 
 class Replay(TypedDict, total=False):
-    """replay.json, where an export of the export reads it."""
+    """The keys of replay.json that an export of the export reads."""
 
     acceptance: list[StoredAcceptance]
     prompts: list[list[int]]
@@ -99,7 +99,7 @@ class Replay(TypedDict, total=False):
 
 
 class Verified(Replay, total=False):
-    """replay.json, where `heads.export verify` reads it."""
+    """The keys of replay.json that `heads.export verify` reads."""
 
     acceptance: Required[list[StoredAcceptance]]
     files: Required[dict]
@@ -114,9 +114,9 @@ TYPES |= {list: "a list"}
 
 
 def check_type(value, kind, where, place=""):
-    """ValueError naming the place in the file `where` at which a value is not of a type; None is as good as absent.
+    """ValueError, naming the place in the file `where`, if a value does not have the type `kind`. None counts as absent.
 
-    kind: one of TYPES, list[kind] or a TypedDict, whose other keys are left alone.
+    kind: one of TYPES, list[kind] or a TypedDict; further keys of a dict are not checked.
     """
     plain = dict if is_typeddict(kind) else get_origin(kind) or kind
     if not isinstance(value, (int, float) if plain is float else plain):
@@ -134,33 +134,33 @@ def check_type(value, kind, where, place=""):
 
 @dataclass(frozen=True)
 class Measurements:
-    """What was found; None or empty where there was nothing."""
+    """The figures found; None or empty where there are none."""
 
-    acceptance: tuple = ()  # figures as hub_export/acceptance.py says them, one per temperature
-    prompts: list | None = None  # token ids of those that an earlier export measured acceptance on
+    acceptance: tuple = ()  # figures of hub_export/acceptance.py, one per temperature
+    prompts: list | None = None  # token ids of the prompts that an earlier export measured on
     rates: list | None = None  # acceptance per depth and rank
     benchmark: dict | None = None  # {"hardware", "date", "command", "rows": [...]}
     recipe: dict | None = None  # the run's resolved configuration
-    step: int | None = None  # of the checkpoint, where the head is one
+    step: int | None = None  # of the checkpoint, if the head is a checkpoint's
     tree: Path | None = None  # the draft tree measured for this head
     training: tuple = ()  # lines of metrics.jsonl, up to the checkpoint's step
-    tracked: dict | None = None  # where W&B has the run
-    origin: dict | None = None  # what an earlier export was converted from: OriginRecord
+    tracked: dict | None = None  # W&B's addresses of the run
+    origin: dict | None = None  # source of an earlier export: OriginRecord
 
     @property
     def tree_content(self):
-        """tree.json as a dict; {} where there is none."""
+        """tree.json as a dict; {} if there is none."""
         return {} if self.tree is None else json.loads(self.tree.read_text(encoding="utf-8"))
 
 
 def find_measurements(head_folder, source=None):
     """Figures of the head in `head_folder` (as resolve_head gives it).
 
-    source: what it was resolved from; of a Hub id replay.json is fetched, too, where the repository has one.
-    Raises ValueError naming a file that is there but broken.
+    source: the name it was resolved from; for a Hub id replay.json is fetched too, if the repository has one.
+    Raises ValueError naming a broken file.
     """
     if source is not None and not Path(source).is_dir():
-        with contextlib.suppress(OSError, ValueError, HTTPError):  # most heads there have none
+        with contextlib.suppress(OSError, ValueError, HTTPError):  # most heads on the Hub have none
             repo_id, commit = split_revision(source)[0], Path(head_folder).name
             hf_hub_download(repo_id, REPLAY_FILE, revision=commit, **hub_options(source))
     head_folder = Path(head_folder).resolve()
@@ -205,7 +205,7 @@ def find_measurements(head_folder, source=None):
 
 
 def check_tree_fits(head, path):
-    """ValueError where the tree in the file `path` is one that such a head cannot draft."""
+    """ValueError if heads of this kind cannot draft the tree in the file `path`."""
     tree = load_tree(path)
     if not head.autoregressive and tree.grows:
         raise ValueError(
@@ -215,14 +215,15 @@ def check_tree_fits(head, path):
 
 
 def _public_recipe(recipe):
-    """Without paths of the machine it was trained on: they tell a reader nothing, or too much."""
+    """The recipe without paths of the training machine: they tell a reader nothing, or too much."""
     return {key: _public(value) for key, value in recipe.items() if not str(value).startswith(("/", "~", "\\"))}
 
 
 def _public_benchmark(benchmark, place):
-    """Its rows of plain decoding and of the head in `place`, with the last part alone of every absolute path; None if none is left.
+    """The benchmark's rows of plain decoding and of the head in `place`, with absolute paths cut; None if no row is left.
 
-    A benchmark may compare several heads. Where none lies in `place` (it was moved), a single one is taken for it, of several none.
+    A benchmark may compare several heads. If no head lies in `place` (it was moved), the only head counts as this head; if there
+    are several, none does.
     """
     heads = {str(row.get("head", "-")) for row in (benchmark.get("rows") or ())} - {"none"}
     own = {head for head in heads if Path(head).resolve().is_relative_to(place.resolve())}
@@ -239,13 +240,13 @@ def _public_benchmark(benchmark, place):
     return _public(benchmark | {"command": str(benchmark.get("command", "headstart bench")), "rows": rows})
 
 
-# An absolute path where a word begins, also after --head= or in a list: /x, ~/x, file:///x, C:\x, \\x; no https://x, no a / b.
+# An absolute path where a word begins, also after --head= or in a list: /x, ~/x, file:///x, C:\x, \\x; not https://x or a / b.
 _ROOT = r"(?:file://)?(?:/(?!/)|(?<!:)//|~[\w.-]*/|[A-Za-z]:[\\/]|\\\\)"
 _PATH = re.compile(rf"""(?<='){_ROOT}[^']+|(?<="){_ROOT}[^"]+|(?<![^\s=,:;(\[{{<|@`]){_ROOT}[^\s,;"'`]+""")
 
 
 def _public(value):
-    """With the last part alone of every absolute path, wherever in a value it stands; a value that begins with one is one."""
+    """A value with every absolute path in it cut to its last part. A string that begins like a path is a path as a whole."""
     if isinstance(value, str):
         return _last_part(value) if re.match(_ROOT, value) else _PATH.sub(lambda found: _last_part(found[0]), value)
     if isinstance(value, dict):
@@ -258,7 +259,7 @@ def _last_part(path):
 
 
 def _figure(acceptance, recipe):
-    """The trainer's measurement as an acceptance figure: it decodes greedily."""
+    """The trainer's measurement as an acceptance figure. The trainer decodes greedily."""
     kept = ("acceptance_length", "per_position", "num_steps")
     figure = {"temperature": 0.0} | {name: acceptance[name] for name in kept if name in acceptance}
     figure |= {"source": acceptance.get("source", "engine"), "prompts": "held-out prompts of the training run"}
@@ -271,7 +272,7 @@ def _figure(acceptance, recipe):
 
 
 def _run_of(head_folder):
-    """(the run's folder or None, the checkpoint's step or None) of a head folder, from runs/<name>/'s layout."""
+    """(the run's folder or None, the checkpoint's step or None) of a head folder, by the layout of runs/<name>/."""
     parent = head_folder.parent
     if head_folder.name != "head":
         return None, None
@@ -287,7 +288,7 @@ def _first(head_folder, run, name):
 
 
 def _read(path):
-    """A .json or .yaml file as a dict; None where there is none."""
+    """A .json or .yaml file as a dict; None if there is none."""
     if not path.is_file():
         return None
     parse = json.loads if path.suffix == ".json" else yaml.safe_load
@@ -301,7 +302,7 @@ def _read(path):
 
 
 def _read_lines(path):
-    """The lines of a metrics.jsonl; [] where there is none."""
+    """The lines of a metrics.jsonl; [] if there is none."""
     if not path.is_file():
         return []
     found = []
@@ -317,7 +318,7 @@ def _read_lines(path):
 
 
 def find_tracked_run(run, is_final):
-    """What wandb.json of a run folder says; None where there is none.  is_final: of a checkpoint the head's artifact is not told.
+    """wandb.json of a run folder as a dict; None if there is none.  is_final: False, for a checkpoint, drops the head's artifact.
 
     Raises ValueError naming the file if it is broken.
     """

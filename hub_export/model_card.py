@@ -1,7 +1,7 @@
-"""The model card (README.md) of an export and its drawings: what the head is, what was measured on it, how to use it, who reads it.
+"""The model card (README.md) of an export and its drawings: the head, its figures, its use, its readers.
 
-Every figure comes from a file beside the source (hub_export/measurements.py); a figure that is not there is said to be
-absent. Paths of this machine are not written.
+Every figure comes from a file beside the source (hub_export/measurements.py); the card says which figures are missing.
+It names no paths of this machine.
 """
 
 import json
@@ -21,8 +21,8 @@ from .provenance import Origin
 from .readers.readers import engine_commands, readers_table, rules_of, split_name
 
 PROMPT = "Write a function that reads a file."
-PLOTS = "plots"  # the folder of the drawings, each there where its figures are
-# File -> what it shows; in the card's order.
+PLOTS = "plots"  # folder of the drawings; each is drawn if its figures exist
+# File -> caption, in the card's order.
 CAPTIONS = {
     "acceptance.svg": "Acceptance per drafted token: the share of steps in which the first, second, … drafted token was accepted.",
     "rates.svg": "How often the target's token is the head's candidate of a rank, given that everything before it was accepted.",
@@ -34,22 +34,22 @@ CAPTIONS = {
 
 @dataclass(frozen=True)
 class Extras:
-    """What the card tells besides: of the weights as they were written, and of what lies beside them."""
+    """Further facts for the card: of the weights as written, and of the files beside them."""
 
     license: str | None = None  # as given
-    dtype_changed: bool = False  # whether the figures were measured with another dtype than the export holds
+    dtype_changed: bool = False  # whether the figures were measured in another dtype than the export's
     plots: tuple = ()  # names of drawings
     tokenizer: tuple = ()  # names of the target's tokenizer files
-    target_license: str | None = None  # as the target's card says
+    target_license: str | None = None  # from the target's card
     license_text: bool = False  # whether LICENSE is there
-    holds: str = ""  # what of the target's weights the files hold copies of, in words
-    origin: Origin | None = None  # what the head was converted from, whose licence counts where none is given
+    holds: str = ""  # the target's weights that the files hold copies of, in words
+    origin: Origin | None = None  # source of the head, whose licence counts if none is given
 
 
 def model_card(head, format, name, measured, extras):
     """The text of README.md.
 
-    name: how the export is called to load it (OWNER/NAME, OWNER/NAME@BRANCH or a folder's name); measured: Measurements of its
+    name: the name that loads the export (OWNER/NAME, OWNER/NAME@BRANCH or a folder's name); measured: Measurements of its
     source.
     """
     target = target_name(head.config.base_model_name_or_path)
@@ -71,7 +71,7 @@ def _title(name):
 
 
 def is_hub_id(name):
-    """Whether `name` can be the "owner/name" of the Hub: the form fits and it is no folder here."""
+    """Whether `name` can be an "owner/name" of the Hub: it has that form and is not a folder here."""
     try:
         validate_repo_id(name)
     except ValueError:
@@ -83,7 +83,7 @@ def target_name(base_model):
     """The target as a card may name it: a Hub id, a relative path, or the last part of an absolute one."""
     if not base_model:
         return "TARGET"
-    # An absolute path would tell where it lay on the machine that trained; a relative one is how the reader names it, too.
+    # An absolute path belongs to the training machine; a relative one also works for the reader.
     return base_model if is_hub_id(base_model) or not Path(base_model).is_absolute() else Path(base_model).name
 
 
@@ -135,7 +135,7 @@ def _summary(head, format, target, trained, origin):
 
 
 def _adapted(head, target):
-    """What there is to say of heads that were trained together with an adapter of their target."""
+    """A paragraph on heads trained together with an adapter of their target."""
     if not head.adapter:
         return ""
     return (
@@ -156,8 +156,8 @@ def _measured(measured, extras):
         ranges = [intervals(one["by_request"])[0] if one.get("by_request") else None for one in measured.acceptance]
         parts.append(acceptance_table(measured.acceptance, ranges))
     else:
-        parts.append("Acceptance: no measurement came along.")
-    parts.append(_benchmark(measured.benchmark) if measured.benchmark else "Speed: no benchmark came along.")
+        parts.append("Acceptance: no measurement was found.")
+    parts.append(_benchmark(measured.benchmark) if measured.benchmark else "Speed: no benchmark was found.")
     if measured.tree is not None:
         parts.append(_tree(measured.tree_content))
     parts += [f"![{Path(name).stem}]({PLOTS}/{name})\n\n{CAPTIONS[name]}" for name in extras.plots]
@@ -165,7 +165,7 @@ def _measured(measured, extras):
 
 
 def _tree(content):
-    """What there is to say of tree.json."""
+    """A paragraph on tree.json."""
     if "dynamic" in content:
         dynamic = content["dynamic"]
         what = f"grown in every step, {dynamic['num_nodes']} nodes, up to {dynamic['max_depth']} deep"
@@ -207,9 +207,9 @@ def _benchmark(benchmark):
 
 
 def usage(head, format, name, target, tree):
-    """The section's text: in Headstart, the check, in other engines.
+    """Text of the section "Use it": in Headstart, verification, other engines.
 
-    name: how the export is called to load it (a folder, OWNER/NAME or OWNER/NAME@BRANCH); target: its name; tree: "static" or
+    name: the name that loads the export (a folder, OWNER/NAME or OWNER/NAME@BRANCH); target: its name; tree: "static" or
     "chain".
     """
     parts = [_headstart(head, name, target, tree), _check(name, target)]
@@ -217,7 +217,7 @@ def usage(head, format, name, target, tree):
 
 
 def _python(text):
-    """A string literal."""
+    """The text as a Python string literal."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -259,13 +259,13 @@ def _readers(head, format):
 
 def _recipe(measured, origin):
     if not measured.recipe:
-        return "No recipe came along" + (f"; {origin.card}, {origin.link}, may have it." if origin else ".")
+        return "No recipe was found" + (f"; {origin.card}, {origin.link}, may have it." if origin else ".")
     shown = yaml.safe_dump(measured.recipe, sort_keys=False, allow_unicode=True)
     return f"The run's resolved configuration:\n\n```yaml\n{shown}```"
 
 
 def _license(head, target, extras):
-    """What may be said of it truthfully: who exported or published the head names its licence, and the target's is its makers'."""
+    """Paragraph on licences: the head's is named by its exporter or publisher, the target's by the target's makers."""
     license, origin = extras.license, extras.origin
     card, inherited = (origin.card, origin.license_name) if origin else ("", None)
     if license:
@@ -302,7 +302,7 @@ def with_tracked_run(card, tracked):
 
 
 def write_plots(output, measured, source=None):
-    """Draw what Measurements hold into output/plots; a drawing of an earlier export in `source` is kept where nothing is newer.
+    """Draw the Measurements into output/plots. A drawing of an earlier export in `source` is kept if there is no newer one.
 
     Returns the names of the files, in the order of CAPTIONS.
     """
@@ -320,7 +320,7 @@ def write_plots(output, measured, source=None):
 
 
 def _drawings(measured):
-    """{file: an <svg>, or "" where there are no figures}"""
+    """{file: an <svg>, or "" if there are no figures}"""
     by_temperature = [
         (f"temperature {one['temperature']:g}", list(enumerate(one["per_position"], start=1)))
         for one in measured.acceptance

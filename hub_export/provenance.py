@@ -1,11 +1,11 @@
-"""Where an export comes from: what its head was converted from, what it takes over of its target, and the target merged.
+"""Provenance of an export: the head it was converted from, the files it copies from its target, and the merged target.
 
-`find_origin` knows SOURCE alone, and the licence that its card names. `find_target` looks into the target's folder or the Hub's
-cache for tokenizer and licence, and asks no network: a plain export needs no target. `copy_adapter` puts the adapter of a head
-trained together with its target (Medusa-2) beside the head's files, in peft's format. `write_merged_target` writes the target with
-the adapter in its weights: the files of the source one by one, with their names, dtypes and shards, merged tensor by tensor
-(inference/models/adapter.py), and config and tokenizer as they are. Everything written is read back and compared. Not supported:
-targets that are no safetensors.
+`find_origin` looks only at SOURCE, and at the licence in its card. `find_target` looks for tokenizer and licence in the target's
+folder or the Hub's cache, without the network: a plain export needs no target. `copy_adapter` puts the adapter of a head trained
+together with its target (Medusa-2) beside the head's files, in peft's format. `write_merged_target` writes the target with the
+adapter in its weights: files, names, dtypes and shards are the source's, tensors are merged one by one
+(inference/models/adapter.py), config and tokenizer are copied. Everything written is read back and compared. Not supported:
+targets that are not safetensors.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ TOKENIZER_FILES = (
     "merges.txt",
 )
 OUR_LICENSE = "apache-2.0"
-# What a model folder holds besides its weights, and what a merged one takes over.
+# Files of a model folder beside its weights, which a merged target copies.
 BESIDE = (
     "config.json",
     "generation_config.json",
@@ -68,10 +68,10 @@ BESIDE = (
 
 @dataclass(frozen=True)
 class Origin:
-    """A head with a card of its own.
+    """The head that an export was converted from, if it has its own card.
 
-    name: a Hub id, or the name of a folder; license: what its card says, by its keys there; again: Headstart exported it, from a
-    run or from something without a card
+    name: a Hub id, or the name of a folder; license: the licence's keys and values in its card; again: Headstart exported it, from
+    a run or from a head without a card
     """
 
     name: str
@@ -82,12 +82,12 @@ class Origin:
 
     @property
     def record(self):
-        """As replay.json keeps it, for an export of this export."""
+        """The form in replay.json, for an export of this export."""
         return {"name": self.name, "revision": self.revision, "on_hub": self.on_hub, "again": self.again}
 
     @property
     def link(self):
-        """Its name for the card, which leads there where it is on the Hub."""
+        """Its name for the card, as a link if it is on the Hub."""
         return f"[{self.name}](https://huggingface.co/{self.name})" if self.on_hub else f"`{self.name}`"
 
     @property
@@ -98,31 +98,31 @@ class Origin:
 
     @property
     def card(self):
-        """What the card that names its licence is called."""
+        """Words for the card that names its licence."""
         return "the card of its earlier export" if self.again else "the card of the head it was converted from"
 
     @property
     def license_name(self):
-        """The licence in words; None where the card names none."""
+        """The licence in words; None if the card names none."""
         return self.license.get("license_name") or self.license.get("license")
 
 
 def find_origin(source, folder, earlier=None):
-    """The Origin of a head; None where `source` is no Hub id, its folder has no card with a front matter, and `earlier` is None.
+    """The Origin of a head; None if `source` is not a Hub id, its folder has no card with a front matter, and `earlier` is None.
 
-    source: as given; folder: what resolve_head made of it; earlier: `record` in the replay.json of `folder`, or None.
+    source: as given; folder: resolve_head's result for it; earlier: `record` in the replay.json of `folder`, or None.
     """
     on_hub = not Path(source).is_dir()
     if on_hub:
         name, revision = split_revision(source)
-        with contextlib.suppress(OSError, ValueError, HTTPError):  # a card that is not there, or not in the cache
+        with contextlib.suppress(OSError, ValueError, HTTPError):  # there is no card, or not in the cache
             hf_hub_download(name, "README.md", revision=Path(folder).name, **hub_options(source))
     front = read_front_matter(folder)
-    # What an export came from counts for an export of it, unless that is a folder on the machine of whoever published this one.
+    # The origin of an export counts for an export of it, unless that origin is a folder on the publisher's machine.
     if earlier and (earlier["on_hub"] or not on_hub):
         told = (earlier.get(key) for key in ("name", "revision", "on_hub"))
         return Origin(*told, _license_of(front), earlier.get("again", False))
-    # Its card says whose export it is where replay.json was left out.
+    # If replay.json was left out, the card says that Headstart exported it.
     ours = Path(folder, REPLAY_FILE).is_file() or front.get("library_name") == "headstart"
     again = earlier.get("again", False) if earlier else ours
     if on_hub:
@@ -131,19 +131,19 @@ def find_origin(source, folder, earlier=None):
 
 
 def _license_of(front):
-    """The keys of a front matter that say the licence; {} where it names none, or something that is no id."""
+    """The keys of a front matter for the licence; {} if it names none, or an invalid id."""
     id, name, link = (front.get(key) for key in ("license", "license_name", "license_link"))
     if not isinstance(id, str) or not is_license_id(id) or (id, name) == ("other", "not-stated"):
         return {}
     if id != "other":
         return {"license": id}
     found = {"license": id, "license_name": name} if isinstance(name, str) else {"license": id}
-    # A link into the repository leads nowhere from another one.
+    # A relative link into the repository does not work from another repository.
     return found | ({"license_link": link} if str(link).startswith("https://") else {})
 
 
 def find_target(target):
-    """The folder of a target, or the part of it that lies in the Hub's cache; None where neither is there."""
+    """The folder of a target, or the part of it in the Hub's cache; None if neither exists."""
     if not target:
         return None
     if Path(target).is_dir():
@@ -157,7 +157,7 @@ def find_target(target):
 
 
 def copy_tokenizer(folder, output):
-    """Copy a target's tokenizer files into `output`.  folder: of find_target, or None.  Returns the names of what was copied."""
+    """Copy a target's tokenizer files into `output`.  folder: of find_target, or None.  Returns the names of the copied files."""
     found = [] if folder is None else [name for name in TOKENIZER_FILES if (folder / name).is_file()]
     for name in found:
         shutil.copyfile(folder / name, Path(output, name))
@@ -171,7 +171,7 @@ def license_of(folder):
 
 
 def read_front_matter(folder):
-    """The YAML at the head of a folder's README.md as a dict; {} where there is none, or none that can be read."""
+    """The YAML at the head of a folder's README.md as a dict; {} if there is none, or it cannot be read."""
     path = Path(folder, "README.md")
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     if not text.startswith("---\n"):
@@ -184,10 +184,10 @@ def read_front_matter(folder):
 
 
 def check_license(license):
-    """ValueError for what is no licence id in form: the Hub refuses a card with one."""
+    """ValueError for text without the form of a licence id: the Hub would refuse the card."""
     if license is not None and not is_license_id(license):
         raise ValueError(
-            f"--license {license!r} is no licence id: expected one like apache-2.0 (lower case letters, digits, dots, hyphens); "
+            f"--license {license!r} is not a licence id: expected one like apache-2.0 (lower case letters, digits, dots, hyphens); "
             "the Hub lists them at https://huggingface.co/docs/hub/repositories-licenses"
         )
 
@@ -198,9 +198,10 @@ def is_license_id(text):
 
 
 def write_license(license, output):
-    """Write LICENSE into `output` where the licence's text is at hand.  Returns whether it was.
+    """Write LICENSE into `output` if the licence's text is available.  Returns whether it was.
 
-    Headstart carries the text of its own, Apache 2.0, which is the same for whoever uses it. Others name their holder in the text.
+    Headstart has only the text of its own licence, Apache 2.0, which is the same for all users. Others name their holder in the
+    text.
     """
     text = _our_license() if license == OUR_LICENSE else None
     if text is not None:
@@ -237,7 +238,7 @@ def copy_adapter(source, output, base_model):
 
 
 def check_can_merge(adapter, target, output):
-    """Everything that `write_merged_target` would refuse, before any work.  -> the target's local folder"""
+    """Raise every ValueError of `write_merged_target` before any work.  -> the target's local folder"""
     check_is_free(output)
     folder = Path(target)
     hub = None if folder.is_dir() else ask_hub()
@@ -260,7 +261,7 @@ def check_can_merge(adapter, target, output):
 def write_merged_target(adapter, folder, output, card):
     """Write the target in `folder` with the Adapter in its weights to the new folder `output`; card: text of its README.md.
 
-    Raises ValueError naming a tensor that reads back differently, OSError where it cannot be written; then there is no `output`.
+    Raises ValueError naming a tensor that reads back differently, and OSError if writing fails; then there is no `output`.
     Returns the number of tensors that the adapter changed.
     """
     changed = 0
@@ -282,13 +283,13 @@ def write_merged_target(adapter, folder, output, card):
         config = json.loads((folder / "config.json").read_text(encoding="utf-8")) | {MERGED_KEY: adapter.fingerprint}
         (staging / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         (staging / "README.md").write_text(card, encoding="utf-8")
-        for path in staging.glob("*.safetensors"):  # the library makes them readable by the owner alone
+        for path in staging.glob("*.safetensors"):  # the library makes them readable by the owner only
             shutil.copymode(staging / "config.json", path)
     return changed
 
 
 def merge_tensor(adapter, name, tensor):
-    """A whole tensor of the target merged in the pieces that loading merges, so that both are the same bits."""
+    """Merge a whole tensor of the target, in the same pieces as loading does, so that both give the same bits."""
     rows = rows_at_once(tensor)
     pieces = zip(range(0, len(tensor), rows), tensor.split(rows))
     merged = torch.cat([adapter.add_to(name, piece, first).to(tensor.dtype) for first, piece in pieces])
@@ -298,7 +299,7 @@ def merge_tensor(adapter, name, tensor):
 
 
 def merged_card(target, adapter, head):
-    """README.md of a merged target.  target: its name as a card may tell it; head: how the head is called"""
+    """README.md of a merged target.  target: its public name; head: the head's name"""
     return (
         f"# {target} with a merged adapter\n\n"
         f"The weights of `{target}` with the LoRA adapter `{adapter.fingerprint}` added (in fp32, rounded once), which was trained "

@@ -1,14 +1,14 @@
-"""Push an exported folder to the Hugging Face Hub, as one repository of type "model"; what broke off goes on where it was.
+"""Push an exported folder to the Hugging Face Hub, as one repository of type "model". A push that broke off can go on.
 
     heads.export push exports/first you/first --private          (hub_export/push_command.py)
 
-The Hub is asked what it holds, and only files that it lacks are sent: one after another, each in its own request, then named
-together in one commit, so that a reader never finds half a head. huggingface_hub sends them (preupload_lfs_files): in Xet's blocks,
-of which a killed upload repeats the newest alone, or without hf_xet as LFS parts, which are repeated one by one while the process
+The Hub is asked for its files, and only missing or changed files are sent: one after another, each in its own request. One commit
+then names them all, so that a reader never finds half a head. huggingface_hub sends them (preupload_lfs_files): in Xet's blocks, of
+which a killed upload repeats only the newest, or, without hf_xet, as LFS parts, which are repeated one by one while the process
 lives (docs/log.md, 2026-11-22, also on why not upload_folder).
-Where the Hub does not answer (connections that break, 5xx and 429) it is asked again, with growing pauses and an end.
-huggingface_hub repeats some of its requests by itself, for half a minute at most; `patiently` is for what it leaves alone
-(creating, asking, committing), and for networks that are gone for longer. What the Hub refuses is not repeated.
+If the Hub does not answer (broken connections, 5xx and 429), requests are repeated with growing pauses, a limited number of times.
+huggingface_hub repeats some of its requests itself, for half a minute at most. `patiently` repeats the others (creating, asking,
+committing), and waits for networks that fail for longer. Requests that the Hub refuses are not repeated.
 Deletes nothing on the Hub.
 """
 
@@ -27,17 +27,17 @@ from ..heads.checkpoint import TREE_FILE
 from ..heads.storage.hub_answer import ask_hub
 
 MESSAGE = "Upload speculator heads with Headstart"
-WORTH_A_LINE = 50 * 10**6  # bytes of a file after which is said how long the others take
+WORTH_A_LINE = 50 * 10**6  # bytes; after a file of this size the remaining time is printed
 WEIGHTS = (".safetensors", ".pt", ".bin")
-# Seconds before the second, third ... attempt of one thing: eight minutes in all, then it is given up.
+# Seconds before the second, third ... attempt of a request: eight minutes in all, then it fails.
 PAUSES = (1, 4, 15, 40, 60, 120, 240)
-LONGEST_WAIT = 600  # seconds: of what a Hub asks for with Retry-After
-FOREIGN = (*WEIGHTS, TREE_FILE)  # how the names end of what readers find beside a head and take for its own
+LONGEST_WAIT = 600  # seconds: limit of a Retry-After
+FOREIGN = (*WEIGHTS, TREE_FILE)  # endings of names that readers would take for the head's own files
 
 
 @dataclass(frozen=True)
 class PushOptions:
-    """How to push.  revision: branch, made from main where it is not there; collection: slug ("owner/name-id") or title"""
+    """Options of a push.  revision: branch, made from main if it does not exist; collection: slug ("owner/name-id") or title"""
 
     private: bool = False
     revision: str | None = None
@@ -58,9 +58,9 @@ class PlannedFile:
 def check_can_push(repo, default_name, options):
     """The full repository id ("user/name") to push to.
 
-    repo: "user/name", "name" (the account's own) or None, which takes `default_name`.
-    Raises ValueError without a token, in offline mode, for a name the Hub does not take, for a token that it does not know or that
-    may only read, and for a collection that it does not have.
+    repo: "user/name", "name" (in the account's own namespace) or None, which means `default_name`.
+    Raises ValueError without a token, in offline mode, for an invalid name, for an unknown or read-only token, and for a collection
+    that does not exist.
     """
     if constants.HF_HUB_OFFLINE:
         raise ValueError("HF_HUB_OFFLINE is set, so nothing can be pushed: unset it, or leave the push out")
@@ -74,9 +74,9 @@ def check_can_push(repo, default_name, options):
         raise ValueError(f"the Hub at {constants.ENDPOINT} does not answer: {why}")
     api = HfApi()
     try:
-        # Few attempts: nothing is done yet, and whoever waits is still here.
+        # Few attempts: no work is done yet, and the user is waiting.
         account = patiently(api.whoami, f"asking {constants.ENDPOINT}", attempts=3)
-    except Exception as error:  # whatever the client's transports raise
+    except Exception as error:  # the client's transports raise many types
         what = "did not accept the token" if status(error) in (401, 403) else "does not answer"
         raise ValueError(f"the Hub at {constants.ENDPOINT} {what}: {reason(error)}") from error
     if not options.dry_run and (account.get("auth") or {}).get("accessToken", {}).get("role") == "read":
@@ -96,15 +96,15 @@ def check_can_push(repo, default_name, options):
 
 
 def push_folder(folder, repo_id, options, command):
-    """Send what `repo_id` lacks of `folder`, creating it if it is not there yet.  Returns the address.
+    """Send the files of `folder` that `repo_id` lacks; the repository is created if needed.  Returns the address.
 
-    options: PushOptions; with dry_run the plan is printed and nothing changes; command: the one that goes on, for the message.
-    Raises ConnectionError saying what the Hub answered; the folder stays as it is.
+    options: PushOptions; with dry_run the plan is printed and nothing changes; command: the command that goes on, for the message.
+    Raises ConnectionError with the Hub's answer; the folder is not changed.
     """
     api = HfApi()
     try:
         return _push(api, Path(folder), repo_id, options)
-    except Exception as error:  # the client's transports raise their own kinds; none may end in a traceback here
+    except Exception as error:  # the client's transports raise many types; none may end in a traceback
         raise ConnectionError(
             f"could not push to {repo_id}: {reason(error)}{_advice(error)}. The export itself is complete in {folder}; once "
             f"that is mended, `{command}` sends what is missing"
@@ -113,7 +113,7 @@ def push_folder(folder, repo_id, options, command):
 
 def _push(api, folder, repo_id, options):
     info, has_branch = patiently(lambda: _ask(api, repo_id, options.revision), f"asking for {repo_id}")
-    # A repository that exists keeps its visibility, whatever create_repo is asked for.
+    # An existing repository keeps its visibility, whatever create_repo is asked for.
     if info is not None and options.private and not info.private:
         raise ValueError("it exists already and is public, and --private was asked for")
     plan = plan_push(folder, info)
@@ -153,7 +153,7 @@ def _push(api, folder, repo_id, options):
         return [file for file in plan_push(folder, _ask(api, repo_id, options.revision)[0]) if file.state != "there"]
 
     def commit():
-        # Asked anew, because the answer to an earlier attempt may be what was lost.
+        # Asked again, because an earlier attempt may have succeeded and only its answer was lost.
         if missing_now():
             api.create_commit(repo_id, operations, commit_message=MESSAGE, revision=options.revision)
 
@@ -166,9 +166,9 @@ def _push(api, folder, repo_id, options):
 
 
 def _ask(api, repo_id, revision):
-    """(ModelInfo with the files' hashes, or None where there is no repository; whether the branch is there).
+    """(ModelInfo with the files' hashes, or None if there is no repository; whether the branch exists).
 
-    A branch that is not there would be made from main, so that main's files are told.
+    A missing branch would be made from main, so the ModelInfo is then main's.
     """
     try:
         return api.model_info(repo_id, revision=revision, files_metadata=True), True
@@ -179,9 +179,9 @@ def _ask(api, repo_id, revision):
 
 
 def plan_push(folder, info):
-    """PlannedFiles of `folder`, in order; info: what the repository holds (ModelInfo with metadata of files), None for nothing.
+    """PlannedFiles of `folder`, in order; info: ModelInfo of the repository with metadata of files, None if it is empty.
 
-    Hidden files do not go along. Raises ValueError for weights or a tree in the repository that are not in the folder.
+    Hidden files are left out. Raises ValueError for weights or a tree in the repository that are not in the folder.
     """
     there = {file.rfilename: file for file in (info.siblings if info is not None else None) or ()}
     plan = []
@@ -202,7 +202,7 @@ def plan_push(folder, info):
 
 
 def _is_same(path, held):
-    """Whether a file has the bytes of a RepoSibling, which tells the SHA-256 of large files and git's SHA-1 of others."""
+    """Whether a file has the bytes of a RepoSibling, which has the SHA-256 of large files and git's SHA-1 of others."""
     stat = path.stat()
     if held.size != stat.st_size:
         return False
@@ -212,7 +212,7 @@ def _is_same(path, held):
 
 @functools.lru_cache
 def _digests(path, size, time_ns):
-    """(SHA-256, git's blob SHA-1) of a file, in hex; size and time (of its last change) only tell versions of it apart."""
+    """(SHA-256, git's blob SHA-1) of a file, in hex. size and time (of its last change) only key the cache."""
     sha256, git = hashlib.sha256(), hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
     with open(path, "rb") as file:
         while block := file.read(2**22):
@@ -222,7 +222,7 @@ def _digests(path, size, time_ns):
 
 
 def check_collection(api, name):
-    """ValueError for a slug that the Hub does not know; a title stands for a collection that may yet be made."""
+    """ValueError for a slug that the Hub does not know. A title is accepted: its collection may be made later."""
     if not name.strip():
         raise ValueError("--collection is empty: name a slug (OWNER/NAME-ID) or a title")
     if "/" not in name:
@@ -238,7 +238,7 @@ def check_collection(api, name):
 
 
 def _add_to_collection(api, name, repo_id, private):
-    """Add the repository; a title without a collection of the repository's owner makes one.  Returns the collection's address."""
+    """Add the repository to a collection, made if the owner has none of this title.  Returns the collection's address."""
     owner, slug = repo_id.split("/")[0], name if "/" in name else None
     if slug is None:
         collections = patiently(lambda: list(api.list_collections(owner=owner)), f"asking for collections of {owner}")
@@ -252,7 +252,7 @@ def _add_to_collection(api, name, repo_id, private):
 
 
 def _show(plan, repo_id, branch, info, has_branch, options):
-    """What a push would do."""
+    """Print what a push would do."""
     kind = "private" if (info.private if info else options.private) else "public"
     print(f"{repo_id}{branch} ({kind}{'' if info else ', to be created'}), nothing is changed:")
     if info and not has_branch:
@@ -267,7 +267,7 @@ def _show(plan, repo_id, branch, info, has_branch, options):
 
 
 def in_bytes(count):
-    """A number of bytes for reading: 1.23 MB (10^6)."""
+    """A number of bytes as text: 1.23 MB (10^6)."""
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if count >= size:
             return f"{count / size:.3g} {unit}"
@@ -275,7 +275,7 @@ def in_bytes(count):
 
 
 def _advice(error):
-    """What can be done about what the Hub refuses."""
+    """Advice on a request that the Hub refused."""
     if status(error) == 401:
         return " (the token is not accepted: log in again with `hf auth login`, or set HF_TOKEN)"
     if status(error) == 403:
@@ -284,15 +284,15 @@ def _advice(error):
 
 
 def patiently(action, doing, attempts=None):
-    """action() once it is answered.  doing: what it is called in a note; attempts: None for one more than PAUSES
+    """Repeat action() until it is answered.  doing: its name in a note; attempts: None for one more than PAUSES
 
-    Raises what the last attempt raised, and at once what another attempt would not change.
+    Raises the error of the last attempt; an error that another attempt would not change is raised at once.
     """
     pauses = PAUSES if attempts is None else PAUSES[: attempts - 1]
     for number, pause in enumerate(pauses, start=2):
         try:
             return action()
-        except Exception as error:  # the client's transports raise their own kinds
+        except Exception as error:  # the client's transports raise many types
             if not may_pass(error):
                 raise
             pause = max(pause, _wanted_wait(error))
@@ -306,32 +306,32 @@ def patiently(action, doing, attempts=None):
 
 
 def may_pass(error):
-    """Whether the same request may be answered later: the connection broke, or the Hub was busy (408, 429, 5xx)."""
+    """Whether the same request may succeed later: the connection broke, or the Hub was busy (408, 429, 5xx)."""
     for one in chain(error):
         if isinstance(one, HfHubHTTPError):
             return status(one) in (408, 429) or status(one) >= 500
-        if isinstance(one, HTTPError | TimeoutError):  # of HTTP's transport
+        if isinstance(one, HTTPError | TimeoutError):  # from HTTP's transport
             return True
         if isinstance(one, ConnectionError):
-            # hf_xet has one kind for all that the storage answers; the status is in its text alone.
+            # hf_xet has one type for all errors of the storage; only its text has the status.
             return "status client error (" not in str(one) or "(429" in str(one) or "(408" in str(one)
     return False
 
 
 def status(error):
-    """The HTTP status that the Hub refused with; 0 where no answer is known."""
+    """The HTTP status of the Hub's refusal; 0 if there was no answer."""
     return next((one.response.status_code for one in chain(error) if isinstance(one, HfHubHTTPError)), 0)
 
 
 def chain(error):
-    """The error and what it came from: uploads wrap what went wrong in one that only names the file."""
+    """The error and its causes: uploads wrap the real error in one that only names the file."""
     while error is not None:
         yield error
         error = error.__cause__
 
 
 def reason(error):
-    """What went wrong, in one line: what the Hub answered, else of wrapped errors the innermost that says something."""
+    """The reason of an error in one line: the Hub's answer, else the innermost wrapped error with a message."""
     errors = list(chain(error))
     answers = [one for one in errors if isinstance(one, HfHubHTTPError)]
     said = [" ".join(str(one).split()) for one in answers[:1] or reversed(errors)]
@@ -339,7 +339,7 @@ def reason(error):
 
 
 def _wanted_wait(error):
-    """Seconds that the answer asks to wait (Retry-After), 0 where it does not say."""
+    """Seconds that the answer asks to wait (Retry-After), 0 if it does not."""
     for one in chain(error):
         if isinstance(one, HfHubHTTPError):
             wanted = one.response.headers.get("Retry-After", "")

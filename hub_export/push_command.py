@@ -1,4 +1,4 @@
-"""heads.export push: send a folder that heads.export wrote to the Hub, or what an earlier push left out."""
+"""heads.export push: send a folder written by heads.export to the Hub, or the rest of it after an earlier push broke off."""
 
 import argparse
 import os
@@ -15,12 +15,12 @@ from .push import WEIGHTS, PushOptions, check_can_push, push_folder
 EXAMPLES = """\
 examples
   heads.export push exports/first you/first --private
-      the same again goes on where it broke off: only what is missing is sent
+      run the same command again to go on after a failure: only missing files are sent
   heads.export push exports/first you/first --dry-run
-      what would be sent, what is there already; nothing is changed
+      show what would be sent and what is there already; nothing is changed
   heads.export push exports/first you/first --revision bf16 --collection "Heads for my target"
 
-Log in first (`hf auth login`) or set HF_TOKEN. Exit status: 0 done, 2 it could not be done.
+Log in first (`hf auth login`) or set HF_TOKEN. Exit status: 0 done, 2 failed.
 """
 
 
@@ -28,14 +28,14 @@ def main(argv):
     """The command line behind `heads.export push`.  argv: list of str.  Returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="heads.export push",
-        description="Send an exported folder to the Hugging Face Hub; the Hub is asked first, and only what it lacks is sent.",
+        description="Send an exported folder to the Hugging Face Hub. Only files that the Hub lacks are sent.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("folder", metavar="DIR", help="a folder that heads.export wrote")
     parser.add_argument(
-        "repo", metavar="REPO", nargs="?", help="USER/NAME (default: your account's NAME of the folder)"
+        "repo", metavar="REPO", nargs="?", help="USER/NAME (default: your account and the folder's name)"
     )
     add_push_options(parser)
     args = parser.parse_args(argv)
@@ -49,14 +49,14 @@ def _push(args):
 
 
 def add_push_options(parser):
-    """How to push: also those of an export that is pushed at once."""
-    parser.add_argument("--private", action="store_true", help="create the repository as a private one")
-    parser.add_argument("--revision", metavar="BRANCH", help="push to this branch, made from main if it is not there")
+    """Add the options of a push, also for an export with --push-to-hub."""
+    parser.add_argument("--private", action="store_true", help="create the repository as private")
+    parser.add_argument("--revision", metavar="BRANCH", help="push to this branch, made from main if it does not exist")
+    parser.add_argument("--dry-run", action="store_true", help="show what would be sent; change nothing on the Hub")
     parser.add_argument(
-        "--dry-run", action="store_true", help="ask the Hub and tell what would be sent; change nothing there"
-    )
-    parser.add_argument(
-        "--collection", metavar="SLUG_OR_TITLE", help="add it to this collection; one of a new title is made"
+        "--collection",
+        metavar="SLUG_OR_TITLE",
+        help="add the repository to this collection; a new title makes a new collection",
     )
 
 
@@ -66,7 +66,7 @@ def push_options(args):
 
 
 def check_is_export(folder):
-    """ValueError unless `folder` is one that heads.export wrote: of heads, or of a target with an adapter merged."""
+    """ValueError unless heads.export wrote `folder`: heads, or a target with a merged adapter."""
     if not folder.is_dir():
         raise ValueError(f"there is no folder {folder}: name one that heads.export wrote")
     lacking = [name for name in ("config.json", "README.md") if not (folder / name).is_file()]
@@ -74,9 +74,7 @@ def check_is_export(folder):
     if lacking:
         is_head = find_head(folder) is not None
         advice = f": export it first (`heads.export {shlex.quote(str(folder))} --format ... --output DIR`)"
-        raise ValueError(
-            f"{folder} holds no {lacking[0]}, so it is no folder that heads.export wrote{advice if is_head else ''}"
-        )
+        raise ValueError(f"{folder} holds no {lacking[0]}, so heads.export did not write it{advice if is_head else ''}")
     if find_head(folder) is None and MERGED_KEY not in read_config(folder):
         raise ValueError(
             f"{folder} holds neither a head that can be read nor a target with an adapter merged by heads.export, and only these "
@@ -85,7 +83,7 @@ def check_is_export(folder):
 
 
 def check_is_not_there(output, repo_id, options):
-    """ValueError with the command that pushes `output`, where the export that is to be pushed is there already."""
+    """ValueError, with the command that pushes `output`, if the export to push exists already."""
     try:
         check_is_export(output)
     except ValueError:
@@ -96,7 +94,7 @@ def check_is_not_there(output, repo_id, options):
 
 
 def push(folder, repo_id, options):
-    """Push a complete export and say so; the W&B run that it came from is told the address."""
+    """Push a complete export and print the address, which is also written to the W&B run of the head."""
     command = push_again(folder, repo_id, options)
     try:
         address = push_folder(folder, repo_id, options, command)
@@ -114,18 +112,18 @@ def push(folder, repo_id, options):
 
 
 def name_on_hub(repo_id, options):
-    """What a pushed head is loaded by: OWNER/NAME, or OWNER/NAME@BRANCH."""
+    """The name that loads a pushed head: OWNER/NAME, or OWNER/NAME@BRANCH."""
     return repo_id + (f"@{options.revision}" if options.revision else "")
 
 
 def push_again(folder, repo_id, options):
-    """The command that pushes a complete export so."""
+    """The command that pushes a complete export with these options."""
     words = [word for word in given_options(options) if word != "--dry-run"]
     return shlex.join(["heads.export", "push", str(folder), repo_id, *words])
 
 
 def given_options(options):
-    """The words of a command line that say these PushOptions."""
+    """These PushOptions as words of a command line."""
     words = []
     for option, value in (
         ("--private", options.private),
@@ -140,7 +138,7 @@ def given_options(options):
 def tell_tracked_run(folder, address):
     """Write the Hub's address into the metadata and the description of the W&B artifact that an export's card names.
 
-    What W&B does not take becomes a note: it ends no push.
+    A refusal by W&B becomes a note and does not end the push.
     """
     tracked = read_front_matter(folder).get("wandb")
     tracked = tracked if isinstance(tracked, dict) else {}
@@ -150,17 +148,17 @@ def tell_tracked_run(folder, address):
         try:
             _tell(artifact, address)
             print(f"the W&B artifact {artifact} names the address")
-        except Exception as error:  # W&B raises whatever it likes, and the push is done
+        except Exception as error:  # W&B raises many types, and the push is already done
             said = (str(error).strip().splitlines() or [type(error).__name__])[0]
             print(f"note: the W&B artifact {artifact} does not know the address ({said})")
 
 
 def _tell(name, address):
-    """name: "entity/project/name:alias"."""
+    """Write the address into an artifact's metadata and description.  name: "entity/project/name:alias"."""
     os.environ.setdefault("WANDB_SILENT", "true")
     import wandb
 
-    # Verified with the first request; without a prompt, which would wait for somebody.
+    # The key is verified with the first request; without a prompt, which would wait for input.
     if not wandb.login(prompt=False, verify=False):
         raise ValueError("W&B is not logged in here, or WANDB_MODE is offline")
     artifact = wandb.Api().artifact(name)

@@ -1,10 +1,10 @@
-"""What a head computes: compared with what was written, and kept in replay.json so that anybody can compute it again.
+"""Compute a head's outputs: compare them with the written files, and describe them for replay.json so that anybody can repeat them.
 
-Inputs are drawn by a fixed rule (any machine, no target), and, where the target is at hand, are its own features on a few prompts,
-computed by the transformers library: an independent path beside the engine's own.
-Heads compute in float32 on the CPU here, whatever dtype their files hold: what differs between machines is then the order of sums
-alone, about 1e-6 of an output's spread, and TOLERANCES stays far above it and far below any wrong maths. Of every output row the
-mean, the spread and the WIDTH largest values are kept, not all of them. What is exact is compared exactly: checksums of tensors.
+Inputs are drawn by a fixed rule (any machine, no target). If the target is available, further inputs are its own features on a few
+prompts, computed by the transformers library: a path independent of the engine.
+Heads compute in float32 on the CPU here, whatever dtype their files have. Then machines differ only in the order of sums, by about
+1e-6 of an output's spread; TOLERANCES are far above that and far below any wrong formula. For every output row the mean, the spread
+and the WIDTH largest values are kept. Exact things are compared exactly, by checksums of tensors.
 
 Letters: T rows, S depths, F size of a feature, H hidden size, V vocabulary.
 """
@@ -22,36 +22,36 @@ from ..inference.models.adapter import has_adapter
 from ..inference.models.target_source import choose_device
 
 NUM_ROWS = 4  # of drawn inputs
-ROW_STRIDE = 31  # positions between them, so that a wrong rotation shows
+ROW_STRIDE = 31  # positions between rows, so that a wrong rotation shows
 WIDTH = 8  # values kept of a row
 NUM_PROJECTIONS = 16  # of the target's features
 NUM_TARGET_PROMPTS, CONTEXT, NUM_TARGET_ROWS = (
     8,
     32,
     2,
-)  # prompts, rows computed of each, and of these the rows that count
-# The largest error, in units of an output's spread. 16 bits: the target computed its features in a dtype of so many. For the
+)  # prompts, rows computed per prompt, and rows of these that count
+# The largest error, in units of an output's spread, by the bits of the dtype in which the target computed its features. For the
 # embedded target of 8 layers in bfloat16 instead of float32 it is 0.02 to 0.04, and the features are 0.009 away.
 TOLERANCES = {"drawn": 1e-3, "32 bits": 1e-3, "16 bits": 0.3}
-# Of the target's features, in units of their length. Another target's have nothing to do with them: about 1.4.
+# The same for the target's features, in units of their length. Another target's features are unrelated: about 1.4.
 FEATURE_TOLERANCES = {"32 bits": 1e-3, "16 bits": 0.15}
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a head reads over T rows.  lm_head and embedding [V, H]: the target's, None where it is not needed."""
+    """Inputs of a head over T rows.  lm_head and embedding [V, H]: the target's, None if not needed."""
 
     features: torch.Tensor  # [1, T, F]
-    tokens: torch.Tensor  # [1, T, S] those at t + 1 to t + S
+    tokens: torch.Tensor  # [1, T, S] at t + 1 to t + S
     positions: torch.Tensor  # [1, T]
     documents: torch.Tensor  # [1, T]
-    rows: torch.Tensor  # those whose outputs count
+    rows: torch.Tensor  # rows whose outputs count
     lm_head: torch.Tensor | None = None
     embedding: torch.Tensor | None = None
 
 
 def draw(shape, stream, dtype=torch.float32):
-    """Numbers of mean 0 and variance 1 that are the same on every machine and with every version: a hash of their places."""
+    """Numbers of mean 0 and variance 1, hashed from their places: the same on every machine and with every version."""
     values = torch.empty(torch.Size(shape).numel(), dtype=dtype)
     for first in range(0, len(values), 1 << 22):  # int64 of a whole table would be twice its size
         part = values[first : first + (1 << 22)]
@@ -77,7 +77,7 @@ def drawn_inputs(head):
     """Inputs that need no target."""
     config, dtype = head.config, next(head.parameters()).dtype
     table = None
-    # Of a head that drafts on its own states these are outputs enough: they have as many values as its features.
+    # For a head that drafts on its own states, the states are enough output: they have as many values as its features.
     if head.needs_embedding or (head.uses_target_lm_head and not head.autoregressive):
         table = draw((config.vocab_size, config.hidden_size), 0, dtype)
     return Inputs(
@@ -95,9 +95,9 @@ def drawn_inputs(head):
 def read_target_inputs(head, target, folder, prompts, *, device="auto"):
     """Inputs for a head over the ends of a few prompts.
 
-    target: folder or Hub id; folder: the head's, whose adapter/ is merged into the target if there is one; prompts: lists of token
+    target: folder or Hub id; folder: the head's, whose adapter/, if any, is merged into the target; prompts: lists of token
     ids. Returns (Inputs, bits of the dtype that the target computed in): float32 on a CPU, the checkpoint's dtype on a GPU.
-    Raises ValueError where no prompt is long enough or the target cannot be read.
+    Raises ValueError if no prompt is long enough or the target cannot be read.
     """
     depths = head.num_checked_tokens
     fitting = [ids for ids in prompts if len(ids) > depths][:NUM_TARGET_PROMPTS]
@@ -151,7 +151,7 @@ def _features(model, ids, streams):
     decoder, found = model.base_model, {}
     with contextlib.ExitStack() as hooks:
         for layer in streams:
-            # After the last layer stands the final norm.
+            # The final norm follows the last layer.
             module = decoder.layers[layer] if layer < len(decoder.layers) else decoder.norm
 
             def keep(_, given, named, layer=layer):
@@ -165,7 +165,7 @@ def _features(model, ids, streams):
 
 @torch.no_grad()
 def compute_outputs(head, inputs):
-    """What a head computes, depth by depth: tensors [rows, V], or its states [rows, H] where it lacks the target's lm_head."""
+    """A head's outputs, depth by depth: tensors [rows, V], or its states [rows, H] if the target's lm_head is missing."""
     lacking, taken = head.needs_embedding, head.embedding_is_targets
     if lacking:
         head.take_embedding(inputs.embedding)
@@ -185,7 +185,7 @@ def check_finite(head):
 
 
 def compare_with_source(folder, head, format, lm_head_weight=None):
-    """Check that `folder` says exactly what `head` says: every file's tensors, the loaded head's, and its outputs, bit by bit.
+    """Check that `folder` holds exactly `head`: the tensors of every file, the loaded head's tensors, and its outputs, bit by bit.
 
     lm_head_weight: the target's lm_head [V, H] as given to the writer, for heads that share it.
     Raises ValueError naming the first difference. Returns the number of tensors compared in files.
@@ -224,7 +224,7 @@ def _check_same_bits(name, found, expected):
 
 
 def describe(outputs):
-    """Outputs as replay.json keeps them: per depth, per row the mean, the spread, and the largest values with their places."""
+    """Outputs in the form of replay.json: per depth and row the mean, the spread, and the largest values with their places."""
     described = []
     for output in outputs:
         top = output.topk(min(WIDTH, output.shape[-1]))
@@ -234,9 +234,9 @@ def describe(outputs):
 
 
 def largest_errors(outputs, described):
-    """Per depth, how far outputs are from those that were described, in units of their spread.
+    """Per depth, the largest distance of outputs from the described outputs, in units of their spread.
 
-    ValueError where they have other depths or rows, or too few values.
+    ValueError if depths or rows differ, or there are too few values.
     """
     errors = []
     if len(outputs) != len(described):
@@ -261,17 +261,17 @@ def largest_errors(outputs, described):
 
 
 def project(features):
-    """A few numbers that tell features [R, F] from others: their products with fixed directions.  -> [R, P]"""
+    """A few numbers that identify features [R, F]: their products with fixed directions.  -> [R, P]"""
     return features @ draw((features.shape[-1], NUM_PROJECTIONS), 3) / features.shape[-1] ** 0.5
 
 
 def distance(found, wanted):
-    """How far projections are from others, in units of the latter's length."""
+    """Distance of projections from the wanted ones, in units of the wanted ones' length."""
     return float((found - wanted).norm() / wanted.norm())
 
 
 def checksums(head):
-    """{name: checksum} of a head's tensors: of their dtype, shape and bits."""
+    """{name: checksum} of a head's tensors, over dtype, shape and bits."""
     found = {}
     for name, tensor in head.state_dict().items():
         digest = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}".encode())
@@ -281,6 +281,6 @@ def checksums(head):
 
 
 def rounded(values):
-    """A tensor as lists of numbers of seven digits, which is all that float32 holds."""
+    """A tensor as lists of numbers with seven digits, the precision of float32."""
     values = values.tolist() if isinstance(values, torch.Tensor) else values
     return [rounded(one) for one in values] if isinstance(values, list) else float(f"{values:.7g}")

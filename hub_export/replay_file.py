@@ -1,14 +1,14 @@
-"""replay.json: what an export wrote and what its head computed; and `heads.export verify`'s process, which computes that again.
+"""replay.json, the record of an export's files and its head's outputs; and the process in which `heads.export verify` repeats them.
 
     python -P -m headstart.hub_export.replay_file REQUEST.json REPLY.json
 
-The process loads the export as a user would. It compares nothing with tolerances: hub_export/verify.py does, with what is found
-here. A part that fails says {"error": why}. Of replay.json:
+The process loads the export as a user would. It does not compare: hub_export/verify.py compares its results within tolerances. A
+part that fails becomes {"error": reason}. Keys of replay.json:
 
-files, config, tensors   checksums of the files that say what the head is; config.json itself; checksums of the tensors as loaded
-drawn                    outputs for drawn inputs (replay.py); target: those on the target's own features, where it was at hand
+files, config, tensors   checksums of the files that define the head; config.json itself; checksums of the tensors as loaded
+drawn, target            outputs for drawn inputs (replay.py); outputs on the target's own features, if it was available
 acceptance, prompts      figures (acceptance.py), and the prompts (token ids) that they were measured on
-rates, benchmark, recipe, step, origin   what the model card tells besides, for an export of this export
+rates, benchmark, recipe, step, origin   further facts of the model card, for an export of this export
 """
 
 import hashlib
@@ -40,13 +40,13 @@ from .replay import (
 )
 
 KEYS = ("files", "config", "tensors", "drawn", "target", "acceptance", "prompts")
-SETTINGS = ("prompts", "num_prompts", "max_tokens", "dtype")  # of a figure, besides its temperature
+SETTINGS = ("prompts", "num_prompts", "max_tokens", "dtype")  # of a figure, beside its temperature
 # Cards, licences and drawings may be edited.
 SUFFIXES = (".safetensors", ".bin", ".pt", ".json", ".model", ".jinja", ".txt")
 
 
 def write_replay(folder, measured, prompts=None, target_record=None):
-    """Write replay.json into an export whose other files are there.  target_record: of `replay_on_target`, or None"""
+    """Write replay.json into an export whose other files are complete.  target_record: of `replay_on_target`, or None"""
     head = load_head(folder)
     tensors = checksums(head)
     head = head.float()
@@ -74,7 +74,7 @@ def write_replay(folder, measured, prompts=None, target_record=None):
 
 
 def replay_on_target(folder, target, name, prompts, device="auto"):
-    """What the head in `folder` computes from the target's own features: as replay.json keeps it.  name: the target's, to tell"""
+    """Outputs of the head in `folder` on the target's own features, in the form of replay.json.  name: the target's public name"""
     head = load_head(folder, dtype="float32")
     inputs, bits = read_target_inputs(head, target, Path(folder), prompts, device=device)
     return {
@@ -86,7 +86,7 @@ def replay_on_target(folder, target, name, prompts, device="auto"):
 
 
 def read_replay(folder):
-    """replay.json as a dict; ValueError where it is missing, broken, or of another version."""
+    """replay.json as a dict; ValueError if it is missing, broken, or of another version."""
     path = Path(folder, REPLAY_FILE)
     if not path.is_file():
         raise ValueError(
@@ -109,7 +109,7 @@ def read_replay(folder):
 
 
 def file_checksums(folder):
-    """{path in the folder: SHA-256} of the files that say what a head is."""
+    """{path in the folder: SHA-256} of the files that define a head."""
     found = {}
     for path in sorted(Path(folder).rglob("*")):
         name = path.relative_to(folder).as_posix()
@@ -120,12 +120,12 @@ def file_checksums(folder):
 
 
 def tolerance(bits):
-    """The key of replay.py's tolerances for a target that computed in a dtype of so many bits."""
+    """The key of replay.py's tolerances for a target that computed in a dtype of `bits` bits."""
     return "32 bits" if bits >= 32 else "16 bits"
 
 
 def in_clean_process(request):
-    """What `compute_again` answers in a process of its own; {"error": why} where it ends without an answer."""
+    """The result of `compute_again` in a separate process; {"error": reason} if the process ends without a result."""
     with tempfile.TemporaryDirectory() as scratch:
         files = Path(scratch, "request.json"), Path(scratch, "reply.json")
         files[0].write_text(json.dumps(request), encoding="utf-8")
@@ -137,14 +137,14 @@ def in_clean_process(request):
 
 
 def compute_again(request):
-    """What an export's head computes now, and its figures measured now, as a dict.
+    """Compute an export's outputs and measure its figures again, as a dict.
 
     request: {"folder", "target" (or None), "device", "dtype" (or None), "prompts": file or None, "figures": settings to measure in}
     """
     folder = Path(request["folder"])
     stored = read_replay(folder)
     tensors = _part(_tensors, folder)
-    if "error" in tensors:  # a head that does not load computes nothing: no target is loaded for it
+    if "error" in tensors:  # without a head nothing can be computed, so no target is loaded
         acceptance = [tensors] * len(request["figures"]) if request["target"] else []
         return {"tensors": tensors, "drawn": tensors, "target": tensors, "acceptance": acceptance}
     reply = {"tensors": tensors, "drawn": _part(_drawn, folder, stored)}
@@ -163,7 +163,7 @@ def compute_again(request):
 def _part(compute, *arguments):
     try:
         return compute(*arguments)
-    except (ValueError, OSError, RuntimeError) as error:  # RuntimeError: torch's, of shapes that do not go together
+    except (ValueError, OSError, RuntimeError) as error:  # RuntimeError: torch's, for shapes that do not fit
         return {"error": " ".join(str(error).split())}
 
 
@@ -187,7 +187,7 @@ def _on_target(folder, stored, request):
 
 
 def _acceptance(folder, request, figures):
-    """Figures of the same settings but the temperature, measured now: [{"by_request": counts}, ...]"""
+    """Measure figures that differ only in their temperature: [{"by_request": counts}, ...]"""
     said = figures[0]
     prompts = said["prompts"]
     if prompts is None:

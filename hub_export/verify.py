@@ -1,11 +1,11 @@
-"""heads.export verify: whether an export is what was written, computes what its head computed, and does what its card says.
+"""heads.export verify: check that an export has the files that were written, the outputs of its source, and its card's figures.
 
     heads.export verify exports/first --model assets/stdlib-coder
 
-Exact: checksums of files and tensors, config.json key by key, the card's figures against those in replay.json. Within a tolerance
-(replay.py): what the head computes from drawn inputs, and from the target's features on the stored prompts; no two kinds of machine
-add in the same order. Within statistics (acceptance.py): acceptance, measured again by the engine on the same prompts with the same
-settings. Loading and computing happen in a process of their own (replay_file.py).
+Compared exactly: checksums of files and tensors, config.json key by key, the card's figures with those in replay.json. Compared
+within a tolerance (replay.py), as machines add in different orders: the head's outputs for drawn inputs, and on the target's
+features of the stored prompts. Compared within a confidence interval (acceptance.py): acceptance, measured again by the engine on
+the same prompts with the same settings. Loading and computing happen in a separate process (replay_file.py).
 """
 
 import argparse
@@ -37,16 +37,16 @@ examples
   heads.export verify exports/first --model assets/stdlib-coder
   heads.export verify you/first --model you/target --device cuda
   heads.export verify exports/first --model you/target --prompts runs/first/heldout.jsonl
-      for figures that a training run measured, whose prompts do not come along: heldout.jsonl of the run, else of its target
+      figures of a training run need its prompts, which are not in the export: heldout.jsonl of the run, else of its target
 
-Exit status: 0 it is what it says, 1 it is not, 2 it could not be checked.
+Exit status: 0 all checks passed, 1 a check failed, 2 the export could not be checked.
 """
 OK, FAILED, SKIPPED = "ok", "FAILED", "not checked"
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at.  state: OK, FAILED or SKIPPED; evidence: a sentence"""
+    """The result of one check.  state: OK, FAILED or SKIPPED; evidence: a sentence"""
 
     name: str
     state: str
@@ -63,10 +63,12 @@ def main(argv):
         allow_abbrev=False,
     )
     parser.add_argument("export", metavar="DIR", help="the exported folder, or a Hub id (also ID@REVISION)")
-    parser.add_argument("--model", metavar="TARGET", help="its target; without it only what needs none is checked")
+    parser.add_argument(
+        "--model", metavar="TARGET", help="its target; without it only checks that need no target are made"
+    )
     parser.add_argument("--prompts", metavar="FILE", help="JSONL that figures of a training run were measured on")
     parser.add_argument("--device", default="auto", help="auto (default: a GPU if there is one), cpu, cuda ...")
-    parser.add_argument("--dtype", help="of the target (default: what the figures were measured in)")
+    parser.add_argument("--dtype", help="dtype of the target (default: that of the figures)")
     args = parser.parse_args(argv)
     if args.prompts and not args.model:
         parser.error("--prompts belongs to --model")
@@ -74,7 +76,7 @@ def main(argv):
 
 
 def _verify(args):
-    """Check, and say each check and the verdict.  Returns 1 if one failed."""
+    """Check, and print each check and the verdict.  Returns 1 if a check failed."""
     with ending_cleanly("heads.export verify"):
         checks = verify(args.export, args.model, prompts=args.prompts, device=args.device, dtype=args.dtype)
     for check in checks:
@@ -89,8 +91,8 @@ def _verify(args):
 def verify(export, target=None, *, prompts=None, device="auto", dtype=None):
     """Check an export.  -> list of Check
 
-    export: folder or Hub id; target: folder or Hub id, or None; prompts: JSONL for figures whose prompts did not come along.
-    Raises ValueError where there is nothing to compare with or a file that was named is not there.
+    export: folder or Hub id; target: folder or Hub id, or None; prompts: JSONL for figures whose prompts are not in the export.
+    Raises ValueError if there is nothing to compare with, or a named file does not exist.
     """
     folder = _folder_of(export)
     stored = read_replay(folder)
@@ -122,7 +124,7 @@ def verify(export, target=None, *, prompts=None, device="auto", dtype=None):
 
 
 def _each_reason_once(checks):
-    """Where a file does not load, everything computed from it fails with the same words: later ones name the first."""
+    """Shorten repeated reasons: if a file does not load, all checks on it fail alike, and later ones just name the first."""
     first, told = {}, []
     for check in checks:
         earlier = first.setdefault((check.state, check.evidence), check.name)
@@ -146,7 +148,7 @@ def _folder_of(export):
 
 
 def _request(figure, stored_prompts, prompts_file):
-    """How a figure is to be measured again; None where it cannot be."""
+    """The settings to measure a figure again; None if that is impossible."""
     if figure.get("source", "engine") != "engine" or (not figure.get("by_request") and prompts_file is None):
         return None
     return {
@@ -171,9 +173,9 @@ def _files(folder, stored):
 
 
 def _would_be_read(name):
-    """Whether loading an export reads a file of this name beside those it holds: other weights, a tree, an adapter."""
+    """Whether loading an export would read an additional file of this name: other weights, a tree, an adapter."""
     *parents, name = name.split("/")
-    folder = "/".join(parents).removeprefix("head/")  # a head/ in it is read before what lies beside it
+    folder = "/".join(parents).removeprefix("head/")  # a head/ inside is read before the files beside it
     if folder == adapter.FOLDER:
         return name in (adapter.CONFIG_FILE, adapter.WEIGHTS_FILE)
     # Engines read every .safetensors of a folder.
@@ -195,7 +197,7 @@ _absent = object()
 
 
 def _card(folder, stored):
-    """The card's figures against those of replay.json, and those against the counts that they come from."""
+    """Compare the card's figures with those of replay.json, and those with the counts behind them."""
     figures, wanted = stored["acceptance"], {}
     for figure in figures:
         named = [(LENGTH, figure.get("acceptance_length"))]
@@ -293,4 +295,4 @@ def _acceptance(figure, found, target):
     text = (
         f"{now['acceptance_length']:.3f} tokens per step{same}, 99 % {low:.3f} to {high:.3f} over {len(counts)} prompts"
     )
-    return Check(name, OK, f"{text}; {figure['acceptance_length']:.3f} is said")
+    return Check(name, OK, f"{text}; {figure['acceptance_length']:.3f} is claimed")

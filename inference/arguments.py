@@ -1,4 +1,4 @@
-"""Options that several commands share, and what they come to. Imports nothing heavy, so that --help stays quick."""
+"""Options that several commands share, and the values made from them. Imports nothing heavy, so that --help stays quick."""
 
 import argparse
 import warnings
@@ -22,7 +22,7 @@ def plain_warnings():
 
 
 def add_command(commands, name, run, summary, example, more=""):
-    """One command: its summary, what else there is to know, an example."""
+    """Add one command: its summary, further details, an example."""
     sub = commands.add_parser(
         name,
         help=summary,
@@ -35,13 +35,13 @@ def add_command(commands, name, run, summary, example, more=""):
 
 
 def add_device(parser):
-    """Where a command computes, and in which dtype."""
+    """Options for the device and the dtype of a command."""
     parser.add_argument("--device", default="auto", help="auto (default: a GPU if there is one), cpu, cuda, cuda:1 ...")
     parser.add_argument("--dtype", default="auto", help="auto (default), bfloat16, float16 or float32")
 
 
 def add_adapter(parser):
-    """A LoRA adapter of the target."""
+    """Option for a LoRA adapter of the target."""
     parser.add_argument(
         "--adapter",
         help="a LoRA adapter of the target, merged into its weights: a folder, a Hub id, or a run or head trained with one",
@@ -49,7 +49,7 @@ def add_adapter(parser):
 
 
 def add_model(parser):
-    """The target, and how long its requests may get."""
+    """Options for the target and for the longest request."""
     parser.add_argument("--model", required=True, help="the target: a folder or Hub id")
     add_adapter(parser)
     parser.add_argument(
@@ -59,26 +59,26 @@ def add_model(parser):
 
 
 def add_speculation(parser):
-    """What drafts, and how."""
+    """Options for the drafter and the tree."""
     parser.add_argument(
         "--head",
-        help="what drafts: a head (a folder, a run or a Hub id, also ID@REVISION) or a smaller model of the same vocabulary (a "
+        help="the drafter: a head (a folder, a run or a Hub id, also ID@REVISION) or a smaller model of the same vocabulary (a "
         "folder); default: plain decoding",
     )
     parser.add_argument(
         "--method",
-        help="ngram drafts without a head, by looking up what followed the newest tokens before; otherwise it is found out",
+        help="ngram: draft without a head, by looking up what followed the newest tokens earlier (default: found from --head)",
     )
-    parser.add_argument("--tree", help="the drafts' shape: chain (default), static, dynamic, or a tree file")
+    parser.add_argument("--tree", help="shape of the drafts: chain (default), static, dynamic, or a tree file")
     parser.add_argument(
         "--num-speculative-tokens",
         type=int,
-        help="depth of the drafts (default: what the head was made for; needed for models and ngram)",
+        help="depth of the drafts (default: the head's own; required for models and ngram)",
     )
 
 
 def speculative_config(arguments, **more):
-    """The speculative_config that the options of add_speculation say, None for plain decoding; more: keys besides."""
+    """The speculative_config made from the options of add_speculation, None for plain decoding; more: further keys."""
     if not arguments.head and not arguments.method:
         for option, given in (
             ("--tree", arguments.tree),
@@ -97,7 +97,7 @@ def speculative_config(arguments, **more):
 
 
 def choose_threads_for(model, device):
-    """As many CPU threads as decode the target fastest, unless OMP_NUM_THREADS says how many; ValueError for an unsupported one."""
+    """Use as many CPU threads as decode the target fastest, unless OMP_NUM_THREADS is set. ValueError for an unsupported target."""
     from .models.decoder import check_supported
     from .models.target_source import choose_device, target_config
     from .threads import choose_threads
@@ -114,7 +114,7 @@ def check_count(number):
 
 
 def prompt_file(given, model):
-    """The file of prompts that --prompts names, or that the target ships."""
+    """The file of prompts that --prompts names, or the one in the target's folder."""
     path = Path(given) if given else Path(model) / "heldout.jsonl"
     if not given and not path.is_file():
         raise ValueError(f"{model} ships no held-out prompts (heldout.jsonl): name a JSONL file with --prompts")

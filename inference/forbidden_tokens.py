@@ -1,14 +1,14 @@
-"""Which tokens a request names and forbids: checked before any work, and bad words as token sequences, as vLLM spells them."""
+"""Check the tokens that a request names before any work, and turn bad words into token sequences, as vLLM does."""
 
 from ..kernels.sampling.process_logits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 
 
 def bad_word_sequences(words, tokenizer):
-    """Token sequences whose last token may not complete them.  strings -> tuple of tuples of token ids
+    """Token sequences that the output must not complete.  strings -> tuple of tuples of token ids
 
     Each word is tokenised without a leading space; also with one, if that gives equally many tokens and another first token (so a
-    word is found at the beginning of a text and in the middle). Raises ValueError for more or longer ones than the engine's table
-    takes.
+    word is found at the beginning of a text and in the middle). Raises ValueError for more or longer sequences than the engine's
+    table takes.
     """
     sequences = []
     for word in words:
@@ -34,9 +34,9 @@ def bad_word_sequences(words, tokenizer):
 
 
 def check_tokens(params, bad_words, stop_ids, vocab_size, number):
-    """ValueError for token ids of prompt `number` that are none, and for an allowed_token_ids of which nothing is left.
+    """ValueError if prompt `number` names ids outside the vocabulary, or if nothing is left of its allowed_token_ids.
 
-    bad_words: bad_word_sequences of the params; stop_ids: what min_tokens forbids.
+    bad_words: bad_word_sequences of the params; stop_ids: ids that min_tokens forbids.
     """
     named = {
         "stop_token_ids": params.stop_token_ids,

@@ -41,7 +41,7 @@ class LLM:
         float32, whichever this machine measures faster. A loaded model keeps its own.
     device: "auto" or None (a GPU if there is one), "cpu", "cuda", "cuda:1" ... or a torch.device.
     max_model_len: longest prompt + output in tokens; None: the model's own limit.
-    max_num_seqs: how many requests run at once.
+    max_num_seqs: number of requests that can run at once.
     max_num_batched_tokens: prompt tokens computed per step; longer prompts are computed in chunks.
     gpu_memory_utilization: share of the GPU's memory that weights, activations and cache may take together; the cache takes no
         more than max_num_seqs requests of max_model_len tokens need.
@@ -53,25 +53,25 @@ class LLM:
     speculative_config: None for plain decoding, or a dict with
         model: a head of any family (folder, run, Hub id or module), or a smaller model of the same vocabulary (folder, Hub id with
         method "draft_model", or loaded); revision: branch, tag or commit of a head on the Hub (as in model "OWNER/NAME@REVISION");
-        method: vLLM's name of what it is, found out where it is not given: "medusa",
-        "mlp_speculator", "eagle" (EAGLE-1 and 2), "eagle3", "draft_model", or "ngram", which needs no model and copies what
-        followed the newest prompt_lookup_min to prompt_lookup_max (1 to 4) tokens before; num_speculative_tokens: depth of drafts,
-        None for what the head was made for; tree: "chain", "static" (the tree measured for this head, else the one shipped for its
-        method and depth), "dynamic" (grown in every step from the draft's confidence) or a tree file; verifier: "strict" (the
-        tokens of plain decoding, bit by bit), "token" or "block" on a chain, "recursive" or "traversal" on any tree (tokens of the
-        same distribution), or "synthetic" to accept by given rates whatever the tokens are (for measuring speed: the outputs mean
-        nothing), with acceptance_rates (unconditional, per position) or acceptance_length (tokens per step);
+        method: vLLM's name of the drafter, found from the model if not given: "medusa",
+        "mlp_speculator", "eagle" (EAGLE-1 and 2), "eagle3", "draft_model", or "ngram", which needs no model: it copies the tokens
+        that followed an earlier occurrence of the newest prompt_lookup_min to prompt_lookup_max (1 to 4) tokens;
+        num_speculative_tokens: depth of drafts, None for the head's own; tree: "chain", "static" (the tree measured for this head,
+        else the one shipped for its method and depth), "dynamic" (grown in every step from the draft's confidence) or a tree file;
+        verifier: "strict" (the tokens of plain decoding, bit by bit), "token" or "block" on a chain, "recursive" or "traversal" on
+        any tree (tokens of the same distribution), or "synthetic", which accepts by given rates whatever the tokens are (to measure
+        speed; the outputs mean nothing), with acceptance_rates (unconditional, per position) or acceptance_length (tokens a step);
         rejection_sample_method: vLLM's name of a verifier instead; draft_sample_method: how drafts are drawn: "shared_noise" (the
-        default of "strict"), "probabilistic" (that of the ratio rules), "greedy" or "top_and_one"; adaptive: True cuts the tree
-        in every step to the depth that gives most tokens per second by what was measured so far, none at all where that is best;
-        num_speculative_tokens_per_batch_size: tells the depth instead, {smallest batch size: tokens}.
+        default of "strict"), "probabilistic" (the default of the ratio rules), "greedy" or "top_and_one"; adaptive: True cuts the
+        tree in every step to the depth with the most tokens per second measured so far, down to no drafts at all;
+        num_speculative_tokens_per_batch_size: gives the depth instead, {smallest batch size: tokens}.
     adapter: a LoRA adapter of the target in peft's format (a folder or a Hub id, or a run or head that was trained with one): it is
         merged into the weights while they are loaded, in fp32, rounded once. The target is then the adapted one, in every respect.
     logprobs_mode: "raw_logprobs" (of the target's logits) or "processed_logprobs" (of the distribution that a token
         was drawn from, after temperature and filters). prompt_logprobs are always raw.
 
     By default the outputs are those of plain decoding, whatever the head and the tree: see docs/lossless.md. Raises ValueError for
-    bad arguments, naming what was given and what was expected; unknown keywords that are nearly spelled like a known one name it.
+    bad arguments, naming the value and what was expected; for a misspelled keyword it names the nearest known one.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class LLM:
         check_whole("seed", seed, 0)
         if load_format not in LOAD_FORMATS:
             raise ValueError(f"load_format must be 'auto' or 'dummy', got {load_format!r}")
-        named_dtype(dtype), named_device(device)  # refuse what they do not know
+        named_dtype(dtype), named_device(device)  # they raise for unknown ones
         speculative = SpeculativeOptions.parse(speculative_config)
 
         # Everything that can be refused is refused before the target's weights are read.
@@ -154,7 +154,7 @@ class LLM:
         return self.engine.eos_token_ids
 
     def _share(self, other, dtype, device):
-        """The decoder of another LLM, if it serves."""
+        """The decoder of another LLM, if it fits these options."""
         decoder = other.engine.decoder
         check_used_in_place(decoder, dtype, device)
         if self.max_model_len > other.max_model_len:
@@ -200,7 +200,7 @@ class LLM:
         return [self.session.output(submission) for submission in submissions]
 
     def stream(self, prompt, sampling_params=None):
-        """Yield the output's text piece by piece as it is decided; returns the RequestOutput (StopIteration.value)."""
+        """Yield the output's text in pieces as they become final; returns the RequestOutput (StopIteration.value)."""
         checked = self.session.check(prompt, sampling_params)
         if checked.params.n != 1:
             raise ValueError(f"stream makes one output, got n={checked.params.n}")
@@ -214,7 +214,7 @@ class LLM:
     def chat(self, messages, sampling_params=None, use_tqdm=False, chat_template_kwargs=None, **others):
         """Outputs for one conversation (a list of {"role", "content"}) or several, through the tokenizer's chat template.
 
-        chat_template_kwargs: what the template takes besides, as {"enable_thinking": False}; others: as in `generate`.
+        chat_template_kwargs: further arguments of the template, such as {"enable_thinking": False}; others: as in `generate`.
         """
         known = ("messages", "sampling_params", "use_tqdm", "chat_template_kwargs")
         reject_unknown(others, known, "argument", VLLM_CALLS, ASKS_NOTHING)
@@ -237,7 +237,7 @@ class LLM:
         return self.engine.metrics.as_dict()
 
     def _run(self, submissions, use_tqdm):
-        """Step until these have ended; what others have asked for (open streams) advances beside them."""
+        """Step until these submissions have ended; others, such as open streams, advance in the same steps."""
         unfinished = {request for submission in submissions for request in submission.requests}
         started, tokens = time.monotonic(), 0
         with tqdm(

@@ -1,4 +1,4 @@
-"""Requests on an LLM that come one by one while others run, for callers that learn the next prompt from the last output.
+"""Add requests to an LLM one by one while others run, for callers whose next prompt depends on the last output.
 
     with OpenBatch(llm) as batch:
         batch.add("a prompt", SamplingParams(max_tokens=64), tag="first")
@@ -6,12 +6,12 @@
             for tag, output in batch.step():
                 ...  # and perhaps batch.add(...)
 
-What a request gives does not depend on when it came, or on its company. Not done here: waiting for prompts, threads.
+An output does not depend on when its request came, or on other requests. Not done here: waiting for prompts, threads.
 """
 
 
 class OpenBatch:
-    """The requests that its owner added and that have not ended; len() counts them. Leaving the block cancels them."""
+    """Requests that its owner added and that have not ended; len() counts them. Leaving the block cancels them."""
 
     def __init__(self, llm):
         self.session = llm.session
@@ -21,7 +21,7 @@ class OpenBatch:
         return len(self._open)
 
     def add(self, prompt, sampling_params, tag=None):
-        """Hand in one prompt, as LLM.generate takes it. Raises ValueError for what LLM.generate refuses, and for n above 1."""
+        """Add one prompt, as for LLM.generate. Raises ValueError for what LLM.generate refuses, and for n above 1."""
         if sampling_params.n != 1:
             raise ValueError(f"an open batch makes one output per prompt, got n={sampling_params.n}")
         self._open[self.session.submit(prompt, sampling_params)] = tag

@@ -1,4 +1,4 @@
-"""What LLM.generate gives: a prompt, its outputs, and how their drafts fared."""
+"""Results of LLM.generate: a prompt, its outputs, and counts of their accepted drafts."""
 
 from dataclasses import dataclass, field
 
@@ -33,7 +33,7 @@ class RequestOutput:
 
 
 def make_output(text, group, tokenizer, eos_token_ids):
-    """The RequestOutput of the requests that one prompt became.  text: the prompt's, or None; group: one Request per output"""
+    """The RequestOutput of one prompt.  text: the prompt's, or None; group: its Requests, one per output"""
     outputs, prompt_logprobs = [], group[0].prompt_logprobs
     _add_text(prompt_logprobs, tokenizer)
     for request in group:
@@ -60,7 +60,7 @@ def make_output(text, group, tokenizer, eos_token_ids):
 
 
 def _add_text(logprobs, tokenizer):
-    """decoded_token of every Logprob in a list of entries or Nones."""
+    """Set decoded_token of every Logprob in a list of entries or Nones."""
     if logprobs is None or tokenizer is None:
         return
     texts = {}

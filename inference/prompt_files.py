@@ -3,14 +3,14 @@
 import json
 from pathlib import Path
 
-OURS = ("conversation", "tokenize", "add_generation_prompt")  # what a template's options may not say again
+OURS = ("conversation", "tokenize", "add_generation_prompt")  # a template's options may not repeat these
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def read_prompts(path, start=0, count=None):
     """The prompts of lines start .. start + count of a JSONL file, as `render_prompt` takes them.
 
-    The answer that a conversation ends with is left out. ValueError names file and line of what cannot be read.
+    The answer at the end of a conversation is left out. ValueError names file and line of an entry that cannot be read.
     """
     path = Path(path)
     if not path.is_file():
@@ -52,22 +52,22 @@ def _prompt(entry, where):
 
 
 def check_text(text, where):
-    """ValueError for a string that is no text: a tokenizer takes none with half a character in it."""
+    """ValueError for a string that is not valid Unicode: a tokenizer refuses half a character."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"{where} is no valid Unicode text: the character {error.start + 1} is half of one, as of bytes that were not UTF-8 or "
+            f"{where} is not valid Unicode text: the character {error.start + 1} is half of one, as of bytes not in UTF-8 or "
             f"a text that was cut: {text[max(error.start - 20, 0) : error.start + 20]!r}"
         ) from None
 
 
 def check_message(message, where):
-    """ValueError unless a message has a role, and content that a template can show."""
+    """ValueError unless a message has a role, and content that a template can render."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ValueError(f"{where}: a message is {{'role': ..., 'content': ...}}, got {message!r:.120}")
     content = message.get("content")
-    # An assistant that only calls tools says nothing.
+    # An assistant message that only calls tools has no content.
     if not (isinstance(content, str) or (isinstance(content, list) and content)) and not message.get("tool_calls"):
         raise ValueError(f"{where}: a message needs 'content', the text as a string; got {message!r:.120}")
     for part in content if isinstance(content, list) else []:
@@ -79,7 +79,7 @@ def check_message(message, where):
 
 
 def joined(message):
-    """A message whose content is one string: templates of text models write a list as Python does."""
+    """The message with its content joined to one string: templates of text models would print a list as Python does."""
     if not isinstance(message.get("content"), list):
         return message
     return {**message, "content": "".join(part["text"] for part in message["content"])}
@@ -88,7 +88,7 @@ def joined(message):
 def render_chat(tokenizer, messages, options=None):
     """A conversation as the prompt for its next assistant turn, through the chat template.
 
-    options: {name: value} that the template takes besides.
+    options: {name: value}, further arguments of the template.
     Raises ValueError without a template, for messages without a role or content, for roles that neither ROLES nor the template
     names, and where the template refuses.
     """
@@ -125,7 +125,7 @@ def render_chat(tokenizer, messages, options=None):
 
 
 def render_prompt(tokenizer, prompt):
-    """What LLM.generate takes, from a line of `read_prompts`: conversations go through the chat template."""
+    """A prompt for LLM.generate from an entry of `read_prompts`: conversations go through the chat template."""
     if "messages" not in prompt:
         return prompt
     text = render_chat(tokenizer, prompt["messages"])

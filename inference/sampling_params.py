@@ -6,9 +6,9 @@ from dataclasses import dataclass, fields
 from ..heads.storage.keywords import VLLM_SAMPLING, reject_unknown
 from .engine.target_scores import CHANGED, CUT, NO_FILTERS
 
-# Powers of ten around 1 that leave a logit in the range of fp32.
+# Powers of ten around 1 that keep a logit in the range of fp32.
 LEAST_REPETITION, GREATEST_REPETITION = 1e-5, 1e5
-# Below it, logits divided by the temperature leave the range in which fp32 tells them apart.
+# Below this temperature, divided logits leave the range in which fp32 tells them apart.
 LEAST_TEMPERATURE = 1e-5
 
 
@@ -41,20 +41,20 @@ class SamplingParams(_Fields):
 
     temperature: 0 is greedy. top_p in (0, 1]; top_k: 0 or -1 keeps all; min_p in [0, 1]: leave out tokens less likely than this
     share of the likeliest. repetition_penalty: logits of tokens of the prompt or the output are divided by it if positive, else
-    multiplied. frequency_penalty, presence_penalty from -2 to 2: taken off the logits of the output's tokens, once per
+    multiplied. frequency_penalty, presence_penalty from -2 to 2: subtracted from the logits of the output's tokens, once per
     occurrence or once. logit_bias: {token id: from -100 to 100}, added to logits (kept as a sorted tuple of pairs).
-    allowed_token_ids: no other tokens. bad_words: strings whose last token is forbidden where it would complete them, with a
-    space before them and without; the prompt counts as said (in vLLM only the output does). max_tokens: at most so many new
-    tokens (None: up to max_model_len). min_tokens: no EOS, stop token or stop string before. stop: a string or several that end
+    allowed_token_ids: no other tokens. bad_words: strings that the output must not complete, with a space before them and without;
+    the prompt may hold their beginning (in vLLM only the output counts). max_tokens: the most new tokens (None: up to
+    max_model_len). min_tokens: number of tokens before any EOS, stop token or stop string. stop: one or more strings that end
     the output. stop_token_ids: tokens that end it, and are part of token_ids. include_stop_str_in_output: the text keeps the
     stop string, or the stop token's text, that ended it. ignore_eos: go on after EOS. seed: an int makes the output a function
     of (prompt, parameters, seed), with the default verifier; None derives one from (LLM seed, number of the request). n: outputs
-    per prompt. logprobs: also return the log-probabilities of the emitted token and of the so many likeliest, at every position
-    (LLM's logprobs_mode says of which distribution). prompt_logprobs: the same for the prompt's tokens but the first, of the raw
-    logits.
+    per prompt. logprobs: at every position, also return the log-probabilities of the emitted token and of this many likeliest
+    tokens (LLM's logprobs_mode chooses the distribution). prompt_logprobs: the same for the prompt's tokens but the first, of the
+    raw logits.
 
-    Fields cannot be set afterwards: `dataclasses.replace(params, n=3)` makes other ones. Raises ValueError for values out of range
-    and for unknown keywords.
+    Fields cannot be set afterwards: `dataclasses.replace(params, n=3)` makes a changed copy. Raises ValueError for values out of
+    range and for unknown keywords.
     """
 
     def __init__(self, *positional, **given):
@@ -94,7 +94,7 @@ class SamplingParams(_Fields):
 
     @property
     def filters(self):
-        """What the logits need at every token: NO_FILTERS, CHANGED or CUT. (min_tokens changes them at the first ones.)"""
+        """Filters of the logits at every token: NO_FILTERS, CHANGED or CUT. (min_tokens changes only the first tokens' logits.)"""
         if self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0):
             return CUT
         given = self.logit_bias or self.bad_words or self.allowed_token_ids is not None

@@ -1,13 +1,12 @@
-"""The one driver of an engine: from a prompt to requests, and from their tokens back to outputs.
+"""Session, the only driver of an engine: it turns prompts into requests, and their tokens into outputs.
 
     submission = session.submit(prompt, params)
     while not submission.finished:
         session.step()
     output = session.output(submission)                    # or: for text in session.subscribe(submission)
 
-One thread owns a session. Whoever uses it steps until its own submissions have ended; what others have submitted advances beside
-them, in the same batch. What a request gives does not depend on when it came, or on its company. Not done here: waiting for
-prompts, threads.
+One thread owns a session. A caller steps until its own submissions have ended; the submissions of other callers advance in the same
+batch. An output does not depend on when its request came, or on other requests. Not done here: waiting for prompts, threads.
 """
 
 from dataclasses import dataclass, field
@@ -52,7 +51,7 @@ class Session:
         self._num_submitted = 0
 
     def check(self, prompt, params=None, number=0):
-        """The CheckedPrompt of what LLM.generate takes as one prompt, or ValueError; number: what an error calls it."""
+        """The CheckedPrompt of one prompt, in any form that LLM.generate takes, or ValueError; number: its name in errors."""
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValueError(
@@ -111,14 +110,14 @@ class Session:
         return submission
 
     def step(self):
-        """One step of the engine.  -> the requests that were given tokens, of whatever submission"""
+        """One step of the engine.  -> the requests, of all submissions, that were given tokens"""
         return self.engine.step()
 
     def subscribe(self, submission):
-        """Yield the text of a submission of one output, piece by piece as it is decided; steps as long as it has not ended."""
+        """Yield the text of a submission of one output, in pieces as they become final; steps until the submission has ended."""
         (request,) = submission.requests
         shown, growing = 0, GrowingText(request.stop_checker.decode)
-        while not request.finished:  # which may come in a step that somebody else makes
+        while not request.finished:  # it may end in a step of another caller
             self.step()
             if not request.finished:
                 now = growing.of(request.output_token_ids)
@@ -130,7 +129,7 @@ class Session:
             yield rest
 
     def cancel(self, submission):
-        """Drop what of a submission has not ended."""
+        """Drop the requests of a submission that have not ended."""
         for request in submission.requests:
             self.engine.cancel(request)
 
@@ -140,7 +139,7 @@ class Session:
         return make_output(submission.prompt.text, requests, self.tokenizer, eos_token_ids)
 
     def _tokenize(self, prompt, number):
-        """(text or None, token ids) of what LLM.generate takes as one prompt."""
+        """(text or None, token ids) of one prompt, in any form that LLM.generate takes."""
         text, ids = None, prompt
         if isinstance(prompt, dict):
             reject_unknown(prompt, ("prompt", "prompt_token_ids"), "prompt key")

@@ -1,16 +1,16 @@
-"""How many threads the commands decode on, on a CPU."""
+"""Number of CPU threads that the commands decode on."""
 
 import os
 
 import torch
 
-# Up to this hidden size products are so small that waking a thread costs more than it saves, and a busy neighbour makes waiting
-# ones cost tenfold (docs/log.md).
+# Up to this hidden size products are so small that waking a thread costs more than it saves; on a busy machine waiting threads cost
+# ten times as much (docs/log.md).
 MOST_HIDDEN = 512
 
 
 def choose_threads(config, device):
-    """One thread for a model as small as the embedded one on a CPU; torch's own number for others, and the user's if one is set.
+    """Use one thread on a CPU for a model as small as the embedded one, torch's own number for others, and the user's if set.
 
     config: the target's Hugging Face config. Sets torch's number of threads for the whole process, so a command calls it and no
     library function does.

@@ -1,4 +1,4 @@
-"""Triton where it is installed, and the question which tensors it works on.
+"""Import Triton where it is installed, and decide which tensors it works on.
 
 Kernels are written with `jit` and `tl` from here, so that a machine without Triton (a Mac, a bare CPU) can import every op and
 run its reference. A GPU tensor never falls back: its wrapper calls `on_triton`, which raises if Triton is missing.
@@ -44,5 +44,5 @@ def on_triton(x):
 
 
 def on_device(device):
-    """Triton and CUDA events look at the current device: this makes it `device`."""
+    """Make `device` the current device, which Triton and CUDA events look at."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

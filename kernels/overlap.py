@@ -1,11 +1,11 @@
-"""Programmatic dependent launch: a kernel may start while the one before it still runs, and waits where it needs its results.
+"""Programmatic dependent launch: a kernel starts while the previous one still runs, and waits where it needs its results.
 
     kernel[grid](..., **overlap(x))       # passes OVERLAP (tl.constexpr) and, where the device can, launch_pdl=True
 
-Inside, `await_previous(OVERLAP)` stands before the first read or write of anything that another kernel writes or reads, and
-`release_next(OVERLAP)` after it: from there on the next kernel may start. Every kernel launched this way must await; then the
-results are those of launches one after the other, whatever the kernels around it do. Between two kernels that both take part
-about a microsecond is saved, in CUDA graphs too: 4 to 5 of 115 microseconds of an 8B layer's products, norms and copies (H200).
+The kernel calls `await_previous(OVERLAP)` before the first read or write of anything that another kernel writes or reads, and
+`release_next(OVERLAP)` after it: from there on the next kernel may start. Every kernel launched this way must await; then its
+results equal those of launches one after the other, whatever the kernels around it do. Two kernels that both take part save
+about a microsecond, in CUDA graphs too: 4 to 5 of 115 microseconds of an 8B layer's products, norms and copies (H200).
 Releasing before the wait lets whole chains of kernels pile up on the multiprocessors: 142 microseconds instead of 115.
 """
 
@@ -32,7 +32,7 @@ def release_next(OVERLAP: tl.constexpr):
 
 @functools.lru_cache
 def is_hopper(device):
-    """Whether a kernel may start while the one before it ends, and tiles can be loaded by tensor maps: on a GPU from 9.0 on."""
+    """True on GPUs of compute capability 9.0 and above: launches can overlap, and tiles can be loaded by tensor maps."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 

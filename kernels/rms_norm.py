@@ -39,7 +39,7 @@ def _add_rms_norm(
     parts, residual, w, normed, total, num_rows, width, eps, multiplier,
     S: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One row. S = 0: nothing is added, `parts`, `total` and `multiplier` are not used."""
+    """One row. With S = 0 nothing is added, and `parts`, `total` and `multiplier` are not used."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -94,7 +94,7 @@ def rms_norm(x, w, eps):
 
 
 def add_rms_norm(x, residual, w, eps, multiplier=1.0):
-    """s = residual + round(multiplier * round(x)); (rms_norm(s, w), s).
+    """Residual addition and RMSNorm: (rms_norm(s, w), s) with s = residual + round(multiplier * round(x)).
 
     x [M, H], or parts [S, M, H] to be added in order; residual [M, H], w [H] -> two [M, H] in the dtype of residual.
     Raises ValueError for shapes that do not fit.

@@ -1,4 +1,4 @@
-"""What all tests share: no network, no files outside pytest's own folders, no GPU test without a GPU, and a tiny target.
+"""Common to all tests: no network, no files outside pytest's own folders, no GPU test without a GPU, and a tiny target.
 
 The guard against the network watches this process; programs that a test starts inherit the offline switches instead.
 """
@@ -14,8 +14,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Before anything imports huggingface_hub or wandb: both read their switches once. A home of their own keeps the tests away from
-# the caches and the tokens of whoever runs them.
+# Before anything imports huggingface_hub or wandb: both read their switches once. A separate home keeps the tests away from the
+# user's caches and tokens.
 _HOME = tempfile.mkdtemp(prefix="headstart-tests-")
 os.environ.update(
     HF_HUB_OFFLINE="1",
@@ -51,7 +51,7 @@ def pytest_unconfigure():
 
 
 def pytest_collection_modifyitems(config, items):
-    # Under the interpreter every CPU tensor goes through Triton, so those tests have a process of their own.
+    # Under the interpreter every CPU tensor goes through Triton, so those tests run in a separate process.
     interpreting = os.environ.get("TRITON_INTERPRET") == "1"
     left_out = [item for item in items if bool(item.get_closest_marker("interpreter")) != interpreting]
     on_gpu = [item for item in items if item.get_closest_marker("gpu") and item not in left_out]
@@ -72,7 +72,7 @@ def _is_loopback(host):
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return False  # a name: looking it up is already a question to the network
+        return False  # a name: even looking it up would use the network
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,4 +1,4 @@
-"""The house rules of packaging: what the wheel holds, what the root's folder names must not hide, who may import whom.
+"""Rules of packaging: content of the wheel, names that the root's folders must not hide, allowed imports.
 
 Slow parts (building the wheel, importing transformers in a fresh interpreter) run in subprocesses and without the network.
 """
@@ -33,8 +33,8 @@ FLOORS = (
     ("commands",),
 )
 STRANGERS = ({"train", "hub_export"},)  # on one floor, and neither imports the other
-# What a room offers to the other rooms. What is not named is its own business. Of kernels/ every op is public, and benchmarks/ may
-# look into every room: it measures what lies inside.
+# Public modules of each room; all others are private to it. Every op of kernels/ is public, and benchmarks/ may import from every
+# room, because it measures private parts.
 PUBLIC = {
     "heads": "checkpoint draft_vocabulary eagle eagle3 families head layers medusa mlp_speculator packed_attention",
     "heads/formats": "eagle eagle3 layer medusa mlp_speculator",
@@ -204,7 +204,7 @@ def test_transformers_uses_the_installed_kernels_package_from_the_root(tmp_path)
 
 @pytest.mark.parametrize("folder", SCRIPT_FOLDERS)
 def test_no_script_hides_a_package(folder):
-    """`accelerate launch train/medusa.py` puts train/ first on sys.path: nothing there may be called like a package."""
+    """`accelerate launch train/medusa.py` puts train/ first on sys.path: nothing there may have the name of a package."""
     names = {path.stem for path in (ROOT / folder).iterdir() if path.suffix == ".py" or path.is_dir()} - {"__pycache__"}
     wanted = {
         "accelerate",

@@ -4,14 +4,14 @@
     accelerate launch train/eagle.py --config configs/eagle.yaml --target ORG/MODEL --data conversations.jsonl --lr 1e-4
     accelerate launch train/eagle.py --config configs/eagle-quickstart.yaml --resume
 
-conversations -> token ids and assistant mask -> packed rows -> the target's last features, with noise -> the next feature -> its
-distance from the target's own, and the loss of its token against the target's distribution or the text, summed and divided by the
-number of labels of the whole optimiser step. With num_steps above 1 further steps run on the head's own states, as it drafts
-(HASS, arXiv 2408.15766). `--help` lists every key. A run writes only into its `output` folder: config.yaml, metrics.jsonl,
-checkpoints/, acceptance.json, head/; and into `feature_cache`, if that is given.
+conversations -> token ids and assistant mask -> packed rows -> the target's last features, with noise -> the next feature -> loss.
+The loss is the feature's distance from the target's own and the loss of its token against the target's distribution or the text,
+summed and divided by the number of labels of the whole optimiser step. With num_steps above 1 further steps run on the head's own
+states, as in drafting (HASS, arXiv 2408.15766). `--help` lists every key. A run writes only into its `output` folder: config.yaml,
+metrics.jsonl, checkpoints/, acceptance.json, head/; and into `feature_cache`, if that is given.
 
 Every rank knows all rows and their order, so label counts need no communication; gradients are summed over the ranks once per
-optimiser step. It does not: train the embedding or the lm_head, which are the target's; mix data sets.
+optimiser step. Not done here: training the embedding or the lm_head, which are the target's; mixing data sets.
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ from headstart.train.teacher.features import FrozenTarget, load_target
 
 @dataclass(frozen=True)
 class Recipe(RunRecipe):
-    """Everything a run is told: the keys of every trainer, and those of EAGLE heads."""
+    """Settings of a run: the keys of every trainer, and those of EAGLE heads."""
 
     lr: float = key(3e-5, "peak learning rate of AdamW", least=0)
     beta2: float = key(0.95, "AdamW's decay of the gradient's square", least=0, most=0.99999)
@@ -44,16 +44,16 @@ class Recipe(RunRecipe):
     feature_weight: float = key(1.0, "weight of the smooth L1 distance from the target's next feature", least=0)
     token_weight: float = key(0.1, "weight of the token's loss, HASS's term included", least=0)
     hass_weight: float = key(
-        0.0, "beside it, a cross entropy over the target's likeliest tokens alone (HASS) counts this much", least=0
+        0.0, "weight of a further cross entropy, over the target's likeliest tokens only (HASS)", least=0
     )
-    hass_top: int = key(10, "how many tokens that are", least=1)
+    hass_top: int = key(10, "number of these likeliest tokens", least=1)
     noise: float = key(
         0.2, "width of the uniform noise on the features in a document of 512 tokens; less in longer ones", least=0
     )
-    num_steps: int = key(1, "steps, all but the first on the head's own states (HASS); 1: EAGLE", least=1, most=8)
-    step_decay: float = key(1.0, "step i's loss (from 0) counts this to the power i", least=0)
+    num_steps: int = key(1, "steps; all but the first run on the head's own states (HASS); 1: EAGLE", least=1, most=8)
+    step_decay: float = key(1.0, "weight of step i's loss (from 0): this to the power i", least=0)
     num_speculative_tokens: int = key(
-        5, "how deep the head drafts unless told otherwise, and is measured", least=1, most=8
+        5, "default depth of the head's drafts, and the depth it is measured at", least=1, most=8
     )
 
     def __post_init__(self):
@@ -75,7 +75,7 @@ class Recipe(RunRecipe):
 def add_noise(features, document_ids, width, seeds):
     """Features [B, T, H] with uniform noise of up to +- width / 2 * 512 / (tokens of the document), drawn per row from its seed.
 
-    document_ids [B, T]; seeds: list of B. A row's noise does not depend on what it is batched with.
+    document_ids [B, T]; seeds: list of B. A row's noise does not depend on the other rows of its batch.
     """
     lengths = (document_ids[:, :, None] == document_ids[:, None]).sum(-1, keepdim=True)  # [B, T, 1]
     draws = []
@@ -91,7 +91,7 @@ def noise_seeds(seed, step, places):
 
 
 def main(argv):
-    """Train as `argv` (list of str) says. Returns 0, or 128 + the signal that ended the run early, checkpoint saved."""
+    """Train as `argv` (list of str) asks. Returns 0, or 128 + the signal that ended the run early, after a checkpoint."""
     recipe = parse_recipe(Recipe, argv, __doc__)
     processes = start_processes(recipe, "eagle")
     device, note = processes.device, processes.note

@@ -5,18 +5,18 @@
     accelerate launch train/eagle3.py --config configs/eagle3-quickstart.yaml --resume
 
 conversations -> token ids and assistant mask -> packed rows -> the residual streams that enter some of the target's layers ->
-num_steps steps, each on the states of the one before, as the head drafts ("training-time test") -> loss against the target's
+num_steps steps, each on the states of the step before, as in drafting ("training-time test") -> loss against the target's
 distribution or the text, summed and divided by the number of labels of the whole optimiser step. `--help` lists every key. A run
 writes only into its `output` folder: config.yaml, metrics.jsonl, checkpoints/, acceptance.json, head/; and into `feature_cache`, if
 that is given.
 
-The loss is not quite the original code's. That one renormalises the target's distribution over the draft vocabulary, drops rows
+The loss differs from the original code's. The original renormalises the target's distribution over the draft vocabulary, drops rows
 whose likeliest token lies outside, and averages over all positions, masked ones too. Here the distribution is normalised over the
-whole vocabulary and the loss sums over the draft's part of it: a position of which little can be drafted teaches little, and none
-is dropped. Only supervised positions count, in the sum and in the divisor, which is the number of labels of the first step.
+whole vocabulary and the loss sums over the draft vocabulary: a position with little mass in it teaches little, and no position is
+dropped. Only supervised positions count, in the sum and in the divisor, which is the number of labels of the first step.
 
 Every rank knows all rows and their order, so label counts need no communication; gradients are summed over the ranks once per
-optimiser step. It does not: mix several data sets.
+optimiser step. Not done here: mixing several data sets.
 """
 
 from dataclasses import dataclass
@@ -41,21 +41,21 @@ from headstart.train.teacher.features import FrozenTarget, load_target
 
 @dataclass(frozen=True)
 class Recipe(RunRecipe):
-    """Everything a run is told: the keys of every trainer, and those of EAGLE-3 heads."""
+    """Settings of a run: the keys of every trainer, and those of EAGLE-3 heads."""
 
     lr: float = key(5e-5, "peak learning rate of AdamW", least=0)
     beta2: float = key(0.95, "AdamW's decay of the gradient's square", least=0, most=0.99999)
     max_grad_norm: float = key(0.5, "longer gradients are cut to this norm; 0: never", least=0)
-    num_steps: int = key(7, "unrolled steps, all but the first on the head's own states", least=1, most=MOST_STEPS)
-    step_decay: float = key(0.8, "step i's loss (from 0) counts this to the power i", least=0)
+    num_steps: int = key(7, "unrolled steps; all but the first run on the head's own states", least=1, most=MOST_STEPS)
+    step_decay: float = key(0.8, "weight of step i's loss (from 0): this to the power i", least=0)
     draft_vocab_size: int = key(
         0,
-        "draft over so many tokens, the most frequent supervised ones and the target's stop tokens; 0: over all",
+        "size of the draft vocabulary: the most frequent supervised tokens and the target's stop tokens; 0: all tokens",
         least=0,
     )
     aux_layers: str = key(
         "",
-        "layers whose entering residual streams the head reads, as 2,16,29; empty: 2, n/2 and n-3 of n, as published heads do",
+        "layers whose entering residual streams the head reads, such as 2,16,29; empty: 2, n/2 and n-3 of n, as in published heads",
     )
     hidden_size: int = key(
         0,
@@ -63,12 +63,12 @@ class Recipe(RunRecipe):
         least=0,
     )
     num_speculative_tokens: int = key(
-        5, "how deep the head drafts unless told otherwise, and is measured", least=1, most=MOST_STEPS
+        5, "default depth of the head's drafts, and the depth it is measured at", least=1, most=MOST_STEPS
     )
 
     def __post_init__(self):
         super().__post_init__()
-        parse_layers(self.aux_layers)  # or is refused
+        parse_layers(self.aux_layers)  # refuses bad text
 
     @property
     def aux_layer_ids(self):
@@ -89,7 +89,7 @@ def parse_layers(text):
 
 
 def choose_aux_layers(recipe, target):
-    """The layers that the recipe asks for; ValueError if the target does not have them."""
+    """The aux layers that the recipe asks for; ValueError if the target does not have them."""
     layers = recipe.aux_layer_ids
     if layers is None:
         try:
@@ -101,7 +101,7 @@ def choose_aux_layers(recipe, target):
 
 
 def choose_draft_vocabulary(packed, size, stop_ids, *, vocab_size, tokenizer, note):
-    """(d2t, t2d) of the `size` tokens that the rows supervise most, stop_ids in any case; `note(text)` is told what it costs."""
+    """(d2t, t2d) of the `size` tokens supervised most often, stop_ids always included; `note(text)` is told what is lost."""
     tokens = packed.input_ids[packed.supervised]
     d2t, t2d = build_draft_vocabulary(torch.bincount(tokens, minlength=vocab_size), size, stop_ids)
     share = t2d[tokens].double().mean().item()
@@ -119,7 +119,7 @@ def choose_draft_vocabulary(packed, size, stop_ids, *, vocab_size, tokenizer, no
 
 
 def main(argv):
-    """Train as `argv` (list of str) says. Returns 0, or 128 + the signal that ended the run early, checkpoint saved."""
+    """Train as `argv` (list of str) asks. Returns 0, or 128 + the signal that ended the run early, after a checkpoint."""
     recipe = parse_recipe(Recipe, argv, __doc__)
     processes = start_processes(recipe, "eagle3")
     device, note = processes.device, processes.note

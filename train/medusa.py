@@ -7,12 +7,12 @@
 
 conversations -> token ids and assistant mask -> packed rows -> the target's features -> K heads -> loss against the target's
 distribution or the text, summed and divided by the number of labels of the whole optimiser step. Stage `joint` (Medusa-2,
-train/loss/joint.py) goes on with heads of the stage `heads` and trains a LoRA adapter of the target with them. `--help` lists
+train/loss/joint.py) starts from heads of the stage `heads` and trains a LoRA adapter of the target with them. `--help` lists
 every key. A run writes only into its `output` folder: config.yaml, metrics.jsonl, checkpoints/, acceptance.json, head/; and into
 `feature_cache`, if that is given.
 
 Every rank knows all rows and their order, so label counts need no communication; gradients are summed over the ranks once per
-optimiser step. It does not: mix several data sets.
+optimiser step. Not done here: mixing several data sets.
 """
 
 from dataclasses import dataclass
@@ -39,13 +39,13 @@ from headstart.train.teacher.target_adapter import ALL_LINEAR, TargetAdapter
 
 @dataclass(frozen=True)
 class Recipe(RunRecipe):
-    """Everything a run is told: the keys of every trainer, and those of Medusa heads."""
+    """Settings of a run: the keys of every trainer, and those of Medusa heads."""
 
-    lk_eta: float = key(10.0, "of lk: the larger, the sooner the rate of acceptance takes over from kl", least=0)
-    num_heads: int = key(4, "heads; head k (from 0) predicts the token k + 2 places ahead", least=1)
+    lk_eta: float = key(10.0, "lk only: the larger, the sooner the rate of acceptance replaces kl", least=0)
+    num_heads: int = key(4, "number of heads; head k (from 0) predicts the token k + 2 places ahead", least=1)
     num_layers: int = key(1, "residual blocks per head", least=1)
-    shared_lm_head: bool = key(False, "heads end in the target's lm_head instead of one of their own")
-    head_weight_decay: float = key(0.8, "head k's loss counts this to the power k", least=0)
+    shared_lm_head: bool = key(False, "heads use the target's lm_head instead of their own")
+    head_weight_decay: float = key(0.8, "weight of head k's loss: this to the power k", least=0)
     stage: str = key(
         "heads",
         "heads: the heads alone; joint: heads and a LoRA adapter of the target together (Medusa-2)",
@@ -57,22 +57,22 @@ class Recipe(RunRecipe):
     )
     target_loss: str = key(
         "kl",
-        "joint, of the adapted target itself: kl: from the frozen target's distribution (self-distillation); hard: cross entropy "
-        "against the text",
+        "joint: loss of the adapted target itself. kl: KL from the frozen target's distribution (self-distillation); hard: cross "
+        "entropy against the text",
         choices=TARGET_LOSSES,
     )
     medusa_weight: float = key(
         0.1,
-        "joint: what the heads' loss counts beside the target's own: more accepts more and keeps less of the target "
+        "joint: weight of the heads' loss beside the target's own: a larger one accepts more drafts and keeps less of the target "
         "(the paper: 0.2)",
         least=0,
     )
     target_lr: float = key(5e-4, "joint: peak learning rate of the adapter; lr is the heads'", least=0)
     lora_rank: int = key(32, "joint: rank of the adapter", least=1)
-    lora_alpha: float = key(16.0, "joint: the adapter's products count alpha / rank", least=0)
-    lora_dropout: float = key(0.0, "joint: part of the adapter's inputs left out", least=0, most=0.99)
+    lora_alpha: float = key(16.0, "joint: the adapter's products are scaled by alpha / rank", least=0)
+    lora_dropout: float = key(0.0, "joint: dropout of the adapter's inputs", least=0, most=0.99)
     lora_targets: str = key(
-        ALL_LINEAR, "joint: names of the layers to adapt, by commas; all-linear: every Linear but lm_head"
+        ALL_LINEAR, "joint: names of the layers to adapt, with commas; all-linear: every Linear but lm_head"
     )
 
     def __post_init__(self):
@@ -97,7 +97,7 @@ class Recipe(RunRecipe):
 
 
 def build_head(recipe, target, resumed):
-    """The heads that the recipe describes: new ones, or those it starts from, which must be of that shape.
+    """The heads that the recipe describes: new ones, or those it starts from, which must have that shape.
 
     resumed: the checkpoint that will be loaded into them, which makes a start of another run's heads needless; or None.
     """
@@ -118,7 +118,7 @@ def build_head(recipe, target, resumed):
 
 
 def main(argv):
-    """Train as `argv` (list of str) says. Returns 0, or 128 + the signal that ended the run early, checkpoint saved."""
+    """Train as `argv` (list of str) asks. Returns 0, or 128 + the signal that ended the run early, after a checkpoint."""
     recipe = parse_recipe(Recipe, argv, __doc__)
     processes = start_processes(recipe, "medusa")
     device, note = processes.device, processes.note
@@ -144,7 +144,7 @@ def main(argv):
             alpha=recipe.lora_alpha,
             dropout=recipe.lora_dropout,
             modules=recipe.lora_targets,
-        )  # the same on every rank; what dropout leaves out is not
+        )  # the same on every rank; dropout's choices are not
         torch.manual_seed(recipe.seed + processes.accelerator.process_index)
         note(f"the adapter has {adapter.num_parameters:,} parameters in {len(adapter.layers)} layers of the target")
         groups = [adapter.parameter_group(recipe.target_lr / recipe.lr)]

@@ -6,13 +6,13 @@
 
 Stage 1: conversations -> token ids and assistant mask -> packed rows -> the target's features -> n steps, each fed the text's own
 next token (teacher forcing) -> loss against the target's distribution or the text, summed and divided by the number of labels of
-the whole optimiser step. Stage 2 goes on with a head from stage 1, on text that the target itself writes from short prompts: our
+the whole optimiser step. Stage 2 starts from a head of stage 1, on text that the target itself writes from short prompts: our
 engine generates it before training, into generated.jsonl of the run folder. `--help` lists every key. A run writes only into its
 `output` folder: config.yaml, metrics.jsonl, checkpoints/, acceptance.json, head/, generated.jsonl; and into `feature_cache`, if
 that is given.
 
 Every rank knows all rows and their order, so label counts need no communication; gradients are summed over the ranks once per
-optimiser step. It does not: mix several data sets, feed steps with their own drafts.
+optimiser step. Not done here: mixing several data sets, feeding steps their own drafts.
 """
 
 from dataclasses import dataclass
@@ -36,15 +36,15 @@ from headstart.train.teacher.sharded_target import check_whole_target
 
 @dataclass(frozen=True)
 class Recipe(RunRecipe):
-    """Everything a run is told: the keys of every trainer, and those of MLP speculators."""
+    """Settings of a run: the keys of every trainer, and those of MLP speculators."""
 
-    weight_decay: float = key(0.1, "AdamW's, on matrices (biases and norms have none)", least=0)
+    weight_decay: float = key(0.1, "AdamW's weight decay, on matrices only", least=0)
     beta2: float = key(0.95, "AdamW's decay of the gradient's square", least=0, most=0.99999)
-    num_steps: int = key(3, "steps; step k (from 0) predicts the token k + 2 places ahead", least=1)
+    num_steps: int = key(3, "number of steps; step k (from 0) predicts the token k + 2 places ahead", least=1)
     inner_size: int = key(0, "width of the state; 0: the target's hidden size", least=0)
-    tie_weights: bool = key(True, "steps share their weights (but for the first projection)")
+    tie_weights: bool = key(True, "steps share their weights (except the first projection)")
     scale_input: bool = key(True, "the feature is normalised before the first step")
-    step_weight_decay: float = key(1.0, "step k's loss counts this to the power k", least=0)
+    step_weight_decay: float = key(1.0, "weight of step k's loss: this to the power k", least=0)
     supervise: str = key(
         "assistant",
         "assistant: learn from the assistant's tokens (in stage 2: from those that the target generated); all: from every token",
@@ -54,7 +54,7 @@ class Recipe(RunRecipe):
     start_from: str = key(
         "", "begin with this head (run, checkpoint, folder or Hub id) of the same shape; stage 2 needs one"
     )
-    num_prompts: int = key(4096, "stage 2: pieces of the data to generate from; 0: all that there are", least=0)
+    num_prompts: int = key(4096, "stage 2: number of pieces of the data to generate from; 0: all", least=0)
     prompt_tokens: int = key(64, "stage 2: tokens per piece", least=1)
     answer_tokens: int = key(
         256, "stage 2: tokens generated per piece, at temperature 1 from the 10 likeliest", least=2
@@ -76,7 +76,7 @@ class Recipe(RunRecipe):
 
 
 def build_head(recipe, target, resumed):
-    """The speculator that the recipe describes: new, or the one it starts from, which must be of that shape.
+    """The speculator that the recipe describes: new, or the head that it starts from, which must have that shape.
 
     resumed: the checkpoint that will be loaded into it, which makes a start of another run's head needless; or None.
     """
@@ -95,7 +95,7 @@ def build_head(recipe, target, resumed):
 
 
 def main(argv):
-    """Train as `argv` (list of str) says. Returns 0, or 128 + the signal that ended the run early, checkpoint saved."""
+    """Train as `argv` (list of str) asks. Returns 0, or 128 + the signal that ended the run early, after a checkpoint."""
     recipe = parse_recipe(Recipe, argv, __doc__)
     processes = start_processes(recipe, "mlp_speculator")
     device, note = processes.device, processes.note
@@ -125,7 +125,7 @@ def main(argv):
             accelerator=processes.accelerator,
             note=note,
         )
-        generator = None  # its cache is free again
+        generator = None  # frees its cache
     if recipe.supervise == "all":
         documents = supervise_all(documents)
     packed, labels_per_row = build_rows(documents, recipe.row_length, tokenizer.pad_token_id, note, kind)

@@ -1,14 +1,14 @@
-"""Answer the conversations of a data set with the target itself, to train heads on: `headstart regenerate`, and this script.
+"""Let the target answer the conversations of a data set, to train heads on its answers: `headstart regenerate`, and this script.
 
     accelerate launch train/regenerate.py conversations.jsonl --model ORG/MODEL --output answers.jsonl
     headstart regenerate conversations.jsonl --model ORG/MODEL --output answers.jsonl
 
 data -> dialogues, many in flight at once (dialogue.py) -> our engine (engine_answers.py) or a server (chat_endpoint.py) -> parts
 (part_files.py) -> one JSONL in the order of the data, which `load_conversations` reads: {"conversation": place in the data,
-"messages": [...]}, every answer with its "finish_reason". OUTPUT.made_from.json says what it was made from, and counts. `--help`
+"messages": [...]}, every answer with its "finish_reason". OUTPUT.made_from.json holds the settings and counts. `--help`
 explains the options.
 
-It does not: filter or rate answers, use tools, or keep a reasoning model's thoughts where the chat template drops them.
+Not done here: filtering or rating answers, tools, keeping a reasoning model's thoughts if the chat template drops them.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from headstart.train.data.regenerate_options import DETAILS, EXAMPLES, SUMMARY, 
 from headstart.train.run.run_folder import patient_processes
 from headstart.train.run.stopping import StopSignals, run_script
 
-# So many refusals, and not one answer yet, are not the conversations' fault.
+# After this many refusals without one answer, the fault is not the conversations'.
 MOST_REFUSED = 8
 
 
@@ -55,8 +55,8 @@ def main(argv):
 def regenerate(options):
     """Make the file that `options` (of regenerate_options.py) ask for. Returns 0, or 128 + the signal that ended it early.
 
-    Raises ValueError for bad options and data, for parts or a finished file made from something else, and where nothing could be
-    answered.
+    Raises ValueError for bad options and data, for parts or a finished file made from something else, and if no conversation could
+    be answered.
     """
     sampling = check_options(options)
     output = Path(options.output)
@@ -67,7 +67,7 @@ def regenerate(options):
         if processes.is_main_process:
             tqdm.write(f"[regenerate] {text}", file=sys.stderr)
 
-    # What decides the content, known before anything heavy is loaded.
+    # The settings that decide the content, known before anything heavy is loaded.
     conversations = load_conversations(options.data, answered=False, note=note)
     chosen = choose(len(conversations), options.num_conversations, options.seed)
     made_from = {"data": options.data, "num_conversations": len(chosen)}
@@ -120,7 +120,7 @@ def regenerate(options):
             note(f"stopped by signal {stop.requested}: what is done is in {parts.folder}; the same command goes on")
             return 128 + stop.requested
 
-    # Everything is there, or some rank raised.
+    # All records exist, or some rank raised.
     records = parts.collect()
     seconds = time.perf_counter() - start
     if processes.is_main_process:
@@ -142,7 +142,7 @@ def regenerate(options):
 
 
 def check_options(options):
-    """What every answer is drawn by, as a dict that SamplingParams and a request to a server take. Raises ValueError."""
+    """Check the options. Returns the sampling parameters as a dict, for SamplingParams and for a server. Raises ValueError."""
     sampling = {"temperature": options.temperature, "top_p": options.top_p, "max_tokens": options.max_tokens}
     if options.top_k or not options.endpoint:  # OpenAI's own protocol has no top_k
         sampling["top_k"] = options.top_k
@@ -170,7 +170,7 @@ def check_options(options):
 
 
 def choose(num_conversations, count, seed):
-    """Places of the conversations to answer, in order: all, or `count` of them; a larger count holds a smaller one's."""
+    """Places of the conversations to answer, in order: all, or `count` of them. A larger count includes those of a smaller one."""
     places = list(range(num_conversations))
     if count is not None and count < num_conversations:
         random.Random(seed).shuffle(places)
@@ -188,9 +188,9 @@ def choose_device(device, processes):
 
 
 def keep(ended, parts, count, processes):
-    """Write the records of dialogues as they end, with a bar. Raises ValueError where every one of the first few is refused."""
+    """Write the records of dialogues as they end, with a bar. Raises ValueError if all of the first few are refused."""
     answered = any(is_answered(record) for record in parts.done.values())
-    held = []  # refused ones, until an answer shows that it is their fault
+    held = []  # refused ones, until an answer shows that the server works
     start, tokens = time.perf_counter(), 0
     share = f" (process 0 of {processes.num_processes})" if processes.num_processes > 1 else ""
     with tqdm(
@@ -223,7 +223,7 @@ def is_answered(record):
 
 
 def is_finished(output, made_from):
-    """Whether the file is there, made from the same. Raises ValueError for a file that is not."""
+    """Whether the finished file exists. Raises ValueError if it was made with other settings."""
     if not output.exists():
         return False
     facts = facts_file(output)
@@ -240,7 +240,7 @@ def facts_file(output):
 
 
 def summarize(records):
-    """Counts over all records, as JSON takes them."""
+    """Counts over all records, as a JSON-able dict."""
     answered = [record for record in records.values() if is_answered(record)]
     finish = Counter(m["finish_reason"] for r in answered for m in r["messages"] if m["role"] == "assistant")
     steps = sum(record["steps"] for record in answered)
@@ -258,7 +258,7 @@ def summarize(records):
 
 
 def tell(summary, records, tokens_per_second):
-    """The summary in sentences."""
+    """The summary in sentences, one after the other."""
     yield f"{summary['answered']:,} of {summary['conversations']:,} conversations answered"
     if summary["not_answered"]:
         yield f"not answered: {explain(summary['not_answered'], records)}"
@@ -274,7 +274,7 @@ def tell(summary, records, tokens_per_second):
 
 
 def explain(counts, records):
-    """Counts by reason as a text, each with an example of what was said."""
+    """Counts by reason as a text, each with an example of its detail."""
     texts = []
     for reason, count in counts.items():
         details = (record["detail"] for record in records.values() if record["ended"] == reason)

@@ -3,10 +3,10 @@
     python assets/make/make_stdlib_coder.py --output my-target          one GPU, about ten minutes
     python assets/make/make_stdlib_coder.py --output my-target --device cpu --seconds 60 --max_pairs 2000 ...          a trial
 
-Source are the Python files on this machine: the standard library and the installed packages under permissive licences
+The data are the Python files on this machine: the standard library and the installed packages under permissive licences
 (train/data/stdlib_pairs.py). Held-out modules are left out of the tokenizer, too. The result is a folder in Hugging Face
 layout with a model card, the figures on held-out functions (recipe.json) and the held-out prompts (heldout.jsonl).
-The clock decides how many steps are taken, so two runs give models alike but not equal bit by bit.
+The clock decides the number of steps, so two runs give similar models, not equal bits.
 """
 
 import argparse
@@ -40,19 +40,19 @@ def option(default, help):
 
 @dataclass(frozen=True)
 class TargetRecipe:
-    """Everything that decides what is trained. The recipe.json beside a model says what it was made with."""
+    """All settings of the training. The recipe.json beside a model holds those it was made with."""
 
     output: str = option("assets/stdlib-coder", "new folder for the model; an existing one is never written to")
-    seconds: float = option(420.0, "training time, compilation and data not counted")
+    seconds: float = option(420.0, "training time in seconds, without compilation and data")
     epochs: float = option(
-        0.0, "stop after so many passes over the pairs, if that comes before the time; 0: time alone"
+        0.0, "stop after this number of passes over the pairs, if that comes before the time; 0: only the time counts"
     )
     device: str = option("cuda", "cuda, or cpu for a trial with a tiny model")
     workers: int = option(0, "processes that read source files; 0: one per CPU")
-    seed: int = option(0, "of the weights and the order of rows")
+    seed: int = option(0, "seed of the weights and the order of rows")
     packages: bool = option(True, "read installed packages under permissive licences besides the standard library")
     further: bool = option(True, "train on undocumented and long functions, classes and tests of packages too")
-    max_pairs: int = option(0, "use only so many training pairs, for trials; 0: all")
+    max_pairs: int = option(0, "number of training pairs, for trials; 0: all")
     # 0.15 gave seven passes over the documented pairs at the falling rate: they were learnt by heart, and the held-out
     # answers of the standard library went from 0.734 bits per byte to 0.816.
     final_documented: float = option(0.0, "share of the time, at its end, that sees only pairs with a docstring")
@@ -114,7 +114,7 @@ def token_losses(model, ids, mask):
 
 
 class Run:
-    """A model on its device, and the compiled functions that training and measuring share."""
+    """A model on its device, with the compiled functions that training and measuring share."""
 
     def __init__(self, recipe: TargetRecipe):
         torch.manual_seed(recipe.seed)
@@ -150,7 +150,7 @@ class Run:
         """
         answer = whole = tokens = 0.0
         for index in torch.arange(len(heldout.rows.input_ids)).split(batch_rows):
-            # The last batch is filled with its own first rows, which count nothing: shapes stay what was compiled.
+            # The last batch is filled with its own first rows, which do not count: shapes stay as compiled.
             index, count = torch.cat([index, index[:1].expand(batch_rows - len(index))]), len(index)
             losses, weights = self.batch(heldout.rows, index, 0.0)  # with gradients, as compiled for training
             losses = losses.detach()
@@ -168,7 +168,7 @@ class Run:
 
 
 def train(recipe: TargetRecipe, corpus: Corpus) -> tuple[Run, dict]:
-    """The trained run and what it did: steps, passes, speed, and a curve of ten points (held-out: the first group)."""
+    """The trained run and its figures: steps, passes, speed, and a curve of ten points (held-out: the first group)."""
     run = Run(recipe)
     first, final = (on_device(rows, run.device) for rows in (corpus.first, corpus.final))
     matrices = [p for name, p in run.model.named_parameters() if p.ndim == 2 and "embed" not in name]
@@ -213,7 +213,7 @@ def train(recipe: TargetRecipe, corpus: Corpus) -> tuple[Run, dict]:
         adamw.step()
         run.model.zero_grad(set_to_none=True)
         step += 1
-        if started is None:  # the first step holds the compilation
+        if started is None:  # the first step includes the compilation
             loss.item()
             started = time.monotonic()
         elif step % 50 == 0:
@@ -244,7 +244,7 @@ def train(recipe: TargetRecipe, corpus: Corpus) -> tuple[Run, dict]:
 
 
 def on_device(rows: PackedRows, device) -> PackedRows:
-    """The rows on the device in small types: the whole corpus stays there."""
+    """Move the rows to the device in small types: the whole corpus stays there."""
     return PackedRows(
         rows.input_ids.to(torch.int16).to(device),
         rows.position_ids[:0],  # attention inside a pair depends on distances alone
@@ -254,7 +254,7 @@ def on_device(rows: PackedRows, device) -> PackedRows:
 
 
 def save(run: Run, corpus: Corpus, folder: Path) -> None:
-    """Model in bf16, tokenizer with chat template, and held-out prompts."""
+    """Write the model in bf16, the tokenizer with its chat template, and the held-out prompts."""
     run.model.bfloat16().save_pretrained(folder)
     run.model.generation_config.save_pretrained(folder)
     PreTrainedTokenizerFast(
@@ -313,7 +313,7 @@ def main(arguments: list[str] | None = None) -> None:
             raise ValueError(f"{recipe.compare} holds no recipe.json; --compare names the folder of an earlier run")
         compared = json.loads((Path(recipe.compare) / "recipe.json").read_text())
     aside = output.with_name(output.name + ".unfinished")
-    try:  # before the long work: an unwritable place shows now
+    try:  # before the long work: fails now if the place cannot be written
         output.parent.mkdir(parents=True, exist_ok=True)
         aside.mkdir()
     except OSError as error:
@@ -333,7 +333,7 @@ def main(arguments: list[str] | None = None) -> None:
             f"{corpus.num_pairs} pairs to train on, {held} held out, {len(corpus.sources)} sources, {took}", flush=True
         )
         run, training = train(recipe, corpus)
-        with torch.no_grad():  # what is measured is what is saved: the weights rounded to bf16
+        with torch.no_grad():  # measure the saved model: the weights rounded to bf16
             for parameter in run.model.parameters():
                 parameter.copy_(parameter.bfloat16())
         figures = {name: run.measure(group, recipe.batch_rows) for name, group in corpus.heldout.items()}

@@ -1,4 +1,4 @@
-"""The model card of the embedded target, written from what a run of assets/make/make_stdlib_coder.py measured."""
+"""The model card of the embedded target, written from the figures of a run of assets/make/make_stdlib_coder.py."""
 
 from pathlib import Path
 

@@ -1,6 +1,6 @@
-"""What the embedded target learns from: source read, split, tokenised and packed (assets/make/make_stdlib_coder.py uses it).
+"""The corpus of the embedded target: read source, split, tokenise and pack it (for assets/make/make_stdlib_coder.py).
 
-The tokenizer, a byte-level BPE with three special tokens, is trained on the training side alone.
+The tokenizer, a byte-level BPE with three special tokens, is trained only on the training side.
 """
 
 import platform
@@ -39,8 +39,8 @@ class HeldOut:
 @dataclass(frozen=True)
 class Corpus:
     tokenizer: Tokenizer
-    first: PackedRows  # what the first phase of training sees
-    final: PackedRows  # what the final phase sees: documented pairs only
+    first: PackedRows  # rows of the first phase of training
+    final: PackedRows  # rows of the final phase: documented pairs only
     num_pairs: int
     heldout: dict[str, HeldOut]
     heldout_pairs: list[Pair]  # documented ones of the standard library, with short enough prompts
@@ -48,13 +48,13 @@ class Corpus:
 
 
 def build_corpus(recipe) -> Corpus:
-    """Read, split, train the tokenizer, encode and pack. Raises ValueError where there is too little source."""
+    """Read, split, train the tokenizer, encode and pack. Raises ValueError if there is too little source."""
     pairs = {"the standard library": stdlib_source_pairs(further=True)}
     sources = [Source("Python standard library", platform.python_version(), "PSF-2.0")]
     if recipe.packages:
         pairs["packages"], found = package_pairs(further=True, workers=recipe.workers or None)
         sources += found
-    # Split all at once: nothing held out of one source may come back through a copy in another.
+    # Split all at once: a function held out of one source must not come back through a copy in another.
     train, heldout = split_pairs(pair for group in pairs.values() for pair in group)
     heldout = [pair for pair in heldout if pair.documented and is_plain(pair)]
     train = [pair for pair in train if (pair.documented or recipe.further) and is_plain(pair)]
@@ -77,7 +77,7 @@ def build_corpus(recipe) -> Corpus:
     held = {}
     for name in pairs:
         group = [pair for pair in heldout if (pair.module in in_stdlib) == (name == "the standard library")]
-        # Bytes are only comparable between runs for functions that fit into a row whole, whatever the tokenizer.
+        # Bytes are comparable between runs only for functions that fit whole into a row, whatever the tokenizer.
         group = [pair for pair in group if len(pair.prompt) + len(pair.answer) <= 2 * recipe.row_length]
         texts = encode(tokenizer, group)
         kept = [i for i, (ids, _) in enumerate(texts) if len(ids) <= recipe.row_length]
@@ -94,7 +94,7 @@ def build_corpus(recipe) -> Corpus:
 
 
 def is_plain(pair: Pair) -> bool:
-    """Whether the pair is free of texts that would be read as our special tokens."""
+    """Whether the pair has no text that the tokenizer would read as a special token."""
     return not any(token in pair.prompt or token in pair.answer for token in SPECIAL_TOKENS)
 
 
@@ -108,7 +108,7 @@ def train_tokenizer(pairs: list[Pair], vocab_size: int) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    # 100 000 pairs say enough about 6144 tokens.
+    # 100 000 pairs are enough for 6144 tokens.
     tokenizer.train_from_iterator((text for p in pairs[:100_000] for text in (p.prompt, p.answer)), trainer)
     return tokenizer
 

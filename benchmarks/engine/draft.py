@@ -1,12 +1,12 @@
-"""`headstart bench draft`: what drafting takes, part by part, with random heads of the sizes of published ones.
+"""`headstart bench draft`: time drafting part by part, with random heads of the sizes of published ones.
 
-Of the target there are an embedding, an lm_head and one layer, for nothing here reads more of it. The heads draft for requests that
-stand after `context` committed tokens, greedily; one CUDA graph holds several drafts, whose requests are gathered beforehand as
-a step does once for all its parts. *level* is a difference: a chain of `depth` levels less one of a single level, by the levels
-between, so that everything a further level costs is in it, and the first level, gathering noise and joining tokens are not.
+The target has only an embedding, an lm_head and one layer, because drafting reads no more of it. The heads draft greedily for
+requests with `context` committed tokens. One CUDA graph holds several drafts; their requests are gathered beforehand, as a step
+does once for all its parts. *level* is a difference: the time of a chain of `depth` levels less that of a chain of one level,
+divided by the further levels. It includes all costs of a further level, but not the first level, gathering noise, joining tokens.
 
-A dynamic tree is measured against a static one that expands as many nodes at each depth and asks as many candidates of each:
-what is left is *tree building*, the confidence of the candidates, choosing among them and joining the tree.
+A dynamic tree is compared with a static tree that expands as many nodes at each depth and takes as many candidates of each. The
+difference is *tree building*: the confidence of the candidates, choosing among them and joining the tree.
 
 The floor is the weights that a part reads, read once, at the rate of a copy measured in the same run. Not measured: acceptance,
 temperatures above 0, the verifiers that compare distributions.
@@ -47,7 +47,7 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class DraftSettings:
-    """What `bench draft` measures; see `headstart bench draft --help`."""
+    """Settings of `bench draft`; see `headstart bench draft --help`."""
 
     shape: str
     heads: tuple[str, ...] = ("medusa", "mlp_speculator", "eagle", "eagle3")
@@ -117,7 +117,7 @@ def parallel_chains(width, depth):
 
 
 def dynamic_tree(depth):
-    """DEFAULT_DYNAMIC, so deep."""
+    """DEFAULT_DYNAMIC with this depth."""
     width = DEFAULT_DYNAMIC.width
     most = 1 + width + (depth - 1) * width**2
     return GrowingTree(depth, width, min(DEFAULT_DYNAMIC.num_nodes, most))
@@ -137,7 +137,7 @@ class DraftBench:
         head = random_head(method, config, decoder, settings.depth)
         self.drafter = HeadProposer(head, head).build(chain(settings.depth), "shared_noise", decoder, None)
         self.bytes = head.draft_bytes(decoder.lm_head.nbytes)
-        # What the target gives it: the last hidden state, or the streams of some layers.
+        # The target's feature: the last hidden state, or the streams of some layers.
         self.feature_width = decoder.hidden_size * max(len(self.drafter.streams), 1)
 
     def measure(self, batch):
@@ -187,7 +187,7 @@ class DraftBench:
         return self.repeatable(lambda: self.drafter.propose(rows, tree))
 
     def advance(self, batch):
-        """The pass after a step whose whole chain was accepted; how much was accepted changes nothing."""
+        """The pass after a step whose whole chain was accepted; its time does not depend on the number of accepted tokens."""
         depth, device = self.settings.depth, self.decoder.device
         tree = TreeOnDevice.of(chain(depth), device)
         rows = self.gathered(batch, tree)

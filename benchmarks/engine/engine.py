@@ -1,10 +1,10 @@
 """`headstart bench engine`: tokens per second of the whole engine, through LLM.generate, on random weights of a named shape.
 
-Drafts come from a random head of any method and are accepted by the verifier `synthetic` at a given acceptance length, so the
-figures are those of the engine with a head that good, and the outputs mean nothing. Plain decoding stands beside it. The rate is
-that of the steady state: from where the last prompt is computed to where the first output ends. *of graph* compares it with the
-step's CUDA graph replayed alone, which is all that the engine could reach. Also measured: the first token of one prompt; with
-`startup`, a process from its start to its first token with a cold and a warm Triton cache; and the memory taken at the most.
+Drafts come from a random head of any method, and the verifier `synthetic` accepts them at a given acceptance length. So the figures
+are those of the engine with a head of this acceptance, and the outputs mean nothing. Plain decoding is measured too. The rate is
+that of the steady state: from the end of the last prompt's computation to the end of the first output. *of graph* compares it with
+the step's CUDA graph replayed alone, the upper limit of the engine. Also measured: the time to the first token of one prompt; with
+`startup`, the time from a process's start to its first token, with a cold and a warm Triton cache; and the greatest memory taken.
 """
 
 import random
@@ -47,7 +47,7 @@ FIRST_TOKENS = 7  # prompts whose first token is timed
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What `bench engine` measures; see `headstart bench engine --help`."""
+    """Settings of `bench engine`; see `headstart bench engine --help`."""
 
     shape: str
     head: str | None = "medusa"  # a method of random_heads.py; None: plain decoding alone
@@ -56,7 +56,7 @@ class EngineSettings:
     batches: tuple[int, ...] = (1, 4, 16, 64)
     lm_head: str = "own"
     tree: str = "chain"
-    adaptive: bool = False  # also with the depth of every step chosen by the engine
+    adaptive: bool = False  # also measure with the engine choosing the depth of every step
     prompt_tokens: int = 1000
     new_tokens: int = 256
     startup: bool = True
@@ -87,7 +87,7 @@ def bench_engine(settings, device, dtype, command, output=None, commit=None):
     else:
         depth = settings.num_speculative_tokens
         speculative = {"tree": settings.tree, "verifier": "synthetic", "num_speculative_tokens": depth}
-        for acceptance in settings.acceptance:  # refuses what such drafts cannot reach
+        for acceptance in settings.acceptance:  # raises for lengths that such drafts cannot reach
             head = empty_head(settings.head, config, depth, shared)
             asked = speculative | {"model": head, "acceptance_length": acceptance}
             choose_speculation(SpeculativeOptions.parse(asked), config, max(settings.batches))
@@ -103,7 +103,7 @@ def bench_engine(settings, device, dtype, command, output=None, commit=None):
             for which, seconds in found.items()
         )
         report.state(f"from the start of a process to its first token: {said}", startup=found)
-    # Holds the weights, and a cache that nothing uses; every engine measured shares them.
+    # This LLM holds the weights, which every measured engine shares; its cache is not used.
     base = LLM(
         config,
         load_format="dummy",
@@ -155,7 +155,7 @@ class EngineBench:
                 self.report.note(f"{draft}, batch {batch}: left out, {error}")
 
     def prompts(self, llm, count):
-        """Prompts that share nothing, so that no page of an earlier one is found in the cache."""
+        """Prompts without common beginnings, so that no page of an earlier prompt is found in the cache."""
         vocab = llm.engine.decoder.vocab_size
         return [[self.dice.randrange(vocab) for _ in range(self.settings.prompt_tokens)] for _ in range(count)]
 
@@ -177,13 +177,13 @@ class EngineBench:
     def measure(self, llm, batch):
         params = SamplingParams(max_tokens=self.settings.new_tokens, ignore_eos=True)
         plan = llm.engine.plan
-        if plan.measures:  # first it learns what each depth costs and gives
+        if plan.measures:  # first it learns the cost and the acceptance of each depth
             llm.generate(self.prompts(llm, batch), params)
         before = num_steps_by_depth(plan)
         tokens, seconds, steps = record_steps(llm.session, self.prompts(llm, batch), params).steady(batch)
         mean = seconds * 1e3 / len(steps)
         chosen = num_steps_by_depth(plan) - before
-        # Alone, the step of the whole tree: an engine that cuts it has no one step to compare with.
+        # The step of the whole tree alone: an engine that cuts the tree has several steps, and none to compare with.
         graph = None if plan.measures else self.graph_alone(llm, batch, len(steps)).p50
         return {
             "depth": sum(depth * count for depth, count in chosen.items()) / chosen.total()
@@ -202,7 +202,7 @@ class EngineBench:
     def graph_alone(self, llm, batch, repeats):
         """Times of the engine's own step, replayed without the engine, for requests in the middle of their outputs.
 
-        As often as the engine has stepped: a card at its power limit slows down in the first second.
+        It is replayed as often as the engine has stepped, because a card at its power limit slows down in the first second.
         """
         engine, settings = llm.engine, self.settings
         seats, device = engine.seats, llm.device
@@ -216,7 +216,7 @@ class EngineBench:
         rows = list(range(batch))
 
         def step():
-            seats.integers[:batch] = state  # each step would move the requests on
+            seats.integers[:batch] = state  # each step would advance the requests
             engine.graphs.run(rows, False)
 
         return Repeatable(step, device, captured=False).time(repeats)

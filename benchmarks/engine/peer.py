@@ -1,8 +1,8 @@
 """`headstart bench peer`: the same random model decoded by transformers' generate and by this engine, in one run.
 
-generate gets what its documentation advises for speed: a static cache, which makes it compile the forward pass into CUDA graphs on
-a GPU. Both decode the same prompts greedily and share one copy of the weights. Times are between tokens, without prompt and
-compilation; how far the tokens agree is printed for information (the two add in other orders, so near-ties fall differently).
+generate runs as its documentation advises for speed: with a static cache, which makes it compile the forward pass into CUDA graphs
+on a GPU. Both decode the same prompts greedily and share one copy of the weights. Times are between tokens, without prompt and
+compilation. The number of agreeing tokens is printed for information: the two sum in different orders, so near-ties can differ.
 """
 
 import itertools
@@ -35,7 +35,7 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class PeerSettings:
-    """What `bench peer` measures; see `headstart bench peer --help`."""
+    """Settings of `bench peer`; see `headstart bench peer --help`."""
 
     shape: str
     batches: tuple[int, ...] = (1,)
@@ -44,7 +44,7 @@ class PeerSettings:
 
 
 class TokenClock(StoppingCriteria):
-    """Notes the time of every token and stops nothing."""
+    """A stopping criterion that records the time of every token and never stops."""
 
     def __init__(self):
         self.marks = []
@@ -76,7 +76,7 @@ def bench_peer(settings, device, dtype, command, output=None, commit=None):
         theirs, their_times, seconds = run_generate(module, prompts, settings.new_tokens)
         peer = _row("transformers, static", batch, their_times, seconds)
         report.add(peer)
-        torch._dynamo.reset()  # its graphs hold a cache of their own
+        torch._dynamo.reset()  # its graphs hold their own cache
         release(torch.device(device))
         start = time.perf_counter()
         llm = llm or LLM(module, max_model_len=length, max_num_seqs=max(settings.batches))
@@ -97,7 +97,7 @@ def _row(engine, batch, times, start):
 
 
 def run_generate(module, prompts, new_tokens):
-    """transformers' way, once to compile and once to measure.  -> (outputs, Times of a token, seconds until compiled)"""
+    """Run transformers' generate once to compile and once to measure.  -> (outputs, Times of a token, seconds until compiled)"""
     ids = torch.tensor(prompts, device=module.device)
     arguments = dict(
         attention_mask=torch.ones_like(ids),
@@ -118,7 +118,7 @@ def run_generate(module, prompts, new_tokens):
 
 
 def run_llm(llm, prompts, new_tokens, start):
-    """This engine's way, the same measure.  -> (outputs, Times of a token, seconds until warm)"""
+    """Run this engine with the same measurement.  -> (outputs, Times of a token, seconds until warm)"""
     params = SamplingParams(max_tokens=new_tokens, ignore_eos=True, temperature=0)
     llm.generate([prompt[::-1] for prompt in prompts], params)
     warm = time.perf_counter() - start

@@ -1,4 +1,4 @@
-"""From the start of a process to its first token, measured by a child process: `seconds_to_first_token`.
+"""Measure the time from the start of a process to its first token, in a child process: `seconds_to_first_token`.
 
 As a script (what the child runs) it prints {"imported", "built", "first_token"}: seconds since BEGAN, when it was started.
 
@@ -16,7 +16,7 @@ TIMEOUT = 400  # seconds; a cold Triton cache compiles every kernel
 
 
 def seconds_to_first_token(shape, dtype, device, max_num_seqs, prompt_tokens):
-    """Start-up with an empty Triton cache, then with the one that the first left.  {"cold": {...}, "warm": {...}}
+    """Start-up with an empty Triton cache, then with the cache that the first run left.  {"cold": {...}, "warm": {...}}
 
     Each is {"imported", "built", "first_token"} in seconds since the process was started. No weights are read: they are random.
     Raises RuntimeError with the child's last words if it fails.

@@ -1,9 +1,9 @@
 """`headstart bench step`: the target's pass over a draft tree, and the whole speculative step, against floor and library.
 
-One CUDA graph per line, on random weights of a named shape. A line's *forward* is what verifying costs: embedding, all layers,
+One CUDA graph per line, on random weights of a named shape. A line's *forward* is the cost of verifying: embedding, all layers,
 lm_head and the target's token per node, after `context` committed tokens of each of `batch` requests, over a tree of `rows` nodes.
-With Medusa heads the *draft*, the *verify* rule and the *commit* (moving the keys and values of a full path, taking over the next
-root) follow each alone, and the whole step as the engine replays it. Acceptance plays no part: the work is the same.
+With Medusa heads there are lines for the *draft*, the *verify* rule and the *commit* (moving the keys and values of a full path,
+setting the next root) alone, and for the whole step as the engine replays it. Acceptance does not matter: the work is the same.
 
 The floor is the weights and the committed keys and values, read once, at the rate of a copy measured in the same run. Lines whose
 memory does not suffice are left out with a note.
@@ -54,7 +54,7 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class StepSettings:
-    """What `bench step` measures; see `headstart bench step --help`."""
+    """Settings of `bench step`; see `headstart bench step --help`."""
 
     shape: str
     rows: tuple[int, ...] = (1, 8, 16, 32, 64)
@@ -66,9 +66,9 @@ class StepSettings:
 
 
 def standing_seats(batch, context, num_places, state, vocab_size, device):
-    """The SeatTable of `batch` greedy requests after `context` tokens, with pages for so many places more.
+    """The SeatTable of `batch` greedy requests after `context` tokens, with pages for num_places more places.
 
-    state: (width, dtype) of what the drafter keeps of a request, which is random
+    state: (width, dtype) of the drafter's state of a request, which is random here
     """
     pages = -(-(context + num_places) // PAGE)
     width, dtype = state
@@ -84,7 +84,7 @@ def standing_seats(batch, context, num_places, state, vocab_size, device):
 
 
 class KnownTokens:
-    """The target's own tokens of StandingRequests, in the place of a TargetScores."""
+    """The target's own tokens of StandingRequests, in place of a TargetScores."""
 
     def __init__(self, standing):
         self.batch, self.drafted, self.tokens = standing.gathered(), standing.tokens, standing.target_tokens
@@ -94,7 +94,7 @@ class KnownTokens:
 
 
 class StandingRequests:
-    """B requests that stand after `context` tokens for as long as one likes, and the engine's step over them.
+    """B requests that stay after `context` tokens however often a step is repeated, and the engine's step over them.
 
     decoder, cache: with room for the requests (`pages_needed`); tree: Tree; drafter and verifier as Step takes them. Only `whole`
     and `commit` move the requests, and they put them back first, so they too can be captured once and replayed.
@@ -110,7 +110,7 @@ class StandingRequests:
         self.target_tokens = torch.randint_like(self.tokens, decoder.vocab_size)
         self.saved = seats.integers.clone()
         self.hidden = torch.zeros(batch * tree.num_nodes, decoder.hidden_size, dtype=decoder.dtype, device=device)
-        # The deepest path, all accepted: the commit that moves most.
+        # The deepest path is accepted whole: that commit moves the most.
         self.path = self.tree.ancestors[tree.deepest].expand(batch, -1).contiguous()
         self.num_accepted = torch.full((batch,), tree.max_depth, device=device)
 
@@ -130,7 +130,7 @@ class StandingRequests:
         return self.step.verifier(self.tree, Draft(self.tokens, self.tree), KnownTokens(self))
 
     def commit(self):
-        """What follows the verdict that the deepest path is accepted."""
+        """The commit after the deepest path was accepted."""
         self.seats.integers.copy_(self.saved)
         cache, batch = self.step.cache, self.gathered()
         if not self.tree.tree.is_chain:
@@ -151,8 +151,8 @@ def pages_needed(batch, context, num_nodes):
 def bench_step(settings, device, dtype, command, output=None, commit=None):
     """Measure every line of `settings`. Prints the table, then the JSON object, which is returned."""
     for nodes in settings.rows:
-        spread_tree(nodes)  # refuses impossible sizes before any work
-    # As in the engine: the root has a position of the model, a draft may stand beyond them.
+        spread_tree(nodes)  # raises for impossible sizes before any work
+    # As in the engine: the root must lie within the model's positions, drafts may lie beyond.
     longest = config_of_shape(settings.shape).max_position_embeddings - 1
     if settings.contexts is None:
         settings = replace(settings, contexts=tuple(c for c in DEFAULT_CONTEXTS if c <= longest) or (longest,))
@@ -193,7 +193,7 @@ class _Bench:
         most = max(settings.rows)
         cached = kv_bytes(decoder, 1, PAGE) * (pages_needed(batch, context, most) + 1)
         dense = kv_bytes(decoder, batch, context + most) if settings.baseline != "none" else 0
-        # Logits in the model's dtype and fp32, and the states of the prefix pass, are the largest of the rest.
+        # The largest other tensors: logits in the model's dtype and in fp32, and the states of the prefix pass.
         rest = batch * most * (decoder.vocab_size * 6 + context // 256 * decoder.num_heads * (decoder.head_dim + 2) * 4)
         free = plannable_bytes(decoder.device)
         if cached + rest > free:
@@ -238,7 +238,7 @@ class _Bench:
         return times.p50
 
     def baseline(self, keys, context, batch, tree, times):
-        """The library's part of a line; a note and nothing if the library fails at the shape."""
+        """The library's part of a line; only a note if the library fails at this shape."""
         try:
             library = LibraryStep(self.decoder, batch, context, tree, keys, self.settings.baseline)
             found = Repeatable(library, self.decoder.device).time(max(self.settings.repeats // 2, 3))
@@ -253,10 +253,10 @@ class _Bench:
         }
 
     def head_lines(self, cache, context, batch, nodes, layout, forward):
-        """Draft, verify rule, commit and the whole step with heads that own their lm_heads or share the target's.
+        """The lines of draft, verify rule, commit and whole step, with heads that own their lm_heads or share the target's.
 
-        forward: milliseconds of the target's pass over the same tree, which "on top" refers to: what the whole step takes beyond it
-        and beyond reading the heads' weights once.
+        forward: milliseconds of the target's pass over the same tree. "on top" is the time of the whole step beyond this pass and
+        beyond reading the heads' weights once.
         """
         decoder, settings, device = self.decoder, self.settings, self.decoder.device
         needed = NUM_HEADS * decoder.lm_head.nbytes if layout == "own" else 0

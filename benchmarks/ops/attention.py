@@ -1,4 +1,4 @@
-"""`headstart bench kernel attention`, `prefill_attention`, `rotary` and `commit`: what reads and writes the paged cache."""
+"""`headstart bench kernel attention`, `prefill_attention`, `rotary` and `commit`: operations on the paged cache."""
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,7 @@ def paged_cache(bench, batch, positions):
 
 
 def bench_attention(bench):
-    """Tree attention of `rows` nodes per request after a context; the library's way gets a mask over dense keys."""
+    """Tree attention of `rows` nodes per request after a context; the library's has a mask over dense keys."""
     sizes, batch = bench.sizes, bench.settings.batch
     heads = dict(num_heads=sizes.num_heads, num_kv_heads=sizes.num_kv_heads, head_dim=sizes.head_dim)
     for context in bench.settings.contexts:
@@ -63,7 +63,7 @@ def bench_attention(bench):
 
 
 def bench_prefill_attention(bench):
-    """A whole prompt at once; the library's way is FlashAttention through scaled_dot_product_attention, causal."""
+    """A whole prompt at once; the library's is causal FlashAttention through scaled_dot_product_attention."""
     sizes = bench.sizes
     for tokens in bench.settings.tokens:
         release(bench.device)
@@ -112,7 +112,7 @@ def bench_rotary(bench):
 
 
 def bench_commit(bench):
-    """Keys and values of an accepted path move after the committed ones, in all layers."""
+    """Move keys and values of an accepted path to the places after the committed ones, in all layers."""
     sizes, batch = bench.sizes, bench.settings.batch
     for rows in bench.settings.rows:
         if not 1 < rows <= PAGE:

@@ -1,4 +1,4 @@
-"""What every line of `headstart bench kernel` needs: inputs of a shape's sizes, copies past the cache, times beside the floor."""
+"""Common parts of `headstart bench kernel`: inputs of a shape's sizes, copies past the cache, times beside the floor."""
 
 import math
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from ...evaluation.timing import Repeatable
 from ...inference.models.memory import free_bytes, in_gib
 from ..floor import copy_bandwidth, milliseconds, product_rate
 
-# More than a round should find in the last-level cache (50 to 60 MB on an H100 or H200), and the most copies of anything.
+# Bytes of a round, well beyond the last-level cache (50 to 60 MB on an H100 or H200), and the greatest number of copies.
 ROTATED_BYTES = {"cuda": 240 << 20, "cpu": 0}
 
 
@@ -37,7 +37,7 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class KernelSettings:
-    """What `bench kernel` measures; see `headstart bench kernel --help`."""
+    """Settings of `bench kernel`; see `headstart bench kernel --help`."""
 
     op: str
     shape: str
@@ -50,7 +50,7 @@ class KernelSettings:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What of a config the operations depend on."""
+    """The sizes in a config that the operations depend on."""
 
     hidden: int
     intermediate: int
@@ -113,7 +113,7 @@ class KernelBench:
         return torch.randint(high, shape, device=self.device)
 
     def copies(self, num_bytes):
-        """How many inputs of so many bytes a round goes through."""
+        """Number of inputs of num_bytes bytes in a round."""
         return max(1, min(MOST_COPIES, -(-ROTATED_BYTES[self.device.type] // num_bytes)))
 
     def line(self, op, what, rows, ours, library, num_bytes, operations=0, calls=1):
@@ -129,7 +129,7 @@ class KernelBench:
         return times.p50, other and other.p50
 
     def time(self, work, calls):
-        """Times of one call. A round holds at least ROUND_CALLS: launching a graph takes as long as a short kernel."""
+        """Times of one call. A round has at least ROUND_CALLS calls, because launching a graph takes as long as a short kernel."""
         rounds = -(-ROUND_CALLS[self.device.type] // calls)
         several = Repeatable(lambda: [work() for _ in range(rounds)], self.device, calls * rounds)
         return several.time(self.settings.repeats)

@@ -1,7 +1,7 @@
-"""`headstart bench kernel linear --sweep`: which launch of a product is fastest, for kernels/linear/linear_table.py.
+"""`headstart bench kernel linear --sweep`: find the fastest launch of a product, for kernels/linear/linear_table.py.
 
-Every number of splits of K is measured, because it decides bits and is one for all rows; tiles, stages and warps change none. The
-table is not written: its entries are chosen by hand, and a changed number of splits changes every output.
+Every number of splits of K is measured, because it decides bits and must be the same for all rows; tiles, stages and warps change
+no bit. The table is not written: its entries are chosen by hand, and a changed number of splits changes every output.
 """
 
 import itertools
@@ -43,7 +43,7 @@ class Case(NamedTuple):
 
 
 def decode_launches(rows, operands=1):
-    """Launches that fit, for a row tile of `rows` and so many weight tiles at once."""
+    """Launches that fit, for a row tile of `rows` and `operands` weight tiles at once."""
     for features, depth, stages, warps in itertools.product((64, 128), (64, SPLIT_ALIGNMENT), (3, 4, 6, 8), (4, 8)):
         taken = (features * operands + rows) * depth * 2 * stages
         accumulators = features * operands * rows // (32 * warps)
@@ -67,7 +67,7 @@ def prefill_launches(splits, operands=1):
 
 
 def cases_of(products, rows, dtype):
-    """Every launch worth a try.  products: {name: (N, K)} -> list of Case"""
+    """Every launch worth trying.  products: {name: (N, K)} -> list of Case"""
     cases = []
     for (name, (N, K)), count in itertools.product(products.items(), rows):
         shapes = [torch.empty(size, K, dtype=dtype, device="meta") for size in (count, N)]
@@ -79,7 +79,7 @@ def cases_of(products, rows, dtype):
 
 
 def _compile(case, device, dtype):
-    """Run one case once: Triton's cache on disk keeps what it compiled."""
+    """Run one case once, so that Triton's cache on disk holds the compiled kernel."""
     from triton.runtime.errors import OutOfResources
 
     try:
@@ -89,11 +89,11 @@ def _compile(case, device, dtype):
             )
             torch.cuda.synchronize(device)
     except (OutOfResources, torch.cuda.OutOfMemoryError):
-        pass  # measured, or passed over, later
+        pass  # measured or skipped later
 
 
 def compile_ahead(cases, device, dtype):
-    """Compile all cases in as many processes as there are cores: by far the most of a sweep's time."""
+    """Compile all cases in as many processes as there are cores: compiling takes most of a sweep's time."""
     workers = min(max((os.cpu_count() or 1) - 1, 1), 16)
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         work = pool.map(_compile, cases, itertools.repeat(device), itertools.repeat(dtype), chunksize=4)
@@ -104,7 +104,7 @@ def compile_ahead(cases, device, dtype):
 def sweep_linear(products, rows=(1, 16, 32, 64, 80, 128, 256, 2048), device="cuda", dtype=torch.bfloat16, repeats=7):
     """Times of every launch of every product at every number of rows; prints the winners.
 
-    products: {name: (N, K)}; one called "gate_up" is measured as gate_up_silu. Returns rows of {product, N, K, rows, splits,
+    products: {name: (N, K)}; the product "gate_up" is measured as gate_up_silu. Returns rows of {product, N, K, rows, splits,
     launch, microseconds, floor_microseconds}, the floor being the weights at 4.23 TB/s. Raises ValueError off the GPU.
     """
     device = torch.device(device)
@@ -135,13 +135,13 @@ def sweep_linear(products, rows=(1, 16, 32, 64, 80, 128, 256, 2048), device="cud
 
 
 def _measure(case, x, weights, repeats):
-    """The line of one case, or None where the compiler cannot place it."""
+    """The line of one case, or None if the compiler cannot fit it."""
     from triton.runtime.errors import OutOfResources
 
     try:
         times = time_of(lambda: [case.run(x, w) for w in weights], x.device, repeats, num_calls=len(weights))
     except OutOfResources:
-        return None  # the estimate lets a few through
+        return None  # the estimate of decode_launches is too low for a few
     return dict(
         product=case.name, N=case.N, K=case.K, rows=case.count, splits=case.splits, launch=case.launch,
         microseconds=times.p50 * 1e3, floor_microseconds=case.N * case.K * 2 / 4.23e6,

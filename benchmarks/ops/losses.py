@@ -1,9 +1,9 @@
 """`headstart bench kernel distill-loss`: loss and gradient of a head's logits in place, and the target's distribution before it.
 
-The library's way is a trainer's plain code: log_softmax in fp32, torch's own loss, autograd back to the logits; the target's
-distribution lies ready for both. Floors: the distribution reads the target's logits; a loss reads both sides' and writes the
-gradient (hard: no target's). What is overwritten is the last call's gradient: the work does not hang on the numbers. alpha and
-the label's rank are measured along.
+The library's side is a trainer's plain code: log_softmax in fp32, torch's own loss, autograd back to the logits. The target's
+distribution is computed beforehand for both. Floors: the distribution reads the target's logits; a loss reads both sides' logits
+(hard: only the head's) and writes the gradient. Repeated calls overwrite the last gradient; the work does not depend on the
+numbers. alpha and the label's rank are computed too.
 """
 
 import torch
@@ -38,7 +38,7 @@ def bench_distill_loss(bench):
     for rows in bench.settings.rows:
         _lines(bench, rows, None)
         if bench.sizes.vocab > DRAFT_VOCABULARY:
-            step = bench.sizes.vocab / DRAFT_VOCABULARY  # spread over the whole vocabulary, as frequent tokens are
+            step = bench.sizes.vocab / DRAFT_VOCABULARY  # spread over the whole vocabulary, like frequent tokens
             _lines(bench, rows, (torch.arange(DRAFT_VOCABULARY, device=bench.device) * step).long())
 
 

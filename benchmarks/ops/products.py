@@ -9,12 +9,12 @@ from ...kernels.linear.linear import linear, linear_parts
 from ...kernels.linear.res_block import add_silu
 from ..shape import NUM_HEADS
 
-# From so many rows on it is prefill, which asks the lm_head for the last token of a prompt only.
+# From this many rows on it is prefill, which computes lm_head only for a prompt's last token.
 PREFILL_ROWS = 512
 
 
 def bench_linear(bench):
-    """linear, and linear_parts whose sum the next operation takes over, for a layer's products and the lm_head."""
+    """linear, and linear_parts (whose sum is left to the next operation), for a layer's products and the lm_head."""
     for rows in bench.settings.rows:
         totals = []
         for name, (out, width) in bench.sizes.products.items():

@@ -1,9 +1,9 @@
-"""`headstart bench kernel rules`: what every verifier costs from the target's logits to the verdict, filters included.
+"""`headstart bench kernel rules`: time every verifier from the target's logits to the verdict, filters included.
 
     trees of 64 nodes (fewer rows: one smaller tree)     strict, recursive, traversal
     chains of 5 nodes                                    strict, token, block
 
-Two lines each: with a temperature alone, and *cut*, with temperature, top-k and top-p. Drawing the drafts is not part of it. The
+Two lines each: with only a temperature, and *cut*, with temperature, top-k and top-p. Drawing the drafts is not included. The
 floor is reading the logits once.
 """
 

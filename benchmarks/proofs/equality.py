@@ -1,13 +1,13 @@
-"""Does speculation change a bit?  Plain decoding against every way of drafting, tokens and logprobs, on a GPU (or, smaller, a CPU).
+"""Prove that speculation changes no bit: plain decoding against every way of drafting, tokens and logprobs, on a GPU or CPU.
 
     python benchmarks/proofs/equality.py                     at least a million emitted tokens; a few minutes on one H200
     python benchmarks/proofs/equality.py --requests 8 --max-tokens 40 --target embedded
 
-Targets: the embedded model, and a random one of two layers as wide as an 8B Llama-3. Drafters: Medusa heads (trained ones for
-the embedded model, untrained ones for the wide one), and an oracle that knows the plain outputs and lies half of the time, so
-that every length of accepted path comes up. Per target, dtype and temperature, and once more with every request asking for
-something else beside it (filters, penalties, biases ...): all requests plainly in one batch, a few of them again alone and with
-their logprobs, then every tree in batches of several sizes, in shuffled order. Exits with 1 if anything differs.
+Targets: the embedded model, and a random model of two layers as wide as an 8B Llama-3. Drafters: Medusa heads (trained ones for
+the embedded model, untrained ones for the wide one), and an oracle that knows the plain outputs and is wrong half of the time, so
+that accepted paths of every length occur. Runs, per target, dtype and temperature: all requests plainly in one batch; a few of them
+again alone, with their logprobs; then every tree in batches of several sizes, in shuffled order. All runs are repeated with mixed
+requests, each of which asks for something different (filters, penalties, biases ...). Exits with 1 if anything differs.
 """
 
 import argparse
@@ -37,7 +37,7 @@ TREES = {
     "tree of 24": build_static_tree([[0.6, 0.3, 0.2, 0.1], [0.5, 0.3, 0.1], [0.5, 0.2], [0.4, 0.2], [0.4]], 24),
     "tree of 64": build_static_tree([[0.3] * 10, [0.2] * 8, [0.2] * 8, [0.1] * 4], 64),
 }
-# What requests ask for in turn where they do not all ask for the same.
+# Parameters that mixed requests take in turn.
 MIXED = [
     {},
     {"top_p": 0.9},
@@ -58,7 +58,7 @@ def main(arguments=None):
     parser.add_argument(
         "--dtype", action="append", choices=["bfloat16", "float16", "float32"], help="default: both halves"
     )
-    parser.add_argument("--requests", type=int, default=96, help="per run (default 96)")
+    parser.add_argument("--requests", type=int, default=96, help="requests per run (default 96)")
     parser.add_argument("--max-tokens", type=int, default=320, help="new tokens per request (default 320)")
     parser.add_argument("--output", help="write the rows as JSON here; a bare NAME: into benchmarks/results")
     options = parser.parse_args(arguments)
@@ -124,7 +124,7 @@ def compare_target(target, dtype, device, num_requests, max_tokens):
 
 
 class Comparison:
-    """All ways of answering the same requests at one temperature, each with one of the parameters in `mixed` as well."""
+    """All ways of answering the same requests at one temperature; each request also takes one of the parameters in `mixed`."""
 
     def __init__(self, base, prompts, temperature, mixed, max_tokens, labels):
         self.base, self.prompts, self.temperature, self.max_tokens = base, prompts, temperature, max_tokens
@@ -142,7 +142,7 @@ class Comparison:
         return {i: (o.outputs[0].token_ids, (o.outputs[0].logprobs, o.prompt_logprobs)) for i, o in zip(order, outputs)}
 
     def add(self, draft, llm, which, expected, **options):
-        """Answer, compare with what is expected (None: nothing yet), and keep a row.  -> the answers"""
+        """Answer, compare with the expected answers (None: nothing yet), and keep a row.  -> the answers"""
         started = time.perf_counter()
         found = self.answer(llm, which, **options)
         row = self.labels | {

@@ -1,12 +1,12 @@
-"""Minutes of mixed traffic under memory pressure: no page is lost, and outputs equal those of requests that ran alone.
+"""Run mixed traffic under memory pressure for minutes: no page is lost, and outputs equal those of requests that ran alone.
 
     python benchmarks/proofs/long_run.py                     four minutes on the embedded model and its Medusa heads
     python benchmarks/proofs/long_run.py --minutes 0.2 --sample 20
 
-Requests of many lengths arrive and are cancelled at random while the cache holds about half of what they need, so some are
-preempted; some begin alike and share pages, and some ask for filters, penalties or biases. The page pool is checked as it goes.
-At the end a random sample of the finished outputs is compared with plain decoding of the same requests one by one. Exits with 1
-if anything differs.
+Requests of many lengths arrive and are cancelled at random. The cache holds about half of what they need, so some are preempted.
+Some begin alike and share pages, and some ask for filters, penalties or biases. The page pool is checked regularly. At the end a
+random sample of the finished outputs is compared with plain decoding of the same requests one by one. Exits with 1 if anything
+differs.
 """
 
 import argparse
@@ -25,16 +25,18 @@ from headstart.inference.sampling_params import SamplingParams
 ROOT = Path(__file__).resolve().parents[2]
 EMBEDDED, EMBEDDED_HEAD = ROOT / "assets" / "stdlib-coder", ROOT / "assets" / "stdlib-coder-medusa"
 MAX_NUM_SEQS = 32
-IN_THE_HOUSE = 48  # requests running or waiting
+IN_THE_HOUSE = 48  # greatest number of requests running or waiting
 CHECK_EVERY = 500  # steps between two checks of every page
 
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=4.0, help="of traffic (default 4)")
-    parser.add_argument("--sample", type=int, default=200, help="outputs compared with their solo runs (default 200)")
-    parser.add_argument("--pages", type=int, default=120, help="of cache, 64 tokens each (default 120)")
-    parser.add_argument("--seed", type=int, default=0, help="of the traffic (default 0)")
+    parser.add_argument("--minutes", type=float, default=4.0, help="minutes of traffic (default 4)")
+    parser.add_argument(
+        "--sample", type=int, default=200, help="number of outputs compared with their solo runs (default 200)"
+    )
+    parser.add_argument("--pages", type=int, default=120, help="pages of the cache, 64 tokens each (default 120)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the traffic (default 0)")
     parser.add_argument("--output", help="write the rows as JSON here; a bare NAME: into benchmarks/results")
     options = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -47,7 +49,7 @@ def main(arguments=None):
 
 
 def long_run(minutes, num_compared, num_pages, seed):
-    """Run traffic for so many minutes, then compare.  -> dict of counts"""
+    """Run traffic for `minutes`, then compare.  -> dict of counts"""
     generator = random.Random(seed)
     llm = LLM(
         EMBEDDED,

@@ -1,4 +1,4 @@
-"""A checkout of the project as unchanged.py drives and records it: its programs, its files, and what is masked in both."""
+"""A checkout of the project as unchanged.py drives and records it: its programs, its files, and the masks for both."""
 
 import hashlib
 import json
@@ -10,7 +10,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-# (pattern, what stands in its place): what differs between two records of the same code. The four folders are masked first.
+# (pattern, replacement) for text that differs between two records of the same code. The four folders are masked first.
 MASKS = [
     (r"\d{8}_\d{6}", "<time>"),  # date: W&B's folders
     (r"\b20\d\d-\d\d-\d\d\b", "<date>"),  # date: model cards, benchmark files
@@ -22,23 +22,23 @@ MASKS = [
     (r"\b\d+(\.\d+)? (s|ms|seconds)\b", "<time> s"),  # speed
     (r" on [^,\n|]+, \d+ threads?", " on <machine>"),  # machine: model cards
     (r"<h2>Throughput and memory</h2>.*", "<h2>Throughput and memory</h2><masked>"),  # speed: charts of the report page
-    (r"step-\d+, after step \d+", "<checkpoint>"),  # speed: how soon the run was killed; what is resumed is the same
+    (r"step-\d+, after step \d+", "<checkpoint>"),  # speed: when the run was killed; the resumed run is the same
     (r"(<\w+>)?/\S+/site-packages/", "<site-packages>/"),  # place: warnings of libraries
     (r"/tmp/[\w.-]+", "<tmp>"),  # place: temporary files
     (r"resumed_from_old", "resumed"),  # place: our own name of the folder
 ]
-# Keys of JSON data whose values are left out, for the same reasons; that the key is there is recorded.
+# Keys of JSON data whose values are left out, for the same reasons; the keys themselves are recorded.
 MASKED_KEYS = {"tokens_per_second", "speedup", "prefill_seconds", "decode_seconds", "decode_tokens_per_second"}  # speed
 MASKED_KEYS |= {"peak_memory_gib", "hardware", "date"}  # machine, date
 MASKED_KEYS |= {"transformers_version", "written_by"}  # versions
 MASKED_KEYS |= {"run"}  # W&B's random id
-# Lines left out of what was printed: progress bars, and that a run of the old record goes on in another folder.
+# Printed lines that are left out: progress bars, and the note that a run of the old record goes on in another folder.
 LEFT_OUT = re.compile(r"\d+%\||\bit/s\]|^\s*$|changed since the run was started: output '[^']*' -> '[^']*'$")
 SMALL = 64 * 1024
 
 
 class Checkout:
-    """A checkout, and the folder that its record is made in."""
+    """A checkout, and the folder where it is recorded."""
 
     def __init__(self, given):
         self.root, self.output = Path(given.checkout).resolve(), Path(given.output).resolve()
@@ -58,7 +58,7 @@ class Checkout:
         return subprocess.run([self.bin / program, *arguments], **how)
 
     def told(self, *command):
-        """What it printed and its status, masked, without progress bars."""
+        """Output and status of a command, masked, without progress bars."""
         done = self.run(*command)
         return {"status": done.returncode, "stdout": self.lines(done.stdout), "stderr": self.lines(done.stderr)}
 
@@ -96,7 +96,7 @@ class Checkout:
         return {str(file.relative_to(path)): self.file(file) for file in files} if path.is_dir() else None
 
     def file(self, path):
-        """A checksum per tensor, what a small text says, else a checksum."""
+        """Record of a file: a checksum per tensor, the content of a small text, else one checksum."""
         data = path.read_bytes()
         if path.suffix == ".safetensors":
             start = 8 + int.from_bytes(data[:8], "little")
@@ -106,7 +106,7 @@ class Checkout:
                 begin, end = (start + offset for offset in entry["data_offsets"])
                 about[name] = f"{entry['dtype']} {entry['shape']} {sha(data[begin:end])}"
             return about
-        if path.suffix == ".pt":  # torch's: the parts of the archive, whatever it is called
+        if path.suffix == ".pt":  # torch's: the parts of the archive, whatever the archive's name
             with zipfile.ZipFile(path) as archive:
                 return {name.partition("/")[2]: sha(archive.read(name)) for name in archive.namelist()}
         try:

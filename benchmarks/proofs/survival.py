@@ -1,19 +1,19 @@
-"""Does a run survive kill -9?  Kill it at random moments, go on with --resume, and compare with the undisturbed run, bit by bit.
+"""Prove that a run survives kill -9: kill it at random moments, go on with --resume, compare it bit by bit with an undisturbed run.
 
     python benchmarks/proofs/survival.py --kills 20 --output runs/survival -- train/medusa.py --config configs/quickstart.yaml
     python benchmarks/proofs/survival.py --kills 20 --output runs/survival --forked -- train/medusa.py ...     seconds, not minutes
 
-What follows `--` is a training script and its keys; `output` and `resume` are given here. The undisturbed run comes first. Then
-the same run is killed after a random time, from before its folder exists to after its last step, and started again with --resume,
-until it is finished; and another one, until there were so many kills. On a CPU `autocast: auto` may come out otherwise each time.
+Give a training script and its keys after `--`; this script sets `output` and `resume`. The undisturbed run comes first. Then the
+same run is killed after a random time, from before its folder exists to after its last step, and started again with --resume until
+it is finished. Further runs follow until the number of kills is reached. On a CPU set `autocast`: `auto` may differ between starts.
 
---forked, for a CPU: this process imports what the script needs and forks, so that no time goes into imports; and a run is killed
-as it is about to open, rename or remove its n-th file or folder, n being random: moments that a clock would hardly ever hit.
+--forked, for a CPU: this process imports the script's modules once and forks, to save the time of imports. A run is killed as it is
+about to open, rename or remove its n-th file or folder, with a random n: a timer would hardly ever hit these moments.
 
-After every kill, all checkpoints and all shards of the feature cache that lie there must be whole. Of a finished run, every line
-of metrics.jsonl but what the clock decides, acceptance.json, the optimiser's state and the bytes of head/ must be those of the
-undisturbed run, and nothing unfinished may be left. Exits with 1 if anything is not so. The last line is JSON. It does not pull
-the plug: what the system has not yet written to the disk is not lost.
+After every kill, all checkpoints and all shards of the feature cache must be whole. A finished run must equal the undisturbed run
+in every line of metrics.jsonl (without timings), in acceptance.json, in the optimiser's state and in the bytes of head/, and it
+must leave no unfinished file. Exits with 1 otherwise. The last line is JSON. It does not cut the power: data that the system has
+not yet written to the disk are not lost.
 """
 
 import argparse
@@ -35,12 +35,12 @@ from headstart.evaluation.results import Report, command_line
 from headstart.train.run.checkpointing import find_damage, list_checkpoints
 from headstart.train.teacher.feature_cache import TOLD, checksum_of
 
-CLOCK = ("tokens_per_second", "peak_memory_gib")  # what differs between equal runs
-NOTHING_THERE = "there is no run in"  # what a run says that is resumed before there is anything
+CLOCK = ("tokens_per_second", "peak_memory_gib")  # figures that differ between equal runs
+NOTHING_THERE = "there is no run in"  # error of a run that is resumed before it has written anything
 
 
 class Killed(Exception):
-    """The run was killed, as was asked."""
+    """The run was killed, as planned."""
 
 
 def main(arguments=None):
@@ -79,7 +79,7 @@ def main(arguments=None):
                     return report_failure(launch, f"after a kill at {moment}: {wrong}")
                 continue
             if status and there and NOTHING_THERE in launch.last_line():
-                there = False  # as it says: leave --resume out
+                there = False  # the error asks to leave --resume out
                 continue
             if status:
                 return report_failure(launch, f"{run} cannot go on after the kills at {moments}")
@@ -106,7 +106,7 @@ def report_failure(launch, text):
 
 
 class Started:
-    """Runs the script in a process of its own, as a user does, and kills it after `moment` seconds."""
+    """Runs the script in a separate process, as a user does, and kills it after `moment` seconds."""
 
     length = None
 
@@ -114,7 +114,7 @@ class Started:
         self.words, self.log = options.script, options.output / "log.txt"
 
     def __call__(self, run, resume, moment):
-        """The script's status; raises Killed."""
+        """Run the script. Returns its status, or raises Killed."""
         command = [sys.executable, *self.words, "--output", str(run), *(["--resume"] if resume else [])]
         with self.log.open("w") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
@@ -180,7 +180,7 @@ class Forked(Started):
 
 
 def state_of(run):
-    """In words, how far a run is."""
+    """The progress of a run, in words."""
     if not run.exists():
         return "there is no folder"
     checkpoints = [path.name for path in list_checkpoints(run)]
@@ -188,7 +188,7 @@ def state_of(run):
 
 
 def look_at(run):
-    """What is there and not whole, of all that a run would read; empty if nothing is."""
+    """The damaged files among all that a run would read; empty if there are none."""
     for checkpoint in list_checkpoints(run):
         if damage := find_damage(checkpoint):
             return damage
@@ -204,7 +204,7 @@ def look_at(run):
 
 
 def difference(whole, run):
-    """What a finished run has otherwise than the undisturbed one; empty if nothing."""
+    """The differences of a finished run from the undisturbed one; empty if there are none."""
     for name in ("metrics.jsonl", "acceptance.json"):
         one, other = ([without_clock(line) for line in read_lines(folder / name)] for folder in (whole, run))
         if one != other:

@@ -1,4 +1,4 @@
-"""Record what a checkout of the project does, and compare two such records: the proof that a refactoring changes nothing.
+"""Record the behaviour of a checkout of the project, and compare two records: proves that a refactoring changes nothing.
 
     python benchmarks/proofs/unchanged.py record --checkout DIR --python DIR/.venv/bin/python --output RECORD
     python benchmarks/proofs/unchanged.py record ... --steps 12 --old-record OLD    # quick; goes on with OLD's killed runs, too
@@ -13,13 +13,13 @@ Parts, a JSON file each:
     export       every format of every head: tensors, configs, cards; `inspect --json`; `heads.export verify`
     help         --help of every command, and some messages of errors
 
-With --old-record the killed runs of OLD (in OLD/work) go on in the new code, as RECIPE/resumed_from_old, and `compare` holds them
-against OLD's own resumed runs. The checkout is driven through its commands and `from headstart import LLM, SamplingParams`, and
-nothing is written into it. What depends on date, machine, speed, version or place is masked (recorded_checkout.py).
+With --old-record the killed runs of OLD (in OLD/work) go on in the new code, as RECIPE/resumed_from_old, and `compare` compares
+them with OLD's own resumed runs. The checkout is driven through its commands and `from headstart import LLM, SamplingParams`, and
+nothing is written into it. Text that depends on date, machine, speed, version or place is masked (recorded_checkout.py).
 
-What it does not do: GPUs, several processes, the Hub, W&B's binary log, the script that makes the embedded target, what is chosen
-by measured times (`--autocast auto`, `--dtype auto`, `tree --budget auto`, adaptive depths: fp32 is asked for). Records of two
-machines, or of two versions of torch, differ. Of files above 64 KiB and of .svg only a checksum is recorded.
+Not covered: GPUs, several processes, the Hub, W&B's binary log, the script that makes the embedded target, and choices by measured
+times (`--autocast auto`, `--dtype auto`, `tree --budget auto`, adaptive depths: fp32 is set). Records of two machines, or of two
+versions of torch, differ. Files above 64 KiB and .svg files are recorded as a checksum only.
 """
 
 import argparse
@@ -51,7 +51,7 @@ RECIPES = {
     "mlp-speculator": ("mlp_speculator", "mlp-speculator-quickstart", (), ("mlp-speculator",)),
     "medusa2": ("medusa", "medusa2-quickstart", (), ("medusa",)),
 }
-# Beside max_steps, where --steps is given.
+# Further keys of a run with --steps, beside max_steps.
 SHORT = "--log_every 1 --max_tokens 10000 --row_length 128 --batch_rows 4 --eval_prompts 2 --eval_tokens 16"
 
 RICH = dict(temperature=0.9, seed=5, n=2, top_k=40, top_p=0.9, min_p=0.01, repetition_penalty=1.1, presence_penalty=0.3)
@@ -70,13 +70,13 @@ def in_parallel(jobs, tasks):
 
 def record_train(checkout, recipes):
     checkout.place("train")
-    made = {name: threading.Event() for name in recipes}  # is its whole run there?
+    made = {name: threading.Event() for name in recipes}  # set when the whole run is finished
     found = in_parallel(checkout.jobs, {name: (train, checkout, name, made) for name in recipes})
     return {key: item for items in found.values() for key, item in items.items()}
 
 
 def train(checkout, name, made):
-    """A whole run, one that is killed and resumed, and one of the old record that is resumed."""
+    """A whole run, a run that is killed and resumed, and a resumed run of the old record."""
     script, config, keys, _ = RECIPES[name]
     config, run = checkout.root / f"configs/{config}.yaml", checkout.run_of(name)
     every = int(re.search(r"(?m)^checkpoint_every: (\d+)", config.read_text())[1])
@@ -107,7 +107,7 @@ def train(checkout, name, made):
 
 
 def kill(checkout, command, run, step):
-    """Kill a training, and all its processes, once it has a checkpoint and its metrics tell of that step."""
+    """Kill a training and all its processes once it has a checkpoint and a line of metrics for that step."""
     with open(run.parent / "killed.log", "wb") as log:
         how = dict(cwd=checkout.root, env=checkout.environment, stdout=log, stderr=log, start_new_session=True)
         process = subprocess.Popen([checkout.bin / command[0], *command[1:]], **how)
@@ -120,13 +120,13 @@ def kill(checkout, command, run, step):
 
 
 def last_step(run):
-    """The last step that metrics.jsonl tells of; 0 before the first checkpoint."""
+    """The last step in metrics.jsonl; 0 before the first checkpoint."""
     lines = (run / "metrics.jsonl").read_text().split("\n")[:-1] if [*run.glob("checkpoints/*/state.json")] else []
     return json.loads(lines[-1])["step"] if lines else 0
 
 
 def run_folder(checkout, run):
-    """What lies in a finished run: of W&B's files only the names of media, which hold a checksum of what is in them."""
+    """The files of a finished run. Of W&B's files only the names of media, which contain a checksum of their content."""
     names = [str(file.relative_to(run)) for file in sorted(run.rglob("*")) if file.is_file()]
     names = [checkout.masked(name) for name in names if not name.startswith("wandb/") or "/media/" in name]
     page, newest = run.parent / f"{run.name}.html", sorted(run.glob("checkpoints/*"))[-1:]
@@ -154,7 +154,7 @@ def record_speculation(checkout, recipes):
         shapes += [("static", "strict")] * (name in ("shipped", "medusa"))
         shapes += [(dynamic, "traversal"), ("dynamic", "strict")] * (name == "eagle3")
         configs = [dict(model=head, tree=tree, verifier=rule) for tree, rule in shapes]
-        # What is accepted here hangs on no target: the drafts themselves come out.
+        # Acceptance here does not depend on the target, so the outputs are the drafts themselves.
         configs += [dict(model=head, tree="chain", verifier="synthetic", acceptance_length=2.5)]
         groups.setdefault(name if name in ("eagle", "eagle3", "medusa2") else "", {})[name] = configs
     num_prompts, max_tokens = (1, 12) if checkout.steps else (4, 48)
@@ -179,12 +179,12 @@ def record_speculation(checkout, recipes):
     tasks["generate"] = (checkout.told, "headstart", *answer.split(), "Write the Python function `count_words`.")
     items = in_parallel(checkout.jobs, tasks)
     for name in ("bench speculation", "verify-lossless"):
-        del items[name]["told"]["stdout"]  # a table with columns as wide as paths; what is written says the same
+        del items[name]["told"]["stdout"]  # its columns are as wide as paths; the file has the same content
     return {key: item for name in items for key, item in (items[name] if "/" in name else {name: items[name]}).items()}
 
 
 def writing(checkout, command, output):
-    """What a command said, and its output file and what it may have put beside it."""
+    """Output of a command, the file it wrote, and files it may have written beside that."""
     told = checkout.told(*command)
     return {"told": told, "written": {path.name: checkout.file(path) for path in output.parent.glob(f"{output.name}*")}}
 
@@ -197,7 +197,7 @@ def decode_in_checkout(checkout, cases):
 
 
 def decode(cases):
-    """In the checkout's own Python, through the public API alone: the outputs of every case."""
+    """The outputs of every case, in the checkout's own Python, through the public API only."""
     from headstart import LLM, SamplingParams
 
     told, room = json.loads(Path(cases).read_text()), dict(max_num_seqs=8, num_gpu_blocks_override=128)
@@ -327,7 +327,7 @@ def compare(given):
 
 
 def differences(old, new, path=""):
-    """Lines that tell where two values differ."""
+    """Lines that describe the differences of two values."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in sorted({**old, **new}):
             yield from differences(old.get(key, "missing"), new.get(key, "missing"), f"{path}[{key}]")

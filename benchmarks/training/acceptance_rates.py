@@ -1,11 +1,11 @@
-"""How often each depth's draft is accepted when target and head sample, without sampling: sum over tokens of min(p, q), per depth.
+"""Compute, without sampling, how often each depth's draft is accepted when target and head sample: sum of min(p, q), per depth.
 
     python benchmarks/training/acceptance_rates.py --head kl=runs/a --head lk=runs/b --output found.json
 
-On the text of held-out answers, teacher-forced, at temperature 1: the mean over labels of what rejection sampling accepts there in
-the mean. An engine's count of accepted drafts has chance in it at every token, and so differences of a percent drown; here two
-heads are compared on the same labels. Every head is compared with the first one: the difference of the means with the middle 95 %
-of a bootstrap over conversations. The last line is JSON.
+On the text of held-out answers, teacher-forced, at temperature 1: the mean over labels of the expected acceptance of rejection
+sampling. An engine's count of accepted drafts has sampling noise at every token, which hides differences of a percent; here the
+heads are compared on the same labels, without that noise. Every head is compared with the first: the difference of the means with
+the middle 95 % of a bootstrap over conversations. The last line is JSON.
 """
 
 import argparse
@@ -31,10 +31,12 @@ def main(arguments=None):
     parser.add_argument("--head", action="append", required=True, metavar="NAME=HEAD", help="may be given again")
     parser.add_argument("--target", default=str(TARGET), help="with a heldout.jsonl in it (default: the embedded one)")
     parser.add_argument(
-        "--depths", type=int, default=4, help="how many depths (default 4; fewer if the head has fewer)"
+        "--depths", type=int, default=4, help="number of depths (default 4; fewer if the head has fewer)"
     )
-    parser.add_argument("--conversations", type=int, help="how many of the held-out ones (default: all)")
-    parser.add_argument("--length", type=int, default=1024, help="tokens of a conversation at most (default 1024)")
+    parser.add_argument("--conversations", type=int, help="number of held-out conversations (default: all)")
+    parser.add_argument(
+        "--length", type=int, default=1024, help="greatest number of tokens of a conversation (default 1024)"
+    )
     parser.add_argument("--output", help="write the rows as JSON here; a bare NAME: into benchmarks/results")
     options = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -72,7 +74,7 @@ def take_embedding(head, target):
 
 @torch.no_grad()
 def measure(target, head, encoded, name, options):
-    """fp64 [conversations, depths, 2]: the sum over a conversation's labels of sum min(p, q), and how many labels it had."""
+    """fp64 [conversations, depths, 2]: the sum over a conversation's labels of sum min(p, q), and the number of its labels."""
     depths, device = min(options.depths, head.num_speculative_tokens), target.lm_head.weight.device
     totals = torch.zeros(len(encoded), depths, 2, dtype=torch.float64)
     for place, (ids, supervised) in enumerate(tqdm(encoded, desc=name, unit=" conversations")):
@@ -102,7 +104,7 @@ def mean(sums):
 
 
 def compare(sums, reference):
-    """(difference of the means, the ends of its middle 95 %), over conversations drawn again, the same for both."""
+    """(difference of the means, low, high): its middle 95 % over resampled conversations, the same for both."""
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(len(sums), (RESAMPLES, len(sums)), generator=generator)
     differences = (mean(sums[drawn]) - mean(reference[drawn])).sort().values

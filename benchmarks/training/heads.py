@@ -3,8 +3,9 @@
     python benchmarks/training/heads.py --head medusa=runs/medusa --head eagle3=runs/eagle3
     python benchmarks/training/heads.py --head kl=runs/a --head lk=runs/b --requests 32 --temperature 1.0 --output found.json
 
-Trees are built for each head from rates measured on other prompts, and, for heads that look at their own tokens, grown in every
-step as well; of both the better one is marked. Held-out prompts; the verifier is `strict`, so all heads write the same text.
+Trees are built for each head from rates measured on other prompts. For heads that look at their own tokens, trees grown in every
+step are measured too, and the better one is marked. Prompts are held out; the verifier is `strict`, so all heads write the same
+text.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from headstart.inference.speculation.tree import MAX_NODES, GrowingTree, build_s
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET = ROOT / "assets" / "stdlib-coder"
-FOR_RATES = 32  # prompts that trees are built on; the others are measured
+FOR_RATES = 32  # prompts that trees are built on; the others are for measuring
 
 
 def main(arguments=None):
@@ -34,10 +35,16 @@ def main(arguments=None):
     parser.add_argument(
         "--target", default=str(TARGET), help="with a heldout.jsonl beside it (default: the embedded one)"
     )
-    parser.add_argument("--chain", type=int, default=4, help="tokens that the chain drafts (default 4)")
-    parser.add_argument("--depth", type=int, default=6, help="depth of trees, if the head goes as deep (default 6)")
-    parser.add_argument("--nodes", type=int, default=MAX_NODES, help=f"most nodes of a tree (default {MAX_NODES})")
-    parser.add_argument("--requests", type=int, default=96, help="per head, draft and temperature (default 96)")
+    parser.add_argument("--chain", type=int, default=4, help="depth of the chain (default 4)")
+    parser.add_argument(
+        "--depth", type=int, default=6, help="greatest depth of trees (default 6, or the head's if less)"
+    )
+    parser.add_argument(
+        "--nodes", type=int, default=MAX_NODES, help=f"greatest number of nodes of a tree (default {MAX_NODES})"
+    )
+    parser.add_argument(
+        "--requests", type=int, default=96, help="requests per head, draft and temperature (default 96)"
+    )
     parser.add_argument("--max-tokens", type=int, default=96, help="new tokens per request (default 96)")
     parser.add_argument("--temperature", type=float, action="append", help="may be given again (default: 0 and 1)")
     parser.add_argument("--output", help="write the rows as JSON here; a bare NAME: into benchmarks/results")
@@ -76,7 +83,7 @@ def main(arguments=None):
 
 
 def build_drafts(base, source, prompts, temperature, options, scratch):
-    """{name of a draft: what `tree` takes}: the chain, the static tree, and where the head can, the dynamic one."""
+    """{name of a draft: value of `tree`}: the chain, the static tree and, if the head can, the dynamic tree."""
     depth = min(options.depth, source.most)
     llm = speculating(base, source, "chain", depth)
     params = SamplingParams(temperature=temperature, max_tokens=options.max_tokens, seed=1, ignore_eos=True)

@@ -1,7 +1,7 @@
-"""Starts `accelerate launch` with one process per GPU, or with more: they share the GPUs, as machines of a cluster would.
+"""Start `accelerate launch` with one process per GPU, or with more, which share the GPUs as if on several machines.
 
-NCCL takes two processes on one GPU for an error, unless each says that it is on another host; then it speaks to it over the
-network, here this host's own. What is computed is what as many GPUs compute; the speed is not.
+NCCL refuses two processes on one GPU, unless each claims another host; then they communicate over the network, here this host's
+own. The results are those of as many GPUs; the speed is not.
 """
 
 import contextlib
@@ -19,12 +19,12 @@ GRACE = 60  # seconds for a launcher to end its workers
 
 
 def launch(config, num_processes, gpus, command, environment, logs=None, timeout=None):
-    """Run the command (words: a script and its arguments) in so many processes to its end.
+    """Run the command (a list: a script and its arguments) in `num_processes` processes to its end.
 
-    config: a file's name in configs/accelerate; gpus: how many there are for them, a divisor of num_processes if fewer;
-    environment: added to this process's own; logs: folder for what each node says, node-0.txt ..., None: this process's stderr;
+    config: a file's name in configs/accelerate; gpus: number of GPUs for them, a divisor of num_processes if fewer; environment:
+    added to this process's own; logs: folder for the output of each node, node-0.txt ..., None: this process's stderr;
     timeout: seconds.
-    Raises RuntimeError, with what they wrote to `logs`, if a node fails or time is up; no process of them is left then.
+    Raises RuntimeError, with the output in `logs`, if a node fails or time is up; all processes are ended then.
     """
     nodes = max(num_processes // gpus, 1)
     words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / config)]
@@ -45,7 +45,7 @@ def launch(config, num_processes, gpus, command, environment, logs=None, timeout
                 words_of_node = [*words, *own, *map(str, command)]
                 started.append(subprocess.Popen(words_of_node, env=environment, start_new_session=True, **streams))
             until = time.monotonic() + timeout if timeout else None
-            # Of several, the others would wait for one that has failed.
+            # With several nodes the others would wait for a failed one.
             while None in (ends := [node.poll() for node in started]) and not any(ends):
                 if until and time.monotonic() > until:
                     break
@@ -65,7 +65,7 @@ def launch(config, num_processes, gpus, command, environment, logs=None, timeout
 
 
 def _end(started):
-    """A launcher of several passes SIGTERM on to its workers, that of a single one does not: its group is that of its worker."""
+    """End a launcher. With several workers it passes SIGTERM on; with one it does not, but that worker is in its group."""
     for node in started:
         _signal(node, signal.SIGTERM)
     for node in started:

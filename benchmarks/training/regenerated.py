@@ -1,13 +1,13 @@
-"""What answers by the target itself are worth: the same head trained on the data's answers and on regenerated ones, then measured.
+"""Measure the benefit of the target's own answers: train the same head on the data's answers and on regenerated ones, and compare.
 
     python benchmarks/training/regenerated.py --output found.json
     python benchmarks/training/regenerated.py --config configs/eagle3-quickstart.yaml --trainer eagle3 \\
         --temperature 1 --temperature 0
 
-All sides hold the same conversations (those that got an answer, without later turns where one side ended early). Each head is
-trained for as many steps of as many rows, so on nearly as many tokens, and from the same seeds. Acceptance is the engine's on
-the target's held-out prompts, which no side was trained on, with 95 % intervals over the prompts; --seeds trains each side
-several times, which shows how much the training itself varies. Everything is kept in --work, and what is there is not made again.
+All sides hold the same conversations (those with an answer, cut to the turns that every side has). All heads are trained for the
+same number of steps and rows, so on nearly as many tokens, and from the same seeds. Acceptance is the engine's, on the target's
+held-out prompts, which no side was trained on, with 95 % intervals over the prompts. --seeds trains each side several times, to
+show how much training varies. Results are kept in --work, and existing ones are not made again.
 """
 
 import argparse
@@ -31,12 +31,17 @@ def main(arguments=None):
     parser.add_argument(
         "--target", default=str(ROOT / "assets" / "stdlib-coder"), help="with a heldout.jsonl beside it"
     )
-    parser.add_argument("--data", default="stdlib", help="whose answers are compared (default stdlib)")
-    parser.add_argument("--num-conversations", type=int, help="of it (default: all)")
+    parser.add_argument("--data", default="stdlib", help="data set whose answers are compared (default stdlib)")
+    parser.add_argument("--num-conversations", type=int, help="number of its conversations (default: all)")
     parser.add_argument(
-        "--temperature", type=float, action="append", help="of the regeneration; may be given again (default: 1)"
+        "--temperature",
+        type=float,
+        action="append",
+        help="temperature of the regeneration; may be given again (default: 1)",
     )
-    parser.add_argument("--max-tokens", type=int, default=512, help="of a regenerated answer (default 512)")
+    parser.add_argument(
+        "--max-tokens", type=int, default=512, help="longest regenerated answer in tokens (default 512)"
+    )
     parser.add_argument("--steps", type=int, default=500, help="optimiser steps per head (default 500)")
     parser.add_argument("--seeds", type=int, default=3, help="trainings per side (default 3)")
     parser.add_argument("--requests", type=int, default=96, help="per head and serving temperature (default 96)")
@@ -73,7 +78,7 @@ def main(arguments=None):
 
 
 def check_same_options(options, path):
-    """Nothing that other options made may be taken for ours; trainings may be added to what is there."""
+    """ValueError if the folder holds results of other options; trainings may be added to existing ones."""
     own = {name: value for name, value in vars(options).items() if name not in ("seeds", "output")}
     if path.exists() and json.loads(path.read_text()) != own:
         raise ValueError(f"{path.parent} holds what other options made ({path}): name another folder with --work")
@@ -112,7 +117,7 @@ def write_sides(options, work):
 
 
 def train(options, work, side, data, seed):
-    """The run folder of one training, which is done if it is not there yet."""
+    """The run folder of one training, which runs if the folder does not exist yet."""
     run = work / f"{data.name.removesuffix('.side.jsonl')}-seed-{seed}"
     if not (run / "head").is_dir():
         keys = {"config": options.config, "target": options.target, "data": data, "output": run, "seed": seed}
@@ -139,14 +144,14 @@ def measure(options, run):
 
 
 def describe_training(run):
-    """How much a run was fed, and how its loss ended."""
+    """The number of tokens that a run was trained on, and its last loss."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     last = [line for line in lines if line["kind"] == "train"][-1]
     return {"trained_steps": last["step"], "trained_tokens": last["tokens"], "final_loss": last["loss"]}
 
 
 def compare(rows):
-    """Per serving temperature and draft: each side's mean over the seeds, with the least and the greatest."""
+    """Print each side's mean over the seeds, with least and greatest, per serving temperature and draft."""
     kinds = dict.fromkeys((row["temperature"], row["draft"].split(" of ")[0]) for row in rows)
     for temperature, draft in kinds:
         for side in dict.fromkeys(row["side"] for row in rows):
@@ -163,7 +168,7 @@ def compare(rows):
 
 
 def script(path, *words):
-    """Run one of our scripts; its errors are ours."""
+    """Run one of our scripts; its failure is an error here."""
     subprocess.run([sys.executable, str(ROOT / path), *map(str, words)], check=True)
 
 

@@ -3,13 +3,14 @@
     python benchmarks/training/scaling.py --gpus 1,2,4 --output scaling-h200
     python benchmarks/training/scaling.py --gpus 1,2 --cpu --shape SMALL --big SMALL --rows 2 --row-length 64    # SMALL/config.json
 
-For each number of processes, train/medusa.py under configs/accelerate: `speed` with --rows rows per process and optimiser step,
-so the step grows with them; `curve` with the same rows per step on any number, whose loss is compared with the first number's step
-by step. Then both under fsdp2.yaml on the most, and there, for a few steps, four heads on a target of the shape --big, which is
-made on the devices in its parts. Weights and texts are random: they are as fast as others. It measures no acceptance.
+For each number of processes it runs train/medusa.py under configs/accelerate twice. `speed` has --rows rows per process and
+optimiser step, so the step grows with the processes. `curve` has the same rows per step for any number, and its loss is compared
+step by step with that of the first number. Then both run under fsdp2.yaml on the greatest number, and there, for a few steps, four
+heads on a target of the shape --big, whose parts are made on the devices. Weights and texts are random, which does not change the
+speed. It measures no acceptance.
 
-Processes may be more than the GPUs: they share them as the machines of a cluster that has one GPU twice. Then the curve counts; the
-speed is that of sharing, and of NCCL over this host's network stack.
+There may be more processes than GPUs: they share them as if on several machines. Then only the curve counts; the speed is that of
+sharing, and of NCCL over this host's network stack.
 """
 
 import argparse
@@ -61,13 +62,15 @@ def main(arguments=None):
     parser.add_argument(
         "--gpus", default="1,2,4", help="numbers of processes, one per GPU while there are, rising (default 1,2,4)"
     )
-    parser.add_argument("--shape", default="llama-3-8b", help="of the target: a named shape or a folder's config.json")
-    parser.add_argument("--layers", type=int, default=8, help="how many of its layers (default 8: a smaller file)")
+    parser.add_argument(
+        "--shape", default="llama-3-8b", help="shape of the target: a named shape or a folder's config.json"
+    )
+    parser.add_argument("--layers", type=int, default=8, help="number of its layers (default 8, for a smaller file)")
     parser.add_argument("--big", default="llama-3-70b", help="shape of the divided target; none: leave it out")
     parser.add_argument("--rows", type=int, default=4, help="rows per process and micro-step (default 4)")
     parser.add_argument("--row-length", type=int, default=2048, help="tokens per row (default 2048)")
     parser.add_argument("--steps", type=int, default=12, help="optimiser steps of each run (default 12)")
-    parser.add_argument("--cpu", action="store_true", help="processes on the CPU: no figure of it means anything")
+    parser.add_argument("--cpu", action="store_true", help="run processes on the CPU; the figures then mean nothing")
     parser.add_argument("--output", help="write the rows as JSON here; a bare name: into benchmarks/results")
     parser.add_argument("--worker", help=argparse.SUPPRESS)  # what one launch does, as JSON
     options = parser.parse_args(arguments)
@@ -129,7 +132,7 @@ def recipe(scratch, output, options, accumulate):
 
 
 def write_target(folder, shape, layers, device):
-    """A random model of the shape, so many layers deep, in bf16."""
+    """Write a random model of the shape, with this number of layers, in bf16."""
     config = config_of_shape(shape)
     config.num_hidden_layers = layers
     torch.manual_seed(0)
@@ -143,7 +146,7 @@ def write_target(folder, shape, layers, device):
 
 
 def write_texts(path, count, length):
-    """Conversations of which each fills a row, all but its question supervised."""
+    """Write conversations that each fill a row; all but the question is supervised."""
     rng, words = random.Random(0), ["if", "for", "x", "y", "self", "return", "None", "(", ")", "=", "def"]
     with open(path, "w") as file:
         for _ in range(count):
@@ -153,7 +156,7 @@ def write_texts(path, count, length):
 
 
 def run_job(kind, number, gpus, job, on_cpu):
-    """Do the job in so many processes; what the first of them found."""
+    """Do the job in `number` processes; returns the result of the first."""
     with tempfile.TemporaryDirectory() as folder:
         job = job | {"found": str(Path(folder, "found.json"))}
         config, environment = f"{kind}.yaml", {"ACCELERATE_USE_CPU": "true"} if on_cpu else {}
@@ -196,14 +199,14 @@ def reset_peak():
 
 
 def peak_gib():
-    """The most memory that any rank's device held (on the CPU: the process, since it began)."""
+    """The greatest memory that any rank's device held (on the CPU: that the process held since it began)."""
     if torch.cuda.is_available():
         return max(gather_object([torch.cuda.max_memory_allocated()])) / 2**30
     return max(gather_object([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024])) / 2**30
 
 
 def train_big(shape, rows, length, steps):
-    """Figures of steps as train/medusa.py makes them, on a random target that no rank holds whole; heads have own lm_heads."""
+    """Figures of steps as in train/medusa.py, on a random target that no rank holds whole; heads have their own lm_heads."""
     reset_peak()
     accelerator, started = Accelerator(), time.perf_counter()
     device = accelerator.device
@@ -240,7 +243,7 @@ def train_big(shape, rows, length, steps):
             )
         lr = 1e-4 * (step + 1) / steps
         totals, _ = finish_step(head, optimizer, [share], accelerator=accelerator, lr=lr, max_norm=1.0)
-        losses.append(totals[0, 0].item() / labels_per_step)  # and the step has ended
+        losses.append(totals[0, 0].item() / labels_per_step)  # .item() waits for the end of the step
         seconds.append(time.perf_counter() - begun)
     step_seconds = statistics.median(seconds[WARM_UP:])
     parts = sum(p.to_local().nbytes if isinstance(p, DTensor) else p.nbytes for p in model.parameters())
@@ -258,7 +261,7 @@ def train_big(shape, rows, length, steps):
 
 @torch.no_grad()
 def fill_randomly(model, rank):
-    """Weights of a usual size: parts drawn per rank, what is whole drawn alike on all."""
+    """Draw weights of a usual size: divided ones per rank, whole ones equal on all ranks."""
     for place, parameter in enumerate(model.parameters()):
         divided = isinstance(parameter, DTensor)
         torch.manual_seed(1000 * place + (rank + 1 if divided else 0))

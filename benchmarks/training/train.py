@@ -1,12 +1,12 @@
 """`headstart bench train`: optimiser steps on random weights of a shape, beside a plain loop, against the rate of large products.
 
-A step is what the trainers do: the target's features, the head's predictions, loss and gradients chunk by chunk, AdamW. Rows are
-one document of random tokens each, all supervised: the most projections that there can be. The plain loop takes the same features
-and predictions, makes the logits of all depths and positions at once, and goes through torch's own losses and one backward pass.
-Both must give the same loss and the same norm of the gradient before anything is timed.
+A step is that of the trainers: the target's features, the head's predictions, loss and gradients chunk by chunk, AdamW. A row is
+one document of random tokens, all supervised, for the greatest number of projections. The plain loop takes the same features and
+predictions, computes the logits of all depths and positions at once, and uses torch's own losses and one backward pass. Both must
+give the same loss and the same norm of the gradient before anything is timed.
 
-The share is that of the rate of the library's large product, over the operations of the products that a step cannot do without, 2
-per weight and row; a weight's gradient takes as many again, and so does an input's where something trained lies behind it:
+*of product* is the rate of the step's necessary products, as a share of the rate of the library's large product. A product takes 2
+operations per weight and row; a weight's gradient takes as many again, and so does an input's, if a trained layer comes before it:
 
     target          2 P M                       P: weights of its layers' products; no gradient
     its distribution         2 V H N                     not with hard
@@ -15,8 +15,8 @@ per weight and row; a weight's gradient takes as many again, and so does an inpu
     EAGLE-3         M: 4 A H^2, and per step 6 times the weights of its layer; N per step: 6 Vd H
     MLP speculator  M: 4 H S for the first step, 6 S^2 for each further one; N per step: 6 V S
 
-It counts no attention, norm, embedding, loss or optimiser, so the whole of a step cannot come to 1. What it does not do: several
-GPUs, cached features, documents packed into rows.
+It counts no attention, norm, embedding, loss or optimiser, so a whole step cannot reach 1. Not covered: several GPUs, cached
+features, documents packed into rows.
 
 Letters: M tokens, N labels, H hidden size, S inner size, A aux layers, V vocabulary (Vd of the draft), K heads or steps.
 """
@@ -42,9 +42,9 @@ from ..ops.losses import torch_losses
 from ..random_heads import empty_head, random_head
 from ..shape import check_fits, config_of_shape
 
-HEADS = {"medusa": 4, "eagle3": 7, "mlp_speculator": 4}  # and how many heads or steps of each are trained
+HEADS = {"medusa": 4, "eagle3": 7, "mlp_speculator": 4}  # family -> number of heads or steps that are trained
 WARMUP = 2
-DISAGREEMENT = {torch.float32: 1e-3, torch.bfloat16: 2e-2}  # of loss and norm; a fault of the loss is far larger
+DISAGREEMENT = {torch.float32: 1e-3, torch.bfloat16: 2e-2}  # of loss and norm; an error in the loss would be far larger
 
 COLUMNS = {
     "what": ("what", 17, plain),
@@ -61,7 +61,7 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """What `bench train` measures; see `headstart bench train --help`."""
+    """Settings of `bench train`; see `headstart bench train --help`."""
 
     shape: str
     head: str = "medusa"
@@ -78,7 +78,7 @@ class TrainSettings:
 
 
 def check_settings(arguments):
-    """The TrainSettings that the command line asks for; ValueError for what cannot be."""
+    """The TrainSettings that the command line asks for; ValueError for impossible ones."""
     for name in ("rows", "chunk_tokens", "repeats"):
         if getattr(arguments, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(arguments, name)}")
@@ -150,7 +150,7 @@ def _bench_train(settings, device, dtype, command, output, commit):
 
 
 class TrainBench:
-    """A random target, a random head in training, a batch of rows, and the two ways to make a step of them."""
+    """A random target, a random head in training, a batch of rows, and the two kinds of steps on them."""
 
     def __init__(self, settings, config, device, dtype, shared):
         torch.manual_seed(0)
@@ -173,7 +173,7 @@ class TrainBench:
         self.labels = find_labels(input_ids, document_ids, torch.ones_like(input_ids, dtype=torch.bool), settings.depth)
         self.num_tokens, self.num_labels = input_ids.numel(), len(self.labels.positions)
         objective = Objective(Loss(settings.loss), [0.8**k for k in range(settings.depth)])
-        self.objective = objective.at([0.3] * settings.depth)  # rates that lk weighs kl by
+        self.objective = objective.at([0.3] * settings.depth)  # rates for lk's weight of kl
 
     def features(self):
         """[B, T, (1 + A) H]"""
@@ -228,12 +228,12 @@ class TrainBench:
             return way(features)
 
     def step(self, way):
-        """A whole optimiser step; its learning rate is zero, so that every step does the same."""
+        """A whole optimiser step, with a learning rate of zero, so that all steps are equal."""
         self.gradients(way)
         update(self.head, self.optimizer, lr=0.0, max_norm=0.5)
 
     def check_agreement(self, report):
-        """RuntimeError if the two ways give another loss or another gradient: then no figure of theirs means anything."""
+        """RuntimeError if loss or gradient of the two kinds differ: their times would mean nothing."""
         found = []
         for way in (self.ours, self.plain):
             try:
@@ -249,7 +249,7 @@ class TrainBench:
             raise RuntimeError(f"loss and norm of the gradient differ: {found[0].tolist()} and {found[1].tolist()}")
 
     def measure(self, work):
-        """(Times of one call, peak bytes, bytes at rest); the bytes are None but on a GPU."""
+        """(Times of one call, peak bytes, bytes at rest); the bytes are None on a CPU."""
         on_gpu = self.device.type == "cuda"
         release(self.device)
         for _ in range(WARMUP):
@@ -270,7 +270,7 @@ class TrainBench:
 
 
 def target_operations(target, num_tokens):
-    """Operations of the products of the target's layers over so many tokens."""
+    """Operations of the products of the target's layers over `num_tokens` tokens."""
     layers = target.check_layers(())
     weights = sum(module.weight.numel() for module in layers.modules() if isinstance(module, nn.Linear))
     return 2 * weights * num_tokens

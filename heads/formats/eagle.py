@@ -3,9 +3,9 @@
     eagle-vllm     vLLM: architectures ["LlamaForCausalLM"], no fc.bias; it guesses the method from "eagle-" in the path
     eagle-sglang   SGLang: architectures ["LlamaForCausalLMEagle"], fc.bias always there (zeros for a head that has none)
 
-Tensors are called as in heads/eagle.py, complete. embed_tokens is left out where it is the target's (Eagle.take_embedding), as in
-published files: both readers take the target's own. fc.bias is in published files whatever their config says: tensors decide. No
-format holds an lm_head or a final norm.
+Tensors have the names of heads/eagle.py, and all must be there. embed_tokens is left out where it is the target's
+(Eagle.take_embedding), as in published files: both readers take the target's own. Published files hold fc.bias whatever their
+config says: tensors decide. No format holds an lm_head or a final norm.
 
 This file touches no disk.
 """
@@ -22,12 +22,12 @@ FORMATS = tuple(ARCHITECTURES)
 CONFIG_NAMES = (
     "LlamaForCausalLMEagle",
     "EagleLlamaForCausalLM",
-)  # LlamaForCausalLM says nothing: every EAGLE calls itself so
+)  # LlamaForCausalLM tells nothing: every EAGLE has this name
 EMBEDDING = "embed_tokens.weight"
 
 
 def recognises(names):
-    """Whether a file with tensors of these names holds an EAGLE-1 head. EAGLE-3's have these and more: ask for those first."""
+    """Whether a file with tensors of these names holds an EAGLE-1 head. EAGLE-3 files have these and more: try them first."""
     if any(name.startswith("layers.1.") for name in names):
         return False
     norms = [f"layers.0.{name}_layernorm.weight" in names for name in ("input", "post_attention")]
@@ -53,7 +53,7 @@ def to_file(head, format, lm_head_weight=None):
     tensors = {name: tensor.cpu().contiguous() for name, tensor in state.items()}
     if format == "eagle-sglang" and "fc.bias" not in tensors:
         tensors["fc.bias"] = torch.zeros_like(tensors["fc.weight"][:, 0]).contiguous()
-    # "bias": false is of fc to the original reader, and of the attention to others.
+    # "bias": false means fc to the original reader, and the attention to others.
     return tensors, {"architectures": [ARCHITECTURES[format]], "bias": False, **layer_keys(head.config)}
 
 
@@ -61,7 +61,7 @@ def from_file(tensors, config):
     """Read a file's tensors: Reading of an EagleConfig, its state without embed_tokens where the file has none.
 
     tensors: {name: tensor} as the file holds them; config: its config.json as a dict. Raises ValueError naming tensors that are
-    missing, unexpected, misshapen or no floating point, and config keys that are needed or do not fit.
+    missing, unexpected, misshapen or not floating point, and config keys that are missing or do not fit.
     """
     tensors, notes = dict(tensors), []
     dialect = "eagle-sglang" if "fc.bias" in tensors else "eagle-vllm"
@@ -72,7 +72,7 @@ def from_file(tensors, config):
         )
     bias = tensors.get("fc.bias")
     if bias is not None and bias.dtype in DTYPES and tuple(bias.shape) == (rows,) and not bias.any():
-        del tensors["fc.bias"]  # SGLang's dialect of a head that has none
+        del tensors["fc.bias"]  # zeros: how SGLang's dialect writes a head without a bias
     _compare_bias(config, "fc.bias" in tensors, dialect, notes)
     shape = EagleConfig(
         hidden_size=rows,

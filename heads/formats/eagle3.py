@@ -4,11 +4,11 @@
     speculators   Red Hat's speculators and vLLM: the layer is called layers.0, the Llama's keys lie in transformer_layer_config,
                   and the target's embedding comes along
 
-Tensors are called as in heads/eagle3.py but for the layer (LAYER), complete. Read: either name of the layer in either format;
-d2t without t2d; neither, where the draft vocabulary is the whole one; embed_tokens or not (then it is the target's:
-Eagle3.take_embedding). Aux layers are said in two ways: at the top level of config.json id k is the stream entering layer k (vLLM,
-speculators), in eagle_config (SGLang) id k - 1; both are written. A file that says neither means the published ones, which the
-target's depth tells (Eagle3.take_depth).
+Tensors have the names of heads/eagle3.py, except for the layer's prefix (LAYER), and all must be there. Files are read with either
+name of the layer in either format; with d2t alone; without d2t and t2d, where the draft vocabulary is the whole one; with or
+without embed_tokens (without, it is the target's: Eagle3.take_embedding). Aux layers are stored in two ways, and both are written:
+at the top level of config.json id k is the stream entering layer k (vLLM, speculators), in eagle_config (SGLang) the same stream is
+k - 1. A file with neither means the layers of published heads, which follow from the target's depth (Eagle3.take_depth).
 
 This file touches no disk.
 """
@@ -26,9 +26,9 @@ FORMATS = tuple(LAYER)
 CONFIG_NAMES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3DraftModel")
 EMBEDDING = "embed_tokens.weight"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-# A key of ours: the embed_tokens that speculators files hold is the target's, and plain files need none.
+# Our own key: says that embed_tokens in a speculators file is the target's, so plain files need none.
 TARGETS_EMBEDDING = "embed_tokens_is_targets"
-# Variants of the speculators library. vLLM knows them in plain files, too, and of the last no tensor tells.
+# Variants of the speculators library. vLLM knows them in plain files, too; no tensor tells of the last one.
 UNSUPPORTED = ("norm_before_fc", "fc_norm", "norm_output")
 
 
@@ -48,7 +48,7 @@ def native_format(head):
 
 
 def check_format(head, format):
-    """ValueError where readers of `format` would compute something else, or what it stores is not there."""
+    """ValueError if readers of `format` would compute something else, or a tensor that the format stores is missing."""
     if format == "eagle3" and head.config.norm_before_residual:
         raise ValueError("format 'eagle3' is read as norm_before_residual false, this head has true: use 'speculators'")
     if format == "speculators" and head.needs_embedding:
@@ -62,7 +62,7 @@ def to_file(head, format, lm_head_weight=None):
     if format == "eagle3" and head.embedding_is_targets:
         del state[EMBEDDING]  # readers share the target's
     elif EMBEDDING in state:
-        state[EMBEDDING] = state[EMBEDDING].to(head.fc.weight.dtype)  # the target's may be of another dtype
+        state[EMBEDDING] = state[EMBEDDING].to(head.fc.weight.dtype)  # the target's embedding may have another dtype
     tensors = {_renamed(name, "midlayer.", LAYER[format]): tensor.cpu().contiguous() for name, tensor in state.items()}
     if format == "eagle3":
         return tensors, _plain_config(head.config)
@@ -77,8 +77,8 @@ def _plain_config(config):
         **({} if config.aux_layer_ids is None else {"eagle_config": _nested_ids(config.aux_layer_ids)}),
     }
     if not config.own_embedding:
-        # Where it is there, the original code leaves an embedding that is not in the file at random values instead of taking the
-        # target's. Without it every reader takes hidden_size.
+        # Where this key is present, the original code leaves an embedding that is not in the file at random values instead of
+        # taking the target's. Without the key every reader takes hidden_size.
         del keys["target_hidden_size"]
     return keys
 
@@ -118,7 +118,7 @@ def from_file(tensors, config):
     """Read a file's tensors: Reading of an Eagle3Config, its state without embed_tokens where the file has none.
 
     tensors: {name: tensor} as the file holds them; config: its config.json as a dict. Raises ValueError naming tensors that are
-    missing, unexpected, misshapen, of a wrong dtype or with ids that there are not, and config keys that are needed or do not fit.
+    missing, unexpected, misshapen, of a wrong dtype or with impossible ids, and config keys that are needed or do not fit.
     """
     tensors, notes = dict(tensors), []
     prefix = "midlayer." if any(name.startswith("midlayer.") for name in tensors) else "layers.0."
@@ -160,7 +160,7 @@ def from_file(tensors, config):
 
 
 def _check_variant(config):
-    """ValueError for another maths than ours; readers look for these keys in files of either format, some in eagle_config."""
+    """ValueError for variants that compute something else; their keys stand in files of either format, some in eagle_config."""
     nested = config.get("eagle_config") or {}
     if not isinstance(nested, dict):
         raise ValueError(f'config.json says "eagle_config": {nested!r}, expected an object')
@@ -170,7 +170,7 @@ def _check_variant(config):
 
 
 def _note_silence(config, prefix, speculators, notes):
-    """What the config leaves open or says in vain, of what is EAGLE-3's own."""
+    """Note the keys of EAGLE-3 that the config lacks, or has without effect."""
     if not config.get(LAYER_IDS) and not (config.get("eagle_config") or {}).get(LAYER_IDS):
         assume(notes, LAYER_IDS, "2, n//2, n-3", "what published heads read of a target of n layers")
     if speculators and config.get("norm_before_residual") is None:
@@ -183,7 +183,7 @@ def _note_silence(config, prefix, speculators, notes):
 
 
 def _llama_keys(config):
-    """What a speculators file says of its layer, with what it says elsewhere and plain files beside it."""
+    """The Llama's keys of a speculators config, joined with the keys that plain files hold beside them."""
     if config["speculators_model_type"] != "eagle3":
         raise ValueError(
             f'config.json says "speculators_model_type": {config["speculators_model_type"]!r}, expected "eagle3"'
@@ -196,7 +196,7 @@ def _llama_keys(config):
         )
     except (KeyError, TypeError, IndexError) as error:
         raise ValueError(
-            "config.json is no speculators config: expected transformer_layer_config, and speculators_config with "
+            "config.json is not a speculators config: expected transformer_layer_config, and speculators_config with "
             f"proposal_methods and verifier ({type(error).__name__}: {error})"
         ) from None
 

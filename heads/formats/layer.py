@@ -1,6 +1,6 @@
-"""What the files of EAGLE heads say of their decoder layer: sizes in its tensors, the rest in a Llama's config.json.
+"""Read and write the decoder layer of EAGLE files: sizes are in its tensors, the rest in a Llama's config.json.
 
-Both ways: `read_layer` for LayerConfig's fields, `layer_keys` for the config's. Rope has two spellings, `rope_theta` and
+`read_layer` gives LayerConfig's fields, `layer_keys` the config's. Rope has two spellings, `rope_theta` and
 `rope_scaling`, or `rope_parameters` with both; either is read, both are written. This file touches no disk.
 """
 
@@ -13,17 +13,16 @@ from ..layers import rope_frequencies
 from ..storage.reading import assume, compare
 from ..storage.tensor_checks import shape_of
 
-DEFAULT_THETA = 10000.0  # published EAGLE-3 heads say none and were trained with it
-# What transformers' LlamaConfig takes where a file says nothing.
+DEFAULT_THETA = 10000.0  # published EAGLE-3 heads name none and were trained with this
+# Defaults of transformers' LlamaConfig, for keys that a file lacks.
 DEFAULTS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
 
 
 def read_layer(tensors, prefix, config, hidden_size, notes):
-    """LayerConfig's fields of a file, but for the hidden size and the vocabulary: {name: value}.
+    """LayerConfig's fields of a file, except hidden size and vocabulary: {name: value}. Tensors decide; the config fills gaps.
 
-    tensors: the file's; prefix: of the layer's names in it; config: the Llama's config.json as a dict. Tensors decide; the config
-    answers what they cannot; notes: a list of str to add to (heads/storage/reading.py). Raises ValueError naming the tensor or
-    the key.
+    tensors: the file's; prefix: of the layer's names in it; config: the Llama's config.json as a dict; notes: a list of str to
+    add to (heads/storage/reading.py). Raises ValueError naming the tensor or the key.
     """
     head_dim, num_heads, num_kv_heads = _read_heads(tensors, prefix, config, hidden_size, notes)
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
@@ -40,7 +39,7 @@ def read_layer(tensors, prefix, config, hidden_size, notes):
     says = {key: value for key in DEFAULTS if (value := config.get(key)) is not None}
     if "rms_norm_eps" not in says:
         assume(notes, "rms_norm_eps", DEFAULTS["rms_norm_eps"], "as transformers does")
-    if "max_position_embeddings" not in says and scaling:  # nothing else asks for it
+    if "max_position_embeddings" not in says and scaling:  # only rope scaling reads it
         assume(notes, "max_position_embeddings", DEFAULTS["max_position_embeddings"], "as transformers does")
     steps = config.get("num_speculative_tokens")
     return {
@@ -59,9 +58,9 @@ def read_layer(tensors, prefix, config, hidden_size, notes):
 
 
 def _read_heads(tensors, prefix, config, hidden_size, notes):
-    """(head dimension, query heads, key-value heads): two rows of tensors and what the config says of three numbers.
+    """(head dimension, query heads, key-value heads), from the rows of two tensors and up to three numbers in the config.
 
-    Where it does not say the head dimension, it is the hidden size by query head, unless both numbers of heads say another one.
+    Where the config lacks the head dimension, it is hidden size / query heads, unless both numbers of heads imply another.
     """
     query, key = (f"{prefix}self_attn.{one}_proj" for one in ("q", "k"))
     q_rows, kv_rows = (shape_of(tensors, f"{name}.weight")[0] for name in (query, key))
@@ -94,7 +93,7 @@ def _read_heads(tensors, prefix, config, hidden_size, notes):
 
 
 def _compare_biases(config, biased, notes):
-    """Two keys say that q, k and v have a bias, and a Qwen2 has one without saying so."""
+    """Note where config and tensors disagree on biases. Two keys mean a bias of q, k and v; a Qwen2 has it without a key."""
     said = config.get("qkv_bias") or config.get("attention_bias")
     if said and not biased:
         notes.append("config.json says that q, k and v have a bias; the tensors hold none")
@@ -140,7 +139,7 @@ def check_rope(shape):
 
 
 def layer_keys(shape):
-    """The keys of a Llama's config.json that say a LayerConfig; every one that a reader would guess when it is missing."""
+    """A LayerConfig as keys of a Llama's config.json, including every key that a reader would guess if it were missing."""
     return {
         "model_type": "llama",
         "base_model_name_or_path": shape.base_model_name_or_path,
@@ -164,13 +163,13 @@ def layer_keys(shape):
 
 
 def shapes_of(kind, shape):
-    """{our tensor name: its shape} of a head that nobody has made.  kind: its class; shape: its config"""
+    """{our tensor name: its shape} of a head, without making it.  kind: its class; shape: its config"""
     with torch.device("meta"):
         return {name: tuple(tensor.shape) for name, tensor in kind(shape).state_dict().items()}
 
 
 def vocab_size_of(tensors, config, notes):
-    """The target's vocabulary: the rows of embed_tokens or the length of t2d, else what the config says."""
+    """The target's vocabulary size: the rows of embed_tokens or the length of t2d, else the config's."""
     for name, axes in (("embed_tokens.weight", 2), ("t2d", 1)):
         if name in tensors:
             size = shape_of(tensors, name, axes)[0]

@@ -1,9 +1,9 @@
 """On-disk formats of Medusa heads, each as one rename table that loading and writing share.
 
 A table maps our tensor names to the file's, with {k} the head, {j} the residual block and {R} the number of blocks per
-head. The inverse is derived from it, and so are the counts K and R of a file that is read: published configs lie
-(medusa-vicuna-7b-v1.3 says 2 heads and holds 5), so tensors decide and the config only answers what tensors cannot.
-The names of a table are complete: a missing or an additional one is an error that lists it.
+head. The inverse is derived from it, and so are the counts K and R of a file that is read. Published configs can be wrong
+(medusa-vicuna-7b-v1.3 says 2 heads and holds 5), so tensors decide and the config only fills gaps.
+The names of a table are complete: a missing or an additional name is an error that lists it.
 
     medusa         FasterDecoding's layout with own lm_heads ("V1"): its original code and TGI read it
     medusa-shared  the same without lm_heads ("V2"): logits come from the target's own lm_head
@@ -48,10 +48,10 @@ RENAMES = {
     },
 }
 
-# What config.json calls the number of heads, and that of the blocks of each.
+# config.json's keys for the number of heads, and of blocks per head.
 COUNT_KEYS = {"medusa": ("medusa_num_heads", "medusa_num_layers"), "vllm": ("num_heads", "num_hidden_layers")}
-FORMATS = ("medusa", "medusa-shared", "vllm")  # what a user asks for
-CONFIG_NAMES = ("medusa", "MedusaModel")  # by which config.json says that it is one
+FORMATS = ("medusa", "medusa-shared", "vllm")  # formats that a user can ask for
+CONFIG_NAMES = ("medusa", "MedusaModel")  # names in config.json that mean Medusa
 
 
 def recognises(names):
@@ -115,7 +115,7 @@ def to_file(head, format, lm_head_weight=None):
 
 def _file_config(table, config):
     """config.json of a file. Every key that a reader would guess when it is missing is written."""
-    # An adapter that they were trained with is named by a key of ours, which other readers pass over.
+    # The adapter that the heads were trained with has our own key, which other readers ignore.
     adapted = {ADAPTER_KEY: config.adapter} if config.adapter else {}
     if family(table) == "medusa":
         keys = {
@@ -124,8 +124,8 @@ def _file_config(table, config):
             "medusa_num_layers": config.num_layers,
             "transformers_version": version("transformers"),
         }
-        # No "architectures": with one, TGI serves without speculation and says nothing. The sizes are ours: without
-        # an lm_head no tensor tells the vocabulary.
+        # No "architectures": with it, TGI silently serves without speculation. The sizes are our own keys: without an lm_head no
+        # tensor tells the vocabulary.
         if table == "medusa-shared":
             keys |= {"version": "2", "hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
         return keys | adapted
@@ -177,7 +177,7 @@ def detect_table(names, config):
     lm_heads = [at["k"] for ours, at in matches if "lm_head" in ours]
     if best == "medusa":
         return "medusa" if lm_heads else "medusa-shared"
-    # With a single head the names are the same either way, and the config tells whose lm_head it is.
+    # With a single head both tables have the same names, and the config tells whose lm_head it is.
     return "vllm-shared" if lm_heads == [0] and config.get("original_lm_head") else "vllm"
 
 
@@ -230,7 +230,7 @@ def from_file(tensors, config):
 
 
 def _notes(table, shape, config, dropped):
-    """Where config.json says something else than the tensors.  dropped: whether its reader would drop the biases"""
+    """Notes where config.json contradicts the tensors.  dropped: whether the format's reader would drop the biases"""
     notes = []
     sizes = {"hidden_size": shape.hidden_size, "vocab_size": shape.vocab_size}
     sizes |= dict(zip(COUNT_KEYS[family(table)], (shape.num_heads, shape.num_layers)))
@@ -248,7 +248,7 @@ def _notes(table, shape, config, dropped):
 
 
 def _add_zero_biases(tensors):
-    """vLLM's default is a block without bias, which is a block whose bias is zero."""
+    """Give vLLM's blocks, which have no bias by default, a bias of zero."""
     for name in [name for name in tensors if name.startswith("blocks.") and name.endswith(".weight")]:
         tensors[name.removesuffix("weight") + "bias"] = torch.zeros_like(tensors[name][..., 0])
 

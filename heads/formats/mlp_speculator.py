@@ -1,9 +1,9 @@
 """On-disk format of the MLP speculator: IBM's, which fms-extras, TGI and vLLM (to 0.9) read.
 
-Tensors: `speculator.` before the names of heads/mlp_speculator.py, complete; fms-extras's own checkpoints, and all of its readers,
-also know them without it. A tied file says what steps share once (emb.0, proj.0, proj.1, ln.0, head.0); published ones may repeat
-it for every step. Sizes, and whether steps are tied, are the tensors', and so is the number of steps wherever there is something
-for every step; config.json answers the rest: the steps of a tied file that repeats nothing, and scale_input.
+Tensors: `speculator.` before the names of heads/mlp_speculator.py, all of them; fms-extras's own checkpoints lack this prefix, and
+all of its readers accept that. A tied file holds the tensors that steps share once (emb.0, proj.0, proj.1, ln.0, head.0); published
+files may repeat them for every step. Tensors decide sizes, whether steps are tied, and the number of steps where every step has
+tensors. config.json tells the rest: the number of steps of a tied file that repeats nothing, and scale_input.
 
 This file touches no disk.
 """
@@ -26,7 +26,7 @@ def native_format(head):
 
 
 def check_format(head, format):
-    """The one format says every MLP speculator."""
+    """Never fails: the one format holds every MLP speculator."""
     return format
 
 
@@ -34,7 +34,7 @@ def to_file(head, format=FORMATS[0], lm_head_weight=None):
     """`head` as a file: ({name: tensor}, config dict)."""
     config = head.config
     tensors = {PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
-    # Every key that a reader would guess when it is missing. inner_dim is never 0, though readers know it: TGI takes it as it is.
+    # Every key that a reader would guess if it were missing. inner_dim is never 0: other readers know that value, TGI does not.
     return tensors, {
         "architectures": ["MLPSpeculatorPreTrainedModel"],
         "model_type": "mlp_speculator",
@@ -61,7 +61,7 @@ def from_file(tensors, config):
     """Read a file's tensors: Reading of an MLPSpeculatorConfig.
 
     tensors: {name: tensor} as the file holds them; config: its config.json as a dict. Raises ValueError naming tensors that are
-    missing, unexpected, misshapen, no floating point or not the ones that tied steps share, and config keys that are needed.
+    missing, unexpected, misshapen, not floating point, or unequal although steps are tied; and missing config keys.
     """
     notes = []
     if not any(name.startswith(PREFIX) for name in tensors):
@@ -86,7 +86,7 @@ def from_file(tensors, config):
     with torch.device("meta"):
         expected = {PREFIX + name: tensor.shape for name, tensor in MLPSpeculator(shape).state_dict().items()}
     check_tensors(tensors, expected)
-    # inner_dim: 0, and nothing, mean emb_dim.
+    # inner_dim of 0, or none at all, means emb_dim.
     config = config | {"inner_dim": config.get("inner_dim") or config.get("emb_dim")}
     found = {"n_predict": steps, "vocab_size": shape.vocab_size, "emb_dim": shape.hidden_size}
     for key, value in (found | {"inner_dim": shape.inner_size}).items():
@@ -99,14 +99,14 @@ def from_file(tensors, config):
 
 
 def _read_steps(tensors, config, notes):
-    """(tensors without what a tied file repeats, whether steps are tied, how many there are), as the tensors have it.
+    """(tensors without a tied file's repetitions, whether steps are tied, number of steps), as the tensors tell.
 
-    A file that says it is tied and holds other tensors for every step is untied; one that does not say it and holds a second proj
-    but nothing else of a second step is tied. ValueError where a tied file holds another tensor for some steps only.
+    A file that calls itself tied but holds different tensors for every step is untied. A file that does not, but holds a second
+    proj and nothing else of a second step, is tied. ValueError if a tied file holds different tensors for only some steps.
     """
     said, held = config.get("tie_weights") or False, _num_held(tensors)
     repeated, differing = _find_repeated(tensors)
-    most = 5 * held - 6  # that can be repeated: emb, proj, ln's two and head, but for those of step 0 and proj.1
+    most = 5 * held - 6  # repeatable tensors: emb, proj, ln's two and head, without those of step 0 and proj.1
     tied, whole = said, len(repeated) == most
     if said and differing:
         if differing != repeated or 2 * len(repeated) < most:
@@ -128,9 +128,9 @@ def _read_steps(tensors, config, notes):
 
 
 def _num_held(tensors):
-    """For how many steps there is something, by the names.
+    """Number of steps that have tensors, by the names.
 
-    No more than there are names: a stray huge index ends as a missing name and not as a huge module.
+    Bounded by the number of names, so that a stray huge index ends as a missing name and not as a huge module.
     """
     steps = [name.removeprefix(PREFIX).split(".")[1:2] for name in tensors if name.startswith(PREFIX)]
     found = [int(step[0]) + 1 for step in steps if step and step[0].isdigit()]
@@ -138,7 +138,7 @@ def _num_held(tensors):
 
 
 def _find_repeated(tensors):
-    """([names of what tied steps share, said again for a later step], those of them that are another tensor)"""
+    """([names of shared tensors that are repeated for a later step], those of them that differ from the shared tensor)"""
     shared = {name: _shared_name(name) for name in tensors}
     repeated = [name for name, first in shared.items() if first not in (None, name)]
     return repeated, [name for name in repeated if not _same(tensors[name], tensors.get(shared[name]))]
@@ -149,9 +149,9 @@ def _same(one, other):
 
 
 def _shared_name(name):
-    """The name under which a tied file holds a step's tensor; None for what is of no step.
+    """The name under which a tied file holds a step's tensor; None for a tensor that belongs to no step.
 
-    The first proj is of another shape, so the second is the one that is shared.
+    The first proj has another shape, so the second is shared.
     """
     kind, _, rest = name.removeprefix(PREFIX).partition(".")
     step, _, what = rest.partition(".")

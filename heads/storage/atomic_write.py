@@ -1,7 +1,7 @@
-"""The one way to write: beside the place, flushed to the disk, then renamed. What is there is whole. No torch.
+"""Atomic writes: write beside the destination, flush to the disk, rename. A finished name is always whole. No torch.
 
-What is being written is called .NAME.partial-XXXXXXXX. A process that is killed leaves it there: `is_partial` knows the name, and
-the owner of the folder removes it.
+An unfinished file or folder is called .NAME.partial-XXXXXXXX. A process that is killed leaves it behind: `is_partial` knows the
+name, and the owner of the folder removes it.
 """
 
 import contextlib
@@ -18,12 +18,12 @@ _PARTIAL = re.compile(r"\.(?P<name>.+)\.partial-[0-9a-f]{8}")
 
 
 def is_partial(name):
-    """Whether a file or folder of this name is one that was being written."""
+    """Whether this is the name of an unfinished file or folder."""
     return _PARTIAL.fullmatch(name) is not None
 
 
 def check_writable(path):
-    """Raise ValueError now, not after minutes of work, if a file cannot be written at `path` (a Path); makes its folder."""
+    """Make the folder of `path` (a Path), and raise ValueError now, not after minutes of work, if no file can be written there."""
     aside = _aside(path)
     try:
         if path.is_dir():
@@ -38,7 +38,7 @@ def check_writable(path):
 
 @contextmanager
 def staged_file(path):
-    """A binary file to write to; it becomes `path` when the block ends well, else it vanishes.  Raises OSError naming `path`"""
+    """A binary file to write to. It becomes `path` when the block ends well, else it is removed.  Raises OSError naming `path`"""
     path = Path(path)
     aside = _aside(path)
     try:
@@ -46,7 +46,7 @@ def staged_file(path):
             yield file
             file.flush()
             os.fsync(file.fileno())
-            aside.replace(path)  # while it is open: who holds a lock on it holds it to the end
+            aside.replace(path)  # renamed while open: a lock on the file is held to the end
     except OSError as error:
         raise OSError(error.errno or errno.EIO, f"cannot write {path}: {error.strerror or error}") from error
     finally:
@@ -61,13 +61,13 @@ def write_whole(path, content):
 
 
 def write_json(path, content, indent=2, ensure_ascii=False):
-    """Write JSON to a file, whole or not at all.  ensure_ascii: for texts that may be no Unicode, as a command line"""
+    """Write JSON to a file, whole or not at all.  ensure_ascii: for text that may not be Unicode, such as a command line"""
     write_whole(path, json.dumps(content, indent=indent, ensure_ascii=ensure_ascii) + "\n")
 
 
 @contextmanager
 def staged_folder(folder):
-    """A folder to write into; it becomes `folder` when the block ends well, else it vanishes.
+    """A folder to write into. It becomes `folder` when the block ends well, else it is removed.
 
     Raises ValueError if `folder` already holds something, OSError naming `folder` if it cannot be written.
     """
@@ -91,7 +91,7 @@ def staged_folder(folder):
 
 
 def check_is_free(folder):
-    """ValueError unless `folder` is absent, or an empty folder that another can take the place of."""
+    """ValueError unless `folder` is absent, or an empty folder that can be replaced."""
     folder = Path(folder)
     if folder.is_dir():
         if folder.samefile(Path.cwd()) or os.path.ismount(folder):

@@ -1,22 +1,22 @@
-"""What a head, a target or an adapter is called by: a folder, or OWNER/NAME@REVISION on the Hub. No torch."""
+"""Names of heads, targets and adapters: a folder, or OWNER/NAME@REVISION on the Hub. No torch."""
 
 import difflib
 from pathlib import Path
 
 
 def split_revision(name):
-    """(repository, revision: a branch, tag or commit), the latter None where `name` has none and main counts.
+    """(repository, revision). The revision is a branch, tag or commit, or None, which means main.
 
-    No repository's name holds an @. Raises ValueError for one without anything on one of its sides.
+    A repository's name holds no @. Raises ValueError if one side of the @ is empty.
     """
     repo_id, at, revision = str(name).partition("@")
     if at and not (repo_id and revision):
-        raise ValueError(f"{str(name)!r} is no OWNER/NAME@REVISION: something is missing beside the @")
+        raise ValueError(f"{str(name)!r} is not OWNER/NAME@REVISION: one side of the @ is empty")
     return repo_id, revision or None
 
 
 def check_may_be_id(name):
-    """ValueError for what is no folder and can be no Hub id either: a file, or a path that leads nowhere."""
+    """ValueError for a name that is neither a folder nor a possible Hub id: a file, or a path that leads nowhere."""
     name = str(name)
     if Path(name).is_file():
         raise ValueError(f"{name} is a file: name the folder that it lies in")
@@ -25,11 +25,11 @@ def check_may_be_id(name):
 
 
 def near_folder(name):
-    """For an error about a folder that is not there: " (did you mean ...?)" if one beside it is called nearly so, else ""."""
+    """For an error about a missing folder: " (did you mean ...?)" if a folder beside it has a similar name, else ""."""
     try:
         path = Path(name).expanduser()
         beside = [one.name for one in path.parent.iterdir() if one.is_dir()]
-    except (OSError, RuntimeError):  # not there either, or not to be read; no such user
+    except (OSError, RuntimeError):  # its parent is missing or unreadable, or ~user is unknown
         return ""
     nearest = difflib.get_close_matches(path.name, beside, n=1)
     return f" (did you mean {str(path.with_name(nearest[0]))!r}?)" if nearest else ""

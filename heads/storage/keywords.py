@@ -1,8 +1,8 @@
-"""Refuse unknown keywords by name: what vLLM takes and this does not, and misspellings of a known one. No torch."""
+"""Refuse unknown keywords by name: keywords of vLLM that are not supported here, and misspellings. No torch."""
 
 import difflib
 
-# What code written for vLLM may pass. `LLM`:
+# Keywords that code written for vLLM may pass. `LLM`:
 VLLM_ARGUMENTS = """
 task runner convert revision code_revision tokenizer_revision tokenizer_mode skip_tokenizer_init trust_remote_code
 allowed_local_media_path hf_config_path hf_token hf_overrides config_format generation_config override_generation_config
@@ -37,7 +37,7 @@ priority tokenization_kwargs
 """
 
 
-# Values of those that ask for what is done here anyway.
+# Values of vLLM's keywords that ask for what is done here anyway.
 ASKS_NOTHING = {
     "tensor_parallel_size": 1,
     "pipeline_parallel_size": 1,
@@ -58,10 +58,10 @@ ASKS_NOTHING = {
 
 
 def reject_unknown(given, known, what, vllm="", passed=None):
-    """Raise ValueError if `given` (names) holds one that `known` does not.
+    """Raise ValueError if `given` (names) holds a name that is not in `known`.
 
-    what: whose keywords they are; vllm: those that vLLM takes there besides, to say so; passed: {name: value} with which such a one
-    may stand in `given`, then a dict.
+    what: words for these keywords in the error; vllm: further keywords that vLLM takes, for which the error says so; passed:
+    {name: value}, values with which a keyword of vLLM is accepted (`given` is then a dict).
     """
     for name in given:
         if name in known or (passed and name in vllm.split() and name in passed and given[name] == passed[name]):

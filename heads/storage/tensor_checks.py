@@ -1,4 +1,4 @@
-"""What every file format checks of the tensors it is given, and the words for what is wrong with them."""
+"""Checks that every file format makes of its tensors, and the words of their errors."""
 
 import torch
 
@@ -8,7 +8,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of wei
 
 
 def check_names(expected, found):
-    """ValueError listing what is missing and what is unexpected, unless the two hold the same names."""
+    """ValueError listing missing and unexpected names, unless both hold the same."""
     missing, unexpected = set(expected) - set(found), set(found) - set(expected)
     if missing or unexpected:
         parts = [f"missing: {list_names(missing)}"] if missing else []
@@ -17,7 +17,7 @@ def check_names(expected, found):
 
 
 def check_tensors(tensors, shapes):
-    """ValueError naming what is wrong, unless `tensors` are weights (DTYPES) and have exactly these names and shapes.
+    """ValueError naming the fault, unless `tensors` are weights (DTYPES) of exactly these names and shapes.
 
     tensors: {name: tensor}; shapes: {name: shape}.
     """
@@ -30,7 +30,7 @@ def check_tensors(tensors, shapes):
 
 
 def shape_of(tensors, name, num_axes=2):
-    """The shape of a tensor from which sizes are read; ValueError if it is not there or has another number of axes."""
+    """The shape of a tensor from which sizes are read; ValueError if the tensor is missing or has another number of axes."""
     tensor = tensors.get(name)
     if tensor is None or tensor.dim() != num_axes:
         found = "missing" if tensor is None else f"{tuple(tensor.shape)}"

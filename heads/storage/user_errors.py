@@ -1,4 +1,4 @@
-"""What a user is told: the words of errors, and how a command ends that meets one. No torch."""
+"""Errors for users: their words, and how a command ends on one. No torch."""
 
 import contextlib
 import os
@@ -8,18 +8,18 @@ import threading
 
 
 def list_names(names, most=8):
-    """The first few of many names, sorted, and how many more there are."""
+    """The first few of many names, sorted, and the number of the rest."""
     names = sorted(map(str, names))
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more if names else "no tensors"
 
 
 def exit_status(name, work, failures=(), reader_may_leave=False):
-    """Do the work of the command `name` and give its exit status: what `work()` returns, 0 for None.
+    """Do the work of the command `name` and return its exit status: the result of `work()`, 0 for None.
 
     Bad input and files that cannot be read or written (ValueError, OSError) end as one line `NAME: error: ...` on stderr and
-    status 2. `failures` are exceptions of work that was asked for rightly and broke off: such a line and status 1. Ctrl-C is one
-    line and status 130. reader_may_leave: where who reads the output left, as `head` does, nothing was left to say: status 0.
+    status 2. `failures` are exceptions of correctly requested work that broke off: they end as such a line and status 1. Ctrl-C is
+    one line and status 130. reader_may_leave: status 0 if the reader of the output leaves early, as `head` does.
     """
     try:
         return work() or 0
@@ -37,7 +37,7 @@ def exit_status(name, work, failures=(), reader_may_leave=False):
 
 
 def tell_error(name, error):
-    """One line on stderr; of an OSError the reason and the file, without its number."""
+    """Print the error as one line on stderr; an OSError as its reason and file, without its number."""
     reason = str(error)
     if isinstance(error, OSError) and error.strerror:
         reason = error.strerror + (f": {error.filename}" if error.filename else "")
@@ -46,16 +46,16 @@ def tell_error(name, error):
 
 
 def say(text):
-    """Print a line. A reader that has left ends no work, nor does a full disk that stdout leads to."""
+    """Print a line. The work goes on if the reader has left or stdout leads to a full disk."""
     try:
         print(text, flush=True)
-    except OSError:  # nothing more comes through, at the exit neither
+    except OSError:  # no further output gets through, not even at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextlib.contextmanager
 def ending_cleanly(name):
-    """Ctrl-C and SIGTERM end the block with what it has staged removed, one line and the status of shells.  name: the command's"""
+    """On Ctrl-C or SIGTERM, remove the block's staged files, print a line, exit with the shell's status.  name: the command's"""
 
     def stop(number, frame):
         raise SystemExit(128 + number)

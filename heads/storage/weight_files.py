@@ -1,12 +1,11 @@
-"""The files that hold a head's tensors: one, or several shards behind an index, and none that could run code.
+"""Read and write the files with a head's tensors: one file, or several shards with an index. No file can run code.
 
     path = find_weights(folder)          # model.safetensors, or model.safetensors.index.json, or ...
     tensors = read_tensors(path)
     write_tensors(tensors, folder / "model.safetensors", max_shard_size=5 * 10**9)
 
-An index is what transformers and huggingface_hub write: {"weight_map": {tensor: shard}}. Whatever it says is checked: every shard
-is there, and holds the tensors that the index lists for it, and no others. Does not know what the tensors mean (heads/families.py
-does).
+An index has the form that transformers and huggingface_hub write: {"weight_map": {tensor: shard}}. It is checked: every shard
+exists and holds exactly the tensors that the index lists for it. Does not know what the tensors mean (heads/families.py does).
 """
 
 import errno
@@ -31,19 +30,19 @@ def find_weights(folder):
 
 
 def list_files(path):
-    """The files that hold the tensors of what find_weights found: itself, or the shards. ValueError for a damaged index."""
+    """The files with the tensors, for a path from find_weights: the file itself, or its shards. ValueError for a damaged index."""
     path = Path(path)
     return tuple(path.parent / name for name in read_index(path)) if _is_index(path) else (path,)
 
 
 def read_index(path):
-    """{shard: names of its tensors} as an index says them; ValueError naming the file if it is none."""
+    """{shard: names of its tensors} of an index; ValueError naming the file if it is not an index."""
     path = Path(path)
     try:
         places = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         shards = {}
         for name, shard in places.items():
-            # A plain name: an index that somebody else wrote must not lead out of its folder.
+            # A plain name: an index that somebody else wrote must not point outside its folder.
             if not isinstance(shard, str) or Path(shard).name != shard or Path(shard).suffix != _suffix(path):
                 raise ValueError(f"tensor {name} lies in {shard!r}, expected a {_suffix(path)} file beside it")
             shards.setdefault(shard, []).append(name)
@@ -51,12 +50,12 @@ def read_index(path):
             raise ValueError("it lists no tensor")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         reason = error if isinstance(error, ValueError) else "it has no weight_map of tensors to files"
-        raise ValueError(f"{path} is no index of weight files: {reason}") from None
+        raise ValueError(f"{path} is not an index of weight files: {reason}") from None
     return shards
 
 
 def read_names(path):
-    """The tensor names of a weight file or an index, without any values (it may be a whole target's): ValueError if it is damaged.
+    """The tensor names of a weight file or an index, without reading values (it may be a whole target). ValueError if damaged.
 
     Only a .pt or .bin from before torch 1.6 is read whole.
     """
@@ -75,7 +74,7 @@ def read_names(path):
 def read_tensors(path):
     """{name: tensor} of a .safetensors, .pt or .bin file, or of all shards of an index.
 
-    Raises ValueError naming the file that is missing, cut or damaged, and the tensors that a shard lacks or has too many.
+    Raises ValueError naming the file that is missing, cut or damaged, and the tensors that a shard lacks or should not hold.
     """
     path = Path(path)
     if not _is_index(path):
@@ -94,7 +93,7 @@ def read_tensors(path):
 
 
 def _read_file(path, mapped=False):
-    """mapped: values of a .pt or .bin stay on the disk until they are used; the file must outlive them."""
+    """{name: tensor} of one file. mapped: values of a .pt or .bin stay on the disk until used; the file must outlive them."""
     path.open("rb").close()  # a file that may not be read raises its own error here, not "damaged" below
     try:
         if path.suffix in (".pt", ".bin"):
@@ -103,7 +102,7 @@ def _read_file(path, mapped=False):
             tensors = load_file(path)
     except MemoryError:
         raise
-    except Exception as error:  # what a damaged pickle leads to: IndexError, KeyError, AssertionError, struct.error
+    except Exception as error:  # a damaged pickle can raise IndexError, KeyError, AssertionError, struct.error
         reason = textwrap.shorten(str(error), 200, placeholder=" ...")
         raise ValueError(f"{path} cannot be read; it is cut short or damaged ({reason})") from None
     if not isinstance(tensors, dict) or not all(
@@ -116,8 +115,8 @@ def _read_file(path, mapped=False):
 def write_tensors(tensors, path, max_shard_size):
     """Write {name: tensor} to the .safetensors `path`, or in shards of at most `max_shard_size` bytes with an index beside it.
 
-    Only files of a name whose readers know shards are split (families.SHARDED_FILES); a tensor that is larger has a shard of its
-    own. Raises OSError naming the file.
+    Only files whose readers know shards are split (families.SHARDED_FILES); a tensor above that size gets its own shard. Raises
+    OSError naming the file.
     """
     path = Path(path)
     if path.name not in SHARDED_FILES:
@@ -137,13 +136,13 @@ def _write_file(tensors, path):
         path.touch()
         mode = path.stat().st_mode & 0o777
         save_file(tensors, path, metadata={"format": "pt"})
-        # The library makes its file readable by the owner alone; the others follow the umask, and so must this one.
+        # The library makes its file readable by the owner only; it must follow the umask like all other files.
         path.chmod(mode)
 
 
 @contextmanager
 def failing_as_oserror(path):
-    """Neither library reports a full disk as an OSError; torch has one as the context of what it raises instead."""
+    """Raise OSError for a full disk, which neither library does: torch has the OSError only as the context of its own error."""
     try:
         yield
     except (SafetensorError, RuntimeError) as error:

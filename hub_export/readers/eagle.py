@@ -1,4 +1,4 @@
-"""What each reader asks of the files of EAGLE heads, and what it silently does otherwise."""
+"""Requirements of each reader on the files of EAGLE heads, and what it does silently if they are not met."""
 
 from .readers import (
     DIALECTS,
@@ -55,7 +55,7 @@ def sglang(files):
 
 
 def original(files):
-    """The release for EAGLE-3, which takes the target's embedding. Earlier ones opened only `pytorch_model.bin`."""
+    """The original code's release for EAGLE-3, which takes the target's embedding. Earlier ones opened only `pytorch_model.bin`."""
     bias, head = files.config.get("bias", True), files.head.config
     if bias and "fc.bias" not in files.tensors:
         yield (

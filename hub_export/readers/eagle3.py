@@ -1,4 +1,4 @@
-"""What each reader asks of the files of EAGLE-3 heads, and what it silently does otherwise."""
+"""Requirements of each reader on the files of EAGLE-3 heads, and what it does silently if they are not met."""
 
 from ...heads.eagle3 import default_aux_layers
 from ...heads.formats.eagle3 import LAYER_IDS
@@ -112,7 +112,7 @@ def speculators_library(files):
 
 
 def _midlayer(files, otherwise):
-    """The original layout: the name of its layer, and its one place of the norm."""
+    """Problems with the original layout: the name of its layer, and the only place of the norm that it knows."""
     if files.format != "speculators" and not any(name.startswith("midlayer.") for name in files.tensors):
         yield LAYOUT, otherwise
     if files.head.config.norm_before_residual:
@@ -120,7 +120,7 @@ def _midlayer(files, otherwise):
 
 
 def _plain(files):
-    """What vLLM and SGLang ask alike of the plain layout."""
+    """Problems that vLLM and SGLang share with the plain layout."""
     config, head = files.config, files.head.config
     if "target_hidden_size" in config and config["target_hidden_size"] is None:
         yield NO, "`target_hidden_size` is null in config.json, and it computes with it"
@@ -138,7 +138,7 @@ def _three_layers(files):
 
 
 def _are_default(files):
-    """Whether the head reads the default layers of its target, whose depth is taken from them where it is not known."""
+    """Whether the head reads the default layers of its target. An unknown depth of the target is inferred from the layers."""
     ids = files.head.config.aux_layer_ids
     if ids is None:
         return True
@@ -174,7 +174,7 @@ def title(config):
 
 
 def features(head, depth):
-    """Ids of layers in each counting, None where the target's depth must tell them."""
+    """The ids of layers in each reader's counting, None if they depend on an unknown depth of the target."""
     ids = head.config.aux_layer_ids
     if ids is None and depth is not None and depth >= 7:
         ids = default_aux_layers(depth)

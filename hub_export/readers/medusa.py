@@ -1,4 +1,4 @@
-"""What each reader asks of the files of Medusa heads, and what it silently does otherwise."""
+"""Requirements of each reader on the files of Medusa heads, and what it does silently if they are not met."""
 
 import torch
 
@@ -11,7 +11,7 @@ def original(files):
     head = files.head
     if "medusa_lm_head.pt" not in files.files:
         yield NO, "it opens `medusa_lm_head.pt` and nothing else, which is not here"
-    # Its legacy class, which reads heads without lm_heads, builds as many as there are.
+    # Its legacy class, which reads heads without lm_heads, builds as many heads as the file has.
     if head.config.num_heads != 5 and not head.config.shared_lm_head:
         yield WRONG, f"it builds 5 heads whatever the config says: these are {head.config.num_heads}"
     if not all(_same_weights(one.blocks) for one in head.heads):
@@ -46,7 +46,7 @@ def tgi(files):
     if said is None:
         yield NO, "config.json lacks `medusa_num_heads`, by which it knows Medusa heads"
     elif type(said) is not int:
-        yield NO, f"config.json's `medusa_num_heads` is {said!r}, which is no number of heads"
+        yield NO, f"config.json's `medusa_num_heads` is {said!r}, which is not a number of heads"
     elif said != head.num_heads:
         kind, verb = (WRONG, "drafts") if said < head.num_heads else (NO, "looks for")
         yield kind, f"it {verb} the {said} heads that config.json says, {head.num_heads} are here"

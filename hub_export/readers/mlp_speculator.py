@@ -1,4 +1,4 @@
-"""What each reader asks of the files of MLP speculators, and what it silently does otherwise."""
+"""Requirements of each reader on the files of MLP speculators, and what it does silently if they are not met."""
 
 from .readers import APART, BUILDS, NO, SGLANG, TGI, VLLM, WRONG, Asks, Reader, asked, names_target
 
@@ -49,7 +49,7 @@ def vllm_and_fms(files):
 def _steps_said(files):
     said, head = files.config.get("n_predict", 3), files.head.config
     if type(said) is not int:
-        yield NO, f"config.json's `n_predict` is {said!r}, which is no number of steps"
+        yield NO, f"config.json's `n_predict` is {said!r}, which is not a number of steps"
     elif said != head.num_steps:
         kind = WRONG if said < head.num_steps else NO
         yield kind, f"it drafts {said} steps by config.json, {head.num_steps} are here"

@@ -1,17 +1,18 @@
-"""Who reads a head's files, as they are: for the model card of files that we write, and for `headstart inspect` of files as found.
+"""Decide which engines read a head's files: for the model card of an export, and for `headstart inspect` of any files.
 
-What the readers of a family ask is in hub_export/readers/<key>.py, from their source code, 2026-11. A rule takes HeadFiles and
-yields problems, pairs of a kind (below) and a sentence that begins with the reader as "it". Every module of a family answers:
+The requirements of a family's readers are in hub_export/readers/<key>.py, from their source code, 2026-11. A rule takes HeadFiles
+and yields problems: pairs of a kind (below) and a sentence in which "it" is the reader. Every module of a family has:
 
     READERS          its Readers, in the order in which they are listed
     FORMATS_ARE      how its formats differ: DIALECTS, ALIKE or APART
-    FROM_LM_HEAD     whether output matrices of its own may have been started from the target's lm_head
-    in_card          (head) -> what a card calls it, the verb of its drafting, and (name, value) of what its heads differ in
+    FROM_LM_HEAD     whether the head's own output matrices may have been started from the target's lm_head
+    in_card          (head) -> its name in a card, the verb of its drafting, and (name, value) of its hyperparameters
     title            (config of `headstart inspect` as a dict) -> the head in one line
     features         (head, the target's number of layers or None) -> what it reads of the target, for `headstart inspect`
-    tables           (head) -> where its lm_head and the embedding of drafted tokens come from, in words; None: it has none
+    tables           (head) -> sources of its lm_head and of its embedding of drafted tokens, in words; None: it has none
 
-Here is how a verdict follows from the rules, which format mends what is wrong, and how each engine is started. Reads no disk.
+This file derives a verdict from the rules, finds the format that mends a problem, and writes the command that starts each engine.
+Reads no disk.
 """
 
 import json
@@ -29,27 +30,27 @@ from ...heads.formats.layer import DEFAULT_THETA
 from ...heads.storage.hub_id import split_revision
 
 VLLM, TGI, SGLANG = "vLLM", "text-generation-inference", "SGLang"
-# Kinds of problems. LAYOUT: it expects the files of another format; NO: it cannot load them, or serves without drafting; WRONG: it
-# loads them, and computes something else than the head does; NOTE: it loads them; what to know of it.
+# Kinds of problems. LAYOUT: the reader expects another format; NO: it cannot load the files, or serves without drafting; WRONG: it
+# loads them, but computes something else than the head; NOTE: it loads them, with a remark.
 LAYOUT, NO, WRONG, NOTE = "layout", "no", "wrong", "note"
-# How the formats of a family differ. DIALECTS: in a key and a tensor, which the rules ask for; ALIKE: little enough to tell what a
-# reader could not compute in its own; APART: only the format itself can be named.
+# How the formats of a family differ. DIALECTS: in a key and a tensor, which the rules check. ALIKE: so little that a reader's own
+# format can be judged too. APART: too much for that; only the format is named.
 DIALECTS, ALIKE, APART = "dialects", "alike", "apart"
 SGLANG_TOP, SGLANG_TOKENS = 4, 16  # children of a node, and tokens of a step at most
 
 
 @dataclass(frozen=True)
 class HeadFiles:
-    """What a reader sees of a head (`config`, `tensors`, `files`, `path`), and the head that they say."""
+    """A head's files as a reader sees them (`config`, `tensors`, `files`, `path`), and the head that they hold."""
 
     head: nn.Module
     format: str  # the layout, one of FORMATS
     config: dict  # config.json
     tensors: frozenset  # names in the weight files, without `prefix`
     files: frozenset  # names in the folder
-    path: str | None = None  # as it would be given to a reader; None: not known yet
+    path: str | None = None  # the path given to a reader; None: not known yet
     num_layers: int | None = None  # of the target; None: not known
-    prefix: str = ""  # what the names of all tensors begin with, as no reader expects it
+    prefix: str = ""  # an unexpected prefix of all tensor names
 
 
 @dataclass(frozen=True)
@@ -62,16 +63,16 @@ class Reader:
     )  # its own, the first the best -> what the card says where nothing is wrong
     rule: Callable | None = None  # HeadFiles -> problems
     others: dict = field(default_factory=dict)  # format -> another rule
-    starts: str = ""  # of its command: which versions of vLLM; SGLang's name of the algorithm; "": there is none
-    without: str = ""  # what the card says of a reader without formats
+    starts: str = ""  # for its command: versions of vLLM, or SGLang's name of the algorithm; "": there is no command
+    without: str = ""  # the card's text for a reader without formats
 
 
 @dataclass(frozen=True)
 class Asks:
-    """What a reader expects of a key of config.json, and what happens otherwise.
+    """A reader's requirement on a key of config.json, and what happens if it is not met.
 
-    text: with {said}, what config.json says, {expected} and {key}; value: what is expected, or of: the field of the head's config
-    that holds it; default: what an absent key stands for.
+    text: with {said} (the value in config.json), {expected} and {key}; value: the expected value, or of: the field of the head's
+    config that holds it; default: the meaning of an absent key.
     """
 
     key: str
@@ -83,7 +84,7 @@ class Asks:
 
 
 def asked(files, table):
-    """The problems of what a reader Asks."""
+    """The problems with a reader's requirements (a table of Asks)."""
     for one in table:
         said = files.config.get(one.key, one.default)
         expected = getattr(files.head.config, one.of) if one.of else one.value
@@ -101,7 +102,7 @@ def names_target(files):
 
 
 def layer_said(files):
-    """Problems where the reader would build a decoder layer of wrong sizes, or more than one."""
+    """Problems with a reader that would build a decoder layer of wrong sizes, or more than one layer."""
     config, head = files.config, files.head.config
     heads, hidden_size = config.get("num_attention_heads") or 32, config.get("hidden_size") or 4096
     guessed = {"num_key_value_heads": heads}
@@ -117,7 +118,7 @@ def layer_said(files):
 
 
 def rope_said(files):
-    """Where rope is said once only, in the new spelling, or not at all."""
+    """Problems with a config that has rope only in the new spelling, or not at all."""
     config, head = files.config, files.head.config
     plain = head.rope_theta == DEFAULT_THETA and head.rope_scaling is None
     if "rope_theta" not in config and "rope_parameters" in config and not plain:
@@ -127,7 +128,7 @@ def rope_said(files):
 
 
 def layer_tables(head):
-    """`tables` of a head with a decoder layer."""
+    """The member `tables` for families with a decoder layer: sources of lm_head and embedding, in words."""
     lm_head = "the target's" if head.uses_target_lm_head else "own"
     if head.needs_embedding:
         return lm_head, "the target's, not in the file"
@@ -136,10 +137,10 @@ def layer_tables(head):
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a reader takes some files, and what would go wrong.
+    """Whether a reader takes some files, and its problems with them.
 
-    loads: whether it loads them at all, and drafts; problems: of its rule, no notes among them; how: what the card says where
-    there are none; mend: the format to export in that mends it, or None; stays: the problems that it leaves.
+    loads: whether it loads them and drafts; problems: of its rule, without notes; how: the card's text if there are none; mend: the
+    export format that mends the problems, or None; stays: the problems that remain in that format.
     """
 
     reader: str
@@ -157,7 +158,7 @@ def rules_of(family):
 
 
 def readers_table(head, format):
-    """Rows of (reader, what it takes) for this head as we write it in this format."""
+    """Rows of (reader, verdict in words) for an export of this head in this format."""
     written = files_as_written(head, format)
     word = "dialect" if rules_of(family_of(head)).FORMATS_ARE == DIALECTS else "layout"
     return [("Headstart", "yes"), *((verdict.reader, _in_words(verdict, word)) for verdict in judge(written))]
@@ -173,9 +174,9 @@ def _in_words(verdict, word):
 
 
 def judge(files):
-    """A Verdict of every reader of the family on HeadFiles."""
+    """The Verdict of every reader of the family on HeadFiles."""
     rules = rules_of(family_of(files.head))
-    # The files of every format that somebody reads and that can hold this head.
+    # The files of every format that some reader takes and that can hold this head.
     exports = {
         format: _naming_a_target(files_as_written(files.head, format, files.num_layers))
         for format in dict.fromkeys(format for reader in rules.READERS for format in reader.formats)
@@ -196,7 +197,7 @@ def _verdict(reader, files, exports, formats_are):
     mend = best if helps else None
     problems = [problem for problem in found if problem[0] != NOTE]
     if any(kind == LAYOUT for kind, _ in found):
-        # What is wrong with the head itself counts, whatever the layout.
+        # Problems with the head itself count in every layout.
         inherent = [problem for problem in written.get(best, ()) if problem[0] in (NO, WRONG)]
         problems += [problem for problem in inherent if problem not in problems]
         if mend is None and any(kind == NO for kind, _ in problems):
@@ -208,7 +209,7 @@ def _verdict(reader, files, exports, formats_are):
 
 
 def _problems(reader, files, formats_are):
-    """All problems of one reader with some files, notes among them."""
+    """All problems of one reader with some files, notes included."""
     rule = reader.others.get(files.format, reader.rule)
     found = [(LAYOUT, f"it knows no tensors whose names begin with {files.prefix!r}")] if files.prefix else []
     if files.format in reader.formats or formats_are == DIALECTS:
@@ -218,7 +219,7 @@ def _problems(reader, files, formats_are):
 
 
 def _naming_a_target(files):
-    """As an export with --base-model writes them, where the head names no target."""
+    """The files as an export with --base-model writes them, if the head names no target."""
     config = files.config | {"base_model_name_or_path": files.head.config.base_model_name_or_path or "OWNER/NAME"}
     if "speculators_config" in config:
         verifier = {"name_or_path": config.pop("base_model_name_or_path")}
@@ -241,11 +242,11 @@ def _can_be_written(head, format):
 
 
 def files_as_written(head, format, num_layers=None):
-    """HeadFiles of an export of `head`, without writing one; ValueError where `format` cannot hold it."""
+    """HeadFiles of an export of `head`, without writing it; ValueError if `format` cannot hold it."""
     with _embedding_of(head, format):
         config = head.config
         dtype = next(head.parameters()).dtype
-        # Its values are never looked at: memory that nobody touches.
+        # Its values are never read, so its memory is never touched.
         lm_head = torch.zeros(config.vocab_size, config.hidden_size, dtype=dtype) if format == "vllm" else None
         tensors, said = to_file(head, format, lm_head)
     names = {"config.json", SAFETENSORS_FILE[format], TORCH_FILE.get(format, "config.json")}
@@ -254,7 +255,7 @@ def files_as_written(head, format, num_layers=None):
 
 @contextmanager
 def _embedding_of(head, format):
-    """An export as "speculators" takes the target's embedding along, where a head has none: one of zeros stands for it here."""
+    """Embedding for "speculators", which stores the target's if the head has none; zeros stand for it here."""
     borrowed = format == "speculators" and head.needs_embedding
     if borrowed:
         head.take_embedding(torch.zeros(head.config.vocab_size, head.config.hidden_size))
@@ -267,14 +268,14 @@ def _embedding_of(head, format):
 
 
 def split_name(name):
-    """(repository, branch or None) of an export's name; a folder's has no branch, whatever is in it."""
+    """(repository, branch or None) of an export's name. A folder's name has no branch, even if it holds an @."""
     return split_revision(name) if "/" in name else (name, None)
 
 
 def engine_commands(head, format, name, target):
-    """How vLLM, SGLang and text-generation-inference are started with an export: a text for each in which nothing is wrong.
+    """Commands that start vLLM, SGLang and text-generation-inference with an export: a text for each engine without problems.
 
-    As hub_export/model_card.py's `usage`; from the projects' own documents and source, 2026-11.
+    Arguments as for `usage` of hub_export/model_card.py; commands from the projects' own documents and source, 2026-11.
     """
     of_merged = ""
     if head.adapter:
@@ -295,7 +296,7 @@ vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(co
 ```""")
     if SGLANG in takers:
         of_branch = f" --speculative-draft-model-revision {shlex.quote(branch)}" if branch else ""
-        most = 1 + SGLANG_TOP + (depth - 1) * SGLANG_TOP**2  # of such a tree, the root among them
+        most = 1 + SGLANG_TOP + (depth - 1) * SGLANG_TOP**2  # nodes of such a tree, the root included
         parts.append(f"""In SGLang (steps, width and tokens of its tree are a start, not a measurement):
 
 ```sh

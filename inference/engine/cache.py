@@ -1,7 +1,7 @@
 """The paged KV cache: pages of 64 positions, shared by all layers' numbering.
 
-kv [layers, 2, (pages + 1) * HK * 64, D]: keys and values; a page of one layer is [HK, 64, D]. Page 0 belongs to nobody: padding
-in block tables points to it, so it must stay finite and its content is never used.
+kv [layers, 2, (pages + 1) * HK * 64, D]: keys and values; a page of one layer is [HK, 64, D]. Page 0 belongs to no request:
+padding in block tables points to it, so it must stay finite. Its content is never used.
 """
 
 import torch
@@ -21,16 +21,16 @@ class PagedCache:
     def __init__(self, num_pages, num_layers, num_kv_heads, head_dim, dtype, device):
         self.num_pages, self.num_kv_heads = num_pages, num_kv_heads
         rows = (num_pages + 1) * num_kv_heads * PAGE
-        # Zeros: memory fresh from the allocator may hold NaN, which a masked key's weight of 0 would not remove.
+        # Zeros: new memory may hold NaN, which a masked key's weight of 0 would not remove.
         self.kv = torch.zeros(num_layers, 2, rows, head_dim, dtype=dtype, device=device)
 
 
 def pages_that_fit(page_bytes, device, wanted, least=2, workspace=0, utilization=0.9):
-    """How many pages to allocate: what is wanted, or as many as memory allows.
+    """Number of pages to allocate: the `wanted` pages, or as many as memory allows.
 
-    page_bytes: of one page; least: pages that one request of max_model_len takes; workspace: bytes to leave for activations;
-    utilization: share of a GPU's whole memory that weights, workspace and cache may take together. ValueError, saying what would
-    fit, if fewer than `least` pages do.
+    page_bytes: of one page; least: pages of one request of max_model_len; workspace: bytes to leave for activations;
+    utilization: share of a GPU's whole memory that weights, workspace and cache may take together. If fewer than `least` pages
+    fit, raises ValueError saying what would fit.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -69,8 +69,8 @@ def bytes_of_page(num_layers, num_kv_heads, head_dim, dtype):
 def measure_workspace(engine, num_tokens):
     """Bytes that a prefill of `num_tokens` and a step of all seats need besides weights and cache.
 
-    It runs dummy batches in the seat of nobody, on page 0. Prompts of other lengths are tried too: the first of each kind
-    compiles kernels, and should not do so while somebody waits.
+    It runs dummy batches in the seat that no request holds, on page 0. Prompts of other lengths run too, because the first of each
+    kind compiles kernels, and no user should wait for that.
     """
     device = engine.decoder.device
     num_tokens = max(1, min(num_tokens, (engine.seats.block_table.shape[1] - 1) * PAGE))
@@ -86,11 +86,11 @@ def measure_workspace(engine, num_tokens):
     step = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
-    # The graphs keep a pool of their own beside what prefill takes from the allocator. Each of them holds what its step leaves
-    # behind; over all sizes that is twice the largest, for each kind of filters.
+    # The graphs have their own memory pool, beside the memory that prefill takes from the allocator. Each graph holds the results
+    # of its step; over all sizes that is twice the largest, for each kind of filters.
     rows, own = engine.graphs.sizes[-1] * engine.tree.num_nodes, engine.decoder.dtype.itemsize
     all_rows = engine.graphs.sizes[-1] * sum(one.tree.num_nodes for one in engine.graphs.steps)
     held = all_rows * engine.decoder.vocab_size * 5 * (own + (4 if engine.graphs.step.keep_scores else 0))
-    # Until a request needs one of the tables that change logits, no step holds its changed scores.
+    # No step holds changed scores until a request needs one of the tables that change logits.
     changed = (rows + engine.graphs.sizes[-1] * engine.tree.max_depth) * engine.decoder.vocab_size * 4
     return prefill + step + held + changed

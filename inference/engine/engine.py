@@ -1,9 +1,9 @@
 """The engine: launch the next step, then read the one before.
 
-A step (step.py) runs on the device from the seats' own rows, so the host need not know a step's tokens to launch the next
-one: on a GPU it reads them one step late, while the next step computes. On the CPU it reads them at once. Results for a request
-that has ended or was preempted since are dropped; tokens are a function of the request alone, so computing them again gives the
-same ones.
+A step (step.py) runs on the device from the seats' own rows, so the host can launch the next step before it knows a step's
+tokens. On a GPU it reads them one step late, while the next step computes; on the CPU it reads them at once. Results for a
+request that has since ended or been preempted are dropped. Tokens are a function of the request alone, so computing them again
+gives the same tokens.
 """
 
 import itertools
@@ -31,7 +31,7 @@ from .seats import SeatTable
 from .step import Step
 from .target_scores import draw, next_filters
 
-# How many candidates per depth are kept when recording for `measure_acceptance`.
+# Number of candidates per depth that are kept when recording for `measure_acceptance`.
 RECORDED_WIDTH = 10
 
 
@@ -59,7 +59,7 @@ class Engine:
         ]
         self.graphs = StepGraphs(steps, scheduler.max_num_seqs, not options.enforce_eager)
         self.on_gpu = device.type == "cuda"
-        self.steps_late = 1 if self.on_gpu else 0  # how many steps may be unread when the next one is launched
+        self.steps_late = 1 if self.on_gpu else 0  # number of steps that may be unread when the next is launched
         self.launched = deque()  # per step a list of Launched
         self.record_candidates = False
         self.recorded = []  # (request, index of the root in its output, candidates per depth)
@@ -77,7 +77,7 @@ class Engine:
         speculation = speculation or Speculation()
         drafter, tree, device = speculation.drafter, speculation.tree, decoder.device
         max_emitted = tree.max_depth + 1
-        # A tree that grows may have fewer nodes than a path that is emitted, and than rows that are computed for it.
+        # A growing tree may have fewer nodes than the tokens it emits, and than the rows computed for it.
         tree_positions = max(tree.num_nodes, 1 + tree.num_rows, max_emitted) + drafter.extra_places
         per_request = -(-(options.max_model_len + tree_positions + max_emitted) // PAGE)
         width, dtype = drafter.state_shape or (decoder.hidden_size, decoder.dtype)
@@ -124,16 +124,16 @@ class Engine:
 
     @property
     def max_num_seqs(self):
-        """How many requests run at once."""
+        """Number of requests that can run at once."""
         return self.scheduler.max_num_seqs
 
     @property
     def num_free_pages(self):
-        """Pages of the cache that nobody holds."""
+        """Pages of the cache that no request holds."""
         return self.scheduler.num_free_pages
 
     def check(self):
-        """Assert that no page, seat or request is lost, held twice or held by nobody. For tests and long runs."""
+        """Assert that no page, seat or request is lost, held twice, or held without a holder. For tests and long runs."""
         self.scheduler.check()
 
     def add(self, request):
@@ -146,8 +146,8 @@ class Engine:
     def step(self):
         """Advance: prompt tokens of requests being admitted, then one tree of every running request.
 
-        Returns the requests whose tokens were handed back. After an error or an interrupt in it every request that is not cancelled
-        goes on from those, with the same tokens as without.
+        Returns the requests whose tokens were handed back. After an error or an interrupt in a step, every request that is not
+        cancelled goes on from the tokens handed back, and its output is the same.
         """
         with on_device(self.decoder.device):
             try:
@@ -160,7 +160,7 @@ class Engine:
     def launch_step(self):
         """Schedule the next step and start it on the device.  -> whether there was anything to do"""
         if not self.scheduler.active:
-            # What is still unread belongs to requests that have ended: nobody waited for it.
+            # Unread steps belong to requests that have ended, so no caller waits for them.
             self.launched.clear()
             self._read_until = time.perf_counter()
         scheduled = self.scheduler.schedule()
@@ -169,7 +169,7 @@ class Engine:
         if self.scheduler.enable_prefix_caching:
             self.metrics.prefix_cache_queries = self.scheduler.num_prompt_tokens
             self.metrics.prefix_cache_hits = self.scheduler.num_cached_tokens
-        # Both are launched before anything is read: a request that turns out to have ended is in `decode` still.
+        # Both are launched before anything is read, so `decode` may include a request that turns out to have ended.
         now = []
         if scheduled.prefill:
             now.append(self._prefill(scheduled.prefill))
@@ -194,7 +194,7 @@ class Engine:
 
     @contextmanager
     def recording(self):
-        """While inside, steps also keep the best candidates of every depth: yields the list that they are added to.
+        """Inside this context steps also record the best candidates of every depth. Yields the list of records.
 
         Its entries: (request, index of the root in its output, candidates per depth).
         """
@@ -205,7 +205,7 @@ class Engine:
             self.record_candidates, self.recorded = False, []
 
     def cancel(self, request):
-        """Drop a request, whatever it is doing."""
+        """Drop a request in any state."""
         if not request.finished:
             request.status, request.finish_reason = Status.FINISHED, "abort"
             self.scheduler.release(request)
@@ -213,11 +213,11 @@ class Engine:
     # --- prefill ---
 
     def _prefill(self, chunks):
-        """Compute chunks of known tokens; where a request's last one is among them, draw its first token.  -> Launched"""
+        """Compute chunks of known tokens, and draw the first token of each request whose last chunk is among them.  -> Launched"""
         ends = list(itertools.accumulate(chunk.count for chunk in chunks))
         done = [(end - 1, chunk.request) for end, chunk in zip(ends, chunks) if chunk.is_last]
         requests = [request for _, request in done]
-        if done:  # first, for it may take memory: if there is none, nothing has happened yet
+        if done:  # first, because it may allocate: if that fails, nothing has happened yet
             roots = [request.output_token_ids[-1] if request.output_token_ids else 0 for request in requests]
             self.seats.write_requests(requests, roots, self._stop_tokens)
         hidden, feature = self.prompts.run(chunks)  # [T, H], [T, F]
@@ -230,11 +230,11 @@ class Engine:
         if not done:
             return self._launched("prefill", [], hidden[:0], prompts=prompts)
         last = self.seats.on_device([row for row, _ in done])
-        hidden, feature = hidden[last], feature[last]  # [B, H], [B, F] at the last token of each
+        hidden, feature = hidden[last], feature[last]  # [B, H], [B, F] at the last token of each request
         launched = self._draw_first(requests, hidden, prompts)
         seats = self.seats.on_device([request.seat for request in requests])
         if self.drafter.keeps_state:
-            # As if a step had just emitted the root: the token before it was the root then.
+            # As if a step had just emitted the root, with the token before it as the root of that step.
             batch = self.seats.gather(seats, self.tree.depths).one_token_ago()
             first = torch.zeros(len(seats), 1, dtype=torch.int64, device=seats.device)
             emitted = torch.stack((torch.ones_like(batch.root), batch.root), 1)
@@ -245,7 +245,7 @@ class Engine:
         return launched
 
     def _draw_first(self, requests, hidden, prompts):
-        """The first token of every request that has none.  hidden [B, H] of the requests' last tokens  ->  Launched"""
+        """Draw the first token of every request that has none.  hidden [B, H] of the requests' last tokens  ->  Launched"""
         # A request that was preempted goes on from its newest token.
         fresh = [i for i, request in enumerate(requests) if not request.output_token_ids]
         if not fresh:
@@ -277,7 +277,7 @@ class Engine:
         begin = mark(self.seats.device, timed=True) or time.perf_counter() if self.plan.measures else None
         output = self.graphs.run([request.seat for request in requests], max(map(next_filters, requests)), which)
         if self.graphs.num_captures > num_captures:
-            begin = None  # capturing takes as long as a thousand steps: that says nothing of what a depth costs
+            begin = None  # a capture takes as long as a thousand steps, so its time tells nothing about a depth's cost
         self.metrics.num_decode_passes += 1
         emitted, step = output.emitted[: len(requests)], {"which": which, "begin": begin}
         if output.scores is not None:
@@ -299,7 +299,7 @@ class Engine:
         while launched.num_read < len(launched.requests):
             i = launched.num_read
             request = launched.requests[i]
-            # Else it was preempted, has ended or was cancelled since.
+            # Otherwise it has since been preempted or cancelled, or has ended.
             if request.epoch == launched.epochs[i] and not request.finished:
                 count, *tokens = launched.emitted[i].tolist()
                 kept = self._hand_back(request, tokens[:count], launched.logprobs.get(i))
@@ -323,7 +323,7 @@ class Engine:
         return advanced
 
     def _hand_back(self, request, tokens, logprobs):
-        """Append tokens one by one, so that the output ends where plain decoding would.  -> how many were kept"""
+        """Append tokens one by one, so that the output ends where plain decoding would.  -> number of tokens kept"""
         before = len(request.output_token_ids)
         try:
             for token in tokens:
@@ -333,7 +333,7 @@ class Engine:
             if logprobs is not None:
                 gathered, first = logprobs
                 found = gathered.read(first, first + kept, request.params.logprobs)
-        except BaseException:  # all or nothing: they come again
+        except BaseException:  # all or nothing: the tokens will be computed again
             del request.output_token_ids[before:]
             request.status, request.finish_reason, request.stop_reason = Status.RUNNING, None, None
             raise
@@ -355,7 +355,7 @@ class Engine:
                 metrics.record(drafted, min(emitted - 1, kept), self.tree.max_depth)
 
     def _stop_tokens(self, request):
-        """Ids that min_tokens keeps out: as in vLLM EOS is one, ignored or not. A model may name one that it cannot emit."""
+        """Ids that min_tokens forbids. As in vLLM they include EOS, ignored or not. Ids that the model cannot emit are left out."""
         ids = {*request.params.stop_token_ids, *self.eos_token_ids}
         return {token for token in ids if token < self.decoder.vocab_size}
 

@@ -1,9 +1,9 @@
 """CUDA graphs of the step: one per batch bucket and tree, captured once and replayed.
 
 A bucket is a number of batch rows: 1, 2, 4, 8 ... up to max_num_seqs. Rows without a request point to the seat of nobody. All
-graphs share one memory pool, so what a replay leaves behind must be read before the next one: in stream order it is. A step whose
-requests need more than a temperature has graphs of its own, captured when first used, and again when a request needs a table
-(logit_state.py) that was not there before.
+graphs share one memory pool, so the results of a replay must be read before the next replay; stream order ensures that. A step
+whose requests need more than a temperature has its own graphs. They are captured at first use, and again when a request needs a
+table (logit_state.py) that did not exist before.
 """
 
 import torch
@@ -24,9 +24,9 @@ class StepGraphs:
         self.captured = captured and self.step.seats.device.type == "cuda"
         self.num_captures = 0
         self._graphs = {}  # (rows, filters, which step) -> (graph, static row numbers, StepOutput)
-        self._rows = {}  # the same -> the seats that the static row numbers hold now
+        self._rows = {}  # same key -> the seats that the static row numbers hold now
         self._num_tables = 0  # of LogitState, when the filtered graphs were captured
-        # One pool and one stream for all graphs: memory that one capture has freed serves the next only on the same stream.
+        # One pool and one stream for all graphs: memory freed by one capture can be used by the next only on the same stream.
         self._pool = self._stream = None
 
     def capture(self, progress=lambda sizes: sizes):
@@ -38,11 +38,11 @@ class StepGraphs:
 
     @property
     def step(self):
-        """The one with the largest tree."""
+        """The step with the largest tree."""
         return self.steps[0]
 
     def run(self, seats, filters, which=0):
-        """One of the steps, of the requests in `seats` (a host list).  -> StepOutput, whose first len(seats) rows are theirs"""
+        """Run one of the steps for the requests in `seats` (a host list).  -> StepOutput, whose first len(seats) rows are theirs"""
         if not self.captured:
             return self.steps[which](self.step.seats.on_device(seats), filters)
         size = next(size for size in self.sizes if size >= len(seats))
@@ -57,7 +57,7 @@ class StepGraphs:
         return output
 
     def _forget_outdated(self):
-        """Graphs hold addresses: those captured before a table of the logits was made would pass it over."""
+        """Drop graphs captured before the newest table of the logits was made: they hold addresses, and would ignore that table."""
         now = self.step.seats.logit_state.num_tables
         if now != self._num_tables:
             if any(filters for _, filters, _ in self._graphs):
@@ -75,7 +75,7 @@ class StepGraphs:
     def _capture(self, size, filters, which):
         step, device = self.steps[which], self.step.seats.device
         rows = torch.full((size,), self.step.seats.nobody, device=device)
-        # A run before the capture compiles the kernels; the rows of nobody change nothing.
+        # A run before the capture compiles the kernels; rows without a request change nothing.
         self._stream = stream = self._stream or torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):

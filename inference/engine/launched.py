@@ -18,17 +18,17 @@ class Launched:
     kind: str  # "prefill" or "decode"
     requests: list
     epochs: list
-    emitted: torch.Tensor  # [B, 1 + J] on the host: how many tokens, then they
-    logprobs: dict  # {place of a request that wants them: (GatheredLogprobs on the host, its first row there)}
+    emitted: torch.Tensor  # [B, 1 + J] on the host: the number of tokens, then the tokens
+    logprobs: dict  # {place of a request that asked for them: (GatheredLogprobs on the host, its first row there)}
     prompts: list  # PromptParts not delivered yet
     which: int  # of the engine's steps
-    event: object  # passed when they are there; None on the CPU
+    event: object  # passed when the copies have arrived; None on the CPU
     at: float  # when it was launched; where nothing is read late: done
     begin: object = None  # where the plan measures steps: an event before this one, on the CPU a time
     num_read: int = 0  # requests that have been given their tokens
 
     def seconds(self):
-        """What the work took from `begin` on, on the device: the host may have had other things to do before it read."""
+        """Time of the work on the device, from `begin` on. It leaves out delays of the host before it reads."""
         return self.at - self.begin if self.event is None else self.begin.elapsed_time(self.event) / 1e3
 
 
@@ -60,7 +60,7 @@ def mark(device, timed=False):
 
 
 def to_host(x):
-    """A copy on the host that nobody waits for yet."""
+    """Start a copy to the host without waiting for it."""
     if not x.is_cuda:
         return x
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)

@@ -1,9 +1,9 @@
-"""What the device knows of every seat to change its logits: bias, stop tokens, counts, bad words.
+"""Tables on the device that change the logits of each seat: bias, stop tokens, counts, bad words.
 
 Each table is made when the first request needs it, so requests without such parameters cost nothing. The host writes a seat's rows
-when its request's known tokens are computed, also again after a preemption; counts are then kept up to date by the step itself
-(`record`). A row of a seat whose request does not need the table changes nothing. Bad words are looked for in the seats' history,
-which is always there (seats.py).
+when its request's known tokens have been computed, and again after a preemption; then the step itself keeps the counts up to date
+(`record`). The row of a request that does not need the table changes nothing. Bad words are looked for in the seats' history,
+which is always kept (seats.py).
 
 Letters: S seats, B rows of a batch, V vocabulary, T tokens of the longest sequence, J tokens emitted at most.
 """
@@ -12,14 +12,14 @@ import torch
 
 from ...kernels.sampling.process_logits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, LogitTables
 
-# What a row without a request holds; zero elsewhere.
+# Values of a row without a request; zero in other tables.
 CLEAN = {"words": -1}
 
 
 class LogitState:
-    """LogitTables of seats, the last of which belongs to nobody and stays clean.
+    """LogitTables of seats. The last seat belongs to nobody and stays clean.
 
-    history int32 [S, T]: their tokens, which others keep; on_device: moves a list or CPU tensor there without waiting.
+    history int32 [S, T]: the seats' tokens, kept by SeatTable; on_device: moves a list or CPU tensor there without waiting.
     """
 
     def __init__(self, history, vocab_size, on_device):
@@ -30,16 +30,16 @@ class LogitState:
 
     @property
     def num_tables(self):
-        """How many tables there are. It only grows: what holds their addresses is out of date when it has grown."""
+        """Number of tables. It only grows; then a graph that holds the tables' addresses is out of date."""
         return sum(table is not None for table in self.tables)
 
     def write(self, requests, stop_tokens):
-        """The rows of these requests, from the tokens that the host knows.  stop_tokens(request): ids that min_tokens forbids"""
+        """Write the rows of these requests, from the host's tokens.  stop_tokens(request): ids that min_tokens forbids"""
         rows = {name: {} for name in LogitTables._fields}
         for request in requests:
             for name, row in self._rows(request, stop_tokens):
                 rows[name][request.seat] = row
-        # All tables that are missing or none: some are of use in pairs only.
+        # Make all missing tables or none: some are useful only in pairs.
         made = {name: self._table(name, given) for name, given in rows.items() if given}
         self.tables = self.tables._replace(**made | ({"tokens": self.history} if "words" in made else {}))
         for name, given in rows.items():
@@ -53,7 +53,7 @@ class LogitState:
             self._written[name] = (written - set(stale)) | given.keys()
 
     def record(self, seats, emitted):
-        """Count emitted tokens.  seats [B]; emitted [B, 1 + J]: how many, they"""
+        """Count emitted tokens.  seats [B]; emitted [B, 1 + J]: the number of tokens, then the tokens"""
         num_emitted, tokens = emitted[:, :1], emitted[:, 1:]
         step = torch.arange(tokens.shape[1], device=tokens.device)
         kept = (step < num_emitted) & (seats != self.num_seats - 1)[:, None]
@@ -63,7 +63,7 @@ class LogitState:
             self.tables.counts.view(-1).scatter_add_(0, at.flatten(), kept.int().flatten())
 
     def _table(self, name, given):
-        """The table of this name, made if there is none.  given: {seat: row}, not empty"""
+        """The table of this name, made if it does not exist.  given: {seat: row}, not empty"""
         row, table = next(iter(given.values())), getattr(self.tables, name)
         if table is None:
             shape = (self.num_seats, *row.shape)

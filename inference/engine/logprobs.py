@@ -1,8 +1,8 @@
 """Log-probabilities of emitted and of prompt tokens: gathered on the device without waiting for it, read later on the host.
 
-`raw_logprobs` (vLLM's default) are the log-softmax of the target's logits in fp32; `processed_logprobs` that of the scores a token
-was drawn from, after all of the request's parameters (tokens left out have minus infinity). Prompt tokens were not drawn:
-theirs are always raw. Never more than SCORED_ROWS rows over the vocabulary are held at once.
+`raw_logprobs` (vLLM's default) are the log-softmax of the target's logits in fp32. `processed_logprobs` are that of the scores a
+token was drawn from, after all of the request's parameters (minus infinity for tokens that are not kept). Prompt tokens were not
+drawn, so their logprobs are always raw. At most SCORED_ROWS rows over the vocabulary are held at once.
 
 Letters: R rows, V vocabulary, W listed tokens per row.
 """
@@ -24,8 +24,8 @@ SORTED_ROWS = 32
 class Logprob:
     """Log-probability of one token, its rank, and its text.
 
-    rank: place among all tokens, 1 for the likeliest, ties to the lowest id. It is vLLM's (tokens at least as likely) wherever no
-    other token ties; where some do, ours still numbers the listed tokens from 1 without gaps.
+    rank: place among all tokens, 1 for the likeliest, ties to the lowest id. Without ties it equals vLLM's rank, the number of
+    tokens at least as likely; with ties it still numbers the listed tokens from 1 without gaps.
     """
 
     logprob: float
@@ -35,7 +35,7 @@ class Logprob:
 
 @dataclass(frozen=True)
 class GatheredLogprobs:
-    """R rows' logprobs. Column 0: the token that was emitted, or stands in the prompt; the others: the likeliest, best first."""
+    """R rows of logprobs. Column 0: the emitted token or the prompt's token; the others: the likeliest tokens, best first."""
 
     rank: torch.Tensor  # [R] of the token in column 0
     ids: torch.Tensor  # [R, 1 + W]
@@ -52,7 +52,7 @@ class GatheredLogprobs:
             self.ids[start:stop, columns].tolist(),
             self.logprobs[start:stop, columns].tolist(),
         )
-        # The own token comes up twice if it is among the likeliest, with the same values.
+        # The row's own token comes twice if it is among the likeliest, with the same values.
         return [
             {token: Logprob(value, place) for token, value, place in zip(ids, values, (rank, *range(1, len(ids))))}
             for rank, ids, values in rows
@@ -79,8 +79,8 @@ def gather_in_slices(rows_of, tokens, count):
 def gather_emitted(tokens, logits, path, asked, count):
     """Of the batch rows `asked` [A].  tokens [B, J], logits [B, N, V]  ->  GatheredLogprobs, R = A J
 
-    path [B, J]: the node of each token; None: the j-th token belongs to the j-th node. Entries after a request's last token hold
-    any node and any token: nobody reads what is made of them.
+    path [B, J]: the node of each token; None: the j-th token belongs to the j-th node. Entries after a request's last token are
+    arbitrary, and their results are never read.
     """
     tokens, rows = tokens[asked], logits.flatten(0, 1)  # [A, J], [B N, V]
     nodes = torch.arange(tokens.shape[1], device=rows.device) if path is None else path[asked]
@@ -90,14 +90,14 @@ def gather_emitted(tokens, logits, path, asked, count):
 
 def score_hidden(decoder, hidden, tokens, count):
     """Raw logprobs of the tokens after hidden states.  [R, H], [R] -> GatheredLogprobs"""
-    # A copy of the rows starts at a multiple of 16 bytes, which tensor maps ask for.
+    # A copy of the rows starts at a multiple of 16 bytes, as tensor maps require.
     return gather_in_slices(lambda some: decoder.logits(hidden[some].clone()), tokens, count)
 
 
 def score_prompts(chunks, hidden, decoder, on_device, to_host):
-    """Start on the logprobs of the prompt tokens that the chunks' tokens predict, where they are wanted.  -> list of PromptPart
+    """Launch the logprobs of the prompt tokens that the chunks' tokens predict, where they are wanted.  -> list of PromptPart
 
-    hidden [T, H]: of the chunks' tokens, one chunk after the other; on_device(list), to_host(tensor): copies that wait for nothing.
+    hidden [T, H]: of the chunks' tokens, one chunk after the other; on_device(list), to_host(tensor): copies without waiting.
     """
     parts, end = [], 0
     for chunk in chunks:
@@ -128,9 +128,9 @@ class PromptPart:
     gathered: GatheredLogprobs
 
     def deliver(self):
-        """Put them in their places, unless the request was preempted since (they are computed again then) or has ended.
+        """Put the logprobs in their places, unless the request has ended or was preempted (then they are computed again).
 
-        Doing it twice does no harm: places are overwritten.
+        Delivering twice does no harm: places are overwritten.
         """
         request = self.request
         if request.epoch == self.epoch and not request.finished:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class SpecDecodeMetrics:
-    """What speculation did for one output, or for all outputs of an engine."""
+    """Counters of drafts, for one output or for all outputs of an engine."""
 
     num_steps: int = 0
     num_draft_tokens: int = 0
@@ -17,7 +17,7 @@ class SpecDecodeMetrics:
     accepted_per_position: list[int] = field(default_factory=list)
 
     def record(self, num_drafted, num_accepted, max_depth):
-        """One verify step: so many nodes drafted, the first `num_accepted` depths accepted."""
+        """Count one verify step: `num_drafted` nodes drafted, the first `num_accepted` depths accepted."""
         self.num_steps += 1
         self.num_draft_tokens += num_drafted
         self.num_accepted_tokens += num_accepted
@@ -40,10 +40,10 @@ class EngineMetrics:
     """Counters of one engine since it was built."""
 
     num_requests_finished: int = 0
-    num_prompt_tokens: int = 0  # computed; those found in the cache are not among them
+    num_prompt_tokens: int = 0  # computed ones, without those found in the cache
     # prompt tokens looked up in the cache (names and units are vLLM's); a preemption adds none
     prefix_cache_queries: int = 0
-    prefix_cache_hits: int = 0  # of those, found
+    prefix_cache_hits: int = 0  # of prefix_cache_queries, tokens found
     num_generated_tokens: int = 0
     num_prefill_passes: int = 0
     num_decode_passes: int = 0

@@ -1,4 +1,4 @@
-"""What an engine is told, checked once."""
+"""Options of an engine, checked once."""
 
 from dataclasses import dataclass
 
@@ -7,9 +7,9 @@ from .logprobs import LOGPROBS_MODES
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Sizes and switches of an engine; names are LLM's, whose docstring says what they mean.
+    """Sizes and switches of an engine; names and meanings are in LLM's docstring.
 
-    max_model_len: longest prompt + output; None until the model's limit is known. Raises ValueError for what cannot be.
+    max_model_len: longest prompt + output; None until the model's limit is known. Raises ValueError for impossible values.
     """
 
     max_model_len: int | None = None

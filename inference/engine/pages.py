@@ -1,7 +1,7 @@
 """The pool of cache pages: reference counts, and full pages found again by their content. No torch.
 
-A page is free (its content is of no use), held (by one request or more), or idle: free as well, but its content is named and may be
-reused until another request needs the page. Idle pages are given up in the order in which they became idle, oldest first.
+A page is free (its content is unused), held (by one or more requests), or idle. An idle page can be taken like a free one, but its
+content has a name and may be reused until then. The page that has been idle longest is taken first.
 """
 
 import hashlib
@@ -46,13 +46,13 @@ class PagePool:
         return page
 
     def hold(self, page):
-        """One more holder of a named page."""
+        """Add a holder to a named page."""
         assert page in self.name_of
         self.idle.pop(page, None)
         self.num_holders[page] += 1
 
     def let_go(self, page):
-        """One holder less; the last one leaves the page idle if it has a name, free otherwise."""
+        """Remove a holder; after the last one the page is idle if it has a name, else free."""
         assert self.num_holders[page] > 0
         self.num_holders[page] -= 1
         if self.num_holders[page]:
@@ -63,7 +63,7 @@ class PagePool:
             self.free.append(page)
 
     def name(self, page, name):
-        """Say what a held page contains, so that `find` finds it. Where another page has the same content, that one stays."""
+        """Name a held page's content, so that `find` finds it. If another page already has this name, that page keeps it."""
         assert self.num_holders[page] > 0
         if name not in self.page_of and page not in self.name_of:
             self.page_of[name], self.name_of[page] = page, name

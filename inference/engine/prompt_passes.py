@@ -1,7 +1,7 @@
-"""Known tokens through the target, and through a drafter's own layer: where keys and values of prompts come from.
+"""Compute the keys and values of known tokens: run them through the target, and through a drafter's own layer.
 
-On a GPU all chunks of a step go in one pass of the prefill kernels; on the CPU one request after the other, as a chain of known
-nodes in the pass that verifies drafts. It does not draw tokens or advance requests (engine.py does).
+On a GPU all chunks of a step go in one pass of the prefill kernels. On the CPU one request follows the other, as a chain of known
+nodes in the pass that verifies drafts. This file does not draw tokens or advance requests (engine.py does).
 
 Letters: T tokens of all chunks, H hidden size, F width of the feature, M rows of a pass.
 """
@@ -14,7 +14,7 @@ from ..models.decoder import ForwardPass
 from ..speculation.tree import MAX_NODES, chain
 from ..speculation.tree_on_device import TreeOnDevice
 
-# A prompt on the CPU is computed so many tokens at a time.
+# Number of tokens of a prompt that the CPU computes at a time.
 CPU_CHUNK = MAX_NODES
 
 
@@ -26,7 +26,7 @@ class PromptPasses:
         self.tree = TreeOnDevice.of(chain(CPU_CHUNK - 1), decoder.device)
 
     def run(self, chunks):
-        """The target over all chunks, and after it the drafter's own keys and values of them.
+        """Run the target over all chunks, then compute the drafter's own keys and values of them.
 
         chunks: list of scheduler.Chunk  ->  hidden [T, H], feature [T, F] of their tokens, one chunk after the other
         """
@@ -42,7 +42,7 @@ class PromptPasses:
         return hidden, feature
 
     def run_for_nobody(self, num_tokens):
-        """The same for a prompt of nobody's seat, with its last token's logits, to measure what it takes.  -> hidden [T, H]"""
+        """The same for a dummy prompt in the seat of nobody, with its last token's logits, to measure memory.  -> hidden [T, H]"""
         device, nobody = self.decoder.device, self.seats.on_device([self.seats.nobody])
         positions = torch.arange(num_tokens, device=device)
 
@@ -57,11 +57,11 @@ class PromptPasses:
         return hidden
 
     def _forward(self, forward_pass):
-        """The target over some rows.  -> hidden [M, H], feature [M, F]"""
+        """Run the target over some rows.  -> hidden [M, H], feature [M, F]"""
         return self.decoder.forward(forward_pass, self.cache.kv, self.drafter.streams)
 
     def _fill(self, chunks, feature):
-        """The drafter's own keys and values of the chunks.  feature [T, F]"""
+        """Compute the drafter's own keys and values of the chunks.  feature [T, F]"""
         rows, features, end = [], [], 0
         for chunk in chunks:
             end += chunk.count

@@ -21,8 +21,8 @@ class Status(enum.Enum):
 class Request:
     """One output being made. Compared by identity.
 
-    `committed` tokens have their KV in the cache for good, as far as the host has read (the device may be `in_flight` steps ahead);
-    while running, the newest token (the root of the next tree) is not among them.
+    `committed` counts the tokens whose KV is in the cache for good, as far as the host has read (the device may be `in_flight`
+    steps ahead). While the request runs, its newest token (the root of the next tree) is not among them.
     """
 
     request_id: tuple[int, int]  # the prompt's number, and sample_index
@@ -31,19 +31,19 @@ class Request:
     seed: int
     sample_index: int
     max_new_tokens: int  # max_tokens cut to what max_model_len leaves
-    stop_checker: object  # stopping.StopChecker, called after every appended token: what stopped the request, or None
+    stop_checker: object  # stopping.StopChecker, called after every appended token; None or what stopped it
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
     status: Status = Status.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     logprobs: list | None = None
-    prompt_logprobs: list | None = None  # starts as [None] where they are wanted, grows to one entry per prompt token
+    prompt_logprobs: list | None = None  # if asked for: starts as [None], grows to one entry per prompt token
     committed: int = 0
     pages: list[int] = field(default_factory=list)
     seat: int | None = None  # row of the device's tables, while admitted
     in_flight: int = 0  # decode steps launched whose tokens the host has not read; each emits at least one token
     epoch: int = 0  # raised by preemption: results of steps launched in an earlier epoch are stale and dropped
     page_names: list[bytes] = field(default_factory=list)  # hash_page of the full pages of its tokens, computed once
-    num_named: int = 0  # how many of `pages`, from the first, the pool knows by those names
+    num_named: int = 0  # number of `pages`, from the first, that have their name in the pool
     finish_reason: str | None = None
     stop_reason: object = None
     output_text: str = ""
@@ -59,22 +59,22 @@ class Request:
 
     @property
     def num_known(self):
-        """How many tokens must be in the cache before decoding goes on: the prompt, and all output tokens but the newest."""
+        """Number of tokens that must be in the cache before decoding goes on: the prompt, and all output tokens but the newest."""
         return self.num_tokens - 1 if self.output_token_ids else len(self.prompt_token_ids)
 
     @property
     def known_token_ids(self):
-        """Those tokens. Prefill computes them; decoding then starts from the newest token, or draws the first."""
+        """The `num_known` tokens. Prefill computes them; decoding then starts from the newest token, or draws the first."""
         return self.prompt_token_ids + self.output_token_ids[:-1]
 
     @property
     def wants_prompt_logprobs(self):
-        """Whether some are still to come, as far as the host has read."""
+        """Whether prompt logprobs are still missing, as far as the host has read."""
         return self.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt_token_ids)
 
     @property
     def num_skippable(self):
-        """How many known tokens, from the first, a cache may supply: of the others somebody needs the hidden states.
+        """Number of known tokens, from the first, that the cache may supply. Hidden states are needed of all others.
 
         Never skipped: the last known token, and tokens that predict a prompt token whose logprob is wanted.
         """
@@ -83,7 +83,7 @@ class Request:
 
     @property
     def computed(self):
-        """Known tokens whose KV is in the cache, or on its way by work already launched: where the next chunk starts."""
+        """Number of known tokens whose KV is in the cache, or will be by work already launched. The next chunk starts there."""
         return min(self.committed, self.num_known)
 
     @property

@@ -1,9 +1,9 @@
-"""Which requests run in this step, and which seats and pages they hold. No torch.
+"""Choose the requests that run in each step, and give them seats and pages. No torch.
 
 First come, first served. A request is admitted when a seat is free and there are pages for the tokens it knows and one tree; it
-gets more pages as it grows. When none is left, the youngest request gives up its pages and waits again, so the oldest always
+gets more pages as it grows. When no page is left, the youngest request gives up its pages and waits again, so the oldest always
 advances. Launching may run ahead of reading: a request's length is then known only up to `in_flight * max_emitted` tokens, and its
-pages cover the longest it can be.
+pages cover the greatest possible length.
 """
 
 import heapq
@@ -16,7 +16,7 @@ from .request import Request, Status
 
 @dataclass(frozen=True)
 class Chunk:
-    """Known tokens start..start+count-1 of a request, to be computed in this step; after the last chunk it can decode."""
+    """Known tokens start..start+count-1 of a request, to be computed in this step. After its last chunk the request can decode."""
 
     request: Request
     start: int
@@ -26,8 +26,9 @@ class Chunk:
 
 @dataclass(frozen=True)
 class ScheduledStep:
-    """What one step does. `grown`: requests whose page list changed, the admitted ones included; all lists are oldest first but
-    `preempted`, which is in the order in which requests lost their pages."""
+    """The work of one step. `grown`: requests whose page list changed, newly admitted ones included.
+
+    All lists are oldest first, except `preempted`: it is in the order in which requests lost their pages."""
 
     prefill: list[Chunk] = field(default_factory=list)
     decode: list[Request] = field(default_factory=list)
@@ -41,9 +42,9 @@ class Scheduler:
 
     max_num_batched_tokens: prompt tokens computed per step, over all requests. tree_positions: nodes of a draft tree = positions
     past the committed ones that a step may write; max_emitted: most tokens that a step emits; both 1 for plain decoding.
-    enable_prefix_caching: keep full pages by content, and let requests that begin with the same tokens share them. lookahead: how
-    many tokens after a page its content depends on (what an EAGLE head keeps of a token reads the next one): they are part of its
-    name.
+    enable_prefix_caching: keep full pages by content, and let requests that begin with the same tokens share them. lookahead:
+    number of tokens after a page that its content depends on (an EAGLE head's keys at a token depend on the next token); they are
+    part of the page's name.
     """
 
     def __init__(
@@ -75,12 +76,12 @@ class Scheduler:
         self.tree_positions, self.max_emitted = tree_positions, max_emitted
         self.enable_prefix_caching, self.lookahead = enable_prefix_caching, lookahead
         self.pool = PagePool(num_pages)
-        self.free_seats = list(range(max_num_seqs))  # a heap: low seats are used first, so batches stay dense
+        self.free_seats = list(range(max_num_seqs))  # a heap: low seats are taken first, so batches stay dense
         self.waiting = deque()
         self.active = []  # prefilling and running, in order of admission
         self.num_preemptions = 0
         self.num_prompt_tokens = 0  # of requests admitted
-        self.num_cached_tokens = 0  # of those, found in the cache instead of computed
+        self.num_cached_tokens = 0  # of these, tokens found in the cache instead of computed
 
     @property
     def num_pages(self):
@@ -110,14 +111,14 @@ class Scheduler:
     def schedule(self):
         """Decide one step and take the pages for it.  -> ScheduledStep"""
         step = ScheduledStep()
-        for request in list(self.active):  # a younger one may be WAITING when its turn comes
+        for request in list(self.active):  # a younger request may be WAITING when its turn comes
             if request.status is Status.RUNNING and request.num_remaining > request.in_flight:
                 self._schedule_decode(request, step)
         budget = self.max_num_batched_tokens
         for request in self.active:
             if request.status is Status.PREFILLING:
                 budget -= self._cut_chunk(request, budget, step)
-        # Pages just taken from a request are for older ones, not for admitting it again.
+        # Pages just taken from a request are for older requests, not for admitting this one again.
         while self.waiting and self.free_seats and budget > 0 and not step.preempted:
             if not self._admit(self.waiting[0], step):
                 break  # the next one in the queue does not overtake it
@@ -125,7 +126,7 @@ class Scheduler:
         return step
 
     def committed_advanced(self, request):
-        """To be called after `request.committed` was raised: pages that became full can be shared from now on."""
+        """Share the pages that became full. Call it after raising `request.committed`."""
         assert request.committed <= request.num_known
         if not self.enable_prefix_caching or request.seat is None:
             return
@@ -134,7 +135,7 @@ class Scheduler:
             request.num_named = i + 1
 
     def release(self, request):
-        """Take a finished or cancelled request out, whatever it was doing, and its pages and seat back."""
+        """Remove a finished or cancelled request in any state, and take back its pages and seat."""
         if request.seat is not None:
             self._take_back(request)
         elif request in self.waiting:
@@ -142,16 +143,16 @@ class Scheduler:
         request.status = Status.FINISHED
 
     def start_over(self):
-        """Send everybody back to the queue with the tokens they were handed, as if memory had run out.
+        """Send all requests back to the queue with the tokens they have been handed, as if memory had run out.
 
-        For a step that broke off: how far the device came is not known, and a request must not go on from there.
+        Called after a step broke off: the state of the device is then unknown, and no request may go on from it.
         """
         for request in reversed(self.active[:]):
             if not request.finished:
                 self._send_back(request)
 
     def check(self):
-        """Assert that no page, seat or request is lost, held twice or held by nobody. For tests and long runs; O(pages)."""
+        """Assert that no page, seat or request is lost, held twice, or held without a holder. For tests and long runs; O(pages)."""
         self.pool.check([request.pages for request in self.active])
         seats = [request.seat for request in self.active]
         assert sorted(seats + self.free_seats) == list(range(self.max_num_seqs)), "a seat is lost or held twice"
@@ -175,17 +176,17 @@ class Scheduler:
         return -(-num_positions // self.page_size)
 
     def _schedule_decode(self, request, step):
-        """Let a running request decode if it gets the pages that its next step may write; it may lose all of them instead."""
+        """Let a running request decode if it gets the pages that its next step may write. Otherwise it may be preempted itself."""
         longest = len(request.prompt_token_ids) + request.max_new_tokens + self.max_emitted
         root = min(request.committed + request.in_flight * self.max_emitted, longest)
         needed = self._pages_for(root + self.tree_positions)
         if needed > self.num_pages:
-            return  # once its steps in flight are read it needs less: nobody has to give way for that
+            return  # it needs fewer pages once its steps in flight are read: no other request must give way
         missing = needed - len(request.pages)
         while missing > self.pool.num_free:
             youngest = self.active[-1]
             if youngest is request and request.in_flight:
-                return  # the same: read first, so that no token is drawn in vain
+                return  # the same here: read first, so that no token is drawn in vain
             self._preempt(youngest, step)
             if youngest is request:
                 return
@@ -202,7 +203,7 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _send_back(self, request):
-        """To the head of the queue, without seat and pages; what is still in flight for it is stale."""
+        """Put a request at the head of the queue, without seat and pages; its work in flight becomes stale."""
         self._take_back(request)
         request.status = Status.WAITING
         request.committed = request.in_flight = 0
@@ -210,7 +211,7 @@ class Scheduler:
         self.waiting.appendleft(request)
 
     def _take_back(self, request):
-        """Free the seat and the pages; the last pages first, so that a cached beginning outlives what follows it."""
+        """Free the seat and the pages; the last pages first, so that the beginning stays cached longest."""
         self.active.remove(request)
         heapq.heappush(self.free_seats, request.seat)
         for page in reversed(request.pages):
@@ -218,7 +219,7 @@ class Scheduler:
         request.seat, request.pages, request.num_named = None, [], 0
 
     def _admit(self, request, step):
-        """Give the first in the queue a seat and pages, cached ones first. False if it has to wait."""
+        """Give the first request of the queue a seat and pages, cached pages first. False if it has to wait."""
         cached = self._cached_pages(request)
         if self._is_being_computed(request, len(cached), step):
             return False
@@ -252,13 +253,14 @@ class Scheduler:
         return pages
 
     def _num_reusable(self, request):
-        """How many pages may come from the cache: tokens whose hidden states are needed are left to be computed."""
-        # After the last token that may be skipped there is another one, so the lookahead is known.
+        """Number of pages that may come from the cache. Tokens whose hidden states are needed must be computed."""
+        # Another token follows the last token that may be skipped, so the lookahead is known.
         return request.num_skippable // self.page_size if self.enable_prefix_caching else 0
 
     def _is_being_computed(self, request, i, step):
-        """Whether this step computes the very page the request would compute next: a step later it is there to be shared, as it is
-        for all but the first of a prompt's n outputs."""
+        """Whether this step already computes the page that the request would compute next; a step later the page can be shared.
+
+        That is the case for all but the first of a prompt's n outputs."""
         if i >= self._num_reusable(request):
             return False
         first, end = i * self.page_size, (i + 1) * self.page_size
@@ -270,7 +272,7 @@ class Scheduler:
         )
 
     def _page_name(self, request, i):
-        """Name of the request's i-th page, all of whose tokens are known, and those after it that it depends on."""
+        """Name of the request's i-th page. All of its tokens, and the tokens after it that it depends on, must be known."""
         names = request.page_names
         while len(names) <= i:
             start = len(names) * self.page_size
@@ -279,7 +281,7 @@ class Scheduler:
         return names[i]
 
     def _cut_chunk(self, request, budget, step):
-        """Schedule the request's next known tokens, at most `budget`.  -> how many"""
+        """Schedule the request's next known tokens, at most `budget`.  -> their number"""
         left = request.num_known - request.computed
         count = min(left, budget)
         if count:

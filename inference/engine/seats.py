@@ -1,7 +1,7 @@
-"""What the device knows of every admitted request: one row ("seat") per request, read and advanced by the step itself.
+"""Device state of every admitted request: one row ("seat") per request, read and advanced by the step itself.
 
-The host writes a row when a request is admitted, when it gets pages, and when its prompt is done; after that the step keeps it up
-to date, and the host only reads emitted tokens, one step late. The last row belongs to nobody: batch rows without a request
+The host writes a row when a request is admitted, when it gets pages, and when its prompt is done. After that the step keeps the row
+up to date, and the host only reads emitted tokens, one step late. The last row belongs to nobody: batch rows without a request
 point to it, and to page 0 of the cache.
 
 Letters: S seats, B rows of a batch, P pages of the longest request, T tokens that they hold, H width of a feature.
@@ -16,8 +16,8 @@ from ...kernels.attention.tree_attention import PAGE
 from ...kernels.speculation.seat_rows import advance_seats, gather_seats
 from .logit_state import LogitState
 
-# Columns of SeatTable.integers. committed: L; root: the newest token; remaining: how many tokens may still be emitted;
-# min_position: tokens before it must not be stop tokens (min_tokens).
+# Columns of SeatTable.integers. committed: L; root: the newest token; remaining: number of tokens that may still be emitted;
+# min_position: tokens before this position must not be stop tokens (min_tokens).
 INTEGERS = ("committed", "root", "remaining", "seed", "sample", "top_k", "min_position")
 FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 NO_CHANGE = (0.0, 1.0, 0.0, 1.0, 0.0, 0.0)  # floats of a seat without a request
@@ -25,7 +25,7 @@ NO_CHANGE = (0.0, 1.0, 0.0, 1.0, 0.0, 0.0)  # floats of a seat without a request
 
 @dataclass(frozen=True)
 class BatchRows:
-    """The seats of one batch, gathered, and what follows from them for the nodes of its tree (GatheredSeats)."""
+    """The gathered seats of one batch, and the values derived for the nodes of its tree (GatheredSeats)."""
 
     seats: torch.Tensor  # [B]
     integers: torch.Tensor  # [7, B]
@@ -53,13 +53,13 @@ class BatchRows:
     frequency_penalty = property(lambda self: self.floats[5])
 
     def at_depths(self, depths):
-        """The same for nodes at other depths [B, N] than the zeros it was gathered for."""
+        """The same rows for nodes at depths [B, N]; they were gathered for depth 0."""
         deeper = depths.flatten()
         draws = torch.stack((self.draws[0], self.draws[1], self.draws[2] + deeper))
         return replace(self, positions=self.positions + deeper, draws=draws)
 
     def one_token_ago(self):
-        """The same as before the root was emitted: L is one less. For what a drafter's `advance` reads."""
+        """The same rows before the root was emitted: L is one less. A drafter's `advance` reads them."""
         committed = self.committed - 1
         integers = torch.cat((committed[None], self.integers[1:]))
         places = committed[:, None]
@@ -67,7 +67,7 @@ class BatchRows:
         return replace(self, integers=integers, cache_rows=cache_rows.flatten())
 
     def places(self, start, stop):
-        """Where in the cache the places L + start .. L + stop - 1 lie.  -> int64 [B, stop - start] page * 64 + offset"""
+        """Cache rows of the places L + start .. L + stop - 1.  -> int64 [B, stop - start] page * 64 + offset"""
         num_nodes = self.cache_rows.shape[0] // len(self.seats)
         if stop <= num_nodes:
             return self.cache_rows.view(-1, num_nodes)[:, start:stop]
@@ -78,7 +78,7 @@ class BatchRows:
 class SeatTable:
     """Rows of `max_num_seqs` requests and one for nobody.
 
-    max_pages: pages of the longest request; width, dtype: of what the drafter keeps of a request from step to step (`feature`).
+    max_pages: pages of the longest request; width, dtype: of the `feature` that the drafter keeps per request from step to step.
     """
 
     def __init__(self, max_num_seqs, max_pages, width, vocab_size, dtype, device):
@@ -97,20 +97,21 @@ class SeatTable:
         return BatchRows(seats, *found, self.history)
 
     def advance(self, seats, hidden, tokens, path, num_accepted, bonus):
-        """After a step: committed length, root, remaining, history and, unless `hidden` is None, feature of every row.  -> emitted
-        [B, D + 2], see advance_seats"""
+        """Update committed length, root, remaining, history and (unless `hidden` is None) feature of every row after a step.
+
+        -> emitted [B, D + 2], see advance_seats"""
         verdict = path, num_accepted, bonus
         return advance_seats(seats, self.integers, self.feature, hidden, tokens, *verdict, self.nobody, self.history)
 
     def write_first_tokens(self, seats, tokens, places):
-        """Roots that were drawn after a prompt.  seats, tokens, places [B]"""
+        """Write the roots drawn after a prompt.  seats, tokens, places [B]"""
         self.integers[seats, 1] = tokens
         self.history[seats, places] = tokens.to(self.history.dtype)
 
     # --- written by the host, without waiting for the device ---
 
     def write_pages(self, requests):
-        """Page numbers of these requests."""
+        """Write the page numbers of these requests."""
         if not requests:
             return
         width = self.block_table.shape[1]
@@ -119,9 +120,9 @@ class SeatTable:
         self.block_table[self.on_device(seats)] = self.on_device(rows, torch.int32)
 
     def write_requests(self, requests, roots, stop_tokens):
-        """Everything but pages and feature, for requests whose known tokens are all computed.
+        """Write everything but pages and feature, for requests whose known tokens are all computed.
 
-        roots: their newest tokens (0 where it is still to be drawn); stop_tokens(request): ids that min_tokens forbids.
+        roots: their newest tokens (0 if it is still to be drawn); stop_tokens(request): ids that min_tokens forbids.
         """
         seats = self.on_device([request.seat for request in requests])
         self.integers[seats] = self.on_device(

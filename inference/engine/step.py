@@ -20,12 +20,12 @@ from .target_scores import NO_FILTERS, TargetScores, draft_scores, path_tokens
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What a step leaves behind for the host."""
+    """Results of a step for the host."""
 
-    emitted: torch.Tensor  # [B, D + 2] how many tokens were emitted, they, zeros
+    emitted: torch.Tensor  # [B, D + 2] the number of emitted tokens, the tokens, zeros
     path: torch.Tensor  # [B, D + 1] the accepted node at each depth
     logits: torch.Tensor  # [B, N, V] of the target
-    scores: torch.Tensor | None  # fp32 [B, D + 1, V] that the path's tokens were drawn from, where they are kept
+    scores: torch.Tensor | None  # fp32 [B, D + 1, V] scores that the path's tokens were drawn from, where they are kept
 
 
 class Step:
@@ -42,16 +42,16 @@ class Step:
 
     @torch.no_grad()
     def __call__(self, rows, filters=NO_FILTERS):
-        """Advance the requests in seats `rows` [B]; filters: the most that one of them needs (target_scores.py).  -> StepOutput"""
+        """Advance the requests in seats `rows` [B]; filters: the most that any request needs (target_scores.py).  -> StepOutput"""
         batch = self.seats.gather(rows, self.tree.depths)
-        # A step that drafts nothing may be one of a drafter that does, which still keeps its state up to date.
+        # A step without drafts may belong to a drafter that drafts in other steps: its state is still kept up to date.
         propose = self.drafter.propose if self.tree.max_depth else no_draft
         draft = propose(batch, self.tree, self._processor(batch, filters))
         tree, tokens = draft.tree, draft.tokens  # [B, N]
-        if tree is not self.tree:  # it was grown in this step
+        if tree is not self.tree:  # the tree was grown in this step
             batch = batch.at_depths(tree.depths)
         if tree.max_depth:
-            # An empty node is computed as any token would be, and accepted only where that token is right.
+            # An empty node is computed as if it held token 0, and accepted only where that token is right.
             tokens = tokens.clamp(min=0)
         hidden, feature = self.forward(batch, tokens, tree)  # [M, H], [M, F]
         logits = self.decoder.logits(hidden)  # [M, V]
@@ -78,7 +78,7 @@ class Step:
         return partial(draft_scores, batch, filters, self.seats, self.tree.max_depth) if filters else None
 
     def forward(self, batch, tokens, tree):
-        """The target over all nodes.  tokens [B, N] -> hidden [M, H], feature [M, F]; writes the nodes' KV at places L + n"""
+        """Run the target over all nodes.  tokens [B, N] -> hidden [M, H], feature [M, F]; writes the nodes' KV at places L + n"""
         hk = self.cache.num_kv_heads
         index = build_tree_index(
             batch.block_table, batch.committed, tree.depths, tree.ancestors, hk, self.decoder.dtype

@@ -11,14 +11,14 @@ def stop_ids(params, eos_token_ids):
 class StopChecker:
     """Checks a request after every appended token: EOS, stop tokens, stop strings.
 
-    Called with the request; returns None to go on, else what stopped it (a token id or a string).
+    Called with the request; returns the token id or string that stopped it, or None to go on.
     """
 
     def __init__(self, tokenizer, eos_token_ids, params):
         self.tokenizer, self.params = tokenizer, params
         self.stop_ids = stop_ids(params, eos_token_ids)
         self._enough = max((len(stop.encode()) for stop in params.stop), default=0) + MARGIN  # as if tokens were bytes
-        self._early_length = None  # of the text of the first min_tokens tokens, once they are there
+        self._early_length = None  # length of the text of the first min_tokens tokens, once they are there
 
     def __call__(self, request):
         token = request.output_token_ids[-1]
@@ -33,9 +33,9 @@ class StopChecker:
         return None
 
     def _may_have_stopped(self, token_ids):
-        """Whether the text's end holds a stop string: decoding all of it for every token would take time by its square.
+        """Whether the text's end may hold a stop string. Decoding the whole text for every token would take quadratic time.
 
-        Tokens decoded without those before them may begin otherwise (a space, half a character), hence the margin.
+        The text of tokens decoded without those before them may begin differently (a space, half a character), hence the margin.
         """
         count = self._enough
         while True:
@@ -59,19 +59,19 @@ class StopChecker:
 
 
 class GrowingText:
-    """The text of an output that is looked at again and again while it grows: what it costs are the new tokens, not all of them.
+    """The text of a growing output. Each call costs time for the new tokens only, not for all of them.
 
-    What `decode` makes of all its tokens, or, while it ends within a character, the same up to the end that may still change.
+    It is the result of `decode` over all tokens; while it ends within a character, the end that may still change is left out.
     """
 
     def __init__(self, decode):
         self._decode = decode
-        self._num_known, self._known = 0, ""  # so many tokens, and their text
-        # What the last of them are decoded to alone, and how many that are: tokens begin otherwise without those before them.
+        self._num_known, self._known = 0, ""  # a number of tokens, and their text
+        # The last of these tokens decoded alone, and their number: text begins differently without the tokens before it.
         self._overlap, self._num_overlap = "", 0
 
     def of(self, token_ids):
-        """The text of these token ids, which begin with those of the call before."""
+        """The text of these token ids, which begin with those of the previous call."""
         window = self._decode(token_ids[self._num_known - self._num_overlap :])
         if window.startswith(self._overlap):
             text = self._known + window[len(self._overlap) :]
@@ -80,9 +80,10 @@ class GrowingText:
         else:
             text = self._decode(token_ids)
         if len(token_ids) >= self._num_known + MARGIN:
-            for count in range(MARGIN, MARGIN - 4, -1):  # one of them begins with a character of up to four tokens
+            # A character has up to four tokens, so one of these counts begins at a character.
+            for count in range(MARGIN, MARGIN - 4, -1):
                 overlap = self._decode(token_ids[-count:])
-                # With half a character in it the other half would be lost; without any text, what follows may begin otherwise.
+                # With half a character in it the other half would be lost; an empty overlap shows no start.
                 if overlap and "�" not in overlap and text.endswith(overlap):
                     self._num_known, self._known = len(token_ids), text
                     self._overlap, self._num_overlap = overlap, count
@@ -91,7 +92,7 @@ class GrowingText:
 
 
 def find_stop(text, stops, start=0):
-    """(index, string) of the stop string that occurs first in `text`, of those that end after text[:start], or None."""
+    """(index, string) of the stop string that occurs first in `text` among those that end after text[:start], or None."""
     found = [(text.find(stop, max(start + 1 - len(stop), 0)), stop) for stop in stops]
     return min(((index, stop) for index, stop in found if index >= 0), default=None)
 
@@ -112,7 +113,7 @@ def final_text(request):
 
 
 def stable_length(text, stops):
-    """How much of a growing output's text can be shown: the rest may still change (half a character) or be cut (a stop string)."""
+    """Length of a growing output's text that is final. The rest may still change (half a character) or be cut (a stop string)."""
     end = len(text)
     while end and text[end - 1] == "�":
         end -= 1

@@ -1,8 +1,8 @@
-"""The target's scores at the nodes of a batch, as their requests ask for them: what tokens and drafts are drawn from.
+"""The target's scores at the nodes of a batch, changed as each request asks; tokens and drafts are drawn from them.
 
-The target's token at a node is argmax(logits' + G): logits' are the logits after, in vLLM's order, allowed_token_ids, bad_words,
+The target's token at a node is argmax(logits' + G). logits' are the logits after, in vLLM's order, allowed_token_ids, bad_words,
 min_tokens, logit_bias, the penalties (kernels/sampling/process_logits.py), temperature, min_p, top_k and top_p
-(kernels/sampling/keep_top.py); G is Gumbel noise keyed by (seed, sample index, position, token), so it is a draw from
+(kernels/sampling/keep_top.py). G is Gumbel noise keyed by (seed, sample index, position, token), so the token is a draw from
 softmax(logits') that depends on the request and the position alone (Gumbel-max). At temperature 0 there is no G. Ties go to the
 lowest token id.
 
@@ -21,16 +21,16 @@ from ...kernels.sampling.sample import sample_tokens
 from ...kernels.sampling.sample_kept import sample_kept
 from .seats import BatchRows, SeatTable
 
-# What the logits of a request need beside a temperature; each includes the one before.
+# Filters: what the logits of a request need beside a temperature. Each value includes the previous one.
 NO_FILTERS = 0
 CHANGED = 1  # process_logits: bias, penalties, forbidden tokens
 CUT = 2  # keep_top: min_p, top_k, top_p
-# What a row's filters leave behind takes up to 8 bytes per token: so many rows are drawn from at once.
+# Rows drawn from at once: the results of a row's filters take up to 8 bytes per token.
 FILTERED_ROWS = 1024
 
 
 def next_filters(request):
-    """What the next logits of a Request need."""
+    """The filters that the next logits of a Request need."""
     early = len(request.output_token_ids) < request.params.min_tokens
     return max(request.params.filters, CHANGED if early else NO_FILTERS)
 
@@ -39,7 +39,7 @@ def next_filters(request):
 class TargetScores:
     """The target's logits at every node of a batch.
 
-    filters: the most that one of the requests needs; drafted [B, N]: the tokens that the logits were computed for; path [M, D]:
+    filters: the most that any request needs; drafted [B, N]: the tokens that the logits were computed for; path [M, D]:
     path_tokens, where a token's logit depends on the tokens before it; processed: None, or fp32 [M, V] to be filled with the scores
     that tokens are drawn from, before the noise.
     """
@@ -72,12 +72,12 @@ def path_tokens(tokens, tree):
 
 
 def draft_scores(batch, filters, seats, max_depth, logits, depths):
-    """Scores of drafts whose softmax is the distribution they are drawn from (temperature 0: whose best token is drawn).
+    """Scores that drafts are drawn from: their softmax is the draft's distribution (temperature 0: the best token is drawn).
 
-    Of K nodes at depths [K], all below max_depth: logits [K, B, V] -> fp32 [K, B, V], temperature to draw with [B], the Kept [K B]
-    on a GPU.
+    For K nodes at depths [K], all below max_depth: logits [K, B, V] -> fp32 [K, B, V], temperature to draw with [B], and on a GPU
+    the Kept [K B].
 
-    Penalties count the output up to the root; drafted tokens do not count. (For the target's own scores they do.)
+    Penalties count the output up to the root, without drafted tokens. (The target's own scores count drafted tokens too.)
     """
     (count, requests), device = logits.shape[:2], logits.device
     request = torch.arange(requests, device=device).repeat(count)
@@ -87,14 +87,15 @@ def draft_scores(batch, filters, seats, max_depth, logits, depths):
     heat = batch.temperature.repeat(count)
     kept = keep_top(changed, heat, *_filters(batch, request)) if filters >= CUT else None
     scores = scale(changed, heat) if kept is None else kept_scores(kept)
-    # The scores are divided already; 1 and 0 only say where noise is wanted.
+    # The scores are divided by the temperature already; here 1 asks for noise and 0 for none.
     noisy = (batch.temperature > 0).to(batch.temperature.dtype)
     return scores.view(logits.shape), noisy, kept if on_triton(logits) else None
 
 
 def _of_nodes(batch, logits, filters, seats, path, part):
-    """Of the nodes in `part` (a slice): scores as their requests change them, temperature, Kept if top-k, top-p or min-p apply.
-    logits [M, V] -> [R, V], [R], Kept or None"""
+    """Scores, temperature and Kept of the nodes in `part` (a slice), as their requests ask.  logits [M, V] -> [R, V], [R], Kept
+
+    Kept is None unless top-k, top-p or min-p apply."""
     position, temperature = batch.draws[2][part], batch.node_temperature[part]
     request = torch.arange(len(batch.seats), device=logits.device)
     request = request[:, None].expand(-1, len(logits) // len(request)).flatten()[part]
@@ -111,7 +112,7 @@ def _filters(batch, request):
 
 
 def _changed(batch, logits, filters, seats, request, position, path):
-    """Scores of rows [R, V] that belong to these requests, stand at these positions [R] and have these tokens after the root."""
+    """Scores of rows [R, V], given each row's request, position [R] and tokens after the root."""
     if not filters or not seats.logit_state.num_tables:
         return logits
     nodes = NodeRows(
@@ -149,10 +150,10 @@ def draw(batch, logits, filters, seats, path=None, processed=None):
 
 
 def target_scores(batch, logits, filters, seats, path=None, processed=None):
-    """What the target's distribution after every node is made of (kernels/speculation/row_distributions.py).
+    """Scores whose softmax is the target's distribution after every node (kernels/speculation/row_distributions.py).
 
     logits [M, V] -> scores [M, V], temperature [M], Kept.
-    path and processed: as for draw. On a GPU, where distributions are cut, the distribution is that of what is kept; else that is
+    path and processed: as for draw. On a GPU, where distributions are cut, they are distributions over the Kept; else Kept is
     None.
     """
     scores, temperature, kept = _of_nodes(batch, logits, filters, seats, path, slice(0, len(logits)))

@@ -1,4 +1,4 @@
-"""LoRA adapters of a target, in peft's format: found, checked against the target's tensors, and added to its weights.
+"""LoRA adapters of a target, in peft's format: find them, check them against the target's tensors, add them to its weights.
 
     adapter = read_adapter("runs/medusa2")     # an adapter's folder, a head trained with one, a run, a checkpoint or a Hub id
     adapter.check_fits(shapes)                 # {name of the target's tensor: shape}
@@ -6,10 +6,10 @@
 
     W' = W + alpha / r * B A          A [r, in], B [out, r]; alpha / sqrt(r) with use_rslora
 
-The sum is made in fp32, on the CPU whatever the device, and rounded once: a target that is merged while it is loaded and one that
-was merged into files before (hub_export/provenance.py) are the same bits in the files' dtype. Not supported, and refused: DoRA and
-other variants, starts that change the target's own weights (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA), biases, whole modules saved
-beside (modules_to_save), ranks that differ by layer, adapted embeddings, .bin files.
+The sum is made in fp32, on the CPU whatever the device, and rounded once. So a target merged while it is loaded has the same bits,
+in the files' dtype, as a target merged into files before (hub_export/provenance.py). Refused as unsupported: DoRA and other
+variants, initialisations that change the target's own weights (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA), biases, whole modules saved
+with the adapter (modules_to_save), ranks that differ by layer, adapted embeddings, .bin files.
 """
 
 import hashlib
@@ -28,9 +28,9 @@ from ...heads.storage.hub_answer import ask_hub
 from ...heads.storage.hub_id import near_folder, split_revision
 from ...heads.storage.user_errors import list_names
 
-# peft's names of its two files, and ours of the folder of an adapter within a head's.
+# peft's names of its two files, and our name of the adapter's folder inside a head's.
 CONFIG_FILE, WEIGHTS_FILE, FOLDER = "adapter_config.json", "adapter_model.safetensors", "adapter"
-# The key of config.json by which a merged target says which adapter it holds.
+# The key of a merged target's config.json that names its adapter.
 MERGED_KEY = "merged_adapter"
 _PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 # Keys of an adapter's config with the values that mean plain LoRA.
@@ -46,7 +46,7 @@ _PLAIN = {
     "layer_replication": (None, []),
     "target_parameters": (None, []),
     "alora_invocation_tokens": (None, []),
-    # Under any other start peft changes the target's own weights, too, whenever it loads the adapter.
+    # With any other initialisation peft also changes the target's own weights when it loads the adapter.
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
     "use_qalora": (False, None),
     "use_bdlora": (None,),
@@ -61,8 +61,8 @@ _PLAIN = {
 class Adapter:
     """The low-rank changes of a target's weights.
 
-    fingerprint: of its weights file, by which heads and merged targets name it; pairs: {name of the target's tensor: (A [r, in],
-    B [out, r])} in fp32; base: the target that it names.
+    fingerprint: of its weights file; heads and merged targets name the adapter by it; pairs: {name of the target's tensor:
+    (A [r, in], B [out, r])} in fp32; base: the target that the adapter names.
     """
 
     folder: Path
@@ -72,7 +72,7 @@ class Adapter:
     base: str
 
     def check_fits(self, shapes):
-        """ValueError unless every adapted tensor is one of the target's {name: shape}, and of the shape that it needs."""
+        """ValueError unless every adapted tensor is among the target's {name: shape}, with a shape that fits A and B."""
         missing = [name for name in self.pairs if name not in shapes]
         wrong = []
         for name, (a, b) in self.pairs.items():
@@ -87,7 +87,7 @@ class Adapter:
             )
 
     def add_to(self, name, rows, first):
-        """Rows [n, in] of the target's tensor `name`, on the CPU, from row `first` on, with what the adapter adds to them.
+        """Add the adapter's change to rows [n, in] of the target's tensor `name`, on the CPU, from row `first` on.
 
         In fp32 at least; rows of a tensor that is not adapted come back as they are.
         """
@@ -101,7 +101,7 @@ class Adapter:
 def read_adapter(source):
     """The Adapter of a folder, a head trained with one, a run, a checkpoint or a Hub id.
 
-    Raises ValueError naming what is missing, damaged, or no plain LoRA.
+    Raises ValueError naming the part that is missing, damaged, or not plain LoRA.
     """
     folder = find_adapter(source)
     config = _read_config(folder / CONFIG_FILE)
@@ -129,7 +129,7 @@ def read_adapter(source):
 
 
 def choose_adapter(adapter, model, load_format, config):
-    """The Adapter that an LLM is asked to merge into its model, or None; ValueError where the two do not go together.
+    """The Adapter that an LLM is to merge into its model, or None; ValueError if the two do not fit.
 
     config: the model's.
     """
@@ -148,9 +148,9 @@ def choose_adapter(adapter, model, load_format, config):
 
 
 def check_merged_once(adapter, held, target):
-    """ValueError where the weights of `target` hold this adapter already, or another one that it was not made on top of.
+    """ValueError if the weights of `target` already hold this adapter, or another adapter that this one was not made on top of.
 
-    held: what the target's config.json says under MERGED_KEY, "" for nothing.
+    held: value of MERGED_KEY in the target's config.json, "" for none.
     """
     if held and (held == adapter.fingerprint or adapter.base != str(target)):
         which = "this adapter" if held == adapter.fingerprint else "an adapter"
@@ -161,9 +161,9 @@ def check_merged_once(adapter, held, target):
 
 
 def find_adapter(source):
-    """The local folder of an adapter: itself, or that of the head which `source` is, or holds as a run or a checkpoint does.
+    """The local folder of an adapter. `source` is that folder, or a head, run or checkpoint with an adapter.
 
-    What is no folder is taken for a Hub id, of an adapter or of a head that was trained with one.
+    Anything that is not a folder is taken for the Hub id of an adapter, or of a head that was trained with one.
     """
     path = Path(source)
     if not path.is_dir():
@@ -189,10 +189,10 @@ def has_adapter(head_folder):
 
 
 def find_adapter_of(head, source, folder):
-    """The folder of the adapter that a head was trained together with; None where it was trained without one.
+    """The folder of the adapter that a head was trained with; None if it was trained without one.
 
-    source: what it was loaded from; folder: as resolve_head gives it, which of a Hub id holds the head's own files only.
-    Raises ValueError where it is gone.
+    source: where the head was loaded from; folder: from resolve_head, which fetches only the head's own files of a Hub id.
+    Raises ValueError if the adapter is gone.
     """
     if has_adapter(folder):
         return Path(folder, FOLDER)
@@ -200,12 +200,12 @@ def find_adapter_of(head, source, folder):
         return None
     if Path(source).is_dir():
         raise ValueError(f"{folder} holds heads trained with an adapter, and no {FOLDER}/ beside them")
-    # The commit that the head's files came from, which the cache's folder is called by.
+    # The commit of the head's files: the name of the cache's folder.
     return find_adapter(f"{split_revision(source)[0]}@{Path(folder).name}")
 
 
 def fingerprint(folder):
-    """What names an adapter's weights: the beginning of the SHA-256 of their file."""
+    """The name of an adapter's weights: the beginning of the SHA-256 of their file."""
     digest = hashlib.sha256()
     with open(Path(folder, WEIGHTS_FILE), "rb") as file:
         while block := file.read(1 << 24):
@@ -214,10 +214,10 @@ def fingerprint(folder):
 
 
 def warn_unless_adapted(head, used):
-    """Warn where a head was trained together with an adapter and the target in use is not that one's.
+    """Warn if a head was trained with an adapter that the target in use does not have.
 
-    head: a module, or None; used: fingerprint of the adapter that is loaded or merged, "" for none. No output is wrong for it: the
-    target that was asked for decides every token. Only the drafts are worse than they could be.
+    head: a module, or None; used: fingerprint of the adapter that is loaded or merged, "" for none. Outputs stay right, because the
+    target decides every token. Only the drafts are worse than they could be.
     """
     trained_with = head.adapter if head is not None else ""
     if trained_with and trained_with != used:
@@ -231,7 +231,7 @@ def warn_unless_adapted(head, used):
 
 
 def _read_config(path):
-    """adapter_config.json as a dict, if it is one of plain LoRA."""
+    """adapter_config.json as a dict; ValueError unless it describes plain LoRA."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -264,9 +264,9 @@ def _fetch_adapter(name):
 
     for folder in ("", f"{FOLDER}/"):
         try:
-            # The weights first: an adapter whose config lies in the cache is taken for whole (has_adapter).
+            # The weights first: an adapter with its config in the cache counts as complete (has_adapter).
             place = fetch(folder + WEIGHTS_FILE, revision).parent
-            # Of the commit that the cache's folder is called by: a branch may move on in between.
+            # From the commit that names the cache's folder: a branch may move in the meantime.
             commit = (place.parent if folder else place).name
             return fetch(folder + CONFIG_FILE, commit).parent
         except EntryNotFoundError as error:

@@ -1,7 +1,7 @@
-"""The Llama-like architectures that the packed decoder runs: one declaration each, of what sets it apart from Llama.
+"""The Llama-like architectures that the packed decoder runs: each is a declaration of its differences from Llama.
 
-To add an architecture, add its declaration to ARCHITECTURES; weights.py and decoder.py read nothing else of the `model_type`. What
-needs an operation of its own, such as partial rotation or a mixture of experts, needs a block too (blocks.py).
+To add an architecture, add its declaration to ARCHITECTURES; weights.py and decoder.py do not look at the `model_type` otherwise.
+An architecture with an operation of its own, such as partial rotation or a mixture of experts, also needs a block (blocks.py).
 """
 
 from dataclasses import dataclass, fields, replace
@@ -15,10 +15,10 @@ class UnsupportedArchitecture(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """What sets an architecture apart; the defaults are Llama's.
+    """An architecture's differences from Llama; the defaults are Llama's values.
 
-    A string names the field of the Hugging Face config to read. A bias whose field is missing is none.
-    layer_types: those it knows; None: every layer has the config's sliding_window, whatever the config's layer_types say.
+    A string names the field of the Hugging Face config to read. If the field of a bias is missing there is no bias.
+    layer_types: the known types; None: every layer has the config's sliding_window, whatever the config's layer_types say.
     """
 
     attention_bias: bool | str = "attention_bias"  # of q, k and v
@@ -26,7 +26,7 @@ class Architecture:
     mlp_bias: bool | str = "mlp_bias"
     attention_scale: float | str | None = None  # of the scores; None: D ** -0.5
     embedding_multiplier: float | str = 1.0
-    residual_multiplier: float | str = 1.0  # of what attention and MLP add
+    residual_multiplier: float | str = 1.0  # factor of the outputs of attention and MLP
     logits_divisor: float | str = 1.0
     head_norms: bool = False  # RMSNorm of every head of q and k
     layer_types: tuple[str, ...] | None = (FULL,)
@@ -38,7 +38,7 @@ class Architecture:
         return [kind for kind in getattr(config, "layer_types", None) or [] if kind not in self.layer_types]
 
     def windows(self, config):
-        """How many positions each layer sees, its own included; None: all."""
+        """Number of positions that each layer sees, its own included; None: all."""
         if self.layer_types is None:
             return [config.sliding_window] * config.num_hidden_layers
         if SLIDING in self.layer_types:

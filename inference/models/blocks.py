@@ -1,11 +1,11 @@
-"""What a decoder layer is made of: blocks that hold weights and constants and launch the fused kernels.
+"""The blocks of a decoder layer: they hold weights and constants and launch the fused kernels.
 
     layer = Layer.from_weights(weights, num_heads=32, num_kv_heads=8, rotary=rotary, eps=1e-5)
-    x, residual = layer.input_norm(residual, parts)                 # adds what the layer before left over
+    x, residual = layer.input_norm(residual, parts)                 # adds the previous layer's partial sums
     parts, residual = layer(x, residual, forward_pass, layer_kv)
 
 The last product of a block is not added up: its partial sums go straight into the norm after it. The decoder of the target and
-EAGLE's drafters are made of the same blocks. Not here: files (weights.py), what an architecture needs (architectures.py).
+EAGLE's drafters are made of the same blocks. Not here: files (weights.py), differences of architectures (architectures.py).
 
 Letters: M rows, H hidden, I intermediate, V vocabulary, N x K a weight, S parts of a product, HQ and HK query and key heads, D head
 dimension, P positions.
@@ -49,7 +49,7 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class Norm:
-    """RMSNorm of the residual stream; multiplier: of what is added to the stream before."""
+    """RMSNorm of the residual stream; multiplier: of the sums that are added to the stream first."""
 
     weight: torch.Tensor  # [H]
     eps: float
@@ -73,7 +73,7 @@ class Rotary:
     def from_frequencies(cls, frequencies, scaling, *, num_positions, dtype, device):
         """frequencies [D/2]: angle per position of every pair; scaling: factor of cos and sin; dtype: of the model."""
         wide = torch.promote_types(dtype, torch.float32)
-        # On the CPU, for the same bits anywhere.
+        # On the CPU, so that the bits are the same on every device.
         angles = torch.arange(num_positions)[:, None].to(wide) * frequencies.to(wide)
         return cls(*((table * scaling).to(device) for table in (angles.cos(), angles.sin())))
 

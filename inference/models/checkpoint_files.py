@@ -1,7 +1,7 @@
-"""The safetensors files of a model: where they are, what they hold, and what to say where there are none.
+"""Find the safetensors files of a model and read their headers, with clear errors if there are none.
 
 A folder or a Hub id in Hugging Face layout: model.safetensors, or model.safetensors.index.json and the shards it names. Headers
-are read on their own, so that names, shapes, dtypes and lengths are known before any tensor is touched.
+are read first, so that names, shapes, dtypes and lengths are known before any tensor is touched.
 Not supported: .bin, .pt and GGUF files (the errors say how to convert).
 """
 
@@ -21,9 +21,9 @@ SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
 
 def find_files(folder_or_id, revision=None):
-    """The safetensors files of a model: a folder's, or a Hub id's from the Hub or its cache.
+    """The safetensors files of a model: a folder's, or those of a Hub id from the Hub or its cache.
 
-    Raises ValueError naming what was looked for; for checkpoints of other formats it says how to convert them.
+    Raises ValueError naming the expected files; for checkpoints of other formats it says how to convert them.
     """
     folder = Path(folder_or_id)
     if folder.is_dir():
@@ -70,7 +70,7 @@ def _fetch_files(repo_id, revision):
 
 
 def _no_safetensors(model, names):
-    """What to say of a model whose files are `names`, none of them readable here."""
+    """The error text for a model whose files `names` hold no safetensors."""
     expected = f"expected {SINGLE_FILE}, or {INDEX_FILE} and its shards"
     if "adapter_config.json" in names:
         return f"{model} holds an adapter, not a model ({expected}): merge it into its base model (merge_and_unload) and save that"
@@ -91,7 +91,7 @@ def read_index(path):
         if any(Path(name).name != name for name in shards):
             raise ValueError("a shard lies in another folder")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is no index of safetensors shards ({type(error).__name__}: {error})") from None
+        raise ValueError(f"{path} is not an index of safetensors shards ({type(error).__name__}: {error})") from None
     return shards
 
 
@@ -126,7 +126,7 @@ def read_header(path):
 
 
 def sample_checksum(files):
-    """crc32 of the files' names, sizes and blocks spread over them: other weights give another one, at the price of a few reads."""
+    """crc32 of the files' names, sizes and a sample of their blocks: with a few reads it tells weights apart."""
     checksum = 0
     for path in map(Path, files):
         size = path.stat().st_size
@@ -139,7 +139,7 @@ def sample_checksum(files):
 
 
 def open_file(path):
-    """The opened file; its tensors are views of it, so nothing is read, or takes memory, until it is used."""
+    """The opened file. Its tensors are views: nothing is read, or takes memory, until it is used."""
     try:
         return safe_open(path, framework="pt", device="cpu")
     except SafetensorError as error:

@@ -1,8 +1,8 @@
 """The target model as the engine runs it: a Llama-family decoder on our kernels, over the paged cache, for draft trees.
 
     how = dict(dtype=torch.bfloat16, device="cuda", max_positions=4096)
-    decoder = Decoder.from_pretrained(folder_or_id, config, **how)     # with weights of its own
-    decoder = Decoder.from_module(module, max_positions=4096)          # with the module's
+    decoder = Decoder.from_pretrained(folder_or_id, config, **how)     # with its own weights
+    decoder = Decoder.from_module(module, max_positions=4096)          # with the module's weights
 
 All requests' rows lie side by side, and row r is the same bits whatever the other rows are. Partial sums of a split product go
 straight into the next op. Its layers are made of blocks.py; architectures.py says what differs between model types. Rope types and
@@ -27,7 +27,7 @@ LOAD_FORMATS = ("auto", "dummy")
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """What one pass over M rows needs."""
+    """Inputs of one pass over M rows."""
 
     tokens: torch.Tensor  # [M]
     positions: torch.Tensor  # [M]
@@ -108,7 +108,7 @@ class Decoder:
                 rotary=self.rotary,
                 eps=eps,
                 scale=architecture.attention_scale,
-                # A window that no position reaches is none.
+                # A window longer than all positions has no effect.
                 window=None if window is None or window >= max_positions else window,
                 residual_multiplier=architecture.residual_multiplier,
             )
@@ -123,13 +123,13 @@ class Decoder:
 
     @classmethod
     def from_module(cls, module, max_positions):
-        """On a loaded *ForCausalLM, whose weights become views of the packed ones: both share one copy."""
+        """A decoder on a loaded *ForCausalLM. The module's weights become views of the packed ones: both share one copy."""
         check_supported(module.config)
         return cls(weights_of_module(module), module.config, max_positions)
 
     @classmethod
     def from_pretrained(cls, folder_or_id, config, *, dtype, device, max_positions, load_format="auto", adapter=None):
-        """With weights of its own: a folder's or Hub id's safetensors, tensor by tensor onto the device, or random ones.
+        """A decoder with its own weights: read from safetensors tensor by tensor onto the device, or random ones.
 
         config: the model's Hugging Face config; dtype: torch.dtype of the weights, whatever the files hold; load_format: "auto"
         or "dummy" (random weights of the config's shape; folder_or_id is not looked at); adapter: an Adapter to add to the
@@ -146,14 +146,14 @@ class Decoder:
         return cls(weights, config, max_positions)
 
     def forward(self, batch, kv, streams=()):
-        """Hidden states after the final norm of all rows, and what a drafter reads; writes keys and values into the cache.
+        """Hidden states of all rows after the final norm, and the drafter's feature; writes keys and values into the cache.
 
         batch: a ForwardPass of M rows; kv [layers, 2, rows, D]; streams: layers whose input's residual stream is the drafter's
         feature, ascending (the number of layers: after the last one), side by side  ->  hidden [M, H], feature [M, A H]; without
         streams the feature is the hidden state
         """
         residual = embed(batch.tokens, self.embedding, self.embedding_multiplier)  # [M, H]
-        parts = None  # [S, M, H] what the layer before adds to the residual
+        parts = None  # [S, M, H] what the previous layer adds to the residual
         entering = []  # [M, H] the residual streams entering the layers
         for layer, layer_kv in zip(self.layers, kv):
             x, residual = layer.input_norm(residual, parts)

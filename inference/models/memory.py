@@ -1,4 +1,4 @@
-"""How much memory a device has left, for checks before anything is allocated."""
+"""Free memory of a device, for checks before anything is allocated."""
 
 import os
 
@@ -6,7 +6,7 @@ import torch
 
 
 def free_bytes(device):
-    """Bytes that can still be allocated: on a GPU free ones and those torch keeps cached, else what the system calls available."""
+    """Bytes that can still be allocated: on a GPU the free bytes and those in torch's cache, else the system's available bytes."""
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
@@ -16,7 +16,7 @@ def free_bytes(device):
                 if line.startswith("MemAvailable:"):
                     return int(line.split()[1]) * 1024
     except OSError:
-        pass  # not Linux: the total is what can be asked for
+        pass  # not Linux: only the total is known
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 

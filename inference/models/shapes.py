@@ -1,4 +1,4 @@
-"""Named shapes of published models, for benchmarks and tests that need no checkpoint: random weights have the same speed.
+"""Named shapes of published models, for benchmarks and tests without a checkpoint: random weights have the same speed.
 
     config = config_of("llama-3-8b")        # a transformers config
     how = dict(dtype=torch.bfloat16, device="cuda", max_positions=4096)

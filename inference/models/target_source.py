@@ -1,4 +1,4 @@
-"""Where a target comes from: its config, tokenizer and weights, with clear errors before long work."""
+"""Find and load a target's config, tokenizer and weights, with clear errors before long work."""
 
 import contextlib
 import functools
@@ -19,7 +19,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 
 def target_config(model, load_format):
-    """(Hugging Face config, name) of a target, with a clear error where there is none."""
+    """(Hugging Face config, name) of a target, with a clear error if there is no config."""
     from transformers import AutoConfig, PreTrainedConfig
 
     if isinstance(model, nn.Module):
@@ -66,7 +66,7 @@ def target_config(model, load_format):
 
 
 def check_causal_lm(module):
-    """ValueError for a loaded module that is no target, such as a headless model, a wrapper or a head."""
+    """ValueError for a loaded module that is not a target, such as a model without an lm_head, a wrapper or a speculator head."""
     from transformers import PreTrainedModel
 
     if isinstance(module, PreTrainedModel) and module.can_generate():
@@ -80,7 +80,7 @@ def check_causal_lm(module):
 
 
 def load_tokenizer(tokenizer, model):
-    """The tokenizer asked for, or the model's own; None where a model has none."""
+    """The tokenizer asked for, or the model's own; None if the model has none."""
     if tokenizer is not None and not isinstance(tokenizer, str | Path):
         return tokenizer
     if tokenizer is None and not isinstance(model, str | Path):
@@ -108,7 +108,7 @@ def named_dtype(dtype):
 
 
 def named_device(device):
-    """A torch.device, or None for "auto" and None. ValueError for one that is not there or that the engine does not run on."""
+    """A torch.device, or None for "auto" and None. ValueError if the device is absent or the engine does not run on it."""
     if device is None or device == "auto":
         return None
     try:
@@ -132,7 +132,7 @@ def choose_device(device):
 
 
 def check_used_in_place(loaded, dtype, device):
-    """ValueError if a loaded model (or decoder) is asked to be of another dtype or on another device than it is."""
+    """ValueError if dtype or device differ from those of a loaded model (or decoder)."""
     device = named_device(device) or loaded.device
     same_device = device.type == loaded.device.type and device.index in (None, loaded.device.index)
     if named_dtype(dtype) not in (None, loaded.dtype) or not same_device:
@@ -142,7 +142,7 @@ def check_used_in_place(loaded, dtype, device):
 
 
 def load_decoder(model, config, dtype, device, max_positions, load_format, adapter=None):
-    """The target on our kernels, from wherever it comes; adapter: an Adapter to merge into the weights of files, or None."""
+    """The Decoder of a target from any source; adapter: an Adapter to merge into the weights of files, or None."""
     if isinstance(model, nn.Module):
         check_used_in_place(model, dtype, device)
         return Decoder.from_module(model, max_positions)

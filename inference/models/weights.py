@@ -1,9 +1,9 @@
 """A decoder's weights in the engine's layout: from a loaded module, from safetensors, or random.
 
-The engine packs q, k, v into one product and gate, up into another. `tensor_plan` says which tensors of a Hugging Face
-checkpoint make up which packed one; everything else follows from it. A checkpoint is read tensor by tensor straight into the
-packed weights on the device: beyond the weights themselves at most CHUNK_BYTES are held, on either side. Names, shapes, dtypes
-and the length of every file are compared with the plan before anything is allocated.
+The engine packs q, k, v into one product and gate, up into another. `tensor_plan` lists the tensors of a Hugging Face checkpoint
+that make up each packed one; everything else follows from it. A checkpoint is read tensor by tensor straight into the packed
+weights on the device: beside the weights at most CHUNK_BYTES are held, on the host or on the device. Names, shapes, dtypes and the
+length of every file are compared with the plan before anything is allocated.
 
 Does not know: other layouts than Hugging Face's, .bin and .pt files, quantised tensors, tensor parallelism.
 
@@ -25,11 +25,11 @@ from .blocks import LayerWeights, Linear
 from .checkpoint_files import find_files, open_file, read_header
 from .memory import free_bytes, in_gib
 
-# The dtypes that a weight may have in a file; any other is somebody's quantisation.
+# The dtypes that a weight may have in a file; any other means quantisation.
 FILE_DTYPES = ("F64", "F32", "F16", "BF16")
-# What is copied, and cast, at once.
+# Bytes that are copied, and cast, at once.
 CHUNK_BYTES = 64 * 2**20
-# From this size on, loading shows a progress bar where someone watches.
+# From this size on, loading shows a progress bar on a terminal.
 LARGE_BYTES = 2**30
 
 
@@ -84,9 +84,9 @@ def weights_of_module(module):
 
 
 def weights_of_layer(layer, **norms):
-    """LayerWeights of a decoder layer's module, whose products' weights become views of packed ones.
+    """LayerWeights of a decoder layer's module. The module's product weights become views of packed weights.
 
-    norms: what it has beside post_norm, by the names of LayerWeights.
+    norms: its norms beside post_norm, by the names of LayerWeights.
     """
     attention, mlp = layer.self_attn, layer.mlp
     return LayerWeights(
@@ -111,7 +111,7 @@ def check_plain_linear(layer):
 def pack_rows(linears):
     """One Linear [sum of N, K] for several modules, whose weights and biases become views of it.
 
-    Modules packed before (an earlier engine on the same module), and a single one, are taken as they lie, not copied.
+    A single module, and modules packed before (by an earlier engine on the same module), are used in place, not copied.
     """
 
     for layer in linears:
@@ -252,10 +252,10 @@ def random_weights(config, dtype, device, seed=0):
 def load_weights(folder_or_id, config, dtype, device, *, adapter=None):
     """DecoderWeights from a folder or a Hub id with model.safetensors, or with an index and its shards.
 
-    config: the model's Hugging Face config; dtype: what tensors are cast to, one by one; device: where they go; adapter: an
-    Adapter that is added to them on the way, in fp32, or None.
-    Raises ValueError, before any tensor is read, for files that are missing, cut short or of another kind, naming them, and for
-    tensors that are missing, unexpected, misshapen or quantised, naming those.
+    config: the model's Hugging Face config; dtype: the dtype that tensors are cast to, one by one; device: where they go; adapter:
+    an Adapter that is added to them on the way, in fp32, or None.
+    Raises ValueError before any tensor is read. It names files that are missing, cut short or of another kind, and tensors that are
+    missing, unexpected, misshapen or quantised.
     """
     device = torch.device(device)
     files = find_files(folder_or_id, getattr(config, "_commit_hash", None))
@@ -284,14 +284,14 @@ def load_weights(folder_or_id, config, dtype, device, *, adapter=None):
 
 
 def _plan_tied(plan, where):
-    """With tied embeddings files hold either name or both: plan for what is there."""
+    """Adapt the plan to tied embeddings: files hold either name or both."""
     (embedding, shape), lm_head = *plan["embedding"].items(), "lm_head.weight"
     if lm_head in where:
         plan["lm_head" if embedding in where else "embedding"] = {lm_head: shape}
 
 
 def _tie_if_equal(plan, stored):
-    """Of both names, one is loaded; or both, with a warning, if they differ (as transformers does)."""
+    """If a file holds both names, load one of them; or both, with a warning, if they differ (as transformers does)."""
     (embedding,), (lm_head,) = plan["embedding"], plan["lm_head"]
     if stored[embedding].dtype == stored[lm_head].dtype and torch.equal(stored[embedding], stored[lm_head]):
         del plan["lm_head"]
@@ -309,12 +309,12 @@ def _copy(name, source, target, *, adapter, bar):
         bar.update(piece.nbytes)
         if adapter is not None:
             piece = adapter.add_to(name, piece, first)
-        # To another device bytes go as they are and are cast there: the cast is faster and the host holds no copy.
+        # Bytes are moved to another device before they are cast: the cast is faster there and the host holds no copy.
         place.copy_(piece.to(target.device) if piece.dtype != target.dtype else piece)
 
 
 def rows_at_once(tensor):
-    """How many rows of a stored tensor make a piece of at most CHUNK_BYTES."""
+    """Number of rows of a stored tensor in a piece of at most CHUNK_BYTES."""
     return max(1, CHUNK_BYTES // max(1, tensor[0].nbytes))
 
 

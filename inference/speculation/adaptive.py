@@ -1,17 +1,17 @@
-"""How deep to draft in the next step: what each depth costs, what it is worth, and which depth is worth most. No torch.
+"""Choose the depth of the next step's drafts, from the measured cost and acceptance of each depth. No torch.
 
 Drafting pays while a batch leaves the device room: the larger the batch, the more a drafted node costs, and text that is hard to
-foresee pays less. So the engine holds the same tree cut at a few depths (0: no drafts) and measures as it goes: seconds per step
-for each bucket of batch sizes and depth, and how often a path reaches each depth, whatever the bucket. It takes the depth with the
-most tokens per second, and now and then another one, to learn whether that has changed. Outputs do not depend on the choice: under
-`strict` not their bits, under the ratio rules not their distribution.
+predict pays less. So the engine holds the same tree cut at a few depths (0: no drafts) and measures two things as it runs: seconds
+per step for each depth and bucket of batch sizes, and how often a path reaches each depth, over all buckets. It takes the depth
+with the most tokens per second. Now and then it tries another depth, to learn whether the best has changed. Outputs do not depend
+on the choice: `strict` keeps their bits, the ratio rules their distribution.
 """
 
 MEMORY = 0.05  # weight of the newest measurement in a running average
 # of one request's step in how often a depth is reached that the step before drafted, too: more follows chance
 STEADY = 0.01
-FIRST = 4  # steps that a depth is given before it is compared with others
-PROBE_EVERY = 64  # steps of a bucket between two tries of a depth that is not the best
+FIRST = 4  # steps of a depth before it is compared with others
+PROBE_EVERY = 64  # steps of a bucket between two trials of a depth other than the best
 
 
 def depths_to_try(max_depth):
@@ -42,7 +42,7 @@ class Adaptive:
     depths: falling, the last one may be 0; buckets: batch sizes that are told apart, rising
     """
 
-    measures = True  # whether `record` wants to know what steps take
+    measures = True  # whether `record` needs the seconds of steps
 
     def __init__(self, depths, buckets):
         self.depths, self.buckets = list(depths), list(buckets)
@@ -53,7 +53,7 @@ class Adaptive:
         self._probed = dict.fromkeys(buckets, 0)  # which of the depths is tried next
 
     def choose(self, num_requests):
-        """The place in `depths` of the depth for a step of so many requests."""
+        """Index in `depths` of the depth for a step of `num_requests` requests."""
         size = self._bucket(num_requests)
         for place, depth in enumerate(self.depths):
             if self.seconds[size, depth].count < FIRST:
@@ -62,16 +62,16 @@ class Adaptive:
         best = max(range(len(self.depths)), key=lambda place: self.rate(size, self.depths[place]))
         if self._steps[size] % PROBE_EVERY:
             return best
-        # One depth after the other, the best one among them.
+        # All depths in turn, the best one included.
         self._probed[size] = (self._probed[size] + 1) % len(self.depths)
         return self._probed[size]
 
     def rate(self, size, depth):
-        """Tokens per second and request that drafts of this depth promise in a bucket."""
+        """Expected tokens per second and request with drafts of this depth in a bucket."""
         return (1 + sum(average.value for average in self.reached[:depth])) / max(self.seconds[size, depth].value, 1e-9)
 
     def record(self, num_requests, place, seconds, accepted):
-        """One step of so many requests took `seconds`; accepted: how many drafted tokens each of them could use."""
+        """Record a step of `num_requests` requests that took `seconds`; accepted: number of accepted tokens of each request."""
         size, depth = self._bucket(num_requests), self.depths[place]
         self.seconds[size, depth].add(seconds)
         for count in accepted:
@@ -84,7 +84,7 @@ class Adaptive:
 
 
 class PerBatchSize:
-    """Depths as they are told: {smallest batch size: depth}, of a tree of max_depth."""
+    """Depths given by the user: {smallest batch size: depth}, of a tree of max_depth."""
 
     measures = False
 

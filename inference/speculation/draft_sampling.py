@@ -1,13 +1,13 @@
-"""How a node's children are sampled from the draft's distribution, and which verifier may follow which way.
+"""Ways to sample a node's children from the draft's distribution, and the verifiers that each way allows.
 
-    greedy          the k likeliest tokens, without chance                              noise: none
+    greedy          the k likeliest tokens                                              noise: none
     shared_noise    top-k of log q + G, G the noise of the target's own token there     noise: TARGET_NOISE
     sampled         top-k of log q + G = k draws without replacement, in their order    noise: DRAFT_NOISE, see below
     top_and_one     the k - 1 likeliest, then one draw from the rest                    noise: DRAFT_NOISE, see below
 
-The ratio rules (ratio_rules.py) need the draft's noise to be fresh in every step and at every node with children. A rejection may
-depend on deeper tokens, and the same noise would then bias the next draw. Key it by
-(seed, sample, position of the *root*, salted(DRAFT_NOISE, node)): the root moves in every step.
+The ratio rules (ratio_rules.py) need fresh draft noise in every step and at every node with children: a rejection may depend on
+deeper tokens, and reused noise would then bias the next draw. The noise is keyed by
+(seed, sample, position of the *root*, salted(DRAFT_NOISE, node)), and the root moves in every step.
 
 Letters: B requests, N nodes.
 """
@@ -20,9 +20,9 @@ RATIO_VERIFIERS = (*CHAIN_RULES, "recursive", "traversal")
 
 
 def sampled_nodes(sampling, parents):
-    """Which nodes' tokens are sampled from their slot's distribution: Draft.sampled.  parents [..., N] -> bool [..., N]
+    """Whether each node's token is sampled: Draft.sampled.  parents [..., N] -> bool [..., N]
 
-    For a request at temperature 0 none are. Raises ValueError for shared noise, which the ratio rules cannot follow.
+    A request at temperature 0 samples none. Raises ValueError for shared noise, which the ratio rules cannot follow.
     """
     if sampling == "greedy":
         return torch.zeros_like(parents, dtype=torch.bool)
@@ -38,7 +38,7 @@ def sampled_nodes(sampling, parents):
 def check_sampling(verifier, sampling, tree):
     """Raise ValueError, saying why, if `verifier` cannot keep the target's distribution with this sampling on this tree.
 
-    strict emits the target's own tokens whatever was drafted, synthetic keeps no distribution anyway: both follow every way.
+    strict emits the target's own tokens whatever was drafted, and synthetic keeps no distribution: both allow every sampling.
     """
     if verifier not in (*RATIO_VERIFIERS, "strict", "synthetic"):
         raise ValueError(f"verifier must be one of strict, {', '.join(RATIO_VERIFIERS)}, synthetic, got {verifier!r}")

@@ -1,11 +1,10 @@
-"""Drawing a whole draft at once from distributions that do not depend on the drafted tokens: one per depth, as Medusa heads give
-them.
+"""Draw a whole draft at once, from distributions that do not depend on the drafted tokens: one per depth, as Medusa heads give.
 
-Every node draws its children itself (draft_sampling.py says in which ways, and why not once per depth), all nodes in one launch.
-Nothing of a distribution is copied: nodes refer to the scores it is the softmax of.
+Every node draws its own children (draft_sampling.py lists the ways, and says why not once per depth), all nodes in one launch.
+No distribution is copied: nodes refer to the scores whose softmax it is.
 
-Letters: B requests, N nodes, L distributions, V vocabulary, I nodes with children, W the most children of one, k the children of
-one.
+Letters: B requests, N nodes, L distributions, V vocabulary, I nodes with children, W the greatest number of children, k the number
+of a node's children.
 """
 
 import torch
@@ -16,9 +15,7 @@ from .draft_sampling import sampled_nodes
 
 
 class NodeDraws:
-    """How the nodes of one tree (TreeOnDevice) are sampled in the ways "sampled" and "top_and_one", from one distribution per
-    depth.
-    """
+    """Samples the nodes of one tree (TreeOnDevice) in the ways "sampled" and "top_and_one", from one distribution per depth."""
 
     def __init__(self, tree, sampling):
         parents, ranks = tree.tree.parents, tree.tree.ranks
@@ -46,18 +43,18 @@ class NodeDraws:
 def draw_families(sampling, scores, width, distributions, nodes, sizes, temperature, keys):
     """The children of I nodes, in the order in which they are sampled; sampling: "sampled" or "top_and_one".
 
-    scores [L, B, V]; width: the most children of one; distributions, nodes, sizes [I]: a node's distribution, its number, how
-    many children it has; temperature [B]; keys: seed, sample and position of the step's root, [B] each  ->  int64 [I, B, W], -1:
+    scores [L, B, V]; width: the greatest number of children; distributions, nodes, sizes [I]: a node's distribution, its number,
+    its number of children; temperature [B]; keys: seed, sample and position of the step's root, [B] each  ->  int64 [I, B, W], -1:
     an empty node
     """
     draws = draw_tokens(scores, width, distributions, nodes, temperature, *keys)
     if sampling == "sampled":
         return draws
-    # The k - 1 likeliest tokens, then the first of the draws that is none of them: it has the highest perturbed score of the rest,
-    # for of k draws without replacement at most k - 1 are among the likeliest.
+    # The k - 1 likeliest tokens, then the first draw that is not one of them. There is always one, as at most k - 1 of k draws
+    # without replacement are among the likeliest; and it has the highest perturbed score of the rest.
     likeliest = draw_tokens(scores, width, distributions, nodes, torch.zeros_like(temperature), *keys)
     place = torch.arange(width, device=draws.device)
-    last = (sizes - 1)[:, None, None]  # where a node's drawn child stands
+    last = (sizes - 1)[:, None, None]  # place of a node's drawn child
     known = torch.where(place < last, likeliest, -2)
     free = ~(draws[..., None] == known[..., None, :]).any(-1)  # [I, B, W]
     one = draws.gather(-1, free.to(torch.uint8).argmax(-1, keepdim=True))

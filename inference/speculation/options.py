@@ -1,4 +1,4 @@
-"""What a speculative_config says: its keys, checked once. What follows from it for a target: speculation.py."""
+"""The keys of a speculative_config, checked once. speculation.py applies them to a target."""
 
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -10,7 +10,7 @@ from ...heads.storage.keywords import ASKS_NOTHING, VLLM_SPECULATIVE, reject_unk
 from .draft_sampling import DRAFT_SAMPLING
 from .verifiers import VERIFIERS
 
-# vLLM's names of what drafts: a family of heads, a smaller model, the sequence itself.
+# vLLM's names of drafters: a family of heads, a smaller model, the sequence itself.
 METHODS = (*(family.key for family in FAMILIES), "draft_model", "ngram")
 # vLLM's rejection_sample_method: the verifier on a chain, and on a tree.
 REJECTION_SAMPLE_METHODS = {
@@ -20,13 +20,13 @@ REJECTION_SAMPLE_METHODS = {
     "block": ("block", "traversal"),
     "synthetic": ("synthetic", "synthetic"),
 }
-# draft_sample_method: vLLM says "probabilistic" for what is called "sampled" here.
+# draft_sample_method: vLLM's "probabilistic" is called "sampled" here.
 DRAFT_SAMPLE_METHODS = {name: name for name in DRAFT_SAMPLING} | {"probabilistic": "sampled"}
 
 
 @dataclass(frozen=True)
 class SpeculativeOptions:
-    """A speculative_config; names and meanings: LLM's docstring. Raises ValueError for what no head, model or tree could mend."""
+    """A speculative_config; names and meanings are in LLM's docstring. Raises ValueError for values that can never be right."""
 
     method: str | None = None
     model: object = None
@@ -91,7 +91,7 @@ class SpeculativeOptions:
             raise ValueError("adaptive measures what num_speculative_tokens_per_batch_size tells: give one of them")
 
     def at_revision(self, revision):
-        """With vLLM's key `revision` said as the model OWNER/NAME@REVISION, which is how heads are named everywhere."""
+        """Options with vLLM's key `revision` moved into the model's name, OWNER/NAME@REVISION, as heads are named everywhere."""
         model = self.model
         if revision is None:
             return self
@@ -112,7 +112,7 @@ class SpeculativeOptions:
 
     @property
     def lookup_range(self):
-        """(fewest, most) tokens that prompt lookup compares. Given one, both are that one, as in vLLM; else 1 to 4."""
+        """(fewest, most) tokens that prompt lookup compares. If one is given, both have its value, as in vLLM; else 1 to 4."""
         shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
         if shortest is None and longest is None:
             return 1, 4
@@ -120,12 +120,12 @@ class SpeculativeOptions:
 
 
 def is_config(model):
-    """Whether this is a config of transformers: the draft model then gets random weights of its shape."""
+    """Whether this is a config of transformers; a draft model is then made of its shape with random weights."""
     from transformers import PreTrainedConfig
 
     return isinstance(model, PreTrainedConfig)
 
 
 def name_of(model):
-    """What to call a model in an error."""
+    """A model's name for errors."""
     return f"this {type(model).__name__}" if isinstance(model, nn.Module) else str(model)

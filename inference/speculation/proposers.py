@@ -1,4 +1,4 @@
-"""What drafts, read but not yet on the target's device: a head, a model of the target's vocabulary, or the sequence itself."""
+"""Sources of drafts, read but not yet on the target's device: a head, a model of the target's vocabulary, the sequence itself."""
 
 import warnings
 from importlib import import_module
@@ -21,11 +21,11 @@ TREES = Path(__file__).resolve().parents[2] / "configs" / "trees"
 
 
 class Proposer:
-    """What drafts.
+    """A source of drafts.
 
-    method: one of options.METHODS; head: the module, or None; depth: how many tokens ahead it drafts unless told otherwise, None:
-    that must be said; max_depth: the most; autoregressive: whether a token's distribution depends on the tokens drafted before it,
-    as trees that grow need it.
+    method: one of options.METHODS; head: the module, or None; depth: its default depth of drafts, None: there is no default;
+    max_depth: the greatest; autoregressive: whether a token's distribution depends on the tokens drafted before it, as growing
+    trees require.
     """
 
     method, head, depth, max_depth, autoregressive = "", None, None, MAX_NODES - 1, True
@@ -40,14 +40,14 @@ class Proposer:
     def build(self, tree, sampling, decoder, max_positions):
         """Its Drafter on the target's device.
 
-        tree: what it is to draft; sampling: a way of draft_sampling.py; decoder: the target's Decoder; max_positions: longest
-        sequence, the tree's places included. ValueError where it lies on another device.
+        tree: the tree to draft; sampling: a way of draft_sampling.py; decoder: the target's Decoder; max_positions: longest
+        sequence, the tree's places included. ValueError if a loaded module is on another device.
         """
         raise NotImplementedError
 
 
 class HeadProposer(Proposer):
-    """A head of any family. source: what was named; a module is used in place, weights that were read go where the target is."""
+    """A head of any family. source: as the user named it. A module is used in place; weights read go to the target's device."""
 
     def __init__(self, head, source):
         self.head, self.source, self.family = head, source, family_of(head)
@@ -85,7 +85,7 @@ class HeadProposer(Proposer):
         elsewhere = next((weight.device for weight in head.parameters() if weight.device != decoder.device), None)
         if elsewhere is not None:
             raise ValueError(f"the head is on {elsewhere}, the target on {decoder.device}: move one to the other")
-        if head.needs_embedding or head.embedding_is_targets:  # an earlier engine's target may have been another one
+        if head.needs_embedding or head.embedding_is_targets:  # an earlier engine may have had another target
             head.take_embedding(decoder.embedding)
         return import_module(f"..drafters.{self.method}", __name__).DRAFTER(head, decoder, tree.max_depth, sampling)
 
@@ -127,7 +127,7 @@ class NgramProposer(Proposer):
 def find_proposer(options, target):
     """The Proposer of SpeculativeOptions.
 
-    target: the target's config. Raises ValueError for a head or model that does not fit it, or that is not of the method asked for.
+    target: the target's config. Raises ValueError for a head or model that does not fit it, or is not of the given method.
     """
     method, model = options.method, options.model
     if method == "ngram":
@@ -162,7 +162,7 @@ def find_proposer(options, target):
 
 
 def _load_format(model):
-    """A bare config stands for random weights of its shape."""
+    """load_format of a draft model: a bare config stands for random weights of its shape."""
     return "dummy" if is_config(model) else "auto"
 
 
@@ -177,7 +177,7 @@ def is_draft_model(model):
 
 
 def warn_of_missing_stop_tokens(head, eos_token_ids):
-    """A UserWarning for a head that cannot draft the end of an answer. No output is wrong: it takes a pass longer."""
+    """Warn (UserWarning) of a head that cannot draft the end of an answer. Outputs stay right, but take one more pass."""
     text = None if head is None else missing_stop_tokens(head, eos_token_ids)
     if text:
         warnings.warn(text, stacklevel=3)  # where the LLM is made

@@ -1,4 +1,4 @@
-"""How an engine speculates: what drafts, the tree, the verifier and how deep to draft in which step.
+"""Choose how an engine speculates: drafter, tree, verifier, and the depth of each step's drafts.
 
 choice = choose_speculation(SpeculativeOptions.parse(config), target_config, max_num_seqs)    # raises every ValueError
 speculation = choice.build(decoder, max_positions)                                            # on the target's device
@@ -18,10 +18,10 @@ from .verifiers import Ratio, Strict, Synthetic, check_rates, rates_for_length
 
 @dataclass(frozen=True)
 class Speculation:
-    """What the engine runs.
+    """Speculation as the engine runs it.
 
-    drafter: a Drafter on the target's device; tree: what it drafts; verifier: one of verifiers.py; plan: how deep to draft in which
-    step (adaptive.py), None: the whole tree in all.
+    drafter: a Drafter on the target's device; tree: the tree it drafts; verifier: one of verifiers.py; plan: the depth of each
+    step's drafts (adaptive.py), None: the whole tree in every step.
     """
 
     drafter: Drafter = field(default_factory=NoDrafter)
@@ -36,7 +36,7 @@ class Speculation:
 
 @dataclass(frozen=True)
 class Choice:
-    """The same before anything lies on a device."""
+    """The choice of a Speculation, before anything is on a device."""
 
     options: SpeculativeOptions
     proposer: Proposer
@@ -72,9 +72,9 @@ class NoSpeculation:
 
 
 def choose_speculation(options, target, max_num_seqs):
-    """The Choice of SpeculativeOptions; of None, NoSpeculation.
+    """The Choice that SpeculativeOptions ask for; NoSpeculation for None.
 
-    target: the target's config; max_num_seqs: how many requests run at once. Raises ValueError for whatever does not fit together.
+    target: the target's config; max_num_seqs: number of requests that can run at once. Raises ValueError for parts that do not fit.
     """
     if options is None:
         return NoSpeculation()
@@ -94,7 +94,7 @@ def _choose_tree(options, proposer):
         raise ValueError(f"num_speculative_tokens must be from 1 to {limit}, got {depth!r}")
     if name == "dynamic":
         deepest = depth or min(most, DEFAULT_DYNAMIC.max_depth)
-        # Where it is shallow there may be fewer candidates than nodes: truncated() leaves as many.
+        # A shallow tree may have fewer candidates than nodes: truncated() reduces the nodes.
         deepened = replace(DEFAULT_DYNAMIC, max_depth=max(deepest, DEFAULT_DYNAMIC.max_depth))
         tree = deepened.truncated(deepest)
     elif name == "chain":
@@ -121,7 +121,7 @@ def check_width(tree, vocab_size):
 
 
 def _choose_sampling(options, verifier, tree):
-    """How drafts are sampled, which fits the verifier and the tree."""
+    """How drafts are sampled: as asked, else the default of verifier and tree. ValueError where they do not fit."""
     if options.draft_sample_method is not None:
         sampling = DRAFT_SAMPLE_METHODS[options.draft_sample_method]
     elif verifier in RATIO_VERIFIERS:
@@ -133,7 +133,7 @@ def _choose_sampling(options, verifier, tree):
 
 
 def _choose_rates(options, verifier, tree):
-    """What the verifier "synthetic" accepts by; None for the others."""
+    """The acceptance rates of the verifier "synthetic"; None for the others."""
     rates, length = options.acceptance_rates, options.acceptance_length
     if verifier != "synthetic":
         if rates is not None or length is not None:
@@ -154,7 +154,7 @@ def _choose_rates(options, verifier, tree):
 
 
 def _choose_plan(options, tree, max_num_seqs):
-    """How deep to draft in which step (adaptive.py); None: the whole tree in every one."""
+    """The plan for the depth of each step's drafts (adaptive.py); None: the whole tree in every step."""
     told = options.num_speculative_tokens_per_batch_size
     if told is None:
         return Adaptive(depths_to_try(tree.max_depth), buckets(max_num_seqs)) if options.adaptive else None

@@ -43,7 +43,7 @@ class Tree:
                 )
             seen.add((parent, rank))
 
-    grows = False  # it is known beforehand
+    grows = False  # the tree is known beforehand
 
     @property
     def num_nodes(self):
@@ -51,7 +51,7 @@ class Tree:
 
     @property
     def num_rows(self):
-        """Nodes that drafting may compute, the root not among them."""
+        """Number of nodes that drafting may compute, without the root."""
         return self.num_nodes - 1
 
     @cached_property
@@ -75,7 +75,7 @@ class Tree:
 
     @cached_property
     def widths(self):
-        """Per depth (the root's left out) how many candidates the head must offer: the greatest rank there plus one."""
+        """Number of candidates that the head must offer at each depth after the root: the greatest rank there plus one."""
         widths = [0] * self.max_depth
         for depth, rank in zip(self.depths[1:], self.ranks[1:]):
             widths[depth - 1] = max(widths[depth - 1], rank + 1)
@@ -92,7 +92,7 @@ class Tree:
         return self.depths.index(self.max_depth)
 
     def count_drafted(self, limit):
-        """How many nodes are drafts for a request that takes nodes down to depth `limit`."""
+        """Number of drafted nodes down to depth `limit`."""
         return sum(0 < depth <= limit for depth in self.depths)
 
     @property
@@ -122,9 +122,8 @@ class Tree:
 class GrowingTree:
     """A tree that is grown anew in every step from the draft's own confidence (EAGLE-2, arXiv 2406.16858).
 
-    At every depth the `width` nodes of the greatest confidence get `width` children each, `max_depth` times; of all these
-    candidates the best num_nodes - 1 make the tree, whose root is the newest token. A node's confidence is the product along its
-    path.
+    At each of max_depth depths, the `width` nodes with the greatest confidence get `width` children each. The best num_nodes - 1 of
+    all these candidates make the tree, below the newest token as its root. A node's confidence is the product along its path.
     """
 
     max_depth: int
@@ -150,15 +149,15 @@ class GrowingTree:
 
     @property
     def num_rows(self):
-        """Nodes that are expanded, the root not among them."""
+        """Number of nodes that are expanded, without the root."""
         return (self.max_depth - 1) * self.width
 
     def count_drafted(self, limit):
-        """All nodes but the root: how deep they are is known on the device alone."""
+        """All nodes but the root: only the device knows their depths."""
         return self.num_nodes - 1
 
     def truncated(self, max_depth):
-        """The same, at most so deep."""
+        """The same tree, at most max_depth deep."""
         depth = min(self.max_depth, max_depth)
         most = 1 + self.width + (depth - 1) * self.width**2
         return GrowingTree(depth, self.width, min(self.num_nodes, most))
@@ -172,7 +171,7 @@ DEFAULT_DYNAMIC = GrowingTree(max_depth=5, width=8, num_nodes=32)
 
 
 def cut_tree(tree, max_depth):
-    """A Tree or GrowingTree without what is deeper; at depth 0 the root alone."""
+    """A Tree or GrowingTree cut at max_depth; the root alone for 0."""
     return tree.truncated(max_depth) if max_depth else ROOT_ONLY
 
 
@@ -211,7 +210,7 @@ def build_static_tree(rates, num_nodes):
 
 
 def expected_acceptance_length(tree, rates):
-    """1 + the sum over nodes of the product of rates along their path: tokens per step that `rates` promise."""
+    """Expected tokens per step by `rates`: 1 + the sum over nodes of the product of rates along their path."""
     worth = [1.0]
     for node in range(1, tree.num_nodes):
         depth, rank = tree.depths[node] - 1, tree.ranks[node]
@@ -221,15 +220,16 @@ def expected_acceptance_length(tree, rates):
 
 
 def save_tree(tree, path, rates=None, choice=None):
-    """Write the tree as JSON: parents, ranks and, where known, the rates it was built from and what they promise; of a GrowingTree
-    its three numbers. choice: what was measured to choose it (tree_measurement.py)."""
+    """Write a Tree as JSON: parents, ranks and, where known, the rates it was built from and the expected length by them.
+
+    A GrowingTree is written as its three numbers. choice: the measurement that chose the tree (tree_measurement.py)."""
     if tree.grows:
         content = {"dynamic": {"max_depth": tree.max_depth, "width": tree.width, "num_nodes": tree.num_nodes}}
     else:
         content = {"parents": list(tree.parents), "ranks": list(tree.ranks)}
     if rates is not None:
         content["rates"] = [[round(rate, 6) for rate in ranks] for ranks in rates]
-        if not tree.grows:  # what that one accepts depends on the draft's confidence
+        if not tree.grows:  # a growing tree's acceptance depends on the draft's confidence
             content["expected_acceptance_length"] = round(expected_acceptance_length(tree, rates), 4)
     if choice is not None:
         content["choice"] = choice

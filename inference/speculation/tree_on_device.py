@@ -12,17 +12,17 @@ from .tree import GrowingTree, Tree
 
 @dataclass(frozen=True, eq=False)
 class TreeOnDevice:
-    """A tree on a device. A Tree has rows [N], which hold for all requests; a GrowingTree rows [B, N], one per request."""
+    """A tree on a device. A Tree has shape [N], for all requests; a GrowingTree [B, N], a row per request."""
 
     tree: Tree | GrowingTree
-    depths: torch.Tensor  # [N] or [B, N]; of a GrowingTree that is not grown yet zeros [N]
-    parents: torch.Tensor | None = None  # [N] or [B, N] in topological order, that of the root 0; None: not grown yet
+    depths: torch.Tensor  # [N] or [B, N]; zeros [N] for a GrowingTree that is not grown yet
+    parents: torch.Tensor | None = None  # [N] or [B, N] in topological order, 0 for the root; None: not grown yet
     # [N, D + 1] or [B, N, D + 1] the node at each depth on the way from the root, itself last and repeated
     ancestors: torch.Tensor | None = None
 
     @classmethod
     def of(cls, tree, device):
-        """A Tree on `device`; of a GrowingTree what is known before it is grown."""
+        """A Tree on `device`; for a GrowingTree, only what is known before it is grown."""
         if tree.grows:
             return cls(tree, torch.zeros(tree.num_nodes, dtype=torch.int64, device=device))
         return cls(

@@ -2,11 +2,11 @@
 
     verifier(tree, draft, target)  ->  path [B, D + 1], num_accepted [B], next token [B]
 
-tree: TreeOnDevice; draft: Draft; target: the engine's TargetScores, the scores of all nodes as their requests ask for them. It
-has the requests' rows as `batch` and the tokens that it was computed for as `drafted` [B, N]; `sample()` gives the target's own
-token after every node, `distributions()` what the ratio rules compare with the draft's. Verifiers know no cache, model or
-tokenizer. `strict` keeps every bit and the ratio rules keep the distribution: see docs/lossless.md. `synthetic` keeps nothing: it
-accepts by given rates, to measure the engine's speed without a trained head.
+tree: TreeOnDevice; draft: Draft; target: the engine's TargetScores, the scores of all nodes, changed as their requests ask. It
+has the requests' rows as `batch` and the tokens that it was computed for as `drafted` [B, N]. `sample()` gives the target's own
+token after every node, `distributions()` the scores that the ratio rules compare with the draft's. Verifiers know no cache, model
+or tokenizer. `strict` keeps every bit and the ratio rules keep the distribution: see docs/lossless.md. `synthetic` keeps nothing:
+it accepts by given rates, to measure the engine's speed without a trained head.
 
 Letters: B requests, N nodes, D the tree's greatest depth, V vocabulary.
 """
@@ -23,9 +23,9 @@ VERIFIERS = ("strict", *RATIO_VERIFIERS, "synthetic")
 
 
 class Strict:
-    """Follow the child that carries the target's own token; where there is none, emit that token and stop.
+    """Follow the child that equals the target's own token; if no child does, emit that token and stop.
 
-    Nodes beyond the tokens that the request may still emit are never accepted.
+    Nodes deeper than the number of tokens that the request may still emit are never accepted.
     """
 
     name = "strict"
@@ -41,9 +41,9 @@ class Strict:
 
 
 class Ratio:
-    """A rule of kernels/speculation/ratio_rules.py by its name. Keeps a workspace per batch size on a GPU.
+    """The verifier of one rule in kernels/speculation/ratio_rules.py, chosen by name. Keeps a workspace per batch size on a GPU.
 
-    Its noise is keyed by the position of a step's root (kernels/sampling/philox.py), so that no step uses another's again.
+    Its noise is keyed by the position of a step's root (kernels/sampling/philox.py), so no step reuses the noise of another.
     """
 
     def __init__(self, name):
@@ -51,7 +51,7 @@ class Ratio:
 
     @property
     def undrafted(self):
-        """Where nothing is drafted there is nothing to compare: the target's own token."""
+        """The verifier of steps that draft nothing: with nothing to compare, it emits the target's own token."""
         return Strict()
 
     def __call__(self, tree, draft, target):
@@ -83,10 +83,10 @@ class Ratio:
 
 
 def with_any_distribution(draft, scores, kept):
-    """A draft of which nothing is sampled, with a dummy distribution. The kernel reads it; the result does not depend on it.
+    """A draft without sampled tokens, given a dummy distribution. The kernel reads it; the result does not depend on it.
 
-    It is some of the target's scores, so that nothing is copied or computed for it, at a temperature so high that no probability
-    overflows (where distributions are cut, a highest score is one that has been divided).
+    The dummy is a part of the target's scores, so nothing is copied or computed. Its temperature is so high that no probability
+    overflows (where distributions are cut, a highest score is already divided by the temperature).
     """
     batch = len(draft.tokens)
     return draft._replace(
@@ -119,7 +119,7 @@ class Synthetic:
 
 
 def check_rates(rates):
-    """ValueError unless these are acceptance rates that can be: a list of falling numbers from 0 to 1."""
+    """ValueError unless these are possible acceptance rates: a list of numbers from 0 to 1 that never rise."""
     numbers = isinstance(rates, list | tuple) and all(isinstance(rate, int | float) for rate in rates)
     if not numbers or not rates or not 0 <= min(rates) <= max(rates) <= 1 or sorted(rates)[::-1] != list(rates):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The sum of attention over keys, in one order for every kernel: by absolute position, whoever shares the batch.
+"""The sum of attention over keys, in one order for every kernel: by absolute position, whatever else is in the batch.
 
 - A tile is 64 keys at 64 r, 64 r + 1, ...: one page of the cache. `fold` adds a tile to a state (max, sum, accumulator), an
   online softmax with the maximum in units of log2.
@@ -9,11 +9,11 @@
 - A masked tile, an empty state and a query row's neighbours are exact identities.
 
 So tiles, chunks and their order depend on positions alone, and a row's bits are the same whether its keys were committed or still
-in the tree, read by one program or by many, for one row or for 128. Two things hold the arithmetic together across kernels:
-every fused multiply-add is written out and every kernel is launched with `enable_fp_fusion=False`, so that the compiler
-contracts nothing on its own; and a warp holds 16 whole rows (64 rows take 4 warps, 128 take 8), so that `tl.sum` adds the keys of
-a row in one order. Seen on an H200: 16, 64 and 128 rows agree in every bit (so mma.sync and wgmma do); 32 rows on 2 warps, where
-a row is spread over both, do not.
+in the tree, read by one program or by many, for one row or for 128. Two rules keep the arithmetic equal across kernels. Every
+fused multiply-add is written out, and every kernel is launched with `enable_fp_fusion=False`: the compiler contracts nothing on
+its own. And a warp holds 16 whole rows (64 rows take 4 warps, 128 take 8): `tl.sum` adds the keys of a row in one order.
+Measured on an H200: 16, 64 and 128 rows agree in every bit (so mma.sync and wgmma agree); 32 rows on 2 warps, where a row is
+spread over both, do not.
 """
 
 from ..jit import jit, tl, triton
@@ -24,7 +24,7 @@ _CHUNKS = ((0, 256, 0), (2048, 512, 8), (8192, 1024, 20))  # (from position, key
 
 
 def num_chunks(length):
-    """How many chunks hold the positions below `length`."""
+    """Number of chunks that hold the positions below `length`."""
     if length <= 0:
         return 0
     start, size, first = next(region for region in reversed(_CHUNKS) if length - 1 >= region[0])
@@ -58,7 +58,7 @@ def empty_state(ROWS: tl.constexpr, DIM: tl.constexpr):
 
 @jit
 def fold(q, k, v, visible, m, l, acc, scale, MASKED: tl.constexpr):
-    """State of one tile more.  q [ROWS, DIM], k and v [64, DIM], visible [ROWS, 64], scale > 0 in units of log2"""
+    """Add one tile to the state.  q [ROWS, DIM], k and v [64, DIM], visible [ROWS, 64], scale > 0 in units of log2"""
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
     if MASKED:
         s = tl.where(visible, s, float("-inf"))
@@ -73,7 +73,7 @@ def fold(q, k, v, visible, m, l, acc, scale, MASKED: tl.constexpr):
 
 @jit
 def merge(m, l, acc, chunk_m, chunk_l, chunk_acc):
-    """State of the chunks so far and of one more."""
+    """Add the state of one more chunk to that of the chunks before it."""
     highest = tl.maximum(m, chunk_m)
     base = tl.where(highest == float("-inf"), 0.0, highest)
     old, new = tl.exp2(m - base), tl.exp2(chunk_m - base)
@@ -127,7 +127,7 @@ def walk(
     WINDOW: tl.constexpr,
     TENSOR_MAP: tl.constexpr,
 ):
-    """Add the tiles first .. last - 1, all of them visible but for the window's lower edge `lowest` [ROWS].
+    """Add the tiles first .. last - 1. Rows see all of their keys, except those below the window's lower edge `lowest` [ROWS].
 
     Takes and returns two states: the closed chunks' (m, l, acc) and the open chunk's. A chunk is closed when the next one begins.
     """
@@ -153,7 +153,7 @@ def pad_dim(dim):
 def count_stages(dim, dtype, alone=False):
     """Tiles in flight: as many as leave room for a second block of 64 queries on a multiprocessor (for wide heads: for one).
 
-    alone: there are no more programs than multiprocessors, and one tile more is in flight.
+    alone: there are no more programs than multiprocessors; then one more tile is in flight.
     """
     if dtype.itemsize > 2:
         return 2 if dim <= 64 else 1

@@ -24,8 +24,8 @@ def kv_rows(block_table, places, num_kv_heads):
 
 
 def kv_commit_reference(kv, block_table, committed, path, num_accepted, num_kv_heads):
-    """The same in plain torch operations. Entries of `path` after num_accepted stay where they are."""
-    # After the end nothing may be touched, so those entries move the root onto itself.
+    """The same in plain torch operations. Nodes of `path` after num_accepted are not moved."""
+    # Entries after num_accepted must change nothing: they move the root onto itself.
     step = torch.arange(path.shape[1], device=path.device)
     taken = step <= num_accepted.long()[:, None]
     start = committed.long()[:, None]
@@ -85,7 +85,7 @@ def kv_commit(kv, block_table, committed, path, num_accepted, num_kv_heads):
         raise ValueError(f"kv must be contiguous, got strides {kv.stride()}")
     length, dim = path.shape[1], kv.shape[3]
     if batch == 0 or length < 2:
-        return  # the root alone is where it belongs
+        return  # only the root: it is already in its place
     steps, width = triton.next_power_of_2(length), triton.next_power_of_2(dim)
     heads = min(max(_TILE // (steps * width), 1), triton.next_power_of_2(num_kv_heads))
     _kv_commit[(kv.shape[0] * 2, batch, triton.cdiv(num_kv_heads, heads))](

@@ -6,8 +6,8 @@
     ->  [T, HQ, D]        softmax(scale q k^T) v over all positions up to the row's own, in q's dtype
 
 Letters: R requests, T tokens of all chunks, HQ query heads, HK key heads, G = HQ / HK, D head dimension in DIM lanes. A program
-takes ROWS // G tokens of one request with the G heads of one key head and walks the tiles in the order of positions: those
-that all its rows see without a mask, then the last one or two with it. Tiles, chunks and the fold are those of
+takes ROWS // G tokens of one request with the G heads of one key head and walks the tiles in the order of positions: first,
+without a mask, the tiles that all its rows see, then the last one or two with a mask. Tiles, chunks and the fold are those of
 attention_fold.py, so a prompt may be cut into chunks anywhere. With a window W a row sees its own position and the W - 1 before it.
 Runs on a GPU; on the CPU a prompt goes through tree_attention.py as a chain.
 """
@@ -29,7 +29,7 @@ class PrefillIndex:
     block_table: torch.Tensor  # [R, P] page numbers
     starts: torch.Tensor  # [R] position of each chunk's first token
     counts: torch.Tensor  # [R] tokens of each chunk
-    host_counts: tuple  # the same numbers: they set the number of programs
+    host_counts: tuple  # the same numbers on the host: they set the number of programs
     num_kv_heads: int  # HK
 
     def attend(self, q, kv, scale=None, window=None):
@@ -38,7 +38,7 @@ class PrefillIndex:
 
 
 def build_prefill_index(block_table, starts, counts, num_kv_heads, device):
-    """Which positions the packed rows hold.
+    """Index the positions that the packed rows hold.
 
     block_table [R, P] page numbers on the device, int32 or int64; starts and counts [R] on the host (list or tensor): chunk r
     holds the positions starts[r] .. starts[r] + counts[r] - 1. Copies to the device without waiting for it.
@@ -155,7 +155,7 @@ def prefill_attention(q, kv, index, scale=None, window=None):
 
 
 def _launch(q, kv, index, scale, window, rows=64, num_stages=None, tensor_map=None):
-    """What follows `window` overrides what is chosen from shapes: every choice gives the same bits."""
+    """Launch the kernel. Arguments after `window` override the choice made from shapes; every choice gives the same bits."""
     num_heads, dim = q.shape[1:]
     hk, counts = index.num_kv_heads, index.host_counts
     blocks = sum(triton.cdiv(count, rows // (num_heads // hk)) for count in counts)

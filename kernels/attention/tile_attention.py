@@ -1,9 +1,9 @@
 """Tree attention on the CPU: tiles of TILE keys by blocks of ROWS query rows, added in the order of positions.
 
-A tile yields (max, sum, accumulator) by one function for one block shape, ROWS query rows by TILE keys, whether the tile is
-committed and shared by all nodes (prefix) or gathered for one node through its ancestors (tail). Tiles are added one after
-the other in the order of positions, and a masked tile adds an exact zero. So a node's bits depend on its own path alone: not on
-the tree, the company, or on what was committed when. Sums are in fp32 (fp64 for fp64 input).
+One function computes (max, sum, accumulator) of every tile, for one block shape: ROWS query rows by TILE keys. It serves tiles
+that are committed and shared by all nodes (prefix) and tiles gathered for one node through its ancestors (tail). Tiles are
+added one after the other in the order of positions, and a masked tile adds an exact zero. So a node's bits depend on its own
+path alone: not on the tree, on other requests, or on when keys were committed. Sums are in fp32 (fp64 for fp64 input).
 
 Letters as in tree_attention.py; here P tiles of the longest prefix, T tiles of the longest tail.
 """
@@ -35,7 +35,7 @@ class TileRows:
 
 
 def build_tile_rows(block_table, committed, depths, ancestors, num_kv_heads, dtype):
-    """Where the keys of every node lie.  block_table [B, pages], committed [B], depths [B, N], ancestors [B, N, A]"""
+    """Index where the keys of every node lie.  block_table [B, pages], committed [B], depths [B, N], ancestors [B, N, A]"""
     device = block_table.device
     batch, num_nodes, num_depths = ancestors.shape
     max_depth = num_depths - 1

@@ -6,13 +6,13 @@
     ->  [B, N, HQ, D]     softmax(scale q k^T) v over the committed prefix and the node's own ancestors, in q's dtype
 
 Letters: B requests, N nodes, HQ query heads, HK key heads, G = HQ / HK, D head dimension (DIM lanes), L committed length, A depths
-of the tree, R = N G rows of one key head, C slots for states. Position x < L of a request lies at its place x (page x // 64 of its
+of the tree, R = N G rows of one key head, C states per row. Position x < L of a request lies at its place x (page x // 64 of its
 table), node i's key at place L + i. With a window W a node sees its own position and the W - 1 before it.
 
 Two passes (tiles, chunks, states: attention_fold.py). The *prefix pass* folds the tiles wholly below L for the rows of all nodes
-together and leaves one state per chunk. Where requests alone fill the card it walks all chunks in one program, merging as it
-goes, and leaves two states, closed and open: the same bits, and no state per chunk in memory. The *tail pass* takes one node at a
-time: it goes on from the open chunk's state with the tile that holds L, gathering the node's ancestors by position, and merges.
+together and leaves one state per chunk. Where the batch is large enough to fill the card, one program walks all chunks, merges
+them, and leaves two states, closed and open: the same bits, without a state per chunk in memory. The *tail pass* takes one node
+at a time: it goes on from the open chunk's state with the tile that holds L, gathers the node's ancestors by position, and merges.
 Both choose their programs from shapes, never from L. On the CPU: tile_attention.py, the same idea with tiles of 16 keys.
 """
 
@@ -46,7 +46,7 @@ MAX_GROUP = 16  # query heads per key head
 MAX_DIM = 256
 LOG2_E = 1.4426950408889634
 NUM_PROGRAMS = 512  # of the prefix pass where chunks are spread over programs
-WALK_PROGRAMS = 128  # so many (request, key head, block of rows) fill the card on their own
+WALK_PROGRAMS = 128  # this many (request, key head, block of rows) fill the card without being divided
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class TreeIndex:
 
 
 def build_tree_index(block_table, committed, depths, ancestors, num_kv_heads, dtype=None):
-    """Where the keys of every node lie.
+    """Index where the keys of every node lie.
 
     block_table [B, P] page numbers; committed [B] = L; depths [N] or [B, N] of the nodes; ancestors [N, A] or [B, N, A] the node
     at each depth on the way from the root, itself last (entries after it are ignored). All int32 or int64, parents before
@@ -138,8 +138,8 @@ def _prefix_kernel(
     OVERLAP: tl.constexpr,
 ):
     G: tl.constexpr = HQ // HK
-    # The tail pass may start once this one's inputs are there: before its own wait it reads nothing newer. Where programs walk,
-    # this pass itself is launched plainly: there is one program a multiprocessor, and early ones pile up where room is first.
+    # The tail pass may start once this pass's inputs are there: before its own wait it reads nothing newer. Where programs walk,
+    # this pass is launched without overlap: it has one program per multiprocessor, and programs that start early pile up on a few.
     await_previous(OVERLAP)
     release_next(OVERLAP)
     h, b, split = tl.program_id(0) % HK, tl.program_id(1).to(tl.int64), tl.program_id(2)
@@ -269,8 +269,8 @@ def _tail_kernel(
     first_chunk, open_chunk = chunk_at(first), chunk_at(tail)
     k, v, seen = _gather(k_cache, v_cache, table, path, tail, length, position, lowest, h, A, HK, D, DIM)
 
-    # Merge the closed chunks in order, G rows wide. Four are loaded at a time; those after the last one are empty.
-    await_previous(OVERLAP)  # all above was done while the prefix pass still ran
+    # Merge the closed chunks in order, G rows wide. Four are loaded at a time; states after the last chunk are empty.
+    await_previous(OVERLAP)  # everything above may run while the prefix pass still runs
     release_next(OVERLAP)
     slot = (b * HK + h) * C
     if WALK:
@@ -293,7 +293,7 @@ def _tail_kernel(
         closed_m, closed_l, closed_acc = merge(closed_m, closed_l, closed_acc, m2, l2, acc2)
         closed_m, closed_l, closed_acc = merge(closed_m, closed_l, closed_acc, m3, l3, acc3)
 
-    # Go on from the open chunk, ROWS wide as folds are; rows after the G heads carry copies that nobody stores.
+    # Go on from the open chunk, ROWS wide as every fold is; rows after the G heads carry copies that are never stored.
     chunk_m, chunk_l, chunk_acc = _load_state(stats, states, (open_slot * N + n) * G + r, started, D, DIM)
     m = tl.reshape(tl.broadcast_to(closed_m[None, :], (ROWS // GROUP, GROUP)), (ROWS,))
     l = tl.reshape(tl.broadcast_to(closed_l[None, :], (ROWS // GROUP, GROUP)), (ROWS,))
@@ -327,7 +327,7 @@ def tree_attention(q, kv, index, scale=None, window=None):
 def _launch(
     q, kv, index, scale, window, walks=None, rows=64, num_stages=None, tensor_map=None, overlap=None, tail_rows=64
 ):
-    """The two passes. What follows `window` overrides what is chosen from shapes: every choice gives the same bits."""
+    """Launch the two passes. Arguments after `window` override the choice made from shapes; every choice gives the same bits."""
     batch, num_nodes, num_heads, dim = q.shape
     hk, table, committed = index.num_kv_heads, index.block_table, index.committed
     group = num_heads // hk

@@ -35,7 +35,7 @@ def _store_tile(gate, up, b, out, num_rows, row, features, I: tl.constexpr, BLOC
     """silu(gate) * up, [BLOCK_N, BLOCK_M] each and without their biases yet, to the rows from `row` of out [M, I]"""
     rows = row + tl.arange(0, BLOCK_M)
     if b is not None:
-        # The selection keeps the compiler from starting a product of one step from the bias: that is another order of the sum.
+        # Without tl.where the compiler would start a product of one step from the bias, which is another order of the sum.
         gate = tl.where((rows < num_rows)[None, :], gate, 0.0)
         up = tl.where((rows < num_rows)[None, :], up, 0.0)
         gate += tl.load(b + features, mask=features < I, other=0.0).to(tl.float32)[:, None]
@@ -97,8 +97,8 @@ def _prefill(
 ):  # fmt: skip
     """Tensor maps x [M, K], w [2, I, K], y [M, I]: large tiles, one program a multiprocessor (see linear_prefill.py).
 
-    A tile of the gate and the tile of up are one operand of 2 * BLOCK_N features: the widest instruction reads it at full rate,
-    two of half the width reached 0.77 of the library's rate.
+    A tile of the gate and the tile of up are one operand of 2 * BLOCK_N features: the widest instruction reads it at full rate;
+    two instructions of half the width reached 0.77 of the library's rate.
     """
     await_previous(OVERLAP)
     release_next(OVERLAP)

@@ -3,14 +3,14 @@
     x [M, K], w [N, K], b [N] or None  ->  y [M, N], or its partial sums over S ranges of K: parts [S, M, N]
 
 A library matmul picks its kernel, and with it the order of its sums, by M: one row alone and the same row among sixteen
-differ in the last bits. On a GPU the order is fixed by (N, K) alone (linear_table.py): K is cut into S ranges, each is summed
-by the tensor cores 16 deep at a time from its start to its end, and the ranges are added in order. The tiles vary with M and
-change no bit: a tile's shape is not part of any sum. Two kernels hold that order, `_decode` (weights are the left operand and
-the rows the right one, up to 256 rows read the weights once) and `_prefill` (linear_prefill.py: tensor maps, large tiles).
-float32 multiplies exactly (no TF32).
+differ in the last bits. On a GPU the order is fixed by (N, K) alone (linear_table.py): K is cut into S ranges. Tensor cores sum
+each range from its start to its end, 16 deep at a time, and the ranges are added in order. The tiles vary with M and change no
+bit: a tile's shape is not part of any sum. Two kernels keep that order. `_decode` has the weights as the left operand and the rows
+as the right one, so up to 256 rows read the weights once. `_prefill` (linear_prefill.py) has tensor maps and large tiles. float32
+multiplies exactly (no TF32).
 
 On the CPU rows are zero-padded to blocks of BLOCK_ROWS and every block takes the same path, so a row's bits do not depend on
-its place or its company. Not supported: other ranks than 2 for x (callers flatten).
+its place or on the other rows. Not supported: other ranks than 2 for x (callers flatten).
 """
 
 import torch
@@ -46,8 +46,8 @@ def range_product(
 ):
     """Sums over the range of K from `start`, by pointers and masks, so for any shape and dtype.  -> [features, rows] in float32
 
-    float32 has no tensor cores that would sum 16 products at once: there, runs of 64 are summed apart, which keeps the error at
-    the library's. The depth of a tile is the same for all of its launches.
+    float32 has no tensor cores that would sum 16 products at once. Its sums are made of runs of 64 products instead, which keeps
+    the error at the library's. The depth of a float32 tile is the same in all launches.
     """
     RUN: tl.constexpr = 64 if x.dtype.element_ty == tl.float32 else SPLIT
     total = tl.zeros((features.shape[0], rows.shape[0]), tl.float32)
@@ -178,11 +178,11 @@ def empty_rows(num_rows, width, dtype, device):
 
 
 def maps_of_rows(x, rows, depth):
-    """Tensor maps of x [M, K] in the two halves of one tile of `rows` >= M rows (the second None if there is one half), or None
-    where loads by pointers are faster.
+    """Tensor maps of x [M, K] for the two halves of one tile of `rows` >= M rows (the second is None if there is one half).
 
-    Rows that a map must fill in are slow to load (qkv of an 8B, tile of 128: 65 rows 28.5 us, 128 rows 17.7). So where memory
-    goes on after x (empty_rows), the map covers it: whatever stands there reaches only rows that nobody stores.
+    None where loads by pointers are faster. Rows that a map must fill in are slow to load (qkv of an 8B, tile of 128: 65 rows
+    28.5 us, 128 rows 17.7). So where memory goes on after x (empty_rows), the map covers it: its contents reach only rows that
+    are never stored.
     """
     M, K = x.shape
     if rows < M:
@@ -224,7 +224,7 @@ def decode_parts(x, w, b=None, splits=None, launch=None):
     split = split_depth(K, S)
     operands = decode_operands(x, w, lambda rows: launch or decode_launch(N, K, rows, itemsize))
     x, more_x, w, rows, more_rows, chosen = operands
-    # A tensor map ends with K, not with a range of it.
+    # A tensor map ends where K ends, not where a range of K ends.
     assert S == 1 or split % chosen.depth == 0, (split, chosen)
     _decode[(triton.cdiv(M, rows + more_rows), triton.cdiv(N, chosen.features), S)](
         x, more_x, w, b, parts, M, N, K, split, S, rows, more_rows, chosen.features, chosen.depth, not torch.is_tensor(x),

@@ -2,9 +2,9 @@
 
     x [M, K], w [N, K], b [N] or None  ->  y [M, N]
 
-Each multiprocessor keeps one program, which walks output tiles in an order that shares operands through the L2. Operands come
-and results go through tensor maps, whose loads of the next tile run under the end of the last one. A product of two ranges of
-K keeps the first range's sums in a scratch tile of its own, in the L2: registers hold one accumulator.
+Each multiprocessor keeps one program, which walks output tiles in an order that shares operands through the L2. Operands and
+results go through tensor maps: loads of the next tile overlap the end of the last one. A product of two ranges of K keeps the
+first range's sums in a scratch tile of its own, in the L2, because registers hold one accumulator.
 Needs rows of 16 bytes (K a multiple of 8, N too); linear.py takes its other kernel where that does not hold.
 """
 
@@ -44,7 +44,7 @@ def _finish(acc, y, b, scratch, part, row, feature, slot,
     if b is not None:
         features = feature + tl.arange(0, WIDTH)
         bias = tl.load(b + features, mask=(features < N) & (part == 0), other=0.0).to(tl.float32)
-        # The selection keeps the compiler from starting a product of one step from the bias: that is another order of the sum.
+        # Without tl.where the compiler would start a product of one step from the bias, which is another order of the sum.
         acc = tl.where((row + tl.arange(0, BLOCK_M))[:, None] >= 0, acc, 0.0)
         acc = tl.where(part == 0, acc + bias[None, :], acc)
     if S > 1:
@@ -87,7 +87,7 @@ def _prefill(
             values = x.load([row, part * SPLIT + k])
             weights = w.load([feature, part * SPLIT + k])
             acc = tl.dot(values, weights.T, acc)
-        # A piece of the tile at a time: adding another range needs registers, the store needs shared memory.
+        # One piece of the tile at a time: adding another range takes registers, storing takes shared memory.
         if PIECES == 1:
             _finish(acc, y, b, scratch, part, row, feature, program, N, S, BLOCK_M, WIDTH)
         else:

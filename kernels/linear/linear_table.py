@@ -97,7 +97,7 @@ GATED_PREFILL = {}
 
 
 def num_splits(N, K):
-    """S: into how many ranges of K the product of w [N, K] is cut. Depends on the weight's shape alone."""
+    """S, the number of ranges of K into which the product of w [N, K] is cut. Depends on the weight's shape alone."""
     if (N, K) in SPLITS:
         return SPLITS[N, K]
     # One row fills 132 multiprocessors with about two tiles of 64 features each; a range stays at least 1024 deep.
@@ -130,7 +130,7 @@ def decode_launch(N, K, rows, itemsize=2):
         return FLOAT32
     if rows in DECODE.get((N, K), {}):
         return DECODE[N, K][rows]
-    # What the measured shapes agree on: few tiles want deep pipelines, many tiles want to be large.
+    # What the measured shapes have in common: few tiles are fastest with deep pipelines, many tiles when they are large.
     few = -(-N // 64) * num_splits(N, K) <= 264
     if rows < 128:
         if rows > 64:
@@ -142,7 +142,7 @@ def decode_launch(N, K, rows, itemsize=2):
 
 
 def gated_launch(I, K, rows, itemsize=2):
-    """Launch of gate_up_silu's decode kernel; `features` counts those of the gate, and as many of up."""
+    """Launch of gate_up_silu's decode kernel; `features` counts the gate's features, and there are as many of up."""
     if itemsize > 2:
         return FLOAT32
     if rows in GATED_DECODE.get((I, K), {}):

@@ -1,18 +1,20 @@
-"""Min-p, top-k and top-p: which tokens of a row are left, and the normaliser of their distribution.
+"""Min-p, top-k and top-p: which tokens of a row are kept, and the normaliser of their distribution.
 
     score of a token = logit / T                                                      T = 0: the logit
-    keep_top        what min-p, top-k and top-p leave of every row                    [M, V] -> Kept
-    kept_scores     the scores, minus infinity for what is left out                   Kept -> fp32 [M, V]
+    keep_top        the tokens that min-p, top-k and top-p keep in every row          [M, V] -> Kept
+    kept_scores     the scores, minus infinity for tokens that are not kept           Kept -> fp32 [M, V]
     scale           the scores of all tokens                                          [M, V] -> fp32 [M, V]
 
-Exact, no approximate threshold. Tokens are ordered by score, ties by the lowest id. Min-p keeps those at least min_p times as
-likely as the likeliest, top-k the first k. Of what both left, those stay before which less than top_p of the mass has been counted.
-So all three keep the first tokens of one order, and one key (`sample._key`: score, then token) says which: the lowest one kept.
+The result is exact: no threshold is approximate. Tokens are ordered by score, ties by the lowest id. Min-p keeps tokens at least
+min_p times as likely as the likeliest; top-k keeps the first k. Of the tokens that both keep, top-p keeps a token if those before
+it hold less than top_p of the mass. So all three keep the first tokens of one order, and the key of the last kept token
+(`sample._key`: score, then token), which is the lowest key, describes the whole set.
 
-Nothing is sorted. One pass over the vocabulary leaves the highest score of every group of tokens: where top-k leaves few, it says
-in which groups to look for them. Where many are left another pass makes a histogram, mass and number of tokens per bin of scores:
-it says in which bin the last one kept is. lowest_key.py finds it there. Masses are counted in whole units of 2^-40 of the
-likeliest token, so sums have no order and a row's bits never depend on other rows. NaN counts as minus infinity.
+Nothing is sorted. One pass over the vocabulary finds the highest score of every group of tokens: where top-k keeps few tokens,
+these scores say which groups hold them. Where many are kept, another pass makes a histogram of scores, with mass and number of
+tokens per bin: it says which bin holds the last kept token, and lowest_key.py finds it there. Masses are whole numbers of units,
+2^-40 of the likeliest token, so the order of a sum does not matter and a row's bits never depend on other rows. NaN counts as
+minus infinity.
 
 Letters: M rows, V vocabulary, G groups.
 """
@@ -38,31 +40,30 @@ from .lowest_key import (
 )
 from .sample import _key, check_rows
 
-_GROUP = 128  # tokens of which the highest score is looked at first
-_CHUNK = 4096  # tokens per program where the vocabulary is walked over
-_TILE = 1024  # tokens, or groups, that a row's program looks at together
-_FEW = 256  # tokens that are each compared with each
-_MOST = 8192  # tokens that are searched among, before all are
-_SCAN = 2048  # tokens that are looked at together where tokens are listed
-_SPAN = 8192  # tokens per program that adds masses
+_GROUP = 128  # tokens per group; the highest score of each group is found first
+_CHUNK = 4096  # tokens per program of a pass over the vocabulary
+_TILE = 1024  # tokens, or groups, that a row's program loads at once
+_FEW = 256  # up to this many tokens, every one is compared with every other
+_MOST = 8192  # up to this many tokens are listed and searched; beyond, the whole row is searched
+_SCAN = 2048  # tokens loaded at once while tokens are listed
+_SPAN = 8192  # tokens per program of the pass that adds masses
 _BINS = 1024  # of the histogram
 _UNITS = 2.0**40  # of mass in the likeliest token
-LOWEST_KEY = -0x7F800001 << 32  # no key of a token is lower
+LOWEST_KEY = -0x7F800001 << 32  # no token has a lower key
 
 
 class Kept(NamedTuple):
-    """What is left of M rows, and their distribution: p(v) = exp(score(v) - top) / total for what is kept, else 0.
+    """The kept tokens of M rows, and their distribution: p(v) = exp(score(v) - top) / total for kept tokens, else 0.
 
-    Rows of temperature 0 keep their likeliest token, in kept_scores all.
+    Rows of temperature 0 keep their likeliest token only; kept_scores has all of their scores.
     """
 
     logits: torch.Tensor  # [M, V] as given
     temperature: torch.Tensor  # [M] as given
-    tokens: (
-        torch.Tensor | None
-    )  # int32 [M, V] the first `count` are what is kept, lowest first. Not where all are; None on a CPU
+    # int32 [M, V] the first `count` are the kept tokens, lowest id first; unset in rows that keep all; None on a CPU
+    tokens: torch.Tensor | None
     count: torch.Tensor  # int32 [M]
-    lowest: torch.Tensor  # int64 [M] token v is kept if _key(score(v), v) is not lower
+    lowest: torch.Tensor  # int64 [M] token v is kept if _key(score(v), v) >= lowest
     top: torch.Tensor  # fp32 [M] the highest score
     total: torch.Tensor  # fp32 [M]
 
@@ -86,11 +87,11 @@ def keep_top_reference(logits, temperature, top_k, top_p, min_p):
     ordered, order = scores.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(scores.shape[1], device=scores.device)
     limit = torch.where(top_k > 0, top_k.long(), scores.shape[1])[:, None]
-    # By way of softmax, which takes row by row: a bare exp rounds by an element's place among all rows.
+    # By softmax, which works row by row: the rounding of a bare exp depends on an element's place among all rows.
     likely = ordered.double().softmax(-1)
     likely = torch.where(
         ordered == ordered[:, :1], 1.0, (likely / likely[:, :1]).nan_to_num(0)
-    )  # NaN: next to infinity
+    )  # NaN: where the likeliest score is infinite
     keep = (rank < limit) & (likely >= min_p.double()[:, None]) & (ordered > -torch.inf)
     mass = torch.where(keep, likely * _UNITS, 0).long()
     before, share = mass.cumsum(-1) - mass, top_p.double()[:, None]
@@ -108,7 +109,7 @@ def keep_top_reference(logits, temperature, top_k, top_p, min_p):
 
 
 def kept_scores_reference(kept):
-    """The scores with minus infinity for what is left out, in plain torch."""
+    """The scores, minus infinity for tokens that are not kept, in plain torch."""
     scores = scaled_reference(kept.logits, kept.temperature)
     keep = (keys_reference(scores) >= kept.lowest[:, None]) | (kept.temperature <= 0)[:, None]
     return scores.masked_fill(~keep, -torch.inf)
@@ -116,7 +117,7 @@ def kept_scores_reference(kept):
 
 @jit
 def _heat(temperature, row):
-    """What a row's logits are divided by."""
+    """The divisor of a row's logits."""
     heat = tl.load(temperature + row).to(tl.float32)
     return tl.where(heat > 0, heat, 1.0)
 
@@ -166,7 +167,7 @@ def _highest(tops, num_groups, heat, TILE: tl.constexpr):
 
 @jit
 def _asked(temperature, top_k, top_p, min_p, row, vocab_size):
-    """Of a row: what its logits are divided by, how many tokens top-k leaves, top-p and min-p; one token at temperature 0."""
+    """A row's parameters: divisor of its logits, number of tokens that top-k keeps (1 at temperature 0), top-p, min-p."""
     greedy = tl.load(temperature + row) <= 0
     k = tl.where(greedy, 1, tl.load(top_k + row).to(tl.int64))
     limit = tl.where((k > 0) & (k < vocab_size), k, vocab_size)
@@ -180,7 +181,7 @@ def _masses_of_rows(
     logits, temperature, top_k, top_p, min_p, tops, masses, histogram, vocab_size, num_groups, num_spans,
     SPAN: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, BINS: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
-    """Of rows that may keep many: the mass of every SPAN tokens, and a histogram, mass and number per bin of scores."""
+    """For rows that may keep many tokens: the mass of every SPAN tokens, and a histogram of scores (mass and number per bin)."""
     row, span = (tl.program_id(0) // num_spans).to(tl.int64), tl.program_id(0) % num_spans
     heat, limit, share, floor = _asked(temperature, top_k, top_p, min_p, row, vocab_size)
     if 4 * limit > num_groups:
@@ -206,7 +207,7 @@ def _select(
     GROUP: tl.constexpr, TILE: tl.constexpr, FEW: tl.constexpr, MOST: tl.constexpr, SCAN: tl.constexpr, SPANS: tl.constexpr,
     BINS: tl.constexpr, UNITS: tl.constexpr, LOWEST: tl.constexpr,
 ):  # fmt: skip
-    """What one row keeps."""
+    """Find the kept tokens of one row."""
     row = tl.program_id(0).to(tl.int64)
     heat, limit, share, floor = _asked(temperature, top_k, top_p, min_p, row, vocab_size)
     logits += row * vocab_size
@@ -228,7 +229,7 @@ def _select(
         bound, bin, before, listed = score_of(none + LOWEST), num_groups * 0 - 1, none, num_groups * 0
         if limit < vocab_size:
             if 4 * limit <= num_groups:
-                # The scores of the best groups; a few too many cost less than telling the last ones apart.
+                # The scores of the best groups: a few groups too many cost less than a search for the exact last one.
                 finite = tl.zeros((TILE,), tl.int64)
                 for start in range(0, num_groups, TILE):
                     group = start + tl.arange(0, TILE)
@@ -247,7 +248,7 @@ def _select(
                 logits, few, listed, heat, highest, floor, bound, bin, before, limit, vocab_size,
                 False, FEW, MOST, TILE, BINS, UNITS,
             )  # fmt: skip
-            least = tl.where(bin == BINS, LOWEST, least)  # there are no more than top-k leaves
+            least = tl.where(bin == BINS, LOWEST, least)  # there are no more tokens than top-k keeps
         if share < 1:
             if limit < vocab_size:
                 mass = mass_from(
@@ -266,10 +267,10 @@ def _select(
                 logits, few, listed, heat, highest, floor, bound, bin, before, wanted, vocab_size,
                 True, FEW, MOST, TILE, BINS, UNITS,
             )  # fmt: skip
-        everywhere = (4 * limit > num_groups) | (listed > MOST)  # else what is kept is among the few
+        everywhere = (4 * limit > num_groups) | (listed > MOST)  # else the kept tokens are all in the list
         if everywhere:
             bound = score_of(least)
-            if floor > 0:  # a little lower than it is: rounding must not lose a token
+            if floor > 0:  # a little below its value: rounding must not lose a token
                 bound = tl.maximum(bound, (highest.to(tl.float64) + tl.log(floor) - 0.01).to(tl.float32))
             listed = GROUP * hit_groups(tops, hits, heat, highest, bound, num_groups * 0 - 1, num_groups, TILE, BINS)
         count = num_groups * 0
@@ -297,7 +298,7 @@ def _select(
 
 
 def scale(logits, temperature):
-    """Scores logits / T, those of rows of temperature 0 as they are.  [M, V], [M] -> fp32 [M, V]; ValueError for other shapes"""
+    """Scores logits / T; rows of temperature 0 are not divided.  [M, V], [M] -> fp32 [M, V]; ValueError for other shapes"""
     check_rows("scale", logits, temperature)
     if not on_triton(logits):
         return scaled_reference(logits, temperature)
@@ -305,7 +306,7 @@ def scale(logits, temperature):
 
 
 def kept_scores(kept):
-    """The scores of a Kept, minus infinity for what is left out; of rows of temperature 0 all.  -> fp32 [M, V]"""
+    """The scores of a Kept, minus infinity for tokens not kept; rows of temperature 0 have all scores.  -> fp32 [M, V]"""
     if not on_triton(kept.logits):
         return kept_scores_reference(kept)
     return _all_scores(kept.logits, kept.temperature, kept.lowest)
@@ -324,15 +325,15 @@ def _all_scores(logits, temperature, lowest):
 
 
 def keep_top(logits, temperature, top_k, top_p, min_p):
-    """What min-p, top-k and top-p leave of every row.  logits [M, V] -> Kept
+    """Find the tokens that min-p, top-k and top-p keep in every row.  logits [M, V] -> Kept
 
-    temperature [M]: rows of 0 are not divided. top_k [M] integers: 0 keeps all. min_p [M] in [0, 1]: tokens less likely than that
-    share of the likeliest go. top_p [M] in (0, 1]: of the likeliest tokens that are left, those stay before which less than top_p
-    has been counted. Raises ValueError for shapes that do not fit and from 2^21 tokens on.
+    temperature [M]: rows of 0 are not divided. top_k [M] integers: 0 keeps all. min_p [M] in [0, 1]: drops tokens less likely than
+    min_p times the likeliest. top_p [M] in (0, 1]: of the tokens left, keeps a token if the likelier ones hold less than top_p of
+    the mass. Raises ValueError for shapes that do not fit and for 2^21 tokens or more.
     """
     check_rows("keep_top", logits, temperature, top_k, top_p, min_p)
     rows, vocab_size = logits.shape
-    if vocab_size >= 1 << 21:  # so many are counted in 21 bits
+    if vocab_size >= 1 << 21:  # tokens are counted in 21 bits
         raise ValueError(f"keep_top takes logits of less than {1 << 21} tokens, got {vocab_size}")
     if not on_triton(logits):
         return keep_top_reference(logits, temperature, top_k, top_p, min_p)

@@ -1,11 +1,11 @@
-"""Which token of a row is the last that is kept: device functions for keep_top.py.
+"""Find the last token of a row that is kept: device functions for keep_top.py.
 
-A *window* is what scores of at least `bound` are in, or one bin of a histogram of scores, and the token looked for is known to be
-in it. Its tokens are listed; a few are compared each with each, more are searched among by counting how many, or how much mass,
-there is from some key on. Amounts are integers, so sums have no order.
+A *window* is the set of tokens in which the search takes place: all scores of at least `bound`, or one bin of a histogram of
+scores. Its tokens are listed. If they are few, each is compared with every other. If they are many, the key is found by bisection:
+the tokens, or their mass, at or above some key are counted. Amounts are integers, so the order of a sum does not matter.
 
 Keys: sample._key, which orders tokens by (score, then the lower token first), no two alike. Masses: whole units of 1 / UNITS of the
-likeliest token's. heat: what a row's logits are divided by; top: its highest score; floor: min-p.
+likeliest token's. heat: the divisor of a row's logits; top: the row's highest score; floor: min-p.
 """
 
 from ..jit import jit, tl
@@ -29,20 +29,20 @@ def score_of(key):
 
 @jit
 def score_bin(score, top, BINS: tl.constexpr):
-    """Which bin of the histogram a score falls into, 0 the highest: it never rises with the score."""
+    """The bin of the histogram that a score falls into. Bin 0 has the highest scores; a higher score never has a higher bin."""
     below = tl.where(score == top, 0.0, (top - score) * (BINS / 28))  # 2^-40 is e^-27.7
     return tl.minimum(below, BINS - 1.0).to(tl.int32)
 
 
 @jit
 def likelihood(score, top):
-    """How likely a token is, in fp64, next to the likeliest."""
+    """The probability of a token divided by that of the likeliest, in fp64."""
     return tl.where(score == top, 1.0, tl.exp(score.to(tl.float64) - top.to(tl.float64)))
 
 
 @jit
 def mass_of(score, top, floor, UNITS: tl.constexpr):
-    """Whole units of mass, 0 for what is less than `floor` times as likely as the likeliest."""
+    """Whole units of mass; 0 for tokens less than `floor` times as likely as the likeliest."""
     likely = likelihood(score, top)
     return tl.where(likely >= floor, likely * UNITS, 0.0).to(tl.int64)
 
@@ -52,11 +52,13 @@ def search(
     row, listed, count, are_listed, heat, top, floor, bound, bin, before, wanted, enough, from_low,
     MASS: tl.constexpr, TILE: tl.constexpr, BINS: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
-    """The highest key from which on there are `wanted` tokens in a window, or units of mass with those `before` it.
+    """The highest key such that the window's tokens with this key or a higher one, and what is `before` the window, reach `wanted`:
+    in number, or in units of mass.
 
-    The tokens are the first `count`, or if they are listed, `listed`; those in the window have a score of at least `bound` and
-    are in `bin`, if that is not negative. There are from_low of them, and as much as is wanted. Three keys are tried at a time,
-    until one token is left between what is too high and what is not, or `enough` tokens: then it is not the highest such key.
+    The tokens are the first `count` of the row, or those of the list `listed`. A token is in the window if its score is at least
+    `bound` and it is in `bin` (where that is not negative). from_low tokens are in the window, and together they reach `wanted`.
+    Three keys are tried at a time, until one token is left between the lowest key that is too high and the highest that is not.
+    The search also stops when no more than `enough` tokens have the key or a higher one: it is then not the highest such key.
     """
     low = _key(tl.where(top == top, float("-inf"), top), count * 0 + 0x7FFFFFFF)
     high = _key(top, count * 0) + 1
@@ -109,7 +111,7 @@ def in_window(score, top, bound, bin, BINS: tl.constexpr):
 
 @jit
 def hit_groups(tops, hits, heat, top, bound, bin, num_groups, TILE: tl.constexpr, BINS: tl.constexpr):
-    """List the groups that may have tokens in a window.  -> how many"""
+    """List the groups that may have tokens in a window.  -> their number"""
     count = num_groups * 0
     for start in range(0, num_groups, TILE):
         group = start + tl.arange(0, TILE)
@@ -125,7 +127,7 @@ def hit_groups(tops, hits, heat, top, bound, bin, num_groups, TILE: tl.constexpr
 
 @jit
 def token_of(hits, i, count, vocab_size, GROUP: tl.constexpr):
-    """The i-th of `count` tokens, those of the groups listed; vocab_size or more after the last."""
+    """The i-th of the `count` tokens in the listed groups; vocab_size or more after the last."""
     return tl.load(hits + i // GROUP, mask=i < count, other=vocab_size) * GROUP + i % GROUP
 
 
@@ -134,7 +136,7 @@ def collect(
     row, tops, hits, few, heat, top, bound, bin, vocab_size, num_groups,
     GROUP: tl.constexpr, MOST: tl.constexpr, SCAN: tl.constexpr, TILE: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
-    """List the tokens in a window, the lowest first, but no more than MOST.  -> how many they are"""
+    """List the tokens in a window, the lowest id first, at most MOST of them.  -> the number of tokens in the window"""
     num_hits = hit_groups(tops, hits, heat, top, bound, bin, num_groups, TILE, BINS)
     count = num_groups * 0
     for start in range(0, num_hits * GROUP, SCAN):
@@ -150,7 +152,7 @@ def collect(
 
 @jit
 def in_turn(row, few, start, count, heat, vocab_size, MOST: tl.constexpr, TILE: tl.constexpr):
-    """The next tokens of those listed, or of all if they are too many to be; scores of minus infinity after the last."""
+    """The next tokens of the list, or of the whole row if the list would be too long; scores of minus infinity after the last."""
     i = start + tl.arange(0, TILE)
     token = tl.where(count <= MOST, tl.load(few + i, mask=(i < count) & (count <= MOST), other=0), i)
     return token, scores_at(row, token, i < tl.where(count <= MOST, count, vocab_size), heat)
@@ -161,10 +163,11 @@ def lowest_key(
     row, few, count, heat, top, floor, bound, bin, before, wanted, vocab_size,
     MASS: tl.constexpr, FEW: tl.constexpr, MOST: tl.constexpr, TILE: tl.constexpr, BINS: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
-    """The key of the last token of a window ahead of which, with those `before` it, there are less than `wanted` tokens or units
-    of mass. `count` tokens are in it; few: they, if there are no more than MOST."""
+    """The key of the last kept token: what is ahead of it in the window and what is `before` the window are less than `wanted`.
+
+    Amounts are tokens or units of mass. The window has `count` tokens; few: the list of them, if there are no more than MOST."""
     if count <= FEW:
-        # Each is compared with each.
+        # Few tokens: each is compared with every other.
         i = tl.arange(0, FEW)
         token = tl.load(few + i, mask=i < count, other=0)
         key, ahead = _key(scores_at(row, token, i < count, heat), token), tl.zeros((FEW,), tl.int64)
@@ -177,13 +180,13 @@ def lowest_key(
         keep = (i < count) & ((ahead + before).to(tl.float64) < wanted)
         least = tl.min(tl.where(keep, key, 0x7FFFFFFFFFFFFFFF), 0)
     else:
-        # As many tokens as wanted are enough to stop; a mass is not known until one token is left.
+        # A search by number may stop at the wanted number of tokens; a search by mass goes on until one token is left.
         enough = (wanted - before).to(tl.int64) * (0 if MASS else 1)
         least = search(
             row, few, tl.where(count <= MOST, count, vocab_size), count <= MOST, heat, top, floor, bound, bin, before, wanted,
             enough, count.to(tl.int64), MASS, TILE, BINS, UNITS,
         )  # fmt: skip
-        # What was found may lie below the token's own key, and with it tokens after the window.
+        # The key found may lie below the token's own key, and then tokens below the window would be kept too.
         keys = tl.full((TILE,), 0x7FFFFFFFFFFFFFFF, tl.int64)
         for start in range(0, tl.where(count <= MOST, count, vocab_size), TILE):
             token, score = in_turn(row, few, start, count, heat, vocab_size, MOST, TILE)
@@ -200,7 +203,7 @@ def mass_from(
     row, few, count, heat, top, floor, bound, bin, least, vocab_size,
     MOST: tl.constexpr, TILE: tl.constexpr, BINS: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
-    """The mass of the tokens of a window whose keys are not lower than `least`."""
+    """The mass of the tokens of a window whose keys are at least `least`."""
     masses = tl.zeros((TILE,), tl.int64)
     for start in range(0, tl.where(count <= MOST, count, vocab_size), TILE):
         token, score = in_turn(row, few, start, count, heat, vocab_size, MOST, TILE)
@@ -211,7 +214,7 @@ def mass_from(
 
 @jit
 def bin_of(amounts, wanted, BINS: tl.constexpr):
-    """The bin in which an amount, added up from bin 0 on, reaches `wanted`.  -> bin, the amount before it"""
+    """The bin in which the amounts, added up from bin 0, reach `wanted`.  -> bin, the amount before it"""
     bin = tl.arange(0, BINS)
     amount = tl.load(amounts + bin)
     found = tl.min(tl.where(tl.cumsum(amount, 0).to(tl.float64) >= wanted, bin, BINS), 0)

@@ -6,7 +6,7 @@ The integers are the same bits on every device: only 64-bit integer products, sh
 into Gumbel noise keyed by (seed, sample index, position, token): token v takes word v % 4 of block v // 4; `uniform` turns them
 into numbers in [0, 1).
 
-For kernels there are the same functions as device functions: `philox_words`, `chunk_words`, `token_words`, `gumbel_of_word`.
+The device functions compute the same for kernels: `philox_words`, `chunk_words`, `token_words`, `gumbel_of_word`.
 """
 
 import torch
@@ -17,11 +17,11 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _MASK = 0xFFFFFFFF
 
-# Purposes: draws that must be independent of each other get different ones.
-TARGET_NOISE = 0  # the target's own tokens, keyed by the position drawn for
-# These are keyed by the position of a step's root, so that no step uses another's again.
-DRAFT_NOISE = 1  # the children of a node; salted with the node
-ACCEPT_UNIFORM = 2  # one per node
+# Purposes: draws that must be independent of each other have different purposes.
+TARGET_NOISE = 0  # the target's own tokens, keyed by the position of the token drawn
+# The next three are keyed by the position of a step's root, so no step uses the noise of another again.
+DRAFT_NOISE = 1  # children of a node; salted with the node's number
+ACCEPT_UNIFORM = 2  # a uniform per node
 RESIDUAL_NOISE = 3  # the token after the accepted path
 NUM_PURPOSES = 4
 
@@ -33,7 +33,7 @@ def philox4x32(key, counter):
     for round_ in range(10):
         if round_:
             k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
-        # The product of two 32-bit numbers wraps in a signed 64-bit one; its bits are those of the unsigned product.
+        # The product of two 32-bit numbers wraps around in a signed 64-bit integer; its bits are those of the unsigned product.
         p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c1, c2, c3 = ((p1 >> 32) & _MASK) ^ c1 ^ k0, p1 & _MASK, ((p0 >> 32) & _MASK) ^ c3 ^ k1, p0 & _MASK
     return c0, c1, c2, c3
@@ -61,13 +61,13 @@ def gumbel(seed, sample, position, num_tokens, purpose=TARGET_NOISE):
 def uniform(seed, sample, position, count, purpose=ACCEPT_UNIFORM):
     """word / 2^32, exactly: 32 bits in [0, 1).  int64 [...] -> fp64 [..., count]
 
-    Not fp32, whose 24 bits would make 0, accepted wherever p > 0, 256 times as likely, or round the largest words to 1.
+    Not fp32: with 24 bits 0, which is accepted wherever p > 0, would be 256 times as likely, or the largest words would become 1.
     """
     return random_words(seed, sample, position, count, purpose).double() * 2.0**-32
 
 
 def salted(purpose, node):
-    """The purpose of a draw of its own at every node of a draft. ints or int64 tensors"""
+    """A purpose for every node of a draft, so that each node draws by itself. Takes ints or int64 tensors."""
     return purpose + NUM_PURPOSES * node
 
 

@@ -1,6 +1,6 @@
-"""What a request asks of its logits before the temperature: bias, forbidden tokens, penalties.
+"""Change logits as a request asks, before the temperature: bias, forbidden tokens, penalties.
 
-    x = logits (fp32) + bias[seat]                                   logit_bias; minus infinity for what is not allowed
+    x = logits (fp32) + bias[seat]                                   logit_bias; minus infinity for tokens that are not allowed
     x = -inf where stop_mask[seat] and position < min_position       min_tokens
     x = x / r where x > 0, x * r elsewhere                           repetition r, tokens of the prompt or the output
     x = x - f * count - p * (count > 0)                              frequency f, presence p, tokens of the output
@@ -8,13 +8,13 @@
 
     process_logits  [M, V] -> fp32 [M, V]
 
-Temperature, min-p, top-k and top-p follow in keep_top.py: vLLM's order (what forbids a token may come at any place in it: minus
-infinity stays minus infinity). A row is a node of a draft tree. Its output is that of its request up to the root, which the tables
-know, and then the tokens on its own path from the root to itself, so a row's distribution is that of plain decoding at that
-place. Every operation is fp32, elementwise and rounded by itself (IEEE division, nothing fused): a row's bits never depend on
+Temperature, min-p, top-k and top-p follow in keep_top.py. This is vLLM's order; a token may be forbidden at any point of it,
+because minus infinity stays minus infinity. A row is a node of a draft tree. Its output is its request's output up to the root,
+which the tables hold, followed by the tokens on the node's own path. So a row's distribution is that of plain decoding at that
+position. Every operation is fp32, elementwise and rounded by itself (IEEE division, nothing fused): a row's bits never depend on
 other rows.
 
-A table that no request has needed yet is None and costs nothing; a row of one says "no change" for requests that do not need it.
+A table that no request has needed yet is None and costs nothing. A request that does not need a table has a row of "no change".
 
 Letters: M rows, S seats, V vocabulary, D the tree's depth, T tokens of the longest sequence.
 """
@@ -32,22 +32,22 @@ _CHUNK = 1024  # tokens per program; nothing is added across programs
 
 
 class LogitTables(NamedTuple):
-    """What is known of every seat, as far as some request has needed it; None: nobody has."""
+    """Tables with a row per seat. A table is None until some request needs it."""
 
     bias: torch.Tensor | None = None  # fp32 [S, V]; 0 changes nothing
-    stop_mask: torch.Tensor | None = None  # bool [S, V]: what min_tokens forbids
+    stop_mask: torch.Tensor | None = None  # bool [S, V]: tokens that min_tokens forbids
     counts: torch.Tensor | None = None  # int32 [S, V]: how often a token is in the output, the root included
-    seen: torch.Tensor | None = None  # bool [S, V]: whether it is in the prompt; there if counts is
+    seen: torch.Tensor | None = None  # bool [S, V]: whether a token is in the prompt; None exactly where counts is
     words: torch.Tensor | None = None  # int32 [S, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS], right-aligned, -1 elsewhere
-    tokens: torch.Tensor | None = None  # int32 [S, T]: the sequence up to and including the root; there if words is
+    tokens: torch.Tensor | None = None  # int32 [S, T]: the sequence with the root; None exactly where words is
 
 
 class NodeRows(NamedTuple):
-    """What is known of the rows."""
+    """The seat, positions, penalties and path of every row."""
 
     seat: torch.Tensor  # int64 [M]
     root: torch.Tensor  # int64 [M] position of the request's root
-    position: torch.Tensor  # int64 [M] of the token drawn after the node: the node itself stands one before
+    position: torch.Tensor  # int64 [M] of the token drawn after the node; the node itself is at position - 1
     min_position: torch.Tensor  # int64 [M]
     repetition: torch.Tensor  # fp32 [M] > 0; 1 changes nothing
     presence: torch.Tensor  # fp32 [M]; 0 changes nothing
@@ -82,7 +82,7 @@ def process_logits_reference(logits, nodes, tables):
 
 
 def _newest_tokens(nodes, tokens):
-    """The last MAX_BAD_WORD_TOKENS - 1 tokens of the nodes' sequences.  -> [M, that], -2 before their beginning"""
+    """The last MAX_BAD_WORD_TOKENS - 1 tokens of the nodes' sequences, -2 before the first.  -> [M, MAX_BAD_WORD_TOKENS - 1]"""
     ago = torch.arange(MAX_BAD_WORD_TOKENS - 1, 0, -1, device=tokens.device)
     place = nodes.position[:, None] - ago
     known = tokens[nodes.seat[:, None], torch.minimum(place, nodes.root[:, None]).clamp(min=0)].long()
@@ -142,7 +142,7 @@ def _forbid_words(
 
 
 def process_logits(logits, nodes, tables):
-    """Scores that go on to temperature, min-p, top-k and top-p.  logits [M, V] -> fp32 [M, V]
+    """Apply bias, forbidden tokens and penalties; temperature, min-p, top-k and top-p follow.  logits [M, V] -> fp32 [M, V]
 
     nodes: NodeRows; tables: LogitTables. Raises ValueError for shapes that do not fit.
     """

@@ -1,10 +1,10 @@
-"""The place of a token among all tokens of its row, likeliest first.
+"""Rank of a token among all tokens of its row, likeliest first.
 
     rank[m] = 1 + |{v: x[m, v] > x[m, t]}| + |{v < t: x[m, v] = x[m, t]}|,   t = tokens[m]       [M, V], [M] -> [M]
 
 The order is that of top_tokens (sample.py): ties go to the lowest id, NaN counts as minus infinity, minus zero equals zero. So
-token top_tokens(x, W)[m, i] has rank i + 1. Where nothing ties, it is the number of tokens at least as likely as t.
-Whole numbers are counted, so neither the order of the counting nor other rows can change a result.
+token top_tokens(x, W)[m, i] has rank i + 1. Where nothing ties, the rank is the number of tokens at least as likely as t.
+Counts are integers, so neither the order of counting nor other rows can change a result.
 
 Letters: M rows, V vocabulary, C chunks.
 """
@@ -28,7 +28,7 @@ def rank_tokens_reference(logits, tokens):
 
 @jit(do_not_specialize=["num_chunks"])
 def _count_before(logits, tokens, counts, vocab_size, num_chunks, CHUNK: tl.constexpr):
-    """How many tokens of one chunk of one row stand before the row's token.  -> counts [M, C]"""
+    """Count the tokens of one chunk of one row that rank before the row's token.  -> counts [M, C]"""
     pid = tl.program_id(0)
     row, chunk = (pid // num_chunks).to(tl.int64), pid % num_chunks
     ranked = tl.load(tokens + row).to(tl.int64)

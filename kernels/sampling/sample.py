@@ -4,14 +4,14 @@
 
     sample_tokens   the token of the highest score (a draw from softmax(logits / T))           [M, V] -> [M]
     top_tokens      the `width` tokens of the highest scores, best first                       [M, V] -> [M, width]
-    draw_tokens     the same for nodes of a draft, each with noise of its own               [L, B, V] -> [I, B, width]
+    draw_tokens     the same for nodes of a draft, each with its own noise                  [L, B, V] -> [I, B, width]
     log_sum_exp     log(sum(exp(logits)))                                                      [M, V] -> fp32 [M]
 
 Scores are fp32, the division is IEEE's. Ties go to the lowest token id; NaN counts as minus infinity. A drafter that ranks its own
-logits with the target's seed, sample and position sees the very same noise. On a GPU the vocabulary is cut into fixed chunks, so
-that one row fills the card; sums over chunks run in the order of chunks, a row's bits never depend on other rows.
+logits with the target's seed, sample and position gets exactly the same noise. On a GPU the vocabulary is cut into fixed chunks,
+so that one row fills the card. Sums over chunks run in the order of chunks: a row's bits never depend on other rows.
 
-Letters: M rows, V vocabulary, C chunks, W width; L distributions of a draft, I of its nodes, B requests.
+Letters: M rows, V vocabulary, C chunks, W width; L distributions and I nodes of a draft, B requests.
 """
 
 import torch
@@ -22,8 +22,8 @@ from .philox import DRAFT_NOISE, NUM_PURPOSES, TARGET_NOISE, chunk_words, gumbel
 MAX_WIDTH = 64  # of top_tokens
 KEPT_NOISE = 64  # rows of noise kept by noise_rows, the newest ones
 _NOISE = {}
-# Tokens per program where tokens are ranked. With noise the time is that of the logarithms: one H200, 64 rows of 128,256 tokens,
-# 1024 to 4096 tokens and 4 or 8 warps take 69 to 93 us, this is the fastest.
+# Tokens per program where tokens are ranked. With noise the logarithms take the time: on an H200, with 64 rows of 128,256 tokens,
+# programs of 1024 to 4096 tokens and 4 or 8 warps take 69 to 93 us. This choice is the fastest.
 _CHUNK = 1024
 _SUM_CHUNK = 4096  # tokens per partial sum: fixed, it orders the sums
 
@@ -31,8 +31,8 @@ _SUM_CHUNK = 4096  # tokens per partial sum: fixed, it orders the sums
 def noise_rows(seed, sample, position, vocab_size):
     """Gumbel noise of rows, made once per (seed, sample, position).  three [M] -> fp32 [M, V]
 
-    Nodes of one depth share it, drafts share it with the target, and the next step asks for most positions again: so the
-    newest rows are kept. For the CPU, where the generator's many small operations cost a tenth of a small model's step.
+    The newest rows are kept: nodes of one depth share a row, drafts share it with the target, and the next step asks for most
+    positions again. For the CPU only, where the generator's many small operations cost a tenth of a small model's step.
     """
     keys = [(vocab_size, str(seed.device), *key) for key in zip(seed.tolist(), sample.tolist(), position.tolist())]
     missing = list(dict.fromkeys(key for key in keys if key not in _NOISE))
@@ -60,7 +60,7 @@ def scores_reference(logits, temperature=None, seed=None, sample=None, position=
 
 
 def top_tokens_reference(logits, width, temperature=None, seed=None, sample=None, position=None, with_scores=False):
-    """The formula: one argmax after the other where they are few, else a stable sort.  [M, V] -> [M, width]"""
+    """The formula: repeated argmax where `width` is small, else a stable sort.  [M, V] -> [M, width]"""
     scores = scores_reference(logits, temperature, seed, sample, position)
     tokens = best_tokens(scores, width)
     return (tokens, scores.gather(1, tokens)) if with_scores else tokens
@@ -88,7 +88,7 @@ def draw_tokens_reference(scores, width, distributions, nodes, temperature, seed
 
 
 def log_sum_exp_reference(logits):
-    """The formula in fp32, added as a tree of halves: no library sum, whose order may depend on the number of rows."""
+    """The formula in fp32, summed as a tree of halves: the order of a library sum may depend on the number of rows."""
     wide = logits.float()
     highest = wide.amax(-1, keepdim=True)
     highest = torch.where(highest.isinf(), 0, highest)
@@ -102,7 +102,7 @@ def log_sum_exp_reference(logits):
 
 @jit
 def _key(score, token):
-    """An int64 that orders like (score, then the lower token first); the token stands in its low half."""
+    """An int64 key that orders by score, then by the lower token; its low half holds the token."""
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return (ordered.to(tl.int64) << 32) + (0x7FFFFFFF - token).to(tl.int64)
@@ -134,7 +134,7 @@ def _chunk_best(
     score = tl.load(logits + source * vocab_size + token, mask=inside, other=float("-inf")).to(tl.float32)
     score = tl.where(score == score, score, float("-inf"))
     if NOISE:
-        # All loaded at once, also where the temperature is 0: the latencies overlap.
+        # All are loaded at once, also where the temperature is 0, so that the latencies overlap.
         key = row % num_keys
         heat = tl.load(temperature + key).to(tl.float32)
         seed_, sample_ = tl.load(seed + key).to(tl.int64), tl.load(sample + key).to(tl.int64)
@@ -167,7 +167,7 @@ def _merge_best(keys, out, scores, count, WIDTH: tl.constexpr, EMPTY: tl.constex
         best = tl.max(found, 0)
         token = 0x7FFFFFFF - (best & 0xFFFFFFFF)
         if EMPTY:
-            token = tl.where((best >> 32) <= -0x7F800001, -1, token)  # what _key makes of minus infinity
+            token = tl.where((best >> 32) <= -0x7F800001, -1, token)  # the key of minus infinity
         tl.store(out + row * WIDTH + rank, token)
         if scores is not None:
             ordered = (best >> 32).to(tl.int32)
@@ -198,7 +198,7 @@ def _merge_sums(highest, sums, out, num_chunks, BLOCK: tl.constexpr):
     top = tl.max(tops, 0)
     shift = tl.where(tl.abs(top) == float("inf"), 0.0, top)
     tops = tl.where(tl.abs(tops) == float("inf"), 0.0, tops)
-    # A chunk of nothing but minus infinities has the sum 0 and counts as 0 whatever it is scaled by.
+    # A chunk of minus infinities alone has the sum 0, and stays 0 whatever it is scaled by.
     scaled = tl.where(parts == 0.0, 0.0, parts * tl.exp(tops - shift))
     tl.store(out + row, shift + tl.log(tl.sum(scaled, 0)))
 
@@ -206,7 +206,7 @@ def _merge_sums(highest, sums, out, num_chunks, BLOCK: tl.constexpr):
 def sample_tokens(logits, temperature=None, seed=None, sample=None, position=None):
     """The token of the highest score of every row.  logits [M, V] -> int64 [M]
 
-    temperature [M] (0: the likeliest token; None: 0 for all rows), seed, sample and position [M] integers: what keys the noise.
+    temperature [M] (0: the likeliest token; None: 0 for all rows); seed, sample and position [M], integers that key the noise.
     Raises ValueError for shapes that do not fit.
     """
     if not on_triton(logits):
@@ -216,11 +216,11 @@ def sample_tokens(logits, temperature=None, seed=None, sample=None, position=Non
 
 
 def top_tokens(logits, width, temperature=None, seed=None, sample=None, position=None, with_scores=False):
-    """The `width` tokens of the highest scores of every row, best first.  logits [M, V] -> int64 [M, width]; with_scores: and fp32
-    [M, width], those scores
+    """The `width` tokens of the highest scores of every row, best first.  logits [M, V] -> int64 [M, width]
 
-    The other arguments are those of sample_tokens, or of the first B rows alone, M = K B: then row k B + b is drawn with the noise
-    of row b, k positions later (drafts of K depths). ValueError for shapes that do not fit and widths outside [1, MAX_WIDTH].
+    With with_scores, also returns those scores, fp32 [M, width]. The other arguments are those of sample_tokens, for all M rows, or
+    for the first B of M = K B rows: then row k B + b is drawn with the noise of row b, k positions later (drafts of K depths).
+    Raises ValueError for shapes that do not fit and widths outside [1, MAX_WIDTH].
     """
     drawn = logits if temperature is None or not len(temperature) else logits[: len(temperature)]
     check_rows("top_tokens", drawn, temperature, seed, sample, position)
@@ -242,12 +242,12 @@ def top_tokens(logits, width, temperature=None, seed=None, sample=None, position
 
 
 def draw_tokens(scores, width, distributions, nodes, temperature, seed, sample, position):
-    """Draws without replacement for nodes of a draft: the best of log q + G in their order.  [L, B, V] -> int64 [I, B, width]
+    """Draw without replacement for nodes of a draft: the best of log q + G, in order.  [L, B, V] -> int64 [I, B, width]
 
-    distributions, nodes [I] integers: the distribution that a node draws from, and its number, which salts the noise; the rest
-    [B] as for sample_tokens, the position being that of the step's root (philox.py, DRAFT_NOISE). Temperature 0: the likeliest
-    tokens. -1 where there are no more tokens of finite score. Raises ValueError for shapes that do not fit and widths outside [1,
-    MAX_WIDTH].
+    distributions, nodes [I] integers: the distribution that a node draws from, and its number, which salts the noise. The other
+    arguments [B] are those of sample_tokens; position is that of the step's root (philox.py, DRAFT_NOISE). Temperature 0: the
+    likeliest tokens. The result is -1 where no token of finite score is left. Raises ValueError for shapes that do not fit and
+    widths outside [1, MAX_WIDTH].
     """
     if scores.dim() != 3 or distributions.dim() != 1 or distributions.shape != nodes.shape:
         raise ValueError(
@@ -268,8 +268,9 @@ def draw_tokens(scores, width, distributions, nodes, temperature, seed, sample, 
 
 
 def launch_best(logits, rows, width, noise, distributions, nodes, num_keys, purpose, scores=None):
-    """The two launches of top_tokens and draw_tokens (distributions, nodes not None).  -> int64 [rows, width]; scores: filled if
-    not None
+    """The two launches of top_tokens, or of draw_tokens where distributions and nodes are given.  -> int64 [rows, width]
+
+    Fills `scores` if they are not None.
     """
     vocab_size = logits.shape[-1]
     chunks = triton.cdiv(vocab_size, _CHUNK)
@@ -310,7 +311,7 @@ def log_sum_exp(logits):
 
 
 def check_rows(op, logits, *per_row):
-    """logits [M, V], the rest [M] (or all None)."""
+    """Raises ValueError unless logits are [M, V] and the rest are [M] (or all None)."""
     if logits.dim() != 2:
         raise ValueError(f"{op} takes logits [M, V], got {tuple(logits.shape)}")
     shapes = [None if x is None else tuple(x.shape) for x in per_row]

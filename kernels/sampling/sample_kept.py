@@ -1,6 +1,6 @@
-"""A draw from what min-p, top-k and top-p left of a row: sample.sample_tokens on kept_scores, bit by bit.
+"""A draw from the tokens that min-p, top-k and top-p keep: sample.sample_tokens on kept_scores, equal bit by bit.
 
-Noise is made only for the tokens that are left, and for all of them only in rows that keep all.
+Noise is made for the kept tokens only.
 
 Letters: M rows, V vocabulary.
 """
@@ -13,13 +13,13 @@ from .lowest_key import scores_at
 from .philox import TARGET_NOISE, chunk_words, gumbel_of_word, token_words
 from .sample import _key, _merge_best, check_rows, sample_tokens
 
-_PARTS = 16  # programs per row, of use where much is kept
-_BLOCK = 1024  # tokens that one looks at together
+_PARTS = 16  # programs per row; more than one helps where many tokens are kept
+_BLOCK = 1024  # tokens that a program loads at once
 
 
 @jit
 def _best(score, token):
-    """The highest key; `score` minus infinity where there is no token."""
+    """The highest key; a `score` is minus infinity where there is no token."""
     highest = tl.max(score, 0)
     return _key(highest, tl.min(tl.where(score == highest, token, 0x7FFFFFFF), 0))
 
@@ -60,7 +60,7 @@ def sample_kept(kept, seed, sample, position):
     logits, temperature = kept.logits, kept.temperature
     check_rows("sample_kept", logits, temperature, seed, sample, position)
     if not on_triton(logits):
-        # The scores are divided already; 1 and 0 only say where noise is wanted.
+        # The scores are divided by the temperature already; here 1 asks for noise and 0 for none.
         return sample_tokens(kept_scores(kept), (temperature > 0).float(), seed, sample, position)
     rows, vocab_size = logits.shape
     keys = torch.empty(rows, _PARTS, dtype=torch.int64, device=logits.device)

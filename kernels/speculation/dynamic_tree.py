@@ -1,15 +1,15 @@
-"""Growing a draft tree from the draft's confidence (EAGLE-2, arXiv 2406.16858): which nodes are expanded, and which make the tree.
+"""Grow a draft tree from the draft's confidence (EAGLE-2, arXiv 2406.16858): choose the nodes to expand, then those of the tree.
 
-    grow    n nodes of one depth have k candidates each: they join the table, and the k of the greatest totals are the next nodes.
-            total = the node's value + min(score - log_sum, 0), log_sum [n, B] = log(sum(exp)) of all scores after the node;
-            where temperature [B] is above 0: of its k candidates' scores alone. NaN counts as minus infinity
-    prune   the N - 1 candidates of the greatest totals, of all depths, are the tree below the root
+    grow    n nodes of one depth have k candidates each: they join the table, and the k with the greatest totals are the next nodes.
+            total = the node's value + min(score - log_sum, 0), log_sum [n, B] = log(sum(exp)) of all scores after the node, or,
+            where temperature [B] is above 0, of the scores of its k candidates only. NaN counts as minus infinity
+    prune   the N - 1 candidates with the greatest totals, over all depths, are the tree below the root
 
 Candidates are numbered depth by depth: first the k below the root, then k * k of each further depth, k below each of its nodes.
-Ties go to the lower number. Totals never rise along a path, so with a candidate its ancestors are chosen too. Expanded nodes are
-numbered in the order of their expansion, best first in a depth (their *rows*), nodes of the tree in the candidates' order.
+Ties go to the lower number. Totals never rise along a path, so a chosen candidate's ancestors are chosen too. Expanded nodes are
+numbered in the order of their expansion, best first in a depth (their *rows*); nodes of the tree in the order of the candidates.
 
-One program per request. prune does not sort: it looks for the bits of the total that N - 1 candidates reach.
+One program per request. prune does not sort: it finds, bit by bit, the total that N - 1 candidates reach.
 
 Letters: B requests, n nodes of one depth, k the width, C candidates, E expanded nodes, N nodes, D depths.
 """
@@ -20,17 +20,16 @@ import torch
 
 from ..jit import jit, on_triton, tl, triton
 
-LOWEST = -0x80000000  # below what _ordered makes of any total
+LOWEST = -0x80000000  # lower than `_ordered` of any total
 
 
 class Candidates(NamedTuple):
-    """All that may be in the tree. `grow` fills it, depth by depth."""
+    """All candidates for the tree. `grow` adds them, depth by depth."""
 
     totals: torch.Tensor  # fp32 [B, C] log confidence of the path
     tokens: torch.Tensor  # int64 [B, C]
-    expanded: (
-        torch.Tensor
-    )  # int64 [B, E = (D - 1) k] which of the candidates each expanded node is; candidate c is below c // k - 1
+    # int64 [B, E = (D - 1) k] candidate number of each expanded node; candidate c is a child of expanded node c // k - 1
+    expanded: torch.Tensor
 
     @classmethod
     def empty(cls, batch, max_depth, width, device):
@@ -47,9 +46,9 @@ class Grown(NamedTuple):
     """The nodes that are expanded at one depth, best first."""
 
     tokens: torch.Tensor  # int64 [B, k]
-    parents: torch.Tensor  # int64 [B, k] which of the nodes one depth above
+    parents: torch.Tensor  # int64 [B, k] place of the parent among the nodes one depth above
     values: torch.Tensor  # fp32 [B, k] log confidence of the path
-    paths: torch.Tensor  # int64 [B, k, depth] rows on the way, its own last
+    paths: torch.Tensor  # int64 [B, k, depth] rows on the way from the root, its own last
 
 
 def grow_reference(candidates, nodes, tokens, scores, log_sums, temperature=None):
@@ -81,7 +80,7 @@ def prune_reference(candidates, root, num_nodes):
     (batch, count), width, device = candidates.totals.shape, candidates.width, root.device
     chosen = candidates.totals.sort(dim=1, descending=True, stable=True).indices[:, : num_nodes - 1]
     chosen = chosen.sort(dim=1).values  # [B, N - 1] in the candidates' order
-    number = torch.zeros(batch, count + 1, dtype=torch.int64, device=device)  # in the last column that of the root
+    number = torch.zeros(batch, count + 1, dtype=torch.int64, device=device)  # the root's number is in the last column
     number.scatter_(1, chosen, torch.arange(1, num_nodes, device=device).expand(batch, -1))
     above = torch.nn.functional.pad(candidates.expanded, (1, 0), value=count).gather(1, chosen // width)
     parents = torch.nn.functional.pad(number.gather(1, above), (1, 0))  # [B, N]
@@ -97,7 +96,7 @@ def prune_reference(candidates, root, num_nodes):
 
 @jit
 def _ordered(total):
-    """fp32 as int32 that order alike: a warp reduces those in one instruction."""
+    """Integers int32 in the order of the fp32 totals: a warp reduces integers in one instruction."""
     bits = tl.where(total == 0.0, 0.0, total).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
@@ -126,7 +125,7 @@ def _grow(
     if values is not None:
         total += tl.load(values + request * COUNT + node, mask=node < COUNT, other=0.0)[:, None]
     total = tl.where(total == total, total, float("-inf"))
-    number = node[:, None] * WIDTH + rank[None, :]  # among the n k
+    number = node[:, None] * WIDTH + rank[None, :]  # among the n k candidates
     first = tl.maximum(1 + (depth - 1) * WIDTH, 0) * WIDTH
     table = request * (1 + num_expanded) * WIDTH + first
     tl.store(totals + table + number, total, mask=inside)
@@ -163,7 +162,7 @@ def _prune(
     c = tl.arange(0, CANDIDATES)
     total = tl.load(totals + request * num_candidates + c, mask=c < num_candidates, other=float("-inf"))
     ordered = tl.where(c < num_candidates, _ordered(total), LOWEST)
-    # The highest integer that N - 1 of them reach, bit by bit.
+    # Find the highest integer that N - 1 totals reach, bit by bit.
     reach = tl.sum((ordered >= 0).to(tl.int32), 0)
     lowest = tl.where(reach >= num_nodes - 1, 0, LOWEST)
     for bit in range(31):
@@ -175,7 +174,7 @@ def _prune(
     chosen = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= left))
     kept += request * num_nodes
     tl.store(kept + tl.cumsum(chosen.to(tl.int32), 0), c, mask=chosen)
-    tl.debug_barrier()  # `kept` is read by other threads than wrote it
+    tl.debug_barrier()  # threads read entries of `kept` that other threads wrote
     node = tl.arange(0, NODES)
     below = (node > 0) & (node < num_nodes)  # all nodes but the root
     candidate = tl.load(kept + node, mask=below, other=-1)
@@ -197,11 +196,11 @@ def _prune(
 
 
 def grow(candidates, nodes, tokens, scores, log_sums, temperature=None):
-    """Candidates after the nodes of one depth, and which of them are expanded next; see above.
+    """Add the candidates after the nodes of one depth, and choose those to expand next; see above.
 
-    candidates: filled up to the nodes' depth; nodes: Grown, None for the root alone; tokens int64 and scores [n, B, k] of their
-    candidates, log_sums [n, B]; temperature [B], None: all 0. Returns the next depth's nodes (Grown), after the last depth None.
-    Raises ValueError for shapes that do not fit.
+    candidates: filled up to the nodes' depth. nodes: Grown, or None for the root alone. tokens (int64) and scores [n, B, k] of the
+    new candidates; log_sums [n, B]; temperature [B], None: all 0. Returns the next depth's nodes (Grown), None after the last
+    depth. Raises ValueError for shapes that do not fit.
     """
     width, batch = candidates.width, len(candidates.totals)
     count, depth = (1, 0) if nodes is None else nodes.paths.shape[1:]
@@ -231,10 +230,10 @@ def grow(candidates, nodes, tokens, scores, log_sums, temperature=None):
 
 
 def prune(candidates, root, num_nodes):
-    """The tree of num_nodes nodes; see above.  root [B] tokens  ->  tokens, parents, depths [B, N], ancestors [B, N, D + 1], int64
+    """Choose the tree of num_nodes nodes; see above.  root [B] tokens -> tokens, parents, depths [B, N], ancestors [B, N, D + 1]
 
-    ancestors: the node at each depth on the way from the root, itself last and repeated; parents: that of the root is 0. Raises
-    ValueError for shapes that do not fit.
+    All are int64. ancestors: the node at each depth on the way from the root, itself last and repeated. The root's parent is 0.
+    Raises ValueError for shapes that do not fit.
     """
     (batch, count), max_depth, device = candidates.totals.shape, candidates.max_depth, root.device
     if root.shape != (batch,) or not 1 < num_nodes <= 1 + count:

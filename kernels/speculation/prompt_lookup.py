@@ -1,20 +1,20 @@
-"""Prompt lookup: drafts copied from an earlier place in the sequence that reads like its end.
+"""Prompt lookup: find an earlier occurrence of the newest tokens in the sequence and draft what followed it.
 
     tokens [S, T] int32: the sequence of each seat from place 0 on; seats [B]; length [B]: how many of its tokens are known
     ->  drafts int64 [B, k], -1 where there is nothing to propose
 
-    match(e) = how many tokens that end at e equal the newest ones,  x[e - j] = x[n - 1 - j] for j < match(e),  at most `longest`
-    e        = of the places before n - 1 with the greatest match, the latest; less than `shortest`: nothing is proposed
+    match(e) = number of tokens up to e that equal the newest ones,  x[e - j] = x[n - 1 - j] for j < match(e),  at most `longest`
+    e        = the latest of the places before n - 1 with the greatest match; nothing is proposed if it is less than `shortest`
     draft[i] = x[e + 1 + i mod (n - 1 - e)]
 
-An occurrence may overlap the end that it equals. The latest is taken: it is the most like what is being written now. A copy that
-reaches the end of the sequence goes on with what it has copied, with the period n - 1 - e, so no draft is short: its nodes are
-computed anyway, a wrong token does no harm, and of a text that repeats itself, whose latest occurrence lies one period back, every
-draft is whole. (vLLM takes the earliest occurrence, whose copy is long, and stops at the end.)
+An occurrence may overlap the end that it equals. The latest one is taken, because it is the most like the text being written. A
+copy that reaches the end of the sequence goes on with the tokens it has copied, with the period n - 1 - e, so no draft is short.
+That costs nothing: the nodes are computed anyway, and a wrong token does no harm. It helps where a text repeats itself: its latest
+occurrence lies only one period back. (vLLM takes the earliest occurrence, whose copy is long, and stops at the end.)
 
-On a GPU a program per request and block of places leaves its best (match, place) as one key, and reads nothing of a block after
-the sequence's end; a second launch copies from the greatest key of each request. Nothing is kept between launches, nothing read
-back. `shortest` and `longest` are the same for all requests.
+On a GPU one program per request and block of places writes its best (match, place) as one key. It reads nothing of blocks after
+the sequence's end. A second launch copies from the greatest key of each request. Nothing is kept between launches, and nothing
+is read back. `shortest` and `longest` are the same for all requests.
 
 Letters: S seats, B requests, T places of a seat, n tokens known, C blocks, k tokens drafted.
 """
@@ -56,7 +56,7 @@ def _match_block(tokens, seats, length, keys, width, longest, BLOCK: tl.constexp
         equal = place < last
         match = tl.zeros((BLOCK,), tl.int32)
         ago = last * 0
-        # Few places agree with more than the newest token or two: most blocks are done by then.
+        # Few places match more than the newest token or two, so most blocks stop early.
         while (ago < longest) & (tl.max(equal.to(tl.int32), 0) > 0):
             wanted = tl.load(row + tl.maximum(last - ago, 0))
             equal = equal & (place >= ago)
@@ -72,7 +72,7 @@ def _copy_match(
     tokens, seats, length, keys, drafts, width, num_blocks, shortest, num_drafted,
     BLOCKS: tl.constexpr, DRAFTED: tl.constexpr,
 ):  # fmt: skip
-    """What followed the best match of one request.  keys [B, C] -> drafts [B, k]"""
+    """Copy the tokens that followed the best match of one request.  keys [B, C] -> drafts [B, k]"""
     request = tl.program_id(0)
     block, i = tl.arange(0, BLOCKS), tl.arange(0, DRAFTED)
     best = tl.max(tl.load(keys + request * num_blocks + block, mask=block < num_blocks, other=0), 0)
@@ -85,9 +85,9 @@ def _copy_match(
 
 
 def prompt_lookup(tokens, seats, length, shortest, longest, num_drafted):
-    """Drafts of `num_drafted` tokens per request; see above.  tokens [S, T], seats and length [B] -> int64 [B, num_drafted]
+    """Draft `num_drafted` tokens per request; see above.  tokens [S, T], seats and length [B] -> int64 [B, num_drafted]
 
-    length: at most T; less than 2 tokens repeat nothing. Raises ValueError for shapes that do not fit, and unless
+    length: at most T; a sequence of less than 2 tokens has no match. Raises ValueError for shapes that do not fit, and unless
     1 <= shortest <= longest and num_drafted >= 1.
     """
     if tokens.dim() != 2 or tokens.dtype != torch.int32 or seats.dim() != 1 or length.shape != seats.shape:

@@ -3,14 +3,14 @@
     rule(tree, draft, p, u, depth_limit)  ->  Verdict: the accepted path, and the distribution of the one token to emit after it
 
 p [B, N, V] is the target's distribution after every node, u [B, N] a uniform in [0, 1) per node (the root's is not read). All
-four keep the target's distribution if q is the distribution that the children were really drawn from, the children of different
-nodes were drawn independently, and no noise is used twice: not for two purposes, and not in two steps (`block` and `traversal`
-look at nodes after the accepted ones). Tests prove it by enumeration. This is the reference of verify_ratio.py: plain torch, any
-float dtype.
+four rules keep the target's distribution on three conditions: q is the distribution that the children were really drawn from; the
+children of different nodes were drawn independently; no noise is used twice, neither for two purposes nor in two steps (`block` and
+`traversal` look at nodes after the accepted ones). Tests prove it by enumeration. This file is the reference of verify_ratio.py:
+plain torch, any float dtype.
 
-What a rule reads of V, per drafted child: p and q at its token; and, for what follows when it is not taken, one sum over V of
-(r p - q)+ and, if a sibling follows, one of q without the child. `recursive` and `token` (r = 1) need the sums only along the path
-they walk; `block` and `traversal` need them for every child, in the order of the nodes, and decide after all of them.
+A rule reads the following over V, per drafted child: p and q at its token; for the case that the child is rejected, the sum of
+(r p - q)+; and, if a sibling follows, the sum of q without the child. `recursive` and `token` (r = 1) need the sums only along the
+path they walk; `block` and `traversal` need them for every child, in the order of the nodes, and decide after all of them.
 
 Letters: B requests, N nodes, D the tree's greatest depth, V vocabulary, L draft distributions.
 """
@@ -24,7 +24,7 @@ from .row_distributions import probabilities
 
 
 class Nodes(NamedTuple):
-    """The trees. Rules take whatever has these attributes."""
+    """The trees. Rules accept any object with these attributes."""
 
     parents: torch.Tensor  # [N] or [B, N] in topological order
     depths: torch.Tensor  # [N] or [B, N]
@@ -32,13 +32,14 @@ class Nodes(NamedTuple):
 
 
 class DraftProbabilities(NamedTuple):
-    """What was drafted, and from which distributions. Siblings stand in the order in which they were drawn."""
+    """The drafted tokens and the distributions they were drawn from. Siblings are in the order in which they were drawn."""
 
-    tokens: torch.Tensor  # [B, N], node 0 is the root; -1: an empty slot, never accepted, nor is what hangs below it
+    # [B, N], node 0 is the root; -1: an empty slot, which is never accepted, and neither are nodes below it
+    tokens: torch.Tensor
     q: torch.Tensor  # [B, L, V] draft distributions after temperature, top-k, top-p, each kept once; p's dtype
-    # [N] or [B, N]: which of the L distributions the children of a node come from; of leaves, any
+    # [N] or [B, N]: which of the L distributions the children of a node come from; any number for leaves
     distribution: torch.Tensor
-    # bool [N] or [B, N]: a draw from its slot's distribution; else chosen without chance, its distribution one-hot
+    # bool [N] or [B, N]: whether the token was sampled; a token that was not has a one-hot distribution
     sampled: torch.Tensor
 
 
@@ -54,7 +55,7 @@ def token(tree, draft, p, u, depth_limit):
     Accept x_i iff u_i q_i(x_i) < p_i(x_i), up to the first rejection; then y ~ norm((p - q)+), or y ~ p after the last token.
     """
     goes_on, x, q = chain_distributions(tree, draft, depth_limit)
-    taken = goes_on & accepts(u.roll(-1, 1), at(p, x), at(q, x))  # [B, N] of the child of every node
+    taken = goes_on & accepts(u.roll(-1, 1), at(p, x), at(q, x))  # [B, N] whether the child of every node is taken
     num_accepted = taken.long().cumprod(1).sum(1)
     p = pick(p, num_accepted)
     rest, _ = residual(p, pick(q, num_accepted))
@@ -65,8 +66,9 @@ def token(tree, draft, p, u, depth_limit):
 def block(tree, draft, p, u, depth_limit):
     """Block verification on a chain: arXiv 2403.10444.
 
-    P_i = min(1, P_{i-1} p_i(x_i) / q_i(x_i)), S_i = sum((P_i p_{i+1} - q_{i+1})+), h_i = S_i / (S_i + 1 - P_i), at the last token
-    h_k = P_k. tau is the greatest i with u_i < h_i, also where an earlier one failed; y ~ norm((P_tau p - q)+), after the last p.
+    P_i = min(1, P_{i-1} p_i(x_i) / q_i(x_i)), S_i = sum((P_i p_{i+1} - q_{i+1})+), h_i = S_i / (S_i + 1 - P_i); at the last token
+    h_k = P_k. tau is the greatest i with u_i < h_i, whether or not an earlier i failed; y ~ norm((P_tau p - q)+), or y ~ p after
+    the last token.
     """
     goes_on, x, q = chain_distributions(tree, draft, depth_limit)
     p_x, q_x = at(p, x), at(q, x)  # [B, N]
@@ -84,14 +86,14 @@ def block(tree, draft, p, u, depth_limit):
 def recursive(tree, draft, p, u, depth_limit):
     """Recursive rejection sampling on a tree, from the root: arXiv 2402.14160 (without replacement), 2305.09781.
 
-    At the accepted node, for its children in order: accept x iff u q'(x) < p(x), q' the distribution of the slot; else p <-
-    norm((p - q')+).
+    At the accepted node, for its children in order: accept x iff u q'(x) < p(x), where x was drawn from q'; else
+    p <- norm((p - q')+).
     """
     live, parents = live_nodes(tree, draft, depth_limit)
-    node = torch.zeros_like(parents[:, 0])  # [B] the last one accepted
-    # [B, V] its distribution after the children so far, and that of its next slot
+    node = torch.zeros_like(parents[:, 0])  # [B] the last node accepted
+    # [B, V] the node's distribution after the children so far have failed, and the distribution of its next child
     P, Q = p[:, 0], next_distribution(draft, 0)
-    # In topological order one pass is enough: the children of a node taken come after it.
+    # In topological order one pass is enough: the children of an accepted node come after it.
     for n in range(1, parents.shape[1]):
         x = draft.tokens[:, n]
         slot = slot_distribution(Q, x, draft.sampled[..., n])
@@ -107,12 +109,14 @@ def recursive(tree, draft, p, u, depth_limit):
 def traversal(tree, draft, p, u, depth_limit):
     """Traversal verification on a tree, from the leaves: arXiv 2505.12398.
 
-    visit(node, r): for its children in order: visit(x, min(1, r P(x) / Q(x))); when that fails P, r <- norm((r P - Q)+), keep_rate.
-    After the children accept the node with probability r and emit y ~ P. No r depends on a decision: first all r, then the walk.
+    visit(node, r): for its children in order: visit(x, min(1, r P(x) / Q(x))); if that fails, P, r <- norm((r P - Q)+), keep_rate.
+    After the children, accept the node with probability r and emit y ~ P. No r depends on a decision, so all r are computed first
+    and the walk follows.
     """
     live, parents = live_nodes(tree, draft, depth_limit)
     rows = torch.arange(len(p), device=p.device)
-    P = p.clone()  # [B, N, V] a node's distribution after the children so far have failed; Q: that of its next slot
+    # [B, N, V] a node's distribution after the children so far have failed, and the distribution of its next child
+    P = p.clone()
     Q = torch.stack([next_distribution(draft, n) for n in range(parents.shape[1])], 1)
     r = torch.ones_like(p[..., 0])  # [B, N] the rate at which a node is accepted after the children so far have failed
     for n in range(1, parents.shape[1]):
@@ -140,13 +144,13 @@ def verify_ratio_reference(
     rule, *, parents, depths, tokens, scores, temperature, draft_scores, draft_temperature, distribution, sampled, depth_limit,
     seed, sample, position, max_depth,
 ):  # fmt: skip
-    """The arguments and results of verify_ratio.py: every distribution is computed."""
+    """verify_ratio in plain torch, with the same arguments and results: every distribution is computed."""
     (batch, nodes), vocab_size, key = tokens.shape, scores.shape[1], (seed, sample, position)
     p = probabilities(scores, temperature).view(batch, nodes, vocab_size)
     q = probabilities(draft_scores.flatten(0, 1), draft_temperature.repeat(len(draft_scores)))
     q = q.view(draft_scores.shape).transpose(0, 1)  # [B, L, V]
     sampled = sampled & (draft_temperature > 0)[:, None]  # [B, N]
-    # Where q underflows its token counts as an empty slot; the others are renormalised without it, so the distribution is kept.
+    # A token whose q underflows counts as an empty slot; the others are renormalised without it, so the distribution is kept.
     rows = torch.arange(batch, device=q.device)[:, None]
     # [B, N] the distribution that a node's own token comes from
     above = distribution.expand_as(tokens).gather(1, parents.expand_as(tokens))
@@ -157,9 +161,9 @@ def verify_ratio_reference(
 
 
 def draw(distribution, noise):
-    """A token from every distribution by Gumbel-max; ties to the lowest id.  distribution, noise [B, V] -> [B]
+    """Draw a token from every distribution by Gumbel-max; ties to the lowest id.  distribution, noise [B, V] -> [B]
 
-    The noise must serve nothing else: not the target's own tokens, not the draft (philox.py, RESIDUAL_NOISE).
+    The noise must have no other use: neither the target's own tokens nor the draft (philox.py, RESIDUAL_NOISE).
     """
     return (distribution.log() + noise).argmax(-1)
 
@@ -175,28 +179,26 @@ def ratio(numerator, denominator):
 
 
 def residual(p, q, r=None):
-    """norm((r p - q)+) and the mass S before it is normalised; where that is 0 numerically, p.  [..., V] -> [..., V], [...]"""
+    """norm((r p - q)+), or p where its mass is numerically 0; and that mass, S.  [..., V] -> [..., V], [...]"""
     rest = ((p if r is None else r[..., None] * p) - q).clamp(min=0)
     S = rest.sum(-1, keepdim=True)
     return torch.where(S > 0, rest / S, p), S.squeeze(-1)
 
 
 def keep_rate(S, r):
-    """S / (S + 1 - r): the rate at which a node is accepted after a child has failed; with S = 0 it stays 1 or becomes 0."""
+    """S / (S + 1 - r): the rate at which a node is accepted after a child has failed. With S = 0: 1 for r = 1, else 0."""
     return torch.where(S > 0, S / (S + 1 - r), (r >= 1).to(r.dtype))
 
 
 def slot_distribution(q, x, sampled):
-    """The distribution that a child x came from: q, without the siblings before it, if it was sampled; else one-hot.  [B, V],
-    [B], [B]
-    """
+    """The distribution of a child x: q (without the siblings before x) if x was sampled, else one-hot.  [B, V], [B], [B]"""
     one_hot = torch.zeros_like(q).scatter(-1, x.clamp(min=0)[..., None], 1.0)
     return torch.where(sampled[..., None], q, one_hot)
 
 
 def without(q, x):
-    """The distribution of the next slot: q without token x, renormalised; no mass left: all zero, the slots that follow are
-    empty.
+    """The distribution of the next child: q without token x, renormalised. If no mass is left it is all zero, and the slots of
+    further children are empty.
     """
     rest = q.scatter(-1, x.clamp(min=0)[..., None], 0.0)
     mass = rest.sum(-1, keepdim=True)
@@ -204,7 +206,7 @@ def without(q, x):
 
 
 def at(distribution, x):
-    """distribution(x).  [..., V], [...] -> [...]; of an empty slot, any value"""
+    """distribution(x), any value for an empty slot.  [..., V], [...] -> [...]"""
     return distribution.gather(-1, x.clamp(min=0)[..., None]).squeeze(-1)
 
 
@@ -219,7 +221,7 @@ def next_distribution(draft, node):
 
 
 def live_nodes(tree, draft, depth_limit):
-    """Which nodes stand for a token, like all their ancestors, within the limit; and everyone's parent.  -> two [B, N]"""
+    """Whether a node and all its ancestors have tokens and lie within the limit; and every node's parent.  -> two [B, N]"""
     parents = tree.parents.expand_as(draft.tokens).clamp(min=0)
     live = (draft.tokens >= 0) & (tree.depths <= depth_limit[:, None])
     live[:, 0] = True
@@ -229,8 +231,9 @@ def live_nodes(tree, draft, depth_limit):
 
 
 def chain_distributions(tree, draft, depth_limit):
-    """Per node of a chain: whether a token follows it, which, and the distribution that it was drawn from.  -> [B, N], [B, N],
-    [B, N, V]
+    """Per node of a chain: whether a token follows it, that token, and the distribution it was drawn from.
+
+    -> [B, N], [B, N], [B, N, V]
     """
     live, _ = live_nodes(tree, draft, depth_limit)
     nothing = torch.full_like(draft.tokens[:, :1], -1)
@@ -240,7 +243,7 @@ def chain_distributions(tree, draft, depth_limit):
 
 
 def verdict(tree, node, distribution):
-    """The path from the root to `node` [B], its last entry repeated, and the distribution of what follows."""
+    """The Verdict: path from the root to `node` [B], its last entry repeated, and the distribution of the token that follows."""
     parents = tree.parents.expand(len(node), -1).clamp(min=0)
     num_accepted = tree.depths.expand(len(node), -1).gather(1, node[:, None]).squeeze(1)
     path = node[:, None].repeat(1, tree.max_depth + 1)

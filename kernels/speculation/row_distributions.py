@@ -1,9 +1,9 @@
-"""What turns the scores of a row into probabilities: the highest score, its token, and the sum they are normalised by.
+"""The numbers that turn a row's scores into probabilities: the highest score, its token, and the normalising sum.
 
     p(v) = exp((s(v) - top) / T) / total,  total = sum over v of exp((s(v) - top) / T)        T = 0: p = 1 at `best`, total = 1
 
-No probability is written anywhere: a kernel that walks over a row (verify_ratio.py) makes them as it goes. Taking the highest score
-away before dividing keeps the likely tokens exact where a log-normaliser of 400 (T = 0.1) would cost them five digits. NaN
+No probability is written to memory: a kernel that walks over a row (verify_ratio.py) computes them as it goes. Subtracting the
+highest score before dividing keeps the likely tokens exact; a log-normaliser of 400 (T = 0.1) would cost them five digits. NaN
 counts as minus infinity, ties go to the lowest token. Chunks and the order of sums are fixed: a row's bits never depend on other
 rows. A row of nothing but minus infinities has no distribution.
 
@@ -38,9 +38,7 @@ def row_distributions_reference(scores, temperature):
 
 
 def probabilities(scores, temperature):
-    """The distributions themselves, for the CPU and for tests.  scores [M, V], temperature [M] -> [M, V], fp32 unless scores are
-    fp64
-    """
+    """The distributions themselves, for the CPU and for tests.  scores [M, V], temperature [M] -> [M, V], fp32 (fp64 for fp64)"""
     dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
     wide = scores.to(dtype)
     wide = wide.masked_fill(wide.isnan(), -torch.inf)
@@ -79,7 +77,7 @@ def _merge_distributions(
     place = tl.load(places + row * num_chunks + c, mask=inside, other=0x7FFFFFFF)
     heat = tl.load(temperature + row % num_heats).to(tl.float32)
     highest = tl.max(found, 0)
-    gap = tl.where(found == highest, 0.0, found - highest)  # also between two minus infinities
+    gap = tl.where(found == highest, 0.0, found - highest)  # 0 also between two minus infinities
     total_ = tl.sum(part * tl.exp(gap / tl.where(heat > 0, heat, 1.0)), 0)
     tl.store(top + row, highest)
     tl.store(total + row, tl.where(heat > 0, total_, 1.0))
@@ -89,7 +87,7 @@ def _merge_distributions(
 def row_distributions(scores, temperature):
     """Highest score, its token and the normaliser of every row.  scores [M, V] -> RowDistributions
 
-    temperature [M], or that of the first rows alone, over and over. Raises ValueError for shapes that do not fit.
+    temperature: [M], or shorter by a whole factor, and then repeated over the rows. Raises ValueError for shapes that do not fit.
     """
     if scores.dim() != 2 or temperature.dim() != 1 or (scores.shape[0] % max(len(temperature), 1)):
         raise ValueError(

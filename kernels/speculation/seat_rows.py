@@ -1,15 +1,15 @@
 """The two ends of an engine step, one launch each: read the rows of a batch's seats, and write them back advanced.
 
-    gather_seats:   seats [B] -> each seat's numbers, pages and feature, and for every node its position, the cache seat that takes
-                    its key, and what the draw after it is keyed by
-    advance_seats:  committed length, root, remaining tokens and, unless the drafter writes it, feature of every seat after a
-                    step, and the emitted tokens, which it also writes after the root in the seat's history
+    gather_seats:   seats [B] -> each seat's numbers, pages and feature, and for every node its position, the cache row that takes
+                    its key, and the key of the draw after it
+    advance_seats:  writes committed length, root, remaining tokens and (unless the drafter writes it) feature of every seat after
+                    a step; returns the emitted tokens and appends them to the seat's history
 
 A seat table holds integers [S, I] (columns 0..2: committed length L, root, remaining tokens; 3, 4: seed, sample), floats [S, F]
 (column 0: temperature), block_table [S, P], feature [S, H] and history [S, T], the seat's tokens up to and including the root.
-Written as tensor operations the two cost some 40 launches, 2 % of a step of an 8B. They move and count, and sum nothing.
+Written as tensor operations the two cost some 40 launches, 2 % of a step of an 8B. They move and count; there are no sums.
 
-Letters: S seats, B rows of a batch, N nodes, D the tree's depth, P pages of the longest request, H hidden, T its places.
+Letters: S seats, B rows of a batch, N nodes, D the tree's depth, P pages and T tokens of the longest request, H hidden.
 """
 
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from ..linear.linear import empty_rows
 
 
 class GatheredSeats(NamedTuple):
-    """What gather_seats answers."""
+    """Result of gather_seats."""
 
     integers: torch.Tensor  # int64 [I, B]
     floats: torch.Tensor  # fp32 [F, B]
@@ -66,12 +66,12 @@ def advance_seats_reference(seats, integers, feature, hidden, tokens, path, num_
     if hidden is not None:
         feature[seats] = hidden.view(*tokens.shape, -1)[torch.arange(len(seats), device=seats.device), last]
     step = torch.arange(path.shape[1], device=seats.device)
-    follows = tokens.gather(1, path).roll(-1, 1)  # [B, D + 1] the token drafted at depth 1, 2, ...
+    follows = tokens.gather(1, path).roll(-1, 1)  # [B, D + 1] the accepted tokens at depth 1, 2, ...
     emitted = torch.where(step < num_accepted[:, None], follows, 0)
     emitted = torch.where(step == num_accepted[:, None], bonus[:, None], emitted)
     place = committed[:, None] + 1 + step  # [B, D + 1]
     written = (step < num_emitted[:, None]) & (place < history.shape[1]) & (kept == 1)[:, None]
-    # What is not written goes to nobody's first place, as the zero that stands there.
+    # Tokens that are not to be written become a zero at the first place of the seat `nobody`, where a zero already stands.
     at = torch.where(written, seats[:, None], nobody), torch.where(written, place, 0)
     history[at] = torch.where(written, emitted, 0).to(history.dtype)
     return torch.cat((num_emitted[:, None], emitted), 1)
@@ -140,7 +140,7 @@ def _advance(
 
 
 def gather_seats(seats, integers, floats, block_table, feature, depths):
-    """The rows of seats [B] and what follows from them for nodes of these depths [N].  -> GatheredSeats"""
+    """Read the rows of seats [B], and compute positions, cache rows and keys of draws for nodes of depths [N].  -> GatheredSeats"""
     if not on_triton(seats):
         return gather_seats_reference(seats, integers, floats, block_table, feature, depths)
     device, batch, num_nodes = seats.device, len(seats), len(depths)
@@ -173,8 +173,8 @@ def advance_seats(seats, integers, feature, hidden, tokens, path, num_accepted, 
     """Advance the seats [B] in place; the seat `nobody` stays zero.
 
     hidden [B N, H] (None: features stay), tokens [B, N], path [B, D + 1], num_accepted and bonus [B] (int64)  ->  emitted
-    [B, D + 2]: how many tokens, the accepted ones and the bonus token, zeros. history int32 [S, T]; a token that has no place in it
-    is not written
+    [B, D + 2]: the number of tokens, then the accepted tokens and the bonus token, then zeros. history int32 [S, T]; a token beyond
+    its end is not written
     """
     if not on_triton(seats):
         return advance_seats_reference(

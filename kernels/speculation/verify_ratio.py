@@ -1,27 +1,27 @@
-"""The ratio rules on the device, one launch a step: `token` and `recursive`, `block` and `traversal`. Reference: ratio_rules.py.
+"""The ratio rules on the device, one launch per step: `token`, `recursive`, `block`, `traversal`. Reference: ratio_rules.py.
 
     parents, depths [N] or [B, N] in topological order, node 0 the root; tokens [B, N], -1: an empty slot; depth_limit [B]
     target scores [B N, V], temperature [B N]; draft scores [L, B, V], temperature [B]: distributions as in row_distributions.py
     distribution [N] or [B, N]: which of the L draft distributions the children of a node come from
-    sampled [N] or [B, N]: whether a child was sampled from it, or chosen
-    seed, sample, position [B]: what keys the noise; position: that of the step's root (philox.py says why)
+    sampled [N] or [B, N]: whether a node was sampled from it; if not, its distribution is one-hot
+    seed, sample, position [B]: keys of the noise; position: that of the step's root (philox.py says why)
     ->  path [B, D + 1] node at each depth, its last one repeated; num_accepted [B]; bonus [B] the token after the path
 
-On a chain `recursive` decides as `token` and `traversal` as `block` for every uniform, so there are two rules here; they differ in
-the rate r of a node, always 1 in `recursive`. No distribution is ever written: after j failed children a node's distribution P
-and what is left of its draft's distribution q are, token by token, j steps whose scalars are known from the j walks over V before,
+On a chain, for every uniform, `recursive` decides as `token` does and `traversal` as `block` does. So two rules are computed here;
+they differ in the rate r of a node, always 1 in `recursive`. No distribution is ever written. After j failed children, a node's
+distribution P and the rest of its draft's distribution q follow from j steps per token; the j walks over V found their scalars:
 
     P <- max(r P - (q / mass, or one-hot), 0) / S,  S its sum,     q <- q without the child's token,  mass its sum
 
-so that a child costs one walk. Where distributions are cut by min-p, top-k or top-p (keep_top.py), walks go over what is left: the
-target's tokens for S, as nothing else has any P, and the draft's for its mass. A program per node makes them; in `traversal` it
-waits for its parent's program to publish the rate at which it is entered. Programs after them decide, each for itself, and draw
-the token that follows, each on its part of V: argmax(log P + G). A program waits only for programs of lower number, which start
-first, so all come to an end, also where they run one by one. Requests at temperature 0 need no walk: their distributions are
-one-hot.
+So a child costs one walk. Where distributions are cut by min-p, top-k or top-p (keep_top.py), walks go over the kept tokens: the
+target's for S, as no other token has any P, and the draft's for its mass. One program per node walks; in `traversal` it first
+waits for its parent's program to publish the rate at which the node is entered. The programs after these each repeat the
+decision, and each draws the next token on its part of V: argmax(log P + G). A program waits only for programs of lower number,
+which start first: so all of them end, even if they run one by one. Requests at temperature 0 need no walk: their distributions
+are one-hot.
 
-Uniforms are those of philox.uniform (word n for node n). A drawn child whose q underflows to 0 counts as an empty slot.
-The workspace is left as it was found: zeros where programs signal each other, so a CUDA graph can replay the launch.
+Uniforms are those of philox.uniform (word n for node n). A sampled child whose q underflows to 0 counts as an empty slot. The
+launch leaves the workspace as it found it, with zeros where programs signal each other, so a CUDA graph can replay it.
 
 Letters: B requests, N nodes, D the tree's greatest depth, V vocabulary, L draft distributions.
 """
@@ -39,16 +39,16 @@ from .row_distributions import row_distributions
 
 RECURSIVE = ("token", "recursive")  # rules whose rate of a node is always 1
 _BLOCK = 2048  # tokens per step of a walk
-_PROGRAMS = 264  # that draw, about: two for each of an H200's multiprocessors
-_MAX_PARTS = 16  # of one row, when it is drawn from
+_PROGRAMS = 264  # programs that draw, about: two for each multiprocessor of an H200
+_MAX_PARTS = 16  # parts of one row in a draw
 
 
 class Workspace(NamedTuple):
-    """Of one batch size and number of nodes. Kept from step to step, and never used by two launches at once."""
+    """Memory of a launch, for one batch size and number of nodes. Kept from step to step; two launches never use it at once."""
 
-    signals: torch.Tensor  # int32 [B, N + 2] zeros: rates as they are published, nodes done, parts drawn
+    signals: torch.Tensor  # int32 [B, N + 2] zeros: published rates, number of nodes done, number of parts drawn
     rates: torch.Tensor  # fp32 [B, N] of nodes whose children have failed
-    steps: torch.Tensor  # fp32 [B, N, 5] per child r, 1 / mass or 0, one-hot's 1 or 0, 1 / S, its token's bits
+    steps: torch.Tensor  # fp32 [B, N, 5] per child: r, 1 / mass or 0, 1 for one-hot or 0, 1 / S, its token's bits
     keys: torch.Tensor  # int64 [B, parts] the best of each part
 
 
@@ -65,8 +65,9 @@ def make_workspace(batch, num_nodes, device):
 
 @jit
 def _topology(parents, depths, tokens, limit, num_nodes, NODES: tl.constexpr, DOUBLINGS: tl.constexpr):
-    """Of one request: parent and token of every node, and whether it and all above it are tokens within the limit. The root's
-    parent is -1."""
+    """Parent and token of every node of a request, and whether the node and all its ancestors are tokens within the limit.
+
+    The root's parent is -1."""
     node = tl.arange(0, NODES)
     inside = node < num_nodes
     parent = tl.load(parents + node, mask=inside, other=NODES).to(tl.int32)
@@ -90,7 +91,7 @@ def _distribution(scores, v, inside, top, per_nat, total):
 
 @jit
 def _target_distribution(row, v, inside, heat, lowest, top, unit, total, CUT: tl.constexpr):
-    """The same of the target: where distributions are cut, `row` holds logits before they are divided or cut."""
+    """The same for the target: where distributions are cut, `row` holds logits that are not yet divided or cut."""
     if CUT:
         x = scores_at(row, v, inside, heat)
         p = tl.where(_key(x, v) >= lowest, tl.exp2((x - top) * unit) * (1.0 / total), 0.0)
@@ -101,13 +102,13 @@ def _target_distribution(row, v, inside, heat, lowest, top, unit, total, CUT: tl
 
 @jit
 def _listed(tokens, i, count, vocab_size):
-    """The i-th tokens of `count` that are listed, or the i-th of all."""
+    """The i-th of the `count` listed tokens, or the i-th of all tokens where none are listed."""
     return tl.where(count < vocab_size, tl.load(tokens + i, mask=(i < count) & (count < vocab_size), other=0), i)
 
 
 @jit
 def _behind(P, q, v, steps, count):
-    """A node's distribution P and its draft's rest q at the tokens v, after `count` children have failed."""
+    """A node's distribution P, and the rest q of its draft's distribution, at the tokens v after `count` children have failed."""
     for i in range(count):
         r, soft, hot = tl.load(steps + 5 * i), tl.load(steps + 5 * i + 1), tl.load(steps + 5 * i + 2)
         scale, x = tl.load(steps + 5 * i + 3), tl.load(steps + 5 * i + 4).to(tl.int32, bitcast=True)
@@ -122,7 +123,7 @@ def _walk_children(
     p_row, p_heat, p_lowest, p_top, p_unit, p_total, p_tokens, p_count, q_row, q_top, q_unit, q_total, q_tokens, q_count,
     vocab_size, RECURSIVE: tl.constexpr, CUT: tl.constexpr, NODES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Publish the rates of the children of node n, entered at rate r, and store what each leaves behind.  -> its last rate"""
+    """Publish the rates of the children of node n, which is entered at rate r, and store each child's step.  -> n's last rate"""
     children = live & (parent == n)
     last, mass, num_children = n, r * 0.0 + 1.0, tl.sum(children.to(tl.int32), 0)
     for j in range(num_children):
@@ -137,7 +138,7 @@ def _walk_children(
         chance, wanted = tl.where(soft, q_x / mass, 1.0), r * p_x
         rate = tl.where(wanted < chance, wanted / chance, tl.where(wanted > 0, 1.0, 0.0))
         rate = tl.where(there, rate, 0.0)
-        # The sign bit tells a rate, 0 too, from the zeros that were there.
+        # The sign bit distinguishes a published rate, even a rate of 0, from the zeros before.
         tl.atomic_xchg(signals + c, rate.to(tl.int32, bitcast=True) | -0x80000000)
         inverse, hot = tl.where(soft, 1.0 / mass, 0.0), tl.where(soft, 0.0, 1.0)
         sums, left = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
@@ -192,13 +193,13 @@ def _verify_ratio(
         tl.load(depth_limit + request), num_nodes, NODES, DOUBLINGS,
     )  # fmt: skip
     node = tl.arange(0, NODES)
-    first = request * num_nodes  # of the request's nodes
+    first = request * num_nodes  # the request's first node
     signals += request * (num_nodes + 2)
     distribution += request * distribution_stride
     drawn += request * drawn_stride
     p_unit = log2_e / tl.where(heat > 0, heat, 1.0)
     if CUT:
-        p_unit = log2_e + heat * 0.0  # the highest score is one that has been divided
+        p_unit = log2_e + heat * 0.0  # p_top is a score, so it is already divided by the temperature
     q_unit = log2_e / tl.where(heat > 0, tl.load(draft_temperature + request).to(tl.float32), 1.0)
     if pid < num_nodes * batch:
         n = pid // batch
@@ -250,7 +251,7 @@ def _verify_ratio(
                 for _ in range(max_depth):
                     taken |= tl.max(kids * taken[None, :], 1)  # something is accepted at or below the node
         else:
-            if CUT:  # the only token that is kept
+            if CUT:  # the only kept token
                 wanted = tl.load(kept + (first + tl.maximum(parent, 0)) * vocab_size, mask=live, other=-1).to(tl.int64)
             else:
                 wanted = tl.load(best + first + tl.maximum(parent, 0), mask=live, other=-1)
@@ -311,10 +312,10 @@ def verify_ratio(
 ):  # fmt: skip
     """Accepted path, its length and the token after it; see above for shapes.
 
-    rule: a key of ratio_rules.RATIO_RULES; max_depth: of the tree; workspace: make_workspace of the same shape, on a GPU. kept:
-    where distributions are cut on a GPU, the keep_top.Kept of the target, of the same scores and temperature, and that of the
-    draft, whose scores are what is kept already. Siblings stand in the order in which they were sampled. Returns (path int64 [B,
-    max_depth + 1], num_accepted int64 [B], next token int64 [B]). Raises ValueError for shapes that do not fit.
+    rule: a key of ratio_rules.RATIO_RULES. max_depth: of the tree. workspace (on a GPU): make_workspace of the same shape. kept
+    (where distributions are cut, on a GPU): the keep_top.Kept of the target, for the same scores and temperature, and that of the
+    draft, whose scores are already cut. Siblings are in the order in which they were sampled. Returns (path int64
+    [B, max_depth + 1], num_accepted int64 [B], next token int64 [B]). Raises ValueError for shapes that do not fit.
     """
     if not on_triton(tokens):
         return verify_ratio_reference(

@@ -1,4 +1,4 @@
-"""The verifier `strict` on the device: follow the child that carries the target's own token, emit that token where there is none.
+"""The verifier `strict` on the device: follow the child that equals the target's own token; where none does, emit that token.
 
     parents, depths [N] (or [B, N]) in topological order, node 0 the root; tokens, target_tokens [B, N]; depth_limit [B]
     ->  path [B, D + 1] node at each depth, its last one repeated; num_accepted [B]; bonus [B] the token after the path

@@ -1,10 +1,10 @@
 """The verifier `synthetic` on the device: accept by given rates, whatever the tokens are; for benchmarks without a trained head.
 
-    tokens' path: the tree's deepest one, [D + 1] nodes; rates [R >= D] fp64: the chance that depth 1, 2, ... is reached, falling
+    path [D + 1]: nodes of the tree's deepest path; rates [R >= D] fp64: the chance that depth 1, 2, ... is reached, never rising
     seed, committed, remaining [B]; target_tokens [B, N]
     ->  path [B, D + 1], num_accepted [B], bonus [B]: as verify_strict
 
-The draw of a request is the finaliser of splitmix64 over its seed and committed length, so it is the same whoever shares the batch.
+The draw of a request is the finaliser of splitmix64 over its seed and committed length: it is the same in every batch.
 """
 
 import torch

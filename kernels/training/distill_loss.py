@@ -1,10 +1,9 @@
-"""Losses of the rows of a head's logits and, in their place, the gradients: its distribution q against the text or the target's
-distribution p.
+"""Losses of a head's distribution q against the text or the target's distribution p; gradients overwrite the logits.
 
     hard      -log q(label)                    cross entropy against the text
     kl        sum p (log p - log q)            forward KL from the target's distribution
     lk        w kl + (1 - w)(1 - alpha)        LK (arXiv 2602.23881): alpha = sum min(p, q) is the probability that a draft
-                                               from q is accepted; w, one for all rows, is the caller's (train/loss/losses.py)
+                                               from q is accepted; the caller sets w for all rows (train/loss/losses.py)
     lk-log    -log alpha                       LK's other form
     + top_k_weight * sum of -p log q over the likeliest tokens of p (not normalised again): HASS's term (arXiv 2408.15766)
 
@@ -15,17 +14,17 @@ With z the logits, d q_j / d z_i = q_j (1[i = j] - q_i), so every gradient is `s
     top-K   M q - top,   where top = p on the K tokens, else 0, and M = sum top
 
 The logits are overwritten by `factor` times the gradient of their row's loss: the caller hands them to the backward of the product
-that made them. Two walks over a row, three for lk and lk-log; beside the logits and the target's (target_distribution.py) nothing
-of size [C, V] exists on a GPU, and all arithmetic is fp32 there. By-products: alpha, which is the row's rate of acceptance, and the
-label's rank.
+that made them. Two walks over a row, three for lk and lk-log. On a GPU nothing of size [C, V] exists beside the logits and the
+target's (target_distribution.py), and all arithmetic is fp32. By-products: alpha, the row's rate of acceptance, and the label's
+rank.
 
-Draft vocabularies of Vd < V tokens: q is normalised over the Vd, p over all V; over the slice it sums to P < 1. Each sum above
-then runs over the slice. kl counts what the draft can say and nothing for the mass outside, where it would be infinite: its least
-value is P log P < 0, at q = p / P. alpha is the exact rate of acceptance as before (q is 0 outside), at most P. The likeliest
-tokens are those of the slice.
+Draft vocabularies of Vd < V tokens: q is normalised over the Vd tokens, p over all V; over this slice p sums to P < 1. Each sum
+above then runs over the slice. kl counts the tokens of the slice and ignores the mass outside, where it would be infinite: its
+minimum is P log P < 0, at q = p / P. alpha is still the exact rate of acceptance (q is 0 outside), at most P. The likeliest tokens
+are those of the slice.
 
-p = 0 counts nothing whatever q is there (0 log 0 = 0); q = 0 where p > 0 makes kl infinite and its gradient stays finite. NaN,
-plus infinity and a row of minus infinities make the loss NaN. It does not project, and knows nothing of positions
+Terms with p = 0 are 0 whatever q is (0 log 0 = 0); q = 0 where p > 0 makes kl infinite, but its gradient stays finite. NaN, plus
+infinity and a row of minus infinities make the loss NaN. This file does not project, and knows nothing of positions
 (train/loss/distillation.py).
 
 Letters: C rows, V vocabulary of the logits (Vd with a draft vocabulary), K tokens of HASS's term.
@@ -45,11 +44,11 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 class RowFigures(NamedTuple):
-    """[C] each; of rows that are not valid 0, 0 and NO_RANK."""
+    """Figures of C rows, [C] each; 0, 0 and NO_RANK for rows that are not valid."""
 
     loss: torch.Tensor  # fp32, fp64 for fp64 logits
     alpha: torch.Tensor | None  # the same; None where not measured, or without the target's distribution
-    rank: torch.Tensor | None  # int64: the label's place, 1 the likeliest, ties to the lowest id; NO_RANK for label -1
+    rank: torch.Tensor | None  # int64: the label's rank from 1, ties to the lowest id; NO_RANK for label -1
 
 
 def distill_loss_reference(logits, labels, valid, distribution, name, kl_weight, top_k_weight, factor, measure):
@@ -109,7 +108,7 @@ def _distill(
     NAME: tl.constexpr, LAW: tl.constexpr, SLICE: tl.constexpr, TOP_K: tl.constexpr, MEASURE: tl.constexpr,
     NONE: tl.constexpr, TINY: tl.constexpr, BLOCK: tl.constexpr, TOP_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row. Nothing is read back that it wrote: what the label and the likely tokens need is read before the first walk."""
+    """One row. It never reads what it wrote: the logits of the label and of the likely tokens are read before the first walk."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     z_row = logits + row * vocab_size
@@ -123,7 +122,7 @@ def _distill(
             if LAW:
                 tl.store(alphas + row, 0.0)
     else:
-        # Before the first walk: its reductions are barriers, after which one warp may overwrite what another has not read yet.
+        # Read before the first walk: after the barriers of its reductions a warp may overwrite what another warp has not read yet.
         label = tl.load(labels + row)
         of_label = tl.load(z_row + tl.maximum(label, 0)).to(tl.float32)
         if TOP_K > 0:
@@ -190,7 +189,7 @@ def _distill(
                 tl.store(alphas + row, alpha_)
         share += share_top
 
-        # Last walk: the gradient, in place; with hard and kl also what the second one would have found.
+        # Last walk: the gradient, in place; for hard and kl also the sums that a second walk would have found.
         for start in range(0, vocab_size, BLOCK):
             token = start + lane
             inside = token < vocab_size

@@ -1,14 +1,14 @@
-"""What the losses of a chunk need to know of the target's distribution p, once for all heads that are held against it.
+"""The target's distribution p as the losses of a chunk need it, computed once for all heads that are compared with it.
 
     log p(v) = (y(v) - top) - log_sum,   top = max y,   log_sum = log sum exp(y - top)          y: the target's logits [C, V]
 
-Both run over the whole vocabulary V, also where the head drafts over a part of it (`draft_ids`, Vd tokens): of the distribution
-then those Vd entries are kept, whose sum `mass` is below 1. On a GPU no probability is written anywhere: y stays in its own
-dtype, and who walks over a row (distill_loss.py) makes p as it goes. Taking top away first keeps five digits that a
+Both run over the whole vocabulary V, also where the head drafts over a part of it (`draft_ids`, Vd tokens): then those Vd entries
+of the distribution are kept, and their sum `mass` is below 1. On a GPU no probability is written to memory: y stays in its own
+dtype, and the kernel that walks over a row (distill_loss.py) computes p as it goes. Subtracting top first keeps five digits that a
 log-normaliser of 1e4 would cost.
 
-Logits of minus infinity have p = 0. A row of nothing else, one with plus infinity and one with NaN have no distribution: log_sum
-is NaN.
+Logits of minus infinity have p = 0. A row has no distribution if it holds nothing else, or plus infinity, or NaN: its log_sum is
+NaN.
 
 Letters: C rows, V vocabulary (Vd with a draft vocabulary), K tokens of HASS's term.
 """
@@ -19,20 +19,20 @@ import torch
 
 from ..jit import jit, on_triton, tl, triton
 
-BLOCK = 8192  # tokens looked at together: 8 of each of 1024 threads
+BLOCK = 8192  # tokens loaded at once: 8 for each of 1024 threads
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class TargetDistribution(NamedTuple):
     """The distribution of C rows over the tokens that the head can say, all but the logits in fp32 at least.
 
-    The kernels know it by top and log_sum, the reference by p and plogp; what is the other's is None.
+    The kernels use top and log_sum, the reference p and plogp; the fields of the other are None.
     """
 
     logits: torch.Tensor  # [C, V]
     mass: torch.Tensor | None = None  # [C] sum of p, where a draft vocabulary leaves tokens out; None: 1
     likely: torch.Tensor | None = None  # [C, K] p of the likeliest tokens of the slice
-    likely_tokens: torch.Tensor | None = None  # int64 [C, K] their places in it
+    likely_tokens: torch.Tensor | None = None  # int64 [C, K] their places in the slice
     top: torch.Tensor | None = None  # [C]
     log_sum: torch.Tensor | None = None  # [C]
     p: torch.Tensor | None = None  # [C, V]
@@ -55,24 +55,24 @@ def target_distribution_reference(logits, draft_ids=None):
 
 
 def sum_p_times(p, x):
-    """sum p x of every row, where p = 0 counts nothing even if x is infinite."""
+    """sum p x of every row; terms with p = 0 are 0 even if x is infinite."""
     total = dot(p, x)
     return dot(p, torch.where(p == 0, 0, x)) if total.isnan().any() else total
 
 
 def dot(a, b):
-    """Sum of a b over the last axis, not in the bfloat16 that autocast would make of it: that keeps two or three digits."""
+    """Sum of a b over the last axis. Autocast is off: its bfloat16 would keep only two or three digits."""
     with torch.autocast(a.device.type, enabled=False):
         return torch.linalg.vecdot(a, b)
 
 
 @jit
 def add_lanes(top, total, x):
-    """One value more per lane: the lane's highest so far, and sum exp(value - highest), with one exponential.
+    """Add one value per lane to the lane's highest so far and its sum of exp(value - highest), with one exponential.
 
-    A lane that has seen minus infinity alone counts those; `merge_lanes` gives them no weight.
+    A lane that has seen only minus infinities counts them in its sum; `merge_lanes` gives that sum no weight.
     """
-    gap = tl.where(x == top, 0.0, x - top)  # also between two minus infinities
+    gap = tl.where(x == top, 0.0, x - top)  # 0 also between two minus infinities
     shrunk = tl.exp(-tl.abs(gap))
     total = tl.where(gap > 0, total * shrunk + 1.0, total + shrunk)
     return tl.maximum(top, x), total
@@ -113,11 +113,10 @@ def _distribution(
 
 
 def target_distribution(logits, draft_ids=None, top_k=0):
-    """The TargetDistribution of the target's logits [C, V], which it keeps; draft_ids: int64 [Vd], the tokens of a draft
-    vocabulary.
+    """The TargetDistribution of the target's logits [C, V], which it holds on to.
 
-    top_k: also find so many of the likeliest tokens of the slice (all of it, if it holds fewer). Raises ValueError for shapes and
-    dtypes that do not fit.
+    draft_ids: int64 [Vd], the tokens of a draft vocabulary. top_k: also find the top_k likeliest tokens of the slice (all of it, if
+    it holds fewer). Raises ValueError for shapes and dtypes that do not fit.
     """
     if logits.dim() != 2 or (draft_ids is not None and draft_ids.dim() != 1):
         shapes = tuple(logits.shape), None if draft_ids is None else tuple(draft_ids.shape)
@@ -147,7 +146,7 @@ def target_distribution(logits, draft_ids=None, top_k=0):
 
 
 def with_likely(distribution, top_k):
-    """The distribution with the top_k likeliest tokens of the slice, all of it if it holds fewer."""
+    """Add the top_k likeliest tokens of the slice to the distribution (all tokens, if it holds fewer)."""
     logits, tokens = distribution.logits.topk(min(top_k, distribution.logits.shape[-1]), -1)  # [C, K] each
     if distribution.p is not None:
         p = distribution.p.gather(-1, tokens)
@@ -157,7 +156,7 @@ def with_likely(distribution, top_k):
 
 
 def check_kernel_dtype(op, logits):
-    """ValueError for logits that no kernel reads: fp64 is for the reference."""
+    """Raises ValueError for a dtype of logits that the kernels do not read: fp64 is for the reference."""
     if logits.dtype not in KERNEL_DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in KERNEL_DTYPES)
         raise ValueError(f"{op} on {logits.device} takes {names}, got {logits.dtype}")

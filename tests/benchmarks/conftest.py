@@ -1,4 +1,4 @@
-"""A tiny Llama to measure, and fixtures of other rooms that the tests of benchmarks/ take."""
+"""A tiny Llama to measure, and fixtures of other rooms for the tests of benchmarks/."""
 
 from headstart.tests.benchmarks.small_bench import bench, shape, small_measurements  # noqa: F401
 from headstart.tests.train.conftest import arguments, conversations, launch_nodes, word_target  # noqa: F401

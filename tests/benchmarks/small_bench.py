@@ -1,4 +1,4 @@
-"""A tiny Llama to measure, measurements that take no time, and `headstart bench` on both."""
+"""A tiny Llama to measure, quick stand-ins for slow measurements, and `headstart bench` with both."""
 
 import json
 
@@ -31,7 +31,7 @@ def shape(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def small_measurements(monkeypatch):
-    """The rates of copies and products from sizes that take no time."""
+    """Measure the rates of copies and products at sizes that take no time."""
     monkeypatch.setitem(floor.COPIED_BYTES, "cpu", 1 << 20)
     monkeypatch.setitem(floor.SQUARE, "cpu", 64)
 

@@ -1,4 +1,4 @@
-"""`headstart bench` whatever it measures: what it cannot do is one line, and its help teaches every benchmark."""
+"""All benchmarks of `headstart bench`: an impossible request is a one-line error, and --help explains every benchmark."""
 
 import pytest
 

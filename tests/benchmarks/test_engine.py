@@ -1,5 +1,5 @@
-"""The engine and its parts on random weights, on the CPU: what steps, drafts, whole runs and a peer's print, write and count,
-and what they are held against. No figure is judged."""
+"""Benchmarks of the engine and its parts on random weights, on the CPU: what they print, write and count for steps, drafts, whole
+runs and a peer, and their baselines. No figure is judged."""
 
 import json
 
@@ -106,7 +106,7 @@ def test_engine_takes_a_head_of_every_method_and_as_deep_as_asked(bench, head, m
     )  # fmt: skip
     assert [row["draft"] for row in found["rows"]] == ["plain", f"{head} chain"]
     assert found["rows"][1]["nodes"] == 6
-    assert found["rows"][1]["tokens_per_step"] == pytest.approx(5.5, abs=0.5)  # out of reach of drafts 4 deep
+    assert found["rows"][1]["tokens_per_step"] == pytest.approx(5.5, abs=0.5)  # more than drafts of depth 4 can reach
     assert found["settings"]["head"] == head
 
 

@@ -1,4 +1,4 @@
-"""How the benchmarks and the GPU tests start processes as on several machines: benchmarks/training/launch_nodes.py."""
+"""benchmarks/training/launch_nodes.py, by which benchmarks and GPU tests start processes as if on several machines."""
 
 import os
 import time
@@ -41,7 +41,7 @@ def test_time_that_is_up_leaves_no_process(launch_nodes, tmp_path, monkeypatch, 
     reader = os.open(alive, os.O_RDONLY | os.O_NONBLOCK)
 
     def hours():
-        """Time stands still until every process has begun."""
+        """A clock that stands still until every process has begun."""
         return 3600 * (len(list(tmp_path.glob("[0-9]"))) == num_processes)
 
     monkeypatch.setitem(launch_nodes.__globals__, "time", SimpleNamespace(monotonic=hours, sleep=time.sleep))

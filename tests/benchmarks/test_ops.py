@@ -1,5 +1,5 @@
-"""Single operations on the CPU, with the references: each is timed beside its floor, and the losses that ours is held against
-say what ours says. No figure is judged."""
+"""Benchmarks of single operations on the CPU, with the references: each is timed beside its floor, and the baseline's losses equal
+ours. No figure is judged."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def test_kernel_times_every_operation(bench, op):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_plain_losses_are_the_kernels(name):
-    """What the benchmarks of training hold the kernel against says the same, gradients and all."""
+    """The plain losses, the baseline of the training benchmarks, equal the kernel's losses and gradients."""
     logits, target = torch.randn(2, 9, 31, generator=torch.Generator().manual_seed(0))
     labels, valid = torch.arange(9), torch.ones(9, dtype=torch.bool)
     z = logits.clone().requires_grad_()

@@ -1,4 +1,4 @@
-"""`headstart bench train` on the CPU with a tiny shape: what it counts, prints and refuses. No figure is judged."""
+"""`headstart bench train` on the CPU with a tiny shape: counts, output and refusals. No figure is judged."""
 
 import json
 
@@ -37,7 +37,7 @@ def shape(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def small_measurements(monkeypatch):
-    """The rate of products from one that takes no time, and a draft vocabulary smaller than the tiny one."""
+    """Measure the rate of products with a quick product, and take a draft vocabulary smaller than the tiny vocabulary."""
     monkeypatch.setitem(floor.SQUARE, "cpu", 64)
     monkeypatch.setattr("headstart.benchmarks.random_heads.DRAFT_VOCABULARY", 50)
 
@@ -72,7 +72,7 @@ def test_both_ways_give_the_same_gradients(shape, head, loss, lm_head):
         found.append(run.gradients(way))
         found.append([parameter.grad.clone() for parameter in benchmark.trained(run.head)])
         run.optimizer.zero_grad()
-    # A KL divergence is a difference of log-probabilities near -5, which fp32 has to 5e-7.
+    # A KL divergence is a difference of log-probabilities near -5, which fp32 holds to 5e-7.
     assert found[0] == pytest.approx(found[2], rel=1e-5, abs=2e-6)
     for one, other in zip(found[1], found[3], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)

@@ -1,4 +1,4 @@
-"""The `headstart` command on a tiny target: what it prints, writes and refuses."""
+"""The `headstart` command on a tiny target: its output, its files, its refusals."""
 
 import json
 import shutil
@@ -209,7 +209,7 @@ def test_every_command_that_decodes_chooses_its_threads(target_folder, head_fold
 
 @pytest.fixture
 def threads(monkeypatch):
-    """Two threads, none of them asked for by the user; the number before comes back."""
+    """Set torch to two threads, without a choice by the user; restore the number afterwards."""
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     before = torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""Where commands write, and what is left where they cannot."""
+"""The output files of commands, and the state of the disk after a failed write."""
 
 import json
 import os
@@ -50,22 +50,22 @@ def test_the_tree_of_a_head_on_the_hub_needs_a_place(monkeypatch, tmp_path, head
     monkeypatch.setattr("headstart.heads.checkpoint.resolve_head", lambda source: head_folder)
     monkeypatch.setattr("headstart.inference.speculation.proposers.is_draft_model", lambda source: False)
     assert main(["tree", "you/heads", "--model", "m", "--budget", "4"]) == 2
-    assert "you/heads is no folder here to keep the tree in: name a file with --output" in capsys.readouterr().err
+    assert "you/heads is not a folder here to keep the tree in: name a file with --output" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("text", ["a\ud800b", "bad\udcff"])
 def test_text_with_half_a_character_is_refused_by_name(llm, target_folder, tmp_path, capsys, text):
-    with pytest.raises(ValueError, match="prompt 1 is no valid Unicode text: the character"):
+    with pytest.raises(ValueError, match="prompt 1 is not valid Unicode text: the character"):
         llm.generate(["fine", text])
-    with pytest.raises(ValueError, match="message 0 of the conversation: the content is no valid Unicode text"):
+    with pytest.raises(ValueError, match="message 0 of the conversation: the content is not valid Unicode text"):
         llm.chat([{"role": "user", "content": [{"type": "text", "text": text}]}])
     assert main(["generate", "--model", str(target_folder), text]) == 2
-    assert "is no valid Unicode text" in capsys.readouterr().err
+    assert "is not valid Unicode text" in capsys.readouterr().err
     path = tmp_path / "prompts.jsonl"
     for entry, what in (({"prompt": text}, "prompt"), ({"messages": [{"role": "user", "content": text}]}, "content")):
         path.write_text(json.dumps({"prompt": "x"}) + "\n" + json.dumps(entry))
-        with pytest.raises(ValueError, match=rf"prompts\.jsonl, line 2: the {what} is no valid Unicode"):
+        with pytest.raises(ValueError, match=rf"prompts\.jsonl, line 2: the {what} is not valid Unicode"):
             read_prompts(path)
     path.write_bytes(b'{"prompt": "x"}\n{"prompt": "\xff"}\n')
     with pytest.raises(ValueError, match=r"prompts\.jsonl, line 2 is not UTF-8 text"):

@@ -1,4 +1,4 @@
-"""`headstart verify-lossless`: it passes what is lossless, and each of its checks fails when its promise is broken."""
+"""`headstart verify-lossless`: a lossless engine passes, and each check fails when its promise is broken."""
 
 import json
 import random
@@ -13,7 +13,7 @@ from headstart.evaluation.lossless import Check, two_sample_test, verdict, verif
 from headstart.inference.llm import LLM
 from headstart.kernels.speculation.verify_strict import verify_strict
 
-COLD = 0.1  # at 1 the random target's distribution is so flat that no sample comes up twice
+COLD = 0.1  # at 1 the random target's distribution is so flat that no sample occurs twice
 PROMPTS = [{"prompt_token_ids": [5, 9, 2, 7]}, {"prompt_token_ids": [3, 1, 4, 1, 5, 9]}]
 
 

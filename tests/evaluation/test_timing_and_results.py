@@ -1,4 +1,4 @@
-"""How a measurement is timed, which kernels it says the time went to, and under which name it is kept."""
+"""Timing of measurements, the share of each kernel, and the names of result files."""
 
 import json
 from datetime import date

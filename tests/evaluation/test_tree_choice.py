@@ -32,7 +32,7 @@ from headstart.inference.llm import LLM
 from headstart.inference.speculation.tree import GrowingTree, Tree, load_tree
 from headstart.train.report.report import write_report
 
-RATES = [[0.6, 0.25], [0.3, 0.5], [0.55, 0.05]]  # of the second depth the second candidate is the better one
+RATES = [[0.6, 0.25], [0.3, 0.5], [0.55, 0.05]]  # at the second depth the second candidate is better
 
 
 def all_trees(rates, depth=0):
@@ -115,7 +115,9 @@ def test_dynamic_trees_to_try_can_leave_nodes_out():
     for depth, nodes, most in itertools.product((1, 2, 6), (2, 9, 64), (1, 6, 8)):
         for tree in dynamic_candidates(depth, nodes, most):
             assert tree.max_depth > 1  # every confidence decides something
-            assert tree.num_nodes <= tree.num_candidates  # one candidate at least is left out: the root is none of them
+            assert (
+                tree.num_nodes <= tree.num_candidates
+            )  # at least one candidate is left out (the root is not a candidate)
             for other in other_sizes(tree):
                 assert (other.max_depth, other.width) == (tree.max_depth, tree.width)
                 assert tree.num_nodes != other.num_nodes <= other.num_candidates
@@ -143,7 +145,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(tree_measurement, "NUM_PROMPTS", 2)
     monkeypatch.setattr(tree_measurement, "MAX_TOKENS", 12)
     monkeypatch.setattr(tree_measurement, "TIMED_STEPS", 10)
-    # So wide that nodes can be left out of whatever static tree the clock makes the best one.
+    # So wide that nodes can be left out of any static tree that the timing may choose.
     monkeypatch.setattr(tree_choice, "DYNAMIC_WIDTHS", (8,))
 
 
@@ -168,7 +170,7 @@ def eagle_folder(target_folder, tmp_path_factory):
 
 
 def check_file(path, batch, methods):
-    """What the file says fits together.  -> (tree, content)"""
+    """Check that the file is consistent.  -> (tree, content)"""
     tree, content = load_tree(path), json.loads(path.read_text())
     choice, chosen = content["choice"], content["choice"]["chosen"]
     assert choice["batch_size"] == batch
@@ -215,7 +217,7 @@ def test_command_tries_dynamic_trees_for_an_eagle_head_and_the_report_explains(
     page = write_report(run).read_text()
     assert "Expected speed of the best static tree" in page
     assert 'class="marked"' in page
-    if isinstance(tree, Tree):  # which one is a matter of speed
+    if isinstance(tree, Tree):  # static or dynamic depends on speed
         other = 2 if tree.num_nodes == 3 else 3
         assert candidate_trees(3, run / "tree.json", [other], run)[2][0] == f"tree of {other}"
 

@@ -1,6 +1,6 @@
-"""The maths of EAGLE heads written again, row by row and without anything of heads/: what the tests compare with.
+"""Independent implementation of EAGLE heads for the tests, row by row and without code of heads/.
 
-Weights are read by the names that published files have. `mutant` names a mistake to make, so that tests can show it would be seen.
+Weights are read by the names in published files. `mutant` names a mistake to make, so that tests can show that it would be seen.
 """
 
 import math

@@ -2,8 +2,8 @@
 
     LAYOUTS["EAGLE-3, original"].write(folder)
 
-Every layout says what it is read as: its format, the notes that are told, and its logits, in fp64 and from the published names by
-an implementation that has nothing of heads/ in it (for EAGLE heads eagle_reference.py, for MLP speculators test_mlp_speculator.py).
+Every layout has the expected result of reading it: its format, its notes, and its logits in fp64, from the published names by an
+implementation without code of heads/ (for EAGLE heads eagle_reference.py, for MLP speculators test_mlp_speculator.py).
 """
 
 from dataclasses import replace
@@ -33,7 +33,7 @@ LAYOUTS |= {
 
 
 def logits_of(head):
-    """What a loaded head (fp64) computes where Published.logits does: one tensor per depth."""
+    """Logits of a loaded head (fp64) at the positions of Published.logits: one tensor per depth."""
     kind = type(head).__name__
     if kind == "Medusa":
         return head(FEATURES[0, :, :H], LM_HEAD)[0]

@@ -16,7 +16,7 @@ EMBEDDING = torch.randn(V, H, generator=torch.Generator().manual_seed(4))  # the
 
 
 def eagle(head_dim=4, fc_bias=False, embedding=True, qkv_bias=False, prefix="layers.0.", width=1):
-    """The decoder layer's tensors and fc.  width: of what q, k and v read, in hidden sizes"""
+    """The decoder layer's tensors and fc.  width: of the input of q, k and v, in hidden sizes"""
     q, kv = 6 * head_dim, 2 * head_dim
     shapes = {"fc.weight": (H, (width + 1) * H), f"{prefix}post_attention_layernorm.weight": (H,)}
     shapes |= {f"{prefix}self_attn.{one}_proj.weight": (rows, width * H) for one, rows in zip("qkv", (q, kv, kv))}
@@ -30,7 +30,7 @@ def eagle(head_dim=4, fc_bias=False, embedding=True, qkv_bias=False, prefix="lay
 
 
 def llama(**keys):
-    """A config as it is published: no head_dim, no rope_theta."""
+    """A config as published: no head_dim, no rope_theta."""
     sizes = {"hidden_size": H, "vocab_size": V, "intermediate_size": I, "num_hidden_layers": 1, "rms_norm_eps": 1e-5}
     heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_act": "silu", "tie_word_embeddings": False}
     names = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "max_position_embeddings": 2048}

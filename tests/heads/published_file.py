@@ -1,4 +1,4 @@
-"""A published checkpoint as published.py's modules describe it: what its files hold, and what is true of it."""
+"""A published checkpoint as published.py's modules describe it: the content of its files, and the expected result of reading it."""
 
 import json
 from collections.abc import Callable
@@ -15,13 +15,13 @@ FEATURES, TOKENS = text(width=3 * H, steps=(STEPS,))
 
 @dataclass(frozen=True)
 class Published:
-    """One checkpoint and what is true of it."""
+    """One checkpoint and the expected result of reading it."""
 
     tensors: dict
     config: dict
-    logits: Callable  # () -> what a reader must compute, one tensor per depth
+    logits: Callable  # () -> the logits that a reader must compute, one tensor per depth
     format: str
-    notes: tuple = ()  # patterns of what is told of its config, all of it
+    notes: tuple = ()  # patterns of all notes on its config
     file_name: str = "model.safetensors"
     num_shards: int = 1
 
@@ -42,7 +42,7 @@ class Published:
 
 
 def draw(shapes, seed=5):
-    """Random tensors, none like another, by their shapes; norms around 1."""
+    """Random tensors of these shapes, all different; norms around 1."""
     generator = torch.Generator().manual_seed(seed)
     found = {name: torch.randn(shape, generator=generator) / shape[-1] ** 0.5 for name, shape in shapes.items()}
     return {name: 1 + value if "norm" in name else value for name, value in found.items()}

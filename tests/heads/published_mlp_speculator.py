@@ -20,7 +20,7 @@ def mlp(steps=3, tied=False):
 
 
 def repeated(tensors, steps=3):
-    """A tied file that says everything for every step."""
+    """A tied file that repeats every tensor for every step."""
     found = {}
     for name, tensor in tensors.items():
         kind, first, what = name.split(".")

@@ -1,4 +1,4 @@
-"""A head's folder, whatever its format: how it is found, read and written whole, and whatever is wrong with it is said by name."""
+"""Folders of heads in every format: finding, reading, writing them whole, and errors that name what is wrong."""
 
 import errno
 import json
@@ -23,7 +23,7 @@ H, V = 24, 37
 
 
 def make_head(num_heads=3, num_layers=1, shared=False, base="some/target"):
-    """Heads whose every tensor is random, so that no two of them can be mistaken for each other."""
+    """Heads with random tensors only, so that no two tensors can be mistaken for each other."""
     head = Medusa(MedusaConfig(H, V, num_heads, num_layers, shared, base))
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -174,7 +174,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
 
 
 def test_a_write_that_the_system_refuses_leaves_nothing_behind(tmp_path):
-    """A real failing write, in both libraries: a process that may not write files larger than 4 KiB, or than one of them."""
+    """A write that really fails, in both libraries: the process may not write files larger than 4 KiB, or than one of the files."""
     script = (
         "import resource, sys, torch; from headstart.heads.checkpoint import save_head;"
         "from headstart.heads.medusa import Medusa, MedusaConfig;"

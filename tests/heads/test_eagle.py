@@ -1,4 +1,4 @@
-"""EAGLE's training forward is the maths of the paper, written again row by row in fp64; every mistake tried changes its logits."""
+"""EAGLE's training forward equals the paper's formulas, implemented row by row in fp64; every mistake tried changes its logits."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ SHAPE = dict(
 
 
 def randomize(head, seed=0):
-    """Every tensor random and none like another; norms around 1."""
+    """Make all tensors random and different; norms around 1."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in head.named_parameters():
@@ -82,7 +82,7 @@ def test_documents_of_a_row_do_not_see_each_other():
 
 
 def test_only_distances_between_positions_count():
-    """So a shift of all positions is no mistake that anyone could see, and another distance is one."""
+    """A shift of all positions changes nothing; another distance between positions does."""
     head = make()
     positions, documents = one_document(T)
     states = head(*text(), positions, documents)

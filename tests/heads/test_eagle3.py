@@ -1,4 +1,4 @@
-"""EAGLE-3's unrolled training forward is the same as step by step, written again row by row in fp64; mistakes change its logits."""
+"""EAGLE-3's unrolled training forward equals a step-by-step implementation, row by row in fp64; mistakes change its logits."""
 
 from dataclasses import replace
 
@@ -54,7 +54,7 @@ def test_unrolled_logits_are_those_of_the_definition(num_steps, layers, norm_bef
     ],
 )
 def test_every_mistake_changes_the_logits(mutant, first):
-    """first: the step in which it shows."""
+    """first: the first step that the mistake changes."""
     head = make()
     features, tokens = text(width=3 * HT, steps=(S,))
     found = logits_of(head, features, tokens, *one_document(T), num_steps=S)[0]
@@ -99,7 +99,7 @@ def test_everything_but_the_targets_embedding_is_trained(num_steps, own_embeddin
 
 
 def test_gradients_of_the_unrolled_forward_are_right():
-    """Against differences of the loss: the join of the two softmaxes is in every one of them."""
+    """Compared with finite differences of the loss; all of them include the join of the two softmaxes."""
     head = make()
     features, tokens = text(width=3 * HT, steps=(S,))
 
@@ -190,7 +190,7 @@ def test_a_narrower_layer_holds_fewer_of_the_targets_attention_heads():
 def test_draft_vocabulary_holds_the_most_frequent_tokens():
     counts = torch.tensor([4, 0, 9, 4, 4, 1, 9, 0])
     d2t, t2d = build_draft_vocabulary(counts, 4)
-    assert (torch.arange(4) + d2t).tolist() == [0, 2, 3, 6]  # of the tie of 4s the lower ids
+    assert (torch.arange(4) + d2t).tolist() == [0, 2, 3, 6]  # the lower ids of the tie of 4s
     assert t2d.nonzero().flatten().tolist() == [0, 2, 3, 6]
     d2t, t2d = build_draft_vocabulary(counts, 4, always=[7, 1, 7])
     assert (torch.arange(4) + d2t).tolist() == [1, 2, 6, 7]

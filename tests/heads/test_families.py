@@ -31,7 +31,7 @@ def test_an_mlp_speculator_is_recognised_by_its_tensors(tmp_path):
     head = MLPSpeculator(MLPSpeculatorConfig(H, V, 12, num_steps=2, base_model_name_or_path="some/target"))
     save_head(head, tmp_path / "head")
     assert {path.name for path in (tmp_path / "head").iterdir()} == {"config.json", "model.safetensors"}
-    edit_config(tmp_path / "head", model_type="medusa", medusa_num_heads=2)  # a config that lies
+    edit_config(tmp_path / "head", model_type="medusa", medusa_num_heads=2)  # a wrong config
     loaded = load_head(tmp_path / "head", dtype="bfloat16")
     assert loaded.config == head.config
     assert same_head(loaded, head.bfloat16())
@@ -47,7 +47,7 @@ def test_a_head_of_another_family_is_named():
         check_family(speculator, family_of(make_head()))
     with pytest.raises(ValueError, match="a head of the family Medusa, expected one of the family MLP speculator"):
         check_family(make_head(), family_of(speculator))
-    with pytest.raises(ValueError, match="a Linear is no head: expected one of Medusa, MLP speculator"):
+    with pytest.raises(ValueError, match="a Linear is not a head: expected one of Medusa, MLP speculator"):
         family_of(torch.nn.Linear(2, 2))
 
 
@@ -87,7 +87,7 @@ def test_sharded_heads_are_told_from_sharded_targets(tmp_path):
 
 @pytest.mark.parametrize("name", ["vLLM's Medusa, sharded", "EAGLE-3, sharded", "Medusa, tied blocks"])
 def test_every_file_of_a_head_is_fetched_from_the_hub(tmp_path, monkeypatch, name):
-    """A Hub that copies: what is asked for comes one by one, into a cache that is empty before."""
+    """With a Hub that copies single files, as they are asked for, into an empty cache."""
     hub, cache = tmp_path / "hub", tmp_path / "cache"
     LAYOUTS[name].write(hub)
     cache.mkdir()
@@ -148,7 +148,7 @@ EAGLE3 = Eagle3Config(**SIZES, target_hidden_size=H, draft_vocab_size=9, aux_lay
     [(Eagle, EagleConfig(**SIZES)), (Eagle3, EAGLE3), (Eagle3, replace(EAGLE3, norm_before_residual=True))],
 )
 def test_a_run_goes_on_with_the_targets_embedding(tmp_path, kind, config):
-    """In another dtype than the head's, as on a GPU; plain checkpoints leave it out."""
+    """The embedding has another dtype than the head, as on a GPU; plain checkpoints leave it out."""
     head = kind(config)
     table = torch.randn(V, H).bfloat16()
     head.take_embedding(table)
@@ -178,7 +178,7 @@ OWN = ("heads", "heads/formats", "inference/speculation/drafters", "hub_export/r
 
 
 def test_nobody_else_asks_for_a_family():
-    """Neither by its class, nor by its modules, nor by comparing with its key or name. (Benchmarks measure heads by name.)"""
+    """Not by its class, its modules, its key or its name. (Benchmarks measure heads by name.)"""
     words = {text for family in FAMILIES for text in (family.key, family.name)}
     classes, keys = ({family.head.__name__ for family in FAMILIES}, {family.key for family in FAMILIES})
     own = {f"{room}/{key}.py" for room in OWN for key in keys} | {"heads/families.py"}

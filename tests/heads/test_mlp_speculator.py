@@ -1,4 +1,4 @@
-"""The MLP speculator's maths, written again from its definition; what is shared; how it starts."""
+"""The MLP speculator against an implementation from its definition; shared tensors; initialisation."""
 
 import math
 
@@ -11,7 +11,7 @@ H, V, S = 12, 23, 20
 
 
 def make(steps=3, tied=False, scaled=False, seed=0):
-    """Every tensor random, so that none can be mistaken for another."""
+    """A head with random tensors only, so that no two can be mistaken for each other."""
     head = MLPSpeculator(MLPSpeculatorConfig(H, V, S, steps, tied, scaled)).double()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -21,7 +21,7 @@ def make(steps=3, tied=False, scaled=False, seed=0):
 
 
 def by_hand(head, feature, tokens):
-    """One position, number by number. Tensors are looked up by the names of untied files; a tied one answers for all steps."""
+    """One position, number by number. Tensors have the names of untied files; a tied tensor serves all steps."""
     weights, n = head.state_dict(), head.config.num_steps
 
     def tensor(kind, i, what="weight"):
@@ -110,7 +110,7 @@ def test_it_starts_as_published():
             assert (parameter == (1 if name.endswith("weight") else 0)).all()
         else:
             assert parameter.std().item() == pytest.approx(1 / 16, rel=0.02)
-    # Tokens are as loud as the feature: that is what sw and ew are for.
+    # Tokens have as much weight as the feature, which is the purpose of sw and ew.
     state = head.start(torch.randn(1000, 64))
     embedded = head.emb[0](torch.randint(500, (1000,))) * head.token_weight / head.state_weight
     assert (head.proj[0](state).std() / embedded.std()).item() == pytest.approx(0.98, rel=0.05)

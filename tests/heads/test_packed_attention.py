@@ -1,4 +1,4 @@
-"""FlexAttention, which trains heads on a GPU, is given the same documents, scale and groups as the CPU's attention."""
+"""FlexAttention, used for training on a GPU, gets the same documents, scale and groups as the CPU's attention."""
 
 import copy
 
@@ -39,7 +39,7 @@ def test_flex_attention_gets_what_the_dense_one_gets(monkeypatch):
 
 
 def test_later_calls_add_a_rows_own_keys_only():
-    """Against one softmax over all keys that a row sees, with the mask [T, 3 T] that the two parts spare."""
+    """Compared with one softmax over all keys that a row sees, with the mask [T, 3 T] that the two parts avoid."""
     steps = [(rows(HQ, 3 * i), rows(HK, 3 * i + 1), rows(HK, 3 * i + 2)) for i in range(3)]
     attention = PackedAttention(documents())
     found = [attention.attend(*step) for step in steps][-1]

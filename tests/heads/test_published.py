@@ -1,6 +1,6 @@
-"""Published checkpoints load with the right maths, say where their configs lie, and convert without loss.
+"""Published checkpoints give the right logits and notes on wrong configs, and convert without loss.
 
-What is wrong with one is named: test_published_damage.py.
+Damaged checkpoints: test_published_damage.py.
 """
 
 import re
@@ -55,7 +55,8 @@ def same_bits(one, other):
 
 
 def can_say(head, format):
-    """Not: own lm_heads or shared ones in the other layout, a bias of fc in vLLM's dialect, a normed residual in the plain one."""
+    """Whether a format can hold a head. It cannot: own or shared lm_heads in the other layout, a bias of fc in vLLM's dialect, a
+    normed residual in the plain layout."""
     config, family = head.config, family_of(head).name
     if family == "Medusa":
         return format == "vllm" or (format == "medusa-shared") == config.shared_lm_head
@@ -63,7 +64,7 @@ def can_say(head, format):
 
 
 def write(head, folder, format):
-    """The file's tensors, and the head that is read from it; None where the format cannot say the head, as it then tells."""
+    """The file's tensors, and the head read from it; None if the format refuses the head."""
     if head.needs_embedding and format == "speculators":
         head.take_embedding(EMBEDDING)
     if not can_say(head, format):
@@ -73,7 +74,7 @@ def write(head, folder, format):
     save_head(head, folder, format=format, lm_head_weight=LM_HEAD.float())
     file = read_head(folder)
     assert file.format == format
-    notes = [note for note in file.notes if not re.search(NO_IDS, note)]  # the target's depth tells them
+    notes = [note for note in file.notes if not re.search(NO_IDS, note)]  # they follow from the target's depth
     assert not notes
     assert file.head.config == head.config
     return file
@@ -86,7 +87,7 @@ CONVERTED += ("EAGLE-3, whole vocabulary", "speculators, little said")
 
 @pytest.mark.parametrize("name", CONVERTED)
 def test_formats_convert_there_and_back_to_the_same_file(tmp_path, name):
-    """What is written says all that a config can, so nothing is noted; a format that cannot say a head says which one can."""
+    """A written config is complete, so there are no notes; a format that cannot hold a head names the format that can."""
     LAYOUTS[name].write(tmp_path / "published")
     formats = family_of(read_head(tmp_path / "published").head).formats.FORMATS
     written = {}
@@ -141,7 +142,7 @@ def test_a_file_that_readers_open_by_its_name_is_never_split(tmp_path):
 
 
 def test_a_scaled_rope_is_written_in_both_spellings():
-    """Readers that know one of them alone would rotate otherwise, and say nothing."""
+    """A reader that knows only one spelling would rotate differently, without an error."""
     scaling = {"rope_type": "linear", "factor": 4.0}
     for name, format in ((E, "eagle-vllm"), (E3, "eagle3")):
         config = LAYOUTS[name].config | {"rope_theta": 500.0, "rope_scaling": scaling, "max_position_embeddings": None}

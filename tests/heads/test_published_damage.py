@@ -1,4 +1,4 @@
-"""What is wrong with a published checkpoint is named: every tensor of it in four ways, its config and its index."""
+"""Errors name the damage of a published checkpoint: every tensor in four ways, its config and its index."""
 
 import json
 import re
@@ -30,7 +30,7 @@ def keep(tensors):
 
 
 def reading_of(name, change, keys=()):
-    """What from_file raises for a layout whose {name: tensor} is changed, or None; and the notes of what it reads."""
+    """The error of from_file for a layout with changed {name: tensor}, or None; and its notes."""
     tensors = dict(LAYOUTS[name].tensors)
     change(tensors)
     try:
@@ -51,7 +51,7 @@ def test_every_missing_tensor_is_named(name):
 def test_every_wrong_shape_is_an_error(name):
     for key, tensor in LAYOUTS[name].tensors.items():
         message, notes = reading_of(name, put(key, torch.cat((tensor, tensor[-1:]))))
-        # A tensor that alone tells the vocabulary is believed.
+        # If only one tensor tells the vocabulary, its size counts.
         assert "expected" in (message or "") or any('"vocab_size"' in note for note in notes), (key, message)
 
 
@@ -208,7 +208,7 @@ DAMAGE = [
     (E3, keep, {"norm_before_residual": "no"}, "norm_before_residual must be true or false, got 'no'"),
     (E3, keep, {"target_hidden_size": 36, IDS: [1, 2]}, r"missing: embed_tokens\.weight$"),
     (E3, keep, {"speculators_model_type": "eagle"}, '"speculators_model_type": \'eagle\', expected "eagle3"'),
-    (E3, keep, {"speculators_model_type": "eagle3"}, "no speculators config: expected transformer_layer_config"),
+    (E3, keep, {"speculators_model_type": "eagle3"}, "not a speculators config: expected transformer_layer_config"),
     ("speculators", keep, {"fc_norm": True}, '"fc_norm": True; only false is supported'),
     (E3, keep, {"norm_output": True}, '"norm_output": True; only false is supported'),
     (E3, keep, {"eagle_config": {"norm_before_fc": True}}, '"norm_before_fc": True; only false is supported'),
@@ -273,11 +273,11 @@ SHARD = r"pytorch_model-00001-of-00003\.bin"
             r"lies in '\.\./other\.bin', expected a \.bin file beside it",
         ),
         (index_of(lambda index: first_place(index, 3)), r"lies in 3, expected a \.bin file"),
-        (index_of(lambda index: index.pop("weight_map")), "is no index of weight files: it has no weight_map"),
-        (index_of(lambda index: index["weight_map"].clear()), "is no index of weight files: it lists no tensor"),
+        (index_of(lambda index: index.pop("weight_map")), "is not an index of weight files: it has no weight_map"),
+        (index_of(lambda index: index["weight_map"].clear()), "is not an index of weight files: it lists no tensor"),
         (
             lambda folder: (folder / "pytorch_model.bin.index.json").write_text("{"),
-            "is no index of weight files: Expecting",
+            "is not an index of weight files: Expecting",
         ),
     ],
 )

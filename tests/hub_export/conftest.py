@@ -1,4 +1,4 @@
-"""A Hugging Face Hub on loopback: what creating, uploading, asking and fetching need, and what goes wrong on the way there.
+"""A Hugging Face Hub on loopback for creating, uploading, asking and fetching, with faults on the way.
 
 Large files go as LFS objects, whole or in parts, or in Xet's blocks, each to a storage that counts the bytes it receives.
 """
@@ -26,7 +26,7 @@ LARGE = (".safetensors", ".pt")
 
 @dataclass
 class Fault:
-    """What happens to requests that contain `match` ("PUT /storage/"), so many times.
+    """A fault for requests that contain `match` ("PUT /storage/"), a given number of times.
 
     status: the answer; after: bytes of the body that are read before the connection is cut; stall: as `after`, and then nothing
     until `released`.
@@ -43,7 +43,7 @@ class Fault:
 
 
 class FakeHub:
-    """What a Hub keeps: repositories {repo_id: {"private": bool, "files": {name: bytes}}}, with "branches" beside main; and logs.
+    """State of a Hub: repositories {repo_id: {"private": bool, "files": {name: bytes}}}, with "branches" beside main; and logs.
 
     uploads: (object or part, bytes received) of everything that was sent to the storage.
     """
@@ -71,7 +71,7 @@ class FakeHub:
         return {"main": repository["files"]} | repository.setdefault("branches", {})
 
     def commit_of(self, repo_id, revision):
-        """The commit that a branch stands at, or that is one; None where there is none."""
+        """The commit of a branch, or the revision itself if it is a commit; None if there is none."""
         commits = {}
         for branch, files in self.branches(repo_id).items():
             told = "".join(f"{name} {oid(content)}\n" for name, content in sorted(files.items()))
@@ -79,13 +79,13 @@ class FakeHub:
         return commits.get(revision) or (revision if revision in commits.values() else None)
 
     def files_at(self, repo_id, revision):
-        """The files of a branch or a commit, None where there is none."""
+        """The files of a branch or a commit, None if there is none."""
         branches = self.branches(repo_id)
         found = self.commit_of(repo_id, revision)
         return next((files for branch, files in branches.items() if found == self.commit_of(repo_id, branch)), None)
 
     def sent(self, content):
-        """How often an object with these bytes was sent, and how many bytes of it in all."""
+        """How often an object with these bytes was sent, and the total number of its bytes sent."""
         counts = [count for key, count in self.uploads if key.startswith(oid(content))]
         return len(counts), sum(counts)
 
@@ -247,7 +247,7 @@ class Handler(BaseHTTPRequestHandler):
         )
 
     def batch(self, wanted):
-        """Where to put the objects that are not there yet, above part_size part by part."""
+        """Upload addresses of missing objects; objects above part_size get one per part."""
         hub, objects = self.server.hub, []
         for one in wanted["objects"]:
             upload = {"href": f"{hub.url}/storage/{one['oid']}"}
@@ -308,7 +308,7 @@ class Handler(BaseHTTPRequestHandler):
 
         if not slug and self.command == "GET":
             owner = self.query["owner"][0]
-            # Without positions: the client counts those itself.
+            # Without positions: the client counts them itself.
             return self.answer([told(slug) for slug, one in hub.collections.items() if one["owner"] == owner])
         if not slug:
             wanted = json.loads(body)

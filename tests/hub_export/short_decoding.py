@@ -1,4 +1,4 @@
-"""What the embedded target writes with a head: for test_pull.py and for the process it starts, which has to import nothing else."""
+"""Outputs of the embedded target with a head, for test_pull.py and for the process that it starts, which imports nothing else."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ TARGET = Path(__file__).resolve().parents[2] / "assets" / "stdlib-coder"
 
 
 def coded(head):
-    """[tokens, steps that they took, nodes of the tree]"""
+    """[tokens, number of steps, nodes of the tree]"""
     config = {"model": head, "tree": "static"}
     llm = LLM(str(TARGET), dtype="float32", speculative_config=config)
     [one] = llm.generate(["def read(path):"], SamplingParams(temperature=0.0, max_tokens=16))

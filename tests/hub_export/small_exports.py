@@ -1,4 +1,4 @@
-"""Exports of a small head of every family, measured on the tiny target, and verify() on them: what its tests share."""
+"""Exports of a small head of every family, measured on the tiny target, and verify() on them: for the tests of verify."""
 
 import json
 import shutil

@@ -93,7 +93,7 @@ def test_merged_target_decodes_bit_by_bit_as_the_adapter_at_load(run, base, tmp_
     assert main([str(run), "--format", "medusa-shared", "--output", str(output), "--merge-adapter", str(merged)]) == 0
     names = {path.name for path in merged.iterdir()}
     assert {"config.json", "tokenizer.json", "README.md", "model.safetensors.index.json"} <= names
-    # Other readers take it as a model, and what differs is what the adapter changes.
+    # Other readers take it as a model, and only the adapted tensors differ.
     before, after = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (base, merged))
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert len(changed) == 14
@@ -159,7 +159,7 @@ def test_what_cannot_be_merged_is_refused_and_nothing_is_written(run, base, tmp_
 
 
 def test_adapter_of_a_head_on_the_hub_is_fetched_from_there(run, base, tmp_path, monkeypatch):
-    """What resolve_head fetches are the head's own files."""
+    """resolve_head fetches only the head's own files."""
     snapshot, asked = tmp_path / "snapshot", []
     shutil.copytree(run / "head", snapshot, ignore=shutil.ignore_patterns("adapter"))
     monkeypatch.setattr(export, "resolve_head", lambda source: snapshot)

@@ -1,4 +1,4 @@
-"""SOURCE is any published head: of every family, by its Hub id, into every format that can say it, and back to the same files."""
+"""Conversion of published heads of every family, by their Hub id, into every format that can hold them, and back to equal files."""
 
 import json
 
@@ -74,7 +74,7 @@ def test_a_published_head_is_converted_by_its_id_and_back(tmp_path, tiny_target,
     first, last = (load_head(tmp_path / name) for name in ("published", "again"))
     names = first.state_dict().keys()
     assert all(torch.equal(last.state_dict()[name], first.state_dict()[name]) for name in names)
-    # What speculators files hold besides is the target's embedding.
+    # speculators files also hold the target's embedding.
     assert last.state_dict().keys() - names <= {"embed_tokens.weight"}
     weights = next((tmp_path / "published").glob("*.safetensors")).name
     if last.state_dict().keys() == names:
@@ -127,7 +127,7 @@ def test_a_converted_head_names_its_origin_and_the_licence_of_that(tmp_path, pub
     publish(tmp_path / "published", "team/published")
     words = ["--format", "medusa", "--output"]
     assert main(["team/published@main", *words, str(tmp_path / "one"), *options]) == 0
-    # Of the export of an export the origin is the same, and so is the licence that it was given.
+    # The export of an export has the same origin, and the licence given to the first.
     assert main([str(tmp_path / "one"), *words, str(tmp_path / "two")]) == 0
     for name in ("one", "two"):
         told, text = (tmp_path / name / "README.md").read_text().removeprefix("---\n").split("\n---\n", 1)
@@ -170,7 +170,7 @@ def test_an_export_of_ones_own_is_exported_again_not_converted(tmp_path, publish
         assert f"without them. Exported again from {origin}\n" in cards[name]
         assert "under `apache-2.0`, as the card of its earlier export says; its text" in cards[name]
         training = origin.split(",")[0].removesuffix(".")
-        assert f"\nNo recipe came along; the card of its earlier export, {training}, may have it.\n" in cards[name]
+        assert f"\nNo recipe was found; the card of its earlier export, {training}, may have it.\n" in cards[name]
 
 
 def test_what_a_published_conversion_came_from_is_named_not_its_publisher(tmp_path, publish):

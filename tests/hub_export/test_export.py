@@ -1,4 +1,4 @@
-"""heads.export: what it writes loads again bit by bit, its card tells only what was measured, and errors are one line."""
+"""heads.export: its files load again bit by bit, its card has only measured figures, and errors are one line."""
 
 import ast
 import errno
@@ -79,7 +79,7 @@ def card_of(folder):
 
 
 def error_of(capsys, *arguments):
-    """The one line that a command which cannot be done prints, without a traceback."""
+    """The one line, without a traceback, that a failing command prints."""
     assert main([str(argument) for argument in arguments]) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("heads.export: ")
@@ -199,7 +199,7 @@ def test_a_checkpoint_tells_the_figures_of_its_own_step(run, tmp_path):
     assert "training step 200" in text
     assert "| acceptance length | 1.22 |" in text
     assert "1.57" not in text
-    assert "Speed: no benchmark came along." in text
+    assert "Speed: no benchmark was found." in text
     assert not (tmp_path / "out" / "tree.json").exists()
 
 
@@ -207,9 +207,9 @@ def test_figures_that_are_absent_are_said_to_be_absent(tmp_path):
     save_head(make_head(base="/models/mine"), tmp_path / "source")
     assert main([str(tmp_path / "source"), "--format", "medusa", "--output", str(tmp_path / "out")]) == 0
     front, text = card_of(tmp_path / "out")
-    assert "Acceptance: no measurement came along." in text
-    assert "Speed: no benchmark came along." in text
-    assert "No recipe came along." in text
+    assert "Acceptance: no measurement was found." in text
+    assert "Speed: no benchmark was found." in text
+    assert "No recipe was found." in text
     assert "base_model" not in front  # a folder of this machine is no model of the Hub
     assert "/models" not in text
     assert '"tree": "chain"' in text
@@ -237,7 +237,7 @@ def test_formats_that_would_lose_something_are_refused(tmp_path, capsys):
 def test_what_is_no_licence_id_is_refused_before_anything_else(tmp_path, capsys, license):
     words = ["--format", "medusa", "--output", tmp_path / "out", "--push-to-hub", "me/it", f"--license={license}"]
     said = error_of(capsys, tmp_path / "nowhere", *words)
-    assert f"--license {license!r} is no licence id: expected one like apache-2.0" in said
+    assert f"--license {license!r} is not a licence id: expected one like apache-2.0" in said
     assert "https://huggingface.co/docs/hub/repositories-licenses" in said
 
 
@@ -372,7 +372,7 @@ def test_what_is_warned_of_is_a_line_without_a_place_in_our_code(tmp_path, monke
 
 
 def test_a_card_has_no_other_heads_speed(run, tmp_path):
-    """Of a benchmark that compared several heads, its own rows and those of plain decoding."""
+    """From a benchmark of several heads the card takes the head's own rows and those of plain decoding."""
     bench = json.loads((run / "benchmark.json").read_text())
     (own,) = bench["rows"]
     bench["rows"] = [own | {"head": "none", "speedup": 1.0}, own | {"head": str(run / "export")}]

@@ -1,4 +1,4 @@
-"""heads.export writes the head of every family in every format of it, and its card tells who reads that."""
+"""heads.export writes heads of every family in all of its formats, and the card lists the readers of each."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""What lies beside the weights of an export, and what its card tells: figures, drawings, commands, licence."""
+"""The files beside the weights of an export, and its card: figures, drawings, commands, licence."""
 
 import json
 import re
@@ -38,7 +38,7 @@ HEADS = {
     "eagle-sglang": lambda: Eagle(EagleConfig(**SHAPE, **BASE)),
     "eagle3": lambda: Eagle3(Eagle3Config(**EAGLE3)),
     "speculators": lambda: Eagle3(Eagle3Config(**EAGLE3)),
-    # What engines refuse or compute otherwise, whatever the format.
+    # Heads that engines refuse, or compute differently, in every format.
     "medusa without a target": lambda: Medusa(MedusaConfig(H, V, 3)),
     "mlp-speculator of one tied step": lambda: MLPSpeculator(
         MLPSpeculatorConfig(H, V, 12, 1, scale_input=False, **BASE)
@@ -251,7 +251,7 @@ def test_figures_in_a_file_of_another_version_are_not_guessed_at(run, tmp_path):
     stored = json.loads((tmp_path / "one" / "replay.json").read_text())
     (tmp_path / "one" / "replay.json").write_text(json.dumps(stored | {"version": 2}))
     assert main([str(tmp_path / "one"), "--format", "vllm", "--output", str(tmp_path / "two")]) == 0
-    assert "Acceptance: no measurement came along." in (tmp_path / "two" / "README.md").read_text()
+    assert "Acceptance: no measurement was found." in (tmp_path / "two" / "README.md").read_text()
 
 
 def test_the_hub_reads_the_figures(run, tmp_path):
@@ -281,7 +281,7 @@ def test_a_table_of_several_temperatures_reads_back():
         ("0", "accepted at position 2"): "0.25",
         ("0.8", "accepted at position 2"): "0.1",
     }
-    with pytest.raises(ValueError, match=r"front matter of README\.md is no YAML"):
+    with pytest.raises(ValueError, match=r"front matter of README\.md is not YAML"):
         read_card("---\na: [\n---\n# a\n")
 
 
@@ -327,7 +327,9 @@ def test_a_licence_whose_text_is_not_at_hand_is_named_only(tmp_path, capsys):
 def test_the_card_says_what_the_files_hold_of_the_target(tmp_path, kind, said):
     text = (export(tmp_path, kind) / "README.md").read_text()
     assert said in text
-    assert ", exported with Headstart." in text  # a file without a recipe may have been trained by anybody
+    assert (
+        ", exported with Headstart." in text
+    )  # without a recipe the card must not claim that Headstart trained the head
 
 
 def test_a_drawing_as_a_file_stands_alone():

@@ -59,7 +59,7 @@ def make_head(format, target, seed=1):
 
 
 def tokens_with(target, **speculative):
-    """What the rule "token" emits depends on the drafts: heads that differ give other tokens."""
+    """Tokens emitted by the rule "token". They depend on the drafts, so different heads give different tokens."""
     config = {"num_speculative_tokens": 3, "verifier": "token", "tree": "chain"} | speculative
     llm = LLM(target, max_num_seqs=2, speculative_config=config)
     params = [SamplingParams(temperature=0.8, seed=seed, max_tokens=12) for seed in range(len(PROMPTS))]
@@ -126,7 +126,7 @@ def test_a_revision_is_the_one_that_is_read(target, tmp_path, hub_here, monkeypa
         ({"model": str(ASSETS), "revision": "main"}, r"\['revision'\] is of a head on the Hub"),
         ({"method": "ngram", "revision": "main"}, r"\['revision'\] is of a head on the Hub"),
         ({"model": "me/it", "revision": 3}, "must name a branch, tag or commit, got 3"),
-        ({"model": "me/it@"}, "is no OWNER/NAME@REVISION"),
+        ({"model": "me/it@"}, "is not OWNER/NAME@REVISION"),
     ],
 )
 def test_a_revision_that_cannot_be_is_refused(target, hub_here, speculative, said):
@@ -136,7 +136,7 @@ def test_a_revision_that_cannot_be_is_refused(target, hub_here, speculative, sai
 
 
 def test_the_embedded_head_comes_back_with_its_tree_and_loads_without_network(tmp_path, hub_here, monkeypatch):
-    """Pulled by a process of its own, as a user's, which knows the Hub by its environment alone."""
+    """Pulled by a separate process, like a user's, which knows the Hub only by its environment."""
     words = [str(ASSETS / "stdlib-coder-medusa"), "--format", "medusa", "--output", str(tmp_path / "out")]
     assert main([*words, "--push-to-hub", "me/coder-heads", "--private"]) == 0
     script = (

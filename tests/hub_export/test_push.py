@@ -258,7 +258,7 @@ def test_a_collection_that_is_not_there_stops_before_any_work(error_of, tmp_path
 @pytest.mark.parametrize(
     ("leave", "said"),
     [
-        (("README.md",), "holds no README.md, so it is no folder that heads.export wrote: export it first"),
+        (("README.md",), "holds no README.md, so heads.export did not write it: export it first"),
         (("medusa_lm_head.pt", "medusa_lm_head.safetensors"), "holds no weights"),
         (("config.json",), "holds no config.json"),
     ],

@@ -1,4 +1,4 @@
-"""Pushes that break: a Hub that is busy, connections cut in a file and between files, a killed process; what is sent again."""
+"""Pushes that fail: a busy Hub, connections cut in a file and between files, a killed process; what is then sent again."""
 
 import hashlib
 import os
@@ -110,7 +110,7 @@ def test_a_connection_cut_in_a_part_sends_that_part_again_and_no_other(exported,
 
 
 def test_a_connection_that_stays_away_for_long_sends_no_finished_file_again(exported, hub_here):
-    """Longer than huggingface_hub's own attempts: the file is begun anew, the one before it is not."""
+    """Longer than huggingface_hub's own attempts: the file is sent from its beginning, the file before it is not sent again."""
     first, second = ((exported / name).read_bytes() for name in WEIGHTS)
     hub_here.fail(f"PUT /storage/{oid_of(second)}", after=10, times=8)
     assert push(exported) == 0

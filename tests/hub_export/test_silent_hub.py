@@ -28,7 +28,7 @@ def asked_once(monkeypatch):
 
 @pytest.fixture
 def silent(hub_here):
-    """A Hub whose connections break whatever is asked."""
+    """A Hub that breaks all connections."""
     hub_here.fail("", times=10**6)
     return hub_here
 
@@ -48,7 +48,7 @@ def cached(hub_here, tmp_path):
 
 
 def questions(hub):
-    """What the Hub was asked, without what the library wants to know about this machine once a day."""
+    """The requests to the Hub, without the library's daily check of this machine."""
     return [line for line in hub.requests if not line.endswith("/agent-harnesses")]
 
 

@@ -56,8 +56,8 @@ def change(path, **keys):
         ("replay.json", {"version": 1, "prompts": [["a"]]}, "prompts[0][0] should be a whole number, found 'a'"),
         ("replay.json", {"version": 1, "recipe": 5}, "recipe should be an object, found 5"),
         ("replay.json", {"version": 1, "origin": {"name": "a"}}, "origin.on_hub should be true or false, found None"),
-        ("config.json", {"base_model_name_or_path": 5}, "the target that its config names, 5, is no name"),
-        ("config.json", {"base_model_name_or_path": "you/a\nb"}, "is no name of a folder or repository"),
+        ("config.json", {"base_model_name_or_path": 5}, "the target that its config names, 5, is not the name"),
+        ("config.json", {"base_model_name_or_path": "you/a\nb"}, "is not the name of a folder or repository"),
     ],
 )
 def test_figures_of_another_shape_are_named(head, tmp_path, capsys, file, keys, message):

@@ -1,5 +1,6 @@
-"""heads.export verify: a fresh export of every family is what it says, and whatever is changed in its files or its target
-afterwards is named. Of the card and its figures: test_verify_figures.py."""
+"""heads.export verify: a fresh export of every family passes, and any later change of its files or its target is named.
+
+The card and its figures: test_verify_figures.py."""
 
 import json
 import shutil
@@ -203,7 +204,7 @@ def test_a_target_of_16_bits_on_either_side_is_given_more_room(bits, distance, e
 
 
 def test_drawn_numbers_never_change():
-    """Files that were written hold what was computed from them."""
+    """Existing files hold outputs that were computed from them."""
     expected = [-0.9087932705879211, -1.478516697883606, -1.1610221862792969, -1.129610300064087]
     assert draw((2, 2), 1).flatten().tolist() == pytest.approx(expected)
     many = draw((50_000,), 4)

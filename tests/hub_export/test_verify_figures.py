@@ -1,4 +1,4 @@
-"""heads.export verify, the figures: those of the card and of the runs are the counts', and those are measured again."""
+"""heads.export verify on figures: those of card and runs must follow from the counts, and the counts are measured again."""
 
 import json
 
@@ -31,17 +31,17 @@ def test_a_changed_figure_of_the_card_is_named(copy, check, before, where):
     [
         (
             lambda metric: metric.update(value=None),
-            "the card's value of acceptance length at temperature 0 is no number (None)",
+            "the card's value of acceptance length at temperature 0 is not a number (None)",
         ),
         (
             lambda metric: metric["args"].update(temperature="warm"),
-            "the card's temperature of acceptance length is no number ('warm')",
+            "the card's temperature of acceptance length is not a number ('warm')",
         ),
         (
             lambda metric: metric["args"].update(temperature=None),
-            "the card's temperature of acceptance length is no number (None)",
+            "the card's temperature of acceptance length is not a number (None)",
         ),
-        (lambda metric: metric.update(value=10**400), "temperature 0 is no number that fits (1000"),
+        (lambda metric: metric.update(value=10**400), "temperature 0 is not a number that fits (1000"),
         (lambda metric: metric.update(args="mine"), "its model-index says nothing for acceptance length"),
         (lambda metric: metric.clear(), "its model-index says nothing for acceptance length"),
     ],
@@ -61,9 +61,9 @@ def test_a_model_index_edited_by_hand_is_a_verdict(copy, check, change, said):
     [
         ("model-index: mine", "the card's model-index holds 'mine' where lists of mappings are expected"),
         ("model-index: [{results: [null]}]", "the card's model-index holds '[None]' where"),
-        ("[license, mit]", "the front matter of README.md is no mapping"),
-        ("a: [", "the front matter of README.md is no YAML"),
-        ("a: 2026-13-45", "the front matter of README.md is no YAML"),
+        ("[license, mit]", "the front matter of README.md is not a mapping"),
+        ("a: [", "the front matter of README.md is not YAML"),
+        ("a: 2026-13-45", "the front matter of README.md is not YAML"),
     ],
 )
 def test_a_front_matter_that_cannot_be_read_is_a_verdict(copy, check, front, said):
@@ -99,7 +99,7 @@ def test_figures_that_were_made_up_everywhere_are_not_measured_again(copy, check
     found = check(copy)
     assert told[0] < 2.5
     assert {"card", "acceptance at temperature 0"} <= failed(found)  # the model-index is gone with the front matter
-    assert "acceptance length 3.000 is said" in found["acceptance at temperature 0"][1]
+    assert "acceptance length 3.000 is claimed" in found["acceptance at temperature 0"][1]
 
 
 def test_figures_that_are_not_those_of_their_counts_are_named(copy, check):
@@ -148,7 +148,7 @@ def test_a_runs_figure_is_measured_again_on_prompts_that_are_named(tiny_target, 
     assert check(tmp_path / "right", prompts=str(prompts))["acceptance at temperature 0"][0] == verify.OK
     found = check(tmp_path / "wrong", prompts=str(prompts))["acceptance at temperature 0"]
     assert found[0] == verify.FAILED
-    assert "acceptance length 2.900 is said" in found[1]
+    assert "acceptance length 2.900 is claimed" in found[1]
 
 
 def test_intervals_hold_the_pooled_figure_and_grow_narrow_with_more_requests():
@@ -160,12 +160,12 @@ def test_intervals_hold_the_pooled_figure_and_grow_narrow_with_more_requests():
     assert widths[1] < widths[0] / 2
     assert disagreements(figure, counts) == []
     [said] = disagreements(figure | {"per_position": [figure["per_position"][0], 0.3]}, counts)
-    assert said.startswith("position 2 0.300 is said")
+    assert said.startswith("position 2 0.300 is claimed")
 
 
 def test_a_token_more_or_less_at_a_rare_position_is_no_disagreement():
-    """Of 800 steps one was accepted so deep, on another machine none: all resampled counts are zero."""
+    """One of 800 steps was accepted at this depth, on another machine none: all resampled counts are zero."""
     figure = pool([[50, 20, 1]] + [[50, 20, 0]] * 15)
     assert disagreements(figure, [[50, 20, 0]] * 16) == []
     [said] = disagreements(pool([[50, 20, 1]] * 16), [[50, 20, 0]] * 16)
-    assert said.startswith("position 2 0.020 is said")
+    assert said.startswith("position 2 0.020 is claimed")

@@ -82,7 +82,7 @@ def make_target_head(target_folder):
 
 @pytest.fixture(scope="session")
 def random_target():
-    """A random Llama of two layers and 97 tokens without an EOS, whose near-ties make it a strict judge."""
+    """A random Llama of two layers and 97 tokens without an EOS; its near-ties make equality a strict test."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=48,

@@ -1,4 +1,4 @@
-"""The public API: what it takes and what it gives. (What it refuses: test_llm_bad_input.py.)"""
+"""The public API: its inputs and outputs. (Its refusals: test_llm_bad_input.py.)"""
 
 from pathlib import Path
 

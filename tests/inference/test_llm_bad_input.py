@@ -1,4 +1,4 @@
-"""The public API: what it refuses, before any work."""
+"""The public API: inputs that it refuses, before any work."""
 
 import shutil
 from pathlib import Path

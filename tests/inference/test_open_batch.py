@@ -1,4 +1,4 @@
-"""Requests that come while others run: what they give, and what is left when their owner leaves."""
+"""Requests added while others run: their outputs, and the engine's state after their owner leaves."""
 
 import pytest
 

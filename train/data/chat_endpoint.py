@@ -1,8 +1,8 @@
-"""Answers from a server that speaks OpenAI's chat completions (vLLM, SGLang ...), for clusters that serve the target already.
+"""Get answers from a server that speaks OpenAI's chat completions (vLLM, SGLang ...), for clusters that serve the target already.
 
-`ChatEndpoint` asks for one answer and tries again where that can help; `answer_by_endpoint` keeps many dialogues going in threads.
-A key is taken from the environment variable OPENAI_API_KEY alone, and is never shown nor sent to another address: redirects
-are errors. Proxies are those of the environment. Not done here: streaming, tools, reasoning that a server hands out apart.
+`ChatEndpoint` asks for one answer and retries where that can help; `answer_by_endpoint` runs many dialogues in threads. The key
+comes only from the environment variable OPENAI_API_KEY, and is never shown or sent to another address: redirects are errors.
+Proxies are those of the environment. Not done here: streaming, tools, reasoning that a server returns separately.
 """
 
 import http.client
@@ -18,18 +18,18 @@ import urllib.request
 
 from .dialogue import REFUSED, TOO_LONG, Answer, Unanswerable
 
-TIMEOUT = 600  # seconds for an answer, the server's queue included
+TIMEOUT = 600  # seconds to wait for an answer, the server's queue included
 ATTEMPTS = 10
-# Seconds between attempts. Each wait is twice the one before, or half of that: nine of them take two to four minutes.
+# Seconds between attempts. Each wait is up to twice the one before, and at least half of that: nine take two to four minutes.
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0
-# How servers say that a prompt, or the prompt and max_tokens, is longer than the model allows.
+# Words of servers' errors for a prompt, or a prompt with max_tokens, that is longer than the model allows.
 _TOO_LONG = re.compile(
     r"context[ _-]?(length|size|window)|longer than the (model|maximum)|max_model_len|prompt is too long", re.I
 )
 
 
 class EndpointUnavailable(OSError):
-    """The server did not answer although it was asked again and again."""
+    """The server did not answer in any of several attempts."""
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
@@ -38,9 +38,9 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 class ChatEndpoint:
-    """url: of the server, with or without /v1; model: its name there; sampling: what every request says besides (temperature ...).
+    """A chat server. url: with or without /v1; model: its name there; sampling: further fields of every request (temperature ...).
 
-    note(text) tells the user of attempts that failed. Raises ValueError for what is no address, and for a key that no header takes.
+    note(text) tells the user of attempts that failed. Raises ValueError for an invalid address, or a key that no header can hold.
     """
 
     def __init__(self, url, model, sampling, note):
@@ -52,8 +52,8 @@ class ChatEndpoint:
     def answer(self, messages, seed, leaving):
         """The Answer to a conversation; leaving: a threading.Event that ends waiting between attempts.
 
-        Raises Unanswerable where the server refuses this conversation, EndpointUnavailable where it stays away, and ValueError,
-        with the server's message, where no request could succeed.
+        Raises Unanswerable if the server refuses this conversation, EndpointUnavailable if it does not answer, and ValueError, with
+        the server's message, if no request could succeed.
         """
         body = {"model": self.model, "messages": messages, "seed": seed, **self.sampling}
         wait = FIRST_WAIT
@@ -88,7 +88,7 @@ class ChatEndpoint:
             return response.read()
 
     def _refusal(self, code, said):
-        """What to raise for an answer that another attempt would not change."""
+        """The exception for an answer that another attempt would not change."""
         if code in (400, 413, 422):
             return Unanswerable(
                 TOO_LONG if _TOO_LONG.search(said) else REFUSED, f"{self.url} says (HTTP {code}): {said}"
@@ -107,7 +107,7 @@ class ChatEndpoint:
 
 
 def read_key():
-    """The key in OPENAI_API_KEY, "" for none, without white space around it. ValueError, which never shows it, for an unfit one."""
+    """The key in OPENAI_API_KEY without surrounding white space, "" for none. ValueError, never showing it, for an invalid key."""
     key = os.environ.get("OPENAI_API_KEY", "").strip()
     if not (key.isascii() and key.isprintable()):
         raise ValueError(
@@ -118,7 +118,7 @@ def read_key():
 
 
 def completions_url(url):
-    """http://host:8000, http://host:8000/v1 or the whole address -> .../v1/chat/completions. ValueError for what is no address."""
+    """http://host:8000, http://host:8000/v1 or the whole address -> .../v1/chat/completions. ValueError for an invalid address."""
     parts = urllib.parse.urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"--endpoint must be an address like http://localhost:8000/v1, got {url!r}")
@@ -131,7 +131,7 @@ def completions_url(url):
 
 
 def answer_by_endpoint(endpoint, dialogues, concurrency, stop):
-    """Yield each of `dialogues` (an iterable of open ones) when it has ended, `concurrency` at a time, one thread each.
+    """Yield each dialogue when it has ended; `concurrency` run at a time, one thread each.  dialogues: an iterable of open ones
 
     stop.requested: stop asking. Errors of any thread are raised here, after the dialogues that had ended by then.
     """
@@ -157,7 +157,7 @@ def answer_by_endpoint(endpoint, dialogues, concurrency, stop):
         except BaseException as error:  # for the main thread to raise
             ended.put(error)
 
-    # Daemons: nobody waits for an answer that nobody wants any more.
+    # Daemons: the process may exit without waiting for answers that are no longer needed.
     threads = [threading.Thread(target=work, daemon=True) for _ in range(concurrency)]
     for thread in threads:
         thread.start()
@@ -189,12 +189,12 @@ def _read_answer(body):
         raise ValueError(f"the endpoint's answer is no chat completion: {body[:300]!r}") from None
     if reason not in ("stop", "length"):
         raise Unanswerable(REFUSED, f"the endpoint ended an answer with finish_reason {reason!r}")
-    # No content: all of it was reasoning, which the server keeps apart.
+    # No content: the whole answer was reasoning, which the server returns separately.
     return Answer(text or "", reason, usage.get("completion_tokens") or 0)
 
 
 def _message(error):
-    """What the server says about an error, at most 400 characters of it."""
+    """The server's message about an error, at most 400 characters of it."""
     try:
         body = error.read()
     except (OSError, http.client.HTTPException):
@@ -211,7 +211,7 @@ def _message(error):
 
 
 def _seconds(header):
-    """Of a Retry-After header that says a number; else 0."""
+    """Seconds in a Retry-After header that holds a number; else 0."""
     try:
         return max(float(header), 0.0)
     except (TypeError, ValueError):

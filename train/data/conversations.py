@@ -1,8 +1,8 @@
-"""Instruction data: the conversations of a data set, in one shape.
+"""Load instruction data: the conversations of a data set, in one shape.
 
-`load_conversations` reads the built-in "stdlib" set, a .json, .jsonl or .parquet file, or whatever the `datasets` library
-loads under a name or from a folder, in the ShareGPT (`conversations`: from/value) or OpenAI (`messages`: role/content) shape.
-encoding.py turns them into token ids, packing.py into rows.
+`load_conversations` reads the built-in "stdlib" set, a .json, .jsonl or .parquet file, or any name or folder that the `datasets`
+library loads. Records have the ShareGPT (`conversations`: from/value) or OpenAI (`messages`: role/content) shape.
+encoding.py turns conversations into token ids, packing.py into rows.
 
 Not done here: tools and images in conversations.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 from ...heads.storage.atomic_write import write_whole
 from .stdlib_pairs import installed_pairs, stdlib_pairs
 
-# Sets made of the Python source on this machine, by the name that `data` takes.
+# Sets made from the Python source on this machine, by their name in `data`.
 BUILT_IN = {"stdlib": stdlib_pairs, "installed": installed_pairs}
 
 # Role names of the two shapes, and of ShareGPT dumps of several assistants.
@@ -23,7 +23,7 @@ _ROLES = {
     "system": "system", "developer": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant",
     "chatgpt": "assistant", "model": "assistant", "bot": "assistant", "bing": "assistant", "bard": "assistant",
 }  # fmt: skip
-_MOST_LEFT_OUT = 0.1  # of the records: of more the data are not what they are taken for
+_MOST_LEFT_OUT = 0.1  # share of the records; with more of them the data are of another kind
 
 
 def load_conversations(
@@ -32,11 +32,10 @@ def load_conversations(
     """Conversations, each a list of {"role": "system" | "user" | "assistant", "content": str}.
 
     data: "stdlib" or "installed", a .json, .jsonl or .parquet file, or the name or folder of a dataset for the `datasets`
-    library; of sets with splits after a colon which one, "train" where none is named: "stdlib:heldout",
-    "OWNER/NAME:train_sft". An answer that was cut off, as its "finish_reason" says, keeps that one: {..., "finish_reason":
-    "length"}. Records of another shape, with another role or content, and, where `answered`, without an answer are left out,
-    and `note` is told how many of what kind. Raises ValueError, naming the place, where they are more than a tenth, for a
-    source that does not exist and for a line that is no JSON.
+    library. A split follows a colon, "train" by default: "stdlib:heldout", "OWNER/NAME:train_sft". An answer that was cut off
+    keeps its "finish_reason": {..., "finish_reason": "length"}. Records are left out if they have another shape, role or content,
+    or (with `answered`) no answer; `note` is told how many of each kind. Raises ValueError, naming the place, if they are more
+    than a tenth, for a source that does not exist, and for a line that is not JSON.
     """
     name, split = split_of(data)
     if name in BUILT_IN:
@@ -67,18 +66,18 @@ def load_conversations(
 
 
 def split_of(data: str) -> tuple[str, str]:
-    """What `data` names, and which split of it: "NAME:SPLIT" apart, and "train" where none is named."""
+    """(name, split) of `data`: "NAME:SPLIT" taken apart; the split is "train" if none is named."""
     name, colon, split = data.rpartition(":")
     return (name, split) if colon and split and not Path(data).expanduser().exists() else (data, "train")
 
 
 def is_cut(message: dict) -> bool:
-    """Whether this is an answer that its writer was not let finish."""
+    """Whether this is an answer that was cut off before its end."""
     return message["role"] == "assistant" and message.get("finish_reason") == "length"
 
 
 class _UnusableRecord(ValueError):
-    """kind: which of few kinds of fault, for counting."""
+    """A record that cannot be used. kind: its fault, one of a few kinds, for counting."""
 
     def __init__(self, kind, text):
         super().__init__(text)
@@ -119,12 +118,12 @@ def _conversation(record, where: str, answered: bool) -> list[dict]:
 
 
 def _text(content) -> str | None:
-    """The content as a string; OpenAI also allows a list of parts, of which only texts can be used."""
+    """The content as a string. OpenAI also allows a list of parts; only text parts can be used."""
     if isinstance(content, list) and content and all(isinstance(p, dict) and p.get("type") == "text" for p in content):
         content = "".join(str(part.get("text", "")) for part in content)
     if not isinstance(content, str):
         return None
-    # Half an emoji, as cut texts hold it, is no character: no tokenizer takes it, and no file.
+    # Half an emoji, as in a cut text, is not a character: neither a tokenizer nor a file takes it.
     return content.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 

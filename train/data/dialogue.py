@@ -1,22 +1,22 @@
-"""One conversation while the target answers it: every assistant turn anew, after the answers it has given so far.
+"""One conversation that the target answers: it writes every assistant turn anew, after its own answers so far.
 
-System and user turns are kept. An assistant turn of the data is replaced by a new answer, whatever it says; one that no user
-turn asks for (a greeting, a second turn in a row) is left out. User turns at the end get an answer even if the data has none. A
-conversation ends before its last turn where the model cannot go on as in use: after an answer cut off at the limit of
-tokens (nobody asks on from half an answer), before an empty answer, and where a prompt cannot be answered. No torch.
+System and user turns are kept. Every assistant turn of the data is replaced by a new answer. An assistant turn that does not follow
+a user turn (a greeting, a second turn in a row) is left out. User turns at the end get an answer even if the data has none. A
+conversation ends early in three cases: after an answer cut off at the limit of tokens (no user goes on from half an answer), before
+an empty answer, and at a prompt that cannot be answered. No torch.
 """
 
 import hashlib
 from collections import deque
 from dataclasses import dataclass
 
-# Why a conversation ended early, or was not answered at all.
+# Reasons why a conversation ended early, or was not answered at all.
 NO_REQUEST, CUT_OFF, EMPTY = "no user turn", "an answer cut at the limit of tokens", "an empty answer"
 TOO_LONG, REFUSED = "too long for the model", "refused"
 
 
 class Unanswerable(ValueError):
-    """A prompt that cannot be answered, through no fault of the run's set-up; `reason` is TOO_LONG or REFUSED."""
+    """A prompt that cannot be answered, although the run is set up correctly; `reason` is TOO_LONG or REFUSED."""
 
     def __init__(self, reason, detail):
         super().__init__(detail)
@@ -25,7 +25,7 @@ class Unanswerable(ValueError):
 
 @dataclass
 class Answer:
-    """finish_reason: "stop" or "length". num_steps, num_accepted: of speculation."""
+    """One answer of the target. finish_reason: "stop" or "length"; num_steps, num_accepted: counts of speculation."""
 
     text: str
     finish_reason: str
@@ -35,13 +35,13 @@ class Answer:
 
 
 class Dialogue:
-    """index: the conversation's place in the data; seed: the run's. `is_open`: it waits for the answer to `prompt`."""
+    """A conversation in progress. index: its place in the data; seed: the run's; is_open: whether `prompt` needs an answer."""
 
     def __init__(self, index, conversation, seed):
         self.index, self._seed = index, seed
         self.messages, self.answers = [], []
         self.num_left_out = 0  # assistant turns of the data that have no new answer
-        self.ended, self.detail = None, None  # why, if it ended early
+        self.ended, self.detail = None, None  # the reason, if it ended early
         self._rest = deque(conversation)
         self._go_on()
         if not self.is_open:
@@ -49,18 +49,18 @@ class Dialogue:
 
     @property
     def prompt(self):
-        """What the next answer answers: a list of {"role", "content"}."""
+        """The messages before the next answer: a list of {"role", "content"}."""
         return [{"role": message["role"], "content": message["content"]} for message in self.messages]
 
     @property
     def next_seed(self):
-        """Of the next answer: from the run's seed and the answer's place alone, so that nothing else decides what is drawn."""
+        """Seed of the next answer. It depends only on the run's seed and the answer's place, and so does the draw."""
         place = f"{self._seed}/{self.index}/{len(self.answers)}".encode()
-        # 31 bits: all that some servers take.
+        # 31 bits: some servers take no more.
         return int.from_bytes(hashlib.blake2b(place, digest_size=4).digest(), "little") >> 1
 
     def take(self, answer):
-        """Go on to the next turn to be answered, if there is one."""
+        """Add the answer and go on to the next turn that needs one."""
         # A limit may fall inside a character.
         text = answer.text.rstrip("\ufffd") if answer.finish_reason == "length" else answer.text
         self.answers.append(answer)
@@ -79,7 +79,7 @@ class Dialogue:
         self.is_open, self.ended, self.detail = False, reason, detail
 
     def record(self):
-        """What is kept of a dialogue that has ended, as JSON takes it."""
+        """The JSON-able record of a dialogue that has ended."""
         messages = list(self.messages)
         while messages and messages[-1]["role"] != "assistant":
             messages.pop()

@@ -1,4 +1,4 @@
-"""Conversations -> token ids with the assistant's tokens marked, through the tokenizer's chat template."""
+"""Turn conversations into token ids with the assistant's tokens marked, through the tokenizer's chat template."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -18,12 +18,12 @@ def encode_conversations(
 ) -> list[tuple[list[int], list[bool]]]:
     """(ids, supervised) of each conversation, rendered with the tokenizer's chat template.
 
-    supervised marks the assistant's tokens: what the template's `{% generation %}` markers enclose, or, in a template
-    without them, each assistant turn from the generation prompt to the end of its closing text, found by rendering the
-    conversation with the turn left out and altered. After an answer that was cut off ("finish_reason": "length") the
-    closing text is the template's alone, and is not marked. progress: show a bar.
-    Raises ValueError, with the example, where the template refuses a conversation, and where such a mask cannot be
-    derived, marks nothing, or marks everything.
+    supervised marks the assistant's tokens: those inside the template's `{% generation %}` markers. In a template without
+    markers it marks each assistant turn from the generation prompt to the end of its closing text, which is found by
+    rendering the conversation without the turn and with a changed turn. After an answer that was cut off
+    ("finish_reason": "length") only the template wrote the closing text, so it is not marked. progress: show a bar.
+    Raises ValueError, with the example, if the template refuses a conversation, or if the mask cannot be derived, marks
+    nothing, or marks everything.
     """
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(
@@ -63,7 +63,7 @@ def _encode_by_markers(tokenizer, batch: list[list[dict]]) -> Iterator[tuple[lis
 
 def _encode_by_rendering(tokenizer, batch: list[list[dict]]) -> Iterator[tuple[list[int], list[bool]]]:
     texts, spans = zip(*(_assistant_spans(tokenizer, messages) for messages in batch))
-    # The template has written the special tokens already.
+    # The template has already written the special tokens.
     encoding = tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=True)
     for ids, offsets, turns in zip(encoding["input_ids"], encoding["offset_mapping"], spans):
         marks = [any(a <= start < b for a, b in turns) and end > start for start, end in offsets]
@@ -71,15 +71,15 @@ def _encode_by_rendering(tokenizer, batch: list[list[dict]]) -> Iterator[tuple[l
 
 
 def _assistant_spans(tokenizer, messages: list[dict]) -> tuple[str, list[tuple[int, int]]]:
-    """The rendered conversation, and where in it the assistant speaks: (start, end) in characters, per turn."""
+    """The rendered conversation, and (start, end) in characters of each assistant turn."""
 
     text = _render(tokenizer, messages)
     spans = []
     for turn, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        # A turn begins where the model would be asked to go on; templates do not render an empty conversation, so a first turn's
-        # beginning is where its content stands.
+        # A turn begins after the generation prompt. Templates do not render an empty conversation, so a first turn begins at its
+        # content.
         if turn:
             before = _render(tokenizer, messages[:turn], prompt=True)
         else:
@@ -92,8 +92,8 @@ def _assistant_spans(tokenizer, messages: list[dict]) -> tuple[str, list[tuple[i
 
 
 def _before_first_turn(tokenizer, messages: list[dict]) -> str:
-    """What the template writes before the content of the first turn."""
-    # Of a content, templates of thinking models drop what stands before </think>, a sentinel with it.
+    """The text that the template writes before the content of the first turn."""
+    # Templates of thinking models drop the content before </think>, and a sentinel with it.
     for content in (_SENTINEL + messages[0]["content"], _SENTINEL):
         before, found, _ = _render(tokenizer, [{**messages[0], "content": content}, *messages[1:]]).partition(_SENTINEL)
         if found:
@@ -102,9 +102,9 @@ def _before_first_turn(tokenizer, messages: list[dict]) -> str:
 
 
 def _closing_span(tokenizer, messages: list[dict], turn: int, text: str) -> tuple[int, int]:
-    """Where in the rendered conversation the closing text of an assistant turn stands, after the turn's content."""
-    # The content ends where the rest begins that stays when something is added to the content: templates may strip
-    # whitespace and render earlier turns unlike the last, so the turn is altered in its place.
+    """(start, end) of the closing text of an assistant turn, after its content, in the rendered conversation."""
+    # Text is appended to the content, and the unchanged rest of the rendering begins where the content ends. The turn is changed
+    # in its place, because templates may strip whitespace and render earlier turns unlike the last.
     altered = {**messages[turn], "content": messages[turn]["content"] + _SENTINEL}
     _, found, rest = _render(tokenizer, [*messages[:turn], altered, *messages[turn + 1 :]]).partition(_SENTINEL)
     _, found_last, closing = _render(tokenizer, [*messages[:turn], altered]).partition(_SENTINEL)
@@ -119,7 +119,7 @@ def _render(tokenizer, messages: list[dict], prompt: bool = False) -> str:
 
 
 def _encode(encode, tokenizer, batch: list[list[dict]]) -> Iterator[tuple[list[int], list[bool]]]:
-    """What `encode` gives of a batch, without marks on ends that no answer had."""
+    """`encode` of a batch, without marks on closing text that no answer had."""
     for messages, (ids, supervised) in zip(batch, encode(tokenizer, batch)):
         if any(is_cut(message) for message in messages):
             supervised = _unmark_unwritten_ends(tokenizer, messages, ids, supervised)
@@ -127,7 +127,7 @@ def _encode(encode, tokenizer, batch: list[list[dict]]) -> Iterator[tuple[list[i
 
 
 def _unmark_unwritten_ends(tokenizer, messages: list[dict], ids: list[int], supervised: list[bool]) -> list[bool]:
-    """`supervised` without the closing text, its end token too, that only the template wrote after answers cut off."""
+    """`supervised` without the closing text (and end token) that only the template wrote after answers cut off."""
     text = _render(tokenizer, messages)
     spans = [_closing_span(tokenizer, messages, turn, text) for turn, m in enumerate(messages) if is_cut(m)]
     offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
@@ -136,7 +136,7 @@ def _unmark_unwritten_ends(tokenizer, messages: list[dict], ids: list[int], supe
 
 
 def _template_error(error, encode, tokenizer, batch: list[list[dict]]) -> ValueError:
-    """What to raise when the template stopped with `error` on one of the batch, which is found by encoding each alone."""
+    """The exception for a template that failed with `error` on a conversation of the batch; encoding each alone finds it."""
     culprit = batch[0]
     for messages in batch:
         try:
@@ -153,7 +153,7 @@ def _template_error(error, encode, tokenizer, batch: list[list[dict]]) -> ValueE
             "conversations of this kind (many templates want user and assistant by turns, some no system turn), or use a "
             f"template that takes them. The example: {excerpt({'messages': culprit})}"
         )
-    # The whole is fine; what was refused is a part of it, rendered to find where the assistant speaks.
+    # The whole conversation is fine; the template refused a part of it, rendered to find the assistant's turns.
     return _mask_error(f"refuses a part of a conversation ({reason})", tokenizer, culprit)
 
 

@@ -1,4 +1,4 @@
-"""Answers from our engine: many dialogues in flight at once, each one's next turn handed in as soon as the last has ended."""
+"""Answers from our engine: many dialogues in flight at once; each one's next turn is added as soon as its last answer has ended."""
 
 import zlib
 from pathlib import Path
@@ -20,10 +20,10 @@ from .dialogue import REFUSED, TOO_LONG, Answer, Unanswerable
 
 
 def describe_target(model, adapter, head, max_model_len, dtype, device):
-    """({what of the target decides the answers}, name of the dtype that "auto" comes to), without loading its weights.
+    """({facts of the target that decide the answers}, name of the dtype that "auto" stands for), without loading its weights.
 
     Raises ValueError for a target that the engine does not run or that has no chat template, for an adapter that cannot be merged
-    into it, and for a head that is not its own.
+    into it, and for a head of another target.
     """
     config, _ = target_config(model, "auto")
     try:
@@ -48,7 +48,7 @@ def describe_target(model, adapter, head, max_model_len, dtype, device):
     facts["adapter"] = merged and merged.fingerprint
     facts["weights_checksum"] = (
         sample_checksum(find_files(model)) if Path(model).is_dir() else None
-    )  # a Hub id names its own
+    )  # a Hub id identifies its weights
     return facts, str(used).removeprefix("torch.")
 
 
@@ -67,13 +67,13 @@ def build_engine(model, adapter, head, max_model_len, dtype, device, concurrency
 
 
 def answer_by_engine(llm, dialogues, sampling, concurrency, stop):
-    """Yield each of `dialogues` (open ones) when it has ended, `concurrency` in flight.
+    """Yield each of `dialogues` (open ones) when it has ended, with `concurrency` in flight.
 
-    sampling: SamplingParams of every turn, as a dict, without the seed. stop.requested: leave.
+    sampling: SamplingParams of every turn, as a dict, without the seed. stop.requested: stop early.
     """
     waiting = iter(dialogues)
     with OpenBatch(llm) as batch:
-        ready = []  # dialogues whose prompt is to be handed in
+        ready = []  # dialogues whose prompt is to be added
         while not stop.requested:
             ready += [one for _, one in zip(range(concurrency - len(batch) - len(ready)), waiting)]
             if not ready and not batch:
@@ -99,12 +99,12 @@ def answer_by_engine(llm, dialogues, sampling, concurrency, stop):
 
 
 def _speculation(head):
-    """As deep as pays with so many requests at once: at any depth the answers are those of plain decoding."""
+    """speculative_config for many requests at once: adaptive depth. At any depth the answers are those of plain decoding."""
     return {"model": head, "tree": "chain", "adaptive": True} if head else None
 
 
 def _tokenize(llm, messages):
-    """The prompt of a dialogue as token ids. Raises Unanswerable where the template refuses it, or where it leaves no room."""
+    """The prompt of a dialogue as token ids. Raises Unanswerable if the template refuses it, or if it leaves no room."""
     try:
         text = render_chat(llm.tokenizer, messages)
     except ValueError as error:

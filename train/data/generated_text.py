@@ -1,10 +1,11 @@
-"""Text that the target writes itself, for trainers whose second stage learns from it: prompts cut from the data, answers drawn by
-the engine, kept in one file of the run folder.
+"""Generate text with the target, for trainers whose second stage learns from it.
 
-    generated.jsonl    first line {"made_from": {...}}, then per text {"ids": [...], "prompt": how many of them are the prompt's}
+Prompts are cut from the data, the engine draws the answers, and one file of the run folder keeps them.
 
-The file is there whole or not at all; a run that goes on reads it again. What a prompt gives depends on the prompt, its place and
-the seed alone, not on how many processes share the work. Not done here: chat templates, answers to whole requests, filtering.
+    generated.jsonl    first line {"made_from": {...}}, then per text {"ids": [...], "prompt": number of ids of the prompt}
+
+The file is written whole or not at all; a resumed run reads it again. An answer depends only on the prompt, its place and the seed,
+not on the number of processes. Not done here: chat templates, answers to whole requests, filtering.
 """
 
 import json
@@ -22,14 +23,14 @@ from ...inference.sampling_params import SamplingParams
 from .part_files import PartFiles, forget_parts
 
 FILE = "generated.jsonl"
-TEMPERATURE, TOP_K = 1.0, 10  # as IBM's speculators were trained
+TEMPERATURE, TOP_K = 1.0, 10  # values of IBM's training
 AT_ONCE = 64  # prompts in the engine
 
 
 def build_generator(target, tokenizer, max_length):
     """The engine on the loaded target (FrozenTarget), without a second copy of it.
 
-    Raises ValueError if it does not run this target, or no text of max_length tokens.
+    Raises ValueError if the engine does not run this target, or texts of max_length tokens.
     """
     if target.is_sharded:
         raise ValueError(
@@ -48,7 +49,7 @@ def build_generator(target, tokenizer, max_length):
 def cut_prompts(documents, length, count, seed):
     """`count` pieces (0: all) of `length` tokens, cut from documents (list of (ids, supervised)), in an order drawn from `seed`.
 
-    A document gives as many as fit into it, one after the other. Raises ValueError if none is long enough.
+    A document is cut into as many pieces as fit, one after the other. Raises ValueError if no document is long enough.
     """
     pieces = [ids[i : i + length] for ids, _ in documents for i in range(0, len(ids) - length + 1, length)]
     if not pieces:
@@ -61,10 +62,10 @@ def cut_prompts(documents, length, count, seed):
 
 
 def generated_documents(run, llm, target_name, *, prompts, answer_tokens, seed, accelerator, note):
-    """Documents (ids, supervised) whose answers, the supervised part, the target drew; read from the run folder if they are there.
+    """Documents (ids, supervised) with answers drawn by the target, which are supervised; read from the run folder if they exist.
 
-    run: the run folder; prompts: lists of token ids. Every rank generates its share, with a bar on the main one, and all return the
-    same. Raises ValueError if the folder holds texts made from something else.
+    run: the run folder; prompts: lists of token ids. Every rank generates its share (the main rank shows a bar), and all return the
+    same documents. Raises ValueError if the folder holds texts made from something else.
     """
     path = Path(run, FILE)
     made_from = {
@@ -73,7 +74,7 @@ def generated_documents(run, llm, target_name, *, prompts, answer_tokens, seed, 
         "prompts": zlib.crc32(json.dumps(prompts).encode()),
     }
     made_from |= {"answer_tokens": answer_tokens, "seed": seed, "temperature": TEMPERATURE, "top_k": TOP_K}
-    accelerator.wait_for_everyone()  # all ranks see the same: nothing, or the whole file
+    accelerator.wait_for_everyone()  # all ranks see the same: either no file, or the whole file
     if path.exists():
         if accelerator.is_main_process:
             forget_parts(path)  # of a run killed in its last moment
@@ -89,7 +90,7 @@ def generated_documents(run, llm, target_name, *, prompts, answer_tokens, seed, 
 
 
 def _generate(path, llm, prompts, made_from, accelerator):
-    """Write the file: every rank its share aside, each text as it ends, then the main rank all of them, in order."""
+    """Write the file. Every rank writes its texts to a part as they end; then the main rank writes all of them, in order."""
     parts = PartFiles(path, made_from, {}, accelerator)
     mine = parts.share(range(len(prompts)))
     drawn = {"temperature": TEMPERATURE, "top_k": TOP_K, "max_tokens": made_from["answer_tokens"]}
@@ -111,5 +112,5 @@ def _generate(path, llm, prompts, made_from, accelerator):
 
 
 def _seed(seed, place):
-    """Of the text at this place: no two of one run are drawn alike."""
+    """Seed of the text at this place, different for every text of a run."""
     return seed * 1_000_003 + place

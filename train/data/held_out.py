@@ -1,4 +1,4 @@
-"""Which conversations a run is measured on, and which are left to train on."""
+"""Split conversations into those that a run trains on and held-out ones that it is measured on."""
 
 import hashlib
 import json
@@ -8,10 +8,11 @@ from .conversations import BUILT_IN, load_conversations, split_of
 
 
 def choose_held_out(data, eval_data, target, conversations, count, note):
-    """(conversations to train on, held-out conversations): `count` of the latter.
+    """(conversations to train on, `count` held-out conversations).
 
-    `eval_data` if it is given, without what is trained on; with a built-in set the target's own heldout.jsonl, else the set's
-    held-out modules; otherwise `conversations` are split by a hash of their text. note: as load_conversations takes it.
+    Held-out ones come from `eval_data` if given, without conversations of the training data. With a built-in set they come from the
+    target's own heldout.jsonl, else from the set's held-out modules. Otherwise `conversations` are split by a hash of their text.
+    note: as load_conversations takes it.
     """
     if not count:
         return conversations, []
@@ -22,7 +23,7 @@ def choose_held_out(data, eval_data, target, conversations, count, note):
         return conversations, load_conversations(str(_shipped(target)))[:count]
     if _trains_on_built_in(data):
         return conversations, load_conversations(f"{split_of(data)[0]}:heldout")[:count]
-    # By hash, not by place: a conversation that occurs twice must not be on both sides.
+    # By hash, not by place: a conversation that occurs twice must not land on both sides.
     hashes = [_hash(conversation) for conversation in conversations]
     by_hash = dict(zip(hashes, conversations))
     split = sorted(by_hash)[:count]
@@ -36,7 +37,7 @@ def choose_held_out(data, eval_data, target, conversations, count, note):
 
 
 def are_shipped(data, eval_data, target):
-    """Whether a run measures on the heldout.jsonl of its target, which every reader of the run finds there."""
+    """Whether a run measures on the heldout.jsonl in its target's folder, where every reader of the run finds it."""
     return not eval_data and _trains_on_built_in(data) and _shipped(target).is_file()
 
 
@@ -50,7 +51,7 @@ def _trains_on_built_in(data):
 
 
 def _not_trained_on(held_out, eval_data, conversations, data, count, note):
-    """The first `count` of `held_out` that are none of `conversations`."""
+    """The first `count` of `held_out` that are not in `conversations`."""
     trained = {_hash(conversation) for conversation in conversations}
     apart = [conversation for conversation in held_out if _hash(conversation) not in trained]
     if not apart:
@@ -72,7 +73,7 @@ def _not_trained_on(held_out, eval_data, conversations, data, count, note):
 
 
 def _hash(conversation):
-    """Of what is said; not of "finish_reason", which the same words may have and not have."""
+    """Hash of roles and contents, without "finish_reason": the same words may have it or not."""
     words = [{key: value for key, value in message.items() if key != "finish_reason"} for message in conversation]
     return hashlib.sha256(json.dumps(words, sort_keys=True).encode()).hexdigest()
 

@@ -1,4 +1,4 @@
-"""Documents -> packed rows: whole documents in rows of one length, and the mask that keeps attention inside each of them."""
+"""Pack whole documents into rows of one length, and make the mask that keeps attention inside each document."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,18 +19,18 @@ class PackedRows:
 
 
 def pack(encoded: Sequence[tuple[Sequence[int], Sequence[bool]]], length: int, pad_token_id: int = 0) -> PackedRows:
-    """Fill rows of `length` tokens with whole documents, each put where it leaves the least room (best fit).
+    """Fill rows of `length` tokens with whole documents; each goes to the row where it leaves the least room (best fit).
 
-    No document is spread over two rows: one longer than a row keeps its first `length` tokens, the rest is dropped
-    and counted in `num_cut`. Documents keep their order as far as they fit; the result depends on nothing but the input.
-    Raises ValueError for a length below 2 and where there is no document.
+    No document is spread over two rows: a document longer than a row keeps its first `length` tokens, loses the rest, and
+    counts in `num_cut`. Documents keep their order as far as they fit; the result depends only on the input.
+    Raises ValueError for a length below 2, and if there is no document.
     """
     if length < 2:
         raise ValueError(f"length {length} is too short for a row: a label needs a token before it, so at least 2")
     rows = _best_fit([min(len(ids), length) for ids, _ in encoded], length)
     if not rows:
         raise ValueError("there is nothing to pack: no document has a token")
-    order = np.concatenate(rows)  # documents as they lie in the rows
+    order = np.concatenate(rows)  # documents in the order of the rows
     lengths = np.minimum([len(encoded[document][0]) for document in order], length)
     ends = np.cumsum(lengths)
     per_row = np.cumsum([len(row) for row in rows])
@@ -56,8 +56,8 @@ def pack(encoded: Sequence[tuple[Sequence[int], Sequence[bool]]], length: int, p
 def block_attention_mask(document_ids: torch.Tensor) -> torch.Tensor:
     """[B, T] document ids -> bool [B, 1, T, T], True where the query (third axis) may attend to the key (last axis).
 
-    Causal and inside one document; a padding position attends to itself alone, as a row of nothing would be NaN. For
-    models on SDPA attention: transformers' eager attention adds its mask and needs a float one.
+    Causal and inside one document; a padding position attends only to itself, because an empty row would be NaN. For
+    models on SDPA attention: transformers' eager attention adds its mask, so it needs a float mask.
     """
     num_tokens = document_ids.shape[-1]
     same = document_ids[:, :, None] == document_ids[:, None, :]  # [B, T, T]

@@ -1,4 +1,4 @@
-"""The rows of a run: which conversations they hold, how many labels each has, and in which order they are fed.
+"""The rows of a run: choose their conversations, pack them, count their labels, and deal them to ranks in order.
 
 Letters: R rows, T tokens per row.
 """
@@ -17,7 +17,7 @@ from .encoding import encode_conversations
 from .held_out import choose_held_out
 from .packing import PackedRows, pack
 
-TOLD_TOKENS = 48  # of each row that an error tells
+TOLD_TOKENS = 48  # tokens that an error shows of each row
 
 
 def load_documents(recipe, tokenizer, note):
@@ -35,7 +35,7 @@ def choose_documents(tokenizer, conversations, row_length, max_tokens, seed):
     conversations = list(conversations)
     random.Random(seed).shuffle(conversations)
     if max_tokens:
-        # Far more characters than tokens are never needed: this spares encoding what the cap drops.
+        # Stop at far more characters than needed tokens: this spares encoding conversations that the cap drops.
         room, kept = max_tokens * 16, 0
         for kept, messages in enumerate(conversations, 1):  # noqa: B007
             room -= sum(len(message["content"]) for message in messages)
@@ -55,10 +55,10 @@ def supervise_all(documents):
 
 
 def build_rows(documents, row_length, pad_token_id, note, kind="conversations"):
-    """Pack documents (list of (ids, supervised)); `note(text)` is told what became of them, `kind` being what they are.
+    """Pack documents (list of (ids, supervised)). `note(text)` is told the counts; `kind` is the documents' name in it.
 
-    Rows without a label (one long request, its answer cut off) are left out. Returns (PackedRows, labels per row int64 [R]).
-    Raises ValueError if no label is left.
+    Rows without a label (such as one long request whose answer was cut off) are left out. Returns (PackedRows, labels per row
+    int64 [R]). Raises ValueError if no label is left.
     """
     packed = pack(documents, row_length, pad_token_id or 0)
     counts = count_labels(packed)
@@ -85,9 +85,9 @@ def count_labels(packed):
 
 
 def answer_ends(packed):
-    """Where supervised stretches end: at their last token in a document.  -> bool [R, T]
+    """Mark the last token of every supervised stretch in a document.  -> bool [R, T]
 
-    A document that fills a whole row may have been cut, so its end does not count.
+    A document that fills a whole row may have been cut, so its end is not marked.
     """
     goes_on = packed.supervised[:, 1:] & (packed.document_ids[:, 1:] == packed.document_ids[:, :-1])
     ends = packed.supervised.clone()
@@ -105,7 +105,7 @@ def rows_of_step(step, rows_per_step, num_rows, seed):
 
 
 def deal_rows(rows, recipe, accelerator):
-    """Yields what this rank is fed of an optimiser step's `rows`, per micro-batch: (the first one's place, rows int64 [B])."""
+    """Yields this rank's share of an optimiser step's `rows`, per micro-batch: (place of the first row, rows int64 [B])."""
     world, rank, size = accelerator.num_processes, accelerator.process_index, recipe.batch_rows
     for micro in range(recipe.accumulate):
         first = (micro * world + rank) * size
@@ -125,7 +125,7 @@ def row_of_many_documents(packed, device):
 
 
 def fingerprint(packed):
-    """A checksum of the rows: two runs with the same one are fed the same."""
+    """A checksum of the rows: two runs with the same checksum train on the same rows."""
     parts = (packed.input_ids, packed.document_ids, packed.supervised)
     checksum = 0
     for part in parts:
@@ -135,9 +135,9 @@ def fingerprint(packed):
 
 @contextmanager
 def describe_non_finite(step, packed, fed, tokenizer):
-    """A NonFiniteLoss from inside says its step (from 0) and what this process was fed.
+    """Inside this context a NonFiniteLoss becomes an error that names the step (from 0) and this process's rows.
 
-    fed: the rows of each micro-step; the first four rows at fault are told by their beginning.
+    fed: the rows of each micro-step. The error shows the beginning of the first four rows at fault.
     """
     try:
         yield

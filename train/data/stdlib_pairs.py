@@ -1,9 +1,9 @@
 """Instruction pairs from Python source: a docstring is the request, the function without it is the answer.
 
-`stdlib_pairs(split)` reads the running interpreter's own standard library, so that data for training exists on every
-machine without a download. `package_pairs()` reads the installed packages whose metadata names a permissive licence.
-Both leave whole modules to the held-out side, chosen by a hash of the module's name (`is_heldout`), so that every
-Python version and every machine splits alike. Nothing is imported or executed: the source is parsed.
+`stdlib_pairs(split)` reads the running interpreter's own standard library, so every machine has training data without a
+download. `package_pairs()` reads the installed packages whose metadata names a permissive licence. Both hold out whole
+modules, chosen by a hash of the module's name (`is_heldout`), so every Python version and every machine splits alike.
+Nothing is imported or executed: the source is parsed.
 
 Not done here: chat formats, tokens (train/data/conversations.py), or mixing and training (assets/make/make_stdlib_coder.py).
 """
@@ -62,16 +62,16 @@ def is_heldout(module: str) -> bool:
 
 
 def body_key(answer: str) -> bytes:
-    """Identity of an answer regardless of whitespace: copies of one function, however indented, share it."""
+    """Key of an answer without its whitespace: copies of a function share it, however they are indented."""
     return hashlib.sha256("".join(answer.split()).encode()).digest()[:16]
 
 
 def pairs_from_source(source: str, module: str, further: bool = False) -> list[Pair]:
-    """The pairs of one module's source text, in source order; empty where it does not parse.
+    """The pairs of one module's source text, in source order; empty if it does not parse.
 
-    Functions and methods are dedented and lose their docstring; decorators are left out. Functions inside functions
-    stay part of the outer one. `further` adds what teaches more Python but is no documented function of 40 to 3000
-    characters: functions without a docstring of at least 20 characters, longer functions, and classes.
+    Answers are documented functions and methods of 40 to 3000 characters, dedented, without docstring and decorators.
+    Functions inside functions stay part of the outer one. `further` adds more Python: functions without a docstring of
+    at least 20 characters, longer functions, and classes.
     """
     try:
         with warnings.catch_warnings():
@@ -109,8 +109,8 @@ def pairs_from_source(source: str, module: str, further: bool = False) -> list[P
 def stdlib_pairs(split: str) -> list[Pair]:
     """Pairs of the running interpreter's standard library, in a fixed order, each body once.
 
-    split: "train" or "heldout". Held-out bodies never appear in "train", also where a module copies another's.
-    Raises ValueError for another split, and where this Python was installed without its source files.
+    split: "train" or "heldout". Held-out bodies never appear in "train", even if a module copies another's.
+    Raises ValueError for another split, and if this Python was installed without its source files.
     """
     if split not in SPLITS:
         raise ValueError(f"split {split!r} of the stdlib set does not exist; choose one of {', '.join(SPLITS)}")
@@ -119,7 +119,7 @@ def stdlib_pairs(split: str) -> list[Pair]:
 
 
 def installed_pairs(split: str) -> list[Pair]:
-    """Like `stdlib_pairs`, with the installed packages under permissive licences besides: more, and other on every machine."""
+    """`stdlib_pairs` and the pairs of installed packages under permissive licences: more pairs, different on every machine."""
     if split not in SPLITS:
         raise ValueError(f"split {split!r} of the installed set does not exist; choose one of {', '.join(SPLITS)}")
     train, heldout = split_pairs(stdlib_source_pairs() + package_pairs()[0])
@@ -127,7 +127,7 @@ def installed_pairs(split: str) -> list[Pair]:
 
 
 def stdlib_source_pairs(further: bool = False) -> list[Pair]:
-    """All pairs of the standard library, not yet split nor deduplicated. Raises ValueError where there are none."""
+    """All pairs of the standard library, not yet split or deduplicated. Raises ValueError if there are none."""
     pairs = list(_module_pairs(stdlib_modules(), further))
     if not pairs:
         raise ValueError(
@@ -140,8 +140,8 @@ def stdlib_source_pairs(further: bool = False) -> list[Pair]:
 def split_pairs(pairs) -> tuple[list[Pair], list[Pair]]:
     """(train, held-out) of pairs by `is_heldout`, each body once.
 
-    What is held out is in no training pair: neither the same body under another module's name, nor an edited copy,
-    which is a function more than 60 % of whose lines are lines of held-out functions.
+    No training pair repeats a held-out pair: neither the same body under another module's name, nor an edited copy. A
+    function is an edited copy if more than 60 % of its lines are lines of held-out functions.
     """
     heldout, train = {}, {}
     remaining = []
@@ -153,7 +153,7 @@ def split_pairs(pairs) -> tuple[list[Pair], list[Pair]]:
             remaining.append((key, pair))
     known = {line for pair in heldout.values() for line in _telling_lines(pair.answer)}
     for key, pair in remaining:
-        # Among copies, one whose request quotes a docstring is worth more.
+        # Among copies, keep the pair whose request quotes a docstring.
         if key in heldout or (key in train and not (pair.documented and not train[key].documented)):
             continue
         lines = _telling_lines(pair.answer)
@@ -182,10 +182,10 @@ class Source:
 
 
 def package_pairs(further: bool = False, workers: int | None = None) -> tuple[list[Pair], list[Source]]:
-    """Pairs of all installed packages whose metadata names a permissive licence, and what those packages are.
+    """Pairs of all installed packages whose metadata names a permissive licence, and the list of these packages.
 
-    Order: by package, then module. Packages with another, several unclear, or no licence are skipped whole, and so are
-    folders of vendored code. Bodies are not deduplicated here: pass the result through `split_pairs`.
+    Order: by package, then module. A package is skipped whole if its licence is not permissive, unclear or missing; folders
+    of vendored code are skipped too. Bodies are not deduplicated here: pass the result through `split_pairs`.
     workers: parsing processes (None: one per CPU).
     """
     sources, modules = [], []
@@ -228,10 +228,10 @@ _COPYLEFT = re.compile(r"gpl|mpl|mozilla|epl|eupl|cddl|proprietary|commercial|no
 
 
 def permissive_licence(fields) -> str | None:
-    """The permissive licence that a distribution's metadata names, or None where it is another, mixed or unknown.
+    """The permissive licence that a distribution's metadata names; None if it is another, mixed or unknown.
 
-    fields: a message of core metadata (`importlib.metadata`). In a combined SPDX expression every licence counts, also
-    those joined by OR: what is skipped by that is little, what is taken is certain.
+    fields: a message of core metadata (`importlib.metadata`). In a combined SPDX expression every licence must be
+    permissive, even those joined by OR: that skips little, and whatever is taken is certainly permissive.
     """
     expression = (fields.get("License-Expression") or "").strip()
     if expression:
@@ -263,10 +263,10 @@ def _definitions(node: ast.AST, owner: str) -> Iterator[tuple[str, ast.AST]]:
 
 
 def _answer(node, lines: list[str], has_docstring: bool) -> str | None:
-    """The definition's dedented text without its docstring; None where nothing is left or the cut is not at lines."""
+    """The definition's dedented text without its docstring; None if nothing is left or the cut is not at line ends."""
     text = lines[node.lineno - 1 : node.end_lineno]
     if lines[node.lineno - 1][: node.col_offset].strip():
-        return None  # something else stands before it on its line
+        return None  # other code stands before it on its line
     if has_docstring:
         docstring, *rest = node.body
         if not rest or docstring.lineno == node.lineno or rest[0].lineno <= docstring.end_lineno:
@@ -305,7 +305,7 @@ def _module_pairs(modules: list[tuple[str, Path]], further: bool) -> Iterator[Pa
                 continue
             source = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):
-            continue  # a file listed but missing, or in another encoding: other people's, and rare
+            continue  # a listed file is missing or in another encoding: rare, and not our error
         for pair in pairs_from_source(source, module, further):
             yield replace(pair, documented=False) if in_tests else pair
 

@@ -1,6 +1,6 @@
-"""A head of any family against the frozen target: labels, loss chunk by chunk, and their metrics.
+"""Distil the frozen target into a head of any family: labels, loss chunk by chunk, metrics.
 
-What a head predicts: Head.predict (heads/head.py).
+Head.predict (heads/head.py) gives the predictions.
 
 Alignment: depth k (from 0; head k, step k) of the root at t predicts x_{t+2+k}. Seen from the label at y = t + 2 + k: the soft
 label is the target's distribution at y - 1, the root lies at y - 2 - k, and label and root belong to one document. All depths
@@ -9,13 +9,13 @@ therefore share one projection of the target per label.
     loss = sum over y, k of weight_k row_loss(y, k)  /  number of labels in the whole optimiser step, all ranks
     row_loss = token_weight token_loss + feature_weight feature_loss
 
-token_loss is one of kernels/training/distill_loss.py, of which lk hangs on the step before (Objective); feature_loss, of heads
+token_loss is one of kernels/training/distill_loss.py; its lk depends on the previous step (Objective). feature_loss, for heads
 whose states are features (EAGLE), is the smooth L1 distance of the state at y - 2 - k from the target's feature at y - 1,
-averaged over its H values. Only supervised positions are projected, `chunk_tokens` of them at a time, each followed at once by
-its backward: no tensor of [all tokens, V] exists. Beside the weights there are at most two of [C, V], in the dtype of the logits:
-the target's, shared by all depths, and those of one depth, which the loss turns into their own gradient. (While a draft
-vocabulary's part is taken out of the target's, that part is a third.) Where a depth's state hangs on earlier ones (recurrent
-heads), the chunks leave their gradients at the states, and one backward pass at the end takes them from there to the parameters.
+averaged over its H values. Only supervised positions are projected, `chunk_tokens` at a time, and the backward of each chunk
+follows at once: no tensor of [all tokens, V] exists. Beside the weights there are at most two tensors [C, V], in the dtype of the
+logits: the target's, shared by all depths, and those of one depth, which the loss turns into their gradient. (While a draft
+vocabulary's part is taken out of the target's logits, that part is a third.) Where a depth's state depends on earlier states
+(recurrent heads), the chunks leave their gradients at the states, and one backward pass at the end goes on to the parameters.
 
 Letters: B rows, T tokens per row, M = B T, N labels, C labels of a chunk, S width of a state, H hidden size, V vocabulary,
 K depths.
@@ -35,7 +35,7 @@ from .losses import Loss
 class Labels:
     """The supervised positions of a micro-batch, counted in the flattened rows [M]."""
 
-    positions: torch.Tensor  # [N] where the labels stand
+    positions: torch.Tensor  # [N] positions of the labels
     tokens: torch.Tensor  # [N] the labels
     valid: torch.Tensor  # [K, N] bool: depth k has its root in the label's own document
 
@@ -43,7 +43,7 @@ class Labels:
 def find_labels(input_ids, document_ids, supervised, num_depths):
     """Labels of packed rows.  input_ids, document_ids (-1 on padding), supervised: [B, T]  ->  Labels
 
-    A label needs a root for depth 0 at least; later depths miss the labels too close to their document's start.
+    Every label has a root at least for depth 0; later depths lack the labels too close to their document's start.
     """
     valid = []
     for k in range(num_depths):
@@ -58,9 +58,9 @@ def find_labels(input_ids, document_ids, supervised, num_depths):
 
 @dataclass(frozen=True)
 class Objective:
-    """What is minimised: the loss of a row, and one weight per depth k.
+    """The objective that is minimised: the loss of a row, and one weight per depth k.
 
-    rates: of lk, each depth's mean rate of acceptance in the step before, over all ranks; None: there was none.
+    rates: for lk, each depth's mean rate of acceptance in the previous step, over all ranks; None in the first step.
     """
 
     loss: Loss
@@ -75,7 +75,7 @@ class Objective:
         return self.loss.name == "lk"
 
     def at(self, rates):
-        """The objective of a step before which the depths' rates of acceptance were these."""
+        """The objective of a step, given the depths' rates of acceptance in the previous step."""
         return replace(self, rates=rates)
 
     def kl_weight(self, k):
@@ -94,14 +94,14 @@ class Objective:
 def accumulate_gradients(
     predictions, features, labels, *, lm_head, objective, num_labels, chunk_tokens, with_hits=False
 ):
-    """Add this micro-batch's share of the gradient to the parameters behind the predictions.
+    """Add this micro-batch's share of the gradient to the parameters that made the predictions.
 
     features [M, H]: the target's last states; labels: Labels of at least K depths; lm_head: the target's, a module; num_labels: the
-    divisor, the labels of the whole optimiser step on all ranks. Outside a draft vocabulary there is no hard loss: such a label
-    counts in num_labels and for nothing else.
-    Returns fp64 [K, 5]: per depth the sum of its token losses, how many labels it had, and (with_hits, or where the objective
-    adapts) its top-1 and top-5 hits and the sum of its rates of acceptance, where the loss needs the target's distribution; with a
-    feature_weight [K, 6], the sum of its feature losses the last.
+    divisor, the labels of the whole optimiser step on all ranks. A label outside a draft vocabulary has no hard loss: it counts
+    only in num_labels.
+    Returns fp64 [K, 5], per depth: sum of token losses, number of labels, and (with_hits, or if the objective adapts) top-1 hits,
+    top-5 hits, and the sum of rates of acceptance if the loss needs the target's distribution. With a feature_weight [K, 6]: the
+    sum of feature losses comes last.
     """
     num_depths, draft_ids, loss = len(objective.weights), predictions.draft_ids, objective.loss
     with_hits = with_hits or objective.adapts
@@ -126,12 +126,12 @@ def accumulate_gradients(
             if loss.name == "hard":
                 valid = valid & (tokens >= 0)
         for k in range(num_depths):
-            # Labels without a feature of their own document read some other position and count for nothing.
+            # Labels without a feature of their own document read another position, and do not count.
             source = (positions - 2 - k).clamp_min(0)
             rows = predictions.states[k].detach()[source].requires_grad_(gradients[k] is not None)
             logits = predictions.logits(rows, k)  # [C, V]
             share = objective.weights[k] / num_labels
-            gradient = logits.detach()  # the same memory, which no backward reads as logits
+            gradient = logits.detach()  # the same memory; no backward reads the logits
             figures = distill_loss(
                 gradient,
                 tokens,
@@ -159,7 +159,7 @@ def accumulate_gradients(
                 totals[k, 3] += (figures.rank <= 5).sum()
                 if figures.alpha is not None:
                     totals[k, 4] += figures.alpha.sum()
-            del logits, gradient, ends, given  # or the next depth's would be made beside them
+            del logits, gradient, ends, given  # freed before the next depth's are made
     carrying = [k for k, gradient in enumerate(gradients) if gradient is not None]
     torch.autograd.backward([predictions.states[k] for k in carrying], [gradients[k] for k in carrying])
     return totals
@@ -174,9 +174,9 @@ def _smooth_l1(states, features):
 def summarize(totals, objective, num_labels):
     """The figures of one optimiser step for metrics.jsonl: the weighted loss, and loss, top-1, top-5 and alpha of each depth.
 
-    totals: what `accumulate_gradients` returned, summed; num_labels: what it divided by. A depth's own losses (of tokens, and of
-    features where they count), hit rates and alpha are over its own labels, without weights; hits are counted against the text,
-    alpha is the mean chance that a token drawn from the head is accepted (there where the loss needs the target's distribution).
+    totals: the sum of results of `accumulate_gradients`; num_labels: its divisor. A depth's own losses (of tokens, and of features
+    where they count), hit rates and alpha are over its own labels, without weights. Hits are counted against the text; alpha is the
+    mean chance that a token drawn from the head is accepted (only if the loss needs the target's distribution).
     """
     losses, counts, *others = totals.t().tolist()
     names = ("loss", "top1", "top5", "alpha", "feature_loss")
@@ -194,11 +194,11 @@ def summarize(totals, objective, num_labels):
 
 @torch.no_grad()
 def count_teacher_forced_runs(predictions, labels, chunk_tokens):
-    """Runs of consecutive top-1 hits against the text: what a chain would gain if the target wrote this text.
+    """Count runs of consecutive top-1 hits against the text: the acceptance of a chain if the target wrote this text.
 
     predictions: Predictions over M rows; labels: Labels of its K depths. A root at t counts if all K labels t+2 .. t+1+K are
-    supervised and in its document. Returns (how often the run reaches depth k, list of K ints; number of roots). The engine's own
-    figure compares with the target's choices instead of the text's tokens; the two are different quantities.
+    supervised and in its document. Returns (list of K ints: how many runs reach depth k; number of roots). The engine's figure
+    compares with the target's own choices instead of the text's tokens, so the two differ.
     """
     num_depths, num_labels = labels.valid.shape
     num_rows = len(predictions.states[0])

@@ -2,14 +2,14 @@
 
     loss = target_loss + medusa_weight * sum over heads k of weight_k loss_k
 
-target_loss, with self-distillation: KL from the frozen target's distribution (the same model without its adapter) to the adapted
-one's, so that the adapter may change what the target computes and hardly what it says; or the cross entropy against the text.
-loss_k: as in the stage `heads`, but against the adapted target's distribution, held fixed: that distribution is the one which
-will check the heads' drafts. Through the features the gradient of the heads' loss reaches the adapter. lm_head stays the frozen
-target's, for the target and for heads that share it.
+target_loss is either self-distillation, the KL from the frozen target's distribution (the same model without its adapter) to the
+adapted target's, so that the adapter changes the features but hardly the distribution; or the cross entropy against the text.
+loss_k is as in the stage `heads`, but against the adapted target's distribution, held fixed, because that distribution will check
+the heads' drafts. The gradient of the heads' loss reaches the adapter through the features. lm_head stays the frozen target's, for
+the target and for heads that share it.
 
-Where the paper raises the heads' weight slowly or trains the heads alone first (both work, it says), this is the second: the
-stage starts from heads of the first one. The learning rates of both rise together.
+The paper offers two ways that both work: raise the heads' weight slowly, or train the heads alone first. This is the second: the
+stage starts from heads of the stage `heads`. The learning rates of heads and adapter rise together.
 
 Letters: B rows, T tokens per row, M = B T, H hidden size, V vocabulary, C labels of a chunk, K heads.
 """
@@ -43,16 +43,16 @@ def accumulate_joint_gradients(
     target: FrozenTarget that the TargetAdapter `adapter` sits on; inputs: (input_ids, position_ids, document_ids), [B, T] each;
     labels, num_labels, chunk_tokens, with_hits: as for `accumulate_gradients`; objective: of the heads, medusa_weight among its
     weights; target_loss: "kl" or "hard"; autocast: the context that heads compute in.
-    Returns fp64 [1 + K, 5]: the target's own totals, then the heads'.
+    Returns fp64 [1 + K, 5]: the totals of the target itself, then those of the heads.
     """
     frozen = None
-    # A target in fp32 computes in fp32 whatever the heads do; of one in bf16 only the adapter's products are affected.
+    # A target in fp32 computes in fp32 whatever the heads do. In a bf16 target autocast changes only the adapter's products.
     own_autocast = autocast
     if target.dtype == torch.float32:
         own_autocast = torch.autocast(target.lm_head.weight.device.type, enabled=False)
     if Loss(target_loss).needs_target:
-        # Not without gradients, though nothing has one here: then both passes take the same attention, and an adapter that adds
-        # nothing gives the frozen distribution itself.
+        # Gradients stay enabled, though nothing has one here: then both passes take the same attention, and an adapter that
+        # adds nothing gives exactly the frozen distribution.
         with adapter.disabled():
             frozen = target.forward(*inputs).detach().flatten(0, 1)  # [M, H]
     with own_autocast:
@@ -83,9 +83,9 @@ def own_predictions(features, lm_head):
 
 
 def summarize_joint(totals, objective, num_labels):
-    """The figures of one optimiser step: those of `summarize`, of the heads, with target_loss and the sum of both as loss.
+    """The figures of one optimiser step: `summarize` of the heads, target_loss, and the sum of both losses as loss.
 
-    totals: what `accumulate_joint_gradients` returned, summed; objective: the heads', medusa_weight among its weights.
+    totals: the sum of results of `accumulate_joint_gradients`; objective: the heads', medusa_weight among its weights.
     """
     own, figures = totals[0, 0].item() / num_labels, summarize(totals[1:], objective, num_labels)
     return figures | {"loss": own + figures["loss"], "target_loss": own}
@@ -93,10 +93,10 @@ def summarize_joint(totals, objective, num_labels):
 
 @torch.no_grad()
 def held_out_loss(target, encoded, *, max_length, chunk_tokens):
-    """Cross entropy per supervised token of held-out conversations, teacher-forced, by the model as it is now.
+    """Cross entropy per supervised token of held-out conversations, teacher-forced, of the model in its present state.
 
-    encoded: list of (ids, supervised), of which at most max_length tokens count; supervised first tokens have nothing that
-    predicts them. Returns (nats per token, number of tokens).
+    encoded: list of (ids, supervised), cut at max_length tokens; a first token does not count, as nothing predicts it.
+    Returns (nats per token, number of tokens).
     """
     device, total, count = target.lm_head.weight.device, 0.0, 0
     for ids, supervised in encoded:
@@ -112,15 +112,17 @@ def held_out_loss(target, encoded, *, max_length, chunk_tokens):
 
 
 class AdaptedMeter:
-    """An AcceptanceMeter on the adapted target, merged while it measures, and beside it what the adapter did to the target itself:
-    heldout_loss of the adapted and frozen_heldout_loss of the frozen target, in nats per token of heldout_tokens.
+    """An AcceptanceMeter on the adapted target, whose adapter is merged while it measures.
+
+    It also measures how the adapter changed the target: heldout_loss of the adapted and frozen_heldout_loss of the frozen target,
+    in nats per token, over heldout_tokens tokens.
     """
 
     def __init__(self, meter, adapter):
         self.meter, self.adapter, self.target = meter, adapter, meter.target
 
     def measure(self):
-        """What AcceptanceMeter.measure returns, with those figures."""
+        """The result of AcceptanceMeter.measure with the held-out losses."""
         with self.adapter.disabled():
             frozen, _ = self._held_out_loss()
         with self.adapter.merged():
@@ -130,6 +132,6 @@ class AdaptedMeter:
         return measured and measured | losses
 
     def _held_out_loss(self):
-        """Of the model as it is now."""
+        """held_out_loss of the model in its present state."""
         meter = self.meter
         return held_out_loss(meter.target, meter.encoded, max_length=meter.max_length, chunk_tokens=meter.chunk_tokens)

@@ -1,7 +1,7 @@
-"""Which loss a run minimises. The formulas, and what computes them: kernels/training/distill_loss.py.
+"""The loss that a run minimises: its name and weights. Formulas and kernel: kernels/training/distill_loss.py.
 
-The weight of kl within lk is exp(-eta a), where a is a depth's mean rate of acceptance over all its labels in the step before: then
-it is known beforehand, and the same on every rank. (The paper's authors take the current step: arXiv 2602.23881.) Weighing every
+The weight of kl within lk is exp(-eta a), where a is a depth's mean rate of acceptance over all its labels in the previous step. So
+it is known beforehand, and the same on every rank. (The paper's authors take the current step: arXiv 2602.23881.) Weighting every
 label by its own rate gave less acceptance than kl alone (docs/log.md).
 """
 
@@ -13,7 +13,7 @@ from ...kernels.training.distill_loss import LOSSES
 
 @dataclass(frozen=True)
 class Loss:
-    """Which loss: its name, the eta of lk, and weight and number of tokens of HASS's term, which is added to any of them."""
+    """A loss: its name, the eta of lk, and weight and number of tokens of HASS's term, which can be added to any loss."""
 
     name: str = "kl"
     eta: float = 3.0
@@ -25,10 +25,10 @@ class Loss:
             raise ValueError(f"loss must be one of {', '.join(LOSSES)}, got {self.name!r}")
 
     def kl_weight(self, acceptance):
-        """The weight of kl within lk where drafts are accepted at this rate: 1 where none is."""
+        """The weight of kl within lk at this rate of acceptance: 1 at rate 0."""
         return math.exp(-self.eta * acceptance)
 
     @property
     def needs_target(self):
-        """Is the target's distribution a part of it, or the text alone?"""
+        """Whether the loss needs the target's distribution, and not only the text."""
         return self.name != "hard" or self.top_k_weight > 0

@@ -1,6 +1,6 @@
-"""The sections of the page that compares runs: the panels of one run's report, with all runs in one drawing where that is readable.
+"""The sections of the page that compares runs: the panels of a run's report, with all runs in one drawing where it stays readable.
 
-names: of the runs, short and different; runs: RunFiles of each, in the same order. A run is left out of what it has no figures for.
+names: short and distinct names of the runs; runs: their RunFiles, in the same order. A panel leaves out runs that lack its figures.
 """
 
 from html import escape
@@ -17,7 +17,7 @@ UNTOLD = "–"
 
 
 def run_names(runs):
-    """A name per run: its folder's, with as many of the folders above as it takes to tell them apart; cut where it is long.
+    """A name per run: its folder's, with as many parent folders as tell the runs apart; a long name is cut.
 
     Raises ValueError for a run that is given twice.
     """
@@ -34,7 +34,7 @@ def run_names(runs):
 
 
 def compare_ends(names, runs):
-    """Each run's last figures as bars, and what the recipes say differently."""
+    """Each run's last figures as bars, and the keys in which the recipes differ."""
     *bars, recipes = DASHBOARD["Comparison across heads"]
     labels = [f"{name}, {family}" if (family := _family(run)) else name for name, run in zip(names, runs)]
     ends = [_last_figures(run) for run in runs]
@@ -56,7 +56,7 @@ def compare_ends(names, runs):
 
 
 def compare_acceptance(names, runs):
-    """Acceptance length of all runs in one drawing, acceptance per position in one of each run."""
+    """Acceptance length of all runs in one drawing; acceptance per position in one drawing per run."""
     return _drawings("Acceptance while training", names, runs) or missing(
         "No acceptance was measured in these runs yet."
     )
@@ -79,7 +79,7 @@ def compare_rates(names, runs):
 
 
 def compare_samples(names, runs):
-    """What the runs wrote after their first prompts. The target's choice alone, so it differs only where the prompts do."""
+    """Outputs of the runs for their first prompts. The target alone decides them, so they differ only if the prompts do."""
     (panel,) = DASHBOARD["Samples"]
     cards = [
         f'<figure class="sample"><figcaption>{escape(name)}: prompt</figcaption><pre>{escape(str(sample["prompt"]).strip())}</pre>'
@@ -91,7 +91,7 @@ def compare_samples(names, runs):
 
 
 def _drawings(section, names, runs):
-    """All runs in one drawing where a run has one line, else a drawing per run."""
+    """All runs in one drawing if each has one line, else a drawing per run."""
     drawings = []
     for panel in DASHBOARD[section]:
         series = [panel_series(panel, run.train + run.measured) for run in runs]

@@ -1,6 +1,6 @@
-"""What a run's dashboard shows, said once: the sections, their panels, and the W&B key behind each panel.
+"""The one description of a run's dashboard: its sections, their panels, and the W&B key of each panel.
 
-train/report/workspace.py makes a W&B workspace of it, train/report/report.py draws the same panels from the run folder, and
+train/report/workspace.py makes a W&B workspace from it, train/report/report.py draws the same panels from the run folder, and
 train/run/tracking.py logs the keys: a line of metrics.jsonl of kind K gives K/<name> for each of its figures (`curves`). Nothing
 here knows W&B.
 """
@@ -15,12 +15,12 @@ KINDS = ("line", "lines", "heat map", "table", "bars", "recipes")
 class Panel:
     """One drawing.
 
-    kind: line: a figure over the training steps; lines: several of them, one per number in their keys; heat map: a drawing per
-    measurement; table; bars: a run's last figure, runs of a family side by side; recipes: what runs were told differently
-    key: W&B's; of lines, a regular expression whose only group is the number
-    label: of the axis; start, largest: where the axis starts and the most it may end at (None: where the figures say)
-    only: what alone logs such figures: heads of the family "EAGLE", or the stage "joint"; "": every run
-    series, first: lines are called by this word and their number, counted from `first`
+    kind: line: a figure over the training steps; lines: several figures, one per number in their keys; heat map: a drawing per
+    measurement; table; bars: a run's last figure, runs of a family side by side; recipes: the keys in which runs differ
+    key: W&B's; for lines, a regular expression whose only group is the number
+    label: of the axis; start, largest: its beginning and its greatest end (None: chosen from the figures)
+    only: the runs that log such figures: heads of the family "EAGLE", or the stage "joint"; "": every run
+    series, first: a line is named by this word and its number, counted from `first`
     """
 
     title: str
@@ -34,7 +34,7 @@ class Panel:
     first: int = 0
 
     def find(self, keys):
-        """[(name of the line, key)] of those keys that it shows, in the order of their numbers."""
+        """[(name of the line, key)] of the keys that the panel shows, in the order of their numbers."""
         if self.kind != "lines":
             return [("", key) for key in keys if key == self.key]
         found = {int(match[1]): match[0] for key in keys if (match := re.fullmatch(self.key, key))}

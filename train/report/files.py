@@ -1,4 +1,4 @@
-"""What the report reads of a run folder: each file that is there, checked; None or an empty list for one that is not."""
+"""Read and check the files of a run folder for the report; None or an empty list stands for a missing file."""
 
 import json
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class RunFiles:
-    """A run folder as it is now.
+    """The content of a run folder.
 
     path: its folder; config: the text of config.yaml; train, measured: the lines of metrics.jsonl, by step; acceptance, tree,
     benchmark: acceptance.json, tree.json, benchmark.json
@@ -27,7 +27,7 @@ class RunFiles:
 
     @property
     def rates(self):
-        """Acceptance per depth and rank as the trainer measured it last, or None."""
+        """The trainer's last measurement of acceptance per depth and rank, or None."""
         rates = (self.acceptance or {}).get("rates")
         return rates if rates and any(rates) else None
 
@@ -35,7 +35,7 @@ class RunFiles:
 def read_run(path):
     """RunFiles of the folder `path`.
 
-    Raises ValueError where it is no run folder, or a file in it cannot be read (naming the file, and the line if there is one).
+    Raises ValueError if it is not a run folder, or if a file in it cannot be read (naming the file and, if known, the line).
     """
     run = Path(path)
     if not run.is_dir():
@@ -87,7 +87,7 @@ def _require(value, keys, where):
 
 
 def _read_metrics(path):
-    """The training and the acceptance lines by step; of a step written twice (by a resumed run) the later line counts."""
+    """The training and the acceptance lines by step. If a resumed run wrote a step twice, the later line counts."""
     by_kind = {"train": {}, "acceptance": {}}
     lines = (_read_text(path) or "").split("\n")
     for number, line in enumerate(lines, start=1):
@@ -98,7 +98,7 @@ def _read_metrics(path):
             record = _require(json.loads(line), ("step", "kind"), where)
         except json.JSONDecodeError as error:
             if number == len(lines):
-                continue  # no newline at its end: a running training is just writing it
+                continue  # no newline at its end: a running training is still writing it
             raise ValueError(f"{where}: not JSON ({error.msg}): {line[:80]!r}") from error
         if record["kind"] == "acceptance":
             _require(record, ("acceptance_length", "per_position"), where)

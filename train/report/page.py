@@ -63,7 +63,7 @@ summary { cursor: pointer; color: var(--soft); font-size: .9rem; margin: .5rem 0
 def render_page(name, tiles, sections):
     """The whole document.
 
-    name: of the run. tiles: (figure, what it is, how it was got) each, as text. sections: (heading, HTML) each.
+    name: of the run. tiles: (figure, its meaning, its source) each, as text. sections: (heading, HTML) each.
     """
     figures = "".join(
         f'<div class="tile"><b>{escape(value)}</b><span>{escape(label)}</span><small>{escape(detail)}</small></div>'
@@ -94,7 +94,7 @@ def code(text):
 
 
 def missing(text, command=""):
-    """What is not there and how to make it."""
+    """A note on missing data, with the command that makes it."""
     return f'<p class="missing">{escape(text)}</p>{code(command) if command else ""}'
 
 
@@ -104,5 +104,5 @@ def charts(drawings):
 
 
 def named(title, content):
-    """Something of a panel that is no drawing (a table, texts), which bears the panel's title for readers that do not see it."""
+    """A panel's content that is not a drawing (a table, texts), with the panel's title for screen readers."""
     return f'<div role="group" aria-label="{escape(title)}">{content}</div>'

@@ -1,11 +1,13 @@
-"""Self-contained HTML pages about training runs: `headstart report runs/NAME` writes runs/NAME/report.html, and of several runs
-`headstart report runs/A runs/B --output FILE` writes one page that compares them.
+"""Self-contained HTML pages about training runs.
 
-A page shows what the run folders hold and nothing else: the panels of the dashboard (train/report/dashboard.py) from
-metrics.jsonl and acceptance.json, the draft tree (tree.json), the speed table (benchmark.json) and the resolved configuration
-(config.yaml). Whatever is missing is named in its section together with what makes it. The page loads nothing from outside.
+    headstart report runs/NAME                       writes runs/NAME/report.html
+    headstart report runs/A runs/B --output FILE     writes one page that compares them
 
-It does not run a model and does not measure anything: every figure was written by the tool that measured it.
+A page shows only what the run folders hold: the panels of the dashboard (train/report/dashboard.py) from metrics.jsonl and
+acceptance.json, the draft tree (tree.json), the speed table (benchmark.json) and the resolved configuration (config.yaml). A
+section whose data are missing says which command makes them. The page loads nothing from outside.
+
+It runs no model and measures nothing: every figure was written by the tool that measured it.
 """
 
 from pathlib import Path
@@ -34,8 +36,8 @@ from .sections import (
 def write_report(run, output=None):
     """Write the report of the run folder `run` and return its path.
 
-    output: where to write it; `report.html` in the run folder by default, replaced if it is there.
-    Raises ValueError where `run` is no run folder, or a file in it cannot be read (naming the file, and the line if there is one).
+    output: the file to write, `report.html` in the run folder by default; an existing file is replaced.
+    Raises ValueError if `run` is not a run folder, or a file in it cannot be read (naming the file and, if known, the line).
     """
     run = Path(run)
     files = read_run(run)
@@ -58,7 +60,7 @@ def write_report(run, output=None):
 
 
 def write_comparison(runs, output):
-    """Write one page about several run folders to `output`, replaced if it is there, and return its path.
+    """Write one page about several run folders to `output`, replacing an existing file, and return its path.
 
     Raises ValueError like write_report.
     """

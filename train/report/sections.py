@@ -1,7 +1,7 @@
-"""The sections of the report: each function turns what a run folder holds into one piece of HTML.
+"""The sections of the report: each function turns a part of a run folder into one piece of HTML.
 
-An argument that is None or empty stands for a file that is not there; the section then says what makes it. The text on
-the page is for a reader who has not seen the code: every drawing has a caption that says what one looks at.
+An argument that is None or empty stands for a missing file; the section then says which command makes it. The text on the page is
+for a reader who has not seen the code: every drawing has a caption that explains it.
 """
 
 import math
@@ -18,9 +18,9 @@ BAR_WIDTH = 72  # pixels of the fastest row's bar
 
 
 def tiles(run, train, measured, acceptance, tree, benchmark):
-    """The few figures that answer whether it worked: (figure, what it is, how it was got) each.
+    """The few figures that tell whether the training worked: (figure, its meaning, its source) each.
 
-    The speed is that of this run's own heads where benchmark.json holds them among others.
+    The speed is that of this run's own heads if benchmark.json holds several.
     """
     found = []
     chain = acceptance or (measured[-1] if measured else None)
@@ -102,7 +102,7 @@ def throughput_section(records):
 
 
 def curve_charts(panels, records):
-    """One drawing per panel of curves, "" for one without figures.  records: lines of metrics.jsonl of the panels' kind"""
+    """One drawing per panel of curves, "" for a panel without figures.  records: lines of metrics.jsonl of the panels' kind"""
     return [curve_chart(panel, panel_series(panel, records)) for panel in panels]
 
 
@@ -112,7 +112,7 @@ def curve_chart(panel, series, more=""):
 
 
 def panel_series(panel, records):
-    """[(name, [(step, value), ...])] of what a panel of curves shows."""
+    """[(name, [(step, value), ...])] of the curves of a panel."""
     figures = [(record["step"], curves(record)) for record in records]
     keys = {key for _, values in figures for key in values}
     return [
@@ -139,7 +139,7 @@ def rates_section(acceptance, tree=None):
         '<details><summary>The figures as a table</summary><div class="scroll"><table><thead><tr><td></td>'
         f'{names}<th scope="col">all ranks</th></tr></thead><tbody>{rows}</tbody></table></div></details>'
     )
-    # The trainer's count of steps belongs to the trainer's rates alone.
+    # The trainer's count of steps belongs only to the trainer's rates.
     counted = not from_tree and _is_number(acceptance.get("num_steps"))
     steps = f", counted over {acceptance['num_steps']:,} steps" if counted else ""
     text = caption(
@@ -182,7 +182,7 @@ def tree_section(tree, acceptance, run):
 
 
 def choice_section(tree, run):
-    """Why the tree is what it is: expected tokens per second over nodes.  tree: tree.json"""
+    """How the tree was chosen: expected tokens per second over nodes.  tree: tree.json"""
     choice = (tree or {}).get("choice")
     if not tree:
         return missing("No tree was chosen for this run yet: see above.")

@@ -1,9 +1,9 @@
 """The dashboard (train/report/dashboard.py) as a saved view of a W&B project: `headstart dashboard`.
 
-The view's name in W&B follows from entity, project and title, so a second call finds the view of the first and replaces what it
-shows; changes made to it by hand in the browser go. It needs the `dashboard` extra (wandb-workspaces) and a login.
+The view's name in W&B follows from entity, project and title, so a second call finds the view of the first and replaces its
+content. Changes made by hand in the browser are lost. It needs the `dashboard` extra (wandb-workspaces) and a login.
 
-It does not make the project, which comes with the first run logged online, and it touches no run.
+It does not make the project, which the first run logged online makes, and it touches no run.
 """
 
 import hashlib
@@ -15,9 +15,9 @@ from .dashboard import DASHBOARD
 
 PROJECT = "headstart"  # the trainers' own
 TITLE = "Headstart"
-INSTALL = 'pip install "wandb-workspaces>=0.4.13,<0.5"'  # what the extra `dashboard` adds
+INSTALL = 'pip install "wandb-workspaces>=0.4.13,<0.5"'  # content of the extra `dashboard`
 
-# W&B's own words for a view: the type of a saved workspace, and what its names look like.
+# W&B's own words for a view: the type of a saved workspace, and the form of its names.
 FIND_VIEW = """
 query View($entityName: String, $name: String, $viewName: String) {
     project(name: $name, entityName: $entityName) {
@@ -28,9 +28,9 @@ query View($entityName: String, $name: String, $viewName: String) {
 
 
 def build_view(entity, project, title):
-    """The view as wandb-workspaces sends it: the same bytes on every call. Contacts nobody.
+    """The view as wandb-workspaces sends it: the same bytes on every call. Sends nothing.
 
-    Raises ValueError where wandb-workspaces is not installed, or W&B does not take the title.
+    Raises ValueError if wandb-workspaces is not installed, or W&B does not accept the title.
     """
     workspaces, panels, internal = _import()
     sections = [
@@ -38,7 +38,7 @@ def build_view(entity, project, title):
             name=name,
             panels=[_panel(panels, panel) for panel in described],
             is_open=True,
-            # A table alone needs the width of the page.
+            # Only a table needs the width of the page.
             layout_settings=workspaces.SectionLayoutSettings(columns=min(3, len(described)), rows=2),
         )
         for name, described in DASHBOARD.items()
@@ -55,7 +55,7 @@ def build_view(entity, project, title):
 
 
 def view_id(entity, project, title):
-    """What the view's URL calls it, `?nw=<id>`: 11 letters and digits, as W&B makes them."""
+    """The view's id in its URL, `?nw=<id>`: 11 letters and digits, in W&B's form."""
     return _short_hash(entity, project, title)
 
 
@@ -67,9 +67,9 @@ def view_json(view):
 
 
 def save_dashboard(entity, project, title):
-    """Make or update the view online and return its URL.  entity: user or team; "" for the one W&B takes by default
+    """Make or update the view online and return its URL.  entity: user or team; "" for W&B's default
 
-    Raises ValueError where the machine is not logged in, the project does not exist, or W&B refuses.
+    Raises ValueError if the machine is not logged in, the project does not exist, or W&B refuses.
     """
     _import()
     import wandb
@@ -77,7 +77,7 @@ def save_dashboard(entity, project, title):
     from wandb_workspaces._graphql import execute_graphql, get_app_url
     from wandb_workspaces.workspaces import internal
 
-    # WANDB_MODE is about runs; with neither key nor login the library would ask for one.
+    # WANDB_MODE is only for runs; without a key or a login the library would ask for one.
     if wandb_mode({name: value for name, value in os.environ.items() if name != "WANDB_MODE"}) != "online":
         raise ValueError(
             "W&B is not logged in here: run `wandb login`, or set WANDB_API_KEY; --print shows the workspace without"

@@ -1,8 +1,8 @@
-"""Acceptance of a head while it trains: the engine's own figure on held-out prompts, so that it is what serving will see.
+"""Acceptance of a head while it trains: the engine's own figure on held-out prompts, equal to that of serving.
 
 The engine is built once, on the loaded target (no second copy) and on the head in training (read in place). For a target that
-the engine does not run yet, and for one that is sharded over the ranks, the teacher-forced figure on the held-out conversations
-stands in, marked as such.
+the engine does not run yet, or that is sharded over the ranks, the figure is teacher-forced on the held-out conversations and
+marked as such.
 """
 
 import torch
@@ -16,10 +16,10 @@ from ..loss.distillation import count_teacher_forced_runs, find_labels
 
 
 def build_meter(recipe, target, head, conversations, *, tokenizer, note):
-    """The AcceptanceMeter of a run; None where no conversations are held out.
+    """The AcceptanceMeter of a run; None if no conversations are held out.
 
-    Built before any feature is trained on: its engine packs the target's weights, and packed products may differ from separate ones
-    in the last bit, which a resumed run must not see.
+    It must be built before training reads any feature. Its engine packs the target's weights, and packed products may differ from
+    separate ones in the last bit; a resumed run must compute the same bits.
     """
     if not conversations:
         return None
@@ -67,7 +67,7 @@ class AcceptanceMeter:
             self.llm = LLM(
                 model=target.model,
                 tokenizer=tokenizer,
-                # Pages hold keys of the head's own too, made by the weights that it had then.
+                # No prefix cache: its pages would hold the head's own keys, computed with older weights.
                 enable_prefix_caching=False,
                 max_model_len=min(max_length, max(len(prompt) for prompt in prompts) + max_tokens),
                 speculative_config={
@@ -86,8 +86,8 @@ class AcceptanceMeter:
     def measure(self):
         """A dict: acceptance_length, per_position, num_steps, source, samples, and from the engine also its rates.
 
-        None, with a note, if the prompts give nothing to measure. With a sharded target all ranks measure together; there are no
-        samples then.
+        None, with a note, if the prompts give nothing to measure. With a sharded target all ranks measure together, without
+        samples.
         """
         if self.llm:
             params = SamplingParams(temperature=0.0, max_tokens=self.max_tokens)
@@ -120,13 +120,13 @@ class AcceptanceMeter:
             "acceptance_length": 1 + sum(per_position),
             "per_position": per_position,
             "num_steps": roots,
-            # Ranks that wrote together might not end together.
+            # No samples: ranks that generate together might not end together.
             "samples": [] if self.target.is_sharded else [self._sample(prompt) for prompt in self.prompts[:2]],
             "source": self.source,
         }
 
     def _sample(self, prompt):
-        """What the target itself answers, greedily, as a transformers model."""
+        """The target's own greedy answer, as a transformers model."""
         ids = torch.tensor([prompt["prompt_token_ids"]], device=self.target.lm_head.weight.device)
         output = self.target.model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=min(self.max_tokens, 48), do_sample=False

@@ -8,9 +8,10 @@
         state.json      step, what the run counts, the rates that its loss follows, the recipe, and size and checksum of every file;
                         written last
 
-A checkpoint is written aside and renamed, so it is there whole or not at all. The data position is the step: the order of the
-rows follows from the recipe and the step (train/data/rows.py). Another number of processes goes on as well, with as many rows per
-optimiser step: noise is drawn per place in the step's rows, and only an adapter's dropout from the saved generators.
+A checkpoint is written aside and renamed, so it exists whole or not at all. The data position is the step: the order of the
+rows follows from the recipe and the step (train/data/rows.py). A run can go on with another number of processes, if the rows per
+optimiser step stay the same: noise is drawn per place in the step's rows, and only an adapter's dropout comes from the saved
+generators.
 """
 
 import contextlib
@@ -46,15 +47,15 @@ def list_checkpoints(run):
 def save_checkpoint(run, step, *, head, optimizer, state, accelerator, num_kept, adapter=None):
     """Write checkpoint `step` of `run`, then remove all but the newest `num_kept` up to it; called on every rank.
 
-    Those of later steps go too: they are there if the run was taken back to an earlier checkpoint, and are not of the run as
-    it goes on now. state: a JSON-able dict that `read_state` gives back; adapter: a TargetAdapter, or None. Raises
-    OSError if it cannot be written; all that were there stay.
+    Checkpoints of later steps are removed too: they exist if the run was taken back to an earlier checkpoint, and do not belong to
+    the present run. state: a JSON-able dict that `read_state` returns; adapter: a TargetAdapter, or None. Raises OSError if the
+    checkpoint cannot be written; existing ones then stay.
     """
     rng = gather_object([_rng_state(accelerator.device)])
     optimizer_state = optimizer.state_dict()
     if accelerator.is_main_process:
         folder = Path(run, "checkpoints", f"step-{step:06d}")
-        # A run that was taken back to an earlier checkpoint passes here again: the old one stays until the new one is whole.
+        # A run taken back to an earlier checkpoint saves this step again: the old checkpoint stays until the new one is whole.
         fresh = folder.with_name(f".{folder.name}.new") if folder.exists() else folder
         if fresh != folder:
             shutil.rmtree(fresh, ignore_errors=True)
@@ -68,7 +69,7 @@ def save_checkpoint(run, step, *, head, optimizer, state, accelerator, num_kept,
             (staging / "state.json").write_text(text, encoding="utf-8")
         if fresh != folder:
             _replace_folder(folder, fresh)
-        # By step, not by age: what was just written is the newest of the run as it goes on now, so it is never removed.
+        # By step, not by age: the checkpoint just written is the newest of the present run, so it is never removed.
         steps = {path: int(_STEP.fullmatch(path.name)[1]) for path in list_checkpoints(run)}
         later = [path for path in steps if steps[path] > step]
         up_to_now = [path for path in steps if steps[path] <= step]
@@ -78,7 +79,7 @@ def save_checkpoint(run, step, *, head, optimizer, state, accelerator, num_kept,
 
 
 def restore_replaced(run):
-    """Finish the replacement of a checkpoint that a kill interrupted; any rank may be the first to."""
+    """Finish the replacement of a checkpoint that a kill interrupted; any rank may do it first."""
     for aside in sorted(Path(run, "checkpoints").glob(".step-*.new")) + sorted(
         Path(run, "checkpoints").glob(".step-*.old")
     ):
@@ -96,10 +97,10 @@ def remove_leftovers(run):
 
 
 def choose_checkpoint(run, wanted=""):
-    """The folder to resume from: `wanted`, else the newest of `run`. It has been read through and is whole.
+    """The checkpoint folder to resume from: `wanted`, else the newest of `run`. All of its files are read and checked.
 
-    None for a run that was killed before its first checkpoint, which can only start again. Raises ValueError for a folder
-    without checkpoints that holds anything else, and for damage, naming the file and the newest earlier whole checkpoint.
+    None for a run that was killed before its first checkpoint and can only start again. Raises ValueError for a folder without
+    checkpoints that holds anything else, and for damage, naming the file and the newest earlier whole checkpoint.
     """
     restore_replaced(run)
     folder = Path(wanted) if wanted else next(reversed(list_checkpoints(run)), None)
@@ -112,7 +113,7 @@ def choose_checkpoint(run, wanted=""):
             )
         if not (run / "config.yaml").is_file():
             raise ValueError(
-                f"{str(run)!r} holds neither a checkpoint nor a config.yaml, so it is no run to resume: check output, or "
+                f"{str(run)!r} holds neither a checkpoint nor a config.yaml, so there is no run to resume: check output, or "
                 "name a new one and leave --resume out"
             )
         return None
@@ -128,7 +129,7 @@ def choose_checkpoint(run, wanted=""):
 def save_final_head(head, run, adapter=None):
     """Write <run>/head, with the TargetAdapter `adapter` in it, if there is one.
 
-    An earlier head of this run (it was extended) makes way once the new one is complete.
+    If the run was extended, its earlier head is replaced once the new one is complete.
     """
     fresh = Path(run, ".head.new")
     shutil.rmtree(fresh, ignore_errors=True)
@@ -137,7 +138,7 @@ def save_final_head(head, run, adapter=None):
 
 
 def _save_head(head, folder, adapter):
-    """The head's folder, and in it the adapter's."""
+    """Write the head's folder, with the adapter's inside."""
     if adapter is None:
         save_head(head, folder)
     else:
@@ -145,7 +146,7 @@ def _save_head(head, folder, adapter):
 
 
 def find_damage(folder):
-    """What is wrong with a checkpoint, naming the file; an empty string if nothing is."""
+    """The fault of a checkpoint, naming the file; an empty string if it is whole."""
     path = Path(folder, "state.json")
     try:
         files = json.loads(path.read_text(encoding="utf-8"))["files"]
@@ -166,18 +167,18 @@ def find_damage(folder):
 
 
 def check_output(run, resume, resume_from):
-    """Refuse a run folder that holds something, unless the run goes on there, and one that cannot be written.
+    """Refuse a run folder that holds something (unless the run goes on there) or cannot be written.
 
-    Nothing is left behind. Raises ValueError that says what to do.
+    It leaves no file there. Raises ValueError that says what to do.
     """
     run = Path(run)
     if run.exists() and not run.is_dir():
         raise ValueError(f"output {str(run)!r} is a file: name a new run folder")
-    # Other ranks try to write here at the same moment: their trial files do not count.
+    # Other ranks test writing here at the same moment: their trial files do not count.
     names = [path.name for path in run.iterdir()] if run.is_dir() else []
     inside = sorted(name for name in names if not name.startswith(_TRIAL) and not is_partial(name))
     if inside == ["config.yaml"] and not resume:
-        inside = []  # all that a run leaves that was refused, or killed, before it had anything to lose
+        inside = []  # only the rest of a run that was refused, or killed, before it made anything worth keeping
     if resume and not inside:
         raise ValueError(f"there is no run in {str(run)!r} to resume: check output, or leave --resume out")
     if resume_from and not Path(resume_from).is_dir():
@@ -197,7 +198,7 @@ def check_output(run, resume, resume_from):
 
 
 def _try_writing(run):
-    """ValueError unless files can be made in `run`, or in the nearest folder above it that is there."""
+    """ValueError unless files can be made in `run`, or in the nearest existing folder above it."""
     nearest = run
     try:
         nearest = next(path for path in (run, *run.absolute().parents) if path.exists())
@@ -211,10 +212,10 @@ def _try_writing(run):
 
 
 def check_same_run(saved, state, defaults, changeable, note):
-    """The saved state, if the run that goes on is the run that was saved; `state` is what it would start with.
+    """The saved state, if the resumed run is the saved one; `state` is what the run would start with.
 
-    defaults: of the recipe's keys. A key that came after the checkpoint has the one that changes nothing.
-    changeable: keys of the recipe that may differ. Raises ValueError naming a key that may not, or differing rows.
+    defaults: of the recipe's keys; a key newer than the checkpoint counts as its default, which changes nothing.
+    changeable: keys of the recipe that may differ. Raises ValueError naming another key that differs, or for other rows.
     """
     old, new = defaults | saved["recipe"], state["recipe"]
     if new.get("loss") == "lk" and saved["step"] and "rates" not in saved:
@@ -243,7 +244,7 @@ def check_same_run(saved, state, defaults, changeable, note):
 
 
 def describe_rows_per_step(wanted, given, recipe):
-    """Why a run of `wanted` rows per optimiser step does not go on with `given`, and which keys (of recipe, a dict) would do."""
+    """Error text for a run of `wanted` rows per optimiser step resumed with `given`, with keys of recipe (a dict) that fit."""
     batch_rows, accumulate = recipe["batch_rows"], recipe["accumulate"]
     processes = given // (batch_rows * accumulate)
     if wanted % (batch_rows * processes) == 0:
@@ -264,16 +265,17 @@ def read_state(folder):
 
 
 def load_checkpoint(folder, head, optimizer, accelerator, adapter=None):
-    """Put head, adapter (a TargetAdapter, or None), optimiser and this rank's random generators into the checkpoint's state, by
-    however many processes it was written."""
+    """Load the checkpoint's state into head, adapter (a TargetAdapter, or None), optimiser and this rank's random generators.
+
+    The checkpoint may have been written by any number of processes."""
     saved = load_head(Path(folder, "head"))
     check_family(saved, family_of(head))
-    if head.embedding_is_targets:  # never overwritten, and most checkpoints leave it out
+    if head.embedding_is_targets:  # never overwritten, and absent from most checkpoints
         saved.take_embedding(head.embed_tokens.weight)
     head.load_state_dict(saved.state_dict())
     if adapter is not None:
         adapter.load(Path(folder, "head", ADAPTER_FOLDER))
-    # On the CPU first: mapped to a device, a fused optimiser's steps and moments are placed by load_state_dict itself.
+    # To the CPU first: load_state_dict itself moves a fused optimiser's steps and moments to the device.
     whole = torch.load(Path(folder, "optimizer.pt"), map_location="cpu", weights_only=True, mmap=True)
     optimizer.load_state_dict(whole)
     states = torch.load(Path(folder, "rng.pt"), map_location="cpu", weights_only=True)
@@ -281,14 +283,14 @@ def load_checkpoint(folder, head, optimizer, accelerator, adapter=None):
 
 
 def _remove_folder(folder):
-    """Remove it whole: killed half-way, it is no longer there under its name."""
+    """Rename a folder, then remove it: if the process is killed half-way, no partial folder has the old name."""
     gone = folder.with_name(f".{folder.name}.gone")
     folder.rename(gone)
     shutil.rmtree(gone)
 
 
 def _replace_folder(folder, fresh):
-    """Put the complete `fresh` in the place of `folder`, which is removed last: one of the two is there all the time."""
+    """Put the complete `fresh` in the place of `folder`. The old folder is removed last, so one of the two always exists."""
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
@@ -298,7 +300,7 @@ def _replace_folder(folder, fresh):
 
 
 def _save_tensors(value, path):
-    """torch.save that fails as OSError: on a full disk torch raises a RuntimeError, with the system's own as its context."""
+    """torch.save that raises OSError for a full disk: torch raises a RuntimeError with the OSError as its context."""
     try:
         with path.open("wb") as file:
             torch.save(value, file)

@@ -1,6 +1,6 @@
-"""Where a run's head comes from, for W&B: its target and its data, each described and pointed at, never uploaded.
+"""The sources of a run's head, for W&B: its target and its data. Each is described and linked, never uploaded.
 
-What is told is what is at hand: for a target from the Hub, revision and licence are looked up in the Hub's cache, not online. None
+Only local knowledge is used: revision and licence of a target from the Hub are looked up in the Hub's cache, not online. None
 stands for unknown.
 """
 
@@ -15,7 +15,7 @@ from ..data.conversations import BUILT_IN, split_of
 
 @dataclass(frozen=True)
 class Source:
-    """Something that a run reads.  role: "target" or "data"; uri: "" where there is nothing to point at"""
+    """A source that a run reads.  role: "target" or "data"; uri: "" if there is none"""
 
     role: str
     kind: str  # W&B's type of artifact: model or dataset
@@ -24,12 +24,12 @@ class Source:
 
     @property
     def name(self):
-        """The artifact's."""
+        """The artifact's name."""
         return artifact_name(self.role, self.metadata["name"])
 
 
 def find_sources(recipe, model, rows):
-    """(target, data) of a run.  recipe: has target and data; model: the loaded target, frozen; rows: of the packed ones"""
+    """(target, data) of a run.  recipe: has target and data; model: the loaded target, frozen; rows: their fingerprint"""
     revision = getattr(model.config, "_commit_hash", None)
     card = _card(recipe.target, revision)
     target = {
@@ -37,7 +37,7 @@ def find_sources(recipe, model, rows):
         "revision": revision,
         "licence": _licence(card),
         "architecture": type(model).__name__,
-        # Without an adapter that is trained with the head: another run on the same target describes it alike.
+        # Without an adapter trained with the head, so that another run on the same target gives the same description.
         "num_parameters": sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad),
     }
     name, _ = split_of(recipe.data)
@@ -67,7 +67,7 @@ def _hub_or_file(name, revision):
 
 
 def _card(name, revision):
-    """The README of a model: in its folder, or in the Hub's cache; None where there is none."""
+    """The README of a model, from its folder or the Hub's cache; None if there is none."""
     place = Path(name).expanduser()
     if place.exists():
         return place / "README.md"
@@ -76,7 +76,7 @@ def _card(name, revision):
 
 
 def _licence(card):
-    """What the front matter of a README names as `license`."""
+    """The `license` in the front matter of a README."""
     if card is None or not card.is_file():
         return None
     front = re.match(r"---\n(.*?)\n---", card.read_text(encoding="utf-8", errors="replace"), re.DOTALL)

@@ -1,6 +1,6 @@
-"""The loop of every head trainer: what is due between the steps, this rank's micro-batches, the optimiser step, its figures.
+"""The loop of every head trainer: work between the steps, this rank's micro-batches, the optimiser step, its figures.
 
-    with Training(recipe, processes, head=head, ...) as training:  # from here on a signal leaves a run that resumes
+    with Training(recipe, processes, head=head, ...) as training:  # a signal inside leaves a run that can resume
         for step in training:                                      # measures, saves and leaves in between
             for batch in step:
                 with training.autocast:
@@ -11,7 +11,7 @@
                 step.record(summarize(totals, step.objective, step.num_labels))
     return training.status
 
-It does not: know families of heads, predict, or choose an objective.
+It knows no family of heads, does not predict, and does not choose an objective.
 
 Letters: R rows, T tokens per row, B rows of a micro-batch, M = B T, H hidden size, K depths.
 """
@@ -33,11 +33,11 @@ from .tracking import Speedometer
 
 
 class Training:
-    """A run from its first step, or from the checkpoint that it goes on from, to its end or to a signal.
+    """A run from its first step, or from a checkpoint, to its end or to a signal.
 
-    Inside the `with` block the run folder exists. Iterating yields a Step per optimiser step that is left; with the last one the
-    head is written. status: what the script returns, 0, or 128 + the number of the signal that ended the run early, checkpoint
-    saved. autocast: the context that the head computes in.
+    Inside the `with` block the run folder exists. Iterating yields a Step per remaining optimiser step; after the last one the head
+    is written. status: the script's return value: 0, or 128 + the number of the signal that ended the run early, after a
+    checkpoint. autocast: the context that the head computes in.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class Training:
         meter,
         adapter=None,
     ):
-        """target: FrozenTarget; packed, labels_per_row: of build_rows; held_out: conversations that `meter` measures on, and meter
-        None where there are none; adapter: a TargetAdapter that is trained beside the head, or None.
+        """target: FrozenTarget; packed, labels_per_row: of build_rows; held_out: conversations that `meter` measures on (meter is
+        None if there are none); adapter: a TargetAdapter that is trained beside the head, or None.
         """
         self.recipe, self.processes, self.target, self.tokenizer = recipe, processes, target, tokenizer
         self.head, self.optimizer, self.adapter = head, optimizer, adapter
@@ -94,11 +94,11 @@ class Training:
                 run.save(self.head, self.optimizer)
                 self.status = run.leave_early(stop)
                 return
-            self.bar.unpause()  # steps take what steps take, not what the features took
+            self.bar.unpause()  # the time that the features took does not count as steps
         self.objective = recipe.objective.at(run.rates)
         self.speed = Speedometer(run.tokens)
         while True:
-            # Once in a while: measure, save, leave. It comes first, so that a resumed run makes up for what was due.
+            # Once in a while: measure, save, leave. This comes first, so that a resumed run does the work that was due.
             stopping = stop.agreed(self.processes.accelerator)
             if self.meter and is_due(run.step, self.num_steps, recipe.eval_every) and not stopping:
                 run.measure(self.meter)
@@ -117,8 +117,8 @@ class Training:
 class Step:
     """One optimiser step. Iterating yields this rank's micro-batches; `backward` is called for each, `finish` moves the weights.
 
-    number: steps before this one. objective: what it minimises. num_labels: of its micro-batches on all ranks, known beforehand,
-    by which the loss is divided. logs: whether its figures are due.
+    number: steps before this one. objective: what it minimises. num_labels: labels of its micro-batches on all ranks, known
+    beforehand; the loss is divided by it. logs: whether its figures are due.
     """
 
     def __init__(self, training):
@@ -136,7 +136,7 @@ class Step:
             self.fed.append(index.tolist())
             *inputs, supervised = select_rows(training.packed, index, device)  # [B, T] each
             features = last = None
-            if not training.adapter:  # which changes the features in every step: the joint stage makes them itself
+            if not training.adapter:  # with an adapter features change in every step: the joint stage makes them
                 cache = training.cache
                 features = cache.rows(index, device) if cache else training.target.features(*inputs, layers)
             input_ids, _, document_ids = inputs
@@ -146,7 +146,7 @@ class Step:
             yield Batch(first, inputs, labels, last, features)
 
     def backward(self, predictions, batch):
-        """Add the gradient of a micro-batch's loss to the parameters behind the predictions, chunk by chunk."""
+        """Add the gradient of a micro-batch's loss to the parameters that made the predictions, chunk by chunk."""
         totals = accumulate_gradients(
             predictions,
             batch.last,
@@ -160,13 +160,13 @@ class Step:
         self.add(totals)  # [K, 5], or [K, 6] with losses of features
 
     def add(self, totals):
-        """Take the totals of a micro-batch whose gradient is there already: `backward` does, and a joint stage by itself."""
+        """Add the totals of a micro-batch whose gradient is already added. `backward` calls it, and so does a joint stage."""
         self.shares.append(totals)
 
     def finish(self, max_value=0.0):
-        """Sum gradients and totals over the ranks and make the step.  -> the totals, fp64 [K, .], or [1 + K, .] of a joint stage
+        """Sum gradients and totals over the ranks and make the step.  -> the totals, fp64 [K, .], or [1 + K, .] for a joint stage
 
-        max_value: every entry of the gradient is cut to plus or minus this; 0: never. A number that is not finite stops the run
+        max_value: every entry of the gradient is cut to plus or minus this; 0: never. A non-finite number stops the run
         (NonFiniteLoss) before it reaches the weights.
         """
         training, recipe = self.training, self.training.recipe
@@ -188,7 +188,7 @@ class Step:
         return totals
 
     def record(self, figures):
-        """Keep the figures of this step, with its learning rate and the gradient's norm."""
+        """Record the figures of this step, with its learning rate and the gradient's norm."""
         figures = figures | {"lr": self.lr, "grad_norm": self.grad_norm}
         self.training.run.record_step(figures, self.training.speed, self.training.bar)
 
@@ -201,4 +201,4 @@ class Batch:
     inputs: list  # input_ids, position_ids, document_ids, [B, T] each
     labels: Labels
     last: torch.Tensor | None  # [M, H] the target's last states; None where an adapter is trained
-    features: torch.Tensor | None  # [B, T, H], or [B, T, A H] of aux layers: what the head reads; None alike
+    features: torch.Tensor | None  # [B, T, H], or [B, T, A H] of aux layers: the head's input; None as above

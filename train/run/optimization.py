@@ -1,4 +1,4 @@
-"""What turns gradients into weights: optimiser, learning rate, the precision that heads compute in, the finite check's norm."""
+"""From gradients to weights: optimiser, learning rate, the precision that heads compute in, the check for finite gradients."""
 
 import math
 import time
@@ -20,8 +20,8 @@ class NonFiniteLoss(RuntimeError):
 def build_optimizer(head, weight_decay, beta1, beta2, *further):
     """AdamW in the parameters' fp32, all state included; weight decay on matrices only. The caller sets each step's lr.
 
-    Frozen parameters stay out: an EAGLE head's embedding is the target's own table. Several processes divide the state among them.
-    further: groups of parameters besides the head's, as of torch.optim; their lr is multiplied by their `rate`.
+    Frozen parameters stay out: an EAGLE head's embedding is the target's own table. Several processes divide the state.
+    further: further groups of parameters, as for torch.optim; their lr is multiplied by their `rate`.
     """
     matrices = [parameter for parameter in trained(head) if parameter.ndim >= 2]
     vectors = [parameter for parameter in trained(head) if parameter.ndim < 2]
@@ -33,7 +33,7 @@ def build_optimizer(head, weight_decay, beta1, beta2, *further):
 
 
 def trained(head):
-    """The parameters that training moves."""
+    """The parameters that training changes."""
     return [parameter for parameter in head.parameters() if parameter.requires_grad]
 
 
@@ -47,11 +47,11 @@ def warmup_cosine(step, num_steps, peak, warmup_ratio, min_ratio):
 
 
 def finish_step(head, optimizer, shares, *, accelerator, lr, max_norm, max_value=0.0):
-    """Add up what the ranks found and make one optimiser step with it (see `update`).
+    """Sum the ranks' gradients and totals and make one optimiser step (see `update`).
 
-    shares: of `accumulate_gradients`, one per micro-step of this rank. Returns (their sum over all ranks, the gradient's norm).
-    Raises NonFiniteLoss, before any weight is changed, where a loss or the norm is not finite; its `micro_steps` are those of this
-    rank whose loss it was, or all.
+    shares: results of `accumulate_gradients`, one per micro-step of this rank. Returns (their sum over all ranks, the gradient's
+    norm). Raises NonFiniteLoss, before any weight is changed, if a loss or the norm is not finite; its `micro_steps` are this
+    rank's micro-steps with such a loss, or all.
     """
     totals = accelerator.reduce(sum(shares), "sum")
     if not totals[:, 0].isfinite().all():
@@ -65,10 +65,11 @@ def finish_step(head, optimizer, shares, *, accelerator, lr, max_norm, max_value
 
 
 def update(head, optimizer, *, lr, max_norm, max_value=0.0):
-    """One optimiser step with the gradients at hand, unless their norm is not finite. Returns the norm before clipping.
+    """Make one optimiser step with the present gradients, unless their norm is not finite. Returns the norm before clipping.
 
-    lr: of the head; a group of the optimiser that has a "rate" learns at that multiple of it.
-    max_value: every entry of the gradient is cut to plus or minus this; else max_norm: longer gradients are cut to it; 0: never.
+    lr: of the head; a group of the optimiser with a "rate" learns at that multiple of it.
+    max_value: every entry of the gradient is cut to plus or minus this. If it is 0, max_norm: longer gradients are cut to this
+    norm; 0: never.
     """
     if isinstance(optimizer, ShardedAdamW):
         # No pieces where there are more ranks than parts.
@@ -89,10 +90,10 @@ def update(head, optimizer, *, lr, max_norm, max_value=0.0):
 
 
 def choose_autocast(wanted, target, device):
-    """ "bf16" or "no" for "auto", itself for the others.
+    """ "bf16" or "no" for "auto"; other values are returned unchanged.
 
-    On a GPU bf16. On the CPU whichever multiplies a chunk of features with the target's lm_head faster here: 2.4 times bf16 on a
-    processor with AVX512_BF16, far slower than fp32 on one without such instructions.
+    On a GPU bf16. On the CPU the faster of the two at multiplying a chunk of features with the target's lm_head: bf16 is 2.4 times
+    as fast on a processor with AVX512_BF16, and far slower than fp32 without such instructions.
     """
     if wanted != "auto":
         return wanted
@@ -109,5 +110,5 @@ def choose_autocast(wanted, target, device):
             times.append(time.perf_counter() - start)
         return min(times)
 
-    # Clearly faster, or it is not worth the digits.
+    # Only a clear gain in speed is worth the lost digits.
     return "bf16" if seconds(torch.bfloat16) * 1.3 < seconds(torch.float32) else "no"

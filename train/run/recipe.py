@@ -19,12 +19,12 @@ from ...heads.storage.keywords import reject_unknown
 
 
 def key(default, help, least=None, most=None, choices=None):
-    """A field of a recipe: its default (MISSING where it must be given), its explanation for --help, what it may be."""
+    """A field of a recipe: its default (MISSING if it must be given), its explanation for --help, its allowed values."""
     return field(default=default, metadata={"help": help, "least": least, "most": most, "choices": choices})
 
 
 def check_values(recipe):
-    """Raise ValueError for a value that its key does not allow; for the recipe's __post_init__."""
+    """Raise ValueError for a value that its key does not allow. A recipe's __post_init__ calls it."""
     for f in fields(recipe):
         value, allowed = vars(recipe)[f.name], f.metadata
         if isinstance(value, float) and not math.isfinite(value):
@@ -115,7 +115,7 @@ def convert(declared, value, where):
                 return int(text) if text.lstrip("+-").isdigit() else int(number)
         if wanted == "str" and isinstance(value, str | int | float) and not isinstance(value, bool):
             return str(value)
-        if wanted == "str" and isinstance(value, bool):  # `autocast: no` is a bool to YAML 1.1
+        if wanted == "str" and isinstance(value, bool):  # YAML 1.1 reads `autocast: no` as a bool
             return "yes" if value else "no"
         if wanted == "str" and value is None:
             return ""
@@ -126,7 +126,7 @@ def convert(declared, value, where):
 
 
 def resolved_values(recipe):
-    """All fields as a dict, in order. It does not go through attribute access, so it does not count as reading a field."""
+    """All fields as a dict, in order. It avoids attribute access, so it does not count as reading a field."""
     return dict(vars(recipe))
 
 

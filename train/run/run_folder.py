@@ -1,8 +1,8 @@
-"""The run folder while a run trains: its state, its figures, its checkpoints. One object that the head trainers' loops talk to.
+"""RunFolder: a run's folder while it trains, with its state, figures and checkpoints. The trainers' loop uses it.
 
     runs/<name>/   config.yaml, metrics.jsonl, checkpoints/, acceptance.json, heldout.jsonl, head/, wandb/, wandb.json
 
-It decides nothing: when something is due, and what a step computes, is up to the script.
+It decides nothing: the loop decides when something is due, and the script what a step computes.
 """
 
 import os
@@ -61,8 +61,8 @@ class Processes:
 def start_processes(recipe, name):
     """Processes of a run.
 
-    name: the trainer's, before every note. Seeds every random generator. Raises ValueError for an output that cannot be used, for
-    a damaged checkpoint, and for another set-up than those of configs/accelerate.
+    name: the trainer's, printed before every note. Seeds every random generator. Raises ValueError for an output that cannot be
+    used, a damaged checkpoint, or an accelerate set-up that is not in configs/accelerate.
     """
     check_output(recipe.output, recipe.resume, recipe.resume_from)
     tracked = recipe.tracker == "wandb" and has_wandb()
@@ -81,7 +81,7 @@ def start_processes(recipe, name):
         raise ValueError("accelerate is set up for the first FSDP: take configs/accelerate/fsdp2.yaml")
 
     take_folder(recipe.output, accelerator)
-    resumed = recipe.checkpoint_to_resume  # now that nobody else writes any
+    resumed = recipe.checkpoint_to_resume  # now that no other process writes checkpoints
 
     def note(text):
         if accelerator.is_main_process:
@@ -96,12 +96,12 @@ def start_processes(recipe, name):
 
 
 def patient_processes():
-    """For Accelerator: one process may have to wait for another for hours, that downloads, measures, generates or saves."""
+    """Options of Accelerator for long waits: a process may download, measure, generate or save for hours while others wait."""
     return InitProcessGroupKwargs(timeout=timedelta(days=30))
 
 
 def take_folder(output, accelerator):
-    """Keep other trainings out of the folder, if it is there; ValueError, on every rank, where one writes into it now."""
+    """Lock the folder, if it exists, against other trainings. ValueError, on every rank, if another training writes into it now."""
     (taken,) = broadcast_object_list([not accelerator.is_main_process or claim(output)])
     if not taken:
         raise ValueError(
@@ -111,7 +111,7 @@ def take_folder(output, accelerator):
 
 
 def begin_folder(recipe, accelerator):
-    """Make the run folder, with its config.yaml, before long work that writes into it: killed there, the run starts again."""
+    """Make the run folder, with its config.yaml, before long work that writes into it. A run killed then can start again."""
     if accelerator.is_main_process:
         Path(recipe.output).mkdir(parents=True, exist_ok=True)
     take_folder(recipe.output, accelerator)
@@ -122,27 +122,27 @@ def begin_folder(recipe, accelerator):
 
 
 class RunFolder:
-    """Opened once everything that could be refused has been: from then on the folder exists and a signal leaves a run that resumes.
+    """The folder of a running training. It is opened after all checks; from then on a signal leaves a run that can resume.
 
-    step, tokens: what is done so far. precision: "bf16" or "no", what `autocast` came to when the run was started.
+    step, tokens: steps done and tokens seen so far. precision: "bf16" or "no", chosen by `autocast` when the run was started.
     """
 
     def __init__(self, recipe, processes, *, rows, num_steps, head, optimizer, target, adapter=None):
-        """Make or reopen it; of a resumed run, put head, optimiser and random generators into the state of the checkpoint.
+        """Make or reopen the folder; for a resumed run, load the checkpoint into head, optimiser and random generators.
 
-        rows: {"rows": fingerprint, "rows_per_step": int}, which a resumed run may not be told anew; num_steps: of the whole run;
-        adapter: a TargetAdapter that is trained beside the head, or None. Raises ValueError if it is another run that goes on, or
-        one that is further than it shall get.
+        rows: {"rows": fingerprint, "rows_per_step": int}, which a resumed run must keep; num_steps: of the whole run; adapter: a
+        TargetAdapter that is trained beside the head, or None. Raises ValueError if the checkpoint belongs to another run, or is
+        already beyond num_steps.
         """
         accelerator, note, resumed = processes.accelerator, processes.note, processes.resumed
         self.path, self.num_kept = Path(recipe.output), recipe.keep_checkpoints
         self.keeps_held_out = not are_shipped(recipe.data, recipe.eval_data, recipe.target)
         self.accelerator, self.is_main, self.note = accelerator, accelerator.is_main_process, note
         self.adapter, self.log_checkpoints = adapter, recipe.log_checkpoints
-        if resumed and recipe.autocast == "auto":  # what was measured when the run was started
+        if resumed and recipe.autocast == "auto":  # the choice made when the run was started
             self.precision = read_state(resumed)["recipe"]["autocast"]
         else:
-            # On a CPU it is measured: the main rank's answer is everybody's.
+            # On a CPU the choice is measured: all ranks take the main rank's.
             (self.precision,) = broadcast_object_list([choose_autocast(recipe.autocast, target, accelerator.device)])
         values = resolved_values(recipe) | {"autocast": self.precision, "resume": False, "resume_from": ""}
         self.state = {"step": 0, "tokens": 0, **rows, "recipe": values}
@@ -193,29 +193,29 @@ class RunFolder:
         return self.state["tokens"]
 
     def keep_held_out(self, conversations):
-        """Write the conversations to measure on, but for those that the target ships: `headstart tree RUN` measures on them."""
+        """Write the held-out conversations, for `headstart tree RUN` to measure on; not those in the target's folder."""
         if self.is_main and not self.keeps_held_out:
             (self.path / "heldout.jsonl").unlink(
                 missing_ok=True
-            )  # of a run that was measured on others before it was resumed
+            )  # of a run that measured on other conversations before it was resumed
         elif self.is_main and conversations:
             self.note(f"{len(conversations)} conversations are held out to measure on (eval_prompts, eval_data)")
             write_conversations(self.path / "heldout.jsonl", conversations)
 
     @property
     def rates(self):
-        """Each depth's rate of acceptance in the step before, on which the next one's loss hangs; None if it hangs on nothing."""
+        """Each depth's rate of acceptance in the previous step, for a loss that depends on it; else None."""
         return self.state.get("rates")
 
     def advance(self, tokens, rates):
-        """One optimiser step more, which was fed so many tokens.  rates: of the objective that follows from it"""
+        """Count one more optimiser step with this many tokens.  rates: of the objective of the next step"""
         self.state["step"] += 1
         self.state["tokens"] += tokens
         if rates is not None:
             self.state["rates"] = rates
 
     def record(self, kind, figures):
-        """A line of metrics.jsonl, and its curves."""
+        """Write a line of metrics.jsonl, and log its curves."""
         line = {"step": self.step, "kind": kind} | figures
         if kind == "train":
             line["peak_memory_gib"] = peak_memory(self.accelerator.device)
@@ -223,15 +223,15 @@ class RunFolder:
         self.curves.log(line)
 
     def record_step(self, figures, speed, bar):
-        """The figures of the step just made: a line of metrics.jsonl, and the progress bar's text.  speed: Speedometer"""
+        """Write the figures of the step just made to metrics.jsonl and the progress bar.  speed: Speedometer"""
         speed = speed.read(self.tokens)
         self.record("train", figures | {"tokens": self.tokens, "tokens_per_second": speed})
         bar.set_postfix_str(f"loss {figures['loss']:.3f}, {speed:,.0f} tokens/s", refresh=False)
 
     def measure(self, meter):
-        """Have the AcceptanceMeter measure and keep what it found; once per step, also of a resumed run.
+        """Measure with the AcceptanceMeter and keep the result, once per step, also in a resumed run.
 
-        The main rank does, or with a sharded target all ranks together.
+        The main rank measures, or, with a sharded target, all ranks together.
         """
         (due,) = broadcast_object_list([self.is_main and not self.metrics.has("acceptance", self.step)])
         if due and (self.is_main or meter.target.is_sharded):
@@ -241,7 +241,7 @@ class RunFolder:
         self.accelerator.wait_for_everyone()
 
     def _record_acceptance(self, measured):
-        # The file first: a run that was killed in between has no line and measures again.
+        # The file first: a run killed before the line is written measures again.
         write_json(self.path / "acceptance.json", {"step": self.step, "family": self.family, **measured})
         names = ["acceptance_length", "per_position", "num_steps", "source"]
         names += [name for name in ("heldout_loss", "frozen_heldout_loss") if name in measured]
@@ -278,22 +278,22 @@ class RunFolder:
                 self.curves.log_checkpoint(newest / "head", self.step, self._told_of(head))
 
     def _told_of(self, head):
-        """What the head's artifact says of it, beside its lineage."""
+        """Metadata of the head's artifact, beside its lineage."""
         told = {"family": self.family, "tokens": self.tokens, "loss": self.state["recipe"]["loss"]}
         return told | asdict(head.config)
 
     def leave_early(self, stop):
-        """What the script returns when a signal ended it: 128 + its number. The last checkpoint is saved by then."""
+        """The script's return value after a signal: 128 + its number. The last checkpoint is already saved."""
         self.note(
             f"stopped by signal {stop.requested} after step {self.step}; go on with --config {self.path / 'config.yaml'} --resume"
         )
         return 128 + (stop.requested or signal.SIGTERM)
 
     def finish(self, head):
-        """Write <run>/head; a feature cache in the run folder goes."""
+        """Write <run>/head, and remove a feature cache in the run folder."""
         if self.is_main:
             save_final_head(head, self.path, self.adapter)
-            if not self.curves.active:  # an extended run: what wandb.json says is of the head that made way
+            if not self.curves.active:  # an extended run: wandb.json describes the replaced head
                 (self.path / PLACE_FILE).unlink(missing_ok=True)
             self.curves.log_head(self.path / "head", self.step, self._told_of(head))
             shutil.rmtree(self.path / OWN_FOLDER, ignore_errors=True)

@@ -1,7 +1,7 @@
-"""One training at a time writes into a run folder.
+"""Lock a run folder, so that only one training at a time writes into it.
 
-The lock is on the folder itself and belongs to the process, so it goes with it, however that ends. Only the main rank takes it. A
-file system that knows no locks is taken as it is.
+The lock is on the folder itself and belongs to the process, so it ends with the process in every case. Only the main rank takes it.
+On a file system without locks there is no protection.
 """
 
 import fcntl
@@ -15,7 +15,7 @@ _held = {}  # (device, inode) -> descriptor
 
 
 def claim(folder):
-    """Take the folder for this process, if it is there. Returns False where another process has it and keeps it for PATIENCE."""
+    """Lock the folder, if it exists, for this process. Returns False if another process holds the lock for all of PATIENCE."""
     if not os.path.isdir(folder):
         return True
     found = os.stat(folder)
@@ -41,7 +41,7 @@ def claim(folder):
 
 
 def release(folder):
-    """Leave the folder to others; processes forked off meanwhile have no hold on it either."""
+    """Release the folder's lock, also for processes forked in the meantime."""
     if not os.path.isdir(folder):
         return
     found = os.stat(folder)

@@ -1,6 +1,6 @@
-"""What every head trainer is told, whatever the head: the keys that their recipes share, and what follows from them.
+"""RunRecipe: the keys that the recipes of all head trainers share, and the values derived from them.
 
-A script declares `Recipe(RunRecipe)` with the keys of its head, and with defaults of its own where it repeats a key.
+A script declares `Recipe(RunRecipe)` with the keys of its head; a key that it repeats has its own default there.
 """
 
 import math
@@ -23,41 +23,43 @@ class RunRecipe:
     target: str = key(MISSING, "the frozen model: a folder or Hub id of any AutoModelForCausalLM")
     data: str = key(
         MISSING,
-        "conversations: stdlib, installed (Python source here), a .json/.jsonl/.parquet file, a `datasets` name or folder; another "
-        "split than train after a colon, as OWNER/NAME:train_sft",
+        "conversations: stdlib, installed (Python source here), a .json/.jsonl/.parquet file, a `datasets` name or folder; a split "
+        "other than train follows a colon: OWNER/NAME:train_sft",
     )
     output: str = key(MISSING, "the run folder, e.g. runs/first; it must be new unless the run is resumed")
     target_dtype: str = key(
-        "auto", "its weights; auto: bfloat16 on a GPU, float32 on the CPU", choices=("auto", "float32", "bfloat16")
+        "auto",
+        "dtype of its weights; auto: bfloat16 on a GPU, float32 on the CPU",
+        choices=("auto", "float32", "bfloat16"),
     )
     resume: bool = key(False, "go on from the newest checkpoint in `output`")
     resume_from: str = key("", "go on from this checkpoint folder instead")
-    seed: int = key(0, "of the order of the rows and of every random generator", least=0)
+    seed: int = key(0, "seed of the order of the rows and of every random generator", least=0)
     max_tokens: int = key(
-        0, "use at most so many tokens of the data, whole conversations picked at random; 0: all", least=0
+        0, "use at most this many tokens of the data, whole conversations picked at random; 0: all", least=0
     )
     row_length: int = key(1024, "tokens per packed row; a longer conversation loses its end", least=4)
     loss: str = key(
         "kl",
-        "hard: cross entropy against the text; kl: forward KL from the target's distribution; lk: from kl over to the rate of "
-        "acceptance (arXiv 2602.23881); lk-log: minus its logarithm",
+        "hard: cross entropy against the text; kl: forward KL from the target's distribution; lk: kl, with more and more weight on "
+        "the rate of acceptance as it rises (arXiv 2602.23881); lk-log: minus the logarithm of the rate of acceptance",
         choices=LOSSES,
     )
-    lk_eta: float = key(3.0, "of lk: the larger, the sooner the rate of acceptance takes over from kl", least=0)
+    lk_eta: float = key(3.0, "lk only: the larger, the sooner the rate of acceptance replaces kl", least=0)
     lr: float = key(1e-3, "peak learning rate of AdamW", least=0)
     warmup_ratio: float = key(
-        0.1, "part of the steps in which the rate rises; then it falls as a cosine", least=0, most=1
+        0.1, "share of the steps in which the learning rate rises; then it falls as a cosine", least=0, most=1
     )
-    min_lr_ratio: float = key(0.0, "the learning rate ends at this part of its peak", least=0, most=1)
-    weight_decay: float = key(0.0, "AdamW's, on matrices (biases have none)", least=0)
+    min_lr_ratio: float = key(0.0, "the learning rate ends at this share of its peak", least=0, most=1)
+    weight_decay: float = key(0.0, "AdamW's weight decay, on matrices only", least=0)
     beta1: float = key(0.9, "AdamW's decay of the gradient's mean", least=0, most=0.99999)
     beta2: float = key(0.999, "AdamW's decay of the gradient's square", least=0, most=0.99999)
     max_grad_norm: float = key(1.0, "longer gradients are cut to this norm; 0: never", least=0)
     batch_rows: int = key(4, "rows per device and micro-step", least=1)
     accumulate: int = key(1, "micro-steps per optimiser step", least=1)
-    num_epochs: float = key(1.0, "passes over the rows, where max_steps is 0", least=0)
+    num_epochs: float = key(1.0, "passes over the rows, if max_steps is 0", least=0)
     max_steps: int = key(0, "optimiser steps; 0: num_epochs decides", least=0)
-    chunk_tokens: int = key(1024, "labels projected to the vocabulary at once: bounds the memory", least=1)
+    chunk_tokens: int = key(1024, "number of labels projected to the vocabulary at once; it limits the memory", least=1)
     autocast: str = key(
         "auto",
         "bf16: heads multiply in bfloat16; no: in fp32; auto: bf16 on a GPU, on the CPU whichever is measured faster",
@@ -66,25 +68,25 @@ class RunRecipe:
     cache_features: bool = key(False, "compute the target's features once for all rows and keep them on disk")
     feature_cache: str = key(
         "",
-        "the folder that keeps them, which other runs on the same target and rows may share; empty: one in the run folder, until "
-        "the run is done",
+        "folder of these features, which other runs on the same target and rows may share; empty: in the run folder, removed at "
+        "the end of the run",
     )
     cache_dtype: str = key(
         "auto",
-        "what they are kept in; auto: the target's. float8_e4m3fn takes half of bfloat16's disk and is off by 2 %",
+        "dtype of the features on disk; auto: the target's. float8_e4m3fn takes half of bfloat16's disk and is off by 2 %",
         choices=("auto", "float32", "bfloat16", "float8_e4m3fn"),
     )
     log_every: int = key(10, "steps between lines of metrics.jsonl; a line describes its own step", least=1)
     eval_every: int = key(200, "steps between measurements of the acceptance; 0: at the end only", least=0)
-    eval_prompts: int = key(16, "held-out conversations to measure it on; 0: never", least=0)
-    eval_tokens: int = key(96, "new tokens per prompt", least=2)
+    eval_prompts: int = key(16, "number of held-out conversations to measure the acceptance on; 0: never", least=0)
+    eval_tokens: int = key(96, "new tokens per held-out prompt", least=2)
     eval_data: str = key(
         "",
-        "where they come from, as `data`, less what is trained on; empty: for stdlib the target's heldout.jsonl, else taken out of "
-        "the data",
+        "source of the held-out conversations, as `data`; those in the training data are left out. Empty: for stdlib the target's "
+        "heldout.jsonl, else taken out of the data",
     )
     checkpoint_every: int = key(200, "steps between checkpoints; 0: at the end only", least=0)
-    keep_checkpoints: int = key(2, "how many of the newest checkpoints stay", least=1)
+    keep_checkpoints: int = key(2, "number of newest checkpoints to keep", least=1)
     tracker: str = key(
         "wandb",
         "wandb (online if logged in, else offline in the run folder) or none, beside metrics.jsonl",
@@ -92,7 +94,7 @@ class RunRecipe:
     )
     log_checkpoints: bool = key(
         False,
-        "wandb: every checkpoint's head as a version of the artifact, copied, if it has up to 2 GiB; else the finished one alone",
+        "wandb: log every checkpoint's head of up to 2 GiB as a version of the artifact, as a copy; false: only the finished head",
     )
 
     def __post_init__(self):
@@ -106,7 +108,7 @@ class RunRecipe:
 
     @property
     def checkpoint_to_resume(self):
-        """Folder, or None for a run that starts."""
+        """The checkpoint folder, or None for a new run."""
         going_on = self.resume or self.resume_from
         return choose_checkpoint(self.output, self.resume_from) if going_on else None
 
@@ -118,8 +120,8 @@ class RunRecipe:
         return warmup_cosine(step, num_steps, self.lr, self.warmup_ratio, self.min_lr_ratio)
 
 
-# What a resumed run may be told anew; anything else would make it another run. (Of batch_rows and accumulate the product with the
-# number of processes must stay: checkpointing.check_same_run.)
+# Keys that may change in a resumed run; any other would make it another run. (The product of batch_rows, accumulate and the number
+# of processes must stay: checkpointing.check_same_run.)
 CHANGEABLE = {"output", "max_steps", "num_epochs", "log_every", "tracker", "log_checkpoints", "checkpoint_every"}
 CHANGEABLE |= {
     "keep_checkpoints",
@@ -133,5 +135,5 @@ CHANGEABLE |= {
 
 
 def is_due(step, num_steps, every):
-    """Is something due after `step` steps that comes every so many (0: never) and at the end?"""
+    """Whether work is due after `step` steps that comes after every `every` steps (0: never) and at the end."""
     return step == num_steps or (every > 0 and step > 0 and step % every == 0)

@@ -2,13 +2,14 @@
 
     reduce-scatter of the gradients -> AdamW on this rank's part -> all-gather of the weights
 
-moves what one all-reduce of the gradients moves, in two launches. Bytes per trained parameter on each of N ranks, all in fp32:
+These move as many bytes as one all-reduce of the gradients, in two launches. Bytes per trained parameter on each of N ranks, all in
+fp32:
 
     weight 4 + gradient 4 + moments 8 / N      (one process: 16)
 
 Weights and gradients stay whole: the loss multiplies with the head's matrices chunk by chunk, outside any module's forward, so
-sharded ones would be gathered and their gradients scattered again for every chunk. The state that is saved is whole, in the form of
-torch's own AdamW, and goes on with any number of ranks.
+sharded weights would be gathered and their gradients scattered again for every chunk. The saved state is whole, in the form of
+torch's own AdamW, and loads with any number of ranks.
 """
 
 import torch
@@ -25,8 +26,8 @@ _ALIGNED = 32  # values: parameters and parts begin at multiples of 128 bytes, f
 class ShardedAdamW:
     """Like torch.optim.AdamW, but `param_groups` hold the parts of the parameters that this rank updates.
 
-    groups: as of torch.optim; their parameters are fp32, on one device, and equal on all ranks; options: of torch.optim.AdamW.
-    Gradients are views of one buffer from now on. All methods are called by all ranks together.
+    groups: as for torch.optim; their parameters are fp32, on one device, and equal on all ranks; options: of torch.optim.AdamW.
+    Gradients become views of one buffer. All ranks call every method together.
     """
 
     def __init__(self, groups, rank, world, **options):
@@ -37,7 +38,7 @@ class ShardedAdamW:
             end += _round_up(parameter.numel())
         self.rank, self.num_updates = rank, 0
         part_size = _round_up(-(-end // world))
-        # Gradients; between two steps also what weights and moments are sent through.
+        # The gradients; between two steps also the buffer for sending weights and moments.
         self.buffer = torch.zeros(world * part_size, device=self.parameters[0].device)
         first = rank * part_size
         self.part = self.buffer[first : first + part_size]
@@ -69,7 +70,7 @@ class ShardedAdamW:
 
     @property
     def own_pieces(self):
-        """What this rank updates (list of Parameter)."""
+        """The pieces that this rank updates (list of Parameter)."""
         return [piece for *_, piece in self.pieces]
 
     def zero_grad(self):
@@ -79,7 +80,7 @@ class ShardedAdamW:
 
     @torch.no_grad()
     def sum_gradients(self):
-        """Make the gradients of this rank's parts the sums over all ranks."""
+        """Sum the gradients of this rank's parts over all ranks."""
         for parameter, view in zip(self.parameters, self.views):
             if parameter.grad is not None and parameter.grad.data_ptr() != view.data_ptr():
                 view.copy_(parameter.grad)
@@ -87,16 +88,16 @@ class ShardedAdamW:
 
     def gradient_norm(self):
         """The norm of all ranks' parts together."""
-        # In fp32 the square would overflow far below a norm's own limit.
+        # In fp32 the square would overflow at norms that fp32 itself can hold.
         square = torch.linalg.vector_norm(self.part).double().square()
         dist.all_reduce(square)
         return square.sqrt().float()
 
     @torch.no_grad()
     def step(self):
-        """Update this rank's parts with their gradients, and the head with every rank's parts. The gradients are used up."""
+        """Update this rank's parts with their gradients, and the head with every rank's parts. The gradients are overwritten."""
         for index, lo, hi, piece in self.pieces:
-            # Found anew: an engine that was built on the head has packed some of its weights elsewhere.
+            # Looked up again: an engine built on the head has packed some of its weights elsewhere.
             piece.data = self.parameters[index].detach().view(-1)[lo:hi]
         self.adamw.step()
         self.num_updates += 1
@@ -108,11 +109,11 @@ class ShardedAdamW:
 
     @torch.no_grad()
     def state_dict(self):
-        """On rank 0 the state of the whole head, as torch.optim.AdamW's, on the CPU; elsewhere None. Gradients must be zero."""
+        """The whole head's state on rank 0, in torch.optim.AdamW's form, on the CPU; None elsewhere. Gradients must be zero."""
         state, main = {}, self.rank == 0
         for name in ("exp_avg", "exp_avg_sq") if self.num_updates else ():
             for piece in self.own_pieces:
-                if piece in self.adamw.state:  # else it never had a gradient in the run of one process that was loaded
+                if piece in self.adamw.state:  # else it never had a gradient: possible in a loaded run of one process
                     piece.grad.copy_(self.adamw.state[piece][name])
             _all_gather(self.buffer, self.part)
             for index, view in enumerate(self.views if main else ()):

@@ -1,4 +1,4 @@
-"""The head of another run that a run starts from (`start_from`)."""
+"""Load the head of another run, for a run that starts from it (`start_from`)."""
 
 from dataclasses import fields
 
@@ -9,8 +9,8 @@ from ...heads.families import family_of
 def load_start(start_from, kind, config, *, called, has="has"):
     """The head in `start_from` (run, checkpoint, folder or Hub id), in fp32.
 
-    Raises ValueError where it is not a `kind`, was trained with an adapter, or has another shape than `config`. called: what such a
-    head is called there; has: the verb in front of a field that differs.
+    Raises ValueError if it is not a `kind`, was trained with an adapter, or has another shape than `config`. For the error, called:
+    the name of such a head; has: the verb before a field that differs.
     """
     head = load_head(start_from, dtype="float32")
     if not isinstance(head, kind):

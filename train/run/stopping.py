@@ -1,4 +1,4 @@
-"""How a training script ends: SIGTERM and SIGINT at the next safe point instead of at once, errors in one line."""
+"""End a training script: SIGTERM and SIGINT take effect at the next safe point, errors are one line."""
 
 import ctypes
 import os
@@ -31,7 +31,7 @@ class StopSignals:
             signal.signal(number, handler)
 
     def agreed(self, accelerator):
-        """Was any rank asked to stop? Called by all ranks at the same point, so that they leave together."""
+        """Whether any rank was asked to stop. All ranks call it at the same point, so that they leave together."""
         asked = torch.tensor([float(bool(self.requested))], device=accelerator.device)
         return accelerator.reduce(asked, "sum").item() > 0
 
@@ -44,8 +44,8 @@ class StopSignals:
 def leave_with_launcher():
     """Have the kernel send this process SIGTERM when `accelerate launch` dies.
 
-    Its launcher for a single process does not pass SIGTERM on, and none can pass on SIGKILL: without this, the training would go on
-    as an orphan, beside the one that is started to go on with the run.
+    Accelerate's launcher for a single process does not pass SIGTERM on, and no launcher can pass SIGKILL on. Without this call the
+    training would continue as an orphan, beside the new process that resumes the run.
     """
     launched = "ACCELERATE_MIXED_PRECISION" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
     if launched and sys.platform == "linux":
@@ -54,16 +54,16 @@ def leave_with_launcher():
 
 
 def leave_group():
-    """End the group of processes, on every rank that got to its end.
+    """End the process group, on every rank that reaches the end of its work.
 
-    Left to the interpreter's exit, a thread of the group now and then aborts the process, which the launcher takes for a failure.
+    At the interpreter's exit a thread of the group sometimes aborts the process, and the launcher would take that for a failure.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def run_script(main):
-    """Run `main(argv)` as the program that was started, and leave with its exit status (user_errors.exit_status)."""
+    """Run `main(argv)` as a script, and exit with its status (user_errors.exit_status)."""
 
     def work():
         status = main(sys.argv[1:])

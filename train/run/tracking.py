@@ -1,9 +1,9 @@
-"""Where a run's figures go: always metrics.jsonl, and W&B through accelerate if the recipe asks for it.
+"""Log a run's figures: always to metrics.jsonl, and to W&B through accelerate if the recipe asks for it.
 
-metrics.jsonl holds one JSON object per line, of kind "train" or "acceptance". W&B holds the recipe, what every panel of the
-dashboard shows (train/report/dashboard.py), and at the end the head as an artifact that knows its target and its data. It is
-online if this machine is logged in (train/run/wandb_login.py), else offline, inside the run folder. It never asks, and a run
-never ends because of it: whatever is missing becomes a note.
+metrics.jsonl holds one JSON object per line, of kind "train" or "acceptance". W&B holds the recipe, the keys of every panel of the
+dashboard (train/report/dashboard.py), and at the end the head as an artifact with links to its target and its data. W&B is online
+if this machine is logged in (train/run/wandb_login.py), else offline, inside the run folder. It never asks the user, and its
+failures never end a run: they become notes.
 """
 
 import importlib.util
@@ -26,17 +26,17 @@ from .wandb_login import wandb_mode
 TRACKERS = ("wandb", "none")
 START_TIMEOUT = 60  # seconds for W&B to answer, before the run goes on without it
 PLACE_FILE = "wandb.json"  # of a run folder; read by hub_export/measurements.py
-UPLOAD_LIMIT = 2 * 2**30  # bytes of a head that is uploaded; of a larger one W&B is told the place only
+UPLOAD_LIMIT = 2 * 2**30  # bytes; a larger head is not uploaded, W&B gets only its path
 
 
 class MetricsFile:
-    """metrics.jsonl of a run folder. On other ranks than the main one it writes nothing (`path` None)."""
+    """metrics.jsonl of a run folder. Only the main rank writes; on the others `path` is None."""
 
     def __init__(self, path):
         self.path = path
 
     def truncate_after(self, step):
-        """Keep the lines up to `step`, for a run that goes on from there; a line cut short by a crash goes too."""
+        """Remove the lines after `step`, for a run that goes on from there, and a line cut short by a crash."""
         if self.path is None or not self.path.exists():
             return
         kept = [json.dumps(line) + "\n" for line in self.lines() if line["step"] <= step]
@@ -50,7 +50,7 @@ class MetricsFile:
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
     def has(self, kind, step):
-        """Is there a line of this kind for this step?"""
+        """Whether there is a line of this kind for this step."""
         return any(line["kind"] == kind and line["step"] == step for line in self.lines())
 
     def write(self, line):
@@ -69,16 +69,16 @@ class Speedometer:
         self.tokens, self.clock = tokens, time.perf_counter()
 
     def read(self, tokens):
-        """The speed up to now, `tokens` being the count by now; starts the next interval."""
+        """The speed since the last reading; starts the next interval.  tokens: the count so far"""
         before, clock = self.tokens, self.clock
         self.start(tokens)
         return (tokens - before) / (self.clock - clock)
 
 
 def peak_memory(device):
-    """GiB: the most this process has held on its GPU, through torch; where it trains on the CPU, of the machine's memory.
+    """Greatest memory of this process in GiB: on its GPU, through torch, or the machine's memory if it trains on the CPU.
 
-    On a GPU the count starts once the engine that measures acceptance is built: it sizes its cache with the same counter.
+    On a GPU the count starts after the engine that measures acceptance is built: it sizes its cache with the same counter.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
@@ -93,8 +93,8 @@ def has_wandb():
 class WandbTracker:
     """A W&B run driven through accelerate, or nothing at all (`active` False).
 
-    accelerator: made with log_with="wandb", None for no W&B; folder: the run's; config: dict of what the run was told; note(text):
-    tells the user; find_sources(): what the run reads (train/run/lineage.py).
+    accelerator: made with log_with="wandb", None for no W&B; folder: the run's; config: the recipe as a dict; note(text): tells the
+    user; find_sources(): the run's target and data (train/run/lineage.py).
     """
 
     def __init__(self, accelerator, folder, config, note, find_sources):
@@ -132,7 +132,7 @@ class WandbTracker:
             self.accelerator.init_trackers("headstart", config, {"wandb": options | {"settings": settings}})
         except Exception as error:
             self.note(f"W&B does not start {mode} ({_first_line(error)})")
-            self.accelerator.trackers.clear()  # it keeps the one that failed and would start it again
+            self.accelerator.trackers.clear()  # it keeps the failed tracker and would start it again
             return False
         self.active = True
         self._attempt("its address", self._write_place)
@@ -141,7 +141,7 @@ class WandbTracker:
         return True
 
     def _attempt(self, what, log, *arguments):
-        """log(*arguments), where a failure is a note, told once, and never the end of the run: W&B raises whatever it likes."""
+        """Call log(*arguments). Any exception becomes a note, told once, and never ends the run: W&B raises many types."""
         if not self.active:
             return
         try:
@@ -152,11 +152,11 @@ class WandbTracker:
             self.refused.add(what)
 
     def log(self, line):
-        """A line of metrics.jsonl as curves."""
+        """Log a line of metrics.jsonl as curves."""
         self._attempt("the curves", lambda: self.accelerator.log(curves(line), step=line["step"]))
 
     def log_acceptance(self, step, measured):
-        """What AcceptanceMeter.measure found: acceptance per position, rates per depth and rank, sample generations."""
+        """Log the result of AcceptanceMeter.measure: acceptance per position, rates per depth and rank, sample generations."""
         self._attempt("the acceptance", self._log_acceptance, step, measured)
 
     def _log_acceptance(self, step, measured):
@@ -181,11 +181,11 @@ class WandbTracker:
         self.accelerator.log(media, step=step)
 
     def log_head(self, head_folder, step, metadata):
-        """The finished head as an artifact. Its files stay where they are until they are uploaded."""
+        """Log the finished head as an artifact. Its files stay in place until they are uploaded."""
         self._attempt("the head", self._log_head, Path(head_folder), step, metadata)
 
     def log_checkpoint(self, head_folder, step, metadata):
-        """A checkpoint's head as a version of the same artifact: copied, as checkpoints make way; none above UPLOAD_LIMIT."""
+        """Log a checkpoint's head as a version of the same artifact, unless above UPLOAD_LIMIT. Copied: checkpoints are removed."""
         if _size(head_folder) <= UPLOAD_LIMIT:
             self._attempt("a checkpoint's head", self._log_version, Path(head_folder), step, metadata, "mutable")
 
@@ -206,7 +206,7 @@ class WandbTracker:
         return f"{name}:step-{step}"
 
     def _write_place(self, artifact=None):
-        """wandb.json: where W&B has this run, and the head, for the card of an export."""
+        """Write wandb.json: W&B's addresses of this run and of the head, for the card of an export."""
         run = self._run()
         if run.offline:
             place = {"run": run.id, "offline": True}
@@ -215,7 +215,7 @@ class WandbTracker:
         write_json(self.folder / PLACE_FILE, place)
 
     def _log_sources(self, find_sources):
-        """Target and data as artifacts that this run uses: described and pointed at, not uploaded."""
+        """Log target and data as artifacts that this run uses: described and linked, not uploaded."""
         import wandb
 
         self.sources = find_sources()
@@ -225,7 +225,7 @@ class WandbTracker:
                 json.dump(source.metadata, file, indent=2)
             if source.uri:
                 artifact.add_reference(source.uri, checksum=False)
-            # Run.use_artifact is this call and a wait, which offline nobody answers.
+            # Run.use_artifact makes this call and then waits, which never ends offline.
             self._run()._log_artifact(artifact, is_user_created=True, use_after_commit=True)
 
     def _run(self):
@@ -252,7 +252,7 @@ class WandbTracker:
 
 
 def _size(folder):
-    """Bytes of the files in and below a folder: of a head, an adapter/ too."""
+    """Bytes of all files in a folder and below it (a head may hold an adapter/)."""
     return sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
 
 

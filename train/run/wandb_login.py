@@ -1,16 +1,16 @@
-"""Is this machine logged in to W&B? Read from where `wandb login` leaves it, so that nobody has to be asked."""
+"""Find out whether this machine is logged in to W&B, from the files of `wandb login`, without asking the user."""
 
 import netrc
 import os
 from pathlib import Path
 from urllib.parse import urlparse
 
-# What `wandb login` writes into netrc: the second since the cloud moved (wandb 0.31 reads either).
+# Hosts that `wandb login` writes into netrc: the second one since the cloud moved (wandb 0.31 reads either).
 CLOUD_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
 
 
 def wandb_mode(environment=os.environ):
-    """ "online" where this machine is logged in, else "offline"; WANDB_MODE wins unless it would have to ask for a login."""
+    """ "online" if this machine is logged in, else "offline". WANDB_MODE overrides that, unless W&B would then ask for a login."""
     wanted = environment.get("WANDB_MODE", "online").lower()
     if wanted in ("offline", "dryrun", "disabled"):
         return "disabled" if wanted == "disabled" else "offline"

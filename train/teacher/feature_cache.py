@@ -1,17 +1,16 @@
-"""The target's features of all rows, computed once and kept: for many epochs, for a run that goes on, for several runs.
+"""Cache of the target's features of all rows, computed once for many epochs, for resumed runs and for several runs.
 
-    DIR/cache.json                   what they belong to: rows, target, layers, precision, shapes
-    DIR/shard-00000.safetensors      `states` [r, T, S, H] of the rows from 0 on, and in float8 `scales` [r, T, S]; its header
-                                     names the cache it is of and the checksum of its bytes
+    DIR/cache.json                   description of the features: rows, target, layers, precision, shapes
+    DIR/shard-00000.safetensors      `states` [r, T, S, H] of the rows from 0 on, and for float8 `scales` [r, T, S]; its header
+                                     names its cache and the checksum of its bytes
 
-A shard is written aside and renamed, so it is there whole or not at all; a fill that was killed goes on with the shards that are
-missing. When a cache is opened, every shard is read once against its checksum, shared out over the ranks, and a damaged one is
-computed again. Which rows are computed together follows from the row length alone: a cache holds the same bits however many filled
-it. On several machines DIR must be a folder that all of them see. Not done here: features of some of the rows, removing a shared
-cache.
+A shard is written aside and renamed, so it exists whole or not at all; a fill that was killed goes on with the missing shards. When
+a cache is opened, the ranks together read every shard once and compare its checksum; a damaged shard is computed again. The row
+length alone decides which rows are computed together, so a cache holds the same bits whatever the number of processes. On several
+machines DIR must be a folder that all of them see. Not done here: features of some of the rows, removing a shared cache.
 
-float8 is e4m3 with one fp32 scale per token and stream: the largest value becomes 448. Values down to 2^-14 of it keep 4 bits
-(relative error at most 2^-4), so channels that are a thousand times larger than the rest cost the rest nothing.
+float8 is e4m3 with one fp32 scale per token and stream: the largest value becomes 448. Values down to 2^-14 of the largest keep
+4 bits (relative error at most 2^-4), so a few channels that are a thousand times larger do not harm the rest.
 
 Letters: R rows, T tokens per row, H hidden size, A residual streams asked for, S = 1 + A streams, r rows of a shard, B of a batch.
 """
@@ -34,22 +33,22 @@ from tqdm import tqdm
 
 from ...heads.storage.atomic_write import is_partial, staged_file
 
-OWN_FOLDER = "features"  # in a run folder, where the recipe names none; RunFolder.finish removes it
+OWN_FOLDER = "features"  # in a run folder, if the recipe names no cache; RunFolder.finish removes it
 MANIFEST = "cache.json"
-SHARD_BYTES = 1 << 27  # of states: what a killed process loses at most, and what is in memory while a shard is made
+SHARD_BYTES = 1 << 27  # of states: the most that a killed process loses, and the memory of making a shard
 TOKENS_PER_FORWARD = 4096  # fills a GPU with an 8B target; part of what decides the last bits of a cache
-SAMPLES = 64  # values of every parameter that a target is recognised by
-TOLD = "headstart"  # in the header of a shard: which cache it is of, and the checksum of its tensors
+SAMPLES = 64  # number of values of every parameter in a target's hash
+TOLD = "headstart"  # key in a shard's header, for its cache and the checksum of its tensors
 
 _SHARD = re.compile(r"shard-(\d+)\.safetensors")
-_LAYOUT = ("format", "rows_per_forward", "rows_per_shard")  # taken from the cache that is there
+_LAYOUT = ("format", "rows_per_forward", "rows_per_shard")  # taken from an existing cache
 _FLOAT8 = torch.float8_e4m3fn
 
 
 def cache_features(run, recipe, target, *, packed, stop, layers=()):
-    """The FeatureCache of all rows, whole; None if `stop` (StopSignals) ended its filling early: what is written stays.
+    """The complete FeatureCache of all rows; None if `stop` (StopSignals) ended its filling early. Written shards stay.
 
-    run: RunFolder; layers: whose streams are kept beside the last states. Raises ValueError as FeatureCache does.
+    run: RunFolder; layers: their streams are kept beside the last states. Raises ValueError as FeatureCache does.
     """
     dtype = target.dtype if recipe.cache_dtype == "auto" else getattr(torch, recipe.cache_dtype)
     folder = recipe.feature_cache or run.path / OWN_FOLDER
@@ -58,7 +57,7 @@ def cache_features(run, recipe, target, *, packed, stop, layers=()):
 
 
 def describe(target, packed, dtype, layers=()):
-    """What a cache of these rows belongs to and looks like: the content of cache.json, a dict of scalars and lists."""
+    """The description of a cache of these rows: the content of cache.json, a dict of scalars and lists."""
     num_rows, row_length = packed.input_ids.shape
     num_streams = 1 + len(layers)
     batch = max(TOKENS_PER_FORWARD // row_length, 1)
@@ -80,7 +79,7 @@ def describe(target, packed, dtype, layers=()):
 
 
 def to_float8(states):
-    """[..., H] -> (float8 [..., H], fp32 scales [...]): states are about their product."""
+    """[..., H] -> (float8 [..., H], fp32 scales [...]); their product approximates the states."""
     largest = states.abs().amax(-1).float()
     scales = torch.where(largest > 0, largest / torch.finfo(_FLOAT8).max, 1.0)
     return (states.float() / scales[..., None]).to(_FLOAT8), scales
@@ -90,28 +89,28 @@ class FeatureCache:
     """A folder of shards. Opened by __init__, completed by `fill`, read by `rows`."""
 
     def __init__(self, folder, description, target_dtype, accelerator, note):
-        """Make or open the cache in `folder`; `note(text)` is told first how much disk it takes.
+        """Make or open the cache in `folder`; first `note(text)` tells how much disk it takes.
 
-        description: of `describe`; target_dtype: what `rows` returns. Raises ValueError where the folder holds something else or a
-        cache of something else, naming what differs, and where the disk is too small; nothing is written then.
+        description: of `describe`; target_dtype: the dtype that `rows` returns. Raises ValueError, before anything is written, if
+        the folder holds other files or another cache (naming the differences), or if the disk is too small.
         """
         self.folder, self.accelerator, self.note = Path(folder), accelerator, note
         self.target_dtype = target_dtype
         self.description = self._agree(description)
         self.dtype = getattr(torch, self.description["dtype"])
         self._check_disk()
-        accelerator.wait_for_everyone()  # every rank has looked before one writes
+        accelerator.wait_for_everyone()  # every rank has looked before any rank writes
         if accelerator.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._remove_leftovers()
             if not (self.folder / MANIFEST).exists():
                 self._put(MANIFEST, (json.dumps(self.description, indent=2) + "\n").encode())
         accelerator.wait_for_everyone()
-        self.description = self._agree(description)  # another run may have been first
+        self.description = self._agree(description)  # another run may have made the cache
         self.shards = []
 
     def _agree(self, wanted):
-        """`wanted` in the layout of the cache that is there, if one is and is of the same."""
+        """`wanted` in the layout of an existing cache of the same features, if there is one."""
         path = self.folder / MANIFEST
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
@@ -163,7 +162,7 @@ class FeatureCache:
             )
 
     def _remove_leftovers(self):
-        """The unfinished files of processes that were killed; those of a run that is filling now are locked."""
+        """Remove the unfinished files of killed processes; those of a run that is filling now are locked."""
         for path in self.folder.iterdir():
             if is_partial(path.name):
                 with contextlib.suppress(OSError), path.open("rb") as file:
@@ -178,7 +177,7 @@ class FeatureCache:
         return self.folder / f"shard-{shard:05d}.safetensors"
 
     def fill(self, target, packed, stop):
-        """Compute the shards that are missing or damaged, shared out over the ranks, and open all; called on every rank.
+        """Compute the missing or damaged shards, divided over the ranks, and open all of them; called on every rank.
 
         target: FrozenTarget; packed: PackedRows. Returns False if `stop` (StopSignals) ended it early.
         """
@@ -198,7 +197,7 @@ class FeatureCache:
         return True
 
     def _find_missing(self):
-        """Ids of the shards to compute, the same list on every rank; damaged ones are removed."""
+        """Ids of the shards to compute, the same list on every rank; damaged shards are removed."""
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         there = [shard for shard in range(self.num_shards) if self._path(shard).exists()]
         self.accelerator.wait_for_everyone()
@@ -222,9 +221,9 @@ class FeatureCache:
         return min(size, self.description["num_rows"] - shard * size)
 
     def _compute(self, turn, target, packed, stop, bar):
-        """The tensors of this rank's shard, `turn` holding one per rank or fewer; None if `stop` came first.
+        """The tensors of this rank's shard; None if `stop` came first.  turn: at most one shard per rank
 
-        Every rank makes as many forwards as every other: a target that is divided among them needs all of them in each.
+        All ranks make the same number of forwards: a target divided over them needs all of them in each forward.
         """
         d, rank = self.description, self.accelerator.process_index
         first, count = (turn[rank] * d["rows_per_shard"], self._num_rows(turn[rank])) if rank < len(turn) else (0, 0)
@@ -250,7 +249,7 @@ class FeatureCache:
 
     def _write(self, shard, tensors):
         """Put a shard in its place, whole."""
-        # One entry: several would stand in another order in every process, and the files would differ.
+        # One entry: the order of several differs between processes, and so would the files.
         told = f"{self._identity()} {checksum_of(tensors)}"
         self._put(self._path(shard).name, save(tensors, {TOLD: told}))
 
@@ -258,7 +257,7 @@ class FeatureCache:
         """Write a file of the folder, whole or not at all; OSError names it if that cannot be."""
         try:
             with staged_file(self.folder / name) as file:
-                with contextlib.suppress(OSError):  # a file system without locks: leftovers stay there
+                with contextlib.suppress(OSError):  # on a file system without locks unfinished files stay
                     fcntl.flock(file, fcntl.LOCK_EX)
                 file.write(content)
         except OSError as error:
@@ -318,20 +317,20 @@ def _hash(*contents):
 
 
 def _hash_rows(packed):
-    """Of all that the target is given: the labels may differ."""
+    """Hash of all inputs of the target; the labels may differ."""
     parts = (packed.input_ids, packed.position_ids, packed.document_ids)
     return _hash(*(part.contiguous().numpy() for part in parts))
 
 
 def _hash_target(model):
-    """Of its config and of some values of every parameter, as reading all would take long; called on every rank."""
+    """Hash of the target's config and of some values of every parameter; reading all would take long. Called on every rank."""
     config = model.config.to_diff_dict()
     volatile = ("transformers_version", "name_or_path", "use_cache")
     config = {name: value for name, value in config.items() if name not in volatile and not name.startswith("_")}
     contents = [json.dumps(config, sort_keys=True, default=str).encode()]
     for name, parameter in sorted(model.named_parameters()):
         whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        # An odd step, or every value would be of the same column.
+        # An odd step: with an even one all values could come from the same column.
         sample = whole.detach().flatten()[:: whole.numel() // SAMPLES | 1].cpu().contiguous()
         contents += [f"{name} {tuple(whole.shape)} {whole.dtype}".encode(), sample.view(torch.uint8).numpy()]
     return _hash(*contents)

@@ -1,9 +1,9 @@
 """The frozen target as the trainers see it: packed rows in, features out.
 
-The feature is the last hidden state after the final norm, and for heads that ask for them the residual streams that enter layers.
-Any AutoModelForCausalLM will do whose logits are its lm_head applied to that state and whose attention follows an explicit 4D mask
-and position ids; `FrozenTarget.check` tries it on real rows. On a GPU the attention over them is FlexAttention with a block mask
-where the model can, else SDPA with a mask.
+The feature is the last hidden state after the final norm and, for heads that ask for them, the residual streams that enter layers.
+It works with any AutoModelForCausalLM whose logits are its lm_head applied to that state, and whose attention follows an explicit
+4D mask and position ids; `FrozenTarget.check` tests that on real rows. On a GPU the attention is FlexAttention with a block mask if
+the model supports it, else SDPA with a mask.
 
 Letters: B rows, T tokens per row, M = B T, H hidden size, V vocabulary, A residual streams asked for.
 """
@@ -29,9 +29,9 @@ from .sharded_target import decoder_layers, is_sharded, load_sharded, wants_shar
 def load_target(name, device, dtype="auto"):
     """(model, tokenizer) of a folder or Hub id: frozen, in eval mode. dtype auto: bfloat16 on a GPU, float32 on the CPU.
 
-    Launched with FSDP (configs/accelerate/fsdp2.yaml), the ranks divide it among them (sharded_target.py).
+    Launched with FSDP (configs/accelerate/fsdp2.yaml), the ranks divide the model (sharded_target.py).
 
-    Raises ValueError, before any weight is read, if there is no such model, and if its weights cannot be read.
+    Raises ValueError if there is no such model (before any weight is read), or if its weights cannot be read.
     """
     folder = Path(name).expanduser()
     if not folder.is_dir() and (folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1):
@@ -69,7 +69,7 @@ def _first_line(error):
 class FrozenTarget:
     """Features and distributions of a loaded model.
 
-    model: *ForCausalLM. Raises ValueError if its parts are not those this file needs.
+    model: *ForCausalLM. Raises ValueError if the model lacks parts that this file needs.
     """
 
     def __init__(self, model):
@@ -102,7 +102,7 @@ class FrozenTarget:
             )
 
     def initialize(self, head):
-        """Start `head` from this target. Raises ValueError where it cannot share the target's lm_head."""
+        """Start `head` from this target. Raises ValueError if it cannot share the target's lm_head."""
         if head.uses_target_lm_head and self.lm_head.bias is not None:
             raise ValueError(
                 "the target's lm_head has a bias, which shared heads cannot use: set shared_lm_head to false"
@@ -110,9 +110,9 @@ class FrozenTarget:
         head.initialize_from_target(self.lm_head.weight, self.embedding)
 
     def layer_config(self, kind, **changes):
-        """The config (`kind`: of an EAGLE family) of a head whose layer is shaped as this target's are.
+        """The config (`kind`: of an EAGLE family) of a head whose layer has the shape of this target's layers.
 
-        changes: fields that shall be otherwise. Raises ValueError for a target with layers of another kind than Llama's.
+        changes: fields with other values. Raises ValueError for a target whose layers are not Llama's.
         """
         try:
             return kind.for_target(self.model.config, **changes)
@@ -124,7 +124,7 @@ class FrozenTarget:
 
     @property
     def is_sharded(self):
-        """Do the ranks hold a part of it each? Then every pass is one that all of them make."""
+        """Whether each rank holds a part of the target. Then all ranks must make every pass together."""
         return is_sharded(self.model)
 
     @property
@@ -150,14 +150,14 @@ class FrozenTarget:
 
     @torch.no_grad()
     def features(self, input_ids, position_ids, document_ids, layers=()):
-        """What `forward` returns, without a graph."""
+        """`forward` without a graph."""
         return self.forward(input_ids, position_ids, document_ids, layers)
 
     def forward(self, input_ids, position_ids, document_ids, layers=()):
         """[B, T] each (document -1 on padding) -> [B, T, (1 + A) H]; documents of a row do not see each other.
 
-        The last hidden state after the final norm, then the residual streams of `layers` (A ids, low to high), side by side: id k
-        is the stream that enters layer k, counted from 0, and the number of layers is the one after the last, before the
+        Side by side: the last hidden state after the final norm, then the residual streams of `layers` (A ids, low to high). Id k
+        is the stream that enters layer k, counted from 0; the number of layers is the stream after the last layer, before the
         norm. Raises ValueError for layers that this target does not have.
         """
         with contextlib.ExitStack() as hooks:
@@ -169,15 +169,15 @@ class FrozenTarget:
         return torch.cat([last, *(streams[k] for k in layers)], -1) if layers else last
 
     def split(self, features, layers):
-        """What `features` returned, taken apart: (last states [M, H], as the loss takes them, what a head reads [B, T, .]).
+        """Split the result of `features`: (last states [M, H] for the loss, the head's input [B, T, .]).
 
-        A head reads the streams of its `layers`, side by side; one that asks for none reads the last states.
+        A head reads the streams of its `layers`, side by side, or the last states if it names none.
         """
         last, streams = features[..., : self.hidden_size], features[..., self.hidden_size :]
         return last.flatten(0, 1), streams if layers else features
 
     def check_layers(self, layers):
-        """The decoder's layers, if those whose streams are asked for are among them; else ValueError."""
+        """The decoder's layers; ValueError if `layers` names one that it does not have."""
         count = self.num_layers
         stack = decoder_layers(self.decoder, count)
         if any(not 0 <= k <= count for k in layers) or list(layers) != sorted(set(layers)):
@@ -188,7 +188,7 @@ class FrozenTarget:
         return stack
 
     def _record_streams(self, layers, hooks):
-        """{layer id: stream [B, T, H]}, filled by the next pass of the decoder; the hooks go when `hooks` closes."""
+        """{layer id: stream [B, T, H]}, filled by the next pass of the decoder; the hooks are removed when `hooks` closes."""
         stack, streams = self.check_layers(layers), {}
 
         def entering(k):
@@ -198,7 +198,7 @@ class FrozenTarget:
             return record
 
         def leaving(module, given, output):
-            # After the last layer and not hidden_states[-1] of the library, which is after the norm.
+            # The output of the last layer. The library's hidden_states[-1] comes after the norm.
             streams[len(stack)] = output[0] if isinstance(output, tuple) else output
 
         for k in layers:
@@ -210,7 +210,7 @@ class FrozenTarget:
         return streams
 
     def _keep_apart(self, document_ids, hooks):
-        """What the decoder is told so that documents do not see each other, until `hooks` closes."""
+        """Arguments of the decoder that keep documents from seeing each other, until `hooks` closes."""
         if not self._takes_flex_attention(document_ids.device):
             return {"attention_mask": self._additive_mask(document_ids)}
         before = self.model.config._attn_implementation
@@ -219,9 +219,9 @@ class FrozenTarget:
         return {"attention_mask": block_mask(document_ids), "kernel_options": FLEX_OPTIONS}
 
     def _takes_flex_attention(self, device):
-        """Whether packed rows go through FlexAttention, which reads no [B, 1, T, T] mask and skips what lies between documents.
+        """Whether packed rows use FlexAttention, which needs no [B, 1, T, T] mask and skips keys of other documents.
 
-        Not with gradients: what checkpointing computes again would no longer find it.
+        Not with gradients: checkpointing's second forward would no longer find its mask.
         """
         config = self.model.config.get_text_config()
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -230,17 +230,17 @@ class FrozenTarget:
         return device.type == "cuda" and self.model._supports_flex_attn and fits and not torch.is_grad_enabled()
 
     def _additive_mask(self, document_ids):
-        # Additive and finite: eager attention adds whatever it is given, and a padded row of -inf would turn into NaN.
+        # Additive and finite: eager attention adds any mask, and a padded row of -inf would become NaN.
         allowed = block_attention_mask(document_ids)  # [B, 1, T, T]
         mask = torch.zeros(allowed.shape, dtype=self.dtype, device=allowed.device)
         return mask.masked_fill_(~allowed, torch.finfo(self.dtype).min)
 
     @torch.no_grad()
     def check(self, input_ids, position_ids, document_ids):
-        """Raise ValueError unless the features of one packed row [1, T] are all there is to the target's distribution.
+        """Raise ValueError unless the features of one packed row [1, T] determine the target's distribution.
 
-        The last document of the row, packed, must give what the plain model gives on that text alone, and lm_head of the
-        features must be the logits: that finds scaled or capped logits, ignored masks and sliding windows.
+        The last document of the row must have the same features packed as in the plain model alone, and lm_head of the features
+        must be the logits. This finds scaled or capped logits, ignored masks and sliding windows.
         """
         packed = self.features(input_ids, position_ids, document_ids)[0]
         last = document_ids[0][document_ids[0] >= 0][-1]
@@ -257,7 +257,7 @@ class FrozenTarget:
                 f"the logits of {kind} are not lm_head(last hidden state): they differ by {through_head:.3g} at a scale of "
                 f"{scale:.3g}. Targets that scale or cap their logits are not supported"
             )
-        # Packed and alone take other reduction orders, so single values may differ in half precision: compare the means.
+        # Packed and alone sum in different orders, so single values may differ in half precision: compare the means.
         difference = (self.lm_head(packed[inside]).float() - logits).abs().mean().item()
         loose = 1e-3 if self.dtype == torch.float32 else 5e-2
         if not difference <= loose * logits.abs().mean().item():

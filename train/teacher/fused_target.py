@@ -1,8 +1,9 @@
-"""The frozen target's norms and gated MLPs on the engine's kernels: what lies between its products, in one pass over memory.
+"""Run the frozen target's norms and gated activations on the engine's kernels, in one pass over memory.
 
-The library computes an RMSNorm in seven passes over the rows and a gated activation in two. Same formulas, same roundings. Only
-where no graph is recorded, on a GPU; a module of another formula (Gemma's norm, another activation) is left alone, which each class
-is tried for on random rows. A target divided over ranks (sharded_target.py) is tried with weights that all of them gather.
+The library computes an RMSNorm in seven passes over the rows and a gated activation in two. The kernels have the same formulas and
+roundings. They are used only on a GPU and without a graph. Each class of modules is first compared on random rows, and a module of
+another formula (Gemma's norm, another activation) is left alone. A target divided over ranks (sharded_target.py) is compared with
+weights that all ranks gather.
 """
 
 import functools
@@ -18,15 +19,15 @@ from ...kernels.rms_norm import rms_norm
 from ...kernels.silu_mul import silu_mul_apart
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-TOLERANCE = 2e-2  # of the largest value: between two formulas it is more, between two roundings less
+TOLERANCE = 2e-2  # relative to the largest value: two formulas differ by more, two roundings by less
 
 
 def fuse(model):
-    """Change the modules of `model` that can be, in place.  Returns how many were.  Of a divided model every rank must."""
+    """Fuse the modules of `model` that allow it, in place. Returns their number. For a divided model every rank must call it."""
     fits, changed = {}, 0
     for module in model.modules():
         fused = _fused(module)
-        if fused is None or "forward" in vars(module):  # what another library wraps is left to it
+        if fused is None or "forward" in vars(module):  # wrapped by another library: left alone
             continue
         kind = type(module)
         if kind not in fits:
@@ -38,7 +39,7 @@ def fuse(model):
 
 
 def _fused(module):
-    """The function (module, x) that may stand for its forward, or None."""
+    """The function (module, x) that can replace its forward, or None."""
     if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
         return _norm
     parts = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
@@ -66,9 +67,9 @@ def _forward(module, plain, fused, x):
 @torch.no_grad()
 def _same_formula(module, fused):
     weight = next(module.parameters())
-    if weight.dtype not in DTYPES:  # packed by a quantisation
+    if weight.dtype not in DTYPES:  # quantised weights
         return False
-    if fused is _gated_mlp:  # of small products other activations are alike
+    if fused is _gated_mlp:  # with small products different activations look alike
         x = torch.linspace(-4, 4, 81, device=weight.device)
         if not torch.allclose(module.act_fn(x), F.silu(x), rtol=1e-4, atol=1e-5):
             return False

@@ -1,12 +1,12 @@
-"""The frozen target divided over all ranks with FSDP2, for one that does not fit on each: every rank reads its part of the files.
+"""Divide the frozen target over all ranks with FSDP2, if it does not fit on each: every rank reads its part of the files.
 
 configs/accelerate/fsdp2.yaml asks for it. The decoder's layers are divided, and gathered one at a time while a pass runs through
-them; every rank holds the embedding, the last norm and the lm_head whole. The loss multiplies with the lm_head chunk by chunk, as
-often as a rank has chunks, which a gathered one could not follow; and heads start from it and from the embedding. Both together
-are 4.2 GB for a 70B Llama in bf16, beside 137 GB / N of layers.
+them. Every rank holds the embedding, the last norm and the lm_head whole: heads start from the embedding and the lm_head, and the
+loss multiplies with the lm_head once per chunk, while ranks differ in their number of chunks. Both together are 4.2 GB for a 70B
+Llama in bf16, beside 137 GB / N of layers.
 
 Every pass is a collective: all ranks make equally many. Not done here: offloading to the CPU, tensor parallelism, quantised
-targets, architectures whose modules are named otherwise than the tensors of their files.
+targets, architectures whose modules have other names than the tensors of their files.
 """
 
 from pathlib import Path
@@ -25,12 +25,12 @@ from ...heads.storage.hub_answer import hub_options
 
 
 def wants_sharded_target():
-    """Was this process launched with FSDP (the environment that `accelerate launch` makes of fsdp2.yaml)?"""
+    """Whether this process was launched with FSDP (by the environment that `accelerate launch` makes from fsdp2.yaml)."""
     return parse_flag_from_env("ACCELERATE_USE_FSDP")
 
 
 def check_whole_target(what):
-    """ValueError, before anything is loaded, where `what` is asked for and the target would be divided."""
+    """ValueError, before anything is loaded, if the target would be divided; `what` names the work that needs it whole."""
     if wants_sharded_target():
         raise ValueError(
             f"{what} needs the whole target in every process: launch with configs/accelerate/ddp.yaml, not fsdp2.yaml"
@@ -38,14 +38,14 @@ def check_whole_target(what):
 
 
 def is_sharded(model):
-    """Has `shard_layers` divided this model?"""
+    """Whether `shard_layers` has divided this model."""
     return isinstance(model.get_decoder(), FSDPModule)
 
 
 def load_sharded(source, dtype, device):
     """A *ForCausalLM of this folder or Hub id, divided over all ranks, in eval mode and frozen.
 
-    No rank ever holds more than its parts and what is whole on all. Raises ValueError if files and modules do not match.
+    No rank ever holds more than its own parts and the undivided modules. Raises ValueError if files and modules do not match.
     """
     folder = source
     if not Path(source).is_dir():
@@ -76,8 +76,8 @@ def load_sharded(source, dtype, device):
 
 
 def build_sharded(config, dtype, device):
-    """The model of a transformers config, divided over all ranks; its parameters are allocated and hold anything."""
-    with init_empty_weights():  # parameters only: buffers (rotary frequencies) are computed and in no file
+    """The model of a transformers config, divided over all ranks; its parameters are allocated but not set."""
+    with init_empty_weights():  # parameters only: buffers (rotary frequencies) are computed, and no file holds them
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     shard_layers(model, device)
     buffers = dict(model.named_buffers())
@@ -89,18 +89,18 @@ def build_sharded(config, dtype, device):
 
 
 def shard_layers(model, device):
-    """Divide the layers of the decoder over all ranks, each a unit of its own; everything else stays whole."""
+    """Divide the layers of the decoder over all ranks, each layer as one unit; everything else stays whole."""
     decoder = model.get_decoder()
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     layers = decoder_layers(decoder, model.config.get_text_config().num_hidden_layers)
     for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
-    # The decoder as their root gathers the next layer's weights while one computes.
+    # The decoder is the root: so the next layer's weights are gathered while a layer computes.
     fully_shard(decoder, mesh=mesh, ignored_params=set(decoder.parameters()) - set(layers.parameters()))
 
 
 def decoder_layers(decoder, count):
-    """The ModuleList of a decoder's layers. Raises ValueError if not exactly one list of `count` is there."""
+    """The ModuleList of a decoder's layers. Raises ValueError unless there is exactly one list of `count` modules."""
     stacks = [m for m in decoder.children() if isinstance(m, nn.ModuleList) and len(m) == count]
     if len(stacks) != 1:
         raise ValueError(

@@ -1,12 +1,12 @@
-"""A LoRA adapter on the target, trained beside a head (Medusa-2): through peft, on the loaded model, whose own weights stay frozen.
+"""A LoRA adapter of the target, trained beside a head (Medusa-2) with peft; the loaded model's own weights stay frozen.
 
     adapter = TargetAdapter(target, rank=32, alpha=16)
     target.forward(...)            # of the adapted target, with a graph
     with adapter.disabled(): ...   # the frozen target, bit by bit
     with adapter.merged(): ...     # the target as it will be served: the adapter in the weights, rounded to their dtype
 
-A and B are fp32 whatever the target's dtype. B starts at zero, so the adapted target starts as the frozen one. It does not: adapt
-lm_head or the embedding (heads share them), quantise the target, train biases.
+A and B are fp32 whatever the target's dtype. B starts at zero, so the adapted target starts equal to the frozen one. Not done here:
+adapting lm_head or the embedding (heads share them), quantising the target, training biases.
 """
 
 import contextlib
@@ -26,10 +26,10 @@ ALL_LINEAR = "all-linear"
 
 
 class TargetAdapter:
-    """LoRA layers put into the model of a FrozenTarget, which from then on computes as the adapted one.
+    """LoRA layers in the model of a FrozenTarget, which then computes as the adapted target.
 
-    rank, alpha, dropout: LoRA's; modules: names of the layers to adapt, by commas, or "all-linear", which leaves out lm_head.
-    An engine that shares the model's weights must have been built before. Raises ValueError for names that fit no layer.
+    rank, alpha, dropout: LoRA's; modules: names of the layers to adapt, with commas, or "all-linear", which leaves out lm_head.
+    Build an engine that shares the model's weights before this. Raises ValueError for names that match no layer.
     """
 
     def __init__(self, target, rank, alpha, dropout=0.0, modules=ALL_LINEAR):
@@ -60,23 +60,23 @@ class TargetAdapter:
                 f"lora_targets {modules!r} name the lm_head or the embedding, which stay as they are: leave them out"
             )
         self.layers = [module for module in target.model.modules() if isinstance(module, LoraLayer)]
-        # A container of its own, so that what trains heads (optimizer, norms, sums over ranks) trains these weights alike.
+        # Its own container, so that the optimiser, norms and sums over ranks treat these weights like a head's.
         self.weights = nn.ParameterList(p for p in target.model.parameters() if p.requires_grad)
         target.model.eval()
         for layer in self.layers:
-            layer.lora_dropout.train()  # peft's dropout is used in the training's passes alone: measuring merges
+            layer.lora_dropout.train()  # peft's dropout acts only in training passes: measuring merges the adapter
 
     @property
     def num_parameters(self):
         return sum(weight.numel() for weight in self.weights)
 
     def parameter_group(self, rate):
-        """Its weights as a group of the optimiser, whose learning rate is `rate` times the head's."""
+        """The adapter's weights as a group of the optimiser, with a learning rate of `rate` times the head's."""
         return {"params": list(self.weights), "weight_decay": 0.0, "rate": rate}
 
     @contextlib.contextmanager
     def disabled(self):
-        """Inside, the model is the frozen target."""
+        """Inside this context the model is the frozen target."""
         for layer in self.layers:
             layer.enable_adapters(False)
         try:
@@ -88,9 +88,9 @@ class TargetAdapter:
     @contextlib.contextmanager
     @torch.no_grad()
     def merged(self):
-        """Inside, the target's own weights hold the adapter, for the model and for an engine that shares them; no training there.
+        """Inside this context the target's own weights hold the adapter, for the model and for an engine that shares them.
 
-        The frozen weights wait in the host's memory and come back as they were, bit by bit: nothing is subtracted.
+        Training is not possible inside. The frozen weights wait in the host's memory and are copied back, equal bit by bit.
         """
         kept = []
         try:
@@ -112,7 +112,7 @@ class TargetAdapter:
 
         with staged_folder(folder) as staging:
             config = replace(self.peft_model.peft_config["default"], inference_mode=True)
-            config.target_modules = sorted(config.target_modules)  # a set has another order in every process
+            config.target_modules = sorted(config.target_modules)  # the order of a set differs between processes
             config.save_pretrained(staging)
             path = staging / WEIGHTS_FILE
             state = get_peft_model_state_dict(self.peft_model, save_embedding_layers=False)
@@ -131,7 +131,7 @@ class TargetAdapter:
         set_peft_model_state_dict(self.peft_model, tensors)
 
     def save_head(self, head, folder):
-        """Write the head into a new `folder` with the adapter beside its weights, and have its config name the adapter."""
+        """Write the head into a new `folder`, with the adapter beside its weights and named in its config."""
         with staged_folder(folder) as staging:
             self.save(staging / FOLDER)
             head.config = replace(head.config, adapter=fingerprint(staging / FOLDER))

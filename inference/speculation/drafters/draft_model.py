@@ -1,13 +1,13 @@
 """Drafting with a smaller model of the same vocabulary, chain or tree (arXiv 2211.17192; vLLM's method "draft_model").
 
-It runs on the engine's own decoder, with keys and values of its own. With the target itself as the draft every token is accepted.
+The model runs on the engine's decoder, with its own keys and values. With the target itself as the draft every token is accepted.
 """
 
 from .own_cache import OwnCacheDrafter
 
 
 class DraftModelDrafter(OwnCacheDrafter):
-    """decoder: the draft model's Decoder; num_speculative_tokens: how deep it drafts; sampling: a way of draft_sampling.py."""
+    """decoder: the draft model's Decoder; num_speculative_tokens: depth of drafts; sampling: a way of draft_sampling.py."""
 
     shift = 1  # a token's keys stand at its own position
     extra_places = 1

@@ -1,8 +1,8 @@
-"""What the engine asks of everything that drafts.
+"""Drafter, the protocol between the engine and all drafters.
 
-A drafter proposes the tokens of a draft tree from what a request's seat keeps from step to step: by default the target's last
-hidden state at the last committed token. A drafter may keep a state of its own there instead (`state_shape`), and keys and values
-of its own (`kv_shape`), in pages of the same numbers as the target's.
+A drafter proposes the tokens of a draft tree from the row that a request's seat keeps from step to step: by default the target's
+last hidden state at the last committed token. A drafter may keep its own state there instead (`state_shape`), and its own keys and
+values (`kv_shape`), in pages of the same numbers as the target's.
 
 Letters: B requests, N nodes, D the tree's depth, F width of the target's feature, S width of the state, V vocabulary.
 """
@@ -11,7 +11,7 @@ from ..draft import Draft
 
 
 def no_draft(batch, tree, processor=None):
-    """The root alone: `propose` of a step that drafts nothing."""
+    """The root alone: the draft of a step that drafts nothing."""
     return Draft(batch.root[:, None], tree)
 
 
@@ -19,12 +19,12 @@ class Drafter:
     """Defaults of a drafter that keeps the target's last hidden state and nothing else.
 
     streams: layers of the target whose input's residual stream it reads, ascending; none: the last hidden state
-    state_shape: (width, dtype) of a state of its own; None: it keeps the target's last hidden state
-    kv_shape: (layers, key heads, head dimension, dtype) of keys and values of its own; None: it has none
-    lookahead: how many tokens after a page its own keys and values in that page depend on
-    extra_places: positions after those of the tree's nodes that it writes keys and values to
+    state_shape: (width, dtype) of its own state; None: it keeps the target's last hidden state
+    kv_shape: (layers, key heads, head dimension, dtype) of its own keys and values; None: it has none
+    lookahead: number of tokens after a page that its own keys and values in that page depend on
+    extra_places: number of places after the tree's nodes to which it writes keys and values
     autoregressive: whether a token's distribution depends on the tokens drafted before it
-    num_speculative_tokens: how deep it drafts
+    num_speculative_tokens: depth of its drafts
     """
 
     streams = ()
@@ -36,7 +36,7 @@ class Drafter:
 
     @property
     def keeps_state(self):
-        """Whether it keeps a state of its own in a request's row."""
+        """Whether it keeps its own state in a request's row."""
         return self.state_shape is not None
 
     def attach(self, kv):
@@ -45,30 +45,30 @@ class Drafter:
     def propose(self, batch, tree, processor=None):
         """Tokens of all nodes, and their distributions where the verifier compares them.
 
-        batch: BatchRows; tree: TreeOnDevice; processor: None, or what changes logits [K, B, V] of nodes at depths [K] as the
-        requests ask (target_scores.draft_scores)  ->  Draft
+        batch: BatchRows; tree: TreeOnDevice; processor: None, or the logits processor for logits [K, B, V] of nodes at depths [K]
+        (target_scores.draft_scores)  ->  Draft
         """
         raise NotImplementedError
 
     def candidates(self, batch, widths):
-        """The best tokens after the root and after the draft's own first choices; the `widths` of narrower depths are filled up.
+        """The best tokens of each depth, where every depth follows the first choices of the depths before it.
 
-        batch: BatchRows; widths: how many per depth  ->  int64 [B, len(widths), greatest width]
+        batch: BatchRows; widths: number of tokens per depth, padded to the greatest  ->  int64 [B, len(widths), greatest width]
         """
         raise NotImplementedError
 
     # --- only where state_shape is given ---
 
     def advance(self, batch, feature, emitted, path, num_accepted):
-        """After a step: the state after its newest token, and keys and values of what it emitted.
+        """After a step, compute the keys and values of the emitted tokens, and the state after the newest token.
 
-        batch: BatchRows as before the step; feature [B N, F] of its nodes; emitted [B, D + 2]: how many tokens, they; path
-        [B, D + 1]; num_accepted [B]  ->  [B, S]
+        batch: BatchRows as before the step; feature [B N, F] of its nodes; emitted [B, D + 2]: number of tokens, then the tokens;
+        path [B, D + 1]; num_accepted [B]  ->  [B, S]
         """
         raise NotImplementedError
 
     def prompt_rows(self, chunk):
-        """Which of a chunk's rows (scheduler.Chunk) it computes on its own.  -> (how many, from the first; the tokens they read)"""
+        """The rows of a chunk (scheduler.Chunk) that `fill` computes.  -> (number of rows, from the first; the tokens they read)"""
         raise NotImplementedError
 
     def fill(self, forward_pass, feature):

@@ -1,7 +1,7 @@
-"""Drafting with EAGLE heads: one decoder layer that goes on from the target's features, and then from its own states.
+"""Drafting with EAGLE heads: one decoder layer that starts from the target's features and goes on from its own states.
 
-The pair (e(x_{t+1}), feature_t) stands at place and position t of the head's own cache, so what it keeps in a page depends on the
-token after it. The head's maths: heads/eagle.py; here it runs on the engine's kernels. EAGLE-3: eagle3.py.
+The pair (e(x_{t+1}), feature_t) has place and position t in the head's own cache, so the content of a page depends on the token
+after it. The head's formulas: heads/eagle.py; here it runs on the engine's kernels. EAGLE-3: eagle3.py.
 
 Letters: M rows, H hidden size of the head, F width of the target's feature, V the target's vocabulary.
 """
@@ -19,9 +19,9 @@ from .own_cache import OwnCacheDrafter
 class EagleDrafter(OwnCacheDrafter):
     """Drafts with an Eagle head, chain or tree.
 
-    head: the module, read in place, so updates of a head in training apply at once; pages that the prefix cache kept stay stale:
-    switch it off. Its products' weights become views of packed ones. decoder: the target's Decoder; num_speculative_tokens:
-    how deep it drafts; sampling: a way of draft_sampling.py.
+    head: the module, read in place, so updates of a head in training apply at once. Pages in the prefix cache would be stale then:
+    switch it off. The weights of the head's products become views of packed ones. decoder: the target's Decoder;
+    num_speculative_tokens: depth of drafts; sampling: a way of draft_sampling.py.
     """
 
     lookahead = 1
@@ -42,7 +42,7 @@ class EagleDrafter(OwnCacheDrafter):
             ),
             eps=config.rms_norm_eps,
         )
-        # Only what it adds up is read.
+        # Only what the sum reads is kept.
         self.last_add = Norm(torch.ones(config.hidden_size, dtype=self.dtype, device=device), config.rms_norm_eps)
 
     def _layer_of(self, head):
@@ -66,7 +66,7 @@ class EagleDrafter(OwnCacheDrafter):
         return self.decoder.logits(state.to(self.decoder.dtype))
 
     def prompt_rows(self, chunk):
-        # The last token of all reads the one that is drawn next: `advance` computes it.
+        # The last row reads the token that is drawn next: `advance` computes it.
         count, first = chunk.count - chunk.is_last, chunk.start + 1
         return count, chunk.request.known_token_ids[first : first + count]
 

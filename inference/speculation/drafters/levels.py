@@ -1,7 +1,7 @@
 """A tree, depth by depth, for drafters whose distributions depend on the drafted tokens.
 
-At every depth only nodes with children need a distribution. They are numbered through, depth by depth and the root first: such a
-number less one is a node's *row*, the place of its keys and values after the committed ones.
+At every depth only nodes with children need a distribution. They are numbered depth by depth, the root first. A node's *row* is
+this number less one: the place of its keys and values after the committed ones.
 
 Letters: B requests, N nodes, I nodes with children.
 """
@@ -10,17 +10,17 @@ from typing import NamedTuple
 
 import torch
 
-# A choice of columns: None where it is all of them as they stand, which in a chain it always is and costs no launch.
+# A choice of columns. None means all of them in order; in a chain it is always None, which costs no launch.
 Choice = torch.Tensor | None
 
 
 def choose(x, choice):
-    """x [B, n, ...]  ->  [B, of the choice, ...]"""
+    """The chosen columns of x.  x [B, n, ...]  ->  [B, number chosen, ...]"""
     return x if choice is None else x[:, choice]
 
 
 def no_distributions(tree):
-    """Draft.distribution and Draft.sampled of nodes that are all chosen without chance: int64 and bool [N]."""
+    """Draft.distribution and Draft.sampled of a draft without sampled nodes: int64 and bool [N]."""
     zeros = torch.zeros_like(tree.depths)
     return zeros, zeros.bool()
 
@@ -29,20 +29,20 @@ class Level(NamedTuple):
     """The nodes with children of one depth, n of them, and their c children."""
 
     depth: int
-    first: int  # number of the first of them
+    first: int  # number of the first node
     count: int  # n
     nodes: torch.Tensor  # [n] node numbers
-    sizes: torch.Tensor  # [n] how many children each has
+    sizes: torch.Tensor  # [n] number of children of each
     width: int  # greatest rank of a child, plus one
-    columns: Choice  # [c] where each child stands among candidates [n, width] laid out flat
-    taken: Choice  # [n of the next level] which of the children have children
-    parents: Choice  # [n of the next level] which of the n they are children of
-    ancestors: torch.Tensor  # [n, depth] rows on the way to each, its own last; empty for the root
-    depths: torch.Tensor  # [n] depth - 1 each: how far after the first row's position it stands
+    columns: Choice  # [c] place of each child among the candidates [n, width], flattened
+    taken: Choice  # [n of the next level] the children that have children
+    parents: Choice  # [n of the next level] the place of their parent among the n nodes
+    ancestors: torch.Tensor  # [n, depth] rows on the path to each node, its own last; empty for the root
+    depths: torch.Tensor  # [n] depth - 1: distance of the node's position from the first row's
 
 
 class GrownLevel(NamedTuple):
-    """The nodes of a dynamic tree that are expanded at one depth: what `expand` reads of a Level."""
+    """The nodes of a dynamic tree that are expanded at one depth, with the fields of a Level that `expand` reads."""
 
     depth: int
     first: int
@@ -52,7 +52,7 @@ class GrownLevel(NamedTuple):
 
 
 class GrownLevels:
-    """What is the same in every step of a TreeOnDevice that grows."""
+    """Constants of a growing TreeOnDevice, the same in every step."""
 
     def __init__(self, tree):
         depths = torch.arange(tree.max_depth, device=tree.depths.device)[:, None]
@@ -61,7 +61,7 @@ class GrownLevels:
 
 
 class Levels:
-    """The levels of a TreeOnDevice, and where the nodes stand in the order in which they are drafted."""
+    """The levels of a TreeOnDevice, and the place of each node in the order of drafting."""
 
     def __init__(self, tree):
         self.chosen = no_distributions(tree)
@@ -103,8 +103,8 @@ class Levels:
             number |= {n: first + i for i, n in enumerate(inner)}
         self.num_inner = first
         self.inner = torch.cat([level.nodes for level in self.levels])
-        # [N] where a node was drafted
+        # [N] place of a node in the order of drafting
         self.order = choice([drafted.index(n) for n in range(tree.num_nodes)], tree.num_nodes)
         inner = self.inner.tolist()
-        # The distribution that a node's children come from; of leaves, any.
+        # The distribution that a node's children come from; any number for leaves.
         self.distribution = tensor([inner.index(n) if n in inner else 0 for n in range(tree.num_nodes)])

@@ -1,9 +1,9 @@
 """Drafting with Medusa heads: head k proposes candidates for depth k + 1 from the feature of the last committed token.
 
 The heads do not look at each other's tokens, so all nodes of depth d share the distribution of head d - 1. For the verifier
-`strict` they share one list of candidates too: rank r means the r-th best, whatever the parent, and under noise the best of log q
-+ G with the target's own G at that position (shared noise): it proposes what the target is about to draw. For the ratio rules
-every node draws its children for itself (draw_nodes.py), or takes the likeliest.
+`strict` they also share one list of candidates: rank r is the r-th best token, whatever the parent. With a temperature the order is
+that of log q + G, with the target's own G at that position (shared noise), so the heads propose what the target is about to draw.
+For the ratio rules every node draws its own children (draw_nodes.py), or takes the likeliest.
 
 Letters: B requests, N nodes, K heads in use, H hidden, V vocabulary, L committed length.
 """
@@ -23,7 +23,7 @@ from .drafter import Drafter
 class MedusaDrafter(Drafter):
     """Drafts trees with Medusa heads.
 
-    head: a Medusa module, read in place (a head in training is used as it is at the moment); decoder: the target's Decoder;
+    head: a Medusa module, read in place (updates of a head in training apply at once); decoder: the target's Decoder;
     sampling: a way of draft_sampling.py.
     On a GPU the first blocks of all heads are packed into one product; the module's weights become views of it.
     """
@@ -33,7 +33,7 @@ class MedusaDrafter(Drafter):
         self._draws, self._columns = {}, {}  # per tree
         self.num_speculative_tokens = head.num_speculative_tokens
         self.dtype = next(head.parameters()).dtype
-        # A shared lm_head is used in the heads' dtype; where that is the target's own, no copy is made.
+        # A shared lm_head is used in the heads' dtype; if that is the target's dtype, no copy is made.
         self.shared_weight = decoder.lm_head.to(self.dtype) if head.config.shared_lm_head else None
         self.packed = None
         if on_triton(decoder.lm_head):
@@ -44,7 +44,7 @@ class MedusaDrafter(Drafter):
         feature = feature.to(self.dtype)
         heads = self.head.heads[:num_heads]
         if self.packed is None:
-            # Drafts need not be row-invariant: the library's products are faster on the CPU.
+            # Drafts need not be row-invariant, and the library's products are faster on the CPU.
             return torch.stack([self.head.logits(feature, k, self.shared_weight) for k in range(num_heads)])
         rows = num_heads * feature.shape[1]
         weight, bias = (x[:rows] for x in self.packed)
@@ -62,7 +62,7 @@ class MedusaDrafter(Drafter):
 
     def _candidates(self, batch, scores, temperature, width):
         """scores [K, B, V], temperature [B]  ->  int64 [B, K, width]"""
-        # Head k drafts the token at L + 1 + k, with the noise that the target will draw it with.
+        # Head k drafts the token at L + 1 + k, with the noise of the target's own draw there.
         keys = temperature, batch.seed, batch.sample, batch.committed + 1
         return top_tokens(scores.flatten(0, 1), width, *keys).view(len(scores), -1, width).transpose(0, 1)
 
@@ -85,7 +85,7 @@ class MedusaDrafter(Drafter):
         return self._draws[tree](batch, scores, temperature, kept)
 
     def _columns_of(self, tree):
-        """Where each node but the root stands among candidates [D, W] laid out flat, W the tree's width.  -> [N - 1]"""
+        """Place of each node but the root among the candidates [D, W], flattened; W is the tree's width.  -> [N - 1]"""
         if tree not in self._columns:
             ranks = torch.tensor(tree.tree.ranks[1:], device=tree.depths.device)
             self._columns[tree] = (tree.depths[1:] - 1) * tree.tree.width + ranks

@@ -1,4 +1,4 @@
-"""Drafting with an MLP speculator: a small state, started from the target's last hidden state and moved on by every drafted token.
+"""Drafting with an MLP speculator: a small state that starts from the target's last hidden state, updated by every drafted token.
 
 Letters: B requests, n nodes of a level, H hidden, S inner size, V vocabulary.
 """
@@ -15,7 +15,7 @@ from .sequential import SequentialDrafter
 class MLPSpeculatorDrafter(SequentialDrafter):
     """Drafts chains and trees with an MLPSpeculator.
 
-    head: the module, read in place (a head in training is used as it is at the moment); sampling: a way of draft_sampling.py.
+    head: the module, read in place (updates of a head in training apply at once); sampling: a way of draft_sampling.py.
     """
 
     def __init__(self, head, decoder=None, num_speculative_tokens=None, sampling="shared_noise"):

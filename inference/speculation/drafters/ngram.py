@@ -1,7 +1,7 @@
-"""Drafting without a model: what followed the newest tokens where they were last written (kernels/speculation/prompt_lookup.py).
+"""Drafting without a model: copy what followed the newest tokens at their last occurrence (kernels/speculation/prompt_lookup.py).
 
-vLLM's method "ngram". Good for outputs that repeat their prompt or themselves: code that is edited, quotations, tables. It proposes
-chains only, for one earlier place gives one continuation, and nothing where the newest tokens are new.
+This is vLLM's method "ngram". It suits outputs that repeat their prompt or themselves: edited code, quotations, tables. It proposes
+chains only, because an earlier place has one continuation, and nothing where the newest tokens have not occurred before.
 
 Letters: B requests, D the chain's depth, L committed length.
 """
@@ -17,7 +17,7 @@ from .levels import no_distributions
 class NgramDrafter(Drafter):
     """Copies what followed the longest match of the newest `shortest` to `longest` tokens.
 
-    tree: tree.Tree, a chain. Raises ValueError for another, and unless 1 <= shortest <= longest.
+    tree: tree.Tree, a chain. Raises ValueError for another tree, and unless 1 <= shortest <= longest.
     """
 
     def __init__(self, tree, shortest, longest):
@@ -44,6 +44,6 @@ class NgramDrafter(Drafter):
         return torch.nn.functional.pad(found, (0, max(widths) - 1), value=-1)
 
     def propose(self, batch, tree, processor=None):
-        """Tokens chosen without chance, so there is no distribution to look at: see Drafter.propose; processor is not looked at."""
+        """Copied tokens; nothing is sampled, so the Draft has no distributions. See Drafter.propose; processor is not used."""
         tokens = torch.cat((batch.root[:, None], self.copied(batch, tree.max_depth)), 1)
         return Draft(tokens, tree, None, None, *no_distributions(tree))

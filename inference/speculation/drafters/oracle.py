@@ -1,7 +1,7 @@
-"""A drafter that knows the outputs and lies at a given rate: the strictest judge of an engine that must change no bit.
+"""A drafter for tests of losslessness: it knows the outputs and drafts wrong tokens at a given rate.
 
-Every length of accepted path and every place in a tree comes up, whatever the target; a head would mostly be right in easy places.
-Not a way to serve: it is built from outputs that plain decoding made.
+Accepted paths of every length and at every place in a tree occur, whatever the target; a head would mostly be right in easy places.
+It cannot serve: it is built from outputs that plain decoding made.
 
 Letters: R known requests, T their longest output, B requests in a batch, N nodes.
 """
@@ -43,13 +43,13 @@ class OracleDrafter(Drafter):
         return self._siblings[tree.tree]
 
     def propose(self, batch, tree, processor=None):
-        """Tokens of all nodes, without distributions: see Drafter.propose; processor is not looked at."""
+        """Tokens of all nodes, without distributions: see Drafter.propose; processor is not used."""
         place, number = self.siblings(tree)
         request = batch.seed.clamp(0, len(self.known) - 1)
         position = batch.committed[:, None] + tree.depths  # [B, N]
         index = position - self.prompt_lengths[request][:, None]
         right = self.known[request].gather(1, index.clamp(0, self.known.shape[1] - 1))
-        word = _mix(_mix(batch.seed + (batch.committed << 20))[:, None] + tree.parents)  # one per family
+        word = _mix(_mix(batch.seed + (batch.committed << 20))[:, None] + tree.parents)  # one per group of siblings
         lucky = (word >> 40 & 0xFFFF) < int(self.rate * 0x10000)
         told = lucky & ((word >> 20 & 0xFFFF) % number == place)
         # Siblings' wrong tokens differ from each other and from the right one.

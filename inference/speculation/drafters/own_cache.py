@@ -1,8 +1,8 @@
-"""Drafters with keys and values of their own: EAGLE's layer, a draft model.
+"""Drafters with their own keys and values: EAGLE's layer, a draft model.
 
-They live in a cache of their own, in pages of the same numbers as the target's, so whoever holds a page of one holds that of the
-other. What drafting writes there lies after the committed positions and is forgotten; after every step `advance` computes what was
-emitted anew, from the target's own features where the drafter reads any.
+The keys and values lie in the drafter's own cache, in pages of the same numbers as the target's: a request that holds a page of
+one holds that of the other. Drafting writes after the committed positions, and these entries are overwritten. After every step
+`advance` computes the emitted tokens anew, from the target's own features where the drafter reads any.
 
 Letters: B requests, n nodes of a level, J = D + 1 tokens emitted at most, M rows, F width of the target's feature, S of the state.
 """
@@ -15,10 +15,10 @@ from .sequential import SequentialDrafter
 
 
 class OwnCacheDrafter(SequentialDrafter):
-    """See above. What a kind of them says: kv_shape, state_shape, `shift`, `run`, `logits`.
+    """See above. Subclasses define kv_shape, state_shape, `shift`, `run`, `logits`.
 
-    shift: the keys of the token at position x stand at place x - 1 + shift, which is also its position for the rotation. The newest
-    token's own are computed when it is emitted, so drafting starts after L + shift places.
+    shift: the keys of the token at position x are at place x - 1 + shift, which is also its position for the rotation. The newest
+    token's keys are computed when it is emitted, so drafting starts after L + shift places.
     """
 
     shift = 0
@@ -49,12 +49,12 @@ class OwnCacheDrafter(SequentialDrafter):
         feature = feature.view(len(requests), -1, feature.shape[1])[requests[:, None], path]  # [B, J, F]
         depths = torch.arange(length, device=device)
         shape = dict(first=0, depths=depths, ancestors=depths.expand(length, length))
-        # Rows after the newest token stand where nothing is committed: whatever they leave is written over before it is read.
+        # Rows after the newest token lie after the committed ones: they are overwritten before they are read.
         state = self._run_tree(batch, emitted[:, 1:], feature, from_target=True, **shape)
         return state[requests, num_accepted]
 
     def _run_tree(self, batch, tokens, source, *, from_target, first, depths, ancestors):
-        """Rows [B, n] as nodes of a tree after the committed places; the keys of the first stand at the tree's place `first`.
+        """Run rows [B, n] as nodes of a tree after the committed places; the first row's keys go to the tree's place `first`.
 
         tokens [B, n], source [B, n, .]; depths and ancestors as build_tree_index takes them  ->  [B, n, S]
         """

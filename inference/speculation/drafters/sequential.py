@@ -1,7 +1,7 @@
-"""Drafting where a token's distribution depends on the tokens drafted before it: one per node with children, depth by depth.
+"""Drafting depth by depth, for drafters whose distributions depend on the drafted tokens: one per node with children.
 
 A drafter of this kind gives the distribution after the root (`start`), and those after further nodes from their tokens and the
-state of their parents (`expand`). How children are sampled from them (draft_sampling.py) is the same for all.
+state of their parents (`expand`). All of them sample children in the same ways (draft_sampling.py).
 
 Letters: B requests, N nodes, n nodes with children of one depth, I of all depths, W candidates per node, S state, V vocabulary.
 """
@@ -49,7 +49,7 @@ class SequentialDrafter(Drafter):
         seed, sample, position = (
             batch.draws.view(3, len(batch.seats), -1)[:, :, plan.inner].transpose(1, 2).contiguous()
         )
-        # What is chosen without chance is accepted by the target's distribution alone.
+        # Tokens that are not sampled are accepted by the target's distribution alone.
         with_distributions, distributions, kept = self.sampling in ("sampled", "top_and_one"), None, []
         tokens, (logits, state) = [batch.root[:, None]], self.start(batch)
         for level, following in zip(plan.levels, [*plan.levels[1:], None]):
@@ -69,7 +69,7 @@ class SequentialDrafter(Drafter):
             if following is not None:
                 inner = choose(children, level.taken)
                 if with_distributions:
-                    inner = inner.clamp(min=0)  # an empty node is computed as any token would be
+                    inner = inner.clamp(min=0)  # an empty node is computed as if it held token 0
                 logits, state = self.expand(batch, following, inner, choose(state, level.parents))
         tokens = choose(torch.cat(tokens, 1), plan.order)
         if self.sampling == "shared_noise":
@@ -93,7 +93,7 @@ class SequentialDrafter(Drafter):
         )
 
     def _grow(self, batch, tree, processor):
-        """A dynamic tree: kernels/speculation/dynamic_tree.py.  -> Draft, of trees of its own and no distribution"""
+        """Draft a dynamic tree: kernels/speculation/dynamic_tree.py.  -> Draft, with its own trees and no distributions"""
         plan, width, requests = self.levels(tree), tree.tree.width, len(batch.seats)
         candidates = Candidates.empty(requests, tree.max_depth, width, batch.root.device)
         temperature, wide = None, batch
@@ -115,15 +115,15 @@ class SequentialDrafter(Drafter):
         grown = TreeOnDevice(tree.tree, depths, parents, ancestors)
         if self.sampling == "shared_noise":
             return Draft(tokens, grown)
-        # Chosen without chance, so no distribution is looked at.
+        # Nothing is sampled, so the verifier reads no distribution.
         return Draft(tokens, grown, None, None, *plan.chosen)
 
     def _confidence(self, scores, temperature, width, depth, wide):
-        """The best tokens of nodes at a depth and what tells their confidence, as kernels/speculation/dynamic_tree.py takes it.
+        """The best tokens of nodes at a depth, and the numbers that give their confidence (kernels/speculation/dynamic_tree.py).
 
         scores [n, B, V], temperature [n B], wide: BatchRows with the keys of n B rows or more  ->  tokens and their scores
-        [n, B, width], log_sums [n, B]. Without noise a token's confidence is the draft's probability. With the target's noise its
-        draw is nearly known: of the best perturbed scores each has the weight that their softmax gives it.
+        [n, B, width], log_sums [n, B]. Without noise a token's confidence is the draft's probability. With the target's noise the
+        draw is nearly known, and the confidence is the softmax over the best perturbed scores.
         """
         rows, keys = scores.flatten(0, 1), ()
         if self.sampling == "shared_noise":

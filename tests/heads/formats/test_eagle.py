@@ -1,4 +1,4 @@
-"""EAGLE-1 heads survive both dialects, which say what their readers ask for; published files are test_published.py's."""
+"""EAGLE-1 heads survive both dialects, whose configs have the keys that their readers need. Published files: test_published.py."""
 
 import json
 
@@ -79,7 +79,7 @@ def test_published_bin_files_without_embedding_take_the_targets(tmp_path):
     features, tokens = text()
     assert head(features.float(), tokens, *one_document(T)).isfinite().all()
     save_head(head, tmp_path / "again")
-    assert load_head(tmp_path / "again").needs_embedding  # what is the target's is not written
+    assert load_head(tmp_path / "again").needs_embedding  # the target's embedding is not written
     with pytest.raises(ValueError, match="hidden size 24, the target has 48"):
         check_head_fits(head, llama_config(hidden_size=48))
 

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads survive both layouts, which say what their readers ask for; published files are test_published.py's."""
+"""EAGLE-3 heads survive both layouts, whose configs have the keys that their readers need. Published files: test_published.py."""
 
 import json
 
@@ -93,10 +93,10 @@ def test_the_targets_embedding_stays_out_of_plain_files_only(tmp_path):
     save_head(loaded, tmp_path / "other", format="speculators", dtype="float32")
     other = load_head(tmp_path / "other")
     assert torch.equal(other.embed_tokens.weight, table)
-    assert other.embedding_is_targets  # the file says so, and a plain one needs none
+    assert other.embedding_is_targets  # the file says so, and a plain file needs no embedding
     save_head(other, tmp_path / "third", format="eagle3")
     assert load_head(tmp_path / "third").needs_embedding
-    # A table of unknown origin is not given up.
+    # An embedding of unknown origin is kept.
     edit_config(tmp_path / "other", transformer_layer_config=llama(head_dim=10))
     save_head(load_head(tmp_path / "other"), tmp_path / "fourth", format="eagle3")
     assert torch.equal(load_head(tmp_path / "fourth").embed_tokens.weight, table)
@@ -136,7 +136,7 @@ def test_heads_of_another_target_are_refused(tmp_path):
     head = make(target_hidden_size=H)
     check_head_fits(head, target)
     target.num_hidden_layers = 5
-    check_head_fits(head, target)  # 5 is what is after its last layer
+    check_head_fits(head, target)  # 5 is the stream after its last layer
     target.num_hidden_layers = 4
     with pytest.raises(ValueError, match=r"aux layers \[1, 3, 5\], the target has layers 0 to 3 and 4"):
         check_head_fits(head, target)

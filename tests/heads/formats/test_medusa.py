@@ -1,4 +1,4 @@
-"""Medusa heads survive every format bit by bit, which says what its readers ask for; published files are test_published.py's."""
+"""Medusa heads survive every format bit by bit; configs have the keys that readers need. Published files: test_published.py."""
 
 import json
 
@@ -68,7 +68,7 @@ def test_files_hold_the_published_names_and_keys(tmp_path):
 
 
 def read_vllm_config(path):
-    """What vLLM's MedusaConfig.from_pretrained makes of a config.json: any key with "num" and "heads" is num_heads."""
+    """Read a config.json as vLLM's MedusaConfig.from_pretrained does: any key with "num" and "heads" is num_heads."""
     config = json.loads(path.read_text())
     for key in list(config):
         if "num" in key and "heads" in key:
@@ -101,7 +101,7 @@ def test_vllm_files_give_its_reader_every_tensor_and_key(tmp_path, shared):
 
 
 def test_blocks_tied_by_the_original_code_come_apart(tmp_path):
-    """It repeats one ResBlock object where layers > 1, so its .pt shares storage between the names."""
+    """The original code repeats one ResBlock object if layers > 1, so its .pt shares storage between the names."""
     block, lm_head = torch.nn.Linear(H, H), torch.nn.Linear(H, V, bias=False)
     names = {f"0.{j}.linear.{part}": value for j in range(2) for part, value in block.state_dict().items()}
     (tmp_path / "head").mkdir()
@@ -114,7 +114,7 @@ def test_blocks_tied_by_the_original_code_come_apart(tmp_path):
 
 
 def test_the_dtype_is_said_where_readers_ask_for_it(tmp_path):
-    """SGLang takes float16 for a config without it, whatever the tensors and the target are."""
+    """SGLang assumes float16 if the config has no dtype, whatever the dtype of tensors and target."""
     for format, expected in (("vllm", "bfloat16"), ("medusa", None)):
         save_head(make_head(), tmp_path / format, format=format, dtype="bfloat16")
         config = json.loads((tmp_path / format / "config.json").read_text())

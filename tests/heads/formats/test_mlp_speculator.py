@@ -1,4 +1,4 @@
-"""MLP speculators survive their file format bit by bit; published files are test_published.py's."""
+"""MLP speculators survive their file format bit by bit. Published files: test_published.py."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What inspect says of each engine that may read a head: what it finds wrong is wrong, and the command it names mends it."""
+"""The verdicts of inspect on each engine: its problems are real, and the command that it names mends them."""
 
 import json
 import re
@@ -47,13 +47,13 @@ def engine_of(found, name):
     return engine
 
 
-# What is wrong with files: (head, format, change), which reader (None: config.json itself), whether it loads, and what is said.
+# Faults of files: (head, format, change), reader (None: config.json itself), whether it loads, expected text.
 SPOILED = {
     "fewer heads said": (medusa, "medusa", say(medusa_num_heads=2), "text-gen", True, "drafts the 2 heads"),
     "more heads said": (medusa, "medusa", say(medusa_num_heads=4), "text-gen", False, "looks for the 4 heads"),
-    "no number said": (medusa, "medusa", say(medusa_num_heads="3"), "text-gen", False, "is '3', which is no number"),
+    "no number said": (medusa, "medusa", say(medusa_num_heads="3"), "text-gen", False, "is '3', which is not a number"),
     "no steps said": (
-        lambda: mlp_speculator(tie_weights=False), "mlp-speculator", say(n_predict="3"), "fms", False, "no number of steps",
+        lambda: mlp_speculator(tie_weights=False), "mlp-speculator", say(n_predict="3"), "fms", False, "not a number of steps",
     ),
     "no size said": (eagle, "eagle-vllm", say(hidden_size="16"), "vLLM", False, "which says 16 of hidden_size"),
     "architectures": (medusa, "medusa", say(architectures=["X"]), "text-gen", False, "serves without speculation"),
@@ -133,13 +133,13 @@ def test_what_is_wrong_for_a_reader_is_said_and_mended_by_the_command(tmp_path, 
     assert engine["mend"] in as_text(found)
     command, *arguments = shlex.split(engine["mend"].replace("OWNER/NAME", "target").replace("DIR", "mended"))
     assert command == "heads.export"
-    with warnings.catch_warnings(action="ignore"):  # of what the config says wrong
+    with warnings.catch_warnings(action="ignore"):  # on the config's errors
         assert export(arguments) == 0
     engine = engine_of(found_in("mended"), reader)
     assert (engine["loads"], engine["problems"]) == (True, [])
 
 
-# What no format mends.
+# Problems that no format mends.
 INHERENT = {
     "blocks": (lambda: medusa(3, 2, True), "medusa-shared", "text-gen", False, "one residual block per head"),
     "own blocks": (lambda: medusa(5, 2), "medusa", "original", True, "repeats one residual block 2 times"),

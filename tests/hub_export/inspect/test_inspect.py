@@ -1,6 +1,6 @@
-"""headstart inspect: what it says of a head, its target and its figures is so, and what is no whole head is told from one.
+"""headstart inspect: its statements on a head, its target and its figures are right, and it recognises anything but a whole head.
 
-What it says of the engines that read the head: test_engine_verdicts.py.
+Its verdicts on engines: test_engine_verdicts.py.
 """
 
 import json
@@ -142,7 +142,7 @@ def test_a_draft_vocabulary_without_the_targets_stop_token_is_said(inspect, tmp_
 
 
 def test_a_head_that_could_be_described_is_no_failure_and_json_says_the_rest(inspect, tmp_path, capsys):
-    """As --help tells scripts: the status is of the head, not of the engines or the target."""
+    """As in --help: the exit status depends on the head, not on engines or target."""
     save_head(medusa(5), tmp_path / "head", format="vllm")
     leave_out("medusa_fc_bias")(tmp_path / "head")
     status, text, _ = inspect("head", "--model", "target", "--json")
@@ -152,7 +152,7 @@ def test_a_head_that_could_be_described_is_no_failure_and_json_says_the_rest(ins
     with pytest.raises(SystemExit):
         inspect("--help")
     told = " ".join(capsys.readouterr().out.split())
-    assert "0 where the head could be described, whatever is said of its config, its target and the engines" in told
+    assert "0 if the head could be described, whatever the findings on its config, its target and the engines" in told
     assert {"problems", "target", "engines"} <= found.keys()
     assert {"loads", "problems", "silent"} <= vllm.keys()
 
@@ -202,7 +202,7 @@ def test_a_model_is_told_from_a_head_without_reading_it(inspect, tmp_path):
         assert f"LlamaForCausalLM with {layers} layers" in error
     status, _, error = inspect("nothing")
     assert (status, "no head at 'nothing'" in error) == (2, True)
-    # A head that carries its target's config is one all the same.
+    # A head with its target's config still counts as a head.
     save_head(eagle(), tmp_path / "head")
     say(num_hidden_layers=12)(tmp_path / "head")
     status, text, _ = inspect("head")
@@ -210,7 +210,7 @@ def test_a_model_is_told_from_a_head_without_reading_it(inspect, tmp_path):
 
 
 def test_heads_and_models_of_the_hub(inspect, tmp_path, hub_here):
-    """A repository's files count, not only those that were fetched; of a model only the config is."""
+    """All files of a repository count, not only fetched ones; of a model only the config is fetched."""
     save_head(medusa(5), tmp_path / "head", torch_file=True)
     files = {path.name: path.read_bytes() for path in (tmp_path / "head").iterdir()}
     model = {"config.json": (tmp_path / "target" / "config.json").read_bytes(), "model.safetensors": b"large"}

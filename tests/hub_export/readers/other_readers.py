@@ -1,9 +1,9 @@
-"""How other projects read heads, written down as rules: which files, keys and names, and what they do without a word.
+"""Models of how other projects read heads: the files, keys and names they use, and what they do silently.
 
-Every reader takes (folder, target) and gives the logits it would draft with, depth by depth [T, V]. It raises Refused where it
-would stop with an error, and gives None where it would serve without speculation. Where it would go on with tensors that nothing
-was loaded into, these hold random values here. Independent of heads/: files are read by names, the maths is eagle_reference's or
-written here. Not here: rope that is scaled. From the projects' source code as it was in 2025 and 2026.
+Every reader takes (folder, target) and returns the logits it would draft with, depth by depth [T, V]. It raises Refused if the
+project would stop with an error, and returns None if it would serve without speculation. Tensors that the project would use without
+loading them have random values here. Independent of heads/: files are read by names, the formulas are eagle_reference's or written
+here. Not here: scaled rope. From the projects' source code of 2025 and 2026.
 """
 
 import json
@@ -25,11 +25,11 @@ class Refused(Exception):
 
 @dataclass
 class Target:
-    """What readers take from the target, and a text of T tokens: fp64."""
+    """The parts of the target that readers use, and a text of T tokens: fp64."""
 
     lm_head: torch.Tensor  # [V, H]
     embedding: torch.Tensor  # [V, H]
-    streams: list  # what enters layer 0, 1, ..., and what the last one gives: [T, H] each
+    streams: list  # the streams entering layer 0, 1, ..., and the last layer's output: [T, H] each
     final: torch.Tensor  # [T, H]
     tokens: torch.Tensor  # [T, S]: those at t + 1, t + 2, ...
 
@@ -44,7 +44,7 @@ def config_of(folder):
 
 
 def tensors_of(folder, name="model.safetensors"):
-    """{name: tensor} in fp64, whole numbers as they are."""
+    """{name: tensor} in fp64, integers unchanged."""
     if not (folder / name).is_file():
         raise Refused(f"there is no {name}")
     read = load_file if name.endswith(".safetensors") else torch.load
@@ -57,8 +57,8 @@ def need(condition, reason):
 
 
 def load(shapes, tensors, strict):
-    """What a module with parameters of these shapes holds then. Names that it does not have stop it if `strict`, else they are
-    passed over; parameters that the file does not have keep random values; another shape stops it always."""
+    """Load tensors into a module with parameters of these shapes. Unknown names are an error if `strict`, else they are ignored;
+    parameters that the file lacks keep random values; a wrong shape is always an error."""
     unknown = sorted(tensors.keys() - shapes.keys())
     need(not strict or not unknown, f"unknown name {unknown[:1]}")
     generator, held = torch.Generator().manual_seed(99), {}
@@ -83,10 +83,10 @@ def medusa_logits(target, heads, shared=None):
 
 
 def original_medusa(folder, target):
-    """A head is one block, entered `medusa_num_layers` times. There are five, whatever the config says; its legacy class, for heads
-    that share the target's lm_head, believes it."""
+    """A head is one block, applied `medusa_num_layers` times. There are five heads, whatever the config says; the legacy class, for
+    heads that share the target's lm_head, follows the config."""
     config, tensors = config_of(folder), tensors_of(folder, "medusa_lm_head.pt")
-    shared = config.get("version") == "2"  # which class to take
+    shared = config.get("version") == "2"  # which class it uses
     num_heads = config.get("medusa_num_heads", 4) if shared else 5
     hidden, layers = target.final.shape[1], config.get("medusa_num_layers", 1)
     shapes = {}
@@ -104,7 +104,7 @@ def original_medusa(folder, target):
 
 
 def tgi(folder, target):
-    """Heads name the target. An architecture that it does not know makes it serve without speculation, and say nothing."""
+    """Heads name the target. With an unknown architecture it silently serves without speculation."""
     config = config_of(folder)
     medusa = "medusa_num_heads" in config
     need(medusa or config.get("model_type") == "mlp_speculator", "it takes this for a model of its own")
@@ -239,7 +239,7 @@ def settings(config, **more):
 
 
 def eagle_logits(config, held, target):
-    """Every one of them takes the target's lm_head, and its embedding."""
+    """All readers of EAGLE heads take the target's lm_head and its embedding."""
     held = held | {"embed_tokens.weight": target.embedding}
     return [eagle_states(held, settings(config), target.final, target.tokens[:, 0]) @ target.lm_head.T]
 

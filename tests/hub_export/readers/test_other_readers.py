@@ -1,5 +1,5 @@
-"""What the readers of other projects would compute from our files (other_readers.py) is what the head computes, wherever the model
-card says that they take them; where it says that they do not, they stop, or compute something else."""
+"""If the model card says that another project reads our files, that reader (other_readers.py) computes what the head computes; if
+the card says that it does not, it stops or computes something else."""
 
 import json
 import re
@@ -29,7 +29,7 @@ PLAIN = SHAPE | dict(head_dim=4, base_model_name_or_path="some/target", num_spec
 WIDE = PLAIN | dict(head_dim=10)
 PUBLISHED = dict(target_hidden_size=H, draft_vocab_size=VD, aux_layer_ids=(2, 4, 5))
 
-# family -> reader -> its rules; a reader that has none reads no head of the family.
+# family -> reader -> its rules; a reader without rules reads no head of the family.
 RULES = {
     "Medusa": {MEDUSA: rules.original_medusa, TGI: rules.tgi, VLLM: rules.vllm_medusa},
     "MLP speculator": {FMS: rules.ibm_mlp_speculator, VLLM: rules.ibm_mlp_speculator, TGI: rules.tgi},
@@ -82,7 +82,7 @@ HEADS = {
 
 
 def formats_of(head):
-    """The formats that can say this head."""
+    """The formats that can hold this head."""
     found = []
     for format in family_of(head).formats.FORMATS:
         with suppress(ValueError):
@@ -118,7 +118,7 @@ def written(head, target, format, folder):
 
 
 def logits_of(head, target):
-    """What the head itself computes, depth by depth [T, V]."""
+    """The head's own logits, depth by depth [T, V]."""
     family, tokens = family_of(head).name, target.tokens
     if family == "Medusa":
         return head(target.final, target.lm_head)[0]
@@ -137,7 +137,7 @@ def logits_of(head, target):
 
 @torch.no_grad()
 def verdict(read, folder, head, target):
-    """ "takes", or why not. Of EAGLE heads the rules compute the first depth only."""
+    """ "takes", or the reason why not. For EAGLE heads the rules compute only the first depth."""
     try:
         found = read(folder, target)
     except rules.Refused as error:
@@ -179,7 +179,7 @@ def _edited(config, keys):
 
 
 def rename(old, new=None):
-    """Call tensors otherwise, or leave them out."""
+    """Rename tensors, or leave them out."""
 
     def change(folder):
         path = folder / "model.safetensors"
@@ -206,7 +206,7 @@ def remove(name):
 
 
 ID = rules.IDS
-# What an export holds only because some reader would otherwise go wrong, most of them without a word.
+# Parts of an export that exist only because some reader would otherwise fail, usually silently.
 LOSSES = [
     ("five Medusa heads", "medusa", TGI, edit(architectures=["MedusaModel"]), "serves without speculation"),
     ("five Medusa heads", "medusa", TGI, edit(medusa_num_heads=2), "drafts 2 deep"),

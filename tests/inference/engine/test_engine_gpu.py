@@ -101,7 +101,7 @@ def test_prompt_logprobs_are_equal_however_the_prompt_was_computed(wide, monkeyp
 
 
 def test_processed_logprobs_keep_the_equality(wide):
-    """Requests with and without filters side by side: the scores of a row come about in two ways."""
+    """Requests with and without filters in one batch: the scores of a row are computed in two ways."""
     prompts = make_prompts(wide.engine.decoder.vocab_size)[:8]
 
     def mixed(llm):
@@ -125,7 +125,7 @@ def test_filters_keep_the_equality(wide):
     filters = dict(temperature=0.9, top_k=40, top_p=0.9, max_tokens=40, logprobs=1)
     alone = LLM(wide, max_model_len=1024, max_num_seqs=1)
     found = run(alone, prompts, **filters)
-    # Of one request a token that comes up late and ends it, of the next one that comes up early and must be kept out.
+    # Stop tokens: for one request a token that occurs late and ends it, for the next a token that occurs early and is forbidden.
     stops = [tokens[5 if i % 2 else 25] for i, (tokens, _) in enumerate(found)]
     filters |= dict(min_tokens=12, stop_token_ids=stops)
     plain = run(alone, prompts, **filters)
@@ -156,7 +156,7 @@ def test_parameters_keep_the_equality_also_when_their_tables_come_late(wide):
     plain = {count: outputs(alone, parameters(count)) for count in range(1, 6)}
     assert outputs(LLM(wide, max_model_len=1024, enforce_eager=True), parameters(5)) == plain[5]
     llm = speculating(wide, prompts, plain[5], RAGGED, 8)
-    # Every round makes another table necessary, for which the graphs of the round before have no address.
+    # Every round needs another table, whose address the graphs of the previous round do not have.
     for count in range(1, 6):
         assert outputs(llm, parameters(count)) == plain[count], count
     pressed = speculating(wide, prompts, plain[5], RAGGED, 6, num_gpu_blocks_override=20)

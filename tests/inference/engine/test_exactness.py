@@ -1,7 +1,7 @@
 """Speculation changes no bit: outputs with drafts equal those of plain decoding, for every tree, batch and temperature.
 
 The drafter here knows the plain outputs and proposes a mixture of right and wrong tokens, so that every length of accepted
-path occurs; the target is a small random model, whose near-ties make it a strict judge.
+path occurs; the target is a small random model, whose near-ties make equality a strict test.
 """
 
 import random
@@ -140,7 +140,7 @@ def test_preemption_changes_no_bit(target, plain, speculation):
 
 
 class Clock:
-    """Stands for the engine's `time`: it goes on when it is told to."""
+    """Replaces the engine's `time`: a clock that advances only on request."""
 
     now = 0.0
 
@@ -149,7 +149,7 @@ class Clock:
 
 
 def test_reading_late_changes_no_bit(target, plain, monkeypatch):
-    """As on a GPU: a step is launched before the one before it is read. Requests end, are preempted and cancelled meanwhile."""
+    """As on a GPU: a step is launched before the previous one is read, while requests end, are preempted and cancelled."""
     prompts, found = plain
     stops = [tokens[25] for tokens, _ in found[0.8][-2:]]
     params = seeded(len(prompts), temperature=0.8, stop_token_ids=stops, **LONG)
@@ -235,7 +235,7 @@ def test_an_error_in_a_step_changes_nothing_for_others(target, plain, raising, w
     while not other.finished:
         llm.engine.step()
     assert (other.output_token_ids, other.logprobs) == found[0.8][1]
-    # And what stayed in the prefix cache is what it is taken for.
+    # And the pages left in the prefix cache hold the content of their names.
     assert run(llm, [prompts[0]], temperature=0.8, **LONG) == found[0.8][:1]
     llm.engine.check()
 
@@ -287,7 +287,7 @@ def test_filters_change_no_bit(target, plain):
     filters = dict(temperature=0.9, top_k=40, top_p=0.95, max_tokens=30, logprobs=1)
     alone = LLM(target, max_num_seqs=1)
     found = run(alone, prompts, **filters)
-    # Of one request a token that comes up late and ends it, of the next one that comes up early and must be kept out.
+    # Stop tokens: for one request a token that occurs late and ends it, for the next a token that occurs early and is forbidden.
     stops = [tokens[5 if i % 2 else 25] for i, (tokens, _) in enumerate(found)]
     filters |= dict(min_tokens=12, stop_token_ids=stops[:2])
     expected = run(alone, prompts, **filters)

@@ -11,7 +11,7 @@ from headstart.inference.engine.seats import SeatTable
 
 
 class CountingGraphs(StepGraphs):
-    """Captures nothing, and says so."""
+    """Counts captures without making them."""
 
     def __init__(self, seats):
         super().__init__([SimpleNamespace(seats=seats)], 2, captured=False)

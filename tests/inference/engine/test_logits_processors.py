@@ -59,7 +59,7 @@ class CountPenalties:
 
 
 def processors(params, bad_words):
-    """What these parameters mean, in transformers' words."""
+    """These parameters as transformers' logits processors."""
     found = LogitsProcessorList()
     if params.allowed_token_ids is not None:
         found.append(PrefixConstrainedLogitsProcessor(lambda *_: list(params.allowed_token_ids), 1))

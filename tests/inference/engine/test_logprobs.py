@@ -1,4 +1,4 @@
-"""Logprobs of emitted and of prompt tokens: values, shape, and the same bits however they came about."""
+"""Logprobs of emitted and of prompt tokens: values, shape, and the same bits however they were computed."""
 
 import random
 
@@ -144,7 +144,7 @@ def test_cached_prefixes_lose_no_position(random_target, prompts, plain):
     for _ in range(2):
         assert run(llm, prompts) == plain[0.8]
     assert llm.get_metrics()["num_prompt_tokens"] == 2 * sum(LENGTHS), "prompts are computed again"
-    # Those who do not ask for prompt logprobs find the pages that the others left.
+    # Requests without prompt logprobs find the pages that the others left.
     assert [one[:3] for one in run(llm, prompts, prompt_logprobs=None)] == [one[:3] for one in plain[0.8]]
     llm.engine.check()
     reused = 3 * sum(LENGTHS) - llm.get_metrics()["num_prompt_tokens"]
@@ -279,7 +279,7 @@ def test_processed_logprobs_are_of_the_distribution_that_was_drawn_from(random_t
 
 
 def mixed(llm, prompts):
-    """Requests of all distributions side by side: those without filters share their steps with those that have some."""
+    """Requests with all kinds of filters in one batch: those without filters share steps with those that have some."""
     asked = [
         SamplingParams(seed=i, max_tokens=24, logprobs=3, **list(LAWS.values())[i % len(LAWS)])
         for i in range(len(prompts))
@@ -299,7 +299,7 @@ def test_speculation_and_company_change_no_processed_logprob(random_target, prom
 
 
 def test_rows_without_filters_have_the_same_scores_in_all_variants(random_target):
-    """`draw` writes them in three ways, and which one is taken depends on the company."""
+    """`draw` computes scores in three ways, and the other requests of the batch decide which."""
     llm = LLM(random_target, max_num_seqs=4)
     llm.engine.seats.floats[:, 0] = torch.tensor([0.0, 0.3, 1.0, 1.7, 0.0])
     llm.engine.seats.floats[:, 1] = 1.0

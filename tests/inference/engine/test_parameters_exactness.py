@@ -1,6 +1,6 @@
 """Every sampling parameter works with speculation: tokens and logprobs equal those of plain decoding, request by request.
 
-One batch holds requests with all of them, each with another set of parameters: mixed company is the rule.
+One batch holds requests with all parameters, each request with another set.
 """
 
 import pytest
@@ -46,7 +46,7 @@ def run(llm, prompts, params):
 
 
 def first_tokens(found):
-    """Of every request the tokens of its first output."""
+    """The tokens of every request's first output."""
     return [outputs[0][0] for outputs in found]
 
 
@@ -57,7 +57,7 @@ def with_parameters(given, temperature, **common):
 
 
 def choose_parameters(free):
-    """Parameters that bite, from the outputs without any: name -> parameters of a request.  free: tokens per request"""
+    """Parameters that change the output, chosen from outputs without any: name -> parameters.  free: tokens per request"""
     words = [[spelt(tokens[i : i + 1 + i % 3]) for i in range(1, 30, 4)] for tokens in free]
     allowed = sorted({*range(0, VOCAB, 3), *free[6][::2]})
     # Bad words may lie across the end of the prompt, and a frequent token is worth a bias.
@@ -118,7 +118,7 @@ def test_every_parameter_changes_the_output_as_it_says(plain, temperature):
     for name, params, outputs, free in zip(*found[temperature]):
         (tokens, _), (before, _) = outputs[0], free[0]
         idle = name.startswith("free") or (name == "min_p" and temperature == 0)
-        # Those without parameters ran in an engine that had never made a table, and in one that had made them all.
+        # Requests without parameters ran in an engine without any table, and in an engine with all tables.
         assert (tokens == before) == idle, name
         if params.allowed_token_ids:
             assert set(tokens) <= set(params.allowed_token_ids)
@@ -170,12 +170,12 @@ def test_several_outputs_of_a_prompt_keep_their_own_counts(target, plain):
 
 # --- each of these defects must break the equality above ---
 
-# After each of these six tokens only two others may come: the newest token decides about the next one everywhere.
+# Only two tokens may follow each of these six: the newest token decides the next one everywhere.
 FOLLOWING = dict(
     allowed_token_ids=list(range(10, 16)),
     bad_words=[spelt([10 + i, 10 + (i + k) % 6]) for i in range(6) for k in (0, 3, 4, 5)],
 )
-# Below nothing, penalties are rewards: what was just said is likely to come again.
+# Negative penalties are rewards: the newest tokens are likely to be repeated.
 BITING = {
     "repetition_penalty": dict(repetition_penalty=0.25),
     "presence_penalty": dict(presence_penalty=-2),
@@ -199,7 +199,7 @@ def biting(target, plain):
 
 
 def equality_holds(target, biting, monkeypatch, name, defect, tree=RAGGED, **options):
-    """Whether requests that all have this parameter say the same with speculation in a defective engine."""
+    """Whether requests with this parameter have equal outputs with speculation in a defective engine."""
     prompts, params, expected = biting(name)
     outputs, llm = speculate(target, tree, prompts, params, expected, max_num_seqs=6, **options)
     assert outputs == expected

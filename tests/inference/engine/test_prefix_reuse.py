@@ -1,4 +1,4 @@
-"""What the scheduler shares between requests that begin alike: which pages, from where on, and for how long. No model, no torch."""
+"""Pages that the scheduler shares between requests that begin alike: which, from where, for how long. No model, no torch."""
 
 import pytest
 

@@ -109,7 +109,7 @@ def test_top_k_and_top_p_keep_what_a_loop_over_the_sorted_tokens_keeps(top_k, to
 
 
 def drawn(params, logits, emitted=0, seed=3, prompt=5):
-    """What `draw` answers for one request, after the nodes of a chain.  logits [N, V] -> list of N tokens"""
+    """Result of `draw` for one request, after the nodes of a chain.  logits [N, V] -> list of N tokens"""
     request = SimpleNamespace(
         params=params,
         seed=seed,

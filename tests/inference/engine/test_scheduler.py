@@ -33,7 +33,7 @@ def build(num_pages=100, page_size=64, max_num_seqs=8, max_num_batched_tokens=10
 
 
 def decode_once(scheduler, request, tokens=(5,)):
-    """What the engine does when the tokens of one step arrive."""
+    """Do as the engine does when the tokens of one step arrive."""
     had_output = bool(request.output_token_ids)
     request.output_token_ids += tokens
     request.committed += len(tokens) if had_output else len(tokens) - 1
@@ -41,7 +41,7 @@ def decode_once(scheduler, request, tokens=(5,)):
 
 
 def prefill(scheduler, step):
-    """What the engine does when the chunks of a step are launched."""
+    """Do as the engine does when the chunks of a step are launched."""
     for chunk in step.prefill:
         chunk.request.committed += chunk.count
         scheduler.committed_advanced(chunk.request)

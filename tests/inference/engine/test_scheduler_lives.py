@@ -178,7 +178,7 @@ class FakeEngine:
                 self.scheduler.release(request)
 
     def run(self, max_steps=100_000):
-        """To the end of all requests. The oldest must come forward within the steps it takes to read what is in flight."""
+        """Run all requests to their end. The oldest must advance within the steps that it takes to read the work in flight."""
         idle, reached = 0, None
         for _ in range(max_steps):
             if not self.scheduler.has_unfinished:

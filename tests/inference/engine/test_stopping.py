@@ -43,7 +43,7 @@ LENGTH = 3 * BLOCK
 
 @pytest.fixture(scope="module")
 def free(plain):
-    """The output that nothing stops."""
+    """The output without any stop."""
     (output,) = plain.generate([PROMPT], SamplingParams(**SAMPLED, max_tokens=LENGTH))
     tokens = output.outputs[0].token_ids
     assert len(set(tokens[: len(PLACES) + 1])) == len(PLACES) + 1, "every token must stop at one place only"
@@ -62,7 +62,7 @@ def fast(request, random_target, tokenizer, free, speculate):
 
 
 def ends_of(output):
-    """All that says where and why an output ended."""
+    """The fields that tell where and why an output ended."""
     return (
         output.token_ids,
         output.text,
@@ -97,7 +97,7 @@ def test_a_stop_string_costs_no_decoding_of_the_whole_text_for_every_token(plain
 
 
 def test_stop_strings_are_found_however_their_characters_are_cut_into_tokens(plain):
-    """Of many tokens less than a character each, after special tokens and a long token: against a search in all of the text."""
+    """Many tokens of less than a character, after special tokens and a long token; compared with a search in the whole text."""
     pieces = [bytes([b]) for b in "é€😀x".encode()] + [b"x" * 40]
 
     class Bytes:
@@ -162,7 +162,7 @@ def byte_level_tokenizer():
 
 @pytest.mark.parametrize("make", [llama2_tokenizer, byte_level_tokenizer])
 def test_the_text_of_a_stream_is_that_of_all_its_tokens(make):
-    """Of characters of one to four tokens, half ones, spaces and special tokens; only an end that may change is held back."""
+    """Characters of one to four tokens, half ones, spaces and special tokens; only an end that may change is held back."""
     tokenizer, rng = make(), random.Random(0)
 
     def decode(ids):
@@ -172,7 +172,7 @@ def test_the_text_of_a_stream_is_that_of_all_its_tokens(make):
     words = [tokenizer(word, add_special_tokens=False)["input_ids"] for word in words] + [[tokenizer.bos_token_id] * 20]
     half = (
         words[0][:2] if make is byte_level_tokenizer else []
-    )  # what a run was shown as is no longer it once it is spoiled
+    )  # the text already shown for a run of bytes is wrong once the run becomes invalid
     for _ in range(25):
         kinds = rng.sample([*words, half], rng.randrange(1, 5))
         ids = [token for _ in range(60) for token in rng.choice(kinds)]
@@ -187,7 +187,7 @@ def test_the_text_of_a_stream_is_that_of_all_its_tokens(make):
 
 
 def test_a_stream_goes_on_behind_bytes_that_are_no_character():
-    """Llama 2's bytes are decoded by the run: of one that turns out spoiled the stream has shown what it was before."""
+    """Llama 2 decodes a run of bytes as a whole: if the run becomes invalid, the stream has already shown its valid beginning."""
     tokenizer = llama2_tokenizer()
     x, run = tokenizer.convert_tokens_to_ids("x"), list("ខខខខខខ".encode())
     growing, ids = GrowingText(tokenizer.decode), []

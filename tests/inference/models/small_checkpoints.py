@@ -1,4 +1,4 @@
-"""A small Llama's shape, changes to its files, and the tensors that are made of them."""
+"""A small Llama's shape, changes to its files, and the tensors made from them."""
 
 from safetensors.torch import load_file, save_file
 
@@ -21,7 +21,7 @@ def file_of(folder, name):
 
 
 def rewrite(folder, name, change):
-    """Give the file that holds `name` what `change` makes of its tensors."""
+    """Rewrite the file that holds `name`, with its tensors changed by `change`."""
     path = file_of(folder, name)
     tensors = load_file(path)
     change(tensors)

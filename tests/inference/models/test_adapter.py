@@ -65,7 +65,7 @@ def products(layer):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_merged_weights_are_pefts_own_bit_by_bit(target_folder, adapter_folder, dtype):
     base = AutoModelForCausalLM.from_pretrained(target_folder, dtype=getattr(torch, dtype))
-    # What peft merges in bfloat16 it has read in bfloat16; the files of this target are float32.
+    # To merge in bfloat16, peft also reads in bfloat16; the files of this target are float32.
     llm = LLM(target_folder, adapter=adapter_folder, dtype=dtype, device="cpu")
     if dtype == "bfloat16":
         stored = {name: p.bfloat16() for name, p in load_file(target_folder / "model.safetensors").items()}
@@ -131,7 +131,7 @@ def test_adapters_are_found_where_heads_and_runs_keep_them(adapter_folder, adapt
 
 
 def edit(folder, tmp_path, **keys):
-    """A copy of an adapter whose config says otherwise."""
+    """A copy of an adapter with a changed config."""
     copy = tmp_path / "edited"
     shutil.copytree(folder, copy)
     config = json.loads((copy / "adapter_config.json").read_text()) | keys
@@ -277,7 +277,7 @@ def test_a_tree_is_measured_on_the_adapted_target_unless_another_is_named(
 def test_a_tree_of_a_head_from_the_hub_is_measured_with_the_adapter_of_its_repository(
     target_folder, adapted_head, tmp_path, monkeypatch
 ):
-    """Of a repository only the files that are asked for arrive, one by one."""
+    """Only requested files of a repository arrive, one by one."""
     fetched, seen = tmp_path / "snapshot", []
     head = load_head(adapted_head)
     head.config = replace(head.config, base_model_name_or_path=str(target_folder))

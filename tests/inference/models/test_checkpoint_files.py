@@ -1,4 +1,4 @@
-"""The files of a checkpoint, in a folder or of the Hub: which are read, and what is said of those that do not fit."""
+"""The files of a checkpoint, in a folder or on the Hub: which are read, and errors for those that do not fit."""
 
 import json
 import os
@@ -19,7 +19,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
 
 @pytest.fixture
 def nothing_is_read(monkeypatch):
-    """Fails the test if a tensor is allocated or read: what is wrong must be said before."""
+    """Fails the test if a tensor is allocated or read: errors must come before that."""
 
     def refuse(*_, **__):
         raise AssertionError("a tensor was allocated or read before the checkpoint was checked")
@@ -140,7 +140,7 @@ def test_missing_shards_and_broken_indices_are_named(tmp_path):
         find_files(tmp_path)
     for content in ("{", "[]", "{}", '{"weight_map": ["a"]}', '{"weight_map": {"a": "../../etc/passwd"}}'):
         index.write_text(content)
-        with pytest.raises(ValueError, match="is no index of safetensors shards"):
+        with pytest.raises(ValueError, match="is not an index of safetensors shards"):
             find_files(tmp_path)
 
 

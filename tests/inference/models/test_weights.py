@@ -1,4 +1,4 @@
-"""Loading weights: they are what transformers makes of them, tied ones too, take their memory once, and show a bar if large."""
+"""Loading weights: they equal transformers', tied ones too, take their memory once, and show a progress bar if large."""
 
 import sys
 import warnings

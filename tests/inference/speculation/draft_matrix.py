@@ -1,8 +1,8 @@
-"""What the draft matrix is made of: a random target, a head per configuration, the engine's drafts, and training's answer to each.
+"""Parts of the draft matrix: a random target, a head per configuration, the engine's drafts, and training's predictions for each.
 
-A wrong draft changes no output, it is only accepted less often: so drafts are compared with the trainers' own forward
-(Head.predict) on the trainers' own features (train/teacher/features.py). The rule that accepts is a stand-in here:
-random heads are nearly never right, and drafting goes on from what was accepted.
+A wrong draft changes no output, it is only accepted less often. So drafts are compared with the trainers' own forward
+(Head.predict) on the trainers' own features (train/teacher/features.py). A stand-in replaces the verifier: random heads are almost
+never right, and drafting must go on from accepted tokens.
 
 Letters: R rows, T tokens per row, A residual streams, H hidden size, V vocabulary, D the tree's depth, N nodes.
 """
@@ -50,7 +50,7 @@ def make_target(device, num_layers):
 
 @torch.no_grad()
 def randomize(module):
-    """Random parameters of which none is neutral: no bias is zero, no norm's weight one, no two tables are alike."""
+    """Random parameters, none of them neutral: no bias is zero, no norm's weight is one, no two tables are equal."""
     for name, parameter in module.named_parameters():
         if parameter.dim() == 1:
             weighs = name.endswith("weight")  # of a norm
@@ -89,12 +89,12 @@ class Root:
     """One request's draft of one step. A path is a tuple of tokens, that of the root ()."""
 
     request: int
-    length: int  # so many tokens are committed; the root is the next one
+    length: int  # number of committed tokens; the root is the next one
     tokens: list
     parents: list
-    company: int  # how many requests shared the step
+    company: int  # number of requests in the step
     kept: dict = field(default_factory=dict)  # path -> scores [V] that the head gave after it
-    handed: dict = field(default_factory=dict)  # the same, as they were handed to the verifier, if they were
+    handed: dict = field(default_factory=dict)  # the same, as given to the verifier (if they were)
     candidates: list | None = None  # [D][.] of the engine's own record after the draft's first choices
 
     @property
@@ -160,7 +160,7 @@ class Watch:
 
 
 class Accepting:
-    """A rule that accepts a deepest node, none, one of depth 1 and so on, whatever the target says; after it, it is `strict`."""
+    """A rule that accepts in turn a deepest node, none, one of depth 1 and so on, whatever the target's tokens; then `strict`."""
 
     def __init__(self):
         self.steps = {}  # how many each request had
@@ -221,10 +221,10 @@ def draft(llm, prompts, temperature=0.0):
 
 @torch.no_grad()
 def predict(target, head, texts, roots):
-    """What training says after every path of every root.  -> per root {path: scores [V]}, how many rows were the text itself
+    """Training's scores after every path of every root.  -> per root {path: scores [V]}, number of rows that were the text itself
 
-    All texts lie in one packed row, as documents. What was drafted after a root is written in the place of its text: the features
-    that the head reads there are those before it, so they stay as they are.
+    All texts are documents of one packed row. Drafted tokens after a root replace the text there; the head reads only features
+    before them, so the features stay valid.
     """
     device = target.lm_head.weight.device
     tokens, positions, documents, firsts = [], [], [], []

@@ -1,4 +1,4 @@
-"""Drawing a node's children, written plainly: what the drafters' kernels are compared with. The ways: drawings.py.
+"""Plain implementation of drawing a node's children, for comparison with the drafters' kernels. The ways: draft_sampling.py.
 
 Letters: V vocabulary, k children.
 """

@@ -1,9 +1,8 @@
-"""The exact distribution of what a verifier emits, in fp64, by enumeration: every draft with its probability, every u on either
-side.
+"""The exact distribution of a verifier's output, in fp64, by enumeration of all drafts and of both answers for every u.
 
-Every decision of a rule is one comparison `accepts(u_n, ...)`, so what comes out is piecewise constant in every u_n with one
-breakpoint, its threshold. The comparison is replaced by one that takes its answer from u and notes the threshold; a combination of
-answers then has the weight prod(t or 1 - t). The untouched rule, at a u in the middle of every piece, must agree.
+Every decision of a rule is one comparison `accepts(u_n, ...)`, so the output is piecewise constant in every u_n, with one
+breakpoint, the threshold. The comparison is replaced by a function that takes its answer from u and records the threshold t; a
+combination of answers then has the weight prod(t or 1 - t). The original rule, with u in the middle of every piece, must agree.
 
 Letters: V vocabulary, D depth, B drafts (rows), C combinations of answers. A table of distributions [V] * d + [V] holds one per
 prefix.
@@ -96,10 +95,10 @@ def make_draft(case, tokens, q=None, drawing=None):
 
 
 def run(rule, case, drafts=None, draft=None, limit=None):
-    """Every draft times every answer of every comparison, R rows.  -> draft, found (Verdict), weights [R], rows [R], and `again`:
-    what to call the untouched rule with.
+    """Every draft with every answer of every comparison, R rows.  -> draft, found (Verdict), weights [R], rows [R], and `again`,
+    the arguments for the original rule.
 
-    drafts: (tokens [B, N], weights [B]) instead of all; draft: what the rule is told instead of the truth about them.
+    drafts: (tokens [B, N], weights [B]) instead of all; draft: given to the rule instead of the true one.
     """
     tree = case.tree
     tokens, weights = drafts or all_drafts(case)

@@ -1,7 +1,7 @@
 """Random heads and draft models of every kind for a small target, and outputs with and without them.
 
-Almost every draft of a random head is wrong: the paths by which drafts are dropped are walked all the time. With the target as its
-own draft model every draft is right.
+Almost every draft of a random head is wrong, so the code that drops drafts runs all the time. With the target as its own draft
+model every draft is right.
 """
 
 import pytest
@@ -17,7 +17,7 @@ from headstart.inference.sampling_params import SamplingParams
 VOCAB, DEPTH = 97, 4
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LENGTHS = (1, 63, 130, 2, 17, 64, 3, 65)  # of the prompts: below, at and across pages; eight, as many as run at once
-ALONE = 3  # so many of them are also run one at a time, which is most of the time
+ALONE = 3  # number of them that are also run one at a time, which takes most of the time
 TEMPERATURES = (0.0, 0.8)
 
 
@@ -32,7 +32,7 @@ def llama(seed=0, **changes):
 
 
 def make(name, target):
-    """What drafts, by a name."""
+    """A drafter by its name."""
     config = target.config
     torch.manual_seed(7)
     if name == "medusa":

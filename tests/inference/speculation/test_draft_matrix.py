@@ -1,6 +1,6 @@
-"""The engine drafts what training says, in every configuration that a head can have: candidates and scores, at every root.
+"""The engine's drafts equal training's predictions, in every configuration of a head: candidates and scores, at every root.
 
-With a lossless rule a worse draft changes no output, so nothing else would see it. draft_matrix.py says how both sides are asked.
+With a lossless rule a worse draft changes no output, so no other test would see it. draft_matrix.py runs both sides.
 """
 
 import itertools

@@ -1,5 +1,5 @@
-"""What is drafted is what the head says: the logits of every level are those of its training forward on the same text, and a
-dynamic tree is the one that grows from them."""
+"""Drafts equal the head's predictions: the logits of every level are those of its training forward on the same text, and a
+dynamic tree is the tree that grows from them."""
 
 import pytest
 import torch

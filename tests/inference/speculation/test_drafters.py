@@ -1,6 +1,6 @@
-"""Every way of drafting: it changes no bit and drafts the same whoever shares the batch, and what cannot be drafted is refused.
+"""All drafters: they change no bit, draft the same in every batch, and refuse what they cannot draft.
 
-What is drafted is what the head says: test_drafted_distributions.py.
+That drafts equal the head's predictions: test_drafted_distributions.py.
 """
 
 import itertools

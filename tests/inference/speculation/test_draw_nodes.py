@@ -1,6 +1,4 @@
-"""What a Medusa head drafts for the ratio rules: every node's children, against draw_children on that node's distribution and
-noise.
-"""
+"""Drafts of Medusa heads for the ratio rules: every node's children equal draw_children on that node's distribution and noise."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""What breaks losslessness is caught: each fault is put in, and the distribution it emits is off by at least the size known of it.
+"""Faults that break losslessness are caught: with each fault, the emitted distribution is wrong by at least its known size.
 
 The sizes are total variation on the joint distribution of a step's tokens, the worst of a few random distributions; see
 enumeration.py.
