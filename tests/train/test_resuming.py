@@ -27,7 +27,7 @@ from headstart.train import medusa
 from headstart.train.run.checkpointing import list_checkpoints
 from headstart.train.teacher.features import FrozenTarget
 
-MEASURED = RESUMABLE | {"eval_every": 3, "eval_prompts": 3, "eval_tokens": 6}
+MEASURED = RESUMABLE | {"eval_every": 3, "eval_prompts": 2, "eval_tokens": 6}
 LK = {"loss": "lk"}  # which hangs on the step before
 
 # Where a checkpoint is due (2, 4), where a measurement is due (3), and where neither is (5).
@@ -60,7 +60,7 @@ def test_run_stopped_by_a_signal_goes_on_bit_by_bit(trainers, finished, start, t
     assert not (tmp_path / "run" / "head").exists()
     shutil.rmtree(tmp_path / "start", ignore_errors=True)
     assert_same_run(whole, trainer.run(**keys, resume=True))
-    assert [line["step"] for line in all_lines(tmp_path / "run", "acceptance")] == [3, 6, 7]
+    assert [line["step"] for line in all_lines(tmp_path / "run", "acceptance")] == [3, 6]
     if keys.get("loss") == "lk":
         assert_rates_are_those_of_their_step(tmp_path / "run")
 
@@ -107,11 +107,11 @@ def test_run_whose_cache_is_lost_in_between_fills_it_again(trainer, finished, tm
 
 def test_run_killed_between_checkpoints_drops_the_lines_it_repeats(trainer, finished, tmp_path):
     whole, run = finished("medusa", **MEASURED), tmp_path / "run"
-    with in_step(7, die), pytest.raises(Killed):
+    with in_step(6, die), pytest.raises(Killed):
         trainer.main(**MEASURED)
-    shutil.rmtree(run / "checkpoints" / "step-000006")  # as if it had died before it could save
+    shutil.rmtree(run / "checkpoints" / "step-000004")  # as if it had died before it could save
     with open(run / "metrics.jsonl", "a") as file:
-        file.write('{"step": 7, "ki')  # and while it wrote a line
+        file.write('{"step": 6, "ki')  # and while it wrote a line
     assert_same_run(whole, trainer.run(**MEASURED, resume=True))
 
 
@@ -132,8 +132,8 @@ def test_going_back_keeps_what_is_saved_and_drops_the_steps_given_up(trainer, co
     keys = RESUMABLE | {"keep_checkpoints": 2, "output": run}
     with in_every_step(look):
         trainer.run(**keys, resume_from=run / "checkpoints" / "step-000002")
-    assert (kept[5], kept[7]) == (["2", "4"], ["4", "6"])
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000006", "step-000007"]
+    assert (kept[4], kept[5]) == (["2", "4", "6"], ["2", "4"])
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000004", "step-000006"]
 
 
 def test_resuming_a_finished_run_changes_nothing(trainer, finished, copied):
@@ -142,9 +142,9 @@ def test_resuming_a_finished_run_changes_nothing(trainer, finished, copied):
 
 
 def test_finished_run_can_be_extended(trainer, finished, copied):
-    keys, first = RESUMABLE | {"max_steps": 9}, finished("medusa", **RESUMABLE)
+    keys, first = RESUMABLE | {"max_steps": 8}, finished("medusa", **RESUMABLE)
     run = trainer.run(**keys, output=copied("medusa", **RESUMABLE), resume=True)
-    assert [line["step"] for line in all_lines(run, "train")] == list(range(1, 10))
+    assert [line["step"] for line in all_lines(run, "train")] == list(range(1, 9))
     before, after = head_tensors(first), head_tensors(run)
     assert any((after[name] != before[name]).any() for name in before)
 

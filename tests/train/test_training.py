@@ -32,10 +32,10 @@ KINDS = {
     "mlp_speculator": Kind("mlp_speculator", {"lr": 0.02, "max_steps": 36, "tie_weights": False, "loss": "hard"}, 1.7),
     "mlp_speculator, tied": Kind("mlp_speculator", {"lr": 0.02, "max_steps": 36, "loss": "hard"}, 1.7),
     "eagle": Kind("eagle", {"lr": 0.02, "max_steps": 30, "token_weight": 1, "max_grad_value": 0}, 2.5),
-    "eagle3": Kind("eagle3", {"lr": 0.02, "max_steps": 30, "draft_vocab_size": 0}, 2.5),
+    "eagle3": Kind("eagle3", {"lr": 0.02, "max_steps": 24, "draft_vocab_size": 0}, 2.5),
     # Of 48 words eight end every draft.
-    "eagle3, draft vocabulary": Kind("eagle3", {"lr": 0.02, "max_steps": 30, "draft_vocab_size": 40}, 1.7),
-    "eagle3, narrow": Kind("eagle3", {"lr": 0.02, "max_steps": 48, "draft_vocab_size": 0, "hidden_size": 16}, 2.5),
+    "eagle3, draft vocabulary": Kind("eagle3", {"lr": 0.02, "max_steps": 24, "draft_vocab_size": 40}, 1.7),
+    "eagle3, narrow": Kind("eagle3", {"lr": 0.02, "max_steps": 36, "draft_vocab_size": 0, "hidden_size": 16}, 2.5),
 }
 
 
@@ -64,7 +64,7 @@ def trained(make_trainers, counting_target, tmp_path_factory):
     def trained(name):
         if name not in made:
             kind, folder = KINDS[name], tmp_path_factory.mktemp("trained")
-            keys = {"target": counting_target, "batch_rows": 4, "eval_prompts": 6, "eval_tokens": 16} | kind.keys
+            keys = {"target": counting_target, "batch_rows": 4, "eval_prompts": 5, "eval_tokens": 12} | kind.keys
             made[name] = Trained(folder / "run")
             with in_step(1, made[name].look):
                 make_trainers(folder)[kind.family].run(**keys)
