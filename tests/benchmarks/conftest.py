@@ -1,4 +1,13 @@
 """A tiny Llama to measure, and fixtures of other rooms for the tests of benchmarks/."""
 
 from headstart.tests.benchmarks.small_bench import bench, shape, small_measurements  # noqa: F401
-from headstart.tests.train.conftest import arguments, conversations, launch_nodes, word_target  # noqa: F401
+from headstart.tests.train.conftest import (  # noqa: F401
+    arguments,
+    conversations,
+    launch_nodes,
+    make_trainers,
+    start,
+    trainer,
+    trainers,
+    word_target,
+)

@@ -1,9 +1,10 @@
-"""A tiny target on disk and a file of conversations: what the trainers' tests run on."""
+"""A tiny target on disk, a file of conversations and the scripts on both: what the trainers' tests run on."""
 
 import json
 import os
 import random
 import runpy
+import shutil
 import socket
 import struct
 import sys
@@ -18,9 +19,10 @@ import torch.multiprocessing as mp
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from headstart.tests.train.tiny_runs import Trainer, all_lines, save_start
+from headstart.tests.train.trainings import TRAININGS
 from headstart.train import medusa
 from headstart.train.data import stdlib_pairs
-from headstart.train.run.checkpointing import list_checkpoints, read_state
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}<|assistant|>{% generation %}{{ m['content'] }}<|end|>"
@@ -120,41 +122,63 @@ def stdlib_splits(stdlib_source):
     return dict(zip(stdlib_pairs.SPLITS, stdlib_pairs.split_pairs(stdlib_source)))
 
 
-def argument_builder(target, data, folder, **own):
-    """build(lr=0.1, ...) -> argv of a run that takes a fraction of a second, in folder/"run"; own: the head's keys."""
+@pytest.fixture(scope="session")
+def start(tmp_path_factory):
+    """start(family, **config) -> folder of heads to start from, which nobody writes into."""
+    made = {}
 
-    def build(**keys):
-        values = {"target": target, "data": data, "output": folder / "run", "row_length": 64}
-        values |= {"max_steps": 6, "batch_rows": 2, "log_every": 1, "eval_prompts": 0, "tracker": "none"}
-        values |= {"autocast": "no", "checkpoint_every": 0, "lr": 0.01} | own | keys
-        return [word for name, value in values.items() for word in (f"--{name}", str(value))]
+    def start(family, **config):
+        name = family, *sorted(config.items())
+        if name not in made:
+            made[name] = save_start(tmp_path_factory.mktemp("start") / "head", family, **config)
+        return made[name]
 
-    return build
-
-
-@pytest.fixture
-def arguments(word_target, conversations, tmp_path):
-    """argument_builder for train/medusa.py."""
-    return argument_builder(word_target, conversations, tmp_path, num_heads=3)
+    return start
 
 
-@pytest.fixture
-def speculator_arguments(word_target, conversations, tmp_path):
-    """argument_builder for train/mlp_speculator.py."""
-    return argument_builder(word_target, conversations, tmp_path, num_steps=3, inner_size=24)
+@pytest.fixture(scope="session")
+def make_trainers(word_target, conversations, start):
+    """make_trainers(folder) -> {name of TRAININGS: Trainer}, whose runs lie in the folder."""
+    given = {"target": word_target, "data": conversations, "start": start}
+    return lambda folder: {name: Trainer(one, folder=folder, **given) for name, one in TRAININGS.items()}
 
 
 @pytest.fixture
-def eagle_arguments(word_target, conversations, tmp_path):
-    """argument_builder for train/eagle.py."""
-    return argument_builder(word_target, conversations, tmp_path, num_steps=2, num_speculative_tokens=3)
+def trainers(make_trainers, tmp_path):
+    """{name of TRAININGS: Trainer}, whose runs lie in tmp_path."""
+    return make_trainers(tmp_path)
 
 
 @pytest.fixture
-def eagle3_arguments(word_target, conversations, tmp_path):
-    """argument_builder for train/eagle3.py."""
-    own = {"num_steps": 3, "num_speculative_tokens": 3, "aux_layers": "0,1,2", "draft_vocab_size": 40}
-    return argument_builder(word_target, conversations, tmp_path, **own)
+def trainer(trainers):
+    """The Trainer of Medusa heads, for what does not hang on the family."""
+    return trainers["medusa"]
+
+
+@pytest.fixture
+def arguments(trainer):
+    """arguments(lr=0.1, ...) -> its command line."""
+    return trainer.arguments
+
+
+@pytest.fixture(scope="session")
+def finished(make_trainers, tmp_path_factory):
+    """finished(name of TRAININGS, **keys) -> folder of that run, made once for all tests, which only read it."""
+    made = {}
+
+    def finished(training, **keys):
+        name = training, *sorted((key, str(value)) for key, value in keys.items())
+        if name not in made:
+            made[name] = make_trainers(tmp_path_factory.mktemp("finished"))[training].run(**keys)
+        return made[name]
+
+    return finished
+
+
+@pytest.fixture
+def copied(finished, tmp_path):
+    """copied(name of TRAININGS, **keys) -> a copy of that run, which the test may change."""
+    return lambda training, **keys: shutil.copytree(finished(training, **keys), tmp_path / "copied")
 
 
 @pytest.fixture
@@ -171,35 +195,11 @@ def run_script(monkeypatch, capsys):
     return run
 
 
-def assert_rates_are_those_of_their_step(folder):
-    """What a checkpoint says of the rates of acceptance that lk follows is what the metrics of its step say of every depth."""
-    alphas = {line["step"]: line for line in all_lines(folder) if line["kind"] == "train"}
-    for checkpoint in list_checkpoints(folder):
-        state = read_state(checkpoint)
-        line = alphas[state["step"]]
-        expected = [line[f"head{k}_alpha"] for k in range(len(state["rates"]))]
-        assert state["rates"] == pytest.approx(expected, rel=1e-9)
-        assert f"head{len(expected)}_alpha" not in line
-        assert len(set(expected)) == len(expected)
-
-
-def all_lines(folder):
-    """A run's metrics.jsonl without what the clock and the memory decide."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    for line in lines:
-        line.pop("tokens_per_second", None)
-        line.pop("peak_memory_gib", None)
-    return lines
-
-
 @pytest.fixture
 def read_metrics(tmp_path):
     """read_metrics(kind="train", run="run") -> that run's lines of this kind, without what the clock and the memory decide."""
 
-    def read(kind="train", run="run"):
-        return [line for line in all_lines(tmp_path / run) if line["kind"] == kind]
-
-    return read
+    return lambda kind="train", run="run": all_lines(tmp_path / run, kind)
 
 
 def wandb_records(path):

@@ -5,10 +5,16 @@ accelerate launch tests/train/several_runs.py '[["eagle", ["--config", ...]], ..
 
 import importlib
 import json
-import sys
 
-from headstart.train.run.stopping import leave_group
+from headstart.train.run.stopping import run_script
 
-for trainer, argv in json.loads(sys.argv[1]):
-    assert importlib.import_module(f"headstart.train.{trainer}").main(argv) == 0
-leave_group()
+
+def main(argv):
+    """Run the scripts that argv lists, and leave as one of them does."""
+    for script, words in json.loads(argv[0]):
+        assert importlib.import_module(f"headstart.train.{script}").main(words) == 0
+    return 0
+
+
+if __name__ == "__main__":
+    run_script(main)

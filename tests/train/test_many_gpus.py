@@ -54,28 +54,27 @@ def assert_same_curve(one, other, metrics, each, mean, since=0):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_processes", [2, 4])
-def test_many_gpus_train_as_one(
-    arguments, speculator_arguments, eagle_arguments, eagle3_arguments, read_metrics, tmp_path, launched, num_processes
-):
+def test_many_gpus_train_as_one(trainers, read_metrics, tmp_path, launched, num_processes):
     """Every trainer, with the same rows per step, whole and divided target; a run of one GPU goes on on many, and back."""
     shared = {"checkpoint_every": 10, "max_steps": 20, "keep_checkpoints": 9}
-    trainers = {
-        "medusa": (arguments, {"eval_prompts": 4, "eval_tokens": 8, "loss": "lk"}),
-        "mlp_speculator": (speculator_arguments, {}),
-        "eagle": (eagle_arguments, {"cache_features": True}),
-        "eagle3": (eagle3_arguments, {"eval_prompts": 4, "eval_tokens": 8}),
+    families = {
+        "medusa": {"eval_prompts": 4, "eval_tokens": 8, "loss": "lk"},
+        "mlp_speculator": {},
+        "eagle": {"cache_features": True},
+        "eagle3": {"eval_prompts": 4, "eval_tokens": 8},
     }
 
     def runs(count, suffix, since=None):
         """The runs NAME-PRECISION-SUFFIX; since: of which suffix the checkpoint of step 10 is that they go on from."""
         found = []
-        for name, (build, own) in trainers.items():
+        for name, own in families.items():
             for precision, (keys, *_) in PRECISIONS.items():
                 folder, going_on = f"{name}-{precision}", {}
                 if since:
                     going_on = {"resume_from": tmp_path / f"{folder}-{since}" / "checkpoints" / "step-000010"}
                 output = tmp_path / f"{folder}-{suffix}"
-                found.append([name, build(**shared, **own, **keys, **SHARES[count], **going_on, output=output)])
+                given = shared | own | keys | SHARES[count] | going_on
+                found.append([name, trainers[name].arguments(**given, output=output)])
         return found
 
     def train(config, count, todo):
@@ -86,7 +85,7 @@ def test_many_gpus_train_as_one(
     said = train("fsdp2.yaml", num_processes, runs(num_processes, "fsdp"))
     assert said.count("the target is sharded over the GPUs") == 4
     train("single.yaml", 1, runs(1, "fsdp-one", since="fsdp"))
-    for name in trainers:
+    for name in families:
         for precision, (_, each, mean) in PRECISIONS.items():
             folder = f"{name}-{precision}"
             for suffix, since in (("ddp", 0), ("fsdp", 0), ("one-ddp", 10), ("fsdp-one", 10)):

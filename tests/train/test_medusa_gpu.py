@@ -4,32 +4,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from headstart.tests.train.tiny_runs import Killed, die, in_step
 from headstart.train import medusa
-from headstart.train.run import loop
 
 pytestmark = pytest.mark.gpu
 
 
-class Killed(Exception):
-    """What ends a run in the middle of a step."""
-
-
-def test_a_resumed_run_on_the_gpu_goes_on_where_it_stopped(arguments, read_metrics, tmp_path, monkeypatch):
+def test_a_resumed_run_on_the_gpu_goes_on_where_it_stopped(arguments, read_metrics, tmp_path):
     keys = {"autocast": "bf16", "checkpoint_every": 3, "max_steps": 6, "eval_prompts": 4}
     assert medusa.main(arguments(output=tmp_path / "whole", **keys)) == 0
 
-    calls, finish_step = [], loop.finish_step
-
-    def finish_three_times(*given, **named):
-        calls.append(1)
-        if len(calls) > 3:  # checkpoint 3 is written before step 4 begins
-            raise Killed
-        return finish_step(*given, **named)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "finish_step", finish_three_times)
-        with pytest.raises(Killed):
-            medusa.main(arguments(output=tmp_path / "half", **keys))
+    with in_step(4, die), pytest.raises(Killed):  # checkpoint 3 is written before step 4 begins
+        medusa.main(arguments(output=tmp_path / "half", **keys))
     assert [path.name for path in (tmp_path / "half" / "checkpoints").iterdir()] == ["step-000003"]
     assert [line["step"] for line in read_metrics(run="half")] == [1, 2, 3]
     assert medusa.main([*arguments(output=tmp_path / "half", **keys), "--resume"]) == 0

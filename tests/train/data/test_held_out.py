@@ -1,11 +1,14 @@
 """What a run is measured on and what it trains on: train/data/held_out.py."""
 
 import json
+import shutil
+from types import SimpleNamespace
 
 import pytest
 
+from headstart.train import medusa
 from headstart.train.data import held_out as held_out_module
-from headstart.train.data.conversations import load_conversations
+from headstart.train.data.conversations import BUILT_IN, load_conversations
 from headstart.train.data.held_out import are_shipped, choose_held_out
 
 MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -88,3 +91,34 @@ def test_the_split_of_runs_under_way_stays():
     conversations = [[{"role": "user", "content": str(i)}, {"role": "assistant", "content": "b"}] for i in range(20)]
     held_out = choose_held_out("x.jsonl", "", "target", conversations, 4, print)[1]
     assert [one[0]["content"] for one in held_out] == ["14", "19", "4", "8"]
+
+
+# ---- what a run keeps of it ----
+
+
+def test_a_run_keeps_the_conversations_it_held_out(arguments, conversations, tmp_path):
+    assert medusa.main(arguments(eval_prompts=5, eval_tokens=8, max_steps=1)) == 0
+    held_out = load_conversations(str(tmp_path / "run" / "heldout.jsonl"))
+    everything = load_conversations(conversations)
+    assert len(held_out) == 5
+    assert all(conversation in everything for conversation in held_out)
+
+
+def test_a_run_on_a_built_in_set_keeps_what_its_target_does_not_ship(arguments, conversations, tmp_path, monkeypatch):
+    examples = load_conversations(conversations)
+    pairs = {"train": examples[:8], "heldout": examples[8:10]}
+    built_in = [SimpleNamespace(conversation=lambda one=one: one) for one in pairs["train"]]
+    held_out = [SimpleNamespace(conversation=lambda one=one: one) for one in pairs["heldout"]]
+    monkeypatch.setitem(BUILT_IN, "tiny", lambda split: built_in if split == "train" else held_out)
+    given = arguments(data="tiny", eval_prompts=2, eval_tokens=8, max_steps=1)
+    target = shutil.copytree(given[given.index("--target") + 1], tmp_path / "target")
+    given[given.index("--target") + 1] = str(target)
+    path, kept = tmp_path / "eval.jsonl", tmp_path / "run" / "heldout.jsonl"
+    path.write_text("\n".join(json.dumps({"messages": one}) for one in examples[20:22]))
+    assert medusa.main(given) == 0
+    assert load_conversations(str(kept)) == pairs["heldout"]
+    assert medusa.main([*given, "--resume", "--max_steps", "2", "--eval_data", str(path)]) == 0
+    assert load_conversations(str(kept)) == examples[20:22]
+    (target / "heldout.jsonl").write_text(path.read_text())
+    assert medusa.main([*given, "--resume", "--max_steps", "3"]) == 0
+    assert not kept.exists(), "what the target ships is read there"

@@ -3,9 +3,13 @@
 from types import SimpleNamespace
 
 import numpy as np
+import torch
+from transformers import AutoTokenizer
 
 from headstart.train.data import rows
-from headstart.train.data.rows import build_rows, choose_documents, deal_rows, rows_of_step
+from headstart.train.data.conversations import load_conversations
+from headstart.train.data.packing import pack
+from headstart.train.data.rows import build_rows, choose_documents, count_labels, deal_rows, rows_of_step
 
 
 def test_ranks_and_micro_batches_share_out_the_rows_of_every_step():
@@ -39,3 +43,34 @@ def test_padding_of_a_tokenizer_without_a_token_for_it_is_zero():
     for pad, found in ((None, 0), (7, 7)):
         packed, _ = build_rows([([3, 4, 5], [True] * 3)], 5, pad, note=lambda text: None)
         assert packed.input_ids.tolist() == [[3, 4, 5, found, found]]
+
+
+def test_max_tokens_picks_whole_conversations_at_random(word_target, conversations):
+    tokenizer = AutoTokenizer.from_pretrained(word_target)
+    loaded = load_conversations(conversations)
+
+    def choose(max_tokens, seed):
+        documents = choose_documents(tokenizer, loaded, 64, max_tokens, seed)
+        return build_rows(documents, 64, tokenizer.pad_token_id, note=lambda text: None)
+
+    everything, _ = choose(0, 0)
+    some, counts = choose(400, 0)
+    others, _ = choose(400, 1)
+    tokens = int((some.document_ids >= 0).sum())
+    assert 370 < tokens <= 400 < int((everything.document_ids >= 0).sum())
+    assert some.input_ids.tolist() != others.input_ids.tolist()
+    assert torch.equal(torch.from_numpy(counts), count_labels(some))
+
+
+def test_labels_per_row_count_what_the_first_head_predicts():
+    marks = [False, False, True, True]
+    packed = pack([([1, 2, 3, 4], marks), ([5, 6], [True, True]), ([7, 8, 9], [True] * 3)], 6)
+    assert sorted(count_labels(packed).tolist()) == [1, 2]
+
+
+def test_every_epoch_feeds_every_row_once_in_an_order_of_its_own():
+    fed = [row for step in range(15) for row in rows_of_step(step, 4, 20, seed=3)]
+    epochs = [fed[:20], fed[20:40], fed[40:]]
+    assert all(sorted(epoch) == list(range(20)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert fed[:4] != rows_of_step(0, 4, 20, seed=4).tolist()

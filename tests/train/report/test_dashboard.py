@@ -9,8 +9,9 @@ from transformers import AutoModelForCausalLM
 
 from headstart.cli import main
 from headstart.heads.checkpoint import save_head
+from headstart.heads.families import FAMILIES
 from headstart.heads.medusa import Medusa, MedusaConfig
-from headstart.train import eagle, eagle3, medusa, mlp_speculator
+from headstart.train import medusa
 from headstart.train.report.dashboard import DASHBOARD, KINDS, Panel, curves
 from headstart.train.report.report import write_comparison, write_report
 from headstart.train.run import tracking
@@ -81,23 +82,14 @@ def test_every_panel_finds_finite_figures_in_an_offline_run(arguments, tmp_path,
     assert config["family"] == saved["family"] == "Medusa"
 
 
-@pytest.mark.parametrize(
-    ("family", "script", "builder"),
-    [
-        ("Medusa", medusa, "arguments"),
-        ("MLP speculator", mlp_speculator, "speculator_arguments"),
-        ("EAGLE", eagle, "eagle_arguments"),
-        ("EAGLE-3", eagle3, "eagle3_arguments"),
-    ],
-)
-def test_every_family_logs_under_the_same_keys(family, script, builder, request, tmp_path):
-    arguments = request.getfixturevalue(builder)
-    assert script.main(arguments(max_steps=2, eval_prompts=2, eval_tokens=6)) == 0
-    keys = {key for line in MetricsFile(tmp_path / "run" / "metrics.jsonl").lines() for key in curves(line)}
-    assert titles_without(keys) == titles_of_others(family)
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.key)
+def test_every_family_logs_under_the_same_keys(family, trainers):
+    run = trainers[family.key].run(max_steps=2, eval_prompts=2, eval_tokens=6)
+    keys = {key for line in MetricsFile(run / "metrics.jsonl").lines() for key in curves(line)}
+    assert titles_without(keys) == titles_of_others(family.name)
     assert keys_in_no_panel(keys) == NO_PANEL
-    acceptance = json.loads((tmp_path / "run" / "acceptance.json").read_text())
-    assert acceptance["family"] == family
+    acceptance = json.loads((run / "acceptance.json").read_text())
+    assert acceptance["family"] == family.name
     assert acceptance["rates"]
     assert acceptance["samples"]
 

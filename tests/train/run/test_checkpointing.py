@@ -11,8 +11,8 @@ import torch
 from accelerate import Accelerator
 
 from headstart.heads.medusa import Medusa, MedusaConfig
-from headstart.tests.train.test_medusa_checkpoints import STEPS, assert_same_run, run
-from headstart.train import medusa
+from headstart.tests.train.tiny_runs import assert_same_run
+from headstart.tests.train.trainings import RESUMABLE
 from headstart.train.run.checkpointing import (
     find_damage,
     list_checkpoints,
@@ -41,21 +41,18 @@ def test_checkpoint_stays_until_the_one_in_its_place_is_whole(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("new", [True, False])
-def test_checkpoint_that_was_being_replaced_is_found_again(arguments, tmp_path, new):
+def test_checkpoint_that_was_being_replaced_is_found_again(trainer, finished, copied, new):
     """Killed between the two renames that put a new checkpoint in the place of an old one."""
-    run(arguments, **STEPS)
-    shutil.copytree(tmp_path / "run", tmp_path / "killed")
-    checkpoints = tmp_path / "killed" / "checkpoints"
-    for name in ("step-000006", "step-000008"):
-        shutil.rmtree(checkpoints / name)
-    (checkpoints / "step-000009").rename(checkpoints / "..step-000009.new.partial-01234567")
+    killed = copied("medusa", **RESUMABLE)
+    checkpoints = killed / "checkpoints"
+    (checkpoints / "step-000006").rename(checkpoints / "..step-000006.new.partial-01234567")
     old = checkpoints / ".step-000004.old"
     (checkpoints / "step-000004").rename(old)
     if new:
         shutil.copytree(old, checkpoints / ".step-000004.new")
         (old / "state.json").write_text("{}")  # what was put aside is not what goes on
-    run(arguments, **STEPS, output=tmp_path / "killed", resume=True)
-    assert_same_run(tmp_path / "run", tmp_path / "killed")
+    trainer.run(**RESUMABLE, output=killed, resume=True)
+    assert_same_run(finished("medusa", **RESUMABLE), killed)
     assert not [path for path in checkpoints.iterdir() if path.name.startswith(".")]
 
 
@@ -78,38 +75,38 @@ def test_checkpoint_that_was_being_removed_is_not_there(tmp_path, monkeypatch):
     assert (tmp_path / "checkpoints" / ".step-000002.gone" / "state.json").exists()
 
 
-def test_only_the_newest_checkpoints_stay(arguments, tmp_path):
-    run(arguments, max_steps=9, checkpoint_every=2, keep_checkpoints=2)
+def test_only_the_newest_checkpoints_stay(trainer, tmp_path):
+    trainer.run(max_steps=9, checkpoint_every=2, keep_checkpoints=2)
     assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["step-000008", "step-000009"]
     left = {path.name for path in (tmp_path / "run").iterdir()}
     assert left == {"checkpoints", "config.yaml", "head", "metrics.jsonl"}
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "rng.pt", "head/medusa_lm_head.safetensors", "state.json"])
-def test_checkpoint_cut_in_half_is_named_with_the_one_before(arguments, tmp_path, name):
-    run(arguments, max_steps=6, checkpoint_every=2, keep_checkpoints=3)
+def test_checkpoint_cut_in_half_is_named_with_the_one_before(trainer, tmp_path, name):
+    trainer.run(max_steps=6, checkpoint_every=2, keep_checkpoints=3)
     newest = tmp_path / "run" / "checkpoints" / "step-000006"
     content = (newest / name).read_bytes()
     (newest / name).write_bytes(content[: len(content) // 2])
     with pytest.raises(ValueError, match=f"step-000006/{name} .*--resume_from .*step-000004"):
-        medusa.main(arguments(max_steps=8, checkpoint_every=2, keep_checkpoints=3, resume=True))
-    run(arguments, max_steps=8, checkpoint_every=2, keep_checkpoints=3, resume_from=newest.parent / "step-000004")
+        trainer.main(max_steps=8, checkpoint_every=2, keep_checkpoints=3, resume=True)
+    trainer.run(max_steps=8, checkpoint_every=2, keep_checkpoints=3, resume_from=newest.parent / "step-000004")
 
 
-def test_flipped_byte_and_missing_file_are_damage(arguments, tmp_path):
-    run(arguments, max_steps=2, checkpoint_every=2)
+def test_flipped_byte_and_missing_file_are_damage(trainer, tmp_path):
+    trainer.run(max_steps=2, checkpoint_every=2)
     path = tmp_path / "run" / "checkpoints" / "step-000002" / "optimizer.pt"
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"optimizer.pt are not those that were written; no earlier one is whole"):
-        medusa.main(arguments(max_steps=3, resume=True))
+        trainer.main(max_steps=3, resume=True)
     path.unlink()
     with pytest.raises(ValueError, match=r"optimizer\.pt is missing"):
-        medusa.main(arguments(max_steps=3, resume=True))
+        trainer.main(max_steps=3, resume=True)
 
 
-def test_full_disk_keeps_the_earlier_checkpoint(arguments, tmp_path, monkeypatch):
+def test_full_disk_keeps_the_earlier_checkpoint(trainer, tmp_path, monkeypatch):
     save, calls = torch.save, []
 
     def full(*arguments):
@@ -120,15 +117,15 @@ def test_full_disk_keeps_the_earlier_checkpoint(arguments, tmp_path, monkeypatch
 
     monkeypatch.setattr(torch, "save", full)
     with pytest.raises(OSError, match=r"step-000004 \(No space left on device\); nothing half-written is left"):
-        medusa.main(arguments(max_steps=6, checkpoint_every=2))
+        trainer.main(max_steps=6, checkpoint_every=2)
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000002"]
     monkeypatch.undo()
-    run(arguments, max_steps=6, checkpoint_every=2, resume=True)
+    trainer.run(max_steps=6, checkpoint_every=2, resume=True)
 
 
-def test_disk_that_is_really_full_is_one_line(arguments, tmp_path):
+def test_disk_that_is_really_full_is_one_line(trainer, tmp_path):
     """A process that may write the head but no file as large as the optimiser's."""
-    run(arguments, max_steps=2, output=tmp_path / "complete")
+    trainer.run(max_steps=2, output=tmp_path / "complete")
     folder = list_checkpoints(tmp_path / "complete")[-1]
     sizes = [(folder / name).stat().st_size for name in ("head/medusa_lm_head.safetensors", "optimizer.pt")]
     assert sizes[0] < sizes[1]
@@ -137,7 +134,7 @@ def test_disk_that_is_really_full_is_one_line(arguments, tmp_path):
         "resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv.pop(1)),) * 2);"
         "runpy.run_path(medusa.__file__, run_name='__main__')"
     )
-    command = [sys.executable, "-c", script, str(sum(sizes) // 2), *arguments(max_steps=2)]
+    command = [sys.executable, "-c", script, str(sum(sizes) // 2), *trainer.arguments(max_steps=2)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr

@@ -17,7 +17,6 @@ from headstart.tests.train.teacher.small_caches import (
     packed_rows,
     process,
 )
-from headstart.train import medusa, mlp_speculator
 from headstart.train.teacher.feature_cache import FeatureCache, describe
 
 # ---- how it is filled ----
@@ -155,20 +154,18 @@ def test_manifest_lost_or_broken(open_cache, small_shards, tmp_path, monkeypatch
 # ---- several runs ----
 
 
-def test_runs_share_a_cache_and_train_as_with_their_own(
-    arguments, speculator_arguments, read_metrics, tmp_path, monkeypatch
-):
+def test_runs_share_a_cache_and_train_as_with_their_own(trainers, read_metrics, tmp_path, monkeypatch):
     shared = {"cache_features": True, "feature_cache": tmp_path / "cache", "max_steps": 3}
     calls = count_forwards(monkeypatch)
-    assert medusa.main(arguments(**shared, output=tmp_path / "first")) == 0
+    trainers["medusa"].run(**shared, output=tmp_path / "first")
     filled = len(calls)
-    assert medusa.main(arguments(**shared, output=tmp_path / "second", batch_rows=1, accumulate=2)) == 0
-    assert mlp_speculator.main(speculator_arguments(**shared, output=tmp_path / "third")) == 0
+    trainers["medusa"].run(**shared, output=tmp_path / "second", batch_rows=1, accumulate=2)
+    trainers["mlp_speculator"].run(**shared, output=tmp_path / "third")
     assert len(calls) == filled + 2  # `check` computes one row of every run
     own = shared | {"feature_cache": ""}
-    assert mlp_speculator.main(speculator_arguments(**own, output=tmp_path / "own")) == 0
+    trainers["mlp_speculator"].run(**own, output=tmp_path / "own")
     assert read_metrics(run="own") == read_metrics(run="third")
     assert not (tmp_path / "own" / "features").exists()
     assert (tmp_path / "cache" / "cache.json").exists()
     with pytest.raises(ValueError, match="something else than this run asks for: rows"):
-        medusa.main(arguments(**shared, output=tmp_path / "fourth", max_tokens=300))
+        trainers["medusa"].main(**shared, output=tmp_path / "fourth", max_tokens=300)

@@ -1,18 +1,15 @@
-"""Which targets can be trained on, what is refused, and what the data and the command line may not be."""
+"""Which targets can be trained on, which are refused, and what target, data and output on the command line may not be."""
 
 import json
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
 
-from headstart.train import medusa
-from headstart.train.data.conversations import BUILT_IN, load_conversations
 from headstart.train.data.packing import pack
-from headstart.train.data.rows import build_rows, choose_documents, count_labels, rows_of_step
 from headstart.train.run.checkpointing import check_output
+from headstart.train.teacher import sharded_target
 from headstart.train.teacher.features import FrozenTarget
 
 SMALL = {"vocab_size": 48, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -46,26 +43,30 @@ def save(folder, word_target, config, **keys):
         (transformers.OPTConfig, SMALL | {"ffn_dim": 64, "word_embed_proj_dim": 32}),
     ],
 )
-def test_other_families_train(arguments, tmp_path, word_target, read_metrics, config, keys):
+def test_other_architectures_train(trainer, tmp_path, word_target, read_metrics, config, keys):
     folder = save(tmp_path / "target", word_target, config, **keys)
-    assert medusa.main(arguments(target=folder, max_steps=20, eval_prompts=3, eval_tokens=6, lr=0.01)) == 0
-    lines = read_metrics()
-    assert lines[-1]["loss"] < lines[0]["loss"]
+    trainer.run(target=folder, max_steps=12, eval_prompts=3, eval_tokens=6)
+    first, *_, last = read_metrics()
+    assert last["loss"] < first["loss"]
 
 
+@pytest.mark.parametrize(
+    ("family", "keys", "least"),
+    [("medusa", {"lr": 0.05, "head_weight_decay": 1}, 1.3), ("mlp_speculator", {"lr": 0.02}, 2)],
+)
 def test_target_that_the_engine_does_not_run_is_measured_teacher_forced(
-    arguments, tmp_path, word_target, read_metrics, capsys
+    trainers, tmp_path, word_target, read_metrics, capsys, family, keys, least
 ):
     folder = save(tmp_path / "target", word_target, transformers.GPT2Config, **GPT2)
     # Against the text, so let the heads learn the text: its answers count upwards.
-    keys = {"loss": "hard", "lr": 0.05, "num_epochs": 12, "max_steps": 0, "head_weight_decay": 1}
-    assert medusa.main(arguments(target=folder, eval_prompts=6, eval_tokens=6, **keys)) == 0
+    keys = keys | {"loss": "hard", "num_epochs": 12, "max_steps": 0, "batch_rows": 4, "log_every": 50}
+    run = trainers[family].run(target=folder, eval_prompts=6, eval_tokens=6, **keys)
     assert "acceptance is teacher-forced on the held-out text, not the engine's" in capsys.readouterr().err
     (line,) = read_metrics("acceptance")
-    saved = json.loads((tmp_path / "run" / "acceptance.json").read_text())
+    saved = json.loads((run / "acceptance.json").read_text())
     assert line["source"] == saved["source"] == "teacher_forced"
     assert line["acceptance_length"] == pytest.approx(1 + sum(line["per_position"]))
-    assert line["acceptance_length"] > 1.3
+    assert line["acceptance_length"] > least
     assert line["per_position"] == sorted(line["per_position"], reverse=True)
     assert len(saved["samples"]) == 2
     assert saved["samples"][0]["prompt"].startswith("<|user|>")
@@ -94,11 +95,40 @@ def test_target_that_the_engine_does_not_run_is_measured_teacher_forced(
     ],
 )
 def test_targets_whose_distribution_is_not_in_the_features_are_refused(
-    arguments, tmp_path, word_target, config, keys, message
+    trainer, tmp_path, word_target, config, keys, message
 ):
     folder = save(tmp_path / "target", word_target, config, **keys)
     with pytest.raises(ValueError, match=message):
-        medusa.main(arguments(target=folder))
+        trainer.main(target=folder)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("training", "message"),
+    [
+        ("eagle", "a gpt2 target's config says no rope_parameters: take a target of the Llama"),
+        ("eagle3", "a gpt2 target's config says no rope_parameters: take a target of the Llama"),
+        ("stage 2", r"stage 2 without a generator: .*does not run model type 'gpt2'.*Train stage 1"),
+    ],
+)
+def test_target_of_another_kind_is_refused_before_the_data_are_read(trainers, tmp_path, word_target, training, message):
+    folder = save(tmp_path / "target", word_target, transformers.GPT2Config, **GPT2)
+    with pytest.raises(ValueError, match=message):
+        trainers[training].main(target=folder, data="missing.jsonl")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("training", "message"),
+    [("joint", "stage joint needs"), ("stage 2", "stage 2, .* needs")],
+    ids=["joint", "stage 2"],
+)
+def test_divided_target_is_refused_by_second_stages_before_it_is_loaded(
+    trainers, tmp_path, monkeypatch, training, message
+):
+    monkeypatch.setattr(sharded_target, "wants_sharded_target", lambda: True)
+    with pytest.raises(ValueError, match=rf"{message} the whole target in every process: .*ddp\.yaml"):
+        trainers[training].main(target="/no/such/folder")
     assert not (tmp_path / "run").exists()
 
 
@@ -125,35 +155,31 @@ def test_features_of_a_packed_row_are_those_of_its_documents_alone(word_target):
         ({"eval_prompts": 60}, "nothing is left; give more data"),
         ({"eval_tokens": 200, "eval_prompts": 2}, "no held-out prompt leaves room for 200 new tokens"),
         ({"row_length": 4}, "no assistant token of 60 conversations lies within row_length 4"),
-        ({"max_stesp": 3}, "unknown key 'max_stesp'; did you mean 'max_steps'"),
     ],
 )
-def test_bad_input_is_refused_before_anything_is_written(arguments, tmp_path, monkeypatch, keys, message):
+def test_bad_input_is_refused_before_anything_is_written(trainer, tmp_path, monkeypatch, keys, message):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match=message):
-        medusa.main(arguments(**keys))
+        trainer.main(**keys)
     assert not list(tmp_path.iterdir())
 
 
-def test_target_whose_weights_are_cut_in_half_is_named(arguments, tmp_path, word_target):
+def test_target_whose_weights_are_cut_in_half_is_named(trainer, tmp_path, word_target):
     folder = shutil.copytree(word_target, tmp_path / "target")
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
     with pytest.raises(ValueError, match=rf"the weights of the target '{folder}' cannot be read: .*copy or download"):
-        medusa.main(arguments(target=folder))
+        trainer.main(target=folder)
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(("place", "reason"), [("file/run", "Not a directory"), ("/proc/x/run", "No such file")])
-def test_output_that_cannot_be_written_is_refused_before_the_target_is_read(
-    arguments, tmp_path, monkeypatch, place, reason
-):
-    monkeypatch.setattr(medusa, "load_target", lambda *a: pytest.fail("the target was read"))
+def test_output_that_cannot_be_written_is_refused_before_the_target_is_read(trainer, tmp_path, place, reason):
     (tmp_path / "file").write_text("")
     output = tmp_path / place
     with pytest.raises(ValueError, match=rf"output '{output}' cannot be written: .*{reason}.*name a folder"):
-        medusa.main(arguments(output=output))
+        trainer.main(target="/no/such/folder", output=output)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
@@ -166,65 +192,3 @@ def test_command_says_what_is_wrong_without_a_traceback(arguments, run_script):
     status, said = run_script(arguments(lr="fast"))
     assert status == 2
     assert said.strip().splitlines()[-1] == "medusa.py: error: --lr must be a number, got 'fast'"
-
-
-# ---- rows ----
-
-
-def test_max_tokens_picks_whole_conversations_at_random(word_target, conversations):
-    tokenizer = transformers.AutoTokenizer.from_pretrained(word_target)
-    loaded = load_conversations(conversations)
-
-    def rows(max_tokens, seed):
-        documents = choose_documents(tokenizer, loaded, 64, max_tokens, seed)
-        return build_rows(documents, 64, tokenizer.pad_token_id, note=lambda text: None)
-
-    everything, _ = rows(0, 0)
-    some, counts = rows(400, 0)
-    others, _ = rows(400, 1)
-    tokens = int((some.document_ids >= 0).sum())
-    assert 370 < tokens <= 400 < int((everything.document_ids >= 0).sum())
-    assert some.input_ids.tolist() != others.input_ids.tolist()
-    assert torch.equal(torch.from_numpy(counts), count_labels(some))
-
-
-def test_labels_per_row_count_what_the_first_head_predicts():
-    marks = [False, False, True, True]
-    packed = pack([([1, 2, 3, 4], marks), ([5, 6], [True, True]), ([7, 8, 9], [True] * 3)], 6)
-    assert sorted(count_labels(packed).tolist()) == [1, 2]
-
-
-def test_every_epoch_feeds_every_row_once_in_an_order_of_its_own():
-    fed = [row for step in range(15) for row in rows_of_step(step, 4, 20, seed=3)]
-    epochs = [fed[:20], fed[20:40], fed[40:]]
-    assert all(sorted(epoch) == list(range(20)) for epoch in epochs)
-    assert epochs[0] != epochs[1] != epochs[2]
-    assert fed[:4] != rows_of_step(0, 4, 20, seed=4).tolist()
-
-
-def test_a_run_keeps_the_conversations_it_held_out(arguments, conversations, tmp_path):
-    assert medusa.main(arguments(eval_prompts=5, eval_tokens=8, max_steps=1)) == 0
-    held_out = load_conversations(str(tmp_path / "run" / "heldout.jsonl"))
-    everything = load_conversations(conversations)
-    assert len(held_out) == 5
-    assert all(conversation in everything for conversation in held_out)
-
-
-def test_a_run_on_a_built_in_set_keeps_what_its_target_does_not_ship(arguments, conversations, tmp_path, monkeypatch):
-    examples = load_conversations(conversations)
-    pairs = {"train": examples[:8], "heldout": examples[8:10]}
-    built_in = [SimpleNamespace(conversation=lambda one=one: one) for one in pairs["train"]]
-    held_out = [SimpleNamespace(conversation=lambda one=one: one) for one in pairs["heldout"]]
-    monkeypatch.setitem(BUILT_IN, "tiny", lambda split: built_in if split == "train" else held_out)
-    given = arguments(data="tiny", eval_prompts=2, eval_tokens=8, max_steps=1)
-    target = shutil.copytree(given[given.index("--target") + 1], tmp_path / "target")
-    given[given.index("--target") + 1] = str(target)
-    path, kept = tmp_path / "eval.jsonl", tmp_path / "run" / "heldout.jsonl"
-    path.write_text("\n".join(json.dumps({"messages": one}) for one in examples[20:22]))
-    assert medusa.main(given) == 0
-    assert load_conversations(str(kept)) == pairs["heldout"]
-    assert medusa.main([*given, "--resume", "--max_steps", "2", "--eval_data", str(path)]) == 0
-    assert load_conversations(str(kept)) == examples[20:22]
-    (target / "heldout.jsonl").write_text(path.read_text())
-    assert medusa.main([*given, "--resume", "--max_steps", "3"]) == 0
-    assert not kept.exists(), "what the target ships is read there"
