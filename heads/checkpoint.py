@@ -54,10 +54,20 @@ def save_head(
     format = format or native_format(head)
     check_format(head, format)
     with staged_folder(folder) as staging:
-        write_head(head, staging, format, dtype, torch_file, lm_head_weight, max_shard_size)
+        write_head(
+            head,
+            staging,
+            format,
+            dtype=dtype,
+            torch_file=torch_file,
+            lm_head_weight=lm_head_weight,
+            max_shard_size=max_shard_size,
+        )
 
 
-def write_head(head, folder, format, dtype=None, torch_file=False, lm_head_weight=None, max_shard_size=MAX_SHARD_SIZE):
+def write_head(
+    head, folder, format, *, dtype=None, torch_file=False, lm_head_weight=None, max_shard_size=MAX_SHARD_SIZE
+):
     """Write the files of save_head into an existing folder, which the caller stages."""
     tensors, config = to_file(head, format, lm_head_weight)
     if dtype is not None:
@@ -155,7 +165,9 @@ def read_head(path_or_id, dtype=None):
     # Copies: blocks that share a tensor in the file become separate, and the file may change afterwards.
     head.load_state_dict(reading.state)
     notes += reading.notes + _dtype_note(config, dtypes)
-    return HeadFile(folder, list_files(path), reading.format, head, dtype, frozenset(dtypes), tuple(notes))
+    return HeadFile(
+        folder, list_files(path), reading.format, head, dtype=dtype, stored_dtypes=frozenset(dtypes), notes=tuple(notes)
+    )
 
 
 def _check_target_name(name):

@@ -134,7 +134,15 @@ class LLM:
         else:
             self.tokenizer = load_tokenizer(tokenizer, model)
             positions = self.max_model_len + MAX_NODES
-            decoder = load_decoder(model, config, dtype, device, positions, load_format, merged)
+            decoder = load_decoder(
+                model,
+                config,
+                dtype=dtype,
+                device=device,
+                max_positions=positions,
+                load_format=load_format,
+                adapter=merged,
+            )
             eos_ids = eos_token_ids(model, config, self.tokenizer)
         warn_of_missing_stop_tokens(choice.head, eos_ids)
         speculation = choice.build(decoder, self.max_model_len + MAX_NODES)

@@ -80,8 +80,8 @@ def regenerate(options):
         endpoint = ChatEndpoint(options.endpoint, options.model, sampling, note)
     else:
         device = choose_device(options.device, processes)
-        loaded = (options.model, options.adapter, options.head, options.max_model_len)
-        facts, dtype = describe_target(*loaded, options.dtype, device)
+        target = {"adapter": options.adapter, "head": options.head, "max_model_len": options.max_model_len}
+        facts, dtype = describe_target(options.model, **target, dtype=options.dtype, device=device)
         made_from |= facts
         begun_with = {"versions": versions, "dtype": dtype}
     if is_finished(output, made_from):
@@ -108,7 +108,8 @@ def regenerate(options):
             if options.endpoint:
                 ended = answer_by_endpoint(endpoint, open_ones, min(options.concurrency, len(open_ones)), stop)
             else:
-                llm = build_engine(*loaded, parts.begun_with["dtype"], device, options.concurrency)
+                dtype = parts.begun_with["dtype"]  # that of the run's first part
+                llm = build_engine(options.model, **target, dtype=dtype, device=device, concurrency=options.concurrency)
                 start = time.perf_counter()
                 ended = answer_by_engine(llm, open_ones, sampling, options.concurrency, stop)
             try:

@@ -66,7 +66,7 @@ def _lines(bench, rows, draft_ids):
         def ours(name=name):
             told = None if name == "hard" else distribution
             for one in logits:
-                distill_loss(one, labels, valid, told, name, KL_WEIGHT)
+                distill_loss(one, labels, valid, told, name=name, kl_weight=KL_WEIGHT)
 
         def library(name=name):
             for one in logits:

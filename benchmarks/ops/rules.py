@@ -54,7 +54,7 @@ def _line(bench, name, topology, batch, filters):
     tokens, verifier = draft.tokens.clamp(min=0), Strict() if name == "strict" else Ratio(name)
 
     def ours():
-        return verifier(tree, draft, TargetScores(requests, logits, filters, seats, tokens))
+        return verifier(tree, draft, TargetScores(requests, logits, filters, seats, drafted=tokens))
 
     what = f"{name}, {batch} x {tree.num_nodes}{', cut' if filters else ''}"
     bench.line("rules", what, len(logits), ours, None, logits.nbytes)

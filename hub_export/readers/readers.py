@@ -205,7 +205,15 @@ def _verdict(reader, files, exports, formats_are):
     notes = tuple(text for kind, text in found if kind == NOTE)
     loads = not any(kind in (LAYOUT, NO) for kind, _ in found)
     stays = tuple(problem for problem in written[mend] if problem[0] != NOTE) if mend else ()
-    return Verdict(reader.name, loads, tuple(problems), notes, reader.formats.get(files.format, "yes"), mend, stays)
+    return Verdict(
+        reader.name,
+        loads,
+        problems=tuple(problems),
+        notes=notes,
+        how=reader.formats.get(files.format, "yes"),
+        mend=mend,
+        stays=stays,
+    )
 
 
 def _problems(reader, files, formats_are):

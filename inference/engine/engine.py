@@ -29,7 +29,7 @@ from .request import Status
 from .scheduler import Scheduler
 from .seats import SeatTable
 from .step import Step
-from .target_scores import draw, next_filters
+from .target_scores import TargetScores, next_filters
 
 # Number of candidates per depth that are kept when recording for `measure_acceptance`.
 RECORDED_WIDTH = 10
@@ -258,7 +258,7 @@ class Engine:
         filters, scores = max(map(next_filters, requests)), None
         if self.options.keep_scores:
             scores = torch.empty_like(logits, dtype=torch.float32)
-        tokens = draw(batch, logits, filters, self.seats, processed=scores)
+        tokens = TargetScores(batch, logits, filters, self.seats, processed=scores).sample().flatten()
         self.seats.write_first_tokens(seats, tokens, batch.committed)
         self.seats.integers[seats, 2] = batch.remaining - 1
         emitted = torch.stack((torch.ones_like(tokens), tokens), 1)

@@ -46,7 +46,16 @@ def hand_over(kind, requests, emitted, seats, *, prompts=(), logits=None, path=N
     host = to_host(emitted)
     event, epochs = mark(seats.device, timed=begin is not None), [request.epoch for request in requests]
     return Launched(
-        kind, list(requests), epochs, host, logprobs, list(prompts), which, event, time.perf_counter(), begin
+        kind,
+        list(requests),
+        epochs,
+        host,
+        logprobs,
+        prompts=list(prompts),
+        which=which,
+        event=event,
+        at=time.perf_counter(),
+        begin=begin,
     )
 
 

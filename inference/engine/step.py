@@ -57,7 +57,7 @@ class Step:
         logits = self.decoder.logits(hidden)  # [M, V]
         scores = torch.empty_like(logits, dtype=torch.float32) if self.keep_scores else None
         on_path = path_tokens(tokens, tree) if filters and self.seats.logit_state.num_tables else None
-        target = TargetScores(batch, logits, filters, self.seats, tokens, on_path, scores)
+        target = TargetScores(batch, logits, filters, self.seats, drafted=tokens, path=on_path, processed=scores)
         path, num_accepted, next_token = self.verifier(tree, draft, target)
         # Commit: accepted nodes move to the positions after the committed ones; the next token is the next root.
         if not tree.tree.is_chain:

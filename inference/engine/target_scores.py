@@ -39,27 +39,68 @@ def next_filters(request):
 class TargetScores:
     """The target's logits at every node of a batch.
 
-    filters: the most that any request needs; drafted [B, N]: the tokens that the logits were computed for; path [M, D]:
-    path_tokens, where a token's logit depends on the tokens before it; processed: None, or fp32 [M, V] to be filled with the scores
-    that tokens are drawn from, before the noise.
+    filters: the most that any request needs; drafted [B, N]: the tokens at the nodes of a draft; path [M, D]: path_tokens, where a
+    token's logit depends on the tokens before it; processed: None, or fp32 [M, V] to be filled with the scores before the noise,
+    from which tokens are drawn.
     """
 
     batch: BatchRows
     logits: torch.Tensor  # [M, V]
     filters: int
     seats: SeatTable
-    drafted: torch.Tensor
+    drafted: torch.Tensor | None = None
     path: torch.Tensor | None = None
     processed: torch.Tensor | None = None
 
     def sample(self):
-        """The target's own token after every node.  -> [B, N]"""
-        tokens = draw(self.batch, self.logits, self.filters, self.seats, self.path, self.processed)
-        return tokens.view(self.drafted.shape)
+        """The target's own token after every node: at L + depth + 1 for a node of that depth.  -> [B, N]"""
+        return self._draw().view(len(self.batch.seats), -1)
 
     def distributions(self):
-        """Scores whose softmax is the target's distribution after every node: see target_scores."""
-        return target_scores(self.batch, self.logits, self.filters, self.seats, self.path, self.processed)
+        """Scores whose softmax is the target's distribution after every node (kernels/speculation/row_distributions.py).
+
+        Returns scores [M, V], temperature [M], Kept. On a GPU, where distributions are cut, they are distributions over the Kept;
+        else Kept is None.
+        """
+        scores, temperature, kept = self._of_nodes(slice(0, len(self.logits)))
+        if self.processed is not None:
+            self.processed.copy_(scale(scores, temperature) if kept is None else kept_scores(kept))
+        if kept is None or on_triton(self.logits):
+            return scores, temperature, kept
+        return kept_scores(kept), (temperature > 0).to(temperature.dtype), None
+
+    def _draw(self):
+        """The target's own tokens [M]."""
+        keys = self.batch.draws
+        if not self.filters and self.processed is None:
+            return sample_tokens(self.logits, self.batch.node_temperature, *keys)
+        tokens = []
+        for start in range(0, len(self.logits), FILTERED_ROWS):
+            part = slice(start, start + FILTERED_ROWS)
+            scores, temperature, kept = self._of_nodes(part)
+            noise = [x[part] for x in keys]
+            drawn = sample_tokens(scores, temperature, *noise) if kept is None else sample_kept(kept, *noise)
+            if self.processed is not None:
+                self.processed[part] = scale(scores, temperature) if kept is None else kept_scores(kept)
+            tokens.append(drawn)
+        return torch.cat(tokens)
+
+    def _of_nodes(self, part):
+        """Scores [R, V], temperature [R] and Kept of the nodes in `part` (a slice), as their requests ask.
+
+        Kept is None unless top-k, top-p or min-p apply.
+        """
+        batch, num_rows = self.batch, len(self.logits)
+        position, temperature = batch.draws[2][part], batch.node_temperature[part]
+        request = torch.arange(len(batch.seats), device=self.logits.device)
+        request = request[:, None].expand(-1, num_rows // len(request)).flatten()[part]
+        path = request.new_empty(len(request), 0) if self.path is None else self.path[part]
+        scores = self.logits[part]
+        if self.filters >= CHANGED:
+            scores = _changed(scores, batch, self.seats, request=request, position=position, path=path)
+        if self.filters < CUT:
+            return scores, temperature, None
+        return scores, temperature, keep_top(scores, temperature, *_filters(batch, request))
 
 
 def path_tokens(tokens, tree):
@@ -83,7 +124,9 @@ def draft_scores(batch, filters, seats, max_depth, logits, depths):
     request = torch.arange(requests, device=device).repeat(count)
     position = (batch.committed + 1 + depths[:, None]).flatten()
     unknown = torch.full((len(request), max_depth), -1, device=device)
-    changed = _changed(batch, logits.flatten(0, 1), filters, seats, request, position, unknown)
+    changed = logits.flatten(0, 1)
+    if filters >= CHANGED:
+        changed = _changed(changed, batch, seats, request=request, position=position, path=unknown)
     heat = batch.temperature.repeat(count)
     kept = keep_top(changed, heat, *_filters(batch, request)) if filters >= CUT else None
     scores = scale(changed, heat) if kept is None else kept_scores(kept)
@@ -92,28 +135,14 @@ def draft_scores(batch, filters, seats, max_depth, logits, depths):
     return scores.view(logits.shape), noisy, kept if on_triton(logits) else None
 
 
-def _of_nodes(batch, logits, filters, seats, path, part):
-    """Scores, temperature and Kept of the nodes in `part` (a slice), as their requests ask.  logits [M, V] -> [R, V], [R], Kept
-
-    Kept is None unless top-k, top-p or min-p apply."""
-    position, temperature = batch.draws[2][part], batch.node_temperature[part]
-    request = torch.arange(len(batch.seats), device=logits.device)
-    request = request[:, None].expand(-1, len(logits) // len(request)).flatten()[part]
-    path = request.new_empty(len(request), 0) if path is None else path[part]
-    scores = _changed(batch, logits[part], filters, seats, request, position, path)
-    if filters < CUT:
-        return scores, temperature, None
-    return scores, temperature, keep_top(scores, temperature, *_filters(batch, request))
-
-
 def _filters(batch, request):
     """Top-k, top-p and min-p of rows that belong to these requests."""
     return batch.top_k[request], batch.top_p[request], batch.min_p[request]
 
 
-def _changed(batch, logits, filters, seats, request, position, path):
+def _changed(logits, batch, seats, *, request, position, path):
     """Scores of rows [R, V], given each row's request, position [R] and tokens after the root."""
-    if not filters or not seats.logit_state.num_tables:
+    if not seats.logit_state.num_tables:
         return logits
     nodes = NodeRows(
         seat=batch.seats[request],
@@ -126,39 +155,3 @@ def _changed(batch, logits, filters, seats, request, position, path):
         path=path,
     )
     return process_logits(logits, nodes, seats.logit_state.tables)
-
-
-def draw(batch, logits, filters, seats, path=None, processed=None):
-    """The target's own token after every node: at L + depth + 1 for a node of that depth.  logits [M, V] -> [M]
-
-    path [M, D]: path_tokens, where the rows are nodes of a tree; processed: None, or fp32 [M, V] to be filled with the scores
-    the tokens are drawn from, before the noise.
-    """
-    keys = batch.draws
-    if not filters and processed is None:
-        return sample_tokens(logits, batch.node_temperature, *keys)
-    tokens = []
-    for start in range(0, len(logits), FILTERED_ROWS):
-        part = slice(start, start + FILTERED_ROWS)
-        scores, temperature, kept = _of_nodes(batch, logits, filters, seats, path, part)
-        noise = [x[part] for x in keys]
-        drawn = sample_tokens(scores, temperature, *noise) if kept is None else sample_kept(kept, *noise)
-        if processed is not None:
-            processed[part] = scale(scores, temperature) if kept is None else kept_scores(kept)
-        tokens.append(drawn)
-    return torch.cat(tokens)
-
-
-def target_scores(batch, logits, filters, seats, path=None, processed=None):
-    """Scores whose softmax is the target's distribution after every node (kernels/speculation/row_distributions.py).
-
-    logits [M, V] -> scores [M, V], temperature [M], Kept.
-    path and processed: as for draw. On a GPU, where distributions are cut, they are distributions over the Kept; else Kept is
-    None.
-    """
-    scores, temperature, kept = _of_nodes(batch, logits, filters, seats, path, slice(0, len(logits)))
-    if processed is not None:
-        processed.copy_(scale(scores, temperature) if kept is None else kept_scores(kept))
-    if kept is None or on_triton(logits):
-        return scores, temperature, kept
-    return kept_scores(kept), (temperature > 0).to(temperature.dtype), None

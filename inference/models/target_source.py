@@ -141,7 +141,7 @@ def check_used_in_place(loaded, dtype, device):
         )
 
 
-def load_decoder(model, config, dtype, device, max_positions, load_format, adapter=None):
+def load_decoder(model, config, *, dtype, device, max_positions, load_format, adapter=None):
     """The Decoder of a target from any source; adapter: an Adapter to merge into the weights of files, or None."""
     if isinstance(model, nn.Module):
         check_used_in_place(model, dtype, device)

@@ -7,11 +7,22 @@ Letters: B requests, N nodes, L distributions, V vocabulary, I nodes with childr
 of a node's children.
 """
 
+from typing import NamedTuple
+
 import torch
 
 from ...kernels.sampling.sample import draw_tokens
 from .draft import Draft
 from .draft_sampling import sampled_nodes
+
+
+class Families(NamedTuple):
+    """Nodes that draw children, each family from one distribution."""
+
+    width: int  # the greatest number of children
+    distributions: torch.Tensor  # int64 [I]: a node's place among the scores
+    nodes: torch.Tensor  # int64 [I]: its number in the tree
+    sizes: torch.Tensor  # int64 [I]: its number of children
 
 
 class NodeDraws:
@@ -20,12 +31,13 @@ class NodeDraws:
     def __init__(self, tree, sampling):
         parents, ranks = tree.tree.parents, tree.tree.ranks
         inner = sorted(set(parents[1:]))
-        families = [parents[1:].count(n) for n in inner]
-        self.tree, self.sampling, self.width = tree, sampling, max(families)
+        sizes = [parents[1:].count(n) for n in inner]
+        self.tree, self.sampling, width = tree, sampling, max(sizes)
         device = tree.depths.device
-        self.nodes, self.sizes = torch.tensor(inner, device=device), torch.tensor(families, device=device)
-        self.distributions = tree.depths[self.nodes]  # the children of depth d + 1 come from head d
-        columns = [inner.index(parent) * self.width + rank for parent, rank in zip(parents[1:], ranks[1:])]
+        nodes = torch.tensor(inner, device=device)
+        # The children of depth d + 1 come from head d.
+        self.families = Families(width, tree.depths[nodes], nodes, torch.tensor(sizes, device=device))
+        columns = [inner.index(parent) * width + rank for parent, rank in zip(parents[1:], ranks[1:])]
         self.columns = torch.tensor(columns, device=device)
         self.distribution = tree.depths.clamp(max=max(tree.max_depth - 1, 0))
         self.sampled = sampled_nodes(sampling, torch.tensor(parents, device=device))
@@ -33,20 +45,21 @@ class NodeDraws:
     def __call__(self, batch, scores, temperature, kept=None):
         """batch: BatchRows; scores [L, B, V], temperature [B], kept: as in Draft  ->  Draft"""
         keys = batch.seed, batch.sample, batch.committed
-        families = self.distributions, self.nodes, self.sizes
-        found = draw_families(self.sampling, scores, self.width, *families, temperature, keys)  # [I, B, W]
+        found = draw_families(self.sampling, scores, self.families, temperature, keys)  # [I, B, W]
         found = found.transpose(0, 1).flatten(1)[:, self.columns]  # [B, N - 1]
         tokens = torch.cat((batch.root[:, None], found), 1)
-        return Draft(tokens, self.tree, scores, temperature, self.distribution, self.sampled, kept)
+        return Draft(
+            tokens, self.tree, scores, temperature, distribution=self.distribution, sampled=self.sampled, kept=kept
+        )
 
 
-def draw_families(sampling, scores, width, distributions, nodes, sizes, temperature, keys):
+def draw_families(sampling, scores, families, temperature, keys):
     """The children of I nodes, in the order in which they are sampled; sampling: "sampled" or "top_and_one".
 
-    scores [L, B, V]; width: the greatest number of children; distributions, nodes, sizes [I]: a node's distribution, its number,
-    its number of children; temperature [B]; keys: seed, sample and position of the step's root, [B] each  ->  int64 [I, B, W], -1:
-    an empty node
+    scores [L, B, V]; families: Families; temperature [B]; keys: seed, sample and position of the step's root, [B] each
+    ->  int64 [I, B, W], -1: an empty node
     """
+    width, distributions, nodes, sizes = families
     draws = draw_tokens(scores, width, distributions, nodes, temperature, *keys)
     if sampling == "sampled":
         return draws

@@ -101,7 +101,9 @@ class ModelProposer(Proposer):
     def build(self, tree, sampling, decoder, max_positions):
         dtype, device = ("auto", "auto") if isinstance(self.source, nn.Module) else (decoder.dtype, decoder.device)
         load_format = _load_format(self.source)
-        draft = load_decoder(self.source, self.config, dtype, device, max_positions, load_format)
+        draft = load_decoder(
+            self.source, self.config, dtype=dtype, device=device, max_positions=max_positions, load_format=load_format
+        )
         if draft.device != decoder.device:
             raise ValueError(
                 f"the draft model is on {draft.device}, the target on {decoder.device}: move one to the other"

@@ -51,7 +51,7 @@ class RowFigures(NamedTuple):
     rank: torch.Tensor | None  # int64: the label's rank from 1, ties to the lowest id; NO_RANK for label -1
 
 
-def distill_loss_reference(logits, labels, valid, distribution, name, kl_weight, top_k_weight, factor, measure):
+def distill_loss_reference(logits, labels, valid, distribution, *, name, kl_weight, top_k_weight, factor, measure):
     """The formulas in plain torch, for any device; distribution: by target_distribution_reference."""
     log_q = torch.log_softmax(logits, -1, dtype=wide(logits.dtype))
     shown, rank, alpha = labels.clamp_min(0), None, None
@@ -105,7 +105,7 @@ def distill_loss_reference(logits, labels, valid, distribution, name, kl_weight,
 def _distill(
     logits, labels, valid, target, target_top, target_log_sum, mass, likely, likely_tokens, losses, alphas, ranks,
     vocab_size, factor, kl_weight, top_k_weight,
-    NAME: tl.constexpr, LAW: tl.constexpr, SLICE: tl.constexpr, TOP_K: tl.constexpr, MEASURE: tl.constexpr,
+    NAME: tl.constexpr, DISTRIBUTION: tl.constexpr, SLICE: tl.constexpr, TOP_K: tl.constexpr, MEASURE: tl.constexpr,
     NONE: tl.constexpr, TINY: tl.constexpr, BLOCK: tl.constexpr, TOP_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row. It never reads what it wrote: the logits of the label and of the likely tokens are read before the first walk."""
@@ -119,7 +119,7 @@ def _distill(
         tl.store(losses + row, 0.0)
         if MEASURE:
             tl.store(ranks + row, NONE)
-            if LAW:
+            if DISTRIBUTION:
                 tl.store(alphas + row, 0.0)
     else:
         # Read before the first walk: after the barriers of its reductions a warp may overwrite what another warp has not read yet.
@@ -155,7 +155,7 @@ def _distill(
             said = tl.where(likely_ == 0, 0.0, (of_likely - top) - log_sum)
             value_top = -top_k_weight * tl.sum(likely_ * said, 0)
             share_top = top_k_weight * tl.sum(likely_, 0)
-        if LAW:
+        if DISTRIBUTION:
             y_row = target + row * vocab_size
             y_top, y_log_sum = tl.load(target_top + row), tl.load(target_log_sum + row)
 
@@ -197,7 +197,7 @@ def _distill(
             log_q = (z - top) - log_sum
             q = tl.exp(log_q)
             gradient = share * q
-            if LAW and (NAME != "hard" or MEASURE):
+            if DISTRIBUTION and (NAME != "hard" or MEASURE):
                 y = tl.load(y_row + token, mask=inside, other=float("-inf")).to(tl.float32)
                 log_p = (y - y_top) - y_log_sum
                 p = tl.exp(log_p)
@@ -218,11 +218,13 @@ def _distill(
         if NAME == "kl":
             value = tl.sum(kl, 0)
         tl.store(losses + row, value + value_top)
-        if LAW and MEASURE and (NAME == "hard" or NAME == "kl"):
+        if DISTRIBUTION and MEASURE and (NAME == "hard" or NAME == "kl"):
             tl.store(alphas + row, tl.sum(alpha, 0))
 
 
-def distill_loss(logits, labels, valid, distribution, name, kl_weight=None, top_k_weight=0.0, factor=1.0, measure=True):
+def distill_loss(
+    logits, labels, valid, distribution, *, name, kl_weight=None, top_k_weight=0.0, factor=1.0, measure=True
+):
     """Losses of the rows of logits [C, V], which are overwritten by `factor` times their gradients.  -> RowFigures
 
     labels: int64 [C] from 0 to V - 1, or -1 outside a draft vocabulary: such a row must not be valid where the loss is hard;
@@ -254,7 +256,15 @@ def distill_loss(logits, labels, valid, distribution, name, kl_weight=None, top_
         )
     if not on_triton(logits):
         return distill_loss_reference(
-            logits, labels, valid, distribution, name, kl_weight, top_k_weight, factor, measure
+            logits,
+            labels,
+            valid,
+            distribution,
+            name=name,
+            kl_weight=kl_weight,
+            top_k_weight=top_k_weight,
+            factor=factor,
+            measure=measure,
         )
     check_kernel_dtype("distill_loss", logits)
     fresh = dict(dtype=torch.float32, device=logits.device)

@@ -36,7 +36,9 @@ def test_the_plain_losses_are_the_kernels(name):
     z = logits.clone().requires_grad_()
     plain = torch_losses(z, labels, target.log_softmax(-1), name, KL_WEIGHT)
     (0.5 * plain).sum().backward()
-    figures = distill_loss(logits, labels, valid, target_distribution(target), name, KL_WEIGHT, factor=0.5)
+    figures = distill_loss(
+        logits, labels, valid, target_distribution(target), name=name, kl_weight=KL_WEIGHT, factor=0.5
+    )
     torch.testing.assert_close(figures.loss, plain.detach(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(logits, z.grad, rtol=1e-4, atol=1e-6)
 

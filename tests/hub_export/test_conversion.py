@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 import yaml
-from huggingface_hub import constants
 from transformers import AutoModelForCausalLM
 
 from headstart.heads.checkpoint import load_head, save_head
@@ -38,19 +37,12 @@ CONVERSIONS = {
 
 
 @pytest.fixture
-def publish(fake_hub, monkeypatch, tmp_path):
+def publish(hub_here):
     """publish(folder, id): its files become a repository of the Hub that this process asks."""
-    monkeypatch.setattr(constants, "ENDPOINT", fake_hub.url)
-    template = f"{fake_hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("HF_TOKEN", "hf_dummy")
 
     def put(folder, repo_id):
         files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-        fake_hub.repositories[repo_id] = {"private": False, "files": files}
+        hub_here.repositories[repo_id] = {"private": False, "files": files}
 
     return put
 

@@ -163,7 +163,10 @@ def arguments(trainer):
 
 @pytest.fixture(scope="session")
 def finished(make_trainers, tmp_path_factory):
-    """finished(name of TRAININGS, **keys) -> folder of that run, made once for all tests, which only read it."""
+    """finished(name of TRAININGS, **keys) -> folder of that run, made once for all tests, which only read it.
+
+    A test asks for it before it patches anything.
+    """
     made = {}
 
     def finished(training, **keys):

@@ -38,6 +38,7 @@ def test_key_changes_the_run(trainers, finished, training, base, key, value):
     if training == "stage 2":  # whatever else it changes, it changes the texts
         texts = [(folder / "generated.jsonl").read_text().splitlines()[1:] for folder in (one, other)]
         assert texts[0] != texts[1]
+        assert all_lines(one) != all_lines(other)
 
 
 @pytest.mark.parametrize(

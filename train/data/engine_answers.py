@@ -19,7 +19,7 @@ from ...inference.threads import choose_threads
 from .dialogue import REFUSED, TOO_LONG, Answer, Unanswerable
 
 
-def describe_target(model, adapter, head, max_model_len, dtype, device):
+def describe_target(model, *, adapter, head, max_model_len, dtype, device):
     """({facts of the target that decide the answers}, name of the dtype that "auto" stands for), without loading its weights.
 
     Raises ValueError for a target that the engine does not run or that has no chat template, for an adapter that cannot be merged
@@ -52,7 +52,7 @@ def describe_target(model, adapter, head, max_model_len, dtype, device):
     return facts, str(used).removeprefix("torch.")
 
 
-def build_engine(model, adapter, head, max_model_len, dtype, device, concurrency):
+def build_engine(model, *, adapter, head, max_model_len, dtype, device, concurrency):
     """An LLM for `answer_by_engine`. Sets the number of threads of the whole process (see choose_threads)."""
     choose_threads(target_config(model, "auto")[0], torch.device(device))
     return LLM(

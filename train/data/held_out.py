@@ -7,7 +7,7 @@ from pathlib import Path
 from .conversations import BUILT_IN, load_conversations, split_of
 
 
-def choose_held_out(data, eval_data, target, conversations, count, note):
+def choose_held_out(conversations, count, *, data, eval_data, target, note):
     """(conversations to train on, `count` held-out conversations).
 
     Held-out ones come from `eval_data` if given, without conversations of the training data. With a built-in set they come from the
@@ -18,7 +18,7 @@ def choose_held_out(data, eval_data, target, conversations, count, note):
         return conversations, []
     if eval_data:
         held_out = load_conversations(f"{eval_data}:heldout" if eval_data in BUILT_IN else eval_data, note=note)
-        return conversations, _not_trained_on(held_out, eval_data, conversations, data, count, note)
+        return conversations, _not_trained_on(conversations, held_out, count, data=data, eval_data=eval_data, note=note)
     if are_shipped(data, eval_data, target):
         return conversations, load_conversations(str(_shipped(target)))[:count]
     if _trains_on_built_in(data):
@@ -50,7 +50,7 @@ def _trains_on_built_in(data):
     return name in BUILT_IN and split == "train"
 
 
-def _not_trained_on(held_out, eval_data, conversations, data, count, note):
+def _not_trained_on(conversations, held_out, count, *, data, eval_data, note):
     """The first `count` of `held_out` that are not in `conversations`."""
     trained = {_hash(conversation) for conversation in conversations}
     apart = [conversation for conversation in held_out if _hash(conversation) not in trained]

@@ -24,7 +24,12 @@ def load_documents(recipe, tokenizer, note):
     """(documents to train on, held-out conversations) of a run: lists of (ids, supervised) and of messages."""
     conversations = load_conversations(recipe.data, note=note)
     conversations, held_out = choose_held_out(
-        recipe.data, recipe.eval_data, recipe.target, conversations, recipe.eval_prompts, note
+        conversations,
+        recipe.eval_prompts,
+        data=recipe.data,
+        eval_data=recipe.eval_data,
+        target=recipe.target,
+        note=note,
     )
     documents = choose_documents(tokenizer, conversations, recipe.row_length, recipe.max_tokens, recipe.seed)
     return documents, held_out

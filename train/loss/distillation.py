@@ -137,7 +137,7 @@ def accumulate_gradients(
                 tokens,
                 valid[k],
                 distribution,
-                loss.name,
+                name=loss.name,
                 kl_weight=objective.kl_weight(k),
                 top_k_weight=loss.top_k_weight,
                 factor=objective.token_weight * share,

@@ -79,7 +79,8 @@ class MedusaDrafter(Drafter):
             found = top_tokens(scores.flatten(0, 1), width).view(tree.max_depth, -1, width)
             tokens = torch.cat((batch.root[:, None], found.transpose(0, 1).flatten(1)[:, self._columns_of(tree)]), 1)
             none = torch.zeros_like(tree.depths, dtype=torch.bool)
-            return Draft(tokens, tree, scores, temperature, tree.depths.clamp(max=tree.max_depth - 1), none, kept)
+            of_depth = tree.depths.clamp(max=tree.max_depth - 1)
+            return Draft(tokens, tree, scores, temperature, distribution=of_depth, sampled=none, kept=kept)
         if tree not in self._draws:
             self._draws[tree] = NodeDraws(tree, self.sampling)
         return self._draws[tree](batch, scores, temperature, kept)

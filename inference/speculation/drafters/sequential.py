@@ -14,7 +14,7 @@ from ....kernels.sampling.sample import log_sum_exp, top_tokens
 from ....kernels.speculation.dynamic_tree import Candidates, grow, prune
 from ..draft import Draft
 from ..draft_sampling import sampled_nodes
-from ..draw_nodes import draw_families
+from ..draw_nodes import Families, draw_families
 from ..tree import chain
 from ..tree_on_device import TreeOnDevice
 from .drafter import Drafter
@@ -78,7 +78,9 @@ class SequentialDrafter(Drafter):
             return Draft(tokens, tree, None, None, *plan.chosen)
         joined = None if kept[0] is None else type(kept[0])(*(torch.cat(parts) for parts in zip(*kept)))
         sampled = sampled_nodes(self.sampling, tree.parents)
-        return Draft(tokens, tree, distributions, temperature, plan.distribution, sampled, joined)
+        return Draft(
+            tokens, tree, distributions, temperature, distribution=plan.distribution, sampled=sampled, kept=joined
+        )
 
     def _draw(self, level, scores, temperature, keys, batch):
         """Candidates of the level's nodes.  scores [n, B, V], temperature [B], keys: three [n B]  ->  [n, B, W]"""
@@ -87,10 +89,8 @@ class SequentialDrafter(Drafter):
             noise = () if self.sampling == "greedy" else (heat, *keys)
             return top_tokens(scores.flatten(0, 1), level.width, *noise).view(*scores.shape[:2], level.width)
         distributions = torch.arange(level.count, device=scores.device)
-        keys = batch.seed, batch.sample, batch.committed
-        return draw_families(
-            self.sampling, scores, level.width, distributions, level.nodes, level.sizes, temperature, keys
-        )
+        families = Families(level.width, distributions, level.nodes, level.sizes)
+        return draw_families(self.sampling, scores, families, temperature, (batch.seed, batch.sample, batch.committed))
 
     def _grow(self, batch, tree, processor):
         """Draft a dynamic tree: kernels/speculation/dynamic_tree.py.  -> Draft, with its own trees and no distributions"""

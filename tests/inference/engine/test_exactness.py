@@ -5,6 +5,7 @@ path occurs; the target is a small random model, whose near-ties make equality a
 """
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -139,16 +140,38 @@ def test_preemption_changes_no_bit(target, plain, speculation):
     llm.engine.check()
 
 
-class Clock:
-    """Replaces the engine's `time`: a clock that advances only on request."""
+@pytest.fixture
+def clock(monkeypatch):
+    """clock(): from then on the engine's `time` advances only on request, by what a test adds to `now`."""
 
-    now = 0.0
+    def start():
+        clock = SimpleNamespace(now=100.0, perf_counter=lambda: clock.now)
+        for module in (engine_module, launched_module):
+            monkeypatch.setattr(module, "time", clock)
+        return clock
 
-    def perf_counter(self):
-        return self.now
+    return start
 
 
-def test_reading_late_changes_no_bit(target, plain, monkeypatch):
+@pytest.fixture
+def timed(clock, target):
+    """timed(**options) -> an LLM whose passes of the target take one second each, and nothing else any time."""
+
+    def make(**options):
+        llm, time = LLM(target, **options), clock()
+        forward = llm.engine.decoder.forward
+
+        def passing(*arguments):
+            time.now += 1
+            return forward(*arguments)
+
+        llm.engine.decoder.forward = passing
+        return llm
+
+    return make
+
+
+def test_reading_late_changes_no_bit(target, plain, clock):
     """As on a GPU: a step is launched before the previous one is read, while requests end, are preempted and cancelled."""
     prompts, found = plain
     stops = [tokens[25] for tokens, _ in found[0.8][-2:]]
@@ -171,13 +194,11 @@ def test_reading_late_changes_no_bit(target, plain, monkeypatch):
     stopped = next(i for i, tokens in enumerate(expected) if len(tokens) < LONG["max_tokens"])
     llm.generate([prompts[stopped]], [params[stopped]])
     assert llm.engine.launched, "a step was launched before the stop token was read"
-    clock = Clock()
-    monkeypatch.setattr(engine_module, "time", clock)
-    monkeypatch.setattr(launched_module, "time", clock)
+    time = clock()
     llm.generate([prompts[stopped]], [params[stopped]])
     assert llm.engine.launched
     before = llm.get_metrics()
-    clock.now += 1000
+    time.now += 1000
     llm.generate([prompts[stopped]], [params[stopped]])
     after = llm.get_metrics()
     assert [after[name] - before[name] for name in ("prefill_seconds", "decode_seconds")] == [0, 0]
@@ -240,33 +261,15 @@ def test_an_error_in_a_step_changes_nothing_for_others(target, plain, raising, w
     llm.engine.check()
 
 
-def test_prompt_time_is_counted_chunk_by_chunk(target, monkeypatch):
-    llm, clock = LLM(target, max_num_batched_tokens=16), Clock()
-    monkeypatch.setattr(engine_module, "time", clock)
-    monkeypatch.setattr(launched_module, "time", clock)
-    forward = llm.engine.decoder.forward
-
-    def timed(*arguments):
-        clock.now += 1
-        return forward(*arguments)
-
-    monkeypatch.setattr(llm.engine.decoder, "forward", timed)
+def test_prompt_time_is_counted_chunk_by_chunk(timed):
+    llm = timed(max_num_batched_tokens=16)
     llm.generate([[5] * 400], SamplingParams(max_tokens=1))
     assert llm.get_metrics()["prefill_seconds"] == 25
 
 
-def test_prompts_and_steps_are_timed_apart(target, monkeypatch):
-    llm, clock = LLM(target), Clock()
-    llm.engine.steps_late, clock.now = 0, 100.0
-    monkeypatch.setattr(engine_module, "time", clock)
-    monkeypatch.setattr(launched_module, "time", clock)
-    forward = llm.engine.decoder.forward
-
-    def timed(*arguments):
-        clock.now += 1
-        return forward(*arguments)
-
-    monkeypatch.setattr(llm.engine.decoder, "forward", timed)
+def test_prompts_and_steps_are_timed_apart(timed):
+    llm = timed()
+    llm.engine.steps_late = 0
     llm.generate([[5] * 40], SamplingParams(temperature=0.0, max_tokens=4))
     taken = llm.get_metrics()
     assert (taken["prefill_seconds"], taken["decode_seconds"]) == (1, 3)

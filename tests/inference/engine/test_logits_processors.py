@@ -22,7 +22,7 @@ from transformers.generation import (
 from headstart import LLM, SamplingParams
 from headstart.inference.engine.logit_state import LogitState
 from headstart.inference.engine.seats import SeatTable
-from headstart.inference.engine.target_scores import CHANGED, CUT, NO_FILTERS, draw, path_tokens
+from headstart.inference.engine.target_scores import CHANGED, CUT, NO_FILTERS, TargetScores, path_tokens
 from headstart.inference.session import CheckedPrompt
 from headstart.inference.speculation.tree import build_static_tree
 from headstart.inference.speculation.tree_on_device import TreeOnDevice
@@ -38,9 +38,9 @@ WORDS = ((11,), (5, 20), (30, 5, 21), (5, 8, 22), (PROMPT[-1], OUTPUT[0], 23), (
 
 
 def filtered_scores(batch, logits, filters, seats, path):
-    """The scores that tokens are drawn from, as `draw` writes them down.  logits [M, V] -> fp32 [M, V]"""
+    """The scores that tokens are drawn from, as TargetScores writes them down.  logits [M, V] -> fp32 [M, V]"""
     scores = torch.full_like(logits, torch.nan, dtype=torch.float32)
-    draw(batch, logits, filters, seats, path, processed=scores)
+    TargetScores(batch, logits, filters, seats, path=path, processed=scores).sample()
     return scores
 
 
@@ -225,7 +225,7 @@ def test_requests_without_such_parameters_get_the_same_bits_in_both_variants():
     assert torch.equal(found[2], expected[2] / torch.tensor(0.83))
     changed = filtered_scores(batch, logits, CHANGED, seats, path).view(3, -1, VOCAB)
     assert torch.equal(changed[[0, 2]], found[[0, 2]]), "what cuts nothing needs no sorting"
-    drawn = [draw(batch, logits, filters, seats, path).view(3, -1) for filters in (NO_FILTERS, CHANGED, CUT)]
+    drawn = [TargetScores(batch, logits, filters, seats, path=path).sample() for filters in (NO_FILTERS, CHANGED, CUT)]
     assert torch.equal(drawn[0][[0, 2]], drawn[1][[0, 2]])
     assert torch.equal(drawn[0][[0, 2]], drawn[2][[0, 2]])
 

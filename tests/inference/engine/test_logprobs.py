@@ -10,7 +10,7 @@ from headstart import LLM, SamplingParams
 from headstart.inference.engine import engine as engine_module
 from headstart.inference.engine.request import Request, Status
 from headstart.inference.engine.scheduler import ScheduledStep
-from headstart.inference.engine.target_scores import CHANGED, CUT, NO_FILTERS, draw
+from headstart.inference.engine.target_scores import CHANGED, CUT, NO_FILTERS, TargetScores
 from headstart.inference.speculation.tree import build_static_tree, chain
 
 VOCAB = 97
@@ -299,7 +299,7 @@ def test_speculation_and_company_change_no_processed_logprob(random_target, prom
 
 
 def test_rows_without_filters_have_the_same_scores_in_all_variants(random_target):
-    """`draw` computes scores in three ways, and the other requests of the batch decide which."""
+    """TargetScores computes scores in three ways, and the other requests of the batch decide which."""
     llm = LLM(random_target, max_num_seqs=4)
     llm.engine.seats.floats[:, 0] = torch.tensor([0.0, 0.3, 1.0, 1.7, 0.0])
     llm.engine.seats.floats[:, 1] = 1.0
@@ -308,7 +308,7 @@ def test_rows_without_filters_have_the_same_scores_in_all_variants(random_target
     logits[:, 3], logits[:, 5], logits[:, 7] = -0.0, torch.nan, -torch.inf
     scores = torch.full((3, 12, VOCAB), torch.nan)
     for filters in (NO_FILTERS, CHANGED, CUT):
-        draw(batch, logits, filters, llm.engine.seats, processed=scores[filters])
+        TargetScores(batch, logits, filters, llm.engine.seats, processed=scores[filters]).sample()
     for other in scores[1:]:
         assert torch.equal(scores[0].view(torch.int32), other.view(torch.int32))
 

@@ -6,7 +6,7 @@ import torch
 
 from headstart import SamplingParams
 from headstart.inference.engine.seats import SeatTable
-from headstart.inference.engine.target_scores import CUT, draw
+from headstart.inference.engine.target_scores import CUT, TargetScores
 from headstart.kernels.sampling.keep_top import keep_top, kept_scores
 
 
@@ -109,7 +109,7 @@ def test_top_k_and_top_p_keep_what_a_loop_over_the_sorted_tokens_keeps(top_k, to
 
 
 def drawn(params, logits, emitted=0, seed=3, prompt=5):
-    """Result of `draw` for one request, after the nodes of a chain.  logits [N, V] -> list of N tokens"""
+    """The target's tokens for one request, after the nodes of a chain.  logits [N, V] -> list of N tokens"""
     request = SimpleNamespace(
         params=params,
         seed=seed,
@@ -124,7 +124,7 @@ def drawn(params, logits, emitted=0, seed=3, prompt=5):
     seats = SeatTable(2, 4, 8, logits.shape[1], torch.float32, torch.device("cpu"))
     seats.write_requests([request], [0], lambda request: {5, *request.params.stop_token_ids})
     batch = seats.gather(torch.tensor([1]), torch.arange(-1, len(logits) - 1))
-    return draw(batch, logits, CUT, seats).tolist()
+    return TargetScores(batch, logits, CUT, seats).sample()[0].tolist()
 
 
 def test_min_tokens_excludes_what_would_end_the_output():

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from headstart.heads.medusa import Medusa, MedusaConfig
-from headstart.inference.engine import target_scores as scores_module
 from headstart.inference.engine.target_scores import CUT, NO_FILTERS, TargetScores, draft_scores
 from headstart.inference.speculation import draw_nodes, verifiers
 from headstart.inference.speculation.drafters.medusa import MedusaDrafter
@@ -84,7 +83,7 @@ class Table:
             processor = partial(draft_scores, batch, filters, NO_TABLES, tree.max_depth) if filters else None
             draft = self.drafter.propose(batch, tree, processor)
             tokens = draft.tokens.clamp(min=0)  # [B, N]
-            target = TargetScores(batch, logits[tokens].flatten(0, 1), filters, NO_TABLES, tokens)
+            target = TargetScores(batch, logits[tokens].flatten(0, 1), filters, NO_TABLES, drafted=tokens)
             verifier = Strict() if rule == "strict" else Ratio(rule)
             path, num_accepted, bonus = verifier(tree, draft, target)
             here = torch.where(emitted < 3, emitted, 3)
@@ -168,13 +167,14 @@ def test_draft_noise_that_is_not_fresh_is_seen(rule, tree, wrong, monkeypatch):
 def test_noise_of_the_root_for_every_node_is_seen(monkeypatch):
     """What is wrong with `strict`: tokens of one step drawn with the same noise."""
 
-    draw = scores_module.draw
+    sample = TargetScores.sample
 
-    def wrong(batch, *rest):
+    def wrong(scores):
+        batch = scores.batch
         batch.draws = (*batch.draws[:2], batch.committed.repeat_interleave(len(batch.draws[2]) // len(batch.committed)))
-        return draw(batch, *rest)
+        return sample(scores)
 
-    monkeypatch.setattr(scores_module, "draw", wrong)
+    monkeypatch.setattr(TargetScores, "sample", wrong)
     assert measured("strict", chain(2), "sampled", FEWER) > 6
 
 

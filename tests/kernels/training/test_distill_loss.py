@@ -36,9 +36,18 @@ def run(logits, labels, distribution, loss, valid=None, factor=1.0, op=distill_l
     """(figures, gradient) on a copy of the logits."""
     gradient = logits.detach().clone()
     valid = torch.ones(len(logits), dtype=torch.bool, device=logits.device) if valid is None else valid
-    return op(
-        gradient, labels, valid, distribution, loss.name, loss.kl_weight(RATE), loss.top_k_weight, factor, True
-    ), gradient
+    figures = op(
+        gradient,
+        labels,
+        valid,
+        distribution,
+        name=loss.name,
+        kl_weight=loss.kl_weight(RATE),
+        top_k_weight=loss.top_k_weight,
+        factor=factor,
+        measure=True,
+    )
+    return figures, gradient
 
 
 def make(draft_ids=None, rows=7, scale=1.5):
@@ -110,9 +119,15 @@ def test_kernel_is_the_reference(loss, vocab_size, target_size, kernel_device):
         if distribution is None
         else distribution_of(target.to(kernel_device), loss, None if ids is None else ids.to(kernel_device))
     )
-    weights = (loss.kl_weight(RATE), loss.top_k_weight)
     figures = distill_loss(
-        around[1:-1], labels.to(kernel_device), valid.to(kernel_device), told, loss.name, *weights, 0.25
+        around[1:-1],
+        labels.to(kernel_device),
+        valid.to(kernel_device),
+        told,
+        name=loss.name,
+        kl_weight=loss.kl_weight(RATE),
+        top_k_weight=loss.top_k_weight,
+        factor=0.25,
     )
     compare(figures, around[1:-1], expected, exact, loss)
     assert around[[0, -1]].isnan().all()
@@ -207,7 +222,13 @@ def test_what_is_not_measured_is_left_out(device):
         measured, gradient = run(logits, labels, target_distribution(target), Loss(name), valid)
         again = logits.clone()
         figures = distill_loss(
-            again, labels, valid, target_distribution(target), name, Loss(name).kl_weight(RATE), measure=False
+            again,
+            labels,
+            valid,
+            target_distribution(target),
+            name=name,
+            kl_weight=Loss(name).kl_weight(RATE),
+            measure=False,
         )
         assert figures.alpha is figures.rank is None
         assert torch.equal(figures.loss, measured.loss)
@@ -221,7 +242,7 @@ def test_nothing_of_the_logits_size_is_allocated(loss):
     labels, valid = torch.zeros(64, dtype=torch.int64, device="cuda"), torch.ones(64, dtype=torch.bool, device="cuda")
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    distill_loss(logits, labels, valid, target_distribution(target), loss.name, loss.kl_weight(RATE))
+    distill_loss(logits, labels, valid, target_distribution(target), name=loss.name, kl_weight=loss.kl_weight(RATE))
     assert torch.cuda.max_memory_allocated() - before < logits.nbytes / 20
 
 
@@ -275,7 +296,7 @@ def test_rows_beyond_32_bit_addresses():
     )
     valid[-2:] = True
     alone, gradient = run(tail, labels[-2:], target_distribution(tail.flip(0)), Loss("kl"))
-    figures = distill_loss(logits, labels, valid, target_distribution(target), "kl")
+    figures = distill_loss(logits, labels, valid, target_distribution(target), name="kl")
     assert torch.equal(figures.loss[-2:], alone.loss)
     assert torch.equal(logits[-2:], gradient)
     assert not logits[:-2].any()
@@ -287,20 +308,20 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="loss must be one of hard, kl, lk, lk-log, got 'tv'"):
         Loss("tv")
     with pytest.raises(ValueError, match="the loss must be one of hard, kl, lk, lk-log, got 'tv'"):
-        distill_loss(logits, labels, valid, distribution, "tv")
+        distill_loss(logits, labels, valid, distribution, name="tv")
     for weight in (None, -0.1, 1.5, math.nan):
         with pytest.raises(ValueError, match=f"lk takes a kl_weight from 0 to 1, got {weight}"):
-            distill_loss(logits, labels, valid, distribution, "lk", weight)
+            distill_loss(logits, labels, valid, distribution, name="lk", kl_weight=weight)
     with pytest.raises(ValueError, match="needs the target's distribution"):
-        distill_loss(logits, labels, valid, None, "kl")
+        distill_loss(logits, labels, valid, None, name="kl")
     with pytest.raises(ValueError, match="give target_distribution a top_k"):
-        distill_loss(logits, labels, valid, distribution, "kl", top_k_weight=1.0)
+        distill_loss(logits, labels, valid, distribution, name="kl", top_k_weight=1.0)
     with pytest.raises(ValueError, match=r"takes contiguous logits \[C, V\].*strided"):
-        distill_loss(logits[:, ::2], labels, valid, distribution, "kl")
+        distill_loss(logits[:, ::2], labels, valid, distribution, name="kl")
     with pytest.raises(ValueError, match=r"labels \[C\]"):
-        distill_loss(logits, labels[1:], valid, distribution, "kl")
+        distill_loss(logits, labels[1:], valid, distribution, name="kl")
     with pytest.raises(ValueError, match="the draft vocabulary's ids"):
-        distill_loss(logits[:, :13].contiguous(), labels, valid, distribution, "kl")
+        distill_loss(logits[:, :13].contiguous(), labels, valid, distribution, name="kl")
     with pytest.raises(ValueError, match="target_distribution takes"):
         target_distribution(logits[0])
 

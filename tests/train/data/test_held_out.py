@@ -14,12 +14,16 @@ from headstart.train.data.held_out import are_shipped, choose_held_out
 MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
+def choose(conversations, count, *, data, eval_data="", target="target", note=print):
+    return choose_held_out(conversations, count, data=data, eval_data=eval_data, target=target, note=note)
+
+
 def test_held_out_conversations_are_never_trained_on(conversations):
     loaded = load_conversations(conversations)
-    train, held_out = choose_held_out(conversations, "", "target", [*loaded, *loaded], 7, print)
+    train, held_out = choose([*loaded, *loaded], 7, data=conversations)
     assert len(held_out) == 7
     assert not [one for one in train if one in held_out]
-    again = choose_held_out(conversations, "", "target", loaded[::-1], 5, print)[1]
+    again = choose(loaded[::-1], 5, data=conversations)[1]
     assert all(one in held_out for one in again)
 
 
@@ -27,42 +31,40 @@ def test_what_is_trained_on_is_not_measured_on(conversations, tmp_path):
     loaded, said = load_conversations(conversations), []
     path = tmp_path / "eval.jsonl"
     path.write_text("\n".join(json.dumps({"messages": one}) for one in (loaded[3], MESSAGES, loaded[5])))
-    assert choose_held_out(conversations, str(path), "target", loaded, 16, said.append) == (loaded, [MESSAGES])
+    assert choose(loaded, 16, data=conversations, eval_data=str(path), note=said.append) == (loaded, [MESSAGES])
     assert said == ["eval_data: 2 of 3 conversations are trained on and left out"]
     with pytest.raises(ValueError, match=f"all {len(loaded)} conversations of eval_data .* are in the data"):
-        choose_held_out(conversations, conversations, "target", loaded, 16, said.append)
+        choose(loaded, 16, data=conversations, eval_data=conversations, note=said.append)
 
 
 def test_a_built_in_set_is_measured_on_its_held_out_part(monkeypatch):
     monkeypatch.setattr(held_out_module, "load_conversations", lambda data, note: [[{"role": "user", "content": data}]])
-    assert choose_held_out("x", "stdlib", "target", [MESSAGES], 16, print)[1] == [
-        [{"role": "user", "content": "stdlib:heldout"}]
-    ]
+    assert choose([MESSAGES], 16, data="x", eval_data="stdlib")[1] == [[{"role": "user", "content": "stdlib:heldout"}]]
 
 
 def test_stdlib_is_measured_on_what_the_target_ships(tmp_path):
     (tmp_path / "heldout.jsonl").write_text(json.dumps({"messages": MESSAGES, "module": "m"}))
-    train, held_out = choose_held_out("stdlib", "", str(tmp_path), [["x"]], 16, print)
+    train, held_out = choose([["x"]], 16, data="stdlib", target=str(tmp_path))
     assert (train, held_out) == ([["x"]], [MESSAGES])
 
 
 def test_a_split_named_is_the_set_it_is_of(tmp_path, monkeypatch):
     (tmp_path / "heldout.jsonl").write_text(json.dumps({"messages": MESSAGES}))
     for data in ("stdlib", "stdlib:train"):
-        assert choose_held_out(data, "", str(tmp_path), [["x"]], 16, print) == ([["x"]], [MESSAGES])
+        assert choose([["x"]], 16, data=data, target=str(tmp_path)) == ([["x"]], [MESSAGES])
         assert are_shipped(data, "", str(tmp_path))
         assert not are_shipped(data, "other.jsonl", str(tmp_path))
         assert not are_shipped(data, "", str(tmp_path / "elsewhere"))
     assert not are_shipped("stdlib:heldout", "", str(tmp_path))
     monkeypatch.setattr(held_out_module, "load_conversations", lambda data: [[data]])
-    assert choose_held_out("stdlib:train", "", "elsewhere", [["x"]], 16, print)[1] == [["stdlib:heldout"]]
+    assert choose([["x"]], 16, data="stdlib:train", target="elsewhere")[1] == [["stdlib:heldout"]]
 
 
 def test_the_same_words_cut_off_or_not_are_the_same_conversation(tmp_path):
     path, cut = tmp_path / "eval.jsonl", [MESSAGES[0], {**MESSAGES[1], "finish_reason": "length"}]
     path.write_text(json.dumps({"messages": MESSAGES}))
     with pytest.raises(ValueError, match="all 1 conversations of eval_data"):
-        choose_held_out("x", str(path), "target", [cut], 16, print)
+        choose([cut], 16, data="x", eval_data=str(path))
 
 
 def test_requests_that_are_trained_on_with_other_answers_are_told(tmp_path):
@@ -70,7 +72,7 @@ def test_requests_that_are_trained_on_with_other_answers_are_told(tmp_path):
     other = [{"role": "user", "content": "c"}, MESSAGES[1]]
     path.write_text("\n".join(json.dumps({"messages": one}) for one in (MESSAGES, other)))
     answered = [MESSAGES[0], {"role": "assistant", "content": "another"}]
-    assert choose_held_out("x", str(path), "target", [answered], 16, said.append)[1] == [MESSAGES, other]
+    assert choose([answered], 16, data="x", eval_data=str(path), note=said.append)[1] == [MESSAGES, other]
     assert said == [
         "eval_data: 1 of the 2 conversations to measure on ask what is trained on with other answers, which may flatter the head"
     ]
@@ -82,14 +84,14 @@ def test_only_what_is_measured_on_and_was_asked_is_told(tmp_path):
     alone = [{"role": "assistant", "content": "by itself"}]
     path.write_text("\n".join(json.dumps({"messages": one}) for one in (other, alone, MESSAGES)))
     trained = [[MESSAGES[0], {"role": "assistant", "content": "another"}], [{"role": "assistant", "content": "alone"}]]
-    assert choose_held_out("x", str(path), "target", trained, 2, said.append)[1] == [other, alone]
+    assert choose(trained, 2, data="x", eval_data=str(path), note=said.append)[1] == [other, alone]
     assert said == []
 
 
 def test_the_split_of_runs_under_way_stays():
     """A resumed run needs the same rows: the hash that chooses them may not change."""
     conversations = [[{"role": "user", "content": str(i)}, {"role": "assistant", "content": "b"}] for i in range(20)]
-    held_out = choose_held_out("x.jsonl", "", "target", conversations, 4, print)[1]
+    held_out = choose(conversations, 4, data="x.jsonl")[1]
     assert [one[0]["content"] for one in held_out] == ["14", "19", "4", "8"]
 
 
