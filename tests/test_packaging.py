@@ -59,6 +59,14 @@ PUBLIC = {
     "benchmarks/ops": "kernel kernel_bench",
     "benchmarks/training": "train",
 }
+# Files of kernels/ without a test of their name: none of them is an operation.
+WITHOUT_TEST = {
+    "kernels/attention/attention_fold.py": "device functions of tree and prefill attention, tested there",
+    "kernels/jit.py": "Triton where it is installed",
+    "kernels/overlap.py": "how kernels are launched one after the other",
+    "kernels/sampling/lowest_key.py": "device functions of keep_top, tested there",
+    "kernels/speculation/ratio_rules.py": "the reference of verify_ratio: tests/inference/speculation/test_ratio_rules_exact.py",
+}
 MOST_FILES, MOST_LINES = 16, 400  # of a room, of a file
 # heads/export.py only makes `python -m heads.export` work from the checkout; nothing imports it.
 STUB = "heads/export.py"
@@ -314,6 +322,12 @@ def test_rooms_and_files_keep_their_size():
     written = [*MODULES, *ROOT.glob("*.py"), *(ROOT / "tests").rglob("*.py"), *(ROOT / "assets").rglob("*.py")]
     lines = {relative(path): len(path.read_text(encoding="utf-8").splitlines()) for path in written}
     assert {name: count for name, count in lines.items() if count > MOST_LINES} == {}
+
+
+def test_every_operation_has_a_test_of_its_name():
+    files = [path for path in MODULES if path.is_relative_to(ROOT / "kernels")]
+    tests = {path: ROOT / "tests" / path.relative_to(ROOT).with_name(f"test_{path.name}") for path in files}
+    assert {relative(path) for path, test in tests.items() if not test.is_file()} == WITHOUT_TEST.keys()
 
 
 def test_no_file_hides_a_folder():

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from headstart.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm
+from headstart.tests.kernels.row_by_row import assert_rows_agree
 
 WIDTHS = [7, 48, 200, 1000]
 
@@ -50,6 +51,18 @@ def test_addition_rounds_like_the_reference(kernel_device, parts, multiplier):
 def test_leading_axes_are_kept(kernel_device):
     x, w = torch.randn(2, 3, 24, device=kernel_device), torch.rand(24, device=kernel_device)
     assert torch.equal(rms_norm(x, w, 1e-5), rms_norm(x.view(6, 24), w, 1e-5).view(2, 3, 24))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [16, 62, 512, 1408])
+def test_rows_on_the_cpu_do_not_depend_on_each_other(width, dtype):
+    x = torch.randn(80, width, generator=torch.Generator().manual_seed(width)).to(dtype)
+    w = torch.rand(width, generator=torch.Generator().manual_seed(1)).to(dtype)
+    assert_rows_agree(lambda rows: rms_norm(rows, w, 1e-5), x)
+    assert_rows_agree(lambda rows: add_rms_norm(rows, rows.flip(-1), w, 1e-5)[0], x)
+    wide = x.double()
+    exact = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * w.double()
+    assert relative_error(rms_norm(x, w, 1e-5), exact) <= (1e-6 if dtype == torch.float32 else 6e-3)
 
 
 @pytest.mark.gpu

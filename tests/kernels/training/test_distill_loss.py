@@ -322,11 +322,3 @@ def test_what_does_not_fit_is_refused():
         distill_loss(logits, labels[1:], valid, distribution, name="kl")
     with pytest.raises(ValueError, match="the draft vocabulary's ids"):
         distill_loss(logits[:, :13].contiguous(), labels, valid, distribution, name="kl")
-    with pytest.raises(ValueError, match="target_distribution takes"):
-        target_distribution(logits[0])
-
-
-def test_kernel_refuses_fp64(kernel_device):
-    logits = torch.zeros(2, 5, dtype=torch.float64, device=kernel_device)
-    with pytest.raises(ValueError, match=r"takes float32, bfloat16, float16, got torch\.float64"):
-        target_distribution(logits)

@@ -1,0 +1,59 @@
+"""Rotation of every head, against complex numbers in fp64, and what is refused."""
+
+import pytest
+import torch
+
+from headstart.kernels.attention.rotary import rotary
+from headstart.tests.kernels.row_by_row import assert_rows_agree
+
+
+def drawn(rows, heads, dim, dtype=torch.float64):
+    """x [M, h, D] and the angle of every row and pair [M, D / 2]."""
+    generator = torch.Generator().manual_seed(dim)
+    x = torch.randn(rows, heads, dim, generator=generator, dtype=torch.float64).to(dtype)
+    return x, torch.rand(rows, dim // 2, generator=generator, dtype=torch.float64) * 100
+
+
+def turned(x, angle):
+    """The same with the halves of a head as real and imaginary parts, in fp64."""
+    pairs = torch.complex(*x.double().chunk(2, -1)) * torch.polar(torch.ones_like(angle), angle)[:, None]
+    return torch.cat((pairs.real, pairs.imag), -1)
+
+
+@pytest.mark.parametrize(("rows", "heads", "dim"), [(1, 1, 2), (5, 3, 8), (33, 7, 20)])
+def test_pairs_are_turned_by_the_positions_angle(rows, heads, dim):
+    x, angle = drawn(rows, heads, dim)
+    torch.testing.assert_close(rotary(x, angle.cos(), angle.sin()), turned(x, angle), rtol=1e-12, atol=1e-12)
+
+
+def test_bfloat16_is_turned_in_float32_and_rounded_once():
+    x, angle = drawn(33, 3, 20, torch.bfloat16)
+    cos, sin = angle.cos().float(), angle.sin().float()
+    found = rotary(x, cos, sin)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, rotary(x.float(), cos, sin).bfloat16())
+    exact = turned(x, angle)
+    assert ((found.double() - exact).abs() <= 2.0**-8 * exact.abs() + 1e-5).all()
+
+
+def test_rows_do_not_depend_on_each_other():
+    x, angle = drawn(80, 3, 20, torch.float32)
+    table = torch.cat((x.flatten(1), angle.cos().float(), angle.sin().float()), 1)
+
+    def turn(rows):
+        x, cos, sin = rows.split((60, 10, 10), 1)
+        return rotary(x.reshape(-1, 3, 20), cos, sin)
+
+    assert_rows_agree(turn, table)
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    x, angle = drawn(5, 3, 8)
+    for given in (
+        (x[0], angle, angle),
+        (x, angle[:4], angle[:4]),
+        (x, angle[:, :3], angle[:, :3]),
+        (x, angle, angle[:, :1]),
+    ):
+        with pytest.raises(ValueError, match=r"rotary takes x \[M, h, D\]"):
+            rotary(*given)
