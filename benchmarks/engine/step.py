@@ -18,7 +18,7 @@ from ...evaluation.timing import Repeatable, plannable_bytes, release
 from ...inference.engine.cache import PagedCache
 from ...inference.engine.seats import FLOATS, INTEGERS, SeatTable
 from ...inference.engine.step import Step
-from ...inference.engine.target_scores import NO_FILTERS, draw
+from ...inference.engine.target_scores import NO_FILTERS, TargetScores
 from ...inference.speculation.draft import Draft
 from ...inference.speculation.drafters.drafter import NoDrafter
 from ...inference.speculation.drafters.medusa import MedusaDrafter
@@ -121,7 +121,7 @@ class StandingRequests:
         """The target over all nodes, and its token after each."""
         batch = self.gathered()
         logits = self.step.decoder.logits(self.step.forward(batch, self.tokens, self.tree)[0])
-        return draw(batch, logits, NO_FILTERS, self.seats)
+        return TargetScores(batch, logits, NO_FILTERS, self.seats).sample()
 
     def draft(self):
         return self.step.drafter.propose(self.gathered(), self.tree)
