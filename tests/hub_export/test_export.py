@@ -342,6 +342,7 @@ def test_help_teaches_with_examples():
     [
         (["x", "--format", "gguf", "--output", "y"], "invalid choice: 'gguf'"),
         (["x", "--format", "medusa"], "--output"),
+        (["x", "--output", "y"], "--format"),
         (["x", "--format", "medusa", "--output", "y", "--private"], "--private belongs to --push-to-hub"),
         (["x", "--format", "medusa", "--output", "y", "--dytpe", "float16"], "--dytpe"),
     ],

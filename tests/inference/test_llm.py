@@ -86,6 +86,13 @@ def test_requests_without_a_seed_derive_one_from_the_llms_and_their_number(targe
     assert tokens(0)[0] != tokens(1)[0]
 
 
+def test_derived_seeds_are_those_of_earlier_versions(target_folder):
+    """What was drawn without a seed of its own is drawn again by a later version."""
+    session = LLM(str(target_folder), dtype="float32", seed=7).session
+    drawn = [session.submit("x", SamplingParams(max_tokens=1)).requests[0].seed for _ in range(3)]
+    assert drawn == [4428597887881648701, 4640734512161947402, 7299484271657422945]
+
+
 def test_temperature_follows_the_targets_distribution(llm, target_folder):
     """The first token over many seeds against softmax(logits / T): a chi-square test, and a wrong T that fails it."""
     prompt = llm.tokenizer("abc")["input_ids"]

@@ -310,6 +310,14 @@ def test_named_shapes_run_and_have_their_size(name):
         config_of("llama-4")
 
 
+@pytest.mark.parametrize(
+    ("dtype", "of_logits"), [("bfloat16", "float32"), ("float32", "float32"), ("float64", "float64")]
+)
+def test_logits_on_the_cpu_have_32_bits_at_least(dtype, of_logits):
+    decoder = Decoder.from_module(make_model().to(getattr(torch, dtype)), max_positions=300)
+    assert run_decoder(decoder, torch.randint(0, 113, (3,)), [3]).dtype == getattr(torch, of_logits)
+
+
 @pytest.mark.gpu
 def test_a_wide_decoder_in_bfloat16_stays_near_fp32():
     """Two layers of the 8B's width on the GPU: bf16 logits against the same weights in fp32, beside transformers' own bf16."""
