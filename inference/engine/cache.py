@@ -40,7 +40,7 @@ def pages_that_fit(page_bytes, device, wanted, least=2, workspace=0, utilization
     else:
         budget = free_bytes(device) * CPU_SHARE
         where, advice = f"half of the free memory of {device} is", "free memory"
-    fit = max(0, int(budget // page_bytes) - 1)  # page 0 is nobody's
+    fit = max(0, int(budget // page_bytes) - 1)  # page 0 belongs to the padding seat
     if fit < least:
         raise ValueError(
             f"no memory for the KV cache: one request of max_model_len takes {least} pages of {PAGE} tokens, "
@@ -77,12 +77,12 @@ def measure_workspace(engine, num_tokens):
     before = torch.cuda.memory_allocated(device)
     for count in [*(n for n in (1, 20, 40, 100, 200, 300) if n < num_tokens), num_tokens]:
         torch.cuda.reset_peak_memory_stats(device)
-        hidden = engine.prompts.run_for_nobody(count)
+        hidden = engine.prompts.run_dummy(count)
     score_hidden(engine.decoder, hidden, torch.zeros(num_tokens, dtype=torch.int64, device=device), 1)
     prefill = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.reset_peak_memory_stats(device)
     for filters in (NO_FILTERS, CUT):
-        engine.graphs.step(engine.seats.on_device([engine.seats.nobody] * engine.graphs.sizes[-1]), filters)
+        engine.graphs.step(engine.seats.on_device([engine.seats.padding_seat] * engine.graphs.sizes[-1]), filters)
     step = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()

@@ -1,6 +1,6 @@
 """CUDA graphs of the step: one per batch bucket and tree, captured once and replayed.
 
-A bucket is a number of batch rows: 1, 2, 4, 8 ... up to max_num_seqs. Rows without a request point to the seat of nobody. All
+A bucket is a number of batch rows: 1, 2, 4, 8 ... up to max_num_seqs. Rows without a request point to the padding seat. All
 graphs share one memory pool, so the results of a replay must be read before the next replay; stream order ensures that. A step
 whose requests need more than a temperature has its own graphs. They are captured at first use, and again when a request needs a
 table (logit_state.py) that did not exist before.
@@ -49,7 +49,7 @@ class StepGraphs:
         if filters:
             self._forget_outdated()
         graph, rows, output = self._graph(size, filters, which)
-        padded = seats + [self.step.seats.nobody] * (size - len(seats))
+        padded = seats + [self.step.seats.padding_seat] * (size - len(seats))
         if self._rows[size, filters, which] != padded:
             rows.copy_(torch.tensor(padded).pin_memory(), non_blocking=True)
             self._rows[size, filters, which] = padded
@@ -69,12 +69,12 @@ class StepGraphs:
         key = (size, filters, which)
         if key not in self._graphs:
             self._graphs[key] = self._capture(*key)
-            self._rows[key] = [self.step.seats.nobody] * size
+            self._rows[key] = [self.step.seats.padding_seat] * size
         return self._graphs[key]
 
     def _capture(self, size, filters, which):
         step, device = self.steps[which], self.step.seats.device
-        rows = torch.full((size,), self.step.seats.nobody, device=device)
+        rows = torch.full((size,), self.step.seats.padding_seat, device=device)
         # A run before the capture compiles the kernels; rows without a request change nothing.
         self._stream = stream = self._stream or torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))

@@ -17,7 +17,7 @@ CLEAN = {"words": -1}
 
 
 class LogitState:
-    """LogitTables of seats. The last seat belongs to nobody and stays clean.
+    """LogitTables of seats. The last one is the padding seat and stays clean.
 
     history int32 [S, T]: the seats' tokens, kept by SeatTable; on_device: moves a list or CPU tensor there without waiting.
     """

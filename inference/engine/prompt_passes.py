@@ -41,13 +41,13 @@ class PromptPasses:
             self._fill(chunks, feature)
         return hidden, feature
 
-    def run_for_nobody(self, num_tokens):
-        """The same for a dummy prompt in the seat of nobody, with its last token's logits, to measure memory.  -> hidden [T, H]"""
-        device, nobody = self.decoder.device, self.seats.on_device([self.seats.nobody])
+    def run_dummy(self, num_tokens):
+        """The same for a dummy prompt in the padding seat, with its last token's logits, to measure memory.  -> hidden [T, H]"""
+        device, seat = self.decoder.device, self.seats.on_device([self.seats.padding_seat])
         positions = torch.arange(num_tokens, device=device)
 
         def forward_pass(num_kv_heads):
-            index = build_prefill_index(self.seats.block_table[nobody], [0], [num_tokens], num_kv_heads, device)
+            index = build_prefill_index(self.seats.block_table[seat], [0], [num_tokens], num_kv_heads, device)
             return ForwardPass(torch.zeros_like(positions), positions, positions % PAGE, index)
 
         hidden, feature = self._forward(forward_pass(self.cache.num_kv_heads))

@@ -1,7 +1,7 @@
 """Device state of every admitted request: one row ("seat") per request, read and advanced by the step itself.
 
 The host writes a row when a request is admitted, when it gets pages, and when its prompt is done. After that the step keeps the row
-up to date, and the host only reads emitted tokens, one step late. The last row belongs to nobody: batch rows without a request
+up to date, and the host only reads emitted tokens, one step late. The last row is the padding seat: batch rows without a request
 point to it, and to page 0 of the cache.
 
 Letters: S seats, B rows of a batch, P pages of the longest request, T tokens that they hold, H width of a feature.
@@ -76,14 +76,14 @@ class BatchRows:
 
 
 class SeatTable:
-    """Rows of `max_num_seqs` requests and one for nobody.
+    """Rows of `max_num_seqs` requests, and the padding seat.
 
     max_pages: pages of the longest request; width, dtype: of the `feature` that the drafter keeps per request from step to step.
     """
 
     def __init__(self, max_num_seqs, max_pages, width, vocab_size, dtype, device):
         rows = max_num_seqs + 1
-        self.nobody, self.device = max_num_seqs, device
+        self.padding_seat, self.device = max_num_seqs, device
         self.integers = torch.zeros(rows, len(INTEGERS), dtype=torch.int64, device=device)
         self.floats = torch.tensor(NO_CHANGE, device=device).repeat(rows, 1)
         self.block_table = torch.zeros(rows, max_pages, dtype=torch.int32, device=device)
@@ -100,8 +100,18 @@ class SeatTable:
         """Update committed length, root, remaining, history and (unless `hidden` is None) feature of every row after a step.
 
         -> emitted [B, D + 2], see advance_seats"""
-        verdict = path, num_accepted, bonus
-        return advance_seats(seats, self.integers, self.feature, hidden, tokens, *verdict, self.nobody, self.history)
+        return advance_seats(
+            seats,
+            self.integers,
+            self.feature,
+            hidden,
+            tokens,
+            path,
+            num_accepted,
+            bonus,
+            padding_seat=self.padding_seat,
+            history=self.history,
+        )
 
     def write_first_tokens(self, seats, tokens, places):
         """Write the roots drawn after a prompt.  seats, tokens, places [B]"""

@@ -56,10 +56,12 @@ def gather_seats_reference(seats, integers, floats, block_table, feature, depths
     )
 
 
-def advance_seats_reference(seats, integers, feature, hidden, tokens, path, num_accepted, bonus, nobody, history):
+def advance_seats_reference(
+    seats, integers, feature, hidden, tokens, path, num_accepted, bonus, *, padding_seat, history
+):
     """The same in plain torch operations."""
     num_emitted = num_accepted + 1
-    kept = (seats != nobody).long()
+    kept = (seats != padding_seat).long()
     committed, _, remaining = integers[seats, :3].T
     integers[seats, :3] = torch.stack((committed + num_emitted, bonus, remaining - num_emitted), 1) * kept[:, None]
     last = path.gather(1, num_accepted[:, None]).squeeze(1)
@@ -71,8 +73,8 @@ def advance_seats_reference(seats, integers, feature, hidden, tokens, path, num_
     emitted = torch.where(step == num_accepted[:, None], bonus[:, None], emitted)
     place = committed[:, None] + 1 + step  # [B, D + 1]
     written = (step < num_emitted[:, None]) & (place < history.shape[1]) & (kept == 1)[:, None]
-    # Tokens that are not to be written become a zero at the first place of the seat `nobody`, where a zero already stands.
-    at = torch.where(written, seats[:, None], nobody), torch.where(written, place, 0)
+    # Tokens that are not to be written become a zero at the first place of the seat `padding_seat`, where a zero already stands.
+    at = torch.where(written, seats[:, None], padding_seat), torch.where(written, place, 0)
     history[at] = torch.where(written, emitted, 0).to(history.dtype)
     return torch.cat((num_emitted[:, None], emitted), 1)
 
@@ -112,7 +114,7 @@ def _gather(
 
 @jit
 def _advance(
-    seats, integers, feature, hidden, tokens, path, num_accepted, bonus, emitted, history, nobody,
+    seats, integers, feature, hidden, tokens, path, num_accepted, bonus, emitted, history, padding_seat,
     N, J, H, T, I: tl.constexpr, DEPTHS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     b, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -122,7 +124,7 @@ def _advance(
         last = tl.load(path + b * J + count)
         tl.store(feature + seat * H + x, tl.load(hidden + (b * N + last) * H + x, mask=x < H), mask=x < H)
     if part == 0:
-        kept = (seat != nobody).to(tl.int64)
+        kept = (seat != padding_seat).to(tl.int64)
         root = tl.load(bonus + b)
         committed = tl.load(integers + seat * I)
         tl.store(integers + seat * I, (committed + count + 1) * kept)
@@ -135,7 +137,7 @@ def _advance(
         tl.store(emitted + b * (J + 1), count + 1)
         tl.store(emitted + b * (J + 1) + 1 + step, token, mask=step < J)
         place = committed + 1 + step
-        written = (step <= count) & (place < T) & (seat != nobody)
+        written = (step <= count) & (place < T) & (seat != padding_seat)
         tl.store(history + seat * T + place, token.to(tl.int32), mask=written)
 
 
@@ -169,8 +171,8 @@ def gather_seats(seats, integers, floats, block_table, feature, depths):
     return out
 
 
-def advance_seats(seats, integers, feature, hidden, tokens, path, num_accepted, bonus, nobody, history):
-    """Advance the seats [B] in place; the seat `nobody` stays zero.
+def advance_seats(seats, integers, feature, hidden, tokens, path, num_accepted, bonus, *, padding_seat, history):
+    """Advance the seats [B] in place; the seat `padding_seat` stays zero.
 
     hidden [B N, H] (None: features stay), tokens [B, N], path [B, D + 1], num_accepted and bonus [B] (int64)  ->  emitted
     [B, D + 2]: the number of tokens, then the accepted tokens and the bonus token, then zeros. history int32 [S, T]; a token beyond
@@ -178,14 +180,23 @@ def advance_seats(seats, integers, feature, hidden, tokens, path, num_accepted, 
     """
     if not on_triton(seats):
         return advance_seats_reference(
-            seats, integers, feature, hidden, tokens, path, num_accepted, bonus, nobody, history
+            seats,
+            integers,
+            feature,
+            hidden,
+            tokens,
+            path,
+            num_accepted,
+            bonus,
+            padding_seat=padding_seat,
+            history=history,
         )
     batch, num_nodes = tokens.shape
     depth, hidden_size, block = path.shape[1], 1 if hidden is None else feature.shape[1], 1024
     emitted = torch.empty(batch, depth + 1, dtype=torch.int64, device=seats.device)
     _advance[batch, triton.cdiv(hidden_size, block)](
         seats, integers, feature, hidden, tokens.contiguous(), path.contiguous(), num_accepted, bonus, emitted, history,
-        nobody, num_nodes, depth, hidden_size, history.shape[1],
+        padding_seat, num_nodes, depth, hidden_size, history.shape[1],
         I=integers.shape[1], DEPTHS=triton.next_power_of_2(depth), BLOCK=block,
     )  # fmt: skip
     return emitted

@@ -107,7 +107,7 @@ def _listed(tokens, i, count, vocab_size):
 
 
 @jit
-def _behind(P, q, v, steps, count):
+def _residual(P, q, v, steps, count):
     """A node's distribution P, and the rest q of its draft's distribution, at the tokens v after `count` children have failed."""
     for i in range(count):
         r, soft, hot = tl.load(steps + 5 * i), tl.load(steps + 5 * i + 1), tl.load(steps + 5 * i + 2)
@@ -132,7 +132,7 @@ def _walk_children(
         x = tl.sum(tl.where(node == c, token, 0), 0)
         p_x = _target_distribution(p_row, x, x >= 0, p_heat, p_lowest, p_top, p_unit, p_total, CUT)
         q_x = _distribution(q_row, x, x >= 0, q_top, q_unit, q_total)
-        p_x, q_x = _behind(p_x, q_x, x, steps, j)
+        p_x, q_x = _residual(p_x, q_x, x, steps, j)
         soft = tl.load(drawn + c).to(tl.int32) != 0
         there = (q_x > 0) | (soft == 0)
         chance, wanted = tl.where(soft, q_x / mass, 1.0), r * p_x
@@ -149,7 +149,7 @@ def _walk_children(
                 v = _listed(p_tokens, v, p_count, vocab_size)
             P = _target_distribution(p_row, v, inside, p_heat, p_lowest, p_top, p_unit, p_total, CUT)
             q = _distribution(q_row, v, inside, q_top, q_unit, q_total)
-            P, q = _behind(P, q, v, steps, j)
+            P, q = _residual(P, q, v, steps, j)
             sums += tl.maximum(r * P - inverse * q - tl.where(v == x, hot, 0.0), 0.0)
             left += tl.where(v == x, 0.0, q)
         if CUT:
@@ -159,7 +159,7 @@ def _walk_children(
                 inside = v < q_count
                 v = _listed(q_tokens, v, q_count, vocab_size)
                 q = _distribution(q_row, v, inside, q_top, q_unit, q_total)
-                _, q = _behind(q, q, v, steps, j)
+                _, q = _residual(q, q, v, steps, j)
                 left += tl.where(v == x, 0.0, q)
         S = tl.sum(sums, 0)
         mass = tl.where(there, tl.sum(left, 0), mass)
@@ -283,7 +283,7 @@ def _verify_ratio(
                     v = _listed(kept + (first + n) * vocab_size, v, p_count, vocab_size)
                 P = _target_distribution(p_row, v, inside, heat, p_lowest, p_top, p_unit, p_total, CUT)
                 q = _distribution(q_row, v, inside & (tried > 0), q_top, q_unit, q_total)
-                P, q = _behind(P, q, v, steps, tried)
+                P, q = _residual(P, q, v, steps, tried)
                 if tl.max(P, 0) > 0:
                     if CUT:
                         words = token_words(v, seed_, sample_, position_, NOISE)

@@ -186,7 +186,7 @@ def _read_answer(body):
         text, reason = choice["message"]["content"], choice["finish_reason"]
         usage = reply.get("usage") or {}
     except (ValueError, KeyError, IndexError, TypeError):
-        raise ValueError(f"the endpoint's answer is no chat completion: {body[:300]!r}") from None
+        raise ValueError(f"the endpoint's answer is not a chat completion: {body[:300]!r}") from None
     if reason not in ("stop", "length"):
         raise Unanswerable(REFUSED, f"the endpoint ended an answer with finish_reason {reason!r}")
     # No content: the whole answer was reasoning, which the server returns separately.

@@ -120,7 +120,7 @@ class FeatureCache:
             if foreign or (self.folder.exists() and not self.folder.is_dir()):
                 held = f"holds {', '.join(foreign[:3])}" if foreign else "is a file"
                 raise ValueError(
-                    f"feature_cache {str(self.folder)!r} {held}, which is no feature cache: name a folder of its own"
+                    f"feature_cache {str(self.folder)!r} {held}, and is not a feature cache: name a folder of its own"
                 ) from None
             return wanted
         except ValueError as error:

@@ -250,7 +250,7 @@ def test_tables_are_made_when_needed_and_rows_are_cleaned_when_their_seat_is_giv
         assert (table == (-1 if name == "words" else 0)).all(), name
 
 
-def test_emitted_tokens_are_counted_and_nobody_stays_clean():
+def test_emitted_tokens_are_counted_and_the_padding_seat_stays_clean():
     state = LogitState(torch.zeros(3, 40, dtype=torch.int32), VOCAB, torch.as_tensor)
     request = a_request(SamplingParams(presence_penalty=1), seat=0)
     state.write([request], None)

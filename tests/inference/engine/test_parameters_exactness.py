@@ -141,7 +141,7 @@ def test_speculation_changes_no_token_and_no_logprob(target, plain, tree, temper
     assert all(llm.engine.metrics.spec_decode.accepted_per_position)
     state = llm.engine.seats.logit_state
     for name, table in state.tables._asdict().items():
-        assert (table[-1] == (-1 if name == "words" else 0)).all(), f"{name} of nobody was written to"
+        assert (table[-1] == (-1 if name == "words" else 0)).all(), f"{name} of the padding seat was written to"
 
 
 @pytest.mark.parametrize("late", [0, 1])
@@ -230,8 +230,12 @@ def test_equality_breaks_if_the_step_keeps_no_count_of_what_it_emits(target, bit
 
 def test_equality_breaks_if_the_step_keeps_no_history_of_what_it_emits(target, biting, monkeypatch):
     advance = seats_module.advance_seats
-    forgetful = (seats_module, "advance_seats", lambda *given: advance(*given[:-1], given[-1].clone()))
-    assert not equality_holds(target, biting, monkeypatch, "bad_words", forgetful, tree=chain(4))
+
+    def forgetful(*given, padding_seat, history):
+        return advance(*given, padding_seat=padding_seat, history=history.clone())
+
+    defect = seats_module, "advance_seats", forgetful
+    assert not equality_holds(target, biting, monkeypatch, "bad_words", defect, tree=chain(4))
 
 
 def test_equality_breaks_if_counts_are_not_restored_after_preemption(target, biting, monkeypatch):

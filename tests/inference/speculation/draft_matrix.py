@@ -200,7 +200,7 @@ def build(plain, head, tree, chunk=7, **speculative):
     options = EngineOptions(llm.max_model_len, max_num_seqs=2, max_num_batched_tokens=chunk, enforce_eager=True)
     drafts = Speculation(llm.engine.drafter, llm.tree, rule)
     llm.session.engine = Engine.build(llm.engine.decoder, llm.eos_token_ids, options, drafts)
-    rule.steps.clear()  # on a GPU steps for nobody were measured
+    rule.steps.clear()  # on a GPU steps of padding seats were measured
     llm.engine.record_candidates = tree == "chain"
     return llm
 

@@ -53,8 +53,8 @@ def test_seats_advance_as_by_plain_operations(kernel_device, tree):
     history = torch.randint(0, 90, (7, num_places), generator=generator, dtype=torch.int32).to(kernel_device)
     history[6] = 0
     others = [x.clone() for x in (integers, feature, history)]
-    found = advance_seats(seats, integers, feature, *given, nobody=6, history=history)
-    expected = advance_seats_reference(seats, *others[:2], *given, nobody=6, history=others[2])
+    found = advance_seats(seats, integers, feature, *given, padding_seat=6, history=history)
+    expected = advance_seats_reference(seats, *others[:2], *given, padding_seat=6, history=others[2])
     other_integers, other_feature, other_history = others
     assert torch.equal(found, expected)
     assert torch.equal(integers, other_integers)
@@ -74,7 +74,7 @@ def test_advancing_emits_the_path_and_then_the_bonus_token():
     history = torch.full((7, 300), 9, dtype=torch.int32)
     given = torch.tensor([2]), integers, feature, hidden, tokens, path, torch.tensor([2]), torch.tensor([55])
     history[6] = 0
-    emitted = advance_seats(*given, nobody=6, history=history)
+    emitted = advance_seats(*given, padding_seat=6, history=history)
     assert emitted[0].tolist() == [3, 100 + path[0, 1].item(), 100 + node, 55, *[0] * (TREE.max_depth - 2)]
     assert integers[2, :3].tolist() == [before[2, 0] + 3, 55, before[2, 2] - 3]
     assert torch.equal(feature[2], hidden[node])

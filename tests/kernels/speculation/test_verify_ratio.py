@@ -194,7 +194,7 @@ MUTANTS = {
     "a rate that no failure changes": ("S / (S + 1.0 - r)", "r", 0),
     "the path ends at the first failure": ("taken |= tl.max(kids * taken[None, :], 1)", "taken |= 0", 4),
     "the residual of recursive": ("tl.where(some, r, 1.0)", "tl.where(some, 1.0, 1.0)", 0),
-    "a bonus that ignores the children": ("_behind(P, q, v, steps, tried)", "_behind(P, q, v, steps, 0)", 2),
+    "a bonus that ignores the children": ("_residual(P, q, v, steps, tried)", "_residual(P, q, v, steps, 0)", 2),
     "a bonus without temperature": ("inside, heat, p_lowest, p_top, p_unit,", "inside, heat, p_lowest, p_top, log2_e,", 4),
     "uniforms of another position": ("(0, seed_, sample_, position_,", "(0, seed_, sample_, position_ + 1,", 4),
     "noise of another purpose": ("sample_, position_, NOISE, BLOCK)", "sample_, position_, UNIFORM, BLOCK)", 0),

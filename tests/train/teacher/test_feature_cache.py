@@ -148,7 +148,7 @@ def test_one_changed_matrix_makes_another_target():
 def test_folder_of_something_else_is_left_alone(open_cache, tmp_path):
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match=r"holds notes\.txt, which is no feature cache"):
+    with pytest.raises(ValueError, match=r"holds notes\.txt, and is not a feature cache"):
         open_cache(make_target(), packed_rows())
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["notes.txt"]
 
