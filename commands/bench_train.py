@@ -20,7 +20,7 @@ def add_options(parser):
         choices=["medusa", "eagle3", "mlp_speculator"],
         help="default medusa; mlp is short for mlp_speculator",
     )
-    parser.add_argument("--loss", default="kl", choices=["hard", "kl", "lk", "lk-log"], help="default kl")
+    parser.add_argument("--loss", default="kl", help="a loss of the trainers: hard, kl, lk, lk-log ... (default kl)")
     parser.add_argument("--sequence", type=int, default=4096, help="tokens of a row (default 4096)")
     parser.add_argument("--rows", type=int, default=1, help="rows of a step (default 1)")
     parser.add_argument("--lm-head", choices=["own", "shared"], help="the Medusa heads' lm_heads (default shared)")

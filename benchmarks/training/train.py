@@ -82,6 +82,7 @@ def check_settings(arguments):
     for name in ("rows", "chunk_tokens", "repeats"):
         if getattr(arguments, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(arguments, name)}")
+    Loss(arguments.loss)
     if arguments.lm_head and arguments.head != "medusa":
         raise ValueError(f"--lm-head {arguments.lm_head} is for Medusa heads, and --head {arguments.head} is none")
     given = {field.name: getattr(arguments, field.name) for field in fields(TrainSettings)}

@@ -17,6 +17,7 @@ import torch
 DRAFT_SAMPLING = ("greedy", "shared_noise", "sampled", "top_and_one")
 CHAIN_RULES = ("token", "block")
 RATIO_VERIFIERS = (*CHAIN_RULES, "recursive", "traversal")
+VERIFIERS = ("strict", *RATIO_VERIFIERS, "synthetic")
 
 
 def sampled_nodes(sampling, parents):
@@ -40,8 +41,8 @@ def check_sampling(verifier, sampling, tree):
 
     strict emits the target's own tokens whatever was drafted, and synthetic keeps no distribution: both allow every sampling.
     """
-    if verifier not in (*RATIO_VERIFIERS, "strict", "synthetic"):
-        raise ValueError(f"verifier must be one of strict, {', '.join(RATIO_VERIFIERS)}, synthetic, got {verifier!r}")
+    if verifier not in VERIFIERS:
+        raise ValueError(f"verifier must be one of {', '.join(VERIFIERS)}, got {verifier!r}")
     if sampling not in DRAFT_SAMPLING:
         raise ValueError(f"draft_sample_method must be one of {', '.join(DRAFT_SAMPLING)}, got {sampling!r}")
     if verifier not in RATIO_VERIFIERS:

@@ -7,8 +7,7 @@ from torch import nn
 
 from ...heads.families import FAMILIES
 from ...heads.storage.keywords import ASKS_NOTHING, VLLM_SPECULATIVE, reject_unknown
-from .draft_sampling import DRAFT_SAMPLING
-from .verifiers import VERIFIERS
+from .draft_sampling import DRAFT_SAMPLING, VERIFIERS
 
 # vLLM's names of drafters: a family of heads, a smaller model, the sequence itself.
 METHODS = (*(family.key for family in FAMILIES), "draft_model", "ngram")

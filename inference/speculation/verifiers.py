@@ -17,9 +17,6 @@ from ...kernels.jit import on_triton
 from ...kernels.speculation.verify_ratio import make_workspace, verify_ratio
 from ...kernels.speculation.verify_strict import verify_strict
 from ...kernels.speculation.verify_synthetic import verify_synthetic
-from .draft_sampling import RATIO_VERIFIERS
-
-VERIFIERS = ("strict", *RATIO_VERIFIERS, "synthetic")
 
 
 class Strict:

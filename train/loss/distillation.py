@@ -123,7 +123,7 @@ def accumulate_gradients(
                 )
         if draft_ids is not None:
             tokens = places[tokens]
-            if loss.name == "hard":
+            if loss.needs_label:
                 valid = valid & (tokens >= 0)
         for k in range(num_depths):
             # Labels without a feature of their own document read another position, and do not count.

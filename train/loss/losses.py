@@ -32,3 +32,8 @@ class Loss:
     def needs_target(self):
         """Whether the loss needs the target's distribution, and not only the text."""
         return self.name != "hard" or self.top_k_weight > 0
+
+    @property
+    def needs_label(self):
+        """Whether the loss cannot count a label that is outside the draft vocabulary."""
+        return self.name == "hard"
