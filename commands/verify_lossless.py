@@ -55,7 +55,9 @@ def run(arguments):
     if arguments.output:
         check_writable(Path(arguments.output))
     if arguments.verifier == "synthetic":
-        raise ValueError("--verifier synthetic promises nothing that could be checked: it accepts by given rates")
+        raise ValueError(
+            "--verifier synthetic accepts at given rates, so there is nothing to check: choose strict or a ratio rule"
+        )
     temperatures = tuple(arguments.temperature or (0.0, 0.8))
     for temperature in temperatures:
         SamplingParams(temperature=temperature, max_tokens=arguments.max_tokens)  # raises for values out of range

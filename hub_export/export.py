@@ -344,7 +344,7 @@ def read_target(target, format):
 
 
 def read_target_lm_head(target):
-    """The lm_head [V, H] of a target (folder or Hub id), for a vllm file of heads that share it."""
+    """The lm_head [V, H] of a target (folder or Hub id). The format vllm stores a copy of it beside heads that share it."""
     lm_head = read_target(target, "vllm").get_output_embeddings()
     if not isinstance(lm_head, nn.Linear) or lm_head.bias is not None:
         raise ValueError(f"the target {target!r} has no lm_head that is one matrix without bias")

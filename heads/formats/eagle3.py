@@ -50,9 +50,13 @@ def native_format(head):
 def check_format(head, format):
     """ValueError if readers of `format` would compute something else, or a tensor that the format stores is missing."""
     if format == "eagle3" and head.config.norm_before_residual:
-        raise ValueError("format 'eagle3' is read as norm_before_residual false, this head has true: use 'speculators'")
+        raise ValueError(
+            "readers of format 'eagle3' take norm_before_residual as false, and it is true for this head: use 'speculators'"
+        )
     if format == "speculators" and head.needs_embedding:
-        raise ValueError("format 'speculators' stores the target's embedding: call head.take_embedding first")
+        raise ValueError(
+            "format 'speculators' stores the target's embedding, which this head lacks: call head.take_embedding first"
+        )
     return format
 
 

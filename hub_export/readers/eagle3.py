@@ -112,7 +112,7 @@ def speculators_library(files):
 
 
 def _midlayer(files, otherwise):
-    """Problems with the original layout: the name of its layer, and the only place of the norm that it knows."""
+    """Problems for readers of the original layout: they want tensors named midlayer.*, and do not know `norm_before_residual`."""
     if files.format != "speculators" and not any(name.startswith("midlayer.") for name in files.tensors):
         yield LAYOUT, otherwise
     if files.head.config.norm_before_residual:

@@ -73,7 +73,6 @@ def check_sampling(verifier, sampling, tree):
     for parent, ranks in slots.items():
         if ranks != list(range(len(ranks))):
             raise ValueError(
-                f"the children of node {parent} have the ranks {ranks}: with draft_sample_method={sampling!r} children are looked "
-                "at in the order in which they were sampled and none may be left out, so the ranks must be "
-                f"{list(range(len(ranks)))}"
+                f"the children of node {parent} have the ranks {ranks}, and draft_sample_method={sampling!r} needs "
+                f"{list(range(len(ranks)))}: children are verified in the order in which they were sampled, without a gap"
             )

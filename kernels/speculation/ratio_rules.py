@@ -169,7 +169,7 @@ def draw(distribution, noise):
 
 
 def accepts(u, numerator, denominator):
-    """u < numerator / denominator, without the division. Strict: u = 0 does not accept what the target never emits."""
+    """u < numerator / denominator, without the division. With <, u = 0 never accepts a token of target probability 0."""
     return u * denominator < numerator
 
 

@@ -261,7 +261,7 @@ class FeatureCache:
                     fcntl.flock(file, fcntl.LOCK_EX)
                 file.write(content)
         except OSError as error:
-            raise OSError(error.errno, f"{error.strerror}; what was written before it is whole") from error
+            raise OSError(error.errno, f"{error.strerror}; files written before are intact") from error
 
     def _identity(self):
         known_by = {name: value for name, value in self.description.items() if name != "target_name"}

@@ -43,7 +43,7 @@ class Drafter:
         """Use this cache [layers, 2, rows, head dimension]; only where kv_shape is given."""
 
     def propose(self, batch, tree, processor=None):
-        """Tokens of all nodes, and their distributions where the verifier compares them.
+        """Draft the tokens of all nodes, and give their distributions if the verifier compares them.
 
         batch: BatchRows; tree: TreeOnDevice; processor: None, or the logits processor for logits [K, B, V] of nodes at depths [K]
         (target_scores.draft_scores)  ->  Draft

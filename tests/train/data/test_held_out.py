@@ -74,7 +74,7 @@ def test_requests_that_are_trained_on_with_other_answers_are_told(tmp_path):
     answered = [MESSAGES[0], {"role": "assistant", "content": "another"}]
     assert choose([answered], 16, data="x", eval_data=str(path), note=said.append)[1] == [MESSAGES, other]
     assert said == [
-        "eval_data: 1 of the 2 conversations to measure on ask what is trained on with other answers, which may flatter the head"
+        "eval_data: 1 of the 2 held-out conversations are in the data with other answers: acceptance may be measured too high"
     ]
 
 
