@@ -105,7 +105,9 @@ def test_the_targets_embedding_stays_out_of_plain_files_only(tmp_path):
 
 def test_a_form_that_readers_of_the_plain_layout_do_not_know_is_refused(tmp_path):
     head = with_table(make(norm_before_residual=True))
-    with pytest.raises(ValueError, match="take norm_before_residual as false, and it is true for this head: use 'speculators'"):
+    with pytest.raises(
+        ValueError, match="take norm_before_residual as false, and it is true for this head: use 'speculators'"
+    ):
         save_head(head, tmp_path / "head", format="eagle3")
     save_head(head, tmp_path / "head")
     assert load_head(tmp_path / "head").config.norm_before_residual
