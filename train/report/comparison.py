@@ -1,4 +1,4 @@
-"""The sections of the page that compares runs: the panels of a run's report, with all runs in one drawing where it stays readable.
+"""Sections of the comparison page. They show a run report's panels, with all runs in one drawing if it stays readable.
 
 names: short and distinct names of the runs; runs: their RunFiles, in the same order. A panel leaves out runs that lack its figures.
 """
