@@ -91,7 +91,8 @@ def read_index(path):
         if any(Path(name).name != name for name in shards):
             raise ValueError("a shard lies in another folder")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is not an index of safetensors shards ({type(error).__name__}: {error})") from None
+        reason = error if isinstance(error, ValueError) else "it has no 'weight_map' from tensors to files"
+        raise ValueError(f"{path} is not an index of safetensors shards: {reason}; copy or download it again") from None
     return shards
 
 
