@@ -36,7 +36,7 @@ def run(arguments):
 
     speculative = speculative_config(arguments)
     if arguments.compare and speculative is None:
-        raise ValueError("--compare shows a head beside plain decoding: name one with --head")
+        raise ValueError("--compare shows a head beside plain decoding: name a head with --head")
     params = SamplingParams(
         temperature=arguments.temperature,
         top_p=arguments.top_p,

@@ -48,7 +48,7 @@ def run(arguments):
 
     speculative = speculative_config(arguments, verifier=arguments.verifier)
     if speculative is None:
-        raise ValueError("verify-lossless checks speculation: name what drafts with --head")
+        raise ValueError("verify-lossless checks speculation: name a drafter with --head or --method")
     check_count(arguments.num_prompts)
     if arguments.samples < 0:
         raise ValueError(f"--samples must be at least 0, got {arguments.samples}")

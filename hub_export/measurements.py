@@ -134,7 +134,7 @@ def check_type(value, kind, where, place=""):
 
 @dataclass(frozen=True)
 class Measurements:
-    """The figures found; None or empty where there are none."""
+    """The figures found; a field is None or empty if there are none."""
 
     acceptance: tuple = ()  # figures of hub_export/acceptance.py, one per temperature
     prompts: list | None = None  # token ids of the prompts that an earlier export measured on

@@ -86,7 +86,9 @@ def speculative_config(arguments, **more):
             ("--num-speculative-tokens", arguments.num_speculative_tokens),
         ):
             if given is not None:
-                raise ValueError(f"{option} {given} says how a head drafts: name one with --head, or leave it out")
+                raise ValueError(
+                    f"{option} {given} says how a head drafts: name a head with --head, or leave {option} out"
+                )
         return None
     return {
         "model": arguments.head,

@@ -64,8 +64,8 @@ def check_sampling(verifier, sampling, tree):
     if tree.grows:
         raise ValueError(
             f"verifier={verifier!r} on a dynamic tree needs drafts chosen without chance: which of them are kept depends on the "
-            "draft's distribution, so samples would be looked at because of what they are. Use draft_sample_method='greedy', a "
-            "static tree, or verifier='strict'"
+            "draft's distribution, so a sample's own value would decide whether it is verified. Use "
+            "draft_sample_method='greedy', a static tree, or verifier='strict'"
         )
     slots = {}
     for node in range(1, tree.num_nodes):

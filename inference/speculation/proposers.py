@@ -62,7 +62,7 @@ class HeadProposer(Proposer):
             )
 
     def static_tree_file(self):
-        """tree.json in the head's folder or its run, else the one shipped."""
+        """tree.json in the head's folder or its run, else the shipped tree."""
         if not isinstance(self.source, nn.Module):
             folder = Path(resolve_head(self.source))
             runs = [parent for parent in list(folder.parents)[:3] if (parent / "config.yaml").is_file()]
@@ -169,7 +169,7 @@ def _load_format(model):
 
 
 def is_draft_model(model):
-    """Whether this is a draft model and not a head: a loaded one, its config, or a folder that holds no head."""
+    """Whether this is a draft model and not a head: a loaded model, the config of a model, or a folder that holds no head."""
     from transformers import PreTrainedModel
 
     if isinstance(model, PreTrainedModel) or is_config(model):

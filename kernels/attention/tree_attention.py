@@ -45,7 +45,7 @@ from .tile_attention import TileRows, build_tile_rows, tile_attention
 MAX_GROUP = 16  # query heads per key head
 MAX_DIM = 256
 LOG2_E = 1.4426950408889634
-NUM_PROGRAMS = 512  # of the prefix pass where chunks are spread over programs
+NUM_PROGRAMS = 512  # of the prefix pass, if chunks are spread over programs
 WALK_PROGRAMS = 128  # this many (request, key head, block of rows) fill the card without being divided
 
 

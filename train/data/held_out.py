@@ -60,7 +60,10 @@ def _not_trained_on(conversations, held_out, count, *, data, eval_data, note):
             "choose another eval_data, or leave it out"
         )
     if len(apart) < len(held_out):
-        note(f"eval_data: {len(held_out) - len(apart)} of {len(held_out)} conversations are trained on and left out")
+        note(
+            f"eval_data: {len(held_out) - len(apart)} of {len(held_out)} conversations are also in the training data and are "
+            "left out"
+        )
     measured = apart[:count]
     requests = {_requests(conversation) for conversation in conversations} - {()}
     asked = sum(_requests(conversation) in requests for conversation in measured)
