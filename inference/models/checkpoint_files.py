@@ -88,13 +88,14 @@ def read_index(path):
     """The shards that an index names, in the order of their names; ValueError naming the file if it is broken."""
     try:
         index = json.loads(Path(path).read_text(encoding="utf-8"))
-        if "weight_map" not in index:
-            raise ValueError("it has no 'weight_map'")
-        shards = sorted(set(index["weight_map"].values()))
+        weight_map = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(weight_map, dict):
+            raise ValueError("it has no 'weight_map' from tensors to shards")
+        shards = sorted(set(map(str, weight_map.values())))
         if any(Path(name).name != name for name in shards):
             raise ValueError("a shard lies in another folder")
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is not an index of safetensors shards, fetch it again: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is not an index of safetensors shards: {error}; copy or download it again") from None
     return shards
 
 

@@ -56,7 +56,7 @@ def _not_trained_on(conversations, held_out, count, *, data, eval_data, note):
     apart = [conversation for conversation in held_out if _hash(conversation) not in trained]
     if not apart:
         raise ValueError(
-            f"all {len(held_out)} conversations of eval_data {eval_data} are in the data, {data}, too: "
+            f"all {len(held_out)} conversations of eval_data {eval_data} are also in the training data, {data}: "
             "choose another eval_data, or leave it out"
         )
     if len(apart) < len(held_out):
