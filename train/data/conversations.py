@@ -34,8 +34,9 @@ def load_conversations(
     data: "stdlib" or "installed", a .json, .jsonl or .parquet file, or the name or folder of a dataset for the `datasets`
     library. A split follows a colon, "train" by default: "stdlib:heldout", "OWNER/NAME:train_sft". An answer that was cut off
     keeps its "finish_reason": {..., "finish_reason": "length"}. Records are left out if they have another shape, role or content,
-    or (with `answered`) no answer; `note` is told how many of each kind. Raises ValueError, naming the place, if they are more
-    than a tenth, for a source that does not exist, and for a line that is not JSON.
+    or (with `answered`) no answer, and so is the last line of a JSONL file that ends within it; `note` is told how many of each
+    kind. Raises ValueError, naming the place, if they are more than a tenth, for a source that does not exist, and for a line that
+    is not JSON.
     """
     name, split = split_of(data)
     if name in BUILT_IN:
@@ -86,6 +87,8 @@ class _UnusableRecord(ValueError):
 
 def _conversation(record, where: str, answered: bool) -> list[dict]:
     """One record of either shape as messages."""
+    if isinstance(record, _UnusableRecord):
+        raise record
     turns = (record.get("messages") or record.get("conversations")) if isinstance(record, dict) else None
     if not isinstance(turns, list) or not turns:
         raise _UnusableRecord(
@@ -128,12 +131,17 @@ def _text(content) -> str | None:
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, object]]:
-    for number, line in enumerate(_read_text(path).split("\n"), 1):
+    lines = _read_text(path).split("\n")
+    for number, line in enumerate(lines, 1):
         if line.strip():
             try:
-                yield f"{path}, line {number}", json.loads(line)
+                record = json.loads(line)
             except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {number}: not JSON ({error}): {line[:200]!r}") from None
+                what = f"{path}, line {number}: not JSON ({error}): {line[:200]!r}"
+                if number < len(lines):
+                    raise ValueError(what) from None
+                record = _UnusableRecord("cut off, the last line of the file", what)  # no line end follows it
+            yield f"{path}, line {number}", record
 
 
 def _read_json(path: Path) -> Iterator[tuple[str, object]]:
@@ -149,10 +157,13 @@ def _read_json(path: Path) -> Iterator[tuple[str, object]]:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
+        content = path.read_bytes().replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        return content.decode("utf-8-sig")
     except OSError as error:
         raise ValueError(f"the data file {path} cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
+        if path.suffix == ".jsonl" and error.reason == "unexpected end of data":  # cut within a character
+            return content.decode("utf-8-sig", "replace")
         raise ValueError(f"the data file {path} is not UTF-8 text: {error}") from None
 
 

@@ -108,6 +108,21 @@ def test_a_few_records_without_use_are_left_out_and_counted(tmp_path):
         load_conversations(write(tmp_path / "b.jsonl", *good[1:], *empty, *odd))
 
 
+def test_last_line_of_a_file_that_was_cut_is_left_out_and_counted(tmp_path):
+    """Even within a character; with a line end after it, the line was written so."""
+    path, said = tmp_path / "a.jsonl", []
+    whole = "".join(json.dumps(GOOD) + "\n" for _ in range(10)).encode()
+    last = json.dumps({"messages": [{"role": "user", "content": "é"}]}, ensure_ascii=False).encode()
+    for end in (20, last.index("é".encode()) + 1):
+        path.write_bytes(whole + last[:end])
+        assert load_conversations(str(path), note=said.append) == [GOOD["messages"]] * 10
+        assert "1 of 11 records are left out: 1 cut off, the last line of the file. The first: " in said[-1]
+        assert "line 11: not JSON" in said[-1]
+    path.write_bytes(whole + last[:20] + b"\n")
+    with pytest.raises(ValueError, match="line 11: not JSON"):
+        load_conversations(str(path))
+
+
 def test_half_a_character_becomes_the_sign_for_one(tmp_path):
     line = (
         '{"messages": [{"role": "user", "content": "q \\ud83d"}, {"role": "assistant", "content": "\\ud83d\\ude00"}]}'
