@@ -100,6 +100,19 @@ def test_run_begun_before_there_were_rules_keeps_its_labels(trainer, monkeypatch
     assert all_lines(new) != all_lines(whole)
 
 
+def test_run_begun_before_dates_were_kept_goes_on_with_the_date_of_its_start(trainer, dated_target, on_day, tmp_path):
+    keys = KEYS | {"target": dated_target}
+    on_day("2026-11-23")
+    whole = trainer.run(**keys, output=tmp_path / "whole")
+    with in_step(3, terminate):
+        assert trainer.main(**keys) == 128 + signal.SIGTERM
+    forget_keys(tmp_path / "run")
+    on_day("2026-11-24")
+    with pytest.raises(ValueError, match="the data gives other rows"):
+        trainer.run(**keys, resume=True)
+    assert_same_run(whole, trainer.run(**keys, resume=True, template_date="2026-11-23"))
+
+
 def settle(recipe, *, resumed=None, template=DATED):
     tokenizer = word_tokenizer()
     tokenizer.chat_template = template
