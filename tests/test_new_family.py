@@ -139,6 +139,7 @@ from headstart.train.run.optimization import build_optimizer
 from headstart.train.run.recipe import parse_recipe
 from headstart.train.run.run_folder import start_processes
 from headstart.train.run.run_recipe import RunRecipe
+from headstart.train.run.settled_recipe import settle_recipe
 from headstart.train.teacher.features import FrozenTarget, load_target
 
 
@@ -153,6 +154,7 @@ def main(argv):
     recipe = parse_recipe(Recipe, argv, __doc__)
     processes = start_processes(recipe, "tables")
     model, tokenizer = load_target(recipe.target, processes.device, recipe.target_dtype)
+    recipe = settle_recipe(recipe, processes, tokenizer)
     target = FrozenTarget(model)
     documents, held_out = load_documents(recipe, tokenizer, processes.note)
     packed, labels_per_row = build_rows(documents, recipe.row_length, tokenizer.pad_token_id, processes.note)

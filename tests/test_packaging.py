@@ -47,10 +47,10 @@ PUBLIC = {
     "evaluation": "acceptance charts compare lossless tree_choice tree_measurement tree_text",
     "train": "regenerate",
     "train/data": "chat_endpoint conversations dialogue encoding engine_answers generated_text held_out packing "
-    "part_files regenerate_options rows",
+    "part_files regenerate_options rows template_date",
     "train/loss": "distillation joint losses",
     "train/report": "dashboard page report workspace",
-    "train/run": "acceptance loop optimization recipe run_folder run_recipe start_head stopping wandb_login",
+    "train/run": "acceptance loop optimization recipe run_folder run_recipe settled_recipe start_head stopping wandb_login",
     "train/teacher": "feature_cache features sharded_target target_adapter",
     "hub_export": "inspect_head",
     "hub_export/readers": "readers",

@@ -29,6 +29,7 @@ from headstart.train.run.optimization import build_optimizer
 from headstart.train.run.recipe import key, parse_recipe
 from headstart.train.run.run_folder import start_processes
 from headstart.train.run.run_recipe import RunRecipe
+from headstart.train.run.settled_recipe import settle_recipe
 from headstart.train.run.stopping import run_script
 from headstart.train.teacher.features import FrozenTarget, load_target
 
@@ -98,6 +99,7 @@ def main(argv):
 
     # Target, rows, head.
     model, tokenizer = load_target(recipe.target, device, recipe.target_dtype)
+    recipe = settle_recipe(recipe, processes, tokenizer)
     target = FrozenTarget(model)
     target.check_row_length(recipe.row_length)
     if target.lm_head.bias is not None:

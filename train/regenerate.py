@@ -68,7 +68,7 @@ def regenerate(options):
             tqdm.write(f"[regenerate] {text}", file=sys.stderr)
 
     # The settings that decide the content, known before anything heavy is loaded.
-    conversations = load_conversations(options.data, answered=False, note=note)
+    conversations = load_conversations(options.data, answered=False, note=note, with_fields=False)
     chosen = choose(len(conversations), options.num_conversations, options.seed)
     made_from = {"data": options.data, "num_conversations": len(chosen)}
     made_from["checksum"] = zlib.crc32(json.dumps([[i, conversations[i]] for i in chosen]).encode())

@@ -4,7 +4,7 @@
 library loads. Records have the ShareGPT (`conversations`: from/value) or OpenAI (`messages`: role/content) shape.
 encoding.py turns conversations into token ids, packing.py into rows.
 
-Not done here: tools and images in conversations.
+Not done here: images in conversations.
 """
 
 import json
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from ...heads.storage.atomic_write import write_whole
+from .message_fields import count_fields, kept_fields, kept_tools
 from .stdlib_pairs import installed_pairs, stdlib_pairs
 
 # Sets made from the Python source on this machine, by their name in `data`.
@@ -23,19 +24,22 @@ _ROLES = {
     "system": "system", "developer": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant",
     "chatgpt": "assistant", "model": "assistant", "bot": "assistant", "bing": "assistant", "bard": "assistant",
 }  # fmt: skip
+_WEIGHTLESS = "whose answers all have weight 0"  # which is no fault
 _MOST_LEFT_OUT = 0.1  # share of the records; with more of them the data are of another kind
 
 
 def load_conversations(
-    data: str, answered: bool = True, note: Callable[[str], None] = lambda text: None
+    data: str, answered: bool = True, note: Callable[[str], None] = lambda text: None, with_fields: bool = True
 ) -> list[list[dict]]:
-    """Conversations, each a list of {"role": "system" | "user" | "assistant", "content": str}.
+    """Conversations, each a list of {"role": "system" | "user" | "assistant" | "tool", "content": str}.
 
     data: "stdlib" or "installed", a .json, .jsonl or .parquet file, or the name or folder of a dataset for the `datasets`
     library. A split follows a colon, "train" by default: "stdlib:heldout", "OWNER/NAME:train_sft". An answer that was cut off
-    keeps its "finish_reason": {..., "finish_reason": "length"}. Records are left out if they have another shape, role or content,
-    or (with `answered`) no answer; `note` is told how many of each kind. Raises ValueError, naming the place, if they are more
-    than a tenth, for a source that does not exist, and for a line that is not JSON.
+    keeps its "finish_reason": {..., "finish_reason": "length"}. An answer keeps its "reasoning_content", "tool_calls" and
+    "weight": 0, the first message the record's "tools"; without `with_fields` these, and records with turns of tools, are left
+    out. Records are left out if they have another shape, role or content, or (with `answered`) no answer, and so is the last line
+    of a JSONL file that ends within it; `note` is told how many of each kind, and how many fields. Raises ValueError, naming the
+    place, if the records are more than a tenth, for a source that does not exist, and for a line that is not JSON.
     """
     name, split = split_of(data)
     if name in BUILT_IN:
@@ -47,19 +51,23 @@ def load_conversations(
         records = _read_json(path) if path.suffix == ".json" else _read_jsonl(path)
     else:
         records = _read_dataset(name, path, split)
-    conversations, left_out = [], []
+    conversations, left_out, fields = [], [], Counter()
     for where, record in records:
         try:
-            conversations.append(_conversation(record, where, answered))
+            conversations.append(_conversation(record, where, answered, with_fields, fields))
         except _UnusableRecord as error:
             left_out.append(error)
     if left_out:
         total = len(conversations) + len(left_out)
         kinds = Counter(error.kind for error in left_out)
         counted = ", ".join(f"{count:,} {kind}" for kind, count in kinds.most_common())
-        if len(left_out) > _MOST_LEFT_OUT * total:
-            raise ValueError(str(left_out[0]) + ("" if total == 1 else f"\n({data}: of {total:,} records {counted})"))
+        odd = [error for error in left_out if error.kind != _WEIGHTLESS]
+        if len(odd) > _MOST_LEFT_OUT * total:
+            raise ValueError(str(odd[0]) + ("" if total == 1 else f"\n({data}: of {total:,} records {counted})"))
         note(f"{data}: {len(left_out):,} of {total:,} records are left out: {counted}. The first: {left_out[0]}")
+    if fields:
+        counted = ", ".join(f"{count:,} {name}" for name, count in fields.most_common())
+        note(f"{data}: fields of messages and records that are left out: {counted}")
     if not conversations:
         raise ValueError(f"{data} holds no conversations (split {split!r})")
     return conversations
@@ -84,8 +92,10 @@ class _UnusableRecord(ValueError):
         self.kind = kind
 
 
-def _conversation(record, where: str, answered: bool) -> list[dict]:
-    """One record of either shape as messages."""
+def _conversation(record, where: str, answered: bool, with_fields: bool, fields: Counter) -> list[dict]:
+    """One record of either shape as messages. `fields` counts the fields that are left out."""
+    if isinstance(record, _UnusableRecord):
+        raise record
     turns = (record.get("messages") or record.get("conversations")) if isinstance(record, dict) else None
     if not isinstance(turns, list) or not turns:
         raise _UnusableRecord(
@@ -93,28 +103,45 @@ def _conversation(record, where: str, answered: bool) -> list[dict]:
             f"{where}: expected an object with a list under 'messages' (role/content) or 'conversations' (from/value), "
             f"found {excerpt(record)}",
         )
-    messages = []
+    messages, unused = [], Counter()
+    roles = _ROLES | {"tool": "tool"} if with_fields else _ROLES
     for turn in turns:
         name = content = None
         if isinstance(turn, dict):
             name = turn.get("role", turn.get("from"))
             content = _text(turn.get("content", turn.get("value")))
-        role = _ROLES.get(name.lower()) if isinstance(name, str) else None
+        role = roles.get(name.lower()) if isinstance(name, str) else None
+        kept = kept_fields(turn, role, unused) if role and with_fields else {}
+        if content is None and "tool_calls" in kept:
+            content = ""
         if role is None or content is None:
             raise _UnusableRecord(
                 "with a turn without text" if role else "with a turn of another role",
-                f"{where}: a turn needs a role, one of {', '.join(_ROLES)}, and a text, found {excerpt(turn)}",
+                f"{where}: a turn needs a role, one of {', '.join(roles)}, and a text, found {excerpt(turn)}",
             )
-        message = {"role": role, "content": content}
+        message = {"role": role, "content": content, **kept}
         if is_cut({**turn, **message}):
             message["finish_reason"] = "length"
         messages.append(message)
-    if answered and not any(message["role"] == "assistant" and message["content"].strip() for message in messages):
+    answers = [message for message in messages if _says_something(message)]
+    if answered and answers and all(message.get("weight") == 0 for message in answers):
+        raise _UnusableRecord(_WEIGHTLESS, f"{where}: every answer has weight 0: {excerpt(record)}")
+    if answered and not answers:
         raise _UnusableRecord(
             "without an answer",
             f"{where}: a conversation without an assistant turn that says something teaches nothing: {excerpt(record)}",
         )
+    if not with_fields:
+        count_fields(record, turns, unused)
+    elif tools := kept_tools(record, unused):
+        messages[0]["tools"] = tools
+    fields.update(unused)
     return messages
+
+
+def _says_something(message: dict) -> bool:
+    """Whether this is an answer with a text or calls of tools."""
+    return message["role"] == "assistant" and bool(message["content"].strip() or message.get("tool_calls"))
 
 
 def _text(content) -> str | None:
@@ -128,12 +155,17 @@ def _text(content) -> str | None:
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, object]]:
-    for number, line in enumerate(_read_text(path).split("\n"), 1):
+    lines = _read_text(path).split("\n")
+    for number, line in enumerate(lines, 1):
         if line.strip():
             try:
-                yield f"{path}, line {number}", json.loads(line)
+                record = json.loads(line)
             except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {number}: not JSON ({error}): {line[:200]!r}") from None
+                what = f"{path}, line {number}: not JSON ({error}): {line[:200]!r}"
+                if number < len(lines):
+                    raise ValueError(what) from None
+                record = _UnusableRecord("cut off, the last line of the file", what)  # no line end follows it
+            yield f"{path}, line {number}", record
 
 
 def _read_json(path: Path) -> Iterator[tuple[str, object]]:
@@ -149,10 +181,13 @@ def _read_json(path: Path) -> Iterator[tuple[str, object]]:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
+        content = path.read_bytes().replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        return content.decode("utf-8-sig")
     except OSError as error:
         raise ValueError(f"the data file {path} cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
+        if path.suffix == ".jsonl" and error.reason == "unexpected end of data":  # cut within a character
+            return content.decode("utf-8-sig", "replace")
         raise ValueError(f"the data file {path} is not UTF-8 text: {error}") from None
 
 
@@ -198,5 +233,9 @@ def excerpt(value, limit: int = 400) -> str:
 
 def write_conversations(path: Path, conversations: list[list[dict]]) -> None:
     """Write conversations as JSONL that `load_conversations` reads (aside, then renamed)."""
-    lines = [json.dumps({"messages": messages}, ensure_ascii=False) for messages in conversations]
+    lines = []
+    for messages in conversations:
+        tools = {"tools": messages[0]["tools"]} if "tools" in messages[0] else {}
+        messages = [{name: value for name, value in one.items() if name != "tools"} for one in messages]
+        lines.append(json.dumps({"messages": messages, **tools}, ensure_ascii=False))
     write_whole(path, "\n".join(lines) + "\n")

@@ -1,169 +1,255 @@
 """Turn conversations into token ids with the assistant's tokens marked, through the tokenizer's chat template."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 
 import jinja2
+import numpy as np
 from tqdm import tqdm
 
+from .answer_spans import Unencodable, assistant_spans, closing_span, mask_error, render, template_error, turn_span
 from .conversations import excerpt, is_cut
+from .message_fields import split_tools
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_SENTINEL = "\ue000\ue001\ue000"  # private-use characters, which no text contains by accident
 _BATCH = 512  # conversations tokenised at once
+_MOST_LEFT_OUT = 0.1  # share of the conversations; with more of them the template is not for these data
 
 
 def encode_conversations(
-    tokenizer, conversations: Sequence[list[dict]], progress: bool = False
+    tokenizer,
+    conversations: Sequence[list[dict]],
+    progress: bool = False,
+    *,
+    note: Callable[[str], None] = lambda text: None,
+    rules: int = 1,
 ) -> list[tuple[list[int], list[bool]]]:
     """(ids, supervised) of each conversation, rendered with the tokenizer's chat template.
 
     supervised marks the assistant's tokens: those inside the template's `{% generation %}` markers. In a template without
-    markers it marks each assistant turn from the generation prompt to the end of its closing text, which is found by
-    rendering the conversation without the turn and with a changed turn. After an answer that was cut off
-    ("finish_reason": "length") only the template wrote the closing text, so it is not marked. progress: show a bar.
-    Raises ValueError, with the example, if the template refuses a conversation, or if the mask cannot be derived, marks
-    nothing, or marks everything.
+    markers it marks each assistant turn from the generation prompt to the end of its closing text (answer_spans.py). Whitespace
+    after the end token is not marked (with `rules` 0, of runs begun before there were others, it is). After an answer that was cut
+    off ("finish_reason": "length") only the template wrote the closing text, so it is not marked, and no answer of "weight" 0 is.
+    progress: show a bar.
+
+    Conversations that the template refuses, or whose mask cannot be derived, marks nothing or marks everything, are left out;
+    `note` is told how many of each kind. If they are more than a tenth, ValueError shows the first. `note` is also told of fields
+    that the template has no place for, and of an end token that is not supervised.
     """
-    if not getattr(tokenizer, "is_fast", False):
-        raise ValueError(
-            f"{type(tokenizer).__name__} gives no character offsets, which masks need; use a fast tokenizer"
-        )
-    if not tokenizer.chat_template:
-        raise ValueError(
-            f"the tokenizer {tokenizer.name_or_path!r} has no chat template; set tokenizer.chat_template, or use the "
-            "tokenizer of an instruction-tuned model"
-        )
-    encode = _encode_by_markers if _GENERATION.search(tokenizer.get_chat_template()) else _encode_by_rendering
-    encoded = []
+    encoder = _Encoder(tokenizer, trims=rules > 0)
+    encoded, left_out, kept = [], [], []
     with tqdm(total=len(conversations), desc="tokenising", unit=" conversations", disable=not progress) as bar:
         for start in range(0, len(conversations), _BATCH):
             batch = conversations[start : start + _BATCH]
-            try:
-                pairs = list(_encode(encode, tokenizer, batch))
-            except jinja2.TemplateError as error:
-                raise _template_error(error, encode, tokenizer, batch) from error
-            for messages, (ids, supervised) in zip(batch, pairs):
-                if not any(supervised):
-                    raise _mask_error("marks no token as the assistant's", tokenizer, messages)
-                if all(supervised):
-                    raise _mask_error("marks every token, the request's too, as the assistant's", tokenizer, messages)
-                encoded.append((ids, supervised))
+            for messages, one in zip(batch, encoder.encode(batch)):
+                if isinstance(one, Unencodable):
+                    left_out.append(one)
+                else:
+                    encoded.append(one)
+                    kept.append(messages)
             bar.update(len(batch))
+    if left_out:
+        counted = f"{len(left_out):,} of {len(conversations):,} conversations are left out: {_count(left_out)}"
+        if len(left_out) > _MOST_LEFT_OUT * len(conversations):
+            raise ValueError(str(left_out[0]) + ("" if len(conversations) == 1 else f"\n({counted})"))
+        note(f"{counted}. The first: {left_out[0]}")
+    for text in chain(encoder.fields_without_place(kept), encoder.missing_ends(kept, encoded)):
+        note(text)
     return encoded
 
 
-def _encode_by_markers(tokenizer, batch: list[list[dict]]) -> Iterator[tuple[list[int], list[bool]]]:
-    encoding = tokenizer.apply_chat_template(
-        list(batch), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-    )
-    for ids, mask in zip(encoding["input_ids"], encoding["assistant_masks"]):
-        yield list(ids), [bool(mark) for mark in mask]
+def choose_encodable(tokenizer, conversations: Sequence[list[dict]], note: Callable[[str], None]) -> list[list[dict]]:
+    """Those of a few conversations that the template encodes. ValueError if it encodes none."""
+    encoder = _Encoder(tokenizer, trims=True)
+    found = encoder.encode(conversations) if conversations else []
+    left_out = [one for one in found if isinstance(one, Unencodable)]
+    if left_out:
+        if len(left_out) == len(found):
+            raise left_out[0]
+        note(f"{len(left_out)} of {len(found)} conversations to measure on are left out: {_count(left_out)}")
+    return [messages for messages, one in zip(conversations, found) if not isinstance(one, Unencodable)]
 
 
-def _encode_by_rendering(tokenizer, batch: list[list[dict]]) -> Iterator[tuple[list[int], list[bool]]]:
-    texts, spans = zip(*(_assistant_spans(tokenizer, messages) for messages in batch))
-    # The template has already written the special tokens.
-    encoding = tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=True)
-    for ids, offsets, turns in zip(encoding["input_ids"], encoding["offset_mapping"], spans):
-        marks = [any(a <= start < b for a, b in turns) and end > start for start, end in offsets]
-        yield list(ids), marks
+class _Encoder:
+    """The encoding of conversations by one tokenizer. trims: whitespace after an end token is not supervised."""
 
+    def __init__(self, tokenizer, trims: bool):
+        if not getattr(tokenizer, "is_fast", False):
+            raise ValueError(
+                f"{type(tokenizer).__name__} gives no character offsets, which masks need; use a fast tokenizer"
+            )
+        if not tokenizer.chat_template:
+            raise ValueError(
+                f"the tokenizer {tokenizer.name_or_path!r} has no chat template; set tokenizer.chat_template, or use the "
+                "tokenizer of an instruction-tuned model"
+            )
+        self.tokenizer, self.trims = tokenizer, trims
+        self.source = str(tokenizer.chat_template)
+        self.has_markers = bool(_GENERATION.search(tokenizer.get_chat_template()))
+        self.special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self.special |= {tokenizer.eos_token_id} - {None}
+        self._blank = {}  # of token ids: whether they are whitespace
 
-def _assistant_spans(tokenizer, messages: list[dict]) -> tuple[str, list[tuple[int, int]]]:
-    """The rendered conversation, and (start, end) in characters of each assistant turn."""
-
-    text = _render(tokenizer, messages)
-    spans = []
-    for turn, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        # A turn begins after the generation prompt. Templates do not render an empty conversation, so a first turn begins at its
-        # content.
-        if turn:
-            before = _render(tokenizer, messages[:turn], prompt=True)
-        else:
-            before = _before_first_turn(tokenizer, messages)
-        content_end, end = _closing_span(tokenizer, messages, turn, text)
-        if not text.startswith(before) or content_end < len(before):
-            raise _turn_error(turn, tokenizer, messages)
-        spans.append((len(before), end))
-    return text, spans
-
-
-def _before_first_turn(tokenizer, messages: list[dict]) -> str:
-    """The text that the template writes before the content of the first turn."""
-    # Templates of thinking models drop the content before </think>, and a sentinel with it.
-    for content in (_SENTINEL + messages[0]["content"], _SENTINEL):
-        before, found, _ = _render(tokenizer, [{**messages[0], "content": content}, *messages[1:]]).partition(_SENTINEL)
-        if found:
-            break
-    return before
-
-
-def _closing_span(tokenizer, messages: list[dict], turn: int, text: str) -> tuple[int, int]:
-    """(start, end) of the closing text of an assistant turn, after its content, in the rendered conversation."""
-    # Text is appended to the content, and the unchanged rest of the rendering begins where the content ends. The turn is changed
-    # in its place, because templates may strip whitespace and render earlier turns unlike the last.
-    altered = {**messages[turn], "content": messages[turn]["content"] + _SENTINEL}
-    _, found, rest = _render(tokenizer, [*messages[:turn], altered, *messages[turn + 1 :]]).partition(_SENTINEL)
-    _, found_last, closing = _render(tokenizer, [*messages[:turn], altered]).partition(_SENTINEL)
-    if not (found and found_last and text.endswith(rest) and rest.startswith(closing)):
-        raise _turn_error(turn, tokenizer, messages)
-    content_end = len(text) - len(rest)
-    return content_end, content_end + len(closing)
-
-
-def _render(tokenizer, messages: list[dict], prompt: bool = False) -> str:
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
-
-
-def _encode(encode, tokenizer, batch: list[list[dict]]) -> Iterator[tuple[list[int], list[bool]]]:
-    """`encode` of a batch, without marks on closing text that no answer had."""
-    for messages, (ids, supervised) in zip(batch, encode(tokenizer, batch)):
-        if any(is_cut(message) for message in messages):
-            supervised = _unmark_unwritten_ends(tokenizer, messages, ids, supervised)
-        yield ids, supervised
-
-
-def _unmark_unwritten_ends(tokenizer, messages: list[dict], ids: list[int], supervised: list[bool]) -> list[bool]:
-    """`supervised` without the closing text (and end token) that only the template wrote after answers cut off."""
-    text = _render(tokenizer, messages)
-    spans = [_closing_span(tokenizer, messages, turn, text) for turn, m in enumerate(messages) if is_cut(m)]
-    offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-    assert len(offsets) == len(ids)
-    return [mark and not any(a <= start < b for a, b in spans) for mark, (start, _) in zip(supervised, offsets)]
-
-
-def _template_error(error, encode, tokenizer, batch: list[list[dict]]) -> ValueError:
-    """The exception for a template that failed with `error` on a conversation of the batch; encoding each alone finds it."""
-    culprit = batch[0]
-    for messages in batch:
+    def encode(self, batch: Sequence[list[dict]]) -> list[tuple[list[int], list[bool]] | Unencodable]:
+        """(ids, supervised) of each conversation, or what is wrong with it."""
         try:
-            list(_encode(encode, tokenizer, [messages]))
-        except jinja2.TemplateError as own:
-            culprit, error = messages, own
-            break
-    reason = str(error).strip() or type(error).__name__
-    try:
-        tokenizer.apply_chat_template(culprit, tokenize=False)
-    except jinja2.TemplateError:
-        return ValueError(
-            f"the chat template of {tokenizer.name_or_path!r} refuses a conversation: {reason}. Change or leave out "
-            "conversations of this kind (many templates want user and assistant by turns, some no system turn), or use a "
-            f"template that takes them. The example: {excerpt({'messages': culprit})}"
-        )
-    # The whole conversation is fine; the template refused a part of it, rendered to find the assistant's turns.
-    return _mask_error(f"refuses a part of a conversation ({reason})", tokenizer, culprit)
+            pairs = list(self._encode(batch))
+        except (jinja2.TemplateError, TypeError, Unencodable):
+            if len(batch) > 1:  # encoding each alone finds those at fault
+                return [one for messages in batch for one in self.encode([messages])]
+            return [self._fault(batch[0])]
+        return [self._checked(messages, *pair) for messages, pair in zip(batch, pairs)]
+
+    def _fault(self, messages: list[dict]) -> Unencodable:
+        try:
+            list(self._encode([messages]))
+        except Unencodable as error:
+            return error
+        except (jinja2.TemplateError, TypeError) as error:
+            return template_error(error, self.tokenizer, messages)
+        raise AssertionError("encoded at the second attempt")
+
+    def _checked(self, messages, ids, supervised):
+        if self._calls_unseen(messages):
+            what = "with calls of tools, which the chat template does not render"
+            return Unencodable(
+                what,
+                f"a conversation {what}: use the template of a model that calls tools, or leave such conversations out. The "
+                f"example: {excerpt({'messages': messages})}",
+            )
+        if not any(supervised):
+            return mask_error("marks no token as the assistant's", self.tokenizer, messages)
+        if all(supervised):
+            return mask_error("marks every token, the request's too, as the assistant's", self.tokenizer, messages)
+        return ids, self._without_space_after_ends(ids, supervised) if self.trims else supervised
+
+    def _encode(self, batch) -> Iterator[tuple[list[int], list[bool]]]:
+        encode = self._encode_by_markers if self.has_markers else self._encode_by_rendering
+        for messages, (ids, supervised) in zip(batch, encode(batch)):
+            if any(is_cut(message) or message.get("weight") == 0 for message in messages):
+                supervised = self._unmark(messages, ids, supervised)
+            yield ids, supervised
+
+    def _encode_by_markers(self, batch) -> Iterator[tuple[list[int], list[bool]]]:
+        plain = [split_tools(messages) for messages in batch]
+        # The template is called with the tools of one conversation.
+        calls = [([messages], tools) for messages, tools in plain]
+        if not any(tools for _, tools in plain):
+            calls = [([messages for messages, _ in plain], None)]
+        for conversations, tools in calls:
+            encoding = self.tokenizer.apply_chat_template(
+                conversations, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            )
+            for ids, mask in zip(encoding["input_ids"], encoding["assistant_masks"]):
+                yield list(ids), [bool(mark) for mark in mask]
+
+    def _encode_by_rendering(self, batch) -> Iterator[tuple[list[int], list[bool]]]:
+        texts, spans = zip(*(assistant_spans(self.tokenizer, messages) for messages in batch))
+        # The template has already written the special tokens.
+        encoding = self.tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=True)
+        for ids, offsets, turns in zip(encoding["input_ids"], encoding["offset_mapping"], spans):
+            marks = [any(a <= start < b for a, b in turns) and end > start for start, end in offsets]
+            yield list(ids), marks
+
+    def _unmark(self, messages: list[dict], ids: list[int], supervised: list[bool]) -> list[bool]:
+        """`supervised` without answers of weight 0, and without the closing text that only the template wrote after cut ones."""
+        text = render(self.tokenizer, messages)
+        spans = []
+        for turn, message in enumerate(messages):
+            if message.get("weight") == 0:
+                spans.append(turn_span(self.tokenizer, messages, turn, text))
+            elif is_cut(message):
+                spans.append(closing_span(self.tokenizer, messages, turn, text))
+        offsets = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        assert len(offsets) == len(ids)
+        return [mark and not any(a <= start < b for a, b in spans) for mark, (start, _) in zip(supervised, offsets)]
+
+    def _without_space_after_ends(self, ids: list[int], supervised: list[bool]) -> list[bool]:
+        """`supervised` without what templates write after an answer's end token, where the model has stopped: whitespace, and
+        special tokens after it."""
+        supervised = list(supervised)
+        for start, end in stretches(supervised):
+            cut = last = end
+            while last > start and (ids[last - 1] in self.special or self._is_blank(ids[last - 1])):
+                last -= 1
+                if ids[last] in self.special and last + 1 < end and self._is_blank(ids[last + 1]):
+                    cut = last + 1
+            supervised[cut:end] = [False] * (end - cut)
+        return supervised
+
+    def _is_blank(self, token: int) -> bool:
+        if token not in self._blank:
+            blank = token not in self.special and not self.tokenizer.decode([token]).strip()
+            self._blank[token] = blank
+        return self._blank[token]
+
+    def _calls_unseen(self, messages) -> bool:
+        """Whether a conversation calls tools and the template does not render it."""
+        return "tool_calls" not in self.source and any(m["role"] == "tool" or "tool_calls" in m for m in messages)
+
+    def fields_without_place(self, conversations) -> Iterator[str]:
+        """What to tell the user of fields that the template does not write."""
+        if not re.search(r"\btools\b", self.source) and (
+            tools := sum("tools" in messages[0] for messages in conversations)
+        ):
+            yield f"the chat template does not write tools: those of {tools:,} conversations are left out"
+        unwritten = total = 0
+        for messages in conversations:
+            thoughts = list(filter(None, map(_thoughts, messages)))
+            if thoughts:
+                text = render(self.tokenizer, messages)
+                total += len(thoughts)
+                unwritten += sum(one not in text for one in thoughts)
+        if unwritten:
+            yield (
+                f"the chat template does not write the thoughts of {unwritten:,} of {total:,} answers that have any: they are "
+                "left out (many templates keep only those of the last answer)"
+            )
+
+    def missing_ends(self, conversations, encoded) -> Iterator[str]:
+        """What to tell the user if no whole answer has its end token supervised."""
+        after, total = Counter(), 0
+        for messages, (ids, supervised) in zip(conversations, encoded):
+            if any(map(is_cut, messages)):
+                continue
+            for _, end in stretches(self._without_space_after_ends(ids, supervised)):
+                if ids[end - 1] in self.special:
+                    return
+                total += 1
+                after[ids[end] if end < len(ids) and ids[end] in self.special else None] += 1
+        if not total:
+            return
+        token, _ = after.most_common(1)[0]
+        learns = "so the head does not learn where answers end"
+        if self.has_markers and token is not None:
+            name = self.tokenizer.convert_ids_to_tokens(token)
+            yield (
+                "no answer's end token is supervised: the {% generation %} markers of the chat template leave "
+                f"{name!r} out, {learns}; move {{% endgeneration %}} after it"
+            )
+        else:
+            yield (
+                f"no answer's end token is supervised: the chat template closes no answer with a special token, {learns}; if the "
+                f"model ends answers with one (the tokenizer's is {self.tokenizer.eos_token!r}), write it after the assistant's "
+                "content in the template"
+            )
 
 
-def _turn_error(turn: int, tokenizer, messages: list[dict]) -> ValueError:
-    return _mask_error(f"does not show where turn {turn + 1} begins and ends", tokenizer, messages)
+def stretches(supervised: Sequence[bool]) -> list[tuple[int, int]]:
+    """(start, end) of each run of marked tokens."""
+    edges = np.flatnonzero(np.diff(np.asarray(supervised, dtype=np.int8), prepend=0, append=0))
+    return list(zip(edges[::2].tolist(), edges[1::2].tolist()))
 
 
-def _mask_error(what: str, tokenizer, messages: list[dict]) -> ValueError:
-    return ValueError(
-        f"the chat template of {tokenizer.name_or_path!r} {what}, so the assistant's tokens cannot be told apart; "
-        "enclose them in {% generation %} ... {% endgeneration %} in the template. The example: "
-        + excerpt({"messages": messages})
-    )
+def _thoughts(message: dict) -> str:
+    """Thoughts of an answer, in a field of their own or at the beginning of the content."""
+    if message["role"] != "assistant":
+        return ""
+    thoughts, ended, _ = message["content"].rpartition("</think>")
+    return (message.get("reasoning_content") or (thoughts if ended else "")).removeprefix("<think>").strip()
+
+
+def _count(faults: list[Unencodable]) -> str:
+    return ", ".join(f"{count:,} {kind}" for kind, count in Counter(error.kind for error in faults).most_common())

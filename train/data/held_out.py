@@ -7,17 +7,18 @@ from pathlib import Path
 from .conversations import BUILT_IN, load_conversations, split_of
 
 
-def choose_held_out(conversations, count, *, data, eval_data, target, note):
+def choose_held_out(conversations, count, *, data, eval_data, target, note, with_fields=True):
     """(conversations to train on, `count` held-out conversations).
 
     Held-out ones come from `eval_data` if given, without conversations of the training data. With a built-in set they come from the
     target's own heldout.jsonl, else from the set's held-out modules. Otherwise `conversations` are split by a hash of their text.
-    note: as load_conversations takes it.
+    note, with_fields: as load_conversations takes them.
     """
     if not count:
         return conversations, []
     if eval_data:
-        held_out = load_conversations(f"{eval_data}:heldout" if eval_data in BUILT_IN else eval_data, note=note)
+        source = f"{eval_data}:heldout" if eval_data in BUILT_IN else eval_data
+        held_out = load_conversations(source, note=note, with_fields=with_fields)
         return conversations, _not_trained_on(conversations, held_out, count, data=data, eval_data=eval_data, note=note)
     if are_shipped(data, eval_data, target):
         return conversations, load_conversations(str(_shipped(target)))[:count]

@@ -13,7 +13,7 @@ import torch
 from ..loss.distillation import find_labels
 from ..run.optimization import NonFiniteLoss
 from .conversations import load_conversations
-from .encoding import encode_conversations
+from .encoding import choose_encodable, encode_conversations
 from .held_out import choose_held_out
 from .packing import PackedRows, pack
 
@@ -22,7 +22,8 @@ TOLD_TOKENS = 48  # tokens that an error shows of each row
 
 def load_documents(recipe, tokenizer, note):
     """(documents to train on, held-out conversations) of a run: lists of (ids, supervised) and of messages."""
-    conversations = load_conversations(recipe.data, note=note)
+    with_fields = recipe.data_rules > 0
+    conversations = load_conversations(recipe.data, note=note, with_fields=with_fields)
     conversations, held_out = choose_held_out(
         conversations,
         recipe.eval_prompts,
@@ -30,13 +31,24 @@ def load_documents(recipe, tokenizer, note):
         eval_data=recipe.eval_data,
         target=recipe.target,
         note=note,
+        with_fields=with_fields,
     )
-    documents = choose_documents(tokenizer, conversations, recipe.row_length, recipe.max_tokens, recipe.seed)
-    return documents, held_out
+    documents = choose_documents(
+        tokenizer,
+        conversations,
+        recipe.row_length,
+        recipe.max_tokens,
+        recipe.seed,
+        note=note,
+        rules=recipe.data_rules,
+    )
+    return documents, choose_encodable(tokenizer, held_out, note)
 
 
-def choose_documents(tokenizer, conversations, row_length, max_tokens, seed):
-    """Encode conversations in an order drawn from `seed`, at most `max_tokens` of them (0: all).  -> list of (ids, supervised)"""
+def choose_documents(tokenizer, conversations, row_length, max_tokens, seed, **encoding):
+    """Encode conversations in an order drawn from `seed`, at most `max_tokens` of them (0: all).  -> list of (ids, supervised)
+
+    encoding: note, rules of encode_conversations."""
     conversations = list(conversations)
     random.Random(seed).shuffle(conversations)
     if max_tokens:
@@ -47,7 +59,7 @@ def choose_documents(tokenizer, conversations, row_length, max_tokens, seed):
             if room < 0:
                 break
         conversations = conversations[:kept]
-    encoded = encode_conversations(tokenizer, conversations, progress=True)
+    encoded = encode_conversations(tokenizer, conversations, progress=True, **encoding)
     if max_tokens:
         total = np.cumsum([min(len(ids), row_length) for ids, _ in encoded])
         encoded = encoded[: max(int((total <= max_tokens).sum()), 1)]

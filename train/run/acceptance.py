@@ -32,6 +32,7 @@ def build_meter(recipe, target, head, conversations, *, tokenizer, note):
         max_length=min(target.max_positions, 2 * recipe.row_length),
         chunk_tokens=recipe.chunk_tokens,
         note=note,
+        rules=recipe.data_rules,
     )
 
 
@@ -39,13 +40,13 @@ class AcceptanceMeter:
     """Measures a head on held-out conversations.
 
     target: FrozenTarget; head: read in place; conversations: held-out ones; max_tokens: new tokens per prompt; max_length: longest
-    prompt + output; note(text) tells the user. Raises ValueError if no conversation fits.
+    prompt + output; note(text) tells the user; rules: of encode_conversations. Raises ValueError if no conversation fits.
     """
 
-    def __init__(self, target, head, conversations, *, tokenizer, max_tokens, max_length, chunk_tokens, note):
+    def __init__(self, target, head, conversations, *, tokenizer, max_tokens, max_length, chunk_tokens, note, rules=1):
         self.target, self.tokenizer, self.head = target, tokenizer, head
         self.chunk_tokens, self.max_tokens, self.note, self.llm = chunk_tokens, max_tokens, note, None
-        encoded = encode_conversations(tokenizer, conversations)
+        encoded = encode_conversations(tokenizer, conversations, rules=rules)
         prompts = [ids[: supervised.index(True)] for ids, supervised in encoded]
         fits = [0 < len(prompt) <= max_length - max_tokens for prompt in prompts]
         self.prompts = [{"prompt": tokenizer.decode(p), "prompt_token_ids": p} for p, fit in zip(prompts, fits) if fit]

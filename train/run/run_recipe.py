@@ -6,6 +6,7 @@ A script declares `Recipe(RunRecipe)` with the keys of its head; a key that it r
 import math
 from dataclasses import MISSING, dataclass
 
+from ..data.template_date import check_date
 from ..loss.losses import LOSSES
 from .checkpointing import choose_checkpoint
 from .optimization import warmup_cosine
@@ -27,6 +28,17 @@ class RunRecipe:
         "other than train follows a colon: OWNER/NAME:train_sft",
     )
     output: str = key(MISSING, "the run folder, e.g. runs/first; it must be new unless the run is resumed")
+    template_date: str = key(
+        "",
+        "date (YYYY-MM-DD) that a chat template prints where it prints today's; empty: the day of the run's start, kept there",
+    )
+    data_rules: int = key(
+        0,
+        "rules by which data become labels. 1, of new runs: reasoning_content, tools and tool_calls are rendered, and no label "
+        "comes after an end token; 0: those of a run begun before there were others, which it keeps",
+        least=0,
+        most=1,
+    )
     target_dtype: str = key(
         "auto",
         "dtype of its weights; auto: bfloat16 on a GPU, float32 on the CPU",
@@ -99,6 +111,7 @@ class RunRecipe:
 
     def __post_init__(self):
         check_values(self)
+        check_date(self.template_date)
         if not self.max_steps and not self.num_epochs:
             raise ValueError("num_epochs and max_steps are both 0: give one of them, or nothing is trained")
         if self.feature_cache and not self.cache_features:
@@ -128,6 +141,7 @@ CHANGEABLE |= {
     "eval_every",
     "eval_tokens",
     "eval_data",
+    "template_date",  # the rows tell whether it is the run's
     "feature_cache",
     "batch_rows",
     "accumulate",

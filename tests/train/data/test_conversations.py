@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from headstart.train.data.conversations import load_conversations
+from headstart.train.data.conversations import load_conversations, write_conversations
 
 
 def write(path, *lines):
@@ -68,7 +68,7 @@ GOOD = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "co
             {"messages": [{"role": "user", "content": "alone"}]},
             r"bad\.jsonl, line 3: .*without an assistant turn.*alone",
         ),
-        ({"messages": [{"role": "tool", "content": "x"}]}, r"line 3: a turn needs a role, one of .*tool"),
+        ({"messages": [{"role": "narrator", "content": "x"}]}, r"line 3: a turn needs a role, one of .*narrator"),
         ({"messages": [{"role": "assistant", "content": None}]}, r"line 3: a turn needs a role.*null"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, r"line 3: a turn needs .*image"),
     ],
@@ -106,6 +106,85 @@ def test_a_few_records_without_use_are_left_out_and_counted(tmp_path):
     assert "line 44: expected an object" in text
     with pytest.raises(ValueError, match=r"line 43: expected an object .*\n.*of 49 records 2 without an answer"):
         load_conversations(write(tmp_path / "b.jsonl", *good[1:], *empty, *odd))
+
+
+def test_last_line_of_a_file_that_was_cut_is_left_out_and_counted(tmp_path):
+    """Even within a character; with a line end after it, the line was written so."""
+    path, said = tmp_path / "a.jsonl", []
+    whole = "".join(json.dumps(GOOD) + "\n" for _ in range(10)).encode()
+    last = json.dumps({"messages": [{"role": "user", "content": "é"}]}, ensure_ascii=False).encode()
+    for end in (20, last.index("é".encode()) + 1):
+        path.write_bytes(whole + last[:end])
+        assert load_conversations(str(path), note=said.append) == [GOOD["messages"]] * 10
+        assert "1 of 11 records are left out: 1 cut off, the last line of the file. The first: " in said[-1]
+        assert "line 11: not JSON" in said[-1]
+    path.write_bytes(whole + last[:20] + b"\n")
+    with pytest.raises(ValueError, match="line 11: not JSON"):
+        load_conversations(str(path))
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+FIELDS = {
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+    "messages": [
+        {"role": "user", "content": "q", "weight": 1},
+        {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning": "hm", "weight": 0},
+        {"role": "tool", "content": "x", "tool_call_id": "1"},
+        {"role": "assistant", "content": "a", "reasoning_content": "so", "weight": 1},
+    ],
+}
+
+
+def test_fields_of_messages_are_kept_for_the_template(tmp_path):
+    first, call, result, _ = FIELDS["messages"]
+    function = {"name": "f", "arguments": {"a": 1}}
+    expected = [
+        {"role": "user", "content": "q", "tools": FIELDS["tools"]},
+        {
+            "role": "assistant",
+            "content": "",
+            "reasoning_content": "hm",
+            "tool_calls": [{**CALL, "function": function}],
+            "weight": 0,
+        },
+        result,
+        {"role": "assistant", "content": "a", "reasoning_content": "so"},
+    ]
+    said = []
+    as_text = {**FIELDS, "tools": json.dumps(FIELDS["tools"])}
+    found = load_conversations(write(tmp_path / "a.jsonl", FIELDS, as_text), note=said.append)
+    assert found == [expected] * 2
+    assert said == []
+    write_conversations(tmp_path / "b.jsonl", found)
+    assert load_conversations(str(tmp_path / "b.jsonl")) == found
+    assert json.loads((tmp_path / "b.jsonl").read_text().split("\n")[0])["tools"] == FIELDS["tools"]
+    # Answers of weight 0 teach nothing; however many there are, that is no fault.
+    path = write(tmp_path / "c.jsonl", {"messages": [first, call]}, GOOD)
+    assert load_conversations(path, note=said.append) == [GOOD["messages"]]
+    assert "1 of 2 records are left out: 1 whose answers all have weight 0. The first: " in said[0]
+
+
+def test_fields_of_another_shape_are_counted(tmp_path):
+    user, answer = GOOD["messages"]
+    odd = {**answer, "weight": 0.5, "tool_calls": "f()", "function_call": {"name": "f"}, "reasoning": ["hm"]}
+    said = []
+    path = write(tmp_path / "a.jsonl", {"messages": [user, odd], "tools": "clock"}, GOOD)
+    assert load_conversations(path, note=said.append) == [GOOD["messages"]] * 2
+    (text,) = said
+    assert "fields of messages and records that are left out: " in text
+    for name in ("function_call", "tool_calls", "reasoning_content", "tools", "weight other than 0 and 1"):
+        assert f"1 {name}" in text
+
+
+def test_fields_can_be_left_out_which_is_counted(tmp_path):
+    """As a run that was begun before they were kept read them, and as answers are made anew."""
+    user, answer = GOOD["messages"]
+    thought = {"messages": [user, {**answer, "reasoning_content": "hm", "weight": 0}], "tools": FIELDS["tools"]}
+    said = []
+    path = write(tmp_path / "a.jsonl", *[GOOD] * 9, thought, FIELDS)
+    assert load_conversations(path, note=said.append, with_fields=False) == [GOOD["messages"]] * 10
+    assert "1 of 11 records are left out: 1 with a turn without text" in said[0]
+    assert said[1].endswith("left out: 1 tools, 1 reasoning_content, 1 weight")
 
 
 def test_half_a_character_becomes_the_sign_for_one(tmp_path):

@@ -40,7 +40,7 @@ def test_what_is_trained_on_is_not_measured_on(conversations, tmp_path):
 
 
 def test_a_built_in_set_is_measured_on_its_held_out_part(monkeypatch):
-    monkeypatch.setattr(held_out_module, "load_conversations", lambda data, note: [[{"role": "user", "content": data}]])
+    monkeypatch.setattr(held_out_module, "load_conversations", lambda data, **_: [[{"role": "user", "content": data}]])
     assert choose([MESSAGES], 16, data="x", eval_data="stdlib")[1] == [[{"role": "user", "content": "stdlib:heldout"}]]
 
 

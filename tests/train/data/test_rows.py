@@ -28,7 +28,7 @@ def test_what_the_cap_drops_is_not_encoded_first(monkeypatch):
     """Sixteen characters a token are taken for more than enough: what lies after them is not even encoded."""
     asked = []
 
-    def encode(tokenizer, conversations, progress):
+    def encode(tokenizer, conversations, progress, **_):
         asked.append(len(conversations))
         return [([1] * (len(messages[0]["content"]) // 4), []) for messages in conversations]
 
