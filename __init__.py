@@ -8,6 +8,10 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "LLM": ".inference.llm",
     "SamplingParams": ".inference.sampling_params",
+    "RequestOutput": ".inference.outputs",
+    "CompletionOutput": ".inference.outputs",
+    "TextPrompt": ".inference.inputs",
+    "TokensPrompt": ".inference.inputs",
     "load_head": ".heads.checkpoint",
     "save_head": ".heads.checkpoint",
     "Medusa": ".heads.medusa",

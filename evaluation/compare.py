@@ -80,7 +80,7 @@ def compare(target, heads, prompts, temperatures=(0.0, 0.8), max_tokens=96, seed
             runs = list(contestants())
             for run in runs:  # the first calls include allocations and thread start-up
                 run.llm.generate([prompts[0]], SamplingParams(temperature=temperature, max_tokens=8, seed=seed))
-                run.before = run.llm.get_metrics()
+                run.before = run.llm.get_stats()
             for number, prompt in enumerate(prompts):
                 params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed + number)
                 for run in runs:
@@ -91,7 +91,7 @@ def compare(target, heads, prompts, temperatures=(0.0, 0.8), max_tokens=96, seed
 
 
 def _row(run, plain, temperature):
-    after = run.llm.get_metrics()
+    after = run.llm.get_stats()
     steps = after["num_spec_steps"] - run.before["num_spec_steps"]
     accepted = after["num_accepted_tokens"] - run.before["num_accepted_tokens"]
     rate = run.tokens / run.seconds

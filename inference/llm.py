@@ -2,19 +2,23 @@
 
 import inspect
 import time
+import warnings
 from dataclasses import replace
 from numbers import Integral
 
 from tqdm import tqdm
 
-from ..heads.storage.keywords import ASKS_NOTHING, VLLM_ARGUMENTS, VLLM_CALLS, reject_unknown
+from ..heads.storage.keywords import reject_unknown
 from .engine.engine import Engine
-from .engine.options import EngineOptions, check_whole
+from .engine.options import EngineOptions, check_whole, python_value
+from .metrics import metrics_of
 from .models.adapter import MERGED_KEY, choose_adapter, warn_unless_adapted
 from .models.decoder import LOAD_FORMATS, check_supported
 from .models.target_source import (
+    at_revision,
     check_used_in_place,
     eos_token_ids,
+    generation_config,
     load_decoder,
     load_tokenizer,
     named_device,
@@ -29,6 +33,11 @@ from .speculation.options import SpeculativeOptions
 from .speculation.proposers import warn_of_missing_stop_tokens
 from .speculation.speculation import choose_speculation
 from .speculation.tree import MAX_NODES
+from .vllm_api import CALLS, CHAT, LLM_ARGUMENTS, MISSING
+
+# What a generation config says about sampling, and its name in SamplingParams.
+GENERATION = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+GENERATION["max_new_tokens"] = "max_tokens"
 
 
 class LLM:
@@ -37,7 +46,7 @@ class LLM:
     model: a folder or Hub id in Hugging Face layout; a loaded *ForCausalLM (used in place, without a second copy); a Hugging Face
         config, with load_format "dummy"; or another LLM, whose weights are shared.
     tokenizer: folder, Hub id or tokenizer object; None: the model's own.
-    dtype: "auto", "bfloat16", "float16", "float32" or a torch.dtype. auto: the checkpoint's on a GPU; on the CPU bfloat16 or
+    dtype: "auto", "bfloat16", "float16" ("half"), "float32" ("float") or a torch.dtype. auto: the checkpoint's on a GPU; on the CPU bfloat16 or
         float32, whichever this machine measures faster. A loaded model keeps its own.
     device: "auto" or None (a GPU if there is one), "cpu", "cuda", "cuda:1" ... or a torch.device.
     max_model_len: longest prompt + output in tokens; None: the model's own limit.
@@ -49,7 +58,9 @@ class LLM:
     enable_prefix_caching: keep full pages of KV by content, and use them again for prompts that begin alike.
     enforce_eager: launch kernels one by one on a GPU instead of replaying CUDA graphs (for debugging; the outputs are equal).
     load_format: "auto" reads the weights; "dummy" makes random ones of the model's shape.
-    seed: requests without a seed of their own derive one from this and their number.
+    seed: requests without a seed of their own derive one from this and their number; None: 0.
+    revision: branch, tag or commit of a model on the Hub. download_dir: where its files go, instead of the Hub's cache.
+    max_logprobs: the most that SamplingParams.logprobs may ask for; -1: no limit.
     speculative_config: None for plain decoding, or a dict with
         model: a head of any family (folder, run, Hub id or module), or a smaller model of the same vocabulary (folder, Hub id with
         method "draft_model", or loaded); revision: branch, tag or commit of a head on the Hub (as in model "OWNER/NAME@REVISION");
@@ -92,18 +103,26 @@ class LLM:
         speculative_config=None,
         logprobs_mode="raw_logprobs",
         adapter=None,
+        revision=None,
+        download_dir=None,
+        max_logprobs=100,
         **unknown,
     ):
         names = [name for name in inspect.signature(LLM.__init__).parameters if name not in ("self", "unknown")]
-        reject_unknown(unknown, names, "LLM argument", VLLM_ARGUMENTS, ASKS_NOTHING)
+        reject_unknown(unknown, names, "LLM argument", LLM_ARGUMENTS)
+        if unknown.get("trust_remote_code"):
+            warnings.warn("trust_remote_code: no code of a model is run here, whatever it says", stacklevel=2)
+        max_num_seqs = 8 if max_num_seqs is None else python_value(max_num_seqs)
+        max_model_len, seed = python_value(max_model_len), 0 if seed is None else python_value(seed)
         options = EngineOptions(
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_batched_tokens=2048 if max_num_batched_tokens is None else max_num_batched_tokens,
             gpu_memory_utilization=gpu_memory_utilization,
             num_gpu_blocks_override=num_gpu_blocks_override,
             enable_prefix_caching=enable_prefix_caching,
             enforce_eager=enforce_eager,
             logprobs_mode=logprobs_mode,
+            max_logprobs=max_logprobs,
         )
         check_whole("seed", seed, 0)
         if load_format not in LOAD_FORMATS:
@@ -112,6 +131,7 @@ class LLM:
         speculative = SpeculativeOptions.parse(speculative_config)
 
         # Everything that can be refused is refused before the target's weights are read.
+        model = at_revision(model, revision, download_dir)
         shared = model if isinstance(model, LLM) else None
         config, self.model_name = (shared.config, shared.model_name) if shared else target_config(model, load_format)
         check_supported(config)
@@ -130,7 +150,7 @@ class LLM:
         if shared:
             self.tokenizer = shared.tokenizer if tokenizer is None else load_tokenizer(tokenizer, None)
             decoder = self._share(shared, dtype, device)
-            eos_ids = shared.eos_token_ids
+            eos_ids, self.generation_config = shared.eos_token_ids, shared.generation_config
         else:
             self.tokenizer = load_tokenizer(tokenizer, model)
             positions = self.max_model_len + MAX_NODES
@@ -144,6 +164,7 @@ class LLM:
                 adapter=merged,
             )
             eos_ids = eos_token_ids(model, config, self.tokenizer)
+            self.generation_config = generation_config(model)
         warn_of_missing_stop_tokens(choice.head, eos_ids)
         speculation = choice.build(decoder, self.max_model_len + MAX_NODES)
         engine = Engine.build(decoder, eos_ids, replace(options, max_model_len=self.max_model_len), speculation)
@@ -181,7 +202,7 @@ class LLM:
         them. sampling_params: one for all, or one per prompt; None: SamplingParams(). All inputs are checked before any work.
         others: further arguments of vLLM, accepted only at values that change nothing.
         """
-        reject_unknown(others, ("prompts", "sampling_params", "use_tqdm"), "argument", VLLM_CALLS, ASKS_NOTHING)
+        reject_unknown(others, ("prompts", "sampling_params", "use_tqdm"), "argument", CALLS)
         prompts = _as_prompt_list(prompts)
         if sampling_params is None:
             sampling_params = SamplingParams()
@@ -219,18 +240,39 @@ class LLM:
             self.session.cancel(submission)
         return self.session.output(submission)
 
-    def chat(self, messages, sampling_params=None, use_tqdm=False, chat_template_kwargs=None, **others):
+    def chat(
+        self,
+        messages,
+        sampling_params=None,
+        use_tqdm=False,
+        chat_template_kwargs=None,
+        *,
+        tools=None,
+        chat_template=None,
+        add_generation_prompt=True,
+        continue_final_message=False,
+        **others,
+    ):
         """Outputs for one conversation (a list of {"role", "content"}) or several, through the tokenizer's chat template.
 
-        chat_template_kwargs: further arguments of the template, such as {"enable_thinking": False}; others: as in `generate`.
+        chat_template_kwargs: further arguments of the template, such as {"enable_thinking": False}; tools, chat_template,
+        add_generation_prompt, continue_final_message: as in `render_chat` (prompt_files.py); others: as in `generate`.
         """
-        known = ("messages", "sampling_params", "use_tqdm", "chat_template_kwargs")
-        reject_unknown(others, known, "argument", VLLM_CALLS, ASKS_NOTHING)
+        known = [name for name in inspect.signature(LLM.chat).parameters if name not in ("self", "others")]
+        reject_unknown(others, known, "argument", CHAT)
         several = isinstance(messages, list | tuple) and messages and all(isinstance(m, list | tuple) for m in messages)
         conversations = messages if several else [messages]
         prompts = []
         for conversation in conversations:
-            text = render_chat(self.tokenizer, conversation, chat_template_kwargs)
+            text = render_chat(
+                self.tokenizer,
+                conversation,
+                chat_template_kwargs,
+                tools=tools,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+            )
             # The template writes its own special tokens.
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
             prompts.append({"prompt": text, "prompt_token_ids": ids})
@@ -240,9 +282,27 @@ class LLM:
         """The transformers tokenizer, or None."""
         return self.tokenizer
 
-    def get_metrics(self):
+    def get_default_sampling_params(self):
+        """The SamplingParams of the model's generation config. `generate` does not take them by itself."""
+        said = self.generation_config.to_diff_dict() if self.generation_config else {}
+        return SamplingParams(**{ours: said[name] for name, ours in GENERATION.items() if said.get(name) is not None})
+
+    def reset_prefix_cache(self):
+        """Forget the cached prompts. False, and nothing happens, while requests run."""
+        return self.engine.scheduler.reset_prefix_cache()
+
+    def __getattr__(self, name):
+        """What only vLLM's LLM has: an AttributeError that says what to do instead."""
+        missing = f"; it is vLLM's and not supported here: {MISSING[name]}" if name in MISSING else ""
+        raise AttributeError(f"LLM has no attribute {name!r}{missing}")
+
+    def get_stats(self):
         """Counters since the LLM was built: requests, tokens, cache hits, seconds, acceptance (inference/engine/metrics.py)."""
         return self.engine.metrics.as_dict()
+
+    def get_metrics(self):
+        """The same as vLLM returns it: a list of Counter, Gauge and Vector objects with vLLM's names (inference/metrics.py)."""
+        return metrics_of(self.engine, self.model_name)
 
     def _run(self, submissions, use_tqdm):
         """Step until these submissions have ended; others, such as open streams, advance in the same steps."""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from .engine.metrics import SpecDecodeMetrics
+from .engine.metrics import RequestStateStats, SpecDecodeMetrics
 from .engine.stopping import final_text
 
 
@@ -19,6 +19,10 @@ class CompletionOutput:
     cumulative_logprob: float | None = None  # of the emitted tokens, where logprobs were asked for
     spec_decode_metrics: SpecDecodeMetrics = field(default_factory=SpecDecodeMetrics)
 
+    def finished(self):
+        """Whether the output has ended."""
+        return self.finish_reason is not None
+
 
 @dataclass
 class RequestOutput:
@@ -30,11 +34,14 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool = True
     prompt_logprobs: list | None = None  # None for the first token, then as CompletionOutput.logprobs
+    metrics: RequestStateStats | None = None  # times, of the first output
+    num_cached_tokens: int | None = None  # tokens of the prompt found in the cache, for the first output
 
 
 def make_output(text, group, tokenizer, eos_token_ids):
     """The RequestOutput of one prompt.  text: the prompt's, or None; group: its Requests, one per output"""
     outputs, prompt_logprobs = [], group[0].prompt_logprobs
+    tokenizer = tokenizer if group[0].params.detokenize else None
     _add_text(prompt_logprobs, tokenizer)
     for request in group:
         _add_text(request.logprobs, tokenizer)
@@ -55,7 +62,13 @@ def make_output(text, group, tokenizer, eos_token_ids):
             )
         )
     return RequestOutput(
-        str(group[0].request_id[0]), text, group[0].prompt_token_ids, outputs, prompt_logprobs=prompt_logprobs
+        str(group[0].request_id[0]),
+        text,
+        group[0].prompt_token_ids,
+        outputs,
+        prompt_logprobs=prompt_logprobs,
+        metrics=group[0].times,
+        num_cached_tokens=group[0].num_cached_tokens,
     )
 
 

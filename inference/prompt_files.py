@@ -3,7 +3,14 @@
 import json
 from pathlib import Path
 
-OURS = ("conversation", "tokenize", "add_generation_prompt")  # a template's options may not repeat these
+OURS = (
+    "conversation",
+    "tokenize",
+    "tools",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+)  # a template's options may not repeat these
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -85,10 +92,20 @@ def joined(message):
     return {**message, "content": "".join(part["text"] for part in message["content"])}
 
 
-def render_chat(tokenizer, messages, options=None):
+def render_chat(
+    tokenizer,
+    messages,
+    options=None,
+    tools=None,
+    chat_template=None,
+    add_generation_prompt=True,
+    continue_final_message=False,
+):
     """A conversation as the prompt for its next assistant turn, through the chat template.
 
-    options: {name: value}, further arguments of the template.
+    options: {name: value}, further arguments of the template; tools: a list of functions for the template, as JSON schemas;
+    chat_template: one to use instead of the tokenizer's; add_generation_prompt: end with what begins an assistant turn;
+    continue_final_message: end within the last message instead.
     Raises ValueError without a template, for messages without a role or content, for roles that neither ROLES nor the template
     names, and where the template refuses.
     """
@@ -101,13 +118,17 @@ def render_chat(tokenizer, messages, options=None):
         )
     if tokenizer is None:
         raise ValueError("conversations need a tokenizer, and there is none: build the LLM with tokenizer=...")
-    if not tokenizer.chat_template:
+    if add_generation_prompt and continue_final_message:
+        raise ValueError(
+            "continue_final_message goes on within the last message: say add_generation_prompt=False with it"
+        )
+    if not (chat_template or tokenizer.chat_template):
         raise ValueError("conversations need a chat template, and this tokenizer has none: give text or token ids")
     if not isinstance(options or {}, dict) or any(name in (options or ()) for name in OURS):
         raise ValueError(
             f"chat_template_kwargs are what the template takes besides, as a dict without {', '.join(OURS)}; got {options!r:.80}"
         )
-    template = str(tokenizer.chat_template)
+    template = str(chat_template or tokenizer.chat_template)
     for number, message in enumerate(messages):
         check_message(message, f"message {number} of the conversation")
         role = message["role"]
@@ -118,7 +139,13 @@ def render_chat(tokenizer, messages, options=None):
             )
     try:
         return tokenizer.apply_chat_template(
-            list(map(joined, messages)), tokenize=False, add_generation_prompt=True, **(options or {})
+            list(map(joined, messages)),
+            tokenize=False,
+            tools=tools,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **(options or {}),
         )
     except TemplateError as error:
         raise ValueError(f"the chat template refuses this conversation ({error}): {messages!r:.200}") from error

@@ -1,10 +1,12 @@
 """SamplingParams: how one request is sampled."""
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
-from ..heads.storage.keywords import VLLM_SAMPLING, reject_unknown
+from ..heads.storage.keywords import reject_unknown
+from .engine.options import python_value
 from .engine.target_scores import CHANGED, CUT, NO_FILTERS
+from .vllm_api import SAMPLING
 
 # Powers of ten around 1 that keep a logit in the range of fp32.
 LEAST_REPETITION, GREATEST_REPETITION = 1e-5, 1e5
@@ -34,6 +36,9 @@ class _Fields:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     include_stop_str_in_output: bool = False
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
 
 
 class SamplingParams(_Fields):
@@ -48,10 +53,11 @@ class SamplingParams(_Fields):
     max_model_len). min_tokens: number of tokens before any EOS, stop token or stop string. stop: one or more strings that end
     the output. stop_token_ids: tokens that end it, and are part of token_ids. include_stop_str_in_output: the text keeps the
     stop string, or the stop token's text, that ended it. ignore_eos: go on after EOS. seed: an int makes the output a function
-    of (prompt, parameters, seed), with the default verifier; None derives one from (LLM seed, number of the request). n: outputs
-    per prompt. logprobs: at every position, also return the log-probabilities of the emitted token and of this many likeliest
-    tokens (LLM's logprobs_mode chooses the distribution). prompt_logprobs: the same for the prompt's tokens but the first, of the
-    raw logits.
+    of (prompt, parameters, seed), with the default verifier; None or -1 derives one from (LLM seed, number of the request). n:
+    outputs per prompt. logprobs: at every position, also return the log-probabilities of the emitted token and of this many
+    likeliest tokens (-1: of all), at most the LLM's max_logprobs; its logprobs_mode chooses the distribution. prompt_logprobs: the
+    same for the prompt's tokens but the first, of the raw logits. detokenize: False leaves the text empty. skip_special_tokens:
+    False keeps special tokens in the text; spaces_between_special_tokens: False then joins those that stand side by side.
 
     Fields cannot be set afterwards: `dataclasses.replace(params, n=3)` makes a changed copy. Raises ValueError for values out of
     range and for unknown keywords.
@@ -64,7 +70,10 @@ class SamplingParams(_Fields):
                 f"SamplingParams takes keywords only, got {positional[0]!r}: write for example temperature=0.5; "
                 f"Known: {', '.join(names)}"
             )
-        reject_unknown(given, names, "sampling parameter", VLLM_SAMPLING)
+        reject_unknown(given, names, "sampling parameter", SAMPLING)
+        given = {name: python_value(value) for name, value in given.items() if name in names}
+        if given.get("seed") == -1:
+            given["seed"] = None
         if isinstance(given.get("stop"), str):
             given["stop"] = (given["stop"],)
         for name, what in (
@@ -80,12 +89,23 @@ class SamplingParams(_Fields):
                 given[name] = tuple(value or ())
         bias = given.get("logit_bias")
         try:
-            given["logit_bias"] = () if bias is None else tuple(dict(bias).items())
+            given["logit_bias"] = (
+                () if bias is None else tuple((_token(token), value) for token, value in dict(bias).items())
+            )
         except (TypeError, ValueError):
             raise ValueError(f"logit_bias must be a dictionary {{token id: bias}}, got {bias!r}") from None
         super().__init__(**given)
         self._check()
         object.__setattr__(self, "logit_bias", tuple(sorted(self.logit_bias)))
+
+    @classmethod
+    def from_optional(cls, **given):
+        """Parameters from optional values, as vLLM makes them: None stands for the default, but for max_tokens for no limit."""
+        return cls(**{name: value for name, value in given.items() if value is not None or name == "max_tokens"})
+
+    def clone(self):
+        """A copy."""
+        return replace(self)
 
     @property
     def has_penalties(self):
@@ -163,8 +183,24 @@ class SamplingParams(_Fields):
         require(whole(self.n) and self.n >= 1, "n", "at least 1")
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(self, name)
-            require(count is None or (whole(count) and 0 <= count <= 100), name, "None or from 0 to 100")
-        require(isinstance(self.include_stop_str_in_output, bool), "include_stop_str_in_output", "True or False")
+            require(count is None or (whole(count) and count >= -1), name, "None, -1 for all tokens, or at least 0")
+        for name in (
+            "include_stop_str_in_output",
+            "detokenize",
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+        ):
+            require(isinstance(getattr(self, name), bool), name, "True or False")
+        require(
+            self.detokenize or not self.stop,
+            "detokenize",
+            "True where there are stop strings, which are found in the text",
+        )
 
     def __repr__(self):
         return f"SamplingParams({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in fields(_Fields))})"
+
+
+def _token(key):
+    """A key of logit_bias as a token id: JSON makes strings of them."""
+    return int(key) if isinstance(key, str) and key.isdecimal() else key

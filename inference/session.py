@@ -9,7 +9,7 @@ One thread owns a session. A caller steps until its own submissions have ended; 
 batch. An output does not depend on when its request came, or on other requests. Not done here: waiting for prompts, threads.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Integral
 
 from ..heads.storage.keywords import reject_unknown
@@ -19,6 +19,7 @@ from .forbidden_tokens import bad_word_sequences, check_tokens
 from .outputs import make_output
 from .prompt_files import check_text
 from .sampling_params import SamplingParams
+from .vllm_api import PROMPT_KEYS
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ class Session:
         for name, advice in (("stop", ", or use stop_token_ids"), ("bad_words", "")):
             if getattr(params, name) and self.tokenizer is None:
                 raise ValueError(f"{name} strings of prompt {number} need a tokenizer: pass tokenizer=...{advice}")
+        params = self._count_logprobs(params, vocab, number)
         bad_words = bad_word_sequences(params.bad_words, self.tokenizer)
         check_tokens(params, bad_words, stop_ids(params, self.engine.eos_token_ids), vocab, number)
         return CheckedPrompt(text, [int(token) for token in ids], params, bad_words)
@@ -138,11 +140,28 @@ class Session:
         requests, eos_token_ids = submission.requests, self.engine.eos_token_ids
         return make_output(submission.prompt.text, requests, self.tokenizer, eos_token_ids)
 
+    def _count_logprobs(self, params, vocab, number):
+        """The parameters with -1 (all tokens) replaced by the size of the vocabulary; ValueError beyond max_logprobs."""
+        most, changed = self.engine.options.max_logprobs, {}
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(params, name)
+            if count is None:
+                continue
+            wanted = vocab if count == -1 else count
+            if wanted > most != -1:
+                raise ValueError(
+                    f"{name} of prompt {number} asks for {wanted} tokens, and max_logprobs is {most}: build the LLM with "
+                    f"max_logprobs={wanted}, or -1 for no limit"
+                )
+            if count == -1:
+                changed[name] = vocab
+        return replace(params, **changed) if changed else params
+
     def _tokenize(self, prompt, number):
         """(text or None, token ids) of one prompt, in any form that LLM.generate takes."""
         text, ids = None, prompt
         if isinstance(prompt, dict):
-            reject_unknown(prompt, ("prompt", "prompt_token_ids"), "prompt key")
+            reject_unknown(prompt, ("prompt", "prompt_token_ids"), "prompt key", PROMPT_KEYS)
             text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         elif isinstance(prompt, str):
             text, ids = prompt, None

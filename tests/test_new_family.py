@@ -210,7 +210,7 @@ fast = LLM(target, dtype="float32", speculative_config={"model": f"{place}/expor
 outputs = [llm.generate(prompts, params) for llm in (LLM(target, dtype="float32"), fast)]
 plain, drafted = ([one.outputs[0].token_ids for one in each] for each in outputs)
 assert drafted == plain
-assert fast.get_metrics()["num_draft_tokens"] > 0
+assert fast.get_stats()["num_draft_tokens"] > 0
 """
 
 

@@ -112,7 +112,7 @@ def long_run(minutes, num_compared, num_pages, seed):
         prompt, params = inputs[request.request_id]
         (output,) = alone.generate([prompt], params)
         differing += output.outputs[0].token_ids != request.output_token_ids
-    metrics = llm.get_metrics()
+    metrics = llm.get_stats()
     return {
         "minutes": minutes,
         "steps": num_steps,

@@ -1,75 +1,42 @@
-"""Refuse unknown keywords by name: keywords of vLLM that are not supported here, and misspellings. No torch."""
+"""Accept or refuse keywords by name: keywords of vLLM that are not ours, and misspellings. No torch."""
 
 import difflib
+from dataclasses import dataclass
 
-# Keywords that code written for vLLM may pass. `LLM`:
-VLLM_ARGUMENTS = """
-task runner convert revision code_revision tokenizer_revision tokenizer_mode skip_tokenizer_init trust_remote_code
-allowed_local_media_path hf_config_path hf_token hf_overrides config_format generation_config override_generation_config
-served_model_name download_dir model_impl model_loader_extra_config quantization rope_scaling rope_theta
-tensor_parallel_size pipeline_parallel_size data_parallel_size decode_context_parallel_size enable_expert_parallel
-distributed_executor_backend disable_custom_all_reduce worker_cls
-block_size kv_cache_dtype kv_cache_memory_bytes calculate_kv_scales swap_space cpu_offload_gb kv_transfer_config
-prefix_caching_hash_algo disable_sliding_window sliding_window
-enable_chunked_prefill max_num_partial_prefills scheduling_policy async_scheduling num_scheduler_steps
-max_seq_len_to_capture compilation_config cuda_graph_sizes attention_backend disable_async_output_proc
-disable_cascade_attn max_logprobs logits_processors logits_processor_pattern disable_log_stats
-enable_lora max_loras max_lora_rank lora_extra_vocab_size fully_sharded_loras enable_prompt_adapter
-limit_mm_per_prompt mm_processor_kwargs mm_processor_cache_gb enable_prompt_embeds pooler_config override_pooler_config
-guided_decoding_backend structured_outputs_config reasoning_parser enable_sleep_mode profiler_config additional_config
-"""
-# `SamplingParams`:
-VLLM_SAMPLING = """
-logits_processors logprob_token_ids flat_logprobs detokenize skip_special_tokens spaces_between_special_tokens
-include_stop_str_in_output output_kind truncate_prompt_tokens structured_outputs guided_decoding extra_args
-best_of use_beam_search beam_width length_penalty early_stopping thinking_token_budget repetition_detection
-"""
-# `speculative_config`:
-VLLM_SPECULATIVE = """
-draft_tensor_parallel_size max_model_len quantization disable_padded_drafter_batch enforce_eager parallel_drafting
-"""
+ANY = ("any value",)  # of an argument that changes no output here, whatever it is
 
 
-# `LLM.chat` and `LLM.generate`:
-VLLM_CALLS = """
-chat_template chat_template_content_format add_generation_prompt continue_final_message tools mm_processor_kwargs lora_request
-priority tokenization_kwargs
-"""
+@dataclass(frozen=True)
+class Theirs:
+    """A keyword of vLLM that is none of ours.
 
-
-# Values of vLLM's keywords that ask for what is done here anyway.
-ASKS_NOTHING = {
-    "tensor_parallel_size": 1,
-    "pipeline_parallel_size": 1,
-    "data_parallel_size": 1,
-    "draft_tensor_parallel_size": 1,
-    "trust_remote_code": False,
-    "quantization": None,
-    "chat_template": None,
-    "chat_template_content_format": "auto",
-    "add_generation_prompt": True,
-    "continue_final_message": False,
-    "tools": None,
-    "mm_processor_kwargs": None,
-    "lora_request": None,
-    "priority": None,
-    "tokenization_kwargs": None,
-}
-
-
-def reject_unknown(given, known, what, vllm="", passed=None):
-    """Raise ValueError if `given` (names) holds a name that is not in `known`.
-
-    what: words for these keywords in the error; vllm: further keywords that vLLM takes, for which the error says so; passed:
-    {name: value}, values with which a keyword of vLLM is accepted (`given` is then a dict).
+    accepts: values that ask for nothing else than is done here, or ANY; words: for ANY what is done here, else what to do instead.
     """
+
+    name: str
+    accepts: tuple
+    words: str
+
+    def takes(self, value):
+        """Whether this value asks for nothing else than is done."""
+        return self.accepts is ANY or any(type(value) is type(known) and value == known for known in self.accepts)
+
+
+def reject_unknown(given, known, what, theirs=()):
+    """Raise ValueError if `given` (a dict, or names only where there is no `theirs`) holds a name that is not in `known`.
+
+    what: words for these keywords in the error; theirs: a tuple of Theirs, keywords of vLLM, taken at the values that they accept.
+    """
+    rows = {row.name: row for row in theirs}
     for name in given:
-        if name in known or (passed and name in vllm.split() and name in passed and given[name] == passed[name]):
+        if name in known:
             continue
-        if name in vllm.split():
-            raise ValueError(
-                f"{what} {name!r} is vLLM's and not supported here (yet): leave it out. Known: {', '.join(known)}"
-            )
+        if name in rows:
+            if not rows[name].takes(given[name]):
+                raise ValueError(
+                    f"{what} {name!r} is vLLM's and not supported here (got {given[name]!r:.60}): {rows[name].words}"
+                )
+            continue
         nearest = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.7)
         hint = f"; did you mean {nearest[0]!r}?" if nearest else "."
         raise ValueError(f"unknown {what} {name!r}{hint} Known: {', '.join(known)}")

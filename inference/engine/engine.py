@@ -343,6 +343,7 @@ class Engine:
         if logprobs is not None:
             request.logprobs = (request.logprobs or []) + found
         self.metrics.num_generated_tokens += kept
+        request.times.count(kept)
         return kept
 
     def _count(self, request, emitted, kept, tree):

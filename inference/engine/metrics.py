@@ -4,6 +4,7 @@ acceptance length = 1 + accepted / steps, pooled over steps (the definition of v
 unconditional: accepted at position i / steps.
 """
 
+import time
 from dataclasses import dataclass, field
 
 
@@ -33,6 +34,31 @@ class SpecDecodeMetrics:
     @property
     def acceptance_per_position(self):
         return [accepted / self.num_steps for accepted in self.accepted_per_position] if self.num_steps else []
+
+
+@dataclass
+class RequestStateStats:
+    """Times of a request, by vLLM's names: arrival_time since 1970, first_token_latency in seconds, others of time.monotonic().
+
+    0.0: not yet.
+    """
+
+    arrival_time: float = field(default_factory=time.time)
+    queued_ts: float = field(default_factory=time.monotonic)
+    scheduled_ts: float = 0.0
+    first_token_ts: float = 0.0
+    last_token_ts: float = 0.0
+    num_generation_tokens: int = 0
+
+    @property
+    def first_token_latency(self):
+        return self.first_token_ts - self.queued_ts if self.first_token_ts else 0.0
+
+    def count(self, num_tokens):
+        """Note that this many tokens were handed back just now."""
+        self.last_token_ts = time.monotonic()
+        self.first_token_ts = self.first_token_ts or self.last_token_ts
+        self.num_generation_tokens += num_tokens
 
 
 @dataclass

@@ -1,6 +1,8 @@
 """Options of an engine, checked once."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+
+import numpy as np
 
 from .logprobs import LOGPROBS_MODES
 
@@ -9,7 +11,8 @@ from .logprobs import LOGPROBS_MODES
 class EngineOptions:
     """Sizes and switches of an engine; names and meanings are in LLM's docstring.
 
-    max_model_len: longest prompt + output; None until the model's limit is known. Raises ValueError for impossible values.
+    max_model_len: longest prompt + output; None until the model's limit is known. Numbers may be numpy's. Raises ValueError for
+    impossible values.
     """
 
     max_model_len: int | None = None
@@ -20,12 +23,16 @@ class EngineOptions:
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
     logprobs_mode: str = "raw_logprobs"
+    max_logprobs: int = 100
 
     def __post_init__(self):
+        for field in fields(self):
+            object.__setattr__(self, field.name, python_value(getattr(self, field.name)))
         check_whole("max_num_seqs", self.max_num_seqs, 1)
         check_whole("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         if self.num_gpu_blocks_override is not None:
             check_whole("num_gpu_blocks_override", self.num_gpu_blocks_override, 2)
+        check_whole("max_logprobs", self.max_logprobs, -1)
         share = self.gpu_memory_utilization
         if not isinstance(share, int | float) or isinstance(share, bool) or not 0 < share <= 1:
             raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, got {share!r}")
@@ -39,6 +46,15 @@ class EngineOptions:
     def keep_scores(self):
         """Whether steps keep the scores that tokens were drawn from."""
         return self.logprobs_mode == "processed_logprobs"
+
+
+def python_value(value):
+    """The value with Python's own numbers in place of numpy's, also in lists, tuples, sets and dicts."""
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    if isinstance(value, list | tuple | set):
+        return type(value)(map(python_value, value))
+    return {python_value(k): python_value(v) for k, v in value.items()} if type(value) is dict else value
 
 
 def check_whole(name, value, least):

@@ -72,6 +72,13 @@ class PagePool:
         """The page of that name, or None."""
         return self.page_of.get(name)
 
+    def forget(self):
+        """Make every idle page free."""
+        for page in self.idle:
+            del self.page_of[self.name_of.pop(page)]
+        self.free += self.idle
+        self.idle.clear()
+
     def is_idle(self, page):
         return page in self.idle
 

@@ -7,7 +7,7 @@ loses its pages to an older one (preemption) waits again, keeps its output token
 import enum
 from dataclasses import dataclass, field
 
-from .metrics import SpecDecodeMetrics
+from .metrics import RequestStateStats, SpecDecodeMetrics
 
 
 class Status(enum.Enum):
@@ -48,6 +48,8 @@ class Request:
     stop_reason: object = None
     output_text: str = ""
     metrics: SpecDecodeMetrics = field(default_factory=SpecDecodeMetrics)
+    times: RequestStateStats = field(default_factory=RequestStateStats)
+    num_cached_tokens: int = 0  # tokens of the prompt found in the cache when it was first admitted
 
     @property
     def num_tokens(self):

@@ -7,6 +7,7 @@ pages cover the greatest possible length.
 """
 
 import heapq
+import time
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -107,6 +108,12 @@ class Scheduler:
                 f"{room}; shorten the prompt or max_tokens, or build the LLM with more memory"
             )
         self.waiting.append(request)
+
+    def reset_prefix_cache(self):
+        """Forget the content of all pages. False, and nothing happens, while requests hold pages."""
+        if not self.active:
+            self.pool.forget()
+        return not self.active
 
     def schedule(self):
         """Decide one step and take the pages for it.  -> ScheduledStep"""
@@ -237,6 +244,7 @@ class Scheduler:
         if request.epoch == 0:
             self.num_prompt_tokens += len(request.prompt_token_ids)
             self.num_cached_tokens += request.committed
+            request.num_cached_tokens, request.times.scheduled_ts = request.committed, time.monotonic()
         self.active.append(request)
         step.admitted.append(request)
         step.grown.append(request)

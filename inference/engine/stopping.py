@@ -1,5 +1,7 @@
 """Where an output ends, and its text. Tokens are looked at one by one, so speculation ends an output where plain decoding does."""
 
+import itertools
+
 MARGIN = 16
 
 
@@ -55,7 +57,25 @@ class StopChecker:
         return self.decode(request.output_token_ids)
 
     def decode(self, token_ids):
-        return self.tokenizer.decode(token_ids, skip_special_tokens=True) if self.tokenizer else ""
+        params = self.params
+        if self.tokenizer is None or not params.detokenize:
+            return ""
+        text = self.tokenizer.decode(token_ids, skip_special_tokens=params.skip_special_tokens)
+        if params.skip_special_tokens or params.spaces_between_special_tokens:
+            return text
+        return join_special(text, token_ids, self.tokenizer)
+
+
+def join_special(text, token_ids, tokenizer):
+    """The text of these tokens, special ones included, without the spaces between special tokens that stand side by side."""
+    added, end = tokenizer.added_tokens_decoder, 0
+    for special, run in itertools.groupby(token_ids, lambda token: token in added):
+        names = [added[token].content for token in run] if special else []
+        start = text.find(" ".join(names), end) if len(names) > 1 else -1
+        if start >= 0:
+            end = start + len("".join(names))
+            text = text[:start] + "".join(names) + text[start + len(" ".join(names)) :]
+    return text
 
 
 class GrowingText:

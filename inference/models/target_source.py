@@ -16,6 +16,35 @@ from ...kernels.linear.linear import linear
 from .decoder import Decoder
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
+# vLLM's other names of them.
+DTYPE_NAMES = DTYPES | {"half": torch.float16, "float": torch.float32}
+# Files of a repository that a target needs; not its weights in other formats, nor code.
+TARGET_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+
+
+def at_revision(model, revision, download_dir):
+    """The model, or the folder of this revision (a branch, tag or commit) of a Hub id, downloaded below download_dir.
+
+    Raises ValueError where there is nothing to choose a revision of, and where the Hub does not give it.
+    """
+    for name, value in (("revision", revision), ("download_dir", download_dir)):
+        if value is not None and not (isinstance(value, str | Path) and str(value)):
+            raise ValueError(f"{name} must be None or a string, got {value!r:.80}")
+    local = not isinstance(model, str) or Path(model).exists()
+    if revision is not None and local:
+        raise ValueError(
+            f"revision {revision!r} is of a model on the Hub (OWNER/NAME), and the model here is "
+            f"{model if isinstance(model, str | Path) else type(model).__name__}: leave it out"
+        )
+    if local or (revision is None and download_dir is None):
+        return model
+    from huggingface_hub import snapshot_download
+
+    where = {"revision": revision, "cache_dir": download_dir, "allow_patterns": list(TARGET_FILES)}
+    try:
+        return snapshot_download(model, **where, **hub_options(model))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read revision {revision or 'main'!r} of the model {model!r}: {error}") from error
 
 
 def target_config(model, load_format):
@@ -102,9 +131,9 @@ def named_dtype(dtype):
     """A torch.dtype, or None for "auto". ValueError for anything else."""
     if isinstance(dtype, torch.dtype):
         return dtype
-    if dtype not in ("auto", *DTYPES):
-        raise ValueError(f"dtype must be auto, {', '.join(DTYPES)} or a torch.dtype, got {dtype!r}")
-    return DTYPES.get(dtype)
+    if dtype not in ("auto", *DTYPE_NAMES):
+        raise ValueError(f"dtype must be auto, {', '.join(DTYPE_NAMES)} or a torch.dtype, got {dtype!r}")
+    return DTYPE_NAMES.get(dtype)
 
 
 def named_device(device):
@@ -176,15 +205,19 @@ def faster_cpu_dtype():
     return min(seconds, key=seconds.get)
 
 
-def eos_token_ids(model, config, tokenizer):
-    """All tokens that end an output: the generation config's, else the config's, else the tokenizer's."""
-    generation = getattr(model, "generation_config", None)
+def generation_config(model):
+    """The generation config of a target, or None."""
     if isinstance(model, str | Path):
         from transformers import GenerationConfig
 
         with contextlib.suppress(OSError):  # not every model has one
-            generation = GenerationConfig.from_pretrained(str(model), **hub_options(model))
-    for source in (generation, config, tokenizer):
+            return GenerationConfig.from_pretrained(str(model), **hub_options(model))
+    return getattr(model, "generation_config", None)
+
+
+def eos_token_ids(model, config, tokenizer):
+    """All tokens that end an output: the generation config's, else the config's, else the tokenizer's."""
+    for source in (generation_config(model), config, tokenizer):
         found = getattr(source, "eos_token_id", None)
         if found is not None:
             return frozenset(found if isinstance(found, list | tuple) else [found])

@@ -6,7 +6,7 @@ from pathlib import Path
 from torch import nn
 
 from ...heads.families import FAMILIES
-from ...heads.storage.keywords import ASKS_NOTHING, VLLM_SPECULATIVE, reject_unknown
+from ...heads.storage.keywords import ANY, Theirs, reject_unknown
 from .draft_sampling import DRAFT_SAMPLING, VERIFIERS
 
 # vLLM's names of drafters: a family of heads, a smaller model, the sequence itself.
@@ -21,6 +21,24 @@ REJECTION_SAMPLE_METHODS = {
 }
 # draft_sample_method: vLLM's "probabilistic" is called "sampled" here.
 DRAFT_SAMPLE_METHODS = {name: name for name in DRAFT_SAMPLING} | {"probabilistic": "sampled"}
+
+# Keys of vLLM's speculative_config that are not ours.
+SPECULATIVE = (
+    Theirs("draft_tensor_parallel_size", (None, 1), "one GPU runs the whole model: leave it out"),
+    Theirs("max_model_len", (None,), "the drafter has the LLM's max_model_len: leave it out"),
+    Theirs("quantization", (None,), "weights are not quantised: give the drafter in bfloat16 or float16"),
+    Theirs("code_revision", (None,), "no code of a model is run: leave it out"),
+    Theirs("draft_load_config", (None,), "weights are read in one way: leave it out"),
+    Theirs("enforce_eager", (None, False), "give enforce_eager to the LLM"),
+    Theirs("attention_backend", (None,), "the engine has its own attention: leave it out"),
+    Theirs("disable_padded_drafter_batch", ANY, "drafts of a batch have one shape; the tokens do not depend on it"),
+    Theirs("use_local_argmax_reduction", ANY, "one GPU runs the whole model"),
+    Theirs("parallel_drafting", (False,), "take Medusa heads, which draft all depths at once"),
+    Theirs("disable_by_batch_size", (None,), "say adaptive=True, or give num_speculative_tokens_per_batch_size"),
+    Theirs("disable_logprobs", ANY, "log-probabilities are those of the target, with and without drafts"),
+    Theirs("spec_token_tree", (None,), "give a tree file, 'static' or 'dynamic' as tree"),
+    Theirs("suffix_decoding_max_tree_depth", (None,), "use the method 'ngram'"),
+)
 
 
 @dataclass(frozen=True)
@@ -49,7 +67,7 @@ class SpeculativeOptions:
         if config is None:
             return None
         names = [field.name for field in fields(cls)]
-        reject_unknown(config, [*names, "revision"], "speculative_config key", VLLM_SPECULATIVE, ASKS_NOTHING)
+        reject_unknown(config, [*names, "revision"], "speculative_config key", SPECULATIVE)
         return cls(**{name: config[name] for name in names if name in config}).at_revision(config.get("revision"))
 
     def __post_init__(self):

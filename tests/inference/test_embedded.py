@@ -55,7 +55,7 @@ def test_shipped_heads_change_no_token_and_are_accepted(embedded, plain, tempera
     outputs = llm.generate(prompts[:count], SamplingParams(temperature=temperature, max_tokens=MAX_TOKENS, seed=5))
     assert [o.outputs[0].token_ids for o in outputs] == plain[temperature][:count]
     least = {("chain", 0.0): 1.5, ("tree of 64", 0.0): 2.0, ("chain", 0.8): 1.2, ("tree of 64", 0.8): 1.6}
-    assert llm.get_metrics()["acceptance_length"] >= least[tree, temperature]
+    assert llm.get_stats()["acceptance_length"] >= least[tree, temperature]
 
 
 def test_shipped_heads_change_no_token_whatever_the_parameters(embedded):
@@ -77,7 +77,7 @@ def test_shipped_heads_change_no_token_whatever_the_parameters(embedded):
     assert not any(token % 2 for token in expected[4])
     llm = LLM(module, tokenizer=tokenizer, max_num_seqs=4, speculative_config={"model": str(HEADS), "tree": "static"})
     assert [o.outputs[0].token_ids for o in llm.generate(prompts[: len(given)], params)] == expected
-    assert llm.get_metrics()["acceptance_length"] > 1.2
+    assert llm.get_stats()["acceptance_length"] > 1.2
 
 
 def test_training_and_engine_agree_on_every_accepted_count(embedded):
@@ -125,5 +125,5 @@ def test_shipped_heads_change_no_token_on_the_gpu(embedded, temperature):
         llm = LLM(str(TARGET), device="cuda", speculative_config={"model": str(HEADS), "tree": tree})
         assert (llm.device.type, llm.dtype) == ("cuda", torch.bfloat16)
         outputs = llm.generate(prompts, params)
-        assert llm.get_metrics()["acceptance_length"] >= least
+        assert llm.get_stats()["acceptance_length"] >= least
         assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in plain]

@@ -195,7 +195,7 @@ def test_heads_of_every_kind_draft_and_change_nothing(llm, target_folder, head_f
         fast = LLM(str(target_folder), dtype="float32", speculative_config=speculative)
         outputs = fast.generate(prompts, params)
         assert [o.outputs[0].token_ids for o in outputs] == plain
-        metrics = fast.get_metrics()
+        metrics = fast.get_stats()
         assert metrics["num_spec_steps"] == sum(o.outputs[0].spec_decode_metrics.num_steps for o in outputs) > 0
         assert metrics["num_generated_tokens"] == sum(map(len, plain))
         assert metrics["acceptance_length"] == 1 + metrics["num_accepted_tokens"] / metrics["num_spec_steps"]
@@ -232,12 +232,12 @@ def test_the_metrics_count_tokens_found_in_the_cache(target_folder):
     prompt = list(range(130))
     for _ in range(2):
         llm.generate([prompt], GREEDY)
-    metrics = llm.get_metrics()
+    metrics = llm.get_stats()
     assert (metrics["prefix_cache_queries"], metrics["prefix_cache_hits"]) == (260, 128)
     assert metrics["num_prompt_tokens"] == 260 - 128
     without = LLM(llm, enable_prefix_caching=False)
     without.generate([prompt], GREEDY)
-    assert without.get_metrics()["prefix_cache_queries"] == 0
+    assert without.get_stats()["prefix_cache_queries"] == 0
 
 
 def test_bad_words_are_spelt_with_and_without_a_space():
@@ -270,9 +270,9 @@ def test_a_call_does_not_wait_for_streams_that_are_open(llm):
     expected = llm.generate("open", params)[0].outputs[0]
     stream = llm.stream("open", params)
     pieces = [next(stream)]
-    decoded = llm.get_metrics()["num_generated_tokens"]
+    decoded = llm.get_stats()["num_generated_tokens"]
     llm.generate("short", SamplingParams(max_tokens=2))
-    assert llm.get_metrics()["num_generated_tokens"] - decoded < 10
+    assert llm.get_stats()["num_generated_tokens"] - decoded < 10
     pieces += stream
     assert "".join(pieces) == expected.text
 
@@ -295,7 +295,7 @@ def test_what_code_for_vllm_says_of_one_gpu_is_taken(target_folder):
     spec = {"method": "ngram", "num_speculative_tokens": 2, "draft_tensor_parallel_size": 1}
     llm = LLM(str(target_folder), dtype="float32", device="cpu", speculative_config=spec, **asks)
     assert llm.get_tokenizer() is llm.tokenizer
-    for name, value in (("tensor_parallel_size", 2), ("trust_remote_code", True), ("quantization", "awq")):
+    for name, value in (("tensor_parallel_size", 2), ("quantization", "awq")):
         with pytest.raises(ValueError, match=f"'{name}' is vLLM's and not supported"):
             LLM(str(target_folder), **{name: value})
     with pytest.raises(ValueError, match="'draft_tensor_parallel_size' is vLLM's"):

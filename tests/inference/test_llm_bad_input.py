@@ -189,10 +189,10 @@ def test_an_architecture_that_does_not_run_yet_is_refused_with_a_list():
     ],
 )
 def test_bad_prompts_are_refused_before_any_work(llm, prompt, message):
-    before = llm.get_metrics()
+    before = llm.get_stats()
     with pytest.raises(ValueError, match=message):
         llm.generate(prompt, GREEDY)
-    assert llm.get_metrics() == before
+    assert llm.get_stats() == before
     assert not llm.engine.scheduler.has_unfinished
 
 
@@ -213,10 +213,10 @@ def test_bad_prompts_are_refused_before_any_work(llm, prompt, message):
 def test_tokens_that_cannot_be_named_or_forbidden_are_refused_before_any_work(llm, given, message):
     assert llm.tokenizer("a")["input_ids"] == [64]
     assert set(llm.eos_token_ids) == {258}
-    before = llm.get_metrics()["num_requests_finished"]
+    before = llm.get_stats()["num_requests_finished"]
     with pytest.raises(ValueError, match=message):
         llm.generate(["a", "b"], [GREEDY, SamplingParams(**given)])
-    assert llm.get_metrics()["num_requests_finished"] == before
+    assert llm.get_stats()["num_requests_finished"] == before
     assert not llm.engine.scheduler.has_unfinished
 
 

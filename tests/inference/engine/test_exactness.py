@@ -136,7 +136,7 @@ def test_preemption_changes_no_bit(target, plain, speculation):
     else:
         llm = LLM(target, **options)
     assert run(llm, prompts, temperature=0.8, **LONG) == found[0.8]
-    assert llm.get_metrics()["num_preemptions"] > 0
+    assert llm.get_stats()["num_preemptions"] > 0
     llm.engine.check()
 
 
@@ -189,7 +189,7 @@ def test_reading_late_changes_no_bit(target, plain, clock):
 
     llm.engine.step = checked_step
     assert [o.outputs[0].token_ids for o in llm.generate(prompts, params)] == expected
-    assert llm.get_metrics()["num_preemptions"] > 0
+    assert llm.get_stats()["num_preemptions"] > 0
     # What was launched for requests that have ended does not count as time, however late the next call comes.
     stopped = next(i for i, tokens in enumerate(expected) if len(tokens) < LONG["max_tokens"])
     llm.generate([prompts[stopped]], [params[stopped]])
@@ -197,10 +197,10 @@ def test_reading_late_changes_no_bit(target, plain, clock):
     time = clock()
     llm.generate([prompts[stopped]], [params[stopped]])
     assert llm.engine.launched
-    before = llm.get_metrics()
+    before = llm.get_stats()
     time.now += 1000
     llm.generate([prompts[stopped]], [params[stopped]])
-    after = llm.get_metrics()
+    after = llm.get_stats()
     assert [after[name] - before[name] for name in ("prefill_seconds", "decode_seconds")] == [0, 0]
     doomed = llm.session.submit(prompts[3], params[3]).requests[0]
     for _ in range(4):
@@ -264,14 +264,14 @@ def test_an_error_in_a_step_changes_nothing_for_others(target, plain, raising, w
 def test_prompt_time_is_counted_chunk_by_chunk(timed):
     llm = timed(max_num_batched_tokens=16)
     llm.generate([[5] * 400], SamplingParams(max_tokens=1))
-    assert llm.get_metrics()["prefill_seconds"] == 25
+    assert llm.get_stats()["prefill_seconds"] == 25
 
 
 def test_prompts_and_steps_are_timed_apart(timed):
     llm = timed()
     llm.engine.steps_late = 0
     llm.generate([[5] * 40], SamplingParams(temperature=0.0, max_tokens=4))
-    taken = llm.get_metrics()
+    taken = llm.get_stats()
     assert (taken["prefill_seconds"], taken["decode_seconds"]) == (1, 3)
 
 
@@ -279,9 +279,9 @@ def test_prefix_reuse_changes_no_bit(target, plain):
     prompts, found = plain
     llm = LLM(target, max_num_seqs=4)
     assert run(llm, prompts, temperature=0.8, **LONG) == found[0.8]
-    computed = llm.get_metrics()["num_prompt_tokens"]
+    computed = llm.get_stats()["num_prompt_tokens"]
     assert run(llm, prompts, temperature=0.8, **LONG) == found[0.8]
-    again = llm.get_metrics()["num_prompt_tokens"] - computed
+    again = llm.get_stats()["num_prompt_tokens"] - computed
     assert again == computed - 64 * sum((len(p) - 1) // 64 for p in prompts)
 
 

@@ -143,11 +143,11 @@ def test_cached_prefixes_lose_no_position(random_target, prompts, plain):
     llm = LLM(random_target, max_num_seqs=4)
     for _ in range(2):
         assert run(llm, prompts) == plain[0.8]
-    assert llm.get_metrics()["num_prompt_tokens"] == 2 * sum(LENGTHS), "prompts are computed again"
+    assert llm.get_stats()["num_prompt_tokens"] == 2 * sum(LENGTHS), "prompts are computed again"
     # Requests without prompt logprobs find the pages that the others left.
     assert [one[:3] for one in run(llm, prompts, prompt_logprobs=None)] == [one[:3] for one in plain[0.8]]
     llm.engine.check()
-    reused = 3 * sum(LENGTHS) - llm.get_metrics()["num_prompt_tokens"]
+    reused = 3 * sum(LENGTHS) - llm.get_stats()["num_prompt_tokens"]
     assert reused == 64 * sum((length - 1) // 64 for length in LENGTHS)
 
 
@@ -210,7 +210,7 @@ def test_only_the_first_of_several_outputs_computes_the_prompt(random_target, pr
     assert output.prompt_logprobs == plain[0.8][6][3]
     assert (output.outputs[0].token_ids, output.outputs[0].logprobs) == plain[0.8][6][:2]
     assert all(len(one.logprobs) == 24 for one in output.outputs)
-    assert llm.get_metrics()["num_prompt_tokens"] == 190 + 2 * (190 - 128)
+    assert llm.get_stats()["num_prompt_tokens"] == 190 + 2 * (190 - 128)
 
 
 def test_streams_return_the_same_logprobs(random_target, prompts, plain, speculate):

@@ -152,7 +152,7 @@ def test_preemption_changes_no_bit(target, plain, temperature, late):
         target, RAGGED, plain[0], params, expected, late, max_num_seqs=6, num_gpu_blocks_override=7
     )
     assert outputs == expected
-    assert llm.get_metrics()["num_preemptions"] > 1
+    assert llm.get_stats()["num_preemptions"] > 1
 
 
 def test_several_outputs_of_a_prompt_keep_their_own_counts(target, plain):
@@ -203,7 +203,7 @@ def equality_holds(target, biting, monkeypatch, name, defect, tree=RAGGED, **opt
     prompts, params, expected = biting(name)
     outputs, llm = speculate(target, tree, prompts, params, expected, max_num_seqs=6, **options)
     assert outputs == expected
-    assert bool(options) == (llm.get_metrics()["num_preemptions"] > 0)
+    assert bool(options) == (llm.get_stats()["num_preemptions"] > 0)
     monkeypatch.setattr(*defect)
     return speculate(target, tree, prompts, params, expected, max_num_seqs=6, **options)[0] == expected
 

@@ -49,11 +49,11 @@ from headstart.kernels.sampling.keep_top import keep_top, kept_scores
         (dict(min_tokens=17), "min_tokens must be from 0 to max_tokens"),
         (dict(stop=[""]), "stop must be"),
         (dict(stop_token_ids=[-1]), "stop_token_ids"),
-        (dict(seed=-1), "seed"),
+        (dict(seed=-2), "seed"),
         (dict(n=0), "n must be at least 1"),
-        (dict(logprobs=-1), "logprobs"),
+        (dict(logprobs=-2), "logprobs"),
         (dict(temprature=1), "unknown sampling parameter 'temprature'; did you mean 'temperature'"),
-        (dict(best_of=1), "sampling parameter 'best_of' is vLLM's and not supported here"),
+        (dict(best_of=2), "sampling parameter 'best_of' is vLLM's and not supported here"),
     ],
 )
 def test_bad_values_are_refused_by_name(given, message):

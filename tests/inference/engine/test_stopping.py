@@ -215,11 +215,11 @@ def test_a_stream_costs_no_decoding_of_all_tokens_for_every_piece():
 
 def test_blocks_are_accepted_whole(fast):
     if fast.engine.tree.tree.is_chain:
-        before = fast.get_metrics()
+        before = fast.get_stats()
         answer(fast)
-        steps = fast.get_metrics()["num_spec_steps"] - before["num_spec_steps"]
+        steps = fast.get_stats()["num_spec_steps"] - before["num_spec_steps"]
         assert steps == 3, "17 tokens after the first one, six per step"
-    accepted = fast.get_metrics()["acceptance_per_position"]
+    accepted = fast.get_stats()["acceptance_per_position"]
     assert len(accepted) == DEPTH
     assert all(accepted), "every depth must have been accepted"
 

@@ -276,11 +276,11 @@ def test_across_pages_and_on_pages_found_in_the_cache(targets, trees, name, tree
     texts, roots = draft(llm, prompts)
     check_roots(prompts, roots, llm.tree.max_depth)
     check_drafts(target, taught, llm.tree, texts, roots)
-    assert llm.get_metrics()["prefix_cache_hits"] == 0
+    assert llm.get_stats()["prefix_cache_hits"] == 0
     # The page ends with what was emitted.
     texts, roots = draft(llm, [texts[0], texts[1][:67]])
     check_drafts(target, taught, llm.tree, texts, roots)
-    assert llm.get_metrics()["prefix_cache_hits"] == 64
+    assert llm.get_stats()["prefix_cache_hits"] == 64
 
 
 OF_TARGET = "every head has the target's"

@@ -225,7 +225,7 @@ def test_drafts_follow_what_requests_ask_of_logits(setting, tree_files, params, 
     assert found == outputs(LLM(target), **asked)
     # All but the first token, by DEPTH + 1.
     fewest = sum(-(-(len(tokens) - 1) // (DEPTH + 1)) for tokens, _ in found)
-    assert llm.get_metrics()["num_spec_steps"] == fewest
+    assert llm.get_stats()["num_spec_steps"] == fewest
 
 
 @pytest.mark.parametrize("name", ["medusa", "eagle"])

@@ -47,7 +47,7 @@ def test_no_bit_changes(setting, tree_files, name, tree):
         for temperature in TEMPERATURES:
             found = outputs(llm, temperature, count=count, logprobs=2)
             assert found == plain[temperature][:count], (batch, temperature)
-        metrics = llm.get_metrics()
+        metrics = llm.get_stats()
         if name == "target" and tree != "dynamic":  # 6 tokens after the first, by 5, then the one that is left
             assert metrics["num_spec_steps"] == 2 * 2 * count
         accepted += metrics["num_accepted_tokens"]
@@ -74,10 +74,10 @@ def test_under_a_ratio_rule_the_company_changes_nothing(setting, tree_files, nam
         if isinstance(llm.engine.drafter, OwnCacheDrafter):
             llm.engine.drafter.kv.normal_()  # keys that nobody wrote are not read
         found.append(outputs(llm, 0.8, count=count))
-        assert llm.get_metrics()["prefix_cache_hits"] == 0
+        assert llm.get_stats()["prefix_cache_hits"] == 0
         greedy = [tokens for tokens, _ in outputs(llm, 0.0, count=count)]
         assert greedy == [tokens for tokens, _ in plain[0.0][:count]]
-        assert llm.get_metrics()["prefix_cache_hits"] > 0
+        assert llm.get_stats()["prefix_cache_hits"] > 0
     found.append(outputs(llm, 0.8))  # on the pages of the earlier ones
     alone, together, on_pages = found
     assert alone == together[:ALONE]

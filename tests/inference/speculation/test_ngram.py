@@ -83,7 +83,7 @@ def test_no_bit_is_changed_and_drafts_are_of_the_sequence_as_it_stands(target, p
     prompts, expected = plain[0], plain[1][temperature]
     llm = looking_up(target, late=late, **options)
     assert run(llm, prompts, temperature) == expected
-    metrics = llm.get_metrics()
+    metrics = llm.get_stats()
     assert metrics["acceptance_length"] > 1.3
     assert (metrics["num_preemptions"] > 0) == ("num_gpu_blocks_override" in options)
     sequences = [prompt + tokens for prompt, (tokens, _) in zip(prompts, expected)]
@@ -133,7 +133,7 @@ def test_the_ratio_rules_follow_it_without_a_distribution(target, plain, rule):
     llm = looking_up(target, Ratio(rule))
     expected = [tokens for tokens, _ in plain[1][0.0]]
     assert [tokens for tokens, _ in run(llm, plain[0], 0.0)] == expected
-    assert llm.get_metrics()["acceptance_length"] > 1.3
+    assert llm.get_stats()["acceptance_length"] > 1.3
     mixed = run(looking_up(target, Ratio(rule)), plain[0], 0.8)
     again = run(looking_up(target, Ratio(rule), max_num_seqs=3), plain[0], 0.8)
     assert mixed == again

@@ -70,7 +70,7 @@ def test_at_temperature_0_the_embedded_target_speaks_as_without_drafts(rule, tre
         speculative = {"model": str(ASSETS / "stdlib-coder-medusa"), "tree": tree, "verifier": rule}
         llm = LLM(module, tokenizer=tokenizer, speculative_config=speculative | {"draft_sample_method": method})
         assert [o.outputs[0].token_ids for o in llm.generate(prompts, params)] == plain
-        assert llm.get_metrics()["acceptance_length"] > 1.2
+        assert llm.get_stats()["acceptance_length"] > 1.2
 
 
 @pytest.mark.parametrize("rule", RATIO_RULES)
@@ -107,7 +107,7 @@ def test_on_the_gpu_too_and_in_graphs_as_without(rule, tree_file):
         eager = LLM(target, device="cuda", enforce_eager=True, max_num_seqs=5, speculative_config=speculative)
         found, again = ([o.outputs[0].token_ids for o in one.generate(prompts, mixed)] for one in (llm, eager))
         assert found == again
-        assert llm.get_metrics()["acceptance_length"] > 1.2
+        assert llm.get_stats()["acceptance_length"] > 1.2
 
 
 def test_a_greedy_request_among_others_is_greedy():
@@ -163,7 +163,7 @@ def test_the_engines_outputs_follow_the_targets_distribution(rule, method, top_k
     counts = counts_of(llm, [1, 4], 1500, temperature=0.9, top_k=top_k)
     joint = exact_joint(model, [1, 4], 0.9, top_k, 3)
     assert surprise(counts, joint) < 6
-    assert 1.2 < llm.get_metrics()["acceptance_length"] < 3.5
+    assert 1.2 < llm.get_stats()["acceptance_length"] < 3.5
     # The test can fail: of the distribution at another temperature this is no sample.
     assert surprise(counts, exact_joint(model, [1, 4], 1.1, top_k, 3)) > 6
 
@@ -233,7 +233,7 @@ def test_drafts_follow_what_a_request_asks_of_its_logits(rule, monkeypatch):
     params = [SamplingParams(seed=seed, **own) for seed in range(20)]
     prompts = [[1, 2, 3 + seed % 5] for seed in range(20)]
     llm.generate(prompts, params)
-    with_own = llm.get_metrics()["acceptance_length"]
+    with_own = llm.get_stats()["acceptance_length"]
     assert seen
     for scores, temperature in seen:
         kept = scores > -torch.inf
@@ -244,4 +244,4 @@ def test_drafts_follow_what_a_request_asks_of_its_logits(rule, monkeypatch):
     monkeypatch.setattr(Step, "_processor", lambda *_: None)
     llm = LLM(module, speculative_config={"model": head, "tree": "chain", "verifier": rule})
     llm.generate(prompts, params)
-    assert llm.get_metrics()["acceptance_length"] < with_own
+    assert llm.get_stats()["acceptance_length"] < with_own
