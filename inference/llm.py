@@ -46,8 +46,8 @@ class LLM:
     model: a folder or Hub id in Hugging Face layout; a loaded *ForCausalLM (used in place, without a second copy); a Hugging Face
         config, with load_format "dummy"; or another LLM, whose weights are shared.
     tokenizer: folder, Hub id or tokenizer object; None: the model's own.
-    dtype: "auto", "bfloat16", "float16" ("half"), "float32" ("float") or a torch.dtype. auto: the checkpoint's on a GPU; on the CPU bfloat16 or
-        float32, whichever this machine measures faster. A loaded model keeps its own.
+    dtype: "auto", "bfloat16", "float16" or "half", "float32" or "float", or a torch.dtype. auto: the checkpoint's on a GPU; on the
+        CPU bfloat16 or float32, whichever this machine measures faster. A loaded model keeps its own.
     device: "auto" or None (a GPU if there is one), "cpu", "cuda", "cuda:1" ... or a torch.device.
     max_model_len: longest prompt + output in tokens; None: the model's own limit.
     max_num_seqs: number of requests that can run at once.

@@ -16,8 +16,8 @@ from .vllm_api import CALLS, CHAT, LLM_ARGUMENTS, MISSING, PROMPT_KEYS, SAMPLING
 
 INTRODUCTION = """# Code written for vLLM
 
-What becomes of the arguments and methods of vLLM's offline API. *Same*: it is here under the same name. *Accepted*: it changes no output
-here. *Refused*: an error of one line says what to do instead. A refused argument is accepted at the values that are named.
+What becomes of the arguments and methods of vLLM's offline API. *Same*: it is here under the same name. *Accepted*: it changes no
+output here. *Refused*: an error of one line says what to do instead. A refused argument is accepted at the values that are named.
 
     from headstart import LLM, SamplingParams, RequestOutput, CompletionOutput, TextPrompt, TokensPrompt
     from headstart.inference.metrics import Counter, Gauge, Vector
