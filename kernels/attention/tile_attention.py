@@ -3,7 +3,8 @@
 One function computes (max, sum, accumulator) of every tile, for one block shape: ROWS query rows by TILE keys. It serves tiles
 that are committed and shared by all nodes (prefix) and tiles gathered for one node through its ancestors (tail). Tiles are
 added one after the other in the order of positions, and a masked tile adds an exact zero. So a node's bits depend on its own
-path alone: not on the tree, on other requests, or on when keys were committed. Sums are in fp32 (fp64 for fp64 input).
+path alone: not on the tree, on other requests, or on when keys were committed. Values are zero-padded to a multiple of FEATURES
+(linear.py): of other widths, the library's sums depend on the row's place in the block. Sums are in fp32 (fp64 for fp64 input).
 
 Letters as in tree_attention.py; here P tiles of the longest prefix, T tiles of the longest tail.
 """
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from ..linear.linear import FEATURES
 from .attention_fold import PAGE
 
 TILE = 16  # keys per step of the sum; divides PAGE
@@ -151,7 +153,10 @@ def _fold(q, k, v, bias):
     highest = scores.amax(-1, keepdim=True)
     # A fully masked tile has max -inf: its weight in the sum is exp(-inf) = 0, and its own terms must not be NaN.
     p = torch.exp(scores - highest.clamp_min(torch.finfo(scores.dtype).min))
-    return highest, p.sum(-1, keepdim=True), torch.bmm(p, v)
+    dim = v.shape[-1]
+    if dim % FEATURES:
+        v = F.pad(v, (0, -dim % FEATURES))
+    return highest, p.sum(-1, keepdim=True), torch.bmm(p, v)[..., :dim]
 
 
 def _spread_over_heads(x, num_tiles, num_kv_heads):

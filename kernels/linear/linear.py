@@ -9,8 +9,8 @@ bit: a tile's shape is not part of any sum. Two kernels keep that order. `_decod
 as the right one, so up to 256 rows read the weights once. `_prefill` (linear_prefill.py) has tensor maps and large tiles. float32
 multiplies exactly (no TF32).
 
-On the CPU rows are zero-padded to blocks of BLOCK_ROWS and every block takes the same path, so a row's bits do not depend on
-its place or on the other rows. Not supported: other ranks than 2 for x (callers flatten).
+On the CPU rows are zero-padded to blocks of BLOCK_ROWS, in float32 also features to a multiple of FEATURES, and every block takes
+the same path, so a row's bits do not depend on its place or on the other rows. Not supported: other ranks than 2 for x (callers flatten).
 """
 
 import torch
@@ -23,6 +23,9 @@ from .linear_table import DECODE_ROWS, decode_launch, halves_of_tile, num_splits
 
 # Measured on two cores of an AVX-512 CPU, all products of a 7.5 M model: one bare bf16 row 1.15 ms, a block of 16 2.0 ms.
 BLOCK_ROWS = 16
+# MKL computes 1 to 11 features that fill no vector (the last of a product, or of a thread's share of it) by another kernel in
+# float32. Its sums depend on the row's place in the block and on the alignment of x. No multiple of 16 features has such a rest.
+FEATURES = 16
 
 
 def linear_reference(x, w, b=None):
@@ -238,9 +241,24 @@ def _linear_in_blocks(x, w, b):
     check_product("linear", x, w, b)
     rows = x.shape[0]
     padding = -rows % BLOCK_ROWS
-    # A fresh, zero-padded copy also fixes the memory alignment, which some libraries look at when they pick a path.
     x = F.pad(x, (0, 0, 0, padding)) if padding else x.contiguous()
     if x.shape[0] == BLOCK_ROWS:
-        return F.linear(x, w, b)[:rows]
-    y = torch.cat([F.linear(block, w, b) for block in x.split(BLOCK_ROWS)])
+        return _product_of_block(x, w, b)[:rows]
+    y = torch.cat([_product_of_block(block, w, b) for block in x.split(BLOCK_ROWS)])
     return y[:rows]
+
+
+def _product_of_block(x, w, b):
+    """F.linear of one block; features after the last multiple of FEATURES are computed with weights zero-padded to FEATURES.
+
+    Only those weights are copied: a vocabulary of 50,257 has one such feature.
+    """
+    odd = w.shape[0] % FEATURES
+    if not odd or x.dtype not in (torch.float32, torch.float64):
+        return F.linear(x, w, b)
+    even = w.shape[0] - odd
+    last_b = None if b is None else F.pad(b[even:], (0, FEATURES - odd))
+    last = F.linear(x, F.pad(w[even:], (0, 0, 0, FEATURES - odd)), last_b)[:, :odd]
+    if not even:
+        return last
+    return torch.cat((F.linear(x, w[:even], None if b is None else b[:even]), last), 1)
