@@ -3,7 +3,8 @@
 One function computes (max, sum, accumulator) of every tile, for one block shape: ROWS query rows by TILE keys. It serves tiles
 that are committed and shared by all nodes (prefix) and tiles gathered for one node through its ancestors (tail). Tiles are
 added one after the other in the order of positions, and a masked tile adds an exact zero. So a node's bits depend on its own
-path alone: not on the tree, on other requests, or on when keys were committed. Sums are in fp32 (fp64 for fp64 input).
+path alone: not on the tree, on other requests, or on when keys were committed. Both products are zero-padded to a width that is
+a multiple of FEATURES (linear.py): at other widths the library's sums depend on the row's place. Sums are in fp32 (fp64 for fp64).
 
 Letters as in tree_attention.py; here P tiles of the longest prefix, T tiles of the longest tail.
 """
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from ..linear.linear import FEATURES
 from .attention_fold import PAGE
 
 TILE = 16  # keys per step of the sum; divides PAGE
@@ -147,11 +149,21 @@ def _prefix(q, kv, rows, wide, lowest):
 
 def _fold(q, k, v, bias):
     """One tile.  q [X, ROWS, D] scaled, k and v [X, TILE, D], bias -> max, sum [X, ROWS, 1], acc [X, ROWS, D]"""
-    scores = torch.bmm(q, k.transpose(1, 2)) + bias
+    keys, dim = v.shape[1:]
+    multiple = FEATURES[v.dtype]
+    if keys % multiple:
+        k = F.pad(k, (0, 0, 0, -keys % multiple))
+    if dim % multiple:
+        v = F.pad(v, (0, -dim % multiple))
+    scores = torch.bmm(q, k.transpose(1, 2))[..., :keys] + bias
     highest = scores.amax(-1, keepdim=True)
     # A fully masked tile has max -inf: its weight in the sum is exp(-inf) = 0, and its own terms must not be NaN.
     p = torch.exp(scores - highest.clamp_min(torch.finfo(scores.dtype).min))
-    return highest, p.sum(-1, keepdim=True), torch.bmm(p, v)
+    if v.dtype == torch.float64:  # threads that share a tile's columns would cut them elsewhere than at a multiple
+        acc = torch.cat([torch.bmm(p, part.contiguous()) for part in v.split(multiple, 2)], 2)
+    else:
+        acc = torch.bmm(p, v)
+    return highest, p.sum(-1, keepdim=True), acc[..., :dim]
 
 
 def _spread_over_heads(x, num_tiles, num_kv_heads):

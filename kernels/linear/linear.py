@@ -9,8 +9,8 @@ bit: a tile's shape is not part of any sum. Two kernels keep that order. `_decod
 as the right one, so up to 256 rows read the weights once. `_prefill` (linear_prefill.py) has tensor maps and large tiles. float32
 multiplies exactly (no TF32).
 
-On the CPU rows are zero-padded to blocks of BLOCK_ROWS and every block takes the same path, so a row's bits do not depend on
-its place or on the other rows. Not supported: other ranks than 2 for x (callers flatten).
+On the CPU rows are zero-padded to blocks of BLOCK_ROWS, and features to a multiple of FEATURES. Every block takes the same path,
+so a row's bits do not depend on its place or on the other rows. Not supported: other ranks than 2 for x (callers flatten).
 """
 
 import torch
@@ -23,6 +23,10 @@ from .linear_table import DECODE_ROWS, decode_launch, halves_of_tile, num_splits
 
 # Measured on two cores of an AVX-512 CPU, all products of a 7.5 M model: one bare bf16 row 1.15 ms, a block of 16 2.0 ms.
 BLOCK_ROWS = 16
+# MKL computes features that fill no vector (the last of a product, or of a thread's share of it) by another kernel. Its sums
+# depend on the row's place in the block and on the alignment of x. No multiple of these has such a rest, with AVX-512 or AVX2
+# and 1, 2 or 4 threads; of float64, multiples of 16 that are none of 24 have. bfloat16 and float16 take another library.
+FEATURES = {torch.float32: 16, torch.float64: 24}
 
 
 def linear_reference(x, w, b=None):
@@ -238,9 +242,25 @@ def _linear_in_blocks(x, w, b):
     check_product("linear", x, w, b)
     rows = x.shape[0]
     padding = -rows % BLOCK_ROWS
-    # A fresh, zero-padded copy also fixes the memory alignment, which some libraries look at when they pick a path.
     x = F.pad(x, (0, 0, 0, padding)) if padding else x.contiguous()
     if x.shape[0] == BLOCK_ROWS:
-        return F.linear(x, w, b)[:rows]
-    y = torch.cat([F.linear(block, w, b) for block in x.split(BLOCK_ROWS)])
+        return _product_of_block(x, w, b)[:rows]
+    y = torch.cat([_product_of_block(block, w, b) for block in x.split(BLOCK_ROWS)])
     return y[:rows]
+
+
+def _product_of_block(x, w, b):
+    """F.linear of one block; features after the last multiple of FEATURES are computed with weights zero-padded to one.
+
+    Only those weights are copied: a vocabulary of 50,257 has one such feature.
+    """
+    multiple = FEATURES.get(x.dtype, 1)
+    odd = w.shape[0] % multiple
+    if not odd:
+        return F.linear(x, w, b)
+    even = w.shape[0] - odd
+    last_b = None if b is None else F.pad(b[even:], (0, multiple - odd))
+    last = F.linear(x, F.pad(w[even:], (0, 0, 0, multiple - odd)), last_b)[:, :odd]
+    if not even:
+        return last
+    return torch.cat((F.linear(x, w[:even], None if b is None else b[:even]), last), 1)

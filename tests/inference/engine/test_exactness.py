@@ -307,6 +307,16 @@ def test_chunked_prefill_changes_no_bit(target, plain):
     assert run(llm, prompts, temperature=0.8, **LONG) == found[0.8]
 
 
+@pytest.mark.parametrize("head_dim", [6, 10])
+@pytest.mark.parametrize("tree", ["chain-5", "ragged-24"])
+def test_odd_sizes_change_no_bit(tree, head_dim):
+    target = make_target(seed=5, hidden_size=6 * head_dim, head_dim=head_dim, intermediate_size=77)
+    prompts = prompts_of_lengths((1, 17, 40, 65))
+    alone = run(LLM(target, max_num_seqs=1, enable_prefix_caching=False), prompts, temperature=0.8, **LONG)
+    llm = speculating(target, TREES[tree], tokens_of(alone), prompts, max_num_seqs=4)
+    assert run(llm, prompts, temperature=0.8, **LONG) == alone
+
+
 def test_bfloat16_outputs_are_equal_too(plain):
     target = make_target(seed=4).to(torch.bfloat16)
     prompts = plain[0][:6]
