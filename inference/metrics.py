@@ -1,7 +1,7 @@
 """Metrics of an engine as vLLM's LLM.get_metrics returns them: a list of Counter, Gauge and Vector objects with vLLM's names.
 
-Counted since the LLM was built. A prompt counts once for each of its n outputs, as in vLLM, and once if its request is preempted. On
-a tree, draft tokens are its nodes. Histograms of times have no counterpart: RequestOutput.metrics has a request's times.
+Counted since the LLM was built. A prompt counts once for each of its n outputs, as in vLLM, and once if its request is preempted.
+On a tree, draft tokens are its nodes. Histograms of times have no counterpart: RequestOutput.metrics has a request's times.
 """
 
 from dataclasses import dataclass

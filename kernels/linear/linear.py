@@ -24,8 +24,8 @@ from .linear_table import DECODE_ROWS, decode_launch, halves_of_tile, num_splits
 # Measured on two cores of an AVX-512 CPU, all products of a 7.5 M model: one bare bf16 row 1.15 ms, a block of 16 2.0 ms.
 BLOCK_ROWS = 16
 # MKL computes features that fill no vector (the last of a product, or of a thread's share of it) by another kernel. Its sums
-# depend on the row's place in the block and on the alignment of x. No multiple of these has such a rest, with AVX-512 or AVX2
-# and 1, 2 or 4 threads; of float64, multiples of 16 that are none of 24 have. bfloat16 and float16 take another library.
+# depend on the row's place in the block and on the alignment of x. No multiple of these has such a rest, with 1, 2 or 4 threads
+# on an AMD CPU with AVX-512; in float64, multiples of 16 that are none of 24 have. bfloat16 and float16 take another library.
 FEATURES = {torch.float32: 16, torch.float64: 24}
 
 

@@ -308,7 +308,7 @@ def test_what_code_for_vllm_says_of_a_call_is_taken_where_it_asks_for_nothing(ll
     asks = dict(add_generation_prompt=True, continue_final_message=False, tools=None, lora_request=None)
     assert llm.chat(messages=messages, sampling_params=GREEDY, **asks)[0].outputs[0].text == expected.outputs[0].text
     assert llm.generate(expected.prompt, GREEDY, lora_request=None, priority=None)[0].prompt == expected.prompt
-    for name, value in (("add_generation_prompt", False), ("tools", [{}]), ("chat_template", "x")):
+    for name, value in (("lora_request", "x"), ("chat_template_content_format", "openai")):
         with pytest.raises(ValueError, match=f"'{name}' is vLLM's and not supported"):
             llm.chat(messages, GREEDY, **{name: value})
     with pytest.raises(ValueError, match="unknown argument 'sampling_param'; did you mean 'sampling_params'"):

@@ -281,7 +281,7 @@ def test_outputs_carry_times_cached_tokens_and_their_end(llm):
 
 def test_default_sampling_params_are_the_generation_configs(target_folder, tmp_path):
     folder = shutil.copytree(target_folder, tmp_path / "target")
-    GenerationConfig(temperature=0.6, top_p=0.9, max_new_tokens=50).save_pretrained(folder)
+    GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9, max_new_tokens=50).save_pretrained(folder)
     llm = LLM(str(folder), dtype="float32", device="cpu")
     assert llm.get_default_sampling_params() == SamplingParams(temperature=0.6, top_p=0.9, max_tokens=50)
 

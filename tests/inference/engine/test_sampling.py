@@ -36,7 +36,7 @@ from headstart.kernels.sampling.keep_top import keep_top, kept_scores
             dict(logit_bias={-1: 1}),
             r"logit_bias must be a dictionary {token id: bias from -100 to 100}, got \(\(-1, 1\),\)",
         ),
-        (dict(logit_bias={"1": 1}), "logit_bias must be a dictionary {token id: bias from -100 to 100}"),
+        (dict(logit_bias={"one": 1}), "logit_bias must be a dictionary {token id: bias from -100 to 100}"),
         (dict(logit_bias={1: 100.5}), r"bias from -100 to 100}, got \(\(1, 100.5\),\)"),
         (dict(logit_bias={1: float("nan")}), "bias from -100 to 100}, got"),
         (dict(allowed_token_ids=[]), r"allowed_token_ids must be None or a list of at least one token id, got \(\)"),
