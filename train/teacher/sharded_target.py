@@ -39,7 +39,7 @@ def check_whole_target(what):
 
 def is_sharded(model):
     """Whether `shard_layers` has divided this model."""
-    return isinstance(model.get_decoder(), FSDPModule)
+    return isinstance(find_decoder(model), FSDPModule)
 
 
 def load_sharded(source, dtype, device):
@@ -90,13 +90,19 @@ def build_sharded(config, dtype, device):
 
 def shard_layers(model, device):
     """Divide the layers of the decoder over all ranks, each layer as one unit; everything else stays whole."""
-    decoder = model.get_decoder()
+    decoder = find_decoder(model)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     layers = decoder_layers(decoder, model.config.get_text_config().num_hidden_layers)
     for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     # The decoder is the root: so the next layer's weights are gathered while a layer computes.
     fully_shard(decoder, mesh=mesh, ignored_params=set(decoder.parameters()) - set(layers.parameters()))
+
+
+def find_decoder(model):
+    """The module of a *ForCausalLM that turns token ids into last states."""
+    decoder = model.get_decoder()
+    return model.model if decoder is model else decoder  # Llama4ForCausalLM.get_decoder returns the whole model
 
 
 def decoder_layers(decoder, count):
