@@ -48,6 +48,6 @@ def random_decoder(shape, device, dtype, max_positions):
     return Decoder.from_pretrained(None, config, load_format="dummy", **where)
 
 
-def spread_tree(num_nodes):
-    """The best tree of `num_nodes` nodes for NUM_HEADS heads of typical acceptance."""
+def best_tree(num_nodes):
+    """The static tree of `num_nodes` nodes with the greatest expected acceptance at RATES, which are typical of NUM_HEADS heads."""
     return build_static_tree(RATES, num_nodes)

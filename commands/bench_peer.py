@@ -1,4 +1,4 @@
-"""`headstart bench peer`: the same model in transformers."""
+"""`headstart bench peer`: compare Headstart with transformers' own `generate` on the same model."""
 
 from .measurement import add_measurement, at_least_one, measurement, numbers
 

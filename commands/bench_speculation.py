@@ -31,12 +31,12 @@ def add_options(parser):
         type=int,
         action="append",
         default=[],
-        help="also the best tree with this number of nodes; may be given again",
+        help="also measure the best static tree of this number of nodes; may be given again",
     )
     parser.add_argument("--max-tokens", type=int, default=96, help="new tokens per prompt (default 96)")
     parser.add_argument("--temperature", type=float, action="append", help="may be given again (default: 0 and 0.8)")
     parser.add_argument(
-        "--output", help="also write the rows as JSON here; `headstart report` looks for benchmark.json in the run"
+        "--output", help="also write the rows as JSON here; `headstart report` shows benchmark.json of the run"
     )
     add_device(parser)
 

@@ -14,13 +14,14 @@ def add_options(parser):
     parser.add_argument("prompt", help="the prompt; - reads it from standard input")
     add_model(parser)
     add_speculation(parser)
-    parser.add_argument(
-        "--raw", action="store_true", help="feed the text as it is instead of through the chat template"
-    )
+    parser.add_argument("--raw", action="store_true", help="skip the chat template")
     parser.add_argument("--compare", action="store_true", help="answer with and without speculation, and compare")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     parser.add_argument(
-        "--top-p", type=float, default=1.0, help="keep the likeliest tokens up to this mass (default 1: all)"
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="sample from the fewest likeliest tokens that reach this probability (default 1: all)",
     )
     parser.add_argument("--top-k", type=int, default=0, help="number of likeliest tokens to keep (default 0: all)")
     parser.add_argument("--max-tokens", type=int, default=256, help="the most new tokens (default 256)")
@@ -35,7 +36,7 @@ def run(arguments):
 
     speculative = speculative_config(arguments)
     if arguments.compare and speculative is None:
-        raise ValueError("--compare shows a head beside plain decoding: name one with --head")
+        raise ValueError("--compare shows a head beside plain decoding: name a head with --head")
     params = SamplingParams(
         temperature=arguments.temperature,
         top_p=arguments.top_p,

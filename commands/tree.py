@@ -16,7 +16,7 @@ from .bench_speculation import COMPARED_PROMPTS
 
 # Use of the held-out prompts: a tree is never measured on the prompts that `bench speculation` reports.
 TREE_PROMPTS = 32
-# Cache of the engine that measures acceptance, in pages of 64 tokens; those that time trees need memory, too.
+# Pages of 64 tokens of the engine that measures acceptance. They are few: the engines that time trees need memory, too.
 TREE_PAGES = 512
 
 
@@ -24,16 +24,14 @@ EXAMPLE = "headstart tree runs/quickstart\n  headstart tree runs/quickstart --bu
 DETAILS = (
     "Measures how often each candidate of the draft is right, and times steps over trees of several sizes and depths here.\n"
     "Then compares the best expected tree with plain decoding and, if the drafter can grow trees, with dynamic trees.\n"
-    "The file holds the figures and `headstart report` shows them; tree='static' finds it in a run or beside a head."
+    "tree.json keeps the figures for `headstart report`; tree='static' finds it in a run or beside a head."
 )
 
 
 def add_options(parser):
+    parser.add_argument("source", metavar="RUN", help="a run, a checkpoint, a head folder, or a smaller draft model")
     parser.add_argument(
-        "source", metavar="RUN", help="a run, a checkpoint, a head folder, or a smaller model that drafts"
-    )
-    parser.add_argument(
-        "--model", help="the target (default: the one the head was trained for, with its adapter if it has one)"
+        "--model", help="the target (default: the head's own, with the adapter that the head was trained with)"
     )
     add_adapter(parser)
     parser.add_argument("--prompts", help="JSONL of prompts (default: heldout.jsonl of the run, else of the target)")
@@ -43,17 +41,17 @@ def add_options(parser):
     parser.add_argument(
         "--budget",
         default="auto",
-        help="nodes of a static tree, root included, chosen without timing; auto (default): the fastest tree here",
+        help="number of nodes, root included, of a static tree chosen by acceptance alone; auto (default): the fastest, by timing",
     )
     parser.add_argument("--batch-size", type=int, help="with --budget auto: requests that decode at once (default 1)")
     parser.add_argument(
         "--num-speculative-tokens",
         type=int,
-        help="greatest depth of the drafts (default: the head's own; required for a model that drafts)",
+        help="greatest depth of the drafts (default: the head's own; required for a draft model)",
     )
     parser.add_argument(
         "--output",
-        help="where to write (default: tree.json in RUN; of the Hub, and for a model that drafts, there is none)",
+        help="file to write (default: tree.json in RUN; required for a Hub head and for a draft model)",
     )
     add_device(parser)
 

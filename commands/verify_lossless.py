@@ -48,14 +48,16 @@ def run(arguments):
 
     speculative = speculative_config(arguments, verifier=arguments.verifier)
     if speculative is None:
-        raise ValueError("verify-lossless checks speculation: name what drafts with --head")
+        raise ValueError("verify-lossless checks speculation: name a drafter with --head or --method")
     check_count(arguments.num_prompts)
     if arguments.samples < 0:
         raise ValueError(f"--samples must be at least 0, got {arguments.samples}")
     if arguments.output:
         check_writable(Path(arguments.output))
     if arguments.verifier == "synthetic":
-        raise ValueError("--verifier synthetic promises nothing that could be checked: it accepts by given rates")
+        raise ValueError(
+            "--verifier synthetic accepts at given rates, so there is nothing to check: choose strict or a ratio rule"
+        )
     temperatures = tuple(arguments.temperature or (0.0, 0.8))
     for temperature in temperatures:
         SamplingParams(temperature=temperature, max_tokens=arguments.max_tokens)  # raises for values out of range

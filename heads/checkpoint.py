@@ -48,7 +48,7 @@ def save_head(
     dtype: the dtype to cast to (torch.dtype or its name); None keeps the head's.
     torch_file: also write the .pt that the original Medusa code reads (exports do, training checkpoints need not).
     lm_head_weight: the target's lm_head [V, H], which "vllm" stores with heads that share it.
-    max_shard_size: a file of more bytes is split, where readers of the format know shards.
+    max_shard_size: files above this number of bytes are split into shards, if readers of the format know shards.
     Raises ValueError (format, non-empty folder) and OSError (cannot write).
     """
     format = format or native_format(head)

@@ -208,7 +208,7 @@ def export_head(
     if measure is not None:
         measure = measure or base_model or head.config.base_model_name_or_path
         if not measure:
-            raise ValueError("--measure needs a target, and the head names none: give --measure TARGET")
+            raise ValueError("--measure needs a target, and the head names no target: give --measure TARGET")
         target = target_config(str(measure), "auto")[0]
         check_supported(target)
         check_head_fits(head, target)
@@ -331,7 +331,9 @@ def check_apart(output, merged):
 def read_target(target, format):
     """The loaded model of a target (folder or Hub id), for formats that store a part of it."""
     if not target:
-        raise ValueError(f"format {format!r} stores a part of the target, and the head names none: give --base-model")
+        raise ValueError(
+            f"format {format!r} stores a part of the target, and the head names no target: give --base-model"
+        )
     from transformers import AutoModelForCausalLM  # seconds to import, and only these formats need it
 
     try:
@@ -344,7 +346,7 @@ def read_target(target, format):
 
 
 def read_target_lm_head(target):
-    """The lm_head [V, H] of a target (folder or Hub id), for a vllm file of heads that share it."""
+    """The lm_head [V, H] of a target (folder or Hub id). The format vllm stores a copy of it beside heads that share it."""
     lm_head = read_target(target, "vllm").get_output_embeddings()
     if not isinstance(lm_head, nn.Linear) or lm_head.bias is not None:
         raise ValueError(f"the target {target!r} has no lm_head that is one matrix without bias")

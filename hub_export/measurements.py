@@ -134,7 +134,7 @@ def check_type(value, kind, where, place=""):
 
 @dataclass(frozen=True)
 class Measurements:
-    """The figures found; None or empty where there are none."""
+    """The figures found; a field is None or empty if there are none."""
 
     acceptance: tuple = ()  # figures of hub_export/acceptance.py, one per temperature
     prompts: list | None = None  # token ids of the prompts that an earlier export measured on
@@ -145,7 +145,7 @@ class Measurements:
     tree: Path | None = None  # the draft tree measured for this head
     training: tuple = ()  # lines of metrics.jsonl, up to the checkpoint's step
     tracked: dict | None = None  # W&B's addresses of the run
-    origin: dict | None = None  # source of an earlier export: OriginRecord
+    origin: dict | None = None  # where the head came from, as an earlier export recorded it: OriginRecord
 
     @property
     def tree_content(self):

@@ -249,7 +249,8 @@ def check_can_merge(adapter, target, output):
     except (OSError, ValueError, HTTPError) as error:
         reason = (str(error).strip().splitlines() or ["no reason given"])[0]
         raise ValueError(
-            f"cannot get the target {target!r}: no such folder, and {hub.words} did not give it ({reason}): give --base-model"
+            f"cannot get the target {target!r}: give --base-model. There is no such folder, and {hub.words} did not give it: "
+            f"{reason}"
         ) from error
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     check_merged_once(adapter, config.get(MERGED_KEY, ""), target)

@@ -90,7 +90,7 @@ def read_replay(folder):
     path = Path(folder, REPLAY_FILE)
     if not path.is_file():
         raise ValueError(
-            f"{folder} holds no {REPLAY_FILE}, so there is nothing to compare it with: `heads.export` writes one beside a head"
+            f"{folder} holds no {REPLAY_FILE}, which `heads.export` writes beside a head: there is nothing to compare the head with"
         )
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -44,7 +44,7 @@ def add_adapter(parser):
     """Option for a LoRA adapter of the target."""
     parser.add_argument(
         "--adapter",
-        help="a LoRA adapter of the target, merged into its weights: a folder, a Hub id, or a run or head trained with one",
+        help="LoRA adapter to merge into the target: a folder, a Hub id, or a run or head trained with an adapter",
     )
 
 
@@ -67,13 +67,14 @@ def add_speculation(parser):
     )
     parser.add_argument(
         "--method",
-        help="ngram: draft without a head, by looking up what followed the newest tokens earlier (default: found from --head)",
+        help="ngram: draft without a head, by copying the tokens after an earlier occurrence of the newest ones (default: found "
+        "from --head)",
     )
     parser.add_argument("--tree", help="shape of the drafts: chain (default), static, dynamic, or a tree file")
     parser.add_argument(
         "--num-speculative-tokens",
         type=int,
-        help="depth of the drafts (default: the head's own; required for models and ngram)",
+        help="depth of the drafts (default: the head's own; required for draft models and ngram)",
     )
 
 
@@ -85,7 +86,9 @@ def speculative_config(arguments, **more):
             ("--num-speculative-tokens", arguments.num_speculative_tokens),
         ):
             if given is not None:
-                raise ValueError(f"{option} {given} says how a head drafts: name one with --head, or leave it out")
+                raise ValueError(
+                    f"{option} {given} says how a head drafts: name a head with --head, or leave {option} out"
+                )
         return None
     return {
         "model": arguments.head,

@@ -114,7 +114,7 @@ class Session:
         return self.engine.step()
 
     def subscribe(self, submission):
-        """Yield the text of a submission of one output, in pieces as they become final; steps until the submission has ended."""
+        """Yield the final text of a submission of one output, piece by piece. Runs the engine until the submission has ended."""
         (request,) = submission.requests
         shown, growing = 0, GrowingText(request.stop_checker.decode)
         while not request.finished:  # it may end in a step of another caller

@@ -80,7 +80,7 @@ class Recipe(RunRecipe):
         if self.stage == "joint":
             if not self.start_from:
                 raise ValueError(
-                    "stage joint goes on with the heads of stage heads: give their run or folder as start_from"
+                    "stage joint continues from heads trained in stage heads: name their run or folder with start_from"
                 )
             if self.cache_features:
                 raise ValueError("stage joint changes the features in every step: set cache_features to false")

@@ -124,7 +124,7 @@ def dynamic_tree(depth):
 
 
 def per_unit(whole, part, count=1):
-    """Times of one of the `count` equal units that `whole` has beyond `part`; the spread is that of `whole`."""
+    """Times of one unit, where `whole` is `part` and `count` units: (whole - median of part) / count, per percentile of whole."""
     return Times(*((value - part.p50) / count for value in (whole.p20, whole.p50, whole.p80)))
 
 

@@ -80,7 +80,9 @@ def bench_engine(settings, device, dtype, command, output=None, commit=None):
             f"{length} tokens of prompt and output are beyond the shape's {config.max_position_embeddings}"
         )
     if min(settings.new_tokens, settings.prompt_tokens) < 2:
-        raise ValueError("--prompt-tokens and --new-tokens must be at least 2")
+        raise ValueError(
+            f"--prompt-tokens and --new-tokens must be at least 2, got {settings.prompt_tokens} and {settings.new_tokens}"
+        )
     shared = settings.lm_head == "shared"
     if settings.head is None:
         check_fits(settings.shape, device, dtype)

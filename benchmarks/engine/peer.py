@@ -118,7 +118,7 @@ def run_generate(module, prompts, new_tokens):
 
 
 def run_llm(llm, prompts, new_tokens, start):
-    """Run this engine with the same measurement.  -> (outputs, Times of a token, seconds until warm)"""
+    """Decode the prompts with Headstart, measured as transformers is.  -> (outputs, Times of a token, seconds until warm)"""
     params = SamplingParams(max_tokens=new_tokens, ignore_eos=True, temperature=0)
     llm.generate([prompt[::-1] for prompt in prompts], params)
     warm = time.perf_counter() - start

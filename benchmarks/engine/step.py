@@ -30,7 +30,7 @@ from ...kernels.attention.tree_attention import PAGE
 from ..floor import copy_bandwidth, kv_bytes, milliseconds, weight_bytes
 from ..library import LibraryStep
 from ..random_heads import random_head
-from ..shape import NUM_HEADS, check_fits, config_of_shape, random_decoder, spread_tree
+from ..shape import NUM_HEADS, best_tree, check_fits, config_of_shape, random_decoder
 
 SHORT_CALLS = 10
 DEFAULT_CONTEXTS = (1024, 8192)
@@ -151,7 +151,7 @@ def pages_needed(batch, context, num_nodes):
 def bench_step(settings, device, dtype, command, output=None, commit=None):
     """Measure every line of `settings`. Prints the table, then the JSON object, which is returned."""
     for nodes in settings.rows:
-        spread_tree(nodes)  # raises for impossible sizes before any work
+        best_tree(nodes)  # raises for impossible sizes before any work
     # As in the engine: the root must lie within the model's positions, drafts may lie beyond.
     longest = config_of_shape(settings.shape).max_position_embeddings - 1
     if settings.contexts is None:
@@ -224,7 +224,7 @@ class _Bench:
     def forward_line(self, cache, keys, context, batch, nodes):
         """The target's pass. Returns its milliseconds."""
         decoder, settings = self.decoder, self.settings
-        tree = ROOT_ONLY if nodes == 1 else spread_tree(nodes)
+        tree = ROOT_ONLY if nodes == 1 else best_tree(nodes)
         standing = StandingRequests(decoder, cache, batch, context, tree, Strict(), NoDrafter())
         work = Repeatable(standing.forward, decoder.device)
         times, shares = work.time(settings.repeats), work.shares()
@@ -267,7 +267,7 @@ class _Bench:
             return
         head = random_head("medusa", config_of_shape(settings.shape), decoder, NUM_HEADS, layout == "shared")
         drafter = MedusaDrafter(head, decoder)
-        standing = StandingRequests(decoder, cache, batch, context, spread_tree(nodes), Strict(), drafter)
+        standing = StandingRequests(decoder, cache, batch, context, best_tree(nodes), Strict(), drafter)
         own = milliseconds(head.draft_bytes(decoder.lm_head.nbytes)["first"], self.bandwidth)
         for part, work, floor in (
             (f"draft, {layout}", standing.draft, own),

@@ -11,7 +11,7 @@ from ...kernels.attention.prefill_attention import build_prefill_index
 from ...kernels.attention.rotary_kv_write import rotary_kv_write
 from ...kernels.attention.tree_attention import PAGE, build_tree_index
 from ..library import LibraryAttention, rotate
-from ..shape import spread_tree
+from ..shape import best_tree
 
 
 def paged_cache(bench, batch, positions):
@@ -34,7 +34,7 @@ def bench_attention(bench):
                 continue  # that is prefill
             release(bench.device)
             kv, table = paged_cache(bench, batch, context + rows)
-            tree = TreeOnDevice.of(spread_tree(rows), bench.device)
+            tree = TreeOnDevice.of(best_tree(rows), bench.device)
             committed = torch.full((batch,), context, device=bench.device)
             q = bench.random(batch * rows, sizes.num_heads, sizes.head_dim)
             arguments = (table, committed, tree.depths, tree.ancestors, sizes.num_kv_heads, bench.dtype)
@@ -117,7 +117,7 @@ def bench_commit(bench):
     for rows in bench.settings.rows:
         if not 1 < rows <= PAGE:
             continue
-        tree = TreeOnDevice.of(spread_tree(rows), bench.device)
+        tree = TreeOnDevice.of(best_tree(rows), bench.device)
         context = bench.settings.contexts[0]
         pages = -(-(context + rows) // PAGE)
         table = 1 + torch.arange(batch * pages, device=bench.device).view(batch, pages)

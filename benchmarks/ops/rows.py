@@ -9,7 +9,7 @@ from ...kernels.embedding import embed
 from ...kernels.rms_norm import add_rms_norm
 from ...kernels.sampling.sample import sample_tokens, top_tokens
 from ...kernels.speculation.verify_strict import verify_strict
-from ..shape import spread_tree
+from ..shape import best_tree
 from .products import PREFILL_ROWS
 
 
@@ -70,7 +70,7 @@ def bench_verify(bench):
     for rows in bench.settings.rows:
         if not 1 < rows <= PAGE:
             continue
-        tree = TreeOnDevice.of(spread_tree(rows), bench.device)
+        tree = TreeOnDevice.of(best_tree(rows), bench.device)
         tokens, target = bench.integers(50, 2, batch, rows)
         limit = torch.full((batch,), 100, device=bench.device)
 

@@ -15,7 +15,7 @@ from ...inference.speculation.draw_nodes import NodeDraws
 from ...inference.speculation.tree import MAX_NODES, chain
 from ...inference.speculation.tree_on_device import TreeOnDevice
 from ...inference.speculation.verifiers import Ratio, Strict
-from ..shape import spread_tree
+from ..shape import best_tree
 
 TREE_RULES, CHAIN_RULES = ("strict", "recursive", "traversal"), ("strict", "token", "block")
 CHAIN = 5  # nodes
@@ -30,7 +30,7 @@ def bench_rules(bench):
             continue
         nodes = min(rows, MAX_NODES)
         for topology, batch, names in (
-            (spread_tree(nodes), rows // nodes, TREE_RULES),
+            (best_tree(nodes), rows // nodes, TREE_RULES),
             (chain(CHAIN - 1), rows // CHAIN, CHAIN_RULES),
         ):
             for name in names:

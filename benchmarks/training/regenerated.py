@@ -86,7 +86,10 @@ def check_same_options(options, path):
 
 
 def write_sides(options, work):
-    """{name of a side: its data file}: the regenerated answers, and the data's own to the same turns."""
+    """Write one data file per side.  -> {name of the side: its file}
+
+    Sides: the regenerated answers, one side per temperature, and the data's own answers to the same turns.
+    """
     regenerated = {}
     for temperature in options.temperature or (1.0,):
         path = work / f"regenerated-{temperature:g}.jsonl"
@@ -99,7 +102,7 @@ def write_sides(options, work):
         regenerated[f"regenerated, T {temperature:g}"] = {line["conversation"]: line["messages"] for line in lines}
     shared = set.intersection(*(set(answers) for answers in regenerated.values()))
     conversations = load_conversations(options.data)
-    # No more turns than the shortest side has, and no conversation that begins with a turn that regeneration leaves out.
+    # Every conversation is cut to its shortest side, and left out if regeneration left out its first turn.
     length = {place: min(len(answers[place]) for answers in regenerated.values()) for place in shared}
     kept = [
         place

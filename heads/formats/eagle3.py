@@ -50,9 +50,13 @@ def native_format(head):
 def check_format(head, format):
     """ValueError if readers of `format` would compute something else, or a tensor that the format stores is missing."""
     if format == "eagle3" and head.config.norm_before_residual:
-        raise ValueError("format 'eagle3' is read as norm_before_residual false, this head has true: use 'speculators'")
+        raise ValueError(
+            "readers of format 'eagle3' take norm_before_residual as false, and it is true for this head: use 'speculators'"
+        )
     if format == "speculators" and head.needs_embedding:
-        raise ValueError("format 'speculators' stores the target's embedding: call head.take_embedding first")
+        raise ValueError(
+            "format 'speculators' stores the target's embedding, which this head lacks: call head.take_embedding first"
+        )
     return format
 
 
@@ -77,7 +81,7 @@ def _plain_config(config):
         **({} if config.aux_layer_ids is None else {"eagle_config": _nested_ids(config.aux_layer_ids)}),
     }
     if not config.own_embedding:
-        # Where this key is present, the original code leaves an embedding that is not in the file at random values instead of
+        # If this key is present, the original code leaves an embedding that is not in the file at random values instead of
         # taking the target's. Without the key every reader takes hidden_size.
         del keys["target_hidden_size"]
     return keys
@@ -115,7 +119,7 @@ def _nested_ids(layer_ids):
 
 
 def from_file(tensors, config):
-    """Read a file's tensors: Reading of an Eagle3Config, its state without embed_tokens where the file has none.
+    """Read a file's tensors: Reading of an Eagle3Config, its state without embed_tokens if the file has none.
 
     tensors: {name: tensor} as the file holds them; config: its config.json as a dict. Raises ValueError naming tensors that are
     missing, unexpected, misshapen, of a wrong dtype or with impossible ids, and config keys that are needed or do not fit.
@@ -227,7 +231,7 @@ def _aux_layer_ids(config, width, target_hidden_size):
 
 
 def _read_tables(d2t, t2d, draft_vocab_size, vocab_size):
-    """The draft vocabulary's state: {} where it is the whole one."""
+    """The draft vocabulary's state: {} if it is the whole vocabulary."""
     if d2t is None:
         if draft_vocab_size < vocab_size or (t2d is not None and not t2d.all()):
             raise ValueError(

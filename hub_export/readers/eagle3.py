@@ -89,7 +89,7 @@ def original(files):
     if "target_hidden_size" in config and "embed_tokens.weight" not in files.tensors:
         yield (
             WRONG,
-            "it takes the target's embedding only where config.json has no `target_hidden_size`: it stays at random values",
+            "it takes the target's embedding only if config.json has no `target_hidden_size`: the embedding stays at random values",
         )
     if "draft_vocab_size" not in config and files.format != "speculators":
         yield NO, "config.json lacks `draft_vocab_size`"
@@ -112,7 +112,7 @@ def speculators_library(files):
 
 
 def _midlayer(files, otherwise):
-    """Problems with the original layout: the name of its layer, and the only place of the norm that it knows."""
+    """Problems for readers of the original layout: they want tensors named midlayer.*, and do not know `norm_before_residual`."""
     if files.format != "speculators" and not any(name.startswith("midlayer.") for name in files.tensors):
         yield LAYOUT, otherwise
     if files.head.config.norm_before_residual:
@@ -120,10 +120,10 @@ def _midlayer(files, otherwise):
 
 
 def _plain(files):
-    """Problems that vLLM and SGLang share with the plain layout."""
+    """Problems that vLLM and SGLang both have with the plain layout."""
     config, head = files.config, files.head.config
     if "target_hidden_size" in config and config["target_hidden_size"] is None:
-        yield NO, "`target_hidden_size` is null in config.json, and it computes with it"
+        yield NO, "`target_hidden_size` is null in config.json, and it computes with that value"
     if config.get("draft_vocab_size") is None and head.draft_vocab_size != head.vocab_size:
         yield NO, f"config.json lacks `draft_vocab_size`: it expects an lm_head of {head.vocab_size} rows"
     yield from _three_layers(files)

@@ -87,11 +87,15 @@ def _no_safetensors(model, names):
 def read_index(path):
     """The shards that an index names, in the order of their names; ValueError naming the file if it is broken."""
     try:
-        shards = sorted(set(json.loads(Path(path).read_text(encoding="utf-8"))["weight_map"].values()))
+        index = json.loads(Path(path).read_text(encoding="utf-8"))
+        weight_map = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(weight_map, dict):
+            raise ValueError("it has no 'weight_map' from tensors to shards")
+        shards = sorted(set(map(str, weight_map.values())))
         if any(Path(name).name != name for name in shards):
             raise ValueError("a shard lies in another folder")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is not an index of safetensors shards ({type(error).__name__}: {error})") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is not an index of safetensors shards: {error}; copy or download it again") from None
     return shards
 
 

@@ -64,8 +64,8 @@ def check_sampling(verifier, sampling, tree):
     if tree.grows:
         raise ValueError(
             f"verifier={verifier!r} on a dynamic tree needs drafts chosen without chance: which of them are kept depends on the "
-            "draft's distribution, so samples would be looked at because of what they are. Use draft_sample_method='greedy', a "
-            "static tree, or verifier='strict'"
+            "draft's distribution, so a sample's own value would decide whether it is verified. Use "
+            "draft_sample_method='greedy', a static tree, or verifier='strict'"
         )
     slots = {}
     for node in range(1, tree.num_nodes):
@@ -73,7 +73,6 @@ def check_sampling(verifier, sampling, tree):
     for parent, ranks in slots.items():
         if ranks != list(range(len(ranks))):
             raise ValueError(
-                f"the children of node {parent} have the ranks {ranks}: with draft_sample_method={sampling!r} children are looked "
-                "at in the order in which they were sampled and none may be left out, so the ranks must be "
-                f"{list(range(len(ranks)))}"
+                f"the children of node {parent} have the ranks {ranks}, and draft_sample_method={sampling!r} needs "
+                f"{list(range(len(ranks)))}: children are verified in the order in which they were sampled, without a gap"
             )

@@ -34,8 +34,8 @@ class Proposer:
         """ValueError for a tree that it cannot draft."""
 
     def static_tree_file(self):
-        """The tree measured for it, else the one shipped for its method and depth; ValueError where there is none."""
-        raise ValueError(f"tree='static' is measured for a head, the method {self.method!r} has none: pass a tree file")
+        """The file of the tree measured for it, else of the tree shipped for its method and depth; ValueError if there is none."""
+        raise ValueError(f"the method {self.method!r} has no measured tree: pass a tree file instead of tree='static'")
 
     def build(self, tree, sampling, decoder, max_positions):
         """Its Drafter on the target's device.
@@ -62,7 +62,7 @@ class HeadProposer(Proposer):
             )
 
     def static_tree_file(self):
-        """tree.json in the head's folder or its run, else the one shipped."""
+        """tree.json in the head's folder or its run, else the shipped tree."""
         if not isinstance(self.source, nn.Module):
             folder = Path(resolve_head(self.source))
             runs = [parent for parent in list(folder.parents)[:3] if (parent / "config.yaml").is_file()]
@@ -129,7 +129,7 @@ class NgramProposer(Proposer):
 def find_proposer(options, target):
     """The Proposer of SpeculativeOptions.
 
-    target: the target's config. Raises ValueError for a head or model that does not fit it, or is not of the given method.
+    target: the target's config. Raises ValueError if the head or draft model does not fit it, or contradicts options.method.
     """
     method, model = options.method, options.model
     if method == "ngram":
@@ -169,7 +169,7 @@ def _load_format(model):
 
 
 def is_draft_model(model):
-    """Whether this is a draft model and not a head: a loaded one, its config, or a folder that holds no head."""
+    """Whether this is a draft model and not a head: a loaded model, the config of a model, or a folder that holds no head."""
     from transformers import PreTrainedModel
 
     if isinstance(model, PreTrainedModel) or is_config(model):

@@ -45,7 +45,7 @@ from .tile_attention import TileRows, build_tile_rows, tile_attention
 MAX_GROUP = 16  # query heads per key head
 MAX_DIM = 256
 LOG2_E = 1.4426950408889634
-NUM_PROGRAMS = 512  # of the prefix pass where chunks are spread over programs
+NUM_PROGRAMS = 512  # of the prefix pass, if chunks are spread over programs
 WALK_PROGRAMS = 128  # this many (request, key head, block of rows) fill the card without being divided
 
 
@@ -315,7 +315,8 @@ def _tail_kernel(
 def tree_attention(q, kv, index, scale=None, window=None):
     """Attention of every node over its path; shapes as in the legend above.
 
-    `scale` of the scores (> 0), 1 / sqrt(D) unless given; `window` in positions. Raises ValueError for shapes it does not take.
+    scale: factor of the scores, above 0 (default 1 / sqrt(D)); window: number of positions that a node sees (default: all). Raises
+    ValueError for unsupported shapes.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     check_attention(q, kv, index.num_kv_heads, scale, window)

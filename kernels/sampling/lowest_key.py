@@ -127,7 +127,7 @@ def hit_groups(tops, hits, heat, top, bound, bin, num_groups, TILE: tl.constexpr
 
 @jit
 def token_of(hits, i, count, vocab_size, GROUP: tl.constexpr):
-    """The i-th of the `count` tokens in the listed groups; vocab_size or more after the last."""
+    """The i-th of the `count` tokens in the listed groups. From i = count on: vocab_size or more."""
     return tl.load(hits + i // GROUP, mask=i < count, other=vocab_size) * GROUP + i % GROUP
 
 

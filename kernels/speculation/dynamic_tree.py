@@ -1,8 +1,8 @@
 """Grow a draft tree from the draft's confidence (EAGLE-2, arXiv 2406.16858): choose the nodes to expand, then those of the tree.
 
     grow    n nodes of one depth have k candidates each: they join the table, and the k with the greatest totals are the next nodes.
-            total = the node's value + min(score - log_sum, 0), log_sum [n, B] = log(sum(exp)) of all scores after the node, or,
-            where temperature [B] is above 0, of the scores of its k candidates only. NaN counts as minus infinity
+            total = the node's value + min(score - log_sum, 0). NaN counts as minus infinity.
+            log_sum [n, B]: log(sum(exp)) of all scores after the node; if temperature [B] is above 0, of its k candidates only
     prune   the N - 1 candidates with the greatest totals, over all depths, are the tree below the root
 
 Candidates are numbered depth by depth: first the k below the root, then k * k of each further depth, k below each of its nodes.
@@ -52,7 +52,7 @@ class Grown(NamedTuple):
 
 
 def grow_reference(candidates, nodes, tokens, scores, log_sums, temperature=None):
-    """The formula in plain torch."""
+    """`grow` in plain torch."""
     width, depth = candidates.width, 0 if nodes is None else nodes.paths.shape[2]
     scores = scores.float().masked_fill(scores.isnan(), -torch.inf)
     if temperature is not None:
@@ -76,7 +76,7 @@ def grow_reference(candidates, nodes, tokens, scores, log_sums, temperature=None
 
 
 def prune_reference(candidates, root, num_nodes):
-    """The formula in plain torch."""
+    """`prune` in plain torch."""
     (batch, count), width, device = candidates.totals.shape, candidates.width, root.device
     chosen = candidates.totals.sort(dim=1, descending=True, stable=True).indices[:, : num_nodes - 1]
     chosen = chosen.sort(dim=1).values  # [B, N - 1] in the candidates' order

@@ -169,7 +169,7 @@ def draw(distribution, noise):
 
 
 def accepts(u, numerator, denominator):
-    """u < numerator / denominator, without the division. Strict: u = 0 does not accept what the target never emits."""
+    """u < numerator / denominator, without the division. With <, u = 0 never accepts a token of target probability 0."""
     return u * denominator < numerator
 
 
@@ -179,7 +179,7 @@ def ratio(numerator, denominator):
 
 
 def residual(p, q, r=None):
-    """norm((r p - q)+), or p where its mass is numerically 0; and that mass, S.  [..., V] -> [..., V], [...]"""
+    """norm((r p - q)+), or p if the mass S of (r p - q)+ is numerically 0; and S.  [..., V] -> [..., V], [...]"""
     rest = ((p if r is None else r[..., None] * p) - q).clamp(min=0)
     S = rest.sum(-1, keepdim=True)
     return torch.where(S > 0, rest / S, p), S.squeeze(-1)

@@ -8,7 +8,7 @@ import torch
 
 from headstart.benchmarks import floor, library, random_heads
 from headstart.benchmarks.engine.draft import parallel_chains
-from headstart.benchmarks.shape import config_of_shape, random_decoder, spread_tree
+from headstart.benchmarks.shape import best_tree, config_of_shape, random_decoder
 from headstart.inference.speculation.drafters.levels import Levels
 from headstart.inference.speculation.tree import ROOT_ONLY, chain
 from headstart.inference.speculation.tree_on_device import TreeOnDevice
@@ -56,7 +56,7 @@ def test_floor_counts_every_weight_and_every_key_once(shape):
     assert floor.kv_bytes(decoder, 3, 10) == 3 * 10 * 2 * 2 * kv_heads * dim * 4
 
 
-@pytest.mark.parametrize("tree", [ROOT_ONLY, chain(3), spread_tree(9)], ids=["root", "chain", "tree"])
+@pytest.mark.parametrize("tree", [ROOT_ONLY, chain(3), best_tree(9)], ids=["root", "chain", "tree"])
 def test_baseline_computes_what_the_engine_computes(shape, tree):
     """Greedy tokens of the baseline over dense keys equal those of the engine's pass over the same keys in pages."""
     from headstart.benchmarks.engine.step import StandingRequests, pages_needed

@@ -90,6 +90,6 @@ def test_the_command_prints_the_evidence_and_a_verdict(target_folder, head_folde
     assert found["lossless"]
     assert len(found["checks"]) == 4
     assert main(["verify-lossless", "--model", str(target_folder)]) == 2
-    assert "name what drafts with --head" in capsys.readouterr().err
+    assert "name a drafter with --head or --method" in capsys.readouterr().err
     assert main([*arguments, "--samples", "-1"]) == 2
     assert lossless.ALPHA < 0.001

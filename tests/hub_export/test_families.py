@@ -103,7 +103,7 @@ def test_speculators_files_take_the_embedding_from_the_target(tmp_path, capsys):
     arguments = [str(tmp_path / "source"), "--format", "speculators", "--output", str(tmp_path / "out")]
     assert main(arguments) == 2
     assert (
-        "'speculators' stores a part of the target, and the head names none: give --base-model"
+        "'speculators' stores a part of the target, and the head names no target: give --base-model"
         in capsys.readouterr().err
     )
     assert main([*arguments, "--base-model", str(tmp_path / "target")]) == 0

@@ -152,7 +152,7 @@ REFUSED = [
         "hidden_size 15: a head is at most as wide as its target, here 32, .* a multiple of 8",
     ),
     ("eagle3", {"hidden_size": 64}, "hidden_size 64: a head is at most as wide as its target, here 32"),
-    ("joint", {"start_from": ""}, "stage joint goes on .*: give their run or folder as start_from"),
+    ("joint", {"start_from": ""}, "stage joint continues .*: name their run or folder with start_from"),
     ("joint", {"cache_features": True}, "set cache_features to false"),
     ("joint", {"lr": 0}, "lr and lora_alpha above 0"),
     ("joint", {"target_loss": "lk"}, "target_loss must be one of kl, hard"),

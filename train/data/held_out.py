@@ -56,18 +56,21 @@ def _not_trained_on(conversations, held_out, count, *, data, eval_data, note):
     apart = [conversation for conversation in held_out if _hash(conversation) not in trained]
     if not apart:
         raise ValueError(
-            f"all {len(held_out)} conversations of eval_data {eval_data} are in the data, {data}: what is trained on measures "
-            "nothing; give others, or leave eval_data out"
+            f"all {len(held_out)} conversations of eval_data {eval_data} are also in the training data, {data}: "
+            "choose another eval_data, or leave it out"
         )
     if len(apart) < len(held_out):
-        note(f"eval_data: {len(held_out) - len(apart)} of {len(held_out)} conversations are trained on and left out")
+        note(
+            f"eval_data: {len(held_out) - len(apart)} of {len(held_out)} conversations are also in the training data and are "
+            "left out"
+        )
     measured = apart[:count]
     requests = {_requests(conversation) for conversation in conversations} - {()}
     asked = sum(_requests(conversation) in requests for conversation in measured)
     if asked:
         note(
-            f"eval_data: {asked} of the {len(measured)} conversations to measure on ask what is trained on with other answers, "
-            "which may flatter the head"
+            f"eval_data: {asked} of the {len(measured)} held-out conversations are in the data with other answers: "
+            "acceptance may be measured too high"
         )
     return measured
 

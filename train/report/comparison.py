@@ -1,4 +1,4 @@
-"""The sections of the page that compares runs: the panels of a run's report, with all runs in one drawing where it stays readable.
+"""Sections of the page that compares runs. They show the panels of a run's report, with all runs in one drawing where possible.
 
 names: short and distinct names of the runs; runs: their RunFiles, in the same order. A panel leaves out runs that lack its figures.
 """

@@ -67,7 +67,7 @@ def parse_recipe(recipe_class, argv, description):
             elif name != "config" and known[name].type in (bool, "bool"):
                 value = "true"
             else:
-                raise ValueError(f"--{name} needs a value; --help lists the keys")
+                raise ValueError(f"--{name} needs a value: see --help")
         if name == "config":
             configs.append(value)
         else:

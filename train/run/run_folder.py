@@ -152,8 +152,8 @@ class RunFolder:
             self.state = check_same_run(read_state(resumed), self.state, defaults, CHANGEABLE, note)
             if self.step > num_steps:
                 raise ValueError(
-                    f"{resumed} has made {self.step} steps, and the run shall end after {num_steps}: set max_steps to at "
-                    f"least {self.step} (then it ends there)"
+                    f"{resumed} is at step {self.step}, beyond the run's {num_steps}: set max_steps to {self.step} to end there, "
+                    "or higher to go on"
                 )
             load_checkpoint(resumed, head, optimizer, accelerator, adapter)
             self.saved_step = self.step

@@ -234,7 +234,7 @@ class FeatureCache:
         for start in range(0, max(map(self._num_rows, turn)), d["rows_per_forward"]):
             if stop.agreed(self.accelerator):
                 return None
-            inside = slice(start, min(start + d["rows_per_forward"], count))  # empty where this rank's shard is done
+            inside = slice(start, min(start + d["rows_per_forward"], count))  # empty if this rank's shard is done
             rows = slice(first + inside.start, first + inside.stop) if start < count else slice(0, 1)
             parts = packed.input_ids, packed.position_ids, packed.document_ids
             batch = [part[rows].to(self.accelerator.device) for part in parts]
@@ -254,14 +254,14 @@ class FeatureCache:
         self._put(self._path(shard).name, save(tensors, {TOLD: told}))
 
     def _put(self, name, content):
-        """Write a file of the folder, whole or not at all; OSError names it if that cannot be."""
+        """Write a file of the folder, whole or not at all. Raises OSError naming the file."""
         try:
             with staged_file(self.folder / name) as file:
                 with contextlib.suppress(OSError):  # on a file system without locks unfinished files stay
                     fcntl.flock(file, fcntl.LOCK_EX)
                 file.write(content)
         except OSError as error:
-            raise OSError(error.errno, f"{error.strerror}; what was written before it is whole") from error
+            raise OSError(error.errno, f"{error.strerror}; files written before are intact") from error
 
     def _identity(self):
         known_by = {name: value for name, value in self.description.items() if name != "target_name"}

@@ -40,10 +40,10 @@ class Drafter:
         return self.state_shape is not None
 
     def attach(self, kv):
-        """Use this cache [layers, 2, rows, head dimension]; only where kv_shape is given."""
+        """Use this cache [layers, 2, rows, head dimension]; called only if kv_shape is given."""
 
     def propose(self, batch, tree, processor=None):
-        """Tokens of all nodes, and their distributions where the verifier compares them.
+        """Draft the tokens of all nodes, and give their distributions if the verifier compares them.
 
         batch: BatchRows; tree: TreeOnDevice; processor: None, or the logits processor for logits [K, B, V] of nodes at depths [K]
         (target_scores.draft_scores)  ->  Draft
@@ -51,13 +51,13 @@ class Drafter:
         raise NotImplementedError
 
     def candidates(self, batch, widths):
-        """The best tokens of each depth, where every depth follows the first choices of the depths before it.
+        """The best tokens of each depth, if every depth follows the first choices of the depths before it.
 
         batch: BatchRows; widths: number of tokens per depth, padded to the greatest  ->  int64 [B, len(widths), greatest width]
         """
         raise NotImplementedError
 
-    # --- only where state_shape is given ---
+    # --- called only if state_shape is given ---
 
     def advance(self, batch, feature, emitted, path, num_accepted):
         """After a step, compute the keys and values of the emitted tokens, and the state after the newest token.

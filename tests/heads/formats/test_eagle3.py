@@ -86,7 +86,8 @@ def test_the_targets_embedding_stays_out_of_plain_files_only(tmp_path):
     assert loaded.needs_embedding
     assert (loaded.d2t.dtype, loaded.t2d.dtype, loaded.fc.weight.dtype) == (torch.int64, torch.bool, torch.bfloat16)
     with pytest.raises(
-        ValueError, match=r"'speculators' stores the target's embedding: call head\.take_embedding first"
+        ValueError,
+        match=r"'speculators' stores the target's embedding, which this head lacks: call head\.take_embedding first",
     ):
         save_head(loaded, tmp_path / "other", format="speculators")
     loaded.take_embedding(table)
@@ -104,7 +105,9 @@ def test_the_targets_embedding_stays_out_of_plain_files_only(tmp_path):
 
 def test_a_form_that_readers_of_the_plain_layout_do_not_know_is_refused(tmp_path):
     head = with_table(make(norm_before_residual=True))
-    with pytest.raises(ValueError, match="read as norm_before_residual false, this head has true: use 'speculators'"):
+    with pytest.raises(
+        ValueError, match="take norm_before_residual as false, and it is true for this head: use 'speculators'"
+    ):
         save_head(head, tmp_path / "head", format="eagle3")
     save_head(head, tmp_path / "head")
     assert load_head(tmp_path / "head").config.norm_before_residual

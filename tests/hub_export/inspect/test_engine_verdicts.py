@@ -139,6 +139,17 @@ def test_what_is_wrong_for_a_reader_is_said_and_mended_by_the_command(tmp_path, 
     assert (engine["loads"], engine["problems"]) == (True, [])
 
 
+@pytest.mark.parametrize(
+    ("spellings", "noted"), [((), False), (("rope_parameters",), False), (("rope_theta", "rope_parameters"), True)]
+)
+def test_rope_is_noted_where_neither_spelling_says_it(tmp_path, spellings, noted):
+    save_head(eagle3(), tmp_path / "head", format="eagle3")
+    for key in spellings:
+        leave_out(key)(tmp_path / "head")
+    engine = engine_of(found_in("head"), "SGLang")
+    assert any("says no rope_theta" in note for note in engine["notes"]) is noted
+
+
 # Problems that no format mends.
 INHERENT = {
     "blocks": (lambda: medusa(3, 2, True), "medusa-shared", "text-gen", False, "one residual block per head"),

@@ -140,7 +140,7 @@ def test_missing_shards_and_broken_indices_are_named(tmp_path):
         find_files(tmp_path)
     for content in ("{", "[]", "{}", '{"weight_map": ["a"]}', '{"weight_map": {"a": "../../etc/passwd"}}'):
         index.write_text(content)
-        with pytest.raises(ValueError, match="is not an index of safetensors shards"):
+        with pytest.raises(ValueError, match=r"shards: (it|a|Expecting) .*; copy or download it again"):
             find_files(tmp_path)
 
 

@@ -125,8 +125,8 @@ def test_a_draft_vocabulary_without_a_stop_token_is_warned_of():
         (dict(name="eagle", num_speculative_tokens=True), "num_speculative_tokens must be from 1 to 63, got True"),
         (dict(name="eagle", draft_sample_method=["greedy"]), "draft_sample_method must be one of"),
         (dict(name="eagle", rejection_sample_method=["strict"]), "rejection_sample_method must be one of"),
-        (dict(name="model", num_speculative_tokens=3, tree="static"), "the method 'draft_model' has none"),
-        (dict(method="ngram", num_speculative_tokens=3, tree="static"), "the method 'ngram' has none"),
+        (dict(name="model", num_speculative_tokens=3, tree="static"), "the method 'draft_model' has no measured tree"),
+        (dict(method="ngram", num_speculative_tokens=3, tree="static"), "the method 'ngram' has no measured tree"),
     ],
 )
 def test_what_cannot_be_drafted_is_refused(asked, message):

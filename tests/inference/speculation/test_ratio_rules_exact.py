@@ -19,6 +19,7 @@ from headstart.kernels.speculation.ratio_rules import (
     recursive,
     token,
     traversal,
+    without,
 )
 from headstart.kernels.speculation.verify_strict import verify_strict_reference
 from headstart.tests.inference.speculation.draw_children import draw_children
@@ -304,3 +305,9 @@ def test_look_up_finds_the_distribution_of_a_prefix():
     table = torch.arange(27.0).view(3, 3, 3)
     assert look_up(table, torch.tensor([[9, 2, 0, 1]]), (1, 3)).tolist() == table[2, 1][None].tolist()
     assert children_of(TREES[2][0], 2) == [5, 6]
+
+
+def test_siblings_that_leave_no_mass_leave_zeros():
+    q = torch.tensor([[0.0, 1.0, 0.0], [0.5, 0.25, 0.25]], dtype=torch.float64)
+    rest = without(q, torch.tensor([1, 0]))
+    assert rest.tolist() == [[0.0, 0.0, 0.0], [0.0, 0.5, 0.5]]

@@ -32,8 +32,10 @@ def test_what_is_trained_on_is_not_measured_on(conversations, tmp_path):
     path = tmp_path / "eval.jsonl"
     path.write_text("\n".join(json.dumps({"messages": one}) for one in (loaded[3], MESSAGES, loaded[5])))
     assert choose(loaded, 16, data=conversations, eval_data=str(path), note=said.append) == (loaded, [MESSAGES])
-    assert said == ["eval_data: 2 of 3 conversations are trained on and left out"]
-    with pytest.raises(ValueError, match=f"all {len(loaded)} conversations of eval_data .* are in the data"):
+    assert said == ["eval_data: 2 of 3 conversations are also in the training data and are left out"]
+    with pytest.raises(
+        ValueError, match=f"all {len(loaded)} conversations of eval_data .* are also in the training data"
+    ):
         choose(loaded, 16, data=conversations, eval_data=conversations, note=said.append)
 
 
@@ -74,7 +76,7 @@ def test_requests_that_are_trained_on_with_other_answers_are_told(tmp_path):
     answered = [MESSAGES[0], {"role": "assistant", "content": "another"}]
     assert choose([answered], 16, data="x", eval_data=str(path), note=said.append)[1] == [MESSAGES, other]
     assert said == [
-        "eval_data: 1 of the 2 conversations to measure on ask what is trained on with other answers, which may flatter the head"
+        "eval_data: 1 of the 2 held-out conversations are in the data with other answers: acceptance may be measured too high"
     ]
 
 

@@ -212,7 +212,7 @@ def test_answer_that_is_no_completion_is_shown(serve, regenerate):
     url, _ = serve()
     status, _, said = regenerate(url, [[user("broken")]])
     assert status == 2
-    assert "no chat completion: b'{\"choices\": []}'" in said
+    assert "not a chat completion: b'{\"choices\": []}'" in said
 
 
 @pytest.mark.parametrize(

@@ -89,9 +89,7 @@ def test_a_run_does_not_end_before_where_it_is(trainer, tmp_path):
     trainer.run(max_steps=4)
     before = (tmp_path / "run" / "config.yaml").read_text()
     for keys in ({"max_steps": 3}, {"max_steps": 0, "num_epochs": 0.05}):
-        with pytest.raises(
-            ValueError, match=r"has made 4 steps, and the run shall end after [13]: set max_steps to at least 4"
-        ):
+        with pytest.raises(ValueError, match=r"is at step 4, beyond the run's [13]: set max_steps to 4"):
             trainer.main(resume=True, **keys)
     assert (tmp_path / "run" / "config.yaml").read_text() == before
     trainer.run(max_steps=4, resume=True)
