@@ -38,9 +38,6 @@ def find_reaches(config):
     Raises ValueError for windows or chunks beside layers of a type that is not known.
     """
     window, chunk = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
-    told = (
-        f"the target ({config.model_type}) has a sliding_window of {window!r} and an attention_chunk_size of {chunk!r}"
-    )
     named = {"full_attention": Reach(), "indexed_attention": Reach()}
     named |= {"sliding_attention": Reach(window=window), "chunked_attention": Reach(chunk=chunk)}
     # Only a config that declares layer_types has a decoder that reads them: Mistral's ignores a stray key of config.json.
@@ -51,9 +48,9 @@ def find_reaches(config):
         return {kind: named[kind] for kind in types} or {None: Reach(window, chunk)}
     if window or chunk or "sliding_attention" in types or "chunked_attention" in types:
         raise ValueError(
-            f"the target ({config.model_type}) has a sliding_window of {window} and an attention_chunk_size of {chunk} beside layers "
-            f"of {', '.join(unknown)}: masks of packed rows are built for layers of {', '.join(named)} only. Take a target whose "
-            "layers are of these types"
+            f"the target ({config.model_type}) has a sliding_window of {window} and an attention_chunk_size of {chunk} beside "
+            f"layers of {', '.join(unknown)}: masks of packed rows are built for layers of {', '.join(named)} only. Take a "
+            "target whose layers are of these types"
         )
     return {None: Reach()}
 

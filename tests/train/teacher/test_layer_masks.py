@@ -70,9 +70,9 @@ def test_packed_documents_have_the_features_they_have_alone(family, attention):
     assert max(errors(target, target.features(*ROWS))) < 5e-6
 
 
-@pytest.mark.parametrize("family", ["mistral", "qwen2", "gemma3", "gpt-oss", "exaone4", "llama4"])
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "gemma3", "exaone4", "llama4"])
 def test_flex_attention_gives_them_the_same(family, monkeypatch):
-    """Uncompiled, as it runs on the CPU."""
+    """Uncompiled, as it runs on the CPU, where the library refuses attention sinks (gpt-oss)."""
     uncompiled = lambda q, k, v, training, **given: flex_attention.flex_attention(q, k, v, **given)  # noqa: E731
     monkeypatch.setattr(flex_attention, "compile_friendly_flex_attention", uncompiled)
     monkeypatch.setattr(packed_attention, "_compiled", lambda function: function)
@@ -150,7 +150,7 @@ def test_the_check_reads_the_longest_document(family):
     rows = rows_to_check(packed, torch.device("cpu"))
     target.check(*rows)
     target.reaches = {None: Reach()}  # as if the config said nothing
-    (many,) = [row for row in range(len(rows[0])) if (rows[1][row] == 0).sum() > 3]
+    (many,) = [row for row in range(len(rows[0])) if rows[2][row].amax() > rows[2][row, 0] + 3]
     target.check(*(part[many : many + 1] for part in rows))
     with pytest.raises(
         ValueError, match=r"document of 30 tokens in a packed row than alone .* \(every layer: all tokens\)"
