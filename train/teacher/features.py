@@ -2,8 +2,9 @@
 
 The feature is the last hidden state after the final norm and, for heads that ask for them, the residual streams that enter layers.
 It works with any AutoModelForCausalLM whose logits are its lm_head applied to that state, and whose attention follows explicit 4D
-masks and position ids; `FrozenTarget.check` tests that on real rows. Layers with a sliding window or chunks get masks of their own
-(layer_masks.py). On a GPU the attention is FlexAttention with block masks if the model supports it, else SDPA with masks.
+masks and position ids. `FrozenTarget.check` tests that on real rows; docs/targets.md lists the models. Layers with a sliding window
+or chunks get masks of their own (layer_masks.py). On a GPU the attention is FlexAttention with block masks if the model supports
+it, else SDPA with masks.
 
 Letters: B rows, T tokens per row, M = B T, H hidden size, V vocabulary, A residual streams asked for.
 """
@@ -69,6 +70,12 @@ def _first_line(error):
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+def _least_head_dim(config):
+    """The head dimension of a text config; where layers have different ones (Gemma-4), the least."""
+    layers = getattr(config, "per_layer_config", None) or [config]
+    return min(getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads for layer in layers)
+
+
 class FrozenTarget:
     """Features and distributions of a loaded model.
 
@@ -130,6 +137,11 @@ class FrozenTarget:
                 f"the layer of such a head is shaped as the target's, and a {self.model.config.model_type} target's config says no "
                 f"{error.name}: take a target of the Llama kind, or train Medusa heads"
             ) from error
+        except RuntimeError as error:  # transformers' own, for a size that is not the same in all layers
+            raise ValueError(
+                f"the layer of such a head is shaped as the target's, and those of a {self.model.config.model_type} target differ "
+                f"({_first_line(error).partition('. ')[0]}): take a target of the Llama kind, or train Medusa heads"
+            ) from error
 
     @property
     def is_sharded(self):
@@ -175,6 +187,12 @@ class FrozenTarget:
             last = self.decoder(
                 input_ids=input_ids, position_ids=position_ids, use_cache=False, **attention
             ).last_hidden_state
+        for k, stream in streams.items():
+            if stream.shape != last.shape:
+                raise ValueError(
+                    f"{type(self.decoder).__name__} keeps a residual stream of shape {list(stream.shape)} before layer {k}, not of "
+                    f"[rows, tokens, {self.hidden_size}]: EAGLE-3 heads cannot read it; train Medusa or EAGLE heads"
+                )
         return torch.cat([last, *(streams[k] for k in layers)], -1) if layers else last
 
     def split(self, features, layers):
@@ -233,10 +251,12 @@ class FrozenTarget:
 
         Not with gradients: checkpointing's second forward would no longer find its mask.
         """
-        config = self.model.config.get_text_config()
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         passed_on = any(p.kind == p.VAR_KEYWORD for p in inspect.signature(self.decoder.forward).parameters.values())
-        fits = head_dim >= FLEX_LEAST_DIM and self.dtype in FLEX_DTYPES and passed_on
+        fits = (
+            _least_head_dim(self.model.config.get_text_config()) >= FLEX_LEAST_DIM
+            and self.dtype in FLEX_DTYPES
+            and passed_on
+        )
         return device.type == "cuda" and self.model._supports_flex_attn and fits and not torch.is_grad_enabled()
 
     def _additive_mask(self, document_ids, window=None):
@@ -255,7 +275,7 @@ class FrozenTarget:
         """
         for row in range(len(input_ids)):
             ids, places, documents = (part[row : row + 1] for part in (input_ids, position_ids, document_ids))
-            packed = self.features(ids, places, documents)[0]
+            packed = self._features_or_refusal(ids, places, documents)[0]
             real = documents[0][documents[0] >= 0]
             numbers, lengths = real.unique(return_counts=True)
             for document in {numbers[lengths.argmax()].item(), real[-1].item()}:
@@ -263,11 +283,28 @@ class FrozenTarget:
                 self._check_logits(ids[:, inside[:CHECKED_TOKENS]])
                 self._check_alone(ids[:, inside], packed[inside])
 
+    def _features_or_refusal(self, *rows):
+        """`features`, with a ValueError for a model that cannot compute packed rows at all."""
+        try:
+            return self.features(*rows)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise ValueError(
+                f"{type(self.model).__name__} fails on a packed row, with a 4D attention mask: {_first_line(error)}. Take a target "
+                "whose attention takes such masks"
+            ) from error
+
     def _check_logits(self, text):
         """ValueError unless the logits of a text [1, L] are lm_head(last hidden state)."""
         logits = self.model(input_ids=text, use_cache=False).logits[0].float()
         alone = self.decoder(input_ids=text, use_cache=False).last_hidden_state[0]
         kind, scale = type(self.model).__name__, logits.abs().max().item()
+        if alone.shape[-1] != self.lm_head.in_features:
+            raise ValueError(
+                f"the lm_head of {kind} takes {self.lm_head.in_features} features and its last hidden state has {alone.shape[-1]}: "
+                "targets with layers between the two are not supported"
+            )
         through_head = (self.lm_head(alone).float() - logits).abs().max().item()
         exact = 1e-4 if self.dtype == torch.float32 else 2e-2
         if not through_head <= exact * scale:
