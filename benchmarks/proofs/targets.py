@@ -203,7 +203,12 @@ def page(rows):
             lists.setdefault(f"Refused: {reason}", []).append(row)
     others = [row for row in rows if row["verdict"] in ("fails", "not built")]
     lists["Not known: no small model of it could be made here"] = others
-    lines = ["# Targets that can be trained on", "", INTRODUCTION.format(version=transformers.__version__), ""]
+    lines = [
+        "# Targets that can be trained on",
+        "",
+        INTRODUCTION.format(version=transformers.__version__, engine="engine.md"),
+        "",
+    ]
     lines += ["| result | model types |", "|---|---|"]
     for title, members in lists.items():
         lines.append(f"| {title} | {', '.join(sorted(row['model_type'] for row in members)) or 'none'} |")
@@ -213,7 +218,7 @@ def page(rows):
 INTRODUCTION = """Which models of `AutoModelForCausalLM` (transformers {version}) the trainers accept as a target, found by
 `python benchmarks/proofs/targets.py`: a small random model of every type, with windows and chunks shorter than its documents. In a
 packed row every document of an accepted model has the features that it has alone, within 1e-4. Every run checks its own target
-on its own rows before it trains, so a model that is not listed may be tried. The engine runs fewer: [engine.md](engine.md)."""
+on its own rows before it trains, so a model that is not listed may be tried. The engine runs fewer: [engine.md]({engine})."""
 
 
 def main(arguments=None):
