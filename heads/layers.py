@@ -70,7 +70,7 @@ class LayerConfig:
         other values. Raises ValueError for a layer that such a head cannot have.
         """
         text = target_config.get_text_config()
-        rope = dict(text.rope_parameters)
+        rope = _rope_of_whole_text(text)
         theta = rope.pop("rope_theta")
         num_heads = text.num_attention_heads
         taken = {
@@ -106,6 +106,19 @@ class LayerConfig:
         )
         names += ("rms_norm_eps", "attention_bias", "max_position_embeddings", "rope_parameters")
         return LlamaConfig(num_hidden_layers=1, **{name: getattr(self, name) for name in names})
+
+
+def _rope_of_whole_text(text):
+    """A copy of a text config's rope parameters. If layer types have their own, those of the layers that see the whole text."""
+    rope = text.rope_parameters
+    if any(isinstance(value, dict) for value in rope.values()):
+        if not isinstance(rope.get("full_attention"), dict):
+            raise ValueError(
+                f"the {text.model_type} target has rope parameters for layers of {', '.join(rope)}, but none for full_attention, "
+                "which such a head's layer has: take another target, or train Medusa heads"
+            )
+        rope = rope["full_attention"]
+    return dict(rope)
 
 
 class Rotary:

@@ -53,14 +53,20 @@ def _dense_mask(document_ids):
     return same & torch.ones(same.shape[-2:], dtype=torch.bool, device=same.device).tril()
 
 
-def block_mask(document_ids):
-    """The same as FlexAttention takes it: rows of a document see each other and earlier ones; padding counts as one document."""
+def block_mask(document_ids, window=None):
+    """The same as FlexAttention takes it: rows of a document see each other and earlier ones; padding counts as one document.
+
+    window: they see the last `window` rows only, their own included.
+    """
 
     def sees(b, h, row, column):
         return (document_ids[b, row] == document_ids[b, column]) & (row >= column)
 
-    size = document_ids.shape[1]
-    return _compiled(create_block_mask)(sees, len(document_ids), None, size, size, device=document_ids.device)
+    def sees_near(b, h, row, column):
+        return sees(b, h, row, column) & (row - column < window)
+
+    size, rule = document_ids.shape[1], sees if window is None else sees_near
+    return _compiled(create_block_mask)(rule, len(document_ids), None, size, size, device=document_ids.device)
 
 
 @functools.cache

@@ -130,7 +130,7 @@ SCRIPT = '''
 """Train tables."""
 from dataclasses import dataclass
 from headstart.heads.tables import Tables, TablesConfig
-from headstart.train.data.rows import build_rows, load_documents, row_of_many_documents
+from headstart.train.data.rows import build_rows, load_documents, rows_to_check
 from headstart.train.loss.distillation import Objective, summarize
 from headstart.train.loss.losses import Loss
 from headstart.train.run.acceptance import build_meter
@@ -158,7 +158,7 @@ def main(argv):
     target = FrozenTarget(model)
     documents, held_out = load_documents(recipe, tokenizer, processes.note)
     packed, labels_per_row = build_rows(documents, recipe.row_length, tokenizer.pad_token_id, processes.note)
-    target.check(*row_of_many_documents(packed, processes.device))
+    target.check(*rows_to_check(packed, processes.device))
     head = Tables(TablesConfig(target.hidden_size, target.vocab_size, base_model_name_or_path=recipe.target))
     target.initialize(head)
     optimizer = build_optimizer(head, recipe.weight_decay, recipe.beta1, recipe.beta2)

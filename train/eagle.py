@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from headstart.heads.eagle import Eagle, EagleConfig
-from headstart.train.data.rows import build_rows, load_documents, row_of_many_documents
+from headstart.train.data.rows import build_rows, load_documents, rows_to_check
 from headstart.train.loss.distillation import Objective, summarize
 from headstart.train.loss.losses import Loss
 from headstart.train.run.acceptance import build_meter
@@ -113,7 +113,7 @@ def main(argv):
     )
     documents, held_out = load_documents(recipe, tokenizer, note)
     packed, labels_per_row = build_rows(documents, recipe.row_length, tokenizer.pad_token_id, note)
-    target.check(*row_of_many_documents(packed, device))
+    target.check(*rows_to_check(packed, device))
     head = Eagle(config)
     target.initialize(head)
     head.to(device)

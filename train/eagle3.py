@@ -26,7 +26,7 @@ import torch
 from headstart.heads.draft_vocabulary import build_draft_vocabulary
 from headstart.heads.eagle3 import MOST_STEPS, Eagle3, Eagle3Config, default_aux_layers
 from headstart.inference.models.target_source import eos_token_ids
-from headstart.train.data.rows import answer_ends, build_rows, load_documents, row_of_many_documents
+from headstart.train.data.rows import answer_ends, build_rows, load_documents, rows_to_check
 from headstart.train.loss.distillation import Objective, summarize
 from headstart.train.loss.losses import Loss
 from headstart.train.run.acceptance import build_meter
@@ -140,7 +140,7 @@ def main(argv):
     )
     documents, held_out = load_documents(recipe, tokenizer, note)
     packed, labels_per_row = build_rows(documents, recipe.row_length, tokenizer.pad_token_id, note)
-    target.check(*row_of_many_documents(packed, device))
+    target.check(*rows_to_check(packed, device))
     head = Eagle3(config)
     if config.draft_vocab_size < target.vocab_size:
         vocabulary = choose_draft_vocabulary(

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from headstart.heads.medusa import Medusa, MedusaConfig
-from headstart.train.data.rows import build_rows, load_documents, row_of_many_documents
+from headstart.train.data.rows import build_rows, load_documents, rows_to_check
 from headstart.train.loss.distillation import Objective, summarize
 from headstart.train.loss.joint import TARGET_LOSSES, AdaptedMeter, accumulate_joint_gradients, summarize_joint
 from headstart.train.loss.losses import Loss
@@ -133,7 +133,7 @@ def main(argv):
     target.check_row_length(recipe.row_length)
     documents, held_out = load_documents(recipe, tokenizer, note)
     packed, labels_per_row = build_rows(documents, recipe.row_length, tokenizer.pad_token_id, note)
-    target.check(*row_of_many_documents(packed, device))
+    target.check(*rows_to_check(packed, device))
     head = build_head(recipe, target, processes.resumed).to(device)
     meter = build_meter(recipe, target, head, held_out, tokenizer=tokenizer, note=note)
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 from headstart.train.data.generated_text import build_generator, cut_prompts, generated_documents
-from headstart.train.data.rows import build_rows, load_documents, row_of_many_documents, supervise_all
+from headstart.train.data.rows import build_rows, load_documents, rows_to_check, supervise_all
 from headstart.train.loss.distillation import Objective, summarize
 from headstart.train.loss.losses import Loss
 from headstart.train.run.acceptance import build_meter
@@ -131,7 +131,7 @@ def main(argv):
     if recipe.supervise == "all":
         documents = supervise_all(documents)
     packed, labels_per_row = build_rows(documents, recipe.row_length, tokenizer.pad_token_id, note, kind)
-    target.check(*row_of_many_documents(packed, device))
+    target.check(*rows_to_check(packed, device))
     optimizer = build_optimizer(head, recipe.weight_decay, recipe.beta1, recipe.beta2)
     meter = build_meter(recipe, target, head, held_out, tokenizer=tokenizer, note=note)
 

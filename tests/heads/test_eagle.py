@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import Gemma3TextConfig, LlamaConfig
 
 from headstart.heads.eagle import Eagle, EagleConfig
 from headstart.tests.heads.eagle_reference import eagle_states
@@ -159,6 +159,21 @@ def test_a_head_for_a_target_takes_the_shape_of_its_layers():
     assert (config.hidden_size, config.vocab_size, config.intermediate_size, config.head_dim) == (H, V, 50, 4)
     assert (config.num_attention_heads, config.num_key_value_heads, config.rms_norm_eps) == (6, 3, 1e-5)
     assert (config.rope_theta, config.rope_scaling, config.max_position_embeddings) == (5e5, scaling, 512)
+
+
+def test_a_head_for_a_target_of_several_ropes_takes_that_of_layers_that_see_the_whole_text():
+    def rope(theta):
+        return {"rope_type": "default", "rope_theta": theta}
+
+    ropes = {"sliding_attention": rope(1e4), "full_attention": rope(1e6) | {"rope_type": "linear", "factor": 8.0}}
+    config = EagleConfig.for_target(Gemma3TextConfig(rope_parameters=ropes))
+    assert (config.rope_theta, config.rope_scaling) == (1e6, {"rope_type": "linear", "factor": 8.0})
+    target = Gemma3TextConfig()
+    del target.rope_parameters["full_attention"]
+    with pytest.raises(
+        ValueError, match="rope parameters for layers of sliding_attention, but none for full_attention"
+    ):
+        EagleConfig.for_target(target)
 
 
 @pytest.mark.parametrize("kind", ["default", "llama3", "yarn", "linear"])

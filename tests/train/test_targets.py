@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 
+from headstart.heads.checkpoint import load_head
 from headstart.train.data.packing import pack
 from headstart.train.run.checkpointing import check_output
 from headstart.train.teacher import sharded_target
@@ -88,9 +89,15 @@ def test_target_that_the_engine_does_not_run_is_measured_teacher_forced(
             "takes no position_ids",
         ),
         (
-            transformers.MistralConfig,
-            SMALL | {"intermediate_size": 64, "num_key_value_heads": 2, "sliding_window": 5},
-            "its sliding window is shorter",
+            transformers.OpenAIGPTConfig,
+            {"vocab_size": 48, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256},
+            "OpenAIGPTLMHeadModel fails on a packed row",
+        ),
+        (
+            transformers.RemBertConfig,
+            SMALL
+            | {"input_embedding_size": 32, "intermediate_size": 32, "output_embedding_size": 40, "is_decoder": True},
+            "RemBertForCausalLM takes 40 features and its last hidden state has 32",
         ),
     ],
 )
@@ -100,6 +107,40 @@ def test_targets_whose_distribution_is_not_in_the_features_are_refused(
     folder = save(tmp_path / "target", word_target, config, **keys)
     with pytest.raises(ValueError, match=message):
         trainer.main(target=folder)
+    assert not (tmp_path / "run").exists()
+
+
+GEMMA3 = SMALL | {
+    "initializer_range": 0.3,
+    "num_hidden_layers": 3,
+    "intermediate_size": 64,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+GEMMA3 |= {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+GEMMA3 |= {
+    "rope_parameters": {
+        kind: {"rope_type": "default", "rope_theta": theta}
+        for kind, theta in (("sliding_attention", 1e4), ("full_attention", 1e6))
+    }
+}
+
+
+@pytest.mark.parametrize("family", ["medusa", "mlp_speculator", "eagle", "eagle3"])
+def test_a_target_with_windows_and_two_ropes_trains_every_head(trainers, tmp_path, word_target, read_metrics, family):
+    folder = save(tmp_path / "target", word_target, transformers.Gemma3TextConfig, **GEMMA3)
+    run = trainers[family].run(target=folder, max_steps=12, eval_prompts=3, eval_tokens=6)
+    first, *_, last = read_metrics()
+    assert last["loss"] < first["loss"]
+    if family.startswith("eagle"):
+        assert load_head(run / "head").config.rope_theta == 1e6  # of the layers that see whole documents
+
+
+@pytest.mark.parametrize("family", ["eagle", "eagle3"])
+def test_layers_of_two_head_dimensions_are_refused_before_the_data_are_read(trainers, tmp_path, word_target, family):
+    folder = save(tmp_path / "target", word_target, transformers.Gemma4TextConfig, **GEMMA3, global_head_dim=16)
+    with pytest.raises(ValueError, match=r"those of a gemma4_text target differ \(.*train Medusa"):
+        trainers[family].main(target=folder, data="missing.jsonl")
     assert not (tmp_path / "run").exists()
 
 

@@ -53,16 +53,19 @@ def pack(encoded: Sequence[tuple[Sequence[int], Sequence[bool]]], length: int, p
     return PackedRows(input_ids, position_ids, document_ids, supervised, num_cut)
 
 
-def block_attention_mask(document_ids: torch.Tensor) -> torch.Tensor:
+def block_attention_mask(document_ids: torch.Tensor, window: int | None = None) -> torch.Tensor:
     """[B, T] document ids -> bool [B, 1, T, T], True where the query (third axis) may attend to the key (last axis).
 
     Causal and inside one document; a padding position attends only to itself, because an empty row would be NaN. For
-    models on SDPA attention: transformers' eager attention adds its mask, so it needs a float mask.
+    models on SDPA attention: transformers' eager attention adds its mask, so it needs a float mask. window: only the last
+    `window` keys, the query's own included.
     """
     num_tokens = document_ids.shape[-1]
     same = document_ids[:, :, None] == document_ids[:, None, :]  # [B, T, T]
     real = (document_ids >= 0)[:, :, None]
     causal = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=document_ids.device).tril()
+    if window is not None:
+        causal = causal.triu(1 - window)
     itself = torch.eye(num_tokens, dtype=torch.bool, device=document_ids.device)
     return ((same & real & causal) | itself)[:, None]
 

@@ -135,10 +135,11 @@ def select_rows(packed, index, device):
     return tuple(part[index].to(device) for part in parts)
 
 
-def row_of_many_documents(packed, device):
-    """(input_ids, position_ids, document_ids) of the row with the most documents, [1, T] each."""
+def rows_to_check(packed, device):
+    """(input_ids, position_ids, document_ids) of the rows with the most documents and with the longest one, [1 or 2, T] each."""
     starts = (packed.position_ids == 0) & (packed.document_ids >= 0)
-    return select_rows(packed, [int(starts.sum(1).argmax())], device)[:3]
+    rows = {int(starts.sum(1).argmax()), int(packed.position_ids.amax(1).argmax())}
+    return select_rows(packed, sorted(rows), device)[:3]
 
 
 def fingerprint(packed):

@@ -65,7 +65,7 @@ def describe(target, packed, dtype, layers=()):
     return {
         "format": 1,
         "rows": _hash_rows(packed),
-        "target": _hash_target(target.model),
+        "target": _hash_target(target.model, target.limits_within(row_length)),
         "target_name": str(target.model.config.name_or_path),
         "layers": list(layers),
         "dtype": str(dtype).removeprefix("torch."),
@@ -322,12 +322,15 @@ def _hash_rows(packed):
     return _hash(*(part.contiguous().numpy() for part in parts))
 
 
-def _hash_target(model):
-    """Hash of the target's config and of some values of every parameter; reading all would take long. Called on every rank."""
+def _hash_target(model, limits):
+    """Hash of the target's config and of some values of every parameter; reading all would take long. Called on every rank.
+
+    limits: of `FrozenTarget.limits_within`, so that caches made when every layer saw whole documents are not taken for these.
+    """
     config = model.config.to_diff_dict()
     volatile = ("transformers_version", "name_or_path", "use_cache")
     config = {name: value for name, value in config.items() if name not in volatile and not name.startswith("_")}
-    contents = [json.dumps(config, sort_keys=True, default=str).encode()]
+    contents = [json.dumps(config, sort_keys=True, default=str).encode(), *([limits.encode()] if limits else [])]
     for name, parameter in sorted(model.named_parameters()):
         whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
         # An odd step: with an even one all values could come from the same column.

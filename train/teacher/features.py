@@ -1,9 +1,10 @@
 """The frozen target as the trainers see it: packed rows in, features out.
 
 The feature is the last hidden state after the final norm and, for heads that ask for them, the residual streams that enter layers.
-It works with any AutoModelForCausalLM whose logits are its lm_head applied to that state, and whose attention follows an explicit
-4D mask and position ids; `FrozenTarget.check` tests that on real rows. On a GPU the attention is FlexAttention with a block mask if
-the model supports it, else SDPA with a mask.
+It works with any AutoModelForCausalLM whose logits are its lm_head applied to that state, and whose attention follows explicit 4D
+masks and position ids. `FrozenTarget.check` tests that on real rows; docs/targets.md lists the models. Layers with a sliding window
+or chunks get masks of their own (layer_masks.py). On a GPU the attention is FlexAttention with block masks if the model supports
+it, else SDPA with masks.
 
 Letters: B rows, T tokens per row, M = B T, H hidden size, V vocabulary, A residual streams asked for.
 """
@@ -23,7 +24,10 @@ from ...heads.storage.hub_answer import ask_hub, hub_options
 from ...heads.storage.hub_id import near_folder
 from ..data.packing import block_attention_mask
 from .fused_target import fuse
-from .sharded_target import decoder_layers, is_sharded, load_sharded, wants_sharded_target
+from .layer_masks import Reach, build_masks, find_reaches
+from .sharded_target import decoder_layers, find_decoder, is_sharded, load_sharded, wants_sharded_target
+
+CHECKED_TOKENS = 128  # at each end of a document
 
 
 def load_target(name, device, dtype="auto"):
@@ -66,6 +70,12 @@ def _first_line(error):
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+def _least_head_dim(config):
+    """The head dimension of a text config; where layers have different ones (Gemma-4), the least."""
+    layers = getattr(config, "per_layer_config", None) or [config]
+    return min(getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads for layer in layers)
+
+
 class FrozenTarget:
     """Features and distributions of a loaded model.
 
@@ -74,7 +84,7 @@ class FrozenTarget:
 
     def __init__(self, model):
         self.model = model
-        self.decoder = model.get_decoder()
+        self.decoder = find_decoder(model)
         self.lm_head = model.get_output_embeddings()
         kind = type(model).__name__
         if not isinstance(self.lm_head, nn.Linear):
@@ -86,6 +96,7 @@ class FrozenTarget:
                 f"{type(self.decoder).__name__}.forward takes no {' and no '.join(missing)}: packed rows cannot be kept "
                 "apart in this target; a model with rotary or learned positions can be trained on"
             )
+        self.reaches = find_reaches(model.config.get_text_config())
         if self.lm_head.weight.is_cuda:
             fuse(model)
 
@@ -100,6 +111,11 @@ class FrozenTarget:
             raise ValueError(
                 f"row_length {row_length} is more than the target's {self.max_positions} positions: lower it"
             )
+
+    def limits_within(self, row_length):
+        """Windows and chunks of the layers, in words, as far as documents of `row_length` tokens meet them; "" if none does."""
+        limited = {kind: reach.within(row_length) for kind, reach in self.reaches.items()}
+        return "; ".join(f"{kind or 'every layer'}: {reach}" for kind, reach in limited.items() if reach != Reach())
 
     def initialize(self, head):
         """Start `head` from this target. Raises ValueError if it cannot share the target's lm_head."""
@@ -120,6 +136,11 @@ class FrozenTarget:
             raise ValueError(
                 f"the layer of such a head is shaped as the target's, and a {self.model.config.model_type} target's config says no "
                 f"{error.name}: take a target of the Llama kind, or train Medusa heads"
+            ) from error
+        except RuntimeError as error:  # transformers' own, for a size that is not the same in all layers
+            raise ValueError(
+                f"the layer of such a head is shaped as the target's, and those of a {self.model.config.model_type} target differ "
+                f"({_first_line(error).partition('. ')[0]}): take a target of the Llama kind, or train Medusa heads"
             ) from error
 
     @property
@@ -162,10 +183,16 @@ class FrozenTarget:
         """
         with contextlib.ExitStack() as hooks:
             streams = self._record_streams(layers, hooks) if layers else {}
-            attention = self._keep_apart(document_ids, hooks)
+            attention = self._keep_apart(position_ids, document_ids, hooks)
             last = self.decoder(
                 input_ids=input_ids, position_ids=position_ids, use_cache=False, **attention
             ).last_hidden_state
+        for k, stream in streams.items():
+            if stream.shape != last.shape:
+                raise ValueError(
+                    f"{type(self.decoder).__name__} keeps a residual stream of shape {list(stream.shape)} before layer {k}, not of "
+                    f"[rows, tokens, {self.hidden_size}]: EAGLE-3 heads cannot read it; train Medusa or EAGLE heads"
+                )
         return torch.cat([last, *(streams[k] for k in layers)], -1) if layers else last
 
     def split(self, features, layers):
@@ -209,47 +236,75 @@ class FrozenTarget:
             hooks.callback(handle.remove)
         return streams
 
-    def _keep_apart(self, document_ids, hooks):
-        """Arguments of the decoder that keep documents from seeing each other, until `hooks` closes."""
+    def _keep_apart(self, position_ids, document_ids, hooks):
+        """Arguments of the decoder that keep documents from seeing each other, and layers in their window, until `hooks` closes."""
+        rows = self.reaches, position_ids, document_ids
         if not self._takes_flex_attention(document_ids.device):
-            return {"attention_mask": self._additive_mask(document_ids)}
+            return {"attention_mask": build_masks(*rows, self._additive_mask)}
         before = self.model.config._attn_implementation
         self.model.set_attn_implementation("flex_attention")
         hooks.callback(self.model.set_attn_implementation, before)
-        return {"attention_mask": block_mask(document_ids), "kernel_options": FLEX_OPTIONS}
+        return {"attention_mask": build_masks(*rows, block_mask), "kernel_options": FLEX_OPTIONS}
 
     def _takes_flex_attention(self, device):
         """Whether packed rows use FlexAttention, which needs no [B, 1, T, T] mask and skips keys of other documents.
 
         Not with gradients: checkpointing's second forward would no longer find its mask.
         """
-        config = self.model.config.get_text_config()
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         passed_on = any(p.kind == p.VAR_KEYWORD for p in inspect.signature(self.decoder.forward).parameters.values())
-        fits = head_dim >= FLEX_LEAST_DIM and self.dtype in FLEX_DTYPES and passed_on
+        fits = (
+            _least_head_dim(self.model.config.get_text_config()) >= FLEX_LEAST_DIM
+            and self.dtype in FLEX_DTYPES
+            and passed_on
+        )
         return device.type == "cuda" and self.model._supports_flex_attn and fits and not torch.is_grad_enabled()
 
-    def _additive_mask(self, document_ids):
+    def _additive_mask(self, document_ids, window=None):
         # Additive and finite: eager attention adds any mask, and a padded row of -inf would become NaN.
-        allowed = block_attention_mask(document_ids)  # [B, 1, T, T]
+        allowed = block_attention_mask(document_ids, window)  # [B, 1, T, T]
         mask = torch.zeros(allowed.shape, dtype=self.dtype, device=allowed.device)
         return mask.masked_fill_(~allowed, torch.finfo(self.dtype).min)
 
     @torch.no_grad()
     def check(self, input_ids, position_ids, document_ids):
-        """Raise ValueError unless the features of one packed row [1, T] determine the target's distribution.
+        """Raise ValueError unless the features of packed rows [B, T] determine the target's distribution.
 
-        The last document of the row must have the same features packed as in the plain model alone, and lm_head of the features
-        must be the logits. This finds scaled or capped logits, ignored masks and sliding windows.
+        lm_head of the features must be the logits. The longest and the last document of each row must have the same features
+        packed as in the plain model alone, at their first tokens and at their last. This finds scaled or capped logits, ignored
+        masks, layers that carry a state from document to document, and windows other than those of the config.
         """
-        packed = self.features(input_ids, position_ids, document_ids)[0]
-        last = document_ids[0][document_ids[0] >= 0][-1]
-        inside = (document_ids[0] == last).nonzero()[:, 0]
-        text = input_ids[:, inside]
+        for row in range(len(input_ids)):
+            ids, places, documents = (part[row : row + 1] for part in (input_ids, position_ids, document_ids))
+            packed = self._features_or_refusal(ids, places, documents)[0]
+            real = documents[0][documents[0] >= 0]
+            numbers, lengths = real.unique(return_counts=True)
+            for document in {numbers[lengths.argmax()].item(), real[-1].item()}:
+                inside = (documents[0] == document).nonzero()[:, 0]
+                self._check_logits(ids[:, inside[:CHECKED_TOKENS]])
+                self._check_alone(ids[:, inside], packed[inside])
+
+    def _features_or_refusal(self, *rows):
+        """`features`, with a ValueError for a model that cannot compute packed rows at all."""
+        try:
+            return self.features(*rows)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise ValueError(
+                f"{type(self.model).__name__} fails on a packed row, with a 4D attention mask: {_first_line(error)}. Take a target "
+                "whose attention takes such masks"
+            ) from error
+
+    def _check_logits(self, text):
+        """ValueError unless the logits of a text [1, L] are lm_head(last hidden state)."""
         logits = self.model(input_ids=text, use_cache=False).logits[0].float()
         alone = self.decoder(input_ids=text, use_cache=False).last_hidden_state[0]
-        kind = type(self.model).__name__
-        scale = logits.abs().max().item()
+        kind, scale = type(self.model).__name__, logits.abs().max().item()
+        if alone.shape[-1] != self.lm_head.in_features:
+            raise ValueError(
+                f"the lm_head of {kind} takes {self.lm_head.in_features} features and its last hidden state has {alone.shape[-1]}: "
+                "targets with layers between the two are not supported"
+            )
         through_head = (self.lm_head(alone).float() - logits).abs().max().item()
         exact = 1e-4 if self.dtype == torch.float32 else 2e-2
         if not through_head <= exact * scale:
@@ -257,12 +312,22 @@ class FrozenTarget:
                 f"the logits of {kind} are not lm_head(last hidden state): they differ by {through_head:.3g} at a scale of "
                 f"{scale:.3g}. Targets that scale or cap their logits are not supported"
             )
-        # Packed and alone sum in different orders, so single values may differ in half precision: compare the means.
-        difference = (self.lm_head(packed[inside]).float() - logits).abs().mean().item()
+
+    def _check_alone(self, text, packed):
+        """ValueError unless the model gives the text [1, L] alone the features `packed` [L, H]."""
+        alone = self.decoder(input_ids=text, use_cache=False).last_hidden_state[0]
         loose = 1e-3 if self.dtype == torch.float32 else 5e-2
-        if not difference <= loose * logits.abs().mean().item():
-            raise ValueError(
-                f"{kind} gives other features for a document in a packed row than alone (mean difference of the logits "
-                f"{difference:.3g}, their mean size {logits.abs().mean().item():.3g}): it does not follow the 4D attention "
-                f"mask or the position ids, or its sliding window is shorter than the document's {len(inside)} tokens"
-            )
+        # Documents that see each other differ at the first tokens, windows at the last. Logits of all would take gigabytes.
+        for place, part in (("first", slice(CHECKED_TOKENS)), ("last", slice(-CHECKED_TOKENS, None))):
+            expected, found = (self.lm_head(states[part]).float() for states in (alone, packed))
+            # Packed and alone sum in different orders, so single values may differ in half precision: compare the means.
+            difference, size = (found - expected).abs().mean().item(), expected.abs().mean().item()
+            if not difference <= loose * size:
+                kind, length = type(self.model).__name__, text.shape[1]
+                masks = "; ".join(f"{name or 'every layer'}: {reach}" for name, reach in self.reaches.items())
+                raise ValueError(
+                    f"{kind} gives other features for a document of {length} tokens in a packed row than alone (mean difference "
+                    f"of the logits at its {place} tokens {difference:.3g}, their mean size {size:.3g}). Masks were built from its "
+                    f"config ({masks}): it does not follow them or the position ids, or has layers that carry a state from one "
+                    "document to the next. Take another target; if it is only long documents that differ, a lower row_length"
+                )

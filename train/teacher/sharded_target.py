@@ -6,11 +6,12 @@ loss multiplies with the lm_head once per chunk, while ranks differ in their num
 Llama in bf16, beside 137 GB / N of layers.
 
 Every pass is a collective: all ranks make equally many. Not done here: offloading to the CPU, tensor parallelism, quantised
-targets, architectures whose modules have other names than the tensors of their files.
+targets, converting files whose tensors have other names than the modules (fused experts): the error says how to rewrite them.
 """
 
 from pathlib import Path
 
+import safetensors
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate import init_empty_weights
@@ -39,7 +40,7 @@ def check_whole_target(what):
 
 def is_sharded(model):
     """Whether `shard_layers` has divided this model."""
-    return isinstance(model.get_decoder(), FSDPModule)
+    return isinstance(find_decoder(model), FSDPModule)
 
 
 def load_sharded(source, dtype, device):
@@ -64,15 +65,36 @@ def load_sharded(source, dtype, device):
     # Tied parameters have one name here, as in the files.
     tensors = dict(model.named_parameters())
     tensors |= {name: tensor for name, tensor in model.named_buffers() if name in model.state_dict()}
+    _check_names(source, folder, tensors, type(model).__name__)
     try:
         dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
     except dcp.CheckpointException as error:
         reason = str(next(iter(error.failures.values()))[0]).strip().splitlines()[0]
         raise ValueError(
             f"the .safetensors of the target {source!r} cannot be read into the parts of a {type(model).__name__}: {reason}. A "
-            "file is damaged, or its tensors are named otherwise than the modules: then take configs/accelerate/ddp.yaml"
+            "file is damaged, or its config.json is another model's: copy or download the model again"
         ) from error
     return model.eval().requires_grad_(False)
+
+
+def _check_names(source, folder, tensors, kind):
+    """ValueError unless the files hold a tensor of every name. Fused experts are the usual case: files hold each by itself."""
+    held = set()
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        try:
+            with safetensors.safe_open(path, "pt") as file:
+                held.update(file.keys())
+        except safetensors.SafetensorError as error:
+            raise ValueError(f"{path} cannot be read: {error}; copy or download the model again") from error
+    lacking = sorted(set(tensors) - held)
+    if lacking:
+        raise ValueError(
+            f"the .safetensors of the target {source!r} lack {len(lacking)} of the {len(tensors)} tensors of a {kind}, such as "
+            f"{lacking[0]}. A divided target is read by the names of its modules, without the library's conversions (fused "
+            "experts, old names). Write it once with these names, on a machine whose memory holds it, and give the new folder: "
+            f"AutoModelForCausalLM.from_pretrained({source!r}, dtype='auto').save_pretrained(FOLDER, save_original_format=False), "
+            f"and AutoTokenizer.from_pretrained({source!r}).save_pretrained(FOLDER)"
+        )
 
 
 def build_sharded(config, dtype, device):
@@ -90,13 +112,19 @@ def build_sharded(config, dtype, device):
 
 def shard_layers(model, device):
     """Divide the layers of the decoder over all ranks, each layer as one unit; everything else stays whole."""
-    decoder = model.get_decoder()
+    decoder = find_decoder(model)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     layers = decoder_layers(decoder, model.config.get_text_config().num_hidden_layers)
     for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     # The decoder is the root: so the next layer's weights are gathered while a layer computes.
     fully_shard(decoder, mesh=mesh, ignored_params=set(decoder.parameters()) - set(layers.parameters()))
+
+
+def find_decoder(model):
+    """The module of a *ForCausalLM that turns token ids into last states."""
+    decoder = model.get_decoder()
+    return model.model if decoder is model else decoder  # Llama4ForCausalLM.get_decoder returns the whole model
 
 
 def decoder_layers(decoder, count):

@@ -1,14 +1,16 @@
 """A target divided over ranks with FSDP2, read in parts: the whole one's features, and parts that are parts."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from headstart.train.teacher import fused_target
 from headstart.train.teacher.features import FrozenTarget
@@ -87,7 +89,7 @@ def test_files_that_do_not_hold_the_modules_are_refused(tied_target, assert_on_r
     tensors["model.last_norm.weight"] = tensors.pop("model.norm.weight")
     save_file(tensors, path)
     assert_on_ranks(
-        2, refuse, other, r"parts of a LlamaForCausalLM: .*model\.norm\.weight.* take configs/accelerate/ddp\.yaml"
+        2, refuse, other, r"lack 1 of the \d+ tensors of a LlamaForCausalLM, such as model\.norm\.weight\. "
     )
     for path in other.glob("*.safetensors"):
         path.unlink()
@@ -98,3 +100,33 @@ def test_a_config_of_other_sizes_is_refused(tied_target, assert_on_ranks):
     path = Path(tied_target, "config.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"intermediate_size": 40}))
     assert_on_ranks(2, refuse, tied_target, r"parts of a LlamaForCausalLM: Size mismatch .*_proj")
+
+
+def follow_the_refusal(rank, world, folder, rewritten):
+    """Rank 0 writes the folder as the error says; then every rank reads its part."""
+    with pytest.raises(ValueError, match=r"such as model\.layers\.0\.mlp\.experts\.\w+_proj\. ") as refused:
+        load_sharded(str(folder), torch.float32, torch.device("cpu"))
+    if rank == 0:
+        (call,) = re.findall(r"(AutoModelForCausalLM\.\S+ .*?\)), and AutoTokenizer", str(refused.value))
+        eval(call, {"AutoModelForCausalLM": AutoModelForCausalLM, "FOLDER": rewritten})
+    dist.barrier()
+    target = FrozenTarget(load_sharded(str(rewritten), torch.float32, torch.device("cpu")))
+    experts = dict(target.model.named_parameters())["model.layers.0.mlp.experts.down_proj"]
+    assert isinstance(experts, DTensor)
+    expected = FrozenTarget(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
+    rows = torch.tensor([[3, 9, 4, 8, 1, 2]]), torch.tensor([[0, 1, 2, 0, 1, 2]]), torch.tensor([[0, 0, 0, 1, 1, 1]])
+    assert torch.equal(target.features(*rows), expected.features(*rows))
+
+
+def test_fused_experts_are_refused_with_a_remedy_that_helps(assert_on_ranks, tmp_path):
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=50, hidden_size=20, intermediate_size=36, num_hidden_layers=2, num_local_experts=3)
+    config = MixtralConfig(**sizes, num_attention_heads=2, num_key_value_heads=1)
+    MixtralForCausalLM(config).save_pretrained(tmp_path / "mixtral")
+    assert_on_ranks(2, follow_the_refusal, tmp_path / "mixtral", tmp_path / "rewritten")
+
+
+def test_a_cut_file_is_named(tied_target, assert_on_ranks):
+    path = min(tied_target.glob("*.safetensors"))
+    path.write_bytes(path.read_bytes()[:-50])
+    assert_on_ranks(2, refuse, tied_target, rf"{path.name} cannot be read: .*copy or download the model again")
