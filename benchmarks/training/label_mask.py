@@ -66,6 +66,7 @@ def main(arguments=None):
     parser.add_argument("--head", action="append", choices=("eagle", "eagle3"), help="may be given again; default both")
     parser.add_argument("--seed", action="append", type=int, help="may be given again; default 0, 1, 2")
     parser.add_argument("--steps", type=int, default=150, help="optimiser steps (default 150)")
+    parser.add_argument("--batch-rows", type=int, default=8, help="rows of an optimiser step (default 8)")
     parser.add_argument("--max-tokens", type=int, default=150000, help="tokens of the data (default 150000)")
     parser.add_argument("--prompts", type=int, default=32, help="held-out prompts (default 32)")
     parser.add_argument("--tokens", type=int, default=64, help="new tokens per prompt (default 64)")
@@ -95,6 +96,7 @@ def train(head, mask, seed, options, folder):
         "seed": seed,
         "max_steps": options.steps,
         "max_tokens": options.max_tokens,
+        "batch_rows": options.batch_rows,
         "eval_every": 0,
         "eval_prompts": options.prompts,
         "eval_tokens": options.tokens,
