@@ -13,7 +13,8 @@ that is given.
 The loss differs from the original code's. The original renormalises the target's distribution over the draft vocabulary, drops rows
 whose likeliest token lies outside, and averages over all positions, masked ones too. Here the distribution is normalised over the
 whole vocabulary and the loss sums over the draft vocabulary: a position with little mass in it teaches little, and no position is
-dropped. Only supervised positions count, in the sum and in the divisor, which is the number of labels of the first step.
+dropped. Only supervised positions count, in the sum and in the divisor, which is the number of labels of the first step. A label
+counts if its own token is the assistant's; in the original, if the token two places before it is (docs/training.md).
 
 Every rank knows all rows and their order, so label counts need no communication; gradients are summed over the ranks once per
 optimiser step. Not done here: mixing several data sets.
@@ -46,7 +47,12 @@ class Recipe(RunRecipe):
 
     lr: float = key(5e-5, "peak learning rate of AdamW", least=0)
     beta2: float = key(0.95, "AdamW's decay of the gradient's square", least=0, most=0.99999)
-    max_grad_norm: float = key(0.5, "longer gradients are cut to this norm; 0: never", least=0)
+    max_grad_norm: float = key(
+        0.5,
+        "longer gradients are cut to this norm; 0: never. The original averages its loss over all positions, so its gradients are "
+        "shorter by the labels' share of them, and its 0.5 is 0.5 / share here",
+        least=0,
+    )
     num_steps: int = key(7, "unrolled steps; all but the first run on the head's own states", least=1, most=MOST_STEPS)
     step_decay: float = key(0.8, "weight of step i's loss (from 0): this to the power i", least=0)
     draft_vocab_size: int = key(

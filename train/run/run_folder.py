@@ -175,6 +175,7 @@ class RunFolder:
             self.state["recipe"] | {"family": self.family},
             note,
             lambda: find_sources(recipe, target.model, rows["rows"]),
+            with_samples=recipe.log_samples,
         )
 
     def __enter__(self):

@@ -109,6 +109,11 @@ class RunRecipe:
         "wandb: log every checkpoint's head of up to 2 GiB as a version of the artifact, as a copy; false: only the finished head",
     )
 
+    log_samples: bool = key(
+        True,
+        "wandb: log up to four held-out prompts in full, with the outputs; false: no text of a prompt or an output goes to W&B",
+    )
+
     def __post_init__(self):
         check_values(self)
         check_date(self.template_date)
@@ -135,8 +140,9 @@ class RunRecipe:
 
 # Keys that may change in a resumed run; any other would make it another run. (The product of batch_rows, accumulate and the number
 # of processes must stay: checkpointing.check_same_run.)
-CHANGEABLE = {"output", "max_steps", "num_epochs", "log_every", "tracker", "log_checkpoints", "checkpoint_every"}
+CHANGEABLE = {"output", "max_steps", "num_epochs", "log_every", "tracker", "log_checkpoints", "log_samples"}
 CHANGEABLE |= {
+    "checkpoint_every",
     "keep_checkpoints",
     "eval_every",
     "eval_tokens",

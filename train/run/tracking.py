@@ -94,13 +94,14 @@ class WandbTracker:
     """A W&B run driven through accelerate, or nothing at all (`active` False).
 
     accelerator: made with log_with="wandb", None for no W&B; folder: the run's; config: the recipe as a dict; note(text): tells the
-    user; find_sources(): the run's target and data (train/run/lineage.py).
+    user; find_sources(): the run's target and data (train/run/lineage.py). Without with_samples no text of a prompt or an output is
+    logged.
     """
 
-    def __init__(self, accelerator, folder, config, note, find_sources):
+    def __init__(self, accelerator, folder, config, note, find_sources, with_samples=True):
         self.accelerator, self.active, self.folder = accelerator, False, Path(folder)
         self.note, self.refused, self.sources = note, set(), ()
-        self.environment = {}
+        self.with_samples, self.environment = with_samples, {}
         mode = wandb_mode()
         if accelerator is None or mode == "disabled":
             return
@@ -156,7 +157,7 @@ class WandbTracker:
         self._attempt("the curves", lambda: self.accelerator.log(curves(line), step=line["step"]))
 
     def log_acceptance(self, step, measured):
-        """Log the result of AcceptanceMeter.measure: acceptance per position, rates per depth and rank, sample generations."""
+        """Log the result of AcceptanceMeter.measure: acceptance per position, rates per depth and rank, samples if asked for."""
         self._attempt("the acceptance", self._log_acceptance, step, measured)
 
     def _log_acceptance(self, step, measured):
@@ -165,13 +166,14 @@ class WandbTracker:
         positions = wandb.Table(
             columns=["position", "accepted"], data=[*map(list, enumerate(measured["per_position"]))]
         )
-        samples = [[step, sample["prompt"], sample["output"]] for sample in measured["samples"]]
         media = {
             "acceptance/per_position": wandb.plot.bar(
                 positions, "position", "accepted", title=f"accepted per step, after step {step}"
             ),
-            "samples": wandb.Table(columns=["step", "prompt", "output"], data=samples),
         }
+        if self.with_samples:
+            samples = [[step, sample["prompt"], sample["output"]] for sample in measured["samples"]]
+            media["samples"] = wandb.Table(columns=["step", "prompt", "output"], data=samples)
         rates = measured.get("rates")  # only the engine counts them
         if rates:
             cells = [[step, depth + 1, rank, rate] for depth, row in enumerate(rates) for rank, rate in enumerate(row)]

@@ -11,7 +11,7 @@ import pytest
 
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.train import medusa
-from headstart.train.run import run_folder
+from headstart.train.run import acceptance, run_folder
 from headstart.train.run.tracking import MetricsFile, WandbTracker, wandb_mode
 
 
@@ -57,6 +57,30 @@ def test_offline_run_holds_config_curves_plot_and_samples(arguments, tmp_path, l
     assert [[i, rate] for i, rate in enumerate(saved["per_position"])] in [
         [[i, pytest.approx(rate)] for i, rate in bar] for bar in bars
     ]
+
+
+def test_no_text_of_a_prompt_or_an_output_is_logged_without_log_samples(arguments, tmp_path, logged_out, monkeypatch):
+    """Neither in a table nor anywhere else in what W&B keeps; a resumed run may change its mind."""
+    pytest.importorskip("wandb")
+    measure, private = acceptance.measure_acceptance, ("a private question", "a private answer")
+
+    def measure_private(*words):
+        return measure(*words) | {"samples": [dict(zip(("prompt", "output"), private))]}
+
+    monkeypatch.setattr(acceptance, "measure_acceptance", measure_private)
+    words = arguments(tracker="wandb", eval_prompts=3, eval_tokens=8, max_steps=2)
+
+    def kept_by_wandb():
+        files = [path.read_bytes() for path in (tmp_path / "run" / "wandb").rglob("*") if path.is_file()]
+        assert any(b"acceptance/per_position" in content for content in files)
+        return [text for text in private if any(text.encode() in content for content in files)]
+
+    assert medusa.main([*words, "--log_samples", "false"]) == 0
+    assert kept_by_wandb() == []
+    saved = json.loads((tmp_path / "run" / "acceptance.json").read_text())
+    assert tuple(saved["samples"][0].values()) == private
+    assert medusa.main([*words, "--resume", "--max_steps", "3", "--log_samples", "true"]) == 0
+    assert kept_by_wandb() == list(private)
 
 
 def finish(folder, tracker):
