@@ -28,7 +28,6 @@ os.environ.update(
     WANDB_CACHE_DIR=f"{_HOME}/wandb/cache",
     WANDB_DATA_DIR=f"{_HOME}/wandb/data",
     MPLBACKEND="Agg",
-    OMP_WAIT_POLICY="passive",  # a test with several threads would spin while another worker has the cores
 )
 for _name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY"):
     os.environ.pop(_name, None)
