@@ -61,8 +61,7 @@ class SamplingParams(_Fields):
         names = [field.name for field in fields(_Fields)]
         if positional:
             raise ValueError(
-                f"SamplingParams takes keywords only, got {positional[0]!r}: write for example temperature=0.5; "
-                f"Known: {', '.join(names)}"
+                f"SamplingParams takes keywords only, got {positional[0]!r}: write for example temperature=0.5"
             )
         reject_unknown(given, names, "sampling parameter", VLLM_SAMPLING)
         if isinstance(given.get("stop"), str):

@@ -102,7 +102,7 @@ def test_a_tree_from_the_builder_works_with_every_verifier(size, embedded, tmp_p
         if size == 12:
             llm = LLM(module, tokenizer=tokenizer, max_num_seqs=1, speculative_config=speculative)
             assert [o.outputs[0].token_ids for o in llm.generate(prompts[:1], params)] == plain[:1]
-            assert llm.get_metrics()["acceptance_length"] > 1.2
+            assert llm.engine.metrics.as_dict()["acceptance_length"] > 1.2
 
 
 def test_draws_fill_the_gaps_of_a_tree(tmp_path):
