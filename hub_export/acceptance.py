@@ -15,6 +15,7 @@ from huggingface_hub import EvalResult
 from ..evaluation.acceptance import bootstrap
 from ..evaluation.compare import hardware_name
 from ..inference.llm import LLM
+from ..inference.models.decoder import position_limit
 from ..inference.models.target_source import load_tokenizer, target_config
 from ..inference.prompt_files import read_prompts, render_prompt
 from ..inference.sampling_params import SamplingParams
@@ -70,7 +71,7 @@ def choose_prompts(file, target, count=NUM_PROMPTS):
         if not tokenizer.chat_template:
             lines = [{"prompt": text} for text in PROMPTS]
         words = "requests that Headstart ships"
-    limit = target_config(str(target), "auto")[0].max_position_embeddings - LEAST_TOKENS
+    limit = position_limit(target_config(str(target), "auto")[0]) - LEAST_TOKENS
     prompts = [_token_ids(tokenizer, line) for line in lines]
     fitting = [ids for ids in prompts if 0 < len(ids) <= limit]
     if not fitting:
@@ -101,7 +102,7 @@ def measure(
     head: its folder; target: folder or Hub id; prompts: lists of token ids; adapter: as LLM takes it. Request number i has seed i.
     Raises ValueError if every output ends at its first token.
     """
-    limit = target_config(str(target), "auto")[0].max_position_embeddings
+    limit = position_limit(target_config(str(target), "auto")[0])
     llm = LLM(
         str(target),
         device=device,

@@ -13,7 +13,7 @@ from .engine.engine import Engine
 from .engine.options import EngineOptions, check_whole, python_value
 from .metrics import metrics_of
 from .models.adapter import MERGED_KEY, choose_adapter, warn_unless_adapted
-from .models.decoder import LOAD_FORMATS, check_supported
+from .models.decoder import LOAD_FORMATS, check_supported, position_limit
 from .models.target_source import (
     at_revision,
     check_used_in_place,
@@ -49,7 +49,7 @@ class LLM:
     dtype: "auto", "bfloat16", "float16" or "half", "float32" or "float", or a torch.dtype. auto: the checkpoint's on a GPU; on the
         CPU bfloat16 or float32, whichever this machine measures faster. A loaded model keeps its own.
     device: "auto" or None (a GPU if there is one), "cpu", "cuda", "cuda:1" ... or a torch.device.
-    max_model_len: longest prompt + output in tokens; None: the model's own limit.
+    max_model_len: longest prompt + output in tokens; None: the model's own limit, with linear and YaRN rope the scaled one.
     max_num_seqs: number of requests that can run at once.
     max_num_batched_tokens: prompt tokens computed per step; longer prompts are computed in chunks.
     gpu_memory_utilization: share of the GPU's memory that weights, activations and cache may take together; the cache takes no
@@ -140,7 +140,7 @@ class LLM:
         self.adapter = merged.fingerprint if merged else in_use
         choice = choose_speculation(speculative, config, max_num_seqs)
         warn_unless_adapted(choice.head, self.adapter)
-        limit = config.max_position_embeddings
+        limit = position_limit(config)
         if max_model_len is None:
             max_model_len = shared.max_model_len if shared else limit
         self.max_model_len = max_model_len

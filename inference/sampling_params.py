@@ -67,8 +67,7 @@ class SamplingParams(_Fields):
         names = [field.name for field in fields(_Fields)]
         if positional:
             raise ValueError(
-                f"SamplingParams takes keywords only, got {positional[0]!r}: write for example temperature=0.5; "
-                f"Known: {', '.join(names)}"
+                f"SamplingParams takes keywords only, got {positional[0]!r}: write for example temperature=0.5"
             )
         reject_unknown(given, names, "sampling parameter", SAMPLING)
         given = {name: python_value(value) for name, value in given.items() if name in names}

@@ -118,7 +118,7 @@ class Session:
     def subscribe(self, submission):
         """Yield the final text of a submission of one output, piece by piece. Runs the engine until the submission has ended."""
         (request,) = submission.requests
-        shown, growing = 0, GrowingText(request.stop_checker.decode)
+        shown, growing = 0, GrowingText(request.stop_checker)
         while not request.finished:  # it may end in a step of another caller
             self.step()
             if not request.finished:

@@ -34,7 +34,7 @@ LLM_ARGUMENTS = (
     Theirs("model_loader_extra_config", (None, {}), "weights are read in one way: leave it out"),
     Theirs(
         "generation_config",
-        (None,),
+        (None, "vllm"),
         "call generate(prompts, llm.get_default_sampling_params()) for the model's defaults",
     ),
     Theirs("override_generation_config", (None, {}), "give SamplingParams to every call"),

@@ -37,6 +37,14 @@ def reject_unknown(given, known, what, theirs=()):
                     f"{what} {name!r} is vLLM's and not supported here (got {given[name]!r:.60}): {rows[name].words}"
                 )
             continue
-        nearest = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.7)
-        hint = f"; did you mean {nearest[0]!r}?" if nearest else "."
-        raise ValueError(f"unknown {what} {name!r}{hint} Known: {', '.join(known)}")
+        raise ValueError(f"unknown {what} {name!r}; {_hint(str(name), list(known))}")
+
+
+def _hint(name, known):
+    """The name that was meant, all names if they are few, else the three nearest."""
+    if nearest := difflib.get_close_matches(name, known, n=1, cutoff=0.7):
+        return f"did you mean {nearest[0]!r}?"
+    if len(known) <= 4:
+        return f"known are {', '.join(known)}"
+    first, second, third = difflib.get_close_matches(name, known, n=3, cutoff=0.0)
+    return f"the nearest of {len(known)} known ones are {first!r}, {second!r} and {third!r}"

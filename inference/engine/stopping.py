@@ -1,8 +1,12 @@
 """Where an output ends, and its text. Tokens are looked at one by one, so speculation ends an output where plain decoding does."""
 
 import itertools
+import re
+from functools import cached_property
 
 MARGIN = 16
+BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")  # name of a byte where a run of bytes is decoded as a whole: Llama 2, Mistral
+CLEANED = 8  # more characters than transformers' clean_up_tokenization changes together, such as " n ' t" to "n't"
 
 
 def stop_ids(params, eos_token_ids):
@@ -65,13 +69,24 @@ class StopChecker:
             return text
         return join_special(text, token_ids, self.tokenizer)
 
+    def may_change(self, token):
+        """Whether the next token may change what this one makes of the text's end: a byte of a run, or no text of its own."""
+        return not self.decode([token]) or BYTE.fullmatch(self.tokenizer.convert_ids_to_tokens(token)) is not None
+
+    @cached_property
+    def cleans_up(self):
+        """Whether decoding takes spaces before marks out of the text: clean_up_tokenization_spaces, which BPE tokenizers ignore."""
+        if not getattr(self.tokenizer, "clean_up_tokenization_spaces", False):
+            return False
+        return " ." not in self.decode(self.tokenizer("x .", add_special_tokens=False)["input_ids"])
+
 
 def join_special(text, token_ids, tokenizer):
     """The text of these tokens, special ones included, without the spaces between special tokens that stand side by side."""
     added, end = tokenizer.added_tokens_decoder, 0
     for special, run in itertools.groupby(token_ids, lambda token: token in added):
         names = [added[token].content for token in run] if special else []
-        start = text.find(" ".join(names), end) if len(names) > 1 else -1
+        start = text.find(" ".join(names), end) if names else -1
         if start >= 0:
             end = start + len("".join(names))
             text = text[:start] + "".join(names) + text[start + len(" ".join(names)) :]
@@ -79,33 +94,44 @@ def join_special(text, token_ids, tokenizer):
 
 
 class GrowingText:
-    """The text of a growing output. Each call costs time for the new tokens only, not for all of them.
+    """The text of a growing output, without an end that may change. Each call costs time for the new tokens only, not for all.
 
-    It is the result of `decode` over all tokens; while it ends within a character, the end that may still change is left out.
+    It is the text of all tokens up to the last that ends a run of bytes; half a character at its end is not cut: stable_length.
     """
 
-    def __init__(self, decode):
-        self._decode = decode
+    def __init__(self, checker):
+        self._checker = checker
+        self._num_seen, self._num_settled, self._text = 0, 0, ""  # numbers of tokens, and the text of the settled ones
         self._num_known, self._known = 0, ""  # a number of tokens, and their text
         # The last of these tokens decoded alone, and their number: text begins differently without the tokens before it.
         self._overlap, self._num_overlap = "", 0
 
     def of(self, token_ids):
         """The text of these token ids, which begin with those of the previous call."""
-        window = self._decode(token_ids[self._num_known - self._num_overlap :])
+        ends = range(len(token_ids), self._num_seen, -1)
+        settled = next((end for end in ends if not self._checker.may_change(token_ids[end - 1])), self._num_settled)
+        self._num_seen = len(token_ids)
+        if settled > self._num_settled:
+            self._num_settled, self._text = settled, self._decode(token_ids, settled)
+        if not self._checker.cleans_up:
+            return self._text
+        space = self._text.find(" ", max(len(self._text) - CLEANED, 0))
+        return self._text if space < 0 else self._text[:space]
+
+    def _decode(self, token_ids, end):
+        """The text of token_ids[:end]."""
+        window = self._checker.decode(token_ids[self._num_known - self._num_overlap : end])
         if window.startswith(self._overlap):
             text = self._known + window[len(self._overlap) :]
-        elif window.endswith("�"):
-            return self._known  # half a character, which spoils a whole run of byte tokens until its other half comes
         else:
-            text = self._decode(token_ids)
-        if len(token_ids) >= self._num_known + MARGIN:
+            text = self._checker.decode(token_ids[:end])
+        if end >= self._num_known + MARGIN:
             # A character has up to four tokens, so one of these counts begins at a character.
             for count in range(MARGIN, MARGIN - 4, -1):
-                overlap = self._decode(token_ids[-count:])
+                overlap = self._checker.decode(token_ids[end - count : end])
                 # With half a character in it the other half would be lost; an empty overlap shows no start.
                 if overlap and "�" not in overlap and text.endswith(overlap):
-                    self._num_known, self._known = len(token_ids), text
+                    self._num_known, self._known = end, text
                     self._overlap, self._num_overlap = overlap, count
                     break
         return text

@@ -68,6 +68,20 @@ def check_supported(config):
         refuse("quantised weights")
 
 
+def position_limit(config):
+    """The most positions of a target with this Hugging Face config: of rope scaled by a factor, the length it was scaled to.
+
+    Linear scaling multiplies max_position_embeddings, and YaRN the original length, if the product is not already there. llama3 and
+    longrope configs give the scaled length, and so do configs with a rope for each type of layer.
+    """
+    limit, rope = config.max_position_embeddings, getattr(config, "rope_parameters", None) or {}
+    kind = rope.get("rope_type")
+    if kind not in ("linear", "yarn"):
+        return limit
+    original = rope.get("original_max_position_embeddings") if kind == "yarn" else None
+    return max(limit, int((original or limit) * (rope.get("factor") or 1.0)))
+
+
 def rotary_frequencies(config):
     """Angle per position of every pair, with the config's rope scaling.  -> [D/2] on the CPU, factor of cos and sin"""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

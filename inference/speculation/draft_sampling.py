@@ -14,7 +14,8 @@ Letters: B requests, N nodes.
 
 import torch
 
-DRAFT_SAMPLING = ("greedy", "shared_noise", "sampled", "top_and_one")
+OWN_NOISE = ("sampled", "top_and_one")  # of the draft. A node's k children are its first k draws: Tree.without_gaps
+DRAFT_SAMPLING = ("greedy", "shared_noise", *OWN_NOISE)
 CHAIN_RULES = ("token", "block")
 RATIO_VERIFIERS = (*CHAIN_RULES, "recursive", "traversal")
 VERIFIERS = ("strict", *RATIO_VERIFIERS, "synthetic")
@@ -73,6 +74,6 @@ def check_sampling(verifier, sampling, tree):
     for parent, ranks in slots.items():
         if ranks != list(range(len(ranks))):
             raise ValueError(
-                f"the children of node {parent} have the ranks {ranks}, and draft_sample_method={sampling!r} needs "
-                f"{list(range(len(ranks)))}: children are verified in the order in which they were sampled, without a gap"
+                f"the children of node {parent} are listed with the ranks {ranks}, and draft_sample_method={sampling!r} needs "
+                f"{list(range(len(ranks)))}: children are verified in the order in which they were sampled. List siblings by rank"
             )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from ...kernels.sampling.sample import MAX_WIDTH
 from .adaptive import Adaptive, OneDepth, PerBatchSize, buckets, depths_to_try
-from .draft_sampling import RATIO_VERIFIERS, check_sampling
+from .draft_sampling import OWN_NOISE, RATIO_VERIFIERS, check_sampling
 from .drafters.drafter import Drafter, NoDrafter
 from .options import DRAFT_SAMPLE_METHODS, SpeculativeOptions
 from .proposers import Proposer, find_proposer
@@ -80,9 +80,12 @@ def choose_speculation(options, target, max_num_seqs):
         return NoSpeculation()
     proposer = find_proposer(options, target)
     tree = _choose_tree(options, proposer)
-    check_width(tree, target.get_text_config().vocab_size)
     verifier = options.verifier_on(tree)
     sampling = _choose_sampling(options, verifier, tree)
+    if sampling in OWN_NOISE:
+        tree = tree.without_gaps()
+    check_sampling(verifier, sampling, tree)
+    check_width(tree, target.get_text_config().vocab_size)
     rates = _choose_rates(options, verifier, tree)
     return Choice(options, proposer, tree, verifier, sampling, rates, _choose_plan(options, tree, max_num_seqs))
 
@@ -121,15 +124,12 @@ def check_width(tree, vocab_size):
 
 
 def _choose_sampling(options, verifier, tree):
-    """How drafts are sampled: as asked, else the default of verifier and tree. ValueError where they do not fit."""
+    """How drafts are sampled: as asked, else the default of verifier and tree."""
     if options.draft_sample_method is not None:
-        sampling = DRAFT_SAMPLE_METHODS[options.draft_sample_method]
-    elif verifier in RATIO_VERIFIERS:
-        sampling = "greedy" if tree.grows else "sampled"
-    else:
-        sampling = "shared_noise"
-    check_sampling(verifier, sampling, tree)
-    return sampling
+        return DRAFT_SAMPLE_METHODS[options.draft_sample_method]
+    if verifier in RATIO_VERIFIERS:
+        return "greedy" if tree.grows else "sampled"
+    return "shared_noise"
 
 
 def _choose_rates(options, verifier, tree):

@@ -1,7 +1,8 @@
 """Draft-tree topologies: parents, ranks, depths, ancestors. No torch: plain tuples, built once per engine.
 
 Node 0 is the root (the newest emitted token); every other node is the candidate of one rank at one depth, under its parent.
-Nodes are numbered in topological order, siblings by rank. A chain is a tree with one child per node.
+Nodes are numbered in topological order, siblings by rank. A chain is a tree with one child per node. Ranks may have gaps: where
+candidates are listed, best first, a gap leaves one out. Where a node's children are drawn, they are its first draws all the same.
 Static trees are built from measured acceptance: `rates[d][r]` is the probability that the target's token at depth d + 1 is the
 head's candidate of rank r, given that the parent was accepted. A node's worth is the product along its path, and the m nodes
 of the greatest worth are the best tree of m nodes where rates fall with rank (arXiv 2401.10774, section 2.3.3).
@@ -105,6 +106,14 @@ class Tree:
         number = {-1: -1} | {old: new for new, old in enumerate(kept)}
         return Tree(tuple(number[self.parents[n]] for n in kept), tuple(self.ranks[n] for n in kept))
 
+    def without_gaps(self):
+        """The same shape for children that are drawn in an order: each node's rank is its place among its siblings' ranks."""
+        siblings = {}
+        for parent, rank in zip(self.parents, self.ranks):
+            siblings.setdefault(parent, []).append(rank)
+        places = {parent: {rank: i for i, rank in enumerate(sorted(ranks))} for parent, ranks in siblings.items()}
+        return Tree(self.parents, tuple(places[parent][rank] for parent, rank in zip(self.parents, self.ranks)))
+
     def draw(self):
         """The tree as text, one line per node: its rank under its parent."""
         children = {n: [m for m in range(1, self.num_nodes) if self.parents[m] == n] for n in range(self.num_nodes)}
@@ -161,6 +170,10 @@ class GrowingTree:
         depth = min(self.max_depth, max_depth)
         most = 1 + self.width + (depth - 1) * self.width**2
         return GrowingTree(depth, self.width, min(self.num_nodes, most))
+
+    def without_gaps(self):
+        """Itself: it takes the first ranks after every node."""
+        return self
 
     def draw(self):
         return f"grown in every step: {self.num_nodes} nodes, up to {self.max_depth} deep, {self.width} expanded at each depth"

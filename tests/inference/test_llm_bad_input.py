@@ -1,6 +1,8 @@
 """The public API: inputs that it refuses, before any work."""
 
+import re
 import shutil
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 from headstart import LLM, SamplingParams
 from headstart.heads.checkpoint import save_head
+from headstart.heads.storage.keywords import reject_unknown
 from headstart.inference.models.decoder import UnsupportedArchitecture
 from headstart.inference.models.shapes import config_of
+from headstart.train.run.run_recipe import RunRecipe
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
@@ -76,7 +80,8 @@ def test_bad_conversations_are_refused(llm, messages, message):
     ("arguments", "message"),
     [
         (dict(max_model_length=5), "unknown LLM argument 'max_model_length'; did you mean 'max_model_len'"),
-        (dict(zzz=5), r"unknown LLM argument 'zzz'\. Known: model"),
+        (dict(zzz=5), r"^unknown LLM argument 'zzz'; the nearest of \d+ known ones are '"),
+        (dict(tensorparallel=2), "unknown LLM argument 'tensorparallel'; the nearest"),
         (dict(tensor_parallel_size=2), "LLM argument 'tensor_parallel_size' is vLLM's and not supported here"),
         (dict(quantization="awq"), "'quantization' is vLLM's"),
         (dict(speculative_config={"model": "HEAD", "parallel_drafting": True}), "'parallel_drafting' is vLLM's"),
@@ -112,6 +117,25 @@ def test_bad_arguments_are_refused_by_name(target_folder, head_folder, arguments
         arguments = {**arguments, "speculative_config": speculative | {"model": str(head_folder)}}
     with pytest.raises(ValueError, match=message):
         LLM(str(target_folder), **arguments)
+
+
+def test_an_unknown_keyword_is_named_with_the_nearest_and_without_all_the_others():
+    calls = {
+        "'max_model_len'?": lambda: LLM("x", max_modellen=5),
+        "'prompt_lookup_max'?": lambda: LLM("x", speculative_config={"method": "ngram", "prompt_lookupmax": 3}),
+        "'max_tokens'?": lambda: SamplingParams(max_token=5),
+        "nearest of": lambda: SamplingParams(temp=0.5),
+        "known are prompt, prompt_token_ids": lambda: reject_unknown(
+            {"text": 1}, ("prompt", "prompt_token_ids"), "key"
+        ),
+        "'row_length'?": lambda: reject_unknown({"rowlength": 1}, [f.name for f in fields(RunRecipe)], "key"),
+        "leave it out": lambda: SamplingParams(best_of=2),
+        "temperature=0.5": lambda: SamplingParams(0.5),
+    }
+    for hint, call in calls.items():
+        with pytest.raises(ValueError, match=re.escape(hint)) as error:
+            call()
+        assert len(str(error.value)) < 120
 
 
 @pytest.mark.parametrize("model", [None, 3, "", " ", Path()])

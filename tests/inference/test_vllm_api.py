@@ -252,9 +252,9 @@ def test_special_tokens_side_by_side_are_joined_if_spaces_are_not_wanted():
     ids = [0, 2, 3, 2, 1, 2, 0, 3, 3]
     for spaces, text in ((True, "one <a> <b> <a> two <a> one <b> <b>"), (False, "one <a><b><a> two <a> one <b><b>")):
         params = SamplingParams(skip_special_tokens=False, spaces_between_special_tokens=spaces)
-        decode = StopChecker(tokenizer, (), params).decode
+        checker = StopChecker(tokenizer, (), params)
+        decode, growing = checker.decode, GrowingText(checker)
         assert decode(ids) == text
-        growing = GrowingText(decode)
         for count in range(1, 91):
             assert growing.of((ids * 10)[:count]) == decode((ids * 10)[:count])
 

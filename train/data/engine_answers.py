@@ -8,7 +8,7 @@ import torch
 from ...inference.llm import LLM
 from ...inference.models.adapter import choose_adapter
 from ...inference.models.checkpoint_files import find_files, sample_checksum
-from ...inference.models.decoder import UnsupportedArchitecture, check_supported
+from ...inference.models.decoder import UnsupportedArchitecture, check_supported, position_limit
 from ...inference.models.target_source import faster_cpu_dtype, load_tokenizer, named_dtype, target_config
 from ...inference.open_batch import OpenBatch
 from ...inference.prompt_files import render_chat
@@ -32,7 +32,7 @@ def describe_target(model, *, adapter, head, max_model_len, dtype, device):
         raise ValueError(f"{error} Serve it with another engine and give its address: --endpoint URL") from None
     merged = choose_adapter(adapter, model, "auto", config)
     choose_speculation(SpeculativeOptions.parse(_speculation(head)), config, max_num_seqs=1)
-    limit = config.max_position_embeddings
+    limit = position_limit(config)
     if max_model_len is not None and not 2 <= max_model_len <= limit:
         raise ValueError(f"--max-model-len must be from 2 to the model's own limit of {limit}, got {max_model_len}")
     tokenizer = load_tokenizer(None, model)

@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from ...heads.packed_attention import FLEX_DTYPES, FLEX_LEAST_DIM, FLEX_OPTIONS, block_mask
 from ...heads.storage.hub_answer import ask_hub, hub_options
 from ...heads.storage.hub_id import near_folder
+from ...inference.models.decoder import position_limit
 from ..data.packing import block_attention_mask
 from .fused_target import fuse
 from .layer_masks import Reach, build_masks, find_reaches
@@ -103,7 +104,8 @@ class FrozenTarget:
     @property
     def max_positions(self):
         """The most positions that this target takes."""
-        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+        config = self.model.config.get_text_config()
+        return position_limit(config) if getattr(config, "max_position_embeddings", None) else sys.maxsize
 
     def check_row_length(self, row_length):
         """ValueError if a row has more positions than this target takes."""

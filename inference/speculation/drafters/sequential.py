@@ -13,7 +13,7 @@ import torch
 from ....kernels.sampling.sample import log_sum_exp, top_tokens
 from ....kernels.speculation.dynamic_tree import Candidates, grow, prune
 from ..draft import Draft
-from ..draft_sampling import sampled_nodes
+from ..draft_sampling import OWN_NOISE, sampled_nodes
 from ..draw_nodes import Families, draw_families
 from ..tree import chain
 from ..tree_on_device import TreeOnDevice
@@ -50,7 +50,7 @@ class SequentialDrafter(Drafter):
             batch.draws.view(3, len(batch.seats), -1)[:, :, plan.inner].transpose(1, 2).contiguous()
         )
         # Tokens that are not sampled are accepted by the target's distribution alone.
-        with_distributions, distributions, kept = self.sampling in ("sampled", "top_and_one"), None, []
+        with_distributions, distributions, kept = self.sampling in OWN_NOISE, None, []
         tokens, (logits, state) = [batch.root[:, None]], self.start(batch)
         for level, following in zip(plan.levels, [*plan.levels[1:], None]):
             scores, temperature, left = (logits, batch.temperature, None)

@@ -7,13 +7,14 @@ import random
 from types import SimpleNamespace
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from headstart import LLM, SamplingParams
 from headstart.inference.engine.engine import Engine
-from headstart.inference.engine.stopping import MARGIN, GrowingText, StopChecker, find_stop, stable_length
+from headstart.inference.engine.stopping import StopChecker, find_stop, stable_length
 from headstart.inference.speculation.tree import Tree, chain
+from headstart.tests.inference.engine.small_tokenizers import llama2_tokenizer
 
 DEPTH = 5
 BLOCK = DEPTH + 1
@@ -125,17 +126,6 @@ def test_stop_strings_are_found_however_their_characters_are_cut_into_tokens(pla
                     break
 
 
-def llama2_tokenizer():
-    """Pieces of text, and bytes for other scripts and line ends: a run of them that is no UTF-8 is spoiled as a whole."""
-    pieces = [f"<0x{i:02X}>" for i in range(256)] + ["x", "▁", "▁he", "é", "▁" * 8]
-    vocab = {piece: i for i, piece in enumerate(pieces)}
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
-    strip = decoders.Strip(content=" ", left=1)
-    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip])
-    backend.add_special_tokens(["<s>"])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>")
-
-
 @pytest.mark.parametrize("stop", ["\n", "\n\n", "។", "x"])
 def test_stop_strings_are_found_behind_runs_of_byte_tokens(stop):
     tokenizer = llama2_tokenizer()
@@ -149,68 +139,6 @@ def test_stop_strings_are_found_behind_runs_of_byte_tokens(stop):
             if found:
                 break
         assert found == stop
-
-
-def byte_level_tokenizer():
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<s>"])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>")
-
-
-@pytest.mark.parametrize("make", [llama2_tokenizer, byte_level_tokenizer])
-def test_the_text_of_a_stream_is_that_of_all_its_tokens(make):
-    """Characters of one to four tokens, half ones, spaces and special tokens; only an end that may change is held back."""
-    tokenizer, rng = make(), random.Random(0)
-
-    def decode(ids):
-        return tokenizer.decode(ids, skip_special_tokens=True)
-
-    words = ["😀", "é", "x", " ", "\n", "ខ", "ខ" * 20, "x" * 30, " he"]
-    words = [tokenizer(word, add_special_tokens=False)["input_ids"] for word in words] + [[tokenizer.bos_token_id] * 20]
-    half = (
-        words[0][:2] if make is byte_level_tokenizer else []
-    )  # the text already shown for a run of bytes is wrong once the run becomes invalid
-    for _ in range(25):
-        kinds = rng.sample([*words, half], rng.randrange(1, 5))
-        ids = [token for _ in range(60) for token in rng.choice(kinds)]
-        growing, place, said = GrowingText(decode), 0, ""
-        while place < len(ids):
-            place += rng.randrange(1, 6)
-            text, plain = growing.of(ids[:place]), decode(ids[:place])
-            said += text[len(said) : stable_length(text, ())]
-            assert decode(ids).startswith(said)
-            assert len(said) >= stable_length(plain, ())
-            assert plain.endswith("\ufffd") or text == plain
-
-
-def test_a_stream_goes_on_behind_bytes_that_are_no_character():
-    """Llama 2 decodes a run of bytes as a whole: if the run becomes invalid, the stream has already shown its valid beginning."""
-    tokenizer = llama2_tokenizer()
-    x, run = tokenizer.convert_tokens_to_ids("x"), list("ខខខខខខ".encode())
-    growing, ids = GrowingText(tokenizer.decode), []
-    for token in [*[x] * 40, *run, 0xF0, *[x] * 40]:
-        ids.append(token)
-        text = growing.of(ids)
-    assert text == tokenizer.decode(ids) == "x" * 40 + "\ufffd" * 19 + "x" * 40
-
-
-def test_a_stream_costs_no_decoding_of_all_tokens_for_every_piece():
-    for make, text in [(m, t) for m in (llama2_tokenizer, byte_level_tokenizer) for t in ("xé 😀 he" * 200, "ខ" * 500)]:
-        tokenizer = make()
-        ids, lengths = tokenizer(text, add_special_tokens=False)["input_ids"], []
-
-        def decode(ids, tokenizer=tokenizer, lengths=lengths):
-            lengths.append(len(ids))
-            return tokenizer.decode(ids, skip_special_tokens=True)
-
-        growing = GrowingText(decode)
-        for place in range(1, len(ids) + 1):
-            found = growing.of(ids[:place])
-        assert found == text
-        assert max(lengths) < 4 * MARGIN
 
 
 def test_blocks_are_accepted_whole(fast):

@@ -1,18 +1,23 @@
 """Drawing children: their order, their distribution, their empty slots; and which verifier may follow which way of drawing."""
 
+import ast
 import re
+from dataclasses import fields
 from itertools import permutations
+from pathlib import Path
 
 import pytest
 import torch
 
+from headstart.inference.speculation import draft_sampling
 from headstart.inference.speculation.draft_sampling import (
     DRAFT_SAMPLING,
     RATIO_VERIFIERS,
+    VERIFIERS,
     check_sampling,
     sampled_nodes,
 )
-from headstart.inference.speculation.options import SpeculativeOptions
+from headstart.inference.speculation.options import DRAFT_SAMPLE_METHODS, METHODS, SpeculativeOptions
 from headstart.inference.speculation.tree import Tree, chain
 from headstart.kernels.sampling.philox import DRAFT_NOISE, gumbel, salted
 from headstart.kernels.speculation.ratio_rules import RATIO_RULES
@@ -136,8 +141,8 @@ def test_only_lossless_pairs_of_verifier_and_drawing_pass():
         ("token", "sampled", PAIR, "use verifier='recursive'"),
         ("block", "greedy", PAIR, "use verifier='traversal'"),
         ("traversal", "shared_noise", PAIR, "again in the next step"),
-        ("recursive", "sampled", Tree((-1, 0, 0), (0, 0, 2)), "node 0 have the ranks [0, 2]"),
-        ("recursive", "top_and_one", Tree((-1, 0, 0), (0, 1, 0)), "node 0 have the ranks [1, 0]"),
+        ("recursive", "sampled", Tree((-1, 0, 0), (0, 0, 2)), "node 0 are listed with the ranks [0, 2]"),
+        ("recursive", "top_and_one", Tree((-1, 0, 0), (0, 1, 0)), "node 0 are listed with the ranks [1, 0]"),
         ("typical", "sampled", PAIR, "got 'typical'"),
         ("block", "drawn", PAIR, "got 'drawn'"),
     ],
@@ -145,6 +150,28 @@ def test_only_lossless_pairs_of_verifier_and_drawing_pass():
 def test_a_pair_that_is_not_lossless_is_an_error_that_says_why(verifier, drawing, tree, reason):
     with pytest.raises(ValueError, match=re.escape(reason)):
         check_sampling(verifier, drawing, tree)
+
+
+def test_errors_of_speculation_name_keys_that_exist():
+    """Whatever stands as key=value in an error is a key of speculative_config, and a value in quotes is one that it takes."""
+    keys, named = {field.name for field in fields(SpeculativeOptions)}, set()
+    values = {"verifier": VERIFIERS, "draft_sample_method": DRAFT_SAMPLE_METHODS, "method": METHODS}
+    values["tree"] = ("chain", "static", "dynamic")
+    for path in (Path(draft_sampling.__file__).parent).rglob("*.py"):
+        for error in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Raise)):
+            parts = [node for node in ast.walk(error) if isinstance(node, ast.JoinedStr)]
+            texts = [
+                "".join(getattr(x, "value", "") if isinstance(x, ast.Constant) else "{}" for x in t.values)
+                for t in parts
+            ]
+            texts += [
+                node.value for node in ast.walk(error) if isinstance(node, ast.Constant) and type(node.value) is str
+            ]
+            for key, value in re.findall(r"(\w+)=('\w*'|\{)", " ".join(texts)):
+                assert key in keys, f"{path.name} names {key}="
+                assert value == "{" or value.strip("'") in values[key], f"{path.name} says {key}={value}"
+                named.add(key)
+    assert named >= {"verifier", "draft_sample_method", "tree"}
 
 
 def test_left_out_ranks_are_fine_where_children_are_chosen():

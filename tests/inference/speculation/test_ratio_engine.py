@@ -2,6 +2,7 @@
 refused.
 """
 
+import json
 from itertools import product
 from pathlib import Path
 
@@ -15,12 +16,15 @@ from headstart.inference.engine.step import Step, draft_scores
 from headstart.inference.llm import LLM
 from headstart.inference.prompt_files import read_prompts, render_prompt
 from headstart.inference.sampling_params import SamplingParams
-from headstart.inference.speculation.tree import Tree, save_tree
+from headstart.inference.speculation.options import SpeculativeOptions
+from headstart.inference.speculation.speculation import choose_speculation
+from headstart.inference.speculation.tree import Tree, build_static_tree, load_tree, save_tree
 from headstart.tests.inference.speculation.g_test import surprise
 
 ASSETS = Path(__file__).resolve().parents[3] / "assets"
 RATIO_RULES = ("token", "block", "recursive", "traversal")
 TREE = Tree((-1, 0, 0, 0, 1, 1, 2, 4), (0, 0, 1, 2, 0, 1, 0, 0))
+GAPS = Tree(TREE.parents, (0, 0, 2, 5, 1, 3, 4, 3))  # the same shape, with ranks left out
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +75,56 @@ def test_at_temperature_0_the_embedded_target_speaks_as_without_drafts(rule, tre
         llm = LLM(module, tokenizer=tokenizer, speculative_config=speculative | {"draft_sample_method": method})
         assert [o.outputs[0].token_ids for o in llm.generate(prompts, params)] == plain
         assert llm.get_stats()["acceptance_length"] > 1.2
+
+
+def speculations(tree, model):
+    """Every verifier of trees with every way of sampling that it allows: [speculative_config]."""
+    methods = ("probabilistic", "top_and_one", "greedy")
+    found = [
+        {"verifier": rule, "draft_sample_method": m} for rule in ("strict", "recursive", "traversal") for m in methods
+    ]
+    found += [{"verifier": "strict"}, {"rejection_sample_method": "standard"}, {"rejection_sample_method": "block"}]
+    return [{"model": model, "tree": tree} | one for one in found]
+
+
+@pytest.mark.parametrize("size", [12, 32, 48])
+def test_a_tree_from_the_builder_works_with_every_verifier(size, embedded, tmp_path):
+    """Of these rates, which no rank leads down: the best trees of these sizes leave ranks out."""
+    head, path = str(ASSETS / "stdlib-coder-medusa"), str(tmp_path / "tree.json")
+    rates = json.loads((ASSETS / "stdlib-coder-medusa" / "tree.json").read_text())["rates"]
+    tree = build_static_tree(rates, size)
+    assert tree != tree.without_gaps()
+    save_tree(tree, path, rates)
+    module, tokenizer, prompts, params, plain = embedded
+    for speculative in speculations(path, head):
+        choice = choose_speculation(SpeculativeOptions.parse(speculative), module.config, max_num_seqs=1)
+        assert choice.tree.parents == tree.parents
+        if size == 12:
+            llm = LLM(module, tokenizer=tokenizer, max_num_seqs=1, speculative_config=speculative)
+            assert [o.outputs[0].token_ids for o in llm.generate(prompts[:1], params)] == plain[:1]
+            assert llm.engine.metrics.as_dict()["acceptance_length"] > 1.2
+
+
+def test_draws_fill_the_gaps_of_a_tree(tmp_path):
+    """A tree with gaps and the same without: equal tokens where children are drawn; under `strict`, those of plain decoding."""
+    model, head = small_target(11)
+    files = [str(tmp_path / name) for name in ("gaps.json", "filled.json")]
+    save_tree(GAPS, files[0])
+    save_tree(TREE, files[1])
+    params = [SamplingParams(temperature=0.9, seed=i, max_tokens=20) for i in range(8)]
+
+    def tokens(**options):
+        outputs = LLM(model, max_num_seqs=4, **options).generate([[1, 4]] * 8, params)
+        return [o.outputs[0].token_ids for o in outputs]
+
+    plain = tokens()
+    for gaps, filled in zip(*(speculations(file, head) for file in files)):
+        found = tokens(speculative_config=gaps)
+        if gaps.get("verifier") == "strict":
+            assert found == plain
+        elif gaps.get("draft_sample_method") != "greedy":
+            assert found == tokens(speculative_config=filled)
+    assert load_tree(files[0]) == GAPS, "chosen drafts keep their ranks"
 
 
 @pytest.mark.parametrize("rule", RATIO_RULES)

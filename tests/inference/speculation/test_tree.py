@@ -82,6 +82,13 @@ def test_truncating_keeps_the_shallow_nodes():
     assert build_static_tree(RATES, 12).truncated(9) == build_static_tree(RATES, 12)
 
 
+def test_without_gaps_ranks_are_places_among_the_siblings():
+    tree = Tree((-1, 0, 0, 1, 0, 1), (0, 2, 0, 5, 7, 6))
+    assert tree.without_gaps() == Tree(tree.parents, (0, 1, 0, 0, 2, 1))
+    assert tree.without_gaps().without_gaps() == tree.without_gaps()
+    assert tree.without_gaps().width == 3
+
+
 def test_a_saved_tree_is_read_back(tmp_path):
     tree = build_static_tree(RATES, 7)
     save_tree(tree, tmp_path / "tree.json", RATES)
