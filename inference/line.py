@@ -8,6 +8,7 @@ the next one. Not done here: what a step is, and what callers are told (session.
 import os
 import threading
 from collections import deque
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 
 # A waiting thread looks again after this many seconds. It is rung for whatever happens, unless an interrupt comes before the ring.
@@ -33,10 +34,8 @@ class Call:
 
     def wait(self):
         """Sleep until the bell rings."""
-        try:
+        with suppress(Empty):
             self._bell.get(timeout=LOOK_AGAIN)
-        except Empty:
-            pass
 
 
 class Line:
@@ -47,7 +46,7 @@ class Line:
         self._errands = deque()  # functions to call when no step runs
 
     def drive(self, call, step, enough):
-        """Step while this call is first in line, and sleep while it is not, until it has had enough.  -> what the last step returned
+        """Step while this call is first in line, and sleep while it is not, until it has had enough.  -> the last x
 
         enough(x) is asked after every step and every sleep; x: what step() returned, after a sleep None. Raises what a step of this
         thread raises, and RuntimeError where a call before this one can never end.
@@ -66,7 +65,8 @@ class Line:
                 if enough(taken):
                     return taken
         finally:
-            if place in places:  # no function of ours is called before it has left: an interrupt could come at its first line
+            # Written out in both places: an interrupt could come at the first line of a function, before it has left.
+            if place in places:
                 places.remove(place)
             self._left()
 
@@ -114,7 +114,8 @@ class Line:
                 continue
             if other[1] != process:
                 raise RuntimeError(
-                    "another thread was using this LLM when the process forked, so nothing drives it here: build an LLM in the child"
+                    "another thread was using this LLM when the process forked, so nothing drives it here: build another one in "
+                    "the child process"
                 )
             if other[2] == thread:
                 raise RuntimeError("this thread is in a call on the LLM already: do not call it from a signal handler")

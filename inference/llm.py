@@ -308,9 +308,7 @@ class LLM:
     def _run(self, call, num_outputs, use_tqdm):
         """Step until this call's outputs have ended; those of others, such as open streams, advance in the same steps."""
         started, before = time.monotonic(), self.engine.metrics.num_generated_tokens
-        with tqdm(
-            total=num_outputs, desc="generating", unit="output", disable=not use_tqdm, dynamic_ncols=True
-        ) as bar:
+        with tqdm(total=num_outputs, desc="generating", unit="output", disable=not use_tqdm, dynamic_ncols=True) as bar:
 
             def enough(_):
                 ended = len(call.ended)

@@ -127,7 +127,7 @@ class Session:
         return self.line.drive(call, self._step, enough)
 
     def step(self):
-        """One step of the engine, once the calls of other threads have ended.  -> the requests, of all submissions, that got tokens"""
+        """One step of the engine, once no other thread drives.  -> the requests, of all submissions, that were given tokens"""
         return self.drive(Call(), lambda advanced: advanced is not None)
 
     def subscribe(self, submission, call):
@@ -139,7 +139,7 @@ class Session:
         shown, growing, known = 0, GrowingText(request.stop_checker.decode), 0
         while not call.ended:
             if call.num_tokens == known:
-                self.drive(call, lambda _: call.ended or call.num_tokens > known)  # noqa: B023: called before `known` changes
+                self.drive(call, lambda _, known=known: call.ended or call.num_tokens > known)
             if not call.ended:
                 known = call.num_tokens  # of tokens after these it is not known yet whether they end the output
                 now = growing.of(request.output_token_ids[:known])

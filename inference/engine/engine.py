@@ -68,7 +68,7 @@ class Engine:
         self._read_until = time.perf_counter()
 
     @classmethod
-    @torch.inference_mode(False)  # its tensors are written in later steps, which may come from outside a caller's inference mode
+    @torch.inference_mode(False)  # so that any step may write its tensors, whatever the mode of its thread
     def build(cls, decoder, eos_token_ids, options, speculation=None, progress=lambda sizes: sizes):
         """An engine with a cache as large as memory allows, or as max_num_seqs requests of max_model_len tokens need.
 
@@ -149,8 +149,8 @@ class Engine:
     def step(self):
         """Advance: prompt tokens of requests being admitted, then one tree of every running request.
 
-        Any thread may step, one at a time. Returns the requests whose tokens were handed back. After an error or an interrupt in a step, every request that is not
-        cancelled goes on from the tokens handed back, and its output is the same.
+        Any thread may step, one at a time. Returns the requests whose tokens were handed back. After an error or an interrupt in a
+        step, every request that is not cancelled goes on from the tokens handed back, and its output is the same.
         """
         with on_device(self.decoder.device):
             try:
