@@ -82,6 +82,9 @@ class LLM:
     logprobs_mode: "raw_logprobs" (of the target's logits) or "processed_logprobs" (of the distribution that a token
         was drawn from, after temperature and filters). prompt_logprobs are always raw.
 
+    Several threads may call one LLM: their requests share its batch, and each call returns or raises in its own thread. Requests
+    are numbered in the order of arrival, so give them seeds where a run of several threads must repeat (docs/engine.md, Threads).
+
     By default the outputs are those of plain decoding, whatever the head and the tree: see docs/lossless.md. Raises ValueError for
     bad arguments, naming the value and what was expected; for a misspelled keyword it names the nearest known one.
     """

@@ -112,7 +112,42 @@ def test_an_error_in_an_errand_leaves_a_line_that_goes_on():
     assert line.drive(Call(), lambda: 7, lambda _: True) == 7
 
 
-def test_interrupts_at_any_place_leave_a_line_that_goes_on():
+@pytest.fixture
+def alarms():
+    """alarms(work, seconds, longest): run work() again and again, each time until a SIGINT-like signal.  -> their number"""
+
+    def alarms(work, seconds, longest):
+        generator, number, limit = random.Random(0), 0, time.monotonic() + seconds
+        try:
+            while time.monotonic() < limit:
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, generator.random() * longest + 1e-6)
+                    while True:
+                        work()
+                except KeyboardInterrupt:
+                    number += 1
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        return number
+
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    yield alarms
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_an_interrupted_call_has_left_the_line(alarms):
+    """Later calls would wait for ever behind a place that nobody holds."""
+    line = Line()
+
+    def work():
+        line.drive(Call(), lambda: 1, lambda _: True)
+        line.between_steps(lambda: None)
+
+    assert alarms(work, 2, 1e-4) > 1000
+    assert num_places(line) == 0
+
+
+def test_interrupts_at_any_place_leave_a_line_that_goes_on(alarms):
     """SIGINT at random moments of the main thread, which joins, drives, waits, runs errands and leaves, while others do so, too."""
     line, step, stop, turns, errands = Line(), CountingStep(), threading.Event(), [0] * 3, []
 
@@ -130,22 +165,14 @@ def test_interrupts_at_any_place_leave_a_line_that_goes_on():
             turns[place] += 1
 
     threads = [start(lambda place=place: work(place)) for place in range(3)]
-    generator, interrupted, asked = random.Random(0), 0, 0
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    try:
-        limit = time.monotonic() + 4
-        while time.monotonic() < limit:
-            try:
-                signal.setitimer(signal.ITIMER_REAL, generator.random() * 0.002 + 1e-6)
-                while True:
-                    line.drive(Call(), step, lambda taken: taken is not None)
-                    line.between_steps(lambda: errands.append(1))
-                    asked += 1
-            except KeyboardInterrupt:
-                interrupted += 1
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+    asked = []
+
+    def ask():
+        line.drive(Call(), step, lambda taken: taken is not None)
+        line.between_steps(lambda: errands.append(1))
+        asked.append(1)
+
+    interrupted = alarms(ask, 3, 0.002)
     seen = list(turns)
     wait_until(lambda: all(now > then + 3 for now, then in zip(turns, seen)))
     stop.set()
@@ -154,7 +181,7 @@ def test_interrupts_at_any_place_leave_a_line_that_goes_on():
     assert step.together == num_places(line) == 0
     line.between_steps(lambda: errands.append(1))
     assert not line._errands
-    assert len(errands) > asked + sum(turns)
+    assert len(errands) > len(asked) + sum(turns)
 
 
 def test_a_call_within_a_call_of_one_thread_is_refused():

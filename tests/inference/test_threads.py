@@ -151,24 +151,29 @@ def test_requests_of_two_threads_share_steps(fresh):
 
 
 def test_a_stream_does_not_run_past_its_stop_string_while_another_thread_steps(fresh, monkeypatch):
-    """Its text is asked for while the driver is half-way through giving it tokens."""
+    """Its text is asked for while the driver is half-way through giving it the token that ends it."""
     free = fresh.generate("hello", sampled(4, 80))[0].outputs[0]
-    stop = free.text[40:42]
-    params = sampled(4, 80, stop=[stop])
-    expected = fresh.generate("hello", params)[0].outputs[0].text
-    append = Request.append
+    params = sampled(4, 80, stop=[free.text[40:42]])
+    expected = fresh.generate("hello", params)[0].outputs[0]
+    append, half_way, asked = Request.append, threading.Event(), threading.Event()
 
-    def append_slowly(request, token):
-        request.output_token_ids.append(token)
-        time.sleep(0.003)
-        request.output_token_ids.pop()
+    def append_and_wait(request, token):
+        if request.params == params and len(request.output_token_ids) == len(expected.token_ids) - 1:
+            request.output_token_ids.append(token)
+            half_way.set()
+            asked.wait(20)
+            request.output_token_ids.pop()
         return append(request, token)
 
-    monkeypatch.setattr(Request, "append", append_slowly)
+    monkeypatch.setattr(Request, "append", append_and_wait)
+    stream = fresh.stream("hello", params)
+    pieces = [next(stream)]
     driver = start(lambda: fresh.generate("other", sampled(5, 100)))
-    wait_for_others(fresh, 1)
-    pieces, output = collect(fresh.stream("hello", params))
-    assert "".join(pieces) == output.outputs[0].text == expected
+    assert half_way.wait(20)
+    pieces.append(next(stream))
+    asked.set()
+    rest, output = collect(stream)
+    assert "".join(pieces + rest) == output.outputs[0].text == expected.text
     driver.result(20)
 
 
@@ -188,13 +193,15 @@ def test_a_bad_request_is_refused_in_its_own_thread(fresh):
 
 
 def test_an_abandoned_stream_leaves_others_alone(fresh):
-    expected = fresh.generate("good", sampled(1, 120))[0].outputs[0].token_ids
-    driver = start(lambda: fresh.generate("good", sampled(1, 120)))
+    """It gets its text while another thread drives, and is given up after the first piece."""
+    expected = fresh.generate("good", sampled(1, 200))[0].outputs[0].token_ids
+    driver = start(lambda: fresh.generate("good", sampled(1, 200)))
     wait_for_others(fresh, 1)
     for seed in range(4):
         stream = fresh.stream("given up", sampled(seed, 200))
-        next(stream)
+        assert next(stream)
         stream.close()
+    assert not driver.done()
     assert driver.result(20)[0].outputs[0].token_ids == expected
     check_idle(fresh)
 
