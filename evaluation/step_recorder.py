@@ -3,6 +3,8 @@
 import itertools
 import time
 
+from ..inference.line import Call
+
 SETTLING = 3  # steps at either end of the steady state that are not counted
 
 
@@ -13,19 +15,24 @@ class NoSteadyState(ValueError):
 def record_steps(session, prompts, params):
     """Run prompts on a Session to their end.  -> StepRecord
 
-    prompts: as LLM.generate takes them; params: SamplingParams of all.
+    prompts: as LLM.generate takes them; params: SamplingParams of all. Steps of other threads are not noted.
     """
-    submissions = [session.submit(session.check(prompt, params, number)) for number, prompt in enumerate(prompts)]
-    record, metrics = StepRecord(submissions), session.engine.metrics
+    call, metrics = Call(), session.engine.metrics
     try:
-        while not all(submission.finished for submission in submissions):
-            advanced = session.step()
-            record.notes.append(
-                (time.perf_counter(), metrics.num_decoded_tokens, metrics.num_prompt_tokens, len(advanced))
-            )
+        checked = [session.check(prompt, params, number) for number, prompt in enumerate(prompts)]
+        record = StepRecord([session.submit(prompt, call=call) for prompt in checked])
+
+        def note(advanced):
+            if advanced is not None:
+                record.notes.append(
+                    (time.perf_counter(), metrics.num_decoded_tokens, metrics.num_prompt_tokens, len(advanced))
+                )
+            return len(call.ended) == num_outputs
+
+        num_outputs = sum(len(submission.requests) for submission in record.submissions)
+        session.drive(call, note)
     finally:
-        for submission in submissions:
-            session.cancel(submission)
+        session.leave(call)
     return record
 
 

@@ -11,6 +11,7 @@ from tqdm import tqdm
 from ..heads.storage.keywords import reject_unknown
 from .engine.engine import Engine
 from .engine.options import EngineOptions, check_whole, python_value
+from .line import Call
 from .metrics import metrics_of
 from .models.adapter import MERGED_KEY, choose_adapter, warn_unless_adapted
 from .models.decoder import LOAD_FORMATS, check_supported, position_limit
@@ -80,6 +81,9 @@ class LLM:
         merged into the weights while they are loaded, in fp32, rounded once. The target is then the adapted one, in every respect.
     logprobs_mode: "raw_logprobs" (of the target's logits) or "processed_logprobs" (of the distribution that a token
         was drawn from, after temperature and filters). prompt_logprobs are always raw.
+
+    Several threads may call one LLM: their requests share its batch, and each call returns or raises in its own thread. Requests
+    are numbered in the order of arrival, so give them seeds where a run of several threads must repeat (docs/engine.md, Threads).
 
     By default the outputs are those of plain decoding, whatever the head and the tree: see docs/lossless.md. Raises ValueError for
     bad arguments, naming the value and what was expected; for a misspelled keyword it names the nearest known one.
@@ -217,14 +221,12 @@ class LLM:
                 f"{len(sampling_params)} sampling_params for {len(prompts)} prompts: give one, or one per prompt"
             )
         checked = [self.session.check(*given) for given in zip(prompts, sampling_params, range(len(prompts)))]
-        submissions = []
+        call = Call()
         try:
-            for prompt in checked:
-                submissions.append(self.session.submit(prompt))
-            self._run(submissions, use_tqdm)
+            submissions = [self.session.submit(prompt, call=call) for prompt in checked]
+            self._run(call, sum(len(submission.requests) for submission in submissions), use_tqdm)
         except BaseException:
-            for submission in submissions:
-                self.session.cancel(submission)
+            self.session.leave(call)
             raise
         return [self.session.output(submission) for submission in submissions]
 
@@ -233,11 +235,13 @@ class LLM:
         checked = self.session.check(prompt, sampling_params)
         if checked.params.n != 1:
             raise ValueError(f"stream makes one output, got n={checked.params.n}")
-        submission = self.session.submit(checked)
+        call = Call(is_stream=True)
         try:
-            yield from self.session.subscribe(submission)
-        finally:
-            self.session.cancel(submission)
+            submission = self.session.submit(checked, call=call)
+            yield from self.session.subscribe(submission, call)
+        except BaseException:  # GeneratorExit, too: nobody reads on
+            self.session.leave(call)
+            raise
         return self.session.output(submission)
 
     def chat(
@@ -289,7 +293,7 @@ class LLM:
 
     def reset_prefix_cache(self):
         """Forget the cached prompts. False, and nothing happens, while requests run."""
-        return self.engine.scheduler.reset_prefix_cache()
+        return self.session.reset_prefix_cache()
 
     def __getattr__(self, name):
         """What only vLLM's LLM has: an AttributeError that says what to do instead."""
@@ -304,23 +308,22 @@ class LLM:
         """The same as vLLM returns it: a list of Counter, Gauge and Vector objects with vLLM's names (inference/metrics.py)."""
         return metrics_of(self.engine, self.model_name)
 
-    def _run(self, submissions, use_tqdm):
-        """Step until these submissions have ended; others, such as open streams, advance in the same steps."""
-        unfinished = {request for submission in submissions for request in submission.requests}
-        started, tokens = time.monotonic(), 0
-        with tqdm(
-            total=len(unfinished), desc="generating", unit="output", disable=not use_tqdm, dynamic_ncols=True
-        ) as bar:
-            while unfinished:
-                before = self.engine.metrics.num_generated_tokens
-                finished = len(unfinished)
-                unfinished.difference_update(request for request in self.session.step() if request.finished)
-                finished -= len(unfinished)
-                tokens += self.engine.metrics.num_generated_tokens - before
-                bar.update(finished)
-                if use_tqdm and finished:
-                    rate = tokens / (time.monotonic() - started)
+    def _run(self, call, num_outputs, use_tqdm):
+        """Step until this call's outputs have ended; those of others, such as open streams, advance in the same steps."""
+        started, before = time.monotonic(), self.engine.metrics.num_generated_tokens
+        with tqdm(total=num_outputs, desc="generating", unit="output", disable=not use_tqdm, dynamic_ncols=True) as bar:
+
+            def enough(_):
+                ended = len(call.ended)
+                new = ended - bar.n
+                bar.update(new)
+                if use_tqdm and new:
+                    rate = (self.engine.metrics.num_generated_tokens - before) / (time.monotonic() - started)
                     bar.set_postfix_str(f"{rate:.0f} tokens/s")
+                return ended == num_outputs
+
+            if num_outputs:
+                self.session.drive(call, enough)
 
 
 def _as_prompt_list(prompts):

@@ -1,14 +1,16 @@
 """Session, the only driver of an engine: it turns prompts into requests, and their tokens into outputs.
 
-    submission = session.submit(prompt, params)
-    while not submission.finished:
-        session.step()
-    output = session.output(submission)                    # or: for text in session.subscribe(submission)
+    call = Call()
+    submission = session.submit(prompt, params, call)
+    session.drive(call, lambda advanced: call.ended)
+    output = session.output(submission)                    # or: for text in session.subscribe(submission, call)
 
-One thread owns a session. A caller steps until its own submissions have ended; the submissions of other callers advance in the same
-batch. An output does not depend on when its request came, or on other requests. Not done here: waiting for prompts, threads.
+Any thread may call a session. The first in line (line.py) steps the engine until its own submissions have ended; those of other
+callers advance in the same batch, and it tells them between steps. An output does not depend on when its request came, or on other
+requests. Not done here: waiting for prompts, making threads.
 """
 
+import itertools
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 
@@ -16,6 +18,7 @@ from ..heads.storage.keywords import reject_unknown
 from .engine.request import Request
 from .engine.stopping import GrowingText, StopChecker, final_text, stable_length, stop_ids
 from .forbidden_tokens import bad_word_sequences, check_tokens
+from .line import Call, Line
 from .outputs import make_output
 from .prompt_files import check_text
 from .sampling_params import SamplingParams
@@ -41,6 +44,7 @@ class Submission:
 
     @property
     def finished(self):
+        """Whether it has ended. Other threads than the driver ask their Call, which is told when a step is complete."""
         return all(request.finished for request in self.requests)
 
 
@@ -49,7 +53,10 @@ class Session:
 
     def __init__(self, engine, tokenizer, max_model_len, seed=0):
         self.engine, self.tokenizer, self.max_model_len, self.seed = engine, tokenizer, max_model_len, seed
-        self._num_submitted = 0
+        self.line = Line()
+        self._numbers = itertools.count()  # of prompts, in order of arrival
+        self._calls = {}  # {request: the Call it belongs to} of requests whose call has not been told that they ended
+        self._told = True  # False in a step, and after one that broke off before every call was told
 
     def check(self, prompt, params=None, number=0):
         """The CheckedPrompt of one prompt, in any form that LLM.generate takes, or ValueError; number: its name in errors."""
@@ -79,14 +86,14 @@ class Session:
         check_tokens(params, bad_words, stop_ids(params, self.engine.eos_token_ids), vocab, number)
         return CheckedPrompt(text, [int(token) for token in ids], params, bad_words)
 
-    def submit(self, prompt, params=None):
+    def submit(self, prompt, params=None, call=None):
         """Queue a prompt, or a CheckedPrompt.  -> Submission
 
-        Raises ValueError for what `check` refuses, and for what the cache cannot hold.
+        call: the Call that is told of its tokens. Raises ValueError for what `check` refuses, and for what the cache cannot hold.
         """
         if not isinstance(prompt, CheckedPrompt):
             prompt = self.check(prompt, params)
-        number, self._num_submitted = self._num_submitted, self._num_submitted + 1
+        number, call = next(self._numbers), call or Call()
         params, room = prompt.params, self.max_model_len - len(prompt.token_ids)
         submission = Submission(prompt)
         for sample in range(params.n):
@@ -105,24 +112,37 @@ class Session:
             submission.requests.append(request)
         try:
             for request in submission.requests:
-                self.engine.add(request)
+                self._calls[request] = call
+                self.engine.add(request)  # it joins the end of a queue, which any thread may do
         except BaseException:
             self.cancel(submission)
             raise
         return submission
 
-    def step(self):
-        """One step of the engine.  -> the requests, of all submissions, that were given tokens"""
-        return self.engine.step()
+    def drive(self, call, enough):
+        """Step the engine, or wait for the thread that does, until enough(x).  -> as step, if the last step was this thread's
 
-    def subscribe(self, submission):
-        """Yield the final text of a submission of one output, piece by piece. Runs the engine until the submission has ended."""
+        enough is asked after every step of this thread, x: what `step` returns, and when there is news for the call, x: None.
+        """
+        return self.line.drive(call, self._step, enough)
+
+    def step(self):
+        """One step of the engine, once no other thread drives.  -> the requests, of all submissions, that were given tokens"""
+        return self.drive(Call(), lambda advanced: advanced is not None)
+
+    def subscribe(self, submission, call):
+        """Yield the final text of a submission of one output, piece by piece, until it has ended.
+
+        call: the one it was submitted with, a stream's. Between two pieces other threads drive.
+        """
         (request,) = submission.requests
-        shown, growing = 0, GrowingText(request.stop_checker)
-        while not request.finished:  # it may end in a step of another caller
-            self.step()
-            if not request.finished:
-                now = growing.of(request.output_token_ids)
+        shown, growing, known = 0, GrowingText(request.stop_checker), 0
+        while not call.ended:
+            if call.num_tokens == known:
+                self.drive(call, lambda _, known=known: call.ended or call.num_tokens > known)
+            if not call.ended:
+                known = call.num_tokens  # of tokens after these it is not known yet whether they end the output
+                now = growing.of(request.output_token_ids[:known])
                 end = stable_length(now, submission.prompt.params.stop)
                 if end > shown:
                     yield now[shown:end]
@@ -131,14 +151,51 @@ class Session:
             yield rest
 
     def cancel(self, submission):
-        """Drop the requests of a submission that have not ended."""
-        for request in submission.requests:
-            self.engine.cancel(request)
+        """Drop the requests of a submission that have not ended: now, or before the next step if another thread drives."""
+        self.line.between_steps(lambda: self._drop(submission.requests))
+
+    def leave(self, call):
+        """Cancel all submissions of a call that have not ended."""
+        self.line.between_steps(lambda: self._drop([one for one, its in list(self._calls.items()) if its is call]))
+
+    def reset_prefix_cache(self):
+        """Forget the cached prompts. False, and nothing happens, while requests run or another thread drives."""
+        return bool(self.line.unless_driven(self.engine.scheduler.reset_prefix_cache))
 
     def output(self, submission):
         """The RequestOutput of a submission that has ended."""
         requests, eos_token_ids = submission.requests, self.engine.eos_token_ids
         return make_output(submission.prompt.text, requests, self.tokenizer, eos_token_ids)
+
+    def _step(self):
+        """One step of the engine, for the first in line. Tells every call what has become of its requests."""
+        if not self._told:
+            self._tell(list(self._calls))
+        self._told = False
+        advanced = self.engine.step()
+        self._tell(advanced)
+        self._told = True
+        return advanced
+
+    def _tell(self, requests):
+        """Tell their calls that requests have ended, or, where the call is a stream, have been given tokens. Twice does no harm."""
+        for request in requests:
+            call = self._calls.get(request)
+            if call is None:
+                continue
+            if request.finished:
+                call.ended.add(request)
+                self._calls.pop(request, None)
+            elif not call.is_stream:
+                continue
+            call.num_tokens = len(request.output_token_ids)
+            call.ring()
+
+    def _drop(self, requests):
+        """Cancel requests; for the first in line."""
+        for request in requests:
+            self.engine.cancel(request)
+            self._calls.pop(request, None)
 
     def _count_logprobs(self, params, vocab, number):
         """The parameters with -1 (all tokens) replaced by the size of the vocabulary; ValueError beyond max_logprobs."""

@@ -59,6 +59,7 @@ class Engine:
         ]
         self.graphs = StepGraphs(steps, scheduler.max_num_seqs, not options.enforce_eager)
         self.on_gpu = device.type == "cuda"
+        self._stream = None  # of the last step
         self.steps_late = 1 if self.on_gpu else 0  # number of steps that may be unread when the next is launched
         self.launched = deque()  # per step a list of Launched
         self.record_candidates = False
@@ -67,6 +68,7 @@ class Engine:
         self._read_until = time.perf_counter()
 
     @classmethod
+    @torch.inference_mode(False)  # so that any step may write its tensors, whatever the mode of its thread
     def build(cls, decoder, eos_token_ids, options, speculation=None, progress=lambda sizes: sizes):
         """An engine with a cache as large as memory allows, or as max_num_seqs requests of max_model_len tokens need.
 
@@ -142,20 +144,30 @@ class Engine:
 
     # --- one step ---
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def step(self):
         """Advance: prompt tokens of requests being admitted, then one tree of every running request.
 
-        Returns the requests whose tokens were handed back. After an error or an interrupt in a step, every request that is not
-        cancelled goes on from the tokens handed back, and its output is the same.
+        Any thread may step, one at a time. Returns the requests whose tokens were handed back. After an error or an interrupt in a
+        step, every request that is not cancelled goes on from the tokens handed back, and its output is the same.
         """
         with on_device(self.decoder.device):
             try:
+                self._follow_last_step()
                 launched = self.launch_step()
                 return self.read_steps(unread=self.steps_late if launched and not self.record_candidates else 0)
             except BaseException:
                 self.scheduler.start_over()
                 raise
+
+    def _follow_last_step(self):
+        """Let this step wait for the last one on the device: another thread may have another current stream."""
+        if self.on_gpu:
+            stream = torch.cuda.current_stream()
+            if self._stream not in (None, stream):
+                stream.wait_stream(self._stream)
+            self._stream = stream
 
     def launch_step(self):
         """Schedule the next step and start it on the device.  -> whether there was anything to do"""

@@ -352,3 +352,16 @@ def test_an_interrupted_call_leaves_an_engine_that_goes_on(llm, monkeypatch):
     assert not llm.engine.scheduler.has_unfinished
     assert llm.engine.num_free_pages == llm.engine.scheduler.num_pages
     assert llm.generate("after", GREEDY)[0].outputs[0].token_ids == expected
+
+
+def test_a_callers_modes_change_nothing(llm):
+    """Modes of torch belong to a thread; the first to need a table of the logits makes it for all."""
+    sampled = dict(temperature=1.0, seed=1, max_tokens=20, ignore_eos=True)
+    params = SamplingParams(**sampled, frequency_penalty=0.5, logit_bias={70: 2.0})
+    fresh, expected = LLM(llm), LLM(llm).generate("x", params)[0].outputs[0].token_ids
+    with torch.inference_mode():
+        built = LLM(llm)
+        assert built.generate("x", params)[0].outputs[0].token_ids == expected
+        assert fresh.generate("x", params)[0].outputs[0].token_ids == expected
+    for one in (built, fresh):
+        assert one.generate("x", params)[0].outputs[0].token_ids == expected

@@ -4,6 +4,7 @@ benchmarks/proofs/equality.py and benchmarks/proofs/long_run.py are the same che
 """
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -245,6 +246,23 @@ def test_an_error_in_a_step_changes_nothing_for_others(wide, raising, where):
     assert (other.output_token_ids, other.logprobs) == plain[1]
     assert [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in llm.generate(prompts, params)] == plain
     llm.engine.check()
+
+
+def test_threads_with_streams_of_their_own_share_the_batch(wide):
+    """A step waits for the last one, whichever thread launched it and on which stream."""
+    prompts = make_prompts(wide.engine.decoder.vocab_size)[:8]
+    params = [SamplingParams(seed=i, temperature=0.8, ignore_eos=True, **LONG) for i in range(8)]
+    expected = [wide.generate([prompt], one)[0].outputs[0] for prompt, one in zip(prompts, params)]
+
+    def ask(place):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            return wide.generate([prompts[place]], params[place])[0].outputs[0]
+
+    for _ in range(5):
+        with ThreadPoolExecutor(8) as pool:
+            found = list(pool.map(ask, range(8)))
+        assert [(one.token_ids, one.logprobs) for one in found] == [(one.token_ids, one.logprobs) for one in expected]
+    wide.engine.check()
 
 
 def test_a_context_of_less_than_a_page_runs(wide):
