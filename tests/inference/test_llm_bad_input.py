@@ -129,7 +129,7 @@ def test_an_unknown_keyword_is_named_with_the_nearest_and_without_all_the_others
             {"text": 1}, ("prompt", "prompt_token_ids"), "key"
         ),
         "'row_length'?": lambda: reject_unknown({"rowlength": 1}, [f.name for f in fields(RunRecipe)], "key"),
-        "leave it out": lambda: SamplingParams(best_of=2),
+        "leave it out": lambda: SamplingParams(extra_args={"a": 1}),
         "temperature=0.5": lambda: SamplingParams(0.5),
     }
     for hint, call in calls.items():

@@ -244,7 +244,15 @@ def test_a_driver_that_fails_or_is_interrupted_leaves_the_others_going(fresh, mo
         check_idle(fresh)
 
 
-def test_an_interrupt_ends_a_call_that_waits_and_no_other(fresh):
+@pytest.fixture
+def interruptible():
+    """SIGINT raises KeyboardInterrupt, also in a process that was started in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_ends_a_call_that_waits_and_no_other(fresh, interruptible):
     """A real SIGINT, while another thread drives: the main thread's call ends at once, the driver's goes on."""
     expected = fresh.generate("good", sampled(1, 200))[0].outputs[0].token_ids
     step, waiting = fresh.engine.step, threading.Event()

@@ -6,10 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from headstart import SamplingParams
-from headstart.inference.engine.request import Request
 from headstart.inference.engine.stopping import MARGIN, GrowingText, StopChecker, stable_length
-from headstart.inference.outputs import make_output
-from headstart.inference.session import CheckedPrompt, Session, Submission
+from headstart.inference.line import Call
+from headstart.inference.session import CheckedPrompt, Session
 from headstart.tests.inference.engine.small_tokenizers import (
     byte_level_tokenizer,
     cleaning_tokenizer,
@@ -30,19 +29,19 @@ def checker_of(tokenizer, params=FREE):
 
 def stream(tokenizer, token_ids, params=None, block=lambda: 1):
     """(pieces, text of the output) of a request that is given these tokens, `block()` per step."""
-    params = params or FREE
-    checker = checker_of(tokenizer, params)
-    request = Request((0, 0), [1], params, 0, 0, len(token_ids), checker)
-    session, left = Session(SimpleNamespace(eos_token_ids={len(tokenizer)}), tokenizer, 10**6), iter(token_ids)
+    requests, left = [], iter(token_ids)
 
     def step():
         for _ in range(block()):
-            if request.append(next(left)):
+            if requests[0].append(next(left)):
                 break
+        return requests
 
-    session.step = step
-    pieces = list(session.subscribe(Submission(CheckedPrompt(None, [1], params, ()), [request])))
-    return pieces, make_output(None, [request], tokenizer, {len(tokenizer)}).outputs[0].text
+    engine = SimpleNamespace(eos_token_ids={len(tokenizer)}, add=requests.append, step=step)
+    session, call = Session(engine, tokenizer, 1 + len(token_ids)), Call(is_stream=True)
+    submission = session.submit(CheckedPrompt(None, [1], params or FREE, ()), call=call)
+    pieces = list(session.subscribe(submission, call))
+    return pieces, session.output(submission).outputs[0].text
 
 
 def tokens_of(tokenizer, text):
