@@ -41,7 +41,7 @@ def test_a_tile_gives_a_row_the_same_bits_in_every_place_and_number_of_tiles(thr
         k, v = torch.randn(2, TILE, dim, generator=generator)
         expected = None
         for count in (1, 2, 7):
-            found = _fold(q.expand(count, ROWS, dim) * dim**-0.5, *(x.repeat(count, 1, 1) for x in (k, v)), 0.0)
+            found = _fold(q.expand(count, ROWS, dim) * dim**-0.5, *(x.repeat(count, 1, 1) for x in (k, v)))
             expected = expected or [x[:1, :1].clone() for x in found]
             if not all(torch.equal(x, one.expand_as(x)) for x, one in zip(found, expected)):
                 differing.append((dim, count))
