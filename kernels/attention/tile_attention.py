@@ -159,7 +159,7 @@ def tile_attention(q, kv, rows, scale, window):
     for tile in others:
         first += tile
     found = (first[..., :-1] / first[..., -1:]).view(num_blocks, hk, width, group, dim).transpose(1, 2)
-    return found.reshape(batch, -1, num_heads, dim)[:, :num_nodes]
+    return found.reshape(batch, -1, num_heads, dim)[:, :num_nodes].contiguous()
 
 
 def _fold(q, k, v, bias=None, num_rows=ROWS):

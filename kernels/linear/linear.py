@@ -26,8 +26,8 @@ from .linear_prefill import TensorDescriptor, maps_fit, prefill_linear
 from .linear_table import DECODE_ROWS, decode_launch, halves_of_tile, num_splits, split_depth, tile_rows
 
 # All products of a 7.5 M model, one core with AVX-512, float32 / bfloat16: a bare row of F.linear 4.3 / 3.3 ms. A block of 16 by
-# F.linear 9.0 / 4.7 ms; by oneDNN with its own layout 4.6 / 2.9 ms, a block of 8 3.7 / 1.9 ms, 64 rows in one call 11.8 / 6.4 ms.
-BLOCK_ROWS = 8
+# F.linear 9.0 / 4.7 ms; by oneDNN with its own layout 4.6 / 2.9 ms, of 8 3.7 / 1.9, of 4 3.2 / 1.8, 64 rows in one call 11.8 / 6.4.
+BLOCK_ROWS = 4
 MOST_ROWS = 64  # in one call
 # MKL computes 1 to 11 features that fill no vector (the last of a product, or of a thread's share of it) by another kernel in
 # float32. Its sums depend on the row's place in the block and on the alignment of x. No multiple of 16 features has such a rest.
