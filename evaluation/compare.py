@@ -1,4 +1,4 @@
-"""Compare speculation with plain decoding, and with transformers' own generate, in one run: equal tokens, tokens per step, speed-up.
+"""Compare speculation with plain decoding, and with transformers' generate, in one run: equal tokens, tokens per step, speed-up.
 
 Every prompt is answered by each way of drafting in turn before the next prompt comes, so a drift of the machine's speed affects all
 of them alike. Times are of `generate` as a whole, prefill included.
@@ -113,7 +113,7 @@ def compare(target, heads, prompts, temperatures=(0.0, 0.8), max_tokens=96, seed
     Returns rows {"head", "draft", "num_nodes", "temperature", "acceptance_length", "tokens_per_second", "speedup", "identical",
     "num_tokens"}; the first of each temperature is plain decoding. module: None, or the target as a transformers model, whose own
     generate is measured, too. Its rows are the second result: {"head", "draft", "temperature", "tokens_per_second", "speedup",
-    "num_identical", "num_outputs", "num_tokens"}. Its products round otherwise than the engine's, so in bfloat16 a near-tie may fall elsewhere.
+    "num_identical", "num_outputs", "num_tokens"}. Its sums round otherwise than the engine's, so a near-tie may fall elsewhere.
     """
 
     def make_llm(speculative=None):

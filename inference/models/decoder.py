@@ -92,7 +92,8 @@ class Decoder:
         check_supported(config)
         architecture, eps = architecture_of(config), config.rms_norm_eps
         self.embedding, self.lm_head = weights.embedding, weights.lm_head
-        self._packed_lm_head = self.lm_head if weights.packed_lm_head is None else weights.packed_lm_head
+        # lm_head as `linear` reads it fastest, for it alone
+        self.output_weight = self.lm_head if weights.packed_lm_head is None else weights.packed_lm_head
         self.embedding_multiplier = architecture.embedding_multiplier
         self.logits_divisor = architecture.logits_divisor
         self.vocab_size, self.hidden_size = self.lm_head.shape
@@ -167,4 +168,4 @@ class Decoder:
 
     def logits(self, hidden):
         """lm_head over hidden states [M, H] -> [M, V], in the model's dtype on a GPU and in fp32 at least on the CPU."""
-        return lm_head_logits(hidden, self._packed_lm_head, self.logits_divisor)
+        return lm_head_logits(hidden, self.output_weight, self.logits_divisor)

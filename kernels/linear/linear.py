@@ -295,11 +295,11 @@ def _rows_at_once(n, k, dtype, biased, packed, num_threads):
             dtype
         )  # repeated, at shifting places: a vocabulary is large
         half = few.repeat(-(-rows * (k // 2) // len(few)))[: rows * (k // 2)].view(rows, -1)
-        return torch.cat((half, opposite * half, half.new_ones(rows, k % 2)), 1)[:, order]
+        return torch.cat((half, opposite * half, half.new_zeros(rows, k % 2)), 1)[:, order]
 
     with torch.no_grad():
         x, w = normal(MOST_ROWS, -1), normal(n, 1)
-        b, w = w[:, 0].contiguous() if biased and k else None, pack_weight(w) if packed else w
+        b, w = w.new_zeros(n) if biased else None, pack_weight(w) if packed else w
         expected = torch.cat([_product(block, w, b) for block in x.split(BLOCK_ROWS)])
         for rows in range(2 * BLOCK_ROWS, MOST_ROWS + 1, BLOCK_ROWS):
             if not torch.equal(_product(x[:rows], w, b), expected[:rows]):
