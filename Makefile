@@ -39,7 +39,7 @@ help:
 TRAINING_THREADS = OMP_NUM_THREADS=$(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -lt 4 ] && echo $$n || echo 4)
 quickstart: $(RUN)/export/config.json
 	$(BIN)/headstart bench speculation --model assets/stdlib-coder --head $(RUN)/export \
-	  --head assets/stdlib-coder-medusa --output $(RUN)/benchmark.json
+	  --head assets/stdlib-coder-medusa --transformers --output $(RUN)/benchmark.json
 	$(BIN)/headstart report $(RUN)
 
 # A finished run is kept and used again; an unfinished one goes on from its newest checkpoint.

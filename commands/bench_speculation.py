@@ -36,6 +36,11 @@ def add_options(parser):
     parser.add_argument("--max-tokens", type=int, default=96, help="new tokens per prompt (default 96)")
     parser.add_argument("--temperature", type=float, action="append", help="may be given again (default: 0 and 0.8)")
     parser.add_argument(
+        "--transformers",
+        action="store_true",
+        help="also measure transformers' own generate, plain and with prompt lookup (loads the target a second time)",
+    )
+    parser.add_argument(
         "--output", help="also write the rows as JSON here; `headstart report` shows benchmark.json of the run"
     )
     add_device(parser)
@@ -51,6 +56,8 @@ def run(arguments):
     from ..inference.speculation.proposers import find_proposer
 
     check_count(arguments.num_prompts)
+    if arguments.transformers and arguments.adapter:
+        raise ValueError("--transformers measures the target without an adapter: leave --adapter out")
     if arguments.output:
         check_writable(Path(arguments.output))
     prompts = read_prompts(prompt_file(arguments.prompts, arguments.model), count=arguments.num_prompts)
@@ -75,22 +82,32 @@ def run(arguments):
             place.mkdir()
             drafts = candidate_trees(head.depth, tree_file, arguments.nodes, place)
             heads.append((source, str(folder), drafts))
-        rows = compare(
+        rows, library_rows = compare(
             base,
             heads,
             prompts,
             temperatures=arguments.temperature or (0.0, 0.8),
             max_tokens=arguments.max_tokens,
+            module=_module(arguments.model, base) if arguments.transformers else None,
         )
     dtype = str(base.dtype).removeprefix("torch.")
     what = f"{len(prompts)} held-out prompts, {arguments.max_tokens} new tokens each, batch 1"
     print(f"\n{what}, {dtype} on {hardware_name(base.device)}\n")
-    print(format_table(rows))
+    print(format_table(rows, library_rows))
     if arguments.output:
         command = " ".join(["headstart", *sys.argv[1:]])
-        save_comparison(rows, arguments.output, base.device, base.dtype, command)
+        save_comparison(rows, arguments.output, base.device, base.dtype, command, library_rows)
         print(f"\nwritten to {arguments.output}")
     if not all(row["identical"] for row in rows):
         print("some outputs differ from plain decoding: this is a bug, please report it", file=sys.stderr)
         return 1
     return 0
+
+
+def _module(model, base):
+    """The target as a transformers model, in the engine's dtype and on its device."""
+    from transformers import AutoModelForCausalLM
+
+    from ..heads.storage.hub_answer import hub_options
+
+    return AutoModelForCausalLM.from_pretrained(model, dtype=base.dtype, **hub_options(model)).to(base.device).eval()

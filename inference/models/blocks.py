@@ -111,6 +111,7 @@ class Attention:
             q_norm=self.q_norm,
             k_norm=self.k_norm,
             eps=self.eps,
+            shared=forward_pass.shared,
         )  # [M, HQ, D]
         x = forward_pass.attention.attend(q, layer_kv, scale=self.scale, window=self.window)
         return self.out.parts(x.flatten(1))

@@ -11,7 +11,7 @@ limits: see check_supported. Not yet: tensor parallelism, quantised weights, par
 Letters: B requests, N nodes per request, M = B N rows, H hidden, V vocabulary, D head dimension.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -35,6 +35,7 @@ class ForwardPass:
     attention: (
         object  # the index of kernels/attention/tree_attention.py or prefill_attention.py: what its `attend` looks at
     )
+    shared: dict = field(default_factory=dict)  # what the CPU's first layer computed for all (rotary_kv_write)
 
 
 def check_supported(config):
@@ -105,6 +106,8 @@ class Decoder:
         check_supported(config)
         architecture, eps = architecture_of(config), config.rms_norm_eps
         self.embedding, self.lm_head = weights.embedding, weights.lm_head
+        # lm_head as `linear` reads it fastest, for it alone
+        self.output_weight = self.lm_head if weights.packed_lm_head is None else weights.packed_lm_head
         self.embedding_multiplier = architecture.embedding_multiplier
         self.logits_divisor = architecture.logits_divisor
         self.vocab_size, self.hidden_size = self.lm_head.shape
@@ -157,7 +160,7 @@ class Decoder:
             weights = random_weights(config, dtype, device)
         else:
             weights = load_weights(folder_or_id, config, dtype, device, adapter=adapter)
-        return cls(weights, config, max_positions)
+        return cls(weights.packed(), config, max_positions)
 
     def forward(self, batch, kv, streams=()):
         """Hidden states of all rows after the final norm, and the drafter's feature; writes keys and values into the cache.
@@ -179,4 +182,4 @@ class Decoder:
 
     def logits(self, hidden):
         """lm_head over hidden states [M, H] -> [M, V], in the model's dtype on a GPU and in fp32 at least on the CPU."""
-        return lm_head_logits(hidden, self.lm_head, self.logits_divisor)
+        return lm_head_logits(hidden, self.output_weight, self.logits_divisor)

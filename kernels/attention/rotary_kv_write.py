@@ -16,33 +16,60 @@ from ..jit import jit, on_triton, tl, triton
 from ..linear.linear import sum_parts
 from ..overlap import await_previous, overlap, release_next
 from ..rms_norm import rms_norm_reference
-from .rotary import rotary
 from .tree_attention import PAGE
 
 _HEADS = 4  # heads per program
 
 
 def rotary_kv_write_reference(
-    qkv, positions, cos, sin, cache_rows, layer_kv, num_heads, num_kv_heads, q_norm=None, k_norm=None, eps=0.0
+    qkv,
+    positions,
+    cos,
+    sin,
+    cache_rows,
+    layer_kv,
+    num_heads,
+    num_kv_heads,
+    q_norm=None,
+    k_norm=None,
+    eps=0.0,
+    shared=None,
 ):
     """The same in plain torch operations, any dtype; writes into layer_kv."""
     dtype, dim, rows = layer_kv.dtype, layer_kv.shape[2], qkv.shape[1]
     total = qkv[0]
     for part in qkv[1:]:
         total = total + part
-    q, k, v = total.to(dtype).view(rows, -1, dim).split((num_heads, num_kv_heads, num_kv_heads), 1)
-    if q_norm is not None:
-        q = rms_norm_reference(q, q_norm, eps)
-    if k_norm is not None:
-        k = rms_norm_reference(k, k_norm, eps)
-    positions = positions.long()
-    qk = rotary(torch.cat((q, k), 1), cos[positions], sin[positions])
-    q, k = qk.split((num_heads, num_kv_heads), 1)
+    heads = total.to(dtype).view(rows, -1, dim)
+    qk, v = heads.split((num_heads + num_kv_heads, num_kv_heads), 1)
+    if q_norm is not None or k_norm is not None:
+        q, k = qk.split((num_heads, num_kv_heads), 1)
+        q = q if q_norm is None else rms_norm_reference(q, q_norm, eps)
+        k = k if k_norm is None else rms_norm_reference(k, k_norm, eps)
+        qk = torch.cat((q, k), 1)
+    shared, name = {} if shared is None else shared, (id(cos), num_kv_heads)
+    if name not in shared:
+        shared[name] = _angles(positions, cos, sin), _rows_of_heads(cache_rows, num_kv_heads, layer_kv.shape[1])
+    (cos, sin), at = shared[name]
+    qk = qk.to(cos.dtype)
+    turned = torch.cat((qk[..., dim // 2 :], qk[..., : dim // 2]), -1)
+    q, k = (qk * cos + turned * sin).to(dtype).split((num_heads, num_kv_heads), 1)
+    layer_kv.view(-1, dim).index_copy_(0, at, torch.cat((k, v)).view(-1, dim))
+    return q.contiguous()
+
+
+def _angles(positions, cos, sin):
+    """Factors of a head's elements and of the elements half a head away.  -> two [M, 1, D]"""
+    cos, sin = cos[positions.long()], sin[positions.long()]
+    return torch.cat((cos, cos), 1)[:, None], torch.cat((-sin, sin), 1)[:, None]
+
+
+def _rows_of_heads(cache_rows, num_kv_heads, num_rows):
+    """Rows of the keys, then of the values, in layer_kv [2, num_rows, D] as [2 * num_rows, D].  [M] -> [2 M HK]"""
     places = cache_rows.long()
     head = torch.arange(num_kv_heads, device=places.device)
-    at = ((places // PAGE)[:, None] * num_kv_heads + head) * PAGE + (places % PAGE)[:, None]  # [M, HK]
-    layer_kv[0, at], layer_kv[1, at] = k, v
-    return q.contiguous()
+    at = (((places // PAGE)[:, None] * num_kv_heads + head) * PAGE + (places % PAGE)[:, None]).flatten()
+    return torch.cat((at, at + num_rows))
 
 
 @jit
@@ -106,12 +133,24 @@ def _rotary_kv_write(
 
 
 def rotary_kv_write(
-    qkv, positions, cos, sin, cache_rows, layer_kv, num_heads, num_kv_heads, q_norm=None, k_norm=None, eps=0.0
+    qkv,
+    positions,
+    cos,
+    sin,
+    cache_rows,
+    layer_kv,
+    num_heads,
+    num_kv_heads,
+    q_norm=None,
+    k_norm=None,
+    eps=0.0,
+    shared=None,
 ):
     """Rotated queries; rotated keys and the values go into the cache.  -> q [M, HQ, D] in the dtype of layer_kv
 
     qkv [S, M, (HQ + 2 HK) D], positions and cache_rows [M] integers, cos and sin [P, D/2], layer_kv [2, rows, D].
-    q_norm, k_norm [D]: RMSNorm of each head before the rotation. Rows of page 0 belong to padding: what lands there is never used.
+    q_norm, k_norm [D]: RMSNorm of each head before the rotation. shared: a dict per pass, in which the CPU's first layer leaves
+    what the others need of positions and cache rows, too. Rows of page 0 belong to padding: what lands there is never used.
     Raises ValueError for shapes that do not fit.
     """
     rows, dim = qkv.shape[1], layer_kv.shape[-1]
@@ -134,7 +173,7 @@ def rotary_kv_write(
             raise ValueError(f"{name} must be [{dim}], got {tuple(norm.shape)}")
     if not on_triton(layer_kv):
         return rotary_kv_write_reference(
-            qkv, positions, cos, sin, cache_rows, layer_kv, num_heads, num_kv_heads, q_norm, k_norm, eps
+            qkv, positions, cos, sin, cache_rows, layer_kv, num_heads, num_kv_heads, q_norm, k_norm, eps, shared
         )
     if not layer_kv.is_contiguous():
         raise ValueError(f"layer_kv must be contiguous, got strides {layer_kv.stride()}")

@@ -9,9 +9,13 @@ bit: a tile's shape is not part of any sum. Two kernels keep that order. `_decod
 as the right one, so up to 256 rows read the weights once. `_prefill` (linear_prefill.py) has tensor maps and large tiles. float32
 multiplies exactly (no TF32).
 
-On the CPU rows are zero-padded to blocks of BLOCK_ROWS, and features to a multiple of FEATURES. Every block takes the same path,
-so a row's bits do not depend on its place or on the other rows. Not supported: other ranks than 2 for x (callers flatten).
+On the CPU rows are zero-padded to blocks of BLOCK_ROWS, and every block takes the same path, so a row's bits do not depend on its
+place or on the other rows. Several blocks are one call where a probe, once per shape, found the bits of single blocks. The product
+is oneDNN's where it has the dtype, with the weights in its own layout if `pack_weight` made one (the bits are the same), else the
+library's; features are then zero-padded to a multiple of FEATURES, too. Not supported: other ranks than 2 for x.
 """
+
+import functools
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +25,10 @@ from ..overlap import await_previous, overlap, release_next
 from .linear_prefill import TensorDescriptor, maps_fit, prefill_linear
 from .linear_table import DECODE_ROWS, decode_launch, halves_of_tile, num_splits, split_depth, tile_rows
 
-# Measured on two cores of an AVX-512 CPU, all products of a 7.5 M model: one bare bf16 row 1.15 ms, a block of 16 2.0 ms.
-BLOCK_ROWS = 16
+# All products of a 7.5 M model, one core with AVX-512, float32 / bfloat16: a bare row of F.linear 4.3 / 3.3 ms. A block of 16 by
+# F.linear 9.0 / 4.7 ms; by oneDNN with its own layout 4.6 / 2.9 ms, of 8 3.7 / 1.9, of 4 3.2 / 1.8, 64 rows in one call 11.8 / 6.4.
+BLOCK_ROWS = 4
+MOST_ROWS = 64  # in one call
 # MKL computes features that fill no vector (the last of a product, or of a thread's share of it) by another kernel. Its sums
 # depend on the row's place in the block and on the alignment of x. No multiple of these has such a rest, with 1, 2 or 4 threads
 # on an AMD CPU with AVX-512; in float64, multiples of 16 that are none of 24 have. bfloat16 and float16 take another library.
@@ -237,23 +243,78 @@ def decode_parts(x, w, b=None, splits=None, launch=None):
     return parts
 
 
+@functools.cache
+def _on_onednn(dtype):
+    """Whether products of this dtype on the CPU are oneDNN's own op, which takes weights in its own layout."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def pack_weight(w):
+    """A copy of w [N, K] for `linear` alone, in the layout that the CPU reads fastest; where there is none, w itself.
+
+    The products' bits stay the same. A packed copy does not follow w if w changes.
+    """
+    if on_triton(w) or w.device.type != "cpu" or not _on_onednn(w.dtype):
+        return w
+    return torch.ops.mkldnn._reorder_linear_weight(w, BLOCK_ROWS)
+
+
+@functools.lru_cache(maxsize=64)
+def _zeros(rows, width, dtype):
+    return torch.zeros(rows, width, dtype=dtype)
+
+
 def _linear_in_blocks(x, w, b):
-    """The CPU's way: blocks of BLOCK_ROWS rows, the last one zero-padded."""
+    """The CPU's way: blocks of BLOCK_ROWS rows, the last one zero-padded, several in one call where that changes no bit."""
     check_product("linear", x, w, b)
     rows = x.shape[0]
     padding = -rows % BLOCK_ROWS
-    x = F.pad(x, (0, 0, 0, padding)) if padding else x.contiguous()
+    x = torch.cat((x, _zeros(padding, x.shape[1], x.dtype))) if padding else x.contiguous()
     if x.shape[0] == BLOCK_ROWS:
-        return _product_of_block(x, w, b)[:rows]
-    y = torch.cat([_product_of_block(block, w, b) for block in x.split(BLOCK_ROWS)])
-    return y[:rows]
+        return _product(x, w, b)[:rows]
+    packed = w.layout is not torch.strided
+    at_once = _rows_at_once(*w.shape, x.dtype, b is not None, packed, torch.get_num_threads())
+    if x.shape[0] <= at_once:
+        return _product(x, w, b)[:rows]
+    return torch.cat([_product(part, w, b) for part in x.split(at_once)])[:rows]
 
 
-def _product_of_block(x, w, b):
-    """F.linear of one block; features after the last multiple of FEATURES are computed with weights zero-padded to one.
+@functools.cache
+def _rows_at_once(n, k, dtype, biased, packed, num_threads):
+    """Number of rows that one call may compute: MOST_ROWS if no multiple of BLOCK_ROWS up to it changes a bit, else BLOCK_ROWS.
+
+    Libraries choose kernels, and with them the order of sums, by shape and number of threads. The sums of the probe are zero but
+    for rounding: every term has its opposite somewhere. So another order shows in nearly every output, in bfloat16 too.
+    """
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(k, generator=generator)
+
+    def normal(rows, opposite):
+        few = torch.randn(2**10 + 1, generator=generator).to(
+            dtype
+        )  # repeated, at shifting places: a vocabulary is large
+        half = few.repeat(-(-rows * (k // 2) // len(few)))[: rows * (k // 2)].view(rows, -1)
+        return torch.cat((half, opposite * half, half.new_zeros(rows, k % 2)), 1)[:, order]
+
+    with torch.no_grad():
+        x, w = normal(MOST_ROWS, -1), normal(n, 1)
+        b, w = w.new_zeros(n) if biased else None, pack_weight(w) if packed else w
+        expected = torch.cat([_product(block, w, b) for block in x.split(BLOCK_ROWS)])
+        for rows in range(2 * BLOCK_ROWS, MOST_ROWS + 1, BLOCK_ROWS):
+            if not torch.equal(_product(x[:rows], w, b), expected[:rows]):
+                return BLOCK_ROWS
+    return MOST_ROWS
+
+
+def _product(x, w, b):
+    """The product of some blocks. Without oneDNN, features after the last multiple of FEATURES take zero-padded weights.
 
     Only those weights are copied: a vocabulary of 50,257 has one such feature.
     """
+    if _on_onednn(x.dtype) and w.numel():
+        return torch.ops.mkldnn._linear_pointwise.default(x, w, b, "none", [], "")
     multiple = FEATURES.get(x.dtype, 1)
     odd = w.shape[0] % multiple
     if not odd:

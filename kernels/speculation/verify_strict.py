@@ -14,6 +14,9 @@ from ..jit import jit, on_triton, tl, triton
 
 def verify_strict_reference(parents, depths, tokens, target_tokens, depth_limit, max_depth):
     """The same in plain torch operations, for any device."""
+    if tokens.shape[1] == 1:  # plain decoding
+        none = torch.zeros_like(tokens[:, 0], dtype=torch.int64)
+        return none[:, None].repeat(1, max_depth + 1), none, target_tokens[:, 0].long()
     batch = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
     parents = parents.long().expand_as(tokens).clamp(min=0)
     depths = depths.long().expand_as(tokens)

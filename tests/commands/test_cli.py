@@ -105,6 +105,28 @@ def test_bench_prints_a_table_and_writes_its_rows(target_folder, head_folder, pr
     assert content["date"]
 
 
+def test_bench_measures_transformers_beside_the_engine(target_folder, head_folder, prompt_file, tmp_path, capsys):
+    output = tmp_path / "rows.json"
+    arguments = [
+        "--model",
+        str(target_folder),
+        "--head",
+        str(head_folder),
+        "--prompts",
+        prompt_file,
+        "--dtype",
+        "float32",
+    ]
+    short = ["--num-prompts", "2", "--max-tokens", "6", "--transformers", "--output", str(output)]
+    assert main(["bench", "speculation", *arguments, *short]) == 0
+    assert capsys.readouterr().out.count("transformers ") == 4
+    rows = json.loads(output.read_text())["transformers"]
+    assert [(row["temperature"], row["draft"]) for row in rows[::2]] == [(0.0, "generate"), (0.8, "generate")]
+    assert [row["num_identical"] for row in rows] == [2, 2, None, None]
+    assert main(["bench", "speculation", *arguments, *short, "--adapter", str(head_folder)]) == 2
+    assert "--transformers measures the target without an adapter" in capsys.readouterr().err
+
+
 def test_bench_compares_a_head_without_a_tree_as_a_chain(target_folder, head_folder, prompt_file, capsys):
     arguments = ["--model", str(target_folder), "--head", str(head_folder), "--prompts", prompt_file]
     short = ["--num-prompts", "1", "--max-tokens", "3", "--temperature", "0"]

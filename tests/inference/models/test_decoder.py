@@ -162,7 +162,7 @@ def _tensors(decoder):
     for layer in decoder.layers:
         attention, mlp = layer.attention, layer.mlp
         for part in (attention.qkv, attention.out, mlp.gate_up, mlp.down):
-            yield from (tensor for tensor in part if tensor is not None)
+            yield from (tensor.to_dense() for tensor in part if tensor is not None)
         norms = (layer.input_norm.weight, layer.post_norm.weight, attention.q_norm, attention.k_norm)
         yield from (tensor for tensor in norms if tensor is not None)
 

@@ -1,5 +1,7 @@
 """Tree attention on the CPU: by value against dense softmax in fp64, and a node's bits whatever stands around it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -77,6 +79,22 @@ def test_a_nodes_bits_do_not_depend_on_what_is_already_committed():
     final = [result[-1] for end, result in results if end == length]
     assert len(final) == 9
     assert all(torch.equal(one, final[0]) for one in final)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("num_nodes", [2, 5, 16, 60])
+def test_the_nodes_of_a_chain_share_their_tiles_without_changing_a_bit(num_nodes, window):
+    torch.manual_seed(2)
+    hk, committed = 2, [5, 130, 64]
+    kv, table = torch.randn(2, 16 * hk * PAGE, 24), torch.randperm(15).view(3, 5) + 1
+    q, chain = torch.randn(3, num_nodes, 6, 24), torch.arange(num_nodes).expand(3, -1)
+    indexed = table, torch.tensor(committed), chain, chain[:, None].expand(-1, num_nodes, -1), hk, torch.float32
+    rows = build_tile_rows(*indexed)
+    assert rows.is_chain
+    shared = tile_attention(q, kv, rows, 0.3, window)
+    own = tile_attention(q, kv, replace(build_tile_rows(*indexed), is_chain=False), 0.3, window)
+    assert shared.is_contiguous()
+    assert torch.equal(shared, own)
 
 
 @pytest.mark.parametrize("window", [None, 20])
