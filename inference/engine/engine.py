@@ -167,7 +167,7 @@ class Engine:
                 raise
 
     def recover(self):
-        """If a step or a cancellation broke off, at whatever line, send all requests back to the queue. Done again if interrupted."""
+        """Send all requests back to the queue if a step or a cancellation broke off. An interrupted call is done again."""
         if self._in_change:
             self.launched.clear()
             self.scheduler.start_over()

@@ -144,4 +144,4 @@ def test_an_interrupt_at_any_line_loses_nothing(target_folder, head_folder):
     always = [place for place in places if linecache.getline(*place).strip() in MOVES]
     for place in sorted({*always, *generator.sample(places, 24)}):
         hits += interrupted(llm, place, generator.choice((1, generator.randint(1, counts[place]))), expected)
-    assert hits > 30
+    assert hits > 25
