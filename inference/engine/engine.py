@@ -210,7 +210,6 @@ class Engine:
         """Wait for the oldest steps, all but the newest `unread`, and give requests their tokens.  -> the requests that got some"""
         advanced = []
         while len(self.launched) > unread:
-            # An entry goes once it is read: an interrupt while waiting loses nothing.
             for launched in self.launched[0]:
                 advanced += self._read(launched)
             self.launched.popleft()
