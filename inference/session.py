@@ -160,7 +160,7 @@ class Session:
 
     def reset_prefix_cache(self):
         """Forget the cached prompts. False, and nothing happens, while requests run or another thread drives."""
-        return bool(self.line.unless_driven(self.engine.scheduler.reset_prefix_cache))
+        return bool(self.line.unless_driven(self.engine.reset_prefix_cache))
 
     def output(self, submission):
         """The RequestOutput of a submission that has ended."""
@@ -170,6 +170,7 @@ class Session:
     def _step(self):
         """One step of the engine, for the first in line. Tells every call what has become of its requests."""
         if not self._told:
+            self.engine.recover()
             self._tell(list(self._calls))
         self._told = False
         advanced = self.engine.step()

@@ -66,6 +66,7 @@ class Engine:
         self.recorded = []  # (request, index of the root in its output, candidates per depth)
         self.metrics = EngineMetrics()
         self._read_until = time.perf_counter()
+        self._in_change = False  # in a step or a cancellation, and after one that broke off until `recover`
 
     @classmethod
     @torch.inference_mode(False)  # so that any step may write its tensors, whatever the mode of its thread
@@ -153,13 +154,24 @@ class Engine:
         step, every request that is not cancelled goes on from the tokens handed back, and its output is the same.
         """
         with on_device(self.decoder.device):
+            self.recover()
             try:
+                self._in_change = True
                 self._follow_last_step()
                 launched = self.launch_step()
-                return self.read_steps(unread=self.steps_late if launched and not self.record_candidates else 0)
+                advanced = self.read_steps(unread=self.steps_late if launched and not self.record_candidates else 0)
+                self._in_change = False
+                return advanced
             except BaseException:
-                self.scheduler.start_over()
+                self.recover()
                 raise
+
+    def recover(self):
+        """Send all requests back to the queue if a step or a cancellation broke off. An interrupted call is done again."""
+        if self._in_change:
+            self.launched.clear()
+            self.scheduler.start_over()
+            self._in_change = False
 
     def _follow_last_step(self):
         """Let this step wait for the last one on the device: another thread may have another current stream."""
@@ -198,7 +210,6 @@ class Engine:
         """Wait for the oldest steps, all but the newest `unread`, and give requests their tokens.  -> the requests that got some"""
         advanced = []
         while len(self.launched) > unread:
-            # An entry goes once it is read: an interrupt while waiting loses nothing.
             for launched in self.launched[0]:
                 advanced += self._read(launched)
             self.launched.popleft()
@@ -218,9 +229,20 @@ class Engine:
 
     def cancel(self, request):
         """Drop a request in any state."""
+        self.recover()
         if not request.finished:
+            self._in_change = True
             request.status, request.finish_reason = Status.FINISHED, "abort"
             self.scheduler.release(request)
+            self._in_change = False
+
+    def reset_prefix_cache(self):
+        """Forget the content of all pages. False, and nothing happens, while requests hold pages."""
+        self.recover()
+        self._in_change = True
+        done = self.scheduler.reset_prefix_cache()
+        self._in_change = False
+        return done
 
     # --- prefill ---
 
@@ -337,23 +359,18 @@ class Engine:
     def _hand_back(self, request, tokens, logprobs):
         """Append tokens one by one, so that the output ends where plain decoding would.  -> number of tokens kept"""
         before = len(request.output_token_ids)
-        try:
-            for token in tokens:
-                if request.append(token):
-                    break
-            kept = len(request.output_token_ids) - before
-            if logprobs is not None:
-                gathered, first = logprobs
-                found = gathered.read(first, first + kept, request.params.logprobs)
-        except BaseException:  # all or nothing: the tokens will be computed again
-            del request.output_token_ids[before:]
-            request.status, request.finish_reason, request.stop_reason = Status.RUNNING, None, None
-            raise
+        for token in tokens:
+            if request.append(token):
+                break
+        kept = len(request.output_token_ids) - before
+        if logprobs is not None:
+            gathered, first = logprobs
+            found = gathered.read(first, first + kept, request.params.logprobs)
+            request.logprobs = (request.logprobs or []) + found
+        request.num_settled = before + kept  # all or nothing: tokens before this line will be computed again
         if before:  # the first token comes from the prompt's last position, which is committed already
             request.committed += kept
             self.scheduler.committed_advanced(request)
-        if logprobs is not None:
-            request.logprobs = (request.logprobs or []) + found
         self.metrics.num_generated_tokens += kept
         request.times.count(kept)
         return kept

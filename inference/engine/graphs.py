@@ -51,6 +51,7 @@ class StepGraphs:
         graph, rows, output = self._graph(size, filters, which)
         padded = seats + [self.step.seats.padding_seat] * (size - len(seats))
         if self._rows[size, filters, which] != padded:
+            self._rows[size, filters, which] = None  # unknown, if this breaks off
             rows.copy_(torch.tensor(padded).pin_memory(), non_blocking=True)
             self._rows[size, filters, which] = padded
         graph.replay()
@@ -68,8 +69,8 @@ class StepGraphs:
     def _graph(self, size, filters, which):
         key = (size, filters, which)
         if key not in self._graphs:
-            self._graphs[key] = self._capture(*key)
             self._rows[key] = [self.step.seats.padding_seat] * size
+            self._graphs[key] = self._capture(*key)
         return self._graphs[key]
 
     def _capture(self, size, filters, which):

@@ -43,7 +43,9 @@ class LogitState:
         made = {name: self._table(name, given) for name, given in rows.items() if given}
         self.tables = self.tables._replace(**made | ({"tokens": self.history} if "words" in made else {}))
         for name, given in rows.items():
-            written = self._written.setdefault(name, set())
+            written = self._written.get(name, set())
+            # Before they are written: if that breaks off, they are not clean.
+            self._written[name] = written | given.keys()
             stale = [request.seat for request in requests if request.seat in written and request.seat not in given]
             if stale:
                 getattr(self.tables, name).index_fill_(0, self.on_device(stale), CLEAN.get(name, 0))

@@ -79,6 +79,14 @@ class PagePool:
         self.free += self.idle
         self.idle.clear()
 
+    def start_over(self):
+        """Take all pages back from their holders, whatever broke off half-way. Only names that are whole stay."""
+        named = {page: name for page, name in reversed(self.name_of.items()) if self.page_of.get(name) == page}
+        self.name_of, self.page_of = named, {name: page for page, name in named.items()}
+        self.idle = OrderedDict.fromkeys(named)
+        self.free = [page for page in range(self.num_pages, 0, -1) if page not in named]
+        self.num_holders = [0] * (self.num_pages + 1)
+
     def is_idle(self, page):
         return page in self.idle
 

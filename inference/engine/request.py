@@ -35,6 +35,7 @@ class Request:
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
     status: Status = Status.WAITING
     output_token_ids: list[int] = field(default_factory=list)
+    num_settled: int = 0  # of output_token_ids: those after them were not handed back whole
     logprobs: list | None = None
     prompt_logprobs: list | None = None  # if asked for: starts as [None], grows to one entry per prompt token
     committed: int = 0
@@ -96,6 +97,20 @@ class Request:
         """Token ids at positions start..stop-1."""
         split = len(self.prompt_token_ids)
         return self.prompt_token_ids[start:stop] + self.output_token_ids[max(start - split, 0) : max(stop - split, 0)]
+
+    def start_over(self):
+        """Wait again without seat and pages, with the tokens that were handed back whole. Results in flight become stale."""
+        if len(self.output_token_ids) > self.num_settled:
+            if self.finish_reason != "abort":
+                self.status, self.finish_reason, self.stop_reason = Status.WAITING, None, None
+            if self.logprobs is not None:
+                del self.logprobs[self.num_settled :]
+            del self.output_token_ids[self.num_settled :]
+        if not self.finished:
+            self.status = Status.WAITING
+        self.committed = self.in_flight = self.num_named = 0
+        self.seat, self.pages = None, []
+        self.epoch += 1
 
     def append(self, token):
         """Add one emitted token; finishes the request where plain decoding would. True if it is finished now."""

@@ -80,6 +80,7 @@ class Scheduler:
         self.free_seats = list(range(max_num_seqs))  # a heap: low seats are taken first, so batches stay dense
         self.waiting = deque()
         self.active = []  # prefilling and running, in order of admission
+        self.left_queue = {}  # {request: None} in order of admission: all that are not in the queue, at any moment in between, too
         self.num_preemptions = 0
         self.num_prompt_tokens = 0  # of requests admitted
         self.num_cached_tokens = 0  # of these, tokens found in the cache instead of computed
@@ -148,15 +149,24 @@ class Scheduler:
         elif request in self.waiting:
             self.waiting.remove(request)
         request.status = Status.FINISHED
+        self.left_queue.pop(request, None)
 
     def start_over(self):
         """Send all requests back to the queue with the tokens they have been handed, as if memory had run out.
 
-        Called after a step broke off: the state of the device is then unknown, and no request may go on from it.
+        Called after a step broke off, at any line: the state of the device is then unknown, and seats and pages may be half-way
+        from one place to another, so they are dealt out anew. If this breaks off, too, it is called again.
         """
-        for request in reversed(self.active[:]):
-            if not request.finished:
-                self._send_back(request)
+        for request in [*self.left_queue, *self.waiting]:
+            request.start_over()
+            if request.finished and request in self.waiting:
+                self.waiting.remove(request)
+        self.pool.start_over()
+        self.active, self.free_seats = [], list(range(self.max_num_seqs))
+        for request in reversed(list(self.left_queue)):
+            if not request.finished and request not in self.waiting:
+                self.waiting.appendleft(request)
+            del self.left_queue[request]
 
     def check(self):
         """Assert that no page, seat or request is lost, held twice, or held without a holder. For tests and long runs; O(pages)."""
@@ -216,6 +226,7 @@ class Scheduler:
         request.committed = request.in_flight = 0
         request.epoch += 1
         self.waiting.appendleft(request)
+        del self.left_queue[request]
 
     def _take_back(self, request):
         """Free the seat and the pages; the last pages first, so that the beginning stays cached longest."""
@@ -233,6 +244,7 @@ class Scheduler:
         missing = self._pages_for(request.num_known + self.tree_positions) - len(cached)
         if missing > self.pool.num_free - sum(self.pool.is_idle(page) for page in cached):
             return False
+        self.left_queue[request] = None
         self.waiting.popleft()
         for page in cached:
             self.pool.hold(page)
