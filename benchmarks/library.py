@@ -48,6 +48,11 @@ def elementwise_functions(elementwise):
     return functions if elementwise == "eager" else tuple(torch.compile(f, dynamic=True) for f in functions)
 
 
+def _plain(w):
+    """The weights as F.linear takes them: on the CPU the decoder holds them in another layout (pack_weight)."""
+    return w if w.layout is torch.strided else w.to_dense()
+
+
 class LibraryAttention:
     """Attention of N nodes per request over S dense keys, by SDPA's fastest backend for the shape on this machine.
 
@@ -127,6 +132,10 @@ class LibraryStep:
         q = torch.randn(batch, nodes, decoder.num_heads, decoder.head_dim, device=device, dtype=decoder.dtype)
         self.attention.choose(q, self.kv)
         self.add_norm, self.rotate, self.activate = elementwise_functions(elementwise)
+        self.products = [
+            [(_plain(w), b) for w, b in (layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down)]
+            for layer in decoder.layers
+        ]
 
     def __call__(self):
         """-> the target's tokens [B, N]"""
@@ -134,10 +143,10 @@ class LibraryStep:
         batch, nodes = self.tokens.shape
         residual = F.embedding(self.tokens.flatten(), decoder.embedding)  # [M, H]
         x = torch.zeros_like(residual)
-        for layer, kv in zip(decoder.layers, self.kv):
+        for layer, (qkv_product, out, gate_up, down), kv in zip(decoder.layers, self.products, self.kv):
             attention, norm = layer.attention, layer.input_norm
             x, residual = self.add_norm(x, residual, norm.weight, norm.eps)
-            qkv = F.linear(x, *attention.qkv).view(batch, nodes, hq + 2 * hk, decoder.head_dim)
+            qkv = F.linear(x, *qkv_product).view(batch, nodes, hq + 2 * hk, decoder.head_dim)
             q, k, v = qkv.split((hq, hk, hk), 2)
             if attention.q_norm is not None:
                 q = F.rms_norm(q, (decoder.head_dim,), attention.q_norm, attention.eps)
@@ -147,8 +156,8 @@ class LibraryStep:
             new[1].copy_(v)
             q = self.rotate(q, self.cos, self.sin)
             x = self.attention(q, kv[0], kv[1]).view(batch * nodes, -1)
-            norm, mlp = layer.post_norm, layer.mlp
-            x, residual = self.add_norm(F.linear(x, *attention.out), residual, norm.weight, norm.eps)
-            x = F.linear(self.activate(F.linear(x, *mlp.gate_up)), *mlp.down)
+            norm = layer.post_norm
+            x, residual = self.add_norm(F.linear(x, *out), residual, norm.weight, norm.eps)
+            x = F.linear(self.activate(F.linear(x, *gate_up)), *down)
         x, _ = self.add_norm(x, residual, decoder.norm.weight, decoder.norm.eps)
         return F.linear(x, decoder.lm_head).argmax(-1).view(batch, nodes)
