@@ -8,9 +8,9 @@ from numbers import Integral
 
 from tqdm import tqdm
 
-from ..heads.storage.keywords import reject_unknown
+from ..heads.storage.keywords import python_value, reject_unknown
 from .engine.engine import Engine
-from .engine.options import EngineOptions, check_whole, python_value
+from .engine.options import EngineOptions, check_whole
 from .line import Call
 from .metrics import metrics_of
 from .models.adapter import MERGED_KEY, choose_adapter, warn_unless_adapted

@@ -3,8 +3,7 @@
 import math
 from dataclasses import dataclass, fields, replace
 
-from ..heads.storage.keywords import reject_unknown
-from .engine.options import python_value
+from ..heads.storage.keywords import python_value, reject_unknown
 from .engine.target_scores import CHANGED, CUT, NO_FILTERS
 from .vllm_api import SAMPLING
 

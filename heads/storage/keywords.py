@@ -3,6 +3,8 @@
 import difflib
 from dataclasses import dataclass
 
+import numpy as np
+
 ANY = ("any value",)  # of an argument that changes no output here, whatever it is
 
 
@@ -19,7 +21,17 @@ class Theirs:
 
     def takes(self, value):
         """Whether this value asks for nothing else than is done."""
+        value = python_value(value)
         return self.accepts is ANY or any(type(value) is type(known) and value == known for known in self.accepts)
+
+
+def python_value(value):
+    """The value with Python's own numbers in place of numpy's, also in lists, tuples, sets and dicts."""
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    if isinstance(value, list | tuple | set):
+        return type(value)(map(python_value, value))
+    return {python_value(k): python_value(v) for k, v in value.items()} if type(value) is dict else value
 
 
 def reject_unknown(given, known, what, theirs=()):

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass, fields
 
-import numpy as np
-
+from ...heads.storage.keywords import python_value
 from .logprobs import LOGPROBS_MODES
 
 
@@ -46,15 +45,6 @@ class EngineOptions:
     def keep_scores(self):
         """Whether steps keep the scores that tokens were drawn from."""
         return self.logprobs_mode == "processed_logprobs"
-
-
-def python_value(value):
-    """The value with Python's own numbers in place of numpy's, also in lists, tuples, sets and dicts."""
-    if isinstance(value, np.generic | np.ndarray):
-        return value.tolist()
-    if isinstance(value, list | tuple | set):
-        return type(value)(map(python_value, value))
-    return {python_value(k): python_value(v) for k, v in value.items()} if type(value) is dict else value
 
 
 def check_whole(name, value, least):

@@ -6,7 +6,7 @@ from pathlib import Path
 from torch import nn
 
 from ...heads.families import FAMILIES
-from ...heads.storage.keywords import ANY, Theirs, reject_unknown
+from ...heads.storage.keywords import ANY, Theirs, python_value, reject_unknown
 from .draft_sampling import DRAFT_SAMPLING, VERIFIERS
 
 # vLLM's names of drafters: a family of heads, a smaller model, the sequence itself.
@@ -67,6 +67,7 @@ class SpeculativeOptions:
         if config is None:
             return None
         names = [field.name for field in fields(cls)]
+        config = {name: python_value(value) for name, value in config.items()}
         reject_unknown(config, [*names, "revision"], "speculative_config key", SPECULATIVE)
         return cls(**{name: config[name] for name in names if name in config}).at_revision(config.get("revision"))
 

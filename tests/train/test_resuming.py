@@ -115,6 +115,13 @@ def test_run_killed_between_checkpoints_drops_the_lines_it_repeats(trainer, fini
     assert_same_run(whole, trainer.run(**MEASURED, resume=True))
 
 
+def test_run_killed_between_the_renames_of_its_head_writes_it_again(trainer, finished, copied):
+    run = copied("medusa", **RESUMABLE)
+    (run / "head").rename(run / ".head.old")
+    shutil.copytree(run / ".head.old", run / ".head.new")
+    assert_same_run(finished("medusa", **RESUMABLE), trainer.run(**RESUMABLE, output=run, resume=True))
+
+
 def test_run_killed_before_its_first_checkpoint_starts_again(trainer, finished, capsys):
     with in_step(1, die), pytest.raises(Killed):
         trainer.main(**RESUMABLE)
