@@ -87,7 +87,10 @@ class HeadProposer(Proposer):
             raise ValueError(f"the head is on {elsewhere}, the target on {decoder.device}: move one to the other")
         if head.needs_embedding or head.embedding_is_targets:  # an earlier engine may have had another target
             head.take_embedding(decoder.embedding)
-        return import_module(f"..drafters.{self.method}", __name__).DRAFTER(head, decoder, tree.max_depth, sampling)
+        drafter = import_module(f"..drafters.{self.method}", __name__).DRAFTER(head, decoder, tree.max_depth, sampling)
+        if head is not self.source:
+            drafter.freeze()
+        return drafter
 
 
 class ModelProposer(Proposer):

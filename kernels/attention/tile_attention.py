@@ -21,8 +21,10 @@ from .attention_fold import PAGE
 
 TILE = 16  # keys per step of the sum; divides PAGE
 ROWS = 16  # query rows per block
-# Added to the score of a masked key. It is finite, so that a tile without a visible key holds no NaN; its weight is exp(-1e38) = 0.
-MASKED = -1e38
+MASKED = (
+    -torch.inf
+)  # added to the score of a masked key (exp of a large finite number underflows, which takes three times as long)
+LOWEST = -1e38  # highest score of a tile without a visible key: all its weights are 0, none is NaN
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,7 @@ def _fold(q, k, v, bias=None, num_rows=ROWS):
     wanted = scores[:, :num_rows]
     if bias is not None:
         wanted.view(*bias.shape[:2], -1, num_rows, TILE).add_(bias)
-    highest = wanted.amax(-1, keepdim=True)
+    highest = wanted.amax(-1, keepdim=True).clamp_(min=LOWEST)
     wanted.sub_(highest).exp_()
     if dim % multiple:
         v = F.pad(v, (0, -dim % multiple))

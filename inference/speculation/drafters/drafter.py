@@ -39,6 +39,9 @@ class Drafter:
         """Whether it keeps its own state in a request's row."""
         return self.state_shape is not None
 
+    def freeze(self):
+        """Told that its weights will not change any more: it may lay them out anew."""
+
     def attach(self, kv):
         """Use this cache [layers, 2, rows, head dimension]; called only if kv_shape is given."""
 

@@ -11,7 +11,7 @@ Letters: B requests, N nodes, K heads in use, H hidden, V vocabulary, L committe
 import torch
 
 from ....kernels.jit import on_triton
-from ....kernels.linear.linear import linear, linear_parts
+from ....kernels.linear.linear import linear, linear_parts, on_onednn, pack_weight
 from ....kernels.linear.res_block import add_silu
 from ....kernels.sampling.sample import top_tokens
 from ...models.weights import pack_rows
@@ -25,7 +25,8 @@ class MedusaDrafter(Drafter):
 
     head: a Medusa module, read in place (updates of a head in training apply at once); decoder: the target's Decoder;
     sampling: a way of draft_sampling.py.
-    On a GPU the first blocks of all heads are packed into one product; the module's weights become views of it.
+    On a GPU, and where the head is frozen, the first blocks of all heads are packed into one product; the module's weights become
+    views of it.
     """
 
     def __init__(self, head, decoder, num_speculative_tokens=None, sampling="shared_noise"):
@@ -35,14 +36,21 @@ class MedusaDrafter(Drafter):
         self.dtype = next(head.parameters()).dtype
         # A shared lm_head is used in the heads' dtype; if that is the target's dtype, no copy is made.
         self.shared_weight = decoder.lm_head.to(self.dtype) if head.config.shared_lm_head else None
-        self.packed = None
+        self.packed = self.lm_heads = None
         if on_triton(decoder.lm_head):
-            self.packed = pack_rows([one.blocks[0].linear for one in head.heads])
+            self.freeze()
+
+    def freeze(self):
+        """Pack the first blocks, and lay lm_heads out for `linear`."""
+        self.packed = pack_rows([one.blocks[0].linear for one in self.head.heads])
+        if self.shared_weight is not None:
+            self.lm_heads = [_laid_out(self.shared_weight)]
+        else:
+            self.lm_heads = [_laid_out(one.lm_head.weight) for one in self.head.heads]
 
     def logits(self, feature, num_heads):
         """Predictions of the first `num_heads` heads.  [B, H] -> [K, B, V]"""
         feature = feature.to(self.dtype)
-        heads = self.head.heads[:num_heads]
         if self.packed is None:
             # Drafts need not be row-invariant, and the library's products are faster on the CPU.
             return torch.stack([self.head.logits(feature, k, self.shared_weight) for k in range(num_heads)])
@@ -50,11 +58,12 @@ class MedusaDrafter(Drafter):
         weight, bias = (x[:rows] for x in self.packed)
         hidden = add_silu(feature, linear_parts(feature, weight, bias), num_heads)  # [K, B, H]
         for depth in range(1, self.head.config.num_layers):
-            blocks = [head.blocks[depth].linear for head in heads]
+            blocks = [head.blocks[depth].linear for head in self.head.heads[:num_heads]]
             hidden = torch.cat([add_silu(x, linear_parts(x, b.weight, b.bias), 1) for x, b in zip(hidden, blocks)])
+        hidden = hidden.to(self.lm_heads[0].dtype)
         if self.shared_weight is not None:
-            return linear(hidden.flatten(0, 1), self.shared_weight).view(num_heads, feature.shape[0], -1)
-        return torch.stack([linear(x, head.lm_head.weight) for x, head in zip(hidden, heads)])
+            return linear(hidden.flatten(0, 1), self.lm_heads[0]).view(num_heads, feature.shape[0], -1).to(self.dtype)
+        return torch.stack([linear(x, weight) for x, weight in zip(hidden, self.lm_heads)]).to(self.dtype)
 
     def candidates(self, batch, widths):
         """The best tokens of each depth, best first: see Drafter.candidates. Heads do not look at each other's choices."""
@@ -91,6 +100,13 @@ class MedusaDrafter(Drafter):
             ranks = torch.tensor(tree.tree.ranks[1:], device=tree.depths.device)
             self._columns[tree] = (tree.depths[1:] - 1) * tree.tree.width + ranks
         return self._columns[tree]
+
+
+def _laid_out(weight):
+    """An lm_head as `linear` reads it fastest. A CPU reads float32 as bfloat16: no output depends on a draft's last bits."""
+    if weight.dtype == torch.float32 and not on_triton(weight) and on_onednn(torch.bfloat16):
+        weight = weight.bfloat16()
+    return pack_weight(weight)
 
 
 DRAFTER = MedusaDrafter
