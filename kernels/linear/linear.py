@@ -244,7 +244,7 @@ def decode_parts(x, w, b=None, splits=None, launch=None):
 
 
 @functools.cache
-def on_onednn(dtype):
+def _on_onednn(dtype):
     """Whether products of this dtype on the CPU are oneDNN's own op, which takes weights in its own layout."""
     if not torch.backends.mkldnn.is_available():
         return False
@@ -256,7 +256,7 @@ def pack_weight(w):
 
     The products' bits stay the same. A packed copy does not follow w if w changes.
     """
-    if on_triton(w) or w.device.type != "cpu" or not on_onednn(w.dtype):
+    if on_triton(w) or w.device.type != "cpu" or not _on_onednn(w.dtype):
         return w
     return torch.ops.mkldnn._reorder_linear_weight(w, BLOCK_ROWS)
 
@@ -313,7 +313,7 @@ def _product(x, w, b):
 
     Only those weights are copied: a vocabulary of 50,257 has one such feature.
     """
-    if on_onednn(x.dtype) and w.numel():
+    if _on_onednn(x.dtype) and w.numel():
         return torch.ops.mkldnn._linear_pointwise.default(x, w, b, "none", [], "")
     multiple = FEATURES.get(x.dtype, 1)
     odd = w.shape[0] % multiple

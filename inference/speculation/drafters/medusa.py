@@ -11,7 +11,7 @@ Letters: B requests, N nodes, K heads in use, H hidden, V vocabulary, L committe
 import torch
 
 from ....kernels.jit import on_triton
-from ....kernels.linear.linear import linear, linear_parts, on_onednn, pack_weight
+from ....kernels.linear.linear import linear, linear_parts, pack_weight
 from ....kernels.linear.res_block import add_silu
 from ....kernels.sampling.sample import top_tokens
 from ...models.weights import pack_rows
@@ -44,9 +44,9 @@ class MedusaDrafter(Drafter):
         """Pack the first blocks, and lay lm_heads out for `linear`."""
         self.packed = pack_rows([one.blocks[0].linear for one in self.head.heads])
         if self.shared_weight is not None:
-            self.lm_heads = [_laid_out(self.shared_weight)]
+            self.lm_heads = [pack_weight(self.shared_weight)]
         else:
-            self.lm_heads = [_laid_out(one.lm_head.weight) for one in self.head.heads]
+            self.lm_heads = [pack_weight(one.lm_head.weight) for one in self.head.heads]
 
     def logits(self, feature, num_heads):
         """Predictions of the first `num_heads` heads.  [B, H] -> [K, B, V]"""
@@ -60,10 +60,9 @@ class MedusaDrafter(Drafter):
         for depth in range(1, self.head.config.num_layers):
             blocks = [head.blocks[depth].linear for head in self.head.heads[:num_heads]]
             hidden = torch.cat([add_silu(x, linear_parts(x, b.weight, b.bias), 1) for x, b in zip(hidden, blocks)])
-        hidden = hidden.to(self.lm_heads[0].dtype)
         if self.shared_weight is not None:
-            return linear(hidden.flatten(0, 1), self.lm_heads[0]).view(num_heads, feature.shape[0], -1).to(self.dtype)
-        return torch.stack([linear(x, weight) for x, weight in zip(hidden, self.lm_heads)]).to(self.dtype)
+            return linear(hidden.flatten(0, 1), self.lm_heads[0]).view(num_heads, feature.shape[0], -1)
+        return torch.stack([linear(x, weight) for x, weight in zip(hidden, self.lm_heads)])
 
     def candidates(self, batch, widths):
         """The best tokens of each depth, best first: see Drafter.candidates. Heads do not look at each other's choices."""
@@ -100,13 +99,6 @@ class MedusaDrafter(Drafter):
             ranks = torch.tensor(tree.tree.ranks[1:], device=tree.depths.device)
             self._columns[tree] = (tree.depths[1:] - 1) * tree.tree.width + ranks
         return self._columns[tree]
-
-
-def _laid_out(weight):
-    """An lm_head as `linear` reads it fastest. A CPU reads float32 as bfloat16: no output depends on a draft's last bits."""
-    if weight.dtype == torch.float32 and not on_triton(weight) and on_onednn(torch.bfloat16):
-        weight = weight.bfloat16()
-    return pack_weight(weight)
 
 
 DRAFTER = MedusaDrafter

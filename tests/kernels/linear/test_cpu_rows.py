@@ -24,7 +24,7 @@ def threads(request):
 def path(request, monkeypatch):
     """Products by oneDNN, as this machine has it, and as on a machine without it."""
     if request.param == "library":
-        monkeypatch.setattr(linear_module, "on_onednn", lambda dtype: False)
+        monkeypatch.setattr(linear_module, "_on_onednn", lambda dtype: False)
     linear_module._rows_at_once.cache_clear()
     yield
     linear_module._rows_at_once.cache_clear()
