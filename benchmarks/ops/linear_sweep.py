@@ -58,12 +58,15 @@ def decode_launches(rows, operands=1):
 
 def prefill_launches(splits, operands=1):
     """Launches that fit, for the kernel of many rows."""
-    for (rows, features), stages, group in itertools.product(((128, 256), (256, 128), (128, 128)), (3, 4), (4, 8, 16)):
-        if operands == 2 and (rows, features) != (128, 128):
+    tiles = ((128, 256, 8), (256, 128, 8), (128, 128, 4), (128, 128, 8), (64, 256, 4))
+    for (rows, features, warps), stages, apart in itertools.product(
+        tiles, (3, 4, 5, 6), (False, True)[: 1 + (splits > 1)]
+    ):
+        if operands == 2 and rows == 256:
             continue
-        taken = (features * operands + rows) * 64 * 2 * stages + rows * min(features, 128) * (2 if splits == 1 else 4)
+        taken = (features + rows) * 64 * 2 * stages + rows * min(features, 128) * (2 if splits == 1 else 4)
         if taken <= SHARED_MEMORY:
-            yield PrefillLaunch(rows, features, 64, stages, 8, group)
+            yield PrefillLaunch(rows, features // operands, 64, stages, warps, 8, apart)
 
 
 def cases_of(products, rows, dtype):

@@ -81,7 +81,13 @@ class Step:
         """Run the target over all nodes.  tokens [B, N] -> hidden [M, H], feature [M, F]; writes the nodes' KV at places L + n"""
         hk = self.cache.num_kv_heads
         index = build_tree_index(
-            batch.block_table, batch.committed, tree.depths, tree.ancestors, hk, self.decoder.dtype
+            batch.block_table,
+            batch.committed,
+            tree.depths,
+            tree.ancestors,
+            hk,
+            self.decoder.dtype,
+            is_chain=tree.tree.is_chain,
         )
         forward_pass = ForwardPass(tokens.flatten(), batch.positions, batch.cache_rows, index)
         return self.decoder.forward(forward_pass, self.cache.kv, self.drafter.streams)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ...kernels.attention.tree_attention import MAX_DIM, MAX_GROUP
+from ...kernels.attention.attention_fold import MAX_DIM, MAX_GROUP
 from ...kernels.embedding import embed
 from .architectures import ARCHITECTURES, UnsupportedArchitecture, architecture_of
 from .blocks import Layer, Norm, Rotary, lm_head_logits

@@ -16,10 +16,15 @@ Measured on an H200: 16, 64 and 128 rows agree in every bit (so mma.sync and wgm
 spread over both, do not.
 """
 
-from ..jit import jit, tl, triton
+import torch
+
+from ..jit import jit, on_triton, tl, triton
 from ..overlap import is_hopper
 
 PAGE = 64  # positions per page of the cache, and keys per tile
+MAX_GROUP = 16  # query heads per key head
+MAX_DIM = 256
+LOG2_E = 1.4426950408889634
 _CHUNKS = ((0, 256, 0), (2048, 512, 8), (8192, 1024, 20))  # (from position, keys per chunk, number of its first chunk)
 
 
@@ -172,3 +177,20 @@ def tile_sources(k, v, lanes, tensor_map=None):
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return *(TensorDescriptor.from_tensor(x, [PAGE, lanes]) for x in (k, v)), True
+
+
+def check_attention(q, kv, num_kv_heads, scale, window):
+    """ValueError for what the kernels do not take.  q [..., HQ, D], kv [2, rows, D]"""
+    num_heads, dim = q.shape[-2:]
+    if num_heads % num_kv_heads or num_heads > MAX_GROUP * num_kv_heads:
+        raise ValueError(
+            f"attention takes up to {MAX_GROUP} query heads per key head, got {num_heads} for {num_kv_heads}"
+        )
+    if dim > MAX_DIM:
+        raise ValueError(f"attention takes heads of up to {MAX_DIM} dimensions, got {dim}")
+    if kv.shape[0] != 2 or kv.shape[2] != dim or kv.dtype != q.dtype or not kv.is_contiguous():
+        raise ValueError(f"attention takes kv [2, rows, {dim}] in {q.dtype}, got {list(kv.shape)} in {kv.dtype}")
+    if scale <= 0 or (window is not None and window < 1):
+        raise ValueError(f"attention takes a scale above 0 and a window of 1 or more, got {scale} and {window}")
+    if on_triton(q) and q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"attention on a GPU takes float32, bfloat16 or float16, got {q.dtype}")

@@ -9,7 +9,7 @@ Letters: R requests, T tokens of all chunks, HQ query heads, HK key heads, G = H
 takes ROWS // G tokens of one request with the G heads of one key head and walks the tiles in the order of positions: first,
 without a mask, the tiles that all its rows see, then the last one or two with a mask. Tiles, chunks and the fold are those of
 attention_fold.py, so a prompt may be cut into chunks anywhere. With a window W a row sees its own position and the W - 1 before it.
-Runs on a GPU; on the CPU a prompt goes through tree_attention.py as a chain.
+Chains of drafted tokens are such chunks, too, each of N rows. Runs on a GPU; on the CPU a prompt goes through tree_attention.py.
 """
 
 from dataclasses import dataclass
@@ -18,8 +18,21 @@ import torch
 
 from ..jit import jit, tl, triton
 from ..linear.linear import empty_rows
-from .attention_fold import count_stages, empty_state, fold, load_rows, merge, pad_dim, starts_chunk, tile_sources, walk
-from .tree_attention import LOG2_E, check_attention
+from ..linear.linear_prefill import num_multiprocessors
+from ..overlap import await_previous, overlap, release_next
+from .attention_fold import (
+    LOG2_E,
+    check_attention,
+    count_stages,
+    empty_state,
+    fold,
+    load_rows,
+    merge,
+    pad_dim,
+    starts_chunk,
+    tile_sources,
+    walk,
+)
 
 
 @dataclass(frozen=True)
@@ -31,6 +44,7 @@ class PrefillIndex:
     counts: torch.Tensor  # [R] tokens of each chunk
     host_counts: tuple  # the same numbers on the host: they set the number of programs
     num_kv_heads: int  # HK
+    nodes: int = 0  # tokens of every chunk, where all have the same number; `counts` is not read then
 
     def attend(self, q, kv, scale=None, window=None):
         """q [T, HQ, D], kv [2, rows, D] of one layer -> [T, HQ, D]; see prefill_attention."""
@@ -87,23 +101,35 @@ def _prefill_kernel(
     D: tl.constexpr,
     DIM: tl.constexpr,
     REQUESTS: tl.constexpr,
+    NODES: tl.constexpr,
     ROWS: tl.constexpr,
     WINDOW: tl.constexpr,
     TENSOR_MAP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    """NODES: tokens of every chunk; 0: as `counts` says."""
     G: tl.constexpr = HQ // HK
     TOKENS: tl.constexpr = ROWS // G
+    await_previous(OVERLAP)
+    release_next(OVERLAP)
     h, block = tl.program_id(0), tl.program_id(1)
     # The request of this block, its first token, and the block's number in it: the longest rows first.
-    i = tl.arange(0, REQUESTS)
-    count = tl.load(counts + i, mask=i < R, other=0)
-    blocks = (count + TOKENS - 1) // TOKENS
-    ends = tl.cumsum(blocks, 0)
-    request = tl.sum((ends <= block).to(tl.int32), 0)
-    packed = tl.sum(tl.where(i < request, count, 0), 0)
-    count = tl.sum(tl.where(i == request, count, 0), 0)
-    block = tl.sum(tl.where(i == request, ends, 0), 0) - 1 - block
-    start = tl.load(starts + request)
+    if NODES > 0:
+        BLOCKS: tl.constexpr = (NODES + TOKENS - 1) // TOKENS
+        request = block // BLOCKS
+        packed = request * NODES
+        count = NODES
+        block = BLOCKS - 1 - block % BLOCKS
+    else:
+        i = tl.arange(0, REQUESTS)
+        count = tl.load(counts + i, mask=i < R, other=0)
+        blocks = (count + TOKENS - 1) // TOKENS
+        ends = tl.cumsum(blocks, 0)
+        request = tl.sum((ends <= block).to(tl.int32), 0)
+        packed = tl.sum(tl.where(i < request, count, 0), 0)
+        count = tl.sum(tl.where(i == request, count, 0), 0)
+        block = tl.sum(tl.where(i == request, ends, 0), 0) - 1 - block
+    start = tl.load(starts + request).to(tl.int32)
     table = block_table + request.to(tl.int64) * table_stride
 
     r, d, x = tl.arange(0, ROWS), tl.arange(0, DIM), tl.arange(0, 64)
@@ -154,6 +180,16 @@ def prefill_attention(q, kv, index, scale=None, window=None):
     return _launch(q, kv, index, scale, window)
 
 
+def chain_attention(q, kv, block_table, starts, num_kv_heads, scale, window):
+    """Attention of B chains of N nodes, the keys of all written: node n stands at position starts[b] + n.
+
+    q [B, N, HQ, D], block_table [B, P], starts [B]  ->  [B, N, HQ, D]. The operands are checked by the caller.
+    """
+    batch, num_nodes = q.shape[:2]
+    index = PrefillIndex(block_table, starts, starts, (num_nodes,) * batch, num_kv_heads, num_nodes)
+    return _launch(q.flatten(0, 1), kv, index, scale, window).view(q.shape)
+
+
 def _launch(q, kv, index, scale, window, rows=64, num_stages=None, tensor_map=None):
     """Launch the kernel. Arguments after `window` override the choice made from shapes; every choice gives the same bits."""
     num_heads, dim = q.shape[1:]
@@ -163,11 +199,13 @@ def _launch(q, kv, index, scale, window, rows=64, num_stages=None, tensor_map=No
     k, v = kv.unbind()
     lanes = pad_dim(dim)
     keys, values, tensor_map = tile_sources(k, v, lanes, tensor_map)
+    alone = index.nodes > 0 and q.is_cuda and hk * blocks <= num_multiprocessors(q.device)
     _prefill_kernel[hk, blocks](
         q, k, v, keys, values, index.block_table, index.starts, index.counts, out,
         len(counts), index.block_table.stride(0), scale * LOG2_E, window or 0,
-        HQ=num_heads, HK=hk, D=dim, DIM=lanes, REQUESTS=triton.next_power_of_2(len(counts)), ROWS=rows,
+        HQ=num_heads, HK=hk, D=dim, DIM=lanes, REQUESTS=triton.next_power_of_2(len(counts)), NODES=index.nodes, ROWS=rows,
         WINDOW=window is not None, TENSOR_MAP=tensor_map,
-        num_warps=rows // 16, num_stages=num_stages or count_stages(dim, q.dtype), enable_fp_fusion=False,
+        num_warps=rows // 16, num_stages=num_stages or count_stages(dim, q.dtype, alone), enable_fp_fusion=False,
+        **overlap(q),
     )  # fmt: skip
     return out

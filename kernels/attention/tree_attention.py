@@ -13,7 +13,8 @@ Two passes (tiles, chunks, states: attention_fold.py). The *prefix pass* folds t
 together and leaves one state per chunk. Where the batch is large enough to fill the card, one program walks all chunks, merges
 them, and leaves two states, closed and open: the same bits, without a state per chunk in memory. The *tail pass* takes one node
 at a time: it goes on from the open chunk's state with the tile that holds L, gathers the node's ancestors by position, and merges.
-Both choose their programs from shapes, never from L. On the CPU: tile_attention.py, the same idea with tiles of 16 keys.
+Both choose their programs from shapes, never from L. A chain in a large batch needs neither: its keys lie in the order of
+positions, so it is one pass, a prompt's (prefill_attention.py). On the CPU: tile_attention.py, the same idea with tiles of 16 keys.
 """
 
 from dataclasses import dataclass
@@ -25,7 +26,9 @@ from ..linear.linear import empty_rows
 from ..linear.linear_prefill import num_multiprocessors
 from ..overlap import await_previous, is_hopper, release_next
 from .attention_fold import (
+    LOG2_E,
     PAGE,
+    check_attention,
     chunk_at,
     chunk_start,
     count_stages,
@@ -40,11 +43,9 @@ from .attention_fold import (
     tile_sources,
     walk,
 )
+from .prefill_attention import chain_attention
 from .tile_attention import TileRows, build_tile_rows, tile_attention
 
-MAX_GROUP = 16  # query heads per key head
-MAX_DIM = 256
-LOG2_E = 1.4426950408889634
 NUM_PROGRAMS = 512  # of the prefix pass, if chunks are spread over programs
 WALK_PROGRAMS = 128  # this many (request, key head, block of rows) fill the card without being divided
 
@@ -59,6 +60,7 @@ class TreeIndex:
     ancestors: torch.Tensor  # [B, N, A]
     num_kv_heads: int  # HK
     tiles: TileRows | None  # rows of the cache, on the CPU only
+    is_chain: bool = False  # every node is its parent's only child: node i stands at position L + i
 
     def attend(self, q, kv, scale=None, window=None):
         """q [B * N, HQ, D], kv [2, rows, D] of one layer -> [B * N, HQ, D]; see tree_attention."""
@@ -68,12 +70,13 @@ class TreeIndex:
         return tree_attention(q.view(batch, num_nodes, *q.shape[1:]), kv, self, scale, window).view(q.shape)
 
 
-def build_tree_index(block_table, committed, depths, ancestors, num_kv_heads, dtype=None):
+def build_tree_index(block_table, committed, depths, ancestors, num_kv_heads, dtype=None, is_chain=False):
     """Index where the keys of every node lie.
 
     block_table [B, P] page numbers; committed [B] = L; depths [N] or [B, N] of the nodes; ancestors [N, A] or [B, N, A] the node
     at each depth on the way from the root, itself last (entries after it are ignored). All int32 or int64, parents before
-    children. `dtype` of the sums on the CPU, fp32 unless given. On a GPU this launches nothing and reads nothing back.
+    children. `dtype` of the sums on the CPU, fp32 unless given; is_chain: that node i is the parent of node i + 1 in every request
+    (where it is, a GPU may take a shorter way). On a GPU this launches nothing and reads nothing back.
     """
     batch, num_nodes = committed.shape[0], depths.shape[-1]
     depths = depths.expand(batch, num_nodes)
@@ -81,7 +84,7 @@ def build_tree_index(block_table, committed, depths, ancestors, num_kv_heads, dt
     tiles = None
     if not on_triton(block_table):
         tiles = build_tile_rows(block_table, committed, depths, ancestors, num_kv_heads, dtype or torch.float32)
-    return TreeIndex(block_table, committed, depths, ancestors, num_kv_heads, tiles)
+    return TreeIndex(block_table, committed, depths, ancestors, num_kv_heads, tiles, is_chain)
 
 
 def tree_attention_reference(q, k, v, mask, scale=None):
@@ -335,6 +338,8 @@ def _launch(
     num_rows = num_nodes * group
     blocks = hk * triton.cdiv(num_rows, rows)
     walks = blocks * batch >= WALK_PROGRAMS if walks is None else walks
+    if walks and index.is_chain:
+        return chain_attention(q, kv, table, committed, hk, scale, window)
     overlap = is_hopper(q.device) if overlap is None else overlap
     chunks = num_chunks(table.shape[1] * PAGE)
     splits = 1 if walks else min(chunks, triton.cdiv(NUM_PROGRAMS, blocks * batch))
@@ -362,20 +367,3 @@ def _launch(
         GROUP=triton.next_power_of_2(group), ROWS=tail_rows, num_warps=tail_rows // 16, num_stages=1, **flags, **early,
     )  # fmt: skip
     return out
-
-
-def check_attention(q, kv, num_kv_heads, scale, window):
-    """ValueError for what the kernels do not take.  q [..., HQ, D], kv [2, rows, D]"""
-    num_heads, dim = q.shape[-2:]
-    if num_heads % num_kv_heads or num_heads > MAX_GROUP * num_kv_heads:
-        raise ValueError(
-            f"attention takes up to {MAX_GROUP} query heads per key head, got {num_heads} for {num_kv_heads}"
-        )
-    if dim > MAX_DIM:
-        raise ValueError(f"attention takes heads of up to {MAX_DIM} dimensions, got {dim}")
-    if kv.shape[0] != 2 or kv.shape[2] != dim or kv.dtype != q.dtype or not kv.is_contiguous():
-        raise ValueError(f"attention takes kv [2, rows, {dim}] in {q.dtype}, got {list(kv.shape)} in {kv.dtype}")
-    if scale <= 0 or (window is not None and window < 1):
-        raise ValueError(f"attention takes a scale above 0 and a window of 1 or more, got {scale} and {window}")
-    if on_triton(q) and q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f"attention on a GPU takes float32, bfloat16 or float16, got {q.dtype}")

@@ -21,7 +21,7 @@ from .linear import (
     linear_reference,
     range_product,
 )
-from .linear_prefill import TensorDescriptor, maps_fit, num_multiprocessors, tile_of
+from .linear_prefill import TensorDescriptor, map_of_rows, maps_fit, num_multiprocessors, tile_of
 from .linear_table import DECODE_ROWS, gated_launch, gated_prefill_launch, num_splits
 
 
@@ -139,11 +139,11 @@ def gate_up_silu(x, w, b=None, launch=None):
     if not y.numel():
         return y
     if M > DECODE_ROWS and width % 8 == 0 and maps_fit(x, w):
-        launch = launch or gated_prefill_launch(width, K)
         programs = num_multiprocessors(x.device)
+        launch = launch or gated_prefill_launch(width, K, M, programs)
         tiles = triton.cdiv(M, launch.rows) * triton.cdiv(width, launch.features)
         _prefill[(min(programs, tiles),)](
-            TensorDescriptor.from_tensor(x, [launch.rows, launch.depth]),
+            map_of_rows(x, launch),
             TensorDescriptor(w, [2, width, K], [width * K, K, 1], [2, launch.features, launch.depth]),
             TensorDescriptor.from_tensor(y, [launch.rows, launch.features]),
             b, M, width, K, launch.rows, launch.features, launch.depth, launch.group, programs,

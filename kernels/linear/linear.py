@@ -6,7 +6,7 @@ A library matmul picks its kernel, and with it the order of its sums, by M: one 
 differ in the last bits. On a GPU the order is fixed by (N, K) alone (linear_table.py): K is cut into S ranges. Tensor cores sum
 each range from its start to its end, 16 deep at a time, and the ranges are added in order. The tiles vary with M and change no
 bit: a tile's shape is not part of any sum. Two kernels keep that order. `_decode` has the weights as the left operand and the rows
-as the right one, so up to 256 rows read the weights once. `_prefill` (linear_prefill.py) has tensor maps and large tiles. float32
+as the right one, so up to 128 rows read the weights once. `_prefill` (linear_prefill.py) has tensor maps and large tiles. float32
 multiplies exactly (no TF32).
 
 On the CPU rows are zero-padded to blocks of BLOCK_ROWS, and every block takes the same path, so a row's bits do not depend on its
@@ -168,8 +168,8 @@ def linear(x, w, b=None):
 def linear_parts(x, w, b=None):
     """The partial sums of linear(x, w, b), for a consumer that adds them itself (`sum_parts`): [S, M, N]
 
-    S > 1: float32, S = num_splits(N, K); the bias is in part 0. S = 1: the finished product in x's dtype (also on the CPU and
-    for more than DECODE_ROWS rows, whose kernel adds the parts itself). Raises ValueError for shapes that do not fit.
+    S > 1: float32, S = num_splits(N, K); the bias is in part 0. S = 1: the finished product in x's dtype (also on the CPU, and for
+    so many rows that the kernel adds the parts itself). Raises ValueError for shapes that do not fit.
     """
     if not on_triton(x):
         return _linear_in_blocks(x, w, b)[None]
@@ -177,13 +177,16 @@ def linear_parts(x, w, b=None):
     check_kernel_operands("linear", x, w, b)
     x = x.contiguous()
     if x.shape[0] > DECODE_ROWS and maps_fit(x, w):
-        return prefill_linear(x, w, b)[None]
+        return prefill_linear(x, w, b)
     return decode_parts(x, w, b)
 
 
 def empty_rows(num_rows, width, dtype, device):
-    """An uninitialised [num_rows, width] with room after it for a whole tile of rows, which maps_of_rows makes use of."""
-    room = max(num_rows, tile_rows(num_rows, dtype.itemsize))
+    """An uninitialised [num_rows, width] with room after it for a whole tile of rows, which tensor maps make use of."""
+    if num_rows > DECODE_ROWS:
+        room = -(-num_rows // DECODE_ROWS) * DECODE_ROWS
+    else:
+        room = max(num_rows, tile_rows(num_rows, dtype.itemsize))
     return torch.empty(room, width, dtype=dtype, device=device)[:num_rows]
 
 

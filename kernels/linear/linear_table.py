@@ -2,7 +2,7 @@
 
     num_splits(N, K) -> S            decides bits: ranges of K are summed apart and added in order. Never looks at rows.
     decode_launch(N, K, tile_rows)   decides speed only: up to DECODE_ROWS rows, weights read once.
-    prefill_launch(N, K)             decides speed only: more rows.
+    prefill_launch(N, K, S, rows)    decides speed only: more rows.
 
 Entries were measured on an H200 (`headstart bench kernel linear --shape ... --sweep` prints the winner of a new shape).
 Changing a number of splits changes the bits of every output; changing a launch changes none.
@@ -10,9 +10,9 @@ Changing a number of splits changes the bits of every output; changing a launch 
 
 from typing import NamedTuple
 
-DECODE_ROWS = 256  # the widest row tile of the decode kernel: up to here every weight is read once
+DECODE_ROWS = 128  # the widest row tile of the decode kernel: up to here every weight is read once
 # 80 and 96 are a tile of 64 and one of 16 or 32 on the same weights: less to multiply than 128, so cooler too.
-ROW_TILES = (16, 32, 64, 80, 96, 128, DECODE_ROWS)
+ROW_TILES = (16, 32, 64, 80, 96, DECODE_ROWS)
 SPLIT_ALIGNMENT = 128  # ranges of K end at multiples of this, so that every depth of tile gives the same partial sums
 
 
@@ -37,7 +37,18 @@ class PrefillLaunch(NamedTuple):
     stages: int
     warps: int
     group: int
+    apart: bool = False  # ranges of K are programs of their own; else one program sums all of a tile's ranges
 
+
+# The tiles of many rows, and the nanoseconds that a multiprocessor of an H200 takes for 64 of K.
+PREFILL_TILES = {
+    PrefillLaunch(128, 256, 64, 4, 8, 8): 690,
+    PrefillLaunch(128, 128, 64, 6, 4, 8): 380,
+    PrefillLaunch(64, 256, 64, 5, 4, 8): 385,
+}
+SECOND_RANGE = PrefillLaunch(
+    128, 256, 64, 3, 8, 8
+)  # one program sums the ranges: its scratch leaves room for three stages
 
 SPLITS = {(6144, 4096): 1, (4096, 4096): 2, (28672, 4096): 1, (4096, 14336): 2, (128256, 4096): 1, (16384, 4096): 1}
 
@@ -49,7 +60,6 @@ DECODE = {
         80: Launch(64, 128, 5, 4),
         96: Launch(64, 128, 5, 4),
         128: Launch(64, 64, 8, 4),
-        256: Launch(64, 64, 4, 8),
     },
     (4096, 14336): {
         16: Launch(64, 128, 6, 4),
@@ -58,7 +68,6 @@ DECODE = {
         80: Launch(64, 128, 5, 4),
         96: Launch(64, 128, 5, 4),
         128: Launch(64, 128, 4, 4),
-        256: Launch(64, 64, 4, 8),
     },
     (128256, 4096): {
         16: Launch(128, 128, 4, 4),
@@ -67,14 +76,12 @@ DECODE = {
         80: Launch(128, 128, 4, 4),
         96: Launch(128, 64, 6, 4),
         128: Launch(128, 64, 3, 8),
-        256: Launch(128, 64, 4, 8),
     },
     (16384, 4096): {
         16: Launch(64, 128, 4, 4),
         32: Launch(128, 128, 4, 8),
         64: Launch(128, 128, 4, 4),
         128: Launch(128, 64, 6, 8),
-        256: Launch(128, 64, 4, 8),
     },
 }
 
@@ -87,13 +94,8 @@ GATED_DECODE = {
         80: Launch(64, 64, 4, 4),
         96: Launch(64, 64, 4, 4),
         128: Launch(128, 64, 4, 8),
-        256: Launch(64, 64, 4, 8),
     }
 }
-
-PREFILL = {}
-
-GATED_PREFILL = {}
 
 
 def num_splits(N, K):
@@ -136,9 +138,7 @@ def decode_launch(N, K, rows, itemsize=2):
         if rows > 64:
             return Launch(64, 128, 5, 4) if few else Launch(128, 64, 6, 4)
         return Launch(64, 128, 4, 4) if few else Launch(128, 128, 4, 4 if rows == 16 else 8)
-    if rows == 128:
-        return Launch(64, 128, 4, 4) if few else Launch(128, 64, 6, 8)
-    return Launch(64, 64, 4, 8) if few else Launch(128, 64, 4, 8)
+    return Launch(64, 128, 4, 4) if few else Launch(128, 64, 6, 8)
 
 
 def gated_launch(I, K, rows, itemsize=2):
@@ -151,15 +151,33 @@ def gated_launch(I, K, rows, itemsize=2):
         return Launch(64, 128, 3, 4)
     if 64 < rows < 128:
         return Launch(64, 64, 4, 4)
-    return Launch(64, 64, 4, 8) if rows == 256 or I < 8192 else Launch(128, 64, 4, 8)
+    return Launch(64, 64, 4, 8) if I < 8192 else Launch(128, 64, 4, 8)
 
 
-def prefill_launch(N, K):
-    """Launch of linear's prefill kernel."""
-    one_range = PrefillLaunch(128, 256, 64, 4, 8, 8)
-    return PREFILL.get((N, K), one_range if num_splits(N, K) == 1 else one_range._replace(stages=3))
+def prefill_launch(N, K, S, rows, programs):
+    """Launch of linear's prefill kernel for w [N, K] in S ranges and `rows` rows, on `programs` multiprocessors.
+
+    The one whose waves of tiles take least: at 320 rows a product of 4096 features has 48 tiles of 128 x 256 for 132
+    multiprocessors, and 96 if its two ranges are apart.
+    """
+    if S == 1:
+        return min(PREFILL_TILES, key=lambda launch: _time_of_waves(launch, N, K, 1, rows, programs))
+    # Ranges apart write and read fp32 sums, 8 bytes per feature, row and range, at about 4 bytes a picosecond.
+    apart = [launch._replace(apart=True) for launch in PREFILL_TILES]
+    times = {launch: _time_of_waves(launch, N, K, S, rows, programs) + rows * N * S * 2e-3 for launch in apart}
+    together = S * _time_of_waves(SECOND_RANGE, N, K / S, 1, rows, programs)
+    best = min(times, key=times.get)
+    return best if times[best] < together else SECOND_RANGE
 
 
-def gated_prefill_launch(I, K):
+def gated_prefill_launch(I, K, rows, programs):
     """Launch of gate_up_silu's prefill kernel; `features` as in gated_launch."""
-    return GATED_PREFILL.get((I, K), PrefillLaunch(128, 128, 64, 4, 8, 8))
+    launch = prefill_launch(2 * I, K, 1, rows, programs)
+    return launch._replace(features=launch.features // 2)
+
+
+def _time_of_waves(launch, N, K, S, rows, programs):
+    """Nanoseconds that the tiles of a product take, as many at a time as there are programs."""
+    waves = -(-(-(-rows // launch.rows) * -(-N // launch.features) * S) // programs)
+    step = PREFILL_TILES.get(launch._replace(apart=False), 700)
+    return waves * (K / S / 64 * step + 2000)

@@ -50,10 +50,10 @@ class OwnCacheDrafter(SequentialDrafter):
         depths = torch.arange(length, device=device)
         shape = dict(first=0, depths=depths, ancestors=depths.expand(length, length))
         # Rows after the newest token lie after the committed ones: they are overwritten before they are read.
-        state = self._run_tree(batch, emitted[:, 1:], feature, from_target=True, **shape)
+        state = self._run_tree(batch, emitted[:, 1:], feature, from_target=True, is_chain=True, **shape)
         return state[requests, num_accepted]
 
-    def _run_tree(self, batch, tokens, source, *, from_target, first, depths, ancestors):
+    def _run_tree(self, batch, tokens, source, *, from_target, first, depths, ancestors, is_chain=False):
         """Run rows [B, n] as nodes of a tree after the committed places; the first row's keys go to the tree's place `first`.
 
         tokens [B, n], source [B, n, .]; depths and ancestors as build_tree_index takes them  ->  [B, n, S]
@@ -62,7 +62,8 @@ class OwnCacheDrafter(SequentialDrafter):
         below = batch.committed + self.shift if self.shift else batch.committed  # [B]
         first += self.shift
         places = batch.places(first, first + tokens.shape[1])  # [B, n]
-        index = build_tree_index(batch.block_table, below, depths, ancestors, num_kv_heads=heads, dtype=dtype)
+        shape = dict(num_kv_heads=heads, dtype=dtype, is_chain=is_chain)
+        index = build_tree_index(batch.block_table, below, depths, ancestors, **shape)
         positions = below[:, None] + depths  # [B, n]
         forward_pass = ForwardPass(
             tokens=tokens.flatten(), positions=positions.flatten(), cache_rows=places.flatten(), attention=index

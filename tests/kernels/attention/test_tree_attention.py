@@ -1,5 +1,7 @@
 """Tree attention: by value against a dense fp64 reference, and the same bits for a node in every tree, batch and commit."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -240,6 +242,28 @@ def check_bits(sequences, lengths, counts):
                 for choice in choices:
                     other = _launch(q, kv, index, dim**-0.5, window, walks=walks, **choice)
                     assert torch.equal(other, found), (length, num_nodes, walks, choice)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 90])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("hq", "hk", "dim"), [(32, 8, 128), (6, 2, 80), (14, 2, 32)])
+def test_a_chain_in_one_pass_has_the_bits_of_two(hq, hk, dim, dtype, window):
+    """In batches of three requests, of one block of nodes and of several, across borders of tiles and chunks."""
+    if dtype == torch.float32 and dim > 64:
+        pytest.skip("slow without tensor cores, and nothing that 64 lanes do not show")
+    batch, pages = 3, 48
+    kv = draw_cache(batch * pages + 1, hk, dim, dtype, "cuda")
+    table = 1 + torch.arange(batch * pages, device="cuda").view(batch, pages)
+    for num_nodes in (1, 5, 17, 40):
+        chain = torch.arange(num_nodes, device="cuda")
+        q = torch.randn(batch, num_nodes, hq, dim, generator=torch.Generator().manual_seed(1)).to("cuda", dtype)
+        for length in (0, 1, 60, 63, 64, 250, 256, 2047, 2900):
+            committed = torch.tensor([length, max(length - 7, 0), length // 2], device="cuda")
+            index = build_tree_index(table, committed, chain, chain.expand(num_nodes, -1), hk)
+            expected = _launch(q, kv, index, dim**-0.5, window, walks=False)
+            found = _launch(q, kv, replace(index, is_chain=True), dim**-0.5, window, walks=True)
+            assert torch.equal(found, expected), (num_nodes, length)
 
 
 @pytest.mark.gpu

@@ -41,7 +41,7 @@ def test_the_first_half_of_the_weights_is_the_gate(device):
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("rows", [5, 70, 130])
+@pytest.mark.parametrize("rows", [5, 70, 120])
 def test_tensor_maps_in_the_interpreter(rows):
     """In one half and in two; float16 as maps ask it."""
     x, w, b = operands(rows, 2 * 72, 136, torch.float16)

@@ -4,21 +4,24 @@ import pytest
 import torch
 
 from headstart.kernels.linear import linear_prefill
-from headstart.kernels.linear.linear import decode_parts, linear_reference
+from headstart.kernels.linear.linear import linear, linear_reference
 from headstart.kernels.linear.linear_prefill import maps_fit, prefill_linear
-from headstart.kernels.linear.linear_table import PrefillLaunch
+from headstart.kernels.linear.linear_table import PREFILL_TILES, SECOND_RANGE, PrefillLaunch
 from headstart.tests.kernels.linear.products import error, operands, poison
 
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("splits", "features"), [(1, 128), (1, 256), (1, 512), (2, 64), (2, 128), (3, 256)])
-def test_values_in_the_interpreter(monkeypatch, splits, features, bias):
+@pytest.mark.parametrize("apart", [False, True])
+def test_values_in_the_interpreter(monkeypatch, splits, features, bias, apart):
     """Several programs, each of several tiles, in one, two and four pieces, with remainders of rows, features and depth."""
     monkeypatch.setattr(linear_prefill, "num_multiprocessors", lambda device: 3)
     x, w, b = operands(53, features + 40, 128 * splits - 72, torch.float16)
     b = b if bias else None
-    found = prefill_linear(x, w, b, splits, PrefillLaunch(16, features, 64, 1, 4, 3))
+    parts = prefill_linear(x, w, b, splits, PrefillLaunch(16, features, 64, 1, 4, 3, apart))
+    assert parts.shape[0] == (splits if apart else 1)
+    found = parts.sum(0).half()
     exact = linear_reference(x.double(), w.double(), None if b is None else b.double())
     assert error(found, exact) <= 2 * error(linear_reference(x, w, b), exact)
 
@@ -27,14 +30,29 @@ def test_values_in_the_interpreter(monkeypatch, splits, features, bias):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 4096), (1000, 2056), (104, 64)])
 def test_rows_have_the_bits_of_the_decode_kernel(n, k, dtype):
-    x, w, b = operands(600, n, k, dtype, "cuda")
-    poison("cuda")
-    found = prefill_linear(x, w, b)
-    for rows in (1, 17, 80, 256):
-        total, *parts = decode_parts(x[-rows:], w, b)
-        for part in parts:
-            total = total + part
-        assert torch.equal(total.to(dtype), found[-rows:]), rows
+    """At every number of rows the tiles differ, and whether ranges of K are apart."""
+    x, w, b = operands(2100, n, k, dtype, "cuda")
+    expected = torch.cat([linear(part, w, b) for part in x[:600].split(100)])
+    for rows in (129, 160, 192, 256, 320, 384, 600, 1000, 2100):
+        poison("cuda")
+        alone = x[:rows].clone()  # no memory after it, as empty_rows leaves it
+        for given in (x[:rows], alone):
+            total, *parts = prefill_linear(given, w, b)
+            for part in parts:
+                total = total + part
+            assert torch.equal(total.to(dtype)[:600], expected[:rows]), rows
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("tile", [*PREFILL_TILES, SECOND_RANGE])
+def test_every_tile_gives_the_same_bits(tile, apart):
+    if apart is False and tile != SECOND_RANGE:
+        pytest.skip("with ranges summed in one program, only the tile with room for it runs")
+    x, w, b = operands(700, 4096, 4096, torch.bfloat16, "cuda")
+    expected = torch.cat([linear(part, w, b) for part in x.split(100)])
+    parts = prefill_linear(x, w, b, 2, tile._replace(apart=apart))
+    assert torch.equal(parts.sum(0).bfloat16(), expected)
 
 
 def test_tensor_maps_ask_two_bytes_an_element_and_rows_of_whole_16_bytes():

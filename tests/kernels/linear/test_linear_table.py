@@ -10,7 +10,9 @@ from headstart.kernels.linear.linear_table import (
     SPLITS,
     decode_launch,
     gated_launch,
+    gated_prefill_launch,
     num_splits,
+    prefill_launch,
     split_depth,
     tile_rows,
 )
@@ -28,8 +30,21 @@ def test_every_launch_of_the_tables_fits_and_ends_with_a_range_of_k():
         assert (launch.features * operands + rows) * launch.depth * 2 * launch.stages < 227 << 10
 
 
-@pytest.mark.parametrize(
-    ("count", "rows"), [(1, 16), (16, 16), (17, 32), (65, 80), (81, 96), (97, 128), (256, 256), (5000, 256)]
-)
+def test_tiles_of_many_rows_fit_and_fill_the_card():
+    """At 320 rows two ranges of K apart make 96 tiles of 128 x 256 for 132 multiprocessors; at 8192 one program sums both."""
+    for rows in (129, 160, 256, 320, 384, 1000, 8192):
+        for splits in (1, 2, 4):
+            launch = prefill_launch(4096, 14336, splits, rows, 132)
+            width = 128 if splits == 1 else 64
+            stored = launch.rows * width * (4 if splits > 1 else 2)
+            assert (launch.features + launch.rows) * launch.depth * 2 * launch.stages + stored < 227 << 10
+        assert gated_prefill_launch(14336, 4096, rows, 132).features <= 128
+    assert prefill_launch(4096, 14336, 2, 320, 132)[:2] == (128, 256)
+    assert prefill_launch(4096, 14336, 2, 320, 132).apart
+    assert not prefill_launch(4096, 14336, 2, 8192, 132).apart
+    assert prefill_launch(6144, 4096, 1, 320, 132)[:2] == (64, 256)
+
+
+@pytest.mark.parametrize(("count", "rows"), [(1, 16), (16, 16), (17, 32), (65, 80), (81, 96), (97, 128), (5000, 128)])
 def test_a_row_tile_is_the_narrowest_that_holds_the_rows(count, rows):
     assert tile_rows(count) == rows
