@@ -162,9 +162,9 @@ class Layer:
         return self.mlp(x), residual
 
 
-def lm_head_logits(hidden, weight, divisor=1.0):
-    """hidden [M, H], weight [V, H] -> [M, V], in the model's dtype on a GPU and in fp32 at least on the CPU"""
-    logits = linear(hidden, weight)
+def lm_head_logits(hidden, weight, divisor=1.0, out=None):
+    """hidden [M, H], weight [V, H] -> [M, V], in the model's dtype on a GPU (in `out` if given), in fp32 at least on the CPU"""
+    logits = linear(hidden, weight, out=out)
     if divisor != 1:
-        logits = logits / divisor
+        logits = logits / divisor if out is None else logits.div_(divisor)
     return logits if logits.is_cuda or logits.dtype == torch.float64 else logits.float()

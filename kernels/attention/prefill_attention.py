@@ -42,13 +42,21 @@ class PrefillIndex:
     block_table: torch.Tensor  # [R, P] page numbers
     starts: torch.Tensor  # [R] position of each chunk's first token
     counts: torch.Tensor  # [R] tokens of each chunk
-    host_counts: tuple  # the same numbers on the host: they set the number of programs
+    # The same numbers on the host, which set the number of programs; None, in a graph: any counts that make up to num_rows tokens
+    host_counts: tuple | None
     num_kv_heads: int  # HK
+    num_rows: int  # T
     nodes: int = 0  # tokens of every chunk, where all have the same number; `counts` is not read then
 
-    def attend(self, q, kv, scale=None, window=None):
+    def num_blocks(self, tokens):
+        """Number of blocks of so many tokens that hold all chunks, or could."""
+        if self.host_counts is None:
+            return self.num_rows // tokens + len(self.starts)
+        return sum(triton.cdiv(count, tokens) for count in self.host_counts)
+
+    def attend(self, q, kv, scale=None, window=None, out=None):
         """q [T, HQ, D], kv [2, rows, D] of one layer -> [T, HQ, D]; see prefill_attention."""
-        return prefill_attention(q, kv, self, scale, window)
+        return prefill_attention(q, kv, self, scale, window, out)
 
 
 def build_prefill_index(block_table, starts, counts, num_kv_heads, device):
@@ -67,7 +75,8 @@ def build_prefill_index(block_table, starts, counts, num_kv_heads, device):
     if torch.device(device).type == "cuda":
         both = both.pin_memory()
     both = both.to(device, non_blocking=True)
-    return PrefillIndex(block_table, both[0], both[1], tuple(counts.tolist()), num_kv_heads)
+    counts = tuple(counts.tolist())
+    return PrefillIndex(block_table, both[0], both[1], counts, num_kv_heads, sum(counts))
 
 
 def prefill_attention_reference(q, k, v, start, scale=None, window=None):
@@ -120,15 +129,17 @@ def _prefill_kernel(
         packed = request * NODES
         count = NODES
         block = BLOCKS - 1 - block % BLOCKS
+        spare = block < 0
     else:
         i = tl.arange(0, REQUESTS)
-        count = tl.load(counts + i, mask=i < R, other=0)
+        count = tl.load(counts + i, mask=i < R, other=0).to(tl.int32)
         blocks = (count + TOKENS - 1) // TOKENS
         ends = tl.cumsum(blocks, 0)
-        request = tl.sum((ends <= block).to(tl.int32), 0)
+        spare = block >= tl.sum(blocks)  # a graph has programs for the most blocks that its rows could make
+        request = tl.minimum(tl.sum((ends <= block).to(tl.int32), 0), R - 1)
         packed = tl.sum(tl.where(i < request, count, 0), 0)
-        count = tl.sum(tl.where(i == request, count, 0), 0)
-        block = tl.sum(tl.where(i == request, ends, 0), 0) - 1 - block
+        count = tl.where(spare, 0, tl.sum(tl.where(i == request, count, 0), 0))
+        block = tl.where(spare, 0, tl.sum(tl.where(i == request, ends, 0), 0) - 1 - block)
     start = tl.load(starts + request).to(tl.int32)
     table = block_table + request.to(tl.int64) * table_stride
 
@@ -144,14 +155,15 @@ def _prefill_kernel(
     first = 0
     if WINDOW:
         first = tl.maximum(low - window + 1, 0) // 64
-    whole = (low + 1) // 64  # tiles below it are seen by every row
+    whole = tl.where(spare, 0, (low + 1) // 64)  # tiles below it are seen by every row
+    end = tl.where(spare, 0, high // 64 + 1)
     m, l, acc = empty_state(ROWS, DIM)
     chunk_m, chunk_l, chunk_acc = empty_state(ROWS, DIM)
     m, l, acc, chunk_m, chunk_l, chunk_acc = walk(
         query, k_map, v_map, table, h, first, whole, lowest, m, l, acc, chunk_m, chunk_l, chunk_acc, scale,
         HK, D, DIM, ROWS, WINDOW, TENSOR_MAP,
     )  # fmt: skip
-    for t in tl.range(tl.maximum(whole, first), high // 64 + 1, num_stages=1):
+    for t in tl.range(tl.maximum(whole, first), end, num_stages=1):
         if starts_chunk(t * 64):
             m, l, acc = merge(m, l, acc, chunk_m, chunk_l, chunk_acc)
             chunk_m, chunk_l, chunk_acc = empty_state(ROWS, DIM)
@@ -168,42 +180,47 @@ def _prefill_kernel(
     tl.store(out + rows[:, None] * D + d[None, :], result, mask=ok[:, None] & (d < D)[None, :])
 
 
-def prefill_attention(q, kv, index, scale=None, window=None):
+def prefill_attention(q, kv, index, scale=None, window=None, out=None):
     """Causal attention of packed chunks; shapes as in the legend above.
 
-    `scale` of the scores (> 0), 1 / sqrt(D) unless given; `window` in positions. Raises ValueError for shapes it does not take.
+    `scale` of the scores (> 0), 1 / sqrt(D) unless given; `window` in positions; out: where to write, contiguous. Rows that belong
+    to no chunk are zero. Raises ValueError for shapes it does not take.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     check_attention(q, kv, index.num_kv_heads, scale, window)
-    if q.shape[0] != sum(index.host_counts):
-        raise ValueError(f"prefill_attention takes {sum(index.host_counts)} rows of queries, got {q.shape[0]}")
-    return _launch(q, kv, index, scale, window)
+    if q.shape[0] != index.num_rows:
+        raise ValueError(f"prefill_attention takes {index.num_rows} rows of queries, got {q.shape[0]}")
+    return _launch(q, kv, index, scale, window, out)
 
 
-def chain_attention(q, kv, block_table, starts, num_kv_heads, scale, window):
+def chain_attention(q, kv, block_table, starts, num_kv_heads, scale, window, out=None):
     """Attention of B chains of N nodes, the keys of all written: node n stands at position starts[b] + n.
 
     q [B, N, HQ, D], block_table [B, P], starts [B]  ->  [B, N, HQ, D]. The operands are checked by the caller.
     """
     batch, num_nodes = q.shape[:2]
-    index = PrefillIndex(block_table, starts, starts, (num_nodes,) * batch, num_kv_heads, num_nodes)
-    return _launch(q.flatten(0, 1), kv, index, scale, window).view(q.shape)
+    index = PrefillIndex(block_table, starts, starts, (num_nodes,) * batch, num_kv_heads, batch * num_nodes, num_nodes)
+    return _launch(q.flatten(0, 1), kv, index, scale, window, out).view(q.shape)
 
 
-def _launch(q, kv, index, scale, window, rows=64, num_stages=None, tensor_map=None):
-    """Launch the kernel. Arguments after `window` override the choice made from shapes; every choice gives the same bits."""
+def _launch(q, kv, index, scale, window, out=None, rows=64, num_stages=None, tensor_map=None):
+    """Launch the kernel. Arguments after `out` override the choice made from shapes; every choice gives the same bits."""
     num_heads, dim = q.shape[1:]
-    hk, counts = index.num_kv_heads, index.host_counts
-    blocks = sum(triton.cdiv(count, rows // (num_heads // hk)) for count in counts)
-    q, out = q.contiguous(), empty_rows(q.shape[0], q.shape[1] * q.shape[2], q.dtype, q.device).view(q.shape)
+    hk = index.num_kv_heads
+    blocks = index.num_blocks(rows // (num_heads // hk))
+    q = q.contiguous()
+    if out is None:
+        out = empty_rows(q.shape[0], num_heads * dim, q.dtype, q.device).view(q.shape)
+    if index.host_counts is None:
+        out.zero_()  # rows after the last chunk go through the layers like others: what they leave in page 0 must be finite
     k, v = kv.unbind()
     lanes = pad_dim(dim)
     keys, values, tensor_map = tile_sources(k, v, lanes, tensor_map)
     alone = index.nodes > 0 and q.is_cuda and hk * blocks <= num_multiprocessors(q.device)
     _prefill_kernel[hk, blocks](
         q, k, v, keys, values, index.block_table, index.starts, index.counts, out,
-        len(counts), index.block_table.stride(0), scale * LOG2_E, window or 0,
-        HQ=num_heads, HK=hk, D=dim, DIM=lanes, REQUESTS=triton.next_power_of_2(len(counts)), NODES=index.nodes, ROWS=rows,
+        len(index.starts), index.block_table.stride(0), scale * LOG2_E, window or 0,
+        HQ=num_heads, HK=hk, D=dim, DIM=lanes, REQUESTS=triton.next_power_of_2(len(index.starts)), NODES=index.nodes, ROWS=rows,
         WINDOW=window is not None, TENSOR_MAP=tensor_map,
         num_warps=rows // 16, num_stages=num_stages or count_stages(dim, q.dtype, alone), enable_fp_fusion=False,
         **overlap(q),

@@ -43,7 +43,7 @@ from .attention_fold import (
     tile_sources,
     walk,
 )
-from .prefill_attention import chain_attention
+from .prefill_attention import PrefillIndex, chain_attention
 from .tile_attention import TileRows, build_tile_rows, tile_attention
 
 NUM_PROGRAMS = 512  # of the prefix pass, if chunks are spread over programs
@@ -62,12 +62,32 @@ class TreeIndex:
     tiles: TileRows | None  # rows of the cache, on the CPU only
     is_chain: bool = False  # every node is its parent's only child: node i stands at position L + i
 
-    def attend(self, q, kv, scale=None, window=None):
-        """q [B * N, HQ, D], kv [2, rows, D] of one layer -> [B * N, HQ, D]; see tree_attention."""
+    @property
+    def num_rows(self):
+        """B * N"""
+        return self.depths.numel()
+
+    def attend(self, q, kv, scale=None, window=None, out=None):
+        """q [B * N, HQ, D], kv [2, rows, D] of one layer -> [B * N, HQ, D]; see tree_attention. out: where to write, on a GPU."""
         batch, num_nodes = self.depths.shape
         if q.shape[0] != batch * num_nodes:
             raise ValueError(f"attend takes {batch} x {num_nodes} rows of queries, got {q.shape[0]}")
-        return tree_attention(q.view(batch, num_nodes, *q.shape[1:]), kv, self, scale, window).view(q.shape)
+        return tree_attention(q.view(batch, num_nodes, *q.shape[1:]), kv, self, scale, window, out).view(q.shape)
+
+
+@dataclass(frozen=True)
+class MixedIndex:
+    """Rows of draft trees, then rows of prompts, in one pass on a GPU."""
+
+    trees: TreeIndex
+    prompts: PrefillIndex
+
+    def attend(self, q, kv, scale=None, window=None):
+        """q [B * N + T, HQ, D], kv [2, rows, D] of one layer -> [B * N + T, HQ, D]"""
+        nodes, out = self.trees.num_rows, empty_rows(q.shape[0], q[0].numel(), q.dtype, q.device).view(q.shape)
+        self.trees.attend(q[:nodes], kv, scale, window, out=out[:nodes])
+        self.prompts.attend(q[nodes:], kv, scale, window, out=out[nodes:])
+        return out
 
 
 def build_tree_index(block_table, committed, depths, ancestors, num_kv_heads, dtype=None, is_chain=False):
@@ -315,23 +335,34 @@ def _tail_kernel(
     tl.store(out + rows[:, None] * D + d[None, :], result, mask=ok[:, None] & (d < D)[None, :])
 
 
-def tree_attention(q, kv, index, scale=None, window=None):
+def tree_attention(q, kv, index, scale=None, window=None, out=None):
     """Attention of every node over its path; shapes as in the legend above.
 
-    scale: factor of the scores, above 0 (default 1 / sqrt(D)); window: number of positions that a node sees (default: all). Raises
-    ValueError for unsupported shapes.
+    scale: factor of the scores, above 0 (default 1 / sqrt(D)); window: number of positions that a node sees (default: all); out:
+    where to write, on a GPU, contiguous. Raises ValueError for unsupported shapes.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     check_attention(q, kv, index.num_kv_heads, scale, window)
     if not on_triton(q):
         return tile_attention(q, kv, index.tiles, scale, window).to(q.dtype)
-    return _launch(q, kv, index, scale, window)
+    return _launch(q, kv, index, scale, window, out)
 
 
 def _launch(
-    q, kv, index, scale, window, walks=None, rows=64, num_stages=None, tensor_map=None, overlap=None, tail_rows=64
+    q,
+    kv,
+    index,
+    scale,
+    window,
+    out=None,
+    walks=None,
+    rows=64,
+    num_stages=None,
+    tensor_map=None,
+    overlap=None,
+    tail_rows=64,
 ):
-    """Launch the two passes. Arguments after `window` override the choice made from shapes; every choice gives the same bits."""
+    """Launch the two passes. Arguments after `out` override the choice made from shapes; every choice gives the same bits."""
     batch, num_nodes, num_heads, dim = q.shape
     hk, table, committed = index.num_kv_heads, index.block_table, index.committed
     group = num_heads // hk
@@ -339,14 +370,16 @@ def _launch(
     blocks = hk * triton.cdiv(num_rows, rows)
     walks = blocks * batch >= WALK_PROGRAMS if walks is None else walks
     if walks and index.is_chain:
-        return chain_attention(q, kv, table, committed, hk, scale, window)
+        return chain_attention(q, kv, table, committed, hk, scale, window, out)
     overlap = is_hopper(q.device) if overlap is None else overlap
     chunks = num_chunks(table.shape[1] * PAGE)
     splits = 1 if walks else min(chunks, triton.cdiv(NUM_PROGRAMS, blocks * batch))
     slots = 2 if walks else chunks
     states = torch.empty(batch, hk, slots, num_rows, dim, dtype=torch.float32, device=q.device)
     stats = torch.empty(batch, hk, slots, num_rows, 2, dtype=torch.float32, device=q.device)
-    q, out = q.contiguous(), empty_rows(batch * num_nodes, num_heads * dim, q.dtype, q.device).view(q.shape)
+    q = q.contiguous()
+    if out is None:
+        out = empty_rows(batch * num_nodes, num_heads * dim, q.dtype, q.device).view(q.shape)
     k, v = kv.unbind()
     lanes = pad_dim(dim)
     keys, values, tensor_map = tile_sources(k, v, lanes, tensor_map)
@@ -366,4 +399,4 @@ def _launch(
         table.stride(0), index.depths.stride(0), *index.ancestors.stride()[:2], **numbers,
         GROUP=triton.next_power_of_2(group), ROWS=tail_rows, num_warps=tail_rows // 16, num_stages=1, **flags, **early,
     )  # fmt: skip
-    return out
+    return out.view(q.shape)

@@ -149,27 +149,28 @@ def check_kernel_operands(name, x, w, b):
         raise ValueError(f"{name} takes contiguous weights and bias, got w with strides {w.stride()}")
 
 
-def linear(x, w, b=None):
+def linear(x, w, b=None, out=None):
     """y = x W^T + b, rows independent of each other to the bit.  x [M, K], w [N, K], b [N] -> [M, N]
 
-    Raises ValueError for shapes that do not fit.
+    out [M, N]: where to write on a GPU, contiguous. Raises ValueError for shapes that do not fit.
     """
     if not on_triton(x):
         return _linear_in_blocks(x, w, b)
-    parts = linear_parts(x, w, b)
+    parts = linear_parts(x, w, b, out)
     if parts.shape[0] == 1:
         return parts[0]
-    y = torch.empty(parts.shape[1:], dtype=x.dtype, device=x.device)
+    y = torch.empty(parts.shape[1:], dtype=x.dtype, device=x.device) if out is None else out
     if y.numel():
         _sum[(triton.cdiv(y.numel(), 1024),)](parts, y, y.numel(), parts.shape[0], 1024, **overlap(y))
     return y
 
 
-def linear_parts(x, w, b=None):
+def linear_parts(x, w, b=None, out=None):
     """The partial sums of linear(x, w, b), for a consumer that adds them itself (`sum_parts`): [S, M, N]
 
     S > 1: float32, S = num_splits(N, K); the bias is in part 0. S = 1: the finished product in x's dtype (also on the CPU, and for
-    so many rows that the kernel adds the parts itself). Raises ValueError for shapes that do not fit.
+    so many rows that the kernel adds the parts itself; on a GPU it is written to `out` [M, N] if given). Raises ValueError for
+    shapes that do not fit.
     """
     if not on_triton(x):
         return _linear_in_blocks(x, w, b)[None]
@@ -177,8 +178,8 @@ def linear_parts(x, w, b=None):
     check_kernel_operands("linear", x, w, b)
     x = x.contiguous()
     if x.shape[0] > DECODE_ROWS and maps_fit(x, w):
-        return prefill_linear(x, w, b)
-    return decode_parts(x, w, b)
+        return prefill_linear(x, w, b, out=out)
+    return decode_parts(x, w, b, out=out)
 
 
 def empty_rows(num_rows, width, dtype, device):
@@ -224,14 +225,17 @@ def decode_operands(x, w, launch_of):
     return x, None, w, rows, 0, launch_of(rows)
 
 
-def decode_parts(x, w, b=None, splits=None, launch=None):
+def decode_parts(x, w, b=None, splits=None, launch=None, out=None):
     """linear_parts by the decode kernel, for any rows; `splits` and `launch` replace the tables' (the sweep tries them).
 
     The operands are checked by the caller.
     """
     (M, K), N = x.shape, w.shape[0]
     S, itemsize = splits or num_splits(N, K), x.element_size()
-    parts = torch.empty((S, M, N), dtype=x.dtype if S == 1 else torch.float32, device=x.device)
+    if S == 1 and out is not None:
+        parts = out[None]
+    else:
+        parts = torch.empty((S, M, N), dtype=x.dtype if S == 1 else torch.float32, device=x.device)
     if not parts.numel():
         return parts
     split = split_depth(K, S)

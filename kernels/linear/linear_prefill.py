@@ -132,18 +132,21 @@ def map_of_rows(x, launch):
     return TensorDescriptor(x, [whole if room >= whole else rows, width], [width, 1], [launch.rows, launch.depth])
 
 
-def prefill_linear(x, w, b=None, splits=None, launch=None):
+def prefill_linear(x, w, b=None, splits=None, launch=None, out=None):
     """x W^T + b on large tiles; the operands are checked by the caller (linear.py).
 
     -> [1, M, N] in x's dtype, or the partial sums [S, M, N] in float32 if the launch leaves ranges apart. `splits` and `launch`
-    replace the tables' (the sweep tries them).
+    replace the tables' (the sweep tries them). out [M, N]: where to write a product that is not in parts.
     """
     (M, K), N = x.shape, w.shape[0]
     S, multiprocessors = splits or num_splits(N, K), num_multiprocessors(x.device)
     launch = launch or prefill_launch(N, K, S, M, multiprocessors)
     apart = launch.apart and S > 1
     parts = S if apart else 1
-    y = torch.empty((parts, M, N), dtype=torch.float32 if apart else x.dtype, device=x.device)
+    if out is not None and not apart:
+        y = out[None]
+    else:
+        y = torch.empty((parts, M, N), dtype=torch.float32 if apart else x.dtype, device=x.device)
     tiles = triton.cdiv(M, launch.rows) * triton.cdiv(N, launch.features) * parts
     programs = min(multiprocessors, tiles)
     scratch = None

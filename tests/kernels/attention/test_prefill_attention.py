@@ -5,7 +5,12 @@ import itertools
 import pytest
 import torch
 
-from headstart.kernels.attention.prefill_attention import _launch, build_prefill_index, prefill_attention_reference
+from headstart.kernels.attention.prefill_attention import (
+    PrefillIndex,
+    _launch,
+    build_prefill_index,
+    prefill_attention_reference,
+)
 from headstart.kernels.attention.tree_attention import PAGE, build_tree_index
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -123,6 +128,33 @@ def test_bits_are_those_of_decoding_one_by_one(hq, hk, dim, dtype, window):
     narrow = dtype != torch.float32 and dim <= 128
     for choice in (dict(tensor_map=False), dict(rows=128), dict(rows=128, tensor_map=False))[: 1 + 2 * narrow]:
         assert torch.equal(_launch(q, kv, index, dim**-0.5, window, **choice), whole), choice
+
+
+@pytest.mark.parametrize("window", [None, 70])
+def test_rows_of_a_fixed_number_take_any_chunks(kernel_device, window):
+    """A graph's index: counts that fill the rows or not, chunks without a token; rows of no chunk are zero, not what lay there."""
+    hq, hk, dim, num_rows = 4, 2, 16, 90
+    dtype = torch.float32 if kernel_device == "cpu" else torch.bfloat16
+    table, num_pages = draw_table([300, 200, 100, 64], kernel_device)
+    kv = draw_cache(num_pages, hk, dim, dtype, kernel_device)
+    q = torch.randn(num_rows, hq, dim, generator=torch.Generator().manual_seed(1)).to(kernel_device, dtype)
+    for starts, counts in (
+        ([200, 3, 0, 0], [50, 40, 0, 0]),
+        ([90, 0, 7, 0], [1, 64, 13, 2]),
+        ([0] * 4, [90, 0, 0, 0]),
+        ([0] * 4, [0] * 4),
+    ):
+        used = sum(counts)
+        on_device = (torch.tensor(x, device=kernel_device) for x in (starts, counts))
+        out = torch.full_like(q, float("nan"))
+        found = PrefillIndex(table, *on_device, None, hk, num_rows).attend(q, kv, None, window, out=out)
+        assert found is out
+        assert (found[used:] == 0).all()
+        real = [i for i in range(4) if counts[i]]
+        if real:
+            given = [starts[i] for i in real], [counts[i] for i in real]
+            expected = build_prefill_index(table[real], *given, hk, kernel_device).attend(q[:used], kv, None, window)
+            assert torch.equal(found[:used], expected)
 
 
 @pytest.mark.gpu
