@@ -69,13 +69,13 @@ def bytes_of_page(num_layers, num_kv_heads, head_dim, dtype):
 def measure_workspace(engine, num_tokens):
     """Bytes that a prefill of `num_tokens` and a step of all seats need besides weights and cache.
 
-    It runs dummy batches in the seat that no request holds, on page 0. Prompts of other lengths run too, because the first of each
-    kind compiles kernels, and no user should wait for that.
+    It runs dummy batches in the seat that no request holds, on page 0. Prompts of other lengths run too: every launch of the
+    products is compiled here, because no user should wait for that.
     """
     device = engine.decoder.device
     num_tokens = max(1, min(num_tokens, (engine.seats.block_table.shape[1] - 1) * PAGE))
     before = torch.cuda.memory_allocated(device)
-    for count in [*(n for n in (1, 20, 40, 100, 200, 300) if n < num_tokens), num_tokens]:
+    for count in engine.decoder.row_counts(num_tokens):
         torch.cuda.reset_peak_memory_stats(device)
         hidden = engine.prompts.run_dummy(count)
     score_hidden(engine.decoder, hidden, torch.zeros(num_tokens, dtype=torch.int64, device=device), 1)
@@ -86,11 +86,10 @@ def measure_workspace(engine, num_tokens):
     step = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
-    # The graphs have their own memory pool, beside the memory that prefill takes from the allocator. Each graph holds the results
-    # of its step; over all sizes that is twice the largest, for each kind of filters.
-    rows, own = engine.graphs.sizes[-1] * engine.tree.num_nodes, engine.decoder.dtype.itemsize
-    all_rows = engine.graphs.sizes[-1] * sum(one.tree.num_nodes for one in engine.graphs.steps)
-    held = all_rows * engine.decoder.vocab_size * 5 * (own + (4 if engine.graphs.step.keep_scores else 0))
+    # The graphs have a memory pool of their own, beside the memory that prefill takes from the allocator: for a step, and for the
+    # known tokens beside it. Each graph holds the scores of its step, if they are kept.
+    sizes, places = engine.graphs.sizes, max(step.tree.max_depth for step in engine.graphs.steps) + 1
+    held = sum(sizes) * len(engine.graphs.steps) * places * 3 if engine.graphs.step.keep_scores else 0
     # No step holds changed scores until a request needs one of the tables that change logits.
-    changed = (rows + engine.graphs.sizes[-1] * engine.tree.max_depth) * engine.decoder.vocab_size * 4
-    return prefill + step + held + changed
+    changed = sizes[-1] * (engine.tree.num_nodes + places)
+    return 2 * prefill + step + (held + changed) * engine.decoder.vocab_size * 4

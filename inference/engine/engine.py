@@ -29,7 +29,7 @@ from .request import Status
 from .scheduler import Scheduler
 from .seats import SeatTable
 from .step import Step
-from .target_scores import TargetScores, next_filters
+from .target_scores import NO_FILTERS, next_filters
 
 # Number of candidates per depth that are kept when recording for `measure_acceptance`.
 RECORDED_WIDTH = 10
@@ -43,8 +43,10 @@ class Engine:
         self.eos_token_ids, self.options, self.drafter = eos_token_ids, options, speculation.drafter
         self.plan, tree, device = speculation.plan, speculation.tree, decoder.device
         self.tree = TreeOnDevice.of(tree, device)
-        self.prompts = PromptPasses(decoder, cache, seats, self.drafter)
-        self.above_root = torch.tensor([-1], device=device)
+        captured = device.type == "cuda" and not options.enforce_eager
+        shape = scheduler.max_num_seqs * tree.num_nodes, decoder.vocab_size
+        # One buffer for all graphs: each would keep logits of its own.
+        logits = torch.empty(shape, dtype=decoder.dtype, device=device) if captured else None
         steps = [
             Step(
                 decoder,
@@ -54,10 +56,13 @@ class Engine:
                 verifier=speculation.verifier,
                 drafter=self.drafter,
                 keep_scores=options.keep_scores,
+                logits=logits,
             )
             for depth in self.plan.depths
         ]
-        self.graphs = StepGraphs(steps, scheduler.max_num_seqs, not options.enforce_eager)
+        most = min(options.max_num_batched_tokens, options.max_model_len)
+        self.graphs = StepGraphs(steps, scheduler.max_num_seqs, captured, most)
+        self.prompts = PromptPasses(decoder, cache, seats, self.drafter, self.graphs)
         self.on_gpu = device.type == "cuda"
         self._stream = None  # of the last step
         self.steps_late = 1 if self.on_gpu else 0  # number of steps that may be unread when the next is launched
@@ -186,18 +191,19 @@ class Engine:
             # Unread steps belong to requests that have ended, so no caller waits for them.
             self.launched.clear()
             self._read_until = time.perf_counter()
-        scheduled = self.scheduler.schedule()
+        scheduled = self.scheduler.schedule(self.graphs.known_budget)
         self.seats.write_pages(scheduled.grown)
         self.metrics.num_preemptions += len(scheduled.preempted)
         if self.scheduler.enable_prefix_caching:
             self.metrics.prefix_cache_queries = self.scheduler.num_prompt_tokens
             self.metrics.prefix_cache_hits = self.scheduler.num_cached_tokens
         # Both are launched before anything is read, so `decode` may include a request that turns out to have ended.
-        now = []
-        if scheduled.prefill:
-            now.append(self._prefill(scheduled.prefill))
+        now, done, computed = [], self._write_done(scheduled.prefill), None
         if scheduled.decode:
-            now.append(self._decode(scheduled.decode))
+            launched, computed = self._decode(scheduled.decode, scheduled.prefill)
+            now.append(launched)
+        if scheduled.prefill:
+            now.append(self._prefill(scheduled.prefill, done, computed))
         if now:
             self.launched.append(now)
         for launched in now:
@@ -245,15 +251,23 @@ class Engine:
 
     # --- prefill ---
 
-    def _prefill(self, chunks):
-        """Compute chunks of known tokens, and draw the first token of each request whose last chunk is among them.  -> Launched"""
+    def _write_done(self, chunks):
+        """Write the seats of requests whose last chunk is among these.  -> [(row of its last token, request)]"""
         ends = list(itertools.accumulate(chunk.count for chunk in chunks))
         done = [(end - 1, chunk.request) for end, chunk in zip(ends, chunks) if chunk.is_last]
         requests = [request for _, request in done]
-        if done:  # first, because it may allocate: if that fails, nothing has happened yet
+        if done:  # before anything else, because it may allocate: if that fails, nothing has happened yet
             roots = [request.output_token_ids[-1] if request.output_token_ids else 0 for request in requests]
             self.seats.write_requests(requests, roots, self._stop_tokens)
-        hidden, feature = self.prompts.run(chunks)  # [T, H], [T, F]
+        return done
+
+    def _prefill(self, chunks, done, computed):
+        """Compute chunks of known tokens, and draw the first token of each request that is done.  -> Launched
+
+        done: see _write_done; computed: hidden [T, H], feature [T, F] of all tokens, or None
+        """
+        requests = [request for _, request in done]
+        hidden, feature = computed or self.prompts.run(chunks)
         prompts = score_prompts(chunks, hidden, self.decoder, self.seats.on_device, to_host)
         for chunk in chunks:
             chunk.request.committed += chunk.count
@@ -264,7 +278,8 @@ class Engine:
             return self._launched("prefill", [], hidden[:0], prompts=prompts)
         last = self.seats.on_device([row for row, _ in done])
         hidden, feature = hidden[last], feature[last]  # [B, H], [B, F] at the last token of each request
-        launched = self._draw_first(requests, hidden, prompts)
+        fresh, emitted, scored = self.prompts.draw_first(requests, hidden, self.options.keep_scores)
+        launched = self._launched("prefill", fresh, emitted, prompts=prompts, logits=scored)
         seats = self.seats.on_device([request.seat for request in requests])
         if self.drafter.keeps_state:
             # As if a step had just emitted the root, with the token before it as the root of that step.
@@ -277,45 +292,29 @@ class Engine:
             request.status = Status.RUNNING
         return launched
 
-    def _draw_first(self, requests, hidden, prompts):
-        """Draw the first token of every request that has none.  hidden [B, H] of the requests' last tokens  ->  Launched"""
-        # A request that was preempted goes on from its newest token.
-        fresh = [i for i, request in enumerate(requests) if not request.output_token_ids]
-        if not fresh:
-            return self._launched("prefill", [], hidden[:0], prompts=prompts)
-        requests = [requests[i] for i in fresh]
-        seats = self.seats.on_device([request.seat for request in requests])
-        # The last token of the prompt is a node one above the root: the token after it stands at L.
-        batch = self.seats.gather(seats, self.above_root)
-        logits = self.decoder.logits(hidden[self.seats.on_device(fresh)])  # [B, V]
-        filters, scores = max(map(next_filters, requests)), None
-        if self.options.keep_scores:
-            scores = torch.empty_like(logits, dtype=torch.float32)
-        tokens = TargetScores(batch, logits, filters, self.seats, processed=scores).sample().flatten()
-        self.seats.write_first_tokens(seats, tokens, batch.committed)
-        self.seats.integers[seats, 2] = batch.remaining - 1
-        emitted = torch.stack((torch.ones_like(tokens), tokens), 1)
-        if filters:
-            self.seats.logit_state.record(seats, emitted)
-        scored = (logits if scores is None else scores)[:, None]  # [B, 1, V]
-        return self._launched("prefill", requests, emitted, prompts=prompts, logits=scored)
-
     # --- decode ---
 
-    def _decode(self, requests):
-        """draft -> verify -> commit for every running request.  -> Launched"""
+    def _decode(self, requests, chunks):
+        """draft -> verify -> commit for every running request; if a graph holds them, chunks beside.
+
+        -> Launched, what was computed of the chunks or None
+        """
         if self.record_candidates:
             self._record(requests)
-        which, num_captures = self.plan.choose(len(requests)), self.graphs.num_captures
-        begin = mark(self.seats.device, timed=True) or time.perf_counter() if self.plan.measures else None
-        output = self.graphs.run([request.seat for request in requests], max(map(next_filters, requests)), which)
+        filters, num_captures = max(map(next_filters, requests)), self.graphs.num_captures
+        known = self.prompts.place(chunks) if chunks and filters == NO_FILTERS else None
+        which = self.plan.choose(len(requests)) if known is None else self.graphs.mixed
+        timed = self.plan.measures and known is None
+        begin = mark(self.seats.device, timed=True) or time.perf_counter() if timed else None
+        output = self.graphs.run([request.seat for request in requests], filters, which, known)
         if self.graphs.num_captures > num_captures:
             begin = None  # a capture takes as long as a thousand steps, so its time tells nothing about a depth's cost
         self.metrics.num_decode_passes += 1
-        emitted, step = output.emitted[: len(requests)], {"which": which, "begin": begin}
-        if output.scores is not None:
-            return self._launched("decode", requests, emitted, logits=output.scores, **step)
-        return self._launched("decode", requests, emitted, logits=output.logits, path=output.path, **step)
+        scored = dict(logits=output.logits, path=output.path) if output.scores is None else dict(logits=output.scores)
+        emitted = output.emitted[: len(requests)]
+        launched = self._launched("decode", requests, emitted, which=which, begin=begin, **scored)
+        count = sum(chunk.count for chunk in chunks)
+        return launched, output.known and tuple(x[:count] for x in output.known)
 
     def _launched(self, kind, requests, emitted, **more):
         """Launched work: see launched.hand_over."""

@@ -1,91 +1,174 @@
-"""CUDA graphs of the step: one per batch bucket and tree, captured once and replayed.
+"""CUDA graphs of the step and of prompts: captured once for each number of rows, and replayed.
 
-A bucket is a number of batch rows: 1, 2, 4, 8 ... up to max_num_seqs. Rows without a request point to the padding seat. All
-graphs share one memory pool, so the results of a replay must be read before the next replay; stream order ensures that. A step
+A graph of the step takes a number of batch rows (`graph_sizes`); rows without a request point to the padding seat. Known tokens of
+prompts have graphs of their own (KNOWN_ROWS) and graphs beside the rows of a step, which read the weights once for both. How many
+known tokens a step may take beside running requests follows from what these graphs take, measured after the capture.
+
+All graphs share one memory pool, so the results of a replay must be read before the next replay; stream order ensures that. A step
 whose requests need more than a temperature has its own graphs. They are captured at first use, and again when a request needs a
 table (logit_state.py) that did not exist before.
 """
 
+from itertools import pairwise
+from statistics import median
+
 import torch
 
-from ..speculation.adaptive import buckets
+from .prompt_passes import KNOWN_ROWS, KnownRows
 from .target_scores import NO_FILTERS
+
+FEW_ROWS = 64  # up to here the weights are what a pass costs
+PACE = 2.0  # a step with known tokens may take so many times the same step without
+
+
+def graph_sizes(max_num_seqs):
+    """Numbers of batch rows that get a graph of their own.  40 -> [1, 2, 4, 8, 16, 24, 32, 40]"""
+    sizes = [1]
+    while sizes[-1] < max_num_seqs:
+        last = sizes[-1]
+        sizes.append(min(2 * last if last < 8 else last + max(8, 1 << (last.bit_length() - 3)), max_num_seqs))
+    return sizes
 
 
 class StepGraphs:
-    """Runs a Step for any number of requests: through a graph of the smallest bucket that holds them, or directly.
+    """Runs a Step for any number of requests: through a graph of the smallest size that holds them, or directly.
 
     steps: Steps of one engine that differ in their trees, the largest first; captured: False runs every step directly (always so
-    where there is no GPU).
+    where there is no GPU); max_known: the most known tokens of one pass.
     """
 
-    def __init__(self, steps, max_num_seqs, captured=True):
-        self.steps, self.sizes = steps, buckets(max_num_seqs)
+    def __init__(self, steps, max_num_seqs, captured=True, max_known=0):
+        self.steps, self.sizes = steps, graph_sizes(max_num_seqs)
         self.captured = captured and self.step.seats.device.type == "cuda"
         self.num_captures = 0
-        self._graphs = {}  # (rows, filters, which step) -> (graph, static row numbers, StepOutput)
+        self._graphs = {}  # (rows, filters, which step, known rows) -> (graph, static row numbers, output)
         self._rows = {}  # same key -> the seats that the static row numbers hold now
         self._num_tables = 0  # of LogitState, when the filtered graphs were captured
+        self._seconds = {}  # (rows, known rows) -> of a replay for padding alone
         # One pool and one stream for all graphs: memory freed by one capture can be used by the next only on the same stream.
         self._pool = self._stream = None
-
-    def capture(self, progress=lambda sizes: sizes):
-        """Make the graphs of all buckets; those with filters are made when first used. Largest first: it sizes the pool."""
+        self._known = []
         if self.captured:
-            for size in progress(self.sizes[::-1]):
-                for which in range(len(self.steps)):
-                    self._graph(size, NO_FILTERS, which)
+            sizes = [size for size in KNOWN_ROWS if size // 4 < max_known]
+            self._known = [KnownRows(size, self.step.seats, self.step.drafter) for size in sizes]
+        # Beside known tokens a step has its smallest tree. Where its rows are few, rows that stand for nothing cost little.
+        self.mixed = len(steps) - 1
+        nodes = steps[self.mixed].tree.num_nodes if self._known else 1
+        few = max([size for size in self.sizes if size * nodes <= FEW_ROWS], default=1)
+        self.mixed_sizes = [
+            size for size in self.sizes if size >= few and (size & (size - 1) == 0 or size == self.sizes[-1])
+        ]
+
+    def capture(self, progress=lambda keys: keys):
+        """Make the graphs of all sizes; those with filters are made when first used. Largest first: it sizes the pool."""
+        if not self.captured:
+            return
+        keys = [(size, NO_FILTERS, self.mixed, known.size) for size in self.mixed_sizes for known in self._known]
+        keys += [(size, NO_FILTERS, which, 0) for size in self.sizes for which in range(len(self.steps))]
+        keys += [(0, NO_FILTERS, self.mixed, known.size) for known in self._known]
+        for key in progress(sorted(keys, key=self._num_rows, reverse=True)):
+            self._graph(*key)
+        for size, _, which, known in keys if self._known else ():
+            if which == self.mixed:
+                self._seconds[size, known] = self._time(self._graphs[size, NO_FILTERS, which, known][0])
 
     @property
     def step(self):
         """The step with the largest tree."""
         return self.steps[0]
 
-    def run(self, seats, filters, which=0):
-        """Run one of the steps for the requests in `seats` (a host list).  -> StepOutput, whose first len(seats) rows are theirs"""
+    def known_rows(self, count):
+        """The smallest KnownRows that hold so many tokens, or None."""
+        return next((known for known in self._known if known.size >= count), None)
+
+    def known_budget(self, num_requests):
+        """The most known tokens that a step of so many running requests should take; None: no limit.
+
+        The most whose graph takes at most PACE times the step alone; the fewest of KNOWN_ROWS at least, so that prompts go on.
+        """
+        if not self._known or not num_requests:
+            return None
+        alone = self._seconds[self._size(num_requests), 0]
+        beside = [
+            (known.size, self._seconds[self._size(num_requests, mixed=True), known.size]) for known in self._known
+        ]
+        return max([size for size, seconds in beside if seconds <= PACE * alone], default=KNOWN_ROWS[0])
+
+    def run(self, seats, filters, which=0, known=None):
+        """Run one of the steps for the requests in `seats` (a host list), and KnownRows beside.
+
+        -> StepOutput, whose first len(seats) rows are theirs
+        """
         if not self.captured:
             return self.steps[which](self.step.seats.on_device(seats), filters)
-        size = next(size for size in self.sizes if size >= len(seats))
+        size = self._size(len(seats), mixed=known is not None)
         if filters:
             self._forget_outdated()
-        graph, rows, output = self._graph(size, filters, which)
+        key = (size, filters, which, known.size if known else 0)
+        graph, rows, output = self._graph(*key)
         padded = seats + [self.step.seats.padding_seat] * (size - len(seats))
-        if self._rows[size, filters, which] != padded:
-            self._rows[size, filters, which] = None  # unknown, if this breaks off
+        if self._rows[key] != padded:
+            self._rows[key] = None  # unknown, if this breaks off
             rows.copy_(torch.tensor(padded).pin_memory(), non_blocking=True)
-            self._rows[size, filters, which] = padded
+            self._rows[key] = padded
         graph.replay()
         return output
+
+    def run_known(self, known):
+        """Run KnownRows alone.  -> hidden [T, H], feature [T, F]"""
+        graph, _, output = self._graph(0, NO_FILTERS, self.mixed, known.size)
+        graph.replay()
+        return output
+
+    def _size(self, num_requests, mixed=False):
+        return next(size for size in (self.mixed_sizes if mixed else self.sizes) if size >= num_requests)
+
+    def _num_rows(self, key):
+        size, _, which, known = key
+        return size * self.steps[which].tree.num_nodes + known
 
     def _forget_outdated(self):
         """Drop graphs captured before the newest table of the logits was made: they hold addresses, and would ignore that table."""
         now = self.step.seats.logit_state.num_tables
         if now != self._num_tables:
-            if any(filters for _, filters, _ in self._graphs):
+            if any(key[1] for key in self._graphs):
                 torch.cuda.synchronize(self.step.seats.device)  # the newest replay may still be running
             self._graphs = {key: graph for key, graph in self._graphs.items() if not key[1]}
             self._num_tables = now
 
-    def _graph(self, size, filters, which):
-        key = (size, filters, which)
+    def _graph(self, *key):
         if key not in self._graphs:
-            self._rows[key] = [self.step.seats.padding_seat] * size
+            self._rows[key] = [self.step.seats.padding_seat] * key[0]
             self._graphs[key] = self._capture(*key)
         return self._graphs[key]
 
-    def _capture(self, size, filters, which):
+    def _capture(self, size, filters, which, known):
         step, device = self.steps[which], self.step.seats.device
         rows = torch.full((size,), self.step.seats.padding_seat, device=device)
+        known = self.known_rows(known) if known else None
+
+        def work():
+            return step(rows, filters, known) if size else step.compute(known)
+
         # A run before the capture compiles the kernels; rows without a request change nothing.
         self._stream = stream = self._stream or torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            step(rows, filters)
+            work()
         torch.cuda.current_stream(device).wait_stream(stream)
         torch.cuda.synchronize(device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=stream):
-            output = step(rows, filters)
+            output = work()
         self._pool = self._pool or graph.pool()
         self.num_captures += 1
         return graph, rows, output
+
+    def _time(self, graph, repeats=3):
+        """Seconds of a replay for padding alone, which changes nothing."""
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 2)]
+        for mark in marks:
+            mark.record()
+            graph.replay()
+        torch.cuda.synchronize(self.step.seats.device)
+        return median(a.elapsed_time(b) for a, b in pairwise(marks[1:])) / 1e3

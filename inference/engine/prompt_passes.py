@@ -1,35 +1,133 @@
 """Compute the keys and values of known tokens: run them through the target, and through a drafter's own layer.
 
-On a GPU all chunks of a step go in one pass of the prefill kernels. On the CPU one request follows the other, as a chain of known
-nodes in the pass that verifies drafts. This file does not draw tokens or advance requests (engine.py does).
+On a GPU all chunks of a step go in one pass: the rows of a CUDA graph (KnownRows), which may be those of the running requests, too,
+or, where they are many, a pass launched kernel by kernel. On the CPU one request follows the other, as a chain of known nodes in
+the pass that verifies drafts. Rows do not depend on each other, so no way changes a bit. Also here: the first token's draw.
 
 Letters: T tokens of all chunks, H hidden size, F width of the feature, M rows of a pass.
 """
 
 import torch
 
-from ...kernels.attention.prefill_attention import build_prefill_index
+from ...kernels.attention.prefill_attention import PrefillIndex, build_prefill_index
 from ...kernels.attention.tree_attention import PAGE, build_tree_index
 from ..models.decoder import ForwardPass
 from ..speculation.tree import MAX_NODES, chain
 from ..speculation.tree_on_device import TreeOnDevice
+from .target_scores import TargetScores, next_filters
 
 # Number of tokens of a prompt that the CPU computes at a time.
 CPU_CHUNK = MAX_NODES
+KNOWN_ROWS = (64, 256, 1024)  # numbers of known tokens that have graphs
+MAX_CHUNKS = 16  # in a graph
+
+
+class KnownRows:
+    """`size` rows for known tokens of at most MAX_CHUNKS chunks, in buffers that a graph reads.
+
+    Rows that hold none stand for token 0 at the first place of page 0. A drafter with keys and values of its own has a second set
+    of rows: its tokens, and the rows of the first set whose features it reads.
+    """
+
+    def __init__(self, size, seats, drafter):
+        self.size, self.seats, self.drafter = size, seats, drafter
+        self.numbers = torch.zeros(
+            1 + drafter.keeps_state, 4 * size + 3 * MAX_CHUNKS, dtype=torch.int64, device=seats.device
+        )
+        self.write(*[[]] * len(self.numbers))
+
+    def write(self, *parts):
+        """Copy to the device without waiting for it: for each set its chunks (request, first place, tokens, first row)."""
+        host = torch.zeros(self.numbers.shape, dtype=torch.int64)
+        for numbers, rows in zip(host, parts):
+            tokens, positions, places, sources, seats, starts, counts = self._split(numbers)
+            seats.fill_(self.seats.padding_seat)
+            end = 0
+            for i, (request, start, known, source) in enumerate(rows):
+                some = slice(end, end + len(known))
+                end += len(known)
+                position = torch.arange(start, start + len(known))
+                tokens[some], positions[some] = torch.tensor(known), position
+                places[some] = torch.tensor(request.pages)[position // PAGE] * PAGE + position % PAGE
+                sources[some] = torch.arange(source, source + len(known))
+                seats[i], starts[i], counts[i] = request.seat, start, len(known)
+        self.numbers.copy_(host.pin_memory() if self.numbers.is_cuda else host, non_blocking=True)
+
+    def forward_pass(self, num_kv_heads, part=0):
+        """The rows of a set as a ForwardPass of `size` rows."""
+        tokens, positions, places, _, seats, starts, counts = self._split(self.numbers[part])
+        index = PrefillIndex(self.seats.block_table[seats], starts, counts, None, num_kv_heads, self.size)
+        return ForwardPass(tokens, positions, places, index)
+
+    def fill(self, feature):
+        """Compute the drafter's own keys and values, where it has any.  feature [T, F] of the first set's rows"""
+        if self.drafter.keeps_state:
+            sources = self._split(self.numbers[1])[3]
+            self.drafter.fill(self.forward_pass(self.drafter.kv_shape[1], part=1), feature[sources])
+
+    def _split(self, numbers):
+        """tokens, positions, places, sources [T]; seats, starts, counts [MAX_CHUNKS]"""
+        return numbers.split([self.size] * 4 + [MAX_CHUNKS] * 3)
 
 
 class PromptPasses:
-    """decoder: Decoder; cache: PagedCache; seats: SeatTable; drafter: Drafter."""
+    """decoder: Decoder; cache: PagedCache; seats: SeatTable; drafter: Drafter; graphs: StepGraphs."""
 
-    def __init__(self, decoder, cache, seats, drafter):
-        self.decoder, self.cache, self.seats, self.drafter = decoder, cache, seats, drafter
+    def __init__(self, decoder, cache, seats, drafter, graphs):
+        self.decoder, self.cache, self.seats, self.drafter, self.graphs = decoder, cache, seats, drafter, graphs
         self.tree = TreeOnDevice.of(chain(CPU_CHUNK - 1), decoder.device)
+        self.above_root = torch.tensor([-1], device=decoder.device)
+
+    def draw_first(self, requests, hidden, keep_scores):
+        """Draw the first token of every request that has none.  hidden [B, H] of the requests' last tokens
+
+        -> those requests, emitted [B', 2], the logits or scores [B', 1, V] that the tokens are scored by (or None)
+        """
+        # A request that was preempted goes on from its newest token.
+        fresh = [i for i, request in enumerate(requests) if not request.output_token_ids]
+        if not fresh:
+            return [], hidden[:0], None
+        requests = [requests[i] for i in fresh]
+        seats = self.seats.on_device([request.seat for request in requests])
+        # The last token of the prompt is a node one above the root: the token after it stands at L.
+        batch = self.seats.gather(seats, self.above_root)
+        logits = self.decoder.logits(hidden[self.seats.on_device(fresh)])  # [B', V]
+        filters = max(map(next_filters, requests))
+        scores = torch.empty_like(logits, dtype=torch.float32) if keep_scores else None
+        tokens = TargetScores(batch, logits, filters, self.seats, processed=scores).sample().flatten()
+        self.seats.write_first_tokens(seats, tokens, batch.committed)
+        self.seats.integers[seats, 2] = batch.remaining - 1
+        emitted = torch.stack((torch.ones_like(tokens), tokens), 1)
+        if filters:
+            self.seats.logit_state.record(seats, emitted)
+        return requests, emitted, (logits if scores is None else scores)[:, None]
+
+    def place(self, chunks):
+        """The KnownRows of a graph that hold these chunks, written; None if no graph does."""
+        known = self.graphs.known_rows(sum(chunk.count for chunk in chunks))
+        if known is None or len(chunks) > MAX_CHUNKS:
+            return None
+        rows, fills, end = [], [], 0
+        for chunk in chunks:
+            tokens = chunk.request.known_token_ids[chunk.start : chunk.start + chunk.count]
+            rows.append((chunk.request, chunk.start, tokens, end))
+            if self.drafter.keeps_state:
+                count, tokens = self.drafter.prompt_rows(chunk)
+                if count:
+                    fills.append((chunk.request, chunk.start, tokens, end))
+            end += chunk.count
+        known.write(*[rows, fills][: len(known.numbers)])
+        return known
 
     def run(self, chunks):
         """Run the target over all chunks, then compute the drafter's own keys and values of them.
 
         chunks: list of scheduler.Chunk  ->  hidden [T, H], feature [T, F] of their tokens, one chunk after the other
         """
+        known = self.place(chunks)
+        if known is not None:
+            count = sum(chunk.count for chunk in chunks)
+            return tuple(x[:count] for x in self.graphs.run_known(known))
         rows = []
         for chunk in chunks:
             known = chunk.request.known_token_ids

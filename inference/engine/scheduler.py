@@ -116,13 +116,16 @@ class Scheduler:
             self.pool.forget()
         return not self.active
 
-    def schedule(self):
-        """Decide one step and take the pages for it.  -> ScheduledStep"""
+    def schedule(self, known_budget=lambda num_running: None):
+        """Decide one step and take the pages for it.  -> ScheduledStep
+
+        known_budget(number of running requests): the most prompt tokens beside them, None for max_num_batched_tokens.
+        """
         step = ScheduledStep()
         for request in list(self.active):  # a younger request may be WAITING when its turn comes
             if request.status is Status.RUNNING and request.num_remaining > request.in_flight:
                 self._schedule_decode(request, step)
-        budget = self.max_num_batched_tokens
+        budget = min(known_budget(len(step.decode)) or self.max_num_batched_tokens, self.max_num_batched_tokens)
         for request in self.active:
             if request.status is Status.PREFILLING:
                 budget -= self._cut_chunk(request, budget, step)

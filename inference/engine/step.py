@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from ...kernels.attention.kv_commit import kv_commit
-from ...kernels.attention.tree_attention import build_tree_index
+from ...kernels.attention.tree_attention import MixedIndex, build_tree_index
 from ..models.decoder import ForwardPass
 from ..speculation.drafters.drafter import no_draft
 from .target_scores import NO_FILTERS, TargetScores, draft_scores, path_tokens
@@ -26,23 +26,28 @@ class StepOutput:
     path: torch.Tensor  # [B, D + 1] the accepted node at each depth
     logits: torch.Tensor  # [B, N, V] of the target
     scores: torch.Tensor | None  # fp32 [B, D + 1, V] scores that the path's tokens were drawn from, where they are kept
+    known: tuple | None = None  # hidden [T, H], feature [T, F] of the known tokens that were computed beside
 
 
 class Step:
     """draft -> verify -> commit for the requests of some seats.
 
     decoder: Decoder; cache: PagedCache; seats: SeatTable; tree: TreeOnDevice; verifier: one of verifiers.py; drafter: Drafter.
-    keep_scores: also give back the scores that tokens were drawn from (4 bytes per row and token).
+    keep_scores: also give back the scores that tokens were drawn from (4 bytes per row and token); logits: a buffer [rows, V] for
+    the target's logits, shared by all graphs of an engine, or None.
     """
 
-    def __init__(self, decoder, cache, seats, *, tree, verifier, drafter, keep_scores=False):
-        self.decoder, self.cache, self.seats = decoder, cache, seats
+    def __init__(self, decoder, cache, seats, *, tree, verifier, drafter, keep_scores=False, logits=None):
+        self.decoder, self.cache, self.seats, self.logits = decoder, cache, seats, logits
         self.tree, self.drafter, self.keep_scores = tree, drafter, keep_scores
         self.verifier = verifier if tree.max_depth else verifier.undrafted
 
     @torch.no_grad()
-    def __call__(self, rows, filters=NO_FILTERS):
-        """Advance the requests in seats `rows` [B]; filters: the most that any request needs (target_scores.py).  -> StepOutput"""
+    def __call__(self, rows, filters=NO_FILTERS, known=None):
+        """Advance the requests in seats `rows` [B], and compute known tokens of others beside.  -> StepOutput
+
+        filters: the most that any request needs (target_scores.py); known: KnownRows or None
+        """
         batch = self.seats.gather(rows, self.tree.depths)
         # A step without drafts may belong to a drafter that drafts in other steps: its state is still kept up to date.
         propose = self.drafter.propose if self.tree.max_depth else no_draft
@@ -53,8 +58,12 @@ class Step:
         if tree.max_depth:
             # An empty node is computed as if it held token 0, and accepted only where that token is right.
             tokens = tokens.clamp(min=0)
-        hidden, feature = self.forward(batch, tokens, tree)  # [M, H], [M, F]
-        logits = self.decoder.logits(hidden)  # [M, V]
+        hidden, feature = self.forward(batch, tokens, tree, known)  # [M, H], [M, F]
+        if known is not None:
+            nodes = tokens.numel()
+            beside, hidden, feature = (hidden[nodes:], feature[nodes:]), hidden[:nodes], feature[:nodes]
+            known.fill(beside[1])
+        logits = self.decoder.logits(hidden, None if self.logits is None else self.logits[: len(hidden)])  # [M, V]
         scores = torch.empty_like(logits, dtype=torch.float32) if self.keep_scores else None
         on_path = path_tokens(tokens, tree) if filters and self.seats.logit_state.num_tables else None
         target = TargetScores(batch, logits, filters, self.seats, drafted=tokens, path=on_path, processed=scores)
@@ -71,14 +80,25 @@ class Step:
             self.seats.logit_state.record(rows, emitted)
         if scores is not None:
             scores = scores.view(*tokens.shape, -1)[torch.arange(len(path), device=path.device)[:, None], path]
-        return StepOutput(emitted, path, logits.view(*tokens.shape, -1), scores)
+        return StepOutput(emitted, path, logits.view(*tokens.shape, -1), scores, None if known is None else beside)
+
+    @torch.no_grad()
+    def compute(self, known):
+        """Compute KnownRows alone.  -> hidden [T, H], feature [T, F]"""
+        forward_pass = known.forward_pass(self.cache.num_kv_heads)
+        hidden, feature = self.decoder.forward(forward_pass, self.cache.kv, self.drafter.streams)
+        known.fill(feature)
+        return hidden, feature
 
     def _processor(self, batch, filters):
         """The logits processor of this batch's drafts; None if its requests set only a temperature."""
         return partial(draft_scores, batch, filters, self.seats, self.tree.max_depth) if filters else None
 
-    def forward(self, batch, tokens, tree):
-        """Run the target over all nodes.  tokens [B, N] -> hidden [M, H], feature [M, F]; writes the nodes' KV at places L + n"""
+    def forward(self, batch, tokens, tree, known=None):
+        """Run the target over all nodes, then over known tokens.  tokens [B, N] -> hidden [M, H], feature [M, F]
+
+        Writes the nodes' keys and values at places L + n; known: KnownRows, whose T rows follow the nodes', or None.
+        """
         hk = self.cache.num_kv_heads
         index = build_tree_index(
             batch.block_table,
@@ -89,5 +109,9 @@ class Step:
             self.decoder.dtype,
             is_chain=tree.tree.is_chain,
         )
-        forward_pass = ForwardPass(tokens.flatten(), batch.positions, batch.cache_rows, index)
-        return self.decoder.forward(forward_pass, self.cache.kv, self.drafter.streams)
+        rows = tokens.flatten(), batch.positions, batch.cache_rows
+        if known is not None:
+            prompts = known.forward_pass(hk)
+            beside = prompts.tokens, prompts.positions, prompts.cache_rows
+            rows, index = [torch.cat(pair) for pair in zip(rows, beside)], MixedIndex(index, prompts.attention)
+        return self.decoder.forward(ForwardPass(*rows, index), self.cache.kv, self.drafter.streams)

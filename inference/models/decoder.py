@@ -17,6 +17,8 @@ import torch
 
 from ...kernels.attention.attention_fold import MAX_DIM, MAX_GROUP
 from ...kernels.embedding import embed
+from ...kernels.linear.linear_prefill import num_multiprocessors
+from ...kernels.linear.linear_table import launch_of_rows
 from .architectures import ARCHITECTURES, UnsupportedArchitecture, architecture_of
 from .blocks import Layer, Norm, Rotary, lm_head_logits
 from .weights import head_dim_of, load_weights, random_weights, weights_of_module
@@ -137,6 +139,15 @@ class Decoder:
     def kv_shape(self):
         """(layers, key heads, head dimension, dtype) of its cache."""
         return len(self.layers), self.num_kv_heads, self.head_dim, self.dtype
+
+    def row_counts(self, most):
+        """Numbers of rows up to `most`, `most` among them, that take every launch that the products have for up to so many rows."""
+        layer, found = self.layers[0], {}
+        weights = [layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down]
+        shapes = [product.weight.shape for product in weights] + [self.lm_head.shape]
+        for rows in range(1, most + 1):
+            found[tuple(launch_of_rows(*shape, rows, num_multiprocessors(self.device)) for shape in shapes)] = rows
+        return sorted({*found.values(), most})
 
     @classmethod
     def from_module(cls, module, max_positions):

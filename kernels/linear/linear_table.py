@@ -176,6 +176,13 @@ def gated_prefill_launch(I, K, rows, programs):
     return launch._replace(features=launch.features // 2)
 
 
+def launch_of_rows(N, K, rows, programs):
+    """What distinguishes the launches of a product [N, K] at one number of rows from those at another."""
+    if rows <= DECODE_ROWS:
+        return tile_rows(rows)
+    return prefill_launch(N, K, num_splits(N, K), rows, programs)
+
+
 def _time_of_waves(launch, N, K, S, rows, programs):
     """Nanoseconds that the tiles of a product take, as many at a time as there are programs."""
     waves = -(-(-(-rows // launch.rows) * -(-N // launch.features) * S) // programs)

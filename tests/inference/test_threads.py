@@ -207,8 +207,8 @@ def test_a_stream_that_is_collected_in_a_step_is_cancelled_after_it(fresh, monke
         next(stream)
     schedule, sizes = fresh.engine.scheduler.schedule, []
 
-    def schedule_and_collect():
-        scheduled = schedule()
+    def schedule_and_collect(*given):
+        scheduled = schedule(*given)
         sizes.append(len(fresh.engine.scheduler.active))
         streams.clear()
         gc.collect()

@@ -312,9 +312,9 @@ def test_equality_breaks_if_the_split_depends_on_the_rows(outputs_differ, monkey
 def test_equality_breaks_if_siblings_keys_are_visible(outputs_differ, monkeypatch):
     build = attention_module.build_tree_index
 
-    def all_earlier_nodes(block_table, committed, depths, ancestors, *rest):
+    def all_earlier_nodes(block_table, committed, depths, ancestors, *rest, **named):
         order = torch.arange(depths.shape[-1], device=depths.device)
-        return build(block_table, committed, order, order.expand(len(order), -1).contiguous(), *rest)
+        return build(block_table, committed, order, order.expand(len(order), -1).contiguous(), *rest, **named)
 
     monkeypatch.setattr(step_module, "build_tree_index", all_earlier_nodes)
     assert outputs_differ()

@@ -234,7 +234,7 @@ def test_an_interrupt_while_reading_loses_no_token(target, plain, monkeypatch):
 
 
 @pytest.mark.parametrize("late", [0, 1])
-@pytest.mark.parametrize("where", ["advance", "_draw_first", "_launched", "_hand_back", "run", "append", "read"])
+@pytest.mark.parametrize("where", ["advance", "draw_first", "_launched", "_hand_back", "run", "append", "read"])
 def test_an_error_in_a_step_changes_nothing_for_others(target, plain, raising, where, late):
     """Wherever it comes, in a prefill or a decode, and half-way through handing tokens back."""
     prompts, found = plain
@@ -242,7 +242,9 @@ def test_an_error_in_a_step_changes_nothing_for_others(target, plain, raising, w
     llm.engine.steps_late = late
     params = seeded(3, temperature=0.8, **LONG)
     other = llm.session.submit(prompts[1], params[1]).requests[0]
-    owners = {"advance": llm.engine.drafter, "run": llm.engine.graphs, "append": Request, "read": GatheredLogprobs}
+    engine = llm.engine
+    owners = {"advance": engine.drafter, "run": engine.graphs, "draw_first": engine.prompts, "append": Request}
+    owners["read"] = GatheredLogprobs
     owner = owners.get(where, llm.engine)
     for place in range(1, 7):
         with raising(owner, where, place):
@@ -251,7 +253,7 @@ def test_an_error_in_a_step_changes_nothing_for_others(target, plain, raising, w
             except MemoryError:
                 pass
             else:
-                assert where == "_draw_first"  # which is called once for each request
+                assert where == "draw_first"  # which is called once for each request
         llm.engine.check()
     while not other.finished:
         llm.engine.step()
@@ -358,11 +360,11 @@ def test_equality_breaks_if_accepted_kv_is_not_moved(target, plain, monkeypatch)
 def test_equality_breaks_if_siblings_keys_are_visible(target, plain, monkeypatch):
     build = attention_module.build_tree_index
 
-    def all_earlier_nodes(block_table, committed, depths, ancestors, *rest):
+    def all_earlier_nodes(block_table, committed, depths, ancestors, *rest, **named):
         # Every node sees the nodes written before it, as if the tree were a chain.
         count = depths.shape[0]
         order = torch.arange(count)
-        return build(block_table, committed, order, order.expand(count, -1), *rest)
+        return build(block_table, committed, order, order.expand(count, -1), *rest, **named)
 
     monkeypatch.setattr(step_module, "build_tree_index", all_earlier_nodes)
     assert outputs_differ(target, plain, RAGGED)

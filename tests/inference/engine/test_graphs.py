@@ -1,23 +1,28 @@
 """Which graphs are captured, and when again. Capturing itself needs a GPU: tests/inference/engine/test_engine_gpu.py."""
 
+import itertools
 from types import SimpleNamespace
 
 import torch
 
 from headstart import SamplingParams
-from headstart.inference.engine.graphs import StepGraphs
+from headstart.inference.engine.graphs import StepGraphs, graph_sizes
+from headstart.inference.engine.prompt_passes import KnownRows
 from headstart.inference.engine.request import Request
 from headstart.inference.engine.seats import SeatTable
+from headstart.inference.speculation.drafters.drafter import NoDrafter
 
 
 class CountingGraphs(StepGraphs):
     """Counts captures without making them."""
 
-    def __init__(self, seats):
-        super().__init__([SimpleNamespace(seats=seats)], 2, captured=False)
+    def __init__(self, seats, max_num_seqs=2):
+        super().__init__(
+            [SimpleNamespace(seats=seats, tree=SimpleNamespace(num_nodes=1))], max_num_seqs, captured=False
+        )
         self.captured, self.made = True, []
 
-    def _capture(self, size, filtered, which):
+    def _capture(self, size, filtered, which, known):
         self.made.append((size, filtered))
         return SimpleNamespace(replay=lambda: None), None, len(self.made)
 
@@ -51,3 +56,59 @@ def test_graphs_with_filters_are_captured_again_when_a_table_is_made(monkeypatch
         write(**given)
         assert run() == []
     assert len(waited) == 3
+
+
+def test_sizes_are_a_sixteenth_of_each_other_apart():
+    assert graph_sizes(1) == [1]
+    assert graph_sizes(40) == [1, 2, 4, 8, 16, 24, 32, 40]
+    sizes = graph_sizes(256)
+    assert sizes[-1] == 256
+    assert all(b - a <= max(8, a // 4) for a, b in itertools.pairwise(sizes))
+    assert len(sizes) < 24
+
+
+def test_known_tokens_beside_running_requests_are_bounded_by_their_time():
+    seats = SeatTable(64, 1, 8, 11, torch.float32, torch.device("cpu"))
+    graphs = CountingGraphs(seats, 64)
+    assert graphs.known_budget(3) is None
+    graphs._known = [KnownRows(size, seats, NoDrafter()) for size in (64, 256, 1024)]
+    graphs.mixed_sizes = [16, 64]
+    milliseconds = {
+        (8, 0): 4,
+        (64, 0): 7,
+        (16, 64): 5,
+        (16, 256): 9,
+        (16, 1024): 22,
+        (64, 64): 8,
+        (64, 256): 11,
+        (64, 1024): 14,
+    }
+    graphs._seconds = {key: value / 1e3 for key, value in milliseconds.items()}
+    assert graphs.known_budget(0) is None, "nobody waits"
+    assert graphs.known_budget(5) == 64
+    assert graphs.known_budget(64) == 1024
+    graphs._seconds[8, 0] = 2e-3
+    assert graphs.known_budget(5) == 64, "prompts go on"
+    assert [graphs.known_rows(count) and graphs.known_rows(count).size for count in (1, 64, 65, 1024, 1025)] == [
+        64,
+        64,
+        256,
+        1024,
+        None,
+    ]
+
+
+def test_known_rows_hold_chunks_one_after_the_other_and_padding_on_page_0():
+    seats = SeatTable(4, 3, 8, 11, torch.float32, torch.device("cpu"))
+    known = KnownRows(256, seats, NoDrafter())
+    requests = [SimpleNamespace(pages=[5, 2, 9], seat=3), SimpleNamespace(pages=[7], seat=0)]
+    known.write([(requests[0], 62, [11, 12, 13, 14], 0), (requests[1], 0, [21, 22], 4)])
+    tokens, positions, places, sources, of_seat, starts, counts = known._split(known.numbers[0])
+    assert tokens[:8].tolist() == [11, 12, 13, 14, 21, 22, 0, 0]
+    assert positions[:8].tolist() == [62, 63, 64, 65, 0, 1, 0, 0]
+    assert places[:8].tolist() == [5 * 64 + 62, 5 * 64 + 63, 2 * 64, 2 * 64 + 1, 7 * 64, 7 * 64 + 1, 0, 0]
+    assert sources[:6].tolist() == [0, 1, 2, 3, 4, 5]
+    assert not places[6:].any()
+    assert (of_seat[:3].tolist(), starts[:3].tolist(), counts[:3].tolist()) == ([3, 0, 4], [62, 0, 0], [4, 2, 0])
+    known.write([(requests[1], 0, [23], 0)])
+    assert tokens[:3].tolist() == [23, 0, 0], "no token of an earlier pass is left"

@@ -130,9 +130,9 @@ def test_chunks_slices_and_company_change_no_prompt_logprob(random_target, promp
     llm = LLM(random_target, max_num_seqs=5, max_num_batched_tokens=23)
     logits, most = llm.engine.decoder.logits, []
 
-    def counted(hidden):
+    def counted(hidden, *given):
         most.append(len(hidden))
-        return logits(hidden)
+        return logits(hidden, *given)
 
     monkeypatch.setattr(llm.engine.decoder, "logits", counted)
     assert run(llm, prompts) == plain[0.8]
@@ -170,14 +170,14 @@ def interrupted(target, prompts, expected, speculate):
     scheduler, seen, calls = llm.engine.scheduler, [], []
     schedule = scheduler.schedule
 
-    def preempting():
+    def preempting(*given):
         calls.append(1)
         youngest = scheduler.active[-1] if len(scheduler.active) > 1 else None
         if youngest is not None and len(calls) % 3 == 0 and youngest.epoch < 2:
             one = youngest
             seen.append((one.status, len(one.prompt_logprobs), len(one.prompt_token_ids), one.committed))
             scheduler._preempt(one, ScheduledStep())
-        return schedule()
+        return schedule(*given)
 
     scheduler.schedule = preempting
     outputs = run(llm, prompts)

@@ -119,9 +119,9 @@ def test_outputs_are_those_of_plain_decoding(name, told, device):
     assert [step.tree.max_depth for step in steps] == ([4, 2, 1, 0] if "adaptive" in told else [4, 1, 0])
     used, run_graph = set(), llm.engine.graphs.run
 
-    def watched(seats, filters, which=0):
+    def watched(seats, filters, which=0, known=None):
         used.add(steps[which].tree.max_depth)
-        return run_graph(seats, filters, which)
+        return run_graph(seats, filters, which, known)
 
     llm.engine.graphs.run = watched
     for temperature in (0.0, 0.8):
