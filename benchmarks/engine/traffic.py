@@ -109,7 +109,6 @@ def bench_traffic(settings, device, dtype, command, output=None, commit=None):
         with_head = partial(bytes_with_head, method=settings.head, depth=depth)
         check_fits(settings.shape, device, dtype, num_bytes=with_head, what="the weights and the head")
     report = Report("traffic", THROUGHPUT, device, command, vars(settings), output, commit)
-    bandwidth, rate = copy_bandwidth(device), product_rate(device, dtype)
     # This LLM holds the weights, which every measured engine shares; its cache is not used.
     where = dict(dtype=dtype, device=str(device), load_format="dummy", enforce_eager=True)
     base = LLM(config, max_model_len=length, max_num_seqs=1, **where)
@@ -117,7 +116,8 @@ def bench_traffic(settings, device, dtype, command, output=None, commit=None):
     if speculative is not None:
         speculative["model"] = random_head(settings.head, config, base.engine.decoder, depth)
         drafts[f"{settings.head} chain of {depth}"] = speculative
-    bench = TrafficBench(settings, report, base, bandwidth, rate)
+    rates = copy_bandwidth(base.device), product_rate(base.device, dtype)
+    bench = TrafficBench(settings, report, base, *rates)
     for draft, speculative in drafts.items():
         bench.measure_throughput(draft, speculative)
     report.note("")

@@ -111,14 +111,32 @@ def test_without_stalls_there_is_the_first_table_alone(bench):
     assert not any("admitting" in line for line in lines)
 
 
-def test_preemptions_are_those_of_the_measured_requests(bench, monkeypatch):
-    def small_cache(*arguments, **options):
-        return LLM(*arguments, **options, num_gpu_blocks_override=None if options.get("enforce_eager") else 4)
+def test_prompts_that_fill_the_batch_do_not_count_as_entering(bench):
+    # Six prompts of 380 tokens are computed in two steps.
+    arguments = [*SMALL, "--stalls", "9,380", "--stall-seats", "6", "--stall-requests", "8"]
+    _, found = bench("traffic", *arguments)
+    assert [row["admitting_steps"] for row in found["rows"][1:]] == [2, 2]
 
-    monkeypatch.setattr(traffic, "LLM", small_cache)
+
+def test_preemptions_are_those_of_the_measured_requests(bench, monkeypatch):
+    counts = []
+
+    class SmallCache(LLM):
+        def __init__(self, *arguments, **options):
+            pages = None if options.get("enforce_eager") else 4
+            super().__init__(*arguments, **options, num_gpu_blocks_override=pages)
+
+        def generate(self, *arguments):
+            outputs = super().generate(*arguments)
+            counts.append(self.engine.metrics.num_preemptions)
+            return outputs
+
+    monkeypatch.setattr(traffic, "LLM", SmallCache)
+    monkeypatch.setattr(traffic, "WARM_OUTPUT", 30)
     arguments = ["--requests", "4", "--seats", "4", "--prompts", "60-60", "--outputs", "20-20", "--stalls", "none"]
     _, found = bench("traffic", *arguments, "--first-prompt", "9")
-    assert found["rows"][0]["preemptions"] > 0
+    assert 0 < counts[0] < counts[1]
+    assert found["rows"][0]["preemptions"] == counts[1] - counts[0]
 
 
 def test_percentiles_are_nearest_ranks():
