@@ -31,6 +31,8 @@ BENCHMARKS = {
     "chain.",
     "kernel": "One operation at the sizes of a named shape, against the library and the floor of bytes and operations.",
     "engine": "Tokens per second of the whole engine on random weights, drafts accepted at given rates, beside plain decoding.",
+    "traffic": "Requests of mixed lengths on random weights of a named shape: throughput against a floor, stalls by entering "
+    "prompts.",
     "peer": "The same random model by transformers' generate (static cache, compiled) and by this engine, in one run.",
     "train": "Training steps on random weights of a named shape, beside a plain PyTorch loop, against the rate of matrix "
     "products.",

@@ -57,6 +57,10 @@ class Report:
         self.facts |= facts
         self.note(text)
 
+    def table(self, columns):
+        """Begin another table: the rows added from now on have these columns."""
+        self.columns, self._headed = columns, False
+
     def add(self, row):
         """Print a row. Keys without a column go only to the object, which keeps six digits of numbers."""
         if not self._headed:

@@ -55,7 +55,7 @@ PUBLIC = {
     "hub_export": "inspect_head",
     "hub_export/readers": "readers",
     "benchmarks": "shape",
-    "benchmarks/engine": "draft engine peer step",
+    "benchmarks/engine": "draft engine peer step traffic",
     "benchmarks/ops": "kernel kernel_bench",
     "benchmarks/training": "train",
 }

@@ -5,6 +5,9 @@ import pytest
 from headstart.cli import main
 from headstart.tests.benchmarks.small_bench import CPU
 
+# Requests that the tiny shape has room for.
+SHORT = ["--shape", "SHAPE", "--prompts", "3-99", "--outputs", "3-9", "--stalls", "9", "--first-prompt", "9"]
+
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
@@ -62,6 +65,33 @@ from headstart.tests.benchmarks.small_bench import CPU
             "--depth of dynamic trees 8 wide must be from 2 to 7, got 8",
         ),
         (["draft", "--shape", "SHAPE", "--context", "512"], "--context 512 is beyond SHAPE: at most 511 fit"),
+        (["traffic", "--shape", "SHAPE"], "3120 tokens of prompt and output are beyond the shape's 512"),
+        (["traffic", "--shape", "SHAPE", "--stalls", "9", "--outputs", "3-99"], "2099 tokens of prompt and output are"),
+        (
+            ["traffic", "--shape", "SHAPE", "--stalls", "9", "--prompts", "3-99", "--outputs", "3-9"],
+            "1001 tokens of prompt and output are beyond the shape's 512",
+        ),
+        (
+            ["traffic", *SHORT, "--requests", "5", "--seats", "6"],
+            "--seats 6 is above --requests 5: some would never be taken",
+        ),
+        (
+            ["traffic", *SHORT, "--stall-seats", "4", "--stall-requests", "4"],
+            "--stall-requests 4 must be above --stall-seats 4",
+        ),
+        (["traffic", *SHORT, "--prompts", "9"], "--prompts takes the shortest and the longest length in tokens"),
+        (["traffic", *SHORT, "--outputs", "9-3"], "like 100-2000, got '9-3'"),
+        (["traffic", *SHORT, "--outputs", "0-3"], "--outputs takes the shortest and the longest length in tokens"),
+        (["traffic", *SHORT, "--stalls", "9,x"], "--stalls takes numbers separated by commas of at least 1"),
+        (["traffic", *SHORT, "--requests", "0"], "--requests must be at least 1, got 0"),
+        (["traffic", *SHORT, "--first-prompt", "0"], "--first-prompt must be at least 1, got 0"),
+        (["traffic", *SHORT, "--acceptance", "2"], "--acceptance 2 says how heads draft: name one with --head"),
+        (
+            ["traffic", *SHORT, "--num-speculative-tokens", "2"],
+            "--num-speculative-tokens 2 says how heads draft: name one with --head",
+        ),
+        (["traffic", *SHORT, "--head", "eagle", "--acceptance", "9"], "acceptance_length must be from 1 to 5"),
+        (["traffic", *SHORT, "--head", "eagle", "--acceptance", "2,3"], "--acceptance takes one number"),
         (["peer", "--shape", "SHAPE", "--new-tokens", "3"], "--new-tokens must be at least 16"),
     ],
 )
@@ -83,6 +113,8 @@ def test_bad_input_is_one_line_and_status_2(shape, arguments, message, capsys):
         (["engine", "--lm-head", "shared", "--no-startup"], "the weights and the head of llama-3-8b take 30.2 GiB"),
         (["engine", "--head", "eagle3", "--no-startup"], "the weights and the head of llama-3-8b take 31.5 GiB"),
         (["draft", "--head", "medusa,eagle"], "the embedding, lm_head and a head of llama-3-8b take 14.8 GiB"),
+        (["traffic"], "the weights of llama-3-8b take 29.9 GiB"),
+        (["traffic", "--head", "eagle3"], "the weights and the head of llama-3-8b take 31.5 GiB"),
         (["peer"], "the weights of llama-3-8b take 29.9 GiB"),
         (["kernel", "linear", "--rows", "1"], "the largest weights of llama-3-8b take 2.0 GiB"),
     ],
@@ -124,7 +156,7 @@ def test_kernel_refuses_keys_beyond_the_free_memory(shape, capsys):
 def test_help_teaches_every_benchmark(capsys):
     assert main(["bench"]) == 0
     overview = capsys.readouterr().out
-    for name in ("speculation", "step", "draft", "kernel", "engine", "peer", "train"):
+    for name in ("speculation", "step", "draft", "kernel", "engine", "traffic", "peer", "train"):
         assert name in overview
         with pytest.raises(SystemExit) as end:
             main(["bench", name, "--help"])
