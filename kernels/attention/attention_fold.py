@@ -26,6 +26,8 @@ MAX_GROUP = 16  # query heads per key head
 MAX_DIM = 256
 LOG2_E = 1.4426950408889634
 _CHUNKS = ((0, 256, 0), (2048, 512, 8), (8192, 1024, 20))  # (from position, keys per chunk, number of its first chunk)
+FIRST_FAR = 8  # chunks from here on are far: other programs compute them where one would walk a chain's whole context
+FAR = 2048  # its first position
 
 
 def num_chunks(length):
@@ -59,6 +61,23 @@ def empty_state(ROWS: tl.constexpr, DIM: tl.constexpr):
     """A state of no keys: maximum [ROWS], sum [ROWS], accumulator [ROWS, DIM]."""
     m = tl.full((ROWS,), float("-inf"), tl.float32)
     return m, tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, DIM), tl.float32)
+
+
+@jit
+def load_state(stats, states, at, ok, D: tl.constexpr, DIM: tl.constexpr):
+    """State of rows `at`; the empty state where not ok."""
+    d = tl.arange(0, DIM)
+    m = tl.load(stats + 2 * at, mask=ok, other=float("-inf"))
+    l = tl.load(stats + 2 * at + 1, mask=ok, other=0.0)
+    return m, l, tl.load(states + at[:, None] * D + d[None, :], mask=ok[:, None] & (d < D)[None, :], other=0.0)
+
+
+@jit
+def store_state(stats, states, at, ok, m, l, acc, D: tl.constexpr, DIM: tl.constexpr):
+    d = tl.arange(0, DIM)
+    tl.store(stats + 2 * at, m, mask=ok)
+    tl.store(stats + 2 * at + 1, l, mask=ok)
+    tl.store(states + at[:, None] * D + d[None, :], acc, mask=ok[:, None] & (d < D)[None, :])
 
 
 @jit

@@ -21,18 +21,26 @@ from ..linear.linear import empty_rows
 from ..linear.linear_prefill import num_multiprocessors
 from ..overlap import await_previous, overlap, release_next
 from .attention_fold import (
+    FAR,
+    FIRST_FAR,
     LOG2_E,
     check_attention,
+    chunk_at,
+    chunk_start,
     count_stages,
     empty_state,
     fold,
     load_rows,
+    load_state,
     merge,
     pad_dim,
     starts_chunk,
     tile_sources,
     walk,
 )
+
+FAR_CHUNK = tl.constexpr(FIRST_FAR) if tl.constexpr else FIRST_FAR
+FAR_TILE = tl.constexpr(FAR // 64) if tl.constexpr else FAR // 64
 
 
 @dataclass(frozen=True)
@@ -90,7 +98,7 @@ def prefill_attention_reference(q, k, v, start, scale=None, window=None):
     return torch.einsum("hts,shd->thd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
 
 
-@jit(do_not_specialize=["R", "table_stride", "window"])
+@jit(do_not_specialize=["C", "R", "table_stride", "window"])
 def _prefill_kernel(
     q,
     k_cache,
@@ -101,6 +109,9 @@ def _prefill_kernel(
     starts,
     counts,
     out,
+    stats,
+    states,
+    C,
     R,
     table_stride,
     scale,
@@ -116,7 +127,7 @@ def _prefill_kernel(
     TENSOR_MAP: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """NODES: tokens of every chunk; 0: as `counts` says."""
+    """NODES: tokens of every chunk; 0: as `counts` says. stats, states: C states of each row, of the far chunks, or None."""
     G: tl.constexpr = HQ // HK
     TOKENS: tl.constexpr = ROWS // G
     await_previous(OVERLAP)
@@ -157,13 +168,30 @@ def _prefill_kernel(
         first = tl.maximum(low - window + 1, 0) // 64
     whole = tl.where(spare, 0, (low + 1) // 64)  # tiles below it are seen by every row
     end = tl.where(spare, 0, high // 64 + 1)
+    if stats is not None:
+        whole = tl.minimum(whole, FAR_TILE)
+    begin = tl.maximum(whole, first)
     m, l, acc = empty_state(ROWS, DIM)
     chunk_m, chunk_l, chunk_acc = empty_state(ROWS, DIM)
     m, l, acc, chunk_m, chunk_l, chunk_acc = walk(
         query, k_map, v_map, table, h, first, whole, lowest, m, l, acc, chunk_m, chunk_l, chunk_acc, scale,
         HK, D, DIM, ROWS, WINDOW, TENSOR_MAP,
     )  # fmt: skip
-    for t in tl.range(tl.maximum(whole, first), end, num_stages=1):
+    if stats is not None:  # noqa: SIM102  (known to the compiler, the inner condition is not)
+        if start // 64 > FAR_TILE:
+            # The far chunks wholly below L, then the tiles of the open chunk below L.
+            begin = start // 64
+            first_chunk, open_chunk = tl.maximum(chunk_at(first * 64), FAR_CHUNK), chunk_at(begin * 64)
+            m, l, acc = merge(m, l, acc, chunk_m, chunk_l, chunk_acc)
+            at = (request.to(tl.int64) * HK + h) * C * NODES * G + token * G + r % G
+            for c in range(first_chunk, open_chunk):
+                chunk_m, chunk_l, chunk_acc = load_state(stats, states, at + (c - FAR_CHUNK) * NODES * G, ok, D, DIM)
+                m, l, acc = merge(m, l, acc, chunk_m, chunk_l, chunk_acc)
+            started = ok & (begin > tl.maximum(first, chunk_start(open_chunk) // 64))
+            chunk_m, chunk_l, chunk_acc = load_state(
+                stats, states, at + (open_chunk - FAR_CHUNK) * NODES * G, started, D, DIM
+            )
+    for t in tl.range(begin, end, num_stages=1):
         if starts_chunk(t * 64):
             m, l, acc = merge(m, l, acc, chunk_m, chunk_l, chunk_acc)
             chunk_m, chunk_l, chunk_acc = empty_state(ROWS, DIM)
@@ -193,18 +221,19 @@ def prefill_attention(q, kv, index, scale=None, window=None, out=None):
     return _launch(q, kv, index, scale, window, out)
 
 
-def chain_attention(q, kv, block_table, starts, num_kv_heads, scale, window, out=None):
+def chain_attention(q, kv, block_table, starts, num_kv_heads, scale, window, out=None, far=None):
     """Attention of B chains of N nodes, the keys of all written: node n stands at position starts[b] + n.
 
-    q [B, N, HQ, D], block_table [B, P], starts [B]  ->  [B, N, HQ, D]. The operands are checked by the caller.
+    q [B, N, HQ, D], block_table [B, P], starts [B]  ->  [B, N, HQ, D]. far: states [B, HK, C, N G, 2] and [.., D] of the chunks
+    from FIRST_FAR on, of the tiles wholly below starts[b]; None: this pass walks them. The operands are checked by the caller.
     """
     batch, num_nodes = q.shape[:2]
     index = PrefillIndex(block_table, starts, starts, (num_nodes,) * batch, num_kv_heads, batch * num_nodes, num_nodes)
-    return _launch(q.flatten(0, 1), kv, index, scale, window, out).view(q.shape)
+    return _launch(q.flatten(0, 1), kv, index, scale, window, out, far=far).view(q.shape)
 
 
-def _launch(q, kv, index, scale, window, out=None, rows=64, num_stages=None, tensor_map=None):
-    """Launch the kernel. Arguments after `out` override the choice made from shapes; every choice gives the same bits."""
+def _launch(q, kv, index, scale, window, out=None, rows=64, num_stages=None, tensor_map=None, far=None):
+    """Launch the kernel. rows, num_stages and tensor_map override the choice made from shapes; every choice gives the same bits."""
     num_heads, dim = q.shape[1:]
     hk = index.num_kv_heads
     blocks = index.num_blocks(rows // (num_heads // hk))
@@ -217,10 +246,14 @@ def _launch(q, kv, index, scale, window, out=None, rows=64, num_stages=None, ten
     lanes = pad_dim(dim)
     keys, values, tensor_map = tile_sources(k, v, lanes, tensor_map)
     alone = index.nodes > 0 and q.is_cuda and hk * blocks <= num_multiprocessors(q.device)
+    stats, states = far or (None, None)
+    # A kernel of its own for every power of two, from 16 on: few are compiled, none while people wait.
+    requests = 1 if index.nodes else max(16, triton.next_power_of_2(len(index.starts)))
     _prefill_kernel[hk, blocks](
         q, k, v, keys, values, index.block_table, index.starts, index.counts, out,
+        stats, states, 0 if states is None else states.shape[2],
         len(index.starts), index.block_table.stride(0), scale * LOG2_E, window or 0,
-        HQ=num_heads, HK=hk, D=dim, DIM=lanes, REQUESTS=triton.next_power_of_2(len(index.starts)), NODES=index.nodes, ROWS=rows,
+        HQ=num_heads, HK=hk, D=dim, DIM=lanes, REQUESTS=requests, NODES=index.nodes, ROWS=rows,
         WINDOW=window is not None, TENSOR_MAP=tensor_map,
         num_warps=rows // 16, num_stages=num_stages or count_stages(dim, q.dtype, alone), enable_fp_fusion=False,
         **overlap(q),

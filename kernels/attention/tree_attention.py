@@ -14,7 +14,8 @@ together and leaves one state per chunk. Where the batch is large enough to fill
 them, and leaves two states, closed and open: the same bits, without a state per chunk in memory. The *tail pass* takes one node
 at a time: it goes on from the open chunk's state with the tile that holds L, gathers the node's ancestors by position, and merges.
 Both choose their programs from shapes, never from L. A chain in a large batch needs neither: its keys lie in the order of
-positions, so it is one pass, a prompt's (prefill_attention.py). On the CPU: tile_attention.py, the same idea with tiles of 16 keys.
+positions, so it is one pass, a prompt's (prefill_attention.py), after one for the far chunks of long contexts. On the CPU:
+tile_attention.py, the same idea with tiles of 16 keys.
 """
 
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from ..linear.linear import empty_rows
 from ..linear.linear_prefill import num_multiprocessors
 from ..overlap import await_previous, is_hopper, release_next
 from .attention_fold import (
+    FIRST_FAR,
     LOG2_E,
     PAGE,
     check_attention,
@@ -35,11 +37,13 @@ from .attention_fold import (
     empty_state,
     fold,
     load_rows,
+    load_state,
     load_tile,
     merge,
     num_chunks,
     pad_dim,
     starts_chunk,
+    store_state,
     tile_sources,
     walk,
 )
@@ -48,6 +52,7 @@ from .tile_attention import TileRows, build_tile_rows, tile_attention
 
 NUM_PROGRAMS = 512  # of the prefix pass, if chunks are spread over programs
 WALK_PROGRAMS = 128  # this many (request, key head, block of rows) fill the card without being divided
+FAR_PROGRAMS = 1024  # for the chunks of long contexts, where the batch fills the card
 
 
 @dataclass(frozen=True)
@@ -116,24 +121,7 @@ def tree_attention_reference(q, k, v, mask, scale=None):
     return torch.einsum("bhns,bshd->bnhd", scores.softmax(-1), v)
 
 
-@jit
-def _load_state(stats, states, at, ok, D: tl.constexpr, DIM: tl.constexpr):
-    """State of rows `at`; the empty state where not ok."""
-    d = tl.arange(0, DIM)
-    m = tl.load(stats + 2 * at, mask=ok, other=float("-inf"))
-    l = tl.load(stats + 2 * at + 1, mask=ok, other=0.0)
-    return m, l, tl.load(states + at[:, None] * D + d[None, :], mask=ok[:, None] & (d < D)[None, :], other=0.0)
-
-
-@jit
-def _store_state(stats, states, at, ok, m, l, acc, D: tl.constexpr, DIM: tl.constexpr):
-    d = tl.arange(0, DIM)
-    tl.store(stats + 2 * at, m, mask=ok)
-    tl.store(stats + 2 * at + 1, l, mask=ok)
-    tl.store(states + at[:, None] * D + d[None, :], acc, mask=ok[:, None] & (d < D)[None, :])
-
-
-@jit(do_not_specialize=["R", "C", "splits", "table_stride", "depth_stride", "window"])
+@jit(do_not_specialize=["R", "C", "splits", "base", "table_stride", "depth_stride", "window"])
 def _prefix_kernel(
     q,
     k_cache,
@@ -146,6 +134,7 @@ def _prefix_kernel(
     R,
     C,
     splits,
+    base,
     table_stride,
     depth_stride,
     scale,
@@ -160,6 +149,7 @@ def _prefix_kernel(
     TENSOR_MAP: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    """base: the first chunk that gets a state; a state's slot counts from it. With WALK it is 0."""
     G: tl.constexpr = HQ // HK
     # The tail pass may start once this pass's inputs are there: before its own wait it reads nothing newer. Where programs walk,
     # this pass is launched without overlap: it has one program per multiprocessor, and programs that start early pile up on a few.
@@ -178,7 +168,7 @@ def _prefix_kernel(
         first = tl.maximum(length - window + 1, 0) // 64
         node = tl.load(depths + b * depth_stride + r // G, mask=ok, other=0).to(tl.int32)
         lowest = length + node - window + 1
-    first_chunk, open_chunk = chunk_at(first * 64), chunk_at(tail * 64)
+    first_chunk, open_chunk = tl.maximum(chunk_at(first * 64), base), chunk_at(tail * 64)
     if split <= open_chunk - first_chunk:
         rows = (b * (R // G) + r // G) * HQ + h * G + r % G
         query = tl.load(q + rows[:, None] * D + d[None, :], mask=ok[:, None] & (d < D)[None, :], other=0.0)
@@ -194,8 +184,8 @@ def _prefix_kernel(
                 m, l, acc = merge(m, l, acc, chunk_m, chunk_l, chunk_acc)
                 chunk_m, chunk_l, chunk_acc = empty_state(ROWS, DIM)
             at = (b * HK + h) * C * R + r
-            _store_state(stats, states, at, ok, m, l, acc, D, DIM)
-            _store_state(stats, states, at + R, ok, chunk_m, chunk_l, chunk_acc, D, DIM)
+            store_state(stats, states, at, ok, m, l, acc, D, DIM)
+            store_state(stats, states, at + R, ok, chunk_m, chunk_l, chunk_acc, D, DIM)
         else:
             # The last chunks, which are the longest, come first.
             for i in range(split, open_chunk - first_chunk + 1, splits):
@@ -211,8 +201,8 @@ def _prefix_kernel(
                         page = tl.load(table + t + 1, mask=t + 1 < end, other=0).to(tl.int64)
                         visible = (t * 64 + tl.arange(0, 64))[None, :] >= lowest[:, None]
                         m, l, acc = fold(query, k, v, visible, m, l, acc, scale, WINDOW)
-                    at = ((b * HK + h) * C + c) * R + r
-                    _store_state(stats, states, at, ok, m, l, acc, D, DIM)
+                    at = ((b * HK + h) * C + c - base) * R + r
+                    store_state(stats, states, at, ok, m, l, acc, D, DIM)
 
 
 @jit
@@ -307,17 +297,17 @@ def _tail_kernel(
     stride = N * G
     for c in range(slot, open_slot, 4):
         at = (c * N + n) * G + g
-        m0, l0, acc0 = _load_state(stats, states, at, g < G, D, DIM)
-        m1, l1, acc1 = _load_state(stats, states, at + stride, (g < G) & (c + 1 < open_slot), D, DIM)
-        m2, l2, acc2 = _load_state(stats, states, at + 2 * stride, (g < G) & (c + 2 < open_slot), D, DIM)
-        m3, l3, acc3 = _load_state(stats, states, at + 3 * stride, (g < G) & (c + 3 < open_slot), D, DIM)
+        m0, l0, acc0 = load_state(stats, states, at, g < G, D, DIM)
+        m1, l1, acc1 = load_state(stats, states, at + stride, (g < G) & (c + 1 < open_slot), D, DIM)
+        m2, l2, acc2 = load_state(stats, states, at + 2 * stride, (g < G) & (c + 2 < open_slot), D, DIM)
+        m3, l3, acc3 = load_state(stats, states, at + 3 * stride, (g < G) & (c + 3 < open_slot), D, DIM)
         closed_m, closed_l, closed_acc = merge(closed_m, closed_l, closed_acc, m0, l0, acc0)
         closed_m, closed_l, closed_acc = merge(closed_m, closed_l, closed_acc, m1, l1, acc1)
         closed_m, closed_l, closed_acc = merge(closed_m, closed_l, closed_acc, m2, l2, acc2)
         closed_m, closed_l, closed_acc = merge(closed_m, closed_l, closed_acc, m3, l3, acc3)
 
     # Go on from the open chunk, ROWS wide as every fold is; rows after the G heads carry copies that are never stored.
-    chunk_m, chunk_l, chunk_acc = _load_state(stats, states, (open_slot * N + n) * G + r, started, D, DIM)
+    chunk_m, chunk_l, chunk_acc = load_state(stats, states, (open_slot * N + n) * G + r, started, D, DIM)
     m = tl.reshape(tl.broadcast_to(closed_m[None, :], (ROWS // GROUP, GROUP)), (ROWS,))
     l = tl.reshape(tl.broadcast_to(closed_l[None, :], (ROWS // GROUP, GROUP)), (ROWS,))
     acc = tl.reshape(tl.broadcast_to(closed_acc[None, :, :], (ROWS // GROUP, GROUP, DIM)), (ROWS, DIM))
@@ -369,12 +359,17 @@ def _launch(
     num_rows = num_nodes * group
     blocks = hk * triton.cdiv(num_rows, rows)
     walks = blocks * batch >= WALK_PROGRAMS if walks is None else walks
-    if walks and index.is_chain:
-        return chain_attention(q, kv, table, committed, hk, scale, window, out)
     overlap = is_hopper(q.device) if overlap is None else overlap
     chunks = num_chunks(table.shape[1] * PAGE)
-    splits = 1 if walks else min(chunks, triton.cdiv(NUM_PROGRAMS, blocks * batch))
-    slots = 2 if walks else chunks
+    if walks and index.is_chain:
+        if chunks <= FIRST_FAR:
+            return chain_attention(q, kv, table, committed, hk, scale, window, out)
+        # Far chunks get programs of their own: walking them, all would wait for the request with the longest context.
+        walks, base, slots = False, FIRST_FAR, chunks - FIRST_FAR
+        splits = min(slots, max(FAR_PROGRAMS // (blocks * batch), 2))
+    else:
+        base, slots = 0, 2 if walks else chunks
+        splits = 1 if walks else min(chunks, triton.cdiv(NUM_PROGRAMS, blocks * batch))
     states = torch.empty(batch, hk, slots, num_rows, dim, dtype=torch.float32, device=q.device)
     stats = torch.empty(batch, hk, slots, num_rows, 2, dtype=torch.float32, device=q.device)
     q = q.contiguous()
@@ -389,10 +384,12 @@ def _launch(
     stages = num_stages or count_stages(dim, q.dtype, alone)
     early = {"launch_pdl": True} if overlap else {}
     _prefix_kernel[blocks, batch, splits](
-        q, keys, values, table, committed, index.depths, stats, states, num_rows, slots, splits,
+        q, keys, values, table, committed, index.depths, stats, states, num_rows, slots, splits, base,
         table.stride(0), index.depths.stride(0), **numbers, ROWS=rows, TENSOR_MAP=tensor_map,
         num_warps=rows // 16, num_stages=stages, **flags, **({} if walks else early),
     )  # fmt: skip
+    if base:
+        return chain_attention(q, kv, table, committed, hk, scale, window, out, far=(stats, states))
     _tail_kernel[hk, num_nodes, batch](
         q, k, v, table, committed, index.depths, index.ancestors, stats, states, out,
         num_nodes, index.ancestors.shape[2], slots,

@@ -252,18 +252,32 @@ def test_a_chain_in_one_pass_has_the_bits_of_two(hq, hk, dim, dtype, window):
     """In batches of three requests, of one block of nodes and of several, across borders of tiles and chunks."""
     if dtype == torch.float32 and dim > 64:
         pytest.skip("slow without tensor cores, and nothing that 64 lanes do not show")
-    batch, pages = 3, 48
-    kv = draw_cache(batch * pages + 1, hk, dim, dtype, "cuda")
-    table = 1 + torch.arange(batch * pages, device="cuda").view(batch, pages)
-    for num_nodes in (1, 5, 17, 40):
-        chain = torch.arange(num_nodes, device="cuda")
-        q = torch.randn(batch, num_nodes, hq, dim, generator=torch.Generator().manual_seed(1)).to("cuda", dtype)
-        for length in (0, 1, 60, 63, 64, 250, 256, 2047, 2900):
-            committed = torch.tensor([length, max(length - 7, 0), length // 2], device="cuda")
-            index = build_tree_index(table, committed, chain, chain.expand(num_nodes, -1), hk)
-            expected = _launch(q, kv, index, dim**-0.5, window, walks=False)
-            found = _launch(q, kv, replace(index, is_chain=True), dim**-0.5, window, walks=True)
-            assert torch.equal(found, expected), (num_nodes, length)
+    batch, far = 3, (30, 2040, 2047, 2048, 2111, 2112, 2560, 8200, 9400)
+    for pages, lengths in ((32, (0, 1, 60, 63, 64, 250, 256, 2000)), (150, far)):
+        kv = draw_cache(batch * pages + 1, hk, dim, dtype, "cuda")
+        for num_nodes in (1, 5, 17, 40):
+            for length in lengths:
+                check_chain(kv, hk, pages, hq, num_nodes, [length, max(length - 7, 0), length // 2], window)
+
+
+def check_chain(kv, hk, pages, hq, num_nodes, committed, window):
+    """One pass gives what two passes give; where the table reaches far, chunks of long contexts come from programs of their own."""
+    batch, dim, device = len(committed), kv.shape[-1], kv.device
+    table = 1 + torch.arange(batch * pages, device=device).view(batch, pages)
+    chain = torch.arange(num_nodes, device=device)
+    q = torch.randn(batch, num_nodes, hq, dim, generator=torch.Generator().manual_seed(1)).to(device, kv.dtype)
+    index = build_tree_index(table, torch.tensor(committed, device=device), chain, chain.expand(num_nodes, -1), hk)
+    expected = _launch(q, kv, index, dim**-0.5, window, walks=False)
+    found = _launch(q, kv, replace(index, is_chain=True), dim**-0.5, window, walks=True)
+    assert torch.equal(found, expected), (num_nodes, committed, window)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("window", [None, 300])
+def test_far_chunks_of_a_chain_in_the_interpreter(window):
+    pages = 45
+    kv = draw_cache(4 * pages + 1, 1, 16, torch.float32, "cpu")
+    check_chain(kv, 1, pages, 2, 3, [2040, 700, 2112, 2820], window)
 
 
 @pytest.mark.gpu
