@@ -7,6 +7,7 @@ padding in block tables points to it, so it must stay finite. Its content is nev
 import torch
 
 from ...kernels.attention.tree_attention import PAGE
+from ...kernels.linear.linear_table import DECODE_ROWS
 from ..models.memory import free_bytes, in_gib
 from .logprobs import score_hidden
 from .target_scores import CUT, NO_FILTERS
@@ -78,6 +79,8 @@ def measure_workspace(engine, num_tokens):
     for count in engine.decoder.row_counts(num_tokens):
         torch.cuda.reset_peak_memory_stats(device)
         hidden = engine.prompts.run_dummy(count)
+    for count in range(16, min(len(hidden), DECODE_ROWS, engine.max_num_seqs + 15) + 1, 16):
+        engine.decoder.logits(hidden[:count])  # of first tokens: any number of requests may be admitted at once
     score_hidden(engine.decoder, hidden, torch.zeros(num_tokens, dtype=torch.int64, device=device), 1)
     prefill = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.reset_peak_memory_stats(device)

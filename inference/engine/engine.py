@@ -191,7 +191,7 @@ class Engine:
             # Unread steps belong to requests that have ended, so no caller waits for them.
             self.launched.clear()
             self._read_until = time.perf_counter()
-        scheduled = self.scheduler.schedule(self.graphs.known_budget)
+        scheduled = self.scheduler.schedule(self.graphs.known_budget, self.graphs.max_chunks)
         self.seats.write_pages(scheduled.grown)
         self.metrics.num_preemptions += len(scheduled.preempted)
         if self.scheduler.enable_prefix_caching:

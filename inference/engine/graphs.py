@@ -14,11 +14,11 @@ from statistics import median
 
 import torch
 
-from .prompt_passes import KNOWN_ROWS, KnownRows
+from .prompt_passes import KNOWN_ROWS, MAX_CHUNKS, KnownRows
 from .target_scores import NO_FILTERS
 
 FEW_ROWS = 64  # up to here the weights are what a pass costs
-PACE = 2.0  # a step with known tokens may take so many times the same step without
+PACE = 2.4  # a step with known tokens may take so many times the same step without
 
 
 def graph_sizes(max_num_seqs):
@@ -76,6 +76,11 @@ class StepGraphs:
     def step(self):
         """The step with the largest tree."""
         return self.steps[0]
+
+    @property
+    def max_chunks(self):
+        """The most chunks of prompts that a pass should take: None if no graph takes them."""
+        return MAX_CHUNKS if self._known else None
 
     def known_rows(self, count):
         """The smallest KnownRows that hold so many tokens, or None."""

@@ -18,7 +18,7 @@ from .target_scores import TargetScores, next_filters
 
 # Number of tokens of a prompt that the CPU computes at a time.
 CPU_CHUNK = MAX_NODES
-KNOWN_ROWS = (64, 256, 1024)  # numbers of known tokens that have graphs
+KNOWN_ROWS = (64, 128, 256, 512, 1024)  # numbers of known tokens that have graphs
 MAX_CHUNKS = 16  # in a graph
 
 

@@ -116,21 +116,23 @@ class Scheduler:
             self.pool.forget()
         return not self.active
 
-    def schedule(self, known_budget=lambda num_running: None):
+    def schedule(self, known_budget=lambda num_running: None, max_chunks=None):
         """Decide one step and take the pages for it.  -> ScheduledStep
 
-        known_budget(number of running requests): the most prompt tokens beside them, None for max_num_batched_tokens.
+        known_budget(number of running requests): the most prompt tokens beside them, None for max_num_batched_tokens; max_chunks:
+        the most chunks of prompts, None: as many as there are.
         """
+        max_chunks = max_chunks or self.max_num_seqs
         step = ScheduledStep()
         for request in list(self.active):  # a younger request may be WAITING when its turn comes
             if request.status is Status.RUNNING and request.num_remaining > request.in_flight:
                 self._schedule_decode(request, step)
         budget = min(known_budget(len(step.decode)) or self.max_num_batched_tokens, self.max_num_batched_tokens)
         for request in self.active:
-            if request.status is Status.PREFILLING:
+            if request.status is Status.PREFILLING and len(step.prefill) < max_chunks:
                 budget -= self._cut_chunk(request, budget, step)
         # Pages just taken from a request are for older requests, not for admitting this one again.
-        while self.waiting and self.free_seats and budget > 0 and not step.preempted:
+        while self.waiting and self.free_seats and budget > 0 and len(step.prefill) < max_chunks and not step.preempted:
             if not self._admit(self.waiting[0], step):
                 break  # the next one in the queue does not overtake it
             budget -= self._cut_chunk(self.active[-1], budget, step)

@@ -77,7 +77,7 @@ def test_known_tokens_beside_running_requests_are_bounded_by_their_time():
         (8, 0): 4,
         (64, 0): 7,
         (16, 64): 5,
-        (16, 256): 9,
+        (16, 256): 10,
         (16, 1024): 22,
         (64, 64): 8,
         (64, 256): 11,

@@ -119,6 +119,37 @@ def test_prompt_tokens_of_a_step_stay_within_the_budget_in_order():
     ]
 
 
+def test_prompts_beside_running_requests_have_a_budget_of_their_own():
+    scheduler, asked = build(max_num_batched_tokens=100), []
+    requests = [make(count, seed=i) for i, count in enumerate((30, 200, 90))]
+
+    def known_budget(num_running):
+        asked.append(num_running)
+        return 64 if num_running else None
+
+    counts = []
+    for _ in range(6):
+        for request in requests[:1] if not counts else requests[1:] if len(counts) == 1 else []:
+            scheduler.add(request)
+        step = scheduler.schedule(known_budget)
+        counts.append([chunk.count for chunk in step.prefill])
+        prefill(scheduler, step)
+    assert counts == [[30], [64], [64], [64], [8, 56], [34]]
+    assert asked == [0, 1, 1, 1, 1, 2]
+
+
+def test_a_pass_has_at_most_so_many_chunks():
+    scheduler = build(max_num_seqs=5, max_num_batched_tokens=100)
+    for seed in range(5):
+        scheduler.add(make(60, seed=seed))
+    counts = []
+    for _ in range(4):
+        step = scheduler.schedule(max_chunks=2)
+        counts.append([chunk.count for chunk in step.prefill])
+        prefill(scheduler, step)
+    assert counts == [[60, 40], [20, 60], [60, 40], [20]]
+
+
 # --- decoding ---
 
 
