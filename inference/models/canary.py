@@ -196,13 +196,10 @@ def _attended(attention, decoder, length, window):
     keys = _random(2, 2, length + NODES, hk, dim, decoder=decoder)
     noise = _random(3, 2, (num_pages + 1) * hk * PAGE, dim, decoder=decoder)
 
-    def rows_at(places):
-        return kv_rows(table, torch.tensor([places], device=device), hk).flatten()
-
     def cache(places):
         """kv [2, rows, D]: the committed keys, those of the nodes at these places, and noise everywhere else."""
-        kv = noise.clone()
-        kv[:, rows_at([*range(length), *places])] = keys.flatten(1, 2)
+        kv, places = noise.clone(), torch.tensor([[*range(length), *places]], device=device)
+        kv[:, kv_rows(table, places, hk).flatten()] = keys.flatten(1, 2)
         return kv
 
     def attend(q, kv, committed, depths, ancestors, is_chain=False):
@@ -220,13 +217,8 @@ def _attended(attention, decoder, length, window):
     depths = (tree + 1) // 2
     ancestors = torch.where(step == depths[:, None], tree[:, None], 2 * step)
     in_order, in_tree = cache(range(length, length + NODES)), cache(range(length, length + 2 * NODES, 2))
-    last_first, kv = [], in_order.clone()
-    for i in reversed(range(NODES)):
-        last_first.append(attend(q[i : i + 1], kv, [length + i], *root)[0])
-        at = rows_at([length + i])
-        kv[:, at] = noise[:, at]  # so nothing but noise stands after a node
-    alone, found = torch.cat(last_first[::-1]), {}
-    on_gpu = on_triton(noise)
+    alone = torch.cat([attend(q[i : i + 1], in_order, [length + i], *root)[0] for i in range(NODES)])
+    found, on_gpu = {}, on_triton(noise)
     for many, words in ((1, "a {}"), (MANY, f"{MANY} {{}}s"))[: 1 + on_gpu]:
         committed, after = [length] * many, f"after {length} committed keys"
         found[f"in {words.format('tree')} {after}"] = attend(queries, in_tree, committed, depths, ancestors)[:, ::2]
