@@ -5,7 +5,6 @@ of them alike. Times are of `generate` as a whole, prefill included.
 """
 
 import json
-import platform
 import time
 from datetime import date
 from pathlib import Path
@@ -18,21 +17,16 @@ from ..inference.llm import LLM
 from ..inference.sampling_params import SamplingParams
 from ..inference.speculation.tree import MAX_NODES, build_static_tree, load_tree, save_tree
 from ..kernels.attention.tree_attention import PAGE
+from ..kernels.numerics import device_name
 
 
 def hardware_name(device):
     """The name of a device's processor or GPU; for a processor also torch's number of threads."""
-    if torch.device(device).type == "cuda":
-        return torch.cuda.get_device_name(device)
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [
-            line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
-        ]
-        model = names[0] if names else model
+    device = torch.device(device)
+    if device.type == "cuda":
+        return device_name(device)
     threads = torch.get_num_threads()
-    return f"{model}, {threads} thread{'s' if threads > 1 else ''}"
+    return f"{device_name(device)}, {threads} thread{'s' if threads > 1 else ''}"
 
 
 # Several engines share the device, so each gets a cache for only one request of 4k tokens.

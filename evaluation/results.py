@@ -3,7 +3,7 @@
 Every file of benchmarks/results/ is such an object (SCHEMA):
 
     name      of the benchmark or proof
-    date, hardware, versions {package: version}, commit, command    its origin
+    date, hardware, versions {package: version}, commit, command    its origin; versions["numerics"]: kernels/numerics.py
     settings  the options of the command
     facts     reference values, and facts about all rows
     rows      the figures
@@ -13,12 +13,12 @@ import json
 import subprocess
 import sys
 from datetime import date
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
 from ..heads.storage.atomic_write import check_writable, write_json
+from ..kernels.numerics import NUMERICS, installed
 from .compare import hardware_name
 
 RESULTS = Path("benchmarks") / "results"
@@ -42,7 +42,7 @@ class Report:
             "name": name,
             "date": date.today().isoformat(),
             "hardware": hardware_name(device),
-            "versions": {"torch": torch.__version__, "triton": installed("triton")},
+            "versions": {"torch": torch.__version__, "triton": installed("triton"), "numerics": NUMERICS},
             "commit": commit or current_commit(),
             "command": command,
             "settings": settings,
@@ -96,14 +96,6 @@ def result_path(output):
     if path.suffix or len(path.parts) > 1:
         return path
     return RESULTS / f"{date.today().isoformat()}-{output}.json"
-
-
-def installed(package):
-    """Version of a package, or None."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def current_commit():

@@ -3,17 +3,19 @@
 import inspect
 import time
 import warnings
-from dataclasses import replace
+from dataclasses import asdict, replace
 from numbers import Integral
 
 from tqdm import tqdm
 
 from ..heads.storage.keywords import python_value, reject_unknown
+from ..kernels.numerics import Numerics
 from .engine.engine import Engine
 from .engine.options import EngineOptions, check_whole
 from .line import Call
 from .metrics import metrics_of
 from .models.adapter import MERGED_KEY, choose_adapter, warn_unless_adapted
+from .models.canary import check_exactness
 from .models.decoder import LOAD_FORMATS, check_supported, position_limit
 from .models.target_source import (
     at_revision,
@@ -86,7 +88,8 @@ class LLM:
     are numbered in the order of arrival, so give them seeds where a run of several threads must repeat (docs/engine.md, Threads).
 
     By default the outputs are those of plain decoding, whatever the head and the tree: see docs/lossless.md. Raises ValueError for
-    bad arguments, naming the value and what was expected; for a misspelled keyword it names the nearest known one.
+    bad arguments, naming the value and what was expected; for a misspelled keyword it names the nearest known one. Raises
+    RuntimeError if the check at start-up finds that bits would depend on the batch.
     """
 
     def __init__(
@@ -167,6 +170,7 @@ class LLM:
                 load_format=load_format,
                 adapter=merged,
             )
+            check_exactness(decoder)  # before the cache takes the memory
             eos_ids = eos_token_ids(model, config, self.tokenizer)
             self.generation_config = generation_config(model)
         warn_of_missing_stop_tokens(choice.head, eos_ids)
@@ -180,6 +184,11 @@ class LLM:
     def engine(self):
         """The Engine that its session drives."""
         return self.session.engine
+
+    @property
+    def numerics(self):
+        """What decides its bits: numerics version, digest, torch, Triton, device, dtype (a dict; kernels/numerics.py)."""
+        return asdict(Numerics.of(self.device, self.dtype))
 
     @property
     def eos_token_ids(self):

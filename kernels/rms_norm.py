@@ -70,6 +70,11 @@ def _add_rms_norm(
     tl.store(normed + at, (y.to(tl.float32) * weight.to(tl.float32)).to(h.dtype), mask=inside)
 
 
+def num_warps(block):
+    """Warps that sum a row of `block` lanes. They order the sum, so they depend on the width alone."""
+    return min(max(block // 512, 1), 16)
+
+
 def _launch(parts, residual, w, eps, multiplier):
     """parts [S, M, H] or None, residual [M, H]  ->  (normed, total), each [M, H]"""
     if w.dtype != residual.dtype:
@@ -83,7 +88,7 @@ def _launch(parts, residual, w, eps, multiplier):
         _add_rms_norm[(rows,)](
             None if parts is None else _aligned(parts), residual, w, normed, total, rows, width, eps, multiplier,
             0 if parts is None else parts.shape[0], multiplier != 1, block,
-            num_warps=min(max(block // 512, 1), 16), enable_fp_fusion=False, **overlap(residual),
+            num_warps=num_warps(block), enable_fp_fusion=False, **overlap(residual),
         )  # fmt: skip
     return normed, total
 

@@ -20,6 +20,7 @@ _HOME = tempfile.mkdtemp(prefix="headstart-tests-")
 os.environ.update(
     HF_HUB_OFFLINE="1",
     HF_HOME=f"{_HOME}/huggingface",
+    XDG_CACHE_HOME=f"{_HOME}/cache",
     TOKENIZERS_PARALLELISM="false",
     WANDB_MODE="offline",
     WANDB_SILENT="true",

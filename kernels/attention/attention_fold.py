@@ -25,7 +25,7 @@ PAGE = 64  # positions per page of the cache, and keys per tile
 MAX_GROUP = 16  # query heads per key head
 MAX_DIM = 256
 LOG2_E = 1.4426950408889634
-_CHUNKS = ((0, 256, 0), (2048, 512, 8), (8192, 1024, 20))  # (from position, keys per chunk, number of its first chunk)
+CHUNKS = ((0, 256, 0), (2048, 512, 8), (8192, 1024, 20))  # (from position, keys per chunk, number of its first chunk)
 FIRST_FAR = 8  # chunks from here on are far: other programs compute them where one would walk a chain's whole context
 FAR = 2048  # its first position
 
@@ -34,7 +34,7 @@ def num_chunks(length):
     """Number of chunks that hold the positions below `length`."""
     if length <= 0:
         return 0
-    start, size, first = next(region for region in reversed(_CHUNKS) if length - 1 >= region[0])
+    start, size, first = next(region for region in reversed(CHUNKS) if length - 1 >= region[0])
     return first + (length - 1 - start) // size + 1
 
 

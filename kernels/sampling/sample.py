@@ -25,7 +25,7 @@ _NOISE = {}
 # Tokens per program where tokens are ranked. With noise the logarithms take the time: on an H200, with 64 rows of 128,256 tokens,
 # programs of 1024 to 4096 tokens and 4 or 8 warps take 69 to 93 us. This choice is the fastest.
 _CHUNK = 1024
-_SUM_CHUNK = 4096  # tokens per partial sum: fixed, it orders the sums
+SUM_CHUNK = 4096  # tokens per partial sum: fixed, it orders the sums
 
 
 def noise_rows(seed, sample, position, vocab_size):
@@ -294,7 +294,7 @@ def log_sum_exp(logits):
     if not on_triton(logits):
         return log_sum_exp_reference(logits)
     rows, vocab_size = logits.shape
-    chunks = triton.cdiv(vocab_size, _SUM_CHUNK)
+    chunks = triton.cdiv(vocab_size, SUM_CHUNK)
     highest, sums = torch.empty(2, rows, chunks, dtype=torch.float32, device=logits.device)
     out = torch.empty(rows, dtype=torch.float32, device=logits.device)
     if rows:
@@ -302,7 +302,7 @@ def log_sum_exp(logits):
         if logits.data_ptr() % 16 and vocab_size % 16 == 0:
             logits = logits.clone()  # alignment may change the compiled order of a sum
         _chunk_sums[(rows * chunks,)](
-            logits, highest, sums, vocab_size, chunks, _SUM_CHUNK, num_warps=4, enable_fp_fusion=False
+            logits, highest, sums, vocab_size, chunks, SUM_CHUNK, num_warps=4, enable_fp_fusion=False
         )
         _merge_sums[(rows,)](
             highest, sums, out, chunks, triton.next_power_of_2(chunks), num_warps=1, enable_fp_fusion=False

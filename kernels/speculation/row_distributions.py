@@ -16,7 +16,7 @@ import torch
 
 from ..jit import jit, on_triton, tl, triton
 
-_CHUNK = 4096  # tokens per partial sum: fixed, it orders the sums
+SUM_CHUNK = 4096  # tokens per partial sum: fixed, it orders the sums
 
 
 class RowDistributions(NamedTuple):
@@ -97,7 +97,7 @@ def row_distributions(scores, temperature):
     rows, vocab_size = scores.shape
     if not on_triton(scores):
         return row_distributions_reference(scores, temperature.repeat(rows // max(len(temperature), 1)))
-    device, chunks = scores.device, triton.cdiv(vocab_size, _CHUNK)
+    device, chunks = scores.device, triton.cdiv(vocab_size, SUM_CHUNK)
     tops, parts = torch.empty(2, rows, chunks, dtype=torch.float32, device=device)
     places = torch.empty(rows, chunks, dtype=torch.int32, device=device)
     top, total = torch.empty(2, rows, dtype=torch.float32, device=device)
@@ -105,7 +105,7 @@ def row_distributions(scores, temperature):
     if rows:
         temperature = temperature.contiguous()
         _chunk_distributions[(rows * chunks,)](
-            scores.contiguous(), temperature, tops, parts, places, vocab_size, chunks, len(temperature), _CHUNK,
+            scores.contiguous(), temperature, tops, parts, places, vocab_size, chunks, len(temperature), SUM_CHUNK,
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
         _merge_distributions[(rows,)](

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from headstart.evaluation import results, timing
+from headstart.kernels.numerics import NUMERICS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -53,6 +54,11 @@ def test_a_report_is_written_as_its_results_are(tmp_path, capsys):
     report.finish()
     found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
     assert tuple(found) == results.SCHEMA
+    assert found["versions"] == {
+        "torch": torch.__version__,
+        "triton": results.installed("triton"),
+        "numerics": NUMERICS,
+    }
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == found
 
 
