@@ -40,7 +40,7 @@ PUBLIC = {
     "heads/formats": "eagle eagle3 layer medusa mlp_speculator",
     "heads/storage": "atomic_write hub_answer hub_id keywords reading tensor_checks user_errors weight_files",
     "inference/models": "adapter blocks canary checkpoint_files decoder memory target_source weights",
-    "inference/speculation": "adaptive draft draft_sampling draw_nodes options proposers speculation tree tree_on_device verifiers",
+    "inference/speculation": "draft draft_sampling draw_nodes options proposers speculation tree tree_on_device verifiers",
     "inference/speculation/drafters": "draft_model drafter ngram",
     "inference/engine": "engine metrics options request stopping target_scores",
     "inference": "arguments line llm open_batch prompt_files sampling_params threads",

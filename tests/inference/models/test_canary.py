@@ -98,8 +98,8 @@ def test_a_library_product_is_found_on_the_gpu(monkeypatch):
 def nudged(function, least, which=lambda *given: True):
     """A function of rows that changes the last bit of one number if there are `least` rows or more."""
 
-    def faulty(*given):
-        found = function(*given)
+    def faulty(*given, **named):
+        found = function(*given, **named)
         first = found[0] if isinstance(found, tuple) else found
         if given[0].shape[-2] >= least and which(*given):
             first.view(-1)[0] = torch.nextafter(first.view(-1)[0], torch.tensor(9.0))
@@ -129,8 +129,8 @@ def test_a_product_that_differs_by_rows_is_named(name, least, decoder, monkeypat
 def test_a_product_that_differs_by_the_place_of_a_row_is_named(decoder, monkeypatch):
     linear = blocks_module.linear
 
-    def by_place(x, w):
-        found = linear(x, w)
+    def by_place(x, w, **named):
+        found = linear(x, w, **named)
         found[10:, 0] += 1e-6
         return found
 
