@@ -42,8 +42,8 @@ MANY = 128  # requests of a batch on a GPU, where one program then walks all chu
 def check_exactness(decoder):
     """Run the canary, unless it has passed on this device with these versions and shapes.
 
-    In Triton's interpreter, where it would take minutes, nothing is checked. Raises RuntimeError with what differs, the versions and
-    the device: then nothing may be served.
+    In Triton's interpreter, where it would take minutes, nothing is checked. Raises RuntimeError with what differs, the versions
+    and the device: then nothing may be served.
     """
     if INTERPRETED:
         return

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from headstart.kernels.attention.attention_fold import chunk_at, chunk_start, num_chunks, starts_chunk
+from headstart.kernels.attention.prefill_attention import build_prefill_index
 from headstart.kernels.attention.tree_attention import PAGE, _launch, build_tree_index, tree_attention_reference
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -270,6 +271,33 @@ def check_chain(kv, hk, pages, hq, num_nodes, committed, window):
     expected = _launch(q, kv, index, dim**-0.5, window, walks=False)
     found = _launch(q, kv, replace(index, is_chain=True), dim**-0.5, window, walks=True)
     assert torch.equal(found, expected), (num_nodes, committed, window)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 50000])
+def test_contexts_of_131072_tokens_beside_short_ones(window):
+    """By value against the dense formula, and the same bits in one pass, in two, in a tree and in a prompt's chunk."""
+    hq, hk, dim, pages, num_nodes = 8, 2, 64, 2050, 5
+    committed = [131000, 300, 32767, 65536 - 2]
+    kv = draw_cache(len(committed) * pages + 1, hk, dim, torch.bfloat16, "cuda")
+    check_chain(kv, hk, pages, hq, num_nodes, committed, window)
+    table = 1 + torch.arange(len(committed) * pages, device="cuda").view(-1, pages)
+    starts, chain = torch.tensor(committed, device="cuda"), torch.arange(num_nodes, device="cuda")
+    q = torch.randn(len(committed), num_nodes, hq, dim, generator=torch.Generator().manual_seed(1)).to(
+        "cuda", torch.bfloat16
+    )
+    index = build_tree_index(table, starts, chain, chain.expand(num_nodes, -1), hk)
+    found = index.attend(q.flatten(0, 1), kv, None, window).view_as(q)
+    prompt = build_prefill_index(table, committed, [num_nodes] * len(committed), hk, "cuda")
+    assert torch.equal(prompt.attend(q.flatten(0, 1), kv, None, window).view_as(q), found)
+    for b, length in enumerate(committed):
+        places = torch.arange(length + num_nodes, device="cuda")
+        rows = table[b, places // PAGE].long() * hk * PAGE + places % PAGE
+        k, v = (torch.stack([x[rows + head * PAGE] for head in range(hk)], 1).double() for x in kv)
+        position = length + chain[:, None]
+        mask = (places <= position) & (places > position - (window or 1 << 30))
+        exact = tree_attention_reference(q[b : b + 1].double(), k[None], v[None], mask[None])
+        assert error(found[b : b + 1], exact) < 4e-3, length
 
 
 @pytest.mark.interpreter
