@@ -39,7 +39,9 @@ class OwnCacheDrafter(SequentialDrafter):
 
     def expand(self, batch, level, tokens, state):
         shape = dict(first=level.first - 1, depths=level.depths, ancestors=level.ancestors)
-        state = self._run_tree(batch, tokens, state, from_target=False, **shape)
+        # One node at this depth and at each before it: its keys lie in the order of positions.
+        is_chain = level.count == 1 and level.first == level.depth and level.ancestors.dim() == 2
+        state = self._run_tree(batch, tokens, state, from_target=False, is_chain=is_chain, **shape)
         by_node = state.transpose(0, 1)  # [n, B, S]
         return self.logits(by_node.reshape(-1, state.shape[-1])).view(*by_node.shape[:2], -1), state
 
@@ -56,15 +58,18 @@ class OwnCacheDrafter(SequentialDrafter):
     def _run_tree(self, batch, tokens, source, *, from_target, first, depths, ancestors, is_chain=False):
         """Run rows [B, n] as nodes of a tree after the committed places; the first row's keys go to the tree's place `first`.
 
-        tokens [B, n], source [B, n, .]; depths and ancestors as build_tree_index takes them  ->  [B, n, S]
+        tokens [B, n], source [B, n, .]; depths and ancestors as build_tree_index takes them; is_chain: the rows, and those written
+        before them, are a chain  ->  [B, n, S]
         """
         heads, dtype = self.kv_shape[1], self.kv_shape[3]
         below = batch.committed + self.shift if self.shift else batch.committed  # [B]
         first += self.shift
         places = batch.places(first, first + tokens.shape[1])  # [B, n]
+        positions = below[:, None] + depths  # [B, n]
+        if is_chain and first > self.shift:  # a single row: those before it are as good as committed
+            below, depths, ancestors = positions.flatten(), ancestors[0, :1], ancestors[:, :1]
         shape = dict(num_kv_heads=heads, dtype=dtype, is_chain=is_chain)
         index = build_tree_index(batch.block_table, below, depths, ancestors, **shape)
-        positions = below[:, None] + depths  # [B, n]
         forward_pass = ForwardPass(
             tokens=tokens.flatten(), positions=positions.flatten(), cache_rows=places.flatten(), attention=index
         )
