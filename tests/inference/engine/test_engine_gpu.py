@@ -16,6 +16,7 @@ import headstart.inference.models.blocks as blocks_module
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.inference.engine.engine import Engine
 from headstart.inference.engine.options import EngineOptions
+from headstart.inference.engine.prompt_passes import KnownRows
 from headstart.inference.llm import LLM
 from headstart.inference.models.shapes import config_of
 from headstart.inference.sampling_params import SamplingParams
@@ -323,3 +324,65 @@ def test_equality_breaks_if_siblings_keys_are_visible(outputs_differ, monkeypatc
 def test_equality_breaks_if_accepted_kv_is_not_moved(outputs_differ, monkeypatch):
     monkeypatch.setattr(step_module, "kv_commit", lambda *arguments: None)
     assert outputs_differ()
+
+
+@pytest.fixture
+def entering(wide):
+    """Prompts that enter a batch of four while others decode: outputs alone, and a function that gives them of the batch."""
+    prompts = make_prompts(wide.engine.decoder.vocab_size) * 2
+    params = [
+        SamplingParams(temperature=0.8, seed=i, max_tokens=10 + 7 * (i % 5), ignore_eos=True)
+        for i in range(len(prompts))
+    ]
+
+    def tokens(llm):
+        return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+
+    expected = tokens(LLM(wide, max_model_len=1024, max_num_seqs=1, enable_prefix_caching=False))
+
+    def together(tree=None):
+        few = dict(max_num_seqs=4, enable_prefix_caching=False)
+        if tree is None:
+            llm = LLM(wide, max_model_len=1024, **few)
+        else:
+            llm = speculating(wide, prompts, [(each, None) for each in expected], tree, 4, enable_prefix_caching=False)
+        sizes, run_graph = [], llm.engine.graphs.run
+
+        def noted(seats, filters, which=0, known=None):
+            sizes.append(known and known.size)
+            return run_graph(seats, filters, which, known)
+
+        llm.engine.graphs.run = noted
+        found = tokens(llm)
+        llm.engine.check()
+        return found, sizes
+
+    return expected, together
+
+
+@pytest.mark.parametrize("tree", [None, chain(4), RAGGED], ids=["plain", "chain", "tree"])
+def test_prompts_beside_running_requests_change_no_bit(entering, tree):
+    expected, together = entering
+    found, sizes = together(tree)
+    assert found == expected
+    assert len({size for size in sizes if size}) > 1, f"prompts of several sizes ride along: {sizes}"
+
+
+@pytest.mark.parametrize(
+    "fault", ["a key too many", "a key too few", "a token not written", "a token written over another"]
+)
+def test_equality_breaks_if_known_rows_are_wrong(entering, monkeypatch, fault):
+    forward_pass = KnownRows.forward_pass
+
+    def wrong(self, num_kv_heads, part=0):
+        given = forward_pass(self, num_kv_heads, part)
+        if fault.startswith("a key"):
+            shifted = given.attention.starts + (1 if fault == "a key too many" else -1)
+            return replace(given, attention=replace(given.attention, starts=shifted.clamp(min=0)))
+        places = given.cache_rows.clone()
+        places[3] = 0 if fault == "a token not written" else places[2]
+        return replace(given, cache_rows=places)
+
+    monkeypatch.setattr(KnownRows, "forward_pass", wrong)
+    expected, together = entering
+    assert together()[0] != expected
