@@ -24,7 +24,7 @@ import torch
 from ..jit import jit, on_triton, tl, triton
 from ..linear.linear import empty_rows
 from ..linear.linear_prefill import num_multiprocessors
-from ..overlap import await_previous, is_hopper, release_next
+from ..overlap import await_previous, can_overlap, release_next
 from .attention_fold import (
     LOG2_E,
     PAGE,
@@ -340,7 +340,7 @@ def _launch(
     walks = blocks * batch >= WALK_PROGRAMS if walks is None else walks
     if walks and index.is_chain:
         return chain_attention(q, kv, table, committed, hk, scale, window)
-    overlap = is_hopper(q.device) if overlap is None else overlap
+    overlap = can_overlap(q.device) if overlap is None else overlap
     chunks = num_chunks(table.shape[1] * PAGE)
     splits = 1 if walks else min(chunks, triton.cdiv(NUM_PROGRAMS, blocks * batch))
     slots = 2 if walks else chunks

@@ -14,7 +14,7 @@ import functools
 import torch
 
 from ..jit import jit, tl, triton
-from ..overlap import await_previous, overlap, release_next
+from ..overlap import await_previous, has_tensor_maps, overlap, release_next
 from .linear_table import num_splits, prefill_launch, split_depth
 
 try:
@@ -116,8 +116,12 @@ def num_multiprocessors(device):
 
 
 def maps_fit(x, w):
-    """True if tensor maps can describe x [M, K], w [N, K] and y [M, N]: 2 bytes an element, rows of whole 16 bytes."""
+    """True if tensor maps can describe x [M, K], w [N, K] and y [M, N]: 2 bytes an element, rows of whole 16 bytes.
+
+    Never on a GPU without tensor maps; the interpreter has them.
+    """
     (N, K), fits = w.shape, x.dtype in (torch.bfloat16, torch.float16)
+    fits = fits and (not x.is_cuda or has_tensor_maps(x.device))
     return fits and N % 8 == 0 and K % 8 == 0 and x.data_ptr() % 16 == 0 and w.data_ptr() % 16 == 0
 
 
