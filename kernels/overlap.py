@@ -31,13 +31,20 @@ def release_next(OVERLAP: tl.constexpr):
 
 
 @functools.lru_cache
-def is_hopper(device):
-    """True on GPUs of compute capability 9.0 and above: launches can overlap, and tiles can be loaded by tensor maps."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+def has_tensor_maps(device):
+    """True on NVIDIA GPUs of compute capability 9.0 and above: tiles can be loaded by tensor maps.
+
+    ROCm calls its devices "cuda" and gives gfx9xx the capability (9, x); they have none.
+    """
+    on_nvidia = device.type == "cuda" and torch.version.hip is None
+    return on_nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+can_overlap = has_tensor_maps  # both came with 9.0
 
 
 def overlap(x):
     """Keyword arguments of a launch on x's device: {"OVERLAP": bool} and `launch_pdl` where the hardware can."""
-    if is_hopper(x.device):
+    if can_overlap(x.device):
         return {"OVERLAP": True, "launch_pdl": True}
     return {"OVERLAP": False}

@@ -19,7 +19,7 @@ spread over both, do not.
 import torch
 
 from ..jit import jit, on_triton, tl, triton
-from ..overlap import is_hopper
+from ..overlap import has_tensor_maps
 
 PAGE = 64  # positions per page of the cache, and keys per tile
 MAX_GROUP = 16  # query heads per key head
@@ -190,7 +190,7 @@ def tile_sources(k, v, lanes, tensor_map=None):
     Tensor maps where the device has them and rows are whole multiples of 16 bytes: the same values, by the copy engine.
     """
     if tensor_map is None:
-        tensor_map = is_hopper(k.device) and k.shape[1] * k.itemsize % 16 == 0 and k.data_ptr() % 16 == 0
+        tensor_map = has_tensor_maps(k.device) and k.shape[1] * k.itemsize % 16 == 0 and k.data_ptr() % 16 == 0
     if not tensor_map:
         return k, v, False
     from triton.tools.tensor_descriptor import TensorDescriptor

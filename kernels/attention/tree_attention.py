@@ -18,6 +18,7 @@ positions, so it is one pass, a prompt's (prefill_attention.py), after one for t
 tile_attention.py, the same idea with tiles of 16 keys.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +26,7 @@ import torch
 from ..jit import jit, on_triton, tl, triton
 from ..linear.linear import empty_rows
 from ..linear.linear_prefill import num_multiprocessors
-from ..overlap import await_previous, is_hopper, release_next
+from ..overlap import await_previous, can_overlap, release_next
 from .attention_fold import (
     FIRST_FAR,
     LOG2_E,
@@ -359,11 +360,12 @@ def _launch(
     num_rows = num_nodes * group
     blocks = hk * triton.cdiv(num_rows, rows)
     walks = blocks * batch >= WALK_PROGRAMS if walks is None else walks
-    overlap = is_hopper(q.device) if overlap is None else overlap
+    overlap = can_overlap(q.device) if overlap is None else overlap
     chunks = num_chunks(table.shape[1] * PAGE)
     if walks and index.is_chain:
+        attend_chain = functools.partial(chain_attention, q, kv, table, committed, hk, scale, window, out)
         if chunks <= FIRST_FAR:
-            return chain_attention(q, kv, table, committed, hk, scale, window, out)
+            return attend_chain()
         # Far chunks get programs of their own: walking them, all would wait for the request with the longest context.
         walks, base, slots = False, FIRST_FAR, chunks - FIRST_FAR
         splits = min(slots, max(FAR_PROGRAMS // (blocks * batch), 2))
@@ -389,7 +391,7 @@ def _launch(
         num_warps=rows // 16, num_stages=stages, **flags, **({} if walks else early),
     )  # fmt: skip
     if base:
-        return chain_attention(q, kv, table, committed, hk, scale, window, out, far=(stats, states))
+        return attend_chain(far=(stats, states))
     _tail_kernel[hk, num_nodes, batch](
         q, k, v, table, committed, index.depths, index.ancestors, stats, states, out,
         num_nodes, index.ancestors.shape[2], slots,

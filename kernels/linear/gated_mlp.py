@@ -151,7 +151,7 @@ def gate_up_silu(x, w, b=None, launch=None):
         )  # fmt: skip
         return y
     itemsize = x.element_size()
-    operands = decode_operands(x, w, lambda rows: launch or gated_launch(width, K, rows, itemsize))
+    operands = decode_operands(x, w, lambda rows: launch or gated_launch(width, K, rows, itemsize), 2)
     x, more_x, w, rows, more_rows, chosen = operands
     _decode[(triton.cdiv(M, rows + more_rows), triton.cdiv(width, chosen.features))](
         x, more_x, w, b, y, M, width, K, rows, more_rows, chosen.features, chosen.depth, not torch.is_tensor(x),

@@ -22,8 +22,8 @@ import torch.nn.functional as F
 
 from ..jit import jit, on_triton, tl, triton
 from ..overlap import await_previous, overlap, release_next
-from .linear_prefill import TensorDescriptor, maps_fit, prefill_linear
-from .linear_table import DECODE_ROWS, decode_launch, halves_of_tile, num_splits, split_depth, tile_rows
+from .linear_prefill import TensorDescriptor, maps_fit, prefill_linear, shared_memory
+from .linear_table import DECODE_ROWS, decode_launch, fit_decode, halves_of_tile, num_splits, split_depth, tile_rows
 
 # All products of a 7.5 M model, one core with AVX-512, float32 / bfloat16: a bare row of F.linear 4.3 / 3.3 ms. A block of 16 by
 # F.linear 9.0 / 4.7 ms; by oneDNN with its own layout 4.6 / 2.9 ms, of 8 3.7 / 1.9, of 4 3.2 / 1.8, 64 rows in one call 11.8 / 6.4.
@@ -211,18 +211,20 @@ def maps_of_rows(x, rows, depth):
     )
 
 
-def decode_operands(x, w, launch_of):
+def decode_operands(x, w, launch_of, operands=1):
     """What the decode kernels take for x [M, K] and weights w: (x, second half of x, w, rows, rows of the second half, launch).
 
-    launch_of(rows): the launch of a row tile. Tensor maps where they fit, else the tensors themselves.
+    launch_of(rows): the launch of a row tile, made to fit the device; operands: its tiles of weights.
+    Tensor maps where they fit, else the tensors themselves.
     """
     rows = tile_rows(x.shape[0], x.element_size())
-    launch = launch_of(rows)
+    memory, itemsize = shared_memory(x.device), x.element_size()
+    launch = fit_decode(launch_of(rows), rows, memory, operands, itemsize)
     maps = maps_of_rows(x, rows, launch.depth) if maps_fit(x, w) else None
     if maps:
         return *maps, TensorDescriptor.from_tensor(w, [launch.features, launch.depth]), *halves_of_tile(rows), launch
     rows = triton.next_power_of_2(rows)
-    return x, None, w, rows, 0, launch_of(rows)
+    return x, None, w, rows, 0, fit_decode(launch_of(rows), rows, memory, operands, itemsize)
 
 
 def decode_parts(x, w, b=None, splits=None, launch=None, out=None):

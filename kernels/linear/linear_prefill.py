@@ -14,7 +14,7 @@ import functools
 import torch
 
 from ..jit import jit, tl, triton
-from ..overlap import await_previous, overlap, release_next
+from ..overlap import await_previous, has_tensor_maps, overlap, release_next
 from .linear_table import num_splits, prefill_launch, split_depth
 
 try:
@@ -115,9 +115,22 @@ def num_multiprocessors(device):
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@functools.lru_cache
+def shared_memory(device):
+    """Bytes of shared memory that one block can have on the device (in the interpreter: an H200's)."""
+    if device.type != "cuda":
+        return 232448
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block
+
+
 def maps_fit(x, w):
-    """True if tensor maps can describe x [M, K], w [N, K] and y [M, N]: 2 bytes an element, rows of whole 16 bytes."""
+    """True if tensor maps can describe x [M, K], w [N, K] and y [M, N]: 2 bytes an element, rows of whole 16 bytes.
+
+    Never on a GPU without tensor maps; the interpreter has them.
+    """
     (N, K), fits = w.shape, x.dtype in (torch.bfloat16, torch.float16)
+    fits = fits and (not x.is_cuda or has_tensor_maps(x.device))
     return fits and N % 8 == 0 and K % 8 == 0 and x.data_ptr() % 16 == 0 and w.data_ptr() % 16 == 0
 
 

@@ -170,6 +170,21 @@ def prefill_launch(N, K, S, rows, programs):
     return best if times[best] < together else SECOND_RANGE
 
 
+def fit_decode(launch, rows, memory, operands=1, itemsize=2):
+    """The launch, or one that takes `memory` bytes of shared memory a block: fewer stages, then fewer features.
+
+    operands: tiles of weights that a program loads at a time. The depth stays: in float32 it decides bits.
+    """
+    while (launch.features * operands + rows) * launch.depth * itemsize * launch.stages > memory:
+        if launch.stages > 2:
+            launch = launch._replace(stages=launch.stages - 1)
+        elif launch.features > 16:
+            launch = launch._replace(features=launch.features // 2)
+        else:
+            break
+    return launch
+
+
 def gated_prefill_launch(I, K, rows, programs):
     """Launch of gate_up_silu's prefill kernel; `features` as in gated_launch."""
     launch = prefill_launch(2 * I, K, 1, rows, programs)

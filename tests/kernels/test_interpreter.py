@@ -13,7 +13,8 @@ import pytest
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_kernels_pass_in_the_interpreter():
     here = Path(__file__).parent
-    places = map(str, (here, here.parent / "inference" / "models" / "test_canary.py"))
+    inference = here.parent / "inference"
+    places = map(str, (here, inference / "models" / "test_canary.py", inference / "engine" / "test_known_rows.py"))
     found = subprocess.run(
         [sys.executable, "-P", "-m", "pytest", "-q", "-m", "interpreter", *places],
         env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},

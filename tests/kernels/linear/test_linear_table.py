@@ -9,6 +9,7 @@ from headstart.kernels.linear.linear_table import (
     SPLIT_ALIGNMENT,
     SPLITS,
     decode_launch,
+    fit_decode,
     gated_launch,
     gated_prefill_launch,
     num_splits,
@@ -48,3 +49,17 @@ def test_tiles_of_many_rows_fit_and_fill_the_card():
 @pytest.mark.parametrize(("count", "rows"), [(1, 16), (16, 16), (17, 32), (65, 80), (81, 96), (97, 128), (5000, 128)])
 def test_a_row_tile_is_the_narrowest_that_holds_the_rows(count, rows):
     assert tile_rows(count) == rows
+
+
+@pytest.mark.parametrize("memory", [101376, 166912, 232448])
+def test_every_decode_launch_fits_the_card_and_an_h200_keeps_all(memory):
+    for n, k in (*SPLITS, (1, 1), (300, 20000), (14336, 4096), (1 << 20, 8192)):
+        for rows in ROW_TILES:
+            for table, operands in ((decode_launch, 1), (gated_launch, 2)):
+                for itemsize in (2, 4) if rows <= 64 else (2,):
+                    launch = table(n, k, rows, itemsize)
+                    fitted = fit_decode(launch, rows, memory, operands, itemsize)
+                    taken = (fitted.features * operands + rows) * fitted.depth * itemsize * fitted.stages
+                    assert taken <= memory
+                    assert fitted.depth == launch.depth
+                    assert fitted == launch or memory < 232448
