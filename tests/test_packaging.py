@@ -63,7 +63,6 @@ PUBLIC = {
 WITHOUT_TEST = {
     "kernels/attention/attention_fold.py": "device functions of tree and prefill attention, tested there",
     "kernels/jit.py": "Triton where it is installed",
-    "kernels/overlap.py": "how kernels are launched one after the other",
     "kernels/sampling/lowest_key.py": "device functions of keep_top, tested there",
     "kernels/speculation/ratio_rules.py": "the reference of verify_ratio: tests/inference/speculation/test_ratio_rules_exact.py",
 }

@@ -356,8 +356,7 @@ def _launch(
     """Launch the two passes. Arguments after `out` override the choice made from shapes; every choice gives the same bits."""
     batch, num_nodes, num_heads, dim = q.shape
     hk, table, committed = index.num_kv_heads, index.block_table, index.committed
-    group = num_heads // hk
-    num_rows = num_nodes * group
+    num_rows = num_nodes * (num_heads // hk)
     blocks = hk * triton.cdiv(num_rows, rows)
     walks = blocks * batch >= WALK_PROGRAMS if walks is None else walks
     overlap = can_overlap(q.device) if overlap is None else overlap
@@ -396,6 +395,6 @@ def _launch(
         q, k, v, table, committed, index.depths, index.ancestors, stats, states, out,
         num_nodes, index.ancestors.shape[2], slots,
         table.stride(0), index.depths.stride(0), *index.ancestors.stride()[:2], **numbers,
-        GROUP=triton.next_power_of_2(group), ROWS=tail_rows, num_warps=tail_rows // 16, num_stages=1, **flags, **early,
+        GROUP=triton.next_power_of_2(num_heads // hk), ROWS=tail_rows, num_warps=tail_rows // 16, num_stages=1, **flags, **early,
     )  # fmt: skip
     return out.view(q.shape)
