@@ -92,7 +92,8 @@ def measure_workspace(engine, num_tokens):
     # The graphs have a memory pool of their own, beside the memory that prefill takes from the allocator: for a step, and for the
     # known tokens beside it. Each graph holds the scores of its step, if they are kept.
     sizes, places = engine.graphs.sizes, max(step.tree.max_depth for step in engine.graphs.steps) + 1
-    held = sum(sizes) * len(engine.graphs.steps) * places * 3 if engine.graphs.step.keep_scores else 0
+    kinds = CUT + 1  # of filters, each with graphs of its own
+    held = sum(sizes) * len(engine.graphs.steps) * places * kinds if engine.graphs.step.keep_scores else 0
     # No step holds changed scores until a request needs one of the tables that change logits.
     changed = sizes[-1] * (engine.tree.num_nodes + places)
     return 2 * prefill + step + (held + changed) * engine.decoder.vocab_size * 4

@@ -49,7 +49,7 @@ class StepGraphs:
         self._pool = self._stream = None
         self._known = []
         if self.captured:
-            sizes = [size for size in KNOWN_ROWS if size // 4 < max_known]
+            sizes = [size for size in KNOWN_ROWS if size < 2 * max_known]
             self._known = [KnownRows(size, self.step.seats, self.step.drafter) for size in sizes]
         # Beside known tokens a step has its smallest tree. Where its rows are few, rows that stand for nothing cost little.
         self.mixed = len(steps) - 1

@@ -192,6 +192,5 @@ class Decoder:
         return x, torch.cat([entering[i] for i in streams], 1) if streams else x
 
     def logits(self, hidden, out=None):
-        """lm_head over hidden states [M, H] -> [M, V], in the model's dtype on a GPU (written to `out` [M, V] if given), in fp32 at
-        least on the CPU."""
+        """lm_head over hidden states [M, H] -> [M, V]: on a GPU in the model's dtype (in `out` if given), else fp32 at least."""
         return lm_head_logits(hidden, self.output_weight, self.logits_divisor, out)

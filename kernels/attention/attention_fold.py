@@ -26,8 +26,9 @@ MAX_GROUP = 16  # query heads per key head
 MAX_DIM = 256
 LOG2_E = 1.4426950408889634
 CHUNKS = ((0, 256, 0), (2048, 512, 8), (8192, 1024, 20))  # (from position, keys per chunk, number of its first chunk)
-FIRST_FAR = 8  # chunks from here on are far: other programs compute them where one would walk a chain's whole context
-FAR = 2048  # its first position
+# The first position of the far chunks, and the first far chunk: other programs compute these where one would walk a chain's whole
+# context.
+FAR, _, FIRST_FAR = CHUNKS[1]
 
 
 def num_chunks(length):

@@ -24,6 +24,7 @@ from .attention_fold import (
     FAR,
     FIRST_FAR,
     LOG2_E,
+    PAGE,
     check_attention,
     chunk_at,
     chunk_start,
@@ -38,9 +39,6 @@ from .attention_fold import (
     tile_sources,
     walk,
 )
-
-FAR_CHUNK = tl.constexpr(FIRST_FAR) if tl.constexpr else FIRST_FAR
-FAR_TILE = tl.constexpr(FAR // 64) if tl.constexpr else FAR // 64
 
 
 @dataclass(frozen=True)
@@ -122,6 +120,8 @@ def _prefill_kernel(
     DIM: tl.constexpr,
     REQUESTS: tl.constexpr,
     NODES: tl.constexpr,
+    FAR_CHUNK: tl.constexpr,
+    FAR_TILE: tl.constexpr,
     ROWS: tl.constexpr,
     WINDOW: tl.constexpr,
     TENSOR_MAP: tl.constexpr,
@@ -253,7 +253,8 @@ def _launch(q, kv, index, scale, window, out=None, rows=64, num_stages=None, ten
         q, k, v, keys, values, index.block_table, index.starts, index.counts, out,
         stats, states, 0 if states is None else states.shape[2],
         len(index.starts), index.block_table.stride(0), scale * LOG2_E, window or 0,
-        HQ=num_heads, HK=hk, D=dim, DIM=lanes, REQUESTS=requests, NODES=index.nodes, ROWS=rows,
+        HQ=num_heads, HK=hk, D=dim, DIM=lanes, REQUESTS=requests, NODES=index.nodes,
+        FAR_CHUNK=FIRST_FAR, FAR_TILE=FAR // PAGE, ROWS=rows,
         WINDOW=window is not None, TENSOR_MAP=tensor_map,
         num_warps=rows // 16, num_stages=num_stages or count_stages(dim, q.dtype, alone), enable_fp_fusion=False,
         **overlap(q),

@@ -46,9 +46,9 @@ PREFILL_TILES = {
     PrefillLaunch(128, 128, 64, 6, 4, 8): 380,
     PrefillLaunch(64, 256, 64, 5, 4, 8): 385,
 }
-SECOND_RANGE = PrefillLaunch(
-    128, 256, 64, 3, 8, 8
-)  # one program sums the ranges: its scratch leaves room for three stages
+# The tile of a program that sums all ranges of K: its scratch leaves room for three stages.
+SECOND_RANGE = PrefillLaunch(128, 256, 64, 3, 8, 8)
+SECOND_RANGE_STEP = 700  # nanoseconds, as above
 
 SPLITS = {(6144, 4096): 1, (4096, 4096): 2, (28672, 4096): 1, (4096, 14336): 2, (128256, 4096): 1, (16384, 4096): 1}
 
@@ -141,6 +141,21 @@ def decode_launch(N, K, rows, itemsize=2):
     return Launch(64, 128, 4, 4) if few else Launch(128, 64, 6, 8)
 
 
+def fit_decode(launch, rows, memory, operands=1, itemsize=2):
+    """The launch if it fits into `memory` bytes of shared memory, else one with fewer stages, then fewer features.
+
+    operands: tiles of weights that a program loads at a time. The depth stays: in float32 it decides bits.
+    """
+    while (launch.features * operands + rows) * launch.depth * itemsize * launch.stages > memory:
+        if launch.stages > 2:
+            launch = launch._replace(stages=launch.stages - 1)
+        elif launch.features > 16:
+            launch = launch._replace(features=launch.features // 2)
+        else:
+            break
+    return launch
+
+
 def gated_launch(I, K, rows, itemsize=2):
     """Launch of gate_up_silu's decode kernel; `features` counts the gate's features, and there are as many of up."""
     if itemsize > 2:
@@ -170,21 +185,6 @@ def prefill_launch(N, K, S, rows, programs):
     return best if times[best] < together else SECOND_RANGE
 
 
-def fit_decode(launch, rows, memory, operands=1, itemsize=2):
-    """The launch, or one that takes `memory` bytes of shared memory a block: fewer stages, then fewer features.
-
-    operands: tiles of weights that a program loads at a time. The depth stays: in float32 it decides bits.
-    """
-    while (launch.features * operands + rows) * launch.depth * itemsize * launch.stages > memory:
-        if launch.stages > 2:
-            launch = launch._replace(stages=launch.stages - 1)
-        elif launch.features > 16:
-            launch = launch._replace(features=launch.features // 2)
-        else:
-            break
-    return launch
-
-
 def gated_prefill_launch(I, K, rows, programs):
     """Launch of gate_up_silu's prefill kernel; `features` as in gated_launch."""
     launch = prefill_launch(2 * I, K, 1, rows, programs)
@@ -201,5 +201,5 @@ def launch_of_rows(N, K, rows, programs):
 def _time_of_waves(launch, N, K, S, rows, programs):
     """Nanoseconds that the tiles of a product take, as many at a time as there are programs."""
     waves = -(-(-(-rows // launch.rows) * -(-N // launch.features) * S) // programs)
-    step = PREFILL_TILES.get(launch._replace(apart=False), 700)
+    step = PREFILL_TILES.get(launch._replace(apart=False), SECOND_RANGE_STEP)
     return waves * (K / S / 64 * step + 2000)

@@ -40,6 +40,11 @@ class Level(NamedTuple):
     ancestors: torch.Tensor  # [n, depth] rows on the path to each node, its own last; empty for the root
     depths: torch.Tensor  # [n] depth - 1: distance of the node's position from the first row's
 
+    @property
+    def is_chain(self):
+        """Whether there is one node with children here and at each depth before: keys lie in the order of positions."""
+        return self.count == 1 and self.first == self.depth
+
 
 class GrownLevel(NamedTuple):
     """The nodes of a dynamic tree that are expanded at one depth, with the fields of a Level that `expand` reads."""
@@ -49,6 +54,8 @@ class GrownLevel(NamedTuple):
     count: int
     ancestors: torch.Tensor  # [B, n, depth]
     depths: torch.Tensor  # [n]
+
+    is_chain = False
 
 
 class GrownLevels:

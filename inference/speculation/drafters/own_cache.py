@@ -38,10 +38,8 @@ class OwnCacheDrafter(SequentialDrafter):
         return self.logits(batch.feature)[None], batch.feature[:, None]
 
     def expand(self, batch, level, tokens, state):
-        shape = dict(first=level.first - 1, depths=level.depths, ancestors=level.ancestors)
-        # One node at this depth and at each before it: its keys lie in the order of positions.
-        is_chain = level.count == 1 and level.first == level.depth and level.ancestors.dim() == 2
-        state = self._run_tree(batch, tokens, state, from_target=False, is_chain=is_chain, **shape)
+        shape = dict(first=level.first - 1, depths=level.depths, ancestors=level.ancestors, is_chain=level.is_chain)
+        state = self._run_tree(batch, tokens, state, from_target=False, **shape)
         by_node = state.transpose(0, 1)  # [n, B, S]
         return self.logits(by_node.reshape(-1, state.shape[-1])).view(*by_node.shape[:2], -1), state
 
@@ -66,8 +64,9 @@ class OwnCacheDrafter(SequentialDrafter):
         first += self.shift
         places = batch.places(first, first + tokens.shape[1])  # [B, n]
         positions = below[:, None] + depths  # [B, n]
-        if is_chain and first > self.shift:  # a single row: those before it are as good as committed
-            below, depths, ancestors = positions.flatten(), ancestors[0, :1], ancestors[:, :1]
+        if is_chain:  # the rows written before these are as good as committed
+            ancestors = ancestors[:, : tokens.shape[1]]
+            below, depths = positions[:, 0].contiguous(), ancestors[0]
         shape = dict(num_kv_heads=heads, dtype=dtype, is_chain=is_chain)
         index = build_tree_index(batch.block_table, below, depths, ancestors, **shape)
         forward_pass = ForwardPass(
