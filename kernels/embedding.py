@@ -20,7 +20,7 @@ def embed_reference(tokens, table, multiplier=1.0):
     return (rows.to(torch.promote_types(table.dtype, torch.float32)) * multiplier).to(table.dtype)
 
 
-@jit
+@jit(do_not_specialize_on_alignment=["tokens"])
 def _embed(tokens, table, out, width, multiplier, SCALED: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -302,7 +302,7 @@ class Engine:
         if self.record_candidates:
             self._record(requests)
         filters, num_captures = max(map(next_filters, requests)), self.graphs.num_captures
-        known = self.prompts.place(chunks) if chunks and filters == NO_FILTERS else None
+        known = self.prompts.place(chunks, len(requests)) if chunks and filters == NO_FILTERS else None
         which = self.plan.choose(len(requests)) if known is None else self.graphs.mixed
         timed = self.plan.measures and known is None
         begin = mark(self.seats.device, timed=True) or time.perf_counter() if timed else None

@@ -1,8 +1,8 @@
 """CUDA graphs of the step and of prompts: captured once for each number of rows, and replayed.
 
 A graph of the step takes a number of batch rows (`graph_sizes`); rows without a request point to the padding seat. Known tokens of
-prompts have graphs of their own (KNOWN_ROWS) and graphs beside the rows of a step, which read the weights once for both. How many
-known tokens a step may take beside running requests follows from what these graphs take, measured after the capture.
+prompts have graphs of their own and graphs beside the rows of a step, which read the weights once for both (`known_sizes`). How
+many known tokens a step may take beside running requests follows from what these graphs take, measured after the capture.
 
 All graphs share one memory pool, so the results of a replay must be read before the next replay; stream order ensures that. A step
 whose requests need more than a temperature has its own graphs. They are captured at first use, and again when a request needs a
@@ -14,10 +14,12 @@ from statistics import median
 
 import torch
 
-from .prompt_passes import KNOWN_ROWS, MAX_CHUNKS, KnownRows
+from .prompt_passes import MAX_CHUNKS, KnownRows
 from .target_scores import NO_FILTERS
 
 FEW_ROWS = 64  # up to here the weights are what a pass costs
+TILE = 128  # rows of a tile of the products above
+KNOWN_TOKENS = (128, 256, 384, 512, 640, 768, 1024)  # about so many in a graph
 PACE = 2.4  # a step with known tokens may take so many times the same step without
 
 
@@ -28,6 +30,18 @@ def graph_sizes(max_num_seqs):
         last = sizes[-1]
         sizes.append(min(2 * last if last < 8 else last + max(8, 1 << (last.bit_length() - 3)), max_num_seqs))
     return sizes
+
+
+def known_sizes(rows, most):
+    """Numbers of known tokens that get a graph beside `rows` rows of a step; together they fill tiles.  64 -> [64, 192, 320 ...]
+
+    most: known tokens of one pass, so no graph is much larger.
+    """
+    least = rows + min(max(16, rows // 8), KNOWN_TOKENS[-1])
+    least = FEW_ROWS if least <= FEW_ROWS else -(-least // TILE) * TILE
+    counts = [count for count, lower in zip(KNOWN_TOKENS, (0, *KNOWN_TOKENS)) if lower < most]
+    totals = {least, *((rows + count) // TILE * TILE for count in counts)}
+    return [total - rows for total in sorted(totals) if total >= least]
 
 
 class StepGraphs:
@@ -45,32 +59,41 @@ class StepGraphs:
         self._rows = {}  # same key -> the seats that the static row numbers hold now
         self._num_tables = 0  # of LogitState, when the filtered graphs were captured
         self._seconds = {}  # (rows, known rows) -> of a replay for padding alone
+        self._seconds_per_token = 0.0  # of a step, to read the keys and values of one committed token
         # One pool and one stream for all graphs: memory freed by one capture can be used by the next only on the same stream.
         self._pool = self._stream = None
-        self._known = []
-        if self.captured:
-            sizes = [size for size in KNOWN_ROWS if size < 2 * max_known]
-            self._known = [KnownRows(size, self.step.seats, self.step.drafter) for size in sizes]
         # Beside known tokens a step has its smallest tree. Where its rows are few, rows that stand for nothing cost little.
         self.mixed = len(steps) - 1
-        nodes = steps[self.mixed].tree.num_nodes if self._known else 1
+        nodes = steps[self.mixed].tree.num_nodes if self.captured else 1
         few = max([size for size in self.sizes if size * nodes <= FEW_ROWS], default=1)
         self.mixed_sizes = [
             size for size in self.sizes if size >= few and (size & (size - 1) == 0 or size == self.sizes[-1])
         ]
+        self._known = {}  # batch rows, 0 for known tokens alone -> KnownRows beside them, the smallest first
+        if self.captured and max_known:
+            rows = {}  # one for each size: graphs run one after the other
+            for size in [0, *self.mixed_sizes]:
+                sizes = known_sizes(size * nodes, max_known)
+                for known in sizes:
+                    rows.setdefault(known, KnownRows(known, self.step.seats, self.step.drafter))
+                self._known[size] = [rows[known] for known in sizes]
 
     def capture(self, progress=lambda keys: keys):
         """Make the graphs of all sizes; those with filters are made when first used. Largest first: it sizes the pool."""
         if not self.captured:
             return
-        keys = [(size, NO_FILTERS, self.mixed, known.size) for size in self.mixed_sizes for known in self._known]
-        keys += [(size, NO_FILTERS, which, 0) for size in self.sizes for which in range(len(self.steps))]
-        keys += [(0, NO_FILTERS, self.mixed, known.size) for known in self._known]
+        keys = [(size, NO_FILTERS, which, 0) for size in self.sizes for which in range(len(self.steps))]
+        keys += [(size, NO_FILTERS, self.mixed, known.size) for size, held in self._known.items() for known in held]
         for key in progress(sorted(keys, key=self._num_rows, reverse=True)):
             self._graph(*key)
-        for size, _, which, known in keys if self._known else ():
-            if which == self.mixed:
-                self._seconds[size, known] = self._time(self._graphs[size, NO_FILTERS, which, known][0])
+        if self._known:
+            for size, _, which, known in keys:
+                if which == self.mixed:
+                    self._seconds[size, known] = self._time(self._graphs[size, NO_FILTERS, which, known][0])
+            # A step of one request reads the weights, and hardly anything else.
+            decoder, cache = self.step.decoder, self.step.cache
+            token_bytes = cache.kv[:, :, : cache.num_kv_heads].nbytes
+            self._seconds_per_token = self._seconds[self.sizes[0], 0] * token_bytes / decoder.weight_bytes
 
     @property
     def step(self):
@@ -82,22 +105,25 @@ class StepGraphs:
         """The most chunks of prompts that a pass should take: None if no graph takes them."""
         return MAX_CHUNKS if self._known else None
 
-    def known_rows(self, count):
-        """The smallest KnownRows that hold so many tokens, or None."""
-        return next((known for known in self._known if known.size >= count), None)
+    def known_rows(self, count, num_requests=0):
+        """The smallest KnownRows that hold so many tokens beside so many requests, or None."""
+        held = self._known.get(self._size(num_requests, mixed=True) if num_requests else 0, ())
+        return next((known for known in held if known.size >= count), None)
 
-    def known_budget(self, num_requests):
-        """The most known tokens that a step of so many running requests should take; None: no limit.
+    def known_budget(self, requests):
+        """The most known tokens that a step of these running requests should take; None: no limit.
 
-        The most whose graph takes at most PACE times the step alone; the fewest of KNOWN_ROWS at least, so that prompts go on.
+        The most whose graph takes at most PACE times the step alone, what the requests' contexts take included; at least those of
+        the smallest graph, so that prompts go on.
         """
-        if not self._known or not num_requests:
+        if not self._known or not requests:
             return None
-        alone = self._seconds[self._size(num_requests), 0]
-        beside = [
-            (known.size, self._seconds[self._size(num_requests, mixed=True), known.size]) for known in self._known
-        ]
-        return max([size for size, seconds in beside if seconds <= PACE * alone], default=KNOWN_ROWS[0])
+        contexts = self._seconds_per_token * sum(request.committed for request in requests)
+        alone = self._seconds[self._size(len(requests)), 0]
+        size = self._size(len(requests), mixed=True)
+        limit = PACE * (alone + contexts) - contexts
+        fits = [known.size for known in self._known[size] if self._seconds[size, known.size] <= limit]
+        return max(fits, default=self._known[size][0].size)
 
     def run(self, seats, filters, which=0, known=None):
         """Run one of the steps for the requests in `seats` (a host list), and KnownRows beside.
@@ -150,7 +176,7 @@ class StepGraphs:
     def _capture(self, size, filters, which, known):
         step, device = self.steps[which], self.step.seats.device
         rows = torch.full((size,), self.step.seats.padding_seat, device=device)
-        known = self.known_rows(known) if known else None
+        known = next(rows for rows in self._known[size] if rows.size == known) if known else None
 
         def work():
             return step(rows, filters, known) if size else step.compute(known)

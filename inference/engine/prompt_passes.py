@@ -18,7 +18,6 @@ from .target_scores import TargetScores, next_filters
 
 # Number of tokens of a prompt that the CPU computes at a time.
 CPU_CHUNK = MAX_NODES
-KNOWN_ROWS = (64, 128, 256, 512, 1024)  # numbers of known tokens that have graphs
 MAX_CHUNKS = 16  # in a graph
 
 
@@ -102,9 +101,9 @@ class PromptPasses:
             self.seats.logit_state.record(seats, emitted)
         return requests, emitted, (logits if scores is None else scores)[:, None]
 
-    def place(self, chunks):
-        """The KnownRows of a graph that hold these chunks, written; None if no graph does."""
-        known = self.graphs.known_rows(sum(chunk.count for chunk in chunks))
+    def place(self, chunks, num_requests=0):
+        """The KnownRows of a graph that hold these chunks beside so many requests, written; None if no graph does."""
+        known = self.graphs.known_rows(sum(chunk.count for chunk in chunks), num_requests)
         if known is None or len(chunks) > MAX_CHUNKS:
             return None
         rows, fills, end = [], [], 0

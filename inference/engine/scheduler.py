@@ -116,18 +116,18 @@ class Scheduler:
             self.pool.forget()
         return not self.active
 
-    def schedule(self, known_budget=lambda num_running: None, max_chunks=None):
+    def schedule(self, known_budget=lambda running: None, max_chunks=None):
         """Decide one step and take the pages for it.  -> ScheduledStep
 
-        known_budget(number of running requests): the most prompt tokens beside them, None for max_num_batched_tokens; max_chunks:
-        the most chunks of prompts, None: as many as there are.
+        known_budget(running requests): the most prompt tokens beside them, None for max_num_batched_tokens; max_chunks: the most
+        chunks of prompts, None: as many as there are.
         """
         max_chunks = max_chunks or self.max_num_seqs
         step = ScheduledStep()
         for request in list(self.active):  # a younger request may be WAITING when its turn comes
             if request.status is Status.RUNNING and request.num_remaining > request.in_flight:
                 self._schedule_decode(request, step)
-        budget = min(known_budget(len(step.decode)) or self.max_num_batched_tokens, self.max_num_batched_tokens)
+        budget = min(known_budget(step.decode) or self.max_num_batched_tokens, self.max_num_batched_tokens)
         for request in self.active:
             if request.status is Status.PREFILLING and len(step.prefill) < max_chunks:
                 budget -= self._cut_chunk(request, budget, step)

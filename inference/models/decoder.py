@@ -140,11 +140,19 @@ class Decoder:
         """(layers, key heads, head dimension, dtype) of its cache."""
         return len(self.layers), self.num_kv_heads, self.head_dim, self.dtype
 
+    @property
+    def weight_bytes(self):
+        """Bytes of the weights that every pass reads: those of the products, lm_head's included."""
+        products = [product for layer in self.layers for product in self._products(layer)]
+        return sum(product.weight.nbytes for product in products) + self.lm_head.nbytes
+
+    def _products(self, layer):
+        return layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down
+
     def row_counts(self, most):
         """Numbers of rows up to `most`, `most` among them, that take every launch that the products have for up to so many rows."""
-        layer, found = self.layers[0], {}
-        weights = [layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down]
-        shapes = [product.weight.shape for product in weights] + [self.lm_head.shape]
+        found = {}
+        shapes = [product.weight.shape for product in self._products(self.layers[0])] + [self.lm_head.shape]
         for rows in range(1, most + 1):
             found[tuple(launch_of_rows(*shape, rows, num_multiprocessors(self.device)) for shape in shapes)] = rows
         return sorted({*found.values(), most})

@@ -96,7 +96,10 @@ def prefill_attention_reference(q, k, v, start, scale=None, window=None):
     return torch.einsum("hts,shd->thd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
 
 
-@jit(do_not_specialize=["C", "R", "table_stride", "window"])
+@jit(
+    do_not_specialize=["C", "R", "table_stride", "window"],
+    do_not_specialize_on_alignment=["block_table", "starts", "counts"],
+)
 def _prefill_kernel(
     q,
     k_cache,

@@ -84,7 +84,7 @@ def _norm_heads(a, b, w, i, inside, eps, D: tl.constexpr):
     return (x * w1).to(a.dtype), (y * w2).to(a.dtype)
 
 
-@jit(do_not_specialize=["num_rows"])
+@jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["positions", "cache_rows"])
 def _rotary_kv_write(
     qkv, positions, cos, sin, cache_rows, layer_kv, q, q_norm, k_norm, num_rows, num_cache_rows, eps,
     S: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,

@@ -26,7 +26,7 @@ def speculator_state_reference(parts, tokens, table, multiplier, w, b, eps):
     return F.gelu(normed * w + b)
 
 
-@jit(do_not_specialize=["num_rows"])
+@jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["tokens"])
 def _speculator_state(
     parts, tokens, table, w, b, out, num_rows, width, multiplier, eps, S: tl.constexpr, BLOCK: tl.constexpr
 ):

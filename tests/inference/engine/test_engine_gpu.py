@@ -369,7 +369,7 @@ def test_prompts_beside_running_requests_change_no_bit(entering, tree):
 
 
 @pytest.mark.parametrize(
-    "fault", ["a key too many", "a key too few", "a token not written", "a token written over another"]
+    "fault", ["a key too many", "a key too few", "tokens not written", "a token written over another"]
 )
 def test_equality_breaks_if_known_rows_are_wrong(entering, monkeypatch, fault):
     forward_pass = KnownRows.forward_pass
@@ -380,7 +380,10 @@ def test_equality_breaks_if_known_rows_are_wrong(entering, monkeypatch, fault):
             shifted = given.attention.starts + (1 if fault == "a key too many" else -1)
             return replace(given, attention=replace(given.attention, starts=shifted.clamp(min=0)))
         places = given.cache_rows.clone()
-        places[3] = 0 if fault == "a token not written" else places[2]
+        if fault == "tokens not written":
+            places[3::4] = 0
+        else:
+            places[3] = places[2]
         return replace(given, cache_rows=places)
 
     monkeypatch.setattr(KnownRows, "forward_pass", wrong)

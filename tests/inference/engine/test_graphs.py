@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import torch
 
 from headstart import SamplingParams
-from headstart.inference.engine.graphs import StepGraphs, graph_sizes
+from headstart.inference.engine.graphs import StepGraphs, graph_sizes, known_sizes
 from headstart.inference.engine.prompt_passes import KnownRows
 from headstart.inference.engine.request import Request
 from headstart.inference.engine.seats import SeatTable
@@ -67,12 +67,28 @@ def test_sizes_are_a_sixteenth_of_each_other_apart():
     assert len(sizes) < 24
 
 
+def test_known_tokens_and_the_rows_of_a_step_fill_tiles():
+    assert known_sizes(0, 8192) == [64, 128, 256, 384, 512, 640, 768, 1024]
+    assert known_sizes(16, 8192) == [48, 112, 240, 368, 496, 624, 752, 1008]
+    assert known_sizes(64, 300) == [64, 192, 320], "the last one holds 300"
+    for rows in (1, 5, 48, 96, 384, 4096, 16384):
+        sizes = known_sizes(rows, 8192)
+        assert sorted(set(sizes)) == sizes
+        assert 16 <= sizes[0] <= sizes[-1] <= 1024
+        assert all((rows + size) % 128 == 0 or rows + size == 64 for size in sizes)
+        assert min(sizes) >= min(rows // 8, 1024), "a pass of a thousand rows does not grow by ten"
+
+
 def test_known_tokens_beside_running_requests_are_bounded_by_their_time():
     seats = SeatTable(64, 1, 8, 11, torch.float32, torch.device("cpu"))
     graphs = CountingGraphs(seats, 64)
-    assert graphs.known_budget(3) is None
-    graphs._known = [KnownRows(size, seats, NoDrafter()) for size in (64, 256, 1024)]
-    graphs.mixed_sizes = [16, 64]
+
+    def running(count, committed=0):
+        return [SimpleNamespace(committed=committed)] * count
+
+    assert graphs.known_budget(running(3)) is None
+    held = [KnownRows(size, seats, NoDrafter()) for size in (64, 256, 1024)]
+    graphs.mixed_sizes, graphs._known = [16, 64], {0: held[1:], 16: held, 64: held}
     milliseconds = {
         (8, 0): 4,
         (64, 0): 7,
@@ -84,18 +100,21 @@ def test_known_tokens_beside_running_requests_are_bounded_by_their_time():
         (64, 1024): 14,
     }
     graphs._seconds = {key: value / 1e3 for key, value in milliseconds.items()}
-    assert graphs.known_budget(0) is None, "nobody waits"
-    assert graphs.known_budget(5) == 64
-    assert graphs.known_budget(64) == 1024
+    assert graphs.known_budget([]) is None, "nobody waits"
+    assert graphs.known_budget(running(5)) == 64
+    assert graphs.known_budget(running(64)) == 1024
+    # 5 contexts of 100 tokens take 0.5 ms beside the 4 and the 10: 10.5 of 4.5 are fewer than 2.4 times.
+    graphs._seconds_per_token = 1e-6
+    assert graphs.known_budget(running(5, 100)) == 256
+    assert graphs.known_budget(running(5, 10)) == 64
     graphs._seconds[8, 0] = 2e-3
-    assert graphs.known_budget(5) == 64, "prompts go on"
-    assert [graphs.known_rows(count) and graphs.known_rows(count).size for count in (1, 64, 65, 1024, 1025)] == [
-        64,
-        64,
-        256,
-        1024,
-        None,
-    ]
+    assert graphs.known_budget(running(5)) == 64, "prompts go on"
+
+    def size_for(*given):
+        return (known := graphs.known_rows(*given)) and known.size
+
+    assert [size_for(count, 5) for count in (1, 64, 65, 1024, 1025)] == [64, 64, 256, 1024, None]
+    assert [size_for(count) for count in (1, 256, 257)] == [256, 256, 1024], "alone"
 
 
 def test_known_rows_hold_chunks_one_after_the_other_and_padding_on_page_0():

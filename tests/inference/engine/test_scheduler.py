@@ -123,9 +123,9 @@ def test_prompts_beside_running_requests_have_a_budget_of_their_own():
     scheduler, asked = build(max_num_batched_tokens=100), []
     requests = [make(count, seed=i) for i, count in enumerate((30, 200, 90))]
 
-    def known_budget(num_running):
-        asked.append(num_running)
-        return 64 if num_running else None
+    def known_budget(running):
+        asked.append(len(running))
+        return 64 if running else None
 
     counts = []
     for _ in range(6):
