@@ -31,6 +31,11 @@ def add_options(parser):
     )
     parser.add_argument("--prompt-tokens", type=int, default=1000, help="length of a prompt (default 1000)")
     parser.add_argument("--new-tokens", type=int, default=256, help="length of an output (default 256)")
+    parser.add_argument(
+        "--text",
+        action="store_true",
+        help="also measure with stop strings and 5 log-probabilities, which the host works for",
+    )
     parser.add_argument("--no-startup", action="store_true", help="do not measure start-up, which takes two processes")
     add_measurement(parser)
 
@@ -57,6 +62,7 @@ def run(arguments):
         adaptive=arguments.adaptive,
         prompt_tokens=at_least_one("--prompt-tokens", arguments.prompt_tokens),
         new_tokens=at_least_one("--new-tokens", arguments.new_tokens),
+        text=arguments.text,
         startup=not arguments.no_startup,
     )
     bench_engine(settings, **measurement(arguments))

@@ -3,8 +3,8 @@
 Kernels are written with `jit` and `tl` from here, so that a machine without Triton (a Mac, a bare CPU) can import every op and
 run its reference. A GPU tensor never falls back: its wrapper calls `on_triton`, which raises if Triton is missing.
 
-Triton compiles a kernel anew for an integer that is 1 or a multiple of 16, and for a pointer that is a multiple of 16. Kernels of the
-engine name arguments that vary from step to step (numbers of rows, indices, which may be slices) in `do_not_specialize` and
+Triton compiles a kernel anew for an integer that is 1 or a multiple of 16, and for a pointer that is a multiple of 16. Arguments
+that vary from step to step (numbers of rows; indices, which may be slices) are named in `do_not_specialize` and in
 `do_not_specialize_on_alignment`: nobody should wait for a compiler.
 """
 

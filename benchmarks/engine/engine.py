@@ -3,8 +3,11 @@
 Drafts come from a random head of any method, and the verifier `synthetic` accepts them at a given acceptance length. So the figures
 are those of the engine with a head of this acceptance, and the outputs mean nothing. Plain decoding is measured too. The rate is
 that of the steady state: from the end of the last prompt's computation to the end of the first output. *of graph* compares it with
-the step's CUDA graph replayed alone, the upper limit of the engine. Also measured: the time to the first token of one prompt; with
-`startup`, the time from a process's start to its first token, with a cold and a warm Triton cache; and the greatest memory taken.
+the step's CUDA graph replayed alone, the upper limit of the engine: what is missing is the host's time. With `text` every line is
+measured again with what costs the host most: stop strings, and the log-probabilities of TEXT_LOGPROBS tokens.
+
+Also measured: the time to the first token of one prompt; with `startup`, the time from a process's start to its first token, with a
+cold and a warm Triton cache; and the greatest memory taken.
 """
 
 import random
@@ -14,6 +17,8 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from ...evaluation.results import Report, decimals, plain
 from ...evaluation.step_recorder import NoSteadyState, record_steps
@@ -43,6 +48,8 @@ COLUMNS = {
     "peak": ("peak GiB", 8, decimals(1)),
 }
 FIRST_TOKENS = 7  # prompts whose first token is timed
+TEXT_LOGPROBS = 5
+TEXT_STOPS = ["no output has this", "nor this"]
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,14 @@ class EngineSettings:
     adaptive: bool = False  # also measure with the engine choosing the depth of every step
     prompt_tokens: int = 1000
     new_tokens: int = 256
+    text: bool = False  # also measure with stop strings and log-probabilities
     startup: bool = True
+
+
+def word_tokenizer(vocab_size):
+    """A tokenizer of `vocab_size` words, for shapes without one: random tokens have a text, and growing it takes its time."""
+    backend = Tokenizer(models.WordLevel({f"word{i} ": i for i in range(vocab_size)}, unk_token="word0 "))
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
 def num_steps_by_depth(plan):
@@ -145,16 +159,21 @@ class EngineBench:
             max_model_len=self.base.max_model_len,
             max_num_seqs=max(settings.batches),
             speculative_config=speculative,
+            tokenizer=word_tokenizer(self.base.engine.decoder.vocab_size) if settings.text else None,
         )
         if speculative is None:
             self.first_token(llm)
-        for batch in settings.batches:
-            row = {"draft": draft, "batch": batch, "nodes": llm.tree.num_nodes}
-            row["acceptance"] = speculative and speculative["acceptance_length"]
-            try:
-                self.report.add(row | self.measure(llm, batch))
-            except NoSteadyState as error:
-                self.report.note(f"{draft}, batch {batch}: left out, {error}")
+        # The steady state begins when the last prompt is computed, so prompts do not wait for running requests here.
+        llm.engine.graphs.known_budget = lambda running: None
+        text = dict(stop=TEXT_STOPS, logprobs=TEXT_LOGPROBS)
+        for name, asked in {draft: {}, f"{draft}, text": text}.items() if settings.text else [(draft, {})]:
+            for batch in settings.batches:
+                row = {"draft": name, "batch": batch, "nodes": llm.tree.num_nodes}
+                row["acceptance"] = speculative and speculative["acceptance_length"]
+                try:
+                    self.report.add(row | self.measure(llm, batch, asked))
+                except NoSteadyState as error:
+                    self.report.note(f"{name}, batch {batch}: left out, {error}")
 
     def prompts(self, llm, count):
         """Prompts without common beginnings, so that no page of an earlier prompt is found in the cache."""
@@ -176,8 +195,9 @@ class EngineBench:
             first_token_ms=times.as_dict(),
         )
 
-    def measure(self, llm, batch):
-        params = SamplingParams(max_tokens=self.settings.new_tokens, ignore_eos=True)
+    def measure(self, llm, batch, asked):
+        """The figures of one line.  asked: what SamplingParams ask for beside a length"""
+        params = SamplingParams(max_tokens=self.settings.new_tokens, ignore_eos=True, **asked)
         plan = llm.engine.plan
         if plan.measures:  # first it learns the cost and the acceptance of each depth
             llm.generate(self.prompts(llm, batch), params)

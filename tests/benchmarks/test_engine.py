@@ -9,6 +9,7 @@ import torch
 from headstart.benchmarks import floor, library, random_heads
 from headstart.benchmarks.engine.draft import parallel_chains
 from headstart.benchmarks.shape import best_tree, config_of_shape, random_decoder
+from headstart.inference.session import Session
 from headstart.inference.speculation.drafters.levels import Levels
 from headstart.inference.speculation.tree import ROOT_ONLY, chain
 from headstart.inference.speculation.tree_on_device import TreeOnDevice
@@ -95,6 +96,20 @@ def test_engine_accepts_at_the_asked_rates_and_shows_plain_decoding_beside(bench
     assert found["rows"][0]["tokens_per_step"] == 1
     assert found["rows"][3]["tokens_per_step"] == pytest.approx(2.0, abs=0.5)
     assert found["facts"]["first_token_ms"]["p50"] > 0
+
+
+def test_engine_measures_requests_that_ask_the_host_for_text(bench, monkeypatch):
+    asked, check = [], Session.check
+    monkeypatch.setattr(
+        Session, "check", lambda self, prompt, params, *rest: asked.append(params) or check(self, prompt, params, *rest)
+    )
+    _, found = bench(
+        "engine", "--head", "none", "--batch", "2", "--text", "--prompt-tokens", "20", "--new-tokens", "60", "--no-startup"
+    )  # fmt: skip
+    assert [row["draft"] for row in found["rows"]] == ["plain", "plain, text"]
+    assert asked[-1].stop
+    assert asked[-1].logprobs == 5
+    assert not asked[0].stop
 
 
 @pytest.mark.parametrize("head", ["mlp_speculator", "eagle", "eagle3"])
