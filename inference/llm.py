@@ -12,6 +12,7 @@ from ..heads.storage.keywords import python_value, reject_unknown
 from ..kernels.numerics import Numerics
 from .engine.engine import Engine
 from .engine.options import EngineOptions, check_whole
+from .engine.target_scores import NO_FILTERS
 from .line import Call
 from .metrics import metrics_of
 from .models.adapter import MERGED_KEY, choose_adapter, warn_unless_adapted
@@ -175,7 +176,8 @@ class LLM:
             self.generation_config = generation_config(model)
         warn_of_missing_stop_tokens(choice.head, eos_ids)
         speculation = choice.build(decoder, self.max_model_len + MAX_NODES)
-        engine = Engine.build(decoder, eos_ids, replace(options, max_model_len=self.max_model_len), speculation)
+        options = replace(options, max_model_len=self.max_model_len)
+        engine = Engine.build(decoder, eos_ids, options, speculation, filters=self._expected_filters())
         self.session = Session(engine, self.tokenizer, self.max_model_len, seed)
         self.config, self.tree, self.seed = config, choice.tree, seed
         self.dtype, self.device = decoder.dtype, decoder.device
@@ -299,6 +301,16 @@ class LLM:
         """The SamplingParams of the model's generation config. `generate` does not take them by itself."""
         said = self.generation_config.to_diff_dict() if self.generation_config else {}
         return SamplingParams(**{ours: said[name] for name, ours in GENERATION.items() if said.get(name) is not None})
+
+    def _expected_filters(self):
+        """What requests with the model's own parameters need for their first steps: graphs for it are captured at the start."""
+        try:
+            params = self.get_default_sampling_params()
+        except ValueError:  # raised again where somebody asks for them
+            return NO_FILTERS
+        return (
+            NO_FILTERS if params.has_penalties else params.filters
+        )  # penalties need tables, which no request has made yet
 
     def reset_prefix_cache(self):
         """Forget the cached prompts. False, and nothing happens, while requests run."""

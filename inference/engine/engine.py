@@ -75,12 +75,12 @@ class Engine:
 
     @classmethod
     @torch.inference_mode(False)  # so that any step may write its tensors, whatever the mode of its thread
-    def build(cls, decoder, eos_token_ids, options, speculation=None, progress=lambda sizes: sizes):
+    def build(cls, decoder, eos_token_ids, options, speculation=None, progress=lambda sizes: sizes, filters=NO_FILTERS):
         """An engine with a cache as large as memory allows, or as max_num_seqs requests of max_model_len tokens need.
 
         options: EngineOptions with a max_model_len; speculation: Speculation, None for plain decoding; progress wraps the list of
-        graphs to capture. Raises ValueError if memory does not suffice for one request of max_model_len tokens, or for
-        num_gpu_blocks_override, saying what would fit.
+        graphs to capture; filters: what requests are expected to need (target_scores.py). Raises ValueError if memory does not
+        suffice for one request of max_model_len tokens, or for num_gpu_blocks_override, saying what would fit.
         """
         speculation = speculation or Speculation()
         drafter, tree, device = speculation.drafter, speculation.tree, decoder.device
@@ -127,7 +127,7 @@ class Engine:
                     utilization=options.gpu_memory_utilization,
                 )
             engine = make(num_pages, options)
-            engine.graphs.capture(progress)
+            engine.graphs.capture(progress, filters)
         return engine
 
     @property
@@ -302,7 +302,7 @@ class Engine:
         if self.record_candidates:
             self._record(requests)
         filters, num_captures = max(map(next_filters, requests)), self.graphs.num_captures
-        known = self.prompts.place(chunks, len(requests)) if chunks and filters == NO_FILTERS else None
+        known = self.prompts.place(chunks, len(requests)) if chunks and filters in self.graphs.mixed_filters else None
         which = self.plan.choose(len(requests)) if known is None else self.graphs.mixed
         timed = self.plan.measures and known is None
         begin = mark(self.seats.device, timed=True) or time.perf_counter() if timed else None

@@ -5,8 +5,9 @@ prompts have graphs of their own and graphs beside the rows of a step, which rea
 many known tokens a step may take beside running requests follows from what these graphs take, measured after the capture.
 
 All graphs share one memory pool, so the results of a replay must be read before the next replay; stream order ensures that. A step
-whose requests need more than a temperature has its own graphs. They are captured at first use, and again when a request needs a
-table (logit_state.py) that did not exist before.
+whose requests need more than a temperature has its own graphs. They are captured at the start, too, if the model's own generation
+config asks for them; else at first use, and again when a request needs a table (logit_state.py) that did not exist before. Those
+captured so late take no known tokens beside.
 """
 
 from itertools import pairwise
@@ -15,7 +16,7 @@ from statistics import median
 import torch
 
 from .prompt_passes import MAX_CHUNKS, KnownRows
-from .target_scores import NO_FILTERS
+from .target_scores import NO_FILTERS, next_filters
 
 FEW_ROWS = 64  # up to here the weights are what a pass costs
 TILE = 128  # rows of a tile of the products above
@@ -69,6 +70,7 @@ class StepGraphs:
         self.mixed_sizes = [
             size for size in self.sizes if size >= few and (size & (size - 1) == 0 or size == self.sizes[-1])
         ]
+        self.mixed_filters = {NO_FILTERS}  # kinds of steps that have graphs with known tokens beside
         self._known = {}  # batch rows, 0 for known tokens alone -> KnownRows beside them, the smallest first
         if self.captured and max_known:
             rows = {}  # one for each size: graphs run one after the other
@@ -78,13 +80,15 @@ class StepGraphs:
                     rows.setdefault(known, KnownRows(known, self.step.seats, self.step.drafter))
                 self._known[size] = [rows[known] for known in sizes]
 
-    def capture(self, progress=lambda keys: keys):
-        """Make the graphs of all sizes; those with filters are made when first used. Largest first: it sizes the pool."""
+    def capture(self, progress=lambda keys: keys, filters=NO_FILTERS):
+        """Make the graphs of all sizes, for requests with such filters, too. Largest first: it sizes the pool."""
         if not self.captured:
             return
+        self.mixed_filters = {NO_FILTERS, filters}
         keys = [(size, NO_FILTERS, which, 0) for size in self.sizes for which in range(len(self.steps))]
         keys += [(size, NO_FILTERS, self.mixed, known.size) for size, held in self._known.items() for known in held]
-        for key in progress(sorted(keys, key=self._num_rows, reverse=True)):
+        filtered = [(size, filters, *rest) for size, _, *rest in keys if filters and size]
+        for key in progress(sorted(keys + filtered, key=self._num_rows, reverse=True)):
             self._graph(*key)
         if self._known:
             for size, _, which, known in keys:
@@ -120,8 +124,10 @@ class StepGraphs:
             return None
         contexts = self._seconds_per_token * sum(request.committed for request in requests)
         alone = self._seconds[self._size(len(requests)), 0]
-        size = self._size(len(requests), mixed=True)
-        limit = PACE * (alone + contexts) - contexts
+        size, before = self._size(len(requests), mixed=True), 0.0
+        if max(map(next_filters, requests)) not in self.mixed_filters:
+            size, before = 0, alone  # the known tokens' graph follows the step's
+        limit = PACE * (alone + contexts) - contexts - before
         fits = [known.size for known in self._known[size] if self._seconds[size, known.size] <= limit]
         return max(fits, default=self._known[size][0].size)
 
@@ -165,6 +171,7 @@ class StepGraphs:
             if any(key[1] for key in self._graphs):
                 torch.cuda.synchronize(self.step.seats.device)  # the newest replay may still be running
             self._graphs = {key: graph for key, graph in self._graphs.items() if not key[1]}
+            self.mixed_filters = {NO_FILTERS}
             self._num_tables = now
 
     def _graph(self, *key):

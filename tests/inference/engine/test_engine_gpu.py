@@ -17,6 +17,7 @@ from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.inference.engine.engine import Engine
 from headstart.inference.engine.options import EngineOptions
 from headstart.inference.engine.prompt_passes import KnownRows
+from headstart.inference.engine.target_scores import CUT
 from headstart.inference.llm import LLM
 from headstart.inference.models.shapes import config_of
 from headstart.inference.sampling_params import SamplingParams
@@ -326,12 +327,17 @@ def test_equality_breaks_if_accepted_kv_is_not_moved(outputs_differ, monkeypatch
     assert outputs_differ()
 
 
-@pytest.fixture
-def entering(wide):
+@pytest.fixture(params=[{}, {"top_p": 0.9}], ids=["temperature", "top_p"])
+def entering(wide, request, monkeypatch):
     """Prompts that enter a batch of four while others decode: outputs alone, and a function that gives them of the batch."""
+    if request.param:
+        build = Engine.build.__func__
+        monkeypatch.setattr(
+            Engine, "build", classmethod(lambda cls, *args, **more: build(cls, *args, **more | {"filters": CUT}))
+        )
     prompts = make_prompts(wide.engine.decoder.vocab_size) * 2
     params = [
-        SamplingParams(temperature=0.8, seed=i, max_tokens=10 + 7 * (i % 5), ignore_eos=True)
+        SamplingParams(temperature=0.8, seed=i, max_tokens=10 + 7 * (i % 5), ignore_eos=True, **request.param)
         for i in range(len(prompts))
     ]
 
@@ -368,6 +374,7 @@ def test_prompts_beside_running_requests_change_no_bit(entering, tree):
     assert len({size for size in sizes if size}) > 1, f"prompts of several sizes ride along: {sizes}"
 
 
+@pytest.mark.parametrize("entering", [{}], indirect=True, ids=["temperature"])
 @pytest.mark.parametrize(
     "fault", ["a key too many", "a key too few", "tokens not written", "a token written over another"]
 )

@@ -4,12 +4,15 @@ import itertools
 from types import SimpleNamespace
 
 import torch
+from transformers import GenerationConfig
 
-from headstart import SamplingParams
+from headstart import LLM, SamplingParams
+from headstart.inference.engine.engine import Engine
 from headstart.inference.engine.graphs import StepGraphs, graph_sizes, known_sizes
 from headstart.inference.engine.prompt_passes import KnownRows
 from headstart.inference.engine.request import Request
 from headstart.inference.engine.seats import SeatTable
+from headstart.inference.engine.target_scores import CUT, NO_FILTERS
 from headstart.inference.speculation.drafters.drafter import NoDrafter
 
 
@@ -58,6 +61,36 @@ def test_graphs_with_filters_are_captured_again_when_a_table_is_made(monkeypatch
     assert len(waited) == 3
 
 
+def test_graphs_with_expected_filters_are_captured_at_the_start():
+    graphs = CountingGraphs(SeatTable(2, 1, 8, 11, torch.float32, torch.device("cpu")))
+    graphs.capture(filters=CUT)
+    assert sorted(graphs.made) == [(1, NO_FILTERS), (1, CUT), (2, NO_FILTERS), (2, CUT)]
+    assert graphs.mixed_filters == {NO_FILTERS, CUT}
+    graphs.made.clear()
+    graphs.run([graphs.step.seats.padding_seat], CUT)
+    assert graphs.made == []
+
+
+def test_the_parameters_of_the_models_generation_config_are_expected(random_target, monkeypatch):
+    given, build = [], Engine.build.__func__
+    monkeypatch.setattr(
+        Engine,
+        "build",
+        classmethod(lambda cls, *args, **more: given.append(more["filters"]) or build(cls, *args, **more)),
+    )
+    for changes in (
+        {},
+        {"top_p": 0.9, "do_sample": True},
+        {"top_k": 20, "repetition_penalty": 1.1, "do_sample": True},
+        {"top_p": 2.0},
+    ):
+        config = GenerationConfig()
+        config.update(**changes)
+        monkeypatch.setattr(random_target, "generation_config", config)
+        LLM(random_target)
+    assert given == [NO_FILTERS, CUT, NO_FILTERS, NO_FILTERS]
+
+
 def test_sizes_are_a_sixteenth_of_each_other_apart():
     assert graph_sizes(1) == [1]
     assert graph_sizes(40) == [1, 2, 4, 8, 16, 24, 32, 40]
@@ -83,8 +116,9 @@ def test_known_tokens_beside_running_requests_are_bounded_by_their_time():
     seats = SeatTable(64, 1, 8, 11, torch.float32, torch.device("cpu"))
     graphs = CountingGraphs(seats, 64)
 
-    def running(count, committed=0):
-        return [SimpleNamespace(committed=committed)] * count
+    def running(count, committed=0, **asked):
+        params = SamplingParams(**asked)
+        return [SimpleNamespace(committed=committed, output_token_ids=[1], params=params)] * count
 
     assert graphs.known_budget(running(3)) is None
     held = [KnownRows(size, seats, NoDrafter()) for size in (64, 256, 1024)]
@@ -107,6 +141,11 @@ def test_known_tokens_beside_running_requests_are_bounded_by_their_time():
     graphs._seconds_per_token = 1e-6
     assert graphs.known_budget(running(5, 100)) == 256
     assert graphs.known_budget(running(5, 10)) == 64
+    # Known tokens that cannot ride along come after: 4 + 4 are fewer than 2.4 times 4, 4 + 8 are more.
+    graphs._seconds[0, 256], graphs._seconds[0, 1024] = 4e-3, 8e-3
+    assert graphs.known_budget(running(5, top_p=0.9)) == 256
+    graphs.mixed_filters = {NO_FILTERS, CUT}
+    assert graphs.known_budget(running(5, top_p=0.9)) == 64
     graphs._seconds[8, 0] = 2e-3
     assert graphs.known_budget(running(5)) == 64, "prompts go on"
 
