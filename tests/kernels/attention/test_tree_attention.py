@@ -1,12 +1,14 @@
 """Tree attention: by value against a dense fp64 reference, and the same bits for a node in every tree, batch and commit."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 
+from headstart.kernels.attention import tree_attention as attention_module
 from headstart.kernels.attention.attention_fold import chunk_at, chunk_start, num_chunks, starts_chunk
-from headstart.kernels.attention.prefill_attention import build_prefill_index
+from headstart.kernels.attention.prefill_attention import build_prefill_index, chain_attention
 from headstart.kernels.attention.tree_attention import PAGE, _launch, build_tree_index, tree_attention_reference
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -306,6 +308,21 @@ def test_far_chunks_of_a_chain_in_the_interpreter(window):
     pages = 45
     kv = draw_cache(4 * pages + 1, 1, 16, torch.float32, "cpu")
     check_chain(kv, 1, pages, 2, 3, [2040, 700, 2112, 2820], window)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("fault", ["none", "a key too many", "a key too few", "far chunks in another order"])
+def test_the_check_of_chains_fails_on_faults(fault, monkeypatch):
+    def faulty(q, kv, table, starts, *rest, far):
+        if fault == "far chunks in another order":
+            far = [states.flip(2) for states in far]
+        starts = starts + {"a key too many": 1, "a key too few": -1}.get(fault, 0)
+        return chain_attention(q, kv, table, starts, *rest, far=far)
+
+    monkeypatch.setattr(attention_module, "chain_attention", faulty)
+    kv = draw_cache(2 * 45 + 1, 1, 16, torch.float32, "cpu")
+    with nullcontext() if fault == "none" else pytest.raises(AssertionError):
+        check_chain(kv, 1, 45, 2, 3, [2700, 2820], None)
 
 
 @pytest.mark.gpu
