@@ -9,8 +9,8 @@ EXAMPLE = (
 DETAILS = (
     "Throughput: all requests are handed in at once. floor: the weights and the keys and values that decode steps read, at\n"
     "the rate of a copy, then the products of the prompts, at the rate of a large product.\n"
-    "Stalls: a batch that is kept full by prompts of one length. plain: time of the steps that compute no prompt; admitting:\n"
-    "of those that do; first token: from the moment a prompt is handed in.\n"
+    "Stalls: a batch that is kept full by prompts of one length or span. plain: time of the steps that compute no prompt;\n"
+    "admitting: of those that do; first token: from the moment a prompt is handed in.\n"
     "Also: the time to the first token of one prompt alone, and the number of Triton kernels compiled, or read from the\n"
     "cache on disk, after the engine was built."
 )
@@ -33,7 +33,7 @@ def add_options(parser):
     parser.add_argument(
         "--stalls",
         default="20,256,1000,3000",
-        help="lengths of prompts that enter a full batch, or none (default 20,256,1000,3000)",
+        help="lengths or spans of prompts that enter a full batch, like 20,100-2000, or none (default 20,256,1000,3000)",
     )
     parser.add_argument("--stall-seats", type=int, default=16, help="requests of the full batch (default 16)")
     parser.add_argument("--stall-requests", type=int, default=256, help="prompts of each length (default 256)")
@@ -60,7 +60,9 @@ def run(arguments):
         prompts=span("--prompts", arguments.prompts),
         outputs=span("--outputs", arguments.outputs),
         seats=at_least_one("--seats", arguments.seats),
-        stalls=() if arguments.stalls == "none" else numbers("--stalls", arguments.stalls),
+        stalls=()
+        if arguments.stalls == "none"
+        else tuple(span("--stalls", part) for part in arguments.stalls.split(",")),
         stall_seats=at_least_one("--stall-seats", arguments.stall_seats),
         stall_requests=at_least_one("--stall-requests", arguments.stall_requests),
         first_prompt=at_least_one("--first-prompt", arguments.first_prompt),
@@ -69,11 +71,13 @@ def run(arguments):
 
 
 def span(name, text):
-    """`100-2000` as (100, 2000); ValueError naming the option for anything else, or for a falling pair."""
+    """`100-2000` as (100, 2000) and `20` as (20, 20); ValueError naming the option for anything else, or for a falling pair."""
     try:
-        low, high = map(int, text.split("-"))
+        low, high = map(int, text.split("-") if "-" in text else [text] * 2)
     except ValueError:
         low, high = 1, 0
     if not 1 <= low <= high:
-        raise ValueError(f"{name} takes the shortest and the longest length in tokens, like 100-2000, got {text!r}")
+        raise ValueError(
+            f"{name} takes lengths in tokens like 256, or the shortest and the longest like 100-2000, got {text!r}"
+        )
     return low, high

@@ -7,9 +7,9 @@ request, at the rate of a copy (or the products of the steps, where they take lo
 weights, at the rate of a large product. Both rates are of the same run. Left out: the products of attention, and what a head
 computes over the prompts. An engine that reads weights while it computes prompts could go below the floor.
 
-*Stalls*: a batch that is kept full: each output that ends is replaced by a new prompt. A step is the time between two returns of
-the engine, so a stream waits that long for its next tokens. `StepRecord.split` tells steps that computed prompt tokens from
-others.
+*Stalls*: a batch that is kept full by prompts of one length, or of lengths in a span: each output that ends is replaced by a new
+prompt. A step is the time between two returns of the engine, so a stream waits that long for its next tokens. `StepRecord.split`
+tells steps that computed prompt tokens from others.
 
 Percentiles are nearest ranks: p99 is the least value that at least 99 % of the values do not exceed.
 
@@ -50,7 +50,7 @@ THROUGHPUT = {
 }
 STALLS = {
     "draft": ("draft", 20, plain),
-    "prompt": ("prompt", 6, plain),
+    "prompt": ("prompt", 9, plain),
     "plain_p50": ("plain p50 ms", 12, decimals(2)),
     "plain_p99": ("p99", 7, decimals(2)),
     "plain_p999": ("p99.9", 7, decimals(2)),
@@ -80,7 +80,12 @@ class TrafficSettings:
     prompts: tuple[int, int] = (100, 2000)  # shortest and longest
     outputs: tuple[int, int] = (32, 512)
     seats: int = 64
-    stalls: tuple[int, ...] = (20, 256, 1000, 3000)  # lengths of prompts; empty: no stalls measured
+    stalls: tuple[tuple[int, int], ...] = (
+        (20, 20),
+        (256, 256),
+        (1000, 1000),
+        (3000, 3000),
+    )  # lengths; empty: none measured
     stall_seats: int = 16
     stall_requests: int = 256
     first_prompt: int = 1000
@@ -131,7 +136,7 @@ def bench_traffic(settings, device, dtype, command, output=None, commit=None):
 def longest_sequence(settings):
     """Tokens of the longest prompt with its output."""
     lengths = [settings.prompts[1] + settings.outputs[1], settings.first_prompt + 1, WARM_PROMPT + WARM_OUTPUT]
-    return max(*lengths, *(prompt + STALL_OUTPUTS[1] for prompt in settings.stalls))
+    return max(*lengths, *(longest + STALL_OUTPUTS[1] for _, longest in settings.stalls))
 
 
 def random_requests(vocab_size, seed, count, prompts, outputs):
@@ -260,13 +265,14 @@ class TrafficBench:
         return parts["first"] + (depth - 1) * parts.get("level", 0) + parts.get("advance", 0)
 
     def measure_stalls(self, draft, speculative):
-        """A line per length of the prompts that enter."""
+        """A line per length or span of the prompts that enter."""
         settings, seats = self.settings, self.settings.stall_seats
         llm = self.build(draft, speculative, seats)
-        for tokens in settings.stalls:
-            sizes = settings.stall_requests, (tokens,) * 2, STALL_OUTPUTS
+        for low, high in settings.stalls:
+            tokens = str(low) if low == high else f"{low}-{high}"
+            sizes = settings.stall_requests, (low, high), STALL_OUTPUTS
             prompts, params = random_requests(self.vocab_size, f"stalls {tokens}", *sizes)
-            filling = llm.engine.metrics.num_prompt_tokens + seats * tokens
+            filling = llm.engine.metrics.num_prompt_tokens + sum(map(len, prompts[:seats]))
             with self.counting(draft, f"stalls {tokens}"):
                 record = record_steps(llm.session, prompts, params, at_once=seats)
             steps = record.split(filling, llm.engine.steps_late)

@@ -14,7 +14,7 @@ from headstart.inference.llm import LLM
 from headstart.kernels import jit
 
 SMALL = [
-    "--requests", "6", "--seats", "3", "--prompts", "5-70", "--outputs", "4-12", "--stalls", "9,70", "--stall-seats", "2",
+    "--requests", "6", "--seats", "3", "--prompts", "5-70", "--outputs", "4-12", "--stalls", "9,20-70", "--stall-seats", "2",
     "--stall-requests", "5", "--first-prompt", "20",
 ]  # fmt: skip
 
@@ -63,7 +63,7 @@ def test_both_tables_have_a_line_per_draft_and_every_draft_gets_the_same_request
     drafts = ["plain", "mlp_speculator chain of 4"]
     assert [(row["draft"], row.get("prompt")) for row in found["rows"]] == [
         *((draft, None) for draft in drafts),
-        *((draft, prompt) for draft in drafts for prompt in (9, 70)),
+        *((draft, prompt) for draft in drafts for prompt in ("9", "20-70")),
     ]
     assert sum("output tokens/s" in line for line in lines) == 1
     assert sum("admitting p50 ms" in line for line in lines) == 1
@@ -78,7 +78,10 @@ def test_both_tables_have_a_line_per_draft_and_every_draft_gets_the_same_request
     assert len({len(prompt) for prompt, _ in requests}) > 1
     assert [[len(prompt) for prompt, _ in call] for call in plain[2:]] == [[20]] * (each - 2)
     assert sent["record_steps"][:2] == sent["record_steps"][2:]
-    assert [len(prompt) for prompt, _ in sent["record_steps"][1]] == [70] * 5
+    assert [len(prompt) for prompt, _ in sent["record_steps"][0]] == [9] * 5
+    mixed = [len(prompt) for prompt, _ in sent["record_steps"][1]]
+    assert len(set(mixed)) > 1
+    assert all(20 <= length <= 70 for length in mixed)
 
     for row in found["rows"][:2]:
         assert row["prompt_tokens"] == sum(len(prompt) for prompt, _ in requests)
@@ -99,7 +102,7 @@ def test_both_tables_have_a_line_per_draft_and_every_draft_gets_the_same_request
             assert 0 < row[f"{kind}_p50"] <= row[f"{kind}_p99"] <= row[f"{kind}_p999"]
         assert row["ratio_p50"] == pytest.approx(row["admitting_p50"] / row["plain_p50"], rel=1e-4)
     assert list(found["facts"]["first_token_ms"]) == drafts
-    phases = ["warm-up", "throughput", "first token", "stalls 9", "stalls 70"]
+    phases = ["warm-up", "throughput", "first token", "stalls 9", "stalls 20-70"]
     for draft in drafts:
         assert found["facts"]["kernels_after_startup"][draft] == {phase: {} for phase in phases}
     assert sum("kernels compiled after start-up: 0 in warm-up, 0 in throughput" in line for line in lines) == 2
