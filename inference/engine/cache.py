@@ -4,13 +4,16 @@ kv [layers, 2, (pages + 1) * HK * 64, D]: keys and values; a page of one layer i
 padding in block tables points to it, so it must stay finite. Its content is never used.
 """
 
+from collections import Counter
+
 import torch
 
 from ...kernels.attention.tree_attention import PAGE
 from ...kernels.linear.linear_table import DECODE_ROWS
 from ..models.memory import free_bytes, in_gib
+from ..speculation.verifiers import Ratio
 from .logprobs import score_hidden
-from .target_scores import CUT, NO_FILTERS
+from .target_scores import CUT, FILTERED_ROWS, NO_FILTERS
 
 # Share of the free host memory that the cache may take on the CPU.
 CPU_SHARE = 0.5
@@ -94,6 +97,10 @@ def measure_workspace(engine, num_tokens):
     sizes, places = engine.graphs.sizes, max(step.tree.max_depth for step in engine.graphs.steps) + 1
     kinds = CUT + 1  # of filters, each with graphs of its own
     held = sum(sizes) * len(engine.graphs.steps) * places * kinds if engine.graphs.step.keep_scores else 0
-    # No step holds changed scores until a request needs one of the tables that change logits.
-    changed = sizes[-1] * (engine.tree.num_nodes + places)
+    # No step holds changed scores until a request needs one of the tables that change logits: those of all nodes at once for the
+    # ratio rules, else of FILTERED_ROWS; before that, those that a level of the draft is drawn from.
+    tree = engine.tree.tree
+    rows, level = sizes[-1] * tree.num_nodes, tree.num_nodes if tree.grows else max(Counter(tree.depths).values())
+    changed = rows if isinstance(engine.graphs.step.verifier, Ratio) else min(rows, FILTERED_ROWS)
+    changed += sizes[-1] * max(places, level)
     return 2 * prefill + step + (held + changed) * engine.decoder.vocab_size * 4
