@@ -67,7 +67,7 @@ class Session:
             )
         text, ids = self._tokenize(prompt, number)
         vocab = self.engine.decoder.vocab_size
-        if not isinstance(ids, list | tuple) or not all(isinstance(t, Integral) and 0 <= t < vocab for t in ids):
+        if not are_tokens(ids, vocab):
             raise ValueError(
                 f"prompt {number} must be a string or token ids from 0 to {vocab - 1} (whole numbers), got {prompt!r:.80}"
             )
@@ -231,6 +231,13 @@ class Session:
                 )
             ids = self.tokenizer(text)["input_ids"]
         return text, ids
+
+
+def are_tokens(ids, vocab_size):
+    """Whether `ids` is a list or tuple of whole numbers from 0 to vocab_size - 1; numpy's count, too."""
+    if not isinstance(ids, list | tuple) or not all(issubclass(kind, Integral) for kind in set(map(type, ids))):
+        return False
+    return not ids or 0 <= min(ids) <= max(ids) < vocab_size
 
 
 def _derive_seed(seed, number):
