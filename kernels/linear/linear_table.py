@@ -39,12 +39,19 @@ class PrefillLaunch(NamedTuple):
     group: int
     apart: bool = False  # ranges of K are programs of their own; else one program sums all of a tile's ranges
 
+    @property
+    def in_halves(self):
+        """Whether the row tile is two powers of two on the same weights: then the decode kernel takes it, weights on the left."""
+        return halves_of_tile(self.rows)[1] > 0
+
 
 # The tiles of many rows, and the nanoseconds that a multiprocessor of an H200 takes for 64 of K.
 PREFILL_TILES = {
     PrefillLaunch(128, 256, 64, 4, 8, 8): 690,
     PrefillLaunch(128, 128, 64, 6, 4, 8): 380,
     PrefillLaunch(64, 256, 64, 5, 4, 8): 385,
+    PrefillLaunch(160, 128, 64, 6, 4, 1): 480,
+    PrefillLaunch(192, 128, 64, 5, 4, 1): 540,
 }
 # The tile of a program that sums all ranges of K: its scratch leaves room for three stages.
 SECOND_RANGE = PrefillLaunch(128, 256, 64, 3, 8, 8)
@@ -122,8 +129,9 @@ def tile_rows(num_rows, itemsize=2):
 
 
 def halves_of_tile(rows):
-    """A row tile as the powers of two that matrix instructions take: (64, 16), (64, 32), else (rows, 0)."""
-    return (64, rows - 64) if 64 < rows < 128 else (rows, 0)
+    """A row tile as the powers of two that matrix instructions take: (64, 16), (128, 64) ..., (rows, 0) if it is one itself."""
+    half = 1 << (rows.bit_length() - 1)
+    return half, rows - half
 
 
 def decode_launch(N, K, rows, itemsize=2):
@@ -173,7 +181,7 @@ def prefill_launch(N, K, S, rows, programs):
     """Launch of linear's prefill kernel for w [N, K] in S ranges and `rows` rows, on `programs` multiprocessors.
 
     The one whose waves of tiles take least: at 320 rows a product of 4096 features has 48 tiles of 128 x 256 for 132
-    multiprocessors, and 96 if its two ranges are apart.
+    multiprocessors, 96 if its two ranges are apart, and 128 tiles of 160 x 128, which multiply no row in vain.
     """
     if S == 1:
         return min(PREFILL_TILES, key=lambda launch: _time_of_waves(launch, N, K, 1, rows, programs))
@@ -188,7 +196,8 @@ def prefill_launch(N, K, S, rows, programs):
 def gated_prefill_launch(I, K, rows, programs):
     """Launch of gate_up_silu's prefill kernel; `features` as in gated_launch."""
     launch = prefill_launch(2 * I, K, 1, rows, programs)
-    return launch._replace(features=launch.features // 2)
+    # Few stages leave room for a second program beside.
+    return launch._replace(features=launch.features // 2, stages=3 if launch.in_halves else launch.stages)
 
 
 def launch_of_rows(N, K, rows, programs):
