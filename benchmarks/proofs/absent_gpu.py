@@ -22,10 +22,11 @@ from torch.overrides import TorchFunctionMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from headstart.kernels import overlap
-from headstart.kernels.linear import linear_prefill
+from headstart.kernels.linear.linear_prefill import num_multiprocessors
+from headstart.kernels.overlap import has_tensor_maps
+from headstart.kernels.shared_memory import shared_memory
 
-CACHED = (overlap.has_tensor_maps, linear_prefill.num_multiprocessors, linear_prefill.shared_memory)
+CACHED = (has_tensor_maps, num_multiprocessors, shared_memory)
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
 
 

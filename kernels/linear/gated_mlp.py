@@ -11,6 +11,7 @@ import torch
 
 from ..jit import jit, on_triton, tl, triton
 from ..overlap import await_previous, overlap, release_next
+from ..shared_memory import shared_memory
 from ..silu_mul import silu_mul, silu_mul_reference, silu_product
 from .linear import (
     check_kernel_operands,
@@ -140,7 +141,7 @@ def gate_up_silu(x, w, b=None, launch=None):
         return y
     if M > DECODE_ROWS and width % 8 == 0 and maps_fit(x, w):
         programs = num_multiprocessors(x.device)
-        launch = launch or gated_prefill_launch(width, K, M, programs)
+        launch = launch or gated_prefill_launch(width, K, M, programs, shared_memory(x.device))
         tiles = triton.cdiv(M, launch.rows) * triton.cdiv(width, launch.features)
         _prefill[(min(programs, tiles),)](
             map_of_rows(x, launch),

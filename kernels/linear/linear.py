@@ -22,7 +22,8 @@ import torch.nn.functional as F
 
 from ..jit import jit, on_triton, tl, triton
 from ..overlap import await_previous, overlap, release_next
-from .linear_prefill import TensorDescriptor, maps_fit, prefill_linear, shared_memory
+from ..shared_memory import shared_memory
+from .linear_prefill import TensorDescriptor, maps_fit, prefill_linear
 from .linear_table import DECODE_ROWS, decode_launch, fit_decode, halves_of_tile, num_splits, split_depth, tile_rows
 
 # All products of a 7.5 M model, one core with AVX-512, float32 / bfloat16: a bare row of F.linear 4.3 / 3.3 ms. A block of 16 by
@@ -214,8 +215,8 @@ def maps_of_rows(x, rows, depth):
 def decode_operands(x, w, launch_of, operands=1):
     """What the decode kernels take for x [M, K] and weights w: (x, second half of x, w, rows, rows of the second half, launch).
 
-    launch_of(rows): the launch of a row tile, made to fit the device; operands: its tiles of weights.
-    Tensor maps where they fit, else the tensors themselves.
+    launch_of(rows): the launch of a row tile, made to fit the device; operands: its tiles of weights, which are loaded together by
+    tensor maps, one after the other by pointers. Tensor maps where they fit, else the tensors themselves.
     """
     rows = tile_rows(x.shape[0], x.element_size())
     memory, itemsize = shared_memory(x.device), x.element_size()
@@ -224,7 +225,7 @@ def decode_operands(x, w, launch_of, operands=1):
     if maps:
         return *maps, TensorDescriptor.from_tensor(w, [launch.features, launch.depth]), *halves_of_tile(rows), launch
     rows = triton.next_power_of_2(rows)
-    return x, None, w, rows, 0, fit_decode(launch_of(rows), rows, memory, operands, itemsize)
+    return x, None, w, rows, 0, fit_decode(launch_of(rows), rows, memory, 1, itemsize)
 
 
 def decode_parts(x, w, b=None, splits=None, launch=None, out=None):

@@ -15,6 +15,7 @@ import torch
 
 from ..jit import jit, tl, triton
 from ..overlap import await_previous, has_tensor_maps, overlap, release_next
+from ..shared_memory import shared_memory
 from .linear_table import num_splits, prefill_launch, split_depth
 
 try:
@@ -115,15 +116,6 @@ def num_multiprocessors(device):
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@functools.lru_cache
-def shared_memory(device):
-    """Bytes of shared memory that one block can have on the device (in the interpreter: an H200's)."""
-    if device.type != "cuda":
-        return 232448
-    properties = torch.cuda.get_device_properties(device)
-    return getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block
-
-
 def maps_fit(x, w):
     """True if tensor maps can describe x [M, K], w [N, K] and y [M, N]: 2 bytes an element, rows of whole 16 bytes.
 
@@ -153,7 +145,7 @@ def prefill_linear(x, w, b=None, splits=None, launch=None, out=None):
     """
     (M, K), N = x.shape, w.shape[0]
     S, multiprocessors = splits or num_splits(N, K), num_multiprocessors(x.device)
-    launch = launch or prefill_launch(N, K, S, M, multiprocessors)
+    launch = launch or prefill_launch(N, K, S, M, multiprocessors, shared_memory(x.device))
     apart = launch.apart and S > 1
     parts = S if apart else 1
     if out is not None and not apart:
