@@ -15,8 +15,8 @@ from tqdm import tqdm
 
 from ...evaluation.timing import release, time_of
 from ...kernels.linear.gated_mlp import gate_up_silu
-from ...kernels.linear.linear import decode_parts, empty_rows
-from ...kernels.linear.linear_prefill import maps_fit, prefill_linear
+from ...kernels.linear.linear import decode_parts, empty_rows, prefill_parts
+from ...kernels.linear.linear_prefill import maps_fit
 from ...kernels.linear.linear_table import DECODE_ROWS, SPLIT_ALIGNMENT, Launch, PrefillLaunch, num_splits, tile_rows
 
 SHARED_MEMORY = 227 << 10  # bytes of an H200's multiprocessor that one program may take
@@ -37,7 +37,7 @@ class Case(NamedTuple):
         if self.name == "gate_up":
             gate_up_silu(x, w, launch=self.launch)
         elif isinstance(self.launch, PrefillLaunch):
-            prefill_linear(x, w, splits=self.splits, launch=self.launch)
+            prefill_parts(x, w, splits=self.splits, launch=self.launch)
         else:
             decode_parts(x, w, splits=self.splits, launch=self.launch)
 
@@ -58,15 +58,18 @@ def decode_launches(rows, operands=1):
 
 def prefill_launches(splits, operands=1):
     """Launches that fit, for the kernel of many rows."""
-    tiles = ((128, 256, 8), (256, 128, 8), (128, 128, 4), (128, 128, 8), (64, 256, 4))
+    tiles = ((128, 256, 8), (256, 128, 8), (128, 128, 4), (128, 128, 8), (64, 256, 4), (160, 128, 4), (192, 128, 4))
     for (rows, features, warps), stages, apart in itertools.product(
         tiles, (3, 4, 5, 6), (False, True)[: 1 + (splits > 1)]
     ):
         if operands == 2 and rows == 256:
             continue
-        taken = (features + rows) * 64 * 2 * stages + rows * min(features, 128) * (2 if splits == 1 else 4)
-        if taken <= SHARED_MEMORY:
-            yield PrefillLaunch(rows, features // operands, 64, stages, warps, 8, apart)
+        launch = PrefillLaunch(rows, features // operands, 64, stages, warps, 8, apart)
+        stored = 0 if launch.in_halves else rows * min(features, 128) * (2 if splits == 1 else 4)
+        if (features + rows) * 64 * 2 * stages + stored <= SHARED_MEMORY and (
+            apart or splits == 1 or not launch.in_halves
+        ):
+            yield launch
 
 
 def cases_of(products, rows, dtype):

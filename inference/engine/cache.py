@@ -5,15 +5,15 @@ padding in block tables points to it, so it must stay finite. Its content is nev
 """
 
 from collections import Counter
+from contextlib import nullcontext
 
 import torch
 
 from ...kernels.attention.tree_attention import PAGE
-from ...kernels.linear.linear_table import DECODE_ROWS
 from ..models.memory import free_bytes, in_gib
 from ..speculation.verifiers import Ratio
-from .logprobs import score_hidden
-from .target_scores import CUT, FILTERED_ROWS, NO_FILTERS
+from .logprobs import SCORED_ROWS, WIDTHS, gather_logprobs, score_hidden
+from .target_scores import CHANGED, CUT, FILTERED_ROWS, NO_FILTERS
 
 # Share of the free host memory that the cache may take on the CPU.
 CPU_SHARE = 0.5
@@ -73,23 +73,24 @@ def bytes_of_page(num_layers, num_kv_heads, head_dim, dtype):
 def measure_workspace(engine, num_tokens):
     """Bytes that a prefill of `num_tokens` and a step of all seats need besides weights and cache.
 
-    It runs dummy batches in the seat that no request holds, on page 0. Prompts of other lengths run too: every launch of the
-    products is compiled here, because no user should wait for that.
+    It runs dummy batches in the seat that no request holds, on page 0. Prompts of other lengths run too, and whatever a request
+    may ask for: all kernels are compiled here, because no user should wait for that.
     """
-    device = engine.decoder.device
+    device, seats = engine.decoder.device, engine.seats
     num_tokens = max(1, min(num_tokens, (engine.seats.block_table.shape[1] - 1) * PAGE))
     before = torch.cuda.memory_allocated(device)
     for count in engine.decoder.row_counts(num_tokens):
         torch.cuda.reset_peak_memory_stats(device)
         hidden = engine.prompts.run_dummy(count)
-    for count in range(16, min(len(hidden), DECODE_ROWS, engine.max_num_seqs + 15) + 1, 16):
-        engine.decoder.logits(hidden[:count])  # of first tokens: any number of requests may be admitted at once
+        if count <= SCORED_ROWS:  # of first tokens, of which there are any number at once, or of scored ones
+            engine.decoder.logits(hidden)
     score_hidden(engine.decoder, hidden, torch.zeros(num_tokens, dtype=torch.int64, device=device), 1)
     prefill = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.reset_peak_memory_stats(device)
     for filters in (NO_FILTERS, CUT):
-        engine.graphs.step(engine.seats.on_device([engine.seats.padding_seat] * engine.graphs.sizes[-1]), filters)
+        engine.graphs.step(seats.on_device([seats.padding_seat] * engine.graphs.sizes[-1]), filters)
     step = torch.cuda.max_memory_allocated(device) - before
+    _compile_the_rest(engine, hidden[:1])
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     # The graphs have a memory pool of their own, beside the memory that prefill takes from the allocator: for a step, and for the
@@ -104,3 +105,19 @@ def measure_workspace(engine, num_tokens):
     changed = rows if isinstance(engine.graphs.step.verifier, Ratio) else min(rows, FILTERED_ROWS)
     changed += sizes[-1] * max(places, level)
     return 2 * prefill + step + (held + changed) * engine.decoder.vocab_size * 4
+
+
+def _compile_the_rest(engine, hidden):
+    """Run the kernels that only some requests need, as first tokens, in small and large steps, need them.  hidden [1, H]"""
+    seats, keep_scores = engine.seats, engine.graphs.step.keep_scores
+    padding = seats.on_device([seats.padding_seat])
+    for filters in (NO_FILTERS, CHANGED, CUT):
+        with seats.logit_state.all_tables() if filters else nullcontext():
+            *_, scored = engine.prompts.draw(padding, hidden, filters, keep_scores)
+            for step in engine.graphs.steps if filters else ():
+                for size in {1, engine.graphs.sizes[-1]}:
+                    step(padding.expand(size).contiguous(), filters)
+    engine.prompts.draw(padding, hidden, CUT, keep_scores)  # of logits that no table changes
+    for width in WIDTHS:
+        for logits in (scored, engine.decoder.logits(hidden)):
+            gather_logprobs(logits, torch.zeros_like(padding), width)

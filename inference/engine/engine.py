@@ -110,14 +110,13 @@ class Engine:
             return cls(decoder, cache, scheduler, seats, **shared)
 
         with on_device(device):
-            num_pages = options.num_gpu_blocks_override
+            num_pages, workspace = options.num_gpu_blocks_override, 0
+            if device.type == "cuda":
+                eager = make(1, replace(options, enforce_eager=True))
+                workspace = measure_workspace(eager, options.max_num_batched_tokens)
             if num_pages is not None:
                 check_pages_fit(page_bytes, device, num_pages)
             else:
-                workspace = 0
-                if device.type == "cuda":
-                    eager = make(1, replace(options, enforce_eager=True))
-                    workspace = measure_workspace(eager, options.max_num_batched_tokens)
                 num_pages = pages_that_fit(
                     page_bytes,
                     device,

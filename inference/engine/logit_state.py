@@ -8,6 +8,8 @@ which is always kept (seats.py).
 Letters: S seats, B rows of a batch, V vocabulary, T tokens of the longest sequence, J tokens emitted at most.
 """
 
+from contextlib import contextmanager
+
 import torch
 
 from ...kernels.sampling.process_logits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, LogitTables
@@ -32,6 +34,19 @@ class LogitState:
     def num_tables(self):
         """Number of tables. It only grows; then a graph that holds the tables' addresses is out of date."""
         return sum(table is not None for table in self.tables)
+
+    @contextmanager
+    def all_tables(self):
+        """Inside this context every table exists, and changes nothing: a step then runs whatever kernels any request needs."""
+        shape, device, before = (self.num_seats, self.vocab_size), self.history.device, self.tables
+        dtypes = {"bias": torch.float32, "stop_mask": torch.bool, "counts": torch.int32, "seen": torch.bool}
+        tables = {name: torch.zeros(shape, dtype=dtype, device=device) for name, dtype in dtypes.items()}
+        words = torch.full((self.num_seats, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS), -1, dtype=torch.int32, device=device)
+        self.tables = LogitTables(**tables, words=words, tokens=self.history)
+        try:
+            yield
+        finally:
+            self.tables = before
 
     def write(self, requests, stop_tokens):
         """Write the rows of these requests, from the host's tokens.  stop_tokens(request): ids that min_tokens forbids"""

@@ -11,11 +11,14 @@ from dataclasses import dataclass
 
 import torch
 
+from ...kernels.linear.linear import empty_rows
 from ...kernels.sampling.rank_tokens import rank_tokens
 from ...kernels.sampling.sample import MAX_WIDTH, log_sum_exp, top_tokens, top_tokens_reference
 
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 SCORED_ROWS = 256  # rows of logits at once: 66 MB in bf16 at a vocabulary of 128,256
+# Numbers of likeliest tokens that are looked for: a few, so that few kernels are compiled, all of them at the start.
+WIDTHS = (5, 20, MAX_WIDTH)
 # Sorting, for more tokens than top_tokens takes, needs some 30 bytes per row and token.
 SORTED_ROWS = 32
 
@@ -90,8 +93,13 @@ def gather_emitted(tokens, logits, path, asked, count):
 
 def score_hidden(decoder, hidden, tokens, count):
     """Raw logprobs of the tokens after hidden states.  [R, H], [R] -> GatheredLogprobs"""
-    # A copy of the rows starts at a multiple of 16 bytes, as tensor maps require.
-    return gather_in_slices(lambda some: decoder.logits(hidden[some].clone()), tokens, count)
+
+    def rows_of(some):
+        # A copy of the rows starts at a multiple of 16 bytes, as tensor maps require, and has room after it.
+        rows = hidden[some]
+        return decoder.logits(empty_rows(*rows.shape, rows.dtype, rows.device).copy_(rows))
+
+    return gather_in_slices(rows_of, tokens, count)
 
 
 def score_prompts(chunks, hidden, decoder, on_device, to_host):
@@ -114,7 +122,8 @@ def _likeliest(logits, count):
     if count == 0:
         return torch.empty(len(logits), 0, dtype=torch.int64, device=logits.device)
     if count <= MAX_WIDTH:
-        return top_tokens(logits, count)
+        width = min(next(width for width in WIDTHS if width >= count), logits.shape[1])
+        return top_tokens(logits, width)[:, :count]
     return torch.cat([top_tokens_reference(block, count) for block in logits.split(SORTED_ROWS)])
 
 

@@ -88,18 +88,23 @@ class PromptPasses:
             return [], hidden[:0], None
         requests = [requests[i] for i in fresh]
         seats = self.seats.on_device([request.seat for request in requests])
-        # The last token of the prompt is a node one above the root: the token after it stands at L.
-        batch = self.seats.gather(seats, self.above_root)
-        logits = self.decoder.logits(hidden[self.seats.on_device(fresh)])  # [B', V]
         filters = max(map(next_filters, requests))
-        scores = torch.empty_like(logits, dtype=torch.float32) if keep_scores else None
-        tokens = TargetScores(batch, logits, filters, self.seats, processed=scores).sample().flatten()
+        batch, tokens, scored = self.draw(seats, hidden[self.seats.on_device(fresh)], filters, keep_scores)
         self.seats.write_first_tokens(seats, tokens, batch.committed)
         self.seats.integers[seats, 2] = batch.remaining - 1
         emitted = torch.stack((torch.ones_like(tokens), tokens), 1)
         if filters:
             self.seats.logit_state.record(seats, emitted)
-        return requests, emitted, (logits if scores is None else scores)[:, None]
+        return requests, emitted, scored[:, None]
+
+    def draw(self, seats, hidden, filters, keep_scores):
+        """The tokens after the last known ones.  seats [B], hidden [B, H] -> BatchRows, tokens [B], what scores them [B, V]"""
+        # The last token of the prompt is a node one above the root: the token after it stands at L.
+        batch = self.seats.gather(seats, self.above_root)
+        logits = self.decoder.logits(hidden)
+        scores = torch.empty_like(logits, dtype=torch.float32) if keep_scores else None
+        tokens = TargetScores(batch, logits, filters, self.seats, processed=scores).sample().flatten()
+        return batch, tokens, logits if scores is None else scores
 
     def place(self, chunks, num_requests=0):
         """The KnownRows of a graph that hold these chunks beside so many requests, written; None if no graph does."""

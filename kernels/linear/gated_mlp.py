@@ -54,7 +54,7 @@ def _decode(
     MAPS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One tile [BLOCK_N, BLOCK_M + MORE_M] of the gate and of up, weights on the left (see linear.py)."""
-    row = tl.program_id(0) * BLOCK_M
+    row = tl.program_id(0) * (BLOCK_M + MORE_M)
     feature = tl.program_id(1) * BLOCK_N
     features = feature + tl.arange(0, BLOCK_N)
     await_previous(OVERLAP)
@@ -65,8 +65,8 @@ def _decode(
             more_gate = tl.zeros((BLOCK_N, MORE_M), tl.float32)
             more_up = tl.zeros((BLOCK_N, MORE_M), tl.float32)
             for k in range(0, K, BLOCK_K):
-                values = x.load([0, k]).T
-                more_values = more_x.load([BLOCK_M, k]).T
+                values = x.load([row, k]).T
+                more_values = more_x.load([row + BLOCK_M, k]).T
                 gate_weights = w.load([feature, k])
                 up_weights = w.load([I + feature, k])
                 gate = tl.dot(gate_weights, values, gate)
@@ -86,7 +86,7 @@ def _decode(
     release_next(OVERLAP)
     _store_tile(gate, up, b, out, num_rows, row, features, I, BLOCK_M)
     if MORE_M:
-        _store_tile(more_gate, more_up, b, out, num_rows, BLOCK_M, features, I, MORE_M)
+        _store_tile(more_gate, more_up, b, out, num_rows, row + BLOCK_M, features, I, MORE_M)
 
 
 @jit(do_not_specialize=["num_rows"])
@@ -139,9 +139,10 @@ def gate_up_silu(x, w, b=None, launch=None):
     y = empty_rows(M, width, x.dtype, x.device)
     if not y.numel():
         return y
-    if M > DECODE_ROWS and width % 8 == 0 and maps_fit(x, w):
-        programs = num_multiprocessors(x.device)
+    programs, many = num_multiprocessors(x.device), M > DECODE_ROWS and width % 8 == 0 and maps_fit(x, w)
+    if many:
         launch = launch or gated_prefill_launch(width, K, M, programs, shared_memory(x.device))
+    if many and not launch.in_halves:
         tiles = triton.cdiv(M, launch.rows) * triton.cdiv(width, launch.features)
         _prefill[(min(programs, tiles),)](
             map_of_rows(x, launch),
@@ -152,7 +153,8 @@ def gate_up_silu(x, w, b=None, launch=None):
         )  # fmt: skip
         return y
     itemsize = x.element_size()
-    operands = decode_operands(x, w, lambda rows: launch or gated_launch(width, K, rows, itemsize), 2)
+    rows = getattr(launch, "rows", None)
+    operands = decode_operands(x, w, lambda rows: launch or gated_launch(width, K, rows, itemsize), 2, rows)
     x, more_x, w, rows, more_rows, chosen = operands
     _decode[(triton.cdiv(M, rows + more_rows), triton.cdiv(width, chosen.features))](
         x, more_x, w, b, y, M, width, K, rows, more_rows, chosen.features, chosen.depth, not torch.is_tensor(x),

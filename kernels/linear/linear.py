@@ -23,8 +23,17 @@ import torch.nn.functional as F
 from ..jit import jit, on_triton, tl, triton
 from ..overlap import await_previous, overlap, release_next
 from ..shared_memory import shared_memory
-from .linear_prefill import TensorDescriptor, maps_fit, prefill_linear
-from .linear_table import DECODE_ROWS, decode_launch, fit_decode, halves_of_tile, num_splits, split_depth, tile_rows
+from .linear_prefill import TensorDescriptor, maps_fit, num_multiprocessors, prefill_linear
+from .linear_table import (
+    DECODE_ROWS,
+    decode_launch,
+    fit_decode,
+    halves_of_tile,
+    num_splits,
+    prefill_launch,
+    split_depth,
+    tile_rows,
+)
 
 # All products of a 7.5 M model, one core with AVX-512, float32 / bfloat16: a bare row of F.linear 4.3 / 3.3 ms. A block of 16 by
 # F.linear 9.0 / 4.7 ms; by oneDNN with its own layout 4.6 / 2.9 ms, of 8 3.7 / 1.9, of 4 3.2 / 1.8, 64 rows in one call 11.8 / 6.4.
@@ -99,7 +108,7 @@ def _decode(
 
     x and w are tensor maps with MAPS, else pointers; more_x: x in tiles of MORE_M rows (0: none).
     """
-    row = tl.program_id(0) * BLOCK_M
+    row = tl.program_id(0) * (BLOCK_M + MORE_M)
     feature = tl.program_id(1) * BLOCK_N
     part = tl.program_id(2)
     features = feature + tl.arange(0, BLOCK_N)
@@ -110,8 +119,8 @@ def _decode(
             more = tl.zeros((BLOCK_N, MORE_M), tl.float32)
             for k in range(part * SPLIT, part * SPLIT + SPLIT, BLOCK_K):
                 weights = w.load([feature, k])
-                acc = tl.dot(weights, x.load([0, k]).T, acc)
-                more = tl.dot(weights, more_x.load([BLOCK_M, k]).T, more)
+                acc = tl.dot(weights, x.load([row, k]).T, acc)
+                more = tl.dot(weights, more_x.load([row + BLOCK_M, k]).T, more)
         else:
             for k in range(part * SPLIT, part * SPLIT + SPLIT, BLOCK_K):
                 acc = tl.dot(w.load([feature, k]), x.load([row, k]).T, acc)
@@ -121,7 +130,7 @@ def _decode(
     release_next(OVERLAP)
     _store_tile(acc, b, out, num_rows, row, features, part, N, BLOCK_M)
     if MORE_M:
-        _store_tile(more, b, out, num_rows, BLOCK_M, features, part, N, MORE_M)
+        _store_tile(more, b, out, num_rows, row + BLOCK_M, features, part, N, MORE_M)
 
 
 @jit
@@ -178,9 +187,9 @@ def linear_parts(x, w, b=None, out=None):
     check_product("linear", x, w, b)
     check_kernel_operands("linear", x, w, b)
     x = x.contiguous()
-    if x.shape[0] > DECODE_ROWS and maps_fit(x, w):
-        return prefill_linear(x, w, b, out=out)
-    return decode_parts(x, w, b, out=out)
+    if x.shape[0] <= DECODE_ROWS or not maps_fit(x, w):
+        return decode_parts(x, w, b, out=out)
+    return prefill_parts(x, w, b, out=out)
 
 
 def empty_rows(num_rows, width, dtype, device):
@@ -193,37 +202,36 @@ def empty_rows(num_rows, width, dtype, device):
 
 
 def maps_of_rows(x, rows, depth):
-    """Tensor maps of x [M, K] for the two halves of one tile of `rows` >= M rows (the second is None if there is one half).
+    """Tensor maps of x [M, K] for the two halves of tiles of `rows` rows (the second is None if there is one half).
 
-    None where loads by pointers are faster. Rows that a map must fill in are slow to load (qkv of an 8B, tile of 128: 65 rows
-    28.5 us, 128 rows 17.7). So where memory goes on after x (empty_rows), the map covers it: its contents reach only rows that
-    are never stored.
+    Rows that a map must fill in are slow to load (qkv of an 8B, tile of 128: 65 rows 28.5 us, 128 rows 17.7). So the map covers
+    the memory after x (empty_rows): its contents reach only rows that are never stored. Where x has no such room, and many rows
+    would be filled in, a copy of it has.
     """
-    M, K = x.shape
-    if rows < M:
-        return None  # more than one tile of rows: a product that the large tiles do not take
+    (M, K), whole = x.shape, triton.cdiv(x.shape[0], rows) * rows
     room = (x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()) // K
-    if room < rows and rows != 16 and 3 * rows > 4 * M:
-        return None
-    shape, (half, more) = [rows if room >= rows else M, K], halves_of_tile(rows)
+    if room < whole and M <= DECODE_ROWS and rows != 16 and 3 * rows > 4 * M:
+        x, room = empty_rows(M, K, x.dtype, x.device).copy_(x), whole
+    shape, (half, more) = [whole if room >= whole else M, K], halves_of_tile(rows)
     return (
         TensorDescriptor(x, shape, [K, 1], [half, depth]),
         TensorDescriptor(x, shape, [K, 1], [more, depth]) if more else None,
     )
 
 
-def decode_operands(x, w, launch_of, operands=1):
+def decode_operands(x, w, launch_of, operands=1, rows=None):
     """What the decode kernels take for x [M, K] and weights w: (x, second half of x, w, rows, rows of the second half, launch).
 
     launch_of(rows): the launch of a row tile, made to fit the device; operands: its tiles of weights, which are loaded together by
-    tensor maps, one after the other by pointers. Tensor maps where they fit, else the tensors themselves.
+    tensor maps, one after the other by pointers; rows: of the row tile, if it is not tile_rows. Tensor maps where they fit, else
+    the tensors themselves.
     """
-    rows = tile_rows(x.shape[0], x.element_size())
+    one_tile, rows = rows is None, rows or tile_rows(x.shape[0], x.element_size())
     memory, itemsize = shared_memory(x.device), x.element_size()
     launch = fit_decode(launch_of(rows), rows, memory, operands, itemsize)
-    maps = maps_of_rows(x, rows, launch.depth) if maps_fit(x, w) else None
-    if maps:
-        return *maps, TensorDescriptor.from_tensor(w, [launch.features, launch.depth]), *halves_of_tile(rows), launch
+    if maps_fit(x, w) and not (one_tile and x.shape[0] > rows):
+        maps = *maps_of_rows(x, rows, launch.depth), TensorDescriptor.from_tensor(w, [launch.features, launch.depth])
+        return *maps, *halves_of_tile(rows), launch
     rows = triton.next_power_of_2(rows)
     return x, None, w, rows, 0, fit_decode(launch_of(rows), rows, memory, 1, itemsize)
 
@@ -231,7 +239,7 @@ def decode_operands(x, w, launch_of, operands=1):
 def decode_parts(x, w, b=None, splits=None, launch=None, out=None):
     """linear_parts by the decode kernel, for any rows; `splits` and `launch` replace the tables' (the sweep tries them).
 
-    The operands are checked by the caller.
+    launch: a Launch, or a PrefillLaunch, which has its own row tile. The operands are checked by the caller.
     """
     (M, K), N = x.shape, w.shape[0]
     S, itemsize = splits or num_splits(N, K), x.element_size()
@@ -242,7 +250,9 @@ def decode_parts(x, w, b=None, splits=None, launch=None, out=None):
     if not parts.numel():
         return parts
     split = split_depth(K, S)
-    operands = decode_operands(x, w, lambda rows: launch or decode_launch(N, K, rows, itemsize))
+    operands = decode_operands(
+        x, w, lambda rows: launch or decode_launch(N, K, rows, itemsize), rows=getattr(launch, "rows", None)
+    )
     x, more_x, w, rows, more_rows, chosen = operands
     # A tensor map ends where K ends, not where a range of K ends.
     assert S == 1 or split % chosen.depth == 0, (split, chosen)
@@ -251,6 +261,17 @@ def decode_parts(x, w, b=None, splits=None, launch=None, out=None):
         num_stages=chosen.stages, num_warps=chosen.warps, **overlap(parts),
     )  # fmt: skip
     return parts
+
+
+def prefill_parts(x, w, b=None, splits=None, launch=None, out=None):
+    """linear_parts for many rows, by the kernel that takes the launch's tiles; `splits` and `launch` replace the tables'.
+
+    The operands are checked by the caller, and maps_fit them.
+    """
+    S = splits or num_splits(*w.shape)
+    gpu = num_multiprocessors(x.device), shared_memory(x.device)
+    launch = launch or prefill_launch(*w.shape, S, x.shape[0], *gpu)
+    return (decode_parts if launch.in_halves else prefill_linear)(x, w, b, S, launch, out)
 
 
 @functools.cache

@@ -15,8 +15,7 @@ import torch
 
 from ..jit import jit, tl, triton
 from ..overlap import await_previous, has_tensor_maps, overlap, release_next
-from ..shared_memory import shared_memory
-from .linear_table import num_splits, prefill_launch, split_depth
+from .linear_table import split_depth
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -112,7 +111,9 @@ def _prefill(
 
 @functools.lru_cache
 def num_multiprocessors(device):
-    """Programs that fill the card, one each."""
+    """Programs that fill the card, one each (in the interpreter: an H200's)."""
+    if device.type != "cuda":
+        return 132
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -137,15 +138,14 @@ def map_of_rows(x, launch):
     return TensorDescriptor(x, [whole if room >= whole else rows, width], [width, 1], [launch.rows, launch.depth])
 
 
-def prefill_linear(x, w, b=None, splits=None, launch=None, out=None):
-    """x W^T + b on large tiles; the operands are checked by the caller (linear.py).
+def prefill_linear(x, w, b, S, launch, out=None):
+    """x W^T + b in S ranges of K on the large tiles of a PrefillLaunch; the operands are checked by the caller (linear.py).
 
-    -> [1, M, N] in x's dtype, or the partial sums [S, M, N] in float32 if the launch leaves ranges apart. `splits` and `launch`
-    replace the tables' (the sweep tries them). out [M, N]: where to write a product that is not in parts.
+    -> [1, M, N] in x's dtype, or the partial sums [S, M, N] in float32 if the launch leaves ranges apart. out [M, N]: where to
+    write a product that is not in parts.
     """
     (M, K), N = x.shape, w.shape[0]
-    S, multiprocessors = splits or num_splits(N, K), num_multiprocessors(x.device)
-    launch = launch or prefill_launch(N, K, S, M, multiprocessors, shared_memory(x.device))
+    multiprocessors = num_multiprocessors(x.device)
     apart = launch.apart and S > 1
     parts = S if apart else 1
     if out is not None and not apart:

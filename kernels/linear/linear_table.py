@@ -41,12 +41,19 @@ class PrefillLaunch(NamedTuple):
     group: int
     apart: bool = False  # ranges of K are programs of their own; else one program sums all of a tile's ranges
 
+    @property
+    def in_halves(self):
+        """Whether the row tile is two powers of two on the same weights: then the decode kernel takes it, weights on the left."""
+        return halves_of_tile(self.rows)[1] > 0
+
 
 # The tiles of many rows, and the nanoseconds that a multiprocessor of an H200 takes for 64 of K.
 PREFILL_TILES = {
     PrefillLaunch(128, 256, 64, 4, 8, 8): 690,
     PrefillLaunch(128, 128, 64, 6, 4, 8): 380,
     PrefillLaunch(64, 256, 64, 5, 4, 8): 385,
+    PrefillLaunch(160, 128, 64, 6, 4, 1): 480,
+    PrefillLaunch(192, 128, 64, 5, 4, 1): 540,
 }
 # The tile of a program that sums all ranges of K: its scratch leaves room for three stages.
 SECOND_RANGE = PrefillLaunch(128, 256, 64, 3, 8, 8)
@@ -124,8 +131,9 @@ def tile_rows(num_rows, itemsize=2):
 
 
 def halves_of_tile(rows):
-    """A row tile as the powers of two that matrix instructions take: (64, 16), (64, 32), else (rows, 0)."""
-    return (64, rows - 64) if 64 < rows < 128 else (rows, 0)
+    """A row tile as the powers of two that matrix instructions take: (64, 16), (128, 64) ..., (rows, 0) if it is one itself."""
+    half = 1 << (rows.bit_length() - 1)
+    return half, rows - half
 
 
 def decode_launch(N, K, rows, itemsize=2):
@@ -160,9 +168,9 @@ def fit_prefill(launch, S, memory):
     """The prefill launch with as many of its stages as fit into `memory` (SharedMemory); None where two would not fit.
 
     Beside the stages lies a piece of the tile on its way out: 128 features in 16 bits, or 64 in float32, and once more in 16 bits
-    where the program sums all ranges.
+    where the program sums all ranges. The decode kernel, which takes tiles in halves, has none.
     """
-    piece = launch.rows * (256 if S == 1 or launch.apart else 384)
+    piece = 0 if launch.in_halves else launch.rows * (256 if S == 1 or launch.apart else 384)
     stages = min(launch.stages, most_stages(memory, (launch.rows + launch.features) * launch.depth * 2, piece))
     return launch._replace(stages=stages) if stages >= 2 + memory.held else None
 
@@ -184,26 +192,27 @@ def prefill_launch(N, K, S, rows, programs, memory=H200):
     """Launch of linear's prefill kernel for w [N, K] in S ranges and `rows` rows, on `programs` multiprocessors.
 
     The one whose waves of tiles take least: at 320 rows a product of 4096 features has 48 tiles of 128 x 256 for 132
-    multiprocessors, and 96 if its two ranges are apart.
+    multiprocessors, 96 if its two ranges are apart, and 128 tiles of 160 x 128, which multiply no row in vain.
     """
-    tiles = [launch._replace(apart=S > 1) for launch in PREFILL_TILES]
-    tiles = [launch for launch in tiles if fit_prefill(launch, S, memory)]
     if S == 1:
-        best = min(tiles, key=lambda launch: _time_of_waves(launch, N, K, 1, rows, programs))
-        return fit_prefill(best, S, memory)
-    # Ranges apart write and read fp32 sums, 8 bytes per feature, row and range, at about 4 bytes a picosecond.
-    times = {}
-    if fit_prefill(SECOND_RANGE, S, memory):
-        times[SECOND_RANGE] = S * _time_of_waves(SECOND_RANGE, N, K / S, 1, rows, programs)
-    for launch in tiles:
-        times[launch] = _time_of_waves(launch, N, K, S, rows, programs) + rows * N * S * 2e-3
-    return fit_prefill(min(times, key=times.get), S, memory)
+        times = {launch: _time_of_waves(launch, N, K, 1, rows, programs) for launch in PREFILL_TILES}
+    else:
+        # Ranges apart write and read fp32 sums, 8 bytes per feature, row and range, at about 4 bytes a picosecond.
+        apart = [launch._replace(apart=True) for launch in PREFILL_TILES]
+        times = {SECOND_RANGE: S * _time_of_waves(SECOND_RANGE, N, K / S, 1, rows, programs)}
+        times |= {launch: _time_of_waves(launch, N, K, S, rows, programs) + rows * N * S * 2e-3 for launch in apart}
+    fitting = {fit_prefill(launch, S, memory): time for launch, time in times.items()}
+    fitting.pop(None, None)
+    return min(fitting, key=fitting.get)
 
 
 def gated_prefill_launch(I, K, rows, programs, memory=H200):
     """Launch of gate_up_silu's prefill kernel; `features` as in gated_launch."""
     launch = prefill_launch(2 * I, K, 1, rows, programs, memory)
-    return launch._replace(features=launch.features // 2)
+    # Few stages leave room for a second program beside.
+    return launch._replace(
+        features=launch.features // 2, stages=min(launch.stages, 3) if launch.in_halves else launch.stages
+    )
 
 
 def launch_of_rows(N, K, rows, programs, memory=H200):

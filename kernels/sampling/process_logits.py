@@ -93,23 +93,26 @@ def _newest_tokens(nodes, tokens):
     return torch.where(place >= 0, known, -2)
 
 
-@jit(do_not_specialize=["depth"])
+@jit(
+    do_not_specialize=["depth", "has_bias", "has_stops", "has_penalties"],
+    do_not_specialize_on_alignment=["position", "min_position"],
+)
 def _process(
     logits, scores, bias, stop_mask, counts, seen, seat, position, min_position, repetition, presence, frequency, path,
-    depth, vocab_size, BIAS: tl.constexpr, STOPS: tl.constexpr, PENALTIES: tl.constexpr, CHUNK: tl.constexpr,
+    depth, has_bias, has_stops, has_penalties, vocab_size, CHUNK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     inside = token < vocab_size
     at = tl.load(seat + row).to(tl.int64) * vocab_size + token
     x = tl.load(logits + row * vocab_size + token, mask=inside, other=0.0).to(tl.float32)
-    if BIAS:
+    if has_bias:
         x = x + tl.load(bias + at, mask=inside, other=0.0)
-    if STOPS:
+    if has_stops:
         early = tl.load(position + row) < tl.load(min_position + row)
         stops = tl.load(stop_mask + at, mask=inside, other=0).to(tl.int1)
         x = tl.where(stops & early, float("-inf"), x)
-    if PENALTIES:
+    if has_penalties:
         count = tl.load(counts + at, mask=inside, other=0)
         for i in range(depth):
             count += (tl.load(path + row * depth + i) == token).to(tl.int32)
@@ -122,7 +125,7 @@ def _process(
     tl.store(scores + row * vocab_size + token, x, mask=inside)
 
 
-@jit(do_not_specialize=["depth"])
+@jit(do_not_specialize=["depth"], do_not_specialize_on_alignment=["position", "root"])
 def _forbid_words(
     scores, words, tokens, seat, root, position, path, depth, length, vocab_size, WORDS: tl.constexpr, TOKENS: tl.constexpr
 ):  # fmt: skip
@@ -165,11 +168,16 @@ def process_logits(logits, nodes, tables):
         return scores
     nodes = NodeRows(*(x.contiguous() for x in nodes))
     depth = nodes.path.shape[1]
+    # One kernel for any tables: nobody should wait for a compiler when a request needs the first of its kind.
+    bias, stop_mask, counts, seen = (
+        logits.new_empty(0, dtype=dtype) if table is None else table
+        for table, dtype in zip(tables, (torch.float32, torch.bool, torch.int32, torch.bool))
+    )
+    has_bias, has_stops, has_penalties = (int(x is not None) for x in (tables.bias, tables.stop_mask, tables.counts))
     _process[(triton.cdiv(vocab_size, _CHUNK), rows)](
-        logits.contiguous(), scores, tables.bias, tables.stop_mask, tables.counts, tables.seen,
+        logits.contiguous(), scores, bias, stop_mask, counts, seen,
         nodes.seat, nodes.position, nodes.min_position, nodes.repetition, nodes.presence, nodes.frequency, nodes.path,
-        depth, vocab_size, tables.bias is not None, tables.stop_mask is not None, tables.counts is not None, _CHUNK,
-        num_warps=4, enable_fp_fusion=False,
+        depth, has_bias, has_stops, has_penalties, vocab_size, _CHUNK, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     if tables.words is not None:
         _forbid_words[(rows,)](

@@ -118,7 +118,10 @@ def _store_best(keys, out, WIDTH: tl.constexpr):
         keys = tl.where(keys == best, lowest, keys)
 
 
-@jit(do_not_specialize=["num_chunks", "num_keys"])
+@jit(
+    do_not_specialize=["num_chunks", "num_keys"],
+    do_not_specialize_on_alignment=["temperature", "seed", "sample", "position"],
+)
 def _chunk_best(
     logits, temperature, seed, sample, position, distributions, nodes, keys, vocab_size, num_chunks, num_keys,
     NOISE: tl.constexpr, PURPOSE: tl.constexpr, SALT: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,

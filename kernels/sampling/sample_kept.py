@@ -24,7 +24,7 @@ def _best(score, token):
     return _key(highest, tl.min(tl.where(score == highest, token, 0x7FFFFFFF), 0))
 
 
-@jit
+@jit(do_not_specialize_on_alignment=["temperature", "seed", "sample", "position"])
 def _draw(
     logits, temperature, tokens, count, seed, sample, position, keys, vocab_size,
     PURPOSE: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, LOWEST: tl.constexpr,

@@ -79,7 +79,7 @@ def advance_seats_reference(
     return torch.cat((num_emitted[:, None], emitted), 1)
 
 
-@jit
+@jit(do_not_specialize=["B"])
 def _gather(
     seats, integers, floats, block_table, feature, depths,
     out_integers, out_floats, out_table, out_feature, positions, cache_rows, draws, temperature,

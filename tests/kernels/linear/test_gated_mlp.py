@@ -51,13 +51,14 @@ def test_tensor_maps_in_the_interpreter(rows):
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("bias", [True, False])
-def test_large_tiles_in_the_interpreter(monkeypatch, bias):
-    """Several programs, each of several tiles, and remainders of rows, features and depth; float16 as tensor maps ask it."""
+@pytest.mark.parametrize("rows", [16, 20, 24])
+def test_large_tiles_in_the_interpreter(monkeypatch, rows, bias):
+    """Several programs, each of several tiles, tiles of two halves, and remainders of rows, features and depth."""
     monkeypatch.setattr(gated_mlp, "DECODE_ROWS", 4)
     monkeypatch.setattr(gated_mlp, "num_multiprocessors", lambda device: 3)
     x, w, b = operands(37, 2 * 40, 56, torch.float16)
     b = b if bias else None
-    found = gate_up_silu(x, w, b, launch=PrefillLaunch(16, 16, 32, 1, 4, 2))
+    found = gate_up_silu(x, w, b, launch=PrefillLaunch(rows, 16, 32, 1, 4, 2))
     exact = gate_up_silu_reference(x.double(), w.double(), None if b is None else b.double())
     assert error(found, exact) <= 2 * error(gate_up_silu_reference(x, w, b), exact)
 

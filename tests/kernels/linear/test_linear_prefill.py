@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from headstart.kernels.linear import linear_prefill
-from headstart.kernels.linear.linear import linear, linear_reference
-from headstart.kernels.linear.linear_prefill import maps_fit, prefill_linear
+from headstart.kernels.linear.linear import linear, linear_reference, prefill_parts
+from headstart.kernels.linear.linear_prefill import maps_fit
 from headstart.kernels.linear.linear_table import PREFILL_TILES, SECOND_RANGE, PrefillLaunch
 from headstart.tests.kernels.linear.products import error, operands, poison
 
@@ -19,11 +19,24 @@ def test_values_in_the_interpreter(monkeypatch, splits, features, bias, apart):
     monkeypatch.setattr(linear_prefill, "num_multiprocessors", lambda device: 3)
     x, w, b = operands(53, features + 40, 128 * splits - 72, torch.float16)
     b = b if bias else None
-    parts = prefill_linear(x, w, b, splits, PrefillLaunch(16, features, 64, 1, 4, 3, apart))
+    parts = prefill_parts(x, w, b, splits, PrefillLaunch(16, features, 64, 1, 4, 3, apart))
     assert parts.shape[0] == (splits if apart else 1)
     found = parts.sum(0).half()
     exact = linear_reference(x.double(), w.double(), None if b is None else b.double())
     assert error(found, exact) <= 2 * error(linear_reference(x, w, b), exact)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("rows", "splits"), [(20, 1), (24, 3)])
+def test_tiles_of_two_halves_in_the_interpreter(rows, splits, bias):
+    """Tiles of 16 + 4 and 16 + 8 rows, several of them, with remainders of rows and features."""
+    x, w, b = operands(53, 40, 128 * splits - 72, torch.float16)
+    b = b if bias else None
+    found = prefill_parts(x, w, b, splits, PrefillLaunch(rows, 16, 64, 3, 4, 1, True))
+    assert found.shape == (splits, 53, 40)
+    exact = linear_reference(x.double(), w.double(), None if b is None else b.double())
+    assert error(found.float().sum(0).half(), exact) <= 2 * error(linear_reference(x, w, b), exact)
 
 
 @pytest.mark.gpu
@@ -37,7 +50,7 @@ def test_rows_have_the_bits_of_the_decode_kernel(n, k, dtype):
         poison("cuda")
         alone = x[:rows].clone()  # no memory after it, as empty_rows leaves it
         for given in (x[:rows], alone):
-            total, *parts = prefill_linear(given, w, b)
+            total, *parts = prefill_parts(given, w, b)
             for part in parts:
                 total = total + part
             assert torch.equal(total.to(dtype)[:600], expected[:rows]), rows
@@ -50,7 +63,7 @@ def test_rows_have_the_bits_of_the_decode_kernel(n, k, dtype):
 def test_every_tile_gives_the_same_bits(tile):
     x, w, b = operands(700, 4096, 4096, torch.bfloat16, "cuda")
     expected = torch.cat([linear(part, w, b) for part in x.split(100)])
-    parts = prefill_linear(x, w, b, 2, tile)
+    parts = prefill_parts(x, w, b, 2, tile)
     assert torch.equal(parts.sum(0).bfloat16(), expected)
 
 

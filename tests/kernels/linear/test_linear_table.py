@@ -32,15 +32,17 @@ def test_every_launch_of_the_tables_fits_and_ends_with_a_range_of_k():
 
 
 def test_tiles_of_many_rows_fit_and_fill_the_card():
-    """At 320 rows two ranges of K apart make 96 tiles of 128 x 256 for 132 multiprocessors; at 8192 one program sums both."""
+    """At 320 rows two ranges of K apart make 128 tiles of 160 x 128 for 132 multiprocessors; at 8192 one program sums both."""
     for rows in (129, 160, 256, 320, 384, 1000, 8192):
         for splits in (1, 2, 4):
             launch = prefill_launch(4096, 14336, splits, rows, 132)
             width = 128 if splits == 1 else 64
-            stored = launch.rows * width * (4 if splits > 1 else 2)
+            stored = 0 if launch.in_halves else launch.rows * width * (4 if splits > 1 else 2)
             assert (launch.features + launch.rows) * launch.depth * 2 * launch.stages + stored < 227 << 10
         assert gated_prefill_launch(14336, 4096, rows, 132).features <= 128
-    assert prefill_launch(4096, 14336, 2, 320, 132)[:2] == (128, 256)
+    assert prefill_launch(4096, 14336, 2, 320, 132)[:2] == (160, 128)
+    assert prefill_launch(4096, 14336, 2, 384, 132)[:2] == (192, 128)
+    assert prefill_launch(4096, 14336, 2, 256, 132)[:2] == (128, 256)
     assert prefill_launch(4096, 14336, 2, 320, 132).apart
     assert not prefill_launch(4096, 14336, 2, 8192, 132).apart
     assert prefill_launch(6144, 4096, 1, 320, 132)[:2] == (64, 256)
