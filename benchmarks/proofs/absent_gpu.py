@@ -124,7 +124,9 @@ class AbsentGpu(TorchFunctionMode):
             function.cache_clear()
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        args, kwargs = tuple(map(_placed, args)), {name: _placed(value) for name, value in (kwargs or {}).items()}
+        kwargs = kwargs or {}
+        if function is not torch.device:
+            args, kwargs = tuple(map(_placed, args)), {name: _placed(value) for name, value in kwargs.items()}
         found = function(*args, **kwargs)
         if function == torch.Tensor.is_cuda.__get__:
             return args[0].is_meta
