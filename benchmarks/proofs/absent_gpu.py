@@ -22,9 +22,9 @@ from torch.overrides import TorchFunctionMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from headstart.kernels.linear.linear_prefill import num_multiprocessors
-from headstart.kernels.overlap import has_tensor_maps
-from headstart.kernels.shared_memory import shared_memory
+from ...kernels.linear.linear_prefill import num_multiprocessors
+from ...kernels.overlap import has_tensor_maps
+from ...kernels.shared_memory import shared_memory
 
 CACHED = (has_tensor_maps, num_multiprocessors, shared_memory)
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")

@@ -1,6 +1,6 @@
 """Launches on GPUs that are not there: an H200 keeps those it was measured with, and what smaller GPUs get fits them.
 
-After a launch was changed on purpose, write the H200's anew:  python tests/kernels/test_launches.py
+After a launch was changed on purpose, write the H200's anew:  python tests/kernels/test_shared_memory.py
 """
 
 import json
