@@ -185,7 +185,8 @@ def _shared_bytes(dim, dtype):
 def block_rows(dim, dtype, device):
     """Rows of a block of queries, the same in all kernels of a device: 64, or 16 where float32 leaves no room for 64.
 
-    In 16 bits a tile that is alone in flight is loaded in turns, keys and then values: that fits everywhere.
+    In 16 bits a tile that is alone in flight is loaded in turns, keys and then values: that fits everywhere. Bits of one device are
+    compared with its own only (numerics.py names the device).
     """
     return 16 if dtype.itemsize > 2 and sum(_shared_bytes(dim, dtype)) > shared_memory(device).size else 64
 

@@ -3,6 +3,7 @@
     num_splits(N, K) -> S            decides bits: ranges of K are summed apart and added in order. Never looks at rows.
     decode_launch(N, K, tile_rows)   decides speed only: up to DECODE_ROWS rows, weights read once.
     prefill_launch(N, K, S, rows)    decides speed only: more rows.
+    fit_decode, fit_prefill          a launch with the stages and features that fit a GPU's shared memory; its depth stays.
 
 Entries were measured on an H200 (`headstart bench kernel linear --shape ... --sweep` prints the winner of a new shape).
 Changing a number of splits changes the bits of every output; changing a launch changes none.
