@@ -101,11 +101,12 @@ def launches_of(gpu, module, row_counts=ROWS):
     return found
 
 
-def compile_launches(case):
+def compile_launches(case, row_counts=ROWS):
     """The row of the report of a case (name of a GPU, model, name of a dtype)."""
     gpu, model, dtype = case
     gpu = GPUS[gpu]
-    distinct = {each.key: each for one in launches_of(gpu, make_module(model, DTYPES[dtype])).values() for each in one}
+    passes = launches_of(gpu, make_module(model, DTYPES[dtype]), row_counts)
+    distinct = {launch.key: launch for launches in passes.values() for launch in launches}
     sizes, failures = {}, []
     for launch in distinct.values():
         try:
