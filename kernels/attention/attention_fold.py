@@ -207,10 +207,12 @@ def count_stages(dim, dtype, device, alone=False):
 def tile_sources(k, v, lanes, tensor_map=None):
     """(keys, values, whether they are tensor maps) to load tiles [64, lanes] from, of keys and values [rows, D] of one layer.
 
-    Tensor maps where the device has them and rows are whole multiples of 16 bytes: the same values, by the copy engine.
+    Tensor maps where the device has them and rows are whole multiples of 16 bytes: the same values, by the copy engine. It brings
+    keys and values to shared memory, so both must fit there.
     """
     if tensor_map is None:
         tensor_map = has_tensor_maps(k.device) and k.shape[1] * k.itemsize % 16 == 0 and k.data_ptr() % 16 == 0
+        tensor_map = tensor_map and _shared_bytes(lanes, k.dtype)[0] <= shared_memory(k.device).size
     if not tensor_map:
         return k, v, False
     from triton.tools.tensor_descriptor import TensorDescriptor
