@@ -45,6 +45,10 @@ class _RootIsNotATestPackage:
 
 def pytest_configure(config):
     config.pluginmanager.register(_RootIsNotATestPackage(), "root-is-not-a-test-package")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from headstart.tests import interpreter_products
+
+        interpreter_products.install()
 
 
 def pytest_unconfigure():

@@ -10,6 +10,8 @@ config asks for them; else at first use, and again when a request needs a table 
 captured so late take no known tokens beside.
 """
 
+import gc
+from contextlib import contextmanager
 from itertools import pairwise
 from statistics import median
 
@@ -43,6 +45,18 @@ def known_sizes(rows, most):
     counts = [count for count, lower in zip(KNOWN_TOKENS, (0, *KNOWN_TOKENS)) if lower < most]
     totals = {least, *((rows + count) // TILE * TILE for count in counts)}
     return [total - rows for total in sorted(totals) if total >= least]
+
+
+@contextmanager
+def _no_collection():
+    """No garbage is collected inside this context: freeing the graphs of an engine breaks a capture off."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 class StepGraphs:
@@ -196,7 +210,7 @@ class StepGraphs:
         torch.cuda.current_stream(device).wait_stream(stream)
         torch.cuda.synchronize(device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+        with _no_collection(), torch.cuda.graph(graph, pool=self._pool, stream=stream):
             output = work()
         self._pool = self._pool or graph.pool()
         self.num_captures += 1

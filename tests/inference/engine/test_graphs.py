@@ -1,10 +1,12 @@
 """Which graphs are captured, and when again. Capturing itself needs a GPU: tests/inference/engine/test_engine_gpu.py."""
 
+import gc
 import itertools
 from types import SimpleNamespace
 
+import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LlamaConfig
 
 from headstart import LLM, SamplingParams
 from headstart.inference.engine.engine import Engine
@@ -13,6 +15,7 @@ from headstart.inference.engine.prompt_passes import KnownRows
 from headstart.inference.engine.request import Request
 from headstart.inference.engine.seats import SeatTable
 from headstart.inference.engine.target_scores import CUT, NO_FILTERS
+from headstart.inference.models.decoder import Decoder
 from headstart.inference.speculation.drafters.drafter import NoDrafter
 
 
@@ -28,6 +31,30 @@ class CountingGraphs(StepGraphs):
     def _capture(self, size, filtered, which, known):
         self.made.append((size, filtered))
         return SimpleNamespace(replay=lambda: None), None, len(self.made)
+
+
+@pytest.mark.gpu
+def test_nothing_is_collected_during_a_capture(monkeypatch):
+    """Freeing the graphs of an engine that is no longer used would break the capture off."""
+    collecting, forward = [], Decoder.forward
+
+    def noted(self, *given):
+        if torch.cuda.is_current_stream_capturing():
+            collecting.append(gc.isenabled())
+        return forward(self, *given)
+
+    monkeypatch.setattr(Decoder, "forward", noted)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        bos_token_id=None,
+    )
+    LLM(config, load_format="dummy", dtype="bfloat16", max_model_len=128, max_num_seqs=2)
+    assert set(collecting) == {False}
+    assert gc.isenabled()
 
 
 def test_graphs_with_filters_are_captured_again_when_a_table_is_made(monkeypatch):

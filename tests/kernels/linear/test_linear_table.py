@@ -45,7 +45,7 @@ def test_tiles_of_many_rows_fit_and_fill_the_card():
         assert gated_prefill_launch(14336, 4096, rows, 132).features <= 128
     assert prefill_launch(4096, 14336, 2, 320, 132)[:2] == (160, 128)
     assert prefill_launch(4096, 14336, 2, 384, 132)[:2] == (192, 128)
-    assert prefill_launch(4096, 14336, 2, 256, 132)[:2] == (128, 256)
+    assert prefill_launch(4096, 14336, 2, 256, 132)[:2] == (128, 128)
     assert prefill_launch(4096, 14336, 2, 320, 132).apart
     assert not prefill_launch(4096, 14336, 2, 8192, 132).apart
     assert prefill_launch(6144, 4096, 1, 320, 132)[:2] == (64, 256)
