@@ -19,6 +19,7 @@ from ...kernels.attention.attention_fold import MAX_DIM, MAX_GROUP
 from ...kernels.embedding import embed
 from ...kernels.linear.linear_prefill import num_multiprocessors
 from ...kernels.linear.linear_table import launch_of_rows
+from ...kernels.shared_memory import shared_memory
 from .architectures import ARCHITECTURES, UnsupportedArchitecture, architecture_of
 from .blocks import Layer, Norm, Rotary, lm_head_logits
 from .weights import head_dim_of, load_weights, random_weights, weights_of_module
@@ -151,10 +152,10 @@ class Decoder:
 
     def row_counts(self, most):
         """Numbers of rows up to `most`, `most` among them, that take every launch that the products have for up to so many rows."""
-        found = {}
+        found, gpu = {}, (num_multiprocessors(self.device), shared_memory(self.device))
         shapes = [product.weight.shape for product in self._products(self.layers[0])] + [self.lm_head.shape]
         for rows in range(1, most + 1):
-            found[tuple(launch_of_rows(*shape, rows, num_multiprocessors(self.device)) for shape in shapes)] = rows
+            found[tuple(launch_of_rows(*shape, rows, *gpu) for shape in shapes)] = rows
         return sorted({*found.values(), most})
 
     @classmethod

@@ -20,6 +20,7 @@ import torch
 
 from ..jit import jit, on_triton, tl, triton
 from ..overlap import has_tensor_maps
+from ..shared_memory import most_stages, shared_memory
 
 PAGE = 64  # positions per page of the cache, and keys per tile
 MAX_GROUP = 16  # query heads per key head
@@ -175,23 +176,43 @@ def pad_dim(dim):
     return max(16, triton.next_power_of_2(dim))
 
 
-def count_stages(dim, dtype, alone=False):
+def _shared_bytes(dim, dtype):
+    """Bytes of shared memory: of a tile of keys and values, of 64 queries and their scores."""
+    lanes = pad_dim(dim)
+    return 2 * PAGE * lanes * dtype.itemsize, 64 * (lanes + PAGE) * dtype.itemsize
+
+
+def block_rows(dim, dtype, device):
+    """Rows of a block of queries, the same in all kernels of a device: 64, or 16 where float32 leaves no room for 64.
+
+    In 16 bits a tile that is alone in flight is loaded in turns, keys and then values: that fits everywhere. Bits of one device are
+    compared with its own only (numerics.py names the device).
+    """
+    return 16 if dtype.itemsize > 2 and sum(_shared_bytes(dim, dtype)) > shared_memory(device).size else 64
+
+
+def count_stages(dim, dtype, device, alone=False):
     """Tiles in flight: as many as leave room for a second block of 64 queries on a multiprocessor (for wide heads: for one).
 
-    alone: there are no more programs than multiprocessors; then one more tile is in flight.
+    alone: there are no more programs than multiprocessors; then one more tile is in flight. Measured on an H200; on other GPUs as
+    many of these as fit.
     """
     if dtype.itemsize > 2:
-        return 2 if dim <= 64 else 1
-    return 3 + alone if dim <= 128 else 2
+        stages = 2 if dim <= 64 else 1
+    else:
+        stages = 3 + alone if dim <= 128 else 2
+    return max(1, min(stages, most_stages(shared_memory(device), *_shared_bytes(dim, dtype))))
 
 
 def tile_sources(k, v, lanes, tensor_map=None):
     """(keys, values, whether they are tensor maps) to load tiles [64, lanes] from, of keys and values [rows, D] of one layer.
 
-    Tensor maps where the device has them and rows are whole multiples of 16 bytes: the same values, by the copy engine.
+    Tensor maps where the device has them and rows are whole multiples of 16 bytes: the same values, by the copy engine. It brings
+    keys and values to shared memory, so both must fit there.
     """
     if tensor_map is None:
         tensor_map = has_tensor_maps(k.device) and k.shape[1] * k.itemsize % 16 == 0 and k.data_ptr() % 16 == 0
+        tensor_map = tensor_map and _shared_bytes(lanes, k.dtype)[0] <= shared_memory(k.device).size
     if not tensor_map:
         return k, v, False
     from triton.tools.tensor_descriptor import TensorDescriptor

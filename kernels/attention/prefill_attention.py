@@ -25,6 +25,7 @@ from .attention_fold import (
     FIRST_FAR,
     LOG2_E,
     PAGE,
+    block_rows,
     check_attention,
     chunk_at,
     chunk_start,
@@ -235,10 +236,10 @@ def chain_attention(q, kv, block_table, starts, num_kv_heads, scale, window, out
     return _launch(q.flatten(0, 1), kv, index, scale, window, out, far=far).view(q.shape)
 
 
-def _launch(q, kv, index, scale, window, out=None, rows=64, num_stages=None, tensor_map=None, far=None):
+def _launch(q, kv, index, scale, window, out=None, rows=None, num_stages=None, tensor_map=None, far=None):
     """Launch the kernel. rows, num_stages and tensor_map override the choice made from shapes; every choice gives the same bits."""
     num_heads, dim = q.shape[1:]
-    hk = index.num_kv_heads
+    hk, rows = index.num_kv_heads, rows or block_rows(dim, q.dtype, q.device)
     blocks = index.num_blocks(rows // (num_heads // hk))
     q = q.contiguous()
     if out is None:
@@ -259,7 +260,7 @@ def _launch(q, kv, index, scale, window, out=None, rows=64, num_stages=None, ten
         HQ=num_heads, HK=hk, D=dim, DIM=lanes, REQUESTS=requests, NODES=index.nodes,
         FAR_CHUNK=FIRST_FAR, FAR_TILE=FAR // PAGE, ROWS=rows,
         WINDOW=window is not None, TENSOR_MAP=tensor_map,
-        num_warps=rows // 16, num_stages=num_stages or count_stages(dim, q.dtype, alone), enable_fp_fusion=False,
+        num_warps=rows // 16, num_stages=num_stages or count_stages(dim, q.dtype, q.device, alone), enable_fp_fusion=False,
         **overlap(q),
     )  # fmt: skip
     return out

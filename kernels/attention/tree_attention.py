@@ -31,6 +31,7 @@ from .attention_fold import (
     FIRST_FAR,
     LOG2_E,
     PAGE,
+    block_rows,
     check_attention,
     chunk_at,
     chunk_start,
@@ -340,23 +341,14 @@ def tree_attention(q, kv, index, scale=None, window=None, out=None):
 
 
 def _launch(
-    q,
-    kv,
-    index,
-    scale,
-    window,
-    out=None,
-    walks=None,
-    rows=64,
-    num_stages=None,
-    tensor_map=None,
-    overlap=None,
-    tail_rows=64,
-):
+    q, kv, index, scale, window, out=None,
+    walks=None, rows=None, num_stages=None, tensor_map=None, overlap=None, tail_rows=None,
+):  # fmt: skip
     """Launch the two passes. Arguments after `out` override the choice made from shapes; every choice gives the same bits."""
     batch, num_nodes, num_heads, dim = q.shape
     hk, table, committed = index.num_kv_heads, index.block_table, index.committed
-    num_rows = num_nodes * (num_heads // hk)
+    num_rows, fitting = num_nodes * (num_heads // hk), block_rows(dim, q.dtype, q.device)
+    rows, tail_rows = rows or fitting, tail_rows or fitting
     blocks = hk * triton.cdiv(num_rows, rows)
     walks = blocks * batch >= WALK_PROGRAMS if walks is None else walks
     overlap = can_overlap(q.device) if overlap is None else overlap
@@ -382,7 +374,7 @@ def _launch(
     numbers = dict(scale=scale * LOG2_E, window=window or 0, HQ=num_heads, HK=hk, D=dim, DIM=lanes)
     flags = dict(WINDOW=window is not None, WALK=walks, OVERLAP=overlap, enable_fp_fusion=False)
     alone = walks and q.is_cuda and blocks * batch <= num_multiprocessors(q.device)
-    stages = num_stages or count_stages(dim, q.dtype, alone)
+    stages = num_stages or count_stages(dim, q.dtype, q.device, alone)
     early = {"launch_pdl": True} if overlap else {}
     _prefix_kernel[blocks, batch, splits](
         q, keys, values, table, committed, index.depths, stats, states, num_rows, slots, splits, base,

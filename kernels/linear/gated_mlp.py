@@ -11,6 +11,7 @@ import torch
 
 from ..jit import jit, on_triton, tl, triton
 from ..overlap import await_previous, overlap, release_next
+from ..shared_memory import shared_memory
 from ..silu_mul import silu_mul, silu_mul_reference, silu_product
 from .linear import (
     check_kernel_operands,
@@ -139,7 +140,8 @@ def gate_up_silu(x, w, b=None, launch=None):
     if not y.numel():
         return y
     programs, many = num_multiprocessors(x.device), M > DECODE_ROWS and width % 8 == 0 and maps_fit(x, w)
-    launch = launch or (gated_prefill_launch(width, K, M, programs) if many else None)
+    if many:
+        launch = launch or gated_prefill_launch(width, K, M, programs, shared_memory(x.device))
     if many and not launch.in_halves:
         tiles = triton.cdiv(M, launch.rows) * triton.cdiv(width, launch.features)
         _prefill[(min(programs, tiles),)](

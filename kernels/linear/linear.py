@@ -22,7 +22,8 @@ import torch.nn.functional as F
 
 from ..jit import jit, on_triton, tl, triton
 from ..overlap import await_previous, overlap, release_next
-from .linear_prefill import TensorDescriptor, maps_fit, num_multiprocessors, prefill_linear, shared_memory
+from ..shared_memory import shared_memory
+from .linear_prefill import TensorDescriptor, maps_fit, num_multiprocessors, prefill_linear
 from .linear_table import (
     DECODE_ROWS,
     decode_launch,
@@ -221,8 +222,9 @@ def maps_of_rows(x, rows, depth):
 def decode_operands(x, w, launch_of, operands=1, rows=None):
     """What the decode kernels take for x [M, K] and weights w: (x, second half of x, w, rows, rows of the second half, launch).
 
-    launch_of(rows): the launch of a row tile, made to fit the device; operands: its tiles of weights; rows: of the row tile, if
-    it is not tile_rows. Tensor maps where they fit, else the tensors themselves.
+    launch_of(rows): the launch of a row tile, made to fit the device; operands: its tiles of weights, which are loaded together by
+    tensor maps, one after the other by pointers; rows: of the row tile, if it is not tile_rows. Tensor maps where they fit, else
+    the tensors themselves.
     """
     one_tile, rows = rows is None, rows or tile_rows(x.shape[0], x.element_size())
     memory, itemsize = shared_memory(x.device), x.element_size()
@@ -231,7 +233,7 @@ def decode_operands(x, w, launch_of, operands=1, rows=None):
         maps = *maps_of_rows(x, rows, launch.depth), TensorDescriptor.from_tensor(w, [launch.features, launch.depth])
         return *maps, *halves_of_tile(rows), launch
     rows = triton.next_power_of_2(rows)
-    return x, None, w, rows, 0, fit_decode(launch_of(rows), rows, memory, operands, itemsize)
+    return x, None, w, rows, 0, fit_decode(launch_of(rows), rows, memory, 1, itemsize)
 
 
 def decode_parts(x, w, b=None, splits=None, launch=None, out=None):
@@ -267,7 +269,8 @@ def prefill_parts(x, w, b=None, splits=None, launch=None, out=None):
     The operands are checked by the caller, and maps_fit them.
     """
     S = splits or num_splits(*w.shape)
-    launch = launch or prefill_launch(*w.shape, S, x.shape[0], num_multiprocessors(x.device))
+    gpu = num_multiprocessors(x.device), shared_memory(x.device)
+    launch = launch or prefill_launch(*w.shape, S, x.shape[0], *gpu)
     return (decode_parts if launch.in_halves else prefill_linear)(x, w, b, S, launch, out)
 
 

@@ -117,15 +117,6 @@ def num_multiprocessors(device):
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@functools.lru_cache
-def shared_memory(device):
-    """Bytes of shared memory that one block can have on the device (in the interpreter: an H200's)."""
-    if device.type != "cuda":
-        return 232448
-    properties = torch.cuda.get_device_properties(device)
-    return getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block
-
-
 def maps_fit(x, w):
     """True if tensor maps can describe x [M, K], w [N, K] and y [M, N]: 2 bytes an element, rows of whole 16 bytes.
 

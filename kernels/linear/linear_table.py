@@ -3,12 +3,15 @@
     num_splits(N, K) -> S            decides bits: ranges of K are summed apart and added in order. Never looks at rows.
     decode_launch(N, K, tile_rows)   decides speed only: up to DECODE_ROWS rows, weights read once.
     prefill_launch(N, K, S, rows)    decides speed only: more rows.
+    fit_decode, fit_prefill          a launch with the stages and features that fit a GPU's shared memory; its depth stays.
 
 Entries were measured on an H200 (`headstart bench kernel linear --shape ... --sweep` prints the winner of a new shape).
 Changing a number of splits changes the bits of every output; changing a launch changes none.
 """
 
 from typing import NamedTuple
+
+from ..shared_memory import H200, most_stages
 
 DECODE_ROWS = 128  # the widest row tile of the decode kernel: up to here every weight is read once
 # 80 and 96 are a tile of 64 and one of 16 or 32 on the same weights: less to multiply than 128, so cooler too.
@@ -150,18 +153,27 @@ def decode_launch(N, K, rows, itemsize=2):
 
 
 def fit_decode(launch, rows, memory, operands=1, itemsize=2):
-    """The launch if it fits into `memory` bytes of shared memory, else one with fewer stages, then fewer features.
+    """The launch with as many of its stages as fit into `memory` (SharedMemory), and fewer features where two would not fit.
 
     operands: tiles of weights that a program loads at a time. The depth stays: in float32 it decides bits.
     """
-    while (launch.features * operands + rows) * launch.depth * itemsize * launch.stages > memory:
-        if launch.stages > 2:
-            launch = launch._replace(stages=launch.stages - 1)
-        elif launch.features > 16:
-            launch = launch._replace(features=launch.features // 2)
-        else:
-            break
-    return launch
+    while True:
+        tile = (launch.features * operands + rows) * launch.depth * itemsize
+        stages = min(launch.stages, most_stages(memory, tile))
+        if stages >= min(launch.stages, 2 + memory.held) or launch.features <= 16:
+            return launch._replace(stages=max(stages, 1))
+        launch = launch._replace(features=launch.features // 2)
+
+
+def fit_prefill(launch, S, memory):
+    """The prefill launch with as many of its stages as fit into `memory` (SharedMemory); None where two would not fit.
+
+    Beside the stages lies a piece of the tile on its way out: 128 features in 16 bits, or 64 in float32, and once more in 16 bits
+    where the program sums all ranges. The decode kernel, which takes tiles in halves, has none.
+    """
+    piece = 0 if launch.in_halves else launch.rows * (256 if S == 1 or launch.apart else 384)
+    stages = min(launch.stages, most_stages(memory, (launch.rows + launch.features) * launch.depth * 2, piece))
+    return launch._replace(stages=stages) if stages >= 2 + memory.held else None
 
 
 def gated_launch(I, K, rows, itemsize=2):
@@ -177,34 +189,38 @@ def gated_launch(I, K, rows, itemsize=2):
     return Launch(64, 64, 4, 8) if I < 8192 else Launch(128, 64, 4, 8)
 
 
-def prefill_launch(N, K, S, rows, programs):
+def prefill_launch(N, K, S, rows, programs, memory=H200):
     """Launch of linear's prefill kernel for w [N, K] in S ranges and `rows` rows, on `programs` multiprocessors.
 
     The one whose waves of tiles take least: at 320 rows a product of 4096 features has 48 tiles of 128 x 256 for 132
     multiprocessors, 96 if its two ranges are apart, and 128 tiles of 160 x 128, which multiply no row in vain.
     """
     if S == 1:
-        return min(PREFILL_TILES, key=lambda launch: _time_of_waves(launch, N, K, 1, rows, programs))
-    # Ranges apart write and read fp32 sums, 8 bytes per feature, row and range, at about 4 bytes a picosecond.
-    apart = [launch._replace(apart=True) for launch in PREFILL_TILES]
-    times = {launch: _time_of_waves(launch, N, K, S, rows, programs) + rows * N * S * 2e-3 for launch in apart}
-    together = S * _time_of_waves(SECOND_RANGE, N, K / S, 1, rows, programs)
-    best = min(times, key=times.get)
-    return best if times[best] < together else SECOND_RANGE
+        times = {launch: _time_of_waves(launch, N, K, 1, rows, programs) for launch in PREFILL_TILES}
+    else:
+        # Ranges apart write and read fp32 sums, 8 bytes per feature, row and range, at about 4 bytes a picosecond.
+        apart = [launch._replace(apart=True) for launch in PREFILL_TILES]
+        times = {SECOND_RANGE: S * _time_of_waves(SECOND_RANGE, N, K / S, 1, rows, programs)}
+        times |= {launch: _time_of_waves(launch, N, K, S, rows, programs) + rows * N * S * 2e-3 for launch in apart}
+    fitting = {fit_prefill(launch, S, memory): time for launch, time in times.items()}
+    fitting.pop(None, None)
+    return min(fitting, key=fitting.get)
 
 
-def gated_prefill_launch(I, K, rows, programs):
+def gated_prefill_launch(I, K, rows, programs, memory=H200):
     """Launch of gate_up_silu's prefill kernel; `features` as in gated_launch."""
-    launch = prefill_launch(2 * I, K, 1, rows, programs)
+    launch = prefill_launch(2 * I, K, 1, rows, programs, memory)
     # Few stages leave room for a second program beside.
-    return launch._replace(features=launch.features // 2, stages=3 if launch.in_halves else launch.stages)
+    return launch._replace(
+        features=launch.features // 2, stages=min(launch.stages, 3) if launch.in_halves else launch.stages
+    )
 
 
-def launch_of_rows(N, K, rows, programs):
+def launch_of_rows(N, K, rows, programs, memory=H200):
     """What distinguishes the launches of a product [N, K] at one number of rows from those at another."""
     if rows <= DECODE_ROWS:
         return tile_rows(rows)
-    return prefill_launch(N, K, num_splits(N, K), rows, programs)
+    return prefill_launch(N, K, num_splits(N, K), rows, programs, memory)
 
 
 def _time_of_waves(launch, N, K, S, rows, programs):

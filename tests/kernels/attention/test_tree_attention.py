@@ -6,10 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from headstart.kernels.attention import tree_attention as attention_module
+from headstart.kernels.attention import attention_fold, tree_attention as attention_module
 from headstart.kernels.attention.attention_fold import chunk_at, chunk_start, num_chunks, starts_chunk
 from headstart.kernels.attention.prefill_attention import build_prefill_index, chain_attention
 from headstart.kernels.attention.tree_attention import PAGE, _launch, build_tree_index, tree_attention_reference
+from headstart.kernels.shared_memory import SharedMemory
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SHAPES = [(32, 8, 128), (8, 4, 64), (6, 2, 80), (7, 1, 32), (16, 1, 96), (4, 4, 256), (3, 3, 40)]
@@ -96,6 +97,8 @@ def check_values(device, dtype, hq, hk, dim, num_nodes, committed, window=None, 
     )
     others = [_launch(q, kv, each, scale or dim**-0.5, window, walks=walks) for walks in (False, True)]
     assert any(torch.equal(other, found.view_as(q)) for other in others)
+    # Blocks of 16 rows, as wide heads in float32 have them on GPUs with little shared memory.
+    others.append(_launch(q, kv, each, scale or dim**-0.5, window, walks=False, rows=16, tail_rows=16))
     assert all(error(other, exact) <= 2 * error(library, exact) + 1e-7 for other in others)
 
 
@@ -218,6 +221,14 @@ def test_a_nodes_bits_are_those_of_plain_decoding(hq, hk, dim, dtype, window):
         pytest.skip("slow without tensor cores, and nothing that 64 lanes do not show")
     lengths, counts = (LENGTHS, (1, 2, 8, 17, 33, 64)) if dim == 128 else (LENGTHS[1:15:4], (1, 9, 64))
     check_bits(Sequences(hq, hk, dim, dtype, max(lengths) + 130, window), lengths, counts)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 128), (torch.bfloat16, 256)])
+def test_a_nodes_bits_hold_with_the_launches_of_a_small_gpu(dtype, dim, monkeypatch):
+    """Blocks of 16 rows, and one tile in flight: what 99 KiB of shared memory leave."""
+    monkeypatch.setattr(attention_fold, "shared_memory", lambda device: SharedMemory(99 << 10, 1))
+    check_bits(Sequences(8, 4, dim, dtype, 500, None), [1, 100, 300], (1, 9, 64))
 
 
 def check_bits(sequences, lengths, counts):

@@ -5,7 +5,9 @@ import pytest
 from headstart.kernels.linear.linear_table import (
     DECODE,
     GATED_DECODE,
+    PREFILL_TILES,
     ROW_TILES,
+    SECOND_RANGE,
     SPLIT_ALIGNMENT,
     SPLITS,
     decode_launch,
@@ -17,6 +19,7 @@ from headstart.kernels.linear.linear_table import (
     split_depth,
     tile_rows,
 )
+from headstart.kernels.shared_memory import H200, SharedMemory
 
 
 def test_every_launch_of_the_tables_fits_and_ends_with_a_range_of_k():
@@ -53,15 +56,39 @@ def test_a_row_tile_is_the_narrowest_that_holds_the_rows(count, rows):
     assert tile_rows(count) == rows
 
 
-@pytest.mark.parametrize("memory", [101376, 166912, 232448])
-def test_every_decode_launch_fits_the_card_and_an_h200_keeps_all(memory):
+SMALL, MEDIUM = SharedMemory(99 << 10, 1), SharedMemory(163 << 10, 1)  # compute capability 8.6, 8.9 and 12.0; 8.0
+
+
+@pytest.mark.parametrize("memory", [SMALL, MEDIUM, H200])
+def test_every_decode_launch_fits_the_gpu_and_an_h200_keeps_all(memory):
     for n, k in (*SPLITS, (1, 1), (300, 20000), (14336, 4096), (1 << 20, 8192)):
         for rows in ROW_TILES:
             for table, operands in ((decode_launch, 1), (gated_launch, 2)):
                 for itemsize in (2, 4) if rows <= 64 else (2,):
                     launch = table(n, k, rows, itemsize)
                     fitted = fit_decode(launch, rows, memory, operands, itemsize)
-                    taken = (fitted.features * operands + rows) * fitted.depth * itemsize * fitted.stages
-                    assert taken <= memory
+                    tile = (fitted.features * operands + rows) * fitted.depth * itemsize
+                    assert tile * (fitted.stages - memory.held) < memory.size
+                    assert fitted.stages >= min(launch.stages, 2 + memory.held)
                     assert fitted.depth == launch.depth
-                    assert fitted == launch or memory < 232448
+                    assert fitted == launch or memory != H200
+
+
+@pytest.mark.parametrize("memory", [SMALL, H200])
+@pytest.mark.parametrize("splits", [1, 2, 4])
+def test_every_tile_of_many_rows_fits_the_gpu(memory, splits):
+    found = set()
+    for n, k in ((4096, 14336), (6144, 4096), (128256, 4096), (1152, 896)):
+        for rows in (129, 160, 192, 256, 320, 384, 500, 1000, 8192):
+            found.add(prefill_launch(n, k, splits, rows, 132, memory))
+    for launch in found:
+        tile = (launch.rows + launch.features) * launch.depth * 2
+        stored = 0 if launch.in_halves else launch.rows * (128 * 2 if splits == 1 else 64 * 4)
+        assert tile * (launch.stages - memory.held) + stored < memory.size
+        assert launch.stages >= 2 + memory.held  # loads overlap products
+        assert launch.depth == 64
+    if memory == H200:
+        whole = {launch._replace(apart=False) for launch in found}
+        assert whole <= {*PREFILL_TILES, SECOND_RANGE}
+    else:
+        assert all(launch.apart == (splits > 1) for launch in found)  # no room for a program that sums all ranges
