@@ -6,7 +6,8 @@ The integers are the same bits on every device: only 64-bit integer products, sh
 into Gumbel noise keyed by (seed, sample index, position, token): token v takes word v % 4 of block v // 4; `uniform` turns them
 into numbers in [0, 1).
 
-The device functions compute the same for kernels: `philox_words`, `chunk_words`, `token_words`, `gumbel_of_word`.
+The device functions compute the same for kernels: `philox_words`, `chunk_words`, `token_words`, `gumbel_of_word`;
+`rough_exponential` tells which few tokens need it.
 """
 
 import torch
@@ -24,6 +25,8 @@ DRAFT_NOISE = 1  # children of a node; salted with the node's number
 ACCEPT_UNIFORM = 2  # a uniform per node
 RESIDUAL_NOISE = 3  # the token after the accepted path
 NUM_PURPOSES = 4
+# The most by which a rough_exponential differs from the true one, as a part of it. Over all words it is half of this.
+ROUGHNESS = tl.constexpr(1e-4)
 
 
 def philox4x32(key, counter):
@@ -96,6 +99,24 @@ def gumbel_of_word(word):
     """-log(-log((word + 1/2) / 2^32)) in fp64, as fp32.  uint32 -> fp32"""
     uniform = (word.to(tl.float64) + 0.5) * 2.3283064365386963e-10  # 2^-32, exactly
     return -tl.log(-tl.log(uniform)).to(tl.float32)
+
+
+@jit
+def rough_exponential(word):
+    """-log u to within ROUGHNESS of it, u = (word + 1/2) / 2^32: the noise is its negative logarithm.  uint32 -> fp32
+
+    u = f / 2^k with f from 1/2 to 1, and -log u = k log 2 - log(1 - d), d = 1 - f. Of u above 1/2 d comes from the word's
+    complement, as fp32 would lose its last bits.
+    """
+    u = (word.to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    bits = u.to(tl.int32, bitcast=True)
+    halvings = tl.maximum(126 - (bits >> 23), 0)
+    rest = ((~word.to(tl.int32)).to(tl.uint32).to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 1 - u
+    f = ((bits & 0x7FFFFF) | 0x3F000000).to(tl.float32, bitcast=True)
+    d = tl.where(halvings > 0, 1.0 - f, rest)
+    # -log(1 - d) / d by a polynomial of least relative error up to 1/2
+    series = 1.00004435 + d * (0.4957813 + d * (0.39580387 + d * (-0.0578243 + d * 0.74519855)))
+    return halvings.to(tl.float32) * 0.6931471805599453 + d * series
 
 
 @jit

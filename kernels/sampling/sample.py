@@ -17,13 +17,24 @@ Letters: M rows, V vocabulary, C chunks, W width; L distributions and I nodes of
 import torch
 
 from ..jit import jit, on_triton, tl, triton
-from .philox import DRAFT_NOISE, NUM_PURPOSES, TARGET_NOISE, chunk_words, gumbel, gumbel_of_word, salted
+from .philox import (
+    DRAFT_NOISE,
+    NUM_PURPOSES,
+    ROUGHNESS,
+    TARGET_NOISE,
+    chunk_words,
+    gumbel,
+    gumbel_of_word,
+    rough_exponential,
+    salted,
+    token_words,
+)
 
 MAX_WIDTH = 64  # of top_tokens
 KEPT_NOISE = 64  # rows of noise kept by noise_rows, the newest ones
 _NOISE = {}
-# Tokens per program where tokens are ranked. With noise the logarithms take the time: on an H200, with 64 rows of 128,256 tokens,
-# programs of 1024 to 4096 tokens and 4 or 8 warps take 69 to 93 us. This choice is the fastest.
+# Tokens per program where tokens are ranked. Draws of 64 and 384 rows of 128,256 tokens take 35 and 171 us on an H200 with 2 warps
+# of 1024 tokens, 42 and 213 with 4, 35 and 171 with 4 of 2048, and up to 107 and 282 with others.
 _CHUNK = 1024
 SUM_CHUNK = 4096  # tokens per partial sum: fixed, it orders the sums
 
@@ -118,6 +129,43 @@ def _store_best(keys, out, WIDTH: tl.constexpr):
         keys = tl.where(keys == best, lowest, keys)
 
 
+@jit
+def _best_key(score, token, inside):
+    """The key of the highest score, of the lowest token among equals."""
+    best = tl.max(tl.where(inside, score, float("-inf")), 0)
+    return _key(best, tl.min(tl.where(inside & (score == best), token, 0x7FFFFFFF), 0))
+
+
+@jit
+def _best_key_with_noise(logits, heat, token, inside, first, seed, sample, position, purpose, CHUNK: tl.constexpr):
+    """_best_key(logits / heat + noise, token, inside), to the bit. Outside logits are minus infinity; first: of the tokens.
+
+    The highest score is the least of E exp(-logits / heat), E = -log u. Roughly computed, in fp32, it takes a third of the time and
+    nearly always leaves one token that can win: only its noise is computed, with two logarithms in fp64. Words are drawn where
+    they are used: with two uses the compiler draws all of them twice.
+    """
+    words = chunk_words(first, seed, sample, position, purpose, CHUNK)
+    scaled = logits * (1.4426950408889634 / heat)
+    top = tl.max(scaled, 0)
+    rough = rough_exponential(words) * tl.exp2(top - scaled)
+    least = tl.min(rough, 0)
+    # Twice what a token's value may be off: by the roughness, and by rounding, here and in the score itself (2e-7 of it).
+    bound = least * (1 + 4 * ROUGHNESS) * tl.exp2(tl.abs(top) * 1e-6)
+    near = rough <= tl.where(least < float("inf"), bound, -1.0)
+    place = tl.arange(0, CHUNK)
+    found = tl.sum(tl.where(near, place + CHUNK, 0), 0)
+    if found // CHUNK == 1:
+        one = place == found - CHUNK
+        best = first + found - CHUNK
+        word = token_words(best, seed, sample, position, purpose)
+        key = _key(tl.div_rn(tl.sum(tl.where(one, logits, 0.0), 0), heat) + gumbel_of_word(word), best)
+    else:
+        words = chunk_words(first, seed, sample, position, purpose, CHUNK)
+        scores = tl.div_rn(logits, tl.full(logits.shape, 1.0, tl.float32) * heat) + gumbel_of_word(words)
+        key = _best_key(scores, token, inside)
+    return key
+
+
 @jit(
     do_not_specialize=["num_chunks", "num_keys"],
     do_not_specialize_on_alignment=["temperature", "seed", "sample", "position"],
@@ -129,7 +177,7 @@ def _chunk_best(
     """The WIDTH best of one chunk of one row.  -> keys [M, C, WIDTH]"""
     pid = tl.program_id(0)
     row, chunk = (pid // num_chunks).to(tl.int64), pid % num_chunks
-    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    token, out = chunk * CHUNK + tl.arange(0, CHUNK), keys + pid.to(tl.int64) * WIDTH
     inside = token < vocab_size
     source = row
     if SALT:
@@ -147,14 +195,17 @@ def _chunk_best(
         else:
             purpose, position_ = PURPOSE, position_ + row // num_keys
         if heat > 0:
-            words = chunk_words(chunk * CHUNK, seed_, sample_, position_, purpose, CHUNK)
-            score = tl.div_rn(score, tl.full(score.shape, 1.0, tl.float32) * heat) + gumbel_of_word(words)
-    out = keys + pid.to(tl.int64) * WIDTH
-    if WIDTH == 1:
-        best = tl.max(tl.where(inside, score, float("-inf")), 0)
-        first = tl.min(tl.where(inside & (score == best), token, 0x7FFFFFFF), 0)
-        tl.store(out, _key(best, first))
-    else:
+            noise = (chunk * CHUNK, seed_, sample_, position_, purpose)
+            if WIDTH == 1:
+                tl.store(out, _best_key_with_noise(score, heat, token, inside, *noise, CHUNK))
+            else:
+                words = chunk_words(*noise, CHUNK)
+                score = tl.div_rn(score, tl.full(score.shape, 1.0, tl.float32) * heat) + gumbel_of_word(words)
+        elif WIDTH == 1:
+            tl.store(out, _best_key(score, token, inside))
+    elif WIDTH == 1:
+        tl.store(out, _best_key(score, token, inside))
+    if WIDTH > 1:
         _store_best(tl.where(inside, _key(score, token), -0x8000000000000000), out, WIDTH)
 
 
@@ -282,7 +333,7 @@ def launch_best(logits, rows, width, noise, distributions, nodes, num_keys, purp
     if rows:
         _chunk_best[(rows * chunks,)](
             logits.contiguous(), *noise, distributions, nodes, keys, vocab_size, chunks, num_keys, noise[0] is not None, purpose,
-            0 if nodes is None else NUM_PURPOSES, width, _CHUNK, num_warps=4, enable_fp_fusion=False,
+            0 if nodes is None else NUM_PURPOSES, width, _CHUNK, num_warps=2 if width == 1 else 4, enable_fp_fusion=False,
         )  # fmt: skip
         block = triton.next_power_of_2(chunks * width)
         _merge_best[(rows,)](

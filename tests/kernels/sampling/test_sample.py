@@ -8,7 +8,16 @@ import torch
 from headstart.kernels.jit import jit, tl
 from headstart.kernels.sampling import sample
 from headstart.kernels.sampling.keep_top import keep_top, kept_scores
-from headstart.kernels.sampling.philox import DRAFT_NOISE, chunk_words, gumbel, gumbel_of_word, random_words, salted
+from headstart.kernels.sampling.philox import (
+    DRAFT_NOISE,
+    ROUGHNESS,
+    chunk_words,
+    gumbel,
+    gumbel_of_word,
+    random_words,
+    rough_exponential,
+    salted,
+)
 from headstart.kernels.sampling.sample import (
     draw_tokens,
     log_sum_exp,
@@ -72,6 +81,42 @@ def test_gumbel_noise_agrees_with_the_reference_to_two_ulp(kernel_device):
         ulp = torch.nextafter(expected.abs(), torch.tensor(torch.inf)) - expected.abs()
         assert ((exact - expected).abs() <= 2 * ulp).all()
     assert exact_gumbel(torch.tensor(2**32 - 1)).item() == pytest.approx(33 * math.log(2), rel=1e-6)
+
+
+@jit
+def _roughness(start, differences, COUNT: tl.constexpr):
+    word = (start + tl.program_id(0).to(tl.int64) * COUNT + tl.arange(0, COUNT)).to(tl.uint32)
+    exact = -tl.log((word.to(tl.float64) + 0.5) * 2.3283064365386963e-10)
+    tl.store(differences + tl.program_id(0), tl.max(tl.abs(rough_exponential(word).to(tl.float64) / exact - 1.0), 0))
+
+
+def test_rough_exponentials_are_as_near_as_they_say(kernel_device):
+    """Over all words on a GPU; elsewhere at the ends, in the middle and at a few between."""
+    count = 4096 if kernel_device == "cuda" else 1024
+    starts = [0, 2**31 - 512, 2**32 - 1024, *range(10**8, 2**32, 5 * 10**8)]
+    blocks = 1
+    if kernel_device == "cuda":
+        starts, blocks = [0], 2**32 // count
+    for start in starts:
+        found = torch.empty(blocks, device=kernel_device)
+        _roughness[(blocks,)](torch.tensor(start).item(), found, count)
+        assert 0 < found.max() < ROUGHNESS.value / 2
+
+
+def test_a_row_whose_best_scores_are_near_each_other_is_drawn_as_exactly(kernel_device):
+    """Logits are the noise's negative, give or take its last bits: every token of the row is in question."""
+    vocab_size = 3000
+    heat, *key = keyed(4, "cpu", torch.tensor([1.0, 0.5, 2.0, 1e-3]))
+    noise = gumbel(*key, vocab_size)
+    for apart in (0.0, 1e-6, 1e-5, 1e-4):
+        logits = (apart * torch.randn(noise.shape, generator=torch.Generator().manual_seed(7)) - noise) * heat[:, None]
+        arguments = [x.to(kernel_device) for x in (logits, heat, *key)]
+        scores, found = scores_reference(logits, heat, *key), sample_tokens(*arguments).cpu()
+        # The device's noise may differ in its last bits, so an equal may win.
+        lost = scores.amax(1) - scores.gather(1, found[:, None]).squeeze(1)
+        assert (lost <= 4e-6).all(), (apart, lost)
+        best, first = top_tokens(*arguments[:1], 2, *arguments[1:]).cpu().unbind(1)[0], found
+        assert torch.equal(best, first), "the ranking takes the noise itself, of every token"
 
 
 @pytest.mark.parametrize("vocab_size", [5, 1024, 2100])
