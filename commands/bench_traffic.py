@@ -24,6 +24,9 @@ def add_options(parser):
     )
     parser.add_argument("--num-speculative-tokens", type=int, help="depth of the head's drafts (default 4)")
     parser.add_argument("--acceptance", help="the acceptance length (tokens per step) to simulate (default 3.0)")
+    parser.add_argument(
+        "--adaptive", action="store_true", help="also measure with the engine choosing the depth of every step's drafts"
+    )
     parser.add_argument("--requests", type=int, default=256, help="requests handed in at once (default 256)")
     parser.add_argument(
         "--prompts", default="100-2000", help="shortest and longest prompt in tokens (default 100-2000)"
@@ -46,10 +49,11 @@ def add_options(parser):
 def run(arguments):
     from ..benchmarks.engine.traffic import TrafficSettings, bench_traffic
 
-    for option in ("acceptance", "num_speculative_tokens"):
+    for option in ("acceptance", "num_speculative_tokens", "adaptive"):
         given = getattr(arguments, option)
-        if given is not None and arguments.head is None:
-            raise ValueError(f"--{option.replace('_', '-')} {given} says how heads draft: name one with --head")
+        if given not in (None, False) and arguments.head is None:
+            said = option.replace("_", "-") + ("" if given is True else f" {given}")
+            raise ValueError(f"--{said} says how heads draft: name one with --head")
     depth = 4 if arguments.num_speculative_tokens is None else arguments.num_speculative_tokens
     settings = TrafficSettings(
         shape=arguments.shape,
@@ -66,6 +70,7 @@ def run(arguments):
         stall_seats=at_least_one("--stall-seats", arguments.stall_seats),
         stall_requests=at_least_one("--stall-requests", arguments.stall_requests),
         first_prompt=at_least_one("--first-prompt", arguments.first_prompt),
+        adaptive=arguments.adaptive,
     )
     bench_traffic(settings, **measurement(arguments))
 

@@ -17,10 +17,10 @@ def record_steps(session, prompts, params, at_once=None):
     """Run prompts on a Session to their end.  -> StepRecord
 
     prompts: as LLM.generate takes them; params: SamplingParams of all, or a list of them, one per prompt; at_once: number of
-    prompts, of one output each, that are in the engine at any time: when an output has ended, the next prompt is handed in. None:
-    all are handed in at the start. Steps of other threads are not noted.
+    prompts, of one output each, that are in the engine at any time: when an output has ended, the next prompt is handed in, and
+    somebody reads the tokens as they come. None: all are handed in at the start. Steps of other threads are not noted.
     """
-    call, metrics = Call(), session.engine.metrics
+    call, metrics = Call(is_stream=at_once is not None), session.engine.metrics
     each = params if isinstance(params, list) else [params] * len(prompts)
     try:
         checked = [session.check(*pair, number) for number, pair in enumerate(zip(prompts, each, strict=True))]

@@ -108,6 +108,7 @@ class Session:
                 # Once per prompt: its other outputs find the pages that this one computes.
                 prompt_logprobs=[None] if params.prompt_logprobs is not None and sample == 0 else None,
                 bad_words=prompt.bad_words,
+                is_streamed=call.is_stream,
             )
             submission.requests.append(request)
         try:

@@ -163,8 +163,6 @@ class EngineBench:
         )
         if speculative is None:
             self.first_token(llm)
-        # The steady state begins when the last prompt is computed, so prompts do not wait for running requests here.
-        llm.engine.graphs.known_budget = lambda running: None
         text = dict(stop=TEXT_STOPS, logprobs=TEXT_LOGPROBS)
         for name, asked in {draft: {}, f"{draft}, text": text}.items() if settings.text else [(draft, {})]:
             for batch in settings.batches:

@@ -5,7 +5,8 @@
 the weights once per decode step, with all seats taken in every step, and of the context's keys and values once per step and
 request, at the rate of a copy (or the products of the steps, where they take longer); `products`, of the prompts with the
 weights, at the rate of a large product. Both rates are of the same run. Left out: the products of attention, and what a head
-computes over the prompts. An engine that reads weights while it computes prompts could go below the floor.
+computes over the prompts. An engine that reads weights while it computes prompts could go below the floor. Drafts of a depth
+that the engine chooses have none.
 
 *Stalls*: a batch that is kept full by prompts of one length, or of lengths in a span: each output that ends is replaced by a new
 prompt. A step is the time between two returns of the engine, so a stream waits that long for its next tokens. `StepRecord.split`
@@ -89,6 +90,7 @@ class TrafficSettings:
     stall_seats: int = 16
     stall_requests: int = 256
     first_prompt: int = 1000
+    adaptive: bool = False  # also measure with the engine choosing the depth of every step
 
 
 def bench_traffic(settings, device, dtype, command, output=None, commit=None):
@@ -121,6 +123,8 @@ def bench_traffic(settings, device, dtype, command, output=None, commit=None):
     if speculative is not None:
         speculative["model"] = random_head(settings.head, config, base.engine.decoder, depth)
         drafts[f"{settings.head} chain of {depth}"] = speculative
+        if settings.adaptive:
+            drafts[f"{settings.head}, adaptive"] = speculative | {"adaptive": True}
     rates = copy_bandwidth(base.device), product_rate(base.device, dtype)
     bench = TrafficBench(settings, report, base, *rates)
     for draft, speculative in drafts.items():
@@ -217,7 +221,9 @@ class TrafficBench:
         if speculative is not None:
             num_steps = [output.spec_decode_metrics.num_steps for output in outputs]
         num_prompt, num_new = map(sum, zip(*lengths))
-        floor = self.floor(lengths, num_steps, llm.tree.num_nodes, speculative)
+        floor = dict.fromkeys(("floor", "floor_reads", "floor_products"))  # unknown where the depth of drafts changes
+        if not llm.engine.plan.measures:
+            floor = self.floor(lengths, num_steps, llm.tree.num_nodes, speculative)
         row = {
             "draft": draft,
             "tokens_per_second": num_new / seconds,
@@ -225,7 +231,7 @@ class TrafficBench:
             "seconds": seconds,
             "preemptions": metrics.num_preemptions - preemptions,
             "tokens_per_step": (num_new - len(outputs)) / sum(num_steps) if sum(num_steps) else None,
-            "over_floor": seconds / floor["floor"],
+            "over_floor": floor["floor"] and seconds / floor["floor"],
             "prompt_tokens": num_prompt,
             "output_tokens": num_new,
         }

@@ -190,7 +190,7 @@ class Engine:
             # Unread steps belong to requests that have ended, so no caller waits for them.
             self.launched.clear()
             self._read_until = time.perf_counter()
-        scheduled = self.scheduler.schedule(self.graphs.known_budget, self.graphs.max_chunks)
+        scheduled = self.scheduler.schedule(self._known_budget, self.graphs.max_chunks)
         self.seats.write_pages(scheduled.grown)
         self.metrics.num_preemptions += len(scheduled.preempted)
         if self.scheduler.enable_prefix_caching:
@@ -248,6 +248,10 @@ class Engine:
         self._in_change = False
         return done
 
+    def _known_budget(self, running):
+        """The most known tokens beside these running requests; None: no limit."""
+        return self.graphs.known_budget(running, self.graphs.beside(self.plan.best(len(running)))) if running else None
+
     # --- prefill ---
 
     def _write_done(self, chunks):
@@ -301,8 +305,11 @@ class Engine:
         if self.record_candidates:
             self._record(requests)
         filters, num_captures = max(map(next_filters, requests)), self.graphs.num_captures
-        known = self.prompts.place(chunks, len(requests)) if chunks and filters in self.graphs.mixed_filters else None
-        which = self.plan.choose(len(requests)) if known is None else self.graphs.mixed
+        which, known = self.graphs.beside(self.plan.best(len(requests))), None
+        if chunks and filters in self.graphs.mixed_filters:
+            known = self.prompts.place(chunks, len(requests), which)
+        if known is None:
+            which = self.plan.choose(len(requests))
         timed = self.plan.measures and known is None
         begin = mark(self.seats.device, timed=True) or time.perf_counter() if timed else None
         output = self.graphs.run([request.seat for request in requests], filters, which, known)
@@ -348,8 +355,9 @@ class Engine:
             self.metrics.prefill_seconds += now - self._read_until
         else:
             self.metrics.decode_seconds += now - self._read_until
-            if launched.begin is not None:
-                self.plan.record(len(launched.requests), launched.which, launched.seconds(), accepted)
+            if self.plan.measures:
+                seconds = None if launched.begin is None else launched.seconds()
+                self.plan.record(len(launched.requests), launched.which, seconds, accepted)
         self._read_until = now
         return advanced
 

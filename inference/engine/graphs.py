@@ -2,7 +2,7 @@
 
 A graph of the step takes a number of batch rows (`graph_sizes`); rows without a request point to the padding seat. Known tokens of
 prompts have graphs of their own and graphs beside the rows of a step, which read the weights once for both (`known_sizes`). How
-many known tokens a step may take beside running requests follows from what these graphs take, measured after the capture.
+many known tokens a step may take beside streams follows from what these graphs take, measured after the capture.
 
 All graphs share one memory pool, so the results of a replay must be read before the next replay; stream order ensures that. A step
 whose requests need more than a temperature has its own graphs. They are captured at the start, too, if the model's own generation
@@ -73,26 +73,31 @@ class StepGraphs:
         self._graphs = {}  # (rows, filters, which step, known rows) -> (graph, static row numbers, output)
         self._rows = {}  # same key -> the seats that the static row numbers hold now
         self._num_tables = 0  # of LogitState, when the filtered graphs were captured
-        self._seconds = {}  # (rows, known rows) -> of a replay for padding alone
+        self._seconds = {}  # (rows, which step, known rows) -> of a replay for padding alone
         self._seconds_per_token = 0.0  # of a step, to read the keys and values of one committed token
         # One pool and one stream for all graphs: memory freed by one capture can be used by the next only on the same stream.
         self._pool = self._stream = None
-        # Beside known tokens a step has its smallest tree. Where its rows are few, rows that stand for nothing cost little.
-        self.mixed = len(steps) - 1
-        nodes = steps[self.mixed].tree.num_nodes if self.captured else 1
-        few = max([size for size in self.sizes if size * nodes <= FEW_ROWS], default=1)
-        self.mixed_sizes = [
-            size for size in self.sizes if size >= few and (size & (size - 1) == 0 or size == self.sizes[-1])
-        ]
+        # Beside known tokens rows are dear, so at most half of the tree's depth is drafted where the depth is chosen.
+        half = (self.step.tree.max_depth + 1) // 2
+        self.smallest = len(steps) - 1
+        first = next((which for which, step in enumerate(steps) if step.tree.max_depth <= half), self.smallest)
+        self.mixed = sorted({first, self.smallest})  # which steps have graphs with known tokens beside
+        self.mixed_sizes = {which: self._sizes_beside(steps[which].tree.num_nodes) for which in self.mixed}
         self.mixed_filters = {NO_FILTERS}  # kinds of steps that have graphs with known tokens beside
-        self._known = {}  # batch rows, 0 for known tokens alone -> KnownRows beside them, the smallest first
+        self._known = {}  # (batch rows, which step), rows 0 for known tokens alone -> KnownRows beside them, the smallest first
         if self.captured and max_known:
             rows = {}  # one for each size: graphs run one after the other
-            for size in [0, *self.mixed_sizes]:
-                sizes = known_sizes(size * nodes, max_known)
+            places = [(size, which) for which, sizes in self.mixed_sizes.items() for size in sizes]
+            for size, which in [(0, self.smallest), *places]:
+                sizes = known_sizes(size * steps[which].tree.num_nodes, max_known)
                 for known in sizes:
                     rows.setdefault(known, KnownRows(known, self.step.seats, self.step.drafter))
-                self._known[size] = [rows[known] for known in sizes]
+                self._known[size, which] = [rows[known] for known in sizes]
+
+    def _sizes_beside(self, nodes):
+        """Numbers of batch rows of so many nodes that get graphs with known tokens: where they are few, padding costs little."""
+        few = max([size for size in self.sizes if size * nodes <= FEW_ROWS], default=1)
+        return [size for size in self.sizes if size >= few and (size & (size - 1) == 0 or size == self.sizes[-1])]
 
     def capture(self, progress=lambda keys: keys, filters=NO_FILTERS):
         """Make the graphs of all sizes, for requests with such filters, too. Largest first: it sizes the pool."""
@@ -100,18 +105,20 @@ class StepGraphs:
             return
         self.mixed_filters = {NO_FILTERS, filters}
         keys = [(size, NO_FILTERS, which, 0) for size in self.sizes for which in range(len(self.steps))]
-        keys += [(size, NO_FILTERS, self.mixed, known.size) for size, held in self._known.items() for known in held]
+        keys += [(size, NO_FILTERS, which, known.size) for (size, which), held in self._known.items() for known in held]
         filtered = [(size, filters, *rest) for size, _, *rest in keys if filters and size]
         for key in progress(sorted(keys + filtered, key=self._num_rows, reverse=True)):
             self._graph(*key)
         if self._known:
             for size, _, which, known in keys:
-                if which == self.mixed:
-                    self._seconds[size, known] = self._time(self._graphs[size, NO_FILTERS, which, known][0])
+                if which in self.mixed:
+                    self._seconds[size, which, known] = self._time(self._graphs[size, NO_FILTERS, which, known][0])
             # A step of one request reads the weights, and hardly anything else.
             decoder, cache = self.step.decoder, self.step.cache
             token_bytes = cache.kv[:, :, : cache.num_kv_heads].nbytes
-            self._seconds_per_token = self._seconds[self.sizes[0], 0] * token_bytes / decoder.weight_bytes
+            self._seconds_per_token = (
+                self._seconds[self.sizes[0], self.smallest, 0] * token_bytes / decoder.weight_bytes
+            )
 
     @property
     def step(self):
@@ -123,27 +130,33 @@ class StepGraphs:
         """The most chunks of prompts that a pass should take: None if no graph takes them."""
         return MAX_CHUNKS if self._known else None
 
-    def known_rows(self, count, num_requests=0):
-        """The smallest KnownRows that hold so many tokens beside so many requests, or None."""
-        held = self._known.get(self._size(num_requests, mixed=True) if num_requests else 0, ())
-        return next((known for known in held if known.size >= count), None)
+    def beside(self, which):
+        """Which step runs with known tokens beside, where `which` would run without: one that drafts no deeper."""
+        return next(mixed for mixed in self.mixed if mixed >= which)
 
-    def known_budget(self, requests):
-        """The most known tokens that a step of these running requests should take; None: no limit.
+    def known_rows(self, count, num_requests=0, which=None):
+        """The smallest KnownRows that hold so many tokens beside so many requests in one of the steps, or None."""
+        place = (self._size(num_requests, which), which) if num_requests else (0, self.smallest)
+        return next((known for known in self._known.get(place, ()) if known.size >= count), None)
 
-        The most whose graph takes at most PACE times the step alone, what the requests' contexts take included; at least those of
-        the smallest graph, so that prompts go on.
+    def known_budget(self, requests, which):
+        """The most known tokens that one of the steps, of these running requests, should take; None: no limit.
+
+        Beside a stream: the most whose graph takes at most PACE times the step alone, what the requests' contexts take included; at
+        least those of the smallest graph, so that prompts go on. Else those of the largest graph: nobody waits for the step.
         """
-        if not self._known or not requests:
+        if not self._known:
             return None
         contexts = self._seconds_per_token * sum(request.committed for request in requests)
-        alone = self._seconds[self._size(len(requests)), 0]
-        size, before = self._size(len(requests), mixed=True), 0.0
+        alone = self._seconds[self._size(len(requests)), which, 0]
+        place, before = (self._size(len(requests), which), which), 0.0
         if max(map(next_filters, requests)) not in self.mixed_filters:
-            size, before = 0, alone  # the known tokens' graph follows the step's
+            place, before = (0, self.smallest), alone  # the known tokens' graph follows the step's
+        held = self._known[place]
+        if not any(request.is_streamed for request in requests):
+            return held[-1].size
         limit = PACE * (alone + contexts) - contexts - before
-        fits = [known.size for known in self._known[size] if self._seconds[size, known.size] <= limit]
-        return max(fits, default=self._known[size][0].size)
+        return max([known.size for known in held if self._seconds[*place, known.size] <= limit], default=held[0].size)
 
     def run(self, seats, filters, which=0, known=None):
         """Run one of the steps for the requests in `seats` (a host list), and KnownRows beside.
@@ -152,7 +165,7 @@ class StepGraphs:
         """
         if not self.captured:
             return self.steps[which](self.step.seats.on_device(seats), filters)
-        size = self._size(len(seats), mixed=known is not None)
+        size = self._size(len(seats), None if known is None else which)
         if filters:
             self._forget_outdated()
         key = (size, filters, which, known.size if known else 0)
@@ -167,12 +180,13 @@ class StepGraphs:
 
     def run_known(self, known):
         """Run KnownRows alone.  -> hidden [T, H], feature [T, F]"""
-        graph, _, output = self._graph(0, NO_FILTERS, self.mixed, known.size)
+        graph, _, output = self._graph(0, NO_FILTERS, self.smallest, known.size)
         graph.replay()
         return output
 
-    def _size(self, num_requests, mixed=False):
-        return next(size for size in (self.mixed_sizes if mixed else self.sizes) if size >= num_requests)
+    def _size(self, num_requests, which=None):
+        """The fewest batch rows that hold so many requests; which: of a step with known tokens beside."""
+        return next(size for size in (self.sizes if which is None else self.mixed_sizes[which]) if size >= num_requests)
 
     def _num_rows(self, key):
         size, _, which, known = key
@@ -197,7 +211,7 @@ class StepGraphs:
     def _capture(self, size, filters, which, known):
         step, device = self.steps[which], self.step.seats.device
         rows = torch.full((size,), self.step.seats.padding_seat, device=device)
-        known = next(rows for rows in self._known[size] if rows.size == known) if known else None
+        known = next(rows for rows in self._known[size, which] if rows.size == known) if known else None
 
         def work():
             return step(rows, filters, known) if size else step.compute(known)

@@ -106,9 +106,9 @@ class PromptPasses:
         tokens = TargetScores(batch, logits, filters, self.seats, processed=scores).sample().flatten()
         return batch, tokens, logits if scores is None else scores
 
-    def place(self, chunks, num_requests=0):
-        """The KnownRows of a graph that hold these chunks beside so many requests, written; None if no graph does."""
-        known = self.graphs.known_rows(sum(chunk.count for chunk in chunks), num_requests)
+    def place(self, chunks, num_requests=0, which=None):
+        """The KnownRows of a graph that hold these chunks beside so many requests in one of the steps, written; None if none do."""
+        known = self.graphs.known_rows(sum(chunk.count for chunk in chunks), num_requests, which)
         if known is None or len(chunks) > MAX_CHUNKS:
             return None
         rows, fills, end = [], [], 0

@@ -42,7 +42,7 @@ class Adaptive:
     depths: falling, the last one may be 0; buckets: batch sizes that are told apart, rising
     """
 
-    measures = True  # whether `record` needs the seconds of steps
+    measures = True  # whether steps are recorded, with their seconds
 
     def __init__(self, depths, buckets):
         self.depths, self.buckets = list(depths), list(buckets)
@@ -59,21 +59,30 @@ class Adaptive:
             if self.seconds[size, depth].count < FIRST:
                 return place
         self._steps[size] += 1
-        best = max(range(len(self.depths)), key=lambda place: self.rate(size, self.depths[place]))
         if self._steps[size] % PROBE_EVERY:
-            return best
+            return self.best(num_requests)
         # All depths in turn, the best one included.
         self._probed[size] = (self._probed[size] + 1) % len(self.depths)
         return self._probed[size]
+
+    def best(self, num_requests):
+        """Index in `depths` of the depth with the most tokens per second among those measured; the greatest if none is."""
+        size = self._bucket(num_requests)
+        measured = [place for place, depth in enumerate(self.depths) if self.seconds[size, depth].count >= FIRST]
+        return max(measured, key=lambda place: self.rate(size, self.depths[place]), default=0)
 
     def rate(self, size, depth):
         """Expected tokens per second and request with drafts of this depth in a bucket."""
         return (1 + sum(average.value for average in self.reached[:depth])) / max(self.seconds[size, depth].value, 1e-9)
 
     def record(self, num_requests, place, seconds, accepted):
-        """Record a step of `num_requests` requests that took `seconds`; accepted: number of accepted tokens of each request."""
+        """Record a step of `num_requests` requests; accepted: number of accepted tokens of each request.
+
+        seconds: its time, None for a step whose time tells nothing about its depth.
+        """
         size, depth = self._bucket(num_requests), self.depths[place]
-        self.seconds[size, depth].add(seconds)
+        if seconds is not None:
+            self.seconds[size, depth].add(seconds)
         for count in accepted:
             for level in range(depth):
                 self.reached[level].add(float(count > level), STEADY if level < self._last_depth else MEMORY)
@@ -93,6 +102,10 @@ class PerBatchSize:
         self.depths = sorted({max_depth, *self.depth_of.values()}, reverse=True)
 
     def choose(self, num_requests):
+        """Index in `depths` of the depth for a step of `num_requests` requests."""
+        return self.best(num_requests)
+
+    def best(self, num_requests):
         depth = [depth for size, depth in self.depth_of.items() if size <= num_requests][-1]
         return self.depths.index(depth)
 
@@ -107,3 +120,5 @@ class OneDepth:
 
     def choose(self, _):
         return 0
+
+    best = choose

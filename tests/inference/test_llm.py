@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from headstart import LLM, SamplingParams
 from headstart.heads.checkpoint import save_head
 from headstart.inference.forbidden_tokens import bad_word_sequences
+from headstart.inference.line import Call
 from headstart.inference.speculation.tree import chain, save_tree
 
 EMBEDDED = Path(__file__).resolve().parents[2] / "assets" / "stdlib-coder"
@@ -210,6 +211,27 @@ def test_a_stream_loses_nothing_when_other_calls_step_the_engine(llm):
     pieces[1].extend(second)
     pieces[0].extend(first)
     assert ["".join(one) for one in pieces] == [whole, whole]
+
+
+def test_prompts_are_kept_short_beside_streams_alone(llm, monkeypatch):
+    """With at most 3 known tokens beside a stream: a prompt that enters takes many steps, beside other outputs one."""
+
+    def known_budget(running, _):
+        return 3 if any(request.is_streamed for request in running) else None
+
+    monkeypatch.setattr(llm.engine.graphs, "known_budget", known_budget)
+    params, prompt = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), [3] * 15
+
+    def passes(call):
+        running = llm.session.submit([1, 2], params, call)
+        llm.session.step()
+        before, entering = llm.engine.metrics.num_prefill_passes, llm.session.submit(prompt, params)
+        while not (running.finished and entering.finished):
+            llm.session.step()
+        return llm.engine.metrics.num_prefill_passes - before
+
+    assert passes(Call()) == 1
+    assert passes(Call(is_stream=True)) == 5
 
 
 def test_a_role_that_the_template_names_is_taken(target_folder):

@@ -24,7 +24,7 @@ class CountingGraphs(StepGraphs):
 
     def __init__(self, seats, max_num_seqs=2):
         super().__init__(
-            [SimpleNamespace(seats=seats, tree=SimpleNamespace(num_nodes=1))], max_num_seqs, captured=False
+            [SimpleNamespace(seats=seats, tree=SimpleNamespace(max_depth=0, num_nodes=1))], max_num_seqs, captured=False
         )
         self.captured, self.made = True, []
 
@@ -143,13 +143,19 @@ def test_known_tokens_beside_running_requests_are_bounded_by_their_time():
     seats = SeatTable(64, 1, 8, 11, torch.float32, torch.device("cpu"))
     graphs = CountingGraphs(seats, 64)
 
-    def running(count, committed=0, **asked):
-        params = SamplingParams(**asked)
-        return [SimpleNamespace(committed=committed, output_token_ids=[1], params=params)] * count
+    def running(count, committed=0, is_streamed=True, **asked):
+        params, given = (
+            SamplingParams(**asked),
+            dict(committed=committed, output_token_ids=[1], is_streamed=is_streamed),
+        )
+        return [SimpleNamespace(params=params, **given)] * count
 
-    assert graphs.known_budget(running(3)) is None
+    def budget(requests):
+        return graphs.known_budget(requests, 0)
+
+    assert budget(running(3)) is None
     held = [KnownRows(size, seats, NoDrafter()) for size in (64, 256, 1024)]
-    graphs.mixed_sizes, graphs._known = [16, 64], {0: held[1:], 16: held, 64: held}
+    graphs.mixed_sizes, graphs._known = {0: [16, 64]}, {(0, 0): held[1:], (16, 0): held, (64, 0): held}
     milliseconds = {
         (8, 0): 4,
         (64, 0): 7,
@@ -160,27 +166,42 @@ def test_known_tokens_beside_running_requests_are_bounded_by_their_time():
         (64, 256): 11,
         (64, 1024): 14,
     }
-    graphs._seconds = {key: value / 1e3 for key, value in milliseconds.items()}
-    assert graphs.known_budget([]) is None, "nobody waits"
-    assert graphs.known_budget(running(5)) == 64
-    assert graphs.known_budget(running(64)) == 1024
+    graphs._seconds = {(size, 0, known): value / 1e3 for (size, known), value in milliseconds.items()}
+    assert budget(running(5)) == 64
+    assert budget(running(64)) == 1024
+    assert budget(running(5, is_streamed=False)) == 1024, "nobody waits for the step"
+    assert budget(running(4, is_streamed=False) + running(1)) == 64, "one does"
     # 5 contexts of 100 tokens take 0.5 ms beside the 4 and the 10: 10.5 of 4.5 are fewer than 2.4 times.
     graphs._seconds_per_token = 1e-6
-    assert graphs.known_budget(running(5, 100)) == 256
-    assert graphs.known_budget(running(5, 10)) == 64
+    assert budget(running(5, 100)) == 256
+    assert budget(running(5, 10)) == 64
     # Known tokens that cannot ride along come after: 4 + 4 are fewer than 2.4 times 4, 4 + 8 are more.
-    graphs._seconds[0, 256], graphs._seconds[0, 1024] = 4e-3, 8e-3
-    assert graphs.known_budget(running(5, top_p=0.9)) == 256
+    graphs._seconds[0, 0, 256], graphs._seconds[0, 0, 1024] = 4e-3, 8e-3
+    assert budget(running(5, top_p=0.9)) == 256
     graphs.mixed_filters = {NO_FILTERS, CUT}
-    assert graphs.known_budget(running(5, top_p=0.9)) == 64
-    graphs._seconds[8, 0] = 2e-3
-    assert graphs.known_budget(running(5)) == 64, "prompts go on"
+    assert budget(running(5, top_p=0.9)) == 64
+    graphs._seconds[8, 0, 0] = 2e-3
+    assert budget(running(5)) == 64, "prompts go on"
 
-    def size_for(*given):
-        return (known := graphs.known_rows(*given)) and known.size
+    def size_for(count, requests=0):
+        return (known := graphs.known_rows(count, requests, 0)) and known.size
 
     assert [size_for(count, 5) for count in (1, 64, 65, 1024, 1025)] == [64, 64, 256, 1024, None]
     assert [size_for(count) for count in (1, 256, 257)] == [256, 256, 1024], "alone"
+
+
+def test_beside_known_tokens_a_step_drafts_at_most_half_as_deep_and_no_deeper_than_without():
+    seats = SeatTable(64, 1, 8, 11, torch.float32, torch.device("cpu"))
+
+    def depths_beside(*depths):
+        steps = [SimpleNamespace(tree=SimpleNamespace(max_depth=d, num_nodes=1 + d), seats=seats) for d in depths]
+        graphs = StepGraphs(steps, 64)
+        return {depth: depths[graphs.beside(which)] for which, depth in enumerate(depths)}
+
+    assert depths_beside(5, 3, 1, 0) == {5: 3, 3: 3, 1: 0, 0: 0}
+    assert depths_beside(5) == {5: 5}, "nothing else was asked for"
+    assert depths_beside(5, 4) == {5: 4, 4: 4}
+    assert depths_beside(0) == {0: 0}
 
 
 def test_known_rows_hold_chunks_one_after_the_other_and_padding_on_page_0():

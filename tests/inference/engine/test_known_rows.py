@@ -47,7 +47,7 @@ def test_a_pass_with_known_rows_has_the_bits_of_two_passes(random_target, device
     chunks = [Chunk(third, 0, 5, False), Chunk(third, 5, 3, True)]
     known, count = KnownRows(12, engine.seats, engine.drafter), 8
     graphs = StepGraphs([step], 3, captured=False)
-    graphs._known = {0: [known]}
+    graphs._known = {(0, 0): [known]}
     engine.prompts.graphs = graphs
     assert engine.prompts.place(chunks) is known
     seats = engine.seats.on_device([request.seat for request in requests[:2]])

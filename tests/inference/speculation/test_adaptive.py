@@ -90,6 +90,18 @@ def test_what_every_step_shows_follows_chance_less():
     assert [average.value for average in plan.reached] == pytest.approx([shown * (1 - STEADY) ** 2, deeper, deeper])
 
 
+def test_a_step_beside_prompts_tells_what_is_accepted_and_no_time():
+    plan = Adaptive([3, 1], [1])
+    assert plan.best(1) == 0, "nothing is measured"
+    for place, seconds in ((0, 4.0), (1, 1.0)):
+        for _ in range(FIRST):
+            plan.record(1, place, seconds, [1])
+    assert plan.best(1) == 1
+    plan.record(1, 0, None, [3])
+    assert plan.seconds[1, 3].count == FIRST
+    assert plan.reached[2].value > 0
+
+
 def test_every_depth_is_measured_first():
     plan = Adaptive(DEPTHS, [1])
     first = []
@@ -165,7 +177,7 @@ class Recording(OneDepth):
         self.seconds, self.accepted = [], []
 
     def record(self, num_requests, place, seconds, accepted):
-        self.seconds.append(seconds)
+        self.seconds += [] if seconds is None else [seconds]
         self.accepted.append(accepted)
 
 
