@@ -2,16 +2,20 @@
 
 A decoding step cannot be faster than reading its weights and its keys and values once. The rate is that of a plain device-to-device
 copy, bytes read and written counted; a kernel that only reads may go a little faster, so a ratio of slightly under 1 is possible.
+Many rows take longer to multiply than to read: StepFloor counts both.
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 
-from ..evaluation.timing import Repeatable, time_of
+from ..evaluation.timing import Repeatable
 
 COPIED_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}  # well past the caches
 SQUARE = {"cuda": 8192, "cpu": 512}  # side of the matrix product that gives the best rate of arithmetic
+# Products before those that are timed, for a rate that lasts: half a second, after which a GPU has slowed to its power limit.
+HEATING = {"cuda": 400, "cpu": 0}
 
 
 def copy_bandwidth(device):
@@ -27,12 +31,15 @@ def copy_bandwidth(device):
     return 2 * source.nbytes / (best * 1e-3)
 
 
-def product_rate(device, dtype):
-    """Floating-point operations per second of the library's large square matrix product."""
+def product_rate(device, dtype, lasting=False):
+    """Floating-point operations per second of the library's large square matrix product; lasting: after half a second of them."""
     device = torch.device(device)
     side = SQUARE[device.type]
     a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
-    return 2 * side**3 / (time_of(lambda: a @ b, device, repeats=10).p50 * 1e-3)
+    product = Repeatable(lambda: a @ b, device)
+    if lasting and (heating := HEATING[device.type]):
+        product.time(repeats=heating)
+    return 2 * side**3 / (product.time(repeats=10).p50 * 1e-3)
 
 
 def layer_tensors(layer):
@@ -58,3 +65,29 @@ def kv_bytes(decoder, batch, context):
 def milliseconds(num_bytes, bandwidth, operations=0, rate=math.inf):
     """The floor of something that moves `num_bytes` and does `operations`."""
     return max(num_bytes / bandwidth, operations / rate) * 1e3
+
+
+@dataclass(frozen=True)
+class StepFloor:
+    """The least seconds of decode steps, by phases that follow one another. Products of attention and of drafts are left out.
+
+    bandwidth: bytes per second; rate: floating-point operations per second, over time.
+    """
+
+    decoder: object
+    bandwidth: float
+    rate: float
+
+    def of(self, steps, rows, context, head=None, depth=0):
+        """{"floor_products", "floor_keys", "floor_drafts"} of so many steps.
+
+        rows: nodes of all requests and steps; context: committed tokens of all requests, read in all steps; head, depth: of drafts
+        """
+        weights, size = weight_bytes(self.decoder), self.decoder.dtype.itemsize
+        parts = {} if head is None else head.draft_bytes(self.decoder.lm_head.nbytes)
+        drafts = parts.get("first", 0) + (depth - 1) * parts.get("level", 0) + parts.get("advance", 0)
+        return {
+            "floor_products": max(steps * weights / self.bandwidth, 2 * weights / size * rows / self.rate),
+            "floor_keys": kv_bytes(self.decoder, 1, context) / self.bandwidth,
+            "floor_drafts": steps * drafts / self.bandwidth,
+        }

@@ -53,6 +53,21 @@ def _plain(w):
     return w if w.layout is torch.strided else w.to_dense()
 
 
+def library_products(decoder, rows):
+    """A function that multiplies `rows` rows with every weight of the decoder, once each."""
+    weights = [_plain(decoder.lm_head)]
+    for layer in decoder.layers:
+        attention, mlp = layer.attention, layer.mlp
+        weights += [_plain(w) for w, _ in (attention.qkv, attention.out, mlp.gate_up, mlp.down)]
+    inputs = {w.shape[1]: torch.randn(rows, w.shape[1], dtype=w.dtype, device=w.device) for w in weights}
+
+    def multiply():
+        for w in weights:
+            F.linear(inputs[w.shape[1]], w)
+
+    return multiply
+
+
 class LibraryAttention:
     """Attention of N nodes per request over S dense keys, by SDPA's fastest backend for the shape on this machine.
 

@@ -9,6 +9,8 @@ EXAMPLE = (
 DETAILS = (
     "Measured through LLM.generate, in the steady state between the last prompt and the first end of an output.\n"
     "of graph: the step's CUDA graph alone over the time the engine takes per step.\n"
+    "floor: the weights' products or bytes, whichever take longer, the keys and values, the drafts' weights, at the rates\n"
+    "of a copy and of a large product under load. library: the library's products for the same rows and weights alone.\n"
     "Also: the time to the first token of one prompt, from the start of a process to its first token with a cold and a\n"
     "warm Triton cache, and the greatest memory taken."
 )

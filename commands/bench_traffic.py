@@ -7,8 +7,9 @@ EXAMPLE = (
     "  headstart bench traffic --shape llama-3-8b --head eagle3 --num-speculative-tokens 5 --acceptance 2.98"
 )
 DETAILS = (
-    "Throughput: all requests are handed in at once. floor: the weights and the keys and values that decode steps read, at\n"
-    "the rate of a copy, then the products of the prompts, at the rate of a large product.\n"
+    "Throughput: all requests are handed in at once. floor: the products of the decode steps' nodes or the weights' bytes,\n"
+    "whichever take longer, keys and values, the drafts' weights, and the products of the prompts, at the rates of a copy\n"
+    "and of a large product under load.\n"
     "Stalls: a batch that is kept full by prompts of one length or span. plain: time of the steps that compute no prompt;\n"
     "admitting: of those that do; first token: from the moment a prompt is handed in.\n"
     "Also: the time to the first token of one prompt alone, and the number of Triton kernels compiled, or read from the\n"

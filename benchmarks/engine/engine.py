@@ -6,6 +6,10 @@ that of the steady state: from the end of the last prompt's computation to the e
 the step's CUDA graph replayed alone, the upper limit of the engine: what is missing is the host's time. With `text` every line is
 measured again with what costs the host most: stop strings, and the log-probabilities of TEXT_LOGPROBS tokens.
 
+The floor of a step (floor.py) is the sum of its phases: the target's products or reading its weights, whichever takes longer, the
+keys and values, the drafts' weights. *library* is what the library's products take for the same rows and weights alone, as long
+under load: a large square product reaches a rate that a few hundred rows do not.
+
 Also measured: the time to the first token of one prompt; with `startup`, the time from a process's start to its first token, with a
 cold and a warm Triton cache; and the greatest memory taken.
 """
@@ -28,6 +32,8 @@ from ...inference.llm import LLM
 from ...inference.sampling_params import SamplingParams
 from ...inference.speculation.options import SpeculativeOptions
 from ...inference.speculation.speculation import choose_speculation
+from ..floor import StepFloor, copy_bandwidth, product_rate
+from ..library import library_products
 from ..random_heads import bytes_with_head, empty_head, random_head
 from ..shape import NUM_HEADS, check_fits, config_of_shape
 from .startup import seconds_to_first_token
@@ -45,6 +51,9 @@ COLUMNS = {
     "mean": ("ms/step", 7, decimals(3)),
     "graph": ("graph ms", 8, decimals(3)),
     "of_graph": ("of graph", 8, lambda value: f"{value:.1%}"),
+    "floor": ("floor ms", 8, decimals(2)),
+    "over_floor": ("x floor", 7, decimals(2)),
+    "library": ("library ms", 10, decimals(2)),
     "peak": ("peak GiB", 8, decimals(1)),
 }
 FIRST_TOKENS = 7  # prompts whose first token is timed
@@ -129,7 +138,13 @@ def bench_engine(settings, device, dtype, command, output=None, commit=None):
         max_num_seqs=1,
         enforce_eager=True,
     )
-    bench = EngineBench(settings, report, base)
+    bandwidth, rate = copy_bandwidth(base.device), product_rate(base.device, dtype, lasting=True)
+    report.state(
+        f"copy {bandwidth / 1e12:.3f} TB/s (bytes read and written), products {rate / 1e12:.1f} TFLOP/s over time",
+        copy_bytes_per_second=round(bandwidth),
+        products_per_second=round(rate),
+    )
+    bench = EngineBench(settings, report, base, StepFloor(base.engine.decoder, bandwidth, rate))
     bench.measure_draft("plain", None)
     if settings.head is not None:
         speculative["model"] = random_head(settings.head, config, base.engine.decoder, depth, shared)
@@ -145,8 +160,8 @@ def bench_engine(settings, device, dtype, command, output=None, commit=None):
 class EngineBench:
     """Builds an engine per way of drafting, runs it at every batch size and writes the lines."""
 
-    def __init__(self, settings, report, base):
-        self.settings, self.report, self.base, self.dice = settings, report, base, random.Random(0)
+    def __init__(self, settings, report, base, floor):
+        self.settings, self.report, self.base, self.floor, self.dice = settings, report, base, floor, random.Random(0)
 
     def measure_draft(self, draft, speculative):
         """The lines of one way of drafting; with plain decoding the first token too."""
@@ -169,7 +184,8 @@ class EngineBench:
                 row = {"draft": name, "batch": batch, "nodes": llm.tree.num_nodes}
                 row["acceptance"] = speculative and speculative["acceptance_length"]
                 try:
-                    self.report.add(row | self.measure(llm, batch, asked))
+                    row |= self.measure(llm, batch, asked)
+                    self.report.add(row | self.floors(llm, row, speculative))
                 except NoSteadyState as error:
                     self.report.note(f"{name}, batch {batch}: left out, {error}")
 
@@ -218,6 +234,19 @@ class EngineBench:
             "steps": len(steps),
             "peak": torch.cuda.max_memory_allocated(llm.device) / 2**30 if llm.device.type == "cuda" else None,
         }
+
+    def floors(self, llm, row, speculative):
+        """What a line's step is compared with: {} where the engine chooses its depth."""
+        settings, batch = self.settings, row["batch"]
+        if llm.engine.plan.measures:
+            return {}
+        rows, context = batch * llm.tree.num_nodes, batch * (settings.prompt_tokens + settings.new_tokens // 2)
+        head = speculative and speculative["model"]
+        parts = self.floor.of(1, rows, context, head, settings.num_speculative_tokens)
+        milliseconds = {name: seconds * 1e3 for name, seconds in parts.items()}
+        floor = sum(milliseconds.values())
+        library = Repeatable(library_products(llm.engine.decoder, rows), llm.device).time(row["steps"]).p50
+        return milliseconds | {"floor": floor, "over_floor": row["mean"] / floor, "library": library}
 
     def graph_alone(self, llm, batch, repeats):
         """Times of the engine's own step, replayed without the engine, for requests in the middle of their outputs.

@@ -1,12 +1,12 @@
 """`headstart bench traffic`: what serving under traffic costs, on random weights of a named shape, plain and with drafts.
 
 *Throughput*: requests of mixed lengths, handed in at once. Drafts are those of `bench engine`: a random head, and the verifier
-`synthetic`, which accepts at a given length. Every draft gets the same requests. The floor is the sum of two times: `reads`, of
-the weights once per decode step, with all seats taken in every step, and of the context's keys and values once per step and
-request, at the rate of a copy (or the products of the steps, where they take longer); `products`, of the prompts with the
-weights, at the rate of a large product. Both rates are of the same run. Left out: the products of attention, and what a head
-computes over the prompts. An engine that reads weights while it computes prompts could go below the floor. Drafts of a depth
-that the engine chooses have none.
+`synthetic`, which accepts at a given length. Every draft gets the same requests. The floor is the sum of four times, as if all
+seats were taken in every decode step: `products`, of the steps' nodes with the weights, or reading the weights, whichever takes
+longer; `keys`, reading the context's keys and values once per step and request; `drafts`, reading the head's weights; `prompts`,
+their products with the weights. Reads have the rate of a copy, products that of a large product after half a second
+of them, both of the same run. Left out: the products of attention and of drafts, and what a head computes over the prompts. An
+engine that reads weights while it computes prompts could go below the floor. Drafts of a depth that the engine chooses have none.
 
 *Stalls*: a batch that is kept full by prompts of one length, or of lengths in a span: each output that ends is replaced by a new
 prompt. A step is the time between two returns of the engine, so a stream waits that long for its next tokens. `StepRecord.split`
@@ -35,7 +35,7 @@ from ...inference.sampling_params import SamplingParams
 from ...inference.speculation.options import SpeculativeOptions
 from ...inference.speculation.speculation import choose_speculation
 from ...kernels.jit import triton
-from ..floor import copy_bandwidth, kv_bytes, milliseconds, product_rate, weight_bytes
+from ..floor import StepFloor, copy_bandwidth, product_rate, weight_bytes
 from ..random_heads import bytes_with_head, empty_head, random_head
 from ..shape import NUM_HEADS, check_fits, config_of_shape
 
@@ -125,7 +125,7 @@ def bench_traffic(settings, device, dtype, command, output=None, commit=None):
         drafts[f"{settings.head} chain of {depth}"] = speculative
         if settings.adaptive:
             drafts[f"{settings.head}, adaptive"] = speculative | {"adaptive": True}
-    rates = copy_bandwidth(base.device), product_rate(base.device, dtype)
+    rates = copy_bandwidth(base.device), product_rate(base.device, dtype, lasting=True)
     bench = TrafficBench(settings, report, base, *rates)
     for draft, speculative in drafts.items():
         bench.measure_throughput(draft, speculative)
@@ -221,7 +221,7 @@ class TrafficBench:
         if speculative is not None:
             num_steps = [output.spec_decode_metrics.num_steps for output in outputs]
         num_prompt, num_new = map(sum, zip(*lengths))
-        floor = dict.fromkeys(("floor", "floor_reads", "floor_products"))  # unknown where the depth of drafts changes
+        floor = {"floor": None}  # unknown where the depth of drafts changes
         if not llm.engine.plan.measures:
             floor = self.floor(lengths, num_steps, llm.tree.num_nodes, speculative)
         row = {
@@ -249,26 +249,21 @@ class TrafficBench:
         return statistics.median(samples[2:])  # the first ones compile
 
     def floor(self, lengths, num_steps, nodes, speculative):
-        """Seconds that the run takes at least: {"floor", and its parts "floor_reads" and "floor_products"}. See the module.
+        """Seconds that the run takes at least: {"floor", and its parts}. See the module.
 
         lengths: (prompt, output) tokens of each request; num_steps: its decode steps; nodes: of the tree.
         """
-        decoder, size, weights = self.decoder, self.decoder.dtype.itemsize, weight_bytes(self.decoder)
-        num_passes = max(-(-sum(num_steps) // self.settings.seats), max(num_steps))
+        decoder, settings = self.decoder, self.settings
+        num_passes = max(-(-sum(num_steps) // settings.seats), max(num_steps))
         context = sum(round(steps * (prompt + new / 2)) for steps, (prompt, new) in zip(num_steps, lengths))
-        read = num_passes * (weights + self.draft_bytes(speculative)) + kv_bytes(decoder, 1, context)
-        products = 2 * weights // size * nodes * sum(num_steps)
-        reads = milliseconds(read, self.bandwidth, products, self.rate)
-        layers = weights - decoder.lm_head.nbytes
-        products = 2 * (layers * sum(prompt for prompt, _ in lengths) + decoder.lm_head.nbytes * len(lengths)) / size
-        reads, prompts = reads / 1e3, products / self.rate
-        return {"floor": reads + prompts, "floor_reads": reads, "floor_products": prompts}
-
-    def draft_bytes(self, speculative):
-        """Bytes of a head's weights that a step reads."""
-        parts = {"first": 0} if speculative is None else speculative["model"].draft_bytes(self.decoder.lm_head.nbytes)
-        depth = self.settings.num_speculative_tokens
-        return parts["first"] + (depth - 1) * parts.get("level", 0) + parts.get("advance", 0)
+        head = speculative and speculative["model"]
+        parts = StepFloor(decoder, self.bandwidth, self.rate).of(
+            num_passes, nodes * sum(num_steps), context, head, settings.num_speculative_tokens
+        )
+        layers = weight_bytes(decoder) - decoder.lm_head.nbytes
+        read = layers * sum(prompt for prompt, _ in lengths) + decoder.lm_head.nbytes * len(lengths)
+        parts["floor_prompts"] = 2 * read / decoder.dtype.itemsize / self.rate
+        return {"floor": sum(parts.values())} | parts
 
     def measure_stalls(self, draft, speculative):
         """A line per length or span of the prompts that enter."""

@@ -57,6 +57,19 @@ def test_floor_counts_every_weight_and_every_key_once(shape):
     assert floor.kv_bytes(decoder, 3, 10) == 3 * 10 * 2 * 2 * kv_heads * dim * 4
 
 
+def test_floor_of_steps_takes_products_or_bytes_whichever_take_longer(shape):
+    decoder = random_decoder(shape, "cpu", torch.float32, 128)
+    head = random_heads.empty_head("medusa", config_of_shape(shape), 3)
+    weights, parts = floor.weight_bytes(decoder), head.draft_bytes(decoder.lm_head.nbytes)
+    few = floor.StepFloor(decoder, 1e6, 1e12).of(2, 6, 30, head, 3)
+    assert few["floor_products"] == pytest.approx(2 * weights / 1e6)
+    assert few["floor_keys"] == pytest.approx(floor.kv_bytes(decoder, 3, 10) / 1e6)
+    assert few["floor_drafts"] == pytest.approx(2 * sum(parts.values()) / 1e6), "Medusa has no level of its own"
+    many = floor.StepFloor(decoder, 1e6, 1e6).of(2, 6, 30)
+    assert many["floor_products"] == pytest.approx(max(2 * weights, 2 * 6 * weights / 4) / 1e6)
+    assert many["floor_drafts"] == 0
+
+
 @pytest.mark.parametrize("tree", [ROOT_ONLY, chain(3), best_tree(9)], ids=["root", "chain", "tree"])
 def test_baseline_computes_what_the_engine_computes(shape, tree):
     """Greedy tokens of the baseline over dense keys equal those of the engine's pass over the same keys in pages."""
@@ -93,6 +106,13 @@ def test_engine_accepts_at_the_asked_rates_and_shows_plain_decoding_beside(bench
         check_times(row)
         assert row["tokens_per_second"] > 0
         assert row["of_graph"] > 0
+        assert row["library"] > 0
+        assert row["over_floor"] == pytest.approx(row["mean"] / row["floor"], rel=1e-3)
+        assert row["floor"] == pytest.approx(
+            sum(row[f"floor_{part}"] for part in ("products", "keys", "drafts")), rel=1e-3
+        )
+    assert found["rows"][2]["floor_products"] >= found["rows"][0]["floor_products"]
+    assert found["rows"][2]["floor_drafts"] > found["rows"][0]["floor_drafts"] == 0
     assert found["rows"][0]["tokens_per_step"] == 1
     assert found["rows"][3]["tokens_per_step"] == pytest.approx(2.0, abs=0.5)
     assert found["facts"]["first_token_ms"]["p50"] > 0

@@ -89,7 +89,8 @@ def test_both_tables_have_a_line_per_draft_and_every_draft_gets_the_same_request
         assert row["tokens_per_second"] == pytest.approx(row["output_tokens"] / row["seconds"], rel=1e-4)
         both = row["prompt_tokens"] + row["output_tokens"]
         assert row["all_tokens_per_second"] == pytest.approx(both / row["seconds"], rel=1e-4)
-        assert row["floor"] == pytest.approx(row["floor_reads"] + row["floor_products"], rel=1e-4)
+        parts = [row[f"floor_{part}"] for part in ("products", "keys", "drafts", "prompts")]
+        assert row["floor"] == pytest.approx(sum(parts), rel=1e-4)
         assert row["over_floor"] == pytest.approx(row["seconds"] / row["floor"], rel=1e-4)
         assert row["preemptions"] == 0
     assert found["rows"][0]["tokens_per_step"] == 1
@@ -220,9 +221,15 @@ def test_floor_reads_weights_once_per_full_step_and_multiplies_every_prompt_toke
     layer = (4 + 2 * 2) * 8 * hidden + 4 * 8 * hidden + 3 * hidden * inter + 2 * hidden
     layers, key_values = 2 * layer + hidden, 2 * 2 * 2 * 8 * 4
     context = 4 * 12.5 + 6 * 23.5 + 2 * 31.5
-    reads = 6 * 4 * (layers + vocab * hidden) + context * key_values
-    assert found["floor_reads"] == pytest.approx(max(reads, 2 * 12 * (layers + vocab * hidden)) / 1e6)
-    assert found["floor_products"] == pytest.approx(2 * (60 * layers + 3 * vocab * hidden) / 1e6)
+    weights = layers + vocab * hidden
+    assert found["floor_products"] == pytest.approx(max(6 * 4 * weights, 2 * 12 * weights) / 1e6)
+    assert found["floor_keys"] == pytest.approx(context * key_values / 1e6)
+    assert found["floor_drafts"] == 0
+    assert found["floor_prompts"] == pytest.approx(2 * (60 * layers + 3 * vocab * hidden) / 1e6)
+    many = bench.floor([(10, 5), (20, 7), (30, 3)], [4, 6, 2], 3, None)
+    assert many["floor_products"] == pytest.approx(2 * 3 * 12 * weights / 1e6), (
+        "more rows than the weights' bytes are worth"
+    )
     assert floor.weight_bytes(random_decoder(shape, "cpu", torch.float32, 128)) == 4 * (layers + vocab * hidden)
 
 
@@ -234,7 +241,7 @@ def test_floor_of_drafts_reads_the_head_in_every_step(shape):
     head = traffic.empty_head("eagle", llm.config, 3)
     parts = head.draft_bytes(llm.engine.decoder.lm_head.nbytes)
     per_step = parts["first"] + 2 * parts["level"] + parts["advance"]
-    plain, drafted = (bench.floor([(10, 9)], [4], 4, one)["floor_reads"] for one in (None, {"model": head}))
+    plain, drafted = (bench.floor([(10, 9)], [4], 4, one)["floor_drafts"] for one in (None, {"model": head}))
     assert drafted - plain == pytest.approx(4 * per_step / 1e6)
 
 
