@@ -278,11 +278,11 @@ class Engine:
             self.metrics.num_prompt_tokens += chunk.count
         self.metrics.num_prefill_passes += 1
         if not done:
-            return self._launched("prefill", [], hidden[:0], prompts=prompts)
+            return hand_over("prefill", [], hidden[:0], self.seats, prompts=prompts)
         last = self.seats.on_device([row for row, _ in done])
         hidden, feature = hidden[last], feature[last]  # [B, H], [B, F] at the last token of each request
         fresh, emitted, scored = self.prompts.draw_first(requests, hidden, self.options.keep_scores)
-        launched = self._launched("prefill", fresh, emitted, prompts=prompts, logits=scored)
+        launched = hand_over("prefill", fresh, emitted, self.seats, prompts=prompts, logits=scored)
         seats = self.seats.on_device([request.seat for request in requests])
         if self.drafter.keeps_state:
             # As if a step had just emitted the root, with the token before it as the root of that step.
@@ -318,13 +318,9 @@ class Engine:
         self.metrics.num_decode_passes += 1
         scored = dict(logits=output.logits, path=output.path) if output.scores is None else dict(logits=output.scores)
         emitted = output.emitted[: len(requests)]
-        launched = self._launched("decode", requests, emitted, which=which, begin=begin, **scored)
+        launched = hand_over("decode", requests, emitted, self.seats, which=which, begin=begin, **scored)
         count = sum(chunk.count for chunk in chunks)
         return launched, output.known and tuple(x[:count] for x in output.known)
-
-    def _launched(self, kind, requests, emitted, **more):
-        """Launched work: see launched.hand_over."""
-        return hand_over(kind, requests, emitted, self.seats, **more)
 
     def _read(self, launched):
         """Wait for launched work and give each request its tokens.  -> the requests that got some"""
@@ -356,8 +352,7 @@ class Engine:
         else:
             self.metrics.decode_seconds += now - self._read_until
             if self.plan.measures:
-                seconds = None if launched.begin is None else launched.seconds()
-                self.plan.record(len(launched.requests), launched.which, seconds, accepted)
+                self.plan.record(len(launched.requests), launched.which, launched.seconds(), accepted)
         self._read_until = now
         return advanced
 

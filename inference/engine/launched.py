@@ -28,7 +28,9 @@ class Launched:
     num_read: int = 0  # requests that have been given their tokens
 
     def seconds(self):
-        """Time of the work on the device, from `begin` on. It leaves out delays of the host before it reads."""
+        """Time of the work on the device, from `begin` on; None without one. It leaves out delays of the host before it reads."""
+        if self.begin is None:
+            return None
         return self.at - self.begin if self.event is None else self.begin.elapsed_time(self.event) / 1e3
 
 

@@ -234,7 +234,7 @@ def test_an_interrupt_while_reading_loses_no_token(target, plain, monkeypatch):
 
 
 @pytest.mark.parametrize("late", [0, 1])
-@pytest.mark.parametrize("where", ["advance", "draw_first", "_launched", "_hand_back", "run", "append", "read"])
+@pytest.mark.parametrize("where", ["advance", "draw_first", "hand_over", "_hand_back", "run", "append", "read"])
 def test_an_error_in_a_step_changes_nothing_for_others(target, plain, raising, where, late):
     """Wherever it comes, in a prefill or a decode, and half-way through handing tokens back."""
     prompts, found = plain
@@ -244,7 +244,7 @@ def test_an_error_in_a_step_changes_nothing_for_others(target, plain, raising, w
     other = llm.session.submit(prompts[1], params[1]).requests[0]
     engine = llm.engine
     owners = {"advance": engine.drafter, "run": engine.graphs, "draw_first": engine.prompts, "append": Request}
-    owners["read"] = GatheredLogprobs
+    owners |= {"read": GatheredLogprobs, "hand_over": engine_module}
     owner = owners.get(where, llm.engine)
     for place in range(1, 7):
         with raising(owner, where, place):
