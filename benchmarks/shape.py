@@ -4,7 +4,8 @@ from pathlib import Path
 
 import torch
 
-from ..inference.models.decoder import Decoder, check_supported
+from ..inference.models.decoder import Decoder
+from ..inference.models.support import check_supported
 from ..inference.models.memory import free_bytes, in_gib
 from ..inference.models.shapes import SHAPES, config_of
 from ..inference.models.weights import weight_bytes

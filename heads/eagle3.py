@@ -20,7 +20,15 @@ from torch import nn
 
 from .draft_vocabulary import check_d2t, check_t2d
 from .head import Head, Predictions, bytes_of, next_tokens
-from .layers import DecoderLayer, LayerConfig, RMSNorm, Rotary, check_embedding, share_embedding
+from .layers import (
+    DecoderLayer,
+    LayerConfig,
+    RMSNorm,
+    Rotary,
+    check_embedding,
+    intermediate_size_of,
+    share_embedding,
+)
 from .packed_attention import PackedAttention
 
 NUM_DEFAULT_LAYERS = 3
@@ -90,7 +98,7 @@ def _narrower(text, size):
             f"heads: take a multiple of {least}"
         )
     most = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    blocks = round(text.intermediate_size * size / text.hidden_size / MLP_BLOCK)
+    blocks = round(intermediate_size_of(text) * size / text.hidden_size / MLP_BLOCK)
     return {
         "num_attention_heads": heads,
         "num_key_value_heads": max(count for count in range(1, most + 1) if heads % count == 0),

@@ -19,6 +19,7 @@ from ..kernels.attention.rotary import rotary
 from ..kernels.rms_norm import rms_norm_reference
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_THETA = 10000.0  # of heads whose target has no rope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +65,7 @@ class LayerConfig:
 
     @classmethod
     def for_target(cls, target_config, **changes):
-        """The config of a head whose layer has the shape of the target's layers.
+        """The config of a head whose layer, a Llama's, has the sizes of the target's layers; where they have no rope, one of its own.
 
         target_config: the target's transformers config (of a multimodal one, its text part counts); changes: fields with
         other values. Raises ValueError for a layer that such a head cannot have.
@@ -76,11 +77,11 @@ class LayerConfig:
         taken = {
             "hidden_size": text.hidden_size,
             "vocab_size": text.vocab_size,
-            "intermediate_size": text.intermediate_size,
+            "intermediate_size": intermediate_size_of(text),
             "num_attention_heads": num_heads,
             "num_key_value_heads": getattr(text, "num_key_value_heads", None) or num_heads,
             "head_dim": getattr(text, "head_dim", None) or text.hidden_size // num_heads,
-            "rms_norm_eps": text.rms_norm_eps,
+            "rms_norm_eps": getattr(text, "rms_norm_eps", None) or 1e-6,
             "rope_theta": float(theta),
             "rope_scaling": None if rope.get("rope_type", "default") == "default" else rope,
             "max_position_embeddings": text.max_position_embeddings,
@@ -108,9 +109,18 @@ class LayerConfig:
         return LlamaConfig(num_hidden_layers=1, **{name: getattr(self, name) for name in names})
 
 
+def intermediate_size_of(text):
+    """The width of the MLP of a target with this text config."""
+    found = (getattr(text, name, None) for name in ("intermediate_size", "n_inner", "ffn_dim"))
+    return next((size for size in found if isinstance(size, int)), 4 * text.hidden_size)
+
+
 def _rope_of_whole_text(text):
-    """A copy of a text config's rope parameters. If layer types have their own, those of the layers that see the whole text."""
-    rope = text.rope_parameters
+    """A copy of a text config's rope parameters. If layer types have their own, those of the layers that see the whole text.
+
+    A head rotates whole heads, and a target without rope has none to copy.
+    """
+    rope = getattr(text, "rope_parameters", None) or {"rope_type": "default", "rope_theta": ROPE_THETA}
     if any(isinstance(value, dict) for value in rope.values()):
         if not isinstance(rope.get("full_attention"), dict):
             raise ValueError(
@@ -118,7 +128,7 @@ def _rope_of_whole_text(text):
                 "which such a head's layer has: take another target, or train Medusa heads"
             )
         rope = rope["full_attention"]
-    return dict(rope)
+    return {name: value for name, value in rope.items() if name != "partial_rotary_factor"}
 
 
 class Rotary:

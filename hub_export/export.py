@@ -29,7 +29,7 @@ from ..heads.storage.hub_answer import hub_options
 from ..heads.storage.user_errors import ending_cleanly, exit_status, say
 from ..inference.arguments import choose_threads_for, plain_warnings
 from ..inference.models.adapter import find_adapter_of, has_adapter, read_adapter
-from ..inference.models.decoder import check_supported
+from ..inference.models.support import check_supported
 from ..inference.models.target_source import target_config
 from . import provenance, push_command, verify
 from .acceptance import choose_prompts, measure as measure_acceptance

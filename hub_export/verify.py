@@ -22,7 +22,7 @@ from ..heads.storage.hub_answer import ask_hub
 from ..heads.storage.hub_id import check_may_be_id, split_revision
 from ..heads.storage.user_errors import ending_cleanly, exit_status, say
 from ..inference.models import adapter
-from ..inference.models.decoder import check_supported
+from ..inference.models.support import check_supported
 from ..inference.models.target_source import target_config
 from .acceptance import LENGTH, MAX_TOKENS, NUM_PROMPTS, POSITION, disagreements, intervals, pool, read_card, short
 from .replay import FEATURE_TOLERANCES, TOLERANCES

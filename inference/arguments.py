@@ -101,7 +101,7 @@ def speculative_config(arguments, **more):
 
 def choose_threads_for(model, device):
     """Use as many CPU threads as decode the target fastest, unless OMP_NUM_THREADS is set. ValueError for an unsupported target."""
-    from .models.decoder import check_supported
+    from .models.support import check_supported
     from .models.target_source import choose_device, target_config
     from .threads import choose_threads
 

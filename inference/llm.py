@@ -17,7 +17,8 @@ from .line import Call
 from .metrics import metrics_of
 from .models.adapter import MERGED_KEY, choose_adapter, warn_unless_adapted
 from .models.canary import check_exactness
-from .models.decoder import LOAD_FORMATS, check_supported, position_limit
+from .models.decoder import LOAD_FORMATS, position_limit
+from .models.support import check_supported
 from .models.target_source import (
     at_revision,
     check_used_in_place,

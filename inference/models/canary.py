@@ -30,6 +30,7 @@ from ...kernels.attention.tree_attention import PAGE, build_tree_index
 from ...kernels.jit import INTERPRETED, on_device, on_triton
 from ...kernels.linear.gated_mlp import gate_up_silu
 from ...kernels.numerics import Numerics
+from .decoder import ForwardPass
 
 # Numbers of rows. On a GPU they take the decode kernel and both ways of the prefill kernels; on the CPU one block, several, a call.
 GPU_ROWS, CPU_ROWS = (64, 300, 2048), (5, 17, 64)
@@ -89,10 +90,17 @@ def _is_recorded(path, proven):
 
 def _shapes(decoder):
     """What decides, beside the numerics, which kernels run and how."""
-    attention = decoder.layers[0].attention
-    return {
+    common = {
         "headstart": __version__,
         "kernels": "triton" if on_triton(decoder.embedding) else f"torch, {torch.get_num_threads()} threads",
+    }
+    if not decoder.is_packed:
+        import transformers
+
+        config = decoder.module.config.to_json_string(use_diff=False)
+        return common | {"transformers": transformers.__version__, "config": json.loads(config)}
+    attention = decoder.layers[0].attention
+    return common | {
         "products": {product.name: [*product.shape, product.biased] for product in _products(decoder)},
         "heads": [attention.num_heads, attention.num_kv_heads, decoder.head_dim],
         "scale": attention.scale,
@@ -110,6 +118,8 @@ def _windows(decoder):
 
 def find_fault(decoder):
     """What differs, in words; None if the canary passes."""
+    if not decoder.is_packed:
+        return _fault_of_pass(decoder)
     for product in _products(decoder):
         if fault := _fault_of_rows(product, decoder):
             return fault
@@ -172,6 +182,25 @@ def _fault_of_rows(product, decoder):
             among = "alone" if len(known) == 1 else f"alone or among {len(known)}"
             return f"{product.name} {list(product.shape)} gives a row other bits among {count} rows than {among}"
         known = found
+    return None
+
+
+def _fault_of_pass(decoder):
+    """A whole pass over the first token of a request, alone and among those of more and more others."""
+    counts, device = (1, *(GPU_ROWS if on_triton(decoder.embedding) else CPU_ROWS)), decoder.device
+    layers, hk, dim, dtype = decoder.kv_shape
+    kv = torch.zeros(layers, 2, (counts[-1] + 1) * hk * PAGE, dim, dtype=dtype, device=device)
+    node = torch.zeros(1, dtype=torch.int64, device=device)
+    alone = None
+    for count in counts:
+        pages = torch.arange(1, count + 1, device=device)
+        tokens, zeros = torch.arange(count, device=device) % decoder.vocab_size, torch.zeros_like(pages)
+        index = build_tree_index(pages[:, None], zeros, node, node[None], hk, dtype)
+        hidden, _ = decoder.forward(ForwardPass(tokens, zeros, pages * PAGE, index), kv)
+        found = torch.cat((hidden[:1].float(), decoder.logits(hidden)[:1].float()), 1)
+        alone = found if alone is None else alone
+        if _differ(found, alone).any():
+            return f"a pass gives a row other bits among {count} rows than alone"
     return None
 
 

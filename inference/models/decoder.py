@@ -6,7 +6,7 @@
 
 All requests' rows lie side by side, and row r is the same bits whatever the other rows are. Partial sums of a split product go
 straight into the next op. Its layers are made of blocks.py; architectures.py says what differs between model types. Rope types and
-limits: see check_supported. Not yet: tensor parallelism, quantised weights, partial rotation, mixtures of experts.
+limits: see check_packed. Not yet: tensor parallelism, quantised weights, partial rotation, mixtures of experts.
 
 Letters: B requests, N nodes per request, M = B N rows, H hidden, V vocabulary, D head dimension.
 """
@@ -41,8 +41,8 @@ class ForwardPass:
     shared: dict = field(default_factory=dict)  # what the CPU's first layer computed for all (rotary_kv_write)
 
 
-def check_supported(config):
-    """Raise UnsupportedArchitecture if the engine cannot run a target with this Hugging Face config."""
+def check_packed(config):
+    """Raise UnsupportedArchitecture if this decoder cannot run a target with this Hugging Face config."""
 
     def refuse(what):
         raise UnsupportedArchitecture(
@@ -98,6 +98,14 @@ def rotary_frequencies(config):
     return ROPE_INIT_FUNCTIONS[kind](config, device="cpu")
 
 
+def row_counts(shapes, most, device):
+    """Numbers of rows up to `most`, `most` among them, that take every launch of products [N, K] for up to so many rows."""
+    found, gpu = {}, (num_multiprocessors(device), shared_memory(device))
+    for rows in range(1, most + 1):
+        found[tuple(launch_of_rows(*shape, rows, *gpu) for shape in shapes)] = rows
+    return sorted({*found.values(), most})
+
+
 class Decoder:
     """The target on our kernels.
 
@@ -105,8 +113,11 @@ class Decoder:
     Raises UnsupportedArchitecture for a config that does not run.
     """
 
+    is_packed = True
+
     def __init__(self, weights, config, max_positions):
-        check_supported(config)
+        check_packed(config)
+        self.max_positions = max_positions
         architecture, eps = architecture_of(config), config.rms_norm_eps
         self.embedding, self.lm_head = weights.embedding, weights.lm_head
         # lm_head as `linear` reads it fastest, for it alone
@@ -152,16 +163,13 @@ class Decoder:
 
     def row_counts(self, most):
         """Numbers of rows up to `most`, `most` among them, that take every launch that the products have for up to so many rows."""
-        found, gpu = {}, (num_multiprocessors(self.device), shared_memory(self.device))
         shapes = [product.weight.shape for product in self._products(self.layers[0])] + [self.lm_head.shape]
-        for rows in range(1, most + 1):
-            found[tuple(launch_of_rows(*shape, rows, *gpu) for shape in shapes)] = rows
-        return sorted({*found.values(), most})
+        return row_counts(shapes, most, self.device)
 
     @classmethod
     def from_module(cls, module, max_positions):
         """A decoder on a loaded *ForCausalLM. The module's weights become views of the packed ones: both share one copy."""
-        check_supported(module.config)
+        check_packed(module.config)
         return cls(weights_of_module(module), module.config, max_positions)
 
     @classmethod
@@ -175,7 +183,7 @@ class Decoder:
         """
         if load_format not in LOAD_FORMATS:
             raise ValueError(f"load_format must be one of {', '.join(LOAD_FORMATS)}, got {load_format!r}")
-        check_supported(config)
+        check_packed(config)
         if load_format == "dummy":
             weights = random_weights(config, dtype, device)
         else:

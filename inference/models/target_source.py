@@ -13,7 +13,7 @@ from ...heads.head import Head
 from ...heads.storage.hub_answer import ask_hub, hub_options
 from ...heads.storage.hub_id import near_folder
 from ...kernels.linear.linear import linear
-from .decoder import Decoder
+from .support import decoder_class
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 # vLLM's other names of them.
@@ -171,15 +171,15 @@ def check_used_in_place(loaded, dtype, device):
 
 
 def load_decoder(model, config, *, dtype, device, max_positions, load_format, adapter=None):
-    """The Decoder of a target from any source; adapter: an Adapter to merge into the weights of files, or None."""
+    """The decoder of a target from any source; adapter: an Adapter to merge into the weights of files, or None."""
     if isinstance(model, nn.Module):
         check_used_in_place(model, dtype, device)
-        return Decoder.from_module(model, max_positions)
+        return decoder_class(config).from_module(model, max_positions)
     dtype, device = named_dtype(dtype), choose_device(device)
     if dtype is None:
         dtype = faster_cpu_dtype() if device.type == "cpu" else (getattr(config, "dtype", None) or torch.bfloat16)
     source = str(model) if isinstance(model, str | Path) else None
-    return Decoder.from_pretrained(
+    return decoder_class(config).from_pretrained(
         source,
         config,
         dtype=dtype,

@@ -10,7 +10,7 @@ from ...heads.checkpoint import check_head_fits, find_head, load_head, resolve_h
 from ...heads.draft_vocabulary import missing_stop_tokens
 from ...heads.families import FAMILIES, family_of
 from ...heads.head import Head
-from ..models.decoder import check_supported
+from ..models.support import check_supported
 from ..models.target_source import load_decoder, target_config
 from .drafters.draft_model import DraftModelDrafter
 from .drafters.ngram import NgramDrafter

@@ -49,7 +49,7 @@ def rotary_kv_write_reference(
         qk = torch.cat((q, k), 1)
     shared, name = {} if shared is None else shared, (id(cos), num_kv_heads)
     if name not in shared:
-        shared[name] = _angles(positions, cos, sin), _rows_of_heads(cache_rows, num_kv_heads, layer_kv.shape[1])
+        shared[name] = _angles(positions, cos, sin), kv_rows_of_heads(cache_rows, num_kv_heads, layer_kv.shape[1])
     (cos, sin), at = shared[name]
     qk = qk.to(cos.dtype)
     turned = torch.cat((qk[..., dim // 2 :], qk[..., : dim // 2]), -1)
@@ -64,7 +64,7 @@ def _angles(positions, cos, sin):
     return torch.cat((cos, cos), 1)[:, None], torch.cat((-sin, sin), 1)[:, None]
 
 
-def _rows_of_heads(cache_rows, num_kv_heads, num_rows):
+def kv_rows_of_heads(cache_rows, num_kv_heads, num_rows):
     """Rows of the keys, then of the values, in layer_kv [2, num_rows, D] as [2 * num_rows, D].  [M] -> [2 M HK]"""
     places = cache_rows.long()
     head = torch.arange(num_kv_heads, device=places.device)

@@ -38,7 +38,7 @@ class EagleDrafter(OwnCacheDrafter):
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
             rotary=Rotary.from_frequencies(
-                *rope_frequencies(config), num_positions=decoder.rotary.num_positions, dtype=self.dtype, device=device
+                *rope_frequencies(config), num_positions=decoder.max_positions, dtype=self.dtype, device=device
             ),
             eps=config.rms_norm_eps,
         )

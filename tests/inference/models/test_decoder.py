@@ -9,7 +9,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from headstart.inference.engine.cache import PagedCache
 from headstart.inference.models.architectures import ARCHITECTURES, Architecture
-from headstart.inference.models.decoder import Decoder, ForwardPass, UnsupportedArchitecture, check_supported
+from headstart.inference.models.architectures import UnsupportedArchitecture
+from headstart.inference.models.decoder import Decoder, ForwardPass
+from headstart.inference.models.support import check_supported
 from headstart.inference.models.shapes import SHAPES, config_of
 from headstart.inference.models.weights import tensor_plan, weight_bytes
 from headstart.kernels.attention.tree_attention import PAGE, build_tree_index

@@ -1,0 +1,300 @@
+"""The target as its own module of transformers, exact: any decoder-only model whose attention can be plugged in.
+
+    decoder = ModuleDecoder(module, max_positions=4096)        # an AutoModelForCausalLM, used in place
+
+The module runs as it is, over the rows of all requests side by side. Three things are replaced while it runs: attention is ours, over
+the paged cache; mixtures of experts are ours; and every operation that adds up a row runs on an op that adds it in one order
+(row_ops.py). What cannot be replaced is refused by name before long work, on a copy without weights (`trial`).
+
+Letters: B requests, N nodes per request, M = B N rows, H hidden, V vocabulary, D head dimension, HQ and HK query and key heads.
+"""
+
+import copy
+import threading
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ...heads.storage.hub_answer import hub_options
+from ...kernels.attention.attention_fold import MAX_DIM, MAX_GROUP
+from ...kernels.attention.rotary_kv_write import kv_rows_of_heads
+from .architectures import ARCHITECTURES, UnsupportedArchitecture
+from .decoder import row_counts
+from .row_ops import RowOps, UnsupportedOperation
+
+NAME = "headstart"  # of our attention among transformers'
+# What attention may be told, beside the options that it follows. Anything else that is not None is refused.
+IGNORED = {"dropout", "position_ids", "use_cache", "output_attentions", "output_router_logits", "is_causal", "cache_position"}
+FOLLOWED = {"scaling", "sliding_window", "softcap", "s_aux"}
+_running = threading.local()  # .calls: what runs in this thread, the innermost last
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """What the trial saw of one layer's attention."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None
+
+
+def _attention(module, query, key, value, attention_mask=None, **options):
+    """Our attention in the form that transformers calls.  query [1, HQ, M, D], key and value [1, HK, M, D] -> [1, M, HQ, D]"""
+    with _disable_current_modes():  # it is exact by itself
+        return _running.calls[-1](module, query, key, value, attention_mask, options), None
+
+
+def _register():
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if NAME not in ALL_ATTENTION_FUNCTIONS:
+        ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)
+
+
+@contextmanager
+def _attending(module, attend):
+    """Inside this context the module's attention is `attend`; afterwards it is what it was."""
+    _register()
+    config, calls = module.config, _running.__dict__.setdefault("calls", [])
+    before = config._attn_implementation
+    config._attn_implementation = NAME
+    calls.append(attend)
+    try:
+        yield
+    finally:
+        calls.pop()
+        config._attn_implementation = before
+
+
+# --- the trial ---
+
+
+def on_meta(config):
+    """The *ForCausalLM of a config, without weights. Raises UnsupportedArchitecture if transformers has none."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(copy.deepcopy(config)).eval()
+    except (ValueError, KeyError, AttributeError, TypeError, RuntimeError) as error:
+        raise UnsupportedArchitecture(
+            f"the engine does not run model type {config.model_type!r}: transformers gives no module of it that generates text "
+            f"({str(error).strip()[:200]})"
+        ) from error
+
+
+def trial(module):
+    """Run a module on `meta` over a few rows, and see that all of it can be replaced.
+
+    -> [(attention module, AttentionLayer)] in order, shapes [N, K] of all products
+
+    Raises UnsupportedArchitecture, saying what cannot.
+    """
+    config, rows, seen = module.config, 5, []
+
+    def refuse(what):
+        raise UnsupportedArchitecture(f"the engine cannot run {config.model_type} models as they are: {what}")
+
+    def attend(layer, query, key, value, mask, options):
+        unknown = [name for name, given in options.items() if given is not None and name not in IGNORED | FOLLOWED]
+        if mask is not None:
+            refuse("its attention takes a mask of its own")
+        if unknown:
+            refuse(f"its attention takes {', '.join(unknown)}")
+        for name in ("softcap", "s_aux"):
+            if options.get(name) is not None:
+                refuse(f"its attention takes {name}")
+        if key.shape != value.shape:
+            refuse(f"its keys {list(key.shape)} and values {list(value.shape)} differ in shape")
+        if query.shape[2] != rows or key.shape[2] != rows:
+            refuse("its attention sees other rows than were put in")
+        heads, kv_heads, dim = query.shape[1], key.shape[1], query.shape[3]
+        if dim > MAX_DIM or heads % kv_heads or heads > MAX_GROUP * kv_heads:
+            refuse(f"{heads} query heads on {kv_heads} key heads of {dim} dimensions")
+        scale = options.get("scaling")
+        window = options.get("sliding_window")
+        seen.append((layer, AttentionLayer(heads, kv_heads, dim, dim**-0.5 if scale is None else float(scale), window)))
+        return query.transpose(1, 2)
+
+    tokens = torch.zeros(1, rows, dtype=torch.int64, device="meta")
+    try:
+        with torch.inference_mode(), _attending(module, attend), RowOps(compute=False) as ops:
+            module(input_ids=tokens, position_ids=tokens, use_cache=False)
+    except UnsupportedOperation as error:
+        refuse(str(error))
+    except (KeyError, NotImplementedError, RuntimeError, TypeError, AttributeError) as error:
+        refuse(f"its attention cannot be plugged in ({type(error).__name__}: {str(error).strip()[:120]})")
+    modules = [layer for layer, _ in seen]
+    if not seen or len(set(map(id, modules))) != len(modules):
+        refuse(f"attention was called {len(seen)} times by {len(set(map(id, modules)))} modules")
+    if len({(one.num_kv_heads, one.head_dim) for _, one in seen}) != 1:
+        refuse("its layers have caches of different shapes")
+    return seen, ops.products
+
+
+def layers_of(module, attention_modules):
+    """The decoder layers, in order: the entries of the ModuleList that hold one attention module each. None if there is none."""
+    for found in module.modules():
+        if isinstance(found, nn.ModuleList) and len(found) == len(attention_modules):
+            inside = [set(map(id, layer.modules())) for layer in found]
+            if all(id(attention) in ids for attention, ids in zip(attention_modules, inside)):
+                return list(found)
+    return None
+
+
+# --- the decoder ---
+
+
+class _Given(nn.Module):
+    """Stands in for the base model, and for any part of it that is called in its place: its output is what it is given."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.parts, self.hidden = set(base._modules), None
+
+    def __getattr__(self, name):
+        return self if name in self.__dict__["parts"] else super().__getattr__(name)
+
+    def forward(self, *args, **kwargs):
+        return _Outputs((self.hidden,))
+
+
+class _Outputs(tuple):
+    """The outputs of a base model: hidden states, and nothing else whatever it is asked for."""
+
+    @property
+    def last_hidden_state(self):
+        return self[0]
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+
+class ModuleDecoder:
+    """See the module.  module: a *ForCausalLM on its device; max_positions: positions that a row may have"""
+
+    is_packed = False
+
+    def __init__(self, module, max_positions):
+        self.module, self.max_positions = module.eval().requires_grad_(False), max_positions
+        shape = on_meta(module.config)
+        seen, self._products = trial(shape)
+        names = {id(part): name for name, part in shape.named_modules()}
+        attention = [module.get_submodule(names[id(part)]) for part, _ in seen]
+        self._place = {id(part): (i, layer) for i, (part, (_, layer)) in enumerate(zip(attention, seen))}
+        self.layers = layers_of(module, attention)
+        if self.layers is None:
+            raise UnsupportedArchitecture(
+                f"the engine cannot run {module.config.model_type} models as they are: their layers were not found"
+            )
+        self.attention = [layer for _, layer in seen]
+        first = self.attention[0]
+        self.num_heads, self.num_kv_heads, self.head_dim = first.num_heads, first.num_kv_heads, first.head_dim
+        self.embedding = module.get_input_embeddings().weight
+        self.lm_head = self.output_weight = module.get_output_embeddings().weight
+        self.vocab_size, self.hidden_size = self.lm_head.shape
+        self.device, self.dtype = self.embedding.device, self.embedding.dtype
+        self.base = module.get_submodule(module.base_model_prefix)
+        # The same module with its base model replaced: what comes after it, soft caps and scaling included.
+        self._given = _Given(self.base)
+        self._output = copy.copy(module)
+        self._output._modules = dict(module._modules) | {module.base_model_prefix: self._given}
+        limit = getattr(module.config, "max_position_embeddings", None)
+        rope = getattr(module.config, "rope_parameters", None)
+        # A learned table ends. Nodes beyond it are never committed.
+        self.last_position = None if rope or limit is None else limit - 1
+
+    @property
+    def kv_shape(self):
+        """(layers, key heads, head dimension, dtype) of its cache."""
+        return len(self.attention), self.num_kv_heads, self.head_dim, self.dtype
+
+    @property
+    def weight_bytes(self):
+        """Bytes of the weights that every pass reads: all but the embedding, and lm_head."""
+        parts = [part for part in self.module.parameters() if part is not self.embedding]
+        if self.lm_head is self.embedding:
+            parts.append(self.lm_head)
+        return sum(part.nbytes for part in parts)
+
+    def row_counts(self, most):
+        """See Decoder.row_counts."""
+        return row_counts(self._products, most, self.device)
+
+    @classmethod
+    def from_module(cls, module, max_positions):
+        """A decoder on a loaded *ForCausalLM, which it shares."""
+        return cls(module, max_positions)
+
+    @classmethod
+    def from_pretrained(cls, folder_or_id, config, *, dtype, device, max_positions, load_format="auto", adapter=None):
+        """A decoder on a module of its own: see Decoder.from_pretrained."""
+        from transformers import AutoModelForCausalLM
+
+        if adapter is not None:
+            raise ValueError(
+                f"adapters are merged into {', '.join(ARCHITECTURES)} models only: merge it into the {config.model_type} model "
+                "with peft (merge_and_unload), save that, and give its folder"
+            )
+        if load_format == "dummy":
+            module = on_meta(config).to(dtype).to_empty(device=device)
+            module.init_weights()
+        else:
+            module = AutoModelForCausalLM.from_pretrained(folder_or_id, dtype=dtype, **hub_options(folder_or_id)).to(device)
+        return cls(module, max_positions)
+
+    def forward(self, batch, kv, streams=()):
+        """Hidden states of all rows after the final norm, and the drafter's feature: see Decoder.forward."""
+        positions = batch.positions.long()
+        if self.last_position is not None:
+            positions = positions.clamp(max=self.last_position)
+        places = kv_rows_of_heads(batch.cache_rows, self.num_kv_heads, kv.shape[2])
+        entering = {}
+
+        def attend(module, query, key, value, mask, options):
+            i, layer = self._place[id(module)]
+            rows = torch.cat((key[0].transpose(0, 1), value[0].transpose(0, 1)))  # [2 M, HK, D]
+            kv[i].view(-1, self.head_dim).index_copy_(0, places, rows.reshape(-1, self.head_dim).to(kv.dtype))
+            q = query[0].transpose(0, 1).contiguous()
+            return batch.attention.attend(q, kv[i], scale=layer.scale, window=layer.window)[None].to(query.dtype)
+
+        hooks = [self._hook(i, entering) for i in set(streams)]
+        try:
+            with torch.inference_mode(), _attending(self.module, attend), RowOps():
+                found = self.base(input_ids=batch.tokens.long()[None], position_ids=positions[None], use_cache=False)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        hidden = found.last_hidden_state[0]
+        return hidden, torch.cat([entering[i] for i in streams], 1) if streams else hidden
+
+    def _hook(self, i, entering):
+        """Keep the residual stream that enters layer i; after the last one, what leaves it."""
+
+        def enters(module, args, kwargs):
+            entering[i] = (args[0] if args else kwargs["hidden_states"])[0]
+
+        def leaves(module, args, output):
+            entering[i] = (output if torch.is_tensor(output) else output[0])[0]
+
+        if i < len(self.layers):
+            return self.layers[i].register_forward_pre_hook(enters, with_kwargs=True)
+        return self.layers[-1].register_forward_hook(leaves)
+
+    def logits(self, hidden, out=None):
+        """What the module makes of hidden states [M, H] -> [M, V]: see Decoder.logits."""
+        self._given.hidden = hidden[None]
+        tokens = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
+        with torch.inference_mode(), RowOps():
+            logits = self._output(input_ids=tokens, use_cache=False).logits[0]
+        self._given.hidden = None
+        if out is not None:
+            return out.copy_(logits)
+        return logits if logits.is_cuda or logits.dtype == torch.float64 else logits.float()

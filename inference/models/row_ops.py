@@ -1,0 +1,177 @@
+"""Run a module of transformers so that a row's bits do not depend on the other rows: every operation is accounted for.
+
+    with RowOps():
+        module(...)              # rows lie along the dimensions before the last
+
+Inside, operations on rows pass if they work element by element or only move data; products, sums, norms, softmax and top-k run on
+ops of ours that add each row in one order; any other operation raises UnsupportedOperation with its name. Rows must not be mixed:
+a sum over another dimension than the last is refused.
+
+On a CPU the library computes most functions of single elements twice: for whole vector registers, and for the elements left over,
+with other bits. Here they are computed on whole registers (`in_whole_vectors`).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ...kernels.linear.linear import linear
+from ...kernels.row_sum import layer_norm, row_softmax, row_sum
+
+# They move or make data, compare, or round once per element: the same bits wherever an element stands.
+EXACT = {
+    "abs", "add", "add_", "alias", "arange", "bitwise_and", "bitwise_not", "bitwise_or", "cat", "chunk", "clamp", "clamp_max",
+    "clamp_min", "clone", "concat", "constant_pad_nd", "contiguous", "copy_", "detach", "div", "div_", "dropout", "embedding",
+    "empty", "empty_like", "eq", "expand", "expand_as", "fill_", "flatten", "full", "full_like", "gather", "ge", "gt", "index",
+    "index_select", "le", "lift_fresh", "logical_and", "logical_not", "logical_or", "lt", "masked_fill", "masked_fill_",
+    "maximum", "minimum", "mul", "mul_", "narrow", "ne", "neg", "new_empty", "new_full", "new_zeros", "ones", "ones_like", "pad",
+    "permute", "reciprocal", "relu", "repeat", "repeat_interleave", "reshape", "resolve_conj", "resolve_neg", "rsqrt", "rsub",
+    "scalar_tensor", "scatter", "select", "slice", "split", "split_with_sizes", "sqrt", "square", "squeeze", "stack", "sub",
+    "sub_", "t", "to", "transpose", "type_as", "unbind", "unflatten", "unsqueeze", "view", "view_as", "where", "zeros",
+    "zeros_like", "_to_copy", "_unsafe_view",
+}  # fmt: skip
+# Functions of single elements whose bits depend, on a CPU, on whether an element fills a vector register with others.
+ELEMENTWISE = {
+    "cos", "elu", "erf", "exp", "exp2", "expm1", "gelu", "hardswish", "leaky_relu", "log", "log1p", "log_sigmoid", "mish", "pow",
+    "sigmoid", "silu", "silu_", "sin", "softplus", "tanh",
+}  # fmt: skip
+REGISTER = 64  # elements: a multiple of those in any vector register
+BLOCK = 16384  # elements computed at once: few enough for one thread, which would else cut them elsewhere
+
+
+class UnsupportedOperation(ValueError):
+    """An operation that may mix rows, or add a row in an order that depends on the others."""
+
+
+class RowOps(TorchDispatchMode):
+    """See the module. compute: False for tensors without contents, whose operations are only looked at."""
+
+    def __init__(self, compute=True):
+        super().__init__()
+        self.compute, self.products = compute, set()  # shapes [N, K] of the weights that were multiplied
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = function._schema.name.removeprefix("aten::")
+        if name in ROW_OPS and _is_floating(args):
+            return ROW_OPS[name](self, *args, **kwargs)
+        if name in ELEMENTWISE:
+            return in_whole_vectors(function, *args, **kwargs)
+        if name in EXACT and kwargs.get("alpha", 1) == 1:
+            return function(*args, **kwargs)
+        raise UnsupportedOperation(f"it uses {name}, which may give a row other bits in other company")
+
+
+def _is_floating(args):
+    return torch.is_tensor(args[0]) and args[0].is_floating_point()
+
+
+def in_whole_vectors(function, x, *args, **kwargs):
+    """An elementwise function of x, every element computed in a full vector register. On a GPU there is nothing to do."""
+    if x.device.type != "cpu" or not x.is_floating_point() or not x.numel():
+        return function(x, *args, **kwargs)
+    flat = x.contiguous().view(-1)
+    padded = F.pad(flat, (0, -len(flat) % REGISTER))
+    found = [function(block.clone(), *args, **kwargs) for block in padded.split(BLOCK)]
+    found = torch.cat(found)[: len(flat)].view(x.shape)
+    return x.copy_(found) if function._schema.name.endswith("_") else found
+
+
+# --- the operations that add up a row ---
+
+
+def _rows(x):
+    return x.reshape(-1, x.shape[-1])
+
+
+def _linear(mode, x, w, b=None):
+    mode.products.add(tuple(w.shape))
+    if not mode.compute:
+        return F.linear(x, w, b)
+    return linear(_rows(x), w, b).view(*x.shape[:-1], -1)
+
+
+def _addmm(mode, b, x, w, beta=1, alpha=1):
+    """b + x w, with w [K, N] as Conv1D has it."""
+    if (beta, alpha) != (1, 1):
+        raise UnsupportedOperation("it uses addmm with factors")
+    return _linear(mode, x, w.t().contiguous(), b)
+
+
+def _matmul(mode, x, w):
+    if w.dim() != 2:
+        raise UnsupportedOperation("it uses matmul of two batches of matrices")
+    return _linear(mode, x, w.t().contiguous())
+
+
+def _check_last(name, x, dims):
+    dims = [dims] if isinstance(dims, int) else list(dims or range(x.dim()))
+    if [dim % x.dim() for dim in dims] != [x.dim() - 1]:
+        raise UnsupportedOperation(f"it uses {name} over other dimensions than the last, which may mix rows")
+
+
+def _sum(mode, x, dim=None, keepdim=False, dtype=None, name="sum", divisor=1):
+    _check_last(name, x, dim)
+    total = row_sum(_rows(x).to(dtype or x.dtype)) / divisor
+    return total.view(*x.shape[:-1], *([1] if keepdim else [])).to(dtype or x.dtype)
+
+
+def _mean(mode, x, dim=None, keepdim=False, dtype=None):
+    return _sum(mode, x, dim, keepdim, dtype, "mean", x.shape[-1])
+
+
+def _softmax(mode, x, dim, dtype=None):
+    _check_last("softmax", x, dim)
+    return row_softmax(_rows(x if dtype is None else x.to(dtype))).view(x.shape).to(dtype or x.dtype)
+
+
+def _layer_norm(mode, x, shape, w=None, b=None, eps=1e-5, cudnn_enable=True):
+    if list(shape) != [x.shape[-1]]:
+        raise UnsupportedOperation("it uses layer_norm over more than the last dimension")
+    return layer_norm(_rows(x), w, b, eps).view(x.shape)
+
+
+def _rms_norm(mode, x, shape, w=None, eps=None):
+    if list(shape) != [x.shape[-1]]:
+        raise UnsupportedOperation("it uses rms_norm over more than the last dimension")
+    wide = _rows(x if x.dtype == torch.float64 else x.float())
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    normed = (wide * torch.rsqrt(row_sum(wide * wide) / x.shape[-1] + eps)[:, None]).to(x.dtype).view(x.shape)
+    return normed if w is None else normed * w
+
+
+def _topk(mode, x, k, dim=-1, largest=True, sorted=True):
+    """The k greatest of each row, ties to the lowest place."""
+    _check_last("topk", x, dim)
+    if not largest:
+        raise UnsupportedOperation("it uses topk for the least")
+    values, places = torch.sort(x, dim=-1, descending=True, stable=True)
+    return values[..., :k], places[..., :k]
+
+
+def _extreme(function):
+    def extreme(mode, x, *args, **kwargs):
+        dim = args[0] if args else kwargs.get("dim")
+        if not torch.is_tensor(dim):
+            _check_last("max or min", x, dim)
+        return function(x, *args, **kwargs)
+
+    return extreme
+
+
+ROW_OPS = {
+    "linear": _linear,
+    "addmm": _addmm,
+    "mm": _matmul,
+    "matmul": _matmul,
+    "sum": _sum,
+    "mean": _mean,
+    "softmax": _softmax,
+    "layer_norm": _layer_norm,
+    "rms_norm": _rms_norm,
+    "topk": _topk,
+    "max": _extreme(torch.max),
+    "min": _extreme(torch.min),
+    "amax": _extreme(torch.amax),
+    "amin": _extreme(torch.amin),
+}

@@ -1,0 +1,25 @@
+"""Which decoder runs a target: the packed one for Llama-like models, else the module's own, or none, and why."""
+
+from .architectures import UnsupportedArchitecture
+from .decoder import Decoder, check_packed
+from .module_decoder import ModuleDecoder, on_meta, trial
+
+
+def decoder_class(config):
+    """The class of decoder that runs a target with this Hugging Face config, or UnsupportedArchitecture, saying what is in the way.
+
+    A module without weights runs once, which takes a second for a large model.
+    """
+    if getattr(config, "quantization_config", None):
+        raise UnsupportedArchitecture("the engine does not run quantised weights yet: give the model in 16 or 32 bits")
+    try:
+        check_packed(config)
+    except UnsupportedArchitecture:
+        trial(on_meta(config))
+        return ModuleDecoder
+    return Decoder
+
+
+def check_supported(config):
+    """Raise UnsupportedArchitecture if the engine cannot run a target with this Hugging Face config."""
+    decoder_class(config)

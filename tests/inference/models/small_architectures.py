@@ -1,0 +1,71 @@
+"""Small random models of many architectures of transformers, with sizes that divide nothing evenly."""
+
+import torch
+
+VOCAB = 97
+_SMALL = dict(vocab_size=VOCAB, hidden_size=48, num_hidden_layers=2, num_attention_heads=6, max_position_embeddings=256)
+_GROUPED = _SMALL | dict(intermediate_size=80, num_key_value_heads=2)
+_HEADS_OF_10 = _GROUPED | dict(head_dim=10)
+_OF_GPT_2 = dict(vocab_size=VOCAB, n_embd=48, n_layer=2, n_head=6, n_positions=256)
+
+ARCHITECTURES = {
+    "apertus": _GROUPED,
+    "arcee": _GROUPED,
+    "biogpt": _SMALL | dict(intermediate_size=80),
+    "bitnet": _GROUPED,
+    "cohere": _GROUPED,
+    "cohere2": _GROUPED | dict(sliding_window=12),
+    "ernie4_5": _HEADS_OF_10,
+    "exaone4": _GROUPED | dict(sliding_window=12),
+    "gemma": _HEADS_OF_10,
+    "gemma3_text": _HEADS_OF_10 | dict(sliding_window=12, layer_types=["sliding_attention", "full_attention"]),
+    "glm": _GROUPED | dict(head_dim=8, pad_token_id=0),
+    "glm4": _GROUPED | dict(head_dim=8, pad_token_id=0),
+    "gpt2": _OF_GPT_2,
+    "gpt_bigcode": _OF_GPT_2 | dict(n_inner=80, multi_query=True),
+    "gpt_neox": _SMALL | dict(intermediate_size=80),
+    "helium": _HEADS_OF_10,
+    "hunyuan_v1_dense": _HEADS_OF_10,
+    "nemotron": _GROUPED,
+    "olmo": _GROUPED,
+    "olmo2": _GROUPED,
+    "olmo3": _GROUPED | dict(sliding_window=12),
+    "opt": dict(
+        vocab_size=VOCAB,
+        hidden_size=48,
+        word_embed_proj_dim=48,
+        ffn_dim=80,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        max_position_embeddings=256,
+    ),
+    "persimmon": _SMALL | dict(intermediate_size=80),
+    "phi": _GROUPED,
+    "phi3": _GROUPED | dict(pad_token_id=0),
+    "seed_oss": _HEADS_OF_10,
+    "smollm3": _GROUPED | dict(pad_token_id=0),
+    "stablelm": _GROUPED,
+    "starcoder2": _GROUPED | dict(sliding_window=12),
+}
+
+
+def small_config(model_type, **changes):
+    """The config of a small model without an EOS."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(model_type, **ARCHITECTURES.get(model_type, _GROUPED) | changes)
+    config.bos_token_id = config.eos_token_id = None
+    return config
+
+
+def small_model(model_type, dtype=torch.float32, **changes):
+    """A random model, spread wide enough that tokens differ."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(small_config(model_type, **changes), dtype=dtype).eval()
+    for parameter in model.parameters():
+        noise = torch.randn_like(parameter)
+        parameter.data = 0.3 * noise if parameter.dim() > 1 else parameter.data + 0.05 * noise
+    model.generation_config.eos_token_id = None
+    return model
