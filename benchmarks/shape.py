@@ -5,9 +5,9 @@ from pathlib import Path
 import torch
 
 from ..inference.models.decoder import Decoder
-from ..inference.models.support import check_supported
 from ..inference.models.memory import free_bytes, in_gib
 from ..inference.models.shapes import SHAPES, config_of
+from ..inference.models.support import check_supported
 from ..inference.models.weights import weight_bytes
 from ..inference.speculation.tree import build_static_tree
 

@@ -65,7 +65,7 @@ class LayerConfig:
 
     @classmethod
     def for_target(cls, target_config, **changes):
-        """The config of a head whose layer, a Llama's, has the sizes of the target's layers; where they have no rope, one of its own.
+        """The config of a head whose layer, a Llama's, has the sizes of the target's layers, and a rope if they have none.
 
         target_config: the target's transformers config (of a multimodal one, its text part counts); changes: fields with
         other values. Raises ValueError for a layer that such a head cannot have.

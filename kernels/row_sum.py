@@ -92,15 +92,15 @@ def layer_norm(x, w=None, b=None, eps=1e-5):
     _check("layer_norm", x)
     for name, parameter in (("w", w), ("b", b)):
         if parameter is not None and parameter.shape != x.shape[1:]:
-            raise ValueError(f"layer_norm takes {name} [{x.shape[1]}] for x {list(x.shape)}, got {list(parameter.shape)}")
+            raise ValueError(
+                f"layer_norm takes {name} [{x.shape[1]}] for x {list(x.shape)}, got {list(parameter.shape)}"
+            )
     if not on_triton(x):
         return layer_norm_reference(x, w, b, eps)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if len(x):
         block, warps = _launch(x.shape[1])
-        _layer_norm[(len(x),)](
-            x.contiguous(), w, b, y, x.shape[1], eps, block, num_warps=warps, enable_fp_fusion=False
-        )
+        _layer_norm[(len(x),)](x.contiguous(), w, b, y, x.shape[1], eps, block, num_warps=warps, enable_fp_fusion=False)
     return y
 
 

@@ -39,7 +39,8 @@ PUBLIC = {
     "heads": "checkpoint draft_vocabulary eagle eagle3 families head layers medusa mlp_speculator packed_attention",
     "heads/formats": "eagle eagle3 layer medusa mlp_speculator",
     "heads/storage": "atomic_write hub_answer hub_id keywords reading tensor_checks user_errors weight_files",
-    "inference/models": "adapter blocks canary checkpoint_files decoder memory target_source weights",
+    "inference/models": "adapter architectures blocks canary checkpoint_files decoder layer_reach memory support "
+    "target_source weights",
     "inference/speculation": "draft draft_sampling draw_nodes options proposers speculation tree tree_on_device verifiers",
     "inference/speculation/drafters": "draft_model drafter ngram",
     "inference/engine": "engine metrics options request stopping target_scores",

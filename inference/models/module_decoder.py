@@ -2,9 +2,9 @@
 
     decoder = ModuleDecoder(module, max_positions=4096)        # an AutoModelForCausalLM, used in place
 
-The module runs as it is, over the rows of all requests side by side. Three things are replaced while it runs: attention is ours, over
-the paged cache; mixtures of experts are ours; and every operation that adds up a row runs on an op that adds it in one order
-(row_ops.py). What cannot be replaced is refused by name before long work, on a copy without weights (`trial`).
+The module runs as it is, over the rows of all requests side by side. While it runs its attention is ours, over the paged cache, and
+every operation that adds up a row runs on an op that adds it in one order (row_ops.py). What cannot be replaced is refused by
+name before long work, on a copy without weights (`trial`).
 
 Letters: B requests, N nodes per request, M = B N rows, H hidden, V vocabulary, D head dimension, HQ and HK query and key heads.
 """
@@ -23,11 +23,20 @@ from ...kernels.attention.attention_fold import MAX_DIM, MAX_GROUP
 from ...kernels.attention.rotary_kv_write import kv_rows_of_heads
 from .architectures import ARCHITECTURES, UnsupportedArchitecture
 from .decoder import row_counts
+from .layer_reach import find_reaches
 from .row_ops import RowOps, UnsupportedOperation
 
 NAME = "headstart"  # of our attention among transformers'
 # What attention may be told, beside the options that it follows. Anything else that is not None is refused.
-IGNORED = {"dropout", "position_ids", "use_cache", "output_attentions", "output_router_logits", "is_causal", "cache_position"}
+IGNORED = {
+    "dropout",
+    "position_ids",
+    "use_cache",
+    "output_attentions",
+    "output_router_logits",
+    "is_causal",
+    "cache_position",
+}
 FOLLOWED = {"scaling", "sliding_window", "softcap", "s_aux"}
 _running = threading.local()  # .calls: what runs in this thread, the innermost last
 
@@ -88,19 +97,29 @@ def on_meta(config):
         ) from error
 
 
-def trial(module):
+def trial(module, max_positions):
     """Run a module on `meta` over a few rows, and see that all of it can be replaced.
 
     -> [(attention module, AttentionLayer)] in order, shapes [N, K] of all products
 
     Raises UnsupportedArchitecture, saying what cannot.
     """
-    config, rows, seen = module.config, 5, []
+    config, rows, seen = module.config.get_text_config(), 5, []
 
     def refuse(what):
         raise UnsupportedArchitecture(f"the engine cannot run {config.model_type} models as they are: {what}")
 
+    try:
+        reaches = find_reaches(config)
+    except ValueError as error:
+        refuse(str(error))
+    kinds = None if None in reaches else config.layer_types
+    if chunks := [reach for reach in reaches.values() if reach.within(max_positions).chunk]:
+        refuse(f"its layers see {chunks[0]}")
+
     def attend(layer, query, key, value, mask, options):
+        if kinds and len(seen) == len(kinds):
+            refuse(f"it has more than the {len(kinds)} layers of its config")
         unknown = [name for name, given in options.items() if given is not None and name not in IGNORED | FOLLOWED]
         if mask is not None:
             refuse("its attention takes a mask of its own")
@@ -116,9 +135,13 @@ def trial(module):
         heads, kv_heads, dim = query.shape[1], key.shape[1], query.shape[3]
         if dim > MAX_DIM or heads % kv_heads or heads > MAX_GROUP * kv_heads:
             refuse(f"{heads} query heads on {kv_heads} key heads of {dim} dimensions")
-        scale = options.get("scaling")
-        window = options.get("sliding_window")
-        seen.append((layer, AttentionLayer(heads, kv_heads, dim, dim**-0.5 if scale is None else float(scale), window)))
+        if not getattr(layer, "is_causal", True):
+            refuse("its attention sees later tokens")
+        scale, reach = options.get("scaling"), reaches[kinds[len(seen)] if kinds else None]
+        if options.get("sliding_window") not in (None, reach.window):
+            refuse(f"its layer {len(seen)} has a window of {options['sliding_window']}, and its config says {reach}")
+        scale = dim**-0.5 if scale is None else float(scale)
+        seen.append((layer, AttentionLayer(heads, kv_heads, dim, scale, reach.within(max_positions).window)))
         return query.transpose(1, 2)
 
     tokens = torch.zeros(1, rows, dtype=torch.int64, device="meta")
@@ -185,7 +208,7 @@ class ModuleDecoder:
     def __init__(self, module, max_positions):
         self.module, self.max_positions = module.eval().requires_grad_(False), max_positions
         shape = on_meta(module.config)
-        seen, self._products = trial(shape)
+        seen, self._products = trial(shape, max_positions)
         names = {id(part): name for name, part in shape.named_modules()}
         attention = [module.get_submodule(names[id(part)]) for part, _ in seen]
         self._place = {id(part): (i, layer) for i, (part, (_, layer)) in enumerate(zip(attention, seen))}
@@ -247,7 +270,9 @@ class ModuleDecoder:
             module = on_meta(config).to(dtype).to_empty(device=device)
             module.init_weights()
         else:
-            module = AutoModelForCausalLM.from_pretrained(folder_or_id, dtype=dtype, **hub_options(folder_or_id)).to(device)
+            module = AutoModelForCausalLM.from_pretrained(folder_or_id, dtype=dtype, **hub_options(folder_or_id)).to(
+                device
+            )
         return cls(module, max_positions)
 
     def forward(self, batch, kv, streams=()):

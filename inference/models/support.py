@@ -4,6 +4,8 @@ from .architectures import UnsupportedArchitecture
 from .decoder import Decoder, check_packed
 from .module_decoder import ModuleDecoder, on_meta, trial
 
+MOST_POSITIONS = 1 << 20  # of a model whose config does not say: none is as long
+
 
 def decoder_class(config):
     """The class of decoder that runs a target with this Hugging Face config, or UnsupportedArchitecture, saying what is in the way.
@@ -15,7 +17,7 @@ def decoder_class(config):
     try:
         check_packed(config)
     except UnsupportedArchitecture:
-        trial(on_meta(config))
+        trial(on_meta(config), getattr(config.get_text_config(), "max_position_embeddings", None) or MOST_POSITIONS)
         return ModuleDecoder
     return Decoder
 

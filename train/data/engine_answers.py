@@ -7,8 +7,8 @@ import torch
 
 from ...inference.llm import LLM
 from ...inference.models.adapter import choose_adapter
-from ...inference.models.checkpoint_files import find_files, sample_checksum
 from ...inference.models.architectures import UnsupportedArchitecture
+from ...inference.models.checkpoint_files import find_files, sample_checksum
 from ...inference.models.decoder import position_limit
 from ...inference.models.support import check_supported
 from ...inference.models.target_source import faster_cpu_dtype, load_tokenizer, named_dtype, target_config

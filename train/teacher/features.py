@@ -23,9 +23,10 @@ from ...heads.packed_attention import FLEX_DTYPES, FLEX_LEAST_DIM, FLEX_OPTIONS,
 from ...heads.storage.hub_answer import ask_hub, hub_options
 from ...heads.storage.hub_id import near_folder
 from ...inference.models.decoder import position_limit
+from ...inference.models.layer_reach import Reach, find_reaches
 from ..data.packing import block_attention_mask
 from .fused_target import fuse
-from .layer_masks import Reach, build_masks, find_reaches
+from .layer_masks import build_masks
 from .sharded_target import decoder_layers, find_decoder, is_sharded, load_sharded, wants_sharded_target
 
 CHECKED_TOKENS = 128  # at each end of a document

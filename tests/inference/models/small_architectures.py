@@ -24,7 +24,7 @@ ARCHITECTURES = {
     "gpt2": _OF_GPT_2,
     "gpt_bigcode": _OF_GPT_2 | dict(n_inner=80, multi_query=True),
     "gpt_neox": _SMALL | dict(intermediate_size=80),
-    "helium": _HEADS_OF_10,
+    "helium": _GROUPED | dict(head_dim=8),
     "hunyuan_v1_dense": _HEADS_OF_10,
     "nemotron": _GROUPED,
     "olmo": _GROUPED,

@@ -8,10 +8,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from headstart.inference.engine.cache import PagedCache
-from headstart.inference.models.architectures import ARCHITECTURES, Architecture
-from headstart.inference.models.architectures import UnsupportedArchitecture
-from headstart.inference.models.decoder import Decoder, ForwardPass
-from headstart.inference.models.support import check_supported
+from headstart.inference.models.architectures import ARCHITECTURES, Architecture, UnsupportedArchitecture
+from headstart.inference.models.decoder import Decoder, ForwardPass, check_packed
 from headstart.inference.models.shapes import SHAPES, config_of
 from headstart.inference.models.weights import tensor_plan, weight_bytes
 from headstart.kernels.attention.tree_attention import PAGE, build_tree_index
@@ -266,7 +264,7 @@ def test_what_does_not_run_yet_is_refused_with_what_does(changes, what):
     with pytest.raises(
         UnsupportedArchitecture, match=f"does not run {what}.*It runs model types llama.*tensor parallel"
     ):
-        check_supported(config)
+        check_packed(config)
     with pytest.raises(UnsupportedArchitecture, match=f"does not run {what}"):
         # Before any file is looked for.
         Decoder.from_pretrained("nowhere", config, dtype=torch.float32, device="cpu", max_positions=300)
@@ -301,7 +299,7 @@ def test_named_shapes_run_and_have_their_size(name):
         "qwen3-8b": 8.191,
     }
     config = config_of(name)
-    check_supported(config)
+    check_packed(config)
     assert weight_bytes(config, torch.bfloat16) / 2e9 == pytest.approx(billions[name], abs=6e-4)
     # The plan names just what transformers' own model holds.
     with torch.device("meta"):

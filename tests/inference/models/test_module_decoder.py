@@ -1,10 +1,7 @@
 """Targets that run as their own module of transformers: the library's tokens, and the same bits with and without speculation."""
 
-import copy
-
 import pytest
 import torch
-from torch import nn
 
 from headstart import LLM, SamplingParams
 from headstart.benchmarks import random_heads
@@ -15,7 +12,7 @@ from headstart.inference.models.module_decoder import ModuleDecoder
 from headstart.inference.models.row_ops import EXACT, RowOps, UnsupportedOperation, in_whole_vectors
 from headstart.inference.models.support import check_supported, decoder_class
 from headstart.inference.speculation.tree import build_static_tree
-from headstart.tests.inference.models.small_architectures import ARCHITECTURES, VOCAB, small_config, small_model
+from headstart.tests.inference.models.small_architectures import ARCHITECTURES, small_config, small_model
 
 PROMPTS = [[7, 3, 90, 12, 55], [1, 2], list(range(20, 90)), [5] * 9, list(range(3, 20))]
 TREE = build_static_tree([[0.6, 0.3, 0.2], [0.5, 0.3], [0.4, 0.2]], 12)
@@ -131,7 +128,9 @@ def test_positions_after_a_learned_table_are_those_of_its_end():
     llm = LLM(model, max_model_len=40, max_num_seqs=1)
     params, prompt = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True), list(range(19))
     plain = outputs(llm, params, [prompt])
-    drafting = LLM(llm, max_model_len=40, max_num_seqs=1, speculative_config={"model": model, "num_speculative_tokens": 5})
+    drafting = LLM(
+        llm, max_model_len=40, max_num_seqs=1, speculative_config={"model": model, "num_speculative_tokens": 5}
+    )
     assert len(plain[0][0]) == NEW
     assert outputs(drafting, params, [prompt]) == plain
 
@@ -148,7 +147,7 @@ def test_llama_likes_keep_the_packed_decoder():
         ("gptj", {}, "gptj"),
         ("mamba", {}, "it uses conv1d"),
         ("t5", {}, "gives no module"),
-        ("phi3", dict(pad_token_id=0, rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=1e4)), "it uses max"),
+        ("llama", dict(rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=1e4)), "it uses max"),
         ("llama", dict(quantization_config=dict(quant_method="mxfp4")), "quantised weights"),
     ],
 )
@@ -162,11 +161,6 @@ def test_what_cannot_run_is_refused_by_name_before_long_work(model_type, changes
 
 
 # --- the operations ---
-
-
-class Mixing(nn.Module):
-    def forward(self, x):
-        return x - x.mean(0, keepdim=True)
 
 
 @pytest.mark.parametrize(
@@ -216,21 +210,22 @@ def test_a_row_has_the_same_bits_in_any_company(name, threads):
     try:
         with torch.inference_mode(), RowOps():
             whole = operation(x)
-            for start, count in ((0, 1), (3, 1), (17, 7), (100, 64), (3999, 1), (5, 1500)):
-                assert torch.equal(operation(x[start : start + count].clone()), whole[start : start + count]), count
+            spans = ((0, 1), (3, 1), (17, 7), (100, 64), (3999, 1), (5, 1500))
+            parts = [operation(x[start : start + count].clone()) for start, count in spans]
     finally:
         torch.set_num_threads(before)
+    for (start, count), part in zip(spans, parts):
+        assert torch.equal(part, whole[start : start + count]), count
     close = operation(x) if name != "topk" else torch.sort(x.round(), dim=1, descending=True, stable=True)[1][:, :5]
     torch.testing.assert_close(whole, close, rtol=2e-4, atol=2e-4)
 
 
 def test_without_whole_registers_elements_left_over_have_other_bits():
     """What in_whole_vectors is for; should the library mend it, the function can go."""
-    x = torch.randn(64 * 300 + 5)
-    library = [torch.equal(f(x)[-5:], f(x[-5:].clone())) for f in (torch.nn.functional.silu, torch.nn.functional.gelu)]
-    ours = in_whole_vectors(torch.ops.aten.silu.default, x)
-    assert torch.equal(ours[-5:], in_whole_vectors(torch.ops.aten.silu.default, x[-5:].clone()))
-    assert not all(library)
+    x, silu = torch.randn(400, 48, generator=torch.Generator().manual_seed(0)), torch.nn.functional.silu
+    assert any(not torch.equal(silu(row.clone()), whole) for row, whole in zip(x, silu(x)))
+    whole = in_whole_vectors(torch.ops.aten.silu.default, x)
+    assert all(torch.equal(in_whole_vectors(torch.ops.aten.silu.default, row.clone()), w) for row, w in zip(x, whole))
 
 
 @pytest.mark.parametrize("fault", ["mean", "gelu"])
@@ -253,6 +248,4 @@ def test_the_canary_finds_a_row_that_depends_on_others(fault, monkeypatch):
 def test_exact_operations_are_known_to_torch():
     names = {name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names()}
     names = {name.split(".")[0] for name in names}
-    assert EXACT <= names, EXACT - names
-    assert VOCAB == 97
-    assert copy
+    assert names >= EXACT, EXACT - names

@@ -6,11 +6,11 @@ import transformers
 from transformers.integrations import flex_attention
 
 from headstart.heads import packed_attention
+from headstart.inference.models.layer_reach import Reach
 from headstart.train.data.packing import block_attention_mask, pack
 from headstart.train.data.rows import rows_to_check
 from headstart.train.teacher.feature_cache import describe
 from headstart.train.teacher.features import FrozenTarget
-from headstart.train.teacher.layer_masks import Reach
 
 REACH = 7  # positions of a window or chunk; most of the documents are longer
 SHAPE = dict(vocab_size=61, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
