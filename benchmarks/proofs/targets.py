@@ -5,8 +5,9 @@
 Each model type of AutoModelForCausalLM is built with random weights, in small: its config with few and narrow layers, and with
 windows and chunks shorter than the documents. Then it goes the way of a target: FrozenTarget, `check` on packed rows, the residual
 streams of two layers, the config of an EAGLE head. Features of every document in its row are compared with those of the document
-alone, more strictly than `check` does. A model that `check` accepts and this comparison does not would train silently wrong: the
-script then exits with 1. --table writes the lists as a page. The last line is JSON. Not here: downloaded weights, GPUs, the engine.
+alone, more strictly than `check` does. It also decodes in the engine, and the library's logits are asked about the tokens. A model
+that `check` or the engine accepts and the comparison does not would be silently wrong: the script then exits with 1. --table
+writes the lists as a page. The last line is JSON. Not here: downloaded weights, GPUs.
 """
 
 import argparse
@@ -21,8 +22,11 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from headstart import LLM, SamplingParams
 from headstart.evaluation.results import Report, command_line
 from headstart.heads.eagle import EagleConfig
+from headstart.inference.models.architectures import UnsupportedArchitecture
+from headstart.inference.models.support import decoder_class
 from headstart.train.data.packing import pack
 from headstart.train.teacher.features import FrozenTarget
 
@@ -31,7 +35,8 @@ LENGTHS = (45, 1, 23, 5, 18)
 VOCAB = 61
 MOST_PARAMETERS = 120_000_000  # a multimodal model keeps its whole image encoder
 SECONDS = 60  # for one model
-STRICT = 1e-4  # mean relative error of a document's features in fp32
+STRICT = 1e-4  # mean relative error of a document's features in fp32, and of the engine's tokens
+NEW = 20  # tokens that the engine decodes
 # Sizes by the names that configs use: a config is given those that it declares.
 SIZES = dict(
     vocab_size=VOCAB, pad_token_id=0, bos_token_id=1, eos_token_id=2, is_decoder=True, tie_word_embeddings=False
@@ -149,6 +154,29 @@ def try_target(model):
     return row
 
 
+def try_engine(model):
+    """{engine: packed, module, refused, fails or WRONG, engine_reason} of a model as the engine's target.
+
+    WRONG: of the tokens that it decodes greedily one is not the likeliest of the library's logits, rounding apart.
+    """
+    try:
+        kind = "packed" if decoder_class(model.config).is_packed else "module"
+        prompt = packed_rows()[0][0]
+        llm = LLM(model, max_model_len=len(prompt) + NEW + 1, max_num_seqs=1)
+        params = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)
+        tokens = llm.generate([prompt], params)[0].outputs[0].token_ids
+    except UnsupportedArchitecture as error:
+        return {"engine": "refused", "engine_reason": str(error).split("as they are: ")[-1]}
+    except TooSlow:
+        raise
+    except Exception as error:  # whatever a model of the library raises
+        return {"engine": "fails", "engine_reason": f"{type(error).__name__}: {_first_line(error)}"}
+    logits = model(input_ids=torch.tensor([prompt + tokens]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+    lost = logits.amax(1) - logits.gather(1, torch.tensor(tokens)[:, None]).squeeze(1)
+    worst = (lost / logits.abs().amax(1)).max().item()
+    return {"engine": kind if worst < STRICT else "WRONG", "engine_reason": "", "engine_error": worst}
+
+
 def _first_line(error):
     return (str(error).strip().splitlines() or [""])[0][:300]
 
@@ -164,7 +192,7 @@ def examine(kind):
             try:
                 model = build(kind, changes)
                 verdict = "fails"
-                found = {"model": type(model).__name__} | try_target(model)
+                found = {"model": type(model).__name__} | try_engine(model) | try_target(model)
             except TooSlow:
                 raise
             except Exception as error:  # whatever a config or model of the library raises for sizes that do not fit
@@ -206,19 +234,37 @@ def page(rows):
     lines = [
         "# Targets that can be trained on",
         "",
-        INTRODUCTION.format(version=transformers.__version__, engine="engine.md"),
+        INTRODUCTION.format(version=transformers.__version__),
         "",
     ]
     lines += ["| result | model types |", "|---|---|"]
     for title, members in lists.items():
         lines.append(f"| {title} | {', '.join(sorted(row['model_type'] for row in members)) or 'none'} |")
+    return "\n".join(lines) + "\n" + engine_page(rows)
+
+
+def engine_page(rows):
+    """What the engine runs, as a section of the page."""
+    lists = {"On kernels of their own": [], "As their own modules": []}
+    for row in rows:
+        title = ENGINE_WORDS.get(row.get("engine"))
+        if row.get("engine") in ("refused", "fails"):
+            title = f"{row['engine'].capitalize()}: {row['engine_reason']}"
+        if title:
+            lists.setdefault(title, []).append(row["model_type"])
+    lines = ["", "## Targets that the engine runs", "", ENGINE_INTRODUCTION, "", "| how | model types |", "|---|---|"]
+    lines += [f"| {title} | {', '.join(sorted(members)) or 'none'} |" for title, members in lists.items()]
     return "\n".join(lines) + "\n"
 
 
+ENGINE_WORDS = {"packed": "On kernels of their own", "module": "As their own modules", "WRONG": "WRONG"}
+ENGINE_INTRODUCTION = """The same models in the engine, on a CPU: every token that it decodes greedily is the likeliest of the
+library's own logits, but for rounding. A refused model says what is in its way before its weights are read. Checkpoints with
+quantised weights (gpt-oss as it is published, in MXFP4) are refused as such."""
 INTRODUCTION = """Which models of `AutoModelForCausalLM` (transformers {version}) the trainers accept as a target, found by
 `python benchmarks/proofs/targets.py`: a small random model of every type, with windows and chunks shorter than its documents. In a
 packed row every document of an accepted model has the features that it has alone, within 1e-4. Every run checks its own target
-on its own rows before it trains, so a model that is not listed may be tried. The engine runs fewer: [engine.md]({engine})."""
+on its own rows before it trains, so a model that is not listed may be tried."""
 
 
 def main(arguments=None):
@@ -232,6 +278,7 @@ def main(arguments=None):
     columns = {
         "model_type": ("model type", 28, str),
         "verdict": ("result", 9, str),
+        "engine": ("engine", 7, str),
         "reason": ("reason", 20, lambda r: r[:90]),
     }
     settings = {"only": options.only, "transformers": transformers.__version__}
@@ -248,7 +295,7 @@ def main(arguments=None):
     if options.table:
         options.table.write_text(page(report.rows), encoding="utf-8")
     report.finish()
-    return int(any(row["verdict"] == "WRONG" for row in report.rows))
+    return int(any("WRONG" in (row["verdict"], row.get("engine")) for row in report.rows))
 
 
 if __name__ == "__main__":

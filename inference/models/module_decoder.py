@@ -70,14 +70,15 @@ def _attending(module, attend):
     """Inside this context the module's attention is `attend`; afterwards it is what it was."""
     _register()
     config, calls = module.config, _running.__dict__.setdefault("calls", [])
-    before = config._attn_implementation
-    config._attn_implementation = NAME
+    before = config._attn_implementation, config.pad_token_id
+    # Without a token of padding no model looks for it among the rows.
+    config._attn_implementation, config.pad_token_id = NAME, None
     calls.append(attend)
     try:
         yield
     finally:
         calls.pop()
-        config._attn_implementation = before
+        config._attn_implementation, config.pad_token_id = before
 
 
 # --- the trial ---
@@ -160,6 +161,15 @@ def trial(module, max_positions):
     return seen, ops.products
 
 
+def _lay_out_products(module):
+    """Lay weights [K, N] of Conv1D out as the transpose of [N, K], which products read, in place of the original."""
+    from transformers.pytorch_utils import Conv1D
+
+    for part in module.modules():
+        if isinstance(part, Conv1D):
+            part.weight.data = part.weight.data.t().contiguous().t()
+
+
 def layers_of(module, attention_modules):
     """The decoder layers, in order: the entries of the ModuleList that hold one attention module each. None if there is none."""
     for found in module.modules():
@@ -207,6 +217,7 @@ class ModuleDecoder:
 
     def __init__(self, module, max_positions):
         self.module, self.max_positions = module.eval().requires_grad_(False), max_positions
+        _lay_out_products(module)
         shape = on_meta(module.config)
         seen, self._products = trial(shape, max_positions)
         names = {id(part): name for name, part in shape.named_modules()}

@@ -26,9 +26,9 @@ EXACT = {
     "gather", "ge", "gt", "index", "index_select", "le", "lift_fresh", "logical_and", "logical_not", "logical_or", "lt",
     "masked_fill", "masked_fill_", "maximum", "minimum", "mul", "mul_", "narrow", "ne", "neg", "new_empty", "new_full",
     "new_zeros", "ones", "ones_like", "pad", "permute", "reciprocal", "relu", "repeat", "repeat_interleave", "reshape",
-    "resolve_conj", "resolve_neg", "round", "rsqrt", "rsub", "scalar_tensor", "scatter", "select", "slice", "split",
-    "split_with_sizes", "sqrt", "square", "squeeze", "stack", "sub", "sub_", "t", "to", "transpose", "type_as", "unbind",
-    "unflatten", "unsqueeze", "view", "view_as", "where", "zeros", "zeros_like", "_to_copy", "_unsafe_view",
+    "resolve_conj", "resolve_neg", "round", "rsqrt", "rsub", "scalar_tensor", "scatter", "scatter_", "select", "slice",
+    "split", "split_with_sizes", "sqrt", "square", "squeeze", "stack", "sub", "sub_", "t", "to", "transpose", "type_as",
+    "unbind", "unflatten", "unsqueeze", "view", "view_as", "where", "zeros", "zeros_like", "_to_copy", "_unsafe_view",
 }  # fmt: skip
 # Functions of single elements whose bits depend, on a CPU, on whether an element fills a vector register with others.
 ELEMENTWISE = {

@@ -4,7 +4,7 @@ from .architectures import UnsupportedArchitecture
 from .decoder import Decoder, check_packed
 from .module_decoder import ModuleDecoder, on_meta, trial
 
-MOST_POSITIONS = 1 << 20  # of a model whose config does not say: none is as long
+MOST_POSITIONS = 1 << 20  # no model is as long
 
 
 def decoder_class(config):
@@ -17,7 +17,12 @@ def decoder_class(config):
     try:
         check_packed(config)
     except UnsupportedArchitecture:
-        trial(on_meta(config), getattr(config.get_text_config(), "max_position_embeddings", None) or MOST_POSITIONS)
+        limit = getattr(config, "max_position_embeddings", None)
+        trial(on_meta(config), limit or MOST_POSITIONS)
+        if limit is None:
+            raise UnsupportedArchitecture(
+                f"the engine cannot run {config.model_type} models as they are: their config says no max_position_embeddings"
+            ) from None
         return ModuleDecoder
     return Decoder
 

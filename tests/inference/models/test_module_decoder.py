@@ -17,6 +17,7 @@ from headstart.tests.inference.models.small_architectures import ARCHITECTURES, 
 PROMPTS = [[7, 3, 90, 12, 55], [1, 2], list(range(20, 90)), [5] * 9, list(range(3, 20))]
 TREE = build_static_tree([[0.6, 0.3, 0.2], [0.5, 0.3], [0.4, 0.2]], 12)
 NEW = 20
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def seeded(temperature, **more):
@@ -35,19 +36,23 @@ def alone(llm, params):
 def check_greedy(model, prompt, tokens):
     """They are the library's likeliest tokens, or as likely as these but for rounding."""
     with torch.no_grad():
-        ids = torch.tensor([prompt + tokens])
-        logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+        ids = torch.tensor([prompt + tokens], device=model.device)
+        logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].cpu()
     lost = logits.amax(1) - logits.gather(1, torch.tensor(tokens)[:, None]).squeeze(1)
     assert (lost <= 1e-4 * logits.abs().amax(1)).all(), lost
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
-def test_tokens_are_the_librarys_and_speculation_changes_no_bit(model_type, speculate):
-    model = small_model(model_type)
+def test_tokens_are_the_librarys_and_speculation_changes_no_bit(model_type, device, speculate):
+    model = small_model(model_type).to(device)
     llm = LLM(model, max_model_len=200, max_num_seqs=3)
     assert isinstance(llm.engine.decoder, ModuleDecoder)
     for prompt, (tokens, _) in zip(PROMPTS, outputs(llm, seeded(0.0))):
         check_greedy(model, prompt, tokens)
+    if device == "cuda":
+        model = model.bfloat16()
+        llm = LLM(model, max_model_len=200, max_num_seqs=3)
     for temperature in (0.0, 0.9):
         plain = alone(llm, seeded(temperature))
         assert outputs(llm, seeded(temperature)) == plain, "in a batch"
@@ -57,11 +62,12 @@ def test_tokens_are_the_librarys_and_speculation_changes_no_bit(model_type, spec
         assert drafting.get_stats()["acceptance_length"] > 1.2
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("model_type", ["opt", "gpt_bigcode", "gemma3_text", "phi"])
 @pytest.mark.parametrize("method", ["medusa", "mlp_speculator", "eagle", "eagle3"])
-def test_heads_of_every_family_draft_and_change_nothing(model_type, method, monkeypatch):
+def test_heads_of_every_family_draft_and_change_nothing(model_type, method, device, monkeypatch):
     monkeypatch.setattr(random_heads, "DRAFT_VOCABULARY", 60)
-    model = small_model(model_type)
+    model = small_model(model_type, torch.bfloat16 if device == "cuda" else torch.float32).to(device)
     llm = LLM(model, max_model_len=200, max_num_seqs=3)
     head = random_heads.random_head(method, model.config, llm.engine.decoder, 3)
     tree = "dynamic" if method == "eagle3" else "chain"
@@ -70,11 +76,12 @@ def test_heads_of_every_family_draft_and_change_nothing(model_type, method, monk
     assert drafting.get_stats()["num_spec_steps"] > 0
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("model_type", ["gpt2", "olmo2"])
-def test_a_draft_model_of_another_architecture_and_ngrams(model_type):
-    llm = LLM(small_model(model_type), max_model_len=200, max_num_seqs=3)
+def test_a_draft_model_of_another_architecture_and_ngrams(model_type, device):
+    llm = LLM(small_model(model_type).to(device), max_model_len=200, max_num_seqs=3)
     plain = alone(llm, seeded(0.9))
-    other = small_model("phi3" if model_type == "gpt2" else "opt")
+    other = small_model("phi3" if model_type == "gpt2" else "opt").to(device)
     for speculative in (
         {"model": other, "num_speculative_tokens": 3},
         {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2},
@@ -83,8 +90,9 @@ def test_a_draft_model_of_another_architecture_and_ngrams(model_type):
         assert outputs(drafting, seeded(0.9)) == plain
 
 
-def test_preempted_requests_and_those_that_find_their_prompt_in_the_cache_get_the_same_bits():
-    model = small_model("starcoder2")
+@pytest.mark.parametrize("device", DEVICES)
+def test_preempted_requests_and_those_that_find_their_prompt_in_the_cache_get_the_same_bits(device):
+    model = small_model("starcoder2").to(device)
     llm = LLM(model, max_model_len=200, max_num_seqs=3, enable_prefix_caching=False)
     prompts = [list(range(90))[:70] + [i] for i in range(4)]
     params = [SamplingParams(temperature=0.9, seed=i, max_tokens=70, ignore_eos=True) for i in range(4)]
@@ -98,8 +106,9 @@ def test_preempted_requests_and_those_that_find_their_prompt_in_the_cache_get_th
     assert shared.engine.metrics.prefix_cache_hits > 0
 
 
-def test_the_module_is_used_in_place_and_is_what_it_was_afterwards():
-    model = small_model("opt", torch.bfloat16)
+@pytest.mark.parametrize("model_type", ["opt", "gpt2"])
+def test_the_module_is_used_in_place_and_is_what_it_was_afterwards(model_type):
+    model = small_model(model_type, torch.bfloat16)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with torch.no_grad():
         expected = model(input_ids=torch.tensor([PROMPTS[0]])).logits
