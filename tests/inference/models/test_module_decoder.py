@@ -152,10 +152,13 @@ def test_llama_likes_keep_the_packed_decoder():
 @pytest.mark.parametrize(
     ("model_type", "changes", "said"),
     [
-        ("bloom", {}, "it uses baddbmm"),
+        ("bloom", {}, "takes no position_ids"),
         ("gptj", {}, "gptj"),
-        ("mamba", {}, "it uses conv1d"),
+        ("lfm2", {}, "differ in shape"),
         ("t5", {}, "gives no module"),
+        ("roberta", dict(is_decoder=True), "begin after its token of padding"),
+        ("bart", dict(is_decoder=True), "takes no position_ids"),
+        ("moshi", {}, "others than the library's"),
         ("llama", dict(rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=1e4)), "it uses max"),
         ("llama", dict(quantization_config=dict(quant_method="mxfp4")), "quantised weights"),
     ],
@@ -163,7 +166,7 @@ def test_llama_likes_keep_the_packed_decoder():
 def test_what_cannot_run_is_refused_by_name_before_long_work(model_type, changes, said):
     from transformers import AutoConfig
 
-    own = {"hidden_size": 48} if model_type in ("bloom", "mamba") else {}
+    own = {"hidden_size": 48} if model_type in ("bloom", "lfm2") else {}
     config = small_config(model_type, **changes) if changes else AutoConfig.for_model(model_type, **own)
     with pytest.raises(UnsupportedArchitecture, match=said):
         check_supported(config)
