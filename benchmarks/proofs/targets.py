@@ -249,7 +249,7 @@ def engine_page(rows):
     for row in rows:
         title = ENGINE_WORDS.get(row.get("engine"))
         if row.get("engine") in ("refused", "fails"):
-            title = f"{row['engine'].capitalize()}: {row['engine_reason']}"
+            title = f"{row['engine'].capitalize()}: {' '.join(row['engine_reason'].split())[:160]}"
         if title:
             lists.setdefault(title, []).append(row["model_type"])
     lines = ["", "## Targets that the engine runs", "", ENGINE_INTRODUCTION, "", "| how | model types |", "|---|---|"]
