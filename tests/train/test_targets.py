@@ -25,6 +25,22 @@ GPT2 = {
     "eos_token_id": 2,
 }
 
+GEMMA3 = SMALL | {
+    "initializer_range": 0.3,
+    "num_hidden_layers": 3,
+    "intermediate_size": 64,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+GEMMA3 |= {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+GEMMA3 |= {
+    "rope_parameters": {
+        kind: {"rope_type": "default", "rope_theta": theta}
+        for kind, theta in (("sliding_attention", 1e4), ("full_attention", 1e6))
+    }
+}
+TWO_DIMENSIONS = GEMMA3 | {"global_head_dim": 16}
+
 
 def save(folder, word_target, config, **keys):
     """A random model of this config, with the tiny target's tokenizer."""
@@ -58,7 +74,7 @@ def test_other_architectures_train(trainer, tmp_path, word_target, read_metrics,
 def test_target_that_the_engine_does_not_run_is_measured_teacher_forced(
     trainers, tmp_path, word_target, read_metrics, capsys, family, keys, least
 ):
-    folder = save(tmp_path / "target", word_target, transformers.GPT2Config, **GPT2)
+    folder = save(tmp_path / "target", word_target, transformers.Gemma4TextConfig, **TWO_DIMENSIONS)
     # Against the text, so let the heads learn the text: its answers count upwards.
     keys = keys | {"loss": "hard", "num_epochs": 12, "max_steps": 0, "batch_rows": 4, "log_every": 50}
     run = trainers[family].run(target=folder, eval_prompts=6, eval_tokens=6, **keys)
@@ -110,22 +126,6 @@ def test_targets_whose_distribution_is_not_in_the_features_are_refused(
     assert not (tmp_path / "run").exists()
 
 
-GEMMA3 = SMALL | {
-    "initializer_range": 0.3,
-    "num_hidden_layers": 3,
-    "intermediate_size": 64,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-}
-GEMMA3 |= {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
-GEMMA3 |= {
-    "rope_parameters": {
-        kind: {"rope_type": "default", "rope_theta": theta}
-        for kind, theta in (("sliding_attention", 1e4), ("full_attention", 1e6))
-    }
-}
-
-
 @pytest.mark.parametrize("family", ["medusa", "mlp_speculator", "eagle", "eagle3"])
 def test_a_target_with_windows_and_two_ropes_trains_every_head(trainers, tmp_path, word_target, read_metrics, family):
     folder = save(tmp_path / "target", word_target, transformers.Gemma3TextConfig, **GEMMA3)
@@ -137,23 +137,27 @@ def test_a_target_with_windows_and_two_ropes_trains_every_head(trainers, tmp_pat
 
 
 @pytest.mark.parametrize("family", ["eagle", "eagle3"])
-def test_layers_of_two_head_dimensions_are_refused_before_the_data_are_read(trainers, tmp_path, word_target, family):
-    folder = save(tmp_path / "target", word_target, transformers.Gemma4TextConfig, **GEMMA3, global_head_dim=16)
-    with pytest.raises(ValueError, match=r"those of a gemma4_text target differ \(.*train Medusa"):
-        trainers[family].main(target=folder, data="missing.jsonl")
-    assert not (tmp_path / "run").exists()
+def test_targets_without_a_rope_train_heads_with_one_of_their_own(
+    trainers, tmp_path, word_target, read_metrics, family
+):
+    folder = save(tmp_path / "target", word_target, transformers.GPT2Config, **GPT2)
+    run = trainers[family].run(target=folder, max_steps=12, eval_prompts=3, eval_tokens=6)
+    first, *_, last = read_metrics()
+    assert last["loss"] < first["loss"]
+    assert json.loads((run / "acceptance.json").read_text())["source"] != "teacher_forced"
+    assert load_head(run / "head").config.rope_theta == 1e4
 
 
 @pytest.mark.parametrize(
     ("training", "message"),
     [
-        ("eagle", "a gpt2 target's config says no rope_parameters: take a target of the Llama"),
-        ("eagle3", "a gpt2 target's config says no rope_parameters: take a target of the Llama"),
-        ("stage 2", r"stage 2 without a generator: .*does not run model type 'gpt2'.*Train stage 1"),
+        ("eagle", r"those of a gemma4_text target differ \(.*train Medusa"),
+        ("eagle3", r"those of a gemma4_text target differ \(.*train Medusa"),
+        ("stage 2", r"stage 2 without a generator: .*gemma4_text models.*caches of different shapes.*Train stage 1"),
     ],
 )
 def test_target_of_another_kind_is_refused_before_the_data_are_read(trainers, tmp_path, word_target, training, message):
-    folder = save(tmp_path / "target", word_target, transformers.GPT2Config, **GPT2)
+    folder = save(tmp_path / "target", word_target, transformers.Gemma4TextConfig, **TWO_DIMENSIONS)
     with pytest.raises(ValueError, match=message):
         trainers[training].main(target=folder, data="missing.jsonl")
     assert not (tmp_path / "run").exists()
