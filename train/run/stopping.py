@@ -1,5 +1,6 @@
 """End a training script: SIGTERM and SIGINT take effect at the next safe point, errors are one line."""
 
+import atexit
 import ctypes
 import os
 import signal
@@ -54,21 +55,34 @@ def leave_with_launcher():
 
 
 def leave_group():
-    """End the process group, on every rank that reaches the end of its work.
+    """End the process group, on every rank that reaches the end of its work, and let the process end without finalising Python.
 
-    At the interpreter's exit a thread of the group sometimes aborts the process, and the launcher would take that for a failure.
+    A thread of the group that asks for Python's lock after that has begun aborts the process (up to Python 3.13), and the launcher
+    takes that for a failure.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
+        return True
+    return False
 
 
 def run_script(main):
     """Run `main(argv)` as a script, and exit with its status (user_errors.exit_status)."""
+    had_group = False
 
     def work():
+        nonlocal had_group
         status = main(sys.argv[1:])
-        leave_group()
+        had_group = leave_group()
         return status
 
+    def leave():
+        if had_group:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+
     leave_with_launcher()
-    sys.exit(exit_status(Path(main.__code__.co_filename).name, work, (NonFiniteLoss,)))
+    atexit.register(leave)  # before `main` registers others, so that it runs after them
+    status = exit_status(Path(main.__code__.co_filename).name, work, (NonFiniteLoss,))
+    sys.exit(status)

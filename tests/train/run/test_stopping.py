@@ -32,3 +32,33 @@ def test_output_that_breaks_off_is_no_success(stderr):
         os.read(process.stdout.fileno(), 10)
         process.stdout.close()
         assert process.wait(timeout=120) != 0
+
+
+GROUP = """
+import atexit, sys
+import torch.distributed as dist
+from headstart.train.run.stopping import run_script
+
+class Witness:
+    def __del__(self):
+        print("finalised")
+
+def main(argv):
+    if argv:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    atexit.register(print, "at exit")
+    sys.modules["witness"] = Witness()
+    print("worked")
+    return 3
+
+run_script(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"), [(["group"], ["worked", "at exit"]), ([], ["worked", "at exit", "finalised"])]
+)
+def test_a_process_of_a_group_ends_without_finalising_python(argv, said):
+    """Threads of the group that want Python's lock while it is finalised abort the process."""
+    done = subprocess.run([sys.executable, "-c", GROUP, *argv], stdout=subprocess.PIPE, text=True, timeout=120)
+    assert (done.returncode, done.stdout.split("\n")[:-1]) == (3, said)
