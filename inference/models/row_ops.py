@@ -99,6 +99,8 @@ def _addmm(mode, b, x, w, beta=1, alpha=1):
 
 
 def _matmul(mode, x, w):
+    if x.shape[-1] == 1 and x.dim() == w.dim() > 1:
+        return x * w  # an outer product adds nothing up
     if w.dim() != 2:
         raise UnsupportedOperation("it uses matmul of two batches of matrices")
     return _linear(mode, x, w.t().contiguous())
@@ -162,6 +164,7 @@ def _extreme(function):
 ROW_OPS = {
     "linear": _linear,
     "addmm": _addmm,
+    "bmm": _matmul,
     "mm": _matmul,
     "matmul": _matmul,
     "sum": _sum,

@@ -197,6 +197,7 @@ def test_operations_that_may_mix_rows_are_refused(operation):
 OPERATIONS = {
     "linear": lambda x: torch.nn.functional.linear(x, torch.arange(33.0).repeat(50, 1) / 33, torch.ones(50)),
     "addmm": lambda x: torch.addmm(torch.ones(50), x, torch.arange(33.0 * 50).view(33, 50).sin()),
+    "outer product": lambda x: (x[:, :1][None] @ torch.arange(33.0)[None, None])[0],
     "mean": lambda x: x.pow(2).mean(-1, keepdim=True),
     "sum": lambda x: x.sum(-1),
     "softmax": lambda x: torch.softmax(x, -1, dtype=torch.float32),
