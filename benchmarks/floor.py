@@ -14,8 +14,8 @@ from ..evaluation.timing import Repeatable
 
 COPIED_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}  # well past the caches
 SQUARE = {"cuda": 8192, "cpu": 512}  # side of the matrix product that gives the best rate of arithmetic
-# Products before those that are timed, for a rate that lasts: half a second, after which a GPU has slowed to its power limit.
-HEATING = {"cuda": 400, "cpu": 0}
+# Products before those that are timed, for a rate that lasts: three seconds, as long as a measured run of an engine takes at least.
+HEATING = {"cuda": 2000, "cpu": 0}
 
 
 def copy_bandwidth(device):
@@ -32,7 +32,10 @@ def copy_bandwidth(device):
 
 
 def product_rate(device, dtype, lasting=False):
-    """Floating-point operations per second of the library's large square matrix product; lasting: after half a second of them."""
+    """Floating-point operations per second of the library's large square matrix product.
+
+    lasting: after three seconds of them, when a GPU is at its power limit.
+    """
     device = torch.device(device)
     side = SQUARE[device.type]
     a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))

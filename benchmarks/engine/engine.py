@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerFast
 from ...evaluation.results import Report, decimals, plain
 from ...evaluation.step_recorder import NoSteadyState, record_steps
 from ...evaluation.timing import Repeatable, Times, release
-from ...inference.engine.seats import INTEGERS
+from ...inference.engine.seats import INTEGERS, NO_CHANGE
 from ...inference.llm import LLM
 from ...inference.sampling_params import SamplingParams
 from ...inference.speculation.options import SpeculativeOptions
@@ -261,7 +261,8 @@ class EngineBench:
         state = torch.tensor([values.get(name, 0) for name in INTEGERS], device=device)
         table = torch.arange(batch * pages, device=device).view(batch, pages) % engine.cache.num_pages + 1
         seats.block_table[:batch] = table
-        seats.floats[:batch] = 0  # greedy
+        # As in the steps that it is compared with: draws of the whole distribution.
+        seats.floats[:batch] = torch.tensor((SamplingParams().temperature, *NO_CHANGE[1:]), device=device)
         rows = list(range(batch))
 
         def step():
