@@ -22,8 +22,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ...heads.storage.hub_answer import hub_options
 from ...kernels.attention.attention_fold import MAX_DIM, MAX_GROUP
 from ...kernels.attention.rotary_kv_write import kv_rows_of_heads
+from ...kernels.linear.experts import tile_of_pairs
 from .architectures import ARCHITECTURES, UnsupportedArchitecture
 from .decoder import row_counts
+from .expert_modules import register_experts, transposed_experts
 from .layer_reach import find_reaches
 from .row_ops import RowOps, UnsupportedOperation
 
@@ -66,6 +68,7 @@ def _register():
 
     if NAME not in ALL_ATTENTION_FUNCTIONS:
         ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)
+        register_experts(NAME)
 
 
 @contextmanager
@@ -73,15 +76,18 @@ def _attending(module, attend):
     """Inside this context the module's attention is `attend`; afterwards it is what it was."""
     _register()
     config, calls = module.config, _running.__dict__.setdefault("calls", [])
-    before = config._attn_implementation, getattr(config, "pad_token_id", None)
     # Without a token of padding no model looks for it among the rows.
-    config._attn_implementation, config.pad_token_id = NAME, None
+    ours = {"_attn_implementation": NAME, "_experts_implementation": NAME, "pad_token_id": None}
+    before = {name: getattr(config, name, None) for name in ours}
+    for name, value in ours.items():
+        setattr(config, name, value)
     calls.append(attend)
     try:
         yield
     finally:
         calls.pop()
-        config._attn_implementation, config.pad_token_id = before
+        for name, value in before.items():
+            setattr(config, name, value)
 
 
 # --- the trial ---
@@ -104,7 +110,7 @@ def on_meta(config):
 def trial(module, max_positions):
     """Run a module on `meta` over a few rows, and see that all of it can be replaced.
 
-    -> [(attention module, AttentionLayer)] in order, shapes [N, K] of all products
+    -> [(attention module, AttentionLayer)] in order, shapes [N, K] of all products, (k, E) of all mixtures of experts
 
     Raises UnsupportedArchitecture, saying what cannot.
     """
@@ -162,7 +168,7 @@ def trial(module, max_positions):
         refuse(f"attention was called {len(seen)} times by {len(set(map(id, modules)))} modules")
     if len({(one.num_kv_heads, one.head_dim) for _, one in seen}) != 1:
         refuse("its layers have caches of different shapes")
-    return seen, ops.products
+    return seen, ops.products, ops.mixtures
 
 
 def check_positions(module, refuse):
@@ -180,12 +186,13 @@ def check_positions(module, refuse):
 
 
 def _lay_out_products(module):
-    """Lay weights [K, N] of Conv1D out as the transpose of [N, K], which products read, in place of the original."""
+    """Lay weights [.., K, N] out as the transpose of [.., N, K], which products read, in place of the original."""
     from transformers.pytorch_utils import Conv1D
 
     for part in module.modules():
-        if isinstance(part, Conv1D):
-            part.weight.data = part.weight.data.t().contiguous().t()
+        weights = [part.weight] if isinstance(part, Conv1D) else transposed_experts(part)
+        for weight in weights:
+            weight.data = weight.data.mT.contiguous().mT
 
 
 def layers_of(module, attention_modules):
@@ -237,7 +244,7 @@ class ModuleDecoder:
         self.module, self.max_positions = module.eval().requires_grad_(False), max_positions
         _lay_out_products(module)
         shape = on_meta(module.config)
-        seen, self._products = trial(shape, max_positions)
+        seen, self._products, self._mixtures = trial(shape, max_positions)
         names = {id(part): name for name, part in shape.named_modules()}
         attention = [module.get_submodule(names[id(part)]) for part, _ in seen]
         self._place = {id(part): (i, layer) for i, (part, (_, layer)) in enumerate(zip(attention, seen))}
@@ -278,7 +285,9 @@ class ModuleDecoder:
 
     def row_counts(self, most):
         """See Decoder.row_counts."""
-        return row_counts(self._products, most, self.device)
+        counts = range(1, most + 1)
+        tiles = {tuple(tile_of_pairs(rows, rows * k, e) for k, e in self._mixtures): rows for rows in counts}
+        return sorted({*row_counts(self._products, most, self.device), *tiles.values()})
 
     @classmethod
     def from_module(cls, module, max_positions):

@@ -49,6 +49,7 @@ class RowOps(TorchDispatchMode):
     def __init__(self, compute=True):
         super().__init__()
         self.compute, self.products = compute, set()  # shapes [N, K] of the weights that were multiplied
+        self.mixtures = set()  # (experts of a row, experts) of the mixtures that were computed
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}

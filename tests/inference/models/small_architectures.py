@@ -6,6 +6,7 @@ VOCAB = 97
 _SMALL = dict(vocab_size=VOCAB, hidden_size=48, num_hidden_layers=2, num_attention_heads=6, max_position_embeddings=256)
 _GROUPED = _SMALL | dict(intermediate_size=80, num_key_value_heads=2)
 _HEADS_OF_10 = _GROUPED | dict(head_dim=10)
+_EXPERTS = _GROUPED | dict(moe_intermediate_size=40, num_experts_per_tok=2)
 _OF_GPT_2 = dict(vocab_size=VOCAB, n_embd=48, n_layer=2, n_head=6, n_positions=256)
 
 ARCHITECTURES = {
@@ -26,10 +27,12 @@ ARCHITECTURES = {
     "gpt_neox": _SMALL | dict(intermediate_size=80),
     "helium": _GROUPED | dict(head_dim=8),
     "hunyuan_v1_dense": _HEADS_OF_10,
+    "mixtral": _GROUPED | dict(num_local_experts=5, num_experts_per_tok=2),
     "nemotron": _GROUPED,
     "olmo": _GROUPED,
     "olmo2": _GROUPED,
     "olmo3": _GROUPED | dict(sliding_window=12),
+    "olmoe": _GROUPED | dict(num_experts=5, num_experts_per_tok=3),
     "opt": dict(
         vocab_size=VOCAB,
         hidden_size=48,
@@ -42,6 +45,8 @@ ARCHITECTURES = {
     "persimmon": _SMALL | dict(intermediate_size=80),
     "phi": _GROUPED,
     "phi3": _GROUPED | dict(pad_token_id=0),
+    "qwen2_moe": _EXPERTS | dict(num_experts=5, shared_expert_intermediate_size=32),
+    "qwen3_moe": _EXPERTS | dict(num_experts=6, head_dim=10),
     "seed_oss": _HEADS_OF_10,
     "smollm3": _GROUPED | dict(pad_token_id=0),
     "stablelm": _GROUPED,
