@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...kernels.attention.attention_fold import EVERYTHING, AttentionOptions
 from ...kernels.attention.rotary_kv_write import rotary_kv_write
 from ...kernels.linear.gated_mlp import gate_up_silu
 from ...kernels.linear.linear import linear, linear_parts
@@ -94,8 +95,7 @@ class Attention:
     eps: float  # of q_norm and k_norm
     q_norm: torch.Tensor | None = None  # [D]
     k_norm: torch.Tensor | None = None  # [D]
-    scale: float | None = None  # of the scores; None: D ** -0.5
-    window: int | None = None  # positions that a row sees, its own included; None: all
+    options: AttentionOptions = EVERYTHING
 
     def __call__(self, x, forward_pass, layer_kv):
         """Writes keys and values.  x [M, K], forward_pass: ForwardPass, layer_kv [2, rows, D]  ->  parts [S, M, H]"""
@@ -113,7 +113,7 @@ class Attention:
             eps=self.eps,
             shared=forward_pass.shared,
         )  # [M, HQ, D]
-        x = forward_pass.attention.attend(q, layer_kv, scale=self.scale, window=self.window)
+        x = forward_pass.attention.attend(q, layer_kv, self.options)
         return self.out.parts(x.flatten(1))
 
 
@@ -140,7 +140,7 @@ class Layer:
 
     @classmethod
     def from_weights(cls, weights, *, eps, residual_multiplier=1.0, **attention):
-        """A Layer of LayerWeights; attention: heads, rotary, scale and window, as Attention has them."""
+        """A Layer of LayerWeights; attention: heads, rotary and options, as Attention has them."""
         input_norm = weights.input_norm
         return cls(
             input_norm=None if input_norm is None else Norm(input_norm, eps, residual_multiplier),

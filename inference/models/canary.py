@@ -17,7 +17,7 @@ import contextlib
 import hashlib
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -103,14 +103,14 @@ def _shapes(decoder):
     return common | {
         "products": {product.name: [*product.shape, product.biased] for product in _products(decoder)},
         "heads": [attention.num_heads, attention.num_kv_heads, decoder.head_dim],
-        "scale": attention.scale,
+        "scale": attention.options.scale,
         "windows": _windows(decoder),
     }
 
 
 def _windows(decoder):
     """The windows of the layers, each once: None for a layer that sees all positions."""
-    return sorted({layer.attention.window for layer in decoder.layers}, key=lambda window: window or 0)
+    return sorted({layer.attention.options.window for layer in decoder.layers}, key=lambda window: window or 0)
 
 
 # --- what is shown ---
@@ -222,6 +222,7 @@ def _fault_of_attention(decoder, length, window):
 def _attended(attention, decoder, length, window):
     """-> results of the nodes alone [NODES, HQ, D], {company: results of a number of times the same nodes [times, NODES, HQ, D]}"""
     hq, hk, dim, device = attention.num_heads, attention.num_kv_heads, decoder.head_dim, decoder.device
+    options = replace(attention.options, window=window)
     num_pages = -(-(length + 2 * NODES) // PAGE)
     table = torch.randperm(num_pages, generator=torch.Generator().manual_seed(0)).to(device)[None] + 1  # [1, P]
     queries = _random(1, 2 * NODES - 1, hq, dim, decoder=decoder)
@@ -240,7 +241,7 @@ def _attended(attention, decoder, length, window):
         nodes = depths.to(device), ancestors.to(device)
         index = build_tree_index(table.expand(many, -1), committed, *nodes, hk, decoder.dtype, is_chain)
         q = q.repeat(many * len(depths) // len(q), 1, 1)
-        return index.attend(q, kv, scale=attention.scale, window=window).view(many, -1, hq, dim)
+        return index.attend(q, kv, options).view(many, -1, hq, dim)
 
     # Node 2 d of the tree stands at depth d. Node 2 d - 1 is its sibling, and its key is noise. What follows a node among its
     # ancestors is to be ignored: here it is the nodes below it, so that a key too many shows.
@@ -260,7 +261,7 @@ def _attended(attention, decoder, length, window):
     found[f"in a batch of {len(batch)}"] = batch.view(times, NODES, hq, dim)
     if on_gpu:
         prompt = build_prefill_index(table, [length], [NODES], hk, device)
-        found["in a prompt"] = prompt.attend(q, in_order, scale=attention.scale, window=window)[None]
+        found["in a prompt"] = prompt.attend(q, in_order, options)[None]
     return alone, found
 
 

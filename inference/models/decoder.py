@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ...kernels.attention.attention_fold import MAX_DIM, MAX_GROUP
+from ...kernels.attention.attention_fold import MAX_DIM, MAX_GROUP, AttentionOptions
 from ...kernels.embedding import embed
 from ...kernels.linear.linear_prefill import num_multiprocessors
 from ...kernels.linear.linear_table import launch_of_rows
@@ -138,9 +138,11 @@ class Decoder:
                 num_kv_heads=self.num_kv_heads,
                 rotary=self.rotary,
                 eps=eps,
-                scale=architecture.attention_scale,
-                # A window longer than all positions has no effect.
-                window=None if window is None or window >= max_positions else window,
+                options=AttentionOptions(
+                    scale=architecture.attention_scale,
+                    # A window longer than all positions has no effect.
+                    window=None if window is None or window >= max_positions else window,
+                ),
                 residual_multiplier=architecture.residual_multiplier,
             )
             for layer, window in zip(weights.layers, architecture.windows(config))

@@ -13,14 +13,14 @@ import copy
 import inspect
 import threading
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...heads.storage.hub_answer import hub_options
-from ...kernels.attention.attention_fold import MAX_DIM, MAX_GROUP
+from ...kernels.attention.attention_fold import MAX_DIM, MAX_GROUP, AttentionOptions
 from ...kernels.attention.rotary_kv_write import kv_rows_of_heads
 from ...kernels.linear.experts import tile_of_pairs
 from .architectures import ARCHITECTURES, UnsupportedArchitecture
@@ -53,8 +53,7 @@ class AttentionLayer:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    scale: float
-    window: int | None
+    options: AttentionOptions  # but for its sinks, which are the module's own at the time
 
 
 def _attention(module, query, key, value, attention_mask=None, **options):
@@ -135,9 +134,6 @@ def trial(module, max_positions):
             refuse("its attention takes a mask of its own")
         if unknown:
             refuse(f"its attention takes {', '.join(unknown)}")
-        for name in ("softcap", "s_aux"):
-            if options.get(name) is not None:
-                refuse(f"its attention takes {name}")
         if key.shape != value.shape:
             refuse(f"its keys {list(key.shape)} and values {list(value.shape)} differ in shape")
         if query.shape[2] != rows or key.shape[2] != rows:
@@ -147,11 +143,14 @@ def trial(module, max_positions):
             refuse(f"{heads} query heads on {kv_heads} key heads of {dim} dimensions")
         if not getattr(layer, "is_causal", True):
             refuse("its attention sees later tokens")
-        scale, reach = options.get("scaling"), reaches[kinds[len(seen)] if kinds else None]
+        reach = reaches[kinds[len(seen)] if kinds else None]
         if options.get("sliding_window") not in (None, reach.window):
             refuse(f"its layer {len(seen)} has a window of {options['sliding_window']}, and its config says {reach}")
-        scale = dim**-0.5 if scale is None else float(scale)
-        seen.append((layer, AttentionLayer(heads, kv_heads, dim, scale, reach.within(max_positions).window)))
+        sinks = options.get("s_aux")
+        if sinks is not None and sinks.numel() != heads:
+            refuse(f"its {heads} heads have sinks {list(sinks.shape)}")
+        given = AttentionOptions(options.get("scaling"), reach.within(max_positions).window, options.get("softcap"))
+        seen.append((layer, AttentionLayer(heads, kv_heads, dim, given)))
         return query.transpose(1, 2)
 
     check_positions(module, refuse)
@@ -326,7 +325,10 @@ class ModuleDecoder:
             rows = torch.cat((key[0].transpose(0, 1), value[0].transpose(0, 1)))  # [2 M, HK, D]
             kv[i].view(-1, self.head_dim).index_copy_(0, places, rows.reshape(-1, self.head_dim).to(kv.dtype))
             q = query[0].transpose(0, 1).contiguous()
-            return batch.attention.attend(q, kv[i], scale=layer.scale, window=layer.window)[None].to(query.dtype)
+            found, sinks = layer.options, options.get("s_aux")
+            if sinks is not None:
+                found = replace(found, sinks=sinks.flatten())
+            return batch.attention.attend(q, kv[i], found)[None].to(query.dtype)
 
         hooks = [self._hook(i, entering) for i in set(streams)]
         try:

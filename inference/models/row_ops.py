@@ -24,7 +24,7 @@ EXACT = {
     "clamp_max", "clamp_min", "clone", "concat", "constant_pad_nd", "contiguous", "copy_", "detach", "div", "div_",
     "dropout", "embedding", "empty", "empty_like", "eq", "expand", "expand_as", "fill_", "flatten", "full", "full_like",
     "gather", "ge", "gt", "index", "index_select", "le", "lift_fresh", "logical_and", "logical_not", "logical_or", "lt",
-    "masked_fill", "masked_fill_", "maximum", "minimum", "mul", "mul_", "narrow", "ne", "neg", "new_empty", "new_full",
+    "mT", "masked_fill", "masked_fill_", "maximum", "minimum", "mul", "mul_", "narrow", "ne", "neg", "new_empty", "new_full",
     "new_zeros", "ones", "ones_like", "pad", "permute", "reciprocal", "relu", "repeat", "repeat_interleave", "reshape",
     "resolve_conj", "resolve_neg", "round", "rsqrt", "rsub", "scalar_tensor", "scatter", "scatter_", "select", "slice",
     "split", "split_with_sizes", "sqrt", "square", "squeeze", "stack", "sub", "sub_", "t", "to", "transpose", "type_as",

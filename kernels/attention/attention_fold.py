@@ -16,6 +16,8 @@ Measured on an H200: 16, 64 and 128 rows agree in every bit (so mma.sync and wgm
 spread over both, do not.
 """
 
+from dataclasses import dataclass
+
 import torch
 
 from ..jit import jit, on_triton, tl, triton
@@ -23,7 +25,7 @@ from ..overlap import has_tensor_maps
 from ..shared_memory import most_stages, shared_memory
 
 PAGE = 64  # positions per page of the cache, and keys per tile
-MAX_GROUP = 16  # query heads per key head
+MAX_GROUP = 64  # query heads per key head
 MAX_DIM = 256
 LOG2_E = 1.4426950408889634
 CHUNKS = ((0, 256, 0), (2048, 512, 8), (8192, 1024, 20))  # (from position, keys per chunk, number of its first chunk)
@@ -83,9 +85,14 @@ def store_state(stats, states, at, ok, m, l, acc, D: tl.constexpr, DIM: tl.const
 
 
 @jit
-def fold(q, k, v, visible, m, l, acc, scale, MASKED: tl.constexpr):
-    """Add one tile to the state.  q [ROWS, DIM], k and v [64, DIM], visible [ROWS, 64], scale > 0 in units of log2"""
+def fold(q, k, v, visible, m, l, acc, scale, squash, MASKED: tl.constexpr):
+    """Add one tile to the state.  q [ROWS, DIM], k and v [64, DIM], visible [ROWS, 64], scale > 0 in units of log2
+
+    squash: None, or with a soft cap the factor of scores inside tanh; scale is that outside then.
+    """
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if squash is not None:
+        s = 1.0 - 2.0 / (1.0 + tl.exp2(s * (squash * 2.885390081777927)))  # tanh(s * squash)
     if MASKED:
         s = tl.where(visible, s, float("-inf"))
     highest = tl.maximum(m, tl.max(s, 1) * scale)
@@ -104,6 +111,19 @@ def merge(m, l, acc, chunk_m, chunk_l, chunk_acc):
     base = tl.where(highest == float("-inf"), 0.0, highest)
     old, new = tl.exp2(m - base), tl.exp2(chunk_m - base)
     return highest, tl.fma(l, old, chunk_l * new), tl.fma(acc, old[:, None], chunk_acc * new[:, None])
+
+
+@jit
+def finish(m, l, acc, sinks, heads, ok):
+    """The weighted mean of the values.  acc [ROWS, DIM] -> [ROWS, DIM]; sinks [HQ] or None, heads [ROWS] of the rows that are ok"""
+    if sinks is not None:
+        # A sink is one more score, without a value. It comes last, wherever the keys were added.
+        sink = tl.load(sinks + heads, mask=ok, other=0.0).to(tl.float32) * 1.4426950408889634
+        highest = tl.maximum(m, sink)
+        shrink = tl.exp2(m - highest)
+        l = tl.fma(l, shrink, tl.exp2(sink - highest))
+        acc = acc * shrink[:, None]
+    return acc / l[:, None]
 
 
 @jit
@@ -146,6 +166,7 @@ def walk(
     chunk_l,
     chunk_acc,
     scale,
+    squash,
     HK: tl.constexpr,
     D: tl.constexpr,
     DIM: tl.constexpr,
@@ -167,7 +188,7 @@ def walk(
         v = load_tile(v_cache, page, h, HK, D, DIM, TENSOR_MAP)
         page = tl.load(table + t + 1, mask=t + 1 < last, other=0).to(tl.int64)
         visible = (t * 64 + tl.arange(0, 64))[None, :] >= lowest[:, None]
-        chunk_m, chunk_l, chunk_acc = fold(q, k, v, visible, chunk_m, chunk_l, chunk_acc, scale, WINDOW)
+        chunk_m, chunk_l, chunk_acc = fold(q, k, v, visible, chunk_m, chunk_l, chunk_acc, scale, squash, WINDOW)
     return m, l, acc, chunk_m, chunk_l, chunk_acc
 
 
@@ -220,7 +241,29 @@ def tile_sources(k, v, lanes, tensor_map=None):
     return *(TensorDescriptor.from_tensor(x, [PAGE, lanes]) for x in (k, v)), True
 
 
-def check_attention(q, kv, num_kv_heads, scale, window):
+@dataclass(frozen=True)
+class AttentionOptions:
+    """What attention does to the scores.
+
+    scale: their factor, above 0 (None: 1 / sqrt(D)); window: positions that a row sees, its own the last (None: all); softcap: c of
+    c tanh(score / c), or None; sinks [HQ]: a score for each head that takes part in the softmax and has no value, or None.
+    """
+
+    scale: float | None = None
+    window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+    def factors(self, dim):
+        """(scale, squash) of `fold`, for heads of so many dimensions."""
+        scale = dim**-0.5 if self.scale is None else self.scale
+        return (scale * LOG2_E, None) if self.softcap is None else (self.softcap * LOG2_E, scale / self.softcap)
+
+
+EVERYTHING = AttentionOptions()  # 1 / sqrt(D), all positions
+
+
+def check_attention(q, kv, num_kv_heads, options):
     """ValueError for what the kernels do not take.  q [..., HQ, D], kv [2, rows, D]"""
     num_heads, dim = q.shape[-2:]
     if num_heads % num_kv_heads or num_heads > MAX_GROUP * num_kv_heads:
@@ -231,7 +274,20 @@ def check_attention(q, kv, num_kv_heads, scale, window):
         raise ValueError(f"attention takes heads of up to {MAX_DIM} dimensions, got {dim}")
     if kv.shape[0] != 2 or kv.shape[2] != dim or kv.dtype != q.dtype or not kv.is_contiguous():
         raise ValueError(f"attention takes kv [2, rows, {dim}] in {q.dtype}, got {list(kv.shape)} in {kv.dtype}")
-    if scale <= 0 or (window is not None and window < 1):
-        raise ValueError(f"attention takes a scale above 0 and a window of 1 or more, got {scale} and {window}")
+    scale, window, softcap, sinks = options.scale, options.window, options.softcap, options.sinks
+    if (
+        (scale is not None and scale <= 0)
+        or (window is not None and window < 1)
+        or (softcap is not None and softcap <= 0)
+    ):
+        raise ValueError(
+            f"attention takes a scale and a soft cap above 0 and a window of 1 or more, got {scale}, {softcap} and {window}"
+        )
+    if sinks is not None and (sinks.shape != (num_heads,) or not sinks.is_contiguous()):
+        raise ValueError(f"attention takes a sink for each of {num_heads} heads, got {list(sinks.shape)}")
+    if on_triton(q) and num_heads > block_rows(dim, q.dtype, q.device) * num_kv_heads:
+        raise ValueError(
+            f"{num_heads // num_kv_heads} query heads per key head of {dim} dimensions do not fit in {q.dtype}"
+        )
     if on_triton(q) and q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"attention on a GPU takes float32, bfloat16 or float16, got {q.dtype}")

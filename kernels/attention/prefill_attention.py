@@ -21,9 +21,9 @@ from ..linear.linear import empty_rows
 from ..linear.linear_prefill import num_multiprocessors
 from ..overlap import await_previous, overlap, release_next
 from .attention_fold import (
+    EVERYTHING,
     FAR,
     FIRST_FAR,
-    LOG2_E,
     PAGE,
     block_rows,
     check_attention,
@@ -31,6 +31,7 @@ from .attention_fold import (
     chunk_start,
     count_stages,
     empty_state,
+    finish,
     fold,
     load_rows,
     load_state,
@@ -61,9 +62,9 @@ class PrefillIndex:
             return self.num_rows // tokens + len(self.starts)
         return sum(triton.cdiv(count, tokens) for count in self.host_counts)
 
-    def attend(self, q, kv, scale=None, window=None, out=None):
+    def attend(self, q, kv, options=EVERYTHING, out=None):
         """q [T, HQ, D], kv [2, rows, D] of one layer -> [T, HQ, D]; see prefill_attention."""
-        return prefill_attention(q, kv, self, scale, window, out)
+        return prefill_attention(q, kv, self, options, out)
 
 
 def build_prefill_index(block_table, starts, counts, num_kv_heads, device):
@@ -113,10 +114,12 @@ def _prefill_kernel(
     out,
     stats,
     states,
+    sinks,
     C,
     R,
     table_stride,
     scale,
+    squash,
     window,
     HQ: tl.constexpr,
     HK: tl.constexpr,
@@ -178,7 +181,7 @@ def _prefill_kernel(
     m, l, acc = empty_state(ROWS, DIM)
     chunk_m, chunk_l, chunk_acc = empty_state(ROWS, DIM)
     m, l, acc, chunk_m, chunk_l, chunk_acc = walk(
-        query, k_map, v_map, table, h, first, whole, lowest, m, l, acc, chunk_m, chunk_l, chunk_acc, scale,
+        query, k_map, v_map, table, h, first, whole, lowest, m, l, acc, chunk_m, chunk_l, chunk_acc, scale, squash,
         HK, D, DIM, ROWS, WINDOW, TENSOR_MAP,
     )  # fmt: skip
     if stats is not None:  # noqa: SIM102  (known to the compiler, the inner condition is not)
@@ -206,26 +209,25 @@ def _prefill_kernel(
         seen = key[None, :] <= position[:, None]
         if WINDOW:
             seen &= key[None, :] >= lowest[:, None]
-        chunk_m, chunk_l, chunk_acc = fold(query, k, v, seen, chunk_m, chunk_l, chunk_acc, scale, True)
+        chunk_m, chunk_l, chunk_acc = fold(query, k, v, seen, chunk_m, chunk_l, chunk_acc, scale, squash, True)
     m, l, acc = merge(m, l, acc, chunk_m, chunk_l, chunk_acc)
-    result = (acc / l[:, None]).to(out.dtype.element_ty)
+    result = finish(m, l, acc, sinks, h * G + r % G, ok).to(out.dtype.element_ty)
     tl.store(out + rows[:, None] * D + d[None, :], result, mask=ok[:, None] & (d < D)[None, :])
 
 
-def prefill_attention(q, kv, index, scale=None, window=None, out=None):
+def prefill_attention(q, kv, index, options=EVERYTHING, out=None):
     """Causal attention of packed chunks; shapes as in the legend above.
 
-    `scale` of the scores (> 0), 1 / sqrt(D) unless given; `window` in positions; out: where to write, contiguous. Rows that belong
-    to no chunk are zero. Raises ValueError for shapes it does not take.
+    options: AttentionOptions; out: where to write, contiguous. Rows that belong to no chunk are zero. Raises ValueError for shapes
+    it does not take.
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    check_attention(q, kv, index.num_kv_heads, scale, window)
+    check_attention(q, kv, index.num_kv_heads, options)
     if q.shape[0] != index.num_rows:
         raise ValueError(f"prefill_attention takes {index.num_rows} rows of queries, got {q.shape[0]}")
-    return _launch(q, kv, index, scale, window, out)
+    return _launch(q, kv, index, options, out)
 
 
-def chain_attention(q, kv, block_table, starts, num_kv_heads, scale, window, out=None, far=None):
+def chain_attention(q, kv, block_table, starts, num_kv_heads, options, out=None, far=None):
     """Attention of B chains of N nodes, the keys of all written: node n stands at position starts[b] + n.
 
     q [B, N, HQ, D], block_table [B, P], starts [B]  ->  [B, N, HQ, D]. far: states [B, HK, C, N G, 2] and [.., D] of the chunks
@@ -233,10 +235,10 @@ def chain_attention(q, kv, block_table, starts, num_kv_heads, scale, window, out
     """
     batch, num_nodes = q.shape[:2]
     index = PrefillIndex(block_table, starts, starts, (num_nodes,) * batch, num_kv_heads, batch * num_nodes, num_nodes)
-    return _launch(q.flatten(0, 1), kv, index, scale, window, out, far=far).view(q.shape)
+    return _launch(q.flatten(0, 1), kv, index, options, out, far=far).view(q.shape)
 
 
-def _launch(q, kv, index, scale, window, out=None, rows=None, num_stages=None, tensor_map=None, far=None):
+def _launch(q, kv, index, options, out=None, rows=None, num_stages=None, tensor_map=None, far=None):
     """Launch the kernel. rows, num_stages and tensor_map override the choice made from shapes; every choice gives the same bits."""
     num_heads, dim = q.shape[1:]
     hk, rows = index.num_kv_heads, rows or block_rows(dim, q.dtype, q.device)
@@ -250,13 +252,13 @@ def _launch(q, kv, index, scale, window, out=None, rows=None, num_stages=None, t
     lanes = pad_dim(dim)
     keys, values, tensor_map = tile_sources(k, v, lanes, tensor_map)
     alone = index.nodes > 0 and q.is_cuda and hk * blocks <= num_multiprocessors(q.device)
-    stats, states = far or (None, None)
+    (stats, states), window = far or (None, None), options.window
     # A kernel of its own for every power of two, from 16 on: few are compiled, none while people wait.
     requests = 1 if index.nodes else max(16, triton.next_power_of_2(len(index.starts)))
     _prefill_kernel[hk, blocks](
         q, k, v, keys, values, index.block_table, index.starts, index.counts, out,
-        stats, states, 0 if states is None else states.shape[2],
-        len(index.starts), index.block_table.stride(0), scale * LOG2_E, window or 0,
+        stats, states, options.sinks, 0 if states is None else states.shape[2],
+        len(index.starts), index.block_table.stride(0), *options.factors(dim), window or 0,
         HQ=num_heads, HK=hk, D=dim, DIM=lanes, REQUESTS=requests, NODES=index.nodes,
         FAR_CHUNK=FIRST_FAR, FAR_TILE=FAR // PAGE, ROWS=rows,
         WINDOW=window is not None, TENSOR_MAP=tensor_map,

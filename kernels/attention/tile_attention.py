@@ -21,6 +21,7 @@ from .attention_fold import PAGE
 
 TILE = 16  # keys per step of the sum; divides PAGE
 ROWS = 16  # query rows per block
+MANY_ROWS = 64  # where a key head has more query heads
 MASKED = (
     -torch.inf
 )  # added to the score of a masked key (exp of a large finite number underflows, which takes three times as long)
@@ -61,7 +62,7 @@ class TileRows:
 
     def _make_blocks(self, group):
         batch, num_nodes = self.node_positions.shape
-        width = min(ROWS // group, num_nodes)
+        width = min(rows_of_block(group) // group, num_nodes)
         nodes = torch.arange(-(-num_nodes // width) * width, device=self.node_positions.device).clamp_(
             max=num_nodes - 1
         )
@@ -128,8 +129,13 @@ def build_tile_rows(block_table, committed, depths, ancestors, num_kv_heads, dty
     return TileRows(prefix, tail, node_positions, is_chain, num_kv_heads, torch.promote_types(dtype, torch.float32))
 
 
-def tile_attention(q, kv, rows, scale, window):
-    """q [B, N, HQ, D], kv [2, rows, D], rows a TileRows -> [B, N, HQ, D] in fp32 (fp64)"""
+def rows_of_block(group):
+    """Query rows of a block, for so many query heads per key head: they alone decide it."""
+    return ROWS if group <= ROWS else MANY_ROWS
+
+
+def tile_attention(q, kv, rows, options):
+    """q [B, N, HQ, D], kv [2, rows, D], rows a TileRows, options AttentionOptions -> [B, N, HQ, D] in fp32 (fp64)"""
     batch, num_nodes, num_heads, dim = q.shape
     hk, group = rows.num_kv_heads, num_heads // rows.num_kv_heads
     blocks = rows.blocks(group)
@@ -137,17 +143,18 @@ def tile_attention(q, kv, rows, scale, window):
     num_rows = width * group
     keys, values = kv.index_select(1, blocks.rows).to(rows.dtype).view(2, -1, TILE, dim).unbind()
     bias = blocks.bias
-    if window is not None:
-        bias = bias.masked_fill(blocks.positions <= blocks.row_positions - window, MASKED)
-    q = q.to(rows.dtype) * scale
+    if options.window is not None:
+        bias = bias.masked_fill(blocks.positions <= blocks.row_positions - options.window, MASKED)
+    q = q.to(rows.dtype) * (dim**-0.5 if options.scale is None else options.scale)
     if num_blocks * width > batch * num_nodes:
         q = F.pad(q, (0, 0, 0, 0, 0, num_blocks // batch * width - num_nodes))
     queries = q.view(num_blocks, width, hk, group, dim).transpose(1, 2).reshape(num_blocks, 1, hk, 1, num_rows, dim)
     # The rows are repeated until the block is full, or zeros fill it.
-    if ROWS % num_rows:
-        queries = F.pad(queries, (0, 0, 0, ROWS - num_rows))
-    queries = queries.expand(-1, num_tiles, -1, ROWS // queries.shape[4], -1, -1).reshape(-1, ROWS, dim)
-    states = torch.cat(_fold(queries, keys, values, bias, num_rows), -1)
+    block = rows_of_block(group)
+    if block % num_rows:
+        queries = F.pad(queries, (0, 0, 0, block - num_rows))
+    queries = queries.expand(-1, num_tiles, -1, block // queries.shape[4], -1, -1).reshape(-1, block, dim)
+    states = torch.cat(_fold(queries, keys, values, bias, num_rows, options.softcap), -1)
     states = states.view(num_blocks, num_tiles, hk, num_rows, dim + 2)
     shared = blocks.num_shared_tiles
     if shared < num_tiles:
@@ -156,15 +163,21 @@ def tile_attention(q, kv, rows, scale, window):
         tail = tail.diagonal(0, 1, 4).movedim(-1, 3).flatten(3, 4)
         states = torch.cat((states[:, :shared], tail), 1)
     # The tiles are added in the order of positions, one after the other; weight 0 (a masked tile) adds an exact zero.
-    highest = states[..., -1:]
-    first, *others = (states[..., :-1] * torch.exp(highest - highest.amax(1, keepdim=True))).unbind(1)
+    highest, sinks = states[..., -1:], None
+    most = highest.amax(1, keepdim=True)
+    if options.sinks is not None:  # one more score, without a value: it is added last
+        sinks = options.sinks.to(rows.dtype).view(hk, 1, group, 1).expand(-1, width, -1, -1).reshape(hk, num_rows, 1)
+        most = most.maximum(sinks)
+    first, *others = (states[..., :-1] * torch.exp(highest - most)).unbind(1)
     for tile in others:
         first += tile
+    if sinks is not None:
+        first[..., -1:] += torch.exp(sinks - most[:, 0])
     found = (first[..., :-1] / first[..., -1:]).view(num_blocks, hk, width, group, dim).transpose(1, 2)
     return found.reshape(batch, -1, num_heads, dim)[:, :num_nodes].contiguous()
 
 
-def _fold(q, k, v, bias=None, num_rows=ROWS):
+def _fold(q, k, v, bias=None, num_rows=ROWS, softcap=None):
     """One tile.  q [X, ROWS, D] scaled, k and v [X, TILE, D] -> weighted sum of the values, sum of the weights, highest score
 
     bias [C, tiles, 1, R or 1, TILE] or None, with X = C times tiles times HK; num_rows: R rows that are wanted, the first ones. The
@@ -175,6 +188,8 @@ def _fold(q, k, v, bias=None, num_rows=ROWS):
     if keys % multiple:
         k = F.pad(k, (0, 0, 0, -keys % multiple))
     scores = torch.bmm(q, k.transpose(1, 2))[..., :keys].contiguous()
+    if softcap is not None:  # softcap * tanh(scores / softcap); the library's tanh depends on an element's place
+        scores = softcap - 2 * softcap / (1 + torch.exp(scores * (2 / softcap)))
     wanted = scores[:, :num_rows]
     if bias is not None:
         wanted.view(*bias.shape[:2], -1, num_rows, TILE).add_(bias)

@@ -28,8 +28,8 @@ from ..linear.linear import empty_rows
 from ..linear.linear_prefill import num_multiprocessors
 from ..overlap import await_previous, can_overlap, release_next
 from .attention_fold import (
+    EVERYTHING,
     FIRST_FAR,
-    LOG2_E,
     PAGE,
     block_rows,
     check_attention,
@@ -37,6 +37,7 @@ from .attention_fold import (
     chunk_start,
     count_stages,
     empty_state,
+    finish,
     fold,
     load_rows,
     load_state,
@@ -74,12 +75,12 @@ class TreeIndex:
         """B * N"""
         return self.depths.numel()
 
-    def attend(self, q, kv, scale=None, window=None, out=None):
+    def attend(self, q, kv, options=EVERYTHING, out=None):
         """q [B * N, HQ, D], kv [2, rows, D] of one layer -> [B * N, HQ, D]; see tree_attention. out: where to write, on a GPU."""
         batch, num_nodes = self.depths.shape
         if q.shape[0] != batch * num_nodes:
             raise ValueError(f"attend takes {batch} x {num_nodes} rows of queries, got {q.shape[0]}")
-        return tree_attention(q.view(batch, num_nodes, *q.shape[1:]), kv, self, scale, window, out).view(q.shape)
+        return tree_attention(q.view(batch, num_nodes, *q.shape[1:]), kv, self, options, out).view(q.shape)
 
 
 @dataclass(frozen=True)
@@ -89,11 +90,11 @@ class MixedIndex:
     trees: TreeIndex
     prompts: PrefillIndex
 
-    def attend(self, q, kv, scale=None, window=None):
+    def attend(self, q, kv, options=EVERYTHING):
         """q [B * N + T, HQ, D], kv [2, rows, D] of one layer -> [B * N + T, HQ, D]"""
         nodes, out = self.trees.num_rows, empty_rows(q.shape[0], q[0].numel(), q.dtype, q.device).view(q.shape)
-        self.trees.attend(q[:nodes], kv, scale, window, out=out[:nodes])
-        self.prompts.attend(q[nodes:], kv, scale, window, out=out[nodes:])
+        self.trees.attend(q[:nodes], kv, options, out=out[:nodes])
+        self.prompts.attend(q[nodes:], kv, options, out=out[nodes:])
         return out
 
 
@@ -140,6 +141,7 @@ def _prefix_kernel(
     table_stride,
     depth_stride,
     scale,
+    squash,
     window,
     HQ: tl.constexpr,
     HK: tl.constexpr,
@@ -178,7 +180,7 @@ def _prefix_kernel(
             m, l, acc = empty_state(ROWS, DIM)
             chunk_m, chunk_l, chunk_acc = empty_state(ROWS, DIM)
             m, l, acc, chunk_m, chunk_l, chunk_acc = walk(
-                query, k_cache, v_cache, table, h, first, tail, lowest, m, l, acc, chunk_m, chunk_l, chunk_acc, scale,
+                query, k_cache, v_cache, table, h, first, tail, lowest, m, l, acc, chunk_m, chunk_l, chunk_acc, scale, squash,
                 HK, D, DIM, ROWS, WINDOW, TENSOR_MAP,
             )  # fmt: skip
             # The chunk of L is open; if no tile of it is full, the last chunk walked has just ended.
@@ -202,7 +204,7 @@ def _prefix_kernel(
                         v = load_tile(v_cache, page, h, HK, D, DIM, TENSOR_MAP)
                         page = tl.load(table + t + 1, mask=t + 1 < end, other=0).to(tl.int64)
                         visible = (t * 64 + tl.arange(0, 64))[None, :] >= lowest[:, None]
-                        m, l, acc = fold(query, k, v, visible, m, l, acc, scale, WINDOW)
+                        m, l, acc = fold(query, k, v, visible, m, l, acc, scale, squash, WINDOW)
                     at = ((b * HK + h) * C + c - base) * R + r
                     store_state(stats, states, at, ok, m, l, acc, D, DIM)
 
@@ -245,6 +247,7 @@ def _tail_kernel(
     ancestors,
     stats,
     states,
+    sinks,
     out,
     N,
     A,
@@ -254,6 +257,7 @@ def _tail_kernel(
     ancestor_batch_stride,
     ancestor_node_stride,
     scale,
+    squash,
     window,
     HQ: tl.constexpr,
     HK: tl.constexpr,
@@ -297,16 +301,19 @@ def _tail_kernel(
         started = ok & (tail > tl.maximum(first, chunk_start(open_chunk)))
     closed_m, closed_l, closed_acc = empty_state(GROUP, DIM)
     stride = N * G
-    for c in range(slot, open_slot, 4):
+    # One at a time where a state is large: four would not fit the registers.
+    PER_LOAD: tl.constexpr = 4 if GROUP <= 16 else 1
+    for c in range(slot, open_slot, PER_LOAD):
         at = (c * N + n) * G + g
         m0, l0, acc0 = load_state(stats, states, at, g < G, D, DIM)
-        m1, l1, acc1 = load_state(stats, states, at + stride, (g < G) & (c + 1 < open_slot), D, DIM)
-        m2, l2, acc2 = load_state(stats, states, at + 2 * stride, (g < G) & (c + 2 < open_slot), D, DIM)
-        m3, l3, acc3 = load_state(stats, states, at + 3 * stride, (g < G) & (c + 3 < open_slot), D, DIM)
         closed_m, closed_l, closed_acc = merge(closed_m, closed_l, closed_acc, m0, l0, acc0)
-        closed_m, closed_l, closed_acc = merge(closed_m, closed_l, closed_acc, m1, l1, acc1)
-        closed_m, closed_l, closed_acc = merge(closed_m, closed_l, closed_acc, m2, l2, acc2)
-        closed_m, closed_l, closed_acc = merge(closed_m, closed_l, closed_acc, m3, l3, acc3)
+        if PER_LOAD == 4:
+            m1, l1, acc1 = load_state(stats, states, at + stride, (g < G) & (c + 1 < open_slot), D, DIM)
+            m2, l2, acc2 = load_state(stats, states, at + 2 * stride, (g < G) & (c + 2 < open_slot), D, DIM)
+            m3, l3, acc3 = load_state(stats, states, at + 3 * stride, (g < G) & (c + 3 < open_slot), D, DIM)
+            closed_m, closed_l, closed_acc = merge(closed_m, closed_l, closed_acc, m1, l1, acc1)
+            closed_m, closed_l, closed_acc = merge(closed_m, closed_l, closed_acc, m2, l2, acc2)
+            closed_m, closed_l, closed_acc = merge(closed_m, closed_l, closed_acc, m3, l3, acc3)
 
     # Go on from the open chunk, ROWS wide as every fold is; rows after the G heads carry copies that are never stored.
     chunk_m, chunk_l, chunk_acc = load_state(stats, states, (open_slot * N + n) * G + r, started, D, DIM)
@@ -314,34 +321,32 @@ def _tail_kernel(
     l = tl.reshape(tl.broadcast_to(closed_l[None, :], (ROWS // GROUP, GROUP)), (ROWS,))
     acc = tl.reshape(tl.broadcast_to(closed_acc[None, :, :], (ROWS // GROUP, GROUP, DIM)), (ROWS, DIM))
     visible = ok[:, None] & seen[None, :]
-    chunk_m, chunk_l, chunk_acc = fold(query, k, v, visible, chunk_m, chunk_l, chunk_acc, scale, True)
+    chunk_m, chunk_l, chunk_acc = fold(query, k, v, visible, chunk_m, chunk_l, chunk_acc, scale, squash, True)
     for begin in range(tail + 64, position + 1, 64):
         if starts_chunk(begin):
             m, l, acc = merge(m, l, acc, chunk_m, chunk_l, chunk_acc)
             chunk_m, chunk_l, chunk_acc = empty_state(ROWS, DIM)
         k, v, seen = _gather(k_cache, v_cache, table, path, begin, length, position, lowest, h, A, HK, D, DIM)
         visible = ok[:, None] & seen[None, :]
-        chunk_m, chunk_l, chunk_acc = fold(query, k, v, visible, chunk_m, chunk_l, chunk_acc, scale, True)
+        chunk_m, chunk_l, chunk_acc = fold(query, k, v, visible, chunk_m, chunk_l, chunk_acc, scale, squash, True)
     m, l, acc = merge(m, l, acc, chunk_m, chunk_l, chunk_acc)
-    result = (acc / l[:, None]).to(out.dtype.element_ty)
+    result = finish(m, l, acc, sinks, h * G + r, ok).to(out.dtype.element_ty)
     tl.store(out + rows[:, None] * D + d[None, :], result, mask=ok[:, None] & (d < D)[None, :])
 
 
-def tree_attention(q, kv, index, scale=None, window=None, out=None):
+def tree_attention(q, kv, index, options=EVERYTHING, out=None):
     """Attention of every node over its path; shapes as in the legend above.
 
-    scale: factor of the scores, above 0 (default 1 / sqrt(D)); window: number of positions that a node sees (default: all); out:
-    where to write, on a GPU, contiguous. Raises ValueError for unsupported shapes.
+    options: AttentionOptions; out: where to write, on a GPU, contiguous. Raises ValueError for unsupported shapes.
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    check_attention(q, kv, index.num_kv_heads, scale, window)
+    check_attention(q, kv, index.num_kv_heads, options)
     if not on_triton(q):
-        return tile_attention(q, kv, index.tiles, scale, window).to(q.dtype)
-    return _launch(q, kv, index, scale, window, out)
+        return tile_attention(q, kv, index.tiles, options).to(q.dtype)
+    return _launch(q, kv, index, options, out)
 
 
 def _launch(
-    q, kv, index, scale, window, out=None,
+    q, kv, index, options, out=None,
     walks=None, rows=None, num_stages=None, tensor_map=None, overlap=None, tail_rows=None,
 ):  # fmt: skip
     """Launch the two passes. Arguments after `out` override the choice made from shapes; every choice gives the same bits."""
@@ -354,7 +359,7 @@ def _launch(
     overlap = can_overlap(q.device) if overlap is None else overlap
     chunks = num_chunks(table.shape[1] * PAGE)
     if walks and index.is_chain:
-        attend_chain = functools.partial(chain_attention, q, kv, table, committed, hk, scale, window, out)
+        attend_chain = functools.partial(chain_attention, q, kv, table, committed, hk, options, out)
         if chunks <= FIRST_FAR:
             return attend_chain()
         # Far chunks get programs of their own: walking them, all would wait for the request with the longest context.
@@ -371,7 +376,8 @@ def _launch(
     k, v = kv.unbind()
     lanes = pad_dim(dim)
     keys, values, tensor_map = tile_sources(k, v, lanes, tensor_map)
-    numbers = dict(scale=scale * LOG2_E, window=window or 0, HQ=num_heads, HK=hk, D=dim, DIM=lanes)
+    (scale, squash), window = options.factors(dim), options.window
+    numbers = dict(scale=scale, squash=squash, window=window or 0, HQ=num_heads, HK=hk, D=dim, DIM=lanes)
     flags = dict(WINDOW=window is not None, WALK=walks, OVERLAP=overlap, enable_fp_fusion=False)
     alone = walks and q.is_cuda and blocks * batch <= num_multiprocessors(q.device)
     stages = num_stages or count_stages(dim, q.dtype, q.device, alone)
@@ -384,7 +390,7 @@ def _launch(
     if base:
         return attend_chain(far=(stats, states))
     _tail_kernel[hk, num_nodes, batch](
-        q, k, v, table, committed, index.depths, index.ancestors, stats, states, out,
+        q, k, v, table, committed, index.depths, index.ancestors, stats, states, options.sinks, out,
         num_nodes, index.ancestors.shape[2], slots,
         table.stride(0), index.depths.stride(0), *index.ancestors.stride()[:2], **numbers,
         GROUP=triton.next_power_of_2(num_heads // hk), ROWS=tail_rows, num_warps=tail_rows // 16, num_stages=1, **flags, **early,

@@ -223,9 +223,9 @@ def test_attention_is_tried_with_every_window(decoder, monkeypatch):
     decoder = make_decoder(**MODELS["head norms and windows"])
     attend = tree_module.tile_attention
 
-    def nudging(q, kv, rows, scale, window):
-        found = attend(q, kv, rows, scale, window)
-        return found * 1.001 if window == 37 and found.shape[0] > 1 else found
+    def nudging(q, kv, rows, options):
+        found = attend(q, kv, rows, options)
+        return found * 1.001 if options.window == 37 and found.shape[0] > 1 else found
 
     monkeypatch.setattr(tree_module, "tile_attention", nudging)
     assert "window 37) gives the node" in canary.find_fault(decoder)

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from headstart.kernels.attention.attention_fold import AttentionOptions
 from headstart.kernels.attention.prefill_attention import (
     PrefillIndex,
     _launch,
@@ -12,6 +13,7 @@ from headstart.kernels.attention.prefill_attention import (
     prefill_attention_reference,
 )
 from headstart.kernels.attention.tree_attention import PAGE, build_tree_index
+from headstart.tests.kernels.attention.options import given
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -59,8 +61,8 @@ def check_values(device, dtype, hq, hk, dim, starts, counts, window=None, scale=
         poisoned[:, table[r, (length - 1) // PAGE], :, (length - 1) % PAGE + 1 :] = torch.nan
     q = torch.randn(sum(counts), hq, dim, generator=torch.Generator().manual_seed(1)).to(dtype).to(device)
     index = build_prefill_index(table, starts, counts, hk, device)
-    found = index.attend(q, kv, scale, window)
-    narrow = _launch(q, kv, index, scale or dim**-0.5, window, rows=16)  # as on GPUs with little shared memory
+    found = index.attend(q, kv, AttentionOptions(scale, window))
+    narrow = _launch(q, kv, index, AttentionOptions(scale, window), rows=16)  # as on GPUs with little shared memory
     assert found.dtype == dtype
     assert found.isfinite().all()
     exact, library = [], []
@@ -96,12 +98,12 @@ def decode_one_by_one(q, kv, table, start, hk, window):
     found = []
     for t in range(q.shape[0]):
         index = build_tree_index(table, zero + start + t, zero, zero[None], hk)
-        found.append(index.attend(q[t : t + 1], kv, None, window))
+        found.append(index.attend(q[t : t + 1], kv, given(window, q)))
     return torch.cat(found)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("window", [None, 150])
+@pytest.mark.parametrize("window", [None, 150, "all"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("hq", "hk", "dim"), [(32, 8, 128), (8, 4, 64), (6, 2, 80), (4, 4, 256)])
 def test_bits_are_those_of_decoding_one_by_one(hq, hk, dim, dtype, window):
@@ -112,24 +114,24 @@ def test_bits_are_those_of_decoding_one_by_one(hq, hk, dim, dtype, window):
     table, num_pages = draw_table([length, 500, 77], "cuda")
     kv = draw_cache(num_pages, hk, dim, dtype, "cuda")
     q = torch.randn(length, hq, dim, generator=torch.Generator().manual_seed(1)).to(dtype).cuda()
-    whole = build_prefill_index(table[:1], [0], [length], hk, "cuda").attend(q, kv, None, window)
+    whole = build_prefill_index(table[:1], [0], [length], hk, "cuda").attend(q, kv, given(window, q))
     for start, count in ((0, 70), (200, 60), (500, 15), (1015, 12), (2040, 20), (2550, 30), (2690, 10)):
         part = slice(start, start + count)
         assert torch.equal(whole[part], decode_one_by_one(q[part], kv, table[:1], start, hk, window)), start
     for cuts in ((0, 1, 2, 65, 300, 301, 1777, length), (0, 256, 512, 2048, length), (0, 999, 2611, length)):
         for low, high in itertools.pairwise(cuts):
             index = build_prefill_index(table[:1], [low], [high - low], hk, "cuda")
-            assert torch.equal(index.attend(q[low:high], kv, None, window), whole[low:high]), (low, high)
+            assert torch.equal(index.attend(q[low:high], kv, given(window, q)), whole[low:high]), (low, high)
     packed = build_prefill_index(table, [100, 3, 10], [600, 497, 67], hk, "cuda")
     others = torch.randn(497 + 67, hq, dim, generator=torch.Generator().manual_seed(2)).to(dtype).cuda()
-    found = packed.attend(torch.cat((q[100:700], others)), kv, None, window)
+    found = packed.attend(torch.cat((q[100:700], others)), kv, given(window, q))
     assert torch.equal(found[:600], whole[100:700])
-    alone = build_prefill_index(table[1:2], [3], [497], hk, "cuda").attend(others[:497], kv, None, window)
+    alone = build_prefill_index(table[1:2], [3], [497], hk, "cuda").attend(others[:497], kv, given(window, q))
     assert torch.equal(found[600:1097], alone)
     index = build_prefill_index(table[:1], [0], [length], hk, "cuda")
     narrow = dtype != torch.float32 and dim <= 128
     for choice in (dict(tensor_map=False), dict(rows=128), dict(rows=128, tensor_map=False))[: 1 + 2 * narrow]:
-        assert torch.equal(_launch(q, kv, index, dim**-0.5, window, **choice), whole), choice
+        assert torch.equal(_launch(q, kv, index, given(window, q), **choice), whole), choice
 
 
 @pytest.mark.parametrize("window", [None, 70])
@@ -149,13 +151,15 @@ def test_rows_of_a_fixed_number_take_any_chunks(kernel_device, window):
         used = sum(counts)
         on_device = (torch.tensor(x, device=kernel_device) for x in (starts, counts))
         out = torch.full_like(q, float("nan"))
-        found = PrefillIndex(table, *on_device, None, hk, num_rows).attend(q, kv, None, window, out=out)
+        found = PrefillIndex(table, *on_device, None, hk, num_rows).attend(q, kv, given(window, q), out=out)
         assert found is out
         assert (found[used:] == 0).all()
         real = [i for i in range(4) if counts[i]]
         if real:
-            given = [starts[i] for i in real], [counts[i] for i in real]
-            expected = build_prefill_index(table[real], *given, hk, kernel_device).attend(q[:used], kv, None, window)
+            chunks = [starts[i] for i in real], [counts[i] for i in real]
+            expected = build_prefill_index(table[real], *chunks, hk, kernel_device).attend(
+                q[:used], kv, given(window, q)
+            )
             assert torch.equal(found[:used], expected)
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from headstart.kernels.attention.attention_fold import PAGE
+from headstart.kernels.attention.attention_fold import PAGE, AttentionOptions
 from headstart.kernels.attention.tile_attention import build_tile_rows, tile_attention
 
 
@@ -25,7 +25,7 @@ def attend(q, kv, table, committed, depths, ancestors, hk, dtype=torch.float32, 
     batch = len(committed)
     shared = depths.expand(batch, -1), ancestors.expand(batch, -1, -1)
     rows = build_tile_rows(table, torch.tensor(committed), *shared, hk, dtype)
-    return tile_attention(q, kv, rows, scale, window)
+    return tile_attention(q, kv, rows, AttentionOptions(scale, window))
 
 
 @pytest.mark.parametrize("window", [None, 1, 20])
@@ -91,8 +91,8 @@ def test_the_nodes_of_a_chain_share_their_tiles_without_changing_a_bit(num_nodes
     indexed = table, torch.tensor(committed), chain, chain[:, None].expand(-1, num_nodes, -1), hk, torch.float32
     rows = build_tile_rows(*indexed)
     assert rows.is_chain
-    shared = tile_attention(q, kv, rows, 0.3, window)
-    own = tile_attention(q, kv, replace(build_tile_rows(*indexed), is_chain=False), 0.3, window)
+    shared = tile_attention(q, kv, rows, AttentionOptions(0.3, window))
+    own = tile_attention(q, kv, replace(build_tile_rows(*indexed), is_chain=False), AttentionOptions(0.3, window))
     assert shared.is_contiguous()
     assert torch.equal(shared, own)
 

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from headstart.kernels.attention import attention_fold, tree_attention as attention_module
-from headstart.kernels.attention.attention_fold import chunk_at, chunk_start, num_chunks, starts_chunk
+from headstart.kernels.attention.attention_fold import AttentionOptions, chunk_at, chunk_start, num_chunks, starts_chunk
 from headstart.kernels.attention.prefill_attention import build_prefill_index, chain_attention
 from headstart.kernels.attention.tree_attention import PAGE, _launch, build_tree_index, tree_attention_reference
 from headstart.kernels.shared_memory import SharedMemory
+from headstart.tests.kernels.attention.options import given
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SHAPES = [(32, 8, 128), (8, 4, 64), (6, 2, 80), (7, 1, 32), (16, 1, 96), (4, 4, 256), (3, 3, 40)]
@@ -81,7 +82,7 @@ def check_values(device, dtype, hq, hk, dim, num_nodes, committed, window=None, 
     q = torch.randn(len(committed), num_nodes, hq, dim, generator=generator).to(dtype).to(device)
     lengths = torch.tensor(committed, dtype=integers, device=device)
     index = build_tree_index(table, lengths, depths.to(device, integers), ancestors.to(device, integers), hk)
-    found = index.attend(q.flatten(0, 1), kv, scale, window)
+    found = index.attend(q.flatten(0, 1), kv, AttentionOptions(scale, window))
     assert found.dtype == dtype
     assert found.isfinite().all()
     exact = dense_attention(q.double(), kv.double(), table, committed, paths, hk, scale, window)
@@ -95,10 +96,10 @@ def check_values(device, dtype, hq, hk, dim, num_nodes, committed, window=None, 
         ancestors.to(device).repeat(len(committed), 1, 1),
         hk,
     )
-    others = [_launch(q, kv, each, scale or dim**-0.5, window, walks=walks) for walks in (False, True)]
+    others = [_launch(q, kv, each, AttentionOptions(scale, window), walks=walks) for walks in (False, True)]
     assert any(torch.equal(other, found.view_as(q)) for other in others)
     # Blocks of 16 rows, as wide heads in float32 have them on GPUs with little shared memory.
-    others.append(_launch(q, kv, each, scale or dim**-0.5, window, walks=False, rows=16, tail_rows=16))
+    others.append(_launch(q, kv, each, AttentionOptions(scale, window), walks=False, rows=16, tail_rows=16))
     assert all(error(other, exact) <= 2 * error(library, exact) + 1e-7 for other in others)
 
 
@@ -165,7 +166,7 @@ def decode_one_by_one(q, kv, table, start, hk, window=None):
     found = []
     for t in range(q.shape[0]):
         index = build_tree_index(table, zero + start + t, zero, zero[None], hk)
-        found.append(index.attend(q[t : t + 1], kv, None, window))
+        found.append(index.attend(q[t : t + 1], kv, given(window, q)))
     return torch.cat(found)
 
 
@@ -212,7 +213,7 @@ class Sequences:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("window", [None, 90])
+@pytest.mark.parametrize("window", [None, 90, "all"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("hq", "hk", "dim"), [(32, 8, 128), (8, 4, 64), (6, 2, 80), (4, 4, 256), (14, 2, 32)])
 def test_a_nodes_bits_are_those_of_plain_decoding(hq, hk, dim, dtype, window):
@@ -246,20 +247,20 @@ def check_bits(sequences, lengths, counts):
             spine = max(paths, key=len)
             kv, q = sequences.scatter(starts, num_nodes, spine)
             index = build_tree_index(sequences.tables, committed, depths, ancestors, hk)
-            found = index.attend(q.flatten(0, 1), kv, None, window).view_as(q)
+            found = index.attend(q.flatten(0, 1), kv, given(window, q)).view_as(q)
             for b, start in enumerate(starts):
                 expected = sequences.decode(b, start, len(spine))
                 assert torch.equal(found[b, spine], expected), (length, num_nodes, b)
                 alone = build_tree_index(sequences.tables[b : b + 1], committed[b : b + 1], depths, ancestors, hk)
-                assert torch.equal(alone.attend(q[b], kv, None, window), found[b]), (length, num_nodes, b)
+                assert torch.equal(alone.attend(q[b], kv, given(window, q)), found[b]), (length, num_nodes, b)
             for walks in (False, True):
                 for choice in choices:
-                    other = _launch(q, kv, index, dim**-0.5, window, walks=walks, **choice)
+                    other = _launch(q, kv, index, given(window, q), walks=walks, **choice)
                     assert torch.equal(other, found), (length, num_nodes, walks, choice)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("window", [None, 90])
+@pytest.mark.parametrize("window", [None, 90, "all"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("hq", "hk", "dim"), [(32, 8, 128), (6, 2, 80), (14, 2, 32)])
 def test_a_chain_in_one_pass_has_the_bits_of_two(hq, hk, dim, dtype, window):
@@ -281,8 +282,8 @@ def check_chain(kv, hk, pages, hq, num_nodes, committed, window):
     chain = torch.arange(num_nodes, device=device)
     q = torch.randn(batch, num_nodes, hq, dim, generator=torch.Generator().manual_seed(1)).to(device, kv.dtype)
     index = build_tree_index(table, torch.tensor(committed, device=device), chain, chain.expand(num_nodes, -1), hk)
-    expected = _launch(q, kv, index, dim**-0.5, window, walks=False)
-    found = _launch(q, kv, replace(index, is_chain=True), dim**-0.5, window, walks=True)
+    expected = _launch(q, kv, index, given(window, q), walks=False)
+    found = _launch(q, kv, replace(index, is_chain=True), given(window, q), walks=True)
     assert torch.equal(found, expected), (num_nodes, committed, window)
 
 
@@ -300,9 +301,9 @@ def test_contexts_of_131072_tokens_beside_short_ones(window):
         "cuda", torch.bfloat16
     )
     index = build_tree_index(table, starts, chain, chain.expand(num_nodes, -1), hk)
-    found = index.attend(q.flatten(0, 1), kv, None, window).view_as(q)
+    found = index.attend(q.flatten(0, 1), kv, given(window, q)).view_as(q)
     prompt = build_prefill_index(table, committed, [num_nodes] * len(committed), hk, "cuda")
-    assert torch.equal(prompt.attend(q.flatten(0, 1), kv, None, window).view_as(q), found)
+    assert torch.equal(prompt.attend(q.flatten(0, 1), kv, given(window, q)).view_as(q), found)
     for b, length in enumerate(committed):
         places = torch.arange(length + num_nodes, device="cuda")
         rows = table[b, places // PAGE].long() * hk * PAGE + places % PAGE
@@ -375,9 +376,9 @@ def test_what_the_kernels_do_not_take_is_refused():
     zero = torch.zeros(1, dtype=torch.int64)
     index = build_tree_index(torch.tensor([[1, 2]]), zero, zero, zero[None], 1)
     with pytest.raises(ValueError, match="query heads per key head"):
-        index.attend(torch.randn(1, 17, 16), kv)
+        index.attend(torch.randn(1, 65, 16), kv)
     with pytest.raises(ValueError, match="window of 1 or more"):
-        index.attend(torch.randn(1, 1, 16), kv, window=0)
+        index.attend(torch.randn(1, 1, 16), kv, AttentionOptions(window=0))
     with pytest.raises(ValueError, match="rows of queries"):
         index.attend(torch.randn(2, 1, 16), kv)
     with pytest.raises(ValueError, match=r"takes kv \[2, rows, 8\]"):
