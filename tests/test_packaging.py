@@ -62,7 +62,6 @@ PUBLIC = {
 }
 # Files of kernels/ without a test of their name: none of them is an operation.
 WITHOUT_TEST = {
-    "kernels/attention/attention_fold.py": "device functions of tree and prefill attention, tested there",
     "kernels/jit.py": "Triton where it is installed",
     "kernels/sampling/lowest_key.py": "device functions of keep_top, tested there",
     "kernels/speculation/ratio_rules.py": "the reference of verify_ratio: tests/inference/speculation/test_ratio_rules_exact.py",

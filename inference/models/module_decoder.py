@@ -26,6 +26,7 @@ from ...kernels.linear.experts import tile_of_pairs
 from .architectures import ARCHITECTURES, UnsupportedArchitecture
 from .decoder import row_counts
 from .expert_modules import register_experts, transposed_experts
+from .fixed_rope import fixed_ropes, in_force
 from .layer_reach import find_reaches
 from .row_ops import RowOps, UnsupportedOperation
 
@@ -71,22 +72,18 @@ def _register():
 
 
 @contextmanager
-def _attending(module, attend):
-    """Inside this context the module's attention is `attend`; afterwards it is what it was."""
+def _attending(module, attend, ropes):
+    """Inside this context the module's attention is `attend` and its rotary embeddings are `ropes`; afterwards what they were."""
     _register()
     config, calls = module.config, _running.__dict__.setdefault("calls", [])
     # Without a token of padding no model looks for it among the rows.
     ours = {"_attn_implementation": NAME, "_experts_implementation": NAME, "pad_token_id": None}
-    before = {name: getattr(config, name, None) for name in ours}
-    for name, value in ours.items():
-        setattr(config, name, value)
     calls.append(attend)
     try:
-        yield
+        with in_force([(config, ours), *ropes]):
+            yield
     finally:
         calls.pop()
-        for name, value in before.items():
-            setattr(config, name, value)
 
 
 # --- the trial ---
@@ -154,9 +151,10 @@ def trial(module, max_positions):
         return query.transpose(1, 2)
 
     check_positions(module, refuse)
+    ropes = fixed_ropes(module, max_positions)
     tokens = torch.zeros(1, rows, dtype=torch.int64, device="meta")
     try:
-        with torch.inference_mode(), _attending(module, attend), RowOps(compute=False) as ops:
+        with torch.inference_mode(), _attending(module, attend, ropes), RowOps(compute=False) as ops:
             module(input_ids=tokens, position_ids=tokens, use_cache=False)
     except UnsupportedOperation as error:
         refuse(str(error))
@@ -244,6 +242,7 @@ class ModuleDecoder:
         _lay_out_products(module)
         shape = on_meta(module.config)
         seen, self._products, self._mixtures = trial(shape, max_positions)
+        self._ropes = fixed_ropes(module, max_positions)
         names = {id(part): name for name, part in shape.named_modules()}
         attention = [module.get_submodule(names[id(part)]) for part, _ in seen]
         self._place = {id(part): (i, layer) for i, (part, (_, layer)) in enumerate(zip(attention, seen))}
@@ -332,7 +331,7 @@ class ModuleDecoder:
 
         hooks = [self._hook(i, entering) for i in set(streams)]
         try:
-            with torch.inference_mode(), _attending(self.module, attend), RowOps():
+            with torch.inference_mode(), _attending(self.module, attend, self._ropes), RowOps():
                 found = self.base(input_ids=batch.tokens.long()[None], position_ids=positions[None], use_cache=False)
         finally:
             for hook in hooks:

@@ -20,15 +20,16 @@ from ...kernels.row_sum import layer_norm, row_softmax, row_sum
 
 # They move or make data, compare, or round once per element: the same bits wherever an element stands.
 EXACT = {
-    "abs", "add", "add_", "alias", "arange", "bitwise_and", "bitwise_not", "bitwise_or", "cat", "chunk", "clamp",
-    "clamp_max", "clamp_min", "clone", "concat", "constant_pad_nd", "contiguous", "copy_", "detach", "div", "div_",
-    "dropout", "embedding", "empty", "empty_like", "eq", "expand", "expand_as", "fill_", "flatten", "full", "full_like",
-    "gather", "ge", "gt", "index", "index_select", "le", "lift_fresh", "logical_and", "logical_not", "logical_or", "lt",
-    "mT", "masked_fill", "masked_fill_", "maximum", "minimum", "mul", "mul_", "narrow", "ne", "neg", "new_empty", "new_full",
-    "new_zeros", "ones", "ones_like", "pad", "permute", "reciprocal", "relu", "repeat", "repeat_interleave", "reshape",
-    "resolve_conj", "resolve_neg", "round", "rsqrt", "rsub", "scalar_tensor", "scatter", "scatter_", "select", "slice",
-    "split", "split_with_sizes", "sqrt", "square", "squeeze", "stack", "sub", "sub_", "t", "to", "transpose", "type_as",
-    "unbind", "unflatten", "unsqueeze", "view", "view_as", "where", "zeros", "zeros_like", "_to_copy", "_unsafe_view",
+    "__and__", "__or__", "_to_copy", "_unsafe_view", "abs", "add", "add_", "alias", "arange", "bitwise_and", "bitwise_not",
+    "bitwise_or", "cat", "ceil", "chunk", "clamp", "clamp_max", "clamp_min", "clone", "concat", "constant_pad_nd",
+    "contiguous", "copy_", "detach", "div", "div_", "dropout", "embedding", "empty", "empty_like", "eq", "expand",
+    "expand_as", "fill_", "flatten", "floor", "full", "full_like", "gather", "ge", "gt", "index", "index_select", "le",
+    "lift_fresh", "logical_and", "logical_not", "logical_or", "lt", "mT", "masked_fill", "masked_fill_", "maximum",
+    "minimum", "mul", "mul_", "narrow", "ne", "neg", "new_empty", "new_full", "new_zeros", "numpy_T", "ones", "ones_like",
+    "pad", "permute", "reciprocal", "relu", "repeat", "repeat_interleave", "reshape", "resolve_conj", "resolve_neg",
+    "round", "rsqrt", "rsub", "scalar_tensor", "scatter", "scatter_", "select", "slice", "split", "split_with_sizes",
+    "sqrt", "square", "squeeze", "stack", "sub", "sub_", "t", "to", "transpose", "type_as", "unbind", "unflatten",
+    "unsqueeze", "view", "view_as", "where", "zeros", "zeros_like",
 }  # fmt: skip
 # Functions of single elements whose bits depend, on a CPU, on whether an element fills a vector register with others.
 ELEMENTWISE = {

@@ -19,12 +19,14 @@ ARCHITECTURES = {
     "ernie4_5": _HEADS_OF_10,
     "exaone4": _GROUPED | dict(sliding_window=12),
     "gemma": _HEADS_OF_10,
+    "gemma2": _HEADS_OF_10 | dict(sliding_window=12, attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
     "gemma3_text": _HEADS_OF_10 | dict(sliding_window=12, layer_types=["sliding_attention", "full_attention"]),
     "glm": _GROUPED | dict(head_dim=8, pad_token_id=0),
     "glm4": _GROUPED | dict(head_dim=8, pad_token_id=0),
     "gpt2": _OF_GPT_2,
     "gpt_bigcode": _OF_GPT_2 | dict(n_inner=80, multi_query=True),
     "gpt_neox": _SMALL | dict(intermediate_size=80),
+    "gpt_oss": _HEADS_OF_10 | dict(sliding_window=12, num_local_experts=5, num_experts_per_tok=2),
     "helium": _GROUPED | dict(head_dim=8),
     "hunyuan_v1_dense": _HEADS_OF_10,
     "mixtral": _GROUPED | dict(num_local_experts=5, num_experts_per_tok=2),
@@ -50,6 +52,7 @@ ARCHITECTURES = {
     "seed_oss": _HEADS_OF_10,
     "smollm3": _GROUPED | dict(pad_token_id=0),
     "stablelm": _GROUPED,
+    "vaultgemma": _HEADS_OF_10 | dict(sliding_window=12, attn_logit_softcapping=2.0),
     "starcoder2": _GROUPED | dict(sliding_window=12),
 }
 

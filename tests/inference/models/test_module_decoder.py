@@ -8,10 +8,11 @@ from headstart.benchmarks import random_heads
 from headstart.inference.models import canary
 from headstart.inference.models.architectures import UnsupportedArchitecture
 from headstart.inference.models.decoder import Decoder
+from headstart.inference.models.fixed_rope import DRAFTED
 from headstart.inference.models.module_decoder import ModuleDecoder
 from headstart.inference.models.row_ops import EXACT, RowOps, UnsupportedOperation, in_whole_vectors
 from headstart.inference.models.support import check_supported, decoder_class
-from headstart.inference.speculation.tree import build_static_tree
+from headstart.inference.speculation.tree import MAX_NODES, build_static_tree
 from headstart.tests.inference.models.small_architectures import ARCHITECTURES, small_config, small_model
 
 PROMPTS = [[7, 3, 90, 12, 55], [1, 2], list(range(20, 90)), [5] * 9, list(range(3, 20))]
@@ -142,6 +143,25 @@ def test_positions_after_a_learned_table_are_those_of_its_end():
     )
     assert len(plain[0][0]) == NEW
     assert outputs(drafting, params, [prompt]) == plain
+
+
+def test_longrope_takes_the_factors_of_the_longest_sequence_there_may_be():
+    """For short sequences, too; the library takes those of the pass, which may hold others."""
+    short, long = [1.0] * 4, [1.5, 2.0, 3.0, 4.0]
+    rope = dict(rope_type="longrope", rope_theta=1e4, original_max_position_embeddings=64, short_factor=short)
+    rope |= dict(factor=4.0, long_factor=long)
+    model = small_model("phi3", rope_parameters=rope, original_max_position_embeddings=64)
+    always = small_model("phi3", rope_parameters=rope | dict(short_factor=long), original_max_position_embeddings=64)
+    always.load_state_dict(model.state_dict())
+    frequencies = model.model.rotary_emb.inv_freq.clone()
+    assert DRAFTED == MAX_NODES
+    for length, library in ((64, model), (65, always), (200, always)):
+        llm = LLM(model, max_model_len=length, max_num_seqs=3)
+        for prompt in (PROMPTS[0], PROMPTS[1]):
+            ((tokens, _),) = outputs(llm, SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True), [prompt])
+            check_greedy(library, prompt, tokens)
+    assert torch.equal(model.model.rotary_emb.inv_freq, frequencies)
+    assert model.model.rotary_emb.rope_type == "longrope"
 
 
 def test_llama_likes_keep_the_packed_decoder():
