@@ -58,7 +58,9 @@ def check(hq, hk, dim, length, dtype, device, what, near):
     scale = wanted.norm()
     error = (alone[1].double() - wanted).norm() / scale
     assert error <= near
-    for other in wrong:
+    for other in (
+        wrong if dtype == torch.float32 else ()
+    ):  # among thousands of keys a sink weighs less than rounding in 16 bits
         assert (other - wanted).norm() / scale > 3 * near
     for name, found in rest:
         if device == "cpu" and on_triton(q):  # the interpreter's products are numpy's: no bits
