@@ -53,8 +53,13 @@ def layer_tensors(layer):
     return [tensor for tensor in (*products, *norms) if tensor is not None]
 
 
-def weight_bytes(decoder):
-    """Bytes of weights that one pass of the target reads: layers, final norm and lm_head (and a few rows of the embedding)."""
+def weight_bytes(decoder, rows=1 << 30):
+    """Bytes of weights that one pass of the target reads: layers, final norm and lm_head (and a few rows of the embedding).
+
+    rows: of the pass, which decide how many experts a mixture reads.
+    """
+    if not decoder.is_packed:
+        return decoder.read_bytes(rows)
     tensors = [tensor for layer in decoder.layers for tensor in layer_tensors(layer)]
     return sum(tensor.nbytes for tensor in [*tensors, decoder.norm.weight, decoder.lm_head])
 
@@ -86,11 +91,12 @@ class StepFloor:
 
         rows: nodes of all requests and steps; context: committed tokens of all requests, read in all steps; head, depth: of drafts
         """
-        weights, size = weight_bytes(self.decoder), self.decoder.dtype.itemsize
+        weights, size = weight_bytes(self.decoder, rows / steps), self.decoder.dtype.itemsize
+        multiplied = weight_bytes(self.decoder, 1)  # by each row: its own experts alone
         parts = {} if head is None else head.draft_bytes(self.decoder.lm_head.nbytes)
         drafts = parts.get("first", 0) + (depth - 1) * parts.get("level", 0) + parts.get("advance", 0)
         return {
-            "floor_products": max(steps * weights / self.bandwidth, 2 * weights / size * rows / self.rate),
+            "floor_products": max(steps * weights / self.bandwidth, 2 * multiplied / size * rows / self.rate),
             "floor_keys": kv_bytes(self.decoder, 1, context) / self.bandwidth,
             "floor_drafts": steps * drafts / self.bandwidth,
         }

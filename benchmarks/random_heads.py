@@ -6,7 +6,7 @@ from ..heads.eagle import Eagle, EagleConfig
 from ..heads.eagle3 import Eagle3, Eagle3Config, default_aux_layers
 from ..heads.medusa import Medusa, MedusaConfig
 from ..heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
-from ..inference.models.weights import weight_bytes
+from ..inference.models.support import weight_bytes
 
 DRAFT_VOCABULARY = 32000  # of published EAGLE-3 heads
 FIRST_PUBLISHED_DEPTH = 7  # layers from which on a target has the aux layers of published heads

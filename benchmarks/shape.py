@@ -4,11 +4,9 @@ from pathlib import Path
 
 import torch
 
-from ..inference.models.decoder import Decoder
 from ..inference.models.memory import free_bytes, in_gib
 from ..inference.models.shapes import SHAPES, config_of
-from ..inference.models.support import check_supported
-from ..inference.models.weights import weight_bytes
+from ..inference.models.support import check_supported, decoder_class, weight_bytes
 from ..inference.speculation.tree import build_static_tree
 
 NUM_HEADS = 4  # Medusa heads, and so the depth of trees
@@ -17,8 +15,8 @@ RATES = [[0.6, 0.15, 0.08, 0.05, 0.03, 0.02, 0.015, 0.01]] * NUM_HEADS
 
 
 def config_of_shape(shape):
-    """The Hugging Face config of a named shape (inference/models/shapes.py) or of a folder with a config.json."""
-    if (Path(shape) / "config.json").is_file():
+    """The Hugging Face config of a named shape (inference/models/shapes.py), of a folder with a config.json, or of such a file."""
+    if (Path(shape) / "config.json").is_file() or Path(shape).is_file():
         from transformers import AutoConfig
 
         return AutoConfig.from_pretrained(shape)
@@ -46,7 +44,7 @@ def random_decoder(shape, device, dtype, max_positions):
     """A decoder of a shape with random weights, made on the device."""
     config = config_of_shape(shape)
     where = dict(dtype=dtype, device=torch.device(device), max_positions=max_positions)
-    return Decoder.from_pretrained(None, config, load_format="dummy", **where)
+    return decoder_class(config).from_pretrained(None, config, load_format="dummy", **where)
 
 
 def best_tree(num_nodes):

@@ -9,7 +9,12 @@ HEADS = ("medusa", "mlp_speculator", "eagle", "eagle3")  # families with random 
 
 def add_measurement(parser):
     """Add the options of every benchmark on random weights."""
-    parser.add_argument("--shape", required=True, help="a named shape, e.g. llama-3-8b, or a folder with a config.json")
+    parser.add_argument(
+        "--shape",
+        "--model",
+        required=True,
+        help="a named shape, e.g. llama-3-8b, a folder with a config.json, or such a file: of any model that the engine runs",
+    )
     parser.add_argument(
         "--output", help="write the JSON object here; a bare NAME stands for benchmarks/results/<date>-NAME.json"
     )

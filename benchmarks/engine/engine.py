@@ -245,7 +245,9 @@ class EngineBench:
         parts = self.floor.of(1, rows, context, head, settings.num_speculative_tokens)
         milliseconds = {name: seconds * 1e3 for name, seconds in parts.items()}
         floor = sum(milliseconds.values())
-        library = Repeatable(library_products(llm.engine.decoder, rows), llm.device).time(row["steps"]).p50
+        library = None
+        if llm.engine.decoder.is_packed:
+            library = Repeatable(library_products(llm.engine.decoder, rows), llm.device).time(row["steps"]).p50
         return milliseconds | {"floor": floor, "over_floor": row["mean"] / floor, "library": library}
 
     def graph_alone(self, llm, batch, repeats):

@@ -260,7 +260,7 @@ class TrafficBench:
         parts = StepFloor(decoder, self.bandwidth, self.rate).of(
             num_passes, nodes * sum(num_steps), context, head, settings.num_speculative_tokens
         )
-        layers = weight_bytes(decoder) - decoder.lm_head.nbytes
+        layers = weight_bytes(decoder, 1) - decoder.lm_head.nbytes
         read = layers * sum(prompt for prompt, _ in lengths) + decoder.lm_head.nbytes * len(lengths)
         parts["floor_prompts"] = 2 * read / decoder.dtype.itemsize / self.rate
         return {"floor": sum(parts.values())} | parts

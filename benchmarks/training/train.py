@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM
 
 from ...evaluation.results import Report, decimals, plain
 from ...evaluation.timing import Times, release
-from ...inference.models.weights import weight_bytes
+from ...inference.models.support import weight_bytes
 from ...kernels.jit import on_device
 from ...train.loss.distillation import Objective, accumulate_gradients, find_labels, summarize
 from ...train.loss.losses import Loss

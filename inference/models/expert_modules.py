@@ -22,9 +22,9 @@ def register_experts(name):
     ALL_EXPERTS_FUNCTIONS.register(name, _run_experts)
 
 
-def transposed_experts(part):
-    """The weights [E, K, N] of a module of experts, if it has such."""
-    if not getattr(part, "is_transposed", False):
+def expert_weights(part):
+    """The weights [E, N, K] or [E, K, N] of a module, [] if it is none of experts."""
+    if not hasattr(part, "is_transposed"):
         return []
     names = ("gate_up_proj", "up_proj", "down_proj")
     return [weight for name in names if isinstance(weight := getattr(part, name, None), nn.Parameter)]

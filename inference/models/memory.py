@@ -20,6 +20,16 @@ def free_bytes(device):
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def check_memory(need, dtype, device):
+    """ValueError if weights of so many bytes do not fit into the device's free memory."""
+    free = free_bytes(device)
+    if need > free:
+        raise ValueError(
+            f"the weights take {in_gib(need)} in {str(dtype).removeprefix('torch.')} and {in_gib(free)} are free on "
+            f"{device}: free memory, choose a smaller dtype or a smaller model"
+        )
+
+
 def in_gib(num_bytes):
     """A number of bytes as text."""
     return f"{num_bytes / 2**30:.1f} GiB"

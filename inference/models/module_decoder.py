@@ -25,9 +25,10 @@ from ...kernels.attention.rotary_kv_write import kv_rows_of_heads
 from ...kernels.linear.experts import tile_of_pairs
 from .architectures import ARCHITECTURES, UnsupportedArchitecture
 from .decoder import row_counts
-from .expert_modules import register_experts, transposed_experts
+from .expert_modules import expert_weights, register_experts
 from .fixed_rope import fixed_ropes, in_force
 from .layer_reach import find_reaches
+from .memory import check_memory
 from .row_ops import RowOps, UnsupportedOperation
 
 NAME = "headstart"  # of our attention among transformers'
@@ -84,6 +85,23 @@ def _attending(module, attend, ropes):
             yield
     finally:
         calls.pop()
+
+
+# --- modules ---
+
+
+def parameter_bytes(config, dtype):
+    """Bytes of the parameters of a config's module in dtype, shared ones once."""
+    return dtype.itemsize * sum(parameter.numel() for parameter in on_meta(config).parameters())
+
+
+def random_module(config, dtype, device):
+    """A module of a config's shape with random weights, made on the device."""
+    from transformers import AutoModelForCausalLM
+
+    check_memory(parameter_bytes(config, dtype), dtype, device)
+    with device:
+        return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype).eval()
 
 
 # --- the trial ---
@@ -187,8 +205,8 @@ def _lay_out_products(module):
     from transformers.pytorch_utils import Conv1D
 
     for part in module.modules():
-        weights = [part.weight] if isinstance(part, Conv1D) else transposed_experts(part)
-        for weight in weights:
+        weights = [part.weight] if isinstance(part, Conv1D) else expert_weights(part)
+        for weight in weights if getattr(part, "is_transposed", True) else ():
             weight.data = weight.data.mT.contiguous().mT
 
 
@@ -281,6 +299,12 @@ class ModuleDecoder:
             parts.append(self.lm_head)
         return sum(part.nbytes for part in parts)
 
+    def read_bytes(self, rows):
+        """Bytes of weights that a pass of so many rows reads, whose experts differ as far as there are enough."""
+        chosen = {num: min(k * rows / num, 1) for k, num in self._mixtures}
+        weights = [weight for part in self.module.modules() for weight in expert_weights(part)]
+        return round(self.weight_bytes - sum(weight.nbytes * (1 - chosen[len(weight)]) for weight in weights))
+
     def row_counts(self, most):
         """See Decoder.row_counts."""
         counts = range(1, most + 1)
@@ -297,17 +321,21 @@ class ModuleDecoder:
         """A decoder on a module of its own: see Decoder.from_pretrained."""
         from transformers import AutoModelForCausalLM
 
+        device = torch.device(device)
         if adapter is not None:
             raise ValueError(
                 f"adapters are merged into {', '.join(ARCHITECTURES)} models only: merge it into the {config.model_type} model "
                 "with peft (merge_and_unload), save that, and give its folder"
             )
         if load_format == "dummy":
-            module = on_meta(config).to(dtype).to_empty(device=device)
-            module.init_weights()
+            module = random_module(config, dtype, device)
         else:
-            module = AutoModelForCausalLM.from_pretrained(folder_or_id, dtype=dtype, **hub_options(folder_or_id)).to(
-                device
+            check_memory(parameter_bytes(config, dtype), dtype, device)
+            place = (
+                {"device_map": {"": device}} if device.type == "cuda" else {}
+            )  # each tensor goes there as it is read
+            module = AutoModelForCausalLM.from_pretrained(
+                folder_or_id, dtype=dtype, **place, **hub_options(folder_or_id)
             )
         return cls(module, max_positions)
 

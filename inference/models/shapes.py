@@ -26,6 +26,8 @@ _LLAMA_3_8B = _LLAMA_3 | dict(
     hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, head_dim=128
 )
 
+_OPT = dict(model_type="opt", vocab_size=50272, max_position_embeddings=2048, do_layer_norm_before=True)
+
 # The arguments of each model's config. Llama 3 is taken in its 3.1 form, whose positions reach 131072.
 SHAPES = {
     "llama-3-8b": _LLAMA_3_8B,
@@ -82,6 +84,36 @@ SHAPES = {
         head_dim=128,
         rms_norm_eps=1e-6,
         max_position_embeddings=40960,
+        rope_parameters=dict(rope_type="default", rope_theta=1000000.0),
+    ),
+    "opt-6.7b": _OPT
+    | dict(hidden_size=4096, word_embed_proj_dim=4096, ffn_dim=16384, num_hidden_layers=32, num_attention_heads=32),
+    "opt-125m": _OPT
+    | dict(hidden_size=768, word_embed_proj_dim=768, ffn_dim=3072, num_hidden_layers=12, num_attention_heads=12),
+    # 48 query heads on one key head.
+    "granite-20b-code": dict(
+        model_type="gpt_bigcode",
+        vocab_size=49152,
+        n_embd=6144,
+        n_inner=24576,
+        n_layer=52,
+        n_head=48,
+        n_positions=8192,
+        multi_query=True,
+        activation_function="gelu",
+    ),
+    "mixtral-8x7b": dict(
+        model_type="mixtral",
+        vocab_size=32000,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=32768,
         rope_parameters=dict(rope_type="default", rope_theta=1000000.0),
     ),
 }

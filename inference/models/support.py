@@ -1,8 +1,9 @@
 """Which decoder runs a target: the packed one for Llama-like models, else the module's own, or none, and why."""
 
+from . import weights
 from .architectures import UnsupportedArchitecture
 from .decoder import Decoder, check_packed
-from .module_decoder import ModuleDecoder, on_meta, trial
+from .module_decoder import ModuleDecoder, on_meta, parameter_bytes, trial
 
 MOST_POSITIONS = 1 << 20  # no model is as long
 
@@ -30,3 +31,9 @@ def decoder_class(config):
 def check_supported(config):
     """Raise UnsupportedArchitecture if the engine cannot run a target with this Hugging Face config."""
     decoder_class(config)
+
+
+def weight_bytes(config, dtype):
+    """Bytes of the weights of a target that the engine runs."""
+    how = weights.weight_bytes if decoder_class(config) is Decoder else parameter_bytes
+    return how(config, dtype)

@@ -24,7 +24,7 @@ from ...kernels.linear.linear import pack_weight
 from .architectures import UnsupportedArchitecture, architecture_of
 from .blocks import LayerWeights, Linear
 from .checkpoint_files import find_files, open_file, read_header
-from .memory import free_bytes, in_gib
+from .memory import check_memory
 
 # The dtypes that a weight may have in a file; any other means quantisation.
 FILE_DTYPES = ("F64", "F32", "F16", "BF16")
@@ -227,16 +227,6 @@ def _assemble(config, tensors):
     return DecoderWeights(embedding, layers, tensors["norm"], tensors.get("lm_head", embedding))
 
 
-def _check_memory(config, dtype, device):
-    """ValueError if the weights cannot fit into the device's free memory."""
-    need, free = weight_bytes(config, dtype), free_bytes(device)
-    if need > free:
-        raise ValueError(
-            f"the weights take {in_gib(need)} in {str(dtype).removeprefix('torch.')} and {in_gib(free)} are free on "
-            f"{device}: free memory, choose a smaller dtype or a smaller model"
-        )
-
-
 # --- random weights ---
 
 
@@ -247,7 +237,7 @@ def random_weights(config, dtype, device, seed=0):
     width; norms are one, biases normal with deviation 0.02.
     """
     device = torch.device(device)
-    _check_memory(config, dtype, device)
+    check_memory(weight_bytes(config, dtype), dtype, device)
     generator = torch.Generator(device).manual_seed(seed)
     tensors = {}
     for name, parts in tensor_plan(config).items():
@@ -282,7 +272,7 @@ def load_weights(folder_or_id, config, dtype, device, *, adapter=None):
     _check_tensors(folder_or_id, plan, headers)
     if adapter is not None:
         adapter.check_fits({name: shape for parts in plan.values() for name, shape in parts.items()})
-    _check_memory(config, dtype, device)
+    check_memory(weight_bytes(config, dtype), dtype, device)
     opened = {path: open_file(path) for path in files}
     # A tensor of an opened file is a view of it: nothing is read, or takes memory, until it is used.
     stored = {name: opened[where[name]].get_tensor(name) for parts in plan.values() for name in parts}

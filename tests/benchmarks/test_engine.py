@@ -5,15 +5,18 @@ import json
 
 import pytest
 import torch
+from transformers import MixtralConfig, OPTConfig
 
 from headstart.benchmarks import floor, library, random_heads
 from headstart.benchmarks.engine.draft import parallel_chains
 from headstart.benchmarks.shape import best_tree, config_of_shape, random_decoder
+from headstart.cli import main
+from headstart.inference.models.module_decoder import ModuleDecoder
 from headstart.inference.session import Session
 from headstart.inference.speculation.drafters.levels import Levels
 from headstart.inference.speculation.tree import ROOT_ONLY, chain
 from headstart.inference.speculation.tree_on_device import TreeOnDevice
-from headstart.tests.benchmarks.small_bench import check_times
+from headstart.tests.benchmarks.small_bench import CPU, check_times
 
 
 def test_step_prints_a_line_per_size_and_the_parts_of_the_largest_tree(bench, tmp_path):
@@ -40,6 +43,60 @@ def test_step_prints_a_line_per_size_and_the_parts_of_the_largest_tree(bench, tm
     assert json.loads(output.read_text()) == found
     table = [line for line in lines if line.split()[:3] == ["70", "3", "6"]]
     assert len(table) == len(parts)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        OPTConfig(
+            vocab_size=128,
+            hidden_size=32,
+            word_embed_proj_dim=32,
+            ffn_dim=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+        ),
+        MixtralConfig(
+            vocab_size=128,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            num_local_experts=6,
+        ),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_step_and_engine_measure_models_that_run_as_their_own_modules(config, tmp_path, capsys):
+    config.bos_token_id = config.eos_token_id = None
+    config.save_pretrained(tmp_path)
+    common = ["--batch", "1", "--model", str(tmp_path / "config.json"), *CPU]
+    assert main(["bench", "step", "--rows", "1,6", "--context", "70", "--repeats", "3", *common]) == 0
+    said, found = capsys.readouterr().out, None
+    assert "no baseline: the library's step is written for models that run on kernels of their own" in said
+    found = json.loads(said.strip().splitlines()[-1])
+    assert [row["part"] for row in found["rows"]][:3] == ["forward", "forward", "draft, own"]
+    assert main(["bench", "engine", "--prompt-tokens", "20", "--new-tokens", "40", "--no-startup", *common]) == 0
+    rows = json.loads(capsys.readouterr().out.strip().splitlines()[-1])["rows"]
+    assert {row["draft"] for row in rows} == {"plain", "medusa chain, own"}
+    assert all(row["library"] is None and row["over_floor"] > 1 for row in rows)
+
+
+def test_floor_of_a_mixture_reads_as_many_experts_as_its_rows_may_choose():
+    sizes = dict(vocab_size=128, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    config = MixtralConfig(**sizes, num_key_value_heads=4, num_local_experts=6, num_experts_per_tok=2)
+    decoder = ModuleDecoder.from_pretrained(
+        None, config, dtype=torch.float32, device="cpu", max_positions=128, load_format="dummy"
+    )
+    expert = 3 * 32 * 48
+    rest = 2 * (4 * 32 * 32 + 6 * 32 + 2 * 32) + 32 + 128 * 32
+    for rows, chosen in ((1, 2), (2, 4), (3, 6), (100, 6)):
+        assert floor.weight_bytes(decoder, rows) == 4 * (rest + 2 * chosen * expert)
+    few = floor.StepFloor(decoder, 1e12, 1.0).of(2, 6, 30)
+    assert few["floor_products"] == pytest.approx(2 * 6 * (rest + 2 * 2 * expert)), (
+        "each row multiplies with two experts"
+    )
 
 
 def test_step_leaves_out_what_does_not_fit_with_a_note(bench, monkeypatch):

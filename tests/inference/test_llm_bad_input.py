@@ -170,7 +170,7 @@ def test_a_head_given_as_the_model_is_called_one(target_folder, head_folder, mak
 
 
 def test_weights_beyond_the_free_memory_are_refused_before_any_is_made(monkeypatch):
-    monkeypatch.setattr("headstart.inference.models.weights.free_bytes", lambda device: 20 << 30)
+    monkeypatch.setattr("headstart.inference.models.memory.free_bytes", lambda device: 20 << 30)
     monkeypatch.setattr("headstart.inference.models.weights._allocate", lambda *_: pytest.fail("a weight was made"))
     with pytest.raises(ValueError, match=r"the weights take 29\.9 GiB in float32 and 20\.0 GiB are free on cpu"):
         LLM(config_of("llama-3-8b"), load_format="dummy", device="cpu", dtype="float32", max_model_len=64)

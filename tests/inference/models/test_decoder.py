@@ -10,7 +10,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from headstart.inference.engine.cache import PagedCache
 from headstart.inference.models.architectures import ARCHITECTURES, Architecture, UnsupportedArchitecture
 from headstart.inference.models.decoder import Decoder, ForwardPass, check_packed
+from headstart.inference.models.module_decoder import ModuleDecoder, parameter_bytes
 from headstart.inference.models.shapes import SHAPES, config_of
+from headstart.inference.models.support import decoder_class
 from headstart.inference.models.weights import tensor_plan, weight_bytes
 from headstart.kernels.attention.tree_attention import PAGE, build_tree_index
 
@@ -244,7 +246,7 @@ def test_the_comparison_notices_a_wrong_config(change):
     ("changes", "what"),
     [
         (dict(hidden_act="gelu"), "activation 'gelu'"),
-        (dict(hidden_size=96, num_attention_heads=48), "48 query heads"),
+        (dict(hidden_size=130, num_attention_heads=65, num_key_value_heads=1), "65 query heads"),
         (dict(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0)), "rope type 'dynamic'"),
         (
             dict(rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=2.0, partial_rotary_factor=0.5)),
@@ -297,9 +299,15 @@ def test_named_shapes_run_and_have_their_size(name):
         "mistral-7b": 7.242,
         "qwen2.5-7b": 7.616,
         "qwen3-8b": 8.191,
+        "opt-6.7b": 6.658,
+        "opt-125m": 0.125,
+        "granite-20b-code": 20.067,
+        "mixtral-8x7b": 46.703,
     }
     config = config_of(name)
-    check_packed(config)
+    if decoder_class(config) is ModuleDecoder:
+        assert parameter_bytes(config, torch.bfloat16) / 2e9 == pytest.approx(billions[name], abs=6e-4)
+        return
     assert weight_bytes(config, torch.bfloat16) / 2e9 == pytest.approx(billions[name], abs=6e-4)
     # The plan names just what transformers' own model holds.
     with torch.device("meta"):

@@ -11,6 +11,7 @@ from headstart.inference.models.decoder import Decoder
 from headstart.inference.models.fixed_rope import DRAFTED
 from headstart.inference.models.module_decoder import ModuleDecoder
 from headstart.inference.models.row_ops import EXACT, RowOps, UnsupportedOperation, in_whole_vectors
+from headstart.inference.models.shapes import config_of
 from headstart.inference.models.support import check_supported, decoder_class
 from headstart.inference.speculation.tree import MAX_NODES, build_static_tree
 from headstart.tests.inference.models.small_architectures import ARCHITECTURES, small_config, small_model
@@ -130,6 +131,23 @@ def test_a_folder_and_random_weights_are_loaded(tmp_path):
     assert outputs(found, params) == outputs(LLM(model, max_model_len=100, max_num_seqs=3), params)
     dummy = LLM(small_config("opt"), load_format="dummy", dtype="float32", device="cpu", max_model_len=100)
     assert len(outputs(dummy, params)[0][0]) == NEW
+
+
+def test_random_modules_have_the_buffers_of_their_config():
+    config = small_config("phi3")
+    decoder = ModuleDecoder.from_pretrained(
+        None, config, dtype=torch.bfloat16, device="cpu", max_positions=100, load_format="dummy"
+    )
+    assert torch.equal(decoder.module.model.rotary_emb.inv_freq, small_model("phi3").model.rotary_emb.inv_freq)
+    assert {parameter.dtype for parameter in decoder.module.parameters()} == {torch.bfloat16}
+
+
+def test_modules_beyond_the_free_memory_are_refused_before_they_are_made(monkeypatch, tmp_path):
+    monkeypatch.setattr("headstart.inference.models.memory.free_bytes", lambda device: 10 << 30)
+    for given, how in ((config_of("opt-6.7b"), "dummy"), (str(tmp_path), "auto")):
+        config_of("opt-6.7b").save_pretrained(tmp_path)
+        with pytest.raises(ValueError, match=r"the weights take 12\.4 GiB in bfloat16 and 10\.0 GiB are free on cpu"):
+            LLM(given, load_format=how, device="cpu", dtype="bfloat16", max_model_len=64)
 
 
 def test_positions_after_a_learned_table_are_those_of_its_end():
