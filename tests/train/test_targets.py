@@ -2,17 +2,21 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
 
+from headstart import LLM, SamplingParams
 from headstart.heads.checkpoint import load_head
+from headstart.hub_export import export
 from headstart.train.data.packing import pack
 from headstart.train.run.checkpointing import check_output
 from headstart.train.teacher import sharded_target
 from headstart.train.teacher.features import FrozenTarget
 
+ROOT = Path(__file__).resolve().parents[2]
 SMALL = {"vocab_size": 48, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 SMALL |= {"max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": 2, "pad_token_id": 2}
 GPT2 = {
@@ -57,7 +61,6 @@ def save(folder, word_target, config, **keys):
         (transformers.GPT2Config, GPT2),
         (transformers.GPTNeoXConfig, SMALL | {"intermediate_size": 64}),
         (transformers.Qwen3Config, SMALL | {"intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 8}),
-        (transformers.OPTConfig, SMALL | {"ffn_dim": 64, "word_embed_proj_dim": 32}),
     ],
 )
 def test_other_architectures_train(trainer, tmp_path, word_target, read_metrics, config, keys):
@@ -65,6 +68,36 @@ def test_other_architectures_train(trainer, tmp_path, word_target, read_metrics,
     trainer.run(target=folder, max_steps=12, eval_prompts=3, eval_tokens=6)
     first, *_, last = read_metrics()
     assert last["loss"] < first["loss"]
+
+
+@pytest.mark.parametrize(
+    ("config", "keys"),
+    [
+        (transformers.OPTConfig, SMALL | {"ffn_dim": 64, "word_embed_proj_dim": 32}),
+        (
+            transformers.MixtralConfig,
+            SMALL
+            | {"intermediate_size": 48, "num_key_value_heads": 2, "num_local_experts": 5, "num_experts_per_tok": 2},
+        ),
+    ],
+    ids=["opt", "mixtral"],
+)
+def test_the_recipe_trains_heads_that_export_and_decode(trainer, tmp_path, word_target, config, keys):
+    """configs/medusa.yaml, but for its sizes, on targets that run as their own modules."""
+    folder = save(tmp_path / "target", word_target, config, **keys | {"initializer_range": 0.2})
+    recipe = {"config": ROOT / "configs" / "medusa.yaml", "accumulate": 1, "num_epochs": 2, "max_steps": 60}
+    run = trainer.run(target=folder, **recipe, loss="hard", eval_every=30, eval_prompts=4, eval_tokens=8, lr=0.03)
+    measured = json.loads((run / "acceptance.json").read_text())
+    assert measured["source"] == "engine"
+    output = tmp_path / "export"
+    assert export.main([str(run), "--format", "medusa", "--output", str(output)]) == 0
+    prompts = [[5, 6, 7], [1], list(range(3, 30))]
+    params = SamplingParams(temperature=0.7, seed=1, max_tokens=30, ignore_eos=True)
+    plain = LLM(str(folder), dtype="float32", max_num_seqs=3)
+    drafting = LLM(plain, speculative_config={"model": str(output), "num_speculative_tokens": 3})
+    found = [[answer.outputs[0].token_ids for answer in llm.generate(prompts, params)] for llm in (plain, drafting)]
+    assert found[0] == found[1]
+    assert drafting.get_stats()["num_spec_steps"] > 0
 
 
 @pytest.mark.parametrize(
