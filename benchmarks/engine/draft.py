@@ -20,8 +20,7 @@ import torch
 from ...evaluation.results import Report, decimals, plain, shares_text
 from ...evaluation.timing import Repeatable, Times, release
 from ...inference.engine.cache import PagedCache
-from ...inference.models.decoder import Decoder
-from ...inference.models.weights import weight_bytes
+from ...inference.models.support import decoder_class, weight_bytes
 from ...inference.speculation.proposers import HeadProposer
 from ...inference.speculation.tree import DEFAULT_DYNAMIC, MAX_NODES, GrowingTree, Tree, chain
 from ...inference.speculation.tree_on_device import TreeOnDevice
@@ -78,7 +77,8 @@ def bench_draft(settings, device, dtype, command, output=None, commit=None):
     report = Report("draft", COLUMNS, device, command, vars(settings), output, commit)
     places = settings.context + 2 * MAX_NODES
     where = dict(dtype=dtype, device=torch.device(device), max_positions=places)
-    decoder = Decoder.from_pretrained(None, one_layer(config), load_format="dummy", **where)
+    config_of_one = one_layer(config)
+    decoder = decoder_class(config_of_one).from_pretrained(None, config_of_one, load_format="dummy", **where)
     bandwidth = copy_bandwidth(device)
     name = str(dtype).removeprefix("torch.")
     report.state(

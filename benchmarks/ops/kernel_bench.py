@@ -7,6 +7,7 @@ import torch
 
 from ...evaluation.results import decimals, plain
 from ...evaluation.timing import Repeatable
+from ...inference.models.decoder import check_packed
 from ...inference.models.memory import free_bytes, in_gib
 from ..floor import copy_bandwidth, milliseconds, product_rate
 
@@ -62,6 +63,7 @@ class Sizes:
 
     @classmethod
     def of(cls, config):
+        check_packed(config)
         heads = config.num_attention_heads
         return cls(
             hidden=config.hidden_size,
