@@ -16,10 +16,10 @@ UNKNOWN = {"has_post_expert_norm": "a norm after each expert", "_is_expert_paral
 
 
 def register_experts(name):
-    """Make `_run_experts` known to transformers by this name."""
+    """Make `run_experts` known to transformers by this name."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    ALL_EXPERTS_FUNCTIONS.register(name, _run_experts)
+    ALL_EXPERTS_FUNCTIONS.register(name, run_experts)
 
 
 def expert_weights(part):
@@ -30,7 +30,7 @@ def expert_weights(part):
     return [weight for name in names if isinstance(weight := getattr(part, name, None), nn.Parameter)]
 
 
-def _run_experts(module, hidden_states, top_k_index, top_k_weights):
+def run_experts(module, hidden_states, top_k_index, top_k_weights):
     """The registered function.  [M, H], [M, k] each -> [M, H]"""
     for name, what in UNKNOWN.items():
         if getattr(module, name, False):

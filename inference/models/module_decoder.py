@@ -78,7 +78,12 @@ def _attending(module, attend, ropes):
     _register()
     config, calls = module.config, _running.__dict__.setdefault("calls", [])
     # Without a token of padding no model looks for it among the rows.
-    ours = {"_attn_implementation": NAME, "_experts_implementation": NAME, "pad_token_id": None}
+    ours = {
+        "_attn_implementation": NAME,
+        "_experts_implementation": NAME,
+        "pad_token_id": None,
+        "output_router_logits": False,
+    }
     calls.append(attend)
     try:
         with in_force([(config, ours), *ropes]):
@@ -200,7 +205,7 @@ def check_positions(module, refuse):
         refuse("its tokens would be others than the library's")
 
 
-def _lay_out_products(module):
+def lay_out_products(module):
     """Lay weights [.., K, N] out as the transpose of [.., N, K], which products read, in place of the original."""
     from transformers.pytorch_utils import Conv1D
 
@@ -257,7 +262,7 @@ class ModuleDecoder:
 
     def __init__(self, module, max_positions):
         self.module, self.max_positions = module.eval().requires_grad_(False), max_positions
-        _lay_out_products(module)
+        lay_out_products(module)
         shape = on_meta(module.config)
         seen, self._products, self._mixtures = trial(shape, max_positions)
         self._ropes = fixed_ropes(module, max_positions)

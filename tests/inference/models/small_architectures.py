@@ -6,7 +6,6 @@ VOCAB = 97
 _SMALL = dict(vocab_size=VOCAB, hidden_size=48, num_hidden_layers=2, num_attention_heads=6, max_position_embeddings=256)
 _GROUPED = _SMALL | dict(intermediate_size=80, num_key_value_heads=2)
 _HEADS_OF_10 = _GROUPED | dict(head_dim=10)
-_EXPERTS = _GROUPED | dict(moe_intermediate_size=40, num_experts_per_tok=2)
 _OF_GPT_2 = dict(vocab_size=VOCAB, n_embd=48, n_layer=2, n_head=6, n_positions=256)
 
 ARCHITECTURES = {
@@ -29,12 +28,10 @@ ARCHITECTURES = {
     "gpt_oss": _HEADS_OF_10 | dict(sliding_window=12, num_local_experts=5, num_experts_per_tok=2),
     "helium": _GROUPED | dict(head_dim=8),
     "hunyuan_v1_dense": _HEADS_OF_10,
-    "mixtral": _GROUPED | dict(num_local_experts=5, num_experts_per_tok=2),
     "nemotron": _GROUPED,
     "olmo": _GROUPED,
     "olmo2": _GROUPED,
     "olmo3": _GROUPED | dict(sliding_window=12),
-    "olmoe": _GROUPED | dict(num_experts=5, num_experts_per_tok=3),
     "opt": dict(
         vocab_size=VOCAB,
         hidden_size=48,
@@ -47,14 +44,54 @@ ARCHITECTURES = {
     "persimmon": _SMALL | dict(intermediate_size=80),
     "phi": _GROUPED,
     "phi3": _GROUPED | dict(pad_token_id=0),
-    "qwen2_moe": _EXPERTS | dict(num_experts=5, shared_expert_intermediate_size=32),
-    "qwen3_moe": _EXPERTS | dict(num_experts=6, head_dim=10),
     "seed_oss": _HEADS_OF_10,
     "smollm3": _GROUPED | dict(pad_token_id=0),
     "stablelm": _GROUPED,
     "vaultgemma": _HEADS_OF_10 | dict(sliding_window=12, attn_logit_softcapping=2.0),
     "starcoder2": _GROUPED | dict(sliding_window=12),
 }
+
+# Mixtures of experts: the second of two layers has them, or both.
+_EXPERTS = _GROUPED | dict(
+    moe_intermediate_size=40,
+    num_experts=5,
+    num_local_experts=5,
+    num_experts_per_tok=3,
+    first_k_dense_replace=1,
+    pad_token_id=0,
+)
+_LATENT = _EXPERTS | dict(
+    num_key_value_heads=6, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=16
+)
+MIXTURES = {
+    "afmoe": _EXPERTS | dict(num_dense_layers=1, sliding_window=12),
+    "aria_text": _EXPERTS | dict(moe_num_experts=5, moe_topk=3),
+    "axk1": _LATENT | dict(n_group=1, topk_group=1),
+    "beam": _EXPERTS | dict(mlp_layer_types=["dense", "sparse"], n_group=1, topk_group=1, sliding_window=12),
+    "cohere2_moe": _EXPERTS | dict(sliding_window=12),
+    "deepseek_v3": _LATENT | dict(num_local_experts=8, n_group=4, topk_group=2),
+    "dots1": _EXPERTS | dict(n_group=1, topk_group=1, n_shared_experts=1),
+    "ernie4_5_moe": _EXPERTS | dict(moe_num_experts=5, moe_k=3, moe_layer_start_index=1),
+    "exaone_moe": _EXPERTS | dict(sliding_window=12),
+    "flex_olmo": _EXPERTS,
+    "glm4_moe": _EXPERTS | dict(head_dim=8),
+    "glm4_moe_lite": _LATENT,
+    "granitemoe": _EXPERTS,
+    "granitemoeshared": _EXPERTS | dict(shared_intermediate_size=40),
+    "hunyuan_v1_moe": _EXPERTS | dict(head_dim=10, moe_topk=3),
+    "hy_v3": _EXPERTS,
+    "kolibri1": _EXPERTS,
+    "laguna": _EXPERTS,
+    "mellum": _EXPERTS,
+    "minimax_m2": _EXPERTS | dict(head_dim=8),
+    "minimax_m3_vl_text": _EXPERTS,
+    "mixtral": _EXPERTS,
+    "olmoe": _EXPERTS,
+    "qwen2_moe": _EXPERTS | dict(shared_expert_intermediate_size=40),
+    "qwen3_moe": _EXPERTS | dict(head_dim=10),
+    "solar_open": _EXPERTS,
+}
+ARCHITECTURES |= MIXTURES
 
 
 def small_config(model_type, **changes):
