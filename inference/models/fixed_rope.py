@@ -26,10 +26,13 @@ def fixed_ropes(module, max_positions):
     return found
 
 
+ABSENT = object()  # what an attribute that a part does not have was before
+
+
 @contextmanager
 def in_force(changes):
     """Inside this context the attributes have these values; afterwards those that they had."""
-    before = [(part, {name: getattr(part, name, None) for name in values}) for part, values in changes]
+    before = [(part, {name: getattr(part, name, ABSENT) for name in values}) for part, values in changes]
     try:
         for part, values in changes:
             for name, value in values.items():
@@ -38,4 +41,7 @@ def in_force(changes):
     finally:
         for part, values in before:
             for name, value in values.items():
-                setattr(part, name, value)
+                if value is ABSENT:
+                    delattr(part, name)
+                else:
+                    setattr(part, name, value)

@@ -31,7 +31,7 @@ from .layer_reach import find_reaches
 from .memory import check_memory
 from .row_ops import RowOps, UnsupportedOperation
 
-NAME = "headstart"  # of our attention among transformers'
+NAME = "headstart"  # of our attention and our experts among transformers'
 # What attention may be told, beside the options that it follows. Anything else that is not None is refused.
 IGNORED = {
     "dropout",
@@ -336,9 +336,8 @@ class ModuleDecoder:
             module = random_module(config, dtype, device)
         else:
             check_memory(parameter_bytes(config, dtype), dtype, device)
-            place = (
-                {"device_map": {"": device}} if device.type == "cuda" else {}
-            )  # each tensor goes there as it is read
+            # Each tensor goes to a GPU as it is read.
+            place = {"device_map": {"": device}} if device.type == "cuda" else {}
             module = AutoModelForCausalLM.from_pretrained(
                 folder_or_id, dtype=dtype, **place, **hub_options(folder_or_id)
             )

@@ -26,6 +26,16 @@ _LLAMA_3_8B = _LLAMA_3 | dict(
     hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, head_dim=128
 )
 
+_MISTRAL_7B = dict(
+    vocab_size=32000,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    rms_norm_eps=1e-5,
+    max_position_embeddings=32768,
+)
 _OPT = dict(model_type="opt", vocab_size=50272, max_position_embeddings=2048, do_layer_norm_before=True)
 
 # The arguments of each model's config. Llama 3 is taken in its 3.1 form, whose positions reach 131072.
@@ -48,19 +58,8 @@ SHAPES = {
         rope_parameters=dict(rope_type="default", rope_theta=10000.0),
     ),
     # v0.1, the one with a sliding window.
-    "mistral-7b": dict(
-        model_type="mistral",
-        vocab_size=32000,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        rms_norm_eps=1e-5,
-        max_position_embeddings=32768,
-        sliding_window=4096,
-        rope_parameters=dict(rope_type="default", rope_theta=10000.0),
-    ),
+    "mistral-7b": _MISTRAL_7B
+    | dict(model_type="mistral", sliding_window=4096, rope_parameters=dict(rope_type="default", rope_theta=10000.0)),
     "qwen2.5-7b": dict(
         model_type="qwen2",
         vocab_size=152064,
@@ -102,18 +101,11 @@ SHAPES = {
         multi_query=True,
         activation_function="gelu",
     ),
-    "mixtral-8x7b": dict(
+    "mixtral-8x7b": _MISTRAL_7B
+    | dict(
         model_type="mixtral",
-        vocab_size=32000,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
         num_local_experts=8,
         num_experts_per_tok=2,
-        rms_norm_eps=1e-5,
-        max_position_embeddings=32768,
         rope_parameters=dict(rope_type="default", rope_theta=1000000.0),
     ),
 }

@@ -112,6 +112,7 @@ def test_preempted_requests_and_those_that_find_their_prompt_in_the_cache_get_th
 def test_the_module_is_used_in_place_and_is_what_it_was_afterwards(model_type):
     model = small_model(model_type, torch.bfloat16)
     before = {name: value.clone() for name, value in model.state_dict().items()}
+    config = model.config.to_dict()
     with torch.no_grad():
         expected = model(input_ids=torch.tensor([PROMPTS[0]])).logits
     llm = LLM(model, max_model_len=100)
@@ -121,6 +122,7 @@ def test_the_module_is_used_in_place_and_is_what_it_was_afterwards(model_type):
     with torch.no_grad():
         assert torch.equal(model(input_ids=torch.tensor([PROMPTS[0]])).logits, expected)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert model.config.to_dict() == config
 
 
 def test_a_folder_and_random_weights_are_loaded(tmp_path):
