@@ -235,7 +235,7 @@ class LLM:
         checked = [self.session.check(*given) for given in zip(prompts, sampling_params, range(len(prompts)))]
         call = Call()
         try:
-            submissions = [self.session.submit(prompt, call=call) for prompt in checked]
+            submissions = self.session.submit_all(checked, call)
             self._run(call, sum(len(submission.requests) for submission in submissions), use_tqdm)
         except BaseException:
             self.session.leave(call)

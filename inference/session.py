@@ -86,14 +86,15 @@ class Session:
         check_tokens(params, bad_words, stop_ids(params, self.engine.eos_token_ids), vocab, number)
         return CheckedPrompt(text, [int(token) for token in ids], params, bad_words)
 
-    def submit(self, prompt, params=None, call=None):
+    def submit(self, prompt, params=None, call=None, number=None):
         """Queue a prompt, or a CheckedPrompt.  -> Submission
 
-        call: the Call that is told of its tokens. Raises ValueError for what `check` refuses, and for what the cache cannot hold.
+        call: the Call that is told of its tokens; number: of the prompt, None for the next one. Raises ValueError for what `check`
+        refuses, and for what the cache cannot hold.
         """
         if not isinstance(prompt, CheckedPrompt):
             prompt = self.check(prompt, params)
-        number, call = next(self._numbers), call or Call()
+        number, call = next(self._numbers) if number is None else number, call or Call()
         params, room = prompt.params, self.max_model_len - len(prompt.token_ids)
         submission = Submission(prompt)
         for sample in range(params.n):
@@ -119,6 +120,17 @@ class Session:
             self.cancel(submission)
             raise
         return submission
+
+    def submit_all(self, prompts, call):
+        """Queue CheckedPrompts whose outputs are read together.  -> their Submissions, in the order of the prompts
+
+        The longest outputs start first, so that the batch stays full for longer: 256 requests for 32 to 512 tokens in 64 seats end
+        with short ones. Numbers, and with them seeds, follow the order of the prompts.
+        """
+        numbers, found = [next(self._numbers) for _ in prompts], [None] * len(prompts)
+        for i in sorted(range(len(prompts)), key=lambda i: -(prompts[i].params.max_tokens or self.max_model_len)):
+            found[i] = self.submit(prompts[i], call=call, number=numbers[i])
+        return found
 
     def drive(self, call, enough):
         """Step the engine, or wait for the thread that does, until enough(x).  -> as step, if the last step was this thread's
