@@ -11,6 +11,7 @@ requests. Not done here: waiting for prompts, making threads.
 """
 
 import itertools
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 
@@ -18,6 +19,7 @@ from ..heads.storage.keywords import reject_unknown
 from .engine.request import Request
 from .engine.stopping import GrowingText, StopChecker, final_text, stable_length, stop_ids
 from .forbidden_tokens import bad_word_sequences, check_tokens
+from .frozen_heap import frozen_heap
 from .line import Call, Line
 from .outputs import make_output
 from .prompt_files import check_text
@@ -137,11 +139,13 @@ class Session:
 
         enough is asked after every step of this thread, x: what `step` returns, and when there is news for the call, x: None.
         """
-        return self.line.drive(call, self._step, enough)
+        # A stream comes back here for every piece of its text.
+        with nullcontext() if call.is_stream else frozen_heap():
+            return self.line.drive(call, self._step, enough)
 
     def step(self):
         """One step of the engine, once no other thread drives.  -> the requests, of all submissions, that were given tokens"""
-        return self.drive(Call(), lambda advanced: advanced is not None)
+        return self.line.drive(Call(), self._step, lambda advanced: advanced is not None)
 
     def subscribe(self, submission, call):
         """Yield the final text of a submission of one output, piece by piece, until it has ended.
