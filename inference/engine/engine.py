@@ -197,12 +197,12 @@ class Engine:
             self.metrics.prefix_cache_queries = self.scheduler.num_prompt_tokens
             self.metrics.prefix_cache_hits = self.scheduler.num_cached_tokens
         # Both are launched before anything is read, so `decode` may include a request that turns out to have ended.
-        now, done, computed = [], self._write_done(scheduled.prefill), None
+        now, computed = [], None
         if scheduled.decode:
             launched, computed = self._decode(scheduled.decode, scheduled.prefill)
             now.append(launched)
         if scheduled.prefill:
-            now.append(self._prefill(scheduled.prefill, done, computed))
+            now.append(self._prefill(scheduled.prefill, computed))
         if now:
             self.launched.append(now)
         for launched in now:
@@ -255,31 +255,32 @@ class Engine:
     # --- prefill ---
 
     def _write_done(self, chunks):
-        """Write the seats of requests whose last chunk is among these.  -> [(row of its last token, request)]"""
-        ends = list(itertools.accumulate(chunk.count for chunk in chunks))
-        done = [(end - 1, chunk.request) for end, chunk in zip(ends, chunks) if chunk.is_last]
-        requests = [request for _, request in done]
-        if done:  # before anything else, because it may allocate: if that fails, nothing has happened yet
+        """Write the seats of requests whose last chunk is among these.  -> rows of their last tokens, the requests"""
+        ends = itertools.accumulate(chunk.count for chunk in chunks)
+        rows = [end - 1 for end, chunk in zip(ends, chunks) if chunk.is_last]
+        requests = [chunk.request for chunk in chunks if chunk.is_last]
+        if requests:
             roots = [request.output_token_ids[-1] if request.output_token_ids else 0 for request in requests]
             self.seats.write_requests(requests, roots, self._stop_tokens)
-        return done
+        return rows, requests
 
-    def _prefill(self, chunks, done, computed):
+    def _prefill(self, chunks, computed):
         """Compute chunks of known tokens, and draw the first token of each request that is done.  -> Launched
 
-        done: see _write_done; computed: hidden [T, H], feature [T, F] of all tokens, or None
+        computed: hidden [T, H], feature [T, F] of all tokens, or None
         """
-        requests = [request for _, request in done]
         hidden, feature = computed or self.prompts.run(chunks)
+        # The seats are not read before the draw, and the device is busy meanwhile.
+        rows, requests = self._write_done(chunks)
         prompts = score_prompts(chunks, hidden, self.decoder, self.seats.on_device, to_host)
         for chunk in chunks:
             chunk.request.committed += chunk.count
             self.scheduler.committed_advanced(chunk.request)
             self.metrics.num_prompt_tokens += chunk.count
         self.metrics.num_prefill_passes += 1
-        if not done:
+        if not requests:
             return hand_over("prefill", [], hidden[:0], self.seats, prompts=prompts)
-        last = self.seats.on_device([row for row, _ in done])
+        last = self.seats.on_device(rows)
         hidden, feature = hidden[last], feature[last]  # [B, H], [B, F] at the last token of each request
         fresh, emitted, scored = self.prompts.draw_first(requests, hidden, self.options.keep_scores)
         launched = hand_over("prefill", fresh, emitted, self.seats, prompts=prompts, logits=scored)
