@@ -205,9 +205,8 @@ class Engine:
             now.append(self._prefill(scheduled.prefill, computed))
         if now:
             self.launched.append(now)
-        for launched in now:
-            for request in launched.requests:
-                request.in_flight += 1
+        for request in itertools.chain.from_iterable(launched.requests for launched in now):
+            request.in_flight += 1
         return bool(now)
 
     def read_steps(self, unread=0):
