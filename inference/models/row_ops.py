@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...kernels.layer_norm import layer_norm
 from ...kernels.linear.linear import linear
-from ...kernels.row_sum import layer_norm, row_softmax, row_sum
+from ...kernels.row_sum import row_softmax, row_sum
 
 # They move or make data, compare, or round once per element: the same bits wherever an element stands.
 EXACT = {
