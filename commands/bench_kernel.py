@@ -9,8 +9,9 @@ EXAMPLE = (
 )
 DETAILS = (
     "Operations: linear (a layer's four products and the lm_head), gated_mlp, attention (over draft trees),\n"
-    "prefill_attention, rms_norm, rotary, embedding, res_block, sample, verify, commit, rules (every verifier from logits to\n"
-    "verdict, requests x nodes, with a temperature alone and cut by top-k and top-p too), distill_loss (of training), or all."
+    "prefill_attention, rms_norm, layer_norm, rotary, embedding, res_block, sample, verify, commit, rules (every\n"
+    "verifier from logits to verdict, requests x nodes, with a temperature alone and cut by top-k and top-p too),\n"
+    "distill_loss (of training), or all."
 )
 
 

@@ -23,12 +23,12 @@ def rms_norm_reference(x, w, eps):
 
 def add_rms_norm_reference(x, residual, w, eps, multiplier=1.0):
     """The formula in plain torch.  x [M, H] or [S, M, H], residual [M, H], w [H] -> two [M, H]"""
-    residual = _add(x, residual, multiplier)
+    residual = add_residual(x, residual, multiplier)
     return rms_norm_reference(residual, w, eps), residual
 
 
-def _add(x, residual, multiplier):
-    """residual + round(multiplier * round(x)) in plain torch"""
+def add_residual(x, residual, multiplier=1.0):
+    """residual + round(multiplier * round(x)) in plain torch.  x [M, H] or parts [S, M, H], residual [M, H] -> [M, H]"""
     if x.dim() == 3:
         total = x[0]
         for part in x[1:]:
@@ -80,20 +80,20 @@ def _launch(parts, residual, w, eps, multiplier):
     if w.dtype != residual.dtype:
         raise ValueError(f"the norm's weight must be {residual.dtype} like the rows, got {w.dtype}")
     rows, width = residual.shape
-    residual, w = _aligned(residual), _aligned(w)
+    residual, w = aligned(residual), aligned(w)
     normed = empty_rows(rows, width, residual.dtype, residual.device)
     total = None if parts is None else torch.empty_like(residual)
     block = triton.next_power_of_2(width)
     if rows:
         _add_rms_norm[(rows,)](
-            None if parts is None else _aligned(parts), residual, w, normed, total, rows, width, eps, multiplier,
+            None if parts is None else aligned(parts), residual, w, normed, total, rows, width, eps, multiplier,
             0 if parts is None else parts.shape[0], multiplier != 1, block,
             num_warps=num_warps(block), enable_fp_fusion=False, **overlap(residual),
         )  # fmt: skip
     return normed, total
 
 
-def _aligned(x):
+def aligned(x):
     """x itself, or a copy that starts at a multiple of 16 bytes: alignment may change the compiled order of a sum."""
     x = x.contiguous()
     return x.clone() if x.data_ptr() % 16 and x.shape[-1] % 16 == 0 else x
@@ -120,6 +120,6 @@ def add_rms_norm(x, residual, w, eps, multiplier=1.0):
             f"{tuple(x.shape)}, {tuple(residual.shape)} and {tuple(w.shape)}"
         )
     if not on_triton(residual):
-        residual = _add(x, residual, multiplier)
+        residual = add_residual(x, residual, multiplier)
         return _norm(residual, w, eps), residual
     return _launch(x if x.dim() == 3 else x[None], residual, w, eps, multiplier)

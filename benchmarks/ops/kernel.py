@@ -14,7 +14,7 @@ from .attention import bench_attention, bench_commit, bench_prefill_attention, b
 from .kernel_bench import COLUMNS, KernelBench, Sizes
 from .losses import bench_distill_loss
 from .products import bench_gated_mlp, bench_linear, bench_res_block
-from .rows import bench_embedding, bench_rms_norm, bench_sample, bench_verify
+from .rows import bench_embedding, bench_layer_norm, bench_rms_norm, bench_sample, bench_verify
 from .rules import bench_rules
 
 
@@ -61,6 +61,7 @@ OPERATIONS = {
     "attention": bench_attention,
     "prefill_attention": bench_prefill_attention,
     "rms_norm": bench_rms_norm,
+    "layer_norm": bench_layer_norm,
     "rotary": bench_rotary,
     "embedding": bench_embedding,
     "res_block": bench_res_block,

@@ -1,4 +1,4 @@
-"""`headstart bench kernel rms_norm`, `embedding`, `sample` and `verify`: operations on rows."""
+"""`headstart bench kernel rms_norm`, `layer_norm`, `embedding`, `sample` and `verify`: operations on rows."""
 
 import torch
 import torch.nn.functional as F
@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from ...inference.speculation.tree_on_device import TreeOnDevice
 from ...kernels.attention.tree_attention import PAGE
 from ...kernels.embedding import embed
+from ...kernels.layer_norm import add_layer_norm
 from ...kernels.rms_norm import add_rms_norm
 from ...kernels.sampling.sample import sample_tokens, top_tokens
 from ...kernels.speculation.verify_strict import verify_strict
@@ -15,20 +16,32 @@ from .products import PREFILL_ROWS
 
 def bench_rms_norm(bench):
     """Residual and norm."""
-    width, weight = bench.sizes.hidden, bench.random(bench.sizes.hidden)
+    weight = bench.random(bench.sizes.hidden)
+    _bench_norm(bench, "rms_norm", add_rms_norm, F.rms_norm, (weight, 1e-5))
+
+
+def bench_layer_norm(bench):
+    """Residual and LayerNorm."""
+    weight, bias = bench.random(bench.sizes.hidden), bench.random(bench.sizes.hidden)
+    _bench_norm(bench, "layer_norm", add_layer_norm, F.layer_norm, (weight, bias, 1e-5))
+
+
+def _bench_norm(bench, name, add_norm, library_norm, parameters):
+    """add_norm(x, residual, *parameters) beside an addition and library_norm(sum, (width,), *parameters)."""
+    width = bench.sizes.hidden
     for rows in bench.settings.rows:
         pairs = [bench.random(2, rows, width) for _ in range(bench.copies(4 * rows * width * 2))]
 
         def ours(pairs=pairs):
             for x, residual in pairs:
-                add_rms_norm(x, residual, weight, 1e-5)
+                add_norm(x, residual, *parameters)
 
         def library(pairs=pairs):
             for x, residual in pairs:
-                F.rms_norm(x + residual, (width,), weight, 1e-5)
+                library_norm(x + residual, (width,), *parameters)
 
-        moved = 4 * rows * width * weight.element_size()
-        bench.line("rms_norm", f"add + norm, {width}", rows, ours, library, moved, calls=len(pairs))
+        moved = 4 * rows * width * parameters[0].element_size()
+        bench.line(name, f"add + norm, {width}", rows, ours, library, moved, calls=len(pairs))
 
 
 def bench_embedding(bench):

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 from ...kernels.linear.experts import SILU, experts
+from .deferred import computed
 from .row_ops import RowOps, UnsupportedOperation
 
 UNKNOWN = {"has_post_expert_norm": "a norm after each expert", "_is_expert_parallel": "experts divided over devices"}
@@ -42,6 +43,7 @@ def run_experts(module, hidden_states, top_k_index, top_k_weights):
         return torch.empty_like(hidden_states)
     act = _activation(module)
     with _disable_current_modes():
+        hidden_states, top_k_index, top_k_weights = computed((hidden_states, top_k_index, top_k_weights))
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
         return experts(rows, top_k_index, top_k_weights, up, down, act, up_bias, down_bias).view_as(hidden_states)
 
@@ -72,6 +74,7 @@ def _activation(module):
 
     def act(hidden):
         with RowOps():
-            return own(hidden)
+            found = own(hidden)
+        return computed(found)
 
     return act

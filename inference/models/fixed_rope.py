@@ -4,6 +4,7 @@
 so a row would depend on its company. Here they are taken for all positions if max_model_len is beyond that length, as in vLLM.
 """
 
+import inspect
 from contextlib import contextmanager
 
 DRAFTED = 64  # positions of draft nodes after those of the longest sequence (tree.MAX_NODES)
@@ -32,7 +33,7 @@ ABSENT = object()  # what an attribute that a part does not have was before
 @contextmanager
 def in_force(changes):
     """Inside this context the attributes have these values; afterwards those that they had."""
-    before = [(part, {name: getattr(part, name, ABSENT) for name in values}) for part, values in changes]
+    before = [(part, {name: _own(part, name) for name in values}) for part, values in changes]
     try:
         for part, values in changes:
             for name, value in values.items():
@@ -45,3 +46,10 @@ def in_force(changes):
                     delattr(part, name)
                 else:
                     setattr(part, name, value)
+
+
+def _own(part, name):
+    """A part's attribute; ABSENT if it has none, or if it is a method of its class."""
+    if name not in vars(part) and inspect.isfunction(getattr(type(part), name, None)):
+        return ABSENT
+    return getattr(part, name, ABSENT)

@@ -7,16 +7,24 @@ Inside, operations on rows pass if they work element by element or only move dat
 ops of ours that add each row in one order; any other operation raises UnsupportedOperation with its name. Rows must not be mixed:
 a sum over another dimension than the last is refused.
 
+Products, residual additions and what may become one kernel with its neighbours are deferred (fused_ops.py): the result of a pass
+may be a Deferred, which `computed` turns into a tensor.
+
 On a CPU the library computes most functions of single elements twice: for whole vector registers, and for the elements left over,
 with other bits. Here they are computed on whole registers (`in_whole_vectors`).
 """
+
+import functools
+import weakref
+from collections import Counter
 
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...kernels.linear.linear import linear
-from ...kernels.row_sum import layer_norm, row_softmax, row_sum
+from ...kernels.row_sum import row_softmax, row_sum
+from .deferred import VIEWS, Deferred, Product, columns, computed, viewed
+from .fused_ops import FUSED
 
 # They move or make data, compare, or round once per element: the same bits wherever an element stands.
 EXACT = {
@@ -45,16 +53,32 @@ class UnsupportedOperation(ValueError):
 
 
 class RowOps(TorchDispatchMode):
-    """See the module. compute: False for tensors without contents, whose operations are only looked at."""
+    """See the module.  groups: {id of a weight: ProductGroup}"""
 
-    def __init__(self, compute=True):
+    def __init__(self, groups=None):
         super().__init__()
-        self.compute, self.products = compute, set()  # shapes [N, K] of the weights that were multiplied
+        self.groups = groups or {}
+        self.products = set()  # shapes [N, K] of the weights that were multiplied
         self.mixtures = set()  # (experts of a row, experts) of the mixtures that were computed
+        self.fused = Counter()  # kernels that did the work of several operations
+        self.calls, self.wishes = [], []  # (rows, weight) of each product; weights that one product should have
+        self._pending = weakref.WeakSet()  # sources, some of which are not computed yet
+        self._grouped = {}  # {group: (its product, weights of its members that have not taken their part)}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = function._schema.name.removeprefix("aten::")
+        if name in VIEWS and isinstance(args[0], Deferred):
+            found = viewed(args[0], function, args[1:], kwargs)
+            if found is not None:
+                return found
+        if name in FUSED:
+            found = FUSED[name](self, function, *args, **kwargs)
+            if found is not NotImplemented:
+                return found
+        if name.endswith("_") and not name.endswith("__"):
+            self._settle()
+        args, kwargs = computed(tuple(args)), computed(kwargs)
         if name in ROW_OPS and _is_floating(args):
             return ROW_OPS[name](self, *args, **kwargs)
         if name in ELEMENTWISE:
@@ -62,6 +86,56 @@ class RowOps(TorchDispatchMode):
         if name in EXACT and kwargs.get("alpha", 1) == 1:
             return function(*args, **kwargs)
         raise UnsupportedOperation(f"it uses {name}, which may give a row other bits in other company")
+
+    # --- what is deferred ---
+
+    def defer(self, source):
+        """A Deferred of a new source."""
+        self._pending.add(source)
+        return Deferred(source)
+
+    def _settle(self):
+        """Compute all that is deferred: something is about to be written to that it may read."""
+        for source in list(self._pending):
+            source.value()
+        self._pending.clear()
+        self._grouped.clear()
+
+    def product(self, x, w, b=None):
+        """x W^T + b; of a group, that member's part of the product of all, which is computed once for the same x."""
+        if x.is_meta:
+            self.calls.append((x, w))
+        group = self.groups.get(id(w))
+        span = group and group.span(w)
+        if not span:
+            self.products.add(tuple(w.shape))
+            return self.defer(Product(x, w, b))
+        self.products.add(tuple(group.w.shape))
+        product, waiting = self._grouped.get(group, (None, ()))
+        if product is None or product.given is not x:
+            product, waiting = Product(x, group.w, group.b), set(group.spans)
+            self._pending.add(product)
+            self.fused["product"] += 1
+        waiting.discard(id(w))
+        self._grouped[group] = product, waiting
+        if not waiting:
+            del self._grouped[group]
+        return viewed(Deferred(product), torch.ops.aten.narrow.default, (-1, *span))
+
+    def wish(self, products):
+        """Products of the same rows, each of them whole, that a fused kernel would take as one."""
+        sources = [one.source for one in products]
+        if all(one.given is sources[0].given for one in sources) and all(
+            columns(one) == (0, len(one.source.w)) for one in products
+        ):
+            self.wishes.append([one.w for one in sources])
+
+    def elementwise(self, function):
+        return functools.partial(in_whole_vectors, function)
+
+    def check_last(self, name, x, shape):
+        if list(shape) != [x.shape[-1]]:
+            raise UnsupportedOperation(f"it uses {name} over more than the last dimension")
 
 
 def _is_floating(args):
@@ -86,18 +160,11 @@ def _rows(x):
     return x.reshape(-1, x.shape[-1])
 
 
-def _linear(mode, x, w, b=None):
-    mode.products.add(tuple(w.shape))
-    if not mode.compute:
-        return F.linear(x, w, b)
-    return linear(_rows(x), w, b).view(*x.shape[:-1], -1)
-
-
 def _addmm(mode, b, x, w, beta=1, alpha=1):
     """b + x w, with w [K, N] as Conv1D has it."""
     if (beta, alpha) != (1, 1):
         raise UnsupportedOperation("it uses addmm with factors")
-    return _linear(mode, x, w.t().contiguous(), b)
+    return mode.product(x, w.t().contiguous(), b)
 
 
 def _matmul(mode, x, w):
@@ -105,7 +172,7 @@ def _matmul(mode, x, w):
         return x * w  # an outer product adds nothing up
     if w.dim() != 2:
         raise UnsupportedOperation("it uses matmul of two batches of matrices")
-    return _linear(mode, x, w.t().contiguous())
+    return mode.product(x, w.t().contiguous())
 
 
 def _check_last(name, x, dims):
@@ -129,21 +196,6 @@ def _softmax(mode, x, dim, dtype=None):
     return row_softmax(_rows(x if dtype is None else x.to(dtype))).view(x.shape).to(dtype or x.dtype)
 
 
-def _layer_norm(mode, x, shape, w=None, b=None, eps=1e-5, cudnn_enable=True):
-    if list(shape) != [x.shape[-1]]:
-        raise UnsupportedOperation("it uses layer_norm over more than the last dimension")
-    return layer_norm(_rows(x), w, b, eps).view(x.shape)
-
-
-def _rms_norm(mode, x, shape, w=None, eps=None):
-    if list(shape) != [x.shape[-1]]:
-        raise UnsupportedOperation("it uses rms_norm over more than the last dimension")
-    wide = _rows(x if x.dtype == torch.float64 else x.float())
-    eps = torch.finfo(x.dtype).eps if eps is None else eps
-    normed = (wide * torch.rsqrt(row_sum(wide * wide) / x.shape[-1] + eps)[:, None]).to(x.dtype).view(x.shape)
-    return normed if w is None else normed * w
-
-
 def _topk(mode, x, k, dim=-1, largest=True, sorted=True):
     """The k greatest of each row, ties to the lowest place."""
     _check_last("topk", x, dim)
@@ -164,7 +216,6 @@ def _extreme(function):
 
 
 ROW_OPS = {
-    "linear": _linear,
     "addmm": _addmm,
     "bmm": _matmul,
     "mm": _matmul,
@@ -172,8 +223,6 @@ ROW_OPS = {
     "sum": _sum,
     "mean": _mean,
     "softmax": _softmax,
-    "layer_norm": _layer_norm,
-    "rms_norm": _rms_norm,
     "topk": _topk,
     "max": _extreme(torch.max),
     "min": _extreme(torch.min),

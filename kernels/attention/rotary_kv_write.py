@@ -1,13 +1,15 @@
 """From the packed q, k, v product to rotated queries and the cache, in one pass.
 
     qkv [S, M, (HQ + 2 HK) * D]   S parts to be added in order (fp32 if S > 1)
-    positions [M]; cos, sin [P, D/2] fp32, one row per position
+    positions [M]; cos, sin [P, D/2], one row per position, or [P, D] with factors of their own for the second half of a head
     cache_rows [M]               page * 64 + offset of each row's own token
     layer_kv [2, rows, D]         one layer's cache, row (page * HK + head) * PAGE + offset, written in place
     ->  q [M, HQ, D]
 
 The parts are added and rounded, q and k of every head go through RMSNorm where the model has it (q_norm, k_norm [D]), are rotated
-in the half-split layout of Llama (kernels/attention/rotary.py) and rounded; v is only rounded. Not supported: partial rotation.
+in the half-split layout of Llama (kernels/attention/rotary.py) and rounded; v is only rounded. Without positions row r turns by
+row r of cos and sin; without cos and sin nothing turns. q may be multiplied by a number at last, and is rounded again. Not
+supported: partial rotation.
 """
 
 import torch
@@ -34,6 +36,7 @@ def rotary_kv_write_reference(
     k_norm=None,
     eps=0.0,
     shared=None,
+    q_multiplier=1.0,
 ):
     """The same in plain torch operations, any dtype; writes into layer_kv."""
     dtype, dim, rows = layer_kv.dtype, layer_kv.shape[2], qkv.shape[1]
@@ -47,21 +50,31 @@ def rotary_kv_write_reference(
         q = q if q_norm is None else rms_norm_reference(q, q_norm, eps)
         k = k if k_norm is None else rms_norm_reference(k, k_norm, eps)
         qk = torch.cat((q, k), 1)
-    shared, name = {} if shared is None else shared, (id(cos), num_kv_heads)
+    shared, name = {} if shared is None else shared, (None if cos is None else cos.data_ptr(), num_kv_heads)
     if name not in shared:
-        shared[name] = _angles(positions, cos, sin), kv_rows_of_heads(cache_rows, num_kv_heads, layer_kv.shape[1])
-    (cos, sin), at = shared[name]
-    qk = qk.to(cos.dtype)
-    turned = torch.cat((qk[..., dim // 2 :], qk[..., : dim // 2]), -1)
-    q, k = (qk * cos + turned * sin).to(dtype).split((num_heads, num_kv_heads), 1)
+        angles = None if cos is None else _angles(positions, cos, sin, dim)
+        # cos is kept, lest other values come to lie where it lay.
+        shared[name] = angles, kv_rows_of_heads(cache_rows, num_kv_heads, layer_kv.shape[1]), cos
+    angles, at, _ = shared[name]
+    if angles is not None:
+        cos, sin = angles
+        qk = qk.to(cos.dtype)
+        turned = torch.cat((qk[..., dim // 2 :], qk[..., : dim // 2]), -1)
+        qk = (qk * cos + turned * sin).to(dtype)
+    q, k = qk.split((num_heads, num_kv_heads), 1)
+    if q_multiplier != 1:
+        q = (q.to(torch.promote_types(dtype, torch.float32)) * q_multiplier).to(dtype)
     layer_kv.view(-1, dim).index_copy_(0, at, torch.cat((k, v)).view(-1, dim))
     return q.contiguous()
 
 
-def _angles(positions, cos, sin):
-    """Factors of a head's elements and of the elements half a head away.  -> two [M, 1, D]"""
-    cos, sin = cos[positions.long()], sin[positions.long()]
-    return torch.cat((cos, cos), 1)[:, None], torch.cat((-sin, sin), 1)[:, None]
+def _angles(positions, cos, sin, dim):
+    """Factors of a head's elements and of the elements half a head away, fp32 at least.  -> two [M, 1, D]"""
+    wide, half = torch.promote_types(cos.dtype, torch.float32), dim // 2
+    cos, sin = (table if positions is None else table[positions.long()] for table in (cos.to(wide), sin.to(wide)))
+    if cos.shape[1] == half:
+        cos, sin = torch.cat((cos, cos), 1), torch.cat((sin, sin), 1)
+    return cos[:, None], torch.cat((-sin[:, :half], sin[:, half:]), 1)[:, None]
 
 
 def kv_rows_of_heads(cache_rows, num_kv_heads, num_rows):
@@ -86,11 +99,11 @@ def _norm_heads(a, b, w, i, inside, eps, D: tl.constexpr):
 
 @jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["positions", "cache_rows"])
 def _rotary_kv_write(
-    qkv, positions, cos, sin, cache_rows, layer_kv, q, q_norm, k_norm, num_rows, num_cache_rows, eps,
-    S: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-    HEADS: tl.constexpr, HALF: tl.constexpr, OVERLAP: tl.constexpr,
+    qkv, positions, cos, sin, cache_rows, layer_kv, q, q_norm, k_norm, num_rows, num_cache_rows, eps, q_multiplier,
+    S: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, ANGLES: tl.constexpr,
+    SCALED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads of one kind (q, then k, then v) of one row."""
+    """HEADS heads of one kind (q, then k, then v) of one row. ANGLES: columns of cos and sin; SCALED: q_multiplier is not 1"""
     await_previous(OVERLAP)
     release_next(OVERLAP)
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -121,11 +134,19 @@ def _rotary_kv_write(
         if k_norm is not None:  # noqa: SIM102
             if not is_q:
                 a, b = _norm_heads(a, b, k_norm, i, inside, eps, D)
-        angle = tl.load(positions + row).to(tl.int64) * (D // 2) + i
-        c = tl.load(cos + angle, mask=inside, other=0.0)[None, :]
-        s = tl.load(sin + angle, mask=inside, other=0.0)[None, :]
-        x, y = a.to(tl.float32), b.to(tl.float32)
-        a, b = (x * c - y * s).to(dtype), (y * c + x * s).to(dtype)
+        if cos is not None:
+            angle = (row if positions is None else tl.load(positions + row).to(tl.int64)) * ANGLES + i
+            c = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)[None, :]
+            s = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)[None, :]
+            c2, s2 = c, s  # of the second half of a head
+            if ANGLES == D:
+                c2 = tl.load(cos + angle + D // 2, mask=inside, other=0.0).to(tl.float32)[None, :]
+                s2 = tl.load(sin + angle + D // 2, mask=inside, other=0.0).to(tl.float32)[None, :]
+            x, y = a.to(tl.float32), b.to(tl.float32)
+            a, b = (x * c - y * s).to(dtype), (y * c2 + x * s2).to(dtype)
+        if SCALED:  # noqa: SIM102
+            if is_q:
+                a, b = (a.to(tl.float32) * q_multiplier).to(dtype), (b.to(tl.float32) * q_multiplier).to(dtype)
         if is_q:
             place = q + (row * HQ + head)[:, None] * D + i[None, :]
         tl.store(place, a, mask=mask)
@@ -145,44 +166,58 @@ def rotary_kv_write(
     k_norm=None,
     eps=0.0,
     shared=None,
+    q_multiplier=1.0,
 ):
     """Rotated queries; rotated keys and the values go into the cache.  -> q [M, HQ, D] in the dtype of layer_kv
 
-    qkv [S, M, (HQ + 2 HK) D], positions and cache_rows [M] integers, cos and sin [P, D/2], layer_kv [2, rows, D].
-    q_norm, k_norm [D]: RMSNorm of each head before the rotation. shared: a dict per pass, in which the CPU's first layer leaves
-    what the others need of positions and cache rows, too. Rows of page 0 belong to padding: what lands there is never used.
+    qkv [S, M, (HQ + 2 HK) D], positions and cache_rows [M] integers, cos and sin [P, D/2] or [P, D], layer_kv [2, rows, D].
+    positions None: row r of cos and sin is row r's; cos and sin None: nothing is rotated. q_norm, k_norm [D]: RMSNorm of each head
+    before the rotation. shared: a dict per pass, in which the CPU's first layer leaves what the others need of positions and cache
+    rows, too. q_multiplier: of the queries. Rows of page 0 belong to padding: what lands there is never used.
     Raises ValueError for shapes that do not fit.
     """
     rows, dim = qkv.shape[1], layer_kv.shape[-1]
     width = (num_heads + 2 * num_kv_heads) * dim
-    if qkv.dim() != 3 or layer_kv.dim() != 3 or qkv.shape[2] != width or layer_kv.shape[0] != 2:
+    if qkv.dim() != 3 or layer_kv.dim() != 3 or qkv.shape[2] != width or layer_kv.shape[0] != 2 or dim % 2:
         raise ValueError(
-            f"rotary_kv_write takes qkv [S, M, {width}] and layer_kv [2, rows, D] for {num_heads} and {num_kv_heads} heads, got "
-            f"{tuple(qkv.shape)} and {tuple(layer_kv.shape)}"
+            f"rotary_kv_write takes qkv [S, M, {width}] and layer_kv [2, rows, D], D even, for {num_heads} and {num_kv_heads} "
+            f"heads, got {tuple(qkv.shape)} and {tuple(layer_kv.shape)}"
         )
-    if positions.shape != (rows,) or cache_rows.shape != (rows,):
-        raise ValueError(
-            f"rotary_kv_write takes {rows} positions and cache rows, got {tuple(positions.shape)}, {tuple(cache_rows.shape)}"
-        )
-    if cos.dim() != 2 or cos.shape[1] * 2 != dim or cos.shape != sin.shape:
-        raise ValueError(
-            f"rotary_kv_write takes cos and sin [P, {dim // 2}], got {tuple(cos.shape)}, {tuple(sin.shape)}"
-        )
+    if cache_rows.shape != (rows,) or (positions is not None and positions.shape != (rows,)):
+        given = f"{None if positions is None else tuple(positions.shape)}, {tuple(cache_rows.shape)}"
+        raise ValueError(f"rotary_kv_write takes {rows} positions and cache rows, got {given}")
+    _check_angles(cos, sin, dim, rows if positions is None else 0)
     for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
         if norm is not None and norm.shape != (dim,):
             raise ValueError(f"{name} must be [{dim}], got {tuple(norm.shape)}")
     if not on_triton(layer_kv):
+        norms = q_norm, k_norm, eps, shared, q_multiplier
         return rotary_kv_write_reference(
-            qkv, positions, cos, sin, cache_rows, layer_kv, num_heads, num_kv_heads, q_norm, k_norm, eps, shared
+            qkv, positions, cos, sin, cache_rows, layer_kv, num_heads, num_kv_heads, *norms
         )
     if not layer_kv.is_contiguous():
         raise ValueError(f"layer_kv must be contiguous, got strides {layer_kv.stride()}")
     q = torch.empty(rows, num_heads, dim, dtype=layer_kv.dtype, device=layer_kv.device)
     if rows:
         groups = triton.cdiv(num_heads, _HEADS) + 2 * triton.cdiv(num_kv_heads, _HEADS)
+        cos, sin, positions = (None if x is None else x.contiguous() for x in (cos, sin, positions))
         _rotary_kv_write[(rows, groups)](
-            qkv.contiguous(), positions.contiguous(), cos.contiguous(), sin.contiguous(), cache_rows.contiguous(), layer_kv, q,
-            q_norm, k_norm, rows, layer_kv.shape[1], eps, qkv.shape[0], num_heads, num_kv_heads, dim, PAGE, _HEADS,
-            triton.next_power_of_2(dim // 2), num_warps=1, enable_fp_fusion=False, **overlap(layer_kv),
+            qkv.contiguous(), positions, cos, sin, cache_rows.contiguous(), layer_kv, q, q_norm, k_norm,
+            rows, layer_kv.shape[1], eps, q_multiplier,
+            qkv.shape[0], num_heads, num_kv_heads, dim, PAGE, 0 if cos is None else cos.shape[1], q_multiplier != 1,
+            _HEADS, triton.next_power_of_2(dim // 2), num_warps=1, enable_fp_fusion=False, **overlap(layer_kv),
         )  # fmt: skip
     return q
+
+
+def _check_angles(cos, sin, dim, least):
+    """ValueError unless cos and sin are both None, or tables of at least so many rows."""
+    if cos is None and sin is None:
+        return
+    shapes = [None if table is None else tuple(table.shape) for table in (cos, sin)]
+    if None in shapes or shapes[0] != shapes[1] or len(shapes[0]) != 2 or shapes[0][1] not in (dim // 2, dim):
+        raise ValueError(
+            f"rotary_kv_write takes cos and sin [P, {dim // 2}] or [P, {dim}], got {shapes[0]}, {shapes[1]}"
+        )
+    if len(cos) < least:
+        raise ValueError(f"rotary_kv_write takes {least} rows of cos and sin without positions, got {len(cos)}")

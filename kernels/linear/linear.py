@@ -166,10 +166,14 @@ def linear(x, w, b=None, out=None):
     """
     if not on_triton(x):
         return _linear_in_blocks(x, w, b)
-    parts = linear_parts(x, w, b, out)
+    return add_parts(linear_parts(x, w, b, out), x.dtype, out)
+
+
+def add_parts(parts, dtype, out=None):
+    """The sum of the partial sums of linear_parts, in order, as `linear` gives it.  [S, M, N] -> [M, N]"""
     if parts.shape[0] == 1:
         return parts[0]
-    y = torch.empty(parts.shape[1:], dtype=x.dtype, device=x.device) if out is None else out
+    y = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device) if out is None else out
     if y.numel():
         _sum[(triton.cdiv(y.numel(), 1024),)](parts, y, y.numel(), parts.shape[0], 1024, **overlap(y))
     return y

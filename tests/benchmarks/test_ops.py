@@ -15,8 +15,8 @@ from headstart.tests.benchmarks.small_bench import CPU, check_times
 @pytest.mark.parametrize(
     "op",
     [
-        "linear", "gated_mlp", "attention", "rms_norm", "rotary", "embedding", "res_block", "sample", "verify", "commit",
-        "distill-loss",
+        "linear", "gated_mlp", "attention", "rms_norm", "layer_norm", "rotary", "embedding", "res_block", "sample", "verify",
+        "commit", "distill-loss",
     ],
 )  # fmt: skip
 def test_kernel_times_every_operation(bench, op):

@@ -58,6 +58,45 @@ def test_rotation_gives_the_bits_of_the_formula(kernel_device):
             assert torch.equal(arguments[5].cpu(), expected_kv)
 
 
+@pytest.mark.parametrize("normed", [False, True])
+def test_each_row_may_bring_its_own_factors_for_both_halves_of_a_head(kernel_device, normed):
+    """As modules have them: x * cos + rotate_half(x) * sin."""
+    for dtype in [torch.float32] + [torch.bfloat16] * (kernel_device == "cuda"):
+        arguments, norms = make(kernel_device, dtype, 6, 2, 32, splits=2)
+        qkv, positions, cos, sin, places, kv = arguments
+        extra = (6, 2, *norms, 1e-6) if normed else (6, 2)
+        expected, expected_kv = rotary_kv_write(*arguments, *extra), kv.clone()
+        both = [torch.cat((table, table), 1)[positions] for table in (cos, sin)]
+        for given in (both, [table[:, :16] for table in both]):
+            found = rotary_kv_write(qkv, None, *given, places, kv.zero_(), *extra)
+            assert torch.equal(found, expected)
+            assert torch.equal(kv, expected_kv)
+        both = [torch.rand(11, 32, generator=torch.Generator().manual_seed(i)).to(kernel_device, dtype) for i in (1, 2)]
+        found = rotary_kv_write(qkv, None, *both, places, kv, 6, 2)
+        x = qkv.sum(0).to(dtype).view(11, 10, 32)[:, :6].double()
+        turned = torch.cat((-x[..., 16:], x[..., :16]), -1)
+        cos, sin = (table.double()[:, None] for table in both)
+        near = dict(rtol=1e-2, atol=1e-2) if dtype == torch.bfloat16 else dict(rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found.double(), x * cos + turned * sin, **near)
+
+
+def test_without_factors_nothing_turns_and_queries_may_be_scaled(kernel_device):
+    for dtype in [torch.float32] + [torch.bfloat16] * (kernel_device == "cuda"):
+        for splits in (1, 3):
+            (qkv, _, _, _, places, kv), _ = make(kernel_device, dtype, 5, 1, 20, splits=splits)
+            found = rotary_kv_write(qkv, None, None, None, places, kv, 5, 1, q_multiplier=0.3)
+            total = qkv[0]
+            for part in qkv[1:]:
+                total = total + part
+            q, k, v = total.to(dtype).view(-1, 7, 20).split((5, 1, 1), 1)
+            assert torch.equal(found, q * 0.3)
+            pages = kv.view(2, 4, 1, PAGE, 20)
+            for row, seat in enumerate(places.tolist()):
+                assert torch.equal(pages[0, seat // PAGE, :, seat % PAGE], k[row])
+                assert torch.equal(pages[1, seat // PAGE, :, seat % PAGE], v[row])
+            assert torch.equal(rotary_kv_write(qkv, None, None, None, places, kv, 5, 1), q)
+
+
 def test_indices_may_have_32_bits(kernel_device):
     arguments, _ = make(kernel_device, torch.float32, 4, 2, 16)
     expected = rotary_kv_write(*arguments, 4, 2)
@@ -84,12 +123,34 @@ def test_a_rows_bits_depend_on_neither_company_nor_parts(dim, dtype):
             assert torch.equal(again[at], kv[at])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("rotated", [False, True])
+def test_a_rows_bits_do_not_depend_on_company_with_factors_of_its_own_or_none(rotated):
+    (qkv, positions, cos, sin, places, kv), norms = make("cuda", torch.bfloat16, 8, 2, 128, rows=150, splits=2)
+    both = [torch.cat((table, table), 1)[positions].bfloat16() if rotated else None for table in (cos, sin)]
+    extra = (8, 2, *norms, 1e-6, None, 128**-0.5)
+    whole = rotary_kv_write(qkv, None, *both, places, kv, *extra)
+    for rows in [*range(1, 65), 149]:
+        for start in (0, 150 - rows):
+            some, again = slice(start, start + rows), torch.zeros_like(kv)
+            own = [None if table is None else table[some] for table in both]
+            assert torch.equal(
+                rotary_kv_write(qkv[:, some].contiguous(), None, *own, places[some], again, *extra), whole[some]
+            )
+            at = again != 0
+            assert torch.equal(again[at], kv[at])
+
+
 def test_shapes_that_do_not_fit_are_refused():
     arguments, _ = make("cpu", torch.float32, 4, 2, 16)
     with pytest.raises(ValueError, match="rotary_kv_write takes qkv"):
         rotary_kv_write(*arguments, 5, 2)
     with pytest.raises(ValueError, match="q_norm must be"):
         rotary_kv_write(*arguments, 4, 2, torch.ones(8))
+    with pytest.raises(ValueError, match=r"cos and sin \[P, 8\] or \[P, 16\]"):
+        rotary_kv_write(*arguments[:2], arguments[2][:, :3], arguments[3][:, :3], *arguments[4:], 4, 2)
+    with pytest.raises(ValueError, match="11 rows of cos"):
+        rotary_kv_write(arguments[0], None, arguments[2][:3], arguments[3][:3], *arguments[4:], 4, 2)
     arguments[1] = arguments[1][:-1]
     with pytest.raises(ValueError, match="positions and cache rows"):
         rotary_kv_write(*arguments, 4, 2)

@@ -1,0 +1,189 @@
+"""Operations that become one kernel: the bits of the operations one by one, whatever lies between them."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from headstart.inference.models.deferred import Call, Deferred, Product, Sum, computed, is_source
+from headstart.inference.models.product_groups import groups_of, pack_products
+from headstart.inference.models.row_ops import RowOps
+from headstart.kernels.linear.gated_mlp import gate_up_silu
+from headstart.kernels.linear.linear import linear
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+# On a GPU the products of the wide one have two ranges of K.
+WIDTHS = [48, pytest.param(4096, marks=pytest.mark.gpu)]
+
+
+def rows(*shape, seed=0, dtype=torch.float32, device="cpu"):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def dtypes(device):
+    return [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
+@pytest.mark.parametrize("order", ["product last", "product first", "scaled", "no product"])
+def test_an_addition_and_its_norm_are_the_same_bits_in_one(norm, order, width, device):
+    if width > 100 and device == "cpu":
+        pytest.skip("one range of K on the CPU")
+    for dtype in dtypes(device):
+        how = dict(dtype=dtype, device=device)
+        x, residual, w = rows(1, 9, 80, **how), rows(1, 9, width, seed=1, **how), rows(width, 80, seed=2, **how)
+        scale, shift = rows(width, seed=3, **how), rows(width, seed=4, **how)
+
+        def normed(total, scale=scale, shift=shift):
+            if norm == "rms_norm":
+                return F.rms_norm(total, total.shape[-1:], scale, 1e-5)
+            return F.layer_norm(total, total.shape[-1:], scale, shift, 1e-5)
+
+        def added(product, residual=residual):
+            if order == "product first":
+                return product + residual
+            return residual + (product * 0.22 if order == "scaled" else product)
+
+        def product(x=x, w=w):
+            found = F.linear(x, w)
+            return computed(found) if order == "no product" else found
+
+        with torch.inference_mode(), RowOps() as ops:
+            total = added(product())
+            assert is_source(total, Sum)
+            found = normed(total.view(9, width))  # a view of all of it
+            again = computed(total)
+            expected_total = computed(added(computed(product())))
+            expected = computed(normed(expected_total)).view(9, width)
+        assert torch.equal(computed(found), expected)
+        assert torch.equal(again, expected_total)
+        assert ops.fused["add + norm"] == (0 if (norm, order) == ("layer_norm", "scaled") else 1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_gated_mlp_of_one_product_is_one_kernel(device):
+    for dtype in dtypes(device):
+        how = dict(dtype=dtype, device=device)
+        x, w, b = rows(1, 9, 48, **how), rows(160, 48, seed=1, **how), rows(160, seed=2, **how)
+        with torch.inference_mode(), RowOps() as ops:
+            gate, up = F.linear(x, w, b).chunk(2, -1)
+            found, swapped = F.silu(gate) * up, up * F.silu(gate)
+            other = F.silu(up) * gate  # the kernel has the gate first
+        assert not isinstance(found, Deferred)
+        expected = gate_up_silu(x[0], w, b)
+        assert torch.equal(found[0], expected)
+        assert torch.equal(swapped[0], expected)
+        assert ops.fused["gated"] == 2
+        gate, up = (half.float() for half in linear(x[0], w, b).chunk(2, -1))
+        near = dict(rtol=2e-2, atol=2e-2) if dtype == torch.bfloat16 else dict(rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(computed(other)[0].float(), F.silu(up) * gate, **near)
+
+
+def test_what_is_written_to_does_not_change_what_was_read_before():
+    x, w, residual = rows(5, 48), rows(48, 48, seed=1), rows(5, 48, seed=2)
+    expected = residual + linear(x, w)
+    with torch.inference_mode(), RowOps():
+        x, residual = x.clone(), residual.clone()
+        product = F.linear(x, w)
+        total = residual + product
+        x.mul_(2)
+        residual.fill_(0)
+        product.fill_(0)
+        view = F.linear(x, w).view(5, 6, 8)
+        view.fill_(0)
+    assert torch.equal(computed(total), expected)
+    assert computed(product).eq(0).all()
+    assert computed(view).eq(0).all()
+
+
+class Attention(nn.Module):
+    def __init__(self, biased=True):
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(48, 40, biased), nn.Linear(48, 16, biased), nn.Linear(48, 16, biased)
+        self.other = nn.Linear(48, 8, not biased)
+
+    def forward(self, x):
+        return [part(x) for part in (self.q, self.k, self.v, self.other)]
+
+
+def grouped(module, names):
+    return pack_products(module, [names])
+
+
+def test_linears_of_the_same_rows_are_one_product_and_their_weights_lie_in_it():
+    module, x, y = Attention().requires_grad_(False), rows(7, 48), rows(7, 48, seed=5)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    expected = linear(x, torch.cat((module.q.weight, module.k.weight, module.v.weight)),
+                      torch.cat((module.q.bias, module.k.bias, module.v.bias)))  # fmt: skip
+    packed = grouped(module, ["q", "k", "v"])
+    assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+    with torch.inference_mode(), RowOps(packed) as ops:
+        q, k, v, other = module(x)
+        assert q.source is k.source is v.source
+        assert other.source is not q.source
+        assert [len(part.views) for part in (q, k, v)] == [1, 1, 1]
+        others = module(y)  # the same weights and other rows
+        again = module.q(x)
+    assert torch.equal(torch.cat(computed((q, k, v)), -1), expected)
+    assert torch.equal(computed(other), linear(x, module.other.weight))
+    assert ops.fused["product"] == 3
+    assert not torch.equal(computed(others[0]), computed(q))
+    assert torch.equal(computed(again), computed(q))
+    found = grouped(module, ["q", "k", "v"])  # of another decoder
+    assert all(found[name].w.data_ptr() == packed[name].w.data_ptr() for name in packed), "nothing moved"
+    module.k.weight.data = module.k.weight.data.clone()  # it has left
+    with torch.inference_mode(), RowOps(packed) as ops:
+        assert is_source(module.k(x), Product)
+        assert ops.fused["product"] == 0
+
+
+def test_only_like_linears_of_one_module_that_read_the_same_are_grouped():
+    module = Attention()
+    module.tied = nn.Linear(48, 16)
+    module.tied.weight = module.v.weight
+    x, y = object(), object()
+    weights = {name: getattr(module, name).weight for name in ("q", "k", "other")}
+    calls = [(x, weights["q"]), (x, weights["k"]), (x, weights["other"]), (x, module.v.weight)]
+    assert groups_of(module, calls, []) == [["q", "k"]]
+    assert groups_of(module, [*calls, (y, weights["k"])], []) == []  # k is called twice
+    assert groups_of(module, [(x, weights["q"]), (y, weights["k"])], []) == []
+    assert groups_of(module, calls, [[weights["k"], weights["q"]]]) == [["k", "q"]]
+
+
+def test_deferred_values_are_what_the_library_makes_of_them():
+    """Of patterns that come close to what is known, and end otherwise."""
+    x, w, more, column = rows(1, 5, 48), rows(96, 48, seed=1), rows(1, 5, 96, seed=4), rows(7, seed=4)
+    cos, sin = rows(1, 1, 5, 8, seed=2), rows(1, 1, 5, 8, seed=3)
+
+    def heads(y):
+        return y.view(1, 5, 12, 8).transpose(1, 2)
+
+    def rotated(y):
+        return heads(y) * cos + torch.cat((-heads(y)[..., 4:], heads(y)[..., :4]), -1) * sin
+
+    cases = {
+        "rotated": rotated,
+        "other halves": lambda y: heads(y) * cos + torch.cat((-heads(y)[..., :4], heads(y)[..., 4:]), -1) * sin,
+        "quarters": lambda y: torch.cat((-heads(y)[..., 4:6], heads(y)[..., :2]), -1),
+        "rows turned round": lambda y: rotated(y).transpose(1, 2).reshape(5, 96),
+        "normed": lambda y: F.rms_norm(y.view(1, 5, 12, 8), (8,), cos[0, 0, 0], 1e-5).transpose(1, 2) * 0.3,
+        "silu of a part": lambda y: F.silu(y[..., :40]) * y[..., 40:80],
+        "silu twice": lambda y: F.silu(F.silu(y)) * y,
+        "product of two": lambda y: y * y,
+        "negative": lambda y: (-y).neg(),
+        "sum of sums": lambda y: ((y + y) + y) + more,
+        "broadcast": lambda y: y + more[0, 0],
+        "wider": lambda y: y[..., None] * column,
+        "with a column": lambda y: torch.cat((y, y[..., :3]), -1),
+    }
+    for name, case in cases.items():
+        with torch.inference_mode():
+            with RowOps():
+                found = case(F.linear(x, w))
+            expected = case(F.linear(x, w))
+        torch.testing.assert_close(computed(found), expected, rtol=1e-4, atol=1e-4, msg=name)
+        assert found.stride() == computed(found).stride(), name
+    with torch.inference_mode(), RowOps():
+        assert is_source(rotated(F.linear(x, w)), Call, "rotated")
