@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...heads.storage.hub_answer import hub_options
+from ...heads.storage.remote_code import is_remote
 from ...kernels.attention.attention_fold import MAX_DIM, MAX_GROUP, AttentionOptions
 from ...kernels.attention.rotary_kv_write import kv_rows_of_heads
 from ...kernels.linear.experts import tile_of_pairs
@@ -106,7 +107,8 @@ def random_module(config, dtype, device):
 
     check_memory(parameter_bytes(config, dtype), dtype, device)
     with device:
-        return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype).eval()
+        own = is_remote(type(config))
+        return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=own).eval()
 
 
 # --- the trial ---
@@ -118,11 +120,12 @@ def on_meta(config):
 
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(copy.deepcopy(config)).eval()
+            own = is_remote(type(config))
+            return AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=own).eval()
     except (ValueError, KeyError, AttributeError, TypeError, RuntimeError) as error:
         raise UnsupportedArchitecture(
             f"the engine does not run model type {config.model_type!r}: transformers gives no module of it that generates text "
-            f"({str(error).strip()[:200]})"
+            f"({str(error).strip().partition(chr(10))[0][:200]})"
         ) from error
 
 
@@ -180,7 +183,8 @@ def trial(module, max_positions):
         with torch.inference_mode(), _attending(module, attend, ropes), RowOps(compute=False) as ops:
             module(input_ids=tokens, position_ids=tokens, use_cache=False)
     except UnsupportedOperation as error:
-        refuse(str(error))
+        own = "two batches" in str(error) and not module._supports_attention_backend  # queries times keys
+        refuse(f"its attention is not taken from transformers' interface: {error}" if own else str(error))
     except (KeyError, NotImplementedError, RuntimeError, TypeError, AttributeError) as error:
         refuse(f"its attention cannot be plugged in ({type(error).__name__}: {str(error).strip()[:120]})")
     modules = [layer for layer, _ in seen]
@@ -338,9 +342,8 @@ class ModuleDecoder:
             check_memory(parameter_bytes(config, dtype), dtype, device)
             # Each tensor goes to a GPU as it is read.
             place = {"device_map": {"": device}} if device.type == "cuda" else {}
-            module = AutoModelForCausalLM.from_pretrained(
-                folder_or_id, dtype=dtype, **place, **hub_options(folder_or_id)
-            )
+            place |= hub_options(folder_or_id) | {"trust_remote_code": is_remote(type(config))}
+            module = AutoModelForCausalLM.from_pretrained(folder_or_id, dtype=dtype, **place)
         return cls(module, max_positions)
 
     def forward(self, batch, kv, streams=()):

@@ -63,6 +63,10 @@ def load_sharded(source, dtype, device):
             f"{source!r} holds no .safetensors: a target can be divided over GPUs only if they can be read in parts"
         )
     config = AutoConfig.from_pretrained(folder)
+    if getattr(config, "quantization_config", None):
+        raise ValueError(
+            f"the target {source!r} has quantised weights, which cannot be divided: give it in 16 or 32 bits"
+        )
     model = build_sharded(config, dtype, device)
     if Path(folder, "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)

@@ -96,10 +96,12 @@ def test_files_that_do_not_hold_the_modules_are_refused(tied_target, assert_on_r
     assert_on_ranks(2, refuse, other, r"holds no \.safetensors")
 
 
-def test_a_config_of_other_sizes_is_refused(tied_target, assert_on_ranks):
+def test_a_config_of_other_sizes_or_quantised_is_refused(tied_target, assert_on_ranks):
     path = Path(tied_target, "config.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"intermediate_size": 40}))
     assert_on_ranks(2, refuse, tied_target, r"parts of a LlamaForCausalLM: Size mismatch .*_proj")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "fp8"}}))
+    assert_on_ranks(2, refuse, tied_target, "quantised weights, which cannot be divided")
 
 
 SMALL = dict(vocab_size=50, hidden_size=20, intermediate_size=36, num_hidden_layers=2, num_attention_heads=2)
