@@ -48,13 +48,14 @@ def run(arguments):
     text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     if not text.strip():
         raise ValueError("the prompt is empty: give some text")
-    choose_threads_for(arguments.model, arguments.device)
+    choose_threads_for(arguments.model, arguments.device, arguments.trust_remote_code)
     shared = dict(max_model_len=arguments.max_model_len, max_num_seqs=1)
     llm = LLM(
         arguments.model,
         device=arguments.device,
         dtype=arguments.dtype,
         adapter=arguments.adapter,
+        trust_remote_code=arguments.trust_remote_code,
         speculative_config=speculative,
         **shared,
     )

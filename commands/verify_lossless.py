@@ -62,15 +62,16 @@ def run(arguments):
     for temperature in temperatures:
         SamplingParams(temperature=temperature, max_tokens=arguments.max_tokens)  # raises for values out of range
     # Checked before the target's weights are read: the head, a tree that it can draft, the verifier.
-    target, _ = target_config(arguments.model, "auto")
+    target, _ = target_config(arguments.model, "auto", arguments.trust_remote_code)
     choose_speculation(SpeculativeOptions.parse(speculative), target, max_num_seqs=1)
     prompts = read_prompts(prompt_file(arguments.prompts, arguments.model), count=arguments.num_prompts)
-    choose_threads_for(arguments.model, arguments.device)
+    choose_threads_for(arguments.model, arguments.device, arguments.trust_remote_code)
     base = LLM(
         arguments.model,
         device=arguments.device,
         dtype=arguments.dtype,
         adapter=arguments.adapter,
+        trust_remote_code=arguments.trust_remote_code,
         max_model_len=arguments.max_model_len,
         max_num_seqs=1,
         num_gpu_blocks_override=64,  # it only holds the weights

@@ -53,6 +53,11 @@ def add_model(parser):
     parser.add_argument("--model", required=True, help="the target: a folder or Hub id")
     add_adapter(parser)
     parser.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run Python code that the target brings along, if transformers does not know its model type",
+    )
+    parser.add_argument(
         "--max-model-len", type=int, help="longest prompt + output in tokens (default: the model's limit)"
     )
     add_device(parser)
@@ -99,13 +104,13 @@ def speculative_config(arguments, **more):
     }
 
 
-def choose_threads_for(model, device):
+def choose_threads_for(model, device, trust_remote_code=False):
     """Use as many CPU threads as decode the target fastest, unless OMP_NUM_THREADS is set. ValueError for an unsupported target."""
     from .models.support import check_supported
     from .models.target_source import choose_device, target_config
     from .threads import choose_threads
 
-    config, _ = target_config(model, "auto")
+    config, _ = target_config(model, "auto", trust_remote_code)
     check_supported(config)
     choose_threads(config, choose_device(device))
 

@@ -2,7 +2,6 @@
 
 import inspect
 import time
-import warnings
 from dataclasses import asdict, replace
 from numbers import Integral
 
@@ -66,6 +65,8 @@ class LLM:
     seed: requests without a seed of their own derive one from this and their number; None: 0.
     revision: branch, tag or commit of a model on the Hub. download_dir: where its files go, instead of the Hub's cache.
     max_logprobs: the most that SamplingParams.logprobs may ask for; -1: no limit.
+    trust_remote_code: True allows to run Python code that the model or its tokenizer brings along, where the library has no class
+        of its own for the model type; a warning then says what is run. Without it no such code is ever run.
     speculative_config: None for plain decoding, or a dict with
         model: a head of any family (folder, run, Hub id or module), or a smaller model of the same vocabulary (folder, Hub id with
         method "draft_model", or loaded); revision: branch, tag or commit of a head on the Hub (as in model "OWNER/NAME@REVISION");
@@ -115,12 +116,14 @@ class LLM:
         revision=None,
         download_dir=None,
         max_logprobs=100,
+        trust_remote_code=False,
         **unknown,
     ):
         names = [name for name in inspect.signature(LLM.__init__).parameters if name not in ("self", "unknown")]
         reject_unknown(unknown, names, "LLM argument", LLM_ARGUMENTS)
-        if unknown.get("trust_remote_code"):
-            warnings.warn("trust_remote_code: no code of a model is run here, whatever it says", stacklevel=2)
+        trust_remote_code = python_value(trust_remote_code)
+        if trust_remote_code not in (False, True, None):
+            raise ValueError(f"trust_remote_code must be True or False, got {trust_remote_code!r}")
         max_num_seqs = 8 if max_num_seqs is None else python_value(max_num_seqs)
         max_model_len, seed = python_value(max_model_len), 0 if seed is None else python_value(seed)
         options = EngineOptions(
@@ -140,9 +143,12 @@ class LLM:
         speculative = SpeculativeOptions.parse(speculative_config)
 
         # Everything that can be refused is refused before the target's weights are read.
-        model = at_revision(model, revision, download_dir)
+        model = at_revision(model, revision, download_dir, trust_remote_code)
         shared = model if isinstance(model, LLM) else None
-        config, self.model_name = (shared.config, shared.model_name) if shared else target_config(model, load_format)
+        if shared:
+            config, self.model_name = shared.config, shared.model_name
+        else:
+            config, self.model_name = target_config(model, load_format, trust_remote_code)
         check_supported(config)
         in_use = shared.adapter if shared else getattr(config, MERGED_KEY, "")
         merged = choose_adapter(adapter, model, load_format, config)
@@ -157,11 +163,12 @@ class LLM:
             raise ValueError(f"max_model_len must be from 2 to the model's own limit of {limit}, got {max_model_len!r}")
 
         if shared:
-            self.tokenizer = shared.tokenizer if tokenizer is None else load_tokenizer(tokenizer, None)
+            own = shared.tokenizer
+            self.tokenizer = own if tokenizer is None else load_tokenizer(tokenizer, None, trust_remote_code)
             decoder = self._share(shared, dtype, device)
             eos_ids, self.generation_config = shared.eos_token_ids, shared.generation_config
         else:
-            self.tokenizer = load_tokenizer(tokenizer, model)
+            self.tokenizer = load_tokenizer(tokenizer, model, trust_remote_code)
             positions = self.max_model_len + MAX_NODES
             decoder = load_decoder(
                 model,

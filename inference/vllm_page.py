@@ -43,7 +43,7 @@ NOTES = {
     "max_num_batched_tokens": "2048 if not given",
     "max_logprobs": "100 if not given",
     "load_format": "`auto` or `dummy`",
-    "trust_remote_code": "True gives a warning: no code of a model is run",
+    "trust_remote_code": "code is run only for model types that transformers does not know, and a warning says so",
     "use_tqdm": "False if not given",
     "get_default_sampling_params": "of the model's generation config; `generate` without parameters takes `SamplingParams()`",
     "get_metrics": "counters and gauges, no histograms",
@@ -91,8 +91,6 @@ def page():
 def _line(row):
     if row.accepts is ANY:
         return f"| `{row.name}` | accepted | {row.words} |"
-    if set(map(repr, row.accepts)) == {"True", "False"}:
-        return f"| `{row.name}` | accepted | {NOTES[row.name]} |"
     accepted = ", ".join(f"`{value!r}`" for value in row.accepts)
     return f"| `{row.name}` | refused | {row.words} (accepted: {accepted}) |"
 

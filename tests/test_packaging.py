@@ -38,7 +38,7 @@ STRANGERS = ({"train", "hub_export"},)  # on one floor, and neither imports the 
 PUBLIC = {
     "heads": "checkpoint draft_vocabulary eagle eagle3 families head layers medusa mlp_speculator packed_attention",
     "heads/formats": "eagle eagle3 layer medusa mlp_speculator",
-    "heads/storage": "atomic_write hub_answer hub_id keywords reading tensor_checks user_errors weight_files",
+    "heads/storage": "atomic_write hub_answer hub_id keywords reading remote_code tensor_checks user_errors weight_files",
     "inference/models": "adapter architectures blocks canary checkpoint_files decoder layer_reach memory support "
     "target_source weights",
     "inference/speculation": "draft draft_sampling draw_nodes options proposers speculation tree tree_on_device verifiers",

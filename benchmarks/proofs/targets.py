@@ -260,7 +260,8 @@ def engine_page(rows):
 ENGINE_WORDS = {"packed": "On kernels of their own", "module": "As their own modules", "WRONG": "WRONG"}
 ENGINE_INTRODUCTION = """The same models in the engine, on a CPU: every token that it decodes greedily is the likeliest of the
 library's own logits, but for rounding. A refused model says what is in its way before its weights are read. Checkpoints with
-quantised weights (gpt-oss as it is published, in MXFP4) are refused as such."""
+quantised weights (gpt-oss as it is published, in MXFP4) are refused as such. A checkpoint of a type that transformers does not
+know, with Python code of its own, is refused unless `trust_remote_code=True` is given; then it is tried like any other."""
 INTRODUCTION = """Which models of `AutoModelForCausalLM` (transformers {version}) the trainers accept as a target, found by
 `python benchmarks/proofs/targets.py`: a small random model of every type, with windows and chunks shorter than its documents. In a
 packed row every document of an accepted model has the features that it has alone, within 1e-4. Every run checks its own target

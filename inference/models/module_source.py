@@ -5,6 +5,7 @@ import copy
 import torch
 
 from ...heads.storage.hub_answer import hub_options
+from ...heads.storage.remote_code import is_remote
 from .architectures import UnsupportedArchitecture
 from .memory import check_memory
 
@@ -15,11 +16,12 @@ def on_meta(config):
 
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(copy.deepcopy(config)).eval()
+            own = is_remote(type(config))
+            return AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=own).eval()
     except (ValueError, KeyError, AttributeError, TypeError, RuntimeError) as error:
         raise UnsupportedArchitecture(
             f"the engine does not run model type {config.model_type!r}: transformers gives no module of it that generates text "
-            f"({str(error).strip()[:200]})"
+            f"({str(error).strip().partition(chr(10))[0][:200]})"
         ) from error
 
 
@@ -34,7 +36,8 @@ def random_module(config, dtype, device):
 
     check_memory(parameter_bytes(config, dtype), dtype, device)
     with device:
-        return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype).eval()
+        own = is_remote(type(config))
+        return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=own).eval()
 
 
 def load_module(folder_or_id, config, dtype, device):
@@ -44,4 +47,5 @@ def load_module(folder_or_id, config, dtype, device):
     check_memory(parameter_bytes(config, dtype), dtype, device)
     # Each tensor goes to a GPU as it is read.
     place = {"device_map": {"": device}} if device.type == "cuda" else {}
-    return AutoModelForCausalLM.from_pretrained(folder_or_id, dtype=dtype, **place, **hub_options(folder_or_id))
+    place |= hub_options(folder_or_id) | {"trust_remote_code": is_remote(type(config))}
+    return AutoModelForCausalLM.from_pretrained(folder_or_id, dtype=dtype, **place)

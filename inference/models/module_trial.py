@@ -119,7 +119,8 @@ def trial(module, max_positions, norms=(), packed=None):
         with torch.inference_mode(), attending(module, attend, changes), ops:
             module(input_ids=tokens, position_ids=tokens, use_cache=False)
     except UnsupportedOperation as error:
-        refuse(str(error))
+        own = "two batches" in str(error) and not module._supports_attention_backend  # queries times keys
+        refuse(f"its attention is not taken from transformers' interface: {error}" if own else str(error))
     except (KeyError, NotImplementedError, RuntimeError, TypeError, AttributeError) as error:
         refuse(f"its attention cannot be plugged in ({type(error).__name__}: {str(error).strip()[:120]})")
     finally:

@@ -15,8 +15,11 @@ def decoder_class(config):
 
     A module without weights runs once, which takes a second for a large model.
     """
-    if getattr(config, "quantization_config", None):
-        raise UnsupportedArchitecture("the engine does not run quantised weights yet: give the model in 16 or 32 bits")
+    if quantised := getattr(config, "quantization_config", None):
+        how = quantised if isinstance(quantised, dict) else quantised.to_dict()
+        raise UnsupportedArchitecture(
+            f"the engine does not run quantised weights yet ({how.get('quant_method')}): give the model in 16 or 32 bits"
+        )
     try:
         check_packed(config)
     except UnsupportedArchitecture:

@@ -12,17 +12,18 @@ from ...heads.checkpoint import find_head
 from ...heads.head import Head
 from ...heads.storage.hub_answer import ask_hub, hub_options
 from ...heads.storage.hub_id import near_folder
+from ...heads.storage.remote_code import check_same_code, config_code, tokenizer_code
 from ...kernels.linear.linear import linear
 from .support import decoder_class
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 # vLLM's other names of them.
 DTYPE_NAMES = DTYPES | {"half": torch.float16, "float": torch.float32}
-# Files of a repository that a target needs; not its weights in other formats, nor code.
+# Files of a repository that a target needs; not its weights in other formats, and code only if it may be run.
 TARGET_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 
 
-def at_revision(model, revision, download_dir):
+def at_revision(model, revision, download_dir, trust_remote_code=False):
     """The model, or the folder of this revision (a branch, tag or commit) of a Hub id, downloaded below download_dir.
 
     Raises ValueError where there is nothing to choose a revision of, and where the Hub does not give it.
@@ -40,19 +41,24 @@ def at_revision(model, revision, download_dir):
         return model
     from huggingface_hub import snapshot_download
 
-    where = {"revision": revision, "cache_dir": download_dir, "allow_patterns": list(TARGET_FILES)}
+    files = [*TARGET_FILES, "*.py"] if trust_remote_code else list(TARGET_FILES)
+    where = {"revision": revision, "cache_dir": download_dir, "allow_patterns": files}
     try:
         return snapshot_download(model, **where, **hub_options(model))
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot read revision {revision or 'main'!r} of the model {model!r}: {error}") from error
 
 
-def target_config(model, load_format):
-    """(Hugging Face config, name) of a target, with a clear error if there is no config."""
+def target_config(model, load_format, trust_remote_code=False):
+    """(Hugging Face config, name) of a target, with a clear error if there is no config.
+
+    trust_remote_code: whether code that the model brings along may be run (remote_code.py).
+    """
     from transformers import AutoConfig, PreTrainedConfig
 
     if isinstance(model, nn.Module):
         check_causal_lm(model)
+        check_same_code(model)
         if load_format != "auto":
             raise ValueError("a loaded model has its weights: load_format belongs to a folder, a Hub id or a config")
         return model.config, getattr(model.config, "_name_or_path", "") or type(model).__name__
@@ -75,16 +81,18 @@ def target_config(model, load_format):
             )
         if not (path / "config.json").is_file():
             raise ValueError(f"{name} holds no config.json: expected a model folder in Hugging Face layout")
+        own = config_code(name, trust_remote_code, **hub_options(name))
         try:
-            return AutoConfig.from_pretrained(name), name
+            return AutoConfig.from_pretrained(name, trust_remote_code=own), name
         except (OSError, ValueError) as error:
             raise ValueError(f"cannot read {path / 'config.json'}: {error}") from error
     if path.exists():
         raise ValueError(f"{name} is a file: expected a model folder in Hugging Face layout, or a Hub id")
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ValueError(f"there is no model folder {name}{near_folder(name)}")
+    own = config_code(name, trust_remote_code, **hub_options(name))
     try:
-        return AutoConfig.from_pretrained(name, **hub_options(name)), name
+        return AutoConfig.from_pretrained(name, trust_remote_code=own, **hub_options(name)), name
     except (OSError, ValueError) as error:
         hub = ask_hub()
         told = "" if hub.local_files_only else f" ({error})"
@@ -108,8 +116,8 @@ def check_causal_lm(module):
     raise ValueError(f"model must be a loaded *ForCausalLM of transformers, got a {kind} module: {advice}")
 
 
-def load_tokenizer(tokenizer, model):
-    """The tokenizer asked for, or the model's own; None if the model has none."""
+def load_tokenizer(tokenizer, model, trust_remote_code=False):
+    """The tokenizer asked for, or the model's own; None if the model has none. trust_remote_code: see target_config."""
     if tokenizer is not None and not isinstance(tokenizer, str | Path):
         return tokenizer
     if tokenizer is None and not isinstance(model, str | Path):
@@ -118,7 +126,8 @@ def load_tokenizer(tokenizer, model):
 
     name = str(model if tokenizer is None else tokenizer)
     try:
-        return AutoTokenizer.from_pretrained(name, **hub_options(name))
+        own = tokenizer_code(name, trust_remote_code, **hub_options(name))
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=own, **hub_options(name))
     except (OSError, ValueError) as error:
         if tokenizer is None and Path(name).is_dir() and not any(Path(name).glob("*token*")):
             return None  # a model folder without a tokenizer can still be fed token ids

@@ -27,7 +27,7 @@ SPECULATIVE = (
     Theirs("draft_tensor_parallel_size", (None, 1), "one GPU runs the whole model: leave it out"),
     Theirs("max_model_len", (None,), "the drafter has the LLM's max_model_len: leave it out"),
     Theirs("quantization", (None,), "weights are not quantised: give the drafter in bfloat16 or float16"),
-    Theirs("code_revision", (None,), "no code of a model is run: leave it out"),
+    Theirs("code_revision", (None,), "no code of a drafter is run: leave it out"),
     Theirs("draft_load_config", (None,), "weights are read in one way: leave it out"),
     Theirs("enforce_eager", (None, False), "give enforce_eager to the LLM"),
     Theirs("attention_backend", (None,), "the engine has its own attention: leave it out"),

@@ -1,5 +1,6 @@
 """The public API: inputs that it refuses, before any work."""
 
+import json
 import re
 import shutil
 from dataclasses import fields
@@ -198,6 +199,37 @@ def test_an_architecture_that_does_not_run_is_refused_by_what_is_in_the_way():
     model = BloomForCausalLM(BloomConfig(n_layer=1, hidden_size=16, n_head=2, vocab_size=50))
     with pytest.raises(UnsupportedArchitecture, match="bloom models as they are: its base model takes no position_ids"):
         LLM(model)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (dict(model_type="t5"), "'t5': transformers gives no module of it that generates text"),
+        (
+            dict(model_type="bloom", hidden_size=16, n_head=2),
+            "bloom models as they are: its base model takes no position_ids",
+        ),
+        (
+            dict(model_type="codegen", n_embd=64, n_head=4, rotary_dim=8),
+            "not taken from transformers' interface: it uses matmul",
+        ),
+        (
+            dict(model_type="gpt_oss", quantization_config=dict(quant_method="mxfp4")),
+            r"quantised weights yet \(mxfp4\)",
+        ),
+        (dict(model_type="llama", quantization_config=dict(quant_method="fp8")), r"quantised weights yet \(fp8\)"),
+        (
+            dict(model_type="nobodys"),
+            "model type 'nobodys': transformers .* does not know it, and .* brings no code of its own",
+        ),
+    ],
+    ids=lambda given: given["model_type"] if isinstance(given, dict) else "",
+)
+def test_a_folder_that_cannot_run_is_refused_in_a_line_by_its_config_alone(tmp_path, config, message):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message) as refused:
+        LLM(str(tmp_path), device="cpu")
+    assert "\n" not in str(refused.value).strip()
 
 
 @pytest.mark.parametrize(

@@ -82,8 +82,7 @@ def speculating(target_folder, head_folder):
 
 def test_vllms_example_of_speculative_decoding_runs_with_its_import_changed(target_folder, head_folder):
     script = {"MODEL": str(target_folder), "HEAD": str(head_folder)}
-    with pytest.warns(UserWarning, match="no code of a model"):
-        exec(compile(EXAMPLE, "spec_decode.py", "exec"), script)
+    exec(compile(EXAMPLE, "spec_decode.py", "exec"), script)
     spec = [output.outputs[0].spec_decode_metrics for output in script["outputs"]]
     assert script["total"] == 40
     assert script["drafts"] == sum(one.num_steps for one in spec) > 0

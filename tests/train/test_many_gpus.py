@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 pytestmark = pytest.mark.gpu
 
@@ -33,12 +33,16 @@ def launched(launch_nodes, tmp_path):
     return launched
 
 
+@pytest.mark.parametrize("model_type", ["llama", "mixtral"])
 @pytest.mark.parametrize("num_processes", [1, 2, 4])
-def test_a_divided_target_gives_the_whole_ones_bits(tmp_path, launched, num_processes):
-    """The same kernels compute both."""
+def test_a_divided_target_gives_the_whole_ones_bits(tmp_path, launched, num_processes, model_type):
+    """The same kernels compute both. A file of Mixtral's holds each expert by itself."""
     torch.manual_seed(0)
     shape = {"hidden_size": 256, "intermediate_size": 500, "num_hidden_layers": 3, "num_attention_heads": 4}
-    LlamaForCausalLM(LlamaConfig(vocab_size=100, initializer_range=0.1, **shape)).save_pretrained(tmp_path)
+    shape |= {"num_key_value_heads": 4, "vocab_size": 100, "initializer_range": 0.1}
+    if model_type == "mixtral":
+        shape |= {"intermediate_size": 512, "num_local_experts": 3}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **shape)).save_pretrained(tmp_path)
     said = launched("fsdp2.yaml", num_processes, Path(__file__).with_name("sharded_features.py"), tmp_path)
     assert "rank 0: the same bits" in said
 

@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from ...heads.packed_attention import FLEX_DTYPES, FLEX_LEAST_DIM, FLEX_OPTIONS, block_mask
 from ...heads.storage.hub_answer import ask_hub, hub_options
 from ...heads.storage.hub_id import near_folder
+from ...heads.storage.remote_code import config_code
 from ...inference.models.decoder import position_limit
 from ...inference.models.layer_reach import Reach, find_reaches
 from ..data.packing import block_attention_mask
@@ -45,9 +46,13 @@ def load_target(name, device, dtype="auto"):
             f"target {name!r}: there is no such folder{near_folder(name)}; give a model folder or a Hub id like org/name"
         )
     source = str(folder) if folder.is_dir() else name
+    options = hub_options(source) | {
+        "trust_remote_code": False
+    }  # without a word, transformers would ask on the terminal
+    config_code(source, trusted=False, advice="heads are trained for the library's own models", **hub_options(source))
     try:
-        AutoConfig.from_pretrained(source, **hub_options(source))
-        tokenizer = AutoTokenizer.from_pretrained(source, **hub_options(source))
+        AutoConfig.from_pretrained(source, **options)
+        tokenizer = AutoTokenizer.from_pretrained(source, **options)
     except (OSError, ValueError) as error:
         hub = None if folder.is_dir() else ask_hub()
         told = f"{hub.words} did not give it" if hub and hub.why else _first_line(error)
@@ -59,7 +64,7 @@ def load_target(name, device, dtype="auto"):
     if wants_sharded_target():
         return load_sharded(source, getattr(torch, dtype), device), tokenizer
     try:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype), **hub_options(source))
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype), **options)
     except (SafetensorError, RuntimeError, OSError, ValueError) as error:
         raise ValueError(
             f"the weights of the target {name!r} cannot be read: {_first_line(error)}; a file may be cut, damaged or "

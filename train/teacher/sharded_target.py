@@ -5,13 +5,15 @@ them. Every rank holds the embedding, the last norm and the lm_head whole: heads
 loss multiplies with the lm_head once per chunk, while ranks differ in their number of chunks. Both together are 4.2 GB for a 70B
 Llama in bf16, beside 137 GB / N of layers.
 
+Files may hold a layer's experts one by one, or older names: stored_tensors.py follows the library's conversions, and of experts
+every rank reads its own.
+
 Every pass is a collective: all ranks make equally many. Not done here: offloading to the CPU, tensor parallelism, quantised
-targets, converting files whose tensors have other names than the modules (fused experts): the error says how to rewrite them.
+targets.
 """
 
 from pathlib import Path
 
-import safetensors
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate import init_empty_weights
@@ -23,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from ...heads.storage.hub_answer import hub_options
+from .stored_tensors import StoredTensors
 
 
 def wants_sharded_target():
@@ -59,48 +62,61 @@ def load_sharded(source, dtype, device):
         raise ValueError(
             f"{source!r} holds no .safetensors: a target can be divided over GPUs only if they can be read in parts"
         )
-    model = build_sharded(AutoConfig.from_pretrained(folder), dtype, device)
+    config = AutoConfig.from_pretrained(folder)
+    if getattr(config, "quantization_config", None):
+        raise ValueError(
+            f"the target {source!r} has quantised weights, which cannot be divided: give it in 16 or 32 bits"
+        )
+    model = build_sharded(config, dtype, device)
     if Path(folder, "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     # Tied parameters have one name here, as in the files.
     tensors = dict(model.named_parameters())
     tensors |= {name: tensor for name, tensor in model.named_buffers() if name in model.state_dict()}
-    _check_names(source, folder, tensors, type(model).__name__)
+    kind = type(model).__name__
+    # Of the whole module, since dividing changes the classes that the library finds conversions by.
+    stored = StoredTensors(_empty_model(config, dtype), Path(folder).glob("*.safetensors"))
+    _check_tensors(source, stored, tensors, kind)
+    as_stored = {stored.names[name]: tensor for name, tensor in tensors.items() if name not in stored.made}
     try:
-        dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
+        dcp.load(as_stored, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
     except dcp.CheckpointException as error:
         reason = str(next(iter(error.failures.values()))[0]).strip().splitlines()[0]
         raise ValueError(
-            f"the .safetensors of the target {source!r} cannot be read into the parts of a {type(model).__name__}: {reason}. A "
+            f"the .safetensors of the target {source!r} cannot be read into the parts of a {kind}: {reason}. A "
             "file is damaged, or its config.json is another model's: copy or download the model again"
         ) from error
+    stored.load_converted(tensors)
     return model.eval().requires_grad_(False)
 
 
-def _check_names(source, folder, tensors, kind):
-    """ValueError unless the files hold a tensor of every name. Fused experts are the usual case: files hold each by itself."""
-    held = set()
-    for path in sorted(Path(folder).glob("*.safetensors")):
-        try:
-            with safetensors.safe_open(path, "pt") as file:
-                held.update(file.keys())
-        except safetensors.SafetensorError as error:
-            raise ValueError(f"{path} cannot be read: {error}; copy or download the model again") from error
-    lacking = sorted(set(tensors) - held)
-    if lacking:
+def _check_tensors(source, stored, tensors, kind):
+    """ValueError unless the files hold every tensor, or what it is made of."""
+    wrong = [name for name in tensors if name not in stored.names and name not in stored.made]
+    if wrong:
         raise ValueError(
-            f"the .safetensors of the target {source!r} lack {len(lacking)} of the {len(tensors)} tensors of a {kind}, such as "
-            f"{lacking[0]}. A divided target is read by the names of its modules, without the library's conversions (fused "
-            "experts, old names). Write it once with these names, on a machine whose memory holds it, and give the new folder: "
-            f"AutoModelForCausalLM.from_pretrained({source!r}, dtype='auto').save_pretrained(FOLDER, save_original_format=False), "
-            f"and AutoTokenizer.from_pretrained({source!r}).save_pretrained(FOLDER)"
+            f"the .safetensors of the target {source!r} lack {len(wrong)} of the {len(tensors)} tensors of a {kind}, such as "
+            f"{min(wrong)}. A file is missing, or its config.json is another model's: copy or download the model again"
         )
+    wrong = [name for name, shape in stored.made.items() if name not in tensors or shape != tensors[name].shape]
+    if wrong:
+        found, wanted = stored.made[wrong[0]], tensors.get(wrong[0])
+        raise ValueError(
+            f"the .safetensors of the target {source!r} make a {wrong[0]} of {list(found)}, and its config.json says "
+            f"{'that there is none' if wanted is None else list(wanted.shape)}: a part of a layer is missing, or the config is "
+            "another model's"
+        )
+
+
+def _empty_model(config, dtype):
+    """The *ForCausalLM of a config with parameters on `meta`; buffers (rotary frequencies) are computed: no file holds them."""
+    with init_empty_weights():
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def build_sharded(config, dtype, device):
     """The model of a transformers config, divided over all ranks; its parameters are allocated but not set."""
-    with init_empty_weights():  # parameters only: buffers (rotary frequencies) are computed, and no file holds them
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = _empty_model(config, dtype)
     shard_layers(model, device)
     buffers = dict(model.named_buffers())
     model.to_empty(device=device)

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, Qwen3MoeConfig
 
 from headstart.train.teacher import fused_target
 from headstart.train.teacher.features import FrozenTarget
 from headstart.train.teacher.fused_target import fuse
 from headstart.train.teacher.sharded_target import load_sharded
+from headstart.train.teacher.stored_tensors import StoredTensors
 
 
 @pytest.fixture
@@ -96,34 +96,89 @@ def test_files_that_do_not_hold_the_modules_are_refused(tied_target, assert_on_r
     assert_on_ranks(2, refuse, other, r"holds no \.safetensors")
 
 
-def test_a_config_of_other_sizes_is_refused(tied_target, assert_on_ranks):
+def test_a_config_of_other_sizes_or_quantised_is_refused(tied_target, assert_on_ranks):
     path = Path(tied_target, "config.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"intermediate_size": 40}))
     assert_on_ranks(2, refuse, tied_target, r"parts of a LlamaForCausalLM: Size mismatch .*_proj")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "fp8"}}))
+    assert_on_ranks(2, refuse, tied_target, "quantised weights, which cannot be divided")
 
 
-def follow_the_refusal(rank, world, folder, rewritten):
-    """Rank 0 writes the folder as the error says; then every rank reads its part."""
-    with pytest.raises(ValueError, match=r"such as model\.layers\.0\.mlp\.experts\.\w+_proj\. ") as refused:
-        load_sharded(str(folder), torch.float32, torch.device("cpu"))
-    if rank == 0:
-        (call,) = re.findall(r"(AutoModelForCausalLM\.\S+ .*?\)), and AutoTokenizer", str(refused.value))
-        eval(call, {"AutoModelForCausalLM": AutoModelForCausalLM, "FOLDER": rewritten})
-    dist.barrier()
-    target = FrozenTarget(load_sharded(str(rewritten), torch.float32, torch.device("cpu")))
-    experts = dict(target.model.named_parameters())["model.layers.0.mlp.experts.down_proj"]
+SMALL = dict(vocab_size=50, hidden_size=20, intermediate_size=36, num_hidden_layers=2, num_attention_heads=2)
+MIXTURES = {
+    "mixtral": MixtralConfig(**SMALL, num_key_value_heads=1, num_local_experts=3),
+    "qwen3_moe": Qwen3MoeConfig(
+        **SMALL, num_key_value_heads=1, head_dim=10, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=12
+    ),
+}
+
+
+@pytest.fixture
+def save_mixture(tmp_path):
+    """save_mixture(model type, by_expert) -> folder of a random one, whose files hold each expert by itself or a layer's as one."""
+
+    def save(kind, by_expert):
+        torch.manual_seed(0)
+        folder = tmp_path / f"{kind}-{by_expert}"
+        model = AutoModelForCausalLM.from_config(MIXTURES[kind])
+        model.save_pretrained(folder, save_original_format=by_expert, max_shard_size="20KB")
+        names = {name for path in folder.glob("*.safetensors") for name in load_file(path)}
+        assert any(re.search(r"experts\.1\.", name) for name in names) == by_expert
+        assert any(re.search(r"experts\.gate_up_proj", name) for name in names) != by_expert
+        return folder
+
+    return save
+
+
+def compare_experts(rank, world, folder):
+    model = load_sharded(str(folder), torch.float32, torch.device("cpu"))
+    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    expected = dict(whole.named_parameters())
+    for name, parameter in model.named_parameters():
+        found = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        assert torch.equal(found, expected[name]), name
+    experts = dict(model.named_parameters())["model.layers.1.mlp.experts.down_proj"]
     assert isinstance(experts, DTensor)
-    expected = FrozenTarget(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
+    assert len(experts.to_local()) <= -(-len(experts) // world)
     rows = torch.tensor([[3, 9, 4, 8, 1, 2]]), torch.tensor([[0, 1, 2, 0, 1, 2]]), torch.tensor([[0, 0, 0, 1, 1, 1]])
-    assert torch.equal(target.features(*rows), expected.features(*rows))
+    with torch.no_grad():
+        assert torch.equal(FrozenTarget(model).features(*rows), FrozenTarget(whole).features(*rows))
 
 
-def test_fused_experts_are_refused_with_a_remedy_that_helps(assert_on_ranks, tmp_path):
-    torch.manual_seed(0)
-    sizes = dict(vocab_size=50, hidden_size=20, intermediate_size=36, num_hidden_layers=2, num_local_experts=3)
-    config = MixtralConfig(**sizes, num_attention_heads=2, num_key_value_heads=1)
-    MixtralForCausalLM(config).save_pretrained(tmp_path / "mixtral")
-    assert_on_ranks(2, follow_the_refusal, tmp_path / "mixtral", tmp_path / "rewritten")
+@pytest.mark.parametrize("by_expert", [True, False])
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_experts_are_divided_however_files_hold_them(save_mixture, assert_on_ranks, kind, by_expert):
+    assert_on_ranks(2, compare_experts, save_mixture(kind, by_expert))
+
+
+def test_a_rank_may_have_no_expert(save_mixture, assert_on_ranks):
+    assert_on_ranks(4, compare_experts, save_mixture("mixtral", True))
+
+
+def count_reads(rank, world, folder):
+    """Of experts, a rank reads its own alone."""
+    seen, read = [], StoredTensors.read
+    StoredTensors.read = lambda self, name: seen.append(name) or read(self, name)
+    load_sharded(str(folder), torch.float32, torch.device("cpu"))
+    mine = {0: {0, 1, 2}, 1: {3, 4}}[rank]
+    assert {int(re.search(r"experts\.(\d+)\.", name)[1]) for name in seen} == mine
+    assert len(seen) == len(set(seen)) == 2 * 3 * len(mine)  # layers, weights
+
+
+def test_a_rank_reads_its_own_experts(save_mixture, assert_on_ranks):
+    assert_on_ranks(2, count_reads, save_mixture("qwen3_moe", True))
+
+
+def test_a_missing_expert_is_refused(save_mixture, assert_on_ranks):
+    folder = save_mixture("qwen3_moe", True)
+    for path in folder.glob("*.safetensors"):
+        tensors = load_file(path)
+        tensors.pop("model.layers.1.mlp.experts.3.down_proj.weight", None)
+        save_file(tensors, path)
+    message = (
+        r"make a model\.layers\.1\.mlp\.experts\.down_proj of \[4, 20, 12\], and its config\.json says \[5, 20, 12\]"
+    )
+    assert_on_ranks(2, refuse, folder, message)
 
 
 def test_a_cut_file_is_named(tied_target, assert_on_ranks):
