@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from ..inference.models.memory import free_bytes, in_gib
+from ..inference.models.module_decoder import ModuleDecoder
 from ..inference.models.shapes import SHAPES, config_of
 from ..inference.models.support import check_supported, decoder_class, weight_bytes
 from ..inference.speculation.tree import build_static_tree
@@ -47,11 +48,12 @@ def _fits(config, dtype, num_bytes, free):
         return False
 
 
-def random_decoder(shape, device, dtype, max_positions):
-    """A decoder of a shape with random weights, made on the device."""
+def random_decoder(shape, device, dtype, max_positions, as_module=False):
+    """A decoder of a shape with random weights, made on the device; as_module: the model's own module, whatever the engine takes."""
     config = config_of_shape(shape)
     where = dict(dtype=dtype, device=torch.device(device), max_positions=max_positions)
-    return decoder_class(config).from_pretrained(None, config, load_format="dummy", **where)
+    kind = ModuleDecoder if as_module else decoder_class(config)
+    return kind.from_pretrained(None, config, load_format="dummy", **where)
 
 
 def best_tree(num_nodes):

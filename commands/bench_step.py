@@ -34,6 +34,11 @@ def add_options(parser):
         help="the library's elementwise operations through torch.compile (default), plain, or no baseline",
     )
     parser.add_argument("--repeats", type=int, default=20, help="replays per line (default 20)")
+    parser.add_argument(
+        "--as-module",
+        action="store_true",
+        help="run the model's own module of transformers, as the engine does for models without kernels of their own",
+    )
     add_measurement(parser)
 
 
@@ -52,5 +57,6 @@ def run(arguments):
         lm_heads=lm_heads,
         baseline=arguments.baseline,
         repeats=at_least_one("--repeats", arguments.repeats),
+        as_module=arguments.as_module,
     )
     bench_step(settings, **measurement(arguments))

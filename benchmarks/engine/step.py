@@ -63,6 +63,7 @@ class StepSettings:
     lm_heads: tuple[str, ...] = HEAD_LAYOUTS
     baseline: str = "compiled"
     repeats: int = 20
+    as_module: bool = False  # run the model's own module where the engine has kernels of its own for it
 
 
 def standing_seats(batch, context, num_places, state, vocab_size, device):
@@ -161,7 +162,7 @@ def bench_step(settings, device, dtype, command, output=None, commit=None):
     check_fits(settings.shape, device, dtype)
     report = Report("step", COLUMNS, device, command, vars(settings), output, commit)
     reach = max(settings.contexts) + max(settings.rows)
-    decoder = random_decoder(settings.shape, device, dtype, reach)
+    decoder = random_decoder(settings.shape, device, dtype, reach, settings.as_module)
     device = decoder.device
     bandwidth, weights = copy_bandwidth(device), weight_bytes(decoder)
     release(device)
