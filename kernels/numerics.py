@@ -22,7 +22,7 @@ from .rms_norm import num_warps
 from .sampling import sample
 from .speculation import row_distributions
 
-NUMERICS = 1
+NUMERICS = 2
 # [N, K] for which the digest holds the rule of num_splits: narrow, square, deep and wide products of models from 0.1B to 70B.
 SHAPES = (
     (256, 16384), (960, 576), (576, 1536), (1152, 896), (896, 4864), (151936, 896), (2048, 2048), (2048, 8192), (1024, 4096),

@@ -91,6 +91,8 @@ def pack_products(module, groups):
             spans[id(part.weight)] = first, len(part.weight)
             first += len(part.weight)
         found |= dict.fromkeys(spans, ProductGroup(w, b, spans))
+    if any(group.w.is_cuda for group in found.values()):
+        torch.cuda.empty_cache()  # the places that the weights have left fit no other group
     return found
 
 

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...kernels.row_sum import row_softmax, row_sum
+from ...kernels.row_top import row_top
 from .deferred import VIEWS, Deferred, Product, columns, computed, viewed
 from .fused_ops import FUSED
 
@@ -183,7 +184,8 @@ def _check_last(name, x, dims):
 
 def _sum(mode, x, dim=None, keepdim=False, dtype=None, name="sum", divisor=1):
     _check_last(name, x, dim)
-    total = row_sum(_rows(x).to(dtype or x.dtype)) / divisor
+    total = row_sum(_rows(x).to(dtype or x.dtype))
+    total = total if divisor == 1 else total / divisor
     return total.view(*x.shape[:-1], *([1] if keepdim else [])).to(dtype or x.dtype)
 
 
@@ -193,7 +195,9 @@ def _mean(mode, x, dim=None, keepdim=False, dtype=None):
 
 def _softmax(mode, x, dim, dtype=None):
     _check_last("softmax", x, dim)
-    return row_softmax(_rows(x if dtype is None else x.to(dtype))).view(x.shape).to(dtype or x.dtype)
+    # Half precision is widened as it is read.
+    narrow = dtype is None or (dtype == torch.float32 and x.dtype in (torch.bfloat16, torch.float16))
+    return row_softmax(_rows(x if narrow else x.to(dtype))).view(x.shape).to(dtype or x.dtype)
 
 
 def _topk(mode, x, k, dim=-1, largest=True, sorted=True):
@@ -201,8 +205,10 @@ def _topk(mode, x, k, dim=-1, largest=True, sorted=True):
     _check_last("topk", x, dim)
     if not largest:
         raise UnsupportedOperation("it uses topk for the least")
-    values, places = torch.sort(x, dim=-1, descending=True, stable=True)
-    return values[..., :k], places[..., :k]
+    if x.is_meta or x.dtype == torch.float64:
+        values, places = torch.sort(x, dim=-1, descending=True, stable=True)
+        return values[..., :k], places[..., :k]
+    return tuple(found.view(*x.shape[:-1], k) for found in row_top(_rows(x), k))
 
 
 def _extreme(function):
