@@ -49,7 +49,7 @@ def _fits(config, dtype, num_bytes, free):
 
 
 def random_decoder(shape, device, dtype, max_positions, as_module=False):
-    """A decoder of a shape with random weights, made on the device; as_module: the model's own module, whatever the engine takes."""
+    """A decoder of a shape with random weights, made on the device; as_module: the model's own module in any case."""
     config = config_of_shape(shape)
     where = dict(dtype=dtype, device=torch.device(device), max_positions=max_positions)
     kind = ModuleDecoder if as_module else decoder_class(config)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from transformers import AutoConfig
 
 from headstart.inference.engine.cache import PagedCache
-from headstart.inference.models import row_ops
+from headstart.inference.models import deferred, fused_ops
 from headstart.inference.models.decoder import ForwardPass
 from headstart.inference.models.module_decoder import ModuleDecoder
 from headstart.kernels.attention.prefill_attention import build_prefill_index
@@ -119,28 +119,37 @@ def test_a_real_layers_row_has_the_same_bits_among_10000(model_type):
 # --- what it would show ---
 
 
-def library_linear(mode, x, w, b=None):
-    return F.linear(x, w, b)
+def library_parts(x, w, b=None, out=None):
+    return F.linear(x, w, b)[None]
 
 
-def mean_by_number_of_rows(mode, x, dim=None, keepdim=False, dtype=None):
-    """As torch.mean on a GPU, which cuts a row into pieces by how many rows there are."""
-    pieces = x.chunk(2 if x.numel() < 100 * x.shape[-1] else 1, -1)
-    return (sum(piece.sum(-1, keepdim, dtype=dtype) for piece in pieces) / x.shape[-1]).to(dtype or x.dtype)
+def norm_by_number_of_rows(x, w, eps):
+    """As the library's mean on a GPU, which cuts a row into pieces by how many rows there are."""
+    pieces = x.float().square().chunk(2 if len(x) < 100 else 1, -1)
+    mean = sum(piece.sum(-1, keepdim=True) for piece in pieces) / x.shape[-1]
+    return (x * torch.rsqrt(mean + eps)).to(x.dtype) * w
 
 
-@pytest.mark.parametrize(
-    ("model_type", "operation", "other"),
-    [*((name, "linear", library_linear) for name in SMALL), ("llama", "mean", mean_by_number_of_rows)],
-)
-def test_a_librarys_order_of_sums_is_found(model_type, operation, other, monkeypatch):
+def add_norm_by_number_of_rows(x, residual, w, eps, multiplier):
+    total = x[0] + residual
+    return norm_by_number_of_rows(total, w, eps), total
+
+
+@pytest.mark.parametrize("model_type", SMALL)
+def test_a_librarys_order_of_sums_in_products_is_found(model_type, monkeypatch):
     rows = make_rows(SMALL, model_type, torch.float32, "cpu", 300)
-    monkeypatch.setitem(row_ops.ROW_OPS, operation, other)
+    monkeypatch.setattr(deferred, "linear_parts", library_parts)
+    assert "a row alone" in dict(differing(rows))
+
+
+def test_a_librarys_order_of_sums_in_norms_is_found(monkeypatch):
+    rows = make_rows(SMALL, "llama", torch.float32, "cpu", 300)
+    monkeypatch.setattr(fused_ops, "add_rms_norm", add_norm_by_number_of_rows)
     assert "a row alone" in dict(differing(rows))
 
 
 @pytest.mark.gpu
 def test_a_librarys_order_of_sums_is_found_at_real_widths(monkeypatch):
     rows = make_rows(REAL, "opt", torch.bfloat16, "cuda", 10_000)
-    monkeypatch.setitem(row_ops.ROW_OPS, "linear", library_linear)
+    monkeypatch.setattr(deferred, "linear_parts", library_parts)
     assert "a row alone" in dict(differing(rows))
