@@ -69,7 +69,7 @@ class Product(Source):
 
     def write(self, out):
         """The result in `out` [M, N]."""
-        if self._value is None and out.is_cuda:
+        if self._value is None and out.is_cuda and out.dtype == self.outline.dtype and out.is_contiguous():
             return linear(self.rows, self.w, self.b, out=out)
         return out.copy_(self.value().view(out.shape))
 
