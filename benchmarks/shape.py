@@ -20,7 +20,7 @@ def config_of_shape(shape):
     if (Path(shape) / "config.json").is_file() or Path(shape).is_file():
         from transformers import AutoConfig
 
-        return AutoConfig.from_pretrained(shape)
+        return AutoConfig.from_pretrained(shape, trust_remote_code=False)
     return config_of(shape)
 
 

@@ -110,4 +110,8 @@ def _module(model, base):
 
     from ..heads.storage.hub_answer import hub_options
 
-    return AutoModelForCausalLM.from_pretrained(model, dtype=base.dtype, **hub_options(model)).to(base.device).eval()
+    return (
+        AutoModelForCausalLM.from_pretrained(model, dtype=base.dtype, trust_remote_code=False, **hub_options(model))
+        .to(base.device)
+        .eval()
+    )

@@ -337,7 +337,9 @@ def read_target(target, format):
     from transformers import AutoModelForCausalLM  # seconds to import, and only these formats need it
 
     try:
-        return AutoModelForCausalLM.from_pretrained(target, dtype="auto", **hub_options(target))
+        return AutoModelForCausalLM.from_pretrained(
+            target, dtype="auto", trust_remote_code=False, **hub_options(target)
+        )
     except (OSError, ValueError) as error:
         raise ValueError(
             f"format {format!r} stores a part of the target, and the target {target!r} cannot be loaded "

@@ -133,7 +133,9 @@ def _load_target(target, folder, device):
 
     dtype = torch.float32 if device.type == "cpu" else "auto"
     try:
-        model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype, **hub_options(target))
+        model = AutoModelForCausalLM.from_pretrained(
+            target, dtype=dtype, trust_remote_code=False, **hub_options(target)
+        )
     except (OSError, ValueError) as error:
         reason = (str(error).strip().splitlines() or ["no reason given"])[0]
         raise ValueError(

@@ -62,7 +62,7 @@ def load_sharded(source, dtype, device):
         raise ValueError(
             f"{source!r} holds no .safetensors: a target can be divided over GPUs only if they can be read in parts"
         )
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if getattr(config, "quantization_config", None):
         raise ValueError(
             f"the target {source!r} has quantised weights, which cannot be divided: give it in 16 or 32 bits"
