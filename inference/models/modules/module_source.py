@@ -4,9 +4,9 @@ import copy
 
 import torch
 
-from ...heads.storage.hub_answer import hub_options
-from .architectures import UnsupportedArchitecture
-from .memory import check_memory
+from ....heads.storage.hub_answer import hub_options
+from ..architectures import UnsupportedArchitecture
+from ..memory import check_memory
 
 
 def on_meta(config):
