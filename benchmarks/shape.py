@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from ..inference.models.memory import free_bytes, in_gib
-from ..inference.models.module_decoder import ModuleDecoder
+from ..inference.models.modules.module_decoder import ModuleDecoder
 from ..inference.models.shapes import SHAPES, config_of
 from ..inference.models.support import check_supported, decoder_class, weight_bytes
 from ..inference.speculation.tree import build_static_tree

@@ -3,9 +3,9 @@
 from . import weights
 from .architectures import UnsupportedArchitecture
 from .decoder import Decoder, check_packed
-from .module_decoder import ModuleDecoder
-from .module_source import on_meta, parameter_bytes
-from .module_trial import trial
+from .modules.module_decoder import ModuleDecoder
+from .modules.module_source import on_meta, parameter_bytes
+from .modules.module_trial import trial
 
 MOST_POSITIONS = 1 << 20  # no model is as long
 

@@ -11,7 +11,7 @@ from headstart.benchmarks import floor, library, random_heads
 from headstart.benchmarks.engine.draft import parallel_chains
 from headstart.benchmarks.shape import best_tree, config_of_shape, random_decoder
 from headstart.cli import main
-from headstart.inference.models.module_decoder import ModuleDecoder
+from headstart.inference.models.modules.module_decoder import ModuleDecoder
 from headstart.inference.session import Session
 from headstart.inference.speculation.drafters.levels import Levels
 from headstart.inference.speculation.tree import ROOT_ONLY, chain

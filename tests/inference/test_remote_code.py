@@ -14,7 +14,7 @@ from headstart import LLM, SamplingParams
 from headstart.cli import main
 from headstart.heads.storage import remote_code
 from headstart.inference.models.architectures import UnsupportedArchitecture
-from headstart.inference.models.module_decoder import ModuleDecoder
+from headstart.inference.models.modules.module_decoder import ModuleDecoder
 from headstart.train.teacher.features import load_target
 
 PARAMS = [SamplingParams(temperature=temperature, seed=1, max_tokens=20, ignore_eos=True) for temperature in (0.0, 0.9)]

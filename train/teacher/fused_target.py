@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ...inference.models.norm_modules import norm_eps, plain_norm, same_formula, same_norm
+from ...inference.models.modules.norm_modules import norm_eps, plain_norm, same_formula, same_norm
 from ...kernels.jit import on_triton
 from ...kernels.silu_mul import silu_mul_apart
 

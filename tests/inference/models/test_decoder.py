@@ -10,8 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from headstart.inference.engine.cache import PagedCache
 from headstart.inference.models.architectures import ARCHITECTURES, Architecture, UnsupportedArchitecture
 from headstart.inference.models.decoder import Decoder, ForwardPass, check_packed
-from headstart.inference.models.module_decoder import ModuleDecoder
-from headstart.inference.models.module_source import parameter_bytes
+from headstart.inference.models.modules.module_decoder import ModuleDecoder
+from headstart.inference.models.modules.module_source import parameter_bytes
 from headstart.inference.models.shapes import SHAPES, config_of
 from headstart.inference.models.support import decoder_class
 from headstart.inference.models.weights import tensor_plan, weight_bytes

@@ -8,9 +8,9 @@ from headstart.benchmarks import random_heads
 from headstart.inference.models import canary
 from headstart.inference.models.architectures import UnsupportedArchitecture
 from headstart.inference.models.decoder import Decoder
-from headstart.inference.models.fixed_rope import DRAFTED
-from headstart.inference.models.module_decoder import ModuleDecoder
-from headstart.inference.models.row_ops import EXACT, RowOps, UnsupportedOperation, in_whole_vectors
+from headstart.inference.models.modules.fixed_rope import DRAFTED
+from headstart.inference.models.modules.module_decoder import ModuleDecoder
+from headstart.inference.models.modules.row_ops import EXACT, RowOps, UnsupportedOperation, in_whole_vectors
 from headstart.inference.models.shapes import config_of
 from headstart.inference.models.support import check_supported, decoder_class
 from headstart.inference.speculation.tree import MAX_NODES, build_static_tree

@@ -9,7 +9,7 @@ import inspect
 import torch
 from torch.func import functional_call
 
-from ...kernels.rms_norm import rms_norm
+from ....kernels.rms_norm import rms_norm
 
 TOLERANCE = 2e-2  # relative to the largest value of a row: two formulas differ by more, two roundings by less
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from headstart.inference.models.fixed_rope import in_force
-from headstart.inference.models.norm_modules import norm_changes, norms_of, same_norm
+from headstart.inference.models.modules.fixed_rope import in_force
+from headstart.inference.models.modules.norm_modules import norm_changes, norms_of, same_norm
 from headstart.tests.inference.models.small_architectures import small_model
 
 # Norms per model: two a layer and the last; of Qwen 3, two of heads as well.

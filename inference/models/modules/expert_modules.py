@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
-from ...kernels.linear.experts import SILU, experts
+from ....kernels.linear.experts import SILU, experts
 from .deferred import computed
 from .row_ops import RowOps, UnsupportedOperation
 

@@ -4,13 +4,14 @@ import pytest
 import torch
 
 from headstart import LLM, SamplingParams
-from headstart.inference.models import canary, expert_modules
-from headstart.inference.models.attention_plug import NAME
-from headstart.inference.models.expert_modules import expert_weights
-from headstart.inference.models.module_decoder import ModuleDecoder, lay_out_products
-from headstart.inference.models.module_source import on_meta
-from headstart.inference.models.module_trial import trial
-from headstart.inference.models.row_ops import RowOps, UnsupportedOperation
+from headstart.inference.models import canary
+from headstart.inference.models.modules import expert_modules
+from headstart.inference.models.modules.attention_plug import NAME
+from headstart.inference.models.modules.expert_modules import expert_weights
+from headstart.inference.models.modules.module_decoder import ModuleDecoder, lay_out_products
+from headstart.inference.models.modules.module_source import on_meta
+from headstart.inference.models.modules.module_trial import trial
+from headstart.inference.models.modules.row_ops import RowOps, UnsupportedOperation
 from headstart.kernels.linear.experts import tile_of_pairs
 from headstart.tests.inference.models.small_architectures import MIXTURES, small_config, small_model
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ...kernels.attention.attention_fold import MAX_DIM, MAX_GROUP, AttentionOptions
-from .architectures import UnsupportedArchitecture
+from ....kernels.attention.attention_fold import MAX_DIM, MAX_GROUP, AttentionOptions
+from ..architectures import UnsupportedArchitecture
+from ..layer_reach import find_reaches
 from .attention_plug import attending
 from .fixed_rope import fixed_ropes
-from .layer_reach import find_reaches
 from .norm_modules import norm_changes
 from .packed_heads import packed_heads
 from .product_groups import groups_of

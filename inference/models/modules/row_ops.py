@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...kernels.row_sum import row_softmax, row_sum
-from ...kernels.row_top import row_top
+from ....kernels.row_sum import row_softmax, row_sum
+from ....kernels.row_top import row_top
 from .deferred import VIEWS, Deferred, Product, columns, computed, viewed
 from .fused_ops import FUSED
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ...kernels.attention.rotary_kv_write import rotary_kv_write
+from ....kernels.attention.rotary_kv_write import rotary_kv_write
 from .deferred import Call, Deferred, Product, computed, is_source, replayed
 from .fused_ops import same_view
 

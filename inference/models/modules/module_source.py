@@ -4,10 +4,10 @@ import copy
 
 import torch
 
-from ...heads.storage.hub_answer import hub_options
-from ...heads.storage.remote_code import is_remote
-from .architectures import UnsupportedArchitecture
-from .memory import check_memory
+from ....heads.storage.hub_answer import hub_options
+from ....heads.storage.remote_code import is_remote
+from ..architectures import UnsupportedArchitecture
+from ..memory import check_memory
 
 
 def on_meta(config):

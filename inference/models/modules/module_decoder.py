@@ -16,11 +16,11 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from ...kernels.attention.rotary_kv_write import kv_rows_of_heads
-from ...kernels.linear.experts import tile_of_pairs
-from .architectures import ARCHITECTURES, UnsupportedArchitecture
+from ....kernels.attention.rotary_kv_write import kv_rows_of_heads
+from ....kernels.linear.experts import tile_of_pairs
+from ..architectures import ARCHITECTURES, UnsupportedArchitecture
+from ..decoder import row_counts
 from .attention_plug import attending
-from .decoder import row_counts
 from .deferred import Product, computed, is_source, is_whole
 from .expert_modules import expert_weights
 from .fixed_rope import fixed_ropes

@@ -14,10 +14,10 @@ import functools
 
 import torch
 
-from ...kernels.layer_norm import add_layer_norm, layer_norm
-from ...kernels.linear.gated_mlp import gate_up_silu
-from ...kernels.rms_norm import add_rms_norm, rms_norm
-from ...kernels.row_sum import row_sum
+from ....kernels.layer_norm import add_layer_norm, layer_norm
+from ....kernels.linear.gated_mlp import gate_up_silu
+from ....kernels.rms_norm import add_rms_norm, rms_norm
+from ....kernels.row_sum import row_sum
 from .deferred import (
     Call,
     Deferred,

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from ...kernels.linear.linear import add_parts, linear, linear_parts
+from ....kernels.linear.linear import add_parts, linear, linear_parts
 
 # Operations that give a view where the strides allow it.
 VIEWS = {

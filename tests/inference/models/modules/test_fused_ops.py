@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from headstart.inference.models.deferred import Call, Deferred, Product, Sum, computed, is_source
-from headstart.inference.models.product_groups import groups_of, pack_products
-from headstart.inference.models.row_ops import RowOps
+from headstart.inference.models.modules.deferred import Call, Deferred, Product, Sum, computed, is_source
+from headstart.inference.models.modules.product_groups import groups_of, pack_products
+from headstart.inference.models.modules.row_ops import RowOps
 from headstart.kernels.linear.gated_mlp import gate_up_silu
 from headstart.kernels.linear.linear import linear
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from headstart import LLM, SamplingParams
-from headstart.inference.models import deferred, fused_ops, packed_heads
 from headstart.inference.models.decoder import Decoder, ForwardPass
-from headstart.inference.models.deferred import VIEWS, Deferred
-from headstart.inference.models.module_decoder import ModuleDecoder
-from headstart.inference.models.row_ops import RowOps
+from headstart.inference.models.modules import deferred, expert_modules, fused_ops, packed_heads
+from headstart.inference.models.modules.deferred import VIEWS, Deferred
+from headstart.inference.models.modules.module_decoder import ModuleDecoder
+from headstart.inference.models.modules.row_ops import RowOps
 from headstart.kernels.attention.tree_attention import PAGE, build_tree_index
 from headstart.tests.inference.models.small_architectures import small_model
 
@@ -85,8 +85,6 @@ def launches(monkeypatch):
                 for name in names:
                     count(where, name)
             monkeypatch.setattr(RowOps, "__torch_dispatch__", counting)
-            from headstart.inference.models import expert_modules
-
             count(expert_modules, "experts")
             found.clear()
             one_pass(decoder)

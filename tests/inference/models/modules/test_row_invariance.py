@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from transformers import AutoConfig
 
 from headstart.inference.engine.cache import PagedCache
-from headstart.inference.models import deferred, fused_ops
 from headstart.inference.models.decoder import ForwardPass
-from headstart.inference.models.module_decoder import ModuleDecoder
+from headstart.inference.models.modules import deferred, fused_ops
+from headstart.inference.models.modules.module_decoder import ModuleDecoder
 from headstart.kernels.attention.prefill_attention import build_prefill_index
 from headstart.kernels.attention.tree_attention import PAGE, build_tree_index
 from headstart.kernels.jit import on_triton
