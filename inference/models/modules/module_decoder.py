@@ -24,7 +24,7 @@ from .attention_plug import attending
 from .deferred import Product, computed, is_source, is_whole
 from .expert_modules import expert_weights
 from .fixed_rope import fixed_ropes
-from .module_source import load_module, on_meta, random_module
+from .module_source import load_module, outline_of, random_module
 from .module_trial import trial
 from .norm_modules import norm_changes, norms_of
 from .packed_heads import packed_heads, rows_of_heads
@@ -87,7 +87,7 @@ class ModuleDecoder:
     def __init__(self, module, max_positions):
         self.module, self.max_positions = module.eval().requires_grad_(False), max_positions
         lay_out_products(module)
-        shape, norms = on_meta(module.config), norms_of(module)
+        shape, norms = outline_of(module), norms_of(module)
         groups = trial(shape, max_positions, norms).groups
         self._packed = pack_products(module, groups)
         found = trial(shape, max_positions, norms, pack_products(shape, groups))

@@ -64,6 +64,14 @@ def test_tokens_are_the_librarys_and_speculation_changes_no_bit(model_type, devi
         assert drafting.get_stats()["acceptance_length"] > 1.2
 
 
+@pytest.mark.parametrize("model_type", ["gemma3_text", "mixtral", "olmo", "opt"])
+def test_a_module_may_have_another_dtype_than_its_config(model_type):
+    model = small_model(model_type)
+    assert model.config.dtype is torch.float32
+    llm = LLM(model.bfloat16(), max_model_len=200, max_num_seqs=3)
+    assert outputs(llm, seeded(0.9)) == alone(llm, seeded(0.9))
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("model_type", ["opt", "gpt_bigcode", "gemma3_text", "phi"])
 @pytest.mark.parametrize("method", ["medusa", "mlp_speculator", "eagle", "eagle3"])
