@@ -43,7 +43,7 @@ def in_force(changes):
         for part, values in before:
             for name, value in values.items():
                 if value is ABSENT:
-                    delattr(part, name)
+                    vars(part).pop(name, None)  # it may not have come so far
                 else:
                     setattr(part, name, value)
 
