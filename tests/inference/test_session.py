@@ -1,9 +1,11 @@
 """Session: the order in which prompts that were given together start; pauses. (Threads, streams, interrupts: the files beside.)"""
 
 import gc
+import time
 import weakref
 
 from headstart import LLM, SamplingParams
+from headstart.inference import frozen_heap
 from headstart.inference.line import Call
 
 
@@ -32,17 +34,14 @@ def test_prompts_without_a_limit_start_before_those_with_one(target_folder):
 def test_no_collection_walks_what_was_there_before_a_call_and_all_is_collected_after_it(target_folder):
     llm, seen = LLM(str(target_folder), dtype="float32"), []
 
-    class Cycle:  # only a collection frees one
-        def __init__(self):
-            self.itself = self
-
-    old = Cycle()
-    freed = weakref.ref(old)
+    alive = []
+    old = Cycle(alive)
+    gc.collect()  # what is young goes before a call
     del old
 
     def note(_):
         gc.collect()
-        seen.append(freed() is not None)
+        seen.append(alive[0]() is not None)
         return seen[2:]
 
     call = Call()
@@ -51,7 +50,7 @@ def test_no_collection_walks_what_was_there_before_a_call_and_all_is_collected_a
     llm.session.leave(call)
     assert seen == [True] * 3
     gc.collect()
-    assert freed() is None
+    assert alive[0]() is None
     assert gc.get_freeze_count() == 0
 
 
@@ -63,3 +62,37 @@ def test_a_heap_that_the_program_froze_stays_frozen(target_folder):
         assert gc.get_freeze_count() > 1000
     finally:
         gc.unfreeze()
+
+
+class Cycle:
+    """Only a collection frees one."""
+
+    def __init__(self, alive):
+        self.itself = self
+        alive.append(weakref.ref(self))
+
+
+def test_garbage_of_a_loop_of_calls_is_collected():
+    alive, most = [], 0
+    for _ in range(300):
+        for _ in range(20):
+            Cycle(alive)
+        with frozen_heap.frozen_heap():
+            pass
+        alive = [one for one in alive if one() is not None]
+        most = max(most, len(alive))
+    assert most < 200
+
+
+def test_old_garbage_is_collected_once_in_a_while(monkeypatch):
+    alive = []
+    kept = Cycle(alive)
+    gc.collect()  # it is old now
+    del kept
+    with frozen_heap.frozen_heap():
+        pass
+    assert alive[0]() is not None
+    monkeypatch.setattr(frozen_heap, "_last_full", time.monotonic() - 2 * frozen_heap.INTERVAL)
+    with frozen_heap.frozen_heap():
+        pass
+    assert alive[0]() is None

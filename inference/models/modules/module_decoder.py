@@ -24,6 +24,7 @@ from .attention_plug import attending
 from .deferred import Product, computed, is_source, is_whole
 from .expert_modules import expert_weights
 from .fixed_rope import fixed_ropes
+from .module_lock import one_at_a_time
 from .module_source import load_module, outline_of, random_module
 from .module_trial import trial
 from .norm_modules import norm_changes, norms_of
@@ -163,6 +164,7 @@ class ModuleDecoder:
             module = load_module(folder_or_id, config, dtype, device)
         return cls(module, max_positions)
 
+    @one_at_a_time
     def forward(self, batch, kv, streams=()):
         """Hidden states of all rows after the final norm, and the drafter's feature: see Decoder.forward."""
         positions = batch.positions.long()
@@ -223,6 +225,7 @@ class ModuleDecoder:
             return self.layers[i].register_forward_pre_hook(enters, with_kwargs=True)
         return self.layers[-1].register_forward_hook(leaves)
 
+    @one_at_a_time
     def logits(self, hidden, out=None):
         """What the module makes of hidden states [M, H] -> [M, V]: see Decoder.logits."""
         self._given.hidden = hidden[None]

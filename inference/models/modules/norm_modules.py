@@ -10,6 +10,7 @@ import torch
 from torch.func import functional_call
 
 from ....kernels.rms_norm import rms_norm
+from .module_lock import lock_of
 
 TOLERANCE = 2e-2  # relative to the largest value of a row: two formulas differ by more, two roundings by less
 
@@ -64,13 +65,14 @@ def same_norm(module):
 def norms_of(module):
     """Names of a module's RMSNorms that have our formula. One of each class is compared."""
     same, names = {}, []
-    for name, part in module.named_modules():
-        if norm_eps(part) is None or "forward" in vars(part):  # wrapped by another library: left alone
-            continue
-        if type(part) not in same:
-            same[type(part)] = same_norm(part)
-        if same[type(part)]:
-            names.append(name)
+    with lock_of(module):
+        for name, part in module.named_modules():
+            if norm_eps(part) is None or "forward" in vars(part):  # wrapped by another library: left alone
+                continue
+            if type(part) not in same:
+                same[type(part)] = same_norm(part)
+            if same[type(part)]:
+                names.append(name)
     return names
 
 

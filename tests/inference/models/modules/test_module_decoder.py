@@ -1,5 +1,7 @@
 """Targets that run as their own module of transformers: the library's tokens, and the same bits with and without speculation."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -131,6 +133,23 @@ def test_the_module_is_used_in_place_and_is_what_it_was_afterwards(model_type):
         assert torch.equal(model(input_ids=torch.tensor([PROMPTS[0]])).logits, expected)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert model.config.to_dict() == config
+
+
+@pytest.mark.parametrize("shares_decoder", [True, False])
+def test_threads_with_decoders_on_one_module_do_not_meet(shares_decoder):
+    model = small_model("mixtral")
+    implementation, forwards = (
+        model.config._attn_implementation,
+        [vars(part).get("forward") for part in model.modules()],
+    )
+    first = LLM(model, max_model_len=100)
+    llms = [first, *(LLM(first if shares_decoder else model, max_model_len=100) for _ in range(2))]
+    expected = outputs(first, seeded(0.9))
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda llm: [outputs(llm, seeded(0.9)) for _ in range(3)], llms))
+    assert all(one == expected for several in found for one in several)
+    assert model.config._attn_implementation == implementation
+    assert [vars(part).get("forward") for part in model.modules()] == forwards
 
 
 def test_a_folder_and_random_weights_are_loaded(tmp_path):
