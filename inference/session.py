@@ -127,8 +127,8 @@ class Session:
         """Queue CheckedPrompts whose outputs are read together.  -> their Submissions, in the order of the prompts
 
         The last two batches start with their longest outputs, so that the batch stays full for longer: of 256 requests for 32 to
-        512 tokens in 64 seats, those left at the end are short. The others keep their order, in which entering prompts spread
-        over all steps. Numbers, and with them seeds, follow the order of the prompts.
+        512 tokens in 64 seats, those left at the end are short. Earlier prompts keep their order: if all were sorted, the short
+        ones would end together, and prompts enter in a crowd. Numbers, and with them seeds, follow the order of the prompts.
         """
         numbers, found = [next(self._numbers) for _ in prompts], [None] * len(prompts)
         order = list(range(len(prompts)))

@@ -45,6 +45,19 @@ def config_code(name, trusted, advice=ADVICE, **options):
     return True
 
 
+def check_config_code(config, trusted):
+    """ValueError for a config of a class in a model's own code, unless `trusted` allows to run the model's code, too."""
+    if not is_remote(type(config)):
+        return
+    kind, named = type(config).__name__, getattr(config, "auto_map", {}).get("AutoModelForCausalLM")
+    if not trusted:
+        raise ValueError(
+            f"{kind} is defined in the model's own code, and random weights for it would be made by more of that code ({named}). "
+            "That code is not run: read it, and if you trust it, give LLM(trust_remote_code=True)"
+        )
+    _say(f"code of {kind} is run ({named}), as trust_remote_code=True allows")
+
+
 def tokenizer_code(name, trusted, **options):
     """Whether code of a folder or Hub id may be run for its tokenizer: it has some, and `trusted` allows it."""
     from transformers.models.auto.tokenization_auto import get_tokenizer_config
@@ -64,7 +77,7 @@ def _say(text):
 
 
 def is_remote(kind):
-    """Whether a class is defined in a model's own code. Such code has been run with its user's consent."""
+    """Whether a class is defined in a model's own code. That of a loaded module was run with its user's consent."""
     return kind.__module__.partition(".")[0] == PACKAGE
 
 

@@ -12,7 +12,7 @@ from ...heads.checkpoint import find_head
 from ...heads.head import Head
 from ...heads.storage.hub_answer import ask_hub, hub_options
 from ...heads.storage.hub_id import near_folder
-from ...heads.storage.remote_code import check_same_code, config_code, tokenizer_code
+from ...heads.storage.remote_code import check_config_code, check_same_code, config_code, tokenizer_code
 from ...kernels.linear.linear import linear
 from .support import decoder_class
 
@@ -65,6 +65,7 @@ def target_config(model, load_format, trust_remote_code=False):
     if isinstance(model, PreTrainedConfig):
         if load_format != "dummy":
             raise ValueError("a config has no weights: pass load_format='dummy' for random ones, or a model folder")
+        check_config_code(model, trust_remote_code)
         return model, model.model_type
     name = str(model)
     if not isinstance(model, str | Path) or not name.strip():

@@ -137,7 +137,9 @@ def test_trusted_it_is_run_and_that_is_said_once(own_folder, capsys):
     assert [a == b for a, b in zip(tokens(make_llm(llama)), plain)] == [True, False]
     ngram = {"method": "ngram", "num_speculative_tokens": 3}
     assert tokens(LLM(llm, max_model_len=100, max_num_seqs=3, speculative_config=ngram)) == plain
-    dummy = make_llm(llm.config, load_format="dummy")
+    with pytest.raises(ValueError, match=r"OwnConfig is defined in the model's own code.*That code is not run"):
+        make_llm(llm.config, load_format="dummy")
+    dummy = make_llm(llm.config, load_format="dummy", trust_remote_code=True)
     assert type(dummy.engine.decoder.module).__name__ == "OwnForCausalLM"
     # It stays a matter of each call.
     with pytest.raises(ValueError, match="That code is not run"):

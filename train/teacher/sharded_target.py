@@ -111,7 +111,7 @@ def _check_tensors(source, stored, tensors, kind):
 def _empty_model(config, dtype):
     """The *ForCausalLM of a config with parameters on `meta`; buffers (rotary frequencies) are computed: no file holds them."""
     with init_empty_weights():
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
 
 
 def build_sharded(config, dtype, device):
