@@ -126,13 +126,13 @@ class Session:
     def submit_all(self, prompts, call):
         """Queue CheckedPrompts whose outputs are read together.  -> their Submissions, in the order of the prompts
 
-        The last two batches start with their longest outputs, so that the batch stays full for longer: of 256 requests for 32 to
-        512 tokens in 64 seats, those left at the end are short. Earlier prompts keep their order: if all were sorted, the short
-        ones would end together, and prompts enter in a crowd. Numbers, and with them seeds, follow the order of the prompts.
+        The last max_num_seqs prompts start with the longest outputs, so that the batch stays full for longer: of 256 requests for
+        32 to 512 tokens in 64 seats, those left at the end are short. Earlier prompts keep their order: if all were sorted, the
+        short ones would end together, and prompts enter in a crowd. Numbers, and with them seeds, follow the order of the prompts.
         """
         numbers, found = [next(self._numbers) for _ in prompts], [None] * len(prompts)
         order = list(range(len(prompts)))
-        last = max(len(prompts) - 2 * self.engine.max_num_seqs, 0)
+        last = max(len(prompts) - self.engine.max_num_seqs, 0)
         order[last:] = sorted(order[last:], key=lambda i: -(prompts[i].params.max_tokens or self.max_model_len))
         for i in order:
             found[i] = self.submit(prompts[i], call=call, number=numbers[i])

@@ -9,11 +9,11 @@ from headstart.inference import frozen_heap
 from headstart.inference.line import Call
 
 
-def test_the_last_two_batches_start_with_their_longest_outputs_and_have_the_seeds_of_their_places(target_folder):
+def test_the_last_batch_starts_with_its_longest_outputs_and_has_the_seeds_of_its_places(target_folder):
     lengths = [3, 9, 2, 12, 1, 12, 7]
     params = [SamplingParams(temperature=1.0, max_tokens=n, ignore_eos=True) for n in lengths]
     prompts = ["a", "b", "c", "d", "e", "f", "g"]
-    together = LLM(str(target_folder), dtype="float32", seed=3, max_num_seqs=2, max_num_batched_tokens=1)
+    together = LLM(str(target_folder), dtype="float32", seed=3, max_num_seqs=4, max_num_batched_tokens=1)
     outputs = together.generate(prompts, params)
     started = sorted(range(7), key=lambda i: outputs[i].metrics.scheduled_ts)
     assert started == [0, 1, 2, 3, 5, 6, 4]  # of equal lengths, as they were given
@@ -25,7 +25,7 @@ def test_the_last_two_batches_start_with_their_longest_outputs_and_have_the_seed
 
 
 def test_prompts_without_a_limit_start_before_those_with_one(target_folder):
-    llm = LLM(str(target_folder), dtype="float32", max_num_seqs=1, max_model_len=40)
+    llm = LLM(str(target_folder), dtype="float32", max_num_seqs=2, max_num_batched_tokens=1, max_model_len=40)
     params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (2, None)]
     outputs = llm.generate([[5] * 20, [6] * 20], params)
     assert outputs[1].metrics.scheduled_ts < outputs[0].metrics.scheduled_ts
