@@ -69,6 +69,10 @@ class RowOps(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = function._schema.name.removeprefix("aten::")
+        if _has_out(function):
+            raise UnsupportedOperation(
+                f"it uses {name} with out=, which writes to a tensor that may not be computed yet"
+            )
         if name in VIEWS and isinstance(args[0], Deferred):
             found = viewed(args[0], function, args[1:], kwargs)
             if found is not None:
@@ -96,9 +100,14 @@ class RowOps(TorchDispatchMode):
         return Deferred(source)
 
     def _settle(self):
-        """Compute all that is deferred: something is about to be written to that it may read."""
+        """Compute all that is deferred: something is about to be written to that it may read.
+
+        What is made of it afterwards reads the values, which may be what is written to. So it goes on `meta`, and a pass fuses what
+        the trial fused.
+        """
         for source in list(self._pending):
             source.value()
+            source.settled = True
         self._pending.clear()
         self._grouped.clear()
 
@@ -137,6 +146,12 @@ class RowOps(TorchDispatchMode):
     def check_last(self, name, x, shape):
         if list(shape) != [x.shape[-1]]:
             raise UnsupportedOperation(f"it uses {name} over more than the last dimension")
+
+
+@functools.cache
+def _has_out(function):
+    """Whether an overload writes its result where it is told."""
+    return any(argument.is_out for argument in function._schema.arguments)
 
 
 def _is_floating(args):
