@@ -116,7 +116,7 @@ class RowOps(TorchDispatchMode):
         if x.is_meta:
             self.calls.append((x, w))
         group = self.groups.get(id(w))
-        span = group and group.span(w)
+        span = group and group.span(w, b)
         if not span:
             self.products.add(tuple(w.shape))
             return self.defer(Product(x, w, b))

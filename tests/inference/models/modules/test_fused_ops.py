@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from headstart.inference.models.modules.deferred import Call, Deferred, Product, Sum, computed, is_source
-from headstart.inference.models.modules.packed_heads import heads_of
+from headstart.inference.models.modules.packed_heads import heads_of, packed_heads
 from headstart.inference.models.modules.product_groups import groups_of, pack_products
 from headstart.inference.models.modules.row_ops import RowOps, UnsupportedOperation
 from headstart.kernels.linear.gated_mlp import gate_up_silu
@@ -177,6 +177,39 @@ def test_heads_that_were_written_to_go_to_attention_as_they_are():
     torch.testing.assert_close(computed(scaled), (computed(heads) - 1) * 0.5)
 
 
+def rotated(x, cos, sin):
+    """As transformers' modules do it."""
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("transposed_first", [True, False])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 6, 7])
+def test_heads_are_rotated_in_one_kernel_whatever_the_number_of_rows(num_rows, transposed_first, normed):
+    """6 query heads and 2 key heads: as many rows as heads are no exception."""
+    x, w, cos, sin = rows(1, num_rows, 48), rows(80, 48, seed=1), rows(num_rows, 8, seed=2), rows(num_rows, 8, seed=3)
+    scale = torch.ones(8)
+    table = (1, 1, num_rows, 8) if transposed_first else (1, num_rows, 1, 8)
+
+    def heads(part, num, cos=cos.view(table), sin=sin.view(table)):
+        part = part.reshape(1, num_rows, num, 8)
+        part = F.rms_norm(part, (8,), scale, 1e-5) if normed else part
+        if transposed_first:
+            return rotated(part.transpose(1, 2), cos, sin)
+        return rotated(part, cos, sin).transpose(1, 2)
+
+    with torch.inference_mode(), RowOps() as ops:
+        q, k, v = F.linear(x, w).split((48, 16, 16), -1)
+        value = v.view(1, num_rows, 2, 8).transpose(1, 2)
+        found = packed_heads(ops, heads(q, 6), heads(k, 2), value)
+        if num_rows == 6:  # angles of heads are no angles of rows
+            of_heads = cos.view(1, 6, 1, 8) if transposed_first else cos.view(1, 1, 6, 8)
+            assert heads_of(heads(q, 6, of_heads, of_heads)) is None
+    assert torch.equal(found.q.angles[0], cos)
+    assert torch.equal(found.k.angles[1], sin)
+
+
 @pytest.mark.parametrize("function", [torch.mul, torch.add, torch.sub])
 def test_operations_that_write_where_they_are_told_are_refused_by_name(function):
     x, w = rows(5, 48), rows(48, 48, seed=1)
@@ -230,10 +263,20 @@ def test_linears_of_the_same_rows_are_one_product_and_their_weights_lie_in_it():
     assert torch.equal(computed(again), computed(q))
     found = grouped(module, ["q", "k", "v"])  # of another decoder
     assert all(found[name].w.data_ptr() == packed[name].w.data_ptr() for name in packed), "nothing moved"
+    bias = module.v.bias
+    for other in (nn.Parameter(bias.clone(), False), nn.Parameter(bias + 5, False), None):
+        module.v.bias = other
+        with torch.inference_mode(), RowOps(packed) as ops:
+            found = module.v(x)
+        assert torch.equal(computed(found), linear(x, module.v.weight, other))
+        assert ops.fused["product"] == 0
+    module.v.bias = bias
     module.k.weight.data = module.k.weight.data.clone()  # it has left
     with torch.inference_mode(), RowOps(packed) as ops:
         assert is_source(module.k(x), Product)
         assert ops.fused["product"] == 0
+        module.v(x)
+        assert ops.fused["product"] == 1
 
 
 def test_only_like_linears_of_one_module_that_read_the_same_are_grouped():
