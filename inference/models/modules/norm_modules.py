@@ -10,6 +10,7 @@ import torch
 from torch.func import functional_call
 
 from ....kernels.rms_norm import rms_norm
+from .module_outline import has_hooks
 
 TOLERANCE = 2e-2  # relative to the largest value of a row: two formulas differ by more, two roundings by less
 
@@ -65,7 +66,7 @@ def norms_of(module):
     """Names of a module's RMSNorms that have our formula. One of each class is compared."""
     same, names = {}, []
     for name, part in module.named_modules():
-        if norm_eps(part) is None or "forward" in vars(part):  # wrapped by another library: left alone
+        if norm_eps(part) is None or "forward" in vars(part) or has_hooks(part):  # wrapped, or watched: left alone
             continue
         if type(part) not in same:
             same[type(part)] = same_norm(part)

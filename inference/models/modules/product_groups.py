@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from .module_outline import has_hooks
+
 
 @dataclass(frozen=True, eq=False)
 class ProductGroup:
@@ -44,7 +46,9 @@ def groups_of(module, calls, wishes):
     linears = {
         id(part.weight): (name, part)
         for name, part in module.named_modules()
-        if type(part) is nn.Linear and id(part.weight) not in shared
+        if type(part) is nn.Linear
+        and id(part.weight) not in shared
+        and not has_hooks(part)  # which may change what it reads
     }
     found, taken = [], set()
 

@@ -191,13 +191,14 @@ def test_heads_are_rotated_in_one_kernel_whatever_the_number_of_rows(num_rows, t
     x, w, cos, sin = rows(1, num_rows, 48), rows(80, 48, seed=1), rows(num_rows, 8, seed=2), rows(num_rows, 8, seed=3)
     scale = torch.ones(8)
     table = (1, 1, num_rows, 8) if transposed_first else (1, num_rows, 1, 8)
+    of_rows = cos.view(table), sin.view(table)
 
-    def heads(part, num, cos=cos.view(table), sin=sin.view(table)):
+    def heads(part, num, tables=of_rows):
         part = part.reshape(1, num_rows, num, 8)
         part = F.rms_norm(part, (8,), scale, 1e-5) if normed else part
         if transposed_first:
-            return rotated(part.transpose(1, 2), cos, sin)
-        return rotated(part, cos, sin).transpose(1, 2)
+            return rotated(part.transpose(1, 2), *tables)
+        return rotated(part, *tables).transpose(1, 2)
 
     with torch.inference_mode(), RowOps() as ops:
         q, k, v = F.linear(x, w).split((48, 16, 16), -1)
@@ -205,7 +206,7 @@ def test_heads_are_rotated_in_one_kernel_whatever_the_number_of_rows(num_rows, t
         found = packed_heads(ops, heads(q, 6), heads(k, 2), value)
         if num_rows == 6:  # angles of heads are no angles of rows
             of_heads = cos.view(1, 6, 1, 8) if transposed_first else cos.view(1, 1, 6, 8)
-            assert heads_of(heads(q, 6, of_heads, of_heads)) is None
+            assert heads_of(heads(q, 6, (of_heads, of_heads))) is None
     assert torch.equal(found.q.angles[0], cos)
     assert torch.equal(found.k.angles[1], sin)
 
