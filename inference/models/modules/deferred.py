@@ -5,7 +5,7 @@ contents that stands for a source, or for a view of it, and remembers the views 
 make of a source looks into it: a norm adds the parts of a product itself. Any other operation takes the value (`computed`), and
 everything is as if it had been computed at once.
 
-On `meta` nothing has contents, and the same goes on: what will become one kernel is seen without computing.
+On `meta` nothing has contents, and the same goes on, so a trial on meta finds the fusions without weights.
 """
 
 import torch

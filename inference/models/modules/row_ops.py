@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ....kernels.row_sum import row_softmax, row_sum
-from ....kernels.row_top import row_top
+from ....kernels.row_top import row_top, row_top_reference
 from .deferred import VIEWS, Deferred, Product, columns, computed, viewed
 from .fused_ops import FUSED
 
@@ -220,10 +220,8 @@ def _topk(mode, x, k, dim=-1, largest=True, sorted=True):
     _check_last("topk", x, dim)
     if not largest:
         raise UnsupportedOperation("it uses topk for the least")
-    if x.is_meta or x.dtype == torch.float64:
-        values, places = torch.sort(x, dim=-1, descending=True, stable=True)
-        return values[..., :k], places[..., :k]
-    return tuple(found.view(*x.shape[:-1], k) for found in row_top(_rows(x), k))
+    top = row_top_reference if x.is_meta or x.dtype == torch.float64 else row_top
+    return tuple(found.view(*x.shape[:-1], k) for found in top(_rows(x), k))
 
 
 def _extreme(function):
