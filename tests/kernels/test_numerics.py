@@ -37,7 +37,7 @@ def test_numerics_version_belongs_to_these_tables():
 
 
 def fused_kernels():
-    """How often small modules of two layers take each kernel that does the work of several operations. The digest does not see it."""
+    """How often small modules take each kernel that does the work of several operations, which the digest does not see."""
     return {name: dict(ModuleDecoder(small_model(name), 100)._fused) for name in RECORDED[NUMERICS][1]}
 
 
