@@ -1,25 +1,50 @@
-"""The numerics version: it is raised whenever a number changes that orders a sum."""
+"""The numerics version: it is raised whenever a number changes that orders a sum, or what is fused in a target's own module."""
 
 import pytest
 import torch
 
+from headstart.inference.models.modules import fused_ops
+from headstart.inference.models.modules.module_decoder import ModuleDecoder
 from headstart.kernels import numerics
 from headstart.kernels.attention import attention_fold, tile_attention
 from headstart.kernels.linear import linear, linear_table
 from headstart.kernels.numerics import NUMERICS, Numerics, digest
 from headstart.kernels.sampling import sample
 from headstart.kernels.speculation import row_distributions
+from headstart.tests.inference.models.small_architectures import small_model
 
 # One entry per numerics version; old entries stay, so that a version never comes to mean other bits.
 # 2: targets that run as their own module take packed products, fused norms and rotations.
-RECORDED = {1: "d01b132dec33", 2: "d01b132dec33"}
+RECORDED = {
+    1: ("d01b132dec33", {}),
+    2: (
+        "d01b132dec33",
+        {
+            "llama": {"add + norm": 4, "gated": 2, "heads": 2, "product": 4},
+            "opt": {"add + norm": 5, "heads": 2, "product": 2},
+            "gpt_bigcode": {"add + norm": 5, "heads": 2},
+            "mixtral": {"add + norm": 4, "heads": 2, "product": 2},
+        },
+    ),
+}
 
 
 def test_numerics_version_belongs_to_these_tables():
     assert max(RECORDED) == NUMERICS, "record the digest of this numerics version"
-    assert digest() == RECORDED[NUMERICS], (
-        "outputs get other bits: raise NUMERICS in kernels/numerics.py and record the new digest here"
+    assert (digest(), fused_kernels()) == RECORDED[NUMERICS], (
+        "outputs get other bits: raise NUMERICS in kernels/numerics.py and record here what there is now"
     )
+
+
+def fused_kernels():
+    """How often small modules take each kernel that does the work of several operations, which the digest does not see."""
+    return {name: dict(ModuleDecoder(small_model(name), 100)._fused) for name in RECORDED[NUMERICS][1]}
+
+
+@pytest.mark.parametrize("name", ["silu", "cat", "add"])
+def test_every_fusion_that_is_lost_is_noticed(name, monkeypatch):
+    monkeypatch.setitem(fused_ops.FUSED, name, lambda *args, **kwargs: NotImplemented)
+    assert fused_kernels() != RECORDED[NUMERICS][1]
 
 
 @pytest.mark.parametrize(

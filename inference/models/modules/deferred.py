@@ -5,7 +5,7 @@ contents that stands for a source, or for a view of it, and remembers the views 
 make of a source looks into it: a norm adds the parts of a product itself. Any other operation takes the value (`computed`), and
 everything is as if it had been computed at once.
 
-On `meta` nothing has contents, and the same goes on: what will become one kernel is seen without computing.
+On `meta` nothing has contents, and the same goes on, so a trial on meta finds the fusions without weights.
 """
 
 import torch
@@ -26,6 +26,9 @@ class Source:
 
     def __init__(self, outline, device):
         self.outline, self.device, self._value = outline, device, None
+        self.settled = (
+            False  # something was written to since: only its value counts, which may have been changed in place
+        )
 
     def compute(self):
         """The result."""
@@ -66,6 +69,10 @@ class Product(Source):
 
     def compute(self):
         return add_parts(self.parts(), self.outline.dtype).view(self.outline.shape)
+
+    def keep(self, value):
+        super().keep(value)
+        self._parts = None
 
     def write(self, out):
         """The result in `out` [M, N]."""
@@ -209,8 +216,10 @@ def replayed(views, x):
 
 
 def is_source(x, kind, name=None):
-    """Whether x is deferred, of a source of this class (and name)."""
-    return isinstance(x, Deferred) and isinstance(x.source, kind) and (name is None or x.source.name == name)
+    """Whether x is deferred, of a source of this class (and name) that may be looked into."""
+    if not isinstance(x, Deferred) or x.source.settled:
+        return False
+    return isinstance(x.source, kind) and (name is None or x.source.name == name)
 
 
 def is_whole(x):

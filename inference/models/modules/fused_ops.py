@@ -5,7 +5,8 @@
     q, k, v of one product, then attention   rotary_kv_write (packed_heads.py), with norms of heads, rotation and scaling in between
 
 Several linears that read the same rows are one product if their weights were packed (product_groups.py). What is met unpacked is
-noted in `mode.wishes`, and every fused kernel in `mode.fused`: a pass must fuse what the trial fused, or bits would depend on it.
+noted in `mode.wishes`, and every fused kernel in `mode.fused`: a pass must fuse what the trial fused, otherwise a row's bits would
+depend on the pass that it is in.
 
 Each takes (mode, function, *arguments of the operation) and gives its result, or NotImplemented: then it runs as any other.
 """

@@ -24,8 +24,9 @@ from .attention_plug import attending
 from .deferred import Product, computed, is_source, is_whole
 from .expert_modules import expert_weights
 from .fixed_rope import fixed_ropes
-from .module_lock import one_at_a_time
-from .module_source import load_module, outline_of, random_module
+from .module_lock import lock_of, one_at_a_time
+from .module_outline import hook_changes, hooked, outline_of
+from .module_source import load_module, random_module
 from .module_trial import trial
 from .norm_modules import norm_changes, norms_of
 from .packed_heads import packed_heads, rows_of_heads
@@ -88,12 +89,14 @@ class ModuleDecoder:
     def __init__(self, module, max_positions):
         self.module, self.max_positions = module.eval().requires_grad_(False), max_positions
         lay_out_products(module)
-        shape, norms = outline_of(module), norms_of(module)
+        with lock_of(module):  # nobody runs it while it is copied
+            shape, norms = outline_of(module), norms_of(module)
         groups = trial(shape, max_positions, norms).groups
         self._packed = pack_products(module, groups)
         found = trial(shape, max_positions, norms, pack_products(shape, groups))
         self._products, self._mixtures, self._fused = found.products, found.mixtures, found.fused
-        self._changes = [*fixed_ropes(module, max_positions), *norm_changes(module, norms)]
+        self._fixed = [*fixed_ropes(module, max_positions), *norm_changes(module, norms)]
+        self._hooked = [module.get_submodule(name) for name in hooked(module)]
         names = {id(part): name for name, part in shape.named_modules()}
         attention = [module.get_submodule(names[id(part)]) for part, _ in found.layers]
         self._place = {id(part): (i, layer) for i, (part, layer) in enumerate(zip(attention, found.attention))}
@@ -118,6 +121,11 @@ class ModuleDecoder:
         rope = getattr(module.config, "rope_parameters", None)
         # A learned table ends. Nodes beyond it are never committed.
         self.last_position = None if rope or limit is None else limit - 1
+
+    @property
+    def _changes(self):
+        """What is set on the module while it runs. Its hooks may come and go."""
+        return [*self._fixed, *hook_changes(self._hooked)]
 
     @property
     def kv_shape(self):

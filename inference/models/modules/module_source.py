@@ -25,15 +25,6 @@ def on_meta(config):
         ) from error
 
 
-def outline_of(module):
-    """The same module without weights, in the dtypes that it has, whatever its config says: a cast is an operation, too."""
-    outline, own = on_meta(module.config), dict([*module.named_parameters(), *module.named_buffers()])
-    for name, tensor in [*outline.named_parameters(), *outline.named_buffers()]:
-        if name in own and tensor.dtype != own[name].dtype:
-            tensor.data = tensor.data.to(own[name].dtype)
-    return outline
-
-
 def parameter_bytes(config, dtype):
     """Bytes of the parameters of a config's module in dtype, shared ones once."""
     return dtype.itemsize * sum(parameter.numel() for parameter in on_meta(config).parameters())

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ....kernels.attention.attention_fold import MAX_DIM, MAX_GROUP, AttentionOptions
 from ..architectures import UnsupportedArchitecture
@@ -46,6 +47,28 @@ class AttentionLayer:
     head_dim: int
     is_packed: bool  # q, k and v are one product, and go to the cache in one kernel
     options: AttentionOptions  # but for its sinks, which are the module's own at the time
+
+
+class TrialOps(RowOps):
+    """Where a forward was replaced by a function that holds tensors of its own, these meet the rows as if they were on `meta`."""
+
+    def __init__(self, groups=None):
+        super().__init__(groups)
+        self._outlines = {}  # {id: (a tensor, its outline)}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        given, form = tree_flatten((args, kwargs))
+        tensors = [one for one in given if torch.is_tensor(one)]
+        if any(one.is_meta for one in tensors) and not all(one.is_meta for one in tensors):
+            args, kwargs = tree_unflatten([self._outline(one) for one in given], form)
+        return super().__torch_dispatch__(function, types, args, kwargs)
+
+    def _outline(self, one):
+        if not torch.is_tensor(one) or one.is_meta or not one.dim():  # numbers go with any device
+            return one
+        if id(one) not in self._outlines:
+            self._outlines[id(one)] = one, torch.empty_like(one, device="meta")
+        return self._outlines[id(one)][1]
 
 
 @dataclass(frozen=True)
@@ -112,7 +135,7 @@ def trial(module, max_positions, norms=(), packed=None):
 
     check_positions(module, refuse)
     changes = [*fixed_ropes(module, max_positions), *norm_changes(module, norms)]
-    fused, ops = Counter(), RowOps(packed)
+    fused, ops = Counter(), TrialOps(packed)
     hook = module.get_output_embeddings().register_forward_pre_hook(lambda *_: fused.update(ops.fused))
     tokens = torch.zeros(1, rows, dtype=torch.int64, device="meta")
     try:

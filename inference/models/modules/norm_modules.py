@@ -11,6 +11,7 @@ from torch.func import functional_call
 
 from ....kernels.rms_norm import rms_norm
 from .module_lock import lock_of
+from .module_outline import has_hooks
 
 TOLERANCE = 2e-2  # relative to the largest value of a row: two formulas differ by more, two roundings by less
 
@@ -67,7 +68,7 @@ def norms_of(module):
     same, names = {}, []
     with lock_of(module):
         for name, part in module.named_modules():
-            if norm_eps(part) is None or "forward" in vars(part):  # wrapped by another library: left alone
+            if norm_eps(part) is None or "forward" in vars(part) or has_hooks(part):  # wrapped, or watched: left alone
                 continue
             if type(part) not in same:
                 same[type(part)] = same_norm(part)

@@ -45,7 +45,7 @@ def heads_of(x):
             found = replace(found, multiplier=float(factor))
         elif call.name == "rotated":
             inner, cos, sin = call.about
-            angles = _angles(cos, inner), _angles(sin, inner)
+            angles = _angles(cos, x), _angles(sin, x)
             if None in angles or x.shape[-1] != inner.shape[-1]:
                 return None
             found = replace(found, angles=angles)
@@ -65,11 +65,16 @@ def heads_of(x):
 
 
 def _angles(table, x):
-    """cos or sin as [M, D] for x [1, heads, M, D] or [1, M, heads, D]; None if it is laid out otherwise."""
-    dim = x.shape[-1]
-    for rows in (x.shape[2], x.shape[1]):
-        rows_of = (1, 1, rows, dim) if rows == x.shape[2] else (1, rows, 1, dim)
-        if tuple(table.shape) in (rows_of, rows_of[1:]) and table.is_contiguous() and rows * dim == table.numel():
+    """cos or sin as [M, D] for x [1, heads, M, D], which was rotated as that or as [1, M, heads, D]; None for other tables.
+
+    Which of the two is told by the strides: shapes alone would not tell rows from heads where there are as many.
+    """
+    rotated, rows, dim = x.source.outline, x.shape[-2], x.shape[-1]
+    if x.dim() != 4 or rotated.dim() != 4 or not table.is_contiguous():
+        return None
+    for place, layout in ((2, (1, 1, rows, dim)), (1, (1, rows, 1, dim))):
+        is_rows = rotated.shape[place] == rows and (rows == 1 or rotated.stride(place) == x.outline.stride(2))
+        if is_rows and tuple(table.shape) in (layout, layout[1:]):
             return table.view(rows, dim)
     return None
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from .module_outline import has_hooks
+
 
 @dataclass(frozen=True, eq=False)
 class ProductGroup:
@@ -18,13 +20,18 @@ class ProductGroup:
     b: torch.Tensor | None
     spans: dict
 
-    def span(self, w):
-        """(first row, rows) of a member's weight; None if the module has been given another since."""
+    def span(self, w, b):
+        """(first row, rows) of a member's weight and bias; None if the module has been given others since."""
         first, rows = self.spans[id(w)]
-        own = w.untyped_storage()._cdata == self.w.untyped_storage()._cdata
-        if own and w.storage_offset() == self.w.storage_offset() + first * self.w.shape[1]:
-            return first, rows
-        return None
+        return (first, rows) if _lies_in(self.w, w, first) and _lies_in(self.b, b, first) else None
+
+
+def _lies_in(whole, part, first):
+    """Whether a part is that of the whole which begins with this row. Both may be None."""
+    if whole is None or part is None:
+        return whole is part
+    own = part.untyped_storage()._cdata == whole.untyped_storage()._cdata
+    return own and part.storage_offset() == whole.storage_offset() + first * whole.stride(0)
 
 
 def groups_of(module, calls, wishes):
@@ -39,7 +46,9 @@ def groups_of(module, calls, wishes):
     linears = {
         id(part.weight): (name, part)
         for name, part in module.named_modules()
-        if type(part) is nn.Linear and id(part.weight) not in shared
+        if type(part) is nn.Linear
+        and id(part.weight) not in shared
+        and not has_hooks(part)  # which may change what it reads
     }
     found, taken = [], set()
 

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ....kernels.row_sum import row_softmax, row_sum
-from ....kernels.row_top import row_top
+from ....kernels.row_top import row_top, row_top_reference
 from .deferred import VIEWS, Deferred, Product, columns, computed, viewed
 from .fused_ops import FUSED
 
@@ -69,6 +69,10 @@ class RowOps(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = function._schema.name.removeprefix("aten::")
+        if _has_out(function):
+            raise UnsupportedOperation(
+                f"it uses {name} with out=, which writes to a tensor that may not be computed yet"
+            )
         if name in VIEWS and isinstance(args[0], Deferred):
             found = viewed(args[0], function, args[1:], kwargs)
             if found is not None:
@@ -96,9 +100,14 @@ class RowOps(TorchDispatchMode):
         return Deferred(source)
 
     def _settle(self):
-        """Compute all that is deferred: something is about to be written to that it may read."""
+        """Compute all that is deferred: something is about to be written to that it may read.
+
+        What is made of it afterwards reads the values, which may be what is written to. So it goes on `meta`, and a pass fuses what
+        the trial fused.
+        """
         for source in list(self._pending):
             source.value()
+            source.settled = True
         self._pending.clear()
         self._grouped.clear()
 
@@ -107,7 +116,7 @@ class RowOps(TorchDispatchMode):
         if x.is_meta:
             self.calls.append((x, w))
         group = self.groups.get(id(w))
-        span = group and group.span(w)
+        span = group and group.span(w, b)
         if not span:
             self.products.add(tuple(w.shape))
             return self.defer(Product(x, w, b))
@@ -137,6 +146,12 @@ class RowOps(TorchDispatchMode):
     def check_last(self, name, x, shape):
         if list(shape) != [x.shape[-1]]:
             raise UnsupportedOperation(f"it uses {name} over more than the last dimension")
+
+
+@functools.cache
+def _has_out(function):
+    """Whether an overload writes its result where it is told."""
+    return any(argument.is_out for argument in function._schema.arguments)
 
 
 def _is_floating(args):
@@ -205,10 +220,8 @@ def _topk(mode, x, k, dim=-1, largest=True, sorted=True):
     _check_last("topk", x, dim)
     if not largest:
         raise UnsupportedOperation("it uses topk for the least")
-    if x.is_meta or x.dtype == torch.float64:
-        values, places = torch.sort(x, dim=-1, descending=True, stable=True)
-        return values[..., :k], places[..., :k]
-    return tuple(found.view(*x.shape[:-1], k) for found in row_top(_rows(x), k))
+    top = row_top_reference if x.is_meta or x.dtype == torch.float64 else row_top
+    return tuple(found.view(*x.shape[:-1], k) for found in top(_rows(x), k))
 
 
 def _extreme(function):

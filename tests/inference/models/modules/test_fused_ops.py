@@ -6,8 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from headstart.inference.models.modules.deferred import Call, Deferred, Product, Sum, computed, is_source
+from headstart.inference.models.modules.packed_heads import heads_of, packed_heads
 from headstart.inference.models.modules.product_groups import groups_of, pack_products
-from headstart.inference.models.modules.row_ops import RowOps
+from headstart.inference.models.modules.row_ops import RowOps, UnsupportedOperation
 from headstart.kernels.linear.gated_mlp import gate_up_silu
 from headstart.kernels.linear.linear import linear
 
@@ -98,6 +99,136 @@ def test_what_is_written_to_does_not_change_what_was_read_before():
     assert computed(view).eq(0).all()
 
 
+def double(x):
+    return x.mul_(2)
+
+
+def mask(x):
+    return x.masked_fill_(x > 0.3, 0.0)
+
+
+def write_up(x, w, residual, write):
+    gate, up = F.linear(x, w).chunk(2, -1)
+    write(up)
+    return F.silu(gate) * up
+
+
+def write_up_late(x, w, residual, write):
+    gate, up = F.linear(x, w).chunk(2, -1)
+    gate = F.silu(gate)
+    write(up)
+    return gate * up
+
+
+def write_rows(x, w, residual, write):
+    gate, up = F.linear(x, w).chunk(2, -1)
+    write(x)
+    return F.silu(gate) * up
+
+
+def write_product(x, w, residual, write):
+    product = F.linear(x, w)
+    scaled = product * 0.5
+    write(product)
+    total = residual + scaled
+    return F.rms_norm(total, total.shape[-1:], torch.ones_like(w[:, 0]), 1e-5)
+
+
+def write_sum(x, w, residual, write):
+    total = residual + F.linear(x, w)
+    write(total)
+    return F.rms_norm(total, total.shape[-1:], torch.ones_like(w[:, 0]), 1e-5)
+
+
+def write_negative(x, w, residual, write):
+    x1, x2 = F.linear(x, w).chunk(2, -1)
+    x2 = -x2
+    write(x1)
+    return torch.cat((x2, x1), -1)
+
+
+@pytest.mark.parametrize("write", [double, mask])
+@pytest.mark.parametrize(
+    "case",
+    [write_up, write_up_late, write_rows, write_product, write_sum, write_negative],
+    ids=lambda case: case.__name__,
+)
+def test_what_is_made_after_a_write_has_what_was_written(case, write):
+    x, w, residual = rows(1, 5, 48), rows(96, 48, seed=1), rows(1, 5, 96, seed=2)
+    with torch.inference_mode():
+        with RowOps() as ops:
+            found = computed(case(x.clone(), w, residual.clone(), write))
+        expected = case(x.clone(), w, residual.clone(), write)
+        with RowOps() as seen:  # as a trial sees it
+            case(*(given.to("meta") for given in (x, w, residual)), write)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert ops.fused == seen.fused
+
+
+def test_heads_that_were_written_to_go_to_attention_as_they_are():
+    x, w = rows(1, 5, 48), rows(96, 48, seed=1)
+    with torch.inference_mode(), RowOps():
+        heads = F.linear(x, w).view(1, 5, 12, 8).transpose(1, 2)
+        scaled = heads * 0.5
+        assert heads_of(scaled).multiplier == 0.5
+        heads.add_(1)
+        assert heads_of(scaled) is heads_of(heads) is None
+        assert heads_of(F.linear(x, w).view(1, 5, 12, 8).transpose(1, 2)) is not None, "another product"
+    torch.testing.assert_close(computed(scaled), (computed(heads) - 1) * 0.5)
+
+
+def rotated(x, cos, sin):
+    """As transformers' modules do it."""
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("transposed_first", [True, False])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 6, 7])
+def test_heads_are_rotated_in_one_kernel_whatever_the_number_of_rows(num_rows, transposed_first, normed):
+    """6 query heads and 2 key heads: as many rows as heads are no exception."""
+    x, w, cos, sin = rows(1, num_rows, 48), rows(80, 48, seed=1), rows(num_rows, 8, seed=2), rows(num_rows, 8, seed=3)
+    scale = torch.ones(8)
+    table = (1, 1, num_rows, 8) if transposed_first else (1, num_rows, 1, 8)
+    of_rows = cos.view(table), sin.view(table)
+
+    def heads(part, num, tables=of_rows):
+        part = part.reshape(1, num_rows, num, 8)
+        part = F.rms_norm(part, (8,), scale, 1e-5) if normed else part
+        if transposed_first:
+            return rotated(part.transpose(1, 2), *tables)
+        return rotated(part, *tables).transpose(1, 2)
+
+    with torch.inference_mode(), RowOps() as ops:
+        q, k, v = F.linear(x, w).split((48, 16, 16), -1)
+        value = v.view(1, num_rows, 2, 8).transpose(1, 2)
+        found = packed_heads(ops, heads(q, 6), heads(k, 2), value)
+        if num_rows == 6:  # angles of heads are no angles of rows
+            of_heads = cos.view(1, 6, 1, 8) if transposed_first else cos.view(1, 1, 6, 8)
+            assert heads_of(heads(q, 6, (of_heads, of_heads))) is None
+    assert torch.equal(found.q.angles[0], cos)
+    assert torch.equal(found.k.angles[1], sin)
+
+
+@pytest.mark.parametrize("function", [torch.mul, torch.add, torch.sub])
+def test_operations_that_write_where_they_are_told_are_refused_by_name(function):
+    x, w = rows(5, 48), rows(48, 48, seed=1)
+    z = torch.empty(5, 48)
+    with torch.inference_mode(), RowOps(), pytest.raises(UnsupportedOperation, match=f"{function.__name__} with out="):
+        function(F.linear(x, w), x, out=z)
+
+
+def test_partial_sums_are_not_kept_beside_the_result():
+    x, w = rows(5, 48), rows(48, 48, seed=1)
+    with torch.inference_mode(), RowOps():
+        product = F.linear(x, w).source
+    parts, value = product.parts(), product.value()
+    assert product._parts is None
+    assert torch.equal(product.parts()[0], parts.sum(0))
+    assert product.parts().data_ptr() == value.data_ptr()
+
+
 class Attention(nn.Module):
     def __init__(self, biased=True):
         super().__init__()
@@ -133,10 +264,20 @@ def test_linears_of_the_same_rows_are_one_product_and_their_weights_lie_in_it():
     assert torch.equal(computed(again), computed(q))
     found = grouped(module, ["q", "k", "v"])  # of another decoder
     assert all(found[name].w.data_ptr() == packed[name].w.data_ptr() for name in packed), "nothing moved"
+    bias = module.v.bias
+    for other in (nn.Parameter(bias.clone(), False), nn.Parameter(bias + 5, False), None):
+        module.v.bias = other
+        with torch.inference_mode(), RowOps(packed) as ops:
+            found = module.v(x)
+        assert torch.equal(computed(found), linear(x, module.v.weight, other))
+        assert ops.fused["product"] == 0
+    module.v.bias = bias
     module.k.weight.data = module.k.weight.data.clone()  # it has left
     with torch.inference_mode(), RowOps(packed) as ops:
         assert is_source(module.k(x), Product)
         assert ops.fused["product"] == 0
+        module.v(x)
+        assert ops.fused["product"] == 1
 
 
 def test_only_like_linears_of_one_module_that_read_the_same_are_grouped():

@@ -124,12 +124,20 @@ def test_packed_weights_serve_several_decoders_and_are_saved_as_they_were(model_
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-def test_a_module_that_was_given_other_weights_is_refused():
+def other_weight(attention):
+    attention.k_proj.weight.data = attention.k_proj.weight.data.clone()
+
+
+def other_bias(attention):
+    attention.v_proj.bias = torch.nn.Parameter(attention.v_proj.bias + 5)
+
+
+@pytest.mark.parametrize("change", [other_weight, other_bias])
+def test_a_module_that_was_given_other_weights_is_refused(change):
     model = small_model("opt")
     decoder = ModuleDecoder(model, 100)
     one_pass(decoder)
-    projection = model.model.decoder.layers[0].self_attn.k_proj
-    projection.weight.data = projection.weight.data.clone()
+    change(model.model.decoder.layers[0].self_attn)
     with pytest.raises(RuntimeError, match="given other weights"):
         one_pass(decoder)
 
