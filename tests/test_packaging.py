@@ -56,7 +56,7 @@ PUBLIC = {
     "train/teacher": "feature_cache features sharded_target target_adapter",
     "hub_export": "inspect_head",
     "hub_export/readers": "readers",
-    "benchmarks": "shape",
+    "benchmarks": "measurement shape",
     "benchmarks/engine": "draft engine peer step traffic",
     "benchmarks/ops": "kernel kernel_bench",
     "benchmarks/training": "train",
