@@ -66,8 +66,8 @@ def _add_server(group):
     group.add_argument("--port", type=int, default=8000, help="0: a free one (default 8000)")
     group.add_argument(
         "--api-key",
-        nargs="+",
-        help="clients must give one of these; better in the variable HEADSTART_API_KEY, which ps does not show",
+        action="append",
+        help="clients must give it; may be given again; better in the variable HEADSTART_API_KEY, which ps does not show",
     )
     group.add_argument("--served-model-name", nargs="+", help="names of the model for clients (default: MODEL)")
     group.add_argument(

@@ -42,7 +42,7 @@ class Figures:
             "vllm:request_success", "Outputs that ended.", [*names, "finished_reason"], registry=self.registry
         )
         self._ended = {reason: success.labels(*values, reason) for reason in ("stop", "length")}
-        self._last = {}  # {(job, prompt, sample): when its last piece came}
+        self._last = {}  # {job: {(prompt, sample): when its last piece came}} of streams
         self._client, self._tree = None, None
 
     def follow(self, client, tree):
@@ -52,13 +52,12 @@ class Figures:
 
     def observe(self, job, delta):
         """Count a Delta, in the event loop."""
-        now, output = time.monotonic(), (job, delta.prompt, delta.sample)
-        if (before := self._last.get(output)) is not None:
-            self._times["inter_token_latency_seconds"].observe(now - before)
+        now, output, last = time.monotonic(), (delta.prompt, delta.sample), self._last.setdefault(job, {})
+        if output in last:
+            self._times["inter_token_latency_seconds"].observe(now - last[output])
+        last[output] = now
         if delta.finish_reason is None:
-            self._last[output] = now
             return
-        self._last.pop(output, None)
         times, number = delta.times, delta.times.num_generation_tokens
         self._times["time_to_first_token_seconds"].observe(times.first_token_latency)
         self._times["request_queue_time_seconds"].observe(times.scheduled_ts - times.queued_ts)
@@ -71,8 +70,7 @@ class Figures:
 
     def forget(self, job):
         """A job has ended or was left by its client."""
-        for output in [output for output in self._last if output[0] == job]:
-            del self._last[output]
+        self._last.pop(job, None)
 
     def collect(self):
         """What prometheus_client asks at a scrape."""

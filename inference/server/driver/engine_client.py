@@ -69,9 +69,9 @@ class Job:
 
 
 class EngineClient:
-    """llm: an LLM that nobody else calls; max_waiting: the most outputs that wait for a seat; figures: told of every Delta."""
+    """llm: an LLM that nobody else calls; max_waiting: the most outputs that wait for a seat; figures: a Figures."""
 
-    def __init__(self, llm, max_waiting, figures=None):
+    def __init__(self, llm, max_waiting, figures):
         self._llm, self._figures = llm, figures
         self.most = llm.engine.max_num_seqs + max_waiting  # outputs, running ones included
         self.num_outputs = 0  # of open jobs
@@ -135,6 +135,7 @@ class EngineClient:
         """The job's reader has had enough: cancel what has not ended."""
         if self._jobs.pop(job.number, None) is not None:
             self.num_outputs -= job.num_outputs
+            self._figures.forget(job.number)
             if job.num_open:
                 self._thread.send(Cancel(job.number))
 
@@ -150,8 +151,9 @@ class EngineClient:
             if number is None:
                 self.failure = ENGINE_FAILED
                 continue
-            if self._figures and isinstance(event, Delta):
-                self._figures.observe(number, event)
             job = self._jobs.get(number)
-            if job is not None:
-                job.put(event)
+            if job is None:  # its reader has left
+                continue
+            if isinstance(event, Delta):
+                self._figures.observe(number, event)
+            job.put(event)
