@@ -82,5 +82,5 @@ $(READY): pyproject.toml constraints.txt
 # Packages of other projects that read our files in the tests: six seconds. Without what they depend on, for they ask for older
 # versions of what is here and for much that reading does not need. Where they cannot be had, that test is skipped.
 $(READERS): $(READY)
-	@$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps -c constraints.txt speculators hs-connectors loguru openai \
+	@$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps -c constraints.txt speculators hs-connectors loguru \
 	  && touch $@ || echo "The speculators library cannot be installed: its tests are skipped." >&2

@@ -14,6 +14,7 @@ from headstart.train.data import regenerate_options
 
 COMMANDS = {
     "generate": "Answer a prompt, streamed; with --compare, also show plain decoding beside it.",
+    "serve": "Serve a model over HTTP, for clients of OpenAI's API; an answer with a seed does not depend on load or speculation.",
     "tree": "Choose the draft tree that decodes fastest: from acceptance and step times, both measured by the engine.",
     "bench": "Measure: speculation against plain decoding; one step, one kernel, the whole engine; another library beside it.",
     "verify-lossless": "Check on your own model that speculation leaves the output as it was: bit by bit, and in distribution.",
@@ -46,13 +47,24 @@ BENCH_EXAMPLE = (
 @plain_warnings()
 def main(argv=None):
     """Entry point. Returns the exit status: 0, or 2 with one line on stderr for bad input."""
-    argv = sys.argv[1:] if argv is None else argv
+    argv = with_dashes(sys.argv[1:] if argv is None else argv)
     parser = build_parser(argv)
     arguments = parser.parse_args(argv)
     if not hasattr(arguments, "run"):
         parser.print_help()
         return 0
     return exit_status(_name(arguments), lambda: arguments.run(arguments), reader_may_leave=True)
+
+
+def with_dashes(argv):
+    """The arguments with dashes in the names of options: --max_model_len, as vLLM also spells it, is --max-model-len."""
+    options = argv[: argv.index("--")] if "--" in argv else argv
+
+    def spelled(word):
+        name, equals, value = word.partition("=")
+        return name.replace("_", "-") + equals + value if word.startswith("--") else word
+
+    return [spelled(word) for word in options] + argv[len(options) :]
 
 
 def _name(arguments):

@@ -1,6 +1,6 @@
 """`headstart bench draft`: drafting alone."""
 
-from .measurement import HEADS, add_measurement, at_least_one, measurement, numbers
+from ..benchmarks.measurement import HEADS, add_measurement, at_least_one, measurement, numbers
 
 EXAMPLE = (
     "headstart bench draft --shape llama-3-8b --head eagle3,eagle,mlp_speculator,medusa --batch 1,16\n"

@@ -1,6 +1,6 @@
 """`headstart bench engine`: tokens per second of the whole engine."""
 
-from .measurement import HEADS, add_measurement, at_least_one, measurement, numbers
+from ..benchmarks.measurement import HEADS, add_measurement, at_least_one, measurement, numbers
 
 EXAMPLE = (
     "headstart bench engine --shape llama-3-8b --head medusa --acceptance 2.0,3.0 --batch 1,4,16,64\n"

@@ -1,6 +1,6 @@
 """`headstart bench kernel`: one operation."""
 
-from .measurement import add_measurement, at_least_one, measurement, numbers
+from ..benchmarks.measurement import add_measurement, at_least_one, measurement, numbers
 
 EXAMPLE = (
     "headstart bench kernel linear --shape llama-3-8b --rows 1,64,2048\n"

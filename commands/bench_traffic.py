@@ -1,6 +1,6 @@
 """`headstart bench traffic`: throughput of mixed requests, and what entering prompts cost the requests that run."""
 
-from .measurement import HEADS, add_measurement, at_least_one, measurement, numbers
+from ..benchmarks.measurement import HEADS, add_measurement, at_least_one, measurement, numbers
 
 EXAMPLE = (
     "headstart bench traffic --shape llama-3-8b\n"

@@ -1,6 +1,6 @@
 """`headstart bench train`: training steps of heads, beside a plain PyTorch loop."""
 
-from .measurement import add_measurement, measurement
+from ..benchmarks.measurement import add_measurement, measurement
 
 EXAMPLE = (
     "headstart bench train --shape llama-3-8b --head medusa\n"

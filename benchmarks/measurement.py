@@ -26,9 +26,9 @@ def measurement(arguments):
     """Device, dtype, command line and output of a benchmark on random weights. Chooses the threads, too."""
     import torch
 
-    from ..benchmarks.shape import config_of_shape
     from ..inference.models.target_source import DTYPES, choose_device
     from ..inference.threads import choose_threads
+    from .shape import config_of_shape
 
     device = choose_device(arguments.device)
     if arguments.dtype not in ("auto", *DTYPES):

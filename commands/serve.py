@@ -1,0 +1,219 @@
+"""`headstart serve`: its arguments and its work."""
+
+import json
+import warnings
+
+from ..heads.storage.user_errors import say
+from ..inference.arguments import add_adapter, add_device, add_speculation, choose_threads_for, speculative_config
+
+EXAMPLE = (
+    "headstart serve assets/stdlib-coder --head assets/stdlib-coder-medusa --tree static\n"
+    "  curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{\"prompt\": \"def f(\"}'"
+)
+DETAILS = (
+    "An answer with a seed has the same bits alone and beside others, with a head and without. Options of `vllm serve` have the "
+    "same names here, with dashes or underscores. docs/serving.md has the routes, the limits and what is not built yet."
+)
+
+
+def add_options(parser):
+    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="the target: a folder or Hub id")
+    parser.add_argument("--model", help="the same, as an option")
+    _add_engine(parser.add_argument_group("engine"))
+    group = parser.add_argument_group("speculation")
+    add_speculation(group)
+    group.add_argument("--speculative-config", metavar="JSON", help="all of it as one JSON object, as LLM takes it")
+    _add_server(parser.add_argument_group("server"))
+
+
+def _add_engine(group):
+    add_adapter(group)
+    add_device(group)
+    group.add_argument("--tokenizer", help="folder or Hub id of another tokenizer")
+    group.add_argument("--revision", help="branch, tag or commit of a model on the Hub")
+    group.add_argument("--download-dir", help="where files of the Hub go")
+    group.add_argument("--trust-remote-code", action="store_true", help="run Python code that the target brings along")
+    group.add_argument(
+        "--max-model-len", type=int, help="longest prompt + output in tokens (default: the model's limit)"
+    )
+    group.add_argument("--max-num-seqs", type=int, default=64, help="outputs that run at once (default 64)")
+    group.add_argument("--max-num-batched-tokens", type=int, default=2048, help="prompt tokens per step (default 2048)")
+    group.add_argument(
+        "--gpu-memory-utilization", type=float, default=0.9, help="share of the GPU's memory (default 0.9)"
+    )
+    group.add_argument("--num-gpu-blocks-override", type=int, help="cache pages of 64 tokens to allocate instead")
+    group.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs (for debugging)")
+    group.add_argument("--no-enable-prefix-caching", action="store_true", help="compute every prompt anew")
+    group.add_argument("--tensor-parallel-size", "-tp", type=int, default=1, help="1: one GPU runs the whole model")
+    group.add_argument("--logprobs-mode", default="raw_logprobs", help="raw_logprobs (default) or processed_logprobs")
+    group.add_argument(
+        "--seed",
+        type=int,
+        help="requests without a seed derive theirs from it and their number (default: from a secret number, new at every start)",
+    )
+    group.add_argument(
+        "--generation-config",
+        default="auto",
+        choices=("auto", "vllm"),
+        help="auto: parameters that a request leaves out are those of the model's generation_config.json; vllm: OpenAI's",
+    )
+
+
+def _add_server(group):
+    group.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine only)"
+    )
+    group.add_argument("--port", type=int, default=8000, help="0: a free one (default 8000)")
+    group.add_argument(
+        "--api-key",
+        action="append",
+        help="clients must give it; may be given again; better in the variable HEADSTART_API_KEY, which ps does not show",
+    )
+    group.add_argument("--served-model-name", nargs="+", help="names of the model for clients (default: MODEL)")
+    group.add_argument(
+        "--allowed-hosts",
+        nargs="+",
+        help="names that a Host header may have; * for any (default: on loopback its names, else any)",
+    )
+    group.add_argument(
+        "--max-waiting", type=int, default=1024, help="outputs that wait before 429 is answered (default 1024)"
+    )
+    group.add_argument(
+        "--shutdown-timeout", type=float, default=30, help="seconds for running requests after SIGTERM (default 30)"
+    )
+    group.add_argument("--request-timeout", type=float, help="the most seconds of one request (default: no limit)")
+    group.add_argument(
+        "--body-timeout", type=float, default=30, help="the most seconds for a body to come in (default 30)"
+    )
+    group.add_argument(
+        "--write-timeout",
+        type=float,
+        default=60,
+        help="seconds after which a client that does not read is left (default 60)",
+    )
+    group.add_argument("--max-body-bytes", type=int, default=8 * 2**20, help="the longest body (default 8 MiB)")
+    group.add_argument("--max-n", type=int, default=128, help="the most outputs per prompt (default 128)")
+    group.add_argument("--max-prompts", type=int, default=1024, help="the most prompts per request (default 1024)")
+    group.add_argument("--max-logprobs", type=int, default=20, help="the most logprobs per token (default 20)")
+    group.add_argument(
+        "--enable-prompt-tokens-details", action="store_true", help="usage tells tokens found in the cache"
+    )
+    group.add_argument("--disable-log-requests", action="store_true", help="accepted: prompts are never logged")
+    group.add_argument(
+        "--uvicorn-log-level",
+        default="info",
+        choices=("critical", "error", "warning", "info", "debug", "trace"),
+        help="info (default) logs one line per request, without its text",
+    )
+
+
+def run(arguments):
+    model = arguments.model_tag or arguments.model
+    if not model or (arguments.model_tag and arguments.model and arguments.model_tag != arguments.model):
+        raise ValueError("name one model: headstart serve MODEL")
+    if arguments.tensor_parallel_size != 1:
+        raise ValueError(
+            f"--tensor-parallel-size {arguments.tensor_parallel_size}: one GPU runs the whole model; leave it out"
+        )
+    speculative = _speculative(arguments)
+    try:
+        from ..inference.server.options import ServerOptions, keys_of
+        from ..inference.server.serve import listening_socket, serve
+    except ModuleNotFoundError as error:
+        if error.name not in ("fastapi", "uvicorn", "prometheus_client", "starlette", "pydantic"):
+            raise
+        raise ValueError(f"serving needs {error.name}: pip install 'headstart[serve]'") from None
+    options = ServerOptions(
+        host=arguments.host,
+        port=arguments.port,
+        api_keys=keys_of(arguments.api_key),
+        served_model_names=tuple(arguments.served_model_name or ()),
+        allowed_hosts=tuple(arguments.allowed_hosts) if arguments.allowed_hosts else None,
+        max_waiting=arguments.max_waiting,
+        shutdown_timeout=arguments.shutdown_timeout,
+        request_timeout=arguments.request_timeout,
+        body_timeout=arguments.body_timeout,
+        write_timeout=arguments.write_timeout,
+        max_body_bytes=arguments.max_body_bytes,
+        max_n=arguments.max_n,
+        max_prompts=arguments.max_prompts,
+        max_logprobs=arguments.max_logprobs,
+        model_defaults=arguments.generation_config == "auto",
+        prompt_tokens_details=arguments.enable_prompt_tokens_details,
+        log_level=arguments.uvicorn_log_level,
+    )
+    bound = listening_socket(options.host, options.port)
+    llm = _load(model, arguments, speculative)
+    name = (options.served_model_names or (llm.model_name,))[0]
+    drafts = _describe(llm, speculative)
+    return serve(llm, options, bound, ready=lambda url: say(f"ready: {url}/v1 serves {name}; {drafts}"))
+
+
+def _speculative(arguments):
+    """The speculative_config of the options, None for plain decoding."""
+    given = arguments.speculative_config
+    if given is None:
+        return speculative_config(arguments)
+    if arguments.head or arguments.method or arguments.tree or arguments.num_speculative_tokens is not None:
+        raise ValueError(
+            "--speculative-config says all: leave out --head, --method, --tree and --num-speculative-tokens"
+        )
+    try:
+        config = json.loads(given)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--speculative-config is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"--speculative-config must be a JSON object, got {given!r:.80}")
+    return config
+
+
+def _load(model, arguments, speculative):
+    """The LLM that is served."""
+    import secrets
+
+    from ..inference.llm import LLM
+
+    choose_threads_for(model, arguments.device, arguments.trust_remote_code)
+    return LLM(
+        model,
+        tokenizer=arguments.tokenizer,
+        device=arguments.device,
+        dtype=arguments.dtype,
+        adapter=arguments.adapter,
+        revision=arguments.revision,
+        download_dir=arguments.download_dir,
+        trust_remote_code=arguments.trust_remote_code,
+        max_model_len=arguments.max_model_len,
+        max_num_seqs=arguments.max_num_seqs,
+        max_num_batched_tokens=arguments.max_num_batched_tokens,
+        gpu_memory_utilization=arguments.gpu_memory_utilization,
+        num_gpu_blocks_override=arguments.num_gpu_blocks_override,
+        enforce_eager=arguments.enforce_eager,
+        enable_prefix_caching=not arguments.no_enable_prefix_caching,
+        logprobs_mode=arguments.logprobs_mode,
+        max_logprobs=arguments.max_logprobs,
+        seed=secrets.randbits(63) if arguments.seed is None else arguments.seed,
+        speculative_config=speculative,
+    )
+
+
+def _describe(llm, speculative):
+    """What speculation does, in a few words; a note where it does more than save time."""
+    from ..inference.speculation.options import SpeculativeOptions
+
+    options = SpeculativeOptions.parse(speculative)
+    if options is None:
+        return "plain decoding, no speculation"
+    verifier = options.verifier_on(llm.tree)
+    if verifier != "strict":
+        warnings.warn(
+            f"with the verifier {verifier!r} an answer with a seed depends on speculation and on other requests: only 'strict' "
+            "keeps its bits",
+            stacklevel=1,
+        )
+    shape = (
+        "a growing tree" if llm.tree.grows else f"drafts of {llm.tree.num_nodes - 1} nodes, {llm.tree.max_depth} deep"
+    )
+    source = options.model if isinstance(options.model, str) else options.method
+    kept = ", which change no bit of an answer" if verifier == "strict" else f", verifier {verifier}"
+    return f"{source or options.method} speculates: {shape}{kept}"

@@ -1,0 +1,191 @@
+"""What the answers of both ways to ask for text have in common: names, usage, counts of drafts, and how a job becomes a response.
+
+An answer is told whole, or as chunks of server-sent events. Its kind (completions.py, chat.py) says what a choice looks like.
+"""
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass, field
+
+from ..engine.metrics import SpecDecodeMetrics
+from .connection import ClientLeft, EventStream, unless_client_leaves
+from .driver.engine_client import Broken, Full
+from .errors import FAILED, ApiError, json_bytes, json_response
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+log = logging.getLogger("headstart.server")
+
+
+@dataclass
+class Counts:
+    """Tokens and drafts of an answer so far."""
+
+    prompt: int
+    completion: int = 0
+    cached: int = 0
+    drafts: SpecDecodeMetrics = field(default_factory=SpecDecodeMetrics)
+
+
+class Answer:
+    """One answer. Subclasses: KIND, CHUNK, PREFIX; `choice(delta)`, `start()` and `chunk(delta)`.
+
+    service: Service (service.py); fields: SamplingFields; prompts: CheckedPrompts; name: of the request
+    """
+
+    def __init__(self, service, fields, prompts, name):
+        self.service, self.fields, self.prompts = service, fields, prompts
+        self.n = prompts[0].params.n
+        self.asks_ids, self.as_ids = bool(fields.return_token_ids), bool(fields.return_tokens_as_token_ids)
+        self.counts = Counts(sum(len(prompt.token_ids) for prompt in prompts))
+        self._head = {
+            "id": f"{self.PREFIX}-{name}",
+            "object": None,
+            "created": int(time.time()),
+            "model": fields.model or service.names[0],
+            "system_fingerprint": service.fingerprint,
+        }
+
+    def index(self, delta):
+        """The number of a delta's choice."""
+        return delta.prompt * self.n + delta.sample
+
+    # --- what was counted ---
+
+    def count(self, delta):
+        self.counts.completion += len(delta.token_ids)
+        if delta.finish_reason is not None:
+            if delta.sample == 0:
+                self.counts.cached += delta.num_cached_tokens
+            drafts, total = delta.drafts, self.counts.drafts
+            for name in ("num_steps", "num_draft_tokens", "num_accepted_tokens"):
+                setattr(total, name, getattr(total, name) + getattr(drafts, name))
+            longest = max(len(drafts.accepted_per_position), len(total.accepted_per_position))
+            padded = [
+                (one + [0] * longest)[:longest] for one in (drafts.accepted_per_position, total.accepted_per_position)
+            ]
+            total.accepted_per_position = [a + b for a, b in zip(*padded)]
+
+    def usage(self):
+        counts = self.counts
+        told = {
+            "prompt_tokens": counts.prompt,
+            "completion_tokens": counts.completion,
+            "total_tokens": counts.prompt + counts.completion,
+        }
+        if self.service.options.prompt_tokens_details:
+            told["prompt_tokens_details"] = {"cached_tokens": counts.cached}
+        return told
+
+    def metrics(self):
+        """{"metrics": ...} of an answer that has ended, if it was asked for."""
+        if not self.fields.return_speculation_metrics:
+            return {}
+        drafts = self.counts.drafts
+        counted = {
+            "num_drafts": drafts.num_steps,
+            "num_draft_tokens": drafts.num_draft_tokens,
+            "num_accepted_tokens": drafts.num_accepted_tokens,
+            "num_accepted_tokens_per_pos": drafts.accepted_per_position,
+            "acceptance_length": drafts.acceptance_length,
+        }
+        return {"metrics": {"speculative_decoding": counted}}
+
+    # --- whole ---
+
+    async def respond(self, receive):
+        """The response: whole, or a stream of events. Raises ApiError before anything is sent, and ClientLeft."""
+        seconds = self.service.options.request_timeout
+        deadline = None if seconds is None else asyncio.get_running_loop().time() + seconds
+        opening = self.service.client.open(self.prompts, streamed=bool(self.fields.stream))
+        try:
+            job = await unless_client_leaves(receive, opening)
+        except Full as error:
+            raise ApiError(429, str(error), code="too_many_requests", headers={"Retry-After": "1"}) from None
+        except Broken as error:
+            raise ApiError(503, str(error), code="unavailable") from None
+        except ValueError as error:
+            raise ApiError(400, str(error)) from None
+        job.deadline = deadline
+        options, close = self.service.options, lambda: self.service.client.close(job)
+        if self.fields.stream:
+            return EventStream(self._events(job), options.write_timeout, close)
+        try:
+            return json_response(await unless_client_leaves(receive, self._whole(job)))
+        except Broken as error:
+            raise ApiError(503, str(error), code="unavailable") from None
+        except TimeoutError:
+            raise self._too_late() from None
+        finally:
+            close()
+
+    async def _whole(self, job):
+        deltas = [delta async for batch in job.batches() for delta in batch]
+        deltas.sort(key=self.index)
+        for delta in deltas:
+            self.count(delta)
+        choices = [self.choice(delta) for delta in deltas]
+        return {
+            **self._head,
+            "object": self.KIND,
+            **self.whole_fields(deltas),
+            "choices": choices,
+            "usage": self.usage(),
+            **self.metrics(),
+        }
+
+    def whole_fields(self, deltas):
+        """Further fields of a whole answer."""
+        return {}
+
+    # --- streamed ---
+
+    async def _events(self, job):
+        """The stream of events, as bytes; what comes of one step is sent at once."""
+        options = self.fields.stream_options
+        with_usage = bool(options and options.include_usage)
+        always = bool(options and options.continuous_usage_stats)
+
+        def event(choices, **more):
+            chunk = {**self._head, "object": self.CHUNK, "choices": choices, **more}
+            if with_usage or always:
+                chunk.setdefault("usage", self.usage() if always else None)
+            return b"data: " + json_bytes(chunk) + b"\n\n"
+
+        try:
+            if start := self.start():
+                yield b"".join(event([choice], **more) for choice, more in start)
+            num_open = len(self.prompts) * self.n
+            async for batch in job.batches(idle=self.service.options.keep_alive):
+                pieces = []
+                for delta in batch:
+                    self.count(delta)
+                    num_open -= delta.finish_reason is not None
+                    choice, more = self.chunk(delta)
+                    # The last chunk is the one with usage, or else that of the last finish_reason.
+                    last = {} if num_open or with_usage else self.metrics()
+                    if choice is not None:
+                        pieces.append(event([choice], **more, **last))
+                if pieces or not batch:
+                    yield b"".join(pieces) or KEEP_ALIVE
+            if with_usage:
+                yield event([], usage=self.usage(), **self.metrics())
+        except (Broken, TimeoutError) as error:
+            broken = ApiError(503, str(error), code="unavailable") if isinstance(error, Broken) else self._too_late()
+            yield b"data: " + json_bytes(broken.content) + b"\n\n"
+        except (asyncio.CancelledError, GeneratorExit, ClientLeft):
+            raise
+        except Exception as error:
+            log.error("a stream failed: %s", type(error).__name__)
+            failed = ApiError(500, FAILED)
+            yield b"data: " + json_bytes(failed.content) + b"\n\n"
+        yield DONE
+
+    def start(self):
+        """[(choice, further fields)] of the chunks before the first token."""
+        return []
+
+    def _too_late(self):
+        seconds = self.service.options.request_timeout
+        return ApiError(504, f"the answer took more than {seconds:g} seconds (--request-timeout)", code="timeout")

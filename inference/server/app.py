@@ -1,0 +1,144 @@
+"""The routes, as an ASGI app behind the Guard."""
+
+import asyncio
+from contextlib import asynccontextmanager
+from importlib import metadata
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from .chat import ChatAnswer
+from .completions import CompletionAnswer
+from .connection import ClientLeft, read_body
+from .errors import FAILED, ApiError, json_response
+from .fields import (
+    ChatFields,
+    CompletionFields,
+    DetokenizeFields,
+    TokenizeChatFields,
+    TokenizeTextFields,
+    parse,
+)
+from .figures import CONTENT_TYPE
+from .guard import Guard
+
+NOBODY = 499  # nginx's status of a request whose client left; nobody reads it
+
+
+def make_app(service):
+    """The ASGI app of a Service."""
+
+    @asynccontextmanager
+    async def lifespan(_):
+        service.client.start()
+        yield
+
+    app = FastAPI(title="headstart", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    _add_generation(app, service)
+    _add_tokens(app, service)
+    _add_state(app, service)
+
+    @app.exception_handler(ApiError)
+    async def told(_, error):
+        return error.response()
+
+    @app.exception_handler(HTTPException)
+    async def not_found(_, error):
+        return ApiError(error.status_code, f"{error.detail}: see docs/serving.md", headers=error.headers).response()
+
+    @app.exception_handler(ClientLeft)
+    async def left(*_):
+        return Response(status_code=NOBODY)
+
+    @app.exception_handler(Exception)
+    async def failed(*_):
+        return ApiError(500, FAILED).response()
+
+    return Guard(app, service.options)
+
+
+def _add_generation(app, service):
+    asker = service.asker
+
+    async def answer(request, fields_kind, prompts_of, answer_kind):
+        fields = parse(fields_kind, await read_body(request, service.options))
+        service.check_model(fields)
+        prompts = await asyncio.to_thread(prompts_of, fields)
+        answer = answer_kind(service, fields, prompts, request.state.request_name)
+        return await answer.respond(request.receive)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request):
+        return await answer(request, CompletionFields, asker.completion_prompts, CompletionAnswer)
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request):
+        service.check_tokenizer()
+        return await answer(request, ChatFields, asker.chat_prompts, ChatAnswer)
+
+
+def _add_tokens(app, service):
+    asker = service.asker
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request):
+        service.check_tokenizer()
+        body = await read_body(request, service.options)
+        # A conversation is told by its field; the other kind then refuses what does not belong to it.
+        fields = parse(
+            TokenizeChatFields if b'"messages"' in body and b'"prompt"' not in body else TokenizeTextFields, body
+        )
+        service.check_model(fields)
+
+        def work():
+            if isinstance(fields, TokenizeChatFields):
+                return asker.tokens(asker.render(fields), bool(fields.add_special_tokens))
+            return asker.tokens(fields.prompt, fields.add_special_tokens is not False)
+
+        tokens = await asyncio.to_thread(work)
+        names = service.tokenizer.convert_ids_to_tokens(tokens) if fields.return_token_strs else None
+        counts = {"count": len(tokens), "max_model_len": service.max_model_len}
+        return json_response({**counts, "tokens": tokens, "token_strs": names})
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request):
+        service.check_tokenizer()
+        fields = parse(DetokenizeFields, await read_body(request, service.options))
+        service.check_model(fields)
+        if not all(0 <= token < asker.vocab_size for token in fields.tokens):
+            raise ApiError(400, f"tokens must be ids from 0 to {asker.vocab_size - 1}", param="tokens")
+        return json_response({"prompt": await asyncio.to_thread(service.decode, fields.tokens)})
+
+
+def _add_state(app, service):
+    @app.get("/v1/models")
+    async def models():
+        told = {
+            "object": "model",
+            "created": service.started,
+            "owned_by": "headstart",
+            "parent": None,
+            "permission": [],
+        }
+        cards = [
+            {"id": name, **told, "root": service.names[0], "max_model_len": service.max_model_len}
+            for name in service.names
+        ]
+        return json_response({"object": "list", "data": cards})
+
+    @app.get("/health")
+    @app.get("/ping")
+    @app.post("/ping")
+    async def health():
+        if service.client.failure:
+            return ApiError(503, service.client.failure, code="unavailable").response()
+        return Response()
+
+    @app.get("/version")
+    async def version():
+        return json_response({"version": metadata.version("headstart")})
+
+    @app.get("/metrics")
+    async def metrics():
+        return Response(service.figures.page(), headers={"Content-Type": CONTENT_TYPE})

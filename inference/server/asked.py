@@ -1,0 +1,132 @@
+"""From a request's fields to checked prompts: text and chat template, sampling parameters, and the caps of one request.
+
+All of it may run in any thread. The work is the tokenizer's, so a long prompt does not stop the event loop.
+"""
+
+import inspect
+
+from ..prompt_files import render_chat
+from ..sampling_params import SamplingParams
+from .errors import ApiError, value_error
+from .fields import SAMPLING
+
+
+class Asker:
+    """What requests are checked against.  llm: an LLM; options: ServerOptions; check: (prompt, params, number) -> CheckedPrompt"""
+
+    def __init__(self, llm, options, check):
+        self.tokenizer, self.max_model_len = llm.tokenizer, llm.max_model_len
+        self.vocab_size = llm.engine.decoder.vocab_size
+        self._options, self._check = options, check
+        # Of a template's own options none may change what apply_chat_template does.
+        taken = inspect.signature(self.tokenizer.apply_chat_template).parameters if self.tokenizer else ()
+        self._not_for_templates = {"messages", "tokenize", "chat_template", *taken} - {"kwargs"}
+        self._defaults = {}
+        if options.model_defaults:
+            own, plain = llm.get_default_sampling_params(), SamplingParams()
+            names = (*SAMPLING, "max_tokens")
+            self._defaults = {n: getattr(own, n) for n in names if getattr(own, n) != getattr(plain, n)}
+
+    def completion_prompts(self, fields):
+        """The CheckedPrompts of CompletionFields, in their order."""
+        given = fields.prompt
+        many = isinstance(given, list) and bool(given) and not isinstance(given[0], int)
+        prompts = given if many else [given]
+        if len(prompts) > self._options.max_prompts:
+            self._refuse("prompt", f"holds {len(prompts)} prompts; at most {self._options.max_prompts} per request")
+        if self.tokenizer is None and any(isinstance(prompt, str) for prompt in prompts):
+            self._refuse("prompt", "is text, and this model has no tokenizer: give token ids")
+        prompt_logprobs = fields.prompt_logprobs
+        if fields.echo and fields.logprobs is not None and prompt_logprobs is None:
+            prompt_logprobs = fields.logprobs
+        nothing_new = fields.max_tokens == 0 and fields.echo
+        length = 1 if nothing_new else self._defaults.get("max_tokens", 16)
+        if fields.max_tokens is not None and not nothing_new:
+            length = fields.max_tokens
+        params = self._params(fields, length, fields.logprobs, prompt_logprobs)
+        special = fields.add_special_tokens is not False
+        return [self._checked(p, params, number, special, fields, "prompt") for number, p in enumerate(prompts)]
+
+    def chat_prompts(self, fields):
+        """The CheckedPrompt of ChatFields, in a list."""
+        if fields.top_logprobs is not None and not fields.logprobs:
+            self._refuse("top_logprobs", "needs logprobs: true")
+        given = (fields.max_completion_tokens, fields.max_tokens)
+        length = next((value for value in given if value is not None), self._defaults.get("max_tokens"))
+        logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
+        params = self._params(fields, length, logprobs, fields.prompt_logprobs)
+        text = self.render(fields)
+        return [self._checked(text, params, 0, bool(fields.add_special_tokens), fields, "messages")]
+
+    def render(self, fields):
+        """The text of a Conversation."""
+        options = fields.chat_template_kwargs or {}
+        for name in options:
+            if name in self._not_for_templates:
+                self._refuse("chat_template_kwargs", f"cannot set {name!r}")
+        going_on = bool(fields.continue_final_message)
+        prompt = not going_on if fields.add_generation_prompt is None else fields.add_generation_prompt
+        try:
+            return render_chat(
+                self.tokenizer,
+                fields.messages,
+                options,
+                add_generation_prompt=prompt,
+                continue_final_message=going_on,
+            )
+        except ValueError as error:
+            raise value_error(error, ("add_generation_prompt", "continue_final_message"), "messages") from None
+        except (TypeError, AttributeError, KeyError, IndexError):
+            raise ApiError(400, "the chat template cannot render this conversation", param="messages") from None
+
+    def tokens(self, text, special):
+        """The token ids of a text."""
+        return self.tokenizer(text, add_special_tokens=special)["input_ids"]
+
+    def _checked(self, prompt, params, number, special, fields, field):
+        if isinstance(prompt, str):
+            prompt = {"prompt": prompt, "prompt_token_ids": self.tokens(prompt, special)}
+        try:
+            return self._check(prompt, params, number)
+        except ValueError as error:
+            raise value_error(error, type(fields).model_fields, field) from None
+
+    def _params(self, fields, max_tokens, logprobs, prompt_logprobs):
+        """The SamplingParams of SamplingFields, within the caps."""
+        options = self._options
+        stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
+        caps = (
+            ("n", fields.n or 0, options.max_n),
+            ("stop", len(stops), options.max_stops),
+            ("logit_bias", len(fields.logit_bias or ()), options.max_biases),
+            ("stop_token_ids", len(fields.stop_token_ids or ()), options.max_biases),
+            ("bad_words", len(fields.bad_words or ()), options.max_biases),
+            ("allowed_token_ids", len(fields.allowed_token_ids or ()), self.vocab_size),
+        )
+        for name, count, most in caps:
+            if count > most:
+                self._refuse(name, f"asks for {count}; at most {most} per request")
+        for name in ("stop", "bad_words"):
+            longest = max(map(len, stops if name == "stop" else fields.bad_words or ()), default=0)
+            if longest > options.max_stop_length:
+                self._refuse(name, f"holds {longest} characters; at most {options.max_stop_length}")
+        asked = type(fields).model_fields
+        names = ("top_logprobs" if "top_logprobs" in asked else "logprobs", "prompt_logprobs")
+        for name, count in zip(names, (logprobs, prompt_logprobs)):
+            if count is not None and not 0 <= count <= options.max_logprobs:
+                self._refuse(name, f"must be from 0 to {options.max_logprobs} (--max-logprobs), got {count}")
+        if fields.stream_options is not None and not fields.stream:
+            self._refuse("stream_options", "needs stream: true")
+        if fields.stream and fields.prompt_logprobs is not None:
+            self._refuse("prompt_logprobs", "comes with whole answers only: leave out stream")
+        given = {name: value for name in SAMPLING if (value := getattr(fields, name)) is not None}
+        own = {name: value for name, value in self._defaults.items() if name != "max_tokens"}
+        try:
+            return SamplingParams(
+                **own | given, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs
+            )
+        except ValueError as error:
+            raise value_error(error, type(fields).model_fields) from None
+
+    def _refuse(self, field, words):
+        raise ApiError(400, f"{field} {words}", param=field)

@@ -1,0 +1,102 @@
+"""/metrics: the engine's counters and the times of requests, for Prometheus, under vLLM's names.
+
+On a tree, vllm:spec_decode_num_draft_tokens counts depths, as on a chain, and headstart:spec_decode_num_draft_nodes counts nodes.
+"""
+
+import time
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from ..metrics import Gauge, Vector
+
+SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
+LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
+TIMES = {
+    "time_to_first_token_seconds": ("From the arrival of a request to its first token.", LONG),
+    "request_queue_time_seconds": ("From the arrival of a request to its seat.", LONG),
+    "e2e_request_latency_seconds": ("From the arrival of a request to its last token.", LONG),
+    "request_time_per_output_token_seconds": ("Mean time per token of a request, after its first.", SHORT),
+    "inter_token_latency_seconds": ("From one piece of a stream to the next.", SHORT),
+}
+WORDS = {
+    "num_requests_running": "Outputs that have a seat.",
+    "num_requests_waiting": "Outputs that wait for a seat.",
+    "kv_cache_usage_perc": "Share of the cache's pages in use, 1 for all.",
+}
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Figures:
+    """Figures of one server, in a registry of its own. `follow` names the engine that is read at every scrape."""
+
+    def __init__(self, model_name):
+        self._labels = {"model_name": model_name, "engine": "0"}
+        self.registry = CollectorRegistry()
+        names, values = list(self._labels), list(self._labels.values())
+        self._times = {
+            name: Histogram(f"vllm:{name}", words, names, buckets=buckets, registry=self.registry).labels(*values)
+            for name, (words, buckets) in TIMES.items()
+        }
+        success = Counter(
+            "vllm:request_success", "Outputs that ended.", [*names, "finished_reason"], registry=self.registry
+        )
+        self._ended = {reason: success.labels(*values, reason) for reason in ("stop", "length")}
+        self._last = {}  # {job: {(prompt, sample): when its last piece came}} of streams
+        self._client, self._tree = None, None
+
+    def follow(self, client, tree):
+        """client: EngineClient; tree: the engine's draft tree"""
+        self._client, self._tree = client, tree
+        self.registry.register(self)
+
+    def observe(self, job, delta):
+        """Count a Delta, in the event loop."""
+        now, output, last = time.monotonic(), (delta.prompt, delta.sample), self._last.setdefault(job, {})
+        if output in last:
+            self._times["inter_token_latency_seconds"].observe(now - last[output])
+        last[output] = now
+        if delta.finish_reason is None:
+            return
+        times, number = delta.times, delta.times.num_generation_tokens
+        self._times["time_to_first_token_seconds"].observe(times.first_token_latency)
+        self._times["request_queue_time_seconds"].observe(times.scheduled_ts - times.queued_ts)
+        self._times["e2e_request_latency_seconds"].observe(times.last_token_ts - times.queued_ts)
+        if number > 1:
+            mean = (times.last_token_ts - times.first_token_ts) / (number - 1)
+            self._times["request_time_per_output_token_seconds"].observe(mean)
+        if delta.finish_reason in self._ended:
+            self._ended[delta.finish_reason].inc()
+
+    def forget(self, job):
+        """A job has ended or was left by its client."""
+        self._last.pop(job, None)
+
+    def collect(self):
+        """What prometheus_client asks at a scrape."""
+        names, values = list(self._labels), list(self._labels.values())
+        depth, chain = self._tree.max_depth, self._tree.num_nodes == self._tree.max_depth + 1
+        metrics = {metric.name: metric for metric in self._client.metrics()}
+        metrics.pop("vllm:request_success")  # counted here, with its reasons
+        for name, metric in metrics.items():
+            words = WORDS.get(name.removeprefix("vllm:"), "As in vLLM.")
+            if isinstance(metric, Vector):
+                family = CounterMetricFamily(name, words, labels=[*names, "position"])
+                for position, value in enumerate(metric.values):
+                    family.add_metric([*values, str(position)], value)
+            else:
+                value = metric.value
+                if name == "vllm:spec_decode_num_draft_tokens" and not chain:
+                    value = metrics["vllm:spec_decode_num_drafts"].value * depth
+                kind = GaugeMetricFamily if isinstance(metric, Gauge) else CounterMetricFamily
+                family = kind(name, words, labels=names)
+                family.add_metric(values, value)
+            yield family
+        if nodes := metrics.get("vllm:spec_decode_num_draft_tokens"):
+            family = CounterMetricFamily("headstart:spec_decode_num_draft_nodes", "Drafted nodes.", labels=names)
+            family.add_metric(values, nodes.value)
+            yield family
+
+    def page(self):
+        """The text of /metrics."""
+        return generate_latest(self.registry)

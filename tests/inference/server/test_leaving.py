@@ -1,0 +1,198 @@
+"""Clients that leave or do not read, a full line, and the end of the server."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import pytest
+
+from headstart.tests.inference.server.serving import HEADS, PROMPTS, TARGET, running
+
+LONG = {"prompt": PROMPTS[1], "temperature": 1.0, "max_tokens": 1800, "ignore_eos": True, "seed": 1}
+SHORT = {"prompt": PROMPTS[1], "temperature": 0.8, "max_tokens": 8, "seed": 1}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_seats_and_pages(served, stream):
+    with httpx.Client(base_url=served.url, timeout=30) as http:
+        if stream:
+            with http.stream("POST", "/v1/completions", json=LONG | {"stream": True, "n": 2}) as answer:
+                lines = answer.iter_lines()  # kept: its end closes the connection
+                next(lines)
+                assert served.llm.engine.num_free_pages < served.llm.engine.scheduler.num_pages
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                http.post("/v1/completions", json=LONG | {"n": 2}, timeout=0.5)
+        served.wait_until_idle(seconds=2)
+        assert http.post("/v1/completions", json=SHORT).status_code == 200
+
+
+def test_a_client_that_leaves_while_it_waits_is_forgotten(served):
+    with httpx.Client(base_url=served.url, timeout=30) as http:
+        with http.stream("POST", "/v1/completions", json=LONG | {"stream": True, "n": 8}):
+            served.wait_for(8)
+            with pytest.raises(httpx.ReadTimeout):
+                http.post("/v1/completions", json=SHORT, timeout=0.3)
+            deadline = time.monotonic() + 3
+            while served.llm.engine.scheduler.waiting:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        served.wait_until_idle()
+
+
+def raw_request(port, body, length=None):
+    """A socket that has sent a POST to /v1/completions."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect(("127.0.0.1", port))
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    connection.sendall(f"{head}Content-Length: {length or len(body)}\r\n\r\n".encode() + body)
+    return connection
+
+
+def test_a_reader_that_stands_still_stops_nobody_and_is_left(speculative):
+    with running(speculative(), write_timeout=0.5) as server:
+        # Small buffers, and log-probabilities, which make the events long.
+        server.bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+        body = b'{"prompt": "x", "stream": true, "n": 6, "max_tokens": 1800, "ignore_eos": true, "logprobs": 20}'
+        connection = raw_request(server.port, body)
+        server.wait_for(6)
+        with httpx.Client(base_url=server.url, timeout=30) as http:
+            assert http.post("/v1/completions", json=SHORT).status_code == 200
+        server.wait_until_idle(seconds=12)
+        connection.close()
+
+
+def test_half_a_body_harms_nobody(served):
+    connections = [raw_request(served.port, b'{"prompt": ', length=100) for _ in range(5)]
+    connections[0].close()
+    with httpx.Client(base_url=served.url, timeout=30) as http:
+        assert http.post("/v1/completions", json=SHORT).status_code == 200
+    for connection in connections:
+        connection.close()
+    served.wait_until_idle()
+
+
+def test_a_body_that_comes_too_slowly_is_refused(speculative):
+    with (
+        running(speculative(), body_timeout=0.2) as server,
+        raw_request(server.port, b'{"prompt": ', length=100) as connection,
+    ):
+        assert connection.recv(100).startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_request_that_takes_too_long_ends(speculative):
+    with running(speculative(), request_timeout=0.5) as server, httpx.Client(base_url=server.url, timeout=10) as http:
+        answer = http.post("/v1/completions", json=LONG)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
+        with http.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as answer:
+            text = answer.read().decode()
+        assert '"code":"timeout"' in text.split("\n\n")[-3]
+        assert text.endswith("data: [DONE]\n\n")
+        server.wait_until_idle()
+
+
+def test_a_full_line_says_try_again(speculative):
+    llm = speculative(max_num_seqs=2)
+    with running(llm, max_waiting=1) as server, httpx.Client(base_url=server.url, timeout=30) as http:
+        with http.stream("POST", "/v1/completions", json=LONG | {"stream": True, "n": 3}) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            full = http.post("/v1/completions", json=SHORT)
+            assert (full.status_code, full.json()["error"]["type"]) == (429, "rate_limit_error")
+            assert int(full.headers["retry-after"]) >= 1
+            assert http.get("/health").status_code == 200
+        server.wait_until_idle()
+        assert http.post("/v1/completions", json=SHORT).status_code == 200
+        never = http.post("/v1/completions", json=SHORT | {"n": 4})
+        assert never.status_code == 400
+
+
+def test_a_prompt_that_never_fits_the_cache_is_refused(speculative):
+    with running(speculative(num_gpu_blocks_override=6)) as server:
+        with httpx.Client(base_url=server.url, timeout=30) as http:
+            answer = http.post("/v1/completions", json=LONG)
+            assert answer.status_code == 400
+            assert "cache holds" in answer.json()["error"]["message"]
+        server.wait_until_idle()
+
+
+class Process:
+    """`headstart serve` in a process of its own."""
+
+    def __init__(self, *options):
+        command = [sys.executable, "-m", "headstart.serve", str(TARGET), "--head", str(HEADS), "--port", "0"]
+        command += ["--dtype", "float32", "--device", "cpu", "--uvicorn_log_level", "warning", *options]
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.popen = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, **pipes)
+        self.line = self.url = None
+
+    def wait(self):
+        """Until it is ready."""
+        self.line = self.popen.stdout.readline()
+        found = re.search(r"ready: (http://127\.0\.0\.1:\d+)/v1 ", self.line)
+        assert found, self.popen.communicate()[1]
+        self.url = found[1]
+
+    def stream(self, collected, **more):
+        """Read a stream in a thread into the list.  -> the thread, once the first event has come"""
+        came = threading.Event()
+
+        def read():
+            body = LONG | {"stream": True, **more}
+            with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=30) as answer:
+                for line in answer.iter_lines():
+                    collected.append(line)
+                    came.set()
+
+        thread = threading.Thread(target=read, daemon=True)
+        thread.start()
+        assert came.wait(20)
+        return thread
+
+
+@pytest.fixture
+def two_processes():
+    both = [Process("--shutdown-timeout", "20") for _ in range(2)]
+    try:
+        for process in both:
+            process.wait()
+        yield both
+    finally:
+        for process in both:
+            process.popen.kill()
+            process.popen.communicate()
+
+
+def test_sigterm_lets_requests_end_and_a_second_one_aborts_them(two_processes):
+    drained, aborted = two_processes
+    assert "medusa" in drained.line
+    assert "change no bit" in drained.line
+    lines = []
+    reader = drained.stream(lines, max_tokens=100)
+    drained.popen.send_signal(signal.SIGTERM)
+    reader.join(20)
+    assert lines[-2] == "data: [DONE]"
+    assert '"finish_reason":"length"' in lines[-4]
+    assert drained.popen.wait(20) == 0
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{drained.url}/health")
+
+    lines = []
+    reader = aborted.stream(lines)
+    start = time.monotonic()
+    aborted.popen.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    aborted.popen.send_signal(signal.SIGTERM)
+    reader.join(10)
+    assert "shutting down" in lines[-4]
+    assert lines[-2] == "data: [DONE]"
+    assert aborted.popen.wait(10) == 0
+    assert time.monotonic() - start < 10
+    assert aborted.popen.stderr.read() == ""

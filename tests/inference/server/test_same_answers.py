@@ -1,0 +1,101 @@
+"""The promise: a seed's answer has the same bits alone and in company, with heads and without, after a restart, and by LLM."""
+
+import asyncio
+import random
+
+import httpx
+import pytest
+
+from headstart import LLM, SamplingParams
+from headstart.tests.inference.server.serving import PROMPTS, running
+
+COUNT = 40
+
+
+def requests():
+    """Mixed parameters, each with a seed.  -> list of the bodies' dicts"""
+    dice, found = random.Random(1), []
+    more = [
+        {},
+        {"top_p": 0.9, "top_k": 40},
+        {"presence_penalty": 0.5, "repetition_penalty": 1.1},
+        {"stop": ["\n\n", "return"]},
+        {"min_p": 0.05, "min_tokens": 5},
+        {"logit_bias": {"70": 3}, "logprobs": 1},
+    ]
+    for seed in range(COUNT):
+        prompt = PROMPTS[seed % len(PROMPTS)] * (1 + seed % 3)
+        found.append(
+            {
+                "prompt": prompt,
+                "seed": seed,
+                "temperature": dice.choice([0.0, 0.7, 1.0]),
+                "max_tokens": dice.randrange(4, 24),
+                **more[seed % len(more)],
+            }
+        )
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(plain_llm):
+    """(text, token ids) of every request by itself, through LLM."""
+    bodies = requests()
+    params = [SamplingParams(**{name: v for name, v in body.items() if name != "prompt"}) for body in bodies]
+    outputs = [plain_llm.generate([body["prompt"]], one)[0].outputs[0] for body, one in zip(bodies, params)]
+    return [(output.text, output.token_ids) for output in outputs]
+
+
+async def ask_all(url, order, bodies, leave):
+    """Ask for all in this order, a few at a time; `leave` of them stop reading after a piece.  -> {number: (text, token ids)}"""
+    found, places = {}, asyncio.Semaphore(14)
+
+    async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+
+        async def ask(number):
+            body = bodies[number] | {"return_token_ids": True}
+            async with places:
+                if number in leave:
+                    length = {"max_tokens": 500, "stream": True, "ignore_eos": True, "stop": None}
+                    async with http.stream("POST", "/v1/completions", json=body | length) as answer:
+                        lines = answer.aiter_lines()
+                        await anext(lines)
+                    return
+                choice = (await http.post("/v1/completions", json=body)).json()["choices"][0]
+                found[number] = choice["text"], choice["token_ids"]
+
+        await asyncio.gather(*map(ask, order))
+    return found
+
+
+@pytest.mark.parametrize("heads", [False, True], ids=["plain", "heads"])
+def test_company_cancellations_heads_and_restarts_change_no_answer(heads, alone, plain_llm, speculative):
+    """Two servers one after the other, each with another order and others that leave."""
+    bodies = requests()
+    for restart in range(2):
+        dice = random.Random(restart)
+        order, leave = dice.sample(range(COUNT), COUNT), set(dice.sample(range(COUNT), COUNT // 3))
+        llm = speculative() if heads else LLM(plain_llm, seed=restart)
+        with running(llm) as server:
+            found = asyncio.run(ask_all(server.url, order, bodies, leave))
+            server.wait_until_idle()
+        assert len(found) == COUNT - len(leave)
+        assert {number: alone[number] for number in found} == found
+
+
+def test_the_fingerprint_is_of_the_model_and_not_of_the_head(plain_llm, speculative):
+    from headstart.inference.server.service import fingerprint
+
+    assert fingerprint(plain_llm) == fingerprint(speculative())
+
+
+def test_preemption_changes_no_answer(alone, speculative):
+    """A cache too small for all: some lose their pages and are computed again."""
+    llm, bodies = speculative(num_gpu_blocks_override=9), requests()
+    with running(llm) as server:
+        found = asyncio.run(ask_all(server.url, range(12), [body | {"max_tokens": 60} for body in bodies], set()))
+        server.wait_until_idle()
+        whole = asyncio.run(ask_all(server.url, [3], [body | {"max_tokens": 60} for body in bodies], set()))
+    assert llm.engine.metrics.num_preemptions > 0
+    assert found[3] == whole[3]
+    assert all(found[number][1][: len(alone[number][1])] == alone[number][1] for number in (0, 6))

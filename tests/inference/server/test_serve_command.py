@@ -1,0 +1,88 @@
+"""`headstart serve`: what its command line refuses before a model is loaded, and the spellings that it takes."""
+
+import socket
+
+import pytest
+
+from headstart.cli import build_parser, main, with_dashes
+from headstart.inference.server.options import KEY_VARIABLE, keys_of
+from headstart.inference.server.serve import listening_socket
+from headstart.tests.inference.server.serving import HEADS
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([], "name one model"),
+        (["x", "--model", "y"], "name one model"),
+        (["x", "--host", "0.0.0.0"], "can be reached from other machines"),
+        (["x", "-tp", "2"], "one GPU runs the whole model"),
+        (["x", "--speculative-config", "{"], "is not JSON"),
+        (["x", "--speculative-config", "[]"], "must be a JSON object"),
+        (["x", "--speculative-config", "{}", "--head", "y"], "says all"),
+        (["x", "--tree", "static"], "says how a head drafts"),
+        (["x", "--port", "99999"], "--port must be"),
+        (["./missing", "--port", "0"], "there is no model folder ./missing"),
+    ],
+)
+def test_bad_options_are_one_line(options, words, capsys, monkeypatch):
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    assert main(["serve", *options]) == 2
+    told = capsys.readouterr().err
+    assert words in told
+    assert told.count("\n") == 1
+
+
+def test_a_port_in_use_is_told_before_the_model_is_loaded(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main(["serve", "./missing", "--port", str(taken.getsockname()[1])]) == 2
+    assert "cannot listen on 127.0.0.1 port" in capsys.readouterr().err
+
+
+def test_underscores_stand_for_dashes():
+    typed = [
+        "serve",
+        "a_b",
+        "--max_model_len=64",
+        "--max_num_seqs",
+        "4",
+        "--speculative_config",
+        '{"model": "a_b"}',
+        "--",
+        "--x_y",
+    ]
+    changed = with_dashes(typed)
+    assert changed[2:6] == ["--max-model-len=64", "--max-num-seqs", "4", "--speculative-config"]
+    assert (changed[1], changed[6:]) == ("a_b", typed[6:])
+    parsed = build_parser().parse_args(changed[:-2])
+    assert (parsed.model_tag, parsed.max_model_len, parsed.max_num_seqs) == ("a_b", 64, 4)
+
+
+def test_keys_come_from_the_environment_unless_they_are_given(monkeypatch):
+    monkeypatch.setenv(KEY_VARIABLE, "secret")
+    assert keys_of(None) == ("secret",)
+    assert keys_of(["other"]) == ("other",)
+    monkeypatch.delenv(KEY_VARIABLE)
+    assert keys_of(None) == ()
+
+
+def test_what_speculation_does_is_told(plain_llm, speculative, recwarn):
+    from headstart import LLM
+    from headstart.commands.serve import _describe
+
+    assert _describe(plain_llm, None) == "plain decoding, no speculation"
+    told = _describe(speculative(), {"model": str(HEADS), "tree": "static"})
+    assert "stdlib-coder-medusa speculates" in told
+    assert "change no bit" in told
+    assert not recwarn
+    config = {"model": str(HEADS), "tree": "chain", "verifier": "block"}
+    told = _describe(LLM(plain_llm, speculative_config=config), config)
+    assert told.endswith("verifier block")
+    assert "only 'strict' keeps its bits" in str(recwarn.pop(UserWarning).message)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_small_writes_do_not_wait_for_each_other(host):
+    """asyncio switches Nagle's algorithm off for sockets that name their protocol, and accepted ones take it over."""
+    with listening_socket(host, 0) as bound:
+        assert bound.proto == socket.IPPROTO_TCP
