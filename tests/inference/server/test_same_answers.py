@@ -93,9 +93,9 @@ def test_preemption_changes_no_answer(alone, speculative):
     """A cache too small for all: some lose their pages and are computed again."""
     llm, bodies = speculative(num_gpu_blocks_override=9), requests()
     with running(llm) as server:
-        found = asyncio.run(ask_all(server.url, range(12), [body | {"max_tokens": 60} for body in bodies], set()))
+        found = asyncio.run(ask_all(server.url, range(9), [body | {"max_tokens": 45} for body in bodies], set()))
         server.wait_until_idle()
-        whole = asyncio.run(ask_all(server.url, [3], [body | {"max_tokens": 60} for body in bodies], set()))
+        whole = asyncio.run(ask_all(server.url, [3], [body | {"max_tokens": 45} for body in bodies], set()))
     assert llm.engine.metrics.num_preemptions > 0
     assert found[3] == whole[3]
     assert all(found[number][1][: len(alone[number][1])] == alone[number][1] for number in (0, 6))
