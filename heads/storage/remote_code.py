@@ -10,8 +10,8 @@ import warnings
 # What transformers calls the package that holds the code of models.
 PACKAGE = "transformers_modules"
 ADVICE = (
-    "read it, and if you trust it, give LLM(trust_remote_code=True), or --trust-remote-code to generate and verify-lossless, or "
-    "the model loaded by AutoModelForCausalLM.from_pretrained with trust_remote_code=True"
+    "read it, and if you trust it, give LLM(trust_remote_code=True), or --trust-remote-code to generate, serve and "
+    "verify-lossless, or the model loaded by AutoModelForCausalLM.from_pretrained with trust_remote_code=True"
 )
 
 
