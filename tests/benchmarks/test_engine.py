@@ -165,6 +165,8 @@ def test_engine_accepts_at_the_asked_rates_and_shows_plain_decoding_beside(bench
         assert row["of_graph"] > 0
         assert row["library"] > 0
         assert row["over_floor"] == pytest.approx(row["mean"] / row["floor"], rel=1e-3)
+        with_library = row["floor"] - row["floor_products"] + row["library"]
+        assert row["over_library"] == pytest.approx(row["mean"] / with_library, rel=1e-3)
         assert row["floor"] == pytest.approx(
             sum(row[f"floor_{part}"] for part in ("products", "keys", "drafts")), rel=1e-3
         )

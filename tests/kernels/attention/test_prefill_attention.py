@@ -87,9 +87,11 @@ def test_values_in_the_interpreter(hq, hk, dim, window):
     ("hq", "hk", "dim"), [(32, 8, 128), (8, 4, 64), (6, 2, 80), (7, 1, 32), (4, 4, 256), (16, 1, 96)]
 )
 def test_values(hq, hk, dim, dtype):
+    check_values("cuda", dtype, hq, hk, dim, [0, 640], [513, 17], window=100, scale=0.2)
+    if dtype == torch.float32 and dim > 64:
+        return  # without tensor cores a kernel takes up to a minute to compile
     check_values("cuda", dtype, hq, hk, dim, [0], [1000])
     check_values("cuda", dtype, hq, hk, dim, [0, 64, 1, 300, 2040], [1, 63, 700, 17, 90])
-    check_values("cuda", dtype, hq, hk, dim, [0, 640], [513, 17], window=100, scale=0.2)
 
 
 def decode_one_by_one(q, kv, table, start, hk, window):

@@ -154,9 +154,11 @@ def test_chunk_numbers_in_the_interpreter():
 @pytest.mark.parametrize(("hq", "hk", "dim"), SHAPES)
 def test_values(hq, hk, dim, dtype):
     committed = [0, 1, 63, 64, 65, 130, 255, 256, 257, 1000, 2047, 2500]
+    check_values("cuda", dtype, hq, hk, dim, 9, committed, window=100, integers=torch.int32)
+    if dtype == torch.float32 and dim > 64:
+        return  # without tensor cores a kernel takes up to a minute to compile
     for num_nodes in (1, 3, 17, 64):
         check_values("cuda", dtype, hq, hk, dim, num_nodes, committed)
-    check_values("cuda", dtype, hq, hk, dim, 9, committed, window=100, integers=torch.int32)
     check_values("cuda", dtype, hq, hk, dim, 64, [9000, 300], scale=0.2)
 
 
