@@ -98,6 +98,11 @@ def _add_server(group):
     group.add_argument(
         "--enable-prompt-tokens-details", action="store_true", help="usage tells tokens found in the cache"
     )
+    group.add_argument(
+        "--reasoning-parser",
+        metavar="NAME",
+        help="tell reasoning apart from the answer, between <think> and </think>: deepseek_r1, qwen3 or glm45",
+    )
     group.add_argument("--disable-log-requests", action="store_true", help="accepted: prompts are never logged")
     group.add_argument(
         "--uvicorn-log-level",
@@ -140,6 +145,7 @@ def run(arguments):
         max_logprobs=arguments.max_logprobs,
         model_defaults=arguments.generation_config == "auto",
         prompt_tokens_details=arguments.enable_prompt_tokens_details,
+        reasoning_markers=_reasoning_markers(arguments.reasoning_parser),
         log_level=arguments.uvicorn_log_level,
     )
     bound = listening_socket(options.host, options.port)
@@ -147,6 +153,15 @@ def run(arguments):
     name = (options.served_model_names or (llm.model_name,))[0]
     drafts = _describe(llm, speculative)
     return serve(llm, options, bound, ready=lambda url: say(f"ready: {url}/v1 serves {name}; {drafts}"))
+
+
+def _reasoning_markers(parser):
+    """The markers of --reasoning-parser, None without one."""
+    from ..inference.server.reasoning import MARKERS
+
+    if parser is not None and parser not in MARKERS:
+        raise ValueError(f"--reasoning-parser must be one of {', '.join(MARKERS)}, got {parser!r}")
+    return MARKERS.get(parser)
 
 
 def _speculative(arguments):

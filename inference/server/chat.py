@@ -1,6 +1,7 @@
 """/v1/chat/completions: the next message of a conversation."""
 
 from .answer import Answer
+from .reasoning import Reasoning
 from .token_logprobs import chat_logprobs, prompt_logprobs
 
 
@@ -9,6 +10,12 @@ class ChatAnswer(Answer):
 
     KIND, CHUNK = "chat.completion", "chat.completion.chunk"
     PREFIX = "chatcmpl"
+
+    def __init__(self, service, fields, prompts, name):
+        super().__init__(service, fields, prompts, name)
+        markers = service.options.reasoning_markers
+        self._reasoning = markers and [Reasoning(markers, prompts[0].text) for _ in range(self.n)]
+        self._shows_reasoning = fields.include_reasoning is not False
 
     def whole_fields(self, deltas):
         told = {}
@@ -19,8 +26,10 @@ class ChatAnswer(Answer):
         return told
 
     def choice(self, delta):
-        message = {"role": "assistant", "content": delta.text, "refusal": None}
-        return self._choice(delta, {"message": message})
+        content, reasoning = self._told(delta)
+        if reasoning:
+            content = content or None
+        return self._choice(delta, {"message": {"role": "assistant", "content": content, "refusal": None, **reasoning}})
 
     def start(self):
         """The role, for every choice."""
@@ -29,9 +38,21 @@ class ChatAnswer(Answer):
         return [({"index": index, **role}, more) for index in range(self.n)]
 
     def chunk(self, delta):
-        choice = self._choice(delta, {"delta": {"content": delta.text} if delta.text else {}})
-        told = delta.text or choice["logprobs"] or self.asks_ids or delta.finish_reason is not None
+        content, reasoning = self._told(delta)
+        said = {**({"content": content} if content else {}), **reasoning}
+        choice = self._choice(delta, {"delta": said})
+        told = said or choice["logprobs"] or self.asks_ids or delta.finish_reason is not None
         return (choice if told else None), {}
+
+    def _told(self, delta):
+        """(new text of the answer, {} or the fields of its new reasoning)"""
+        if not self._reasoning:
+            return delta.text, {}
+        ended = delta.finish_reason is not None
+        reasoning, content = self._reasoning[self.index(delta)].split(delta.text, ended)
+        if not reasoning or not self._shows_reasoning:
+            return content, {}
+        return content, {"reasoning": reasoning, "reasoning_content": reasoning}
 
     def _choice(self, delta, said):
         fields, logprobs = self.fields, None

@@ -34,8 +34,7 @@ REFUSED = (
     Theirs("modalities", (None, ["text"]), TEXT_ONLY),
     Theirs("audio", (None,), TEXT_ONLY),
     Theirs("prediction", (None,), "drafts come from the server's own head: leave it out"),
-    Theirs("reasoning_effort", (None,), "reasoning is not told apart from the answer yet: leave it out"),
-    Theirs("include_reasoning", (None, True), "reasoning is part of the text"),
+    Theirs("reasoning_effort", (None,), "give what the chat template reads in chat_template_kwargs"),
     Theirs("web_search_options", (None,), "there is no search"),
     Theirs("verbosity", (None,), "ask for it in a message"),
     Theirs("store", (None, False), "nothing is kept"),
@@ -138,6 +137,7 @@ class ChatFields(SamplingFields, Conversation):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    include_reasoning: bool | None = None  # whether reasoning that is told apart is sent
 
 
 class TokenizeTextFields(Fields):

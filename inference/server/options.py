@@ -39,6 +39,9 @@ class ServerOptions:
     max_biases: int = 1024
     model_defaults: bool = True  # parameters that a request leaves out are the model's own (its generation_config.json)
     prompt_tokens_details: bool = False
+    reasoning_markers: tuple[str, str] | None = (
+        None  # (opening, closing): what is between is told apart in conversations
+    )
     log_level: str = "info"
 
     def __post_init__(self):
