@@ -30,6 +30,12 @@ def _add_engine(group):
     add_adapter(group)
     add_device(group)
     group.add_argument("--tokenizer", help="folder or Hub id of another tokenizer")
+    group.add_argument(
+        "--load-format",
+        default="auto",
+        choices=("auto", "dummy"),
+        help="dummy: random weights, to measure a shape of which only config.json is there",
+    )
     group.add_argument("--revision", help="branch, tag or commit of a model on the Hub")
     group.add_argument("--download-dir", help="where files of the Hub go")
     group.add_argument("--trust-remote-code", action="store_true", help="run Python code that the target brings along")
@@ -195,6 +201,7 @@ def _load(model, arguments, speculative):
         device=arguments.device,
         dtype=arguments.dtype,
         adapter=arguments.adapter,
+        load_format=arguments.load_format,
         revision=arguments.revision,
         download_dir=arguments.download_dir,
         trust_remote_code=arguments.trust_remote_code,
