@@ -1,7 +1,7 @@
 """The `headstart` command: the table of its commands. Each command is a file of commands/, loaded when it is called.
 
-A file of commands/ holds EXAMPLE, optionally DETAILS, `add_options(parser)`, and `run(arguments)`, which returns the exit status
-(None: 0). `headstart COMMAND --help` explains each command.
+A file of commands/, for benchmarks of commands/bench/, holds EXAMPLE, optionally DETAILS, `add_options(parser)`, and
+`run(arguments)`, which returns the exit status (None: 0). `headstart COMMAND --help` explains each command.
 """
 
 import argparse
@@ -34,6 +34,8 @@ BENCHMARKS = {
     "engine": "Tokens per second of the whole engine on random weights, drafts accepted at given rates, beside plain decoding.",
     "traffic": "Requests of mixed lengths on random weights of a named shape: throughput against a floor, stalls by entering "
     "prompts.",
+    "serve": "Load on a server of OpenAI's API: requests that arrive at a rate, and the times and tokens per second of their "
+    "clients.",
     "peer": "The same random model by transformers' generate (static cache, compiled) and by this engine, in one run.",
     "train": "Training steps on random weights of a named shape, beside a plain PyTorch loop, against the rate of matrix "
     "products.",
@@ -95,7 +97,7 @@ def _add_bench(commands, summary, argv):
     bench = add_command(commands, "bench", lambda _: bench.print_help(), summary, BENCH_EXAMPLE)
     benchmarks = bench.add_subparsers(title="benchmarks", metavar="WHAT", dest="what")
     for what, told in BENCHMARKS.items():
-        _add(benchmarks, what, told, f"bench_{what}", argv)
+        _add(benchmarks, what, told, f"bench.{what}", argv)
 
 
 def _add(commands, name, summary, module, argv):

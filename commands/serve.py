@@ -1,6 +1,7 @@
 """`headstart serve`: its arguments and its work."""
 
 import json
+import secrets
 import warnings
 
 from ..heads.storage.user_errors import say
@@ -19,11 +20,16 @@ DETAILS = (
 def add_options(parser):
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="the target: a folder or Hub id")
     parser.add_argument("--model", help="the same, as an option")
+    add_llm(parser)
+    _add_server(parser.add_argument_group("server"))
+
+
+def add_llm(parser):
+    """Options of the LLM that is served: those that `load` reads."""
     _add_engine(parser.add_argument_group("engine"))
     group = parser.add_argument_group("speculation")
     add_speculation(group)
     group.add_argument("--speculative-config", metavar="JSON", help="all of it as one JSON object, as LLM takes it")
-    _add_server(parser.add_argument_group("server"))
 
 
 def _add_engine(group):
@@ -48,21 +54,15 @@ def _add_engine(group):
         "--gpu-memory-utilization", type=float, default=0.9, help="share of the GPU's memory (default 0.9)"
     )
     group.add_argument("--num-gpu-blocks-override", type=int, help="cache pages of 64 tokens to allocate instead")
+    group.add_argument(
+        "--load-format",
+        default="auto",
+        help="auto (default); dummy: random weights of the model's shape, to measure speed without a checkpoint",
+    )
     group.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs (for debugging)")
     group.add_argument("--no-enable-prefix-caching", action="store_true", help="compute every prompt anew")
     group.add_argument("--tensor-parallel-size", "-tp", type=int, default=1, help="1: one GPU runs the whole model")
     group.add_argument("--logprobs-mode", default="raw_logprobs", help="raw_logprobs (default) or processed_logprobs")
-    group.add_argument(
-        "--seed",
-        type=int,
-        help="requests without a seed derive theirs from it and their number (default: from a secret number, new at every start)",
-    )
-    group.add_argument(
-        "--generation-config",
-        default="auto",
-        choices=("auto", "vllm"),
-        help="auto: parameters that a request leaves out are those of the model's generation_config.json; vllm: OpenAI's",
-    )
 
 
 def _add_server(group):
@@ -74,6 +74,17 @@ def _add_server(group):
         "--api-key",
         action="append",
         help="clients must give it; may be given again; better in the variable HEADSTART_API_KEY, which ps does not show",
+    )
+    group.add_argument(
+        "--seed",
+        type=int,
+        help="requests without a seed derive theirs from it and their number (default: from a secret number, new at every start)",
+    )
+    group.add_argument(
+        "--generation-config",
+        default="auto",
+        choices=("auto", "vllm"),
+        help="auto: parameters that a request leaves out are those of the model's generation_config.json; vllm: OpenAI's",
     )
     group.add_argument("--served-model-name", nargs="+", help="names of the model for clients (default: MODEL)")
     group.add_argument(
@@ -126,7 +137,7 @@ def run(arguments):
         raise ValueError(
             f"--tensor-parallel-size {arguments.tensor_parallel_size}: one GPU runs the whole model; leave it out"
         )
-    speculative = _speculative(arguments)
+    speculative = speculative_of(arguments)
     try:
         from ..inference.server.options import ServerOptions, keys_of
         from ..inference.server.serve import listening_socket, serve
@@ -155,7 +166,8 @@ def run(arguments):
         log_level=arguments.uvicorn_log_level,
     )
     bound = listening_socket(options.host, options.port)
-    llm = _load(model, arguments, speculative)
+    seed = secrets.randbits(63) if arguments.seed is None else arguments.seed
+    llm = load(model, arguments, speculative, max_logprobs=arguments.max_logprobs, seed=seed)
     name = (options.served_model_names or (llm.model_name,))[0]
     drafts = _describe(llm, speculative)
     return serve(llm, options, bound, ready=lambda url: say(f"ready: {url}/v1 serves {name}; {drafts}"))
@@ -170,7 +182,7 @@ def _reasoning_markers(parser):
     return MARKERS.get(parser)
 
 
-def _speculative(arguments):
+def speculative_of(arguments):
     """The speculative_config of the options, None for plain decoding."""
     given = arguments.speculative_config
     if given is None:
@@ -188,10 +200,8 @@ def _speculative(arguments):
     return config
 
 
-def _load(model, arguments, speculative):
-    """The LLM that is served."""
-    import secrets
-
+def load(model, arguments, speculative, **more):
+    """The LLM of the options of add_llm.  speculative: what speculative_of says; more: further arguments of LLM"""
     from ..inference.llm import LLM
 
     choose_threads_for(model, arguments.device, arguments.trust_remote_code)
@@ -210,12 +220,12 @@ def _load(model, arguments, speculative):
         max_num_batched_tokens=arguments.max_num_batched_tokens,
         gpu_memory_utilization=arguments.gpu_memory_utilization,
         num_gpu_blocks_override=arguments.num_gpu_blocks_override,
+        load_format=arguments.load_format,
         enforce_eager=arguments.enforce_eager,
         enable_prefix_caching=not arguments.no_enable_prefix_caching,
         logprobs_mode=arguments.logprobs_mode,
-        max_logprobs=arguments.max_logprobs,
-        seed=secrets.randbits(63) if arguments.seed is None else arguments.seed,
         speculative_config=speculative,
+        **more,
     )
 
 

@@ -12,7 +12,7 @@ from ..inference.arguments import (
     prompt_file,
     target_of,
 )
-from .bench_speculation import COMPARED_PROMPTS
+from .bench.speculation import COMPARED_PROMPTS
 
 # Use of the held-out prompts: a tree is never measured on the prompts that `bench speculation` reports.
 TREE_PROMPTS = 32

@@ -61,7 +61,10 @@ PUBLIC = {
     "benchmarks": "measurement shape",
     "benchmarks/engine": "draft engine peer step traffic",
     "benchmarks/ops": "kernel kernel_bench",
+    "benchmarks/serving": "serve server_process",
     "benchmarks/training": "train",
+    "commands": "serve",
+    "commands/bench": "speculation",
 }
 # Files of kernels/ without a test of their name: none of them is an operation.
 WITHOUT_TEST = {

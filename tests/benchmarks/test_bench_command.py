@@ -161,7 +161,7 @@ def test_kernel_refuses_keys_beyond_the_free_memory(shape, capsys):
 def test_help_teaches_every_benchmark(capsys):
     assert main(["bench"]) == 0
     overview = capsys.readouterr().out
-    for name in ("speculation", "step", "draft", "kernel", "engine", "traffic", "peer", "train"):
+    for name in ("speculation", "step", "draft", "kernel", "engine", "traffic", "serve", "peer", "train"):
         assert name in overview
         with pytest.raises(SystemExit) as end:
             main(["bench", name, "--help"])

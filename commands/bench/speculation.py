@@ -4,8 +4,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from ..heads.storage.atomic_write import check_writable
-from ..inference.arguments import add_adapter, add_device, check_count, choose_threads_for, prompt_file
+from ...heads.storage.atomic_write import check_writable
+from ...inference.arguments import add_adapter, add_device, check_count, choose_threads_for, prompt_file
 
 COMPARED_PROMPTS = 16  # number of held-out prompts, the first ones
 
@@ -47,13 +47,13 @@ def add_options(parser):
 
 
 def run(arguments):
-    from ..evaluation.compare import candidate_trees, compare, format_table, hardware_name, save_comparison
-    from ..heads.checkpoint import resolve_head
-    from ..inference.llm import LLM
-    from ..inference.models.target_source import target_config
-    from ..inference.prompt_files import read_prompts, render_prompt
-    from ..inference.speculation.options import SpeculativeOptions
-    from ..inference.speculation.proposers import find_proposer
+    from ...evaluation.compare import candidate_trees, compare, format_table, hardware_name, save_comparison
+    from ...heads.checkpoint import resolve_head
+    from ...inference.llm import LLM
+    from ...inference.models.target_source import target_config
+    from ...inference.prompt_files import read_prompts, render_prompt
+    from ...inference.speculation.options import SpeculativeOptions
+    from ...inference.speculation.proposers import find_proposer
 
     check_count(arguments.num_prompts)
     if arguments.transformers and arguments.adapter:
@@ -108,7 +108,7 @@ def _module(model, base):
     """The target as a transformers model, in the engine's dtype and on its device."""
     from transformers import AutoModelForCausalLM
 
-    from ..heads.storage.hub_answer import hub_options
+    from ...heads.storage.hub_answer import hub_options
 
     return (
         AutoModelForCausalLM.from_pretrained(model, dtype=base.dtype, trust_remote_code=False, **hub_options(model))

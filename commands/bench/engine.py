@@ -1,6 +1,6 @@
 """`headstart bench engine`: tokens per second of the whole engine."""
 
-from ..benchmarks.measurement import HEADS, add_measurement, at_least_one, measurement, numbers
+from ...benchmarks.measurement import HEADS, add_measurement, at_least_one, measurement, numbers
 
 EXAMPLE = (
     "headstart bench engine --shape llama-3-8b --head medusa --acceptance 2.0,3.0 --batch 1,4,16,64\n"
@@ -44,7 +44,7 @@ def add_options(parser):
 
 
 def run(arguments):
-    from ..benchmarks.engine.engine import EngineSettings, bench_engine
+    from ...benchmarks.engine.engine import EngineSettings, bench_engine
 
     drafts = arguments.head != "none"
     for option in ("acceptance", "lm_head", "tree", "num_speculative_tokens", "adaptive"):

@@ -1,6 +1,6 @@
 """`headstart bench step`: one step of the engine, against the memory floor and the library."""
 
-from ..benchmarks.measurement import add_measurement, at_least_one, measurement, numbers
+from ...benchmarks.measurement import add_measurement, at_least_one, measurement, numbers
 
 EXAMPLE = (
     "headstart bench step --shape llama-3-8b --rows 1,8,16,32,64 --context 1024,8192 --batch 1,8,32\n"
@@ -43,7 +43,7 @@ def add_options(parser):
 
 
 def run(arguments):
-    from ..benchmarks.engine.step import StepSettings, bench_step
+    from ...benchmarks.engine.step import StepSettings, bench_step
 
     lm_heads = () if arguments.lm_head == "none" else tuple(arguments.lm_head.split(","))
     for name in lm_heads:

@@ -1,6 +1,6 @@
 """`headstart bench draft`: drafting alone."""
 
-from ..benchmarks.measurement import HEADS, add_measurement, at_least_one, measurement, numbers
+from ...benchmarks.measurement import HEADS, add_measurement, at_least_one, measurement, numbers
 
 EXAMPLE = (
     "headstart bench draft --shape llama-3-8b --head eagle3,eagle,mlp_speculator,medusa --batch 1,16\n"
@@ -33,7 +33,7 @@ def add_options(parser):
 
 
 def run(arguments):
-    from ..benchmarks.engine.draft import DraftSettings, bench_draft
+    from ...benchmarks.engine.draft import DraftSettings, bench_draft
 
     heads = tuple(arguments.head.split(","))
     for name in heads:

@@ -1,6 +1,6 @@
 """`headstart bench traffic`: throughput of mixed requests, and what entering prompts cost the requests that run."""
 
-from ..benchmarks.measurement import HEADS, add_measurement, at_least_one, measurement, numbers
+from ...benchmarks.measurement import HEADS, add_measurement, at_least_one, measurement, numbers
 
 EXAMPLE = (
     "headstart bench traffic --shape llama-3-8b\n"
@@ -48,7 +48,7 @@ def add_options(parser):
 
 
 def run(arguments):
-    from ..benchmarks.engine.traffic import TrafficSettings, bench_traffic
+    from ...benchmarks.engine.traffic import TrafficSettings, bench_traffic
 
     for option in ("acceptance", "num_speculative_tokens", "adaptive"):
         given = getattr(arguments, option)

@@ -1,6 +1,6 @@
 """`headstart bench peer`: compare Headstart with transformers' own `generate` on the same model."""
 
-from ..benchmarks.measurement import add_measurement, at_least_one, measurement, numbers
+from ...benchmarks.measurement import add_measurement, at_least_one, measurement, numbers
 
 EXAMPLE = "headstart bench peer --shape llama-3-8b --batch 1"
 DETAILS = (
@@ -17,7 +17,7 @@ def add_options(parser):
 
 
 def run(arguments):
-    from ..benchmarks.engine.peer import PeerSettings, bench_peer
+    from ...benchmarks.engine.peer import PeerSettings, bench_peer
 
     settings = PeerSettings(
         shape=arguments.shape,

@@ -1,6 +1,6 @@
 """`headstart bench train`: training steps of heads, beside a plain PyTorch loop."""
 
-from ..benchmarks.measurement import add_measurement, measurement
+from ...benchmarks.measurement import add_measurement, measurement
 
 EXAMPLE = (
     "headstart bench train --shape llama-3-8b --head medusa\n"
@@ -30,6 +30,6 @@ def add_options(parser):
 
 
 def run(arguments):
-    from ..benchmarks.training.train import bench_train, check_settings
+    from ...benchmarks.training.train import bench_train, check_settings
 
     bench_train(check_settings(arguments), **measurement(arguments))

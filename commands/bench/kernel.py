@@ -1,6 +1,6 @@
 """`headstart bench kernel`: one operation."""
 
-from ..benchmarks.measurement import add_measurement, at_least_one, measurement, numbers
+from ...benchmarks.measurement import add_measurement, at_least_one, measurement, numbers
 
 EXAMPLE = (
     "headstart bench kernel linear --shape llama-3-8b --rows 1,64,2048\n"
@@ -29,8 +29,8 @@ def add_options(parser):
 
 
 def run(arguments):
-    from ..benchmarks.ops.kernel import OPERATIONS, bench_kernel, sweep_kernel
-    from ..benchmarks.ops.kernel_bench import KernelSettings
+    from ...benchmarks.ops.kernel import OPERATIONS, bench_kernel, sweep_kernel
+    from ...benchmarks.ops.kernel_bench import KernelSettings
 
     op = arguments.op.replace("-", "_")
     if op not in (*OPERATIONS, "all"):

@@ -1,0 +1,198 @@
+"""`headstart bench serve`: load on a server, and what its clients see."""
+
+import argparse
+import math
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from functools import partial
+from multiprocessing import get_context
+
+from ...benchmarks.measurement import at_least_one
+from ..serve import add_llm, load, speculative_of
+from .traffic import span
+
+EXAMPLE = (
+    "headstart bench serve assets/stdlib-coder --head assets/stdlib-coder-medusa --tree static --num-prompts 32 \\\n"
+    "      --prompts 20-200 --outputs 16-64\n"
+    "  headstart bench serve --base-url http://127.0.0.1:8000 --vocab-size 128256 --request-rate 4 --goodput ttft:200,tpot:50"
+)
+DETAILS = (
+    "With MODEL a server is started for it, with the options of the groups engine and speculation, and ended; with\n"
+    "--base-url a running one of OpenAI's API is measured. Names are those of `vllm bench serve` where they mean the same.\n"
+    "ttft: from sending a request to its first piece; itl: from one piece to the next; tpot: a request's mean per token after\n"
+    "the first; e2el: to the last piece. client: share of one core that the client took, which must not come near 1.\n"
+    "goodput: requests per second whose times keep the limits. tokens/step: acceptance length by the server's own counters."
+)
+LIMITS = ("ttft", "itl", "tpot", "e2el")
+
+
+def add_options(parser):
+    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="the target: a folder or Hub id")
+    parser.add_argument("--base-url", help="measure this server instead of starting one, like http://127.0.0.1:8000")
+    parser.add_argument("--api-key", help="the server's key; better in the variable HEADSTART_API_KEY")
+    parser.add_argument("--served-model-name", help="the name that requests give (default: the first that it serves)")
+    parser.add_argument(
+        "--vocab-size",
+        type=int,
+        help="random tokens are below it (default: MODEL's; needed with --base-url without MODEL)",
+    )
+    parser.add_argument(
+        "--request-rate",
+        type=float,
+        default=math.inf,
+        help="requests per second, with random (Poisson) arrivals; inf (default): all at once",
+    )
+    parser.add_argument("--max-concurrency", type=int, help="the most requests at once (default: no limit)")
+    parser.add_argument("--num-prompts", type=int, help="number of requests (default 256, or all of a file)")
+    parser.add_argument(
+        "--prompts",
+        default="100-2000",
+        help="shortest and longest prompt in random tokens (default 100-2000), or a JSONL file of prompts",
+    )
+    parser.add_argument("--outputs", default="32-512", help="shortest and longest output in tokens (default 32-512)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of every request (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="of lengths, tokens and arrivals (default 0)")
+    parser.add_argument("--num-warmups", type=int, default=8, help="requests before the measured ones (default 8)")
+    parser.add_argument(
+        "--goodput",
+        nargs="+",
+        metavar="TIME:MS",
+        help=f"limits in milliseconds, like ttft:200,tpot:50, of {', '.join(LIMITS)} (itl: of the longest gap)",
+    )
+    parser.add_argument(
+        "--offline", action="store_true", help="first run the same requests by LLM.generate, to tell what HTTP costs"
+    )
+    parser.add_argument(
+        "--output", help="write the JSON object here; a bare NAME stands for benchmarks/results/<date>-NAME.json"
+    )
+    parser.add_argument("--commit", help="commit of the code, if this is not a git checkout")
+    add_llm(parser)
+
+
+def run(arguments):
+    from ...benchmarks.serving.serve import ServeSettings, bench_serve
+    from ...benchmarks.serving.server_process import server_process
+    from ...inference.models.target_source import choose_device, target_config
+    from ...inference.prompt_files import read_prompts
+    from ...inference.server.options import keys_of
+
+    model, base_url = arguments.model_tag, arguments.base_url
+    words = llm_words(arguments)
+    if model is None and base_url is None:
+        raise ValueError("name what is measured: MODEL, or --base-url of a running server")
+    if base_url and (words or arguments.offline):
+        raise ValueError(
+            f"{'--offline' if arguments.offline else words[0]} is for a server that is started: leave --base-url out"
+        )
+    if arguments.offline and (arguments.request_rate != math.inf or arguments.max_concurrency):
+        raise ValueError("--offline hands in all requests at once: leave --request-rate and --max-concurrency out")
+    if not arguments.request_rate > 0:
+        raise ValueError(f"--request-rate must be above 0, or inf, got {arguments.request_rate}")
+    entries, prompts, vocab_size = None, arguments.prompts, arguments.vocab_size
+    if prompts.replace("-", "").isdecimal():
+        prompts = span("--prompts", prompts)
+        if vocab_size is None and model is not None:
+            vocab_size = target_config(model, "auto", arguments.trust_remote_code)[0].vocab_size
+        if vocab_size is None:
+            raise ValueError("random prompts need the size of the vocabulary: name MODEL, or give --vocab-size")
+    else:
+        entries = read_prompts(prompts, count=arguments.num_prompts)
+    count = len(entries) if entries else 256 if arguments.num_prompts is None else arguments.num_prompts
+    settings = ServeSettings(
+        model=model,
+        base_url=base_url,
+        served_model_name=arguments.served_model_name,
+        request_rate=arguments.request_rate,
+        max_concurrency=arguments.max_concurrency
+        if arguments.max_concurrency is None
+        else at_least_one("--max-concurrency", arguments.max_concurrency),
+        num_prompts=at_least_one("--num-prompts", count),
+        prompts=prompts,
+        outputs=span("--outputs", arguments.outputs),
+        temperature=arguments.temperature,
+        seed=arguments.seed,
+        num_warmups=arguments.num_warmups,
+        goodput=limits(arguments.goodput or ()),
+        offline=arguments.offline,
+    )
+    server = nullcontext(base_url)
+    if base_url is None:
+        server = server_process([model, *words, "--max-waiting", str(settings.num_prompts)])
+    bench_serve(
+        settings,
+        entries,
+        vocab_size,
+        server=server,
+        offline=partial(_in_a_child, arguments) if arguments.offline else None,
+        api_key=next(iter(keys_of([arguments.api_key] if arguments.api_key else None)), None),
+        device=str(choose_device(arguments.device)),
+        command=" ".join(["headstart", *sys.argv[1:]]),
+        output=arguments.output,
+        commit=arguments.commit,
+    )
+
+
+def llm_words(arguments):
+    """The options of add_llm that were given, as words of a command line."""
+    parser = argparse.ArgumentParser()
+    add_llm(parser)
+    words = []
+    for name, default in vars(parser.parse_args([])).items():
+        if (value := getattr(arguments, name)) != default:
+            option = "--" + name.replace("_", "-")
+            words.append(option if value is True else f"{option}={value}")
+    return words
+
+
+def limits(given):
+    """((time, ms), ...) of words like `ttft:200,tpot:50`; ValueError for others."""
+    found = []
+    for part in ",".join(given).split(",") if given else ():
+        name, _, number = part.partition(":")
+        try:
+            most = float(number)
+        except ValueError:
+            most = 0.0
+        if name not in LIMITS or not most > 0:
+            raise ValueError(
+                f"--goodput takes limits in ms like ttft:200,tpot:50, of {', '.join(LIMITS)}; got {part!r}"
+            )
+        found.append((name, most))
+    return tuple(found)
+
+
+def _in_a_child(arguments, warm, requests):
+    """`_generate` in a process of its own, which leaves no memory of the device behind."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as child:
+        return child.submit(_generate, arguments, warm, requests).result()
+
+
+def _generate(arguments, warm, requests):
+    """Run LoadRequests by LLM.generate.  -> (seconds, [(prompt tokens, output tokens)], tokens per step or None)"""
+    import time
+
+    from ...inference.prompt_files import render_prompt
+    from ...inference.sampling_params import SamplingParams
+
+    llm = load(arguments.model_tag, arguments, speculative_of(arguments))
+
+    def generate(requests):
+        prompts = [
+            render_prompt(llm.tokenizer, {"messages": one.prompt}) if one.is_chat else one.prompt for one in requests
+        ]
+        params = [
+            SamplingParams(temperature=one.temperature, max_tokens=one.max_tokens, seed=one.seed, ignore_eos=True)
+            for one in requests
+        ]
+        return llm.generate(prompts, params)
+
+    if warm:
+        generate(warm)
+    start = time.perf_counter()
+    outputs = generate(requests)
+    seconds = time.perf_counter() - start
+    drafts = [output.outputs[0].spec_decode_metrics for output in outputs]
+    steps, accepted = sum(one.num_steps for one in drafts), sum(one.num_accepted_tokens for one in drafts)
+    lengths = [(len(output.prompt_token_ids), len(output.outputs[0].token_ids)) for output in outputs]
+    return seconds, lengths, 1 + accepted / steps if steps else None
