@@ -36,12 +36,6 @@ def _add_engine(group):
     add_adapter(group)
     add_device(group)
     group.add_argument("--tokenizer", help="folder or Hub id of another tokenizer")
-    group.add_argument(
-        "--load-format",
-        default="auto",
-        choices=("auto", "dummy"),
-        help="dummy: random weights, to measure a shape of which only config.json is there",
-    )
     group.add_argument("--revision", help="branch, tag or commit of a model on the Hub")
     group.add_argument("--download-dir", help="where files of the Hub go")
     group.add_argument("--trust-remote-code", action="store_true", help="run Python code that the target brings along")
@@ -220,7 +214,6 @@ def load(model, arguments, speculative, **more):
         max_num_batched_tokens=arguments.max_num_batched_tokens,
         gpu_memory_utilization=arguments.gpu_memory_utilization,
         num_gpu_blocks_override=arguments.num_gpu_blocks_override,
-        load_format=arguments.load_format,
         enforce_eager=arguments.enforce_eager,
         enable_prefix_caching=not arguments.no_enable_prefix_caching,
         logprobs_mode=arguments.logprobs_mode,
