@@ -169,11 +169,11 @@ def run(arguments):
 
 def _reasoning_markers(parser):
     """The markers of --reasoning-parser, None without one."""
-    from ..inference.server.reasoning import MARKERS
+    from ..inference.server.options import REASONING_MARKERS
 
-    if parser is not None and parser not in MARKERS:
-        raise ValueError(f"--reasoning-parser must be one of {', '.join(MARKERS)}, got {parser!r}")
-    return MARKERS.get(parser)
+    if parser is not None and parser not in REASONING_MARKERS:
+        raise ValueError(f"--reasoning-parser must be one of {', '.join(REASONING_MARKERS)}, got {parser!r}")
+    return REASONING_MARKERS.get(parser)
 
 
 def speculative_of(arguments):

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 KEY_VARIABLE = "HEADSTART_API_KEY"
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
+# (opening, closing) by vLLM's names of parsers that look for such markers and nothing else.
+REASONING_MARKERS = dict.fromkeys(("deepseek_r1", "qwen3", "glm45"), ("<think>", "</think>"))
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The reasoning of an answer, told apart from the rest of its text by the markers that the model writes.
 
-    reasoning = Reasoning(MARKERS["qwen3"], prompt_text)
+    reasoning = Reasoning(("<think>", "</think>"), prompt_text)
     reasoning.split("<think>\\nTwo and two", ended=False)   # -> ("\\nTwo and two", "")
     reasoning.split(" is four.</think>\\n4", ended=True)    # -> (" is four.", "\\n4")
 
@@ -8,9 +8,6 @@ Reasoning comes first, if at all. A template may write the opening marker itself
 """
 
 from ..engine.stopping import stable_length
-
-# vLLM's names of parsers that look for such markers and nothing else.
-MARKERS = dict.fromkeys(("deepseek_r1", "qwen3", "glm45"), ("<think>", "</think>"))
 
 
 class Reasoning:

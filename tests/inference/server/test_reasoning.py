@@ -4,10 +4,11 @@ import random
 
 import pytest
 
-from headstart.inference.server.reasoning import MARKERS, Reasoning
+from headstart.inference.server.options import REASONING_MARKERS
+from headstart.inference.server.reasoning import Reasoning
 from headstart.tests.inference.server.serving import PROMPTS, running
 
-THINK = MARKERS["qwen3"]
+THINK = REASONING_MARKERS["qwen3"]
 CASES = [
     ("<think>\nTwo < four</ think></think>\n\nFour", "user:", "\nTwo < four</ think>", "\n\nFour"),
     ("Two</think>Four", "assistant:<think>\n", "Two", "Four"),
