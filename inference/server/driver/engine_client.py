@@ -12,7 +12,7 @@ All methods are called in the event loop, except `check`. A slow reader fills it
 import asyncio
 import itertools
 
-from ...metrics import metrics_of
+from ...metrics import counts_of, metrics_of
 from .engine_thread import ENGINE_FAILED, EngineThread
 from .messages import Accepted, Cancel, Delta, Failed, Refused, Submit
 
@@ -101,7 +101,7 @@ class EngineClient:
 
     def metrics(self):
         """vLLM's counters and gauges of the engine."""
-        return metrics_of(self._llm.engine, self._llm.model_name)
+        return metrics_of(counts_of(self._llm.engine), self._llm.model_name)
 
     async def open(self, prompts, streamed):
         """Submit CheckedPrompts as one job.  -> Job, which the engine has queued. Raises Full, Broken, ValueError."""
