@@ -1,4 +1,4 @@
-"""The asyncio side of the engine's process: jobs whose events are awaited, a limit to those that wait, and a watch on the process.
+"""The asyncio side of the engine's process: jobs whose events are awaited, a limit to those that wait, and a watch on its steps.
 
     await client.start()
     job = await client.open(checked_prompts, streamed=True)    # Full, Broken or ValueError instead
@@ -142,22 +142,19 @@ class EngineClient:
         return delta
 
     async def _watch(self):
-        """See that the engine's process lives, and that its steps end.
+        """See that steps end.
 
         Looks are counted, not time: a server that was itself stopped meanwhile, by Ctrl-Z or a debugger, must not blame the engine.
         """
         limit = self._step_timeout
-        look = min(LOOK_AGAIN, limit / 4) if limit else LOOK_AGAIN
-        while not self.failure:
+        look = min(LOOK_AGAIN, limit / 4)
+        while limit and not self.failure:
             await asyncio.sleep(look)
             runs = any(job.num_running for job in self._jobs.values())
             self._quiet = self._quiet + look if runs else 0.0
-            if limit and self._quiet > limit:
-                self._fail(
-                    f"a step of the engine took more than {limit:g} seconds (--step-timeout): restart the server"
-                )
-            elif self._engine.exit_status is not None and not self.failure:
-                self._fail(ENGINE_FAILED)
+            if self._quiet > limit:
+                told = f"a step of the engine took more than {limit:g} seconds (--step-timeout): restart the server"
+                self._fail(told)
 
     def _fail(self, reason, error=None):
         """Tell every job, and end the process."""

@@ -81,6 +81,7 @@ class EngineProcess:
 def run_engine(build, connection):
     """The work of the engine's process."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    connection.set_inheritable(False)  # it must be closed when this process ends, whatever it has started
     wire = Wire(connection)
     with plain_warnings():
         try:

@@ -1,7 +1,7 @@
 """A server in this process on a free port of loopback, driven over real sockets.
 
-The engine's loop runs in a thread here, over the same connection as from a process: its LLM can be looked at, and servers on shared
-weights start at once. test_engine_process.py has servers as they are run, in processes.
+`running` runs the engine's loop in a thread, over the same connection as to a process: its LLM can be looked at, and servers on
+shared weights start at once. test_processes.py has servers as they are run, in processes.
 """
 
 import socket
@@ -26,6 +26,7 @@ PROMPTS = [
     "import os\n\ndef join",
     "class Stack:\n    def push(self, item):\n",
 ]
+LONG = {"prompt": PROMPTS[1], "temperature": 1.0, "max_tokens": 1800, "ignore_eos": True, "seed": 1}
 
 
 class EngineInThread:
@@ -79,9 +80,19 @@ class Running:
 @contextmanager
 def running(llm, **options):
     """A Running server of an LLM."""
-    options = ServerOptions(port=0, served_model_names=(NAME,), log_level="error", **options)
     engine = EngineInThread(llm)
-    service, bound, urls = Service(engine, llm.tokenizer, options), listening_socket(options.host, 0), []
+    try:
+        with serving(engine, llm.tokenizer, **options) as server:
+            yield Running(llm, *server)
+    finally:
+        assert engine.stop()
+
+
+@contextmanager
+def serving(engine, tokenizer, **options):
+    """A server of an engine.  -> its Service, its Server, its socket, its URL"""
+    options = ServerOptions(port=0, served_model_names=(NAME,), log_level="error", **options)
+    service, bound, urls = Service(engine, tokenizer, options), listening_socket(options.host, 0), []
     started = threading.Event()
 
     def ready(url):
@@ -93,10 +104,9 @@ def running(llm, **options):
     thread.start()
     assert started.wait(30)
     try:
-        yield Running(llm, service, server, bound, urls[0])
+        yield service, server, bound, urls[0]
     finally:
         server.stop()
         server.stop()
         thread.join(20)
-        assert engine.stop()
         assert not thread.is_alive()
