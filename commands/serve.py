@@ -3,8 +3,9 @@
 import json
 import secrets
 import warnings
+from functools import partial
 
-from ..heads.storage.user_errors import say
+from ..heads.storage.user_errors import say, tell_error
 from ..inference.arguments import add_adapter, add_device, add_speculation, choose_threads_for, speculative_config
 
 EXAMPLE = (
@@ -25,7 +26,7 @@ def add_options(parser):
 
 
 def add_llm(parser):
-    """Options of the LLM that is served: those that `load` reads."""
+    """Options of the LLM that is served: those that `llm_arguments` reads."""
     _add_engine(parser.add_argument_group("engine"))
     group = parser.add_argument_group("speculation")
     add_speculation(group)
@@ -102,6 +103,12 @@ def _add_server(group):
         default=60,
         help="seconds after which a client that does not read is left (default 60)",
     )
+    group.add_argument(
+        "--step-timeout",
+        type=float,
+        help="seconds after which a step of the engine counts as failed; 0: never (default: 300 on a GPU, 0 on a CPU, where a step "
+        "that computes a long prompt may take longer)",
+    )
     group.add_argument("--max-body-bytes", type=int, default=8 * 2**20, help="the longest body (default 8 MiB)")
     group.add_argument("--max-n", type=int, default=128, help="the most outputs per prompt (default 128)")
     group.add_argument("--max-prompts", type=int, default=1024, help="the most prompts per request (default 1024)")
@@ -133,6 +140,7 @@ def run(arguments):
         )
     speculative = speculative_of(arguments)
     try:
+        from ..inference.server.driver.engine_process import EngineEnded, EngineProcess
         from ..inference.server.options import ServerOptions, keys_of
         from ..inference.server.serve import listening_socket, serve
     except ModuleNotFoundError as error:
@@ -150,6 +158,7 @@ def run(arguments):
         request_timeout=arguments.request_timeout,
         body_timeout=arguments.body_timeout,
         write_timeout=arguments.write_timeout,
+        step_timeout=arguments.step_timeout,
         max_body_bytes=arguments.max_body_bytes,
         max_n=arguments.max_n,
         max_prompts=arguments.max_prompts,
@@ -161,10 +170,22 @@ def run(arguments):
     )
     bound = listening_socket(options.host, options.port)
     seed = secrets.randbits(63) if arguments.seed is None else arguments.seed
-    llm = load(model, arguments, speculative, max_logprobs=arguments.max_logprobs, seed=seed)
-    name = (options.served_model_names or (llm.model_name,))[0]
-    drafts = _describe(llm, speculative)
-    return serve(llm, options, bound, ready=lambda url: say(f"ready: {url}/v1 serves {name}; {drafts}"))
+    given = llm_arguments(model, arguments, speculative, max_logprobs=arguments.max_logprobs, seed=seed)
+    with EngineProcess(partial(build_llm, given)) as engine:
+        # These imports take a second or two, in which the engine is built.
+        from ..inference.models.target_source import at_revision, load_tokenizer
+
+        try:
+            info = engine.wait_until_built()
+        except EngineEnded as error:
+            tell_error("headstart serve", error)
+            return 1
+        trusted = arguments.trust_remote_code
+        source = at_revision(model, arguments.revision, arguments.download_dir, trusted)
+        tokenizer = load_tokenizer(arguments.tokenizer, source, trusted)
+        name, drafts = (options.served_model_names or (info.model_name,))[0], _describe(info.tree, speculative)
+        ready = f"serves {name}; {drafts}"
+        return serve(engine, tokenizer, options, bound, ready=lambda url: say(f"ready: {url}/v1 {ready}"))
 
 
 def _reasoning_markers(parser):
@@ -194,13 +215,10 @@ def speculative_of(arguments):
     return config
 
 
-def load(model, arguments, speculative, **more):
-    """The LLM of the options of add_llm.  speculative: what speculative_of says; more: further arguments of LLM"""
-    from ..inference.llm import LLM
-
-    choose_threads_for(model, arguments.device, arguments.trust_remote_code)
-    return LLM(
-        model,
+def llm_arguments(model, arguments, speculative, **more):
+    """Arguments of the LLM of the options of add_llm.  speculative: what speculative_of says; more: further ones"""
+    return dict(
+        model=model,
         tokenizer=arguments.tokenizer,
         device=arguments.device,
         dtype=arguments.dtype,
@@ -222,23 +240,29 @@ def load(model, arguments, speculative, **more):
     )
 
 
-def _describe(llm, speculative):
+def build_llm(given):
+    """The LLM of these arguments: the first work of the engine's process."""
+    from ..inference.llm import LLM
+
+    choose_threads_for(given["model"], given["device"], given["trust_remote_code"])
+    return LLM(**given)
+
+
+def _describe(tree, speculative):
     """What speculation does, in a few words; a note where it does more than save time."""
     from ..inference.speculation.options import SpeculativeOptions
 
     options = SpeculativeOptions.parse(speculative)
     if options is None:
         return "plain decoding, no speculation"
-    verifier = options.verifier_on(llm.tree)
+    verifier = options.verifier_on(tree)
     if verifier != "strict":
         warnings.warn(
             f"with the verifier {verifier!r} an answer with a seed depends on speculation and on other requests: only 'strict' "
             "keeps its bits",
             stacklevel=1,
         )
-    shape = (
-        "a growing tree" if llm.tree.grows else f"drafts of {llm.tree.num_nodes - 1} nodes, {llm.tree.max_depth} deep"
-    )
+    shape = "a growing tree" if tree.grows else f"drafts of {tree.num_nodes - 1} nodes, {tree.max_depth} deep"
     source = options.model if isinstance(options.model, str) else options.method
     kept = ", which change no bit of an answer" if verifier == "strict" else f", verifier {verifier}"
     return f"{source or options.method} speculates: {shape}{kept}"

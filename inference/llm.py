@@ -13,7 +13,7 @@ from .engine.engine import Engine
 from .engine.options import EngineOptions, check_whole
 from .engine.target_scores import NO_FILTERS
 from .line import Call
-from .metrics import metrics_of
+from .metrics import counts_of, metrics_of
 from .models.adapter import MERGED_KEY, choose_adapter, warn_unless_adapted
 from .models.canary import check_exactness
 from .models.decoder import LOAD_FORMATS, position_limit
@@ -307,8 +307,13 @@ class LLM:
 
     def get_default_sampling_params(self):
         """The SamplingParams of the model's generation config. `generate` does not take them by itself."""
+        return SamplingParams(**self.generation_defaults)
+
+    @property
+    def generation_defaults(self):
+        """What the model's generation config says about sampling, by the names of SamplingParams."""
         said = self.generation_config.to_diff_dict() if self.generation_config else {}
-        return SamplingParams(**{ours: said[name] for name, ours in GENERATION.items() if said.get(name) is not None})
+        return {ours: said[name] for name, ours in GENERATION.items() if said.get(name) is not None}
 
     def _expected_filters(self):
         """What requests with the model's own parameters need for their first steps: graphs for it are captured at the start."""
@@ -335,7 +340,7 @@ class LLM:
 
     def get_metrics(self):
         """The same as vLLM returns it: a list of Counter, Gauge and Vector objects with vLLM's names (inference/metrics.py)."""
-        return metrics_of(self.engine, self.model_name)
+        return metrics_of(counts_of(self.engine), self.model_name)
 
     def _run(self, call, num_outputs, use_tqdm):
         """Step until this call's outputs have ended; those of others, such as open streams, advance in the same steps."""

@@ -36,9 +36,11 @@ class Vector(Metric):
     values: list[int]
 
 
-def metrics_of(engine, model_name):
-    """The metrics of an Engine.  -> list of Metric; those of speculation only where the engine speculates, as in vLLM"""
-    labels = {"model_name": model_name, "engine": "0"}
+def counts_of(engine):
+    """The figures of an Engine as plain data.  -> {"gauges": {name: number}, "counters": {...}, "vectors": {name: numbers}}
+
+    Those of speculation are there only where the engine speculates, as in vLLM.
+    """
     counted, scheduler = engine.metrics, engine.scheduler
     gauges = {
         "num_requests_running": len(scheduler.active),
@@ -63,8 +65,14 @@ def metrics_of(engine, model_name):
         }
         accepted = drafts.accepted_per_position
         vectors["spec_decode_num_accepted_tokens_per_pos"] = accepted + [0] * (depth - len(accepted))
+    return {"gauges": gauges, "counters": counters, "vectors": vectors}
+
+
+def metrics_of(counts, model_name):
+    """The figures of `counts_of` as a list of Metric."""
+    labels = {"model_name": model_name, "engine": "0"}
     return [
-        *(Gauge(f"vllm:{name}", dict(labels), float(value)) for name, value in gauges.items()),
-        *(Counter(f"vllm:{name}", dict(labels), value) for name, value in counters.items()),
-        *(Vector(f"vllm:{name}", dict(labels), values) for name, values in vectors.items()),
+        *(Gauge(f"vllm:{name}", dict(labels), float(value)) for name, value in counts["gauges"].items()),
+        *(Counter(f"vllm:{name}", dict(labels), value) for name, value in counts["counters"].items()),
+        *(Vector(f"vllm:{name}", dict(labels), values) for name, values in counts["vectors"].items()),
     ]

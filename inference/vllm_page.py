@@ -37,7 +37,7 @@ OWN = {
     "get_stats",
     "stream",
 }
-OWN |= {"engine", "eos_token_ids", "numerics", "spec_decode_metrics"}
+OWN |= {"engine", "generation_defaults", "eos_token_ids", "numerics", "spec_decode_metrics"}
 NOTES = {
     "max_num_seqs": "8 if not given",
     "max_num_batched_tokens": "2048 if not given",

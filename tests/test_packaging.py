@@ -45,9 +45,9 @@ PUBLIC = {
     "inference/speculation": "draft draft_sampling draw_nodes options proposers speculation tree tree_on_device verifiers",
     "inference/speculation/drafters": "draft_model drafter ngram",
     "inference/engine": "engine metrics options request stopping target_scores",
-    "inference": "arguments frozen_heap line llm metrics open_batch prompt_files sampling_params threads",
+    "inference": "arguments checked_prompt frozen_heap line llm metrics open_batch prompt_files sampling_params threads",
     "inference/server": "options serve",
-    "inference/server/driver": "engine_client",
+    "inference/server/driver": "engine_client engine_process job",
     "evaluation": "acceptance charts compare lossless tree_choice tree_measurement tree_text",
     "train": "regenerate",
     "train/data": "chat_endpoint conversations dialogue encoding engine_answers generated_text held_out packing "

@@ -9,7 +9,7 @@ from functools import partial
 from multiprocessing import get_context
 
 from ...benchmarks.measurement import at_least_one
-from ..serve import add_llm, load, speculative_of
+from ..serve import add_llm, build_llm, llm_arguments, speculative_of
 from .traffic import span
 
 EXAMPLE = (
@@ -175,7 +175,7 @@ def _generate(arguments, warm, requests):
     from ...inference.prompt_files import render_prompt
     from ...inference.sampling_params import SamplingParams
 
-    llm = load(arguments.model_tag, arguments, speculative_of(arguments))
+    llm = build_llm(llm_arguments(arguments.model_tag, arguments, speculative_of(arguments)))
 
     def generate(requests):
         prompts = [

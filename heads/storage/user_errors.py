@@ -37,12 +37,16 @@ def exit_status(name, work, failures=(), reader_may_leave=False):
 
 
 def tell_error(name, error):
-    """Print the error as one line on stderr; an OSError as its reason and file, without its number."""
-    reason = str(error)
-    if isinstance(error, OSError) and error.strerror:
-        reason = error.strerror + (f": {error.filename}" if error.filename else "")
+    """Print the error as one line on stderr."""
     with contextlib.suppress(OSError):  # stderr may be the pipe that broke
-        print(f"{name}: error: {' '.join(reason.split())}", file=sys.stderr)
+        print(f"{name}: error: {' '.join(reason_of(error).split())}", file=sys.stderr)
+
+
+def reason_of(error):
+    """The words of an error; those of an OSError are its reason and file, without its number."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror + (f": {error.filename}" if error.filename else "")
+    return str(error)
 
 
 def say(text):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from ..engine.metrics import SpecDecodeMetrics
 from .connection import ClientLeft, EventStream, unless_client_leaves
-from .driver.engine_client import Broken, Full
+from .driver.job import Broken, Full
 from .errors import FAILED, ApiError, json_bytes, json_response
 
 DONE = b"data: [DONE]\n\n"

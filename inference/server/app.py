@@ -31,7 +31,7 @@ def make_app(service):
 
     @asynccontextmanager
     async def lifespan(_):
-        service.client.start()
+        await service.client.start()
         yield
 
     app = FastAPI(title="headstart", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)

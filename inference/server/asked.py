@@ -12,18 +12,21 @@ from .fields import SAMPLING
 
 
 class Asker:
-    """What requests are checked against.  llm: an LLM; options: ServerOptions; check: (prompt, params, number) -> CheckedPrompt"""
+    """Makes checked prompts of fields.  checker: PromptChecker; defaults: generation_defaults of the LLM; options: ServerOptions"""
 
-    def __init__(self, llm, options, check):
-        self.tokenizer, self.max_model_len = llm.tokenizer, llm.max_model_len
-        self.vocab_size = llm.engine.decoder.vocab_size
-        self._options, self._check = options, check
+    def __init__(self, checker, defaults, options):
+        self.tokenizer, self.max_model_len, self.vocab_size = (
+            checker.tokenizer,
+            checker.max_model_len,
+            checker.vocab_size,
+        )
+        self._checker, self._options = checker, options
         # Of a template's own options none may change what apply_chat_template does.
         taken = inspect.signature(self.tokenizer.apply_chat_template).parameters if self.tokenizer else ()
         self._not_for_templates = {"messages", "tokenize", "chat_template", *taken} - {"kwargs"}
         self._defaults = {}
         if options.model_defaults:
-            own, plain = llm.get_default_sampling_params(), SamplingParams()
+            own, plain = SamplingParams(**defaults), SamplingParams()
             names = (*SAMPLING, "max_tokens")
             self._defaults = {n: getattr(own, n) for n in names if getattr(own, n) != getattr(plain, n)}
 
@@ -87,7 +90,7 @@ class Asker:
         if isinstance(prompt, str):
             prompt = {"prompt": prompt, "prompt_token_ids": self.tokens(prompt, special)}
         try:
-            return self._check(prompt, params, number)
+            return self._checker.check(prompt, params, number)
         except ValueError as error:
             raise value_error(error, type(fields).model_fields, field) from None
 

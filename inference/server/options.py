@@ -18,7 +18,8 @@ class ServerOptions:
     say that binding beyond loopback is refused. allowed_hosts: names that a Host header may have, None: those of loopback if it is
     bound to loopback, else any. max_waiting: outputs that wait beside those that run. shutdown_timeout: seconds for running
     requests after SIGTERM. request_timeout: the most seconds of one request, None: no limit; body_timeout: for its body to come in;
-    write_timeout: for a reader to take what was sent. The rest are the most of each per request.
+    write_timeout: for a reader to take what was sent; step_timeout: for a step of the engine, 0: no limit, None: STEP_TIMEOUT on a
+    GPU, and none on a CPU. The rest are the most of each per request.
     """
 
     host: str = "127.0.0.1"
@@ -31,6 +32,7 @@ class ServerOptions:
     request_timeout: float | None = None
     body_timeout: float = 30
     write_timeout: float = 60
+    step_timeout: float | None = None
     keep_alive: float = 15  # seconds of a stream without a piece before a comment is sent
     max_body_bytes: int = 8 * 2**20
     max_n: int = 128
@@ -61,6 +63,8 @@ class ServerOptions:
             seconds = getattr(self, name)
             if seconds is not None and not seconds >= (0 if name == "shutdown_timeout" else 0.001):
                 raise ValueError(f"--{name.replace('_', '-')} must be a number of seconds above 0, got {seconds}")
+        if self.step_timeout is not None and not self.step_timeout >= 0:
+            raise ValueError(f"--step-timeout must be a number of seconds, or 0 for no limit, got {self.step_timeout}")
         for name in ("max_waiting", "max_body_bytes", "max_n", "max_prompts", "max_stops", "max_biases"):
             if getattr(self, name) < (0 if name == "max_waiting" else 1):
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")

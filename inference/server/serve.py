@@ -1,7 +1,8 @@
 """Run the server: a socket, uvicorn, signals, and the line that says that it is ready.
 
-    with listening_socket("127.0.0.1", 8000) as socket:
-        serve(llm, ServerOptions(), socket, ready=print)
+    with listening_socket("127.0.0.1", 8000) as socket, EngineProcess(build) as engine:
+        engine.wait_until_built()
+        serve(engine, tokenizer, ServerOptions(), socket, ready=print)
 
 The first SIGTERM (or Ctrl-C) stops accepting and lets requests end for --shutdown-timeout seconds, then aborts them; a second one
 aborts them now. Aborted requests are told.
@@ -34,15 +35,14 @@ def listening_socket(host, port):
     return bound
 
 
-def serve(llm, options, bound, ready=None):
-    """Serve until a signal. ready(url): called once requests are taken."""
-    service = Service(llm, options)
-    server = Server(service, bound, ready)
-    try:
-        with frozen_heap():
-            server.run(sockets=[bound])
-    finally:
-        service.client.stop()
+def serve(engine, tokenizer, options, bound, ready=None):
+    """Serve until a signal.  -> the exit status
+
+    engine: an EngineProcess whose engine is built; ready(url): called once requests are taken
+    """
+    service = Service(engine, tokenizer, options)
+    with frozen_heap():
+        Server(service, bound, ready).run(sockets=[bound])
     return 1 if service.client.failure not in (None, STOPPED) else 0
 
 

@@ -1,9 +1,7 @@
 """What the routes share: the model's names and fingerprint, the tokenizer's side of requests, the client of the engine."""
 
-import hashlib
-import json
 import time
-from pathlib import PurePath
+from dataclasses import replace
 
 from .asked import Asker
 from .driver.engine_client import EngineClient
@@ -13,18 +11,20 @@ from .token_logprobs import TokenTexts
 
 
 class Service:
-    """llm: an LLM that nobody else calls; options: ServerOptions"""
+    """engine: an EngineProcess whose engine is built; tokenizer: the LLM's; options: ServerOptions"""
 
-    def __init__(self, llm, options):
-        self.options = options
-        self.names = options.served_model_names or (llm.model_name,)
-        self.max_model_len, self.tokenizer, self.started = llm.max_model_len, llm.tokenizer, int(time.time())
+    def __init__(self, engine, tokenizer, options):
+        info = engine.info
+        self.options, self.tokenizer, self.fingerprint = options, tokenizer, info.fingerprint
+        self.names = options.served_model_names or (info.model_name,)
+        self.started = int(time.time())
         self.figures = Figures(self.names[0])
-        self.client = EngineClient(llm, options.max_waiting, self.figures)
-        self.figures.follow(self.client, llm.tree)
-        self.asker = Asker(llm, options, self.client.check)
-        self.texts = TokenTexts(llm.tokenizer)
-        self.fingerprint = fingerprint(llm)
+        self.client = EngineClient(engine, tokenizer, options, self.figures)
+        self.figures.follow(self.client, info.tree)
+        checker = replace(info.prompt_checker, tokenizer=tokenizer)
+        self.max_model_len = checker.max_model_len
+        self.asker = Asker(checker, info.generation_defaults, options)
+        self.texts = TokenTexts(tokenizer)
 
     def check_model(self, fields):
         """ApiError 404 for a model that is not served; without a name it is the one that is."""
@@ -39,13 +39,3 @@ class Service:
     def decode(self, token_ids):
         """Text with its special tokens."""
         return self.tokenizer.decode(token_ids) if self.tokenizer else ""
-
-
-def fingerprint(llm):
-    """system_fingerprint: model, adapter and all that decides its bits. Not the head, because it changes none.
-
-    The weights are known by the model's last name and its config: their own digest would take minutes for a large model.
-    """
-    config = {k: v for k, v in llm.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
-    parts = [PurePath(llm.model_name).name, config, llm.adapter or "", llm.numerics, llm.device.type]
-    return f"fp_{hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]}"

@@ -1,127 +1,89 @@
-"""The asyncio side of the engine's thread: jobs whose events are awaited, and a limit to those that wait.
+"""The asyncio side of the engine's process: jobs whose events are awaited, a limit to those that wait, and a watch on its steps.
 
+    await client.start()
     job = await client.open(checked_prompts, streamed=True)    # Full, Broken or ValueError instead
     try:
         async for events in job.batches(): ...                 # Broken if the engine fails
     finally:
         client.close(job)                                      # cancels what has not ended
 
-All methods are called in the event loop, except `check`. A slow reader fills its own job's list only, which its max_tokens bounds.
+All methods are called in the event loop. Tokens become text here, so that the engine's process has less to do. A slow reader fills
+its own job's list only, which its max_tokens bounds. However the process ends, every job is told at once, and every later one.
 """
 
 import asyncio
 import itertools
+import logging
 
 from ...metrics import metrics_of
-from .engine_thread import ENGINE_FAILED, EngineThread
-from .messages import Accepted, Cancel, Delta, Failed, Refused, Submit
+from .engine_process import ending
+from .growing_output import GrowingOutput
+from .job import Broken, Failed, Full, Job
+from .messages import Accepted, Cancel, Refused, Submit, Tokens
+from .wire import Closed, packed, read_message
 
 STOPPED = "the server is shutting down"
-
-
-class Full(Exception):
-    """As many outputs run and wait as may."""
-
-
-class Broken(Exception):
-    """The engine has failed, or the server ends."""
-
-
-class Job:
-    """The events of one job, as they come."""
-
-    def __init__(self, number, num_outputs):
-        self.number, self.num_outputs, self.num_open = number, num_outputs, num_outputs
-        self.deadline = None  # in the event loop's time
-        self._events, self._news = [], asyncio.Event()
-
-    def put(self, event):
-        self._events.append(event)
-        self._news.set()
-
-    async def take(self, idle=None):
-        """The events that have come; none after `idle` seconds without one. Raises Broken, and TimeoutError at the deadline."""
-        now = asyncio.get_running_loop().time
-        if self.deadline is not None and now() >= self.deadline:
-            raise TimeoutError
-        if not self._news.is_set():
-            ends = [end for end in (self.deadline, idle and now() + idle) if end is not None]
-            try:
-                async with asyncio.timeout_at(min(ends, default=None)):
-                    await self._news.wait()
-            except TimeoutError:
-                if self.deadline is not None and now() >= self.deadline:
-                    raise
-                return []
-        self._news.clear()
-        events, self._events = self._events, []
-        for event in events:
-            if isinstance(event, Failed):
-                raise Broken(event.reason)
-        return events
-
-    async def batches(self, idle=None):
-        """Lists of Deltas until all outputs have ended; an empty one after `idle` seconds without news."""
-        while self.num_open:
-            events = await self.take(idle)
-            self.num_open -= sum(event.finish_reason is not None for event in events)
-            yield events
+ENGINE_FAILED = "the engine has failed: restart the server"
+STEP_TIMEOUT = 300.0  # seconds, on a GPU; on a CPU a step that computes a long prompt may take longer
+LOOK_AGAIN = 1.0  # seconds
+log = logging.getLogger("headstart.server")
 
 
 class EngineClient:
-    """llm: an LLM that nobody else calls; max_waiting: the most outputs that wait for a seat; figures: a Figures."""
+    """engine: an EngineProcess whose engine is built; tokenizer: the LLM's; options: ServerOptions; figures: a Figures"""
 
-    def __init__(self, llm, max_waiting, figures):
-        self._llm, self._figures = llm, figures
-        self.most = llm.engine.max_num_seqs + max_waiting  # outputs, running ones included
+    def __init__(self, engine, tokenizer, options, figures):
+        info = engine.info
+        self._engine, self._figures, self._tokenizer = engine, figures, tokenizer
+        self._model_name, self._counts, self._eos_token_ids = (
+            info.model_name,
+            info.counts,
+            info.prompt_checker.eos_token_ids,
+        )
+        self._most = info.max_num_seqs + options.max_waiting  # outputs, running ones included
+        given = options.step_timeout
+        self._step_timeout = (STEP_TIMEOUT if info.device == "cuda" else 0) if given is None else given
+        self._quiet = 0.0  # seconds without a word of the engine, while outputs run
         self.num_outputs = 0  # of open jobs
         self.failure = None  # why no job is taken any more
         self._numbers, self._jobs = itertools.count(), {}
-        self._loop, self._thread = None, EngineThread(llm.session, self._post)
+        self._writer, self._tasks = None, ()
 
-    def start(self):
-        """Start the engine's thread; its events come to the running event loop."""
-        self._loop = asyncio.get_running_loop()
-        self._thread.start()
-
-    def stop(self):
-        """End the thread; any thread may."""
-        self.failure = self.failure or STOPPED
-        return self._thread.stop()
+    async def start(self):
+        """Listen to the engine, in the running event loop."""
+        reader, self._writer = await asyncio.open_unix_connection(sock=self._engine.connection)
+        self._tasks = asyncio.create_task(self._listen(reader)), asyncio.create_task(self._watch())
 
     def abort(self, reason=STOPPED):
         """End every open job with Broken, and take no further ones."""
         self.failure = self.failure or reason
         for job in self._jobs.values():
-            job.put(Failed(reason))
-
-    def check(self, prompt, params, number):
-        """The CheckedPrompt of a prompt; any thread may. It reads the tokenizer and sizes, nothing that a step changes."""
-        return self._llm.session.check(prompt, params, number)
+            job.put(Failed(self.failure))
 
     def metrics(self):
-        """vLLM's counters and gauges of the engine."""
-        return metrics_of(self._llm.engine, self._llm.model_name)
+        """vLLM's counters and gauges of the engine, after its last step."""
+        return metrics_of(self._counts, self._model_name)
 
     async def open(self, prompts, streamed):
         """Submit CheckedPrompts as one job.  -> Job, which the engine has queued. Raises Full, Broken, ValueError."""
         count = sum(checked.params.n for checked in prompts)
         if self.failure:
             raise Broken(self.failure)
-        if count > self.most:
-            raise ValueError(f"prompts and n make {count} outputs; at most {self.most} may run and wait: ask for fewer")
-        if self.num_outputs + count > self.most:
-            raise Full(f"{self.num_outputs} outputs run and wait, and at most {self.most} may: try again later")
-        job = Job(next(self._numbers), count)
+        if count > self._most:
+            raise ValueError(
+                f"prompts and n make {count} outputs; at most {self._most} may run and wait: ask for fewer"
+            )
+        if self.num_outputs + count > self._most:
+            raise Full(f"{self.num_outputs} outputs run and wait, and at most {self._most} may: try again later")
+        job = Job(next(self._numbers), self._outputs(prompts))
         self._jobs[job.number] = job
         self.num_outputs += count
         try:
-            self._thread.send(Submit(job.number, prompts, streamed))
+            self._writer.write(packed(Submit(job.number, prompts, streamed)))
             while not (events := await job.take()):
                 pass
             answer, *rest = events
             if isinstance(answer, Refused):
-                job.num_open = 0
                 raise ValueError(answer.reason)
             assert isinstance(answer, Accepted)
             for event in rest:
@@ -134,26 +96,68 @@ class EngineClient:
     def close(self, job):
         """The job's reader has had enough: cancel what has not ended."""
         if self._jobs.pop(job.number, None) is not None:
-            self.num_outputs -= job.num_outputs
+            self.num_outputs -= len(job.outputs)
             self._figures.forget(job.number)
-            if job.num_open:
-                self._thread.send(Cancel(job.number))
+            if job.num_running and not self._writer.is_closing():
+                self._writer.write(packed(Cancel(job.number)))
 
-    def _post(self, events):
-        """In the engine's thread: one wake-up of the event loop per step."""
+    def _outputs(self, prompts):
+        return {
+            (number, sample): GrowingOutput(self._tokenizer, self._eos_token_ids, checked.params)
+            for number, checked in enumerate(prompts)
+            for sample in range(checked.params.n)
+        }
+
+    async def _listen(self, reader):
+        """Hand out what the engine says, until it ends."""
         try:
-            self._loop.call_soon_threadsafe(self._hand_out, events)
-        except RuntimeError:  # the loop is closed: nobody waits any more
-            return
+            while True:
+                news, self._counts = await read_message(reader)
+                self._quiet = 0.0
+                for number, event in news:
+                    if job := self._jobs.get(number):  # else its reader has left
+                        job.put(self._taken(job, event))
+        except Closed:
+            self.abort(ENGINE_FAILED)
+            await asyncio.to_thread(self._engine.wait, 5)
+            log.critical("the engine's process %s; every request was told", ending(self._engine.exit_status))
+        except Exception as error:
+            self._fail(ENGINE_FAILED, error)
+        finally:
+            self._writer.close()
 
-    def _hand_out(self, events):
-        for number, event in events:
-            if number is None:
-                self.failure = ENGINE_FAILED
-                continue
-            job = self._jobs.get(number)
-            if job is None:  # its reader has left
-                continue
-            if isinstance(event, Delta):
-                self._figures.observe(number, event)
-            job.put(event)
+    def _taken(self, job, event):
+        """What an event means to the reader of its job."""
+        if isinstance(event, Refused):
+            job.num_running = 0
+        if not isinstance(event, Tokens):
+            return event
+        job.num_running -= event.end is not None
+        try:
+            delta = job.outputs[event.prompt, event.sample].grow(event)
+        except Exception as error:  # a text that the tokenizer cannot decode is the end of its own job only
+            log.error("an output could not be turned into text: %s", type(error).__name__)
+            return Failed("the output could not be turned into text")
+        self._figures.observe(job.number, delta)
+        return delta
+
+    async def _watch(self):
+        """See that steps end.
+
+        Looks are counted, not time: a server that was itself stopped meanwhile, by Ctrl-Z or a debugger, must not blame the engine.
+        """
+        limit = self._step_timeout
+        look = min(LOOK_AGAIN, limit / 4)
+        while limit and not self.failure:
+            await asyncio.sleep(look)
+            runs = any(job.num_running for job in self._jobs.values())
+            self._quiet = self._quiet + look if runs else 0.0
+            if self._quiet > limit:
+                told = f"a step of the engine took more than {limit:g} seconds (--step-timeout): restart the server"
+                self._fail(told)
+
+    def _fail(self, reason, error=None):
+        """Tell every job, and end the process."""
+        log.critical("%s; every request is told, and /health says 503", reason, exc_info=error)
+        self.abort(reason)
+        self._engine.kill()

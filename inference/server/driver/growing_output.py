@@ -1,49 +1,70 @@
-"""An output that grows, as a row of deltas: the text that is final, and the tokens, since the last one. No torch."""
+"""An output that grows, on the HTTP side: from the engine's tokens to deltas with the text that is final. No torch."""
 
-from ...engine.stopping import GrowingText, final_text, stable_length
-from .messages import Delta
+from dataclasses import dataclass
+
+from ...engine.metrics import RequestStateStats, SpecDecodeMetrics
+from ...engine.stopping import GrowingText, StopChecker, final_text, stable_length
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What is new of one output, number `sample` of prompt number `prompt`. All deltas of an output joined are the output.
+
+    logprobs: one entry per token of token_ids, None if not asked for. prompt_logprobs: with the first delta of sample 0, if asked
+    for. finish_reason, stop_reason, drafts, times: with the last one.
+    """
+
+    prompt: int
+    sample: int
+    text: str
+    token_ids: list[int]
+    logprobs: list | None = None
+    prompt_logprobs: list | None = None
+    num_cached_tokens: int = 0
+    finish_reason: str | None = None
+    stop_reason: object = None
+    drafts: SpecDecodeMetrics | None = None
+    times: RequestStateStats | None = None
 
 
 class GrowingOutput:
-    """One Request of a job.  prompt: number of its prompt in the job; eos_token_ids: those of the engine"""
+    """One output.  tokenizer, eos_token_ids: those of the engine; params: SamplingParams
 
-    def __init__(self, job, prompt, request, eos_token_ids):
-        self.job, self.prompt, self.request = job, prompt, request
-        self._eos_token_ids = eos_token_ids
-        self._text, self._num_shown, self._num_told = GrowingText(request.stop_checker), 0, 0
+    It has what final_text reads of a Request: output_token_ids, stop_reason, stop_checker. Where it ends, the engine has decided.
+    """
 
-    def delta(self):
-        """What is new since the last call, after a step that gave the request tokens.  -> Delta"""
-        request, first = self.request, self._num_told == 0
-        start, end = self._num_told, len(request.output_token_ids)
-        self._num_told = end
-        new = {}
-        if request.finished:
-            by_eos = request.stop_reason in self._eos_token_ids and not request.params.ignore_eos
-            new = dict(
-                finish_reason=request.finish_reason,
-                stop_reason=None if by_eos else request.stop_reason,
-                drafts=request.metrics,
-                times=request.times,
-            )
+    def __init__(self, tokenizer, eos_token_ids, params):
+        self.output_token_ids, self.stop_reason = [], None
+        self.stop_checker = StopChecker(tokenizer, eos_token_ids, params)
+        self._params, self._eos_token_ids = params, eos_token_ids
+        self._text, self._num_shown = GrowingText(self.stop_checker), 0
+
+    def grow(self, tokens):
+        """Take the Tokens of this output that are next.  -> Delta"""
+        self.output_token_ids += tokens.token_ids
+        end = {}
+        if tokens.end is not None:
+            reason, self.stop_reason, drafts, times = tokens.end
+            by_eos = self.stop_reason in self._eos_token_ids and not self._params.ignore_eos
+            told = None if by_eos else self.stop_reason
+            end = dict(finish_reason=reason, stop_reason=told, drafts=drafts, times=times)
         return Delta(
-            self.prompt,
-            request.sample_index,
-            self._new_text(),
-            request.output_token_ids[start:end],
-            logprobs=None if request.logprobs is None else request.logprobs[start:end],
-            prompt_logprobs=request.prompt_logprobs if first else None,
-            num_cached_tokens=request.num_cached_tokens,
-            **new,
+            tokens.prompt,
+            tokens.sample,
+            self._new_text(tokens.end is not None),
+            tokens.token_ids,
+            tokens.logprobs,
+            tokens.prompt_logprobs,
+            tokens.num_cached_tokens,
+            **end,
         )
 
-    def _new_text(self):
-        request = self.request
-        if request.finished:
-            text = final_text(request)
+    def _new_text(self, ended):
+        if ended:
+            text = final_text(self)
             end = len(text)
         else:
-            text = self._text.of(request.output_token_ids)
-            end = max(stable_length(text, request.params.stop), self._num_shown)
+            text = self._text.of(self.output_token_ids)
+            end = max(stable_length(text, self._params.stop), self._num_shown)
         new, self._num_shown = text[self._num_shown : end], end
         return new

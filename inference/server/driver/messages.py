@@ -1,17 +1,21 @@
-"""Messages between the HTTP side and the engine: plain data, so that they could also travel between two processes.
+"""Messages between the HTTP side and the engine's process: plain data.
 
-To the engine: Submit, Cancel, Stop. From it, each with the number of its job: Accepted or Refused, then Delta until every output of
-the job has ended, or Failed instead. A job is the work of one HTTP request: its prompts, each with its outputs. No torch.
+From the engine: first an EngineInfo (engine_info.py), or Refused if it cannot be built; then, after every step and whenever
+commands were obeyed, one pair (news, counts). news: a list of (job, event); the event is Accepted or Refused, then Tokens until
+every output of the job has ended; counts: counts_of(engine). To the engine: Submit and Cancel. A closed connection ends both: the
+server needs no engine any more, or the engine has failed. A job is the work of one HTTP request: its prompts, each with its
+outputs. No torch.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ...engine.metrics import RequestStateStats, SpecDecodeMetrics
 
 
 @dataclass(frozen=True)
 class Submit:
-    """Start a job.  prompts: CheckedPrompts; streamed: whether every piece is told, and not only each finished output"""
+    """Start a job.  prompts: CheckedPrompts; streamed: whether every token is told, and not only each finished output"""
 
     job: int
     prompts: list
@@ -26,45 +30,36 @@ class Cancel:
 
 
 @dataclass(frozen=True)
-class Stop:
-    """End the thread."""
-
-
-@dataclass(frozen=True)
 class Accepted:
     """The job waits in the engine's queue or runs."""
 
 
 @dataclass(frozen=True)
 class Refused:
-    """The job can never run: the cache is too small for it."""
+    """The job can never run: the cache is too small for it. Or the engine cannot be built."""
 
     reason: str
 
 
-@dataclass(frozen=True)
-class Failed:
-    """The engine, or this job in it, broke off: nothing more comes."""
+class End(NamedTuple):
+    """How an output ended.  stop_reason: the string or token id that stopped it"""
 
-    reason: str
+    finish_reason: str
+    stop_reason: object
+    drafts: SpecDecodeMetrics
+    times: RequestStateStats
 
 
-@dataclass(frozen=True)
-class Delta:
-    """What is new of one output, number `sample` of prompt number `prompt`. All deltas of an output joined are the output.
+class Tokens(NamedTuple):
+    """The new tokens of output number `sample` of prompt number `prompt`.
 
-    logprobs: one entry per token of token_ids, None if not asked for. prompt_logprobs: with the first delta of sample 0, if asked
-    for. finish_reason, stop_reason, drafts, times: with the last one.
+    logprobs: one entry per token, None if not asked for. prompt_logprobs: with the first tokens of sample 0, if asked for.
     """
 
     prompt: int
     sample: int
-    text: str
     token_ids: list[int]
-    logprobs: list | None = None
-    prompt_logprobs: list | None = None
-    num_cached_tokens: int = 0
-    finish_reason: str | None = None
-    stop_reason: object = None
-    drafts: SpecDecodeMetrics | None = None
-    times: RequestStateStats | None = None
+    logprobs: list | None
+    prompt_logprobs: list | None
+    num_cached_tokens: int
+    end: End | None

@@ -1,10 +1,18 @@
-"""A server in this process on a free port of loopback, driven over real sockets."""
+"""A server in this process on a free port of loopback, driven over real sockets.
 
+`running` runs the engine's loop in a thread, over the same connection as to a process: its LLM can be looked at, and servers on
+shared weights start at once. test_processes.py has servers as they are run, in processes.
+"""
+
+import socket
 import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
 
+from headstart.inference.server.driver.engine_info import EngineInfo
+from headstart.inference.server.driver.engine_loop import EngineLoop
+from headstart.inference.server.driver.wire import Wire
 from headstart.inference.server.options import ServerOptions
 from headstart.inference.server.serve import Server, listening_socket
 from headstart.inference.server.service import Service
@@ -18,6 +26,28 @@ PROMPTS = [
     "import os\n\ndef join",
     "class Stack:\n    def push(self, item):\n",
 ]
+LONG = {"prompt": PROMPTS[1], "temperature": 1.0, "max_tokens": 1800, "ignore_eos": True, "seed": 1}
+
+
+class EngineInThread:
+    """What a server needs of an EngineProcess."""
+
+    exit_status = None
+
+    def __init__(self, llm):
+        self.info = EngineInfo.of(llm)
+        self.connection, theirs = socket.socketpair()
+        self._thread = threading.Thread(target=EngineLoop(llm.session, Wire(theirs)).run, daemon=True)
+        self._thread.start()
+
+    def wait(self, seconds):
+        self._thread.join(seconds)
+
+    def stop(self):
+        """End the loop.  -> whether it has ended"""
+        self.connection.close()
+        self._thread.join(10)
+        return not self._thread.is_alive()
 
 
 class Running:
@@ -50,8 +80,19 @@ class Running:
 @contextmanager
 def running(llm, **options):
     """A Running server of an LLM."""
+    engine = EngineInThread(llm)
+    try:
+        with serving(engine, llm.tokenizer, **options) as server:
+            yield Running(llm, *server)
+    finally:
+        assert engine.stop()
+
+
+@contextmanager
+def serving(engine, tokenizer, **options):
+    """A server of an engine.  -> its Service, its Server, its socket, its URL"""
     options = ServerOptions(port=0, served_model_names=(NAME,), log_level="error", **options)
-    service, bound, urls = Service(llm, options), listening_socket(options.host, 0), []
+    service, bound, urls = Service(engine, tokenizer, options), listening_socket(options.host, 0), []
     started = threading.Event()
 
     def ready(url):
@@ -63,10 +104,9 @@ def running(llm, **options):
     thread.start()
     assert started.wait(30)
     try:
-        yield Running(llm, service, server, bound, urls[0])
+        yield service, server, bound, urls[0]
     finally:
         server.stop()
         server.stop()
         thread.join(20)
-        assert service.client.stop()
         assert not thread.is_alive()

@@ -1,20 +1,13 @@
-"""Clients that leave or do not read, a full line, and the end of the server."""
+"""Clients that leave or do not read, and a full line."""
 
-import os
-import re
-import signal
 import socket
-import subprocess
-import sys
-import threading
 import time
 
 import httpx
 import pytest
 
-from headstart.tests.inference.server.serving import HEADS, PROMPTS, TARGET, running
+from headstart.tests.inference.server.serving import LONG, PROMPTS, running
 
-LONG = {"prompt": PROMPTS[1], "temperature": 1.0, "max_tokens": 1800, "ignore_eos": True, "seed": 1}
 SHORT = {"prompt": PROMPTS[1], "temperature": 0.8, "max_tokens": 8, "seed": 1}
 
 
@@ -121,78 +114,3 @@ def test_a_prompt_that_never_fits_the_cache_is_refused(speculative):
             assert answer.status_code == 400
             assert "cache holds" in answer.json()["error"]["message"]
         server.wait_until_idle()
-
-
-class Process:
-    """`headstart serve` in a process of its own."""
-
-    def __init__(self, *options):
-        command = [sys.executable, "-m", "headstart.serve", str(TARGET), "--head", str(HEADS), "--port", "0"]
-        command += ["--dtype", "float32", "--device", "cpu", "--uvicorn_log_level", "warning", *options]
-        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        self.popen = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, **pipes)
-        self.line = self.url = None
-
-    def wait(self):
-        """Until it is ready."""
-        self.line = self.popen.stdout.readline()
-        found = re.search(r"ready: (http://127\.0\.0\.1:\d+)/v1 ", self.line)
-        assert found, self.popen.communicate()[1]
-        self.url = found[1]
-
-    def stream(self, collected, **more):
-        """Read a stream in a thread into the list.  -> the thread, once the first event has come"""
-        came = threading.Event()
-
-        def read():
-            body = LONG | {"stream": True, **more}
-            with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=30) as answer:
-                for line in answer.iter_lines():
-                    collected.append(line)
-                    came.set()
-
-        thread = threading.Thread(target=read, daemon=True)
-        thread.start()
-        assert came.wait(20)
-        return thread
-
-
-@pytest.fixture
-def two_processes():
-    both = [Process("--shutdown-timeout", "20") for _ in range(2)]
-    try:
-        for process in both:
-            process.wait()
-        yield both
-    finally:
-        for process in both:
-            process.popen.kill()
-            process.popen.communicate()
-
-
-def test_sigterm_lets_requests_end_and_a_second_one_aborts_them(two_processes):
-    drained, aborted = two_processes
-    assert "medusa" in drained.line
-    assert "change no bit" in drained.line
-    lines = []
-    reader = drained.stream(lines, max_tokens=100)
-    drained.popen.send_signal(signal.SIGTERM)
-    reader.join(20)
-    assert lines[-2] == "data: [DONE]"
-    assert '"finish_reason":"length"' in lines[-4]
-    assert drained.popen.wait(20) == 0
-    with pytest.raises(httpx.ConnectError):
-        httpx.get(f"{drained.url}/health")
-
-    lines = []
-    reader = aborted.stream(lines)
-    start = time.monotonic()
-    aborted.popen.send_signal(signal.SIGTERM)
-    time.sleep(0.3)
-    aborted.popen.send_signal(signal.SIGTERM)
-    reader.join(10)
-    assert "shutting down" in lines[-4]
-    assert lines[-2] == "data: [DONE]"
-    assert aborted.popen.wait(10) == 0
-    assert time.monotonic() - start < 10
-    assert aborted.popen.stderr.read() == ""

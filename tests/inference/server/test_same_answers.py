@@ -84,7 +84,7 @@ def test_company_cancellations_heads_and_restarts_change_no_answer(heads, alone,
 
 
 def test_the_fingerprint_is_of_the_model_and_not_of_the_head(plain_llm, speculative):
-    from headstart.inference.server.service import fingerprint
+    from headstart.inference.server.driver.engine_info import fingerprint
 
     assert fingerprint(plain_llm) == fingerprint(speculative())
 

@@ -70,13 +70,13 @@ def test_what_speculation_does_is_told(plain_llm, speculative, recwarn):
     from headstart import LLM
     from headstart.commands.serve import _describe
 
-    assert _describe(plain_llm, None) == "plain decoding, no speculation"
-    told = _describe(speculative(), {"model": str(HEADS), "tree": "static"})
+    assert _describe(plain_llm.tree, None) == "plain decoding, no speculation"
+    told = _describe(speculative().tree, {"model": str(HEADS), "tree": "static"})
     assert "stdlib-coder-medusa speculates" in told
     assert "change no bit" in told
     assert not recwarn
     config = {"model": str(HEADS), "tree": "chain", "verifier": "block"}
-    told = _describe(LLM(plain_llm, speculative_config=config), config)
+    told = _describe(LLM(plain_llm, speculative_config=config).tree, config)
     assert told.endswith("verifier block")
     assert "only 'strict' keeps its bits" in str(recwarn.pop(UserWarning).message)
 

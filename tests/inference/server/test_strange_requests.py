@@ -6,7 +6,7 @@ import random
 import httpx
 import pytest
 
-from headstart.inference.server.driver import engine_thread
+from headstart.inference.server.driver import engine_client
 from headstart.tests.inference.server.serving import PROMPTS, running
 
 MESSAGES = [{"role": "user", "content": "x"}]
@@ -53,13 +53,13 @@ def test_random_changes_of_good_requests_are_answered(served, http):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_output_that_cannot_be_decoded_ends_alone(speculative, monkeypatch, stream):
-    class Breaking(engine_thread.GrowingOutput):
-        def delta(self):
-            if self.request.params.seed == 13:
+    class Breaking(engine_client.GrowingOutput):
+        def grow(self, tokens):
+            if self.stop_checker.params.seed == 13:
                 raise UnicodeError("no such byte")
-            return super().delta()
+            return super().grow(tokens)
 
-    monkeypatch.setattr(engine_thread, "GrowingOutput", Breaking)
+    monkeypatch.setattr(engine_client, "GrowingOutput", Breaking)
     body = {"prompt": PROMPTS[1], "max_tokens": 12, "stream": stream}
     with running(speculative()) as server, httpx.Client(base_url=server.url, timeout=10) as http:
         answer = http.post("/v1/completions", json=body | {"seed": 13})

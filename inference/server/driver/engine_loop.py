@@ -1,0 +1,118 @@
+"""The loop that drives the engine for the server: commands in, steps, one message of news out per step (messages.py).
+
+    EngineLoop(llm.session, Wire(connection)).run()
+
+Nothing else touches the engine while it runs. It ends when the other side closes the connection. A step that raises ends it, too:
+the connection is closed, which tells the other side. Text is no work of this side, except that stop strings are looked for where an
+output ends, in the engine. Not done here: processes, HTTP, checking of prompts.
+"""
+
+import logging
+from dataclasses import dataclass, field
+
+from ...line import Call
+from ...metrics import counts_of
+from .messages import Accepted, Cancel, End, Refused, Tokens
+from .wire import Closed
+
+log = logging.getLogger("headstart.server")
+
+
+@dataclass
+class _Job:
+    streamed: bool  # whether every token is told
+    submissions: list = field(default_factory=list)
+    num_open: int = 0  # outputs that have not ended
+
+
+@dataclass
+class _Output:
+    job: int
+    prompt: int
+    num_told: int = 0  # tokens
+
+
+class EngineLoop:
+    """session: the Session of an LLM that nobody else calls; wire: a Wire"""
+
+    def __init__(self, session, wire):
+        self._session, self._wire = session, wire
+        self._jobs = {}  # {number: _Job} of jobs that have not ended
+        self._outputs = {}  # {Request: _Output} of outputs that have not ended
+
+    def run(self):
+        """Until the other side closes the connection.  -> the exit status: 1 if the engine has failed"""
+        try:
+            while True:
+                if commands := self._wire.receive(wait=not self._outputs):
+                    self._tell([news for command in commands if (news := self._obey(command))])
+                if self._outputs:
+                    self._step()
+        except Closed:
+            return 0
+        except BaseException as error:
+            log.critical("the engine has failed; every request is told, and /health says 503", exc_info=error)
+            return 1
+        finally:
+            self._wire.close()
+
+    def _tell(self, news):
+        # Without news, too: the other side sees that the engine goes on, and what it counts.
+        self._wire.send((news, counts_of(self._session.engine)))
+
+    def _obey(self, command):
+        """Do what a command says.  -> (job, event) of the answer, or None"""
+        if isinstance(command, Cancel):
+            self._drop(command.job)
+            return None
+        session, job = self._session, _Job(command.streamed)
+        self._jobs[command.job] = job
+        try:
+            for checked in command.prompts:
+                job.submissions.append(session.submit(checked, call=Call(is_stream=command.streamed)))
+        except ValueError as error:
+            self._drop(command.job)
+            return command.job, Refused(str(error))
+        for prompt, submission in enumerate(job.submissions):
+            for request in submission.requests:
+                self._outputs[request] = _Output(command.job, prompt)
+                job.num_open += 1
+        return command.job, Accepted()
+
+    def _drop(self, number):
+        """Cancel what has not ended of a job, so that its seats and pages are free before the next step."""
+        job = self._jobs.pop(number, None)
+        for submission in job.submissions if job else ():
+            for request in submission.requests:
+                self._outputs.pop(request, None)
+            self._session.cancel(submission)
+
+    def _step(self):
+        news = []
+        # In the order of the prompts and their outputs: a prompt's first output brings the log-probabilities of the prompt.
+        for request in sorted(set(self._session.step()), key=lambda request: request.request_id):
+            output = self._outputs.get(request)
+            if output is not None and (request.finished or self._jobs[output.job].streamed):
+                news.append((output.job, self._new_tokens(request, output)))
+        self._tell(news)
+
+    def _new_tokens(self, request, output):
+        """The Tokens of a request since the last ones; it is forgotten if it has ended."""
+        start, end = output.num_told, None
+        output.num_told = len(request.output_token_ids)
+        if request.finished:
+            end = End(request.finish_reason, request.stop_reason, request.metrics, request.times)
+            del self._outputs[request]
+            job = self._jobs[output.job]
+            job.num_open -= 1
+            if not job.num_open:
+                del self._jobs[output.job]
+        return Tokens(
+            output.prompt,
+            request.sample_index,
+            request.output_token_ids[start:],
+            None if request.logprobs is None else request.logprobs[start:],
+            request.prompt_logprobs if start == 0 else None,
+            request.num_cached_tokens,
+            end,
+        )
