@@ -19,9 +19,9 @@ class Service:
         self.options = options
         self.names = options.served_model_names or (llm.model_name,)
         self.max_model_len, self.tokenizer, self.started = llm.max_model_len, llm.tokenizer, int(time.time())
-        self.figures = Figures(self.names[0])
+        self.tree, self.figures = llm.tree, Figures(self.names[0])
         self.client = EngineClient(llm, options.max_waiting, self.figures)
-        self.figures.follow(self.client, llm.tree)
+        self.figures.follow(self.client, self.tree)
         self.asker = Asker(llm, options, self.client.check)
         self.texts = TokenTexts(llm.tokenizer)
         self.fingerprint = fingerprint(llm)

@@ -2,6 +2,7 @@
 
 import json
 
+import httpx
 import pytest
 import torch
 from openai.types import Completion
@@ -9,7 +10,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel
 from transformers import AutoModelForCausalLM
 
-from headstart.tests.inference.server.serving import NAME, PROMPTS, TARGET
+from headstart.tests.inference.server.serving import NAME, PROMPTS, TARGET, running
 from headstart.tests.inference.server.test_streams import events
 
 MESSAGES = [{"role": "user", "content": PROMPTS[0]}]
@@ -94,6 +95,23 @@ def test_log_likelihoods_are_those_of_transformers(http, served):
         greedy.append(all(own == max(top.values()) for own, top in zip(mine, told["top_logprobs"][length:-1])))
         assert greedy[-1] == (logprobs.argmax(-1).tolist() == row[length:])
     assert greedy == [False] * 4 + [True]
+
+
+def test_drafts_are_counted_as_vllm_counts_them(http, served, plain_llm):
+    """What aiperf reads; it drops figures that contradict each other."""
+    body = CHAT | {"max_tokens": 40, "return_speculation_metrics": True}
+    answer = http.post("/v1/chat/completions", json=body).json()
+    drafts, num_tokens = answer["metrics"]["speculative_decoding"], answer["usage"]["completion_tokens"]
+    histogram, num_steps, depth = drafts["acceptance_histogram"], drafts["num_spec_steps"], served.llm.tree.max_depth
+    accepted = sum(number * steps for number, steps in enumerate(histogram))
+    assert (len(histogram), drafts["num_spec_tokens"]) == (depth + 1, depth)
+    assert (sum(histogram), drafts["num_accepted_draft_tokens"]) == (num_steps, accepted)
+    assert 0 < num_steps < num_tokens - 1 <= num_steps + accepted  # the first token comes from the prompt
+    assert drafts["num_draft_tokens"] == num_steps * depth < drafts["num_draft_nodes"]
+    assert drafts["draft_acceptance_rate"] == accepted / drafts["num_draft_tokens"]
+    assert drafts["mean_acceptance_length"] == 1 + accepted / num_steps
+    with running(plain_llm) as server, httpx.Client(base_url=server.url, timeout=30) as http:
+        assert http.post("/v1/chat/completions", json=body).json()["metrics"] == {"speculative_decoding": None}
 
 
 def test_an_empty_answer_streams_a_piece_of_content(http, served):
