@@ -17,7 +17,7 @@ class Service:
 
     def __init__(self, llm, options):
         self.options = options
-        self.names = options.served_model_names or (llm.model_name,)
+        self.names, self.root = options.served_model_names or (llm.model_name,), llm.model_name
         self.max_model_len, self.tokenizer, self.started = llm.max_model_len, llm.tokenizer, int(time.time())
         self.tree, self.figures = llm.tree, Figures(self.names[0])
         self.client = EngineClient(llm, options.max_waiting, self.figures)
@@ -28,8 +28,13 @@ class Service:
 
     def check_model(self, fields):
         """ApiError 404 for a model that is not served; without a name it is the one that is."""
-        if fields.model is not None and fields.model not in self.names:
-            message = f"the model {fields.model!r:.200} is not served here; GET /v1/models lists what is"
+        if fields.model is not None:
+            self.check_name(fields.model)
+
+    def check_name(self, name):
+        """ApiError 404 for a name that is not served."""
+        if name not in self.names:
+            message = f"the model {name!r:.200} is not served here; GET /v1/models lists what is"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def check_tokenizer(self):

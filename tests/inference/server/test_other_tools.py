@@ -5,7 +5,7 @@ import json
 import httpx
 import pytest
 import torch
-from openai.types import Completion
+from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel
 from transformers import AutoModelForCausalLM
@@ -74,6 +74,23 @@ def test_conversations_have_openai_types_and_known_further_fields(http, asked, k
     assert check(ChatCompletion, http.post("/v1/chat/completions", json=CHAT | asked).json()) == known
     *chunks, _ = events(http, "/v1/chat/completions", **CHAT | asked | USAGE)
     assert set().union(*(check(ChatCompletionChunk, chunk) for chunk in chunks)) == known
+
+
+def test_a_model_is_found_by_its_name_and_tells_where_it_comes_from(client, http, served):
+    """`vllm bench serve` takes the tokenizer of `root`: with --served-model-name the name is no folder."""
+    card = http.get("/v1/models").json()["data"][0]
+    assert check(Model, card) == {"root", "parent", "max_model_len", "permission"}
+    assert client.models.retrieve(NAME).model_dump() == card | {"shutdown_date": None}
+    assert card["root"] == served.llm.model_name != NAME
+    answer = http.get("/v1/models/some/other")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize("path", ["/health", "/ping", "/version", "/metrics", "/v1/models"])
+def test_the_head_of_what_can_be_read_can_be_asked_for(http, path):
+    whole, head = http.get(path), http.head(path)
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-type" if whole.content else "content-length"]
 
 
 def test_log_likelihoods_are_those_of_transformers(http, served):
