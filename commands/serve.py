@@ -98,6 +98,11 @@ def _add_server(group):
     group.add_argument(
         "--enable-prompt-tokens-details", action="store_true", help="usage tells tokens found in the cache"
     )
+    group.add_argument(
+        "--enable-tokenizer-info-endpoint",
+        action="store_true",
+        help="GET /tokenizer_info tells special tokens and the chat template",
+    )
     group.add_argument("--disable-log-requests", action="store_true", help="accepted: prompts are never logged")
     group.add_argument(
         "--uvicorn-log-level",
@@ -140,6 +145,7 @@ def run(arguments):
         max_logprobs=arguments.max_logprobs,
         model_defaults=arguments.generation_config == "auto",
         prompt_tokens_details=arguments.enable_prompt_tokens_details,
+        tokenizer_info=arguments.enable_tokenizer_info_endpoint,
         log_level=arguments.uvicorn_log_level,
     )
     bound = listening_socket(options.host, options.port)

@@ -110,6 +110,13 @@ def _add_tokens(app, service):
             raise ApiError(400, f"tokens must be ids from 0 to {asker.vocab_size - 1}", param="tokens")
         return json_response({"prompt": await asyncio.to_thread(service.decode, fields.tokens)})
 
+    if service.options.tokenizer_info:
+
+        @app.get("/tokenizer_info")
+        async def tokenizer_info():
+            service.check_tokenizer()
+            return json_response(service.tokenizer_info())
+
 
 def _add_state(app, service):
     def get(path):

@@ -39,6 +39,7 @@ class ServerOptions:
     max_biases: int = 1024
     model_defaults: bool = True  # parameters that a request leaves out are the model's own (its generation_config.json)
     prompt_tokens_details: bool = False
+    tokenizer_info: bool = False  # whether clients may read the chat template
     log_level: str = "info"
 
     def __post_init__(self):

@@ -45,6 +45,12 @@ class Service:
         """Text with its special tokens."""
         return self.tokenizer.decode(token_ids) if self.tokenizer else ""
 
+    def tokenizer_info(self):
+        """What a client needs to count and render as the tokenizer does: its special tokens and chat template."""
+        own = self.tokenizer
+        told = {"tokenizer_class": type(own).__name__, "model_max_length": own.model_max_length}
+        return {**told, **own.special_tokens_map, "chat_template": own.chat_template}
+
 
 def fingerprint(llm):
     """system_fingerprint: model, adapter and all that decides its bits. Not the head, because it changes none.

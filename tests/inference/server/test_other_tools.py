@@ -137,3 +137,14 @@ def test_an_empty_answer_streams_a_piece_of_content(http, served):
     *chunks, _ = events(http, "/v1/chat/completions", **CHAT | {"logit_bias": {str(end): 100}})
     assert [chunk["choices"][0]["delta"] for chunk in chunks] == [{"role": "assistant", "content": ""}, {"content": ""}]
     assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+def test_the_tokenizer_is_told_only_if_the_operator_says_so(http, speculative):
+    """lm-eval asks for it first, and counts tokens with /tokenize then instead of a tokenizer of its own."""
+    assert http.get("/tokenizer_info").status_code == 404
+    with running(speculative(), tokenizer_info=True) as server, httpx.Client(base_url=server.url, timeout=30) as http:
+        tokenizer, told = server.llm.tokenizer, http.get("/tokenizer_info").json()
+        assert told["eos_token"] == tokenizer.eos_token
+        assert told["chat_template"] == tokenizer.chat_template
+        ids = http.post("/tokenize", json={"prompt": told["eos_token"], "add_special_tokens": False}).json()["tokens"]
+        assert ids == [tokenizer.eos_token_id]
