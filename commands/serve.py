@@ -121,6 +121,11 @@ def _add_server(group):
         metavar="NAME",
         help="tell reasoning apart from the answer, between <think> and </think>: deepseek_r1, qwen3 or glm45",
     )
+    group.add_argument(
+        "--enable-tokenizer-info-endpoint",
+        action="store_true",
+        help="GET /tokenizer_info tells special tokens and the chat template",
+    )
     group.add_argument("--disable-log-requests", action="store_true", help="accepted: prompts are never logged")
     group.add_argument(
         "--uvicorn-log-level",
@@ -166,6 +171,7 @@ def run(arguments):
         model_defaults=arguments.generation_config == "auto",
         prompt_tokens_details=arguments.enable_prompt_tokens_details,
         reasoning_markers=_reasoning_markers(arguments.reasoning_parser),
+        tokenizer_info=arguments.enable_tokenizer_info_endpoint,
         log_level=arguments.uvicorn_log_level,
     )
     bound = listening_socket(options.host, options.port)

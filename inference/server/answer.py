@@ -12,6 +12,7 @@ from ..engine.metrics import SpecDecodeMetrics
 from .connection import ClientLeft, EventStream, unless_client_leaves
 from .driver.job import Broken, Full
 from .errors import FAILED, ApiError, json_bytes, json_response
+from .figures import speculation_metrics
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -82,15 +83,7 @@ class Answer:
         """{"metrics": ...} of an answer that has ended, if it was asked for."""
         if not self.fields.return_speculation_metrics:
             return {}
-        drafts = self.counts.drafts
-        counted = {
-            "num_drafts": drafts.num_steps,
-            "num_draft_tokens": drafts.num_draft_tokens,
-            "num_accepted_tokens": drafts.num_accepted_tokens,
-            "num_accepted_tokens_per_pos": drafts.accepted_per_position,
-            "acceptance_length": drafts.acceptance_length,
-        }
-        return {"metrics": {"speculative_decoding": counted}}
+        return {"metrics": {"speculative_decoding": speculation_metrics(self.counts.drafts, self.service.tree)}}
 
     # --- whole ---
 

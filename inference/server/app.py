@@ -110,35 +110,52 @@ def _add_tokens(app, service):
             raise ApiError(400, f"tokens must be ids from 0 to {asker.vocab_size - 1}", param="tokens")
         return json_response({"prompt": await asyncio.to_thread(service.decode, fields.tokens)})
 
+    if service.options.tokenizer_info:
+
+        @app.get("/tokenizer_info")
+        async def tokenizer_info():
+            service.check_tokenizer()
+            return json_response(service.tokenizer_info())
+
 
 def _add_state(app, service):
-    @app.get("/v1/models")
-    async def models():
-        told = {
+    def get(path):
+        """A route that can also be asked for its headers only, as readers of /metrics and load balancers do."""
+        return app.api_route(path, methods=["GET", "HEAD"])
+
+    def card(name):
+        return {
+            "id": name,
             "object": "model",
             "created": service.started,
             "owned_by": "headstart",
+            "root": service.root,
             "parent": None,
+            "max_model_len": service.max_model_len,
             "permission": [],
         }
-        cards = [
-            {"id": name, **told, "root": service.names[0], "max_model_len": service.max_model_len}
-            for name in service.names
-        ]
-        return json_response({"object": "list", "data": cards})
 
-    @app.get("/health")
-    @app.get("/ping")
+    @get("/v1/models")
+    async def models():
+        return json_response({"object": "list", "data": [card(name) for name in service.names]})
+
+    @get("/v1/models/{name:path}")
+    async def model(name: str):
+        service.check_name(name)
+        return json_response(card(name))
+
+    @get("/health")
+    @get("/ping")
     @app.post("/ping")
     async def health():
         if service.client.failure:
             return ApiError(503, service.client.failure, code="unavailable").response()
         return Response()
 
-    @app.get("/version")
+    @get("/version")
     async def version():
         return json_response({"version": metadata.version("headstart")})
 
-    @app.get("/metrics")
+    @get("/metrics")
     async def metrics():
         return Response(service.figures.page(), headers={"Content-Type": CONTENT_TYPE})

@@ -39,9 +39,8 @@ class ChatAnswer(Answer):
 
     def chunk(self, delta):
         content, reasoning = self._told(delta)
-        said = {**({"content": content} if content else {}), **reasoning}
-        choice = self._choice(delta, {"delta": said})
-        told = said or choice["logprobs"] or self.asks_ids or delta.finish_reason is not None
+        choice = self._choice(delta, {"delta": {"content": content, **reasoning}})
+        told = content or reasoning or choice["logprobs"] or self.asks_ids or delta.finish_reason is not None
         return (choice if told else None), {}
 
     def _told(self, delta):

@@ -4,6 +4,7 @@ On a tree, vllm:spec_decode_num_draft_tokens counts depths, as on a chain, and h
 """
 
 import time
+from itertools import pairwise
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -25,6 +26,33 @@ WORDS = {
     "kv_cache_usage_perc": "Share of the cache's pages in use, 1 for all.",
 }
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def num_drafted_depths(num_steps, num_nodes, tree):
+    """Draft tokens as vLLM counts them, at most one per depth: on a tree the full depth of every step.  num_nodes: drafted"""
+    return num_nodes if tree.num_nodes == tree.max_depth + 1 else num_steps * tree.max_depth
+
+
+def speculation_metrics(drafts, tree):
+    """vLLM's `metrics.speculative_decoding` of an answer, and num_draft_nodes; None without speculation.
+
+    drafts: SpecDecodeMetrics; tree: the engine's. acceptance_histogram: per number of accepted tokens, the steps with it.
+    """
+    if not tree.max_depth:
+        return None
+    num_drafted = num_drafted_depths(drafts.num_steps, drafts.num_draft_tokens, tree)
+    at_least = [drafts.num_steps, *drafts.accepted_per_position]  # steps that accepted this many tokens or more
+    at_least += [0] * (tree.max_depth + 2 - len(at_least))
+    return {
+        "mean_acceptance_length": drafts.acceptance_length,
+        "draft_acceptance_rate": drafts.num_accepted_tokens / num_drafted if num_drafted else 0.0,
+        "acceptance_histogram": [steps - more for steps, more in pairwise(at_least)],
+        "num_spec_steps": drafts.num_steps,
+        "num_accepted_draft_tokens": drafts.num_accepted_tokens,
+        "num_draft_tokens": num_drafted,
+        "num_spec_tokens": tree.max_depth,
+        "num_draft_nodes": drafts.num_draft_tokens,
+    }
 
 
 class Figures:
@@ -75,7 +103,6 @@ class Figures:
     def collect(self):
         """What prometheus_client asks at a scrape."""
         names, values = list(self._labels), list(self._labels.values())
-        depth, chain = self._tree.max_depth, self._tree.num_nodes == self._tree.max_depth + 1
         metrics = {metric.name: metric for metric in self._client.metrics()}
         metrics.pop("vllm:request_success")  # counted here, with its reasons
         for name, metric in metrics.items():
@@ -86,8 +113,8 @@ class Figures:
                     family.add_metric([*values, str(position)], value)
             else:
                 value = metric.value
-                if name == "vllm:spec_decode_num_draft_tokens" and not chain:
-                    value = metrics["vllm:spec_decode_num_drafts"].value * depth
+                if name == "vllm:spec_decode_num_draft_tokens":
+                    value = num_drafted_depths(metrics["vllm:spec_decode_num_drafts"].value, value, self._tree)
                 kind = GaugeMetricFamily if isinstance(metric, Gauge) else CounterMetricFamily
                 family = kind(name, words, labels=names)
                 family.add_metric(values, value)

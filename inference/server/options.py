@@ -46,6 +46,7 @@ class ServerOptions:
     reasoning_markers: tuple[str, str] | None = (
         None  # (opening, closing): what is between is told apart in conversations
     )
+    tokenizer_info: bool = False  # whether clients may read the chat template
     log_level: str = "info"
 
     def __post_init__(self):

@@ -16,11 +16,11 @@ class Service:
     def __init__(self, engine, tokenizer, options):
         info = engine.info
         self.options, self.tokenizer, self.fingerprint = options, tokenizer, info.fingerprint
-        self.names = options.served_model_names or (info.model_name,)
+        self.names, self.root = options.served_model_names or (info.model_name,), info.model_name
         self.started = int(time.time())
-        self.figures = Figures(self.names[0])
+        self.tree, self.figures = info.tree, Figures(self.names[0])
         self.client = EngineClient(engine, tokenizer, options, self.figures)
-        self.figures.follow(self.client, info.tree)
+        self.figures.follow(self.client, self.tree)
         checker = replace(info.prompt_checker, tokenizer=tokenizer)
         self.max_model_len = checker.max_model_len
         self.asker = Asker(checker, info.generation_defaults, options)
@@ -28,8 +28,13 @@ class Service:
 
     def check_model(self, fields):
         """ApiError 404 for a model that is not served; without a name it is the one that is."""
-        if fields.model is not None and fields.model not in self.names:
-            message = f"the model {fields.model!r:.200} is not served here; GET /v1/models lists what is"
+        if fields.model is not None:
+            self.check_name(fields.model)
+
+    def check_name(self, name):
+        """ApiError 404 for a name that is not served."""
+        if name not in self.names:
+            message = f"the model {name!r:.200} is not served here; GET /v1/models lists what is"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def check_tokenizer(self):
@@ -39,3 +44,9 @@ class Service:
     def decode(self, token_ids):
         """Text with its special tokens."""
         return self.tokenizer.decode(token_ids) if self.tokenizer else ""
+
+    def tokenizer_info(self):
+        """What a client needs to count and render as the tokenizer does: its special tokens and chat template."""
+        own = self.tokenizer
+        told = {"tokenizer_class": type(own).__name__, "model_max_length": own.model_max_length}
+        return {**told, **own.special_tokens_map, "chat_template": own.chat_template}

@@ -105,9 +105,7 @@ def test_drafts_are_counted_in_the_last_piece_if_asked_for(http):
     for options in (None, {"include_usage": True}):
         *chunks, last, _ = events(http, "/v1/chat/completions", **body, stream_options=options)
         drafts = last["metrics"]["speculative_decoding"]
-        assert 1 <= drafts["num_drafts"] < 40
-        assert drafts["acceptance_length"] == 1 + drafts["num_accepted_tokens"] / drafts["num_drafts"]
-        assert sum(drafts["num_accepted_tokens_per_pos"]) == drafts["num_accepted_tokens"]
+        assert 1 <= drafts["num_spec_steps"] < 40
         assert not any("metrics" in chunk for chunk in chunks)
 
 
