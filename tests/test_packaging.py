@@ -24,7 +24,7 @@ FOLDERS = ("kernels", "heads", "inference", "evaluation", "train", "hub_export",
 FLOORS = (
     ("kernels",),
     ("heads",),
-    ("inference/models", "inference/speculation"),
+    ("inference/models", "inference/speculation", "inference/grammar"),
     ("inference/engine",),
     ("inference",),
     ("evaluation",),
