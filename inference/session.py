@@ -20,6 +20,7 @@ from .engine.request import Request
 from .engine.stopping import GrowingText, StopChecker, final_text, stable_length, stop_ids
 from .forbidden_tokens import bad_word_sequences, check_tokens
 from .frozen_heap import frozen_heap
+from .grammar.grammars import Grammars
 from .line import Call, Line
 from .outputs import make_output
 from .prompt_files import check_text
@@ -35,6 +36,7 @@ class CheckedPrompt:
     token_ids: list[int]
     params: SamplingParams
     bad_words: tuple
+    grammar: str | None = None  # the library's text of params.structured_outputs
 
 
 @dataclass(eq=False)
@@ -55,6 +57,7 @@ class Session:
 
     def __init__(self, engine, tokenizer, max_model_len, seed=0):
         self.engine, self.tokenizer, self.max_model_len, self.seed = engine, tokenizer, max_model_len, seed
+        self.grammars = Grammars(tokenizer, engine.decoder.vocab_size, engine.eos_token_ids)
         self.line = Line()
         self._numbers = itertools.count()  # of prompts, in order of arrival
         self._calls = {}  # {request: the Call it belongs to} of requests whose call has not been told that they ended
@@ -86,7 +89,9 @@ class Session:
         params = self._count_logprobs(params, vocab, number)
         bad_words = bad_word_sequences(params.bad_words, self.tokenizer)
         check_tokens(params, bad_words, stop_ids(params, self.engine.eos_token_ids), vocab, number)
-        return CheckedPrompt(text, [int(token) for token in ids], params, bad_words)
+        form = params.structured_outputs
+        grammar = None if form is None else self.grammars.check(form)
+        return CheckedPrompt(text, [int(token) for token in ids], params, bad_words, grammar)
 
     def submit(self, prompt, params=None, call=None, number=None):
         """Queue a prompt, or a CheckedPrompt.  -> Submission
@@ -111,6 +116,7 @@ class Session:
                 # Once per prompt: its other outputs find the pages that this one computes.
                 prompt_logprobs=[None] if params.prompt_logprobs is not None and sample == 0 else None,
                 bad_words=prompt.bad_words,
+                matcher=self._matcher(prompt),
                 is_streamed=call.is_stream,
             )
             submission.requests.append(request)
@@ -187,6 +193,12 @@ class Session:
         """The RequestOutput of a submission that has ended."""
         requests, eos_token_ids = submission.requests, self.engine.eos_token_ids
         return make_output(submission.prompt.text, requests, self.tokenizer, eos_token_ids)
+
+    def _matcher(self, prompt):
+        """The Matcher of one output of a CheckedPrompt, None for free text."""
+        if prompt.grammar is None:
+            return None
+        return self.grammars.matcher(prompt.grammar, self.engine.seats.logit_state.most_forced)
 
     def _step(self):
         """One step of the engine, for the first in line. Tells every call what has become of its requests."""

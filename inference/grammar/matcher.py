@@ -35,9 +35,8 @@ class Matcher:
 
     def look_ahead(self):
         """Compute drafts and masks for the output as it is.  -> None or BROKEN"""
-        compiled = self._compiled
-        forced, masks, drafts = compiled.compute_ff_tokens()[: self._most_drafts] if self._most_drafts else [], [], []
-        for token in [*forced, None]:
+        compiled, masks, drafts = self._compiled, [], []
+        for token in [*self._forced()[: self._most_drafts], None]:
             masks.append(np.frombuffer(compiled.compute_bitmask(), dtype=np.int32))
             if token is None or compiled.is_error() or not compiled.try_consume_tokens([token]):
                 break
@@ -54,6 +53,10 @@ class Matcher:
         self._compiled.reset()
         self._compiled.consume_tokens(token_ids)
         self.look_ahead()
+
+    def _forced(self):
+        """Tokens that must follow."""
+        return self._compiled.compute_ff_tokens() if self._most_drafts else []
 
     def _broken(self):
         self.error = one_line(self._compiled.get_error())

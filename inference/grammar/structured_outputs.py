@@ -63,37 +63,37 @@ class StructuredOutputsParams(_Fields):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 what = "a JSON schema: a dict, or its text" if name == "json" else "a string that is not empty"
-                raise ValueError(f"{name} of structured_outputs must be {what}, got {value!r:.60}")
+                raise ValueError(f"structured_outputs {name} must be {what}, got {value!r:.60}")
         for name in ("json_object", "disable_any_whitespace"):
             if getattr(self, name) not in (None, True, False):
-                raise ValueError(f"{name} of structured_outputs must be True or False, got {getattr(self, name)!r:.60}")
+                raise ValueError(f"structured_outputs {name} must be True or False, got {getattr(self, name)!r:.60}")
         choices = self.choice
         if choices is not None and not (
             isinstance(choices, tuple) and choices and all(isinstance(choice, str) and choice for choice in choices)
         ):
             raise ValueError(
-                f"choice of structured_outputs must be a list of strings that are not empty, got {choices!r:.60}"
+                f"structured_outputs choice must be a list of strings that are not empty, got {choices!r:.60}"
             )
         length = (
             sum(map(len, choices)) if choices else len(getattr(self, self.kind) if self.kind != "json_object" else "")
         )
         if length > MOST_CHARACTERS:
             raise ValueError(
-                f"{self.kind} of structured_outputs has {length} characters; at most {MOST_CHARACTERS} are taken"
+                f"structured_outputs {self.kind} has {length} characters; at most {MOST_CHARACTERS} are taken"
             )
         if self.json is not None and not isinstance(_schema(self.json), dict | bool):
-            raise ValueError(f"json of structured_outputs must be a JSON schema, an object, got {self.json!r:.60}")
+            raise ValueError(f"structured_outputs json must be a JSON schema, an object, got {self.json!r:.60}")
 
 
 def _as_text(schema):
     try:
         return json.dumps(schema, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"json of structured_outputs must be a JSON schema: {error}") from None
+        raise ValueError(f"structured_outputs json must be a JSON schema: {error}") from None
 
 
 def _schema(text):
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"json of structured_outputs is no JSON: {error}") from None
+        raise ValueError(f"structured_outputs json is no JSON: {error}") from None

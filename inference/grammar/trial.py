@@ -36,8 +36,11 @@ class Trial:
                 self.close()
                 raise
         if "error" in told:
-            raise ValueError(f"{kind} of structured_outputs cannot be followed: {told['error']}")
+            raise ValueError(f"structured_outputs {kind} cannot be followed: {told['error']}")
         return told["grammar"]
+
+    def __del__(self):
+        self.close()
 
     def close(self):
         """End the process."""
