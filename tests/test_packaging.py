@@ -44,7 +44,7 @@ PUBLIC = {
     "inference/models/modules": "module_decoder module_source module_trial norm_modules",
     "inference/speculation": "draft draft_sampling draw_nodes options proposers speculation tree tree_on_device verifiers",
     "inference/speculation/drafters": "draft_model drafter ngram",
-    "inference/grammar": "grammars matcher structured_outputs",
+    "inference/grammar": "grammars library matcher structured_outputs",
     "inference/engine": "engine metrics options request stopping target_scores",
     "inference": "arguments frozen_heap line llm metrics open_batch prompt_files sampling_params threads",
     "inference/server": "options serve",

@@ -4,6 +4,7 @@ Runs in the process of the engine and in the one that tries grammars (trial_proc
 """
 
 import json
+from importlib import metadata
 
 NEEDED = "structured outputs need the library llguidance: pip install 'headstart[serve]'"
 # Blanks between the tokens of JSON. Without a bound a weak model fills its whole answer with them.
@@ -19,6 +20,14 @@ def library():
     except ImportError:
         raise ValueError(NEEDED) from None
     return llguidance
+
+
+def library_version():
+    """The version that decides masks, "" where it is missing."""
+    try:
+        return metadata.version("llguidance")
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def make_tokenizer(text, vocab_size, eos_token_ids):

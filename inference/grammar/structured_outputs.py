@@ -40,7 +40,7 @@ class StructuredOutputsParams(_Fields):
         names = [field.name for field in fields(_Fields)]
         if positional:
             raise ValueError(f"StructuredOutputsParams takes keywords only, got {positional[0]!r:.60}: write regex=...")
-        reject_unknown(given, names, "structured output", REFUSED)
+        reject_unknown(given, names, "structured_outputs field", REFUSED)
         given = {name: python_value(value) for name, value in given.items() if name in names and value is not None}
         if isinstance(given.get("json"), dict | bool):
             given["json"] = _as_text(given["json"])

@@ -5,6 +5,7 @@ All of it may run in any thread. The work is the tokenizer's, so a long prompt d
 
 import inspect
 
+from ..grammar.structured_outputs import StructuredOutputsParams
 from ..prompt_files import render_chat
 from ..sampling_params import SamplingParams
 from .errors import ApiError, value_error
@@ -89,7 +90,24 @@ class Asker:
         try:
             return self._check(prompt, params, number)
         except ValueError as error:
+            if str(error).startswith("structured_outputs "):
+                raise _form_error(fields, error) from None
             raise value_error(error, type(fields).model_fields, field) from None
+
+    def _form(self, fields):
+        """The StructuredOutputsParams of response_format or structured_outputs, or None."""
+        asked, given = fields.response_format, fields.structured_outputs
+        if asked is not None and asked.type != "text":
+            if given is not None:
+                self._refuse("response_format", "cannot stand beside structured_outputs: give one of them")
+            if asked.type == "json_schema" and asked.json_schema is None:
+                self._refuse("response_format", "of type json_schema needs json_schema: {name, schema}")
+            schema = asked.json_schema and asked.json_schema.schema_
+            given = {"json_object": True} if schema is None else {"json": schema}
+        try:
+            return None if given is None else StructuredOutputsParams(**given)
+        except ValueError as error:
+            raise _form_error(fields, error) from None
 
     def _params(self, fields, max_tokens, logprobs, prompt_logprobs):
         """The SamplingParams of SamplingFields, within the caps."""
@@ -123,10 +141,20 @@ class Asker:
         own = {name: value for name, value in self._defaults.items() if name != "max_tokens"}
         try:
             return SamplingParams(
-                **own | given, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs
+                **own | given,
+                structured_outputs=self._form(fields),
+                max_tokens=max_tokens,
+                logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
             )
         except ValueError as error:
             raise value_error(error, type(fields).model_fields) from None
 
     def _refuse(self, field, words):
         raise ApiError(400, f"{field} {words}", param=field)
+
+
+def _form_error(fields, error):
+    """The ApiError of a form that is refused, which names the field it was given in."""
+    name = "response_format" if fields.structured_outputs is None else "structured_outputs"
+    return ApiError(400, str(error).replace("structured_outputs", name, 1), param=name)

@@ -5,6 +5,7 @@ import json
 import time
 from pathlib import PurePath
 
+from ..grammar.library import library_version
 from .asked import Asker
 from .driver.engine_client import EngineClient
 from .errors import ApiError
@@ -47,5 +48,5 @@ def fingerprint(llm):
     The weights are known by the model's last name and its config: their own digest would take minutes for a large model.
     """
     config = {k: v for k, v in llm.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
-    parts = [PurePath(llm.model_name).name, config, llm.adapter or "", llm.numerics, llm.device.type]
+    parts = [PurePath(llm.model_name).name, config, llm.adapter or "", llm.numerics, llm.device.type, library_version()]
     return f"fp_{hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]}"

@@ -13,7 +13,6 @@ from headstart.tests.inference.server.serving import NAME, PROMPTS, running
 
 TEXT, CHAT, TOKENS = "/v1/completions", "/v1/chat/completions", "/tokenize"
 MESSAGES = [{"role": "user", "content": "x"}]
-OBJECT = {"type": "json_object"}
 FUNCTION = [{"type": "function", "function": {"name": "f"}}]
 
 # route, what is changed of a good body, status, the field that is named, words
@@ -25,8 +24,6 @@ BAD = [
     (TEXT, {"suffix": "x"}, 400, "suffix", "not supported here"),
     (CHAT, {"tools": FUNCTION}, 400, "tools", "not built yet"),
     (CHAT, {"tool_choice": "auto"}, 400, "tool_choice", "not built yet"),
-    (CHAT, {"response_format": OBJECT}, 400, "response_format", "no grammar yet"),
-    (TEXT, {"structured_outputs": {"regex": "a"}}, 400, "structured_outputs", "no grammar yet"),
     (CHAT, {"chat_template": "{{ x }}"}, 400, "chat_template", "the server's"),
     (CHAT, {"chat_template_kwargs": {"tokenize": True}}, 400, "chat_template_kwargs", "cannot set 'tokenize'"),
     (CHAT, {"chat_template_kwargs": {"chat_template": "x"}}, 400, "chat_template_kwargs", "cannot set"),
