@@ -130,6 +130,11 @@ class SamplingFields(Fields):
     return_tokens_as_token_ids: bool | None = None
     return_speculation_metrics: bool | None = None
 
+    @property
+    def has_form(self):
+        """Whether it asks for a form of the answer."""
+        return self.structured_outputs is not None or self.response_format is not None
+
 
 SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "n", "stop",

@@ -42,7 +42,7 @@ def serve(llm, options, bound, ready=None):
         with frozen_heap():
             server.run(sockets=[bound])
     finally:
-        service.client.stop()
+        service.stop()
     return 1 if service.client.failure not in (None, STOPPED) else 0
 
 

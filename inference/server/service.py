@@ -3,6 +3,7 @@
 import hashlib
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import PurePath
 
 from ..grammar.library import library_version
@@ -24,8 +25,18 @@ class Service:
         self.client = EngineClient(llm, options.max_waiting, self.figures)
         self.figures.follow(self.client, llm.tree)
         self.asker = Asker(llm, options, self.client.check)
+        self._forms = ThreadPoolExecutor(1, "forms")
         self.texts = TokenTexts(llm.tokenizer)
         self.fingerprint = fingerprint(llm)
+
+    def thread_for(self, fields):
+        """The executor that checks a request. A form may take seconds, so forms wait for each other and hold up nobody else."""
+        return self._forms if fields.has_form else None
+
+    def stop(self):
+        """End what checks forms, and the engine's thread.  -> whether that has ended"""
+        self._forms.shutdown(wait=False, cancel_futures=True)
+        return self.client.stop()
 
     def check_model(self, fields):
         """ApiError 404 for a model that is not served; without a name it is the one that is."""

@@ -68,5 +68,5 @@ def running(llm, **options):
         server.stop()
         server.stop()
         thread.join(20)
-        assert service.client.stop()
+        assert service.stop()
         assert not thread.is_alive()

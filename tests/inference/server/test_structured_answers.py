@@ -2,8 +2,11 @@
 
 import json
 import re
+import threading
+import time
 from typing import Literal
 
+import httpx
 import openai
 import pytest
 from pydantic import BaseModel
@@ -120,3 +123,24 @@ def test_a_grammar_that_goes_beyond_the_limits_on_the_way_is_told(client):
         list(client.completions.create(prompt="x", stream=True, extra_body=form, **SAMPLED))
     good = {"structured_outputs": {"choice": ["fine"]}}
     assert client.completions.create(prompt="x", extra_body=good, **SAMPLED).choices[0].text == "fine"
+
+
+def test_forms_that_wait_to_be_tried_hold_up_nobody_without_one(served, http):
+    """More of them than the event loop's own executor has threads, 32 at most."""
+    assert http.post("/v1/completions", json={"prompt": "x", "structured_outputs": {"regex": "a"}}).status_code == 200
+    done = []
+
+    def ask(i):
+        body = {"prompt": "x", "structured_outputs": {"choice": [f"w{i}"]}}
+        done.append(httpx.post(f"{served.url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"])
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(33)]
+    with served.llm.session.grammars._trial._lock:
+        for thread in threads:
+            thread.start()
+        time.sleep(0.3)
+        assert http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2}, timeout=20).status_code == 200
+        assert done == []
+    for thread in threads:
+        thread.join()
+    assert sorted(done) == sorted(f"w{i}" for i in range(33))
