@@ -10,6 +10,10 @@ class ChatAnswer(Answer):
     KIND, CHUNK = "chat.completion", "chat.completion.chunk"
     PREFIX = "chatcmpl"
 
+    def __init__(self, service, fields, prompts, name):
+        super().__init__(service, fields, prompts, name)
+        self._readers = [fields.reader() for _ in range(self.n)]  # of tool calls, per choice
+
     def whole_fields(self, deltas):
         told = {}
         if self.fields.prompt_logprobs is not None:
@@ -19,8 +23,20 @@ class ChatAnswer(Answer):
         return told
 
     def choice(self, delta):
-        message = {"role": "assistant", "content": delta.text, "refusal": None}
-        return self._choice(delta, {"message": message})
+        content, calls, reason = self._read(delta)
+        message = {"role": "assistant", "content": content, "refusal": None}
+        if calls:
+            of_message = [{key: value for key, value in call.items() if key != "index"} for call in calls]
+            message |= {"content": content or None, "tool_calls": of_message}
+        return self._choice(delta, {"message": message}, reason)
+
+    def _read(self, delta):
+        """content, tool_calls as those of events, finish_reason"""
+        reader, reason = self._readers[self.index(delta)], delta.finish_reason
+        if reader is None:
+            return delta.text, [], reason
+        content, calls = reader.read(delta.text, last=reason is not None)
+        return content, calls, reader.ends_as if reason == "stop" and reader.num_calls else reason
 
     def start(self):
         """The role, for every choice."""
@@ -29,11 +45,13 @@ class ChatAnswer(Answer):
         return [({"index": index, **role}, more) for index in range(self.n)]
 
     def chunk(self, delta):
-        choice = self._choice(delta, {"delta": {"content": delta.text} if delta.text else {}})
-        told = delta.text or choice["logprobs"] or self.asks_ids or delta.finish_reason is not None
+        content, calls, reason = self._read(delta)
+        said = ({"content": content} if content else {}) | ({"tool_calls": calls} if calls else {})
+        choice = self._choice(delta, {"delta": said}, reason)
+        told = said or choice["logprobs"] or self.asks_ids or delta.finish_reason is not None
         return (choice if told else None), {}
 
-    def _choice(self, delta, said):
+    def _choice(self, delta, said, reason):
         fields, logprobs = self.fields, None
         if fields.logprobs and delta.token_ids:
             count = fields.top_logprobs or 0
@@ -42,7 +60,7 @@ class ChatAnswer(Answer):
             "index": self.index(delta),
             **said,
             "logprobs": logprobs,
-            "finish_reason": delta.finish_reason,
+            "finish_reason": reason,
             "stop_reason": delta.stop_reason,
         }
         if self.asks_ids:

@@ -9,11 +9,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ...heads.storage.keywords import ANY, Theirs, reject_unknown
 from .errors import ApiError, validation_error
+from .tools import ToolFields
 
 STRUCTURED = (
     'it is now a part of structured_outputs: {"json": ...}, {"regex": ...}, {"choice": ...} or {"grammar": ...}'
 )
-NO_TOOLS = "tool calls are not built yet: describe the functions in a message, and read the text"
+NO_TOOLS = "it is now tools and tool_choice"
 TEXT_ONLY = "only text is read and written"
 NO_BEAMS = "there is no beam search: ask for n outputs"
 FIXED_TEMPLATE = "the chat template is the server's: render the text yourself and use /v1/completions"
@@ -27,9 +28,6 @@ REFUSED = (
     Theirs("guided_grammar", (None,), STRUCTURED),
     Theirs("guided_whitespace_pattern", (None,), STRUCTURED),
     Theirs("guided_decoding_backend", (None, "auto", "guidance"), "the library is llguidance: leave it out"),
-    Theirs("tools", (None, []), NO_TOOLS),
-    Theirs("tool_choice", (None, "none"), NO_TOOLS),
-    Theirs("parallel_tool_calls", ANY, "there are no tool calls"),
     Theirs("functions", (None, []), NO_TOOLS),
     Theirs("function_call", (None, "none"), NO_TOOLS),
     Theirs("modalities", (None, ["text"]), TEXT_ONLY),
@@ -160,12 +158,16 @@ class Conversation(BaseModel):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class ChatFields(SamplingFields, Conversation):
+class ChatFields(SamplingFields, Conversation, ToolFields):
     """/v1/chat/completions"""
 
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+
+    @property
+    def has_form(self):
+        return super().has_form or self.tool_use in ("required", "named")
 
 
 class TokenizeTextFields(Fields):
