@@ -257,3 +257,19 @@ def test_requests_without_a_grammar_make_no_table(plain):
     assert state.tables.masks is None
     assert state.forced is None
     assert plain.engine.seats.logit_state.tables.masks is not None or plain.engine.metrics.num_generated_tokens == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("speculation", [None, CHAIN, TREE], ids=["plain", "chain", "tree"])
+def test_graphs_keep_form_and_bits(speculation):
+    """On a GPU, where the host launches a step before it has read the last one."""
+    alone = make(device="cuda", dtype="bfloat16", max_num_seqs=1, enforce_eager=True)
+    expected = [outputs_of(alone, prompt, params)[0].token_ids for prompt, params in zip(ASKED, WANTED)]
+    llm = make(device="cuda", dtype="bfloat16", speculative_config=speculation)
+    captures = llm.engine.graphs.num_captures
+    for _ in range(2):
+        assert [output.token_ids for output in outputs_of(llm, ASKED, WANTED)] == expected
+    assert llm.engine.graphs.num_captures > captures
+    captures = llm.engine.graphs.num_captures
+    assert outputs_of(llm, ASKED[0], WANTED[0])[0].token_ids == expected[0]
+    assert llm.engine.graphs.num_captures == captures, "free text goes on in the graphs made at the start"
