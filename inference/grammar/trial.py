@@ -6,11 +6,11 @@ grammar = trial(params)          # the library's text of it, or ValueError in on
 
 import json
 import os
+import selectors
 import subprocess
 import sys
 import threading
 from pathlib import Path
-from select import select
 
 from .library import library
 from .trial_process import CPU_SECONDS
@@ -75,7 +75,9 @@ class Trial:
             self.close()
             return {"error": "it broke the process that tries grammars"}
         # One line comes for each, so nothing is left in the buffer when the next one is waited for.
-        ready, _, _ = select([process.stdout], [], [], SECONDS)
+        with selectors.DefaultSelector() as waiting:
+            waiting.register(process.stdout, selectors.EVENT_READ)
+            ready = waiting.select(SECONDS)
         line = process.stdout.readline() if ready else b""
         if line.endswith(b"\n"):
             return json.loads(line)
