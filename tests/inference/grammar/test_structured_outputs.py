@@ -104,7 +104,6 @@ GROWING = {
     "method": "draft_model",
     "tree": {"dynamic": {"max_depth": 2, "width": 2, "num_nodes": 5}},
 }
-COPIED = {"method": "ngram", "num_speculative_tokens": 4}
 
 
 @pytest.mark.parametrize(
@@ -115,10 +114,9 @@ COPIED = {"method": "ngram", "num_speculative_tokens": 4}
         (TREE, 1, {}),
         (CHAIN | {"adaptive": True}, 1, {}),
         (GROWING, 0, {}),
-        (COPIED, 1, {"max_num_seqs": 3}),
         (TREE, 1, {"num_gpu_blocks_override": 6}),
     ],
-    ids=["together", "chain", "tree", "adaptive", "growing tree", "n-gram", "preempted"],
+    ids=["together", "chain", "tree", "adaptive", "growing tree", "preempted"],
 )
 def test_neither_drafts_nor_neighbours_change_a_token(expected, speculation, late, options, tmp_path):
     if speculation is GROWING:
@@ -137,7 +135,7 @@ def test_neither_drafts_nor_neighbours_change_a_token(expected, speculation, lat
 
 
 def test_every_output_has_its_form(plain):
-    params = [params_of(form, n=3, seed=5, max_tokens=120) for name, form in FORMS.items() if form]
+    params = [params_of(form, n=2, seed=5, max_tokens=100) for name, form in FORMS.items() if form]
     ended, others = 0, set()
     for name, found in zip([name for name, form in FORMS.items() if form], plain.generate([PROMPTS[0]] * 6, params)):
         for output in found.outputs:
@@ -147,8 +145,8 @@ def test_every_output_has_its_form(plain):
                 assert output.stop_reason is None
                 assert has_form(name, output.text), (name, output.text)
         others.add(len({tuple(output.token_ids) for output in found.outputs}))
-    assert ended >= 15
-    assert max(others) == 3
+    assert ended >= 7
+    assert max(others) == 2
 
 
 def test_the_first_end_counts_whatever_it_is(plain):
@@ -211,9 +209,8 @@ def test_drafts_that_are_not_forced_change_nothing(target_folder, head_folder, t
     assert 0 < sum(c.num_accepted_tokens for c in counts) < sum(c.num_draft_tokens for c in counts)
 
 
-@pytest.mark.parametrize("verifier", ["token", "block"])
-def test_verifiers_that_keep_the_distribution_keep_the_form(verifier):
-    llm = make(speculative_config=CHAIN | {"verifier": verifier})
+def test_a_verifier_that_keeps_the_distribution_keeps_the_form():
+    llm = make(speculative_config=CHAIN | {"verifier": "token"})
     params = [params_of(FORMS[name], seed=1) for name in ("regex", "choice", "free")]
     found = outputs_of(llm, [PROMPTS[0]] * 3, params)
     assert has_form("regex", found[0].text)
