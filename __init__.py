@@ -8,6 +8,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "LLM": ".inference.llm",
     "SamplingParams": ".inference.sampling_params",
+    "StructuredOutputsParams": ".inference.grammar.structured_outputs",
     "RequestOutput": ".inference.outputs",
     "CompletionOutput": ".inference.outputs",
     "TextPrompt": ".inference.inputs",

@@ -19,17 +19,19 @@ class CheckedPrompt:
     token_ids: list[int]
     params: SamplingParams
     bad_words: tuple
+    grammar: str | None = None  # the library's text of params.structured_outputs
 
 
 @dataclass(frozen=True)
 class PromptChecker:
-    """tokenizer: a transformers tokenizer or None; max_logprobs: the most that may be asked for, -1: no limit"""
+    """tokenizer: a transformers tokenizer or None; grammars: a Grammars; max_logprobs: the most to be asked for, -1: no limit"""
 
     tokenizer: object
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple
     max_logprobs: int
+    grammars: object
 
     def check(self, prompt, params=None, number=0):
         """The CheckedPrompt of one prompt, in any form that LLM.generate takes, or ValueError; number: its name in errors."""
@@ -57,7 +59,9 @@ class PromptChecker:
         params = self._count_logprobs(params, vocab, number)
         bad_words = bad_word_sequences(params.bad_words, self.tokenizer)
         check_tokens(params, bad_words, stop_ids(params, self.eos_token_ids), vocab, number)
-        return CheckedPrompt(text, [int(token) for token in ids], params, bad_words)
+        form = params.structured_outputs
+        grammar = None if form is None else self.grammars.check(form)
+        return CheckedPrompt(text, [int(token) for token in ids], params, bad_words, grammar)
 
     def _count_logprobs(self, params, vocab, number):
         """The parameters with -1 (all tokens) replaced by the size of the vocabulary; ValueError beyond max_logprobs."""

@@ -8,7 +8,11 @@ from .engine.stopping import final_text
 
 @dataclass
 class CompletionOutput:
-    """One output of a prompt. finish_reason: "stop", "length" or "abort"; stop_reason: the string or token id that stopped it."""
+    """One output of a prompt.
+
+    finish_reason: "stop", "length", "abort", or "error" if its structured output went beyond a limit; stop_reason: the string or
+    token id that stopped it, or what went wrong.
+    """
 
     index: int
     text: str

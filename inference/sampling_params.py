@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields, replace
 
 from ..heads.storage.keywords import python_value, reject_unknown
 from .engine.target_scores import CHANGED, CUT, NO_FILTERS
+from .grammar.structured_outputs import StructuredOutputsParams
 from .vllm_api import SAMPLING
 
 # Powers of ten around 1 that keep a logit in the range of fp32.
@@ -24,6 +25,7 @@ class _Fields:
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
     bad_words: tuple[str, ...] = ()
     max_tokens: int | None = 16
     min_tokens: int = 0
@@ -47,8 +49,10 @@ class SamplingParams(_Fields):
     share of the likeliest. repetition_penalty: logits of tokens of the prompt or the output are divided by it if positive, else
     multiplied. frequency_penalty, presence_penalty from -2 to 2: subtracted from the logits of the output's tokens, once per
     occurrence or once. logit_bias: {token id: from -100 to 100}, added to logits (kept as a sorted tuple of pairs).
-    allowed_token_ids: no other tokens. bad_words: strings that the output must not complete, with a space before them and without;
-    the prompt may hold their beginning (in vLLM only the output counts). max_tokens: the most new tokens (None: up to
+    allowed_token_ids: no other tokens. structured_outputs: a StructuredOutputsParams, the form of the output; EOS is allowed where
+    it is complete and nowhere else, and the output ends where nothing may follow, even before min_tokens. bad_words: strings that
+    the output must not complete, with a space before them and without; the prompt may hold their beginning (in vLLM only the
+    output counts). max_tokens: the most new tokens (None: up to
     max_model_len). min_tokens: number of tokens before any EOS, stop token or stop string. stop: one or more strings that end
     the output. stop_token_ids: tokens that end it, and are part of token_ids. include_stop_str_in_output: the text keeps the
     stop string, or the stop token's text, that ended it. ignore_eos: go on after EOS. seed: an int makes the output a function
@@ -115,7 +119,7 @@ class SamplingParams(_Fields):
         """Filters of the logits at every token: NO_FILTERS, CHANGED or CUT. (min_tokens changes only the first tokens' logits.)"""
         if self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0):
             return CUT
-        given = self.logit_bias or self.bad_words or self.allowed_token_ids is not None
+        given = self.logit_bias or self.bad_words or self.allowed_token_ids is not None or self.structured_outputs
         return CHANGED if given or self.has_penalties else NO_FILTERS
 
     def _check(self):
@@ -163,6 +167,16 @@ class SamplingParams(_Fields):
             "allowed_token_ids",
             "None or a list of at least one token id",
         )
+        form = self.structured_outputs
+        require(
+            form is None or isinstance(form, StructuredOutputsParams),
+            "structured_outputs",
+            "None or StructuredOutputsParams(...)",
+        )
+        for name in ("allowed_token_ids", "bad_words") if form else ():
+            require(
+                not getattr(self, name), name, "left out beside structured_outputs, which alone says what may follow"
+            )
         spoken = all(isinstance(s, str) and s.strip() for s in self.bad_words)
         require(spoken, "bad_words", "a list of strings that are more than white space")
         require(

@@ -19,6 +19,7 @@ from .checked_prompt import CheckedPrompt, PromptChecker
 from .engine.request import Request
 from .engine.stopping import GrowingText, StopChecker, final_text, stable_length
 from .frozen_heap import frozen_heap
+from .grammar.grammars import Grammars
 from .line import Call, Line
 from .outputs import make_output
 
@@ -41,6 +42,7 @@ class Session:
 
     def __init__(self, engine, tokenizer, max_model_len, seed=0):
         self.engine, self.tokenizer, self.max_model_len, self.seed = engine, tokenizer, max_model_len, seed
+        self.grammars = Grammars(tokenizer, engine.decoder.vocab_size, engine.eos_token_ids)
         self.line = Line()
         self._numbers = itertools.count()  # of prompts, in order of arrival
         self._calls = {}  # {request: the Call it belongs to} of requests whose call has not been told that they ended
@@ -56,6 +58,7 @@ class Session:
             vocab_size=engine.decoder.vocab_size,
             eos_token_ids=engine.eos_token_ids,
             max_logprobs=engine.options.max_logprobs,
+            grammars=self.grammars,
         )
 
     def check(self, prompt, params=None, number=0):
@@ -85,6 +88,7 @@ class Session:
                 # Once per prompt: its other outputs find the pages that this one computes.
                 prompt_logprobs=[None] if params.prompt_logprobs is not None and sample == 0 else None,
                 bad_words=prompt.bad_words,
+                matcher=self._matcher(prompt),
                 is_streamed=call.is_stream,
             )
             submission.requests.append(request)
@@ -161,6 +165,12 @@ class Session:
         """The RequestOutput of a submission that has ended."""
         requests, eos_token_ids = submission.requests, self.engine.eos_token_ids
         return make_output(submission.prompt.text, requests, self.tokenizer, eos_token_ids)
+
+    def _matcher(self, prompt):
+        """The Matcher of one output of a CheckedPrompt, None for free text."""
+        if prompt.grammar is None:
+            return None
+        return self.grammars.matcher(prompt.grammar, self.engine.seats.logit_state.most_forced)
 
     def _step(self):
         """One step of the engine, for the first in line. Tells every call what has become of its requests."""

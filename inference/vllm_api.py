@@ -11,7 +11,7 @@ TEXT_ONLY = "prompts hold no images or sounds, so there is nothing to limit"
 NO_LORA = "without enable_lora it limits nothing"
 SHARED_GPUS = "one GPU runs the whole model"
 IN_CONFIG = "write it into the model folder's config.json"
-NO_GRAMMAR = "outputs follow no grammar here: leave it out, and check the text, or use allowed_token_ids"
+STRUCTURED = "give SamplingParams(structured_outputs=StructuredOutputsParams(json=...)), or regex, choice, grammar"
 SPECULATE = "give speculative_config={'model': ..., 'num_speculative_tokens': ...}"
 TEXT_PROMPTS = "give 'prompt' (text) or 'prompt_token_ids'"
 
@@ -104,8 +104,8 @@ LLM_ARGUMENTS = (
     Theirs("enable_prompt_embeds", (False,), "prompts are text or token ids: leave it out"),
     Theirs("pooler_config", (None,), "only text is generated here: use vLLM for embeddings and scores"),
     Theirs("override_pooler_config", (None,), "only text is generated here: use vLLM for embeddings and scores"),
-    Theirs("guided_decoding_backend", (None, "auto"), NO_GRAMMAR),
-    Theirs("structured_outputs_config", (None, {}), NO_GRAMMAR),
+    Theirs("guided_decoding_backend", (None, "auto", "guidance"), "the library is llguidance: leave it out"),
+    Theirs("structured_outputs_config", (None, {}), "the library is llguidance: leave it out"),
     Theirs("reasoning_parser", (None, ""), "outputs are not parsed: leave it out, and divide the text"),
     Theirs("enable_sleep_mode", (False,), "delete the LLM to free its memory"),
     Theirs("profiler_config", (None,), "use torch.profiler around generate"),
@@ -115,8 +115,7 @@ LLM_ARGUMENTS = (
 )
 
 SAMPLING = (
-    Theirs("guided_decoding", (None,), NO_GRAMMAR),
-    Theirs("structured_outputs", (None,), NO_GRAMMAR),
+    Theirs("guided_decoding", (None,), STRUCTURED),
     Theirs("logits_processors", (None, []), "use logit_bias, allowed_token_ids, bad_words or the penalties"),
     Theirs("extra_args", (None, {}), "nothing reads them here: leave it out"),
     Theirs("output_kind", ANY, "generate returns finished outputs, stream yields pieces of text"),
@@ -145,7 +144,7 @@ CALLS = (
     Theirs("lora_request", (None,), "build the LLM with adapter=FOLDER: one LoRA adapter is merged into the weights"),
     Theirs("prompt_adapter_request", (None,), "leave it out"),
     Theirs("priority", (None,), "requests run in the order of the call: sort the prompts"),
-    Theirs("guided_options_request", (None,), NO_GRAMMAR),
+    Theirs("guided_options_request", (None,), STRUCTURED),
     Theirs("tokenization_kwargs", (None, {}), "tokenise the prompt yourself and give token ids"),
     Theirs("mm_processor_kwargs", (None, {}), "prompts hold no images or sounds: leave it out"),
     Theirs("prompt_token_ids", (None,), "give them as prompts, or as {'prompt_token_ids': [...]}"),

@@ -19,7 +19,7 @@ INTRODUCTION = """# Code written for vLLM
 What becomes of the arguments and methods of vLLM's offline API. *Same*: it is here under the same name. *Accepted*: it changes no
 output here. *Refused*: an error of one line says what to do instead. A refused argument is accepted at the values that are named.
 
-    from headstart import LLM, SamplingParams, RequestOutput, CompletionOutput, TextPrompt, TokensPrompt
+    from headstart import LLM, SamplingParams, StructuredOutputsParams, RequestOutput, CompletionOutput, TextPrompt, TokensPrompt
     from headstart.inference.metrics import Counter, Gauge, Vector
 
 This page is written by `python -m headstart.inference.vllm_page`, from the tables of `inference/vllm_api.py` and
@@ -50,6 +50,7 @@ NOTES = {
     "reset_prefix_cache": "without arguments",
     "logprobs_mode": "`raw_logprobs` or `processed_logprobs`",
     "seed": "another generator: the tokens drawn differ from vLLM's",
+    "structured_outputs": "`json`, `regex`, `choice`, `grammar` (Lark or GBNF) or `json_object`, by llguidance",
     "bad_words": "a bad word may begin in the prompt",
 }
 

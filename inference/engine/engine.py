@@ -29,6 +29,7 @@ from .request import Status
 from .scheduler import Scheduler
 from .seats import SeatTable
 from .step import Step
+from .stopping import forbidden_early
 from .target_scores import NO_FILTERS, next_filters
 
 # Number of candidates per depth that are kept when recording for `measure_acceptance`.
@@ -89,7 +90,9 @@ class Engine:
         tree_positions = max(tree.num_nodes, 1 + tree.num_rows, max_emitted) + drafter.extra_places
         per_request = -(-(options.max_model_len + tree_positions + max_emitted) // PAGE)
         width, dtype = drafter.state_shape or (decoder.hidden_size, decoder.dtype)
-        seats = SeatTable(options.max_num_seqs, per_request, width, decoder.vocab_size, dtype, device)
+        # `strict` looks at tokens alone, whoever drafted them; a growing tree is not known beforehand.
+        forced = tree.max_depth if speculation.verifier.name == "strict" and not tree.grows else 0
+        seats = SeatTable(options.max_num_seqs, per_request, width, decoder.vocab_size, dtype, device, forced)
         page_bytes = bytes_of_page(*decoder.kv_shape) + (bytes_of_page(*drafter.kv_shape) if drafter.kv_shape else 0)
 
         def make(pages, options):
@@ -260,7 +263,8 @@ class Engine:
         requests = [chunk.request for chunk in chunks if chunk.is_last]
         if requests:
             roots = [request.output_token_ids[-1] if request.output_token_ids else 0 for request in requests]
-            self.seats.write_requests(requests, roots, self._stop_tokens)
+            known = self.eos_token_ids, self.decoder.vocab_size
+            self.seats.write_requests(requests, roots, lambda request: forbidden_early(request.params, *known))
         return rows, requests
 
     def _prefill(self, chunks, computed):
@@ -310,6 +314,7 @@ class Engine:
             known = self.prompts.place(chunks, len(requests), which)
         if known is None:
             which = self.plan.choose(len(requests))
+        self.seats.logit_state.write_grammars(requests)
         timed = self.plan.measures and known is None
         begin = mark(self.seats.device, timed=True) or time.perf_counter() if timed else None
         output = self.graphs.run([request.seat for request in requests], filters, which, known)
@@ -340,7 +345,9 @@ class Engine:
                 request.in_flight -= 1
                 if launched.kind == "decode":
                     self._count(request, count, kept, self.graphs.steps[launched.which].tree)
-                    accepted.append(count - 1)
+                    if request.matcher is None:  # else the drafts were not the drafter's
+                        accepted.append(count - 1)
+                request.look_ahead()
                 advanced.append(request)
             if request.finished and request.seat is not None:
                 self.scheduler.release(request)
@@ -378,23 +385,16 @@ class Engine:
     def _count(self, request, emitted, kept, tree):
         self.metrics.num_decoded_tokens += kept
         if self.tree.max_depth:
-            # Nodes deeper than the request had tokens left were never candidates.
-            drafted = tree.tree.count_drafted(limit=request.num_remaining + kept - 1)
+            drafted = request.count_drafted(tree.tree, kept)
             # An accepted token after the end of the output was never emitted: it does not count.
             for metrics in (request.metrics, self.metrics.spec_decode):
                 metrics.record(drafted, min(emitted - 1, kept), self.tree.max_depth)
-
-    def _stop_tokens(self, request):
-        """Ids that min_tokens forbids. As in vLLM they include EOS, ignored or not. Ids that the model cannot emit are left out."""
-        ids = {*request.params.stop_token_ids, *self.eos_token_ids}
-        return {token for token in ids if token < self.decoder.vocab_size}
 
     def _record(self, requests):
         """Keep the best candidates of every depth, with this step's place in the sequence."""
         seats = self.seats.on_device([request.seat for request in requests])
         batch = self.seats.gather(seats, self.tree.depths)
-        depth = self.drafter.num_speculative_tokens
-        width = min(RECORDED_WIDTH, self.decoder.vocab_size)
-        found = self.drafter.candidates(batch, [width] * depth).tolist()  # [B, depth, width]
+        widths = [min(RECORDED_WIDTH, self.decoder.vocab_size)] * self.drafter.num_speculative_tokens
+        found = self.drafter.candidates(batch, widths).tolist()  # [B, depth, width]
         for request, candidates in zip(requests, found):
             self.recorded.append((request, len(request.output_token_ids) - 1, candidates))

@@ -1,31 +1,43 @@
-"""Tables on the device that change the logits of each seat: bias, stop tokens, counts, bad words.
+"""Tables on the device that change the logits of each seat: bias, stop tokens, counts, bad words, masks of grammars.
 
 Each table is made when the first request needs it, so requests without such parameters cost nothing. The host writes a seat's rows
 when its request's known tokens have been computed, and again after a preemption; then the step itself keeps the counts up to date
 (`record`). The row of a request that does not need the table changes nothing. Bad words are looked for in the seats' history,
 which is always kept (seats.py).
 
-Letters: S seats, B rows of a batch, V vocabulary, T tokens of the longest sequence, J tokens emitted at most.
+The seat of an output with a grammar is written before each of its steps (`write_grammars`), because the host alone knows what may
+follow. Beside the masks it gets its drafts, a chain of tokens that the grammar forces, in place of the drafter's: other drafted
+tokens have no mask. The step puts them into the tree (`constrain`).
+
+Letters: S seats, B rows of a batch, N nodes, V vocabulary, T tokens of the longest sequence, J tokens emitted at most, K masks of a
+step, W words of 32 bits.
 """
 
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
 from ...kernels.sampling.process_logits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, LogitTables
 
 # Values of a row without a request; zero in other tables.
-CLEAN = {"words": -1}
+CLEAN = {"words": -1, "masks": -1}
+FREE = 2**31 - 1  # number of drafts of a seat without a grammar: as many as the tree has
 
 
 class LogitState:
     """LogitTables of seats. The last one is the padding seat and stays clean.
 
-    history int32 [S, T]: the seats' tokens, kept by SeatTable; on_device: moves a list or CPU tensor there without waiting.
+    history int32 [S, T]: the seats' tokens, kept by SeatTable; on_device: moves a list or CPU tensor there without waiting;
+    most_forced: the most tokens that a grammar may draft in a step.
     """
 
-    def __init__(self, history, vocab_size, on_device):
+    def __init__(self, history, vocab_size, on_device, most_forced=0):
         self.history, self.vocab_size, self.on_device = history, vocab_size, on_device
+        self.most_forced = most_forced
+        self.forced = (
+            None  # int64 [S, K] beside the masks: a number of drafts, then these tokens; FREE without a grammar
+        )
         self.num_seats = len(history)
         self.tables = LogitTables()
         self._written = {}  # name of a table -> seats whose row is not clean
@@ -42,11 +54,14 @@ class LogitState:
         dtypes = {"bias": torch.float32, "stop_mask": torch.bool, "counts": torch.int32, "seen": torch.bool}
         tables = {name: torch.zeros(shape, dtype=dtype, device=device) for name, dtype in dtypes.items()}
         words = torch.full((self.num_seats, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS), -1, dtype=torch.int32, device=device)
-        self.tables = LogitTables(**tables, words=words, tokens=self.history)
+        masks = (self.num_seats, self.most_forced + 1, -(-self.vocab_size // 32))
+        masks, forced = torch.full(masks, -1, dtype=torch.int32, device=device), self.forced
+        self.tables = LogitTables(**tables, words=words, tokens=self.history, masks=masks)
+        self.forced = self._no_forced()
         try:
             yield
         finally:
-            self.tables = before
+            self.tables, self.forced = before, forced
 
     def write(self, requests, stop_tokens):
         """Write the rows of these requests, from the host's tokens.  stop_tokens(request): ids that min_tokens forbids"""
@@ -68,6 +83,33 @@ class LogitState:
                 table = getattr(self.tables, name)
                 table[self.on_device(list(given))] = self.on_device(torch.stack(list(given.values())))
             self._written[name] = (written - set(stale)) | given.keys()
+        if self.tables.masks is not None:
+            if self.forced is None:
+                self.forced = self._no_forced()
+            self._write_forced(requests)
+
+    def write_grammars(self, requests):
+        """Write masks and drafts of those of the requests that have a grammar, for their next step."""
+        requests = [request for request in requests if request.matcher is not None]
+        if requests:
+            seats = self.on_device([request.seat for request in requests])
+            self.tables.masks[seats] = self.on_device(torch.stack([self._masks(request) for request in requests]))
+            self._write_forced(requests)
+
+    def constrain(self, batch, draft):
+        """Let seats with a grammar draft what it forces, and accept nothing else.  -> BatchRows, Draft; an empty node holds -1"""
+        forced = self.forced[batch.seats]
+        count = forced[:, 0]
+        # The tokens that may be emitted decide how deep a node may be accepted.
+        integers = batch.integers.clone()
+        integers[2] = torch.minimum(batch.remaining, 1 + count)
+        if self.most_forced and draft.tree.max_depth:
+            path = draft.tree.ancestors[draft.tree.tree.deepest, 1:]  # nodes at depths 1, 2, ...
+            chain = torch.full_like(draft.tokens, -1)
+            chain[:, 0] = draft.tokens[:, 0]
+            chain[:, path] = forced[:, 1 : 1 + len(path)]
+            draft = draft._replace(tokens=torch.where((count == FREE)[:, None], draft.tokens, chain))
+        return replace(batch, integers=integers), draft
 
     def record(self, seats, emitted):
         """Count emitted tokens.  seats [B]; emitted [B, 1 + J]: the number of tokens, then the tokens"""
@@ -78,6 +120,24 @@ class LogitState:
             at = seats[:, None] * self.vocab_size + tokens
             # Whole numbers: the order in which they are added does not matter.
             self.tables.counts.view(-1).scatter_add_(0, at.flatten(), kept.int().flatten())
+
+    def _no_forced(self):
+        forced = torch.full((self.num_seats, self.most_forced + 1), -1, device=self.history.device)
+        forced[:, 0] = FREE
+        return forced
+
+    def _write_forced(self, requests):
+        rows = []
+        for request in requests:
+            drafts = request.matcher.drafts if request.matcher is not None else []
+            count = FREE if request.matcher is None else len(drafts)
+            rows.append([count, *drafts, *[-1] * (self.most_forced - len(drafts))])
+        self.forced[self.on_device([request.seat for request in requests])] = self.on_device(rows)
+
+    def _masks(self, request):
+        """int32 [K, W]; those after the last draft are of no node."""
+        masks = torch.from_numpy(request.matcher.masks)
+        return torch.nn.functional.pad(masks, (0, 0, 0, self.most_forced + 1 - len(masks)), value=-1)
 
     def _table(self, name, given):
         """The table of this name, made if it does not exist.  given: {seat: row}, not empty"""
@@ -109,6 +169,8 @@ class LogitState:
             row = torch.zeros(self.vocab_size, dtype=torch.bool)
             row[request.prompt_token_ids] = True
             yield "seen", row
+        if request.matcher is not None:
+            yield "masks", self._masks(request)
         several = [word for word in request.bad_words if len(word) > 1]
         if several:
             row = torch.full((MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS), -1, dtype=torch.int32)

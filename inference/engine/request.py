@@ -7,6 +7,7 @@ loses its pages to an older one (preemption) waits again, keeps its output token
 import enum
 from dataclasses import dataclass, field
 
+from ..grammar.matcher import ENDED
 from .metrics import RequestStateStats, SpecDecodeMetrics
 
 
@@ -33,6 +34,7 @@ class Request:
     max_new_tokens: int  # max_tokens cut to what max_model_len leaves
     stop_checker: object  # stopping.StopChecker, called after every appended token; None or what stopped it
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
+    matcher: object = None  # grammar.matcher.Matcher of its structured output, which has accepted output_token_ids
     is_streamed: bool = False  # whether somebody waits for every token: then prompts beside it must not take long
     status: Status = Status.WAITING
     output_token_ids: list[int] = field(default_factory=list)
@@ -112,6 +114,8 @@ class Request:
         self.committed = self.in_flight = self.num_named = 0
         self.seat, self.pages = None, []
         self.epoch += 1
+        if self.matcher is not None and not self.finished:
+            self.matcher.start_over(self.output_token_ids)
 
     def append(self, token):
         """Add one emitted token; finishes the request where plain decoding would. True if it is finished now."""
@@ -119,8 +123,23 @@ class Request:
         stopped = self.stop_checker(self)
         if stopped is not None:
             self.finish_reason, self.stop_reason = "stop", stopped
+        elif self.matcher is not None and (end := self.matcher.accept(token)):
+            self.finish_reason, self.stop_reason = ("stop", None) if end == ENDED else ("error", self.matcher.error)
         elif self.num_remaining <= 0:
             self.finish_reason = "length"
         if self.finish_reason:
             self.status = Status.FINISHED
         return self.finished
+
+    def count_drafted(self, tree, kept):
+        """Number of nodes of a step's Tree that could be accepted, before `look_ahead`.  kept: tokens handed back of the step"""
+        limit = self.num_remaining + kept - 1  # deeper nodes were never candidates
+        return (
+            tree.count_drafted(limit) if self.matcher is None else min(limit, tree.max_depth, len(self.matcher.drafts))
+        )
+
+    def look_ahead(self):
+        """Let its grammar, if it has one, find what may follow the tokens handed back."""
+        if self.matcher is not None and not self.finished and self.matcher.look_ahead():
+            self.finish_reason, self.stop_reason = "error", self.matcher.error
+            self.status = Status.FINISHED

@@ -125,7 +125,9 @@ class Scheduler:
         max_chunks = max_chunks or self.max_num_seqs
         step = ScheduledStep()
         for request in list(self.active):  # a younger request may be WAITING when its turn comes
-            if request.status is Status.RUNNING and request.num_remaining > request.in_flight:
+            # Only the host knows what a grammar lets follow, once it has read the tokens before.
+            unread = request.matcher is not None and request.in_flight
+            if request.status is Status.RUNNING and request.num_remaining > request.in_flight and not unread:
                 self._schedule_decode(request, step)
         budget = min(known_budget(step.decode) or self.max_num_batched_tokens, self.max_num_batched_tokens)
         for request in self.active:

@@ -52,6 +52,9 @@ class Step:
         # A step without drafts may belong to a drafter that drafts in other steps: its state is still kept up to date.
         propose = self.drafter.propose if self.tree.max_depth else no_draft
         draft = propose(batch, self.tree, self._processor(batch, filters))
+        grammars = bool(filters) and self.seats.logit_state.forced is not None
+        if grammars:
+            batch, draft = self.seats.logit_state.constrain(batch, draft)
         tree, tokens = draft.tree, draft.tokens  # [B, N]
         if tree is not self.tree:  # the tree was grown in this step
             batch = batch.at_depths(tree.depths)
@@ -66,7 +69,8 @@ class Step:
         logits = self.decoder.logits(hidden, None if self.logits is None else self.logits[: len(hidden)])  # [M, V]
         scores = torch.empty_like(logits, dtype=torch.float32) if self.keep_scores else None
         on_path = path_tokens(tokens, tree) if filters and self.seats.logit_state.num_tables else None
-        target = TargetScores(batch, logits, filters, self.seats, drafted=tokens, path=on_path, processed=scores)
+        drafted = draft.tokens if grammars else tokens  # nodes without a mask are never accepted
+        target = TargetScores(batch, logits, filters, self.seats, drafted=drafted, path=on_path, processed=scores)
         path, num_accepted, next_token = self.verifier(tree, draft, target)
         # Commit: accepted nodes move to the positions after the committed ones; the next token is the next root.
         if not tree.tree.is_chain:

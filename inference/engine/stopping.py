@@ -14,6 +14,11 @@ def stop_ids(params, eos_token_ids):
     return set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
 
 
+def forbidden_early(params, eos_token_ids, vocab_size):
+    """Ids that min_tokens forbids. As in vLLM they include EOS, ignored or not. Ids that the model cannot emit are left out."""
+    return {token for token in {*params.stop_token_ids, *eos_token_ids} if token < vocab_size}
+
+
 class StopChecker:
     """Checks a request after every appended token: EOS, stop tokens, stop strings.
 
@@ -148,7 +153,7 @@ def final_text(request):
 
     With include_stop_str_in_output it ends with the stop string, or with the stop token's text unless that token is special.
     """
-    checker, reason = request.stop_checker, request.stop_reason
+    checker, reason = request.stop_checker, request.stop_reason if request.finish_reason == "stop" else None
     kept = checker.params.include_stop_str_in_output
     if isinstance(reason, str):
         index, stop = checker.find(request)

@@ -1,7 +1,7 @@
 """The target's scores at the nodes of a batch, changed as each request asks; tokens and drafts are drawn from them.
 
 The target's token at a node is argmax(logits' + G). logits' are the logits after, in vLLM's order, allowed_token_ids, bad_words,
-min_tokens, logit_bias, the penalties (kernels/sampling/process_logits.py), temperature, min_p, top_k and top_p
+structured_outputs, min_tokens, logit_bias, the penalties (kernels/sampling/process_logits.py), temperature, min_p, top_k and top_p
 (kernels/sampling/keep_top.py). G is Gumbel noise keyed by (seed, sample index, position, token), so the token is a draw from
 softmax(logits') that depends on the request and the position alone (Gumbel-max). At temperature 0 there is no G. Ties go to the
 lowest token id.
@@ -97,7 +97,8 @@ class TargetScores:
         path = request.new_empty(len(request), 0) if self.path is None else self.path[part]
         scores = self.logits[part]
         if self.filters >= CHANGED:
-            scores = _changed(scores, batch, self.seats, request=request, position=position, path=path)
+            tables = self.seats.logit_state.tables
+            scores = _changed(scores, batch, tables, request=request, position=position, path=path)
         if self.filters < CUT:
             return scores, temperature, None
         return scores, temperature, keep_top(scores, temperature, *_filters(batch, request))
@@ -126,7 +127,9 @@ def draft_scores(batch, filters, seats, max_depth, logits, depths):
     unknown = torch.full((len(request), max_depth), -1, device=device)
     changed = logits.flatten(0, 1)
     if filters >= CHANGED:
-        changed = _changed(changed, batch, seats, request=request, position=position, path=unknown)
+        # Where a grammar drafts, nothing of this is used.
+        tables = seats.logit_state.tables._replace(masks=None)
+        changed = _changed(changed, batch, tables, request=request, position=position, path=unknown)
     heat = batch.temperature.repeat(count)
     kept = keep_top(changed, heat, *_filters(batch, request)) if filters >= CUT else None
     scores = scale(changed, heat) if kept is None else kept_scores(kept)
@@ -140,9 +143,9 @@ def _filters(batch, request):
     return batch.top_k[request], batch.top_p[request], batch.min_p[request]
 
 
-def _changed(logits, batch, seats, *, request, position, path):
+def _changed(logits, batch, tables, *, request, position, path):
     """Scores of rows [R, V], given each row's request, position [R] and tokens after the root."""
-    if not seats.logit_state.num_tables:
+    if all(table is None for table in tables):
         return logits
     nodes = NodeRows(
         seat=batch.seats[request],
@@ -154,4 +157,4 @@ def _changed(logits, batch, seats, *, request, position, path):
         frequency=batch.frequency_penalty[request],
         path=path,
     )
-    return process_logits(logits, nodes, seats.logit_state.tables)
+    return process_logits(logits, nodes, tables)

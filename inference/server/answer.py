@@ -55,6 +55,8 @@ class Answer:
     # --- what was counted ---
 
     def count(self, delta):
+        if delta.finish_reason == "error":  # its grammar, tried before, went beyond the limits on the way
+            raise ApiError(400, f"the answer's form cannot be followed further: {delta.stop_reason}")
         self.counts.completion += len(delta.token_ids)
         if delta.finish_reason is not None:
             if delta.sample == 0:
@@ -167,6 +169,8 @@ class Answer:
         except (Broken, TimeoutError) as error:
             broken = ApiError(503, str(error), code="unavailable") if isinstance(error, Broken) else self._too_late()
             yield b"data: " + json_bytes(broken.content) + b"\n\n"
+        except ApiError as error:
+            yield b"data: " + json_bytes(error.content) + b"\n\n"
         except (asyncio.CancelledError, GeneratorExit, ClientLeft):
             raise
         except Exception as error:

@@ -64,7 +64,7 @@ def _add_generation(app, service):
     async def answer(request, fields_kind, prompts_of, answer_kind):
         fields = parse(fields_kind, await read_body(request, service.options))
         service.check_model(fields)
-        prompts = await asyncio.to_thread(prompts_of, fields)
+        prompts = await asyncio.get_running_loop().run_in_executor(service.thread_for(fields), prompts_of, fields)
         answer = answer_kind(service, fields, prompts, request.state.request_name)
         return await answer.respond(request.receive)
 

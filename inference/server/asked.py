@@ -5,10 +5,12 @@ All of it may run in any thread. The work is the tokenizer's, so a long prompt d
 
 import inspect
 
+from ..grammar.structured_outputs import StructuredOutputsParams
 from ..prompt_files import render_chat
 from ..sampling_params import SamplingParams
 from .errors import ApiError, value_error
 from .fields import SAMPLING
+from .tools import messages_for_template
 
 
 class Asker:
@@ -57,12 +59,16 @@ class Asker:
         given = (fields.max_completion_tokens, fields.max_tokens)
         length = next((value for value in given if value is not None), self._defaults.get("max_tokens"))
         logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
+        try:
+            fields.check_tools(str(getattr(self.tokenizer, "chat_template", "")))
+        except ValueError as error:
+            raise value_error(error, type(fields).model_fields) from None
         params = self._params(fields, length, logprobs, fields.prompt_logprobs)
-        text = self.render(fields)
+        text = self.render(fields, fields.tools_for_template)
         return [self._checked(text, params, 0, bool(fields.add_special_tokens), fields, "messages")]
 
-    def render(self, fields):
-        """The text of a Conversation."""
+    def render(self, fields, tools=None):
+        """The text of a Conversation.  tools: those that the template tells the model of"""
         options = fields.chat_template_kwargs or {}
         for name in options:
             if name in self._not_for_templates:
@@ -72,8 +78,9 @@ class Asker:
         try:
             return render_chat(
                 self.tokenizer,
-                fields.messages,
+                messages_for_template(fields.messages),
                 options,
+                tools,
                 add_generation_prompt=prompt,
                 continue_final_message=going_on,
             )
@@ -92,7 +99,30 @@ class Asker:
         try:
             return self._checker.check(prompt, params, number)
         except ValueError as error:
+            if str(error).startswith("structured_outputs "):
+                raise _form_error(fields, error) from None
             raise value_error(error, type(fields).model_fields, field) from None
+
+    def _form(self, fields):
+        """The StructuredOutputsParams of response_format or structured_outputs, or None."""
+        asked, given = fields.response_format, fields.structured_outputs
+        tool_use = getattr(fields, "tool_use", "none")
+        if tool_use != "none" and (given is not None or (asked is not None and asked.type != "text")):
+            name = "response_format" if given is None else "structured_outputs"
+            self._refuse(name, 'cannot stand beside tools, which have a form of their own: say tool_choice "none"')
+        if tool_use in ("required", "named"):
+            given = {"json": fields.call_schema}
+        if asked is not None and asked.type != "text":
+            if given is not None:
+                self._refuse("response_format", "cannot stand beside structured_outputs: give one of them")
+            if asked.type == "json_schema" and asked.json_schema is None:
+                self._refuse("response_format", "of type json_schema needs json_schema: {name, schema}")
+            schema = asked.json_schema and asked.json_schema.schema_
+            given = {"json_object": True} if schema is None else {"json": schema}
+        try:
+            return None if given is None else StructuredOutputsParams(**given)
+        except ValueError as error:
+            raise _form_error(fields, error) from None
 
     def _params(self, fields, max_tokens, logprobs, prompt_logprobs):
         """The SamplingParams of SamplingFields, within the caps."""
@@ -126,10 +156,22 @@ class Asker:
         own = {name: value for name, value in self._defaults.items() if name != "max_tokens"}
         try:
             return SamplingParams(
-                **own | given, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs
+                **own | given,
+                structured_outputs=self._form(fields),
+                max_tokens=max_tokens,
+                logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
             )
         except ValueError as error:
             raise value_error(error, type(fields).model_fields) from None
 
     def _refuse(self, field, words):
         raise ApiError(400, f"{field} {words}", param=field)
+
+
+def _form_error(fields, error):
+    """The ApiError of a form that is refused, which names the field it was given in."""
+    name = "response_format" if fields.structured_outputs is None else "structured_outputs"
+    if getattr(fields, "tool_use", "none") != "none":
+        name = "tools"
+    return ApiError(400, str(error).replace("structured_outputs", name, 1), param=name)

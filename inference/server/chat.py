@@ -13,9 +13,11 @@ class ChatAnswer(Answer):
 
     def __init__(self, service, fields, prompts, name):
         super().__init__(service, fields, prompts, name)
-        markers = service.options.reasoning_markers
+        # Reasoning comes before free text only: a form begins with the first token.
+        markers = None if fields.has_form else service.options.reasoning_markers
         self._reasoning = markers and [Reasoning(markers, prompts[0].text) for _ in range(self.n)]
         self._shows_reasoning = fields.include_reasoning is not False
+        self._readers = [fields.reader() for _ in range(self.n)]  # of tool calls, per choice
 
     def whole_fields(self, deltas):
         told = {}
@@ -26,10 +28,28 @@ class ChatAnswer(Answer):
         return told
 
     def choice(self, delta):
-        content, reasoning = self._told(delta)
-        if reasoning:
-            content = content or None
-        return self._choice(delta, {"message": {"role": "assistant", "content": content, "refusal": None, **reasoning}})
+        content, said, reason = self._read(delta)
+        calls = said.get("tool_calls")
+        if calls:
+            said["tool_calls"] = [{key: value for key, value in call.items() if key != "index"} for call in calls]
+        content = content or None if said else content
+        return self._choice(
+            delta, {"message": {"role": "assistant", "content": content, "refusal": None, **said}}, reason
+        )
+
+    def _read(self, delta):
+        """content, reasoning and tool_calls as fields of an event, finish_reason"""
+        content, said, reason = delta.text, {}, delta.finish_reason
+        if self._reasoning:
+            reasoning, content = self._reasoning[self.index(delta)].split(content, ended=reason is not None)
+            if reasoning and self._shows_reasoning:
+                said |= {"reasoning": reasoning, "reasoning_content": reasoning}
+        reader = self._readers[self.index(delta)]
+        if reader is not None:
+            content, calls = reader.read(content, last=reason is not None)
+            said |= {"tool_calls": calls} if calls else {}
+            reason = reader.ends_as if reason == "stop" and reader.num_calls else reason
+        return content, said, reason
 
     def start(self):
         """The role, for every choice."""
@@ -38,22 +58,12 @@ class ChatAnswer(Answer):
         return [({"index": index, **role}, more) for index in range(self.n)]
 
     def chunk(self, delta):
-        content, reasoning = self._told(delta)
-        choice = self._choice(delta, {"delta": {"content": content, **reasoning}})
-        told = content or reasoning or choice["logprobs"] or self.asks_ids or delta.finish_reason is not None
+        content, said, reason = self._read(delta)
+        choice = self._choice(delta, {"delta": {"content": content, **said}}, reason)
+        told = content or said or choice["logprobs"] or self.asks_ids or reason is not None
         return (choice if told else None), {}
 
-    def _told(self, delta):
-        """(new text of the answer, {} or the fields of its new reasoning)"""
-        if not self._reasoning:
-            return delta.text, {}
-        ended = delta.finish_reason is not None
-        reasoning, content = self._reasoning[self.index(delta)].split(delta.text, ended)
-        if not reasoning or not self._shows_reasoning:
-            return content, {}
-        return content, {"reasoning": reasoning, "reasoning_content": reasoning}
-
-    def _choice(self, delta, said):
+    def _choice(self, delta, said, reason):
         fields, logprobs = self.fields, None
         if fields.logprobs and delta.token_ids:
             count = fields.top_logprobs or 0
@@ -62,7 +72,7 @@ class ChatAnswer(Answer):
             "index": self.index(delta),
             **said,
             "logprobs": logprobs,
-            "finish_reason": delta.finish_reason,
+            "finish_reason": reason,
             "stop_reason": delta.stop_reason,
         }
         if self.asks_ids:

@@ -3,15 +3,18 @@
 A field that is in neither is refused by its name. null is the same as leaving a field out. No torch.
 """
 
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ...heads.storage.keywords import ANY, Theirs, reject_unknown
 from .errors import ApiError, validation_error
+from .tools import ToolFields
 
-NO_GRAMMAR = "outputs follow no grammar yet: leave it out, and check the text"
-NO_TOOLS = "tool calls are not built yet: describe the functions in a message, and read the text"
+STRUCTURED = (
+    'it is now a part of structured_outputs: {"json": ...}, {"regex": ...}, {"choice": ...} or {"grammar": ...}'
+)
+NO_TOOLS = "it is now tools and tool_choice"
 TEXT_ONLY = "only text is read and written"
 NO_BEAMS = "there is no beam search: ask for n outputs"
 FIXED_TEMPLATE = "the chat template is the server's: render the text yourself and use /v1/completions"
@@ -19,16 +22,12 @@ FIXED_TEMPLATE = "the chat template is the server's: render the text yourself an
 REFUSED = (
     Theirs("best_of", (None, 1), "ask for n outputs with logprobs and keep the best"),
     Theirs("suffix", (None, ""), "text is written at the end only"),
-    Theirs("response_format", (None, {"type": "text"}), NO_GRAMMAR),
-    Theirs("structured_outputs", (None,), NO_GRAMMAR),
-    Theirs("guided_json", (None,), NO_GRAMMAR),
-    Theirs("guided_regex", (None,), NO_GRAMMAR),
-    Theirs("guided_choice", (None,), NO_GRAMMAR),
-    Theirs("guided_grammar", (None,), NO_GRAMMAR),
-    Theirs("guided_decoding_backend", (None,), NO_GRAMMAR),
-    Theirs("tools", (None, []), NO_TOOLS),
-    Theirs("tool_choice", (None, "none"), NO_TOOLS),
-    Theirs("parallel_tool_calls", ANY, "there are no tool calls"),
+    Theirs("guided_json", (None,), STRUCTURED),
+    Theirs("guided_regex", (None,), STRUCTURED),
+    Theirs("guided_choice", (None,), STRUCTURED),
+    Theirs("guided_grammar", (None,), STRUCTURED),
+    Theirs("guided_whitespace_pattern", (None,), STRUCTURED),
+    Theirs("guided_decoding_backend", (None, "auto", "guidance"), "the library is llguidance: leave it out"),
     Theirs("functions", (None, []), NO_TOOLS),
     Theirs("function_call", (None, "none"), NO_TOOLS),
     Theirs("modalities", (None, ["text"]), TEXT_ONLY),
@@ -65,6 +64,26 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
+class JsonSchema(BaseModel):
+    """`schema` may be left out: any JSON object. Answers follow it whether `strict` is said or not."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    """OpenAI's response_format."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
 class Fields(BaseModel):
     """Unknown fields are collected, and refused by `parse` with the nearest known name or the reason."""
 
@@ -96,6 +115,8 @@ class SamplingFields(Fields):
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
 
+    response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = None  # those of StructuredOutputsParams
     max_tokens: int | None = None
     prompt_logprobs: int | None = None
     user: str | None = None  # nothing is kept of it
@@ -105,6 +126,11 @@ class SamplingFields(Fields):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_speculation_metrics: bool | None = None
+
+    @property
+    def has_form(self):
+        """Whether it asks for a form of the answer."""
+        return self.structured_outputs is not None or self.response_format is not None
 
 
 SAMPLING = (
@@ -131,13 +157,17 @@ class Conversation(BaseModel):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class ChatFields(SamplingFields, Conversation):
+class ChatFields(SamplingFields, Conversation, ToolFields):
     """/v1/chat/completions"""
 
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     include_reasoning: bool | None = None  # whether reasoning that is told apart is sent
+
+    @property
+    def has_form(self):
+        return super().has_form or self.tool_use in ("required", "named")
 
 
 class TokenizeTextFields(Fields):

@@ -41,8 +41,11 @@ def serve(engine, tokenizer, options, bound, ready=None):
     engine: an EngineProcess whose engine is built; ready(url): called once requests are taken
     """
     service = Service(engine, tokenizer, options)
-    with frozen_heap():
-        Server(service, bound, ready).run(sockets=[bound])
+    try:
+        with frozen_heap():
+            Server(service, bound, ready).run(sockets=[bound])
+    finally:
+        service.stop()
     return 1 if service.client.failure not in (None, STOPPED) else 0
 
 

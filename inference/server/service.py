@@ -1,8 +1,10 @@
 """What the routes share: the model's names and fingerprint, the tokenizer's side of requests, the client of the engine."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+from ..grammar.grammars import Grammars
 from .asked import Asker
 from .driver.engine_client import EngineClient
 from .errors import ApiError
@@ -21,10 +23,22 @@ class Service:
         self.tree, self.figures = info.tree, Figures(self.names[0])
         self.client = EngineClient(engine, tokenizer, options, self.figures)
         self.figures.follow(self.client, self.tree)
-        checker = replace(info.prompt_checker, tokenizer=tokenizer)
+        checker = info.prompt_checker
+        self._grammars = Grammars(tokenizer, checker.vocab_size, checker.eos_token_ids)
+        checker = replace(checker, tokenizer=tokenizer, grammars=self._grammars)
         self.max_model_len = checker.max_model_len
         self.asker = Asker(checker, info.generation_defaults, options)
         self.texts = TokenTexts(tokenizer)
+        self._forms = ThreadPoolExecutor(1, "forms")
+
+    def thread_for(self, fields):
+        """The executor that checks a request. A form may take seconds, so forms wait for each other and hold up nobody else."""
+        return self._forms if fields.has_form else None
+
+    def stop(self):
+        """End what checks forms."""
+        self._forms.shutdown(wait=False, cancel_futures=True)
+        self._grammars.close()
 
     def check_model(self, fields):
         """ApiError 404 for a model that is not served; without a name it is the one that is."""

@@ -1,6 +1,7 @@
 """Change logits as a request asks, before the temperature: bias, forbidden tokens, penalties.
 
     x = logits (fp32) + bias[seat]                                   logit_bias; minus infinity for tokens that are not allowed
+    x = -inf where a bit of masks[seat, depth] is 0                  structured outputs
     x = -inf where stop_mask[seat] and position < min_position       min_tokens
     x = x / r where x > 0, x * r elsewhere                           repetition r, tokens of the prompt or the output
     x = x - f * count - p * (count > 0)                              frequency f, presence p, tokens of the output
@@ -16,7 +17,7 @@ other rows.
 
 A table that no request has needed yet is None and costs nothing. A request that does not need a table has a row of "no change".
 
-Letters: M rows, S seats, V vocabulary, D the tree's depth, T tokens of the longest sequence.
+Letters: M rows, S seats, V vocabulary, D the tree's depth, T tokens of the longest sequence, K masks, W words of 32 bits.
 """
 
 from typing import NamedTuple
@@ -40,6 +41,9 @@ class LogitTables(NamedTuple):
     seen: torch.Tensor | None = None  # bool [S, V]: whether a token is in the prompt; None exactly where counts is
     words: torch.Tensor | None = None  # int32 [S, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS], right-aligned, -1 elsewhere
     tokens: torch.Tensor | None = None  # int32 [S, T]: the sequence with the root; None exactly where words is
+    masks: torch.Tensor | None = (
+        None  # int32 [S, K, W]: bit t % 32 of word t // 32 allows token t after a node of each depth
+    )
 
 
 class NodeRows(NamedTuple):
@@ -60,6 +64,10 @@ def process_logits_reference(logits, nodes, tables):
     scores = logits.float()
     if tables.bias is not None:
         scores = scores + tables.bias[nodes.seat]
+    if tables.masks is not None:
+        words = tables.masks[nodes.seat, _mask_of(nodes.position - nodes.root - 1, tables.masks.shape[1])]  # [M, W]
+        bits = words[..., None] >> torch.arange(32, dtype=torch.int32, device=words.device) & 1
+        scores = scores.masked_fill(bits.flatten(1)[:, : scores.shape[1]] == 0, -torch.inf)
     if tables.stop_mask is not None:
         early = nodes.position < nodes.min_position
         scores = scores.masked_fill(tables.stop_mask[nodes.seat] & early[:, None], -torch.inf)
@@ -81,6 +89,11 @@ def process_logits_reference(logits, nodes, tables):
     return scores if scores is not logits else logits.clone()
 
 
+def _mask_of(depth, num_masks):
+    """Number of the mask after nodes of these depths; -1 is the end of a prompt, whose first token is drawn by the first mask."""
+    return depth.clamp(0, num_masks - 1)
+
+
 def _newest_tokens(nodes, tokens):
     """The last MAX_BAD_WORD_TOKENS - 1 tokens of the nodes' sequences, -2 before the first.  -> [M, MAX_BAD_WORD_TOKENS - 1]"""
     ago = torch.arange(MAX_BAD_WORD_TOKENS - 1, 0, -1, device=tokens.device)
@@ -94,12 +107,12 @@ def _newest_tokens(nodes, tokens):
 
 
 @jit(
-    do_not_specialize=["depth", "has_bias", "has_stops", "has_penalties"],
-    do_not_specialize_on_alignment=["position", "min_position"],
+    do_not_specialize=["depth", "has_bias", "has_stops", "has_penalties", "num_masks", "num_words"],
+    do_not_specialize_on_alignment=["root", "position", "min_position"],
 )
 def _process(
-    logits, scores, bias, stop_mask, counts, seen, seat, position, min_position, repetition, presence, frequency, path,
-    depth, has_bias, has_stops, has_penalties, vocab_size, CHUNK: tl.constexpr,
+    logits, scores, bias, stop_mask, counts, seen, masks, seat, root, position, min_position, repetition, presence, frequency, path,
+    depth, has_bias, has_stops, has_penalties, num_masks, num_words, vocab_size, CHUNK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
@@ -108,6 +121,11 @@ def _process(
     x = tl.load(logits + row * vocab_size + token, mask=inside, other=0.0).to(tl.float32)
     if has_bias:
         x = x + tl.load(bias + at, mask=inside, other=0.0)
+    if num_masks:
+        below = tl.load(position + row) - tl.load(root + row) - 1
+        number = tl.load(seat + row).to(tl.int64) * num_masks + tl.minimum(tl.maximum(below, 0), num_masks - 1)
+        word = tl.load(masks + number * num_words + token // 32, mask=inside, other=0)
+        x = tl.where(((word >> (token % 32)) & 1) == 1, x, float("-inf"))
     if has_stops:
         early = tl.load(position + row) < tl.load(min_position + row)
         stops = tl.load(stop_mask + at, mask=inside, other=0).to(tl.int1)
@@ -158,6 +176,8 @@ def process_logits(logits, nodes, tables):
         table = getattr(tables, name)
         if table is not None and table.shape[1:] != (vocab_size,):
             raise ValueError(f"{name} must be [S, {vocab_size}], got {tuple(table.shape)}")
+    if tables.masks is not None and 32 * tables.masks.shape[2] < vocab_size:
+        raise ValueError(f"masks must have a bit for each of {vocab_size} tokens, got {tuple(tables.masks.shape)}")
     for one, other in (("counts", "seen"), ("words", "tokens")):
         if (getattr(tables, one) is None) != (getattr(tables, other) is None):
             raise ValueError(f"{one} and {other} are of use together: give both or neither")
@@ -173,11 +193,12 @@ def process_logits(logits, nodes, tables):
         logits.new_empty(0, dtype=dtype) if table is None else table
         for table, dtype in zip(tables, (torch.float32, torch.bool, torch.int32, torch.bool))
     )
+    masks = tables.masks if tables.masks is not None else seen.new_empty((0, 0, 0), dtype=torch.int32)
     has_bias, has_stops, has_penalties = (int(x is not None) for x in (tables.bias, tables.stop_mask, tables.counts))
     _process[(triton.cdiv(vocab_size, _CHUNK), rows)](
-        logits.contiguous(), scores, bias, stop_mask, counts, seen,
-        nodes.seat, nodes.position, nodes.min_position, nodes.repetition, nodes.presence, nodes.frequency, nodes.path,
-        depth, has_bias, has_stops, has_penalties, vocab_size, _CHUNK, num_warps=4, enable_fp_fusion=False,
+        logits.contiguous(), scores, bias, stop_mask, counts, seen, masks,
+        nodes.seat, nodes.root, nodes.position, nodes.min_position, nodes.repetition, nodes.presence, nodes.frequency, nodes.path,
+        depth, has_bias, has_stops, has_penalties, *masks.shape[1:], vocab_size, _CHUNK, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     if tables.words is not None:
         _forbid_words[(rows,)](

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 
 from ...checked_prompt import PromptChecker
+from ...grammar.library import library_version
 from ...metrics import counts_of
 
 
@@ -13,8 +14,8 @@ from ...metrics import counts_of
 class EngineInfo:
     """Plain data, made where the LLM is.
 
-    prompt_checker: without its tokenizer; generation_defaults: what the model's generation config says about sampling, by the names
-    of SamplingParams; device: its type; counts: counts_of(engine)
+    prompt_checker: without its tokenizer and grammars; generation_defaults: what the model's generation config says about sampling,
+    by the names of SamplingParams; device: its type; counts: counts_of(engine)
     """
 
     model_name: str
@@ -34,7 +35,7 @@ class EngineInfo:
             tree=llm.tree,
             device=llm.device.type,
             fingerprint=fingerprint(llm),
-            prompt_checker=replace(llm.session.prompt_checker, tokenizer=None),
+            prompt_checker=replace(llm.session.prompt_checker, tokenizer=None, grammars=None),
             generation_defaults=llm.generation_defaults,
             counts=counts_of(llm.engine),
         )
@@ -46,5 +47,5 @@ def fingerprint(llm):
     The weights are known by the model's last name and its config: their own digest would take minutes for a large model.
     """
     config = {k: v for k, v in llm.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
-    parts = [PurePath(llm.model_name).name, config, llm.adapter or "", llm.numerics, llm.device.type]
+    parts = [PurePath(llm.model_name).name, config, llm.adapter or "", llm.numerics, llm.device.type, library_version()]
     return f"fp_{hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]}"

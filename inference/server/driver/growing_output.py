@@ -30,11 +30,12 @@ class Delta:
 class GrowingOutput:
     """One output.  tokenizer, eos_token_ids: those of the engine; params: SamplingParams
 
-    It has what final_text reads of a Request: output_token_ids, stop_reason, stop_checker. Where it ends, the engine has decided.
+    It has what final_text reads of a Request: output_token_ids, finish_reason, stop_reason, stop_checker. Where it ends, the engine
+    has decided.
     """
 
     def __init__(self, tokenizer, eos_token_ids, params):
-        self.output_token_ids, self.stop_reason = [], None
+        self.output_token_ids, self.finish_reason, self.stop_reason = [], None, None
         self.stop_checker = StopChecker(tokenizer, eos_token_ids, params)
         self._params, self._eos_token_ids = params, eos_token_ids
         self._text, self._num_shown = GrowingText(self.stop_checker), 0
@@ -44,10 +45,10 @@ class GrowingOutput:
         self.output_token_ids += tokens.token_ids
         end = {}
         if tokens.end is not None:
-            reason, self.stop_reason, drafts, times = tokens.end
+            self.finish_reason, self.stop_reason, drafts, times = tokens.end
             by_eos = self.stop_reason in self._eos_token_ids and not self._params.ignore_eos
             told = None if by_eos else self.stop_reason
-            end = dict(finish_reason=reason, stop_reason=told, drafts=drafts, times=times)
+            end = dict(finish_reason=self.finish_reason, stop_reason=told, drafts=drafts, times=times)
         return Delta(
             tokens.prompt,
             tokens.sample,

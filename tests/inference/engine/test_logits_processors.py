@@ -4,6 +4,7 @@ and whole outputs against a loop around transformers' model and processors.
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from transformers import LogitsProcessorList
@@ -84,7 +85,11 @@ def processors(params, bad_words):
     return found
 
 
-def a_request(params, bad_words=(), output=OUTPUT, seat=1):
+# A grammar that allows all.
+ANYTHING = SimpleNamespace(masks=np.full((1, -(-VOCAB // 32)), -1, dtype=np.int32), drafts=[])
+
+
+def a_request(params, bad_words=(), output=OUTPUT, seat=1, matcher=None):
     return SimpleNamespace(
         params=params,
         seed=3,
@@ -97,6 +102,7 @@ def a_request(params, bad_words=(), output=OUTPUT, seat=1):
         tokens_between=lambda start, stop: (PROMPT + output)[start:stop],
         num_remaining=100,
         bad_words=bad_words,
+        matcher=matcher,
     )
 
 
@@ -210,7 +216,7 @@ def test_greedy_outputs_are_those_of_a_loop_around_transformers(model, monkeypat
 
 def test_requests_without_such_parameters_get_the_same_bits_in_both_variants():
     generator = torch.Generator().manual_seed(2)
-    everything = a_request(SamplingParams(**CASES["all"]), WORDS, seat=0)
+    everything = a_request(SamplingParams(**CASES["all"]), WORDS, seat=0, matcher=ANYTHING)
     plain = [a_request(SamplingParams(temperature=t), seat=seat) for t, seat in ((0.0, 1), (0.83, 2))]
     seats, tree = make_seats(everything, *plain), TreeOnDevice.of(TREE, "cpu")
     assert all(table is not None for table in seats.logit_state.tables)
@@ -237,7 +243,7 @@ def test_tables_are_made_when_needed_and_rows_are_cleaned_when_their_seat_is_giv
     before = state.num_tables
     seats.write_requests([a_request(SamplingParams(logit_bias={3: 1}))], [0], lambda _: STOPS)
     assert [name for name in LogitTables._fields if getattr(state.tables, name) is not None] == ["bias"]
-    seats.write_requests([a_request(SamplingParams(**CASES["all"]), WORDS)], [0], lambda _: STOPS)
+    seats.write_requests([a_request(SamplingParams(**CASES["all"]), WORDS, matcher=ANYTHING)], [0], lambda _: STOPS)
     assert state.num_tables == len(LogitTables._fields) > before
     dirty = [table.clone() for table in state.tables]
     seats.write_requests([a_request(SamplingParams(), seat=2)], [0], lambda _: STOPS)
@@ -247,7 +253,7 @@ def test_tables_are_made_when_needed_and_rows_are_cleaned_when_their_seat_is_giv
     seats.write_requests([a_request(SamplingParams())], [0], lambda _: STOPS)
     assert state.tables.tokens is seats.history
     for name, table in state.tables._replace(tokens=seats.history[-1])._asdict().items():
-        assert (table == (-1 if name == "words" else 0)).all(), name
+        assert (table == (-1 if name in ("words", "masks") else 0)).all(), name
 
 
 def test_emitted_tokens_are_counted_and_the_padding_seat_stays_clean():

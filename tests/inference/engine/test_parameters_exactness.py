@@ -140,7 +140,8 @@ def test_speculation_changes_no_token_and_no_logprob(target, plain, tree, temper
         assert found == wanted, name
     assert all(llm.engine.metrics.spec_decode.accepted_per_position)
     state = llm.engine.seats.logit_state
-    for name, table in state.tables._asdict().items():
+    tables = {name: table for name, table in state.tables._asdict().items() if name != "masks"}
+    for name, table in tables.items():
         assert (table[-1] == (-1 if name == "words" else 0)).all(), f"{name} of the padding seat was written to"
 
 

@@ -120,6 +120,7 @@ def drawn(params, logits, emitted=0, seed=3, prompt=5):
         known_token_ids=list(range(prompt + emitted)),
         num_remaining=100,
         bad_words=(),
+        matcher=None,
     )
     seats = SeatTable(2, 4, 8, logits.shape[1], torch.float32, torch.device("cpu"))
     seats.write_requests([request], [0], lambda request: {5, *request.params.stop_token_ids})

@@ -37,7 +37,8 @@ def stream(tokenizer, token_ids, params=None, block=lambda: 1):
                 break
         return requests
 
-    engine = SimpleNamespace(eos_token_ids={len(tokenizer)}, add=requests.append, step=step)
+    decoder = SimpleNamespace(vocab_size=len(tokenizer))
+    engine = SimpleNamespace(decoder=decoder, eos_token_ids={len(tokenizer)}, add=requests.append, step=step)
     session, call = Session(engine, tokenizer, 1 + len(token_ids)), Call(is_stream=True)
     submission = session.submit(CheckedPrompt(None, [1], params or FREE, ()), call=call)
     pieces = list(session.subscribe(submission, call))

@@ -109,4 +109,5 @@ def serving(engine, tokenizer, **options):
         server.stop()
         server.stop()
         thread.join(20)
+        service.stop()
         assert not thread.is_alive()

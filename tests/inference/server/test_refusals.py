@@ -13,7 +13,6 @@ from headstart.tests.inference.server.serving import NAME, PROMPTS, running
 
 TEXT, CHAT, TOKENS = "/v1/completions", "/v1/chat/completions", "/tokenize"
 MESSAGES = [{"role": "user", "content": "x"}]
-OBJECT = {"type": "json_object"}
 FUNCTION = [{"type": "function", "function": {"name": "f"}}]
 
 # route, what is changed of a good body, status, the field that is named, words
@@ -23,10 +22,8 @@ BAD = [
     (CHAT, {"echo": True}, 400, "echo", "unknown field"),
     (TEXT, {"best_of": 3}, 400, "best_of", "ask for n outputs"),
     (TEXT, {"suffix": "x"}, 400, "suffix", "not supported here"),
-    (CHAT, {"tools": FUNCTION}, 400, "tools", "not built yet"),
-    (CHAT, {"tool_choice": "auto"}, 400, "tool_choice", "not built yet"),
-    (CHAT, {"response_format": OBJECT}, 400, "response_format", "no grammar yet"),
-    (TEXT, {"structured_outputs": {"regex": "a"}}, 400, "structured_outputs", "no grammar yet"),
+    (CHAT, {"tools": FUNCTION}, 400, "tools", "its chat template does not know them"),
+    (CHAT, {"functions": FUNCTION}, 400, "functions", "tools and tool_choice"),
     (CHAT, {"chat_template": "{{ x }}"}, 400, "chat_template", "the server's"),
     (CHAT, {"chat_template_kwargs": {"tokenize": True}}, 400, "chat_template_kwargs", "cannot set 'tokenize'"),
     (CHAT, {"chat_template_kwargs": {"chat_template": "x"}}, 400, "chat_template_kwargs", "cannot set"),

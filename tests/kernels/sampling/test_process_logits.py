@@ -13,6 +13,7 @@ from headstart.kernels.sampling.process_logits import (
 )
 
 SLOTS, LONGEST = 4, 40
+MASKS = 3  # deeper nodes take the last one
 
 
 def make_tables(vocab_size, generator):
@@ -29,6 +30,7 @@ def make_tables(vocab_size, generator):
         seen=numbers(5, SLOTS, vocab_size) == 0,
         words=words,
         tokens=numbers(vocab_size, SLOTS, LONGEST).int(),
+        masks=(numbers(2**32, SLOTS, MASKS, vocab_size // 32 + 2) - 2**31).int(),
     )
 
 
@@ -89,8 +91,12 @@ def by_hand(logits, nodes, tables, forbidden):
         path = nodes.path[row].tolist()
         r, p, f = (f32(x[row].item()) for x in (nodes.repetition, nodes.presence, nodes.frequency))
         early = nodes.position[row] < nodes.min_position[row]
+        depth = (nodes.position[row] - nodes.root[row] - 1).item()
+        words = tables.masks[seat, min(max(depth, 0), MASKS - 1)].tolist()
         for token in range(found.shape[1]):
             x = f32(found[row, token] + f32(tables.bias[seat, token].item()))
+            if not words[token // 32] >> token % 32 & 1:
+                x = f32(-np.inf)
             if early and tables.stop_mask[seat, token]:
                 x = f32(-np.inf)
             count = tables.counts[seat, token].item() + path.count(token)
@@ -124,7 +130,7 @@ def test_without_tables_and_in_clean_rows_nothing_changes(device, dtype):
     nodes = NodeRows(*(x.to(device) for x in nodes))
     assert torch.equal(process_logits(logits, nodes, LogitTables()), logits.float())
     clean = LogitTables(*(torch.zeros_like(x) for x in tables))
-    clean.words.fill_(-1)
+    clean.words.fill_(-1), clean.masks.fill_(-1)
     clean = LogitTables(*(x.to(device) for x in clean))
     neutral = nodes._replace(
         repetition=torch.ones_like(nodes.repetition),
@@ -158,3 +164,5 @@ def test_shapes_that_do_not_fit_are_refused():
         process_logits(torch.zeros(2, 20), nodes, tables)
     with pytest.raises(ValueError, match=r"bias must be \[S, 21\], got \(4, 20\)"):
         process_logits(torch.zeros(len(nodes.seat), 21), nodes, tables)
+    with pytest.raises(ValueError, match="a bit for each of 20 tokens"):
+        process_logits(torch.zeros(len(nodes.seat), 20), nodes, LogitTables(masks=torch.zeros(4, 1, 0).int()))

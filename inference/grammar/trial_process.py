@@ -1,0 +1,47 @@
+"""Compile grammars where nothing else can be harmed; the program that trial.py runs. No torch.
+
+Lines of JSON on standard input: first a tokenizer [text, vocab_size, eos_token_ids], then grammars, as arguments of make_grammar.
+For each line one on standard output: {"grammar": its text}, or {"error": what is wrong}. A grammar that takes too much kills it.
+"""
+
+import json
+import resource
+import sys
+import threading
+from pathlib import Path
+
+from .library import compile_grammar, make_grammar, make_tokenizer, one_line
+from .matcher import Matcher
+
+CPU_SECONDS = 2  # of one grammar
+MEMORY = 512 * 2**20  # bytes beyond those of the tokenizer, address space
+MOST_DRAFTS = 64  # more than an engine drafts
+STACK = 2**20  # bytes: the caller compiles on a stack of at least twice as many
+
+
+def main():
+    tokenizer = make_tokenizer(*json.loads(sys.stdin.readline()))
+    if sys.platform == "linux":
+        taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (taken + MEMORY, resource.RLIM_INFINITY))
+    print("{}", flush=True)
+    for line in sys.stdin:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        limit = int(used.ru_utime + used.ru_stime) + CPU_SECONDS + 1
+        resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
+        try:
+            grammar = make_grammar(*json.loads(line))
+            first = Matcher(compile_grammar(tokenizer, grammar).deep_copy(), MOST_DRAFTS)
+            eos = sum(1 << token for token in set(tokenizer.eos_tokens))
+            if not int.from_bytes(first.masks[0].tobytes(), "little") & ~eos:
+                raise ValueError("only the empty text has this form")
+            told = {"grammar": grammar}
+        except Exception as error:  # of the library, whatever its kind
+            told = {"error": one_line(str(error))}
+        print(json.dumps(told), flush=True)
+
+
+if __name__ == "__main__":
+    threading.stack_size(STACK)
+    thread = threading.Thread(target=main)
+    thread.start()

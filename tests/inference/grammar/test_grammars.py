@@ -1,0 +1,178 @@
+"""Grammars: masks against an independent count of what may follow, and grammars that are wrong or too much."""
+
+import json
+import re
+import threading
+
+import numpy as np
+import pytest
+
+from headstart.inference.grammar.grammars import Grammars
+from headstart.inference.grammar.matcher import ENDED
+from headstart.inference.grammar.structured_outputs import MOST_CHARACTERS, StructuredOutputsParams
+from headstart.inference.models.target_source import load_tokenizer
+from headstart.tests.inference.server.serving import TARGET
+
+pytest.importorskip("llguidance")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(TARGET, None)
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer):
+    found = Grammars(tokenizer, len(tokenizer), {tokenizer.eos_token_id})
+    yield found
+    found.close()
+
+
+def matcher_of(grammars, most_drafts=0, **given):
+    return grammars.matcher(grammars.check(StructuredOutputsParams(**given)), most_drafts)
+
+
+def allowed(mask):
+    return set(np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0].tolist())
+
+
+def test_a_mask_holds_what_may_follow_and_nothing_else(grammars, tokenizer):
+    """Of a list of words, every token that goes on with one of them; EOS where one is complete.
+
+    Where all of them go on alike, the library leaves one way only to cut this into tokens.
+    """
+    words, eos = ["count", "counter", "count words", "def x", "déjà"], tokenizer.eos_token_id
+    texts = [tokenizer.decode([token]) for token in range(len(tokenizer))]
+    for word in words:
+        matcher, tokens, ended = matcher_of(grammars, choice=words), tokenizer(word)["input_ids"], None
+        for i in range(len(tokens) + 1):
+            text, here = tokenizer.decode(tokens[:i]), allowed(matcher.masks[0])
+            assert (eos in here) == (text in words)
+            if "\ufffd" not in text:  # half a character has no text to compare
+                after = [w[len(text) :] for w in words if w.startswith(text)]
+                expected = {t for t, more in enumerate(texts) if more and any(w.startswith(more) for w in after)}
+                found = {t for t in here - {eos} if "\ufffd" not in texts[t]}
+                forced = len(found) == 1 and all(w.startswith(texts[min(found)]) for w in after)
+                assert found == expected - {eos} or (forced and found < expected)
+            if i < len(tokens):
+                ended = matcher.accept(tokens[i])
+                matcher.look_ahead()
+        assert (ended is ENDED) == (word != "count")
+
+
+def test_looking_ahead_along_forced_tokens_changes_nothing(grammars, tokenizer):
+    schema = {"type": "object", "properties": {"number": {"const": "one of many"}}, "required": ["number"]}
+    given = dict(json=schema | {"additionalProperties": False}, disable_any_whitespace=True)
+    ahead, plain = matcher_of(grammars, 8, **given), matcher_of(grammars, 0, **given)
+    assert len(ahead.drafts) > 3
+    text = tokenizer.decode(ahead.drafts)
+    assert '{"number":"one of many"}'.startswith(text)
+    masks = ahead.masks.copy()
+    for token, mask in zip(ahead.drafts, masks):
+        assert (plain.masks[0] == mask).all()
+        assert token in allowed(mask)
+        assert plain.accept(token) is None
+        plain.look_ahead()
+    assert (plain.masks[0] == masks[-1]).all()
+    # After some of them, after none, and from the start again, the rest is as it was.
+    ahead.accept(ahead.drafts[0])
+    ahead.look_ahead()
+    assert (ahead.masks[: len(masks) - 1] == masks[1:]).all()
+    ahead.start_over([])
+    assert (ahead.masks == masks).all()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"json": '{"type": "strin"}'}, "Invalid type: strin"),
+        ({"json": {"$ref": "#/$defs/x"}}, "does not exist"),
+        ({"json": {"allOf": [{"type": "string"}, {"type": "integer"}]}}, "Unsatisfiable"),
+        ({"json": {"$ref": "#"}}, "NoExtension"),
+        ({"json": {"type": "object", "propertyNames": {"pattern": "a"}}}, "Unimplemented keys"),
+        ({"regex": "a("}, "unclosed group"),
+        ({"regex": "a(?=b)"}, "look-around"),
+        ({"regex": "a{0}"}, "only the empty text"),
+        ({"grammar": "start: nothing"}, "nothing"),
+        ({"grammar": "root ::= (("}, "structured_outputs grammar cannot be followed"),
+        ({"grammar": "start: " + "(" * 20000 + '"a"' + ")" * 20000}, "deeply nested"),
+        ({"grammar": "start: a0\n" + "".join(f"a{i}: a{i + 1} a{i + 1}\n" for i in range(200)) + 'a200: "x"'}, "many items"),
+        ({"json": {"allOf": [{"oneOf": [{"properties": {f"{i}{j}": {}}} for j in range(6)]} for i in range(12)]}}, "too large"),
+    ],
+    ids=lambda value: str(value)[:40],
+)  # fmt: skip
+def test_a_grammar_that_cannot_be_followed_is_refused_in_one_line(grammars, given, words):
+    params = StructuredOutputsParams(**given)
+    for _ in range(2):  # the second answer is remembered
+        with pytest.raises(ValueError, match=re.escape(words)) as error:
+            grammars.check(params)
+        assert "\n" not in str(error.value)
+        assert len(str(error.value)) < 400
+
+
+def test_what_kills_the_trial_is_refused_and_harms_nobody(grammars, monkeypatch):
+    """Time, memory and stack: of many numbers' multiples, and of a long chain of terminals."""
+    chain = "start: A0\n" + "".join(f"A{i}: A{i + 1}\n" for i in range(12000)) + 'A12000: "x"'
+    assert len(chain) < MOST_CHARACTERS
+    for given in ({"json": {"type": "integer", "multipleOf": 1000003}}, {"grammar": chain}):
+        with pytest.raises(
+            ValueError, match="takes more than 2 seconds, or too much memory, or it is nested too deeply"
+        ):
+            grammars.check(StructuredOutputsParams(**given))
+        assert matcher_of(grammars, regex="[a-c]+").masks.any()
+
+
+def test_any_thread_may_check(grammars):
+    found = [None] * 8
+
+    def check(i):
+        found[i] = grammars.check(StructuredOutputsParams(choice=[f"word {i % 4}"]))
+
+    threads = [threading.Thread(target=check, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, grammar in enumerate(found):
+        assert f"word {i % 4}" in grammar
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, "exactly one of json, regex, choice, grammar, json_object; got none"),
+        ({"regex": "a", "choice": ["a"]}, "got regex and choice"),
+        ({"json_object": False}, "got none"),
+        ({"regex": ""}, "structured_outputs regex must be a string"),
+        ({"regex": 3}, "structured_outputs regex must be a string"),
+        ({"choice": []}, "structured_outputs choice must be a list"),
+        ({"choice": ["a", ""]}, "structured_outputs choice must be a list"),
+        ({"choice": "ab"}, "structured_outputs choice must be a list"),
+        ({"json": "{"}, "is no JSON"),
+        ({"json": "[]"}, "must be a JSON schema"),
+        ({"json": {"a": {1}}}, "must be a JSON schema"),
+        ({"json": '{"a":' * 50000}, "is no JSON"),
+        ({"json_object": "yes"}, "must be True or False"),
+        ({"regex": "a" * 300000}, "has 300000 characters; at most 262144"),
+        ({"regexp": "a"}, "did you mean 'regex'"),
+        ({"structural_tag": "a"}, "write a grammar"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_bad_parameters_are_refused(given, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        StructuredOutputsParams(**given)
+
+
+def test_a_schema_keeps_its_order_and_is_text():
+    schema = {"properties": {"b": {}, "a": {}}, "type": "object"}
+    params = StructuredOutputsParams(json=schema)
+    assert params.json == json.dumps(schema)
+    assert params == StructuredOutputsParams(json=json.dumps(schema))
+    assert hash(params)
+
+
+def test_without_the_library_the_error_says_what_to_install(tokenizer, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
+    with pytest.raises(ValueError, match="pip install 'headstart\\[serve\\]'"):
+        Grammars(tokenizer, len(tokenizer), {2}).check(StructuredOutputsParams(regex="a"))
