@@ -130,11 +130,12 @@ class EngineClient:
         """What an event means to the reader of its job."""
         if isinstance(event, Refused):
             job.num_running = 0
-        if not isinstance(event, Tokens):
+        if not isinstance(event, tuple):
             return event
-        job.num_running -= event.end is not None
+        tokens = Tokens(*event)
+        job.num_running -= tokens.end is not None
         try:
-            delta = job.outputs[event.prompt, event.sample].grow(event)
+            delta = job.outputs[tokens.prompt, tokens.sample].grow(tokens)
         except Exception as error:  # a text that the tokenizer cannot decode is the end of its own job only
             log.error("an output could not be turned into text: %s", type(error).__name__)
             return Failed("the output could not be turned into text")

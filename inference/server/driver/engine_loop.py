@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from ...line import Call
 from ...metrics import counts_of
-from .messages import Accepted, Cancel, End, Refused, Tokens
+from .messages import Accepted, Cancel, End, Refused
 from .wire import Closed
 
 log = logging.getLogger("headstart.server")
@@ -97,7 +97,7 @@ class EngineLoop:
         self._tell(news)
 
     def _new_tokens(self, request, output):
-        """The Tokens of a request since the last ones; it is forgotten if it has ended."""
+        """The fields of Tokens, of a request's tokens since the last ones; it is forgotten if it has ended."""
         start, end = output.num_told, None
         output.num_told = len(request.output_token_ids)
         if request.finished:
@@ -107,7 +107,8 @@ class EngineLoop:
             job.num_open -= 1
             if not job.num_open:
                 del self._jobs[output.job]
-        return Tokens(
+        # A plain tuple: 64 of them are pickled in 8 microseconds, 64 Tokens in 54.
+        return (
             output.prompt,
             request.sample_index,
             request.output_token_ids[start:],

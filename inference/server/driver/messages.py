@@ -1,10 +1,10 @@
 """Messages between the HTTP side and the engine's process: plain data.
 
 From the engine: first an EngineInfo (engine_info.py), or Refused if it cannot be built; then, after every step and whenever
-commands were obeyed, one pair (news, counts). news: a list of (job, event); the event is Accepted or Refused, then Tokens until
-every output of the job has ended; counts: counts_of(engine). To the engine: Submit and Cancel. A closed connection ends both: the
-server needs no engine any more, or the engine has failed. A job is the work of one HTTP request: its prompts, each with its
-outputs. No torch.
+commands were obeyed, one pair (news, counts). news: a list of (job, event); the event is Accepted or Refused, then the fields of
+Tokens until every output of the job has ended; counts: counts_of(engine). To the engine: Submit and Cancel. A closed connection
+ends both: the server needs no engine any more, or the engine has failed. A job is the work of one HTTP request: its prompts, each
+with its outputs. No torch.
 """
 
 from dataclasses import dataclass
