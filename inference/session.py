@@ -35,6 +35,7 @@ class CheckedPrompt:
     token_ids: list[int]
     params: SamplingParams
     bad_words: tuple
+    cache_salt: str | None = None
 
 
 @dataclass(eq=False)
@@ -86,7 +87,12 @@ class Session:
         params = self._count_logprobs(params, vocab, number)
         bad_words = bad_word_sequences(params.bad_words, self.tokenizer)
         check_tokens(params, bad_words, stop_ids(params, self.engine.eos_token_ids), vocab, number)
-        return CheckedPrompt(text, [int(token) for token in ids], params, bad_words)
+        salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None
+        if salt is not None:
+            if not isinstance(salt, str) or not salt:
+                raise ValueError(f"cache_salt of prompt {number} must be a text that is not empty, got {salt!r:.80}")
+            check_text(salt, f"cache_salt of prompt {number}")
+        return CheckedPrompt(text, [int(token) for token in ids], params, bad_words, salt)
 
     def submit(self, prompt, params=None, call=None, number=None):
         """Queue a prompt, or a CheckedPrompt.  -> Submission
@@ -111,6 +117,7 @@ class Session:
                 # Once per prompt: its other outputs find the pages that this one computes.
                 prompt_logprobs=[None] if params.prompt_logprobs is not None and sample == 0 else None,
                 bad_words=prompt.bad_words,
+                cache_salt=prompt.cache_salt,
                 is_streamed=call.is_stream,
             )
             submission.requests.append(request)
@@ -240,7 +247,7 @@ class Session:
         """(text or None, token ids) of one prompt, in any form that LLM.generate takes."""
         text, ids = None, prompt
         if isinstance(prompt, dict):
-            reject_unknown(prompt, ("prompt", "prompt_token_ids"), "prompt key", PROMPT_KEYS)
+            reject_unknown(prompt, ("prompt", "prompt_token_ids", "cache_salt"), "prompt key", PROMPT_KEYS)
             text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         elif isinstance(prompt, str):
             text, ids = prompt, None

@@ -46,7 +46,8 @@ PUBLIC = {
     "inference/speculation/drafters": "draft_model drafter ngram",
     "inference/engine": "engine metrics options request stopping target_scores",
     "inference": "arguments frozen_heap line llm metrics open_batch prompt_files sampling_params threads",
-    "inference/server": "options serve",
+    "inference/server": "errors guard options serve",
+    "inference/server/door": "access_log connections unix_socket",
     "inference/server/driver": "engine_client",
     "evaluation": "acceptance charts compare lossless tree_choice tree_measurement tree_text",
     "train": "regenerate",
@@ -63,7 +64,7 @@ PUBLIC = {
     "benchmarks/ops": "kernel kernel_bench",
     "benchmarks/serving": "serve server_process",
     "benchmarks/training": "train",
-    "commands": "serve",
+    "commands": "config_file serve",
     "commands/bench": "speculation",
 }
 # Files of kernels/ without a test of their name: none of them is an operation.

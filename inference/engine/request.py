@@ -33,6 +33,7 @@ class Request:
     max_new_tokens: int  # max_tokens cut to what max_model_len leaves
     stop_checker: object  # stopping.StopChecker, called after every appended token; None or what stopped it
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
+    cache_salt: str | None = None  # pages are shared with requests of the same salt only
     is_streamed: bool = False  # whether somebody waits for every token: then prompts beside it must not take long
     status: Status = Status.WAITING
     output_token_ids: list[int] = field(default_factory=list)

@@ -51,7 +51,6 @@ REFUSED = (
     Theirs("mm_processor_kwargs", (None, {}), TEXT_ONLY),
     Theirs("truncate_prompt_tokens", (None,), "cut the prompt before the call"),
     Theirs("prompt_embeds", (None,), "prompts are text or token ids"),
-    Theirs("cache_salt", (None,), "prompts of all clients share one cache: start a server for each tenant"),
     Theirs("logits_processors", (None, []), "use logit_bias, allowed_token_ids, bad_words or the penalties"),
     Theirs("vllm_xargs", (None, {}), "nothing reads them here: leave it out"),
     Theirs("kv_transfer_params", (None,), "the cache stays in this process"),
@@ -103,6 +102,7 @@ class SamplingFields(Fields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     add_special_tokens: bool | None = None
+    cache_salt: str | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_speculation_metrics: bool | None = None

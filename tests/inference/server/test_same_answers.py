@@ -89,6 +89,28 @@ def test_the_fingerprint_is_of_the_model_and_not_of_the_head(plain_llm, speculat
     assert fingerprint(plain_llm) == fingerprint(speculative())
 
 
+def test_a_cache_salt_keeps_prompts_apart_and_changes_no_answer(speculative):
+    llm, prompt = speculative(), PROMPTS[1] * 30
+    salts = (None, "a", "a", "b", None)
+    with running(llm, prompt_tokens_details=True) as server, httpx.Client(base_url=server.url, timeout=30) as http:
+        found, cached = [], []
+        for salt, given in zip(salts, (prompt, prompt, llm.tokenizer(prompt)["input_ids"], prompt, prompt)):
+            body = {"prompt": given, "cache_salt": salt, "max_tokens": 12, "seed": 3, "return_token_ids": True}
+            answer = http.post("/v1/completions", json=body).json()
+            found.append((answer["choices"][0]["text"], answer["choices"][0]["token_ids"]))
+            cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+        assert cached[:2] == [0, 0]
+        assert cached[3] == 0
+        assert min(cached[2], cached[4]) >= 64
+        assert found == [found[0]] * 5
+        chat = {"messages": [{"role": "user", "content": "x"}], "cache_salt": "a", "max_tokens": 2}
+        assert http.post("/v1/chat/completions", json=chat).status_code == 200
+        refused = http.post("/v1/completions", json={"prompt": "x", "cache_salt": ""})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "cache_salt")
+    output = llm.generate({"prompt": prompt, "cache_salt": "a"}, SamplingParams(max_tokens=12, seed=3))[0].outputs[0]
+    assert (output.text, output.token_ids) == found[0]
+
+
 def test_preemption_changes_no_answer(alone, speculative):
     """A cache too small for all: some lose their pages and are computed again."""
     llm, bodies = speculative(num_gpu_blocks_override=9), requests()
