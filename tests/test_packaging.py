@@ -47,7 +47,7 @@ PUBLIC = {
     "inference/engine": "engine metrics options request stopping target_scores",
     "inference": "arguments frozen_heap line llm metrics open_batch prompt_files sampling_params threads",
     "inference/server": "errors guard options serve",
-    "inference/server/door": "access_log connections unix_socket",
+    "inference/server/door": "access_log connections page unix_socket",
     "inference/server/driver": "engine_client",
     "evaluation": "acceptance charts compare lossless tree_choice tree_measurement tree_text",
     "train": "regenerate",
@@ -140,7 +140,7 @@ def unpacked(wheel, tmp_path_factory):
 def test_wheel_holds_every_module_and_configuration_and_nothing_else(wheel):
     held = {name for name in zipfile.ZipFile(wheel).namelist() if not name.split("/")[0].endswith(".dist-info")}
     expected = {f"headstart/{relative(path)}" for path in [*ROOT.glob("*.py"), *MODULES]}
-    for pattern in ("configs/**/*.yaml", "configs/**/*.json"):
+    for pattern in ("configs/**/*.yaml", "configs/**/*.json", "inference/server/door/*.html"):
         expected |= {f"headstart/{relative(path)}" for path in ROOT.glob(pattern)}
     assert {"headstart/__init__.py", "headstart/cli.py", "headstart/heads/export.py"} <= held
     assert held == expected

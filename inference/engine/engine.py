@@ -31,8 +31,7 @@ from .seats import SeatTable
 from .step import Step
 from .target_scores import NO_FILTERS, next_filters
 
-# Number of candidates per depth that are kept when recording for `measure_acceptance`.
-RECORDED_WIDTH = 10
+RECORDED_WIDTH = 10  # candidates per depth that are kept when recording for `measure_acceptance`
 
 
 class Engine:
@@ -377,12 +376,13 @@ class Engine:
 
     def _count(self, request, emitted, kept, tree):
         self.metrics.num_decoded_tokens += kept
-        if self.tree.max_depth:
+        if self.tree.max_depth and request.params.speculate:
             # Nodes deeper than the request had tokens left were never candidates.
             drafted = tree.tree.count_drafted(limit=request.num_remaining + kept - 1)
             # An accepted token after the end of the output was never emitted: it does not count.
-            for metrics in (request.metrics, self.metrics.spec_decode):
-                metrics.record(drafted, min(emitted - 1, kept), self.tree.max_depth)
+            counted = drafted, min(emitted - 1, kept), self.tree.max_depth
+            self.metrics.spec_decode.record(*counted)
+            request.count_drafts(kept, *counted)
 
     def _stop_tokens(self, request):
         """Ids that min_tokens forbids. As in vLLM they include EOS, ignored or not. Ids that the model cannot emit are left out."""

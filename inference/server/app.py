@@ -13,6 +13,7 @@ from .chat import ChatAnswer
 from .completions import CompletionAnswer
 from .connection import ClientLeft, read_body
 from .door.access_log import AccessLog
+from .door.page import PAGE, PAGE_HEADERS
 from .errors import FAILED, ApiError, json_response
 from .fields import (
     ChatFields,
@@ -130,6 +131,10 @@ def _add_tokens(app, service):
 
 
 def _add_state(app, service):
+    @app.get("/")
+    async def page():
+        return Response(PAGE, headers=PAGE_HEADERS)
+
     @app.get("/v1/models")
     async def models():
         told = {

@@ -29,8 +29,9 @@ class ChatAnswer(Answer):
         return [({"index": index, **role}, more) for index in range(self.n)]
 
     def chunk(self, delta):
-        choice = self._choice(delta, {"delta": {"content": delta.text} if delta.text else {}})
+        choice = self._choice(delta, {"delta": {"content": delta.text} if delta.text else {}}) | self.speculation(delta)
         told = delta.text or choice["logprobs"] or self.asks_ids or delta.finish_reason is not None
+        told = told or choice.get("speculation")
         return (choice if told else None), {}
 
     def _choice(self, delta, said):

@@ -74,7 +74,7 @@ class Fields(BaseModel):
 
 
 class SamplingFields(Fields):
-    """Fields of both ways to ask for text; those up to bad_words go to SamplingParams under the same name."""
+    """Fields of both ways to ask for text; those up to speculate go to SamplingParams under the same name."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -95,6 +95,7 @@ class SamplingFields(Fields):
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
+    speculate: bool | None = None
 
     max_tokens: int | None = None
     prompt_logprobs: int | None = None
@@ -106,12 +107,14 @@ class SamplingFields(Fields):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_speculation_metrics: bool | None = None
+    return_speculation_tokens: bool | None = None
 
 
 SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "n", "stop",
     "stop_token_ids", "include_stop_str_in_output", "min_tokens", "ignore_eos", "skip_special_tokens",
     "spaces_between_special_tokens", "logit_bias", "allowed_token_ids", "bad_words",
+    "speculate",
 )  # fmt: skip
 
 

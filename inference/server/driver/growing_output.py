@@ -1,5 +1,7 @@
 """An output that grows, as a row of deltas: the text that is final, and the tokens, since the last one. No torch."""
 
+from bisect import bisect_left
+
 from ...engine.stopping import GrowingText, final_text, stable_length
 from .messages import Delta
 
@@ -17,6 +19,7 @@ class GrowingOutput:
         request, first = self.request, self._num_told == 0
         start, end = self._num_told, len(request.output_token_ids)
         self._num_told = end
+        drafts = request.accepted_drafts[bisect_left(request.accepted_drafts, start) :]
         new = {}
         if request.finished:
             by_eos = request.stop_reason in self._eos_token_ids and not request.params.ignore_eos
@@ -31,6 +34,7 @@ class GrowingOutput:
             request.sample_index,
             self._new_text(),
             request.output_token_ids[start:end],
+            accepted_drafts=[place - start for place in drafts if place < end],
             logprobs=None if request.logprobs is None else request.logprobs[start:end],
             prompt_logprobs=request.prompt_logprobs if first else None,
             num_cached_tokens=request.num_cached_tokens,

@@ -53,14 +53,15 @@ class Failed:
 class Delta:
     """What is new of one output, number `sample` of prompt number `prompt`. All deltas of an output joined are the output.
 
-    logprobs: one entry per token of token_ids, None if not asked for. prompt_logprobs: with the first delta of sample 0, if asked
-    for. finish_reason, stop_reason, drafts, times: with the last one.
+    accepted_drafts: places in token_ids of accepted drafts. logprobs: one entry per token of token_ids, None if not asked for.
+    prompt_logprobs: with the first delta of sample 0, if asked for. finish_reason, stop_reason, drafts, times: with the last one.
     """
 
     prompt: int
     sample: int
     text: str
     token_ids: list[int]
+    accepted_drafts: list[int] | tuple = ()
     logprobs: list | None = None
     prompt_logprobs: list | None = None
     num_cached_tokens: int = 0

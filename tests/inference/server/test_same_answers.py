@@ -1,13 +1,14 @@
 """The promise: a seed's answer has the same bits alone and in company, with heads and without, after a restart, and by LLM."""
 
 import asyncio
+import json
 import random
 
 import httpx
 import pytest
 
 from headstart import LLM, SamplingParams
-from headstart.tests.inference.server.serving import PROMPTS, running
+from headstart.tests.inference.server.serving import HEADS, PROMPTS, running
 
 COUNT = 40
 
@@ -109,6 +110,47 @@ def test_a_cache_salt_keeps_prompts_apart_and_changes_no_answer(speculative):
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "cache_salt")
     output = llm.generate({"prompt": prompt, "cache_salt": "a"}, SamplingParams(max_tokens=12, seed=3))[0].outputs[0]
     assert (output.text, output.token_ids) == found[0]
+
+
+@pytest.mark.parametrize(("draft", "same"), [("static", True), ("block", False), ("synthetic", False)])
+def test_an_answer_without_drafts_takes_a_step_per_token(draft, same, plain_llm, speculative):
+    """Beside one with drafts, in the same steps. The pieces tell which tokens were drafted."""
+    config = {"model": str(HEADS), "tree": "chain", "verifier": draft}
+    if draft == "synthetic":
+        config["acceptance_length"] = 1.8
+    llm = speculative() if draft == "static" else LLM(plain_llm, speculative_config=config)
+    body = {"prompt": PROMPTS[0], "max_tokens": 40, "seed": 5, "stream": True, "ignore_eos": True, "temperature": 0.6}
+    body |= {"return_speculation_tokens": True, "return_speculation_metrics": True, "return_token_ids": True}
+
+    async def ask(server, speculate):
+        async with httpx.AsyncClient(base_url=server.url, timeout=30) as http:
+            answer = await http.post("/v1/completions", json=body | {"speculate": speculate})
+        return [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+
+    async def both(server):
+        return await asyncio.gather(ask(server, True), ask(server, False))
+
+    with running(llm) as server:
+        found = asyncio.run(both(server))
+    ids, pieces, drafts = [], [], []
+    for chunks in found:
+        choices = [chunk["choices"][0] for chunk in chunks]
+        ids.append([token for choice in choices for token in choice["token_ids"]])
+        pieces.append([choice["speculation"] for choice in choices])
+        assert [len(choice["token_ids"]) for choice in choices] == [len(piece) for piece in pieces[-1]]
+        told = "".join(token["token"] for piece in pieces[-1] for token in piece)
+        assert told == "".join(choice["text"] for choice in choices)
+        drafts.append(chunks[-1]["metrics"]["speculative_decoding"])
+    accepted = [token["accepted"] for piece in pieces[0] for token in piece]
+    assert sum(accepted) == drafts[0]["num_accepted_tokens"] > 0
+    assert not any(piece[-1]["accepted"] for piece in pieces[0][:-1])  # a step's last token is the model's own
+    assert [len(piece) for piece in pieces[1]] == [1] * 40
+    assert not any(piece[0]["accepted"] for piece in pieces[1])
+    assert (drafts[1]["num_drafts"], drafts[1]["num_accepted_tokens"]) == (0, 0)
+    assert llm.engine.metrics.spec_decode.num_steps == drafts[0]["num_drafts"]
+    if same:
+        params = SamplingParams(temperature=0.6, max_tokens=40, seed=5, ignore_eos=True)
+        assert ids == [plain_llm.generate(PROMPTS[0], params)[0].outputs[0].token_ids] * 2
 
 
 def test_preemption_changes_no_answer(alone, speculative):
