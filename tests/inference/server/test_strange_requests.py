@@ -22,7 +22,7 @@ FIELDS = [
     "stream_options", "echo", "user", "tools", "response_format", "best_of", "chat_template_kwargs",
     "add_generation_prompt", "continue_final_message", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "ignore_eos", "return_token_ids", "skip_special_tokens", "add_special_tokens", "max_completion_tokens",
-    "include_stop_str_in_output", "return_tokens_as_token_ids",
+    "include_stop_str_in_output", "return_tokens_as_token_ids", "cache_salt", "speculate", "return_speculation_tokens",
 ]
 # fmt: on
 
