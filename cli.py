@@ -8,7 +8,7 @@ import argparse
 import sys
 from importlib import import_module
 
-from headstart.heads.storage.user_errors import exit_status
+from headstart.heads.storage.user_errors import exit_status, tell_error
 from headstart.inference.arguments import add_command, plain_warnings
 from headstart.train.data import regenerate_options
 
@@ -50,6 +50,14 @@ BENCH_EXAMPLE = (
 def main(argv=None):
     """Entry point. Returns the exit status: 0, or 2 with one line on stderr for bad input."""
     argv = with_dashes(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == ["serve"]:
+        from headstart.commands.config_file import with_config
+
+        try:
+            argv = with_config(argv)
+        except ValueError as error:
+            tell_error("headstart serve", error)
+            return 2
     parser = build_parser(argv)
     arguments = parser.parse_args(argv)
     if not hasattr(arguments, "run"):

@@ -1,9 +1,11 @@
 """`headstart serve`: its arguments and its work."""
 
+import argparse
 import json
 import secrets
 import warnings
 from functools import partial
+from pathlib import Path
 
 from ..heads.storage.user_errors import say, tell_error
 from ..inference.arguments import add_adapter, add_device, add_speculation, choose_threads_for, speculative_config
@@ -21,6 +23,9 @@ DETAILS = (
 def add_options(parser):
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="the target: a folder or Hub id")
     parser.add_argument("--model", help="the same, as an option")
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML with options, by their names without dashes; the command line wins"
+    )
     add_llm(parser)
     _add_server(parser.add_argument_group("server"))
 
@@ -55,7 +60,12 @@ def _add_engine(group):
         help="auto (default); dummy: random weights of the model's shape, to measure speed without a checkpoint",
     )
     group.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs (for debugging)")
-    group.add_argument("--no-enable-prefix-caching", action="store_true", help="compute every prompt anew")
+    group.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="keep pages of prompts for others that begin alike (default)",
+    )
     group.add_argument("--tensor-parallel-size", "-tp", type=int, default=1, help="1: one GPU runs the whole model")
     group.add_argument("--logprobs-mode", default="raw_logprobs", help="raw_logprobs (default) or processed_logprobs")
 
@@ -65,6 +75,14 @@ def _add_server(group):
         "--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine only)"
     )
     group.add_argument("--port", type=int, default=8000, help="0: a free one (default 8000)")
+    group.add_argument(
+        "--uds", metavar="PATH", help="listen on this Unix socket instead; without a key only its owner may connect"
+    )
+    group.add_argument("--ssl-certfile", metavar="FILE", help="TLS: the server's certificate, with its chain (PEM)")
+    group.add_argument("--ssl-keyfile", metavar="FILE", help="its key (default: in the same file)")
+    group.add_argument(
+        "--ssl-ca-certs", metavar="FILE", help="clients must show a certificate that one of these has signed"
+    )
     group.add_argument(
         "--api-key",
         action="append",
@@ -86,6 +104,26 @@ def _add_server(group):
         "--allowed-hosts",
         nargs="+",
         help="names that a Host header may have; * for any (default: on loopback its names, else any)",
+    )
+    group.add_argument(
+        "--allowed-origins",
+        nargs="+",
+        help="CORS: origins of web pages that may read answers in browsers, like https://a.example, or * (default: none)",
+    )
+    group.add_argument("--allowed-methods", nargs="+", help="CORS: methods for them (default: all)")
+    group.add_argument("--allowed-headers", nargs="+", help="CORS: headers for them (default: all)")
+    group.add_argument("--allow-credentials", action="store_true", help="CORS: also cookies and certificates")
+    group.add_argument(
+        "--chat-template", metavar="FILE", help="a Jinja template instead of the tokenizer's, or its text in one line"
+    )
+    group.add_argument(
+        "--max-connections", type=int, default=4096, help="open connections before 503 is answered (default 4096)"
+    )
+    group.add_argument(
+        "--header-timeout",
+        type=float,
+        default=10,
+        help="seconds after which a connection without a request's whole header is closed (default 10)",
     )
     group.add_argument(
         "--max-waiting", type=int, default=1024, help="outputs that wait before 429 is answered (default 1024)"
@@ -126,12 +164,19 @@ def _add_server(group):
         action="store_true",
         help="GET /tokenizer_info tells special tokens and the chat template",
     )
+    group.add_argument(
+        "--access-log",
+        default="text",
+        choices=("text", "json", "off"),
+        help="a line per request: text (default), json (on stdout, or in --access-log-file) or off; none holds text of a prompt",
+    )
+    group.add_argument("--access-log-file", metavar="FILE", help="where the JSON lines go; may be moved at any time")
     group.add_argument("--disable-log-requests", action="store_true", help="accepted: prompts are never logged")
     group.add_argument(
         "--uvicorn-log-level",
         default="info",
         choices=("critical", "error", "warning", "info", "debug", "trace"),
-        help="info (default) logs one line per request, without its text",
+        help="what uvicorn logs; info (default) is needed for --access-log text",
     )
 
 
@@ -145,6 +190,7 @@ def run(arguments):
         )
     speculative = speculative_of(arguments)
     try:
+        from ..inference.server.door.unix_socket import allow_open_files, unix_socket
         from ..inference.server.driver.engine_process import EngineEnded, EngineProcess
         from ..inference.server.options import ServerOptions, keys_of
         from ..inference.server.serve import listening_socket, serve
@@ -155,9 +201,20 @@ def run(arguments):
     options = ServerOptions(
         host=arguments.host,
         port=arguments.port,
+        uds=arguments.uds,
+        ssl_keyfile=arguments.ssl_keyfile,
+        ssl_certfile=arguments.ssl_certfile,
+        ssl_ca_certs=arguments.ssl_ca_certs,
         api_keys=keys_of(arguments.api_key),
         served_model_names=tuple(arguments.served_model_name or ()),
         allowed_hosts=tuple(arguments.allowed_hosts) if arguments.allowed_hosts else None,
+        allowed_origins=_names(arguments.allowed_origins) or (),
+        allowed_methods=_names(arguments.allowed_methods) or ("*",),
+        allowed_headers=_names(arguments.allowed_headers) or ("*",),
+        allow_credentials=arguments.allow_credentials,
+        chat_template=_template(arguments.chat_template),
+        max_connections=arguments.max_connections,
+        header_timeout=arguments.header_timeout,
         max_waiting=arguments.max_waiting,
         shutdown_timeout=arguments.shutdown_timeout,
         request_timeout=arguments.request_timeout,
@@ -173,8 +230,14 @@ def run(arguments):
         reasoning_markers=_reasoning_markers(arguments.reasoning_parser),
         tokenizer_info=arguments.enable_tokenizer_info_endpoint,
         log_level=arguments.uvicorn_log_level,
+        access_log=arguments.access_log,
+        access_log_file=arguments.access_log_file,
     )
-    bound = listening_socket(options.host, options.port)
+    allow_open_files()
+    if options.uds is None:
+        bound = listening_socket(options.host, options.port)
+    else:
+        bound = unix_socket(options.uds, for_all=bool(options.api_keys))
     seed = secrets.randbits(63) if arguments.seed is None else arguments.seed
     given = llm_arguments(model, arguments, speculative, max_logprobs=arguments.max_logprobs, seed=seed)
     with EngineProcess(partial(build_llm, given)) as engine:
@@ -191,7 +254,7 @@ def run(arguments):
         tokenizer = load_tokenizer(arguments.tokenizer, source, trusted)
         name, drafts = (options.served_model_names or (info.model_name,))[0], _describe(info.tree, speculative)
         ready = f"serves {name}; {drafts}"
-        return serve(engine, tokenizer, options, bound, ready=lambda url: say(f"ready: {url}/v1 {ready}"))
+        return serve(engine, tokenizer, options, bound, ready=lambda url: say(f"ready: {_api(url)} {ready}"))
 
 
 def _reasoning_markers(parser):
@@ -201,6 +264,32 @@ def _reasoning_markers(parser):
     if parser is not None and parser not in REASONING_MARKERS:
         raise ValueError(f"--reasoning-parser must be one of {', '.join(REASONING_MARKERS)}, got {parser!r}")
     return REASONING_MARKERS.get(parser)
+
+
+def _api(url):
+    """Where OpenAI's API is: under /v1, which the name of a Unix socket cannot say."""
+    return url if url.startswith("unix:") else f"{url}/v1"
+
+
+def _names(words):
+    """Names that were given as words, or as vLLM takes them, as one JSON list."""
+    if not words or not words[0].startswith("["):
+        return tuple(words or ())
+    try:
+        names = json.loads(" ".join(words))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{' '.join(words)} is not a JSON list: {error}") from None
+    return tuple(map(str, names))
+
+
+def _template(given):
+    """The text of --chat-template: a file's, or what was given if it cannot be a path."""
+    if given is None or "{" in given:
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--chat-template {given} cannot be read: {getattr(error, 'strerror', error)}") from None
 
 
 def speculative_of(arguments):
@@ -239,7 +328,7 @@ def llm_arguments(model, arguments, speculative, **more):
         gpu_memory_utilization=arguments.gpu_memory_utilization,
         num_gpu_blocks_override=arguments.num_gpu_blocks_override,
         enforce_eager=arguments.enforce_eager,
-        enable_prefix_caching=not arguments.no_enable_prefix_caching,
+        enable_prefix_caching=arguments.enable_prefix_caching,
         logprobs_mode=arguments.logprobs_mode,
         speculative_config=speculative,
         **more,

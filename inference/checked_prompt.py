@@ -19,6 +19,7 @@ class CheckedPrompt:
     token_ids: list[int]
     params: SamplingParams
     bad_words: tuple
+    cache_salt: str | None = None
     grammar: str | None = None  # the library's text of params.structured_outputs
 
 
@@ -59,9 +60,14 @@ class PromptChecker:
         params = self._count_logprobs(params, vocab, number)
         bad_words = bad_word_sequences(params.bad_words, self.tokenizer)
         check_tokens(params, bad_words, stop_ids(params, self.eos_token_ids), vocab, number)
+        salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None
+        if salt is not None:
+            if not isinstance(salt, str) or not salt:
+                raise ValueError(f"cache_salt of prompt {number} must be a text that is not empty, got {salt!r:.80}")
+            check_text(salt, f"cache_salt of prompt {number}")
         form = params.structured_outputs
         grammar = None if form is None else self.grammars.check(form)
-        return CheckedPrompt(text, [int(token) for token in ids], params, bad_words, grammar)
+        return CheckedPrompt(text, [int(token) for token in ids], params, bad_words, salt, grammar)
 
     def _count_logprobs(self, params, vocab, number):
         """The parameters with -1 (all tokens) replaced by the size of the vocabulary; ValueError beyond max_logprobs."""
@@ -84,7 +90,7 @@ class PromptChecker:
         """(text or None, token ids) of one prompt, in any form that LLM.generate takes."""
         text, ids = None, prompt
         if isinstance(prompt, dict):
-            reject_unknown(prompt, ("prompt", "prompt_token_ids"), "prompt key", PROMPT_KEYS)
+            reject_unknown(prompt, ("prompt", "prompt_token_ids", "cache_salt"), "prompt key", PROMPT_KEYS)
             text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         elif isinstance(prompt, str):
             text, ids = prompt, None

@@ -40,6 +40,7 @@ class _Fields:
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
+    speculate: bool = True
 
 
 class SamplingParams(_Fields):
@@ -61,6 +62,7 @@ class SamplingParams(_Fields):
     likeliest tokens (-1: of all), at most the LLM's max_logprobs; its logprobs_mode chooses the distribution. prompt_logprobs: the
     same for the prompt's tokens but the first, of the raw logits. detokenize: False leaves the text empty. skip_special_tokens:
     False keeps special tokens in the text; spaces_between_special_tokens: False then joins those that stand side by side.
+    speculate: False accepts no drafts: one token per step, each of which still takes the time of one with drafts.
 
     Fields cannot be set afterwards: `dataclasses.replace(params, n=3)` makes a changed copy. Raises ValueError for values out of
     range and for unknown keywords.
@@ -201,6 +203,7 @@ class SamplingParams(_Fields):
             "detokenize",
             "skip_special_tokens",
             "spaces_between_special_tokens",
+            "speculate",
         ):
             require(isinstance(getattr(self, name), bool), name, "True or False")
         require(

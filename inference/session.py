@@ -89,6 +89,7 @@ class Session:
                 prompt_logprobs=[None] if params.prompt_logprobs is not None and sample == 0 else None,
                 bad_words=prompt.bad_words,
                 matcher=self._matcher(prompt),
+                cache_salt=prompt.cache_salt,
                 is_streamed=call.is_stream,
             )
             submission.requests.append(request)

@@ -160,7 +160,6 @@ PROMPT_KEYS = (
     Theirs("multi_modal_uuids", (None, {}), TEXT_PROMPTS),
     Theirs("token_type_ids", (None,), TEXT_PROMPTS),
     Theirs("prompt_embeds", (None,), TEXT_PROMPTS),
-    Theirs("cache_salt", (None,), "pages are shared within one LLM only: build another LLM for another tenant"),
 )
 
 # Methods and attributes of vLLM's LLM that are missing: an AttributeError says what to do instead.

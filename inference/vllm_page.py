@@ -36,6 +36,7 @@ OWN = {
     "adaptive",
     "get_stats",
     "stream",
+    "speculate",
 }
 OWN |= {"engine", "generation_defaults", "eos_token_ids", "numerics", "spec_decode_metrics"}
 NOTES = {

@@ -47,7 +47,8 @@ PUBLIC = {
     "inference/grammar": "grammars library matcher structured_outputs",
     "inference/engine": "engine metrics options request stopping target_scores",
     "inference": "arguments checked_prompt frozen_heap line llm metrics open_batch prompt_files sampling_params threads",
-    "inference/server": "options serve",
+    "inference/server": "errors guard options serve",
+    "inference/server/door": "access_log connections page unix_socket",
     "inference/server/driver": "engine_client engine_process job",
     "evaluation": "acceptance charts compare lossless tree_choice tree_measurement tree_text",
     "train": "regenerate",
@@ -64,7 +65,7 @@ PUBLIC = {
     "benchmarks/ops": "kernel kernel_bench",
     "benchmarks/serving": "serve server_process",
     "benchmarks/training": "train",
-    "commands": "serve",
+    "commands": "config_file serve",
     "commands/bench": "speculation",
 }
 # Files of kernels/ without a test of their name: none of them is an operation.
@@ -140,7 +141,7 @@ def unpacked(wheel, tmp_path_factory):
 def test_wheel_holds_every_module_and_configuration_and_nothing_else(wheel):
     held = {name for name in zipfile.ZipFile(wheel).namelist() if not name.split("/")[0].endswith(".dist-info")}
     expected = {f"headstart/{relative(path)}" for path in [*ROOT.glob("*.py"), *MODULES]}
-    for pattern in ("configs/**/*.yaml", "configs/**/*.json"):
+    for pattern in ("configs/**/*.yaml", "configs/**/*.json", "inference/server/door/*.html"):
         expected |= {f"headstart/{relative(path)}" for path in ROOT.glob(pattern)}
     assert {"headstart/__init__.py", "headstart/cli.py", "headstart/heads/export.py"} <= held
     assert held == expected

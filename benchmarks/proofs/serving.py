@@ -59,15 +59,16 @@ MESSAGES = [{"role": "user", "content": "x"}]
 JUNK = [
     None, None, None, True, False, 0, -1, 1, 3, 10**30, -(2**63), 0.5, -0.0, 1e308, float("nan"), float("inf"),
     "", "x", "auto", "\x00", "\ufffd", "é" * 50, [], [[]], [None], [1, "x"], ["x"], [0], [[1, 2], [3]], [[[]]], [MESSAGES],
-    {}, {"x": 1}, {"1": 1}, [{}], {"type": "text"},
+    {}, {"x": 1}, {"1": 1}, [{}], {"type": "text"}, {"regex": "a*b"}, {"type": "json_object"}, {"json": {}}, {"choice": []},
 ]
 FIELDS = [
     "model", "prompt", "messages", "temperature", "top_p", "top_k", "min_p", "seed", "n", "stop", "stop_token_ids",
     "min_tokens", "logit_bias", "allowed_token_ids", "bad_words", "logprobs", "top_logprobs", "prompt_logprobs", "stream",
-    "stream_options", "echo", "user", "tools", "response_format", "best_of", "chat_template_kwargs",
+    "stream_options", "echo", "user", "tools", "tool_choice", "response_format", "structured_outputs", "best_of",
+    "chat_template_kwargs",
     "add_generation_prompt", "continue_final_message", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "ignore_eos", "return_token_ids", "skip_special_tokens", "add_special_tokens", "max_completion_tokens",
-    "include_stop_str_in_output", "return_tokens_as_token_ids",
+    "include_stop_str_in_output", "return_tokens_as_token_ids", "cache_salt", "speculate", "return_speculation_tokens",
 ]
 # fmt: on
 

@@ -15,7 +15,6 @@ difference is what HTTP, text in pieces and streams cost, and that the engine co
 import asyncio
 import json
 import math
-import resource
 import time
 from dataclasses import dataclass
 
@@ -23,6 +22,7 @@ from tqdm import tqdm
 
 from ...evaluation.results import Report, decimals, plain
 from ...inference.frozen_heap import frozen_heap
+from ...inference.server.door.unix_socket import allow_open_files
 from .client import Client, HttpError
 from .load import Arrivals, random_requests, requests_of, send
 
@@ -44,7 +44,6 @@ TIMES = {
 }
 COUNTERS = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
 BUSY = 0.8  # share of a core from which the client is said to be busy
-OPEN_FILES = 65536
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ def bench_serve(settings, entries, vocab_size, *, server, offline=None, api_key=
     said = {name: value for name, value in vars(settings).items() if value is not None}
     said["request_rate"] = str(settings.request_rate)  # JSON has no infinity
     report = Report("serve", THROUGHPUT, settings=said, **report)
-    _allow_many_connections()
+    allow_open_files()
     seconds = None
     if offline is not None:
         seconds, lengths, tokens_per_step = offline(warm, requests)
@@ -174,14 +173,6 @@ def _tokens_per_step(before, after):
     """The acceptance length between two readings, None if nothing was drafted."""
     drafts, accepted = (after.get(name, 0.0) - before.get(name, 0.0) for name in COUNTERS)
     return 1 + accepted / drafts if drafts else None
-
-
-def _allow_many_connections():
-    """Raise this process's limit of open files, which servers that it starts take over."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 # --- what was measured ---

@@ -140,8 +140,8 @@ def llm_words(arguments):
     words = []
     for name, default in vars(parser.parse_args([])).items():
         if (value := getattr(arguments, name)) != default:
-            option = "--" + name.replace("_", "-")
-            words.append(option if value is True else f"{option}={value}")
+            option = name.replace("_", "-")
+            words.append({True: f"--{option}", False: f"--no-{option}"}.get(value, f"--{option}={value}"))
     return words
 
 

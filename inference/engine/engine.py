@@ -32,8 +32,7 @@ from .step import Step
 from .stopping import forbidden_early
 from .target_scores import NO_FILTERS, next_filters
 
-# Number of candidates per depth that are kept when recording for `measure_acceptance`.
-RECORDED_WIDTH = 10
+RECORDED_WIDTH = 10  # candidates per depth that are kept when recording for `measure_acceptance`
 
 
 class Engine:
@@ -384,11 +383,12 @@ class Engine:
 
     def _count(self, request, emitted, kept, tree):
         self.metrics.num_decoded_tokens += kept
-        if self.tree.max_depth:
+        if self.tree.max_depth and request.params.speculate:
             drafted = request.count_drafted(tree.tree, kept)
             # An accepted token after the end of the output was never emitted: it does not count.
-            for metrics in (request.metrics, self.metrics.spec_decode):
-                metrics.record(drafted, min(emitted - 1, kept), self.tree.max_depth)
+            counted = drafted, min(emitted - 1, kept), self.tree.max_depth
+            self.metrics.spec_decode.record(*counted)
+            request.count_drafts(kept, *counted)
 
     def _record(self, requests):
         """Keep the best candidates of every depth, with this step's place in the sequence."""

@@ -20,6 +20,14 @@ def hash_page(previous, token_ids):
     return hashlib.blake2b(previous + array("q", token_ids).tobytes(), digest_size=32).digest()
 
 
+def first_name(salt):
+    """What stands for the page before the first one of prompts with a salt (a text): they share pages among themselves only.
+
+    blake2b's `person` keeps it apart from every page's name, also where a salt is made of the bytes that a page's name is made of.
+    """
+    return FIRST if salt is None else hashlib.blake2b(salt.encode(), digest_size=32, person=b"cache salt").digest()
+
+
 class PagePool:
     """Pages 1..num_pages. Page 0 is never handed out: padding points to it."""
 

@@ -35,10 +35,14 @@ class Request:
     stop_checker: object  # stopping.StopChecker, called after every appended token; None or what stopped it
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
     matcher: object = None  # grammar.matcher.Matcher of its structured output, which has accepted output_token_ids
+    cache_salt: str | None = None  # pages are shared with requests of the same salt only
     is_streamed: bool = False  # whether somebody waits for every token: then prompts beside it must not take long
     status: Status = Status.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     num_settled: int = 0  # of output_token_ids: those after them were not handed back whole
+    accepted_drafts: list[int] = field(
+        default_factory=list
+    )  # places in output_token_ids of drafts, of streamed requests
     logprobs: list | None = None
     prompt_logprobs: list | None = None  # if asked for: starts as [None], grows to one entry per prompt token
     committed: int = 0
@@ -109,6 +113,7 @@ class Request:
             if self.logprobs is not None:
                 del self.logprobs[self.num_settled :]
             del self.output_token_ids[self.num_settled :]
+            self.accepted_drafts = [place for place in self.accepted_drafts if place < self.num_settled]
         if not self.finished:
             self.status = Status.WAITING
         self.committed = self.in_flight = self.num_named = 0
@@ -116,6 +121,13 @@ class Request:
         self.epoch += 1
         if self.matcher is not None and not self.finished:
             self.matcher.start_over(self.output_token_ids)
+
+    def count_drafts(self, num_new, num_drafted, num_accepted, max_depth):
+        """Count a step that has appended `num_new` tokens, the first `num_accepted` of which were drafts."""
+        self.metrics.record(num_drafted, num_accepted, max_depth)
+        if self.is_streamed:  # somebody may ask which tokens these were
+            first = len(self.output_token_ids) - num_new
+            self.accepted_drafts.extend(range(first, first + num_accepted))
 
     def append(self, token):
         """Add one emitted token; finishes the request where plain decoding would. True if it is finished now."""

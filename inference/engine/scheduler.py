@@ -11,7 +11,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from .pages import FIRST, PagePool, hash_page
+from .pages import PagePool, first_name, hash_page
 from .request import Request, Status
 
 
@@ -304,7 +304,7 @@ class Scheduler:
         while len(names) <= i:
             start = len(names) * self.page_size
             tokens = request.tokens_between(start, start + self.page_size + self.lookahead)
-            names.append(hash_page(names[-1] if names else FIRST, tokens))
+            names.append(hash_page(names[-1] if names else first_name(request.cache_salt), tokens))
         return names[i]
 
     def _cut_chunk(self, request, budget, step):

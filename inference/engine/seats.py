@@ -16,8 +16,9 @@ from ...kernels.attention.tree_attention import PAGE
 from ...kernels.speculation.seat_rows import advance_seats, gather_seats
 from .logit_state import LogitState
 
-# Columns of SeatTable.integers. committed: L; root: the newest token; remaining: number of tokens that may still be emitted;
-# min_position: tokens before this position must not be stop tokens (min_tokens).
+# Columns of SeatTable.integers. committed: L; root: the newest token; remaining: number of tokens that may still be emitted, which
+# bounds what is accepted, so at most 1 for a request that accepts no drafts; min_position: tokens before this position must not be
+# stop tokens (min_tokens).
 INTEGERS = ("committed", "root", "remaining", "seed", "sample", "top_k", "min_position")
 FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 NO_CHANGE = (0.0, 1.0, 0.0, 1.0, 0.0, 0.0)  # floats of a seat without a request
@@ -141,7 +142,7 @@ class SeatTable:
                 [
                     len(request.known_token_ids),
                     root,
-                    request.num_remaining,
+                    request.num_remaining if request.params.speculate else 1,
                     request.seed,
                     request.sample_index,
                     max(request.params.top_k, 0),

@@ -87,6 +87,14 @@ class Answer:
             return {}
         return {"metrics": {"speculative_decoding": speculation_metrics(self.counts.drafts, self.service.tree)}}
 
+    def speculation(self, delta):
+        """{"speculation": ...} of a chunk's choice, if it was asked for: its tokens, and whether each was an accepted draft."""
+        if not self.fields.return_speculation_tokens:
+            return {}
+        texts = [self.service.texts.of(token, self.as_ids) for token in delta.token_ids]
+        accepted = set(delta.accepted_drafts)
+        return {"speculation": [{"token": text, "accepted": i in accepted} for i, text in enumerate(texts)]}
+
     # --- whole ---
 
     async def respond(self, receive):

@@ -6,11 +6,14 @@ from importlib import metadata
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from .chat import ChatAnswer
 from .completions import CompletionAnswer
 from .connection import ClientLeft, read_body
+from .door.access_log import AccessLog
+from .door.page import PAGE, PAGE_HEADERS
 from .errors import FAILED, ApiError, json_response
 from .fields import (
     ChatFields,
@@ -55,7 +58,22 @@ def make_app(service):
     async def failed(*_):
         return ApiError(500, FAILED).response()
 
-    return Guard(app, service.options)
+    return _behind_the_door(app, service.options)
+
+
+def _behind_the_door(app, options):
+    """The app behind what every request passes: access log, CORS, Guard."""
+    app = Guard(app, options)
+    if options.allowed_origins:
+        app = CORSMiddleware(
+            app,
+            allow_origins=options.allowed_origins,
+            allow_methods=options.allowed_methods,
+            allow_headers=options.allowed_headers,
+            allow_credentials=options.allow_credentials,
+            expose_headers=["X-Request-Id"],
+        )
+    return AccessLog(app, options.access_log_file) if options.access_log == "json" else app
 
 
 def _add_generation(app, service):
@@ -66,6 +84,7 @@ def _add_generation(app, service):
         service.check_model(fields)
         prompts = await asyncio.get_running_loop().run_in_executor(service.thread_for(fields), prompts_of, fields)
         answer = answer_kind(service, fields, prompts, request.state.request_name)
+        request.state.counts = answer.counts  # for the access log
         return await answer.respond(request.receive)
 
     @app.post("/v1/completions")
@@ -119,6 +138,10 @@ def _add_tokens(app, service):
 
 
 def _add_state(app, service):
+    @app.get("/")
+    async def page():
+        return Response(PAGE, headers=PAGE_HEADERS)
+
     def get(path):
         """A route that can also be asked for its headers only, as readers of /metrics and load balancers do."""
         return app.api_route(path, methods=["GET", "HEAD"])

@@ -5,6 +5,8 @@ All of it may run in any thread. The work is the tokenizer's, so a long prompt d
 
 import inspect
 
+from jinja2 import TemplateSyntaxError
+
 from ..grammar.structured_outputs import StructuredOutputsParams
 from ..prompt_files import render_chat
 from ..sampling_params import SamplingParams
@@ -23,6 +25,8 @@ class Asker:
             checker.vocab_size,
         )
         self._checker, self._options = checker, options
+        if options.chat_template is not None:
+            self._check_template(options.chat_template)
         # Of a template's own options none may change what apply_chat_template does.
         taken = inspect.signature(self.tokenizer.apply_chat_template).parameters if self.tokenizer else ()
         self._not_for_templates = {"messages", "tokenize", "chat_template", *taken} - {"kwargs"}
@@ -31,6 +35,14 @@ class Asker:
             own, plain = SamplingParams(**defaults), SamplingParams()
             names = (*SAMPLING, "max_tokens")
             self._defaults = {n: getattr(own, n) for n in names if getattr(own, n) != getattr(plain, n)}
+
+    def _check_template(self, template):
+        """ValueError for a chat template that no conversation can be rendered with."""
+        try:
+            render_chat(self.tokenizer, [{"role": "user", "content": "x"}], chat_template=template)
+        except ValueError as error:
+            if self.tokenizer is None or isinstance(error.__cause__, TemplateSyntaxError):
+                raise ValueError(f"--chat-template cannot be used: {error.__cause__ or error}") from None
 
     def completion_prompts(self, fields):
         """The CheckedPrompts of CompletionFields, in their order."""
@@ -81,6 +93,7 @@ class Asker:
                 messages_for_template(fields.messages),
                 options,
                 tools,
+                chat_template=self._options.chat_template,
                 add_generation_prompt=prompt,
                 continue_final_message=going_on,
             )
@@ -96,6 +109,11 @@ class Asker:
     def _checked(self, prompt, params, number, special, fields, field):
         if isinstance(prompt, str):
             prompt = {"prompt": prompt, "prompt_token_ids": self.tokens(prompt, special)}
+        if fields.cache_salt is not None:
+            prompt = {
+                **(prompt if isinstance(prompt, dict) else {"prompt_token_ids": prompt}),
+                "cache_salt": fields.cache_salt,
+            }
         try:
             return self._checker.check(prompt, params, number)
         except ValueError as error:

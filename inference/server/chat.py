@@ -59,8 +59,9 @@ class ChatAnswer(Answer):
 
     def chunk(self, delta):
         content, said, reason = self._read(delta)
-        choice = self._choice(delta, {"delta": {"content": content, **said}}, reason)
+        choice = self._choice(delta, {"delta": {"content": content, **said}}, reason) | self.speculation(delta)
         told = content or said or choice["logprobs"] or self.asks_ids or reason is not None
+        told = told or choice.get("speculation")
         return (choice if told else None), {}
 
     def _choice(self, delta, said, reason):

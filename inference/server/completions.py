@@ -26,7 +26,9 @@ class CompletionAnswer(Answer):
     def chunk(self, delta):
         is_first = self.index(delta) not in self._logprobs
         choice = self._choice(delta, token_ids=self.prompts[delta.prompt].token_ids if is_first else None)
+        choice |= self.speculation(delta)
         told = choice["text"] or choice["logprobs"] or self.asks_ids or delta.finish_reason is not None
+        told = told or choice.get("speculation")
         return (choice if told else None), {}
 
     def _choice(self, delta, token_ids):

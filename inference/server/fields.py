@@ -49,7 +49,6 @@ REFUSED = (
     Theirs("mm_processor_kwargs", (None, {}), TEXT_ONLY),
     Theirs("truncate_prompt_tokens", (None,), "cut the prompt before the call"),
     Theirs("prompt_embeds", (None,), "prompts are text or token ids"),
-    Theirs("cache_salt", (None,), "prompts of all clients share one cache: start a server for each tenant"),
     Theirs("logits_processors", (None, []), "use logit_bias, allowed_token_ids, bad_words or the penalties"),
     Theirs("vllm_xargs", (None, {}), "nothing reads them here: leave it out"),
     Theirs("kv_transfer_params", (None,), "the cache stays in this process"),
@@ -93,7 +92,7 @@ class Fields(BaseModel):
 
 
 class SamplingFields(Fields):
-    """Fields of both ways to ask for text; those up to bad_words go to SamplingParams under the same name."""
+    """Fields of both ways to ask for text; those up to speculate go to SamplingParams under the same name."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -114,6 +113,7 @@ class SamplingFields(Fields):
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
+    speculate: bool | None = None
 
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None  # those of StructuredOutputsParams
@@ -123,9 +123,11 @@ class SamplingFields(Fields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     add_special_tokens: bool | None = None
+    cache_salt: str | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_speculation_metrics: bool | None = None
+    return_speculation_tokens: bool | None = None
 
     @property
     def has_form(self):
@@ -137,6 +139,7 @@ SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "n", "stop",
     "stop_token_ids", "include_stop_str_in_output", "min_tokens", "ignore_eos", "skip_special_tokens",
     "spaces_between_special_tokens", "logit_bias", "allowed_token_ids", "bad_words",
+    "speculate",
 )  # fmt: skip
 
 

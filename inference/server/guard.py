@@ -14,7 +14,7 @@ from starlette.datastructures import Headers, MutableHeaders
 
 from .errors import FAILED, ApiError
 
-OPEN = ("/health", "/ping")  # routes that need no key
+OPEN = ("/", "/health", "/ping")  # routes that need no key: the page holds no secret, and asks for one
 REQUEST_NAME = re.compile(r"[\w.-]{1,128}", re.ASCII)
 log = logging.getLogger("headstart.server")
 

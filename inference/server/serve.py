@@ -10,11 +10,14 @@ aborts them now. Aborted requests are told.
 
 import asyncio
 import socket
+import ssl
 
 import uvicorn
 
 from ..frozen_heap import frozen_heap
 from .app import make_app
+from .door.connections import connection_class
+from .door.unix_socket import remove_socket
 from .driver.engine_client import STOPPED
 from .service import Service
 
@@ -38,7 +41,7 @@ def listening_socket(host, port):
 def serve(engine, tokenizer, options, bound, ready=None):
     """Serve until a signal.  -> the exit status
 
-    engine: an EngineProcess whose engine is built; ready(url): called once requests are taken
+    engine: an EngineProcess whose engine is built; ready(url): called, also with unix:PATH, once requests are taken
     """
     service = Service(engine, tokenizer, options)
     try:
@@ -46,6 +49,8 @@ def serve(engine, tokenizer, options, bound, ready=None):
             Server(service, bound, ready).run(sockets=[bound])
     finally:
         service.stop()
+        if options.uds is not None:
+            remove_socket(options.uds)
     return 1 if service.client.failure not in (None, STOPPED) else 0
 
 
@@ -56,7 +61,13 @@ class Server(uvicorn.Server):
         options = service.options
         config = uvicorn.Config(
             make_app(service),
+            http=connection_class(options),
             log_level=options.log_level,
+            access_log=options.access_log == "text",
+            ssl_keyfile=options.ssl_keyfile,
+            ssl_certfile=options.ssl_certfile,
+            ssl_ca_certs=options.ssl_ca_certs,
+            ssl_cert_reqs=ssl.CERT_REQUIRED if options.ssl_ca_certs else ssl.CERT_NONE,
             server_header=False,
             proxy_headers=False,
             lifespan="on",
@@ -70,8 +81,15 @@ class Server(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         if self.started and self._ready:
-            host, port = self._bound.getsockname()[:2]
-            self._ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+            self._ready(self._address())
+
+    def _address(self):
+        """Where the server listens, as a URL."""
+        name = self._bound.getsockname()
+        if isinstance(name, str):
+            return f"unix:{name}"
+        (host, port), scheme = name[:2], "http" if self._service.options.ssl_certfile is None else "https"
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
     def handle_exit(self, sig, frame):
         """A signal. It is not raised again at the end: the server ends by itself, with status 0."""

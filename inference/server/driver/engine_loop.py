@@ -8,6 +8,7 @@ output ends, in the engine. Not done here: processes, HTTP, checking of prompts.
 """
 
 import logging
+from bisect import bisect_left
 from dataclasses import dataclass, field
 
 from ...line import Call
@@ -98,7 +99,7 @@ class EngineLoop:
 
     def _new_tokens(self, request, output):
         """The fields of Tokens, of a request's tokens since the last ones; it is forgotten if it has ended."""
-        start, end = output.num_told, None
+        start, end, drafts = output.num_told, None, request.accepted_drafts
         output.num_told = len(request.output_token_ids)
         if request.finished:
             end = End(request.finish_reason, request.stop_reason, request.metrics, request.times)
@@ -112,6 +113,7 @@ class EngineLoop:
             output.prompt,
             request.sample_index,
             request.output_token_ids[start:],
+            [place - start for place in drafts[bisect_left(drafts, start) :] if place < output.num_told],
             None if request.logprobs is None else request.logprobs[start:],
             request.prompt_logprobs if start == 0 else None,
             request.num_cached_tokens,

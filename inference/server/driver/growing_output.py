@@ -10,14 +10,15 @@ from ...engine.stopping import GrowingText, StopChecker, final_text, stable_leng
 class Delta:
     """What is new of one output, number `sample` of prompt number `prompt`. All deltas of an output joined are the output.
 
-    logprobs: one entry per token of token_ids, None if not asked for. prompt_logprobs: with the first delta of sample 0, if asked
-    for. finish_reason, stop_reason, drafts, times: with the last one.
+    accepted_drafts: places in token_ids of accepted drafts. logprobs: one entry per token of token_ids, None if not asked for.
+    prompt_logprobs: with the first delta of sample 0, if asked for. finish_reason, stop_reason, drafts, times: with the last one.
     """
 
     prompt: int
     sample: int
     text: str
     token_ids: list[int]
+    accepted_drafts: list[int] | tuple = ()
     logprobs: list | None = None
     prompt_logprobs: list | None = None
     num_cached_tokens: int = 0
@@ -54,6 +55,7 @@ class GrowingOutput:
             tokens.sample,
             self._new_text(tokens.end is not None),
             tokens.token_ids,
+            tokens.accepted_drafts,
             tokens.logprobs,
             tokens.prompt_logprobs,
             tokens.num_cached_tokens,

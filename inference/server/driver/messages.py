@@ -53,12 +53,14 @@ class End(NamedTuple):
 class Tokens(NamedTuple):
     """The new tokens of output number `sample` of prompt number `prompt`.
 
-    logprobs: one entry per token, None if not asked for. prompt_logprobs: with the first tokens of sample 0, if asked for.
+    accepted_drafts: places in token_ids of accepted drafts, told of streams only. logprobs: one entry per token, None if not asked
+    for. prompt_logprobs: with the first tokens of sample 0, if asked for.
     """
 
     prompt: int
     sample: int
     token_ids: list[int]
+    accepted_drafts: list[int]
     logprobs: list | None
     prompt_logprobs: list | None
     num_cached_tokens: int

@@ -1,7 +1,10 @@
 """Pages that the scheduler shares between requests that begin alike: which, from where, for how long. No model, no torch."""
 
+from array import array
+
 import pytest
 
+from headstart.inference.engine.pages import FIRST, hash_page
 from headstart.inference.engine.request import Status
 from headstart.tests.inference.engine.test_scheduler import build, decode_once, make, prefill
 
@@ -108,6 +111,44 @@ def test_the_end_of_a_long_forgotten_text_is_given_up_before_its_beginning():
     scheduler.add(again)
     assert scheduler.schedule().prefill[0].start == 8
     assert again.pages[:2] == pages[:2]
+
+
+def salted(prompt, salt):
+    request = make(prompt)
+    request.cache_salt = salt
+    return request
+
+
+def test_prompts_share_pages_with_those_of_the_same_salt_only():
+    scheduler, text = build(page_size=4, max_num_batched_tokens=100), list(range(1, 15))
+    starts = []
+    for salt in (None, "a", "b", "a", None, "b"):
+        request = salted(text, salt)
+        scheduler.add(request)
+        step = scheduler.schedule()
+        starts.append(step.prefill[0].start)
+        prefill(scheduler, step)
+        scheduler.release(request)
+    assert starts == [0, 0, 0, 12, 12, 12]
+    both = [salted([*text[:8], 99], salt) for salt in ("c", "d")]  # in one step, too
+    for request in both:
+        scheduler.add(request)
+    assert [chunk.start for chunk in scheduler.schedule().prefill] == [0, 0]
+    scheduler.check()
+
+
+def test_no_salt_puts_a_prompt_after_the_page_of_another():
+    """A salt of the very bytes that a page is named by must not stand for that page."""
+    scheduler, text = build(page_size=4), list(range(1, 14))
+    first = make(text)
+    scheduler.add(first)
+    prefill(scheduler, scheduler.schedule())
+    named = FIRST + array("q", text[:4]).tobytes()
+    assert hash_page(FIRST, text[:4]) == first.page_names[0]
+    forged = salted(text[4:], named.decode())
+    scheduler.add(forged)
+    assert scheduler.schedule().prefill[0].start == 0
+    assert not set(forged.pages) & set(first.pages)
 
 
 def test_without_prefix_caching_nothing_is_shared_or_kept():

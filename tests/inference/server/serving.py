@@ -55,7 +55,7 @@ class Running:
 
     def __init__(self, llm, service, server, bound, url):
         self.llm, self.service, self.server, self.bound, self.url = llm, service, server, bound, url
-        self.port = int(url.rsplit(":", 1)[1])
+        self.port = None if url.startswith("unix:") else int(url.rsplit(":", 1)[1])
 
     def wait_until_idle(self, seconds=10):
         """Every seat and page is free again, and no request is left."""
@@ -78,21 +78,21 @@ class Running:
 
 
 @contextmanager
-def running(llm, **options):
-    """A Running server of an LLM."""
+def running(llm, bound=None, **options):
+    """A Running server of an LLM.  bound: a socket, None: a free port"""
     engine = EngineInThread(llm)
     try:
-        with serving(engine, llm.tokenizer, **options) as server:
+        with serving(engine, llm.tokenizer, bound, **options) as server:
             yield Running(llm, *server)
     finally:
         assert engine.stop()
 
 
 @contextmanager
-def serving(engine, tokenizer, **options):
+def serving(engine, tokenizer, bound=None, **options):
     """A server of an engine.  -> its Service, its Server, its socket, its URL"""
     options = ServerOptions(port=0, served_model_names=(NAME,), log_level="error", **options)
-    service, bound, urls = Service(engine, tokenizer, options), listening_socket(options.host, 0), []
+    service, bound, urls = Service(engine, tokenizer, options), bound or listening_socket(options.host, 0), []
     started = threading.Event()
 
     def ready(url):

@@ -2,12 +2,13 @@
 
 import socket
 
+import httpx
 import pytest
 
 from headstart.cli import build_parser, main, with_dashes
 from headstart.inference.server.options import KEY_VARIABLE, keys_of
 from headstart.inference.server.serve import listening_socket
-from headstart.tests.inference.server.serving import HEADS
+from headstart.tests.inference.server.serving import HEADS, running
 
 
 @pytest.mark.parametrize(
@@ -22,6 +23,8 @@ from headstart.tests.inference.server.serving import HEADS
         (["x", "--speculative-config", "{}", "--head", "y"], "says all"),
         (["x", "--tree", "static"], "says how a head drafts"),
         (["x", "--port", "99999"], "--port must be"),
+        (["x", "--uds", "/missing/socket"], "cannot listen on --uds /missing/socket: No such file"),
+        (["x", "--allowed-origins", '["a"'], "is not a JSON list"),
         (["./missing", "--port", "0"], "there is no model folder ./missing"),
     ],
 )
@@ -79,6 +82,25 @@ def test_what_speculation_does_is_told(plain_llm, speculative, recwarn):
     told = _describe(LLM(plain_llm, speculative_config=config).tree, config)
     assert told.endswith("verifier block")
     assert "only 'strict' keeps its bits" in str(recwarn.pop(UserWarning).message)
+
+
+def test_another_chat_template(plain_llm, tmp_path):
+    from headstart.commands.serve import _template
+
+    path = tmp_path / "template.jinja"
+    path.write_text("<{{ messages[0].content }}>{% if add_generation_prompt %}!{% endif %}")
+    for given in (str(path), path.read_text()):
+        with running(plain_llm, chat_template=_template(given)) as server:
+            body = {"messages": [{"role": "user", "content": "hello"}], "return_token_strs": True}
+            answer = httpx.post(f"{server.url}/tokenize", json=body).json()
+            assert plain_llm.tokenizer.decode(answer["tokens"]) == "<hello>!"
+    with pytest.raises(ValueError, match="--chat-template /missing cannot be read"):
+        _template("/missing")
+    with (
+        pytest.raises(ValueError, match="--chat-template cannot be used"),
+        running(plain_llm, chat_template="{% if %}"),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
