@@ -242,7 +242,7 @@ def launch_of_rows(N, K, rows, programs, memory=H200, specialised=False):
     if rows <= DECODE_ROWS:
         return tile_rows(rows)
     launch = prefill_launch(N, K, num_splits(N, K), rows, programs, memory, specialised)
-    if not specialised:
+    if not specialised or SPECIALISED_FROM is None or rows < SPECIALISED_FROM:
         return launch  # the gated MLP's follows from it
     return launch, gated_prefill_launch(N // 2, K, rows, programs, memory, specialised)
 
