@@ -162,6 +162,8 @@ class Watch:
 class Accepting:
     """A rule that accepts in turn a deepest node, none, one of depth 1 and so on, whatever the target's tokens; then `strict`."""
 
+    name = "accepting"
+
     def __init__(self):
         self.steps = {}  # how many each request had
 
