@@ -20,6 +20,7 @@ from headstart.inference.speculation.tree_on_device import TreeOnDevice
 from headstart.inference.speculation.verifiers import Ratio, Strict
 from headstart.kernels.sampling.keep_top import keep_top_reference, kept_scores_reference
 from headstart.kernels.sampling.philox import gumbel
+from headstart.kernels.sampling.process_logits import LogitTables
 from headstart.kernels.speculation import ratio_rules
 from headstart.tests.inference.speculation.draw_children import draw_children
 from headstart.tests.inference.speculation.g_test import surprise
@@ -28,7 +29,7 @@ from headstart.tests.inference.speculation.given_target import GivenTarget
 VOCAB, HIDDEN, ROOT = 4, 8, 1
 FEWER = 4000  # requests: on the CPU the target's noise is made row by row
 BALANCED = Tree((-1, 0, 0, 1, 1, 2, 2), (0, 0, 1, 0, 1, 0, 1))
-NO_TABLES = SimpleNamespace(logit_state=SimpleNamespace(num_tables=0))
+NO_TABLES = SimpleNamespace(logit_state=SimpleNamespace(tables=LogitTables()))
 CUTS = {"top_k": 3, "top_p": 0.9, "min_p": 0.02}
 RULES = [("token", chain(2)), ("block", chain(2)), ("recursive", BALANCED), ("traversal", BALANCED)]
 
