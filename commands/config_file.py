@@ -21,11 +21,13 @@ REPEATED = ("api-key",)  # options that are given again for every value
 
 def with_config(argv):
     """The words of a command line, with those of the file that --config names. Raises ValueError for a file that does not fit."""
-    if argv[:1] != ["serve"] or not any(word.split("=")[0] == "--config" for word in argv):
+    if argv[:1] != ["serve"] or not any(word.startswith("--co") for word in argv):  # argparse takes it shortened, too
         return argv
     parser = argparse.ArgumentParser(add_help=False)
     serve.add_options(parser)
     typed, _ = parser.parse_known_args([word for word in argv[1:] if word not in ("-h", "--help")])
+    if typed.config is None:
+        return argv
     known = [name.replace("_", "-") for name in vars(typed) if name not in ("config", "model_tag")]
     content = {str(key).replace("_", "-"): value for key, value in _read(typed.config).items()}
     reject_unknown(content, known, f"option of {typed.config}")

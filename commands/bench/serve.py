@@ -141,7 +141,8 @@ def llm_words(arguments):
     for name, default in vars(parser.parse_args([])).items():
         if (value := getattr(arguments, name)) != default:
             option = name.replace("_", "-")
-            words.append({True: f"--{option}", False: f"--no-{option}"}.get(value, f"--{option}={value}"))
+            switch = f"--{option}" if value else f"--no-{option}"
+            words.append(switch if isinstance(value, bool) else f"--{option}={value}")
     return words
 
 

@@ -2,6 +2,7 @@
 
 grammars = Grammars(tokenizer, vocab_size, eos_token_ids)
 grammar = grammars.check(params)                    # ValueError; any thread, may take seconds
+grammars.compile(grammar)                           # any thread, may take seconds; else the first matcher does
 matcher = grammars.matcher(grammar, most_drafts=4)  # at its start; one per output
 """
 
@@ -24,7 +25,7 @@ class Grammars:
 
     def __init__(self, tokenizer, vocab_size, eos_token_ids):
         self._tokenizer, self._vocab_size, self._eos = tokenizer, vocab_size, sorted(eos_token_ids)
-        self._lock = threading.Lock()
+        self._lock, self._compiling = threading.Lock(), threading.Lock()
         self._trial = self._library_tokenizer = None
         self._tried, self._compiled = OrderedDict(), OrderedDict()  # the newest last
 
@@ -44,16 +45,20 @@ class Grammars:
             raise ValueError(error)
         return grammar
 
-    def matcher(self, grammar, most_drafts):
-        """A Matcher at the start of a grammar that `check` has returned."""
+    def compile(self, grammar):
+        """The LLMatcher of a grammar that `check` has returned, to be copied; it is kept for a while. ValueError if it is too large."""
         compiled = self._kept(self._compiled, grammar)
         if compiled is None:
-            with self._lock:
+            with self._compiling:
                 if self._library_tokenizer is None:
                     self._library_tokenizer = make_tokenizer(*self._tokenizer_parts())
             compiled = compile_grammar(self._library_tokenizer, grammar)
             self._keep(self._compiled, grammar, compiled)
-        return Matcher(compiled.deep_copy(), most_drafts)
+        return compiled
+
+    def matcher(self, grammar, most_drafts):
+        """A Matcher at the start of a grammar that `check` has returned."""
+        return Matcher(self.compile(grammar).deep_copy(), most_drafts)
 
     def close(self):
         """End the process that tries grammars; the next grammar starts another."""

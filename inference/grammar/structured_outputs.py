@@ -74,9 +74,8 @@ class StructuredOutputsParams(_Fields):
             raise ValueError(
                 f"structured_outputs choice must be a list of strings that are not empty, got {choices!r:.60}"
             )
-        length = (
-            sum(map(len, choices)) if choices else len(getattr(self, self.kind) if self.kind != "json_object" else "")
-        )
+        given = choices or [getattr(self, self.kind) if self.kind != "json_object" else ""]
+        length = sum(map(len, [*given, self.whitespace_pattern or ""]))
         if length > MOST_CHARACTERS:
             raise ValueError(
                 f"structured_outputs {self.kind} has {length} characters; at most {MOST_CHARACTERS} are taken"

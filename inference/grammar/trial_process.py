@@ -20,15 +20,15 @@ STACK = 2**20  # bytes: the caller compiles on a stack of at least twice as many
 
 
 def main():
+    _limit(resource.RLIMIT_CORE, 0)  # what kills it is no error to look into, and memory on disk would fill it
     tokenizer = make_tokenizer(*json.loads(sys.stdin.readline()))
     if sys.platform == "linux":
         taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (taken + MEMORY, resource.RLIM_INFINITY))
+        _limit(resource.RLIMIT_AS, taken + MEMORY)
     print("{}", flush=True)
     for line in sys.stdin:
         used = resource.getrusage(resource.RUSAGE_SELF)
-        limit = int(used.ru_utime + used.ru_stime) + CPU_SECONDS + 1
-        resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
+        _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + CPU_SECONDS + 1)
         try:
             grammar = make_grammar(*json.loads(line))
             first = Matcher(compile_grammar(tokenizer, grammar).deep_copy(), MOST_DRAFTS)
@@ -39,6 +39,12 @@ def main():
         except Exception as error:  # of the library, whatever its kind
             told = {"error": one_line(str(error))}
         print(json.dumps(told), flush=True)
+
+
+def _limit(kind, value):
+    """Limit this process, and no further than it may be: the user may have limited it before."""
+    hard = resource.getrlimit(kind)[1]
+    resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 
 
 if __name__ == "__main__":

@@ -138,13 +138,13 @@ def _add_tokens(app, service):
 
 
 def _add_state(app, service):
-    @app.get("/")
-    async def page():
-        return Response(PAGE, headers=PAGE_HEADERS)
-
     def get(path):
         """A route that can also be asked for its headers only, as readers of /metrics and load balancers do."""
         return app.api_route(path, methods=["GET", "HEAD"])
+
+    @get("/")
+    async def page():
+        return Response(PAGE, headers=PAGE_HEADERS)
 
     def card(name):
         return {

@@ -25,6 +25,7 @@ class Asker:
             checker.vocab_size,
         )
         self._checker, self._options = checker, options
+        self.chat_template = options.chat_template or getattr(self.tokenizer, "chat_template", None)  # what is told of it
         if options.chat_template is not None:
             self._check_template(options.chat_template)
         # Of a template's own options none may change what apply_chat_template does.
@@ -72,7 +73,7 @@ class Asker:
         length = next((value for value in given if value is not None), self._defaults.get("max_tokens"))
         logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
         try:
-            fields.check_tools(str(getattr(self.tokenizer, "chat_template", "")))
+            fields.check_tools(str(self.chat_template))
         except ValueError as error:
             raise value_error(error, type(fields).model_fields) from None
         params = self._params(fields, length, logprobs, fields.prompt_logprobs)

@@ -132,7 +132,8 @@ class SamplingFields(Fields):
     @property
     def has_form(self):
         """Whether it asks for a form of the answer."""
-        return self.structured_outputs is not None or self.response_format is not None
+        asked = self.response_format
+        return self.structured_outputs is not None or (asked is not None and asked.type != "text")
 
 
 SAMPLING = (

@@ -63,4 +63,4 @@ class Service:
         """What a client needs to count and render as the tokenizer does: its special tokens and chat template."""
         own = self.tokenizer
         told = {"tokenizer_class": type(own).__name__, "model_max_length": own.model_max_length}
-        return {**told, **own.special_tokens_map, "chat_template": own.chat_template}
+        return {**told, **own.special_tokens_map, "chat_template": self.asker.chat_template}

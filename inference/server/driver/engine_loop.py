@@ -4,11 +4,13 @@
 
 Nothing else touches the engine while it runs. It ends when the other side closes the connection. A step that raises ends it, too:
 the connection is closed, which tells the other side. Text is no work of this side, except that stop strings are looked for where an
-output ends, in the engine. Not done here: processes, HTTP, checking of prompts.
+output ends, in the engine. Grammars, which may take seconds to compile, are compiled in a thread while others' steps go on.
+Not done here: processes, HTTP, checking of prompts.
 """
 
 import logging
 from bisect import bisect_left
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 from ...line import Call
@@ -16,6 +18,7 @@ from ...metrics import counts_of
 from .messages import Accepted, Cancel, End, Refused
 from .wire import Closed
 
+LOOK_AGAIN = 0.005  # seconds between two looks for commands while a grammar is compiled and nothing runs
 log = logging.getLogger("headstart.server")
 
 
@@ -40,13 +43,17 @@ class EngineLoop:
         self._session, self._wire = session, wire
         self._jobs = {}  # {number: _Job} of jobs that have not ended
         self._outputs = {}  # {Request: _Output} of outputs that have not ended
+        self._compiler = ThreadPoolExecutor(1, "grammars")
+        self._compiling = {}  # {number: (Submit, Future)} of jobs that wait for their grammars
 
     def run(self):
         """Until the other side closes the connection.  -> the exit status: 1 if the engine has failed"""
         try:
             while True:
-                if commands := self._wire.receive(wait=not self._outputs):
+                if commands := self._wire.receive(wait=not self._outputs and not self._compiling):
                     self._tell([news for command in commands if (news := self._obey(command))])
+                if self._compiling:
+                    self._start_compiled()
                 if self._outputs:
                     self._step()
         except Closed:
@@ -55,6 +62,7 @@ class EngineLoop:
             log.critical("the engine has failed; every request is told, and /health says 503", exc_info=error)
             return 1
         finally:
+            self._compiler.shutdown(wait=False, cancel_futures=True)
             self._wire.close()
 
     def _tell(self, news):
@@ -66,9 +74,28 @@ class EngineLoop:
         if isinstance(command, Cancel):
             self._drop(command.job)
             return None
+        grammars = {checked.grammar for checked in command.prompts} - {None}
+        if grammars:
+            compiled = self._compiler.submit(lambda: [*map(self._session.grammars.compile, grammars)])
+            self._compiling[command.job] = command, compiled
+            return None
+        return self._start(command)
+
+    def _start_compiled(self):
+        """Start the jobs whose grammars are compiled; where nothing runs, wait for them a little."""
+        if not self._outputs:
+            wait([compiled for _, compiled in self._compiling.values()], LOOK_AGAIN, FIRST_COMPLETED)
+        done = [number for number, (_, compiled) in self._compiling.items() if compiled.done()]
+        if done:
+            self._tell([self._start(*self._compiling.pop(number)) for number in done])
+
+    def _start(self, command, compiled=None):
+        """Start the job of a Submit.  compiled: the Future of its grammars.  -> (job, event)"""
         session, job = self._session, _Job(command.streamed)
         self._jobs[command.job] = job
         try:
+            if compiled is not None:
+                compiled.result()
             for checked in command.prompts:
                 job.submissions.append(session.submit(checked, call=Call(is_stream=command.streamed)))
         except ValueError as error:
@@ -82,6 +109,9 @@ class EngineLoop:
 
     def _drop(self, number):
         """Cancel what has not ended of a job, so that its seats and pages are free before the next step."""
+        if number in self._compiling:
+            _, compiled = self._compiling.pop(number)
+            compiled.cancel()
         job = self._jobs.pop(number, None)
         for submission in job.submissions if job else ():
             for request in submission.requests:

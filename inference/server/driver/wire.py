@@ -54,6 +54,8 @@ class Wire:
             except ConnectionError:
                 data = b""
             if not data:
+                if messages:  # such as why an engine could not be built: that the other side has gone is told by the next call
+                    return messages
                 raise Closed
             self._unread += data
             messages += self._whole_ones()

@@ -122,6 +122,19 @@ def test_what_kills_the_trial_is_refused_and_harms_nobody(grammars, monkeypatch)
         assert matcher_of(grammars, regex="[a-c]+").masks.any()
 
 
+def test_the_trial_leaves_no_core_and_keeps_limits_of_the_user(grammars):
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_CPU)
+    matcher_of(grammars, regex="[a-e]+")
+    pid = grammars._trial._process.pid
+    assert resource.prlimit(pid, resource.RLIMIT_CORE)[0] == 0
+    resource.prlimit(pid, resource.RLIMIT_CPU, (10**6, 10**6))
+    assert matcher_of(grammars, regex="[a-f]+").masks.any()
+    assert resource.prlimit(pid, resource.RLIMIT_CPU)[1] == 10**6
+    assert resource.getrlimit(resource.RLIMIT_CPU) == before
+
+
 def test_any_thread_may_check(grammars):
     found = [None] * 8
 
@@ -154,6 +167,7 @@ def test_any_thread_may_check(grammars):
         ({"json": '{"a":' * 50000}, "is no JSON"),
         ({"json_object": "yes"}, "must be True or False"),
         ({"regex": "a" * 300000}, "has 300000 characters; at most 262144"),
+        ({"json_object": True, "whitespace_pattern": "a" * 300000}, "has 300000 characters; at most 262144"),
         ({"regexp": "a"}, "did you mean 'regex'"),
         ({"structural_tag": "a"}, "write a grammar"),
     ],

@@ -19,6 +19,7 @@ def test_the_page_needs_no_key_and_all_else_does(speculative):
         for path in ("/v1/models", "/?/v1/models", "/index.html"):
             assert http.get(path).status_code == (200 if path.startswith("/?") else 401), path
         assert http.post("/").status_code == 405
+        assert http.head("/").status_code == 200  # as a load balancer asks
 
 
 def test_its_policy_allows_its_own_script_and_nothing_else(http):

@@ -51,6 +51,7 @@ def test_reasoning_is_told_apart_over_a_socket(thinking):
         messages=[{"role": "user", "content": PROMPTS[0]}],
         temperature=0.0,
         max_tokens=24,
+        response_format={"type": "text"},  # which is no form
     )
     with openai.OpenAI(base_url=f"{thinking.url}/v1", api_key="none", max_retries=0) as client:
         message = client.chat.completions.create(**asked).choices[0].message

@@ -88,12 +88,17 @@ def test_another_chat_template(plain_llm, tmp_path):
     from headstart.commands.serve import _template
 
     path = tmp_path / "template.jinja"
-    path.write_text("<{{ messages[0].content }}>{% if add_generation_prompt %}!{% endif %}")
+    path.write_text("<{{ messages[0].content }}>{% if tools %}<tool_call>{% endif %}{% if add_generation_prompt %}!{% endif %}")
+    tools = [{"type": "function", "function": {"name": "f"}}]
     for given in (str(path), path.read_text()):
-        with running(plain_llm, chat_template=_template(given)) as server:
+        with running(plain_llm, chat_template=_template(given), tokenizer_info=True) as server:
             body = {"messages": [{"role": "user", "content": "hello"}], "return_token_strs": True}
             answer = httpx.post(f"{server.url}/tokenize", json=body).json()
             assert plain_llm.tokenizer.decode(answer["tokens"]) == "<hello>!"
+            assert httpx.get(f"{server.url}/tokenizer_info").json()["chat_template"] == path.read_text()
+            asked = {"messages": body["messages"], "tools": tools, "max_tokens": 1, "return_token_ids": True}
+            answer = httpx.post(f"{server.url}/v1/chat/completions", json=asked).json()
+            assert plain_llm.tokenizer.decode(answer["prompt_token_ids"]) == "<hello><tool_call>!"
     with pytest.raises(ValueError, match="--chat-template /missing cannot be read"):
         _template("/missing")
     with (

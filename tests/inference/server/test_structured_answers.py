@@ -144,3 +144,31 @@ def test_forms_that_wait_to_be_tried_hold_up_nobody_without_one(served, http):
     for thread in threads:
         thread.join()
     assert sorted(done) == sorted(f"w{i}" for i in range(33))
+
+
+def test_a_grammar_that_is_compiled_holds_up_no_step_of_others(served, http, monkeypatch):
+    """One is left by its client meanwhile, one goes on."""
+    grammars, begun, may = served.llm.session.grammars, threading.Event(), threading.Event()
+
+    def compiled_slowly(grammar, work=grammars.compile):
+        begun.set()
+        assert may.wait(30)
+        return work(grammar)
+
+    body, texts = {"prompt": "x", "structured_outputs": {"choice": ["compiled"]}}, []
+
+    def ask():
+        texts.append(http.post("/v1/completions", json=body).json()["choices"][0]["text"])
+
+    monkeypatch.setattr(grammars, "compile", compiled_slowly)
+    thread = threading.Thread(target=ask)
+    thread.start()
+    assert begun.wait(20)
+    with pytest.raises(httpx.ReadTimeout):
+        http.post("/v1/completions", json=body, timeout=0.2)
+    assert http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2}, timeout=20).status_code == 200
+    assert not texts
+    may.set()
+    thread.join()
+    assert texts == ["compiled"]
+    served.wait_until_idle()

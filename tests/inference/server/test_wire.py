@@ -38,6 +38,15 @@ def test_a_long_message_waits_for_its_reader(both):
     sender.join()
 
 
+def test_the_last_words_are_received_before_the_end_is_told(both):
+    ours, wire = both
+    ours.sendall(packed("why") + packed("half")[:-1])
+    ours.close()
+    assert wire.receive(wait=True) == ["why"]
+    with pytest.raises(Closed):
+        wire.receive(wait=True)
+
+
 def test_the_end_of_the_other_side_is_told(both):
     ours, wire = both
     ours.close()

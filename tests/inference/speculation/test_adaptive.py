@@ -189,6 +189,8 @@ def test_a_plan_is_told_how_many_drafted_tokens_each_request_could_use():
         llm.engine.plan = Recording(3)
         llm.generate([[1, 2, 3], [4, 5]], SamplingParams(temperature=0.0, max_tokens=8))  # one of them the prompt's
         assert llm.engine.plan.accepted == told
+        llm.generate([[1, 2, 3]], SamplingParams(temperature=0.0, max_tokens=4, speculate=False))
+        assert llm.engine.plan.accepted[len(told) :] == [[]] * 3
 
 
 @pytest.mark.parametrize("late", [0, 1])
