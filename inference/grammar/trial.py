@@ -33,7 +33,7 @@ class Trial:
             try:
                 told = self._start() or self._ask(asked)
             except BaseException:  # an interrupt: its answer would be taken for the next one's
-                self.close()
+                self._end()
                 raise
         if "error" in told:
             raise ValueError(f"structured_outputs {kind} cannot be followed: {told['error']}")
@@ -43,7 +43,16 @@ class Trial:
         self.close()
 
     def close(self):
-        """End the process."""
+        """End the process. A grammar that another thread tries is refused, and no pipe is closed that it waits for."""
+        while not self._lock.acquire(timeout=0.02):
+            if (process := self._process) is not None:
+                process.kill()
+        try:
+            self._end()
+        finally:
+            self._lock.release()
+
+    def _end(self):
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
@@ -72,7 +81,7 @@ class Trial:
             process.stdin.write(json.dumps(message).encode() + b"\n")
             process.stdin.flush()
         except BrokenPipeError:
-            self.close()
+            self._end()
             return {"error": "it broke the process that tries grammars"}
         # One line comes for each, so nothing is left in the buffer when the next one is waited for.
         with selectors.DefaultSelector() as waiting:
@@ -81,7 +90,7 @@ class Trial:
         line = process.stdout.readline() if ready else b""
         if line.endswith(b"\n"):
             return json.loads(line)
-        self.close()
+        self._end()
         return {
             "error": f"compiling it takes more than {CPU_SECONDS} seconds, or too much memory, or it is nested too deeply"
         }

@@ -3,10 +3,12 @@
 import json
 import re
 import threading
+import time
 
 import numpy as np
 import pytest
 
+from headstart.inference.grammar import trial
 from headstart.inference.grammar.grammars import Grammars
 from headstart.inference.grammar.matcher import ENDED
 from headstart.inference.grammar.structured_outputs import MOST_CHARACTERS, StructuredOutputsParams
@@ -120,6 +122,32 @@ def test_what_kills_the_trial_is_refused_and_harms_nobody(grammars, monkeypatch)
         ):
             grammars.check(StructuredOutputsParams(**given))
         assert matcher_of(grammars, regex="[a-c]+").masks.any()
+
+
+def test_closing_waits_for_no_grammar_that_is_tried(grammars, monkeypatch):
+    """The pipe of a process that is killed must not be closed while another thread is about to wait for it."""
+    grammars.check(StructuredOutputsParams(regex="[a-g]+"))
+    begun, found = threading.Event(), []
+
+    class Late(trial.selectors.DefaultSelector):
+        def select(self, timeout):
+            begun.set()
+            time.sleep(0.3)
+            return super().select(timeout)
+
+    def check():
+        with pytest.raises(ValueError, match="takes more than"):
+            grammars.check(StructuredOutputsParams(json={"type": "integer", "multipleOf": 1000003, "maximum": 1}))
+        found.append(time.monotonic())
+
+    monkeypatch.setattr(trial.selectors, "DefaultSelector", Late)
+    monkeypatch.setattr(trial, "SECONDS", 5)
+    thread, start = threading.Thread(target=check), time.monotonic()
+    thread.start()
+    assert begun.wait(5)
+    grammars.close()
+    thread.join()
+    assert found[0] - start < 2
 
 
 def test_the_trial_leaves_no_core_and_keeps_limits_of_the_user(grammars):
