@@ -59,7 +59,10 @@ def main(argv=None):
             tell_error("headstart serve", error)
             return 2
     parser = build_parser(argv)
-    arguments = parser.parse_args(argv)
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown and hasattr(arguments, "run"):
+        tell_error(_name(arguments), f"unknown {' '.join(unknown):.200}: {_name(arguments)} --help lists the options")
+        return 2
     if not hasattr(arguments, "run"):
         parser.print_help()
         return 0

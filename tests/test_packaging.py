@@ -46,7 +46,8 @@ PUBLIC = {
     "inference/speculation/drafters": "draft_model drafter ngram",
     "inference/grammar": "grammars library matcher structured_outputs",
     "inference/engine": "engine metrics options request stopping target_scores",
-    "inference": "arguments checked_prompt frozen_heap line llm metrics open_batch prompt_files sampling_params threads",
+    "inference": "arguments checked_prompt frozen_heap line llm metrics open_batch prompt_files sampling_params threads "
+    "vllm_api",
     "inference/server": "errors guard options serve",
     "inference/server/door": "access_log connections page unix_socket",
     "inference/server/driver": "engine_client engine_process job",

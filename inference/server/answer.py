@@ -27,6 +27,7 @@ class Counts:
     completion: int = 0
     cached: int = 0
     drafts: SpecDecodeMetrics = field(default_factory=SpecDecodeMetrics)
+    broken: bool = False  # whether a stream ended with an error
 
 
 class Answer:
@@ -174,22 +175,27 @@ class Answer:
                     yield b"".join(pieces) or KEEP_ALIVE
             if with_usage:
                 yield event([], usage=self.usage(), **self.metrics())
-        except (Broken, TimeoutError) as error:
-            broken = ApiError(503, str(error), code="unavailable") if isinstance(error, Broken) else self._too_late()
-            yield b"data: " + json_bytes(broken.content) + b"\n\n"
-        except ApiError as error:
-            yield b"data: " + json_bytes(error.content) + b"\n\n"
         except (asyncio.CancelledError, GeneratorExit, ClientLeft):
             raise
         except Exception as error:
-            log.error("a stream failed: %s", type(error).__name__)
-            failed = ApiError(500, FAILED)
-            yield b"data: " + json_bytes(failed.content) + b"\n\n"
+            self.counts.broken = True
+            yield b"data: " + json_bytes(self._told_as(error).content) + b"\n\n"
         yield DONE
 
     def start(self):
         """[(choice, further fields)] of the chunks before the first token."""
         return []
+
+    def _told_as(self, error):
+        """The ApiError that tells a client why its stream ended."""
+        if isinstance(error, Broken):
+            return ApiError(503, str(error), code="unavailable")
+        if isinstance(error, TimeoutError):
+            return self._too_late()
+        if isinstance(error, ApiError):
+            return error
+        log.error("a stream failed: %s", type(error).__name__)
+        return ApiError(500, FAILED)
 
     def _too_late(self):
         seconds = self.service.options.request_timeout

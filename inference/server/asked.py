@@ -25,7 +25,9 @@ class Asker:
             checker.vocab_size,
         )
         self._checker, self._options = checker, options
-        self.chat_template = options.chat_template or getattr(self.tokenizer, "chat_template", None)  # what is told of it
+        self.chat_template = options.chat_template or getattr(
+            self.tokenizer, "chat_template", None
+        )  # what is told of it
         if options.chat_template is not None:
             self._check_template(options.chat_template)
         # Of a template's own options none may change what apply_chat_template does.
@@ -44,6 +46,8 @@ class Asker:
         except ValueError as error:
             if self.tokenizer is None or isinstance(error.__cause__, TemplateSyntaxError):
                 raise ValueError(f"--chat-template cannot be used: {error.__cause__ or error}") from None
+        except (TypeError, AttributeError, KeyError, IndexError) as error:
+            raise ValueError(f"--chat-template cannot render a user's message: {error}") from None
 
     def completion_prompts(self, fields):
         """The CheckedPrompts of CompletionFields, in their order."""
@@ -130,7 +134,8 @@ class Asker:
             name = "response_format" if given is None else "structured_outputs"
             self._refuse(name, 'cannot stand beside tools, which have a form of their own: say tool_choice "none"')
         if tool_use in ("required", "named"):
-            given = {"json": fields.call_schema}
+            # A weak model fills its answer with blanks where it may.
+            given = {"json": fields.call_schema, "disable_any_whitespace": True}
         if asked is not None and asked.type != "text":
             if given is not None:
                 self._refuse("response_format", "cannot stand beside structured_outputs: give one of them")

@@ -51,6 +51,7 @@ class AccessLog:
             await self._app(scope, receive, counted)
         finally:
             told["seconds"] = round(time.monotonic() - start, 6)
+            told["complete"] &= not getattr(state.get("counts"), "broken", False)
             self._lines.write(json.dumps(_about(scope, state) | told | _tokens(state), separators=(",", ":")))
 
 

@@ -56,6 +56,15 @@ def test_every_request_has_a_line_without_its_text(speculative, tmp_path):
         assert text not in path.read_text()
 
 
+def test_a_stream_that_ends_with_an_error_is_not_complete(speculative, tmp_path):
+    path = tmp_path / "access.jsonl"
+    options = dict(access_log="json", access_log_file=str(path), request_timeout=0.2)
+    with running(speculative(), **options) as server, httpx.Client(base_url=server.url) as http:
+        assert "--request-timeout" in http.post("/v1/completions", json=LONG).text
+        (line,) = lines_of(path, 1)
+    assert (line["status"], line["complete"]) == (200, False)
+
+
 def test_a_full_disk_costs_the_lines_alone(speculative, caplog, monkeypatch):
     with running(speculative(), access_log="json", access_log_file="/dev/full") as server:
         with httpx.Client(base_url=server.url) as http, caplog.at_level(logging.WARNING, "headstart.server"):

@@ -23,6 +23,11 @@ from headstart.tests.inference.server.serving import HEADS, running
         (["x", "--speculative-config", "{}", "--head", "y"], "says all"),
         (["x", "--tree", "static"], "says how a head drafts"),
         (["x", "--port", "99999"], "--port must be"),
+        (["x", "--tool-call-parser", "mistral"], "hermes, or leave it out"),
+        (["x", "--pipeline_parallel_size", "2"], "one GPU runs the whole model"),
+        (["x", "--quantization=awq"], "weights are not quantised"),
+        (["x", "--root-path", "/y"], "headstart serve --help lists the options"),
+        (["./missing", "--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--port", "0"], "no model folder"),
         (["x", "--uds", "/missing/socket"], "cannot listen on --uds /missing/socket: No such file"),
         (["x", "--allowed-origins", '["a"'], "is not a JSON list"),
         (["./missing", "--port", "0"], "there is no model folder ./missing"),
@@ -88,7 +93,9 @@ def test_another_chat_template(plain_llm, tmp_path):
     from headstart.commands.serve import _template
 
     path = tmp_path / "template.jinja"
-    path.write_text("<{{ messages[0].content }}>{% if tools %}<tool_call>{% endif %}{% if add_generation_prompt %}!{% endif %}")
+    path.write_text(
+        "<{{ messages[0].content }}>{% if tools %}<tool_call>{% endif %}{% if add_generation_prompt %}!{% endif %}"
+    )
     tools = [{"type": "function", "function": {"name": "f"}}]
     for given in (str(path), path.read_text()):
         with running(plain_llm, chat_template=_template(given), tokenizer_info=True) as server:
