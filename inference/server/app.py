@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from .chat import ChatAnswer
 from .completions import CompletionAnswer
-from .connection import ClientLeft, read_body
+from .connection import ClientLeft, read_body, unless_client_leaves
 from .door.access_log import AccessLog
 from .door.page import PAGE, PAGE_HEADERS
 from .errors import FAILED, ApiError, json_response
@@ -82,7 +82,8 @@ def _add_generation(app, service):
     async def answer(request, fields_kind, prompts_of, answer_kind):
         fields = parse(fields_kind, await read_body(request, service.options))
         service.check_model(fields)
-        prompts = await asyncio.get_running_loop().run_in_executor(service.thread_for(fields), prompts_of, fields)
+        checking = asyncio.get_running_loop().run_in_executor(service.thread_for(fields), prompts_of, fields)
+        prompts = await unless_client_leaves(request.receive, checking)
         answer = answer_kind(service, fields, prompts, request.state.request_name)
         request.state.counts = answer.counts  # for the access log
         return await answer.respond(request.receive)
