@@ -208,7 +208,13 @@ def test_a_server_is_started_with_the_same_options_as_the_engine_beside_it(monke
 def test_the_options_of_the_engine_are_handed_on():
     from headstart.cli import build_parser
 
-    words = ["--enforce-eager", "--head=a b", "--max-num-seqs=1", "--no-enable-prefix-caching", "--num-speculative-tokens=1"]
+    words = [
+        "--enforce-eager",
+        "--head=a b",
+        "--max-num-seqs=1",
+        "--no-enable-prefix-caching",
+        "--num-speculative-tokens=1",
+    ]
     parsed = build_parser().parse_args(["bench", "serve", "model", "--seed", "3", *words])
     assert sorted(command.llm_words(parsed)) == words
     assert command.llm_words(build_parser().parse_args(["bench", "serve", "model", "--max-num-seqs", "64"])) == []

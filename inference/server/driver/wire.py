@@ -54,7 +54,7 @@ class Wire:
             except ConnectionError:
                 data = b""
             if not data:
-                if messages:  # such as why an engine could not be built: that the other side has gone is told by the next call
+                if messages:  # such as why an engine could not be built; the next call tells the end
                     return messages
                 raise Closed
             self._unread += data

@@ -88,7 +88,9 @@ def test_another_chat_template(plain_llm, tmp_path):
     from headstart.commands.serve import _template
 
     path = tmp_path / "template.jinja"
-    path.write_text("<{{ messages[0].content }}>{% if tools %}<tool_call>{% endif %}{% if add_generation_prompt %}!{% endif %}")
+    path.write_text(
+        "<{{ messages[0].content }}>{% if tools %}<tool_call>{% endif %}{% if add_generation_prompt %}!{% endif %}"
+    )
     tools = [{"type": "function", "function": {"name": "f"}}]
     for given in (str(path), path.read_text()):
         with running(plain_llm, chat_template=_template(given), tokenizer_info=True) as server:

@@ -159,7 +159,9 @@ def test_forms_of_clients_that_have_left_are_not_tried(served, http, monkeypatch
     with served.service._grammars._trial._lock:
         for word in ("is tried", "left", "left too"):
             with pytest.raises(httpx.ReadTimeout):
-                httpx.post(f"{served.url}/v1/completions", json=body | {"structured_outputs": {"choice": [word]}}, timeout=0.3)
+                httpx.post(
+                    f"{served.url}/v1/completions", json=body | {"structured_outputs": {"choice": [word]}}, timeout=0.3
+                )
     body["structured_outputs"]["choice"] = ["last"]
     assert http.post("/v1/completions", json=body).json()["choices"][0]["text"] == "last"
     assert asked == [("first",), ("is tried",), ("last",)]
