@@ -97,20 +97,22 @@ class Answer:
 
     # --- whole ---
 
-    async def respond(self, receive):
-        """The response: whole, or a stream of events. Raises ApiError before anything is sent, and ClientLeft."""
-        seconds = self.service.options.request_timeout
-        deadline = None if seconds is None else asyncio.get_running_loop().time() + seconds
-        opening = self.service.client.open(self.prompts, streamed=bool(self.fields.stream))
+    async def respond(self, receive, deadline):
+        """The response: whole, or a stream of events. Raises ApiError before anything is sent, and ClientLeft.
+
+        deadline: in the event loop's time, None: none
+        """
+        opening = self.service.client.open(self.prompts, bool(self.fields.stream), deadline)
         try:
             job = await unless_client_leaves(receive, opening)
+        except TimeoutError:
+            raise too_late(self.service.options) from None
         except Full as error:
             raise ApiError(429, str(error), code="too_many_requests", headers={"Retry-After": "1"}) from None
         except Broken as error:
             raise ApiError(503, str(error), code="unavailable") from None
         except ValueError as error:
             raise ApiError(400, str(error)) from None
-        job.deadline = deadline
         options, close = self.service.options, lambda: self.service.client.close(job)
         if self.fields.stream:
             return EventStream(self._events(job), options.write_timeout, close)
@@ -119,7 +121,7 @@ class Answer:
         except Broken as error:
             raise ApiError(503, str(error), code="unavailable") from None
         except TimeoutError:
-            raise self._too_late() from None
+            raise too_late(self.service.options) from None
         finally:
             close()
 
@@ -175,8 +177,9 @@ class Answer:
             if with_usage:
                 yield event([], usage=self.usage(), **self.metrics())
         except (Broken, TimeoutError) as error:
-            broken = ApiError(503, str(error), code="unavailable") if isinstance(error, Broken) else self._too_late()
-            yield b"data: " + json_bytes(broken.content) + b"\n\n"
+            broken = isinstance(error, Broken)
+            told = ApiError(503, str(error), code="unavailable") if broken else too_late(self.service.options)
+            yield b"data: " + json_bytes(told.content) + b"\n\n"
         except ApiError as error:
             yield b"data: " + json_bytes(error.content) + b"\n\n"
         except (asyncio.CancelledError, GeneratorExit, ClientLeft):
@@ -191,6 +194,9 @@ class Answer:
         """[(choice, further fields)] of the chunks before the first token."""
         return []
 
-    def _too_late(self):
-        seconds = self.service.options.request_timeout
-        return ApiError(504, f"the answer took more than {seconds:g} seconds (--request-timeout)", code="timeout")
+
+def too_late(options):
+    """The ApiError of a request that takes longer than ServerOptions let it."""
+    return ApiError(
+        504, f"the answer took more than {options.request_timeout:g} seconds (--request-timeout)", code="timeout"
+    )
