@@ -344,7 +344,7 @@ class Engine:
                 request.in_flight -= 1
                 if launched.kind == "decode":
                     self._count(request, count, kept, self.graphs.steps[launched.which].tree)
-                    if request.matcher is None and request.params.speculate:  # else nobody looked at the drafts
+                    if request.matcher is None and request.params.speculate:  # else the drafter's were not tried
                         accepted.append(count - 1)
                 request.look_ahead()
                 advanced.append(request)

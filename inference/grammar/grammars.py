@@ -46,7 +46,7 @@ class Grammars:
         return grammar
 
     def compile(self, grammar):
-        """The LLMatcher of a grammar that `check` has returned, to be copied; kept for a while. ValueError if it is too large."""
+        """The LLMatcher of a grammar that `check` has returned, to be copied. It is kept for a while. ValueError if too large."""
         compiled = self._kept(self._compiled, grammar)
         if compiled is None:
             with self._compiling:

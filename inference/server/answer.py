@@ -98,20 +98,22 @@ class Answer:
 
     # --- whole ---
 
-    async def respond(self, receive):
-        """The response: whole, or a stream of events. Raises ApiError before anything is sent, and ClientLeft."""
-        seconds = self.service.options.request_timeout
-        deadline = None if seconds is None else asyncio.get_running_loop().time() + seconds
-        opening = self.service.client.open(self.prompts, streamed=bool(self.fields.stream))
+    async def respond(self, receive, deadline):
+        """The response: whole, or a stream of events. Raises ApiError before anything is sent, and ClientLeft.
+
+        deadline: in the event loop's time, None: none
+        """
+        opening = self.service.client.open(self.prompts, bool(self.fields.stream), deadline)
         try:
             job = await unless_client_leaves(receive, opening)
+        except TimeoutError:
+            raise too_late(self.service.options) from None
         except Full as error:
             raise ApiError(429, str(error), code="too_many_requests", headers={"Retry-After": "1"}) from None
         except Broken as error:
             raise ApiError(503, str(error), code="unavailable") from None
         except ValueError as error:
             raise ApiError(400, str(error)) from None
-        job.deadline = deadline
         options, close = self.service.options, lambda: self.service.client.close(job)
         if self.fields.stream:
             return EventStream(self._events(job), options.write_timeout, close)
@@ -120,7 +122,7 @@ class Answer:
         except Broken as error:
             raise ApiError(503, str(error), code="unavailable") from None
         except TimeoutError:
-            raise self._too_late() from None
+            raise too_late(self.service.options) from None
         finally:
             close()
 
@@ -191,12 +193,15 @@ class Answer:
         if isinstance(error, Broken):
             return ApiError(503, str(error), code="unavailable")
         if isinstance(error, TimeoutError):
-            return self._too_late()
+            return too_late(self.service.options)
         if isinstance(error, ApiError):
             return error
         log.error("a stream failed: %s", type(error).__name__)
         return ApiError(500, FAILED)
 
-    def _too_late(self):
-        seconds = self.service.options.request_timeout
-        return ApiError(504, f"the answer took more than {seconds:g} seconds (--request-timeout)", code="timeout")
+
+def too_late(options):
+    """The ApiError of a request that takes longer than ServerOptions let it."""
+    return ApiError(
+        504, f"the answer took more than {options.request_timeout:g} seconds (--request-timeout)", code="timeout"
+    )

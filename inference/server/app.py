@@ -9,9 +9,10 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
+from .answer import too_late
 from .chat import ChatAnswer
 from .completions import CompletionAnswer
-from .connection import ClientLeft, read_body
+from .connection import ClientLeft, read_body, unless_client_leaves
 from .door.access_log import AccessLog
 from .door.page import PAGE, PAGE_HEADERS
 from .errors import FAILED, ApiError, json_response
@@ -80,12 +81,19 @@ def _add_generation(app, service):
     asker = service.asker
 
     async def answer(request, fields_kind, prompts_of, answer_kind):
+        loop, seconds = asyncio.get_running_loop(), service.options.request_timeout
+        deadline = None if seconds is None else loop.time() + seconds
         fields = parse(fields_kind, await read_body(request, service.options))
         service.check_model(fields)
-        prompts = await asyncio.get_running_loop().run_in_executor(service.thread_for(fields), prompts_of, fields)
+        try:
+            async with asyncio.timeout_at(deadline):
+                checking = loop.run_in_executor(service.thread_for(fields), prompts_of, fields)
+                prompts = await unless_client_leaves(request.receive, checking)
+        except TimeoutError:
+            raise too_late(service.options) from None
         answer = answer_kind(service, fields, prompts, request.state.request_name)
         request.state.counts = answer.counts  # for the access log
-        return await answer.respond(request.receive)
+        return await answer.respond(request.receive, deadline)
 
     @app.post("/v1/completions")
     async def completions(request: Request):

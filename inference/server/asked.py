@@ -25,9 +25,7 @@ class Asker:
             checker.vocab_size,
         )
         self._checker, self._options = checker, options
-        self.chat_template = options.chat_template or getattr(
-            self.tokenizer, "chat_template", None
-        )  # what is told of it
+        self.chat_template = options.chat_template or getattr(self.tokenizer, "chat_template", None)
         if options.chat_template is not None:
             self._check_template(options.chat_template)
         # Of a template's own options none may change what apply_chat_template does.

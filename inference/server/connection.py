@@ -39,7 +39,7 @@ async def read_body(request, options):
 
 
 async def unless_client_leaves(receive, work):
-    """What the coroutine `work` returns or raises; it is cancelled, and ClientLeft raised, as soon as the client leaves."""
+    """What `work`, a coroutine or future, returns or raises; cancelled, and ClientLeft raised, as soon as the client leaves."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)

@@ -99,7 +99,7 @@ class ToolFields(BaseModel):
     def reader(self):
         """A reader of one answer's text, or None where it is only text."""
         if self.tool_use == "auto":
-            return TaggedCalls({tool.function.name for tool in self.tools})
+            return TaggedCalls({tool.function.name for tool in self.tools}, self.parallel_tool_calls is not False)
         if self.tool_use == "required":
             return ListedCalls()
         return NamedCall(self.tool_choice.function.name) if self.tool_use == "named" else None
@@ -212,10 +212,14 @@ class ListedCalls(_Reader):
 
 
 class TaggedCalls(_Reader):
-    """Text with calls between tags. What is no call of a known function stays text; white space beside calls is left out."""
+    """Text with calls between tags. What is no call of a known function stays text; white space beside calls is left out.
 
-    def __init__(self, names):
+    parallel: whether calls after the first one are told; else they are left out, as in vLLM.
+    """
+
+    def __init__(self, names, parallel=True):
         super().__init__()
+        self._parallel = parallel
         self._names, self._held, self._next, self._blank = names, "", 0, ""
         self._inside = self._after_call = False
 
@@ -245,7 +249,7 @@ class TaggedCalls(_Reader):
             call = self._read_call(body)
             if call is None:
                 content.append(self._blank + OPEN + body + ("" if end < 0 else CLOSE))
-            else:
+            elif self._parallel or self.num_calls == 1:
                 calls.append(call)
             self._held, self._inside, self._after_call = rest, False, call is not None
         return "".join(content), calls

@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 log = logging.getLogger("headstart.server")
 STDOUT = 1
 MOST_WAITING = 10_000  # lines
+MOST_AT_ONCE = 1000  # lines of one write: else many that come without a pause are taken for ever, and none is written
 LAST = 2.0  # seconds for the last lines to be written
 MOST_PATH = 200  # characters
 
@@ -101,7 +102,7 @@ class LineWriter:
         ended = False
         while not ended:
             lines = [self._waiting.get()]
-            while not self._waiting.empty():
+            while len(lines) < MOST_AT_ONCE and not self._waiting.empty():
                 lines.append(self._waiting.get_nowait())
             ended = None in lines
             lines = [line for line in lines if line is not None]

@@ -10,7 +10,7 @@ OPEN_FILES = 65536
 
 
 def unix_socket(path, for_all):
-    """A bound socket. One that a server left behind is replaced. Raises ValueError.
+    """A socket that listens. One that a server left behind is replaced. Raises ValueError.
 
     for_all: whether other users of the machine may connect, as where a key is asked for; else the owner only.
     """
@@ -20,6 +20,7 @@ def unix_socket(path, for_all):
             os.unlink(path)
         bound.bind(path)
         os.chmod(path, 0o666 if for_all else 0o600)  # nobody can connect before the socket listens
+        bound.listen()  # clients wait while the model is loaded, and another server does not take this for one left behind
     except OSError as error:
         bound.close()
         raise ValueError(f"cannot listen on --uds {path}: {error.strerror or error}") from None

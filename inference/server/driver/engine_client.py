@@ -64,8 +64,11 @@ class EngineClient:
         """vLLM's counters and gauges of the engine, after its last step."""
         return metrics_of(self._counts, self._model_name)
 
-    async def open(self, prompts, streamed):
-        """Submit CheckedPrompts as one job.  -> Job, which the engine has queued. Raises Full, Broken, ValueError."""
+    async def open(self, prompts, streamed, deadline=None):
+        """Submit CheckedPrompts as one job.  -> Job, which the engine has queued. Raises Full, Broken, ValueError, TimeoutError.
+
+        deadline: of the job, in the event loop's time
+        """
         count = sum(checked.params.n for checked in prompts)
         if self.failure:
             raise Broken(self.failure)
@@ -75,7 +78,7 @@ class EngineClient:
             )
         if self.num_outputs + count > self._most:
             raise Full(f"{self.num_outputs} outputs run and wait, and at most {self._most} may: try again later")
-        job = Job(next(self._numbers), self._outputs(prompts))
+        job = Job(next(self._numbers), self._outputs(prompts), deadline)
         self._jobs[job.number] = job
         self.num_outputs += count
         try:

@@ -20,12 +20,12 @@ class Failed:
 
 
 class Job:
-    """outputs: {(prompt, sample): GrowingOutput}"""
+    """outputs: {(prompt, sample): GrowingOutput}; deadline: in the event loop's time, None: none"""
 
-    def __init__(self, number, outputs):
+    def __init__(self, number, outputs, deadline=None):
         self.number, self.outputs = number, outputs
         self.num_running = len(outputs)  # outputs that have not ended in the engine
-        self.deadline = None  # in the event loop's time
+        self.deadline = deadline
         self._num_open = len(outputs)  # outputs whose end was not taken
         self._events, self._news = [], asyncio.Event()
 

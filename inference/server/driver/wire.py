@@ -54,9 +54,7 @@ class Wire:
             except ConnectionError:
                 data = b""
             if not data:
-                if (
-                    messages
-                ):  # such as why an engine could not be built; the next call tells that the other side has gone
+                if messages:  # such as why an engine could not be built; the next call tells the end
                     return messages
                 raise Closed
             self._unread += data

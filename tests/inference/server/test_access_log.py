@@ -104,9 +104,10 @@ def test_a_pipe_that_nobody_reads_stops_nobody(reader, monkeypatch):
             writer.write("x" * 100)
         writer.close()
         assert time.monotonic() - start < 5
-        assert writer.num_lost > 1000
+        assert writer.num_lost > access_log.MOST_WAITING  # what it holds is bounded, however fast lines come
     finally:
         if reader == "stands still":  # the thread that waits ends
             os.close(out)
+            writer._waiting.put(None)
         writer._thread.join(5)
         os.close(into)

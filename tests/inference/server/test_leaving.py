@@ -89,6 +89,16 @@ def test_a_request_that_takes_too_long_ends(speculative):
         assert '"code":"timeout"' in text.split("\n\n")[-3]
         assert text.endswith("data: [DONE]\n\n")
         server.wait_until_idle()
+        # Also while its form waits to be tried, and while the engine does not answer.
+        session, form = server.llm.session, SHORT | {"structured_outputs": {"regex": "a"}}
+        assert http.post("/v1/completions", json=form).status_code == 200
+        with server.service._grammars._trial._lock:
+            answer = http.post("/v1/completions", json=form | {"structured_outputs": {"regex": "b"}})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
+        with session.grammars._lock:
+            answer = http.post("/v1/completions", json=form)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
+        server.wait_until_idle()
 
 
 def test_a_full_line_says_try_again(speculative):

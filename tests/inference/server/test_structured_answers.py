@@ -146,6 +146,27 @@ def test_forms_that_wait_to_be_tried_hold_up_nobody_without_one(served, http):
     assert sorted(done) == sorted(f"w{i}" for i in range(33))
 
 
+def test_forms_of_clients_that_have_left_are_not_tried(served, http, monkeypatch):
+    asked = []
+
+    def check(params, work=served.service._grammars.check):
+        asked.append(params.choice)
+        return work(params)
+
+    monkeypatch.setattr(served.service._grammars, "check", check)
+    body = {"prompt": "x", "structured_outputs": {"choice": ["first"]}}
+    assert http.post("/v1/completions", json=body).status_code == 200
+    with served.service._grammars._trial._lock:
+        for word in ("is tried", "left", "left too"):
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(
+                    f"{served.url}/v1/completions", json=body | {"structured_outputs": {"choice": [word]}}, timeout=0.3
+                )
+    body["structured_outputs"]["choice"] = ["last"]
+    assert http.post("/v1/completions", json=body).json()["choices"][0]["text"] == "last"
+    assert asked == [("first",), ("is tried",), ("last",)]
+
+
 def test_a_grammar_that_is_compiled_holds_up_no_step_of_others(served, http, monkeypatch):
     """One is left by its client meanwhile, one goes on."""
     grammars, begun, may = served.llm.session.grammars, threading.Event(), threading.Event()

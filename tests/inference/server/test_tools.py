@@ -158,6 +158,15 @@ def test_tagged_calls_are_read_however_the_text_is_cut(text, content, num_calls)
         assert [call["index"] for call in calls] == list(range(num_calls))
 
 
+def test_one_call_is_told_where_one_was_asked_for():
+    asked = dict(messages=MESSAGES, tools=TOOLS)
+    for given, count in (({}, 2), ({"parallel_tool_calls": False}, 1)):
+        reader, calls = ChatFields(**asked | given).reader(), []
+        for part, last in ((f"a {CALL}{CALL[:30]}", False), (f"{CALL[30:]} b", True)):
+            calls += reader.read(part, last)[1]
+        assert [call["index"] for call in calls] == list(range(count))
+
+
 def test_a_long_text_is_searched_once():
     reader, body = TaggedCalls({"count"}), "x" * 1000
     steps = 0
