@@ -162,6 +162,10 @@ def test_forms_of_clients_that_have_left_are_not_tried(served, http, monkeypatch
                 httpx.post(
                     f"{served.url}/v1/completions", json=body | {"structured_outputs": {"choice": [word]}}, timeout=0.3
                 )
+        end, waiting = time.monotonic() + 10, served.service._forms._work_queue.queue
+        while not all(item.future.cancelled() for item in list(waiting)):  # until the server has seen that they left
+            assert time.monotonic() < end
+            time.sleep(0.01)
     body["structured_outputs"]["choice"] = ["last"]
     assert http.post("/v1/completions", json=body).json()["choices"][0]["text"] == "last"
     assert asked == [("first",), ("is tried",), ("last",)]
