@@ -31,6 +31,7 @@ from headstart.inference.llm import LLM
 from headstart.inference.sampling_params import SamplingParams
 
 SEATS = 16
+APART = 0.002  # seconds between requests on many connections: those of one moment may pass each other
 COLUMNS = {
     "part": ("part", 22, plain),
     "requests": ("requests", 8, plain),
@@ -81,7 +82,7 @@ def mixed_requests(count, texts=TEXTS):
             "prompt": texts[seed % len(texts)] * (1 + seed % 3),
             "seed": seed,
             "temperature": dice.choice([0.0, 0.7, 1.0]),
-            "max_tokens": dice.randrange(4, 24),
+            "max_tokens": dice.randrange(5, 25),
             **PARAMETERS[seed % len(PARAMETERS)],
         }
         for seed in range(count)
@@ -148,6 +149,7 @@ async def order_of_first_tokens(url, count, seats):
         )
         writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
         await writer.drain()
+        await asyncio.sleep(APART)
 
     async def read(number, reader, writer):
         text = b""
