@@ -20,19 +20,6 @@ DETAILS = (
     "An answer with a seed has the same bits alone and beside others, with a head and without. Options of `vllm serve` have the "
     "same names here, with dashes or underscores. docs/serving.md has the routes, the limits and what is not built yet."
 )
-
-
-def add_options(parser):
-    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="the target: a folder or Hub id")
-    parser.add_argument("--model", help="the same, as an option")
-    parser.add_argument(
-        "--config", metavar="FILE", help="YAML with options, by their names without dashes; the command line wins"
-    )
-    add_llm(parser)
-    _add_server(parser.add_argument_group("server"))
-    _add_accepted(parser)
-
-
 # Options of `vllm serve` that change nothing here, with how many words follow; their values are checked as LLM's arguments are.
 ACCEPTED = {
     "disable-log-stats": 0, "enable-chunked-prefill": 0, "async-scheduling": 0, "disable-custom-all-reduce": 0,
@@ -48,6 +35,17 @@ TOOL_CALLS = (
 )
 
 
+def add_options(parser):
+    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="the target: a folder or Hub id")
+    parser.add_argument("--model", help="the same, as an option")
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML with options, by their names without dashes; the command line wins"
+    )
+    add_llm(parser)
+    _add_server(parser.add_argument_group("server"))
+    _add_accepted(parser)
+
+
 def _add_accepted(parser):
     for name, words in ACCEPTED.items():
         how = {} if words else {"action": "store_const", "const": True}
@@ -56,7 +54,7 @@ def _add_accepted(parser):
 
 def _check_accepted(arguments):
     """ValueError for an option of `vllm serve` whose value asks for something that is not here."""
-    for option in ACCEPTED:
+    for option in (*ACCEPTED, "tensor-parallel-size"):
         name = option.replace("-", "_")
         given = getattr(arguments, name)
         if given is not None:
@@ -218,10 +216,6 @@ def run(arguments):
     model = arguments.model_tag or arguments.model
     if not model or (arguments.model_tag and arguments.model and arguments.model_tag != arguments.model):
         raise ValueError("name one model: headstart serve MODEL")
-    if arguments.tensor_parallel_size != 1:
-        raise ValueError(
-            f"--tensor-parallel-size {arguments.tensor_parallel_size}: one GPU runs the whole model; leave it out"
-        )
     _check_accepted(arguments)
     speculative = speculative_of(arguments)
     try:

@@ -17,7 +17,6 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import time
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from pathlib import Path
 import httpx
 import torch
 
+from headstart.benchmarks.serving.server_process import server_process
 from headstart.evaluation.results import Report, command_line, decimals, plain
 from headstart.inference.llm import LLM
 from headstart.inference.sampling_params import SamplingParams
@@ -110,9 +110,9 @@ def _is_number(body):
 
 
 async def ask_all(url, order, bodies, leaving):
-    """Ask for all in this order, with up to 40 open; `leaving` of them, {number: pieces}, stop reading after so many pieces.
+    """Ask in this order, [(number, whether it leaves)], with up to 40 open.  leaving: {number: pieces that one which leaves reads}
 
-    -> {number: (text, token ids)}
+    -> {number: (text, token ids)} of those that do not leave
     """
     found, places = {}, asyncio.Semaphore(40)
 
@@ -133,7 +133,7 @@ async def ask_all(url, order, bodies, leaving):
                 choice = answer.json()["choices"][0]
                 found[number] = choice["text"], choice["token_ids"]
 
-        await asyncio.gather(*(ask(number, leaving.get(number) if leaves else None) for number, leaves in order))
+        await asyncio.gather(*(ask(number, leaving[number] if leaves else None) for number, leaves in order))
     return found
 
 
@@ -236,21 +236,9 @@ def _runs(pid):
 @contextmanager
 def serving(options, *more):
     """`headstart serve` of the options' model in a process of its own: Served."""
-    command = [sys.executable, "-m", "headstart.serve", options.model, "--port", "0", "--device", options.device]
-    command += ["--uvicorn-log-level", "error", "--served-model-name", "model", *more]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    said = []
-    try:
-        for line in process.stdout:
-            said.append(line)
-            if found := re.search(r"ready: (http://\S+)/v1", line):
-                break
-        else:
-            raise RuntimeError(f"the server did not start:\n{''.join(said)}")
-        yield Served(process, found[1])
-    finally:
-        process.kill()
-        process.wait()
+    words = [options.model, "--device", options.device, "--served-model-name", "model", *more]
+    with server_process(words) as (url, process):
+        yield Served(process, url)
 
 
 class Proof:

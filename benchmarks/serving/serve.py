@@ -77,8 +77,9 @@ class Served:
 def bench_serve(settings, entries, vocab_size, *, server, offline=None, api_key=None, **report):
     """Measure, print both tables and the JSON object, which is returned.
 
-    entries: of a file of prompts, None for random ones below vocab_size; server: a context of a base URL; offline: a function from
-    (warm-up, requests) to (seconds, [(prompt tokens, output tokens)], tokens per step or None); report: arguments of Report.
+    entries: of a file of prompts, None for random ones below vocab_size; server: a context of (base URL, what runs it); offline: a
+    function from (warm-up, requests) to (seconds, [(prompt tokens, output tokens)], tokens per step or None); report: arguments of
+    Report.
     """
     if entries is None:
         sizes = settings.num_prompts, settings.prompts, settings.outputs, settings.temperature
@@ -95,7 +96,7 @@ def bench_serve(settings, entries, vocab_size, *, server, offline=None, api_key=
     if offline is not None:
         seconds, lengths, tokens_per_step = offline(warm, requests)
         report.add(_throughput("LLM.generate", seconds, lengths, tokens_per_step))
-    with server as base_url, asyncio.Runner() as runner:
+    with server as (base_url, _), asyncio.Runner() as runner:
         client = Client(base_url, api_key)
         served = runner.run(_look(client, settings))
         _check_lengths(requests, served.max_model_len)

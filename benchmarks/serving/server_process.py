@@ -12,7 +12,7 @@ END = 60  # seconds for the server to end
 
 @contextmanager
 def server_process(words):
-    """The base URL of a server that ends with the context.  words: its command line after `headstart serve`
+    """(base URL, Popen) of a server that ends with the context.  words: its command line after `headstart serve`
 
     Raises ValueError if it does not start; what it says of the reason is on stderr.
     """
@@ -25,7 +25,7 @@ def server_process(words):
         if found is None:
             raise ValueError(f"the server did not start: it ended with status {process.wait()}")
         threading.Thread(target=shutil.copyfileobj, args=(process.stdout, sys.stderr.buffer), daemon=True).start()
-        yield found[1].decode()
+        yield found[1].decode(), process
     finally:
         process.terminate()
         try:

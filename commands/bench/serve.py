@@ -116,7 +116,7 @@ def run(arguments):
         goodput=limits(arguments.goodput or ()),
         offline=arguments.offline,
     )
-    server = nullcontext(base_url)
+    server = nullcontext((base_url, None))
     if base_url is None:
         server = server_process([model, *words, "--max-waiting", str(settings.num_prompts)])
     bench_serve(

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from headstart import LLM, SamplingParams
-from headstart.benchmarks.proofs.serving import mixed_requests
+from headstart.benchmarks.proofs.serving import ask_all, mixed_requests
 from headstart.tests.inference.server.serving import HEADS, PROMPTS, running
 
 COUNT = 40
@@ -23,28 +23,6 @@ def alone(plain_llm):
     return [(output.text, output.token_ids) for output in outputs]
 
 
-async def ask_all(url, order, bodies, leave):
-    """Ask for all in this order, a few at a time; `leave` of them stop reading after a piece.  -> {number: (text, token ids)}"""
-    found, places = {}, asyncio.Semaphore(14)
-
-    async with httpx.AsyncClient(base_url=url, timeout=60) as http:
-
-        async def ask(number):
-            body = bodies[number] | {"return_token_ids": True}
-            async with places:
-                if number in leave:
-                    length = {"max_tokens": 500, "stream": True, "ignore_eos": True, "stop": None}
-                    async with http.stream("POST", "/v1/completions", json=body | length) as answer:
-                        lines = answer.aiter_lines()
-                        await anext(lines)
-                    return
-                choice = (await http.post("/v1/completions", json=body)).json()["choices"][0]
-                found[number] = choice["text"], choice["token_ids"]
-
-        await asyncio.gather(*map(ask, order))
-    return found
-
-
 @pytest.mark.parametrize("heads", [False, True], ids=["plain", "heads"])
 def test_company_cancellations_heads_and_restarts_change_no_answer(heads, alone, plain_llm, speculative):
     """Two servers one after the other, each with another order and others that leave."""
@@ -54,7 +32,8 @@ def test_company_cancellations_heads_and_restarts_change_no_answer(heads, alone,
         order, leave = dice.sample(range(COUNT), COUNT), set(dice.sample(range(COUNT), COUNT // 3))
         llm = speculative() if heads else LLM(plain_llm, seed=restart)
         with running(llm) as server:
-            found = asyncio.run(ask_all(server.url, order, bodies, leave))
+            asked = [(number, number in leave) for number in order]
+            found = asyncio.run(ask_all(server.url, asked, bodies, dict.fromkeys(leave, 1)))
             server.wait_until_idle()
         assert len(found) == COUNT - len(leave)
         assert {number: alone[number] for number in found} == found
@@ -133,9 +112,10 @@ def test_preemption_changes_no_answer(alone, speculative):
     """A cache too small for all: some lose their pages and are computed again."""
     llm, bodies = speculative(num_gpu_blocks_override=9), mixed_requests(COUNT)
     with running(llm) as server:
-        found = asyncio.run(ask_all(server.url, range(9), [body | {"max_tokens": 45} for body in bodies], set()))
+        longer = [body | {"max_tokens": 45} for body in bodies]
+        found = asyncio.run(ask_all(server.url, [(number, False) for number in range(9)], longer, {}))
         server.wait_until_idle()
-        whole = asyncio.run(ask_all(server.url, [3], [body | {"max_tokens": 45} for body in bodies], set()))
+        whole = asyncio.run(ask_all(server.url, [(3, False)], longer, {}))
     assert llm.engine.metrics.num_preemptions > 0
     assert found[3] == whole[3]
     assert all(found[number][1][: len(alone[number][1])] == alone[number][1] for number in (0, 6))
