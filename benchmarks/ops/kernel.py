@@ -9,12 +9,11 @@ import torch
 
 from ...evaluation.results import Report
 from ...evaluation.timing import release
-from ...kernels.linear.linear_specialised import can_specialise
 from ..shape import check_fits, config_of_shape
 from .attention import bench_attention, bench_commit, bench_prefill_attention, bench_rotary
 from .kernel_bench import COLUMNS, KernelBench, Sizes
 from .losses import bench_distill_loss
-from .products import bench_gated_mlp, bench_linear, bench_linear_specialised, bench_res_block
+from .products import bench_gated_mlp, bench_linear, bench_res_block
 from .rows import bench_embedding, bench_layer_norm, bench_rms_norm, bench_sample, bench_verify
 from .rules import bench_rules
 
@@ -23,32 +22,20 @@ def bench_kernel(settings, device, dtype, command, output=None, commit=None):
     """Measure one operation, or "all". Prints the table, then the JSON object, which is returned."""
     device = torch.device(device)
     names = list(OPERATIONS) if settings.op == "all" else [settings.op]
-    if settings.op == "prefill_attention" and not runs_on(settings.op, device, dtype):
+    if device.type != "cuda" and settings.op == "prefill_attention":
         raise ValueError(
             "prefill_attention runs on a GPU only: elsewhere prompts go through the pass that verifies trees"
-        )
-    if settings.op == "linear_specialised" and not runs_on(settings.op, device, dtype):
-        raise ValueError(
-            "linear_specialised runs on GPUs of compute capability 9.x, with Triton 3.6 or 3.7, in bfloat16 or float16; got "
-            f"{device} and {str(dtype).removeprefix('torch.')}: measure linear there"
         )
     sizes = Sizes.of(config_of_shape(settings.shape))
     check_fits(settings.shape, device, dtype, num_bytes=largest_product, what="the largest weights")
     report = Report("kernel", COLUMNS, device, command, vars(settings), output, commit)
     bench = KernelBench(settings, sizes, device, dtype, report)
     for name in names:
-        if runs_on(name, device, dtype):
+        if device.type == "cuda" or name != "prefill_attention":
             release(device)
             with torch.no_grad():
                 OPERATIONS[name](bench)
     return report.finish()
-
-
-def runs_on(name, device, dtype):
-    """Whether a device has the operation for a dtype."""
-    if name == "linear_specialised":
-        return can_specialise(device) and dtype.itemsize == 2
-    return device.type == "cuda" or name != "prefill_attention"
 
 
 def largest_product(config, dtype):
@@ -70,7 +57,6 @@ def sweep_kernel(settings, device, dtype, command, output=None, commit=None):
 
 OPERATIONS = {
     "linear": bench_linear,
-    "linear_specialised": bench_linear_specialised,
     "gated_mlp": bench_gated_mlp,
     "attention": bench_attention,
     "prefill_attention": bench_prefill_attention,

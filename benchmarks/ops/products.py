@@ -1,22 +1,12 @@
-"""`headstart bench kernel linear`, `linear_specialised`, `gated_mlp` and `res_block`: products with weights."""
+"""`headstart bench kernel linear`, `gated_mlp` and `res_block`: products with weights."""
 
 import torch
 import torch.nn.functional as F
 
 from ...evaluation.timing import release
 from ...kernels.linear.gated_mlp import gate_up_silu
-from ...kernels.linear.linear import add_parts, empty_rows, linear, linear_parts, prefill_parts
-from ...kernels.linear.linear_prefill import num_multiprocessors
-from ...kernels.linear.linear_table import (
-    DECODE_ROWS,
-    SPECIALISED_TILES,
-    gated_prefill_launch,
-    halves_of_tile,
-    num_splits,
-    prefill_launch,
-)
+from ...kernels.linear.linear import linear, linear_parts
 from ...kernels.linear.res_block import add_silu
-from ...kernels.shared_memory import shared_memory
 from ..shape import NUM_HEADS
 
 # From this many rows on it is prefill, which computes lm_head only for a prompt's last token.
@@ -81,69 +71,6 @@ def bench_gated_mlp(bench):
         ours = lambda x=x: [gate_up_silu(x, w) for w in weights]  # noqa: E731
         work = (2 * rows * out * width, len(weights))
         bench.line("gated_mlp", f"{out} x {width}", rows, ours, lambda x=x: library(x), moved, *work)
-
-
-def bench_linear_specialised(bench):
-    """The warp-specialised kernel beside the one that it would replace ("Triton") and the library, for more than DECODE_ROWS rows.
-
-    Every tile, ranges of K whole and apart ("apart" with their sum, "parts" without). Bits are compared before anything is timed.
-    """
-    gpu = num_multiprocessors(bench.device), shared_memory(bench.device)
-    for rows in (rows for rows in bench.settings.rows if rows > DECODE_ROWS):
-        for name, (out, width) in bench.sizes.products.items():
-            splits = num_splits(out, width)
-            replaced = prefill_launch(out, width, splits, rows, *gpu)
-            runs = {"Triton": whole(replaced, splits)}
-            if splits > 1 and replaced.apart:
-                runs["Triton parts"] = in_parts(replaced, splits)
-            is_gated = name == "gate_up" and splits == 1
-            if is_gated:
-                runs["gated Triton"] = gated(gated_prefill_launch(out // 2, width, rows, *gpu))
-            for tile in SPECIALISED_TILES:
-                size = f"{tile.rows}x{tile.features}"
-                runs[size] = whole(tile, splits)
-                if splits > 1:
-                    apart = tile._replace(apart=True)
-                    runs |= {f"{size} apart": whole(apart, splits), f"{size} parts": in_parts(apart, splits)}
-                if is_gated and not halves_of_tile(tile.features)[1]:
-                    runs[f"gated {size}"] = gated(tile._replace(features=tile.features // 2))
-            compare(bench, f"{name} {out} x {width}", rows, out, width, runs)
-            release(bench.device)
-
-
-def whole(launch, splits):
-    """A product by a launch, ranges of K added."""
-    return lambda x, w: add_parts(prefill_parts(x, w, splits=splits, launch=launch), x.dtype)
-
-
-def in_parts(launch, splits):
-    """A product by a launch, left in parts."""
-    return lambda x, w: prefill_parts(x, w, splits=splits, launch=launch)
-
-
-def gated(launch):
-    """The first half of a gated MLP by a launch."""
-    return lambda x, w: gate_up_silu(x, w, launch=launch)
-
-
-def compare(bench, what, rows, out, width, runs):
-    """Times of {name: x, w -> y}, all of which give the same bits; RuntimeError if one does not."""
-    weights = [bench.random(out, width, scale=width**-0.5) for _ in range(bench.copies(out * width * 2))]
-    x = empty_rows(rows, width, bench.dtype, bench.device).normal_()
-    moved = (out * width + rows * (out + width)) * x.element_size()
-    expected = {kind: run(x, weights[0]) for kind, run in runs.items() if kind.endswith("Triton")}
-    for kind, run in runs.items():
-        if kind.endswith("parts"):
-            continue
-        if not torch.equal(run(x, weights[0]), expected["gated Triton" if kind.startswith("gated") else "Triton"]):
-            raise RuntimeError(
-                f"{what}, {rows} rows: the launch {kind} gives other bits than the kernel it would replace"
-            )
-    del expected
-    for kind, run in runs.items():
-        ours = lambda run=run: [run(x, w) for w in weights]  # noqa: E731
-        library = (lambda: [F.linear(x, w) for w in weights]) if kind == "Triton" else None
-        bench.line(kind, what, rows, ours, library, moved, 2 * rows * out * width, len(weights))
 
 
 def bench_res_block(bench):

@@ -21,14 +21,12 @@ import triton
 from torch.overrides import TorchFunctionMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
 
 from ...kernels.linear.linear_prefill import num_multiprocessors
-from ...kernels.linear.linear_specialised import can_specialise
 from ...kernels.overlap import has_tensor_maps
 from ...kernels.shared_memory import shared_memory
 
-CACHED = (can_specialise, has_tensor_maps, num_multiprocessors, shared_memory)
+CACHED = (has_tensor_maps, num_multiprocessors, shared_memory)
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
 
 
@@ -85,9 +83,7 @@ class Launch:
     def compile(self):
         """Triton's CompiledKernel; `metadata.shared` are the bytes of shared memory. Raises what the compiler raises."""
         constants = {(self.kernel.arg_names.index(name),): value for name, value in self.constants.items()}
-        source = (GluonASTSource if self.kernel.is_gluon() else ASTSource)(
-            self.kernel, self.signature, constants, self.attributes
-        )
+        source = ASTSource(self.kernel, self.signature, constants, self.attributes)
         major, minor = self.gpu.capability
         return triton.compile(source, target=GPUTarget("cuda", major * 10 + minor, 32), options=self.options)
 

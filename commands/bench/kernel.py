@@ -5,12 +5,10 @@ from ...benchmarks.measurement import add_measurement, at_least_one, measurement
 EXAMPLE = (
     "headstart bench kernel linear --shape llama-3-8b --rows 1,64,2048\n"
     "  headstart bench kernel linear --shape llama-3-8b --sweep\n"
-    "  headstart bench kernel linear-specialised --shape llama-3-8b --rows 1024,1152,2048\n"
     "  headstart bench kernel prefill-attention --shape llama-3-8b --tokens 4096,16384"
 )
 DETAILS = (
-    "Operations: linear (a layer's four products and the lm_head), linear_specialised (their kernel for many rows on\n"
-    "compute capability 9.x, beside the one that it would replace), gated_mlp, attention (over draft trees),\n"
+    "Operations: linear (a layer's four products and the lm_head), gated_mlp, attention (over draft trees),\n"
     "prefill_attention, rms_norm, layer_norm, rotary, embedding, res_block, sample, verify, commit, rules (every\n"
     "verifier from logits to verdict, requests x nodes, with a temperature alone and cut by top-k and top-p too),\n"
     "distill_loss (of training), or all."

@@ -18,7 +18,6 @@ import torch
 from ...kernels.attention.attention_fold import MAX_DIM, MAX_GROUP, AttentionOptions
 from ...kernels.embedding import embed
 from ...kernels.linear.linear_prefill import num_multiprocessors
-from ...kernels.linear.linear_specialised import can_specialise
 from ...kernels.linear.linear_table import launch_of_rows
 from ...kernels.shared_memory import shared_memory
 from .architectures import ARCHITECTURES, UnsupportedArchitecture, architecture_of
@@ -101,7 +100,7 @@ def rotary_frequencies(config):
 
 def row_counts(shapes, most, device):
     """Numbers of rows up to `most`, `most` among them, that take every launch of products [N, K] for up to so many rows."""
-    found, gpu = {}, (num_multiprocessors(device), shared_memory(device), can_specialise(device))
+    found, gpu = {}, (num_multiprocessors(device), shared_memory(device))
     for rows in range(1, most + 1):
         found[tuple(launch_of_rows(*shape, rows, *gpu) for shape in shapes)] = rows
     return sorted({*found.values(), most})

@@ -23,8 +23,7 @@ from .linear import (
     range_product,
 )
 from .linear_prefill import TensorDescriptor, map_of_rows, maps_fit, num_multiprocessors, tile_of
-from .linear_specialised import can_specialise, specialised_gate_up_silu
-from .linear_table import DECODE_ROWS, SpecialisedLaunch, gated_launch, gated_prefill_launch, num_splits
+from .linear_table import DECODE_ROWS, gated_launch, gated_prefill_launch, num_splits
 
 
 def gate_up_silu_reference(x, w, b=None):
@@ -142,10 +141,7 @@ def gate_up_silu(x, w, b=None, launch=None):
         return y
     programs, many = num_multiprocessors(x.device), M > DECODE_ROWS and width % 8 == 0 and maps_fit(x, w)
     if many:
-        gpu = programs, shared_memory(x.device), can_specialise(x.device)
-        launch = launch or gated_prefill_launch(width, K, M, *gpu)
-    if isinstance(launch, SpecialisedLaunch):
-        return specialised_gate_up_silu(x, w, b, launch, y)
+        launch = launch or gated_prefill_launch(width, K, M, programs, shared_memory(x.device))
     if many and not launch.in_halves:
         tiles = triton.cdiv(M, launch.rows) * triton.cdiv(width, launch.features)
         _prefill[(min(programs, tiles),)](

@@ -5,9 +5,9 @@
 A library matmul picks its kernel, and with it the order of its sums, by M: one row alone and the same row among sixteen
 differ in the last bits. On a GPU the order is fixed by (N, K) alone (linear_table.py): K is cut into S ranges. Tensor cores sum
 each range from its start to its end, 16 deep at a time, and the ranges are added in order. The tiles vary with M and change no
-bit: a tile's shape is not part of any sum. Three kernels keep that order. `_decode` has the weights as the left operand and the
-rows as the right one, so up to 128 rows read the weights once. `_prefill` (linear_prefill.py) has tensor maps and large tiles, and
-so has linear_specialised.py, in another build. float32 multiplies exactly (no TF32).
+bit: a tile's shape is not part of any sum. Two kernels keep that order. `_decode` has the weights as the left operand and the rows
+as the right one, so up to 128 rows read the weights once. `_prefill` (linear_prefill.py) has tensor maps and large tiles. float32
+multiplies exactly (no TF32).
 
 On the CPU rows are zero-padded to blocks of BLOCK_ROWS, and every block takes the same path, so a row's bits do not depend on its
 place or on the other rows. Several blocks are one call where a probe, once per shape, found the bits of single blocks. The product
@@ -24,10 +24,8 @@ from ..jit import jit, on_triton, tl, triton
 from ..overlap import await_previous, overlap, release_next
 from ..shared_memory import shared_memory
 from .linear_prefill import TensorDescriptor, maps_fit, num_multiprocessors, prefill_linear
-from .linear_specialised import can_specialise, specialised_linear
 from .linear_table import (
     DECODE_ROWS,
-    SpecialisedLaunch,
     decode_launch,
     fit_decode,
     halves_of_tile,
@@ -275,10 +273,8 @@ def prefill_parts(x, w, b=None, splits=None, launch=None, out=None):
     The operands are checked by the caller, and maps_fit them.
     """
     S = splits or num_splits(*w.shape)
-    gpu = num_multiprocessors(x.device), shared_memory(x.device), can_specialise(x.device)
+    gpu = num_multiprocessors(x.device), shared_memory(x.device)
     launch = launch or prefill_launch(*w.shape, S, x.shape[0], *gpu)
-    if isinstance(launch, SpecialisedLaunch):
-        return specialised_linear(x, w, b, S, launch, out)
     return (decode_parts if launch.in_halves else prefill_linear)(x, w, b, S, launch, out)
 
 

@@ -127,21 +127,15 @@ def maps_fit(x, w):
     return fits and N % 8 == 0 and K % 8 == 0 and x.data_ptr() % 16 == 0 and w.data_ptr() % 16 == 0
 
 
-def num_mapped_rows(x, tile):
-    """Rows of a tensor map of x [M, K] in tiles of so many rows: over the memory after x where it goes on (empty_rows).
+def map_of_rows(x, launch):
+    """Tensor map of x [M, K] in row tiles of a launch, over the memory after x where it goes on (empty_rows).
 
     What stands there reaches only rows that are never stored. Rows that a map must fill in are slow to load.
     """
     rows, width = x.shape
     room = (x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()) // width
-    whole = triton.cdiv(rows, tile) * tile
-    return whole if room >= whole else rows
-
-
-def map_of_rows(x, launch):
-    """Tensor map of x [M, K] in row tiles of a launch."""
-    shape = [num_mapped_rows(x, launch.rows), x.shape[1]]
-    return TensorDescriptor(x, shape, [shape[1], 1], [launch.rows, launch.depth])
+    whole = triton.cdiv(rows, launch.rows) * launch.rows
+    return TensorDescriptor(x, [whole if room >= whole else rows, width], [width, 1], [launch.rows, launch.depth])
 
 
 def prefill_linear(x, w, b, S, launch, out=None):

@@ -3,7 +3,6 @@
     num_splits(N, K) -> S            decides bits: ranges of K are summed apart and added in order. Never looks at rows.
     decode_launch(N, K, tile_rows)   decides speed only: up to DECODE_ROWS rows, weights read once.
     prefill_launch(N, K, S, rows)    decides speed only: more rows.
-    gated_launch, gated_prefill_launch   the same of the gated MLP's first half.
     fit_decode, fit_prefill          a launch with the stages and features that fit a GPU's shared memory; its depth stays.
 
 Entries were measured on an H200 (`headstart bench kernel linear --shape ... --sweep` prints the winner of a new shape).
@@ -49,19 +48,6 @@ class PrefillLaunch(NamedTuple):
         return halves_of_tile(self.rows)[1] > 0
 
 
-class SpecialisedLaunch(NamedTuple):
-    """Tile of rows, 64 for each consumer, and of output features, stages, pieces on their way out and registers of a consumer."""
-
-    rows: int
-    features: int
-    stages: int
-    buffers: int
-    registers: int  # of a thread
-    apart: bool = False  # as above
-    depth = 64
-    in_halves = False
-
-
 # The tiles of many rows, and the nanoseconds that a multiprocessor of an H200 takes for 64 of K. Up to 16 row tiles walk the
 # features together, so the weights of 2,048 rows are read once: gate and up of 1,152 and 1,408 rows take 3 % less than in groups
 # of 8 (under load), where the last one or three row tiles read all weights again.
@@ -75,15 +61,6 @@ PREFILL_TILES = {
 # The tile of a program that sums all ranges of K: its scratch leaves room for three stages.
 SECOND_RANGE = PrefillLaunch(128, 256, 64, 3, 8, 16)
 SECOND_RANGE_STEP = 700  # nanoseconds, as above
-
-# From so many rows on linear_specialised.py may be chosen where the GPU has it. None: never, until its tests have passed there.
-SPECIALISED_FROM = None
-# Its tiles and nanoseconds, as above, relative to the kernel that it replaces: on an H200 gate and up took 364 to 375 us at 1,024
-# rows and 416 to 417 at 1,152, lm_head 1,629 to 1,627 and 1,812 to 1,841 (128 x 256 both). Tiles of 192 pay by their waves:
-# ranges apart at 1,152 rows `out` 66.5 to 72.5 us, `down` 202 to 215.
-SPECIALISED_TILES = {SpecialisedLaunch(128, 256, 4, 2, 240): 685, SpecialisedLaunch(192, 192, 4, 1, 160): 773}
-SPECIALISED_SUMS = 5500  # nanoseconds to keep the sums of a range and to read them again: by their bytes, not measured
-SPECIALISED_LEAD = 1.02  # it is chosen only if it promises more than the spread of those measurements
 
 SPLITS = {(6144, 4096): 1, (4096, 4096): 2, (28672, 4096): 1, (4096, 14336): 2, (128256, 4096): 1, (16384, 4096): 1}
 
@@ -214,41 +191,12 @@ def gated_launch(I, K, rows, itemsize=2):
     return Launch(64, 64, 4, 8) if I < 8192 else Launch(128, 64, 4, 8)
 
 
-def prefill_launch(N, K, S, rows, programs, memory=H200, specialised=False):
-    """Launch of linear for w [N, K] in S ranges and `rows` rows, more than DECODE_ROWS, on `programs` multiprocessors.
+def prefill_launch(N, K, S, rows, programs, memory=H200):
+    """Launch of linear's prefill kernel for w [N, K] in S ranges and `rows` rows, on `programs` multiprocessors.
 
     The one whose waves of tiles take least: at 320 rows a product of 4096 features has 48 tiles of 128 x 256 for 132
     multiprocessors, 96 if its two ranges are apart, and 128 tiles of 160 x 128, which multiply no row in vain.
-    specialised: whether the GPU has the warp-specialised kernel, whose launch is a SpecialisedLaunch.
     """
-    times = _prefill_times(N, K, S, rows, programs, memory)
-    return _fastest(times, _specialised_times(N, K, S, rows, programs) if specialised else {})
-
-
-def gated_prefill_launch(I, K, rows, programs, memory=H200, specialised=False):
-    """Launch of gate_up_silu for many rows; `features` as in gated_launch."""
-    found = _specialised_times(2 * I, K, 1, rows, programs) if specialised else {}
-    # Gate and up are one operand of twice the features: of one instruction.
-    found = {launch: time for launch, time in found.items() if not halves_of_tile(launch.features)[1]}
-    launch = _fastest(_prefill_times(2 * I, K, 1, rows, programs, memory), found)
-    # Few stages leave room for a second program beside.
-    return launch._replace(
-        features=launch.features // 2, stages=min(launch.stages, 3) if launch.in_halves else launch.stages
-    )
-
-
-def launch_of_rows(N, K, rows, programs, memory=H200, specialised=False):
-    """What distinguishes the launches of a product [N, K] at one number of rows from those at another."""
-    if rows <= DECODE_ROWS:
-        return tile_rows(rows)
-    launch = prefill_launch(N, K, num_splits(N, K), rows, programs, memory, specialised)
-    if not specialised or SPECIALISED_FROM is None or rows < SPECIALISED_FROM:
-        return launch  # the gated MLP's follows from it
-    return launch, gated_prefill_launch(N // 2, K, rows, programs, memory, specialised)
-
-
-def _prefill_times(N, K, S, rows, programs, memory):
-    """{launch that fits: nanoseconds}"""
     if S == 1:
         times = {launch: _time_of_waves(launch, N, K, 1, rows, programs) for launch in PREFILL_TILES}
     else:
@@ -258,37 +206,27 @@ def _prefill_times(N, K, S, rows, programs, memory):
         times |= {launch: _time_of_waves(launch, N, K, S, rows, programs) + rows * N * S * 2e-3 for launch in apart}
     fitting = {fit_prefill(launch, S, memory): time for launch, time in times.items()}
     fitting.pop(None, None)
-    return fitting
+    return min(fitting, key=fitting.get)
 
 
-def _specialised_times(N, K, S, rows, programs):
-    """{launch: nanoseconds} of the warp-specialised kernel; empty where it is not to be chosen"""
-    if SPECIALISED_FROM is None or rows < SPECIALISED_FROM:
-        return {}
-    times = {}
-    for launch in SPECIALISED_TILES:
-        handed_on = _num_waves(launch, N, 1, rows, programs) * (S - 1) * SPECIALISED_SUMS
-        times[launch] = S * _time_of_waves(launch, N, K / S, 1, rows, programs) + handed_on
-        if S > 1:
-            apart = _time_of_waves(launch, N, K, S, rows, programs) + rows * N * S * 2e-3
-            times[launch._replace(apart=True)] = apart
-    return times
+def gated_prefill_launch(I, K, rows, programs, memory=H200):
+    """Launch of gate_up_silu's prefill kernel; `features` as in gated_launch."""
+    launch = prefill_launch(2 * I, K, 1, rows, programs, memory)
+    # Few stages leave room for a second program beside.
+    return launch._replace(
+        features=launch.features // 2, stages=min(launch.stages, 3) if launch.in_halves else launch.stages
+    )
 
 
-def _fastest(times, specialised):
-    """The launch that takes least of {launch: nanoseconds}; of `specialised` only with a lead."""
-    launch = min(times, key=times.get)
-    found = min(specialised, key=specialised.get, default=None)
-    return launch if found is None or SPECIALISED_LEAD * specialised[found] > times[launch] else found
-
-
-def _num_waves(launch, N, S, rows, programs):
-    """How often a program has a tile, at most."""
-    return -(-(-(-rows // launch.rows) * -(-N // launch.features) * S) // programs)
+def launch_of_rows(N, K, rows, programs, memory=H200):
+    """What distinguishes the launches of a product [N, K] at one number of rows from those at another."""
+    if rows <= DECODE_ROWS:
+        return tile_rows(rows)
+    return prefill_launch(N, K, num_splits(N, K), rows, programs, memory)
 
 
 def _time_of_waves(launch, N, K, S, rows, programs):
     """Nanoseconds that the tiles of a product take, as many at a time as there are programs."""
-    tile = launch._replace(apart=False)
-    step = PREFILL_TILES.get(tile) or SPECIALISED_TILES.get(tile, SECOND_RANGE_STEP)
-    return _num_waves(launch, N, S, rows, programs) * (K / S / 64 * step + 2000)
+    waves = -(-(-(-rows // launch.rows) * -(-N // launch.features) * S) // programs)
+    step = PREFILL_TILES.get(launch._replace(apart=False), SECOND_RANGE_STEP)
+    return waves * (K / S / 64 * step + 2000)

@@ -29,10 +29,6 @@ SHORT = ["--shape", "SHAPE", "--prompts", "3-99", "--outputs", "3-9", "--stalls"
         (["kernel", "softmax", "--shape", "SHAPE"], "there is no operation 'softmax'"),
         (["kernel", "linear", "--shape", "SHAPE", "--batch", "1,2"], "--batch takes one number"),
         (["kernel", "prefill-attention", "--shape", "SHAPE"], "prefill_attention runs on a GPU only"),
-        (
-            ["kernel", "linear-specialised", "--shape", "SHAPE"],
-            "linear_specialised runs on GPUs of compute capability 9.x",
-        ),
         (["kernel", "sample", "--shape", "SHAPE", "--sweep"], "--sweep is for linear"),
         (
             ["engine", "--shape", "SHAPE", "--acceptance", "9", "--prompt-tokens", "9"],

@@ -2,7 +2,6 @@
 
 import pytest
 
-from headstart.kernels.linear import linear_table
 from headstart.kernels.linear.linear_table import (
     DECODE,
     GATED_DECODE,
@@ -11,12 +10,10 @@ from headstart.kernels.linear.linear_table import (
     SECOND_RANGE,
     SPLIT_ALIGNMENT,
     SPLITS,
-    PrefillLaunch,
     decode_launch,
     fit_decode,
     gated_launch,
     gated_prefill_launch,
-    launch_of_rows,
     num_splits,
     prefill_launch,
     split_depth,
@@ -52,38 +49,6 @@ def test_tiles_of_many_rows_fit_and_fill_the_card():
     assert prefill_launch(4096, 14336, 2, 320, 132).apart
     assert not prefill_launch(4096, 14336, 2, 8192, 132).apart
     assert prefill_launch(6144, 4096, 1, 320, 132)[:2] == (64, 256)
-
-
-def test_the_specialised_kernel_is_off_and_once_on_it_is_taken_where_it_leads(monkeypatch):
-    """As measured: at 1,152 rows tiles of 192 x 192 fit `out` and `down`; qkv of 1,024 rows is faster in 128 x 128."""
-
-    def chosen(n, k, rows, has=True):
-        return prefill_launch(n, k, num_splits(n, k), rows, 132, specialised=has)
-
-    shapes = dict(zip(("qkv", "out", "gate_up", "down"), SPLITS))
-    cases = [(*shape, rows) for shape in shapes.values() for rows in (129, 320, 1000, 1024, 1152, 2048, 8192)]
-    before = [chosen(*case) for case in cases]
-    assert all(isinstance(launch, PrefillLaunch) for launch in before)
-    monkeypatch.setattr(linear_table, "SPECIALISED_FROM", 1000)
-    assert [chosen(*case, has=False) for case in cases] == before
-    taken = {case for case, launch in zip(cases, before) if chosen(*case) != launch}
-    assert {(*shapes["out"], 1152), (*shapes["down"], 1152)} <= taken
-    assert chosen(*shapes["down"], 1152)[:2] == (192, 192)
-    assert not taken & {(*shapes["qkv"], 1024), (*shapes["qkv"], 1152)}
-    assert all(rows >= 1000 for *_, rows in taken)
-
-
-def test_every_number_of_rows_with_another_launch_is_told_apart(monkeypatch):
-    """The canary runs one number of rows for each: of a product, and of the gated MLP on the same weights."""
-    monkeypatch.setattr(linear_table, "SPECIALISED_FROM", 1000)
-    monkeypatch.setattr(linear_table, "SPECIALISED_TILES", dict(zip(linear_table.SPECIALISED_TILES, (680, 773))))
-    by_key = {}
-    for rows in range(900, 1500, 4):
-        launches = prefill_launch(28672, 4096, 1, rows, 132, specialised=True)
-        gated = gated_prefill_launch(14336, 4096, rows, 132, specialised=True)
-        by_key.setdefault(launch_of_rows(28672, 4096, rows, 132, specialised=True), set()).add((launches, gated))
-    assert len(by_key) > 1
-    assert all(len(launches) == 1 for launches in by_key.values())
 
 
 @pytest.mark.parametrize(("count", "rows"), [(1, 16), (16, 16), (17, 32), (65, 80), (81, 96), (97, 128), (5000, 128)])
