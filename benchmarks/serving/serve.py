@@ -8,8 +8,9 @@ the difference of the server's own counters, where /metrics has vLLM's `spec_dec
 The client has one thread. `client` is its share of one core; near 1 the figures are the client's. It is also told how much later
 than their arrival requests were sent.
 
-*Offline*: `LLM.generate` is given the same requests at once, in a process of its own that ends before the server starts. The
-difference is what HTTP, text in pieces and streams cost, and that the engine computes prompts more slowly while somebody reads.
+*Offline*: the same requests at once, in a process of its own that ends before the server starts, by `LLM.generate`, and as streams
+whose tokens nobody turns into text. Beside streams the engine computes prompts more slowly, so that nobody waits long for the next
+token, and they start in the order in which they came. What is left between streams and HTTP is what the server costs.
 """
 
 import asyncio
@@ -36,6 +37,7 @@ THROUGHPUT = {
     "total_tokens_per_second": ("all tokens/s", 12, decimals(0)),
     "goodput": ("goodput/s", 9, decimals(2)),
     "tokens_per_step": ("tokens/step", 11, decimals(2)),
+    "ttft_p50": ("ttft p50", 8, decimals(1)),
     "client": ("client", 6, decimals(2)),
 }
 TIMES = {
@@ -74,12 +76,22 @@ class Served:
     max_model_len: int | None
 
 
+@dataclass(frozen=True)
+class Offline:
+    """What requests took without HTTP."""
+
+    by: str
+    seconds: float
+    lengths: list  # (prompt tokens, output tokens) of each
+    tokens_per_step: float | None
+    firsts: list  # seconds from handing in a prompt to its first token
+
+
 def bench_serve(settings, entries, vocab_size, *, server, offline=None, api_key=None, **report):
     """Measure, print both tables and the JSON object, which is returned.
 
     entries: of a file of prompts, None for random ones below vocab_size; server: a context of (base URL, what runs it); offline: a
-    function from (warm-up, requests) to (seconds, [(prompt tokens, output tokens)], tokens per step or None); report: arguments of
-    Report.
+    function from (warm-up, requests) to [Offline]; report: arguments of Report.
     """
     if entries is None:
         sizes = settings.num_prompts, settings.prompts, settings.outputs, settings.temperature
@@ -92,10 +104,9 @@ def bench_serve(settings, entries, vocab_size, *, server, offline=None, api_key=
     said["request_rate"] = str(settings.request_rate)  # JSON has no infinity
     report = Report("serve", THROUGHPUT, settings=said, **report)
     allow_open_files()
-    seconds = None
-    if offline is not None:
-        seconds, lengths, tokens_per_step = offline(warm, requests)
-        report.add(_throughput("LLM.generate", seconds, lengths, tokens_per_step))
+    without = offline(warm, requests) if offline is not None else []
+    for one in without:
+        report.add(_throughput(one.by, one.seconds, one.lengths, one.tokens_per_step, one.firsts))
     with server as (base_url, _), asyncio.Runner() as runner:
         client = Client(base_url, api_key)
         served = runner.run(_look(client, settings))
@@ -111,14 +122,8 @@ def bench_serve(settings, entries, vocab_size, *, server, offline=None, api_key=
         cpu = (time.process_time() - cpu) / took
         after = runner.run(_counters(client))
     _tell(report, settings, outcomes, took, _tokens_per_step(before, after), cpu)
-    if seconds is not None:
-        cost = took / seconds - 1
-        report.state(
-            f"over HTTP the same requests took {cost:.1%} more time than by LLM.generate"
-            if cost >= 0
-            else f"over HTTP the same requests took {-cost:.1%} less time than by LLM.generate",
-            http_cost=round(cost, 5),
-        )
+    if without:
+        _compare(report, without, outcomes, took)
     return report.finish()
 
 
@@ -184,7 +189,8 @@ def _tell(report, settings, outcomes, seconds, tokens_per_step, client):
     done = [one for one in outcomes if one.error is None]
     if not done:
         raise ValueError(f"no request was answered: {outcomes[0].error}")
-    row = _throughput("HTTP", seconds, [(one.num_prompt_tokens, one.num_tokens) for one in done], tokens_per_step)
+    lengths = [(one.num_prompt_tokens, one.num_tokens) for one in done]
+    row = _throughput("HTTP", seconds, lengths, tokens_per_step, [one.to_first for one in done])
     row |= {"failed": len(outcomes) - len(done), "client": client}
     if settings.goodput:
         row["goodput"] = sum(map(_keeps(settings.goodput), done)) / seconds
@@ -208,8 +214,22 @@ def _tell(report, settings, outcomes, seconds, tokens_per_step, client):
     )
 
 
-def _throughput(by, seconds, lengths, tokens_per_step):
-    """The row of one way to run the requests.  lengths: (prompt, output) tokens of each"""
+def _compare(report, without, outcomes, seconds):
+    """Say what HTTP cost beside each Offline."""
+    costs = {one.by: round(seconds / one.seconds - 1, 5) for one in without}
+    words = [f"{abs(cost):.1%} {'more' if cost >= 0 else 'less'} time than by {by}" for by, cost in costs.items()]
+    first = percentiles([one.to_first * 1e3 for one in outcomes if one.error is None])["p50"]
+    later = round(first - percentiles([one * 1e3 for one in without[-1].firsts])["p50"], 3)
+    report.state(
+        f"over HTTP the same requests took {', '.join(words)}; a first token came {later:.1f} ms later than by "
+        f"{without[-1].by} (p50)",
+        http_cost=costs,
+        http_first_token_ms=later,
+    )
+
+
+def _throughput(by, seconds, lengths, tokens_per_step, firsts):
+    """The row of one way to run the requests.  lengths: (prompt, output) tokens of each; firsts: seconds to the first tokens"""
     num_prompt, num_new = map(sum, zip(*lengths))
     return {
         "by": by,
@@ -220,6 +240,7 @@ def _throughput(by, seconds, lengths, tokens_per_step):
         "output_tokens_per_second": num_new / seconds,
         "total_tokens_per_second": (num_prompt + num_new) / seconds,
         "tokens_per_step": tokens_per_step,
+        "ttft_p50": percentiles([one * 1e3 for one in firsts])["p50"],
         "prompt_tokens": num_prompt,
         "output_tokens": num_new,
     }

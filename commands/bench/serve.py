@@ -61,7 +61,9 @@ def add_options(parser):
         help=f"limits in milliseconds, like ttft:200,tpot:50, of {', '.join(LIMITS)} (itl: of the longest gap)",
     )
     parser.add_argument(
-        "--offline", action="store_true", help="first run the same requests by LLM.generate, to tell what HTTP costs"
+        "--offline",
+        action="store_true",
+        help="first run the same requests without HTTP: as streams, and by LLM.generate unless --max-concurrency is given",
     )
     parser.add_argument(
         "--output", help="write the JSON object here; a bare NAME stands for benchmarks/results/<date>-NAME.json"
@@ -85,8 +87,8 @@ def run(arguments):
         raise ValueError(
             f"{'--offline' if arguments.offline else words[0]} is for a server that is started: leave --base-url out"
         )
-    if arguments.offline and (arguments.request_rate != math.inf or arguments.max_concurrency):
-        raise ValueError("--offline hands in all requests at once: leave --request-rate and --max-concurrency out")
+    if arguments.offline and arguments.request_rate != math.inf:
+        raise ValueError("--offline does not wait for arrivals: leave --request-rate out")
     if not arguments.request_rate > 0:
         raise ValueError(f"--request-rate must be above 0, or inf, got {arguments.request_rate}")
     entries, prompts, vocab_size = None, arguments.prompts, arguments.vocab_size
@@ -164,21 +166,22 @@ def limits(given):
 
 
 def _in_a_child(arguments, warm, requests):
-    """`_generate` in a process of its own, which leaves no memory of the device behind."""
+    """`_offline` in a process of its own, which leaves no memory of the device behind."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as child:
-        return child.submit(_generate, arguments, warm, requests).result()
+        return child.submit(_offline, arguments, warm, requests).result()
 
 
-def _generate(arguments, warm, requests):
-    """Run LoadRequests by LLM.generate.  -> (seconds, [(prompt tokens, output tokens)], tokens per step or None)"""
+def _offline(arguments, warm, requests):
+    """Run LoadRequests without HTTP.  -> [Offline]"""
     import time
 
+    from ...benchmarks.serving.serve import Offline
     from ...inference.prompt_files import render_prompt
     from ...inference.sampling_params import SamplingParams
 
     llm = build_llm(llm_arguments(arguments.model_tag, arguments, speculative_of(arguments)))
 
-    def generate(requests):
+    def measure(run, requests):
         prompts = [
             render_prompt(llm.tokenizer, {"messages": one.prompt}) if one.is_chat else one.prompt for one in requests
         ]
@@ -186,14 +189,40 @@ def _generate(arguments, warm, requests):
             SamplingParams(temperature=one.temperature, max_tokens=one.max_tokens, seed=one.seed, ignore_eos=True)
             for one in requests
         ]
-        return llm.generate(prompts, params)
+        llm.reset_prefix_cache()
+        start = time.perf_counter()
+        outputs = run(llm, prompts, params)
+        return time.perf_counter() - start, outputs
 
-    if warm:
-        generate(warm)
-    start = time.perf_counter()
-    outputs = generate(requests)
-    seconds = time.perf_counter() - start
-    drafts = [output.outputs[0].spec_decode_metrics for output in outputs]
-    steps, accepted = sum(one.num_steps for one in drafts), sum(one.num_accepted_tokens for one in drafts)
-    lengths = [(len(output.prompt_token_ids), len(output.outputs[0].token_ids)) for output in outputs]
-    return seconds, lengths, 1 + accepted / steps if steps else None
+    most, found = arguments.max_concurrency, []
+    ways = [("LLM.generate", _generate)] * (most is None) + [("streams", partial(_stream, most=most))]
+    for by, run in ways:
+        if warm:
+            measure(run, warm)
+        seconds, outputs = measure(run, requests)
+        drafts = [output.outputs[0].spec_decode_metrics for output in outputs]
+        steps, accepted = sum(one.num_steps for one in drafts), sum(one.num_accepted_tokens for one in drafts)
+        lengths = [(len(output.prompt_token_ids), len(output.outputs[0].token_ids)) for output in outputs]
+        firsts = [output.metrics.first_token_latency for output in outputs]
+        found.append(Offline(by, seconds, lengths, 1 + accepted / steps if steps else None, firsts))
+    return found
+
+
+def _generate(llm, prompts, params):
+    return llm.generate(prompts, params)
+
+
+def _stream(llm, prompts, params, most=None):
+    """As the server's engine does it: each prompt is a stream, whose tokens somebody waits for.  most: at once, None: no limit"""
+    from ...inference.frozen_heap import frozen_heap
+    from ...inference.line import Call
+
+    session, waiting, submissions = llm.session, list(zip(prompts, params)), []
+    with frozen_heap():
+        while waiting or not all(submission.finished for submission in submissions):
+            num_open = sum(not submission.finished for submission in submissions)
+            count = len(waiting) if most is None else most - num_open
+            submissions += [session.submit(*pair, call=Call(is_stream=True)) for pair in waiting[:count]]
+            del waiting[:count]
+            session.step()
+    return [session.output(submission) for submission in submissions]

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import pytest
 
@@ -194,15 +195,50 @@ def test_a_running_server_is_measured(speculative, tmp_path, capsys):
 
 
 def test_a_server_is_started_with_the_same_options_as_the_engine_beside_it(monkeypatch, capfd):
-    monkeypatch.setattr(command, "_in_a_child", command._generate)  # the child's work, without its start
+    monkeypatch.setattr(command, "_in_a_child", command._offline)  # the child's work, without its start
     llm = ["--head", str(HEADS), "--tree", "static", "--device", "cpu", "--dtype", "float32", "--max-num-seqs", "4"]
     assert main(["bench", "serve", str(TARGET), *llm, "--prompts", "5-40", *SMALL, "--offline"]) == 0
     found = json.loads(capfd.readouterr().out.splitlines()[-1])
-    offline, served = found["rows"][:2]
-    assert [row["by"] for row in (offline, served)] == ["LLM.generate", "HTTP"]
+    *without, served = rows = found["rows"][:3]
+    assert [row["by"] for row in rows] == ["LLM.generate", "streams", "HTTP"]
     for name in ("completed", "prompt_tokens", "output_tokens", "tokens_per_step"):
-        assert offline[name] == served[name], name
-    assert found["facts"]["http_cost"] == pytest.approx(served["seconds"] / offline["seconds"] - 1, abs=1e-3)
+        assert len({row[name] for row in rows}) == 1, name
+    for row in without:
+        cost = served["seconds"] / row["seconds"] - 1
+        assert found["facts"]["http_cost"][row["by"]] == pytest.approx(cost, abs=1e-3)
+    later = served["ttft_p50"] - without[-1]["ttft_p50"]
+    assert found["facts"]["http_first_token_ms"] == pytest.approx(later, abs=1e-2)
+
+
+def test_with_few_at_once_the_engine_beside_it_runs_streams_alone(monkeypatch, capfd):
+    monkeypatch.setattr(command, "_in_a_child", command._offline)
+    few = ["--device", "cpu", "--prompts", "5-40", *SMALL, "--offline", "--max-concurrency", "1"]
+    assert main(["bench", "serve", str(TARGET), *few]) == 0
+    rows = json.loads(capfd.readouterr().out.splitlines()[-1])["rows"][:2]
+    assert [row["by"] for row in rows] == ["streams", "HTTP"]
+
+
+def test_no_more_streams_are_open_at_once_than_were_asked_for():
+    class Session:
+        open, most, order = [], 0, []
+
+        def submit(self, prompt, params, call):
+            assert call.is_stream
+            self.order.append(prompt)
+            self.open.append(one := SimpleNamespace(finished=False, prompt=prompt))
+            self.most = max(self.most, len(self.open))
+            return one
+
+        def step(self):
+            self.open.pop(0).finished = True
+
+        def output(self, submission):
+            return submission.prompt
+
+    session = Session()
+    prompts = list(range(7))
+    assert command._stream(SimpleNamespace(session=session), prompts, prompts, most=3) == prompts == session.order
+    assert session.most == 3
 
 
 def test_the_options_of_the_engine_are_handed_on():
@@ -232,7 +268,7 @@ def test_the_options_of_the_engine_are_handed_on():
         ),
         (["--base-url", "http://127.0.0.1:9", "--offline"], "--offline is for a server that is started"),
         (["--base-url", "http://127.0.0.1:9", "--head", "x"], "--head=x is for a server that is started"),
-        (["x", "--offline", "--request-rate", "3"], "--offline hands in all requests at once"),
+        (["x", "--offline", "--request-rate", "3"], "--offline does not wait for arrivals"),
         (["x", "--request-rate", "0"], "--request-rate must be above 0"),
         (["x", "--request-rate", "nan"], "--request-rate must be above 0"),
         (["x", "--prompts", "missing.jsonl"], "no prompt file missing.jsonl"),
