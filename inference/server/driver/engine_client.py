@@ -19,7 +19,7 @@ from ...metrics import metrics_of
 from .engine_process import ending
 from .growing_output import GrowingOutput
 from .job import Broken, Failed, Full, Job
-from .messages import Accepted, Cancel, Refused, Submit, Tokens
+from .messages import Accepted, Cancel, GivenUp, Refused, Submit, Tokens
 from .wire import Closed, packed, read_message
 
 STOPPED = "the server is shutting down"
@@ -83,6 +83,9 @@ class EngineClient:
         self.num_outputs += count
         try:
             self._writer.write(packed(Submit(job.number, prompts, streamed)))
+            await (
+                self._writer.drain()
+            )  # during a long step nothing is read: what clients submit and leave must not pile up here
             while not (events := await job.take()):
                 pass
             answer, *rest = events
@@ -131,8 +134,10 @@ class EngineClient:
 
     def _taken(self, job, event):
         """What an event means to the reader of its job."""
-        if isinstance(event, Refused):
+        if isinstance(event, Refused | GivenUp):
             job.num_running = 0
+        if isinstance(event, GivenUp):
+            return Failed(event.reason)
         if not isinstance(event, tuple):
             return event
         tokens = Tokens(*event)

@@ -3,8 +3,9 @@
     EngineLoop(llm.session, Wire(connection)).run()
 
 Nothing else touches the engine while it runs. It ends when the other side closes the connection. A step that raises ends it, too:
-the connection is closed, which tells the other side. Text is no work of this side, except that stop strings are looked for where an
-output ends, in the engine. Grammars, which may take seconds to compile, are compiled in a thread while others' steps go on.
+the connection is closed, which tells the other side. A step that found no memory on the device is done again, the second time
+without the job that needs most; answers of others stay the same. Text is no work of this side, except that stop strings are looked
+for where an output ends, in the engine. Grammars, which may take seconds to compile, are compiled in a thread, beside the steps.
 Not done here: processes, HTTP, checking of prompts.
 """
 
@@ -13,11 +14,14 @@ from bisect import bisect_left
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
+import torch
+
 from ...line import Call
 from ...metrics import counts_of
-from .messages import Accepted, Cancel, End, Refused
+from .messages import Accepted, Cancel, End, GivenUp, Refused
 from .wire import Closed
 
+NO_MEMORY = "the device has no memory left for this request: ask for fewer log-probabilities, or try again later"
 LOOK_AGAIN = 0.005  # seconds between two looks for commands while a grammar is compiled and nothing runs
 log = logging.getLogger("headstart.server")
 
@@ -45,6 +49,7 @@ class EngineLoop:
         self._outputs = {}  # {Request: _Output} of outputs that have not ended
         self._compiler = ThreadPoolExecutor(1, "grammars")
         self._compiling = {}  # {number: (Submit, Future)} of jobs that wait for their grammars
+        self._num_short = 0  # of steps that found no memory, since the last good one
 
     def run(self):
         """Until the other side closes the connection.  -> the exit status: 1 if the engine has failed"""
@@ -119,12 +124,34 @@ class EngineLoop:
             self._session.cancel(submission)
 
     def _step(self):
+        try:
+            advanced = self._session.step()
+            self._num_short = 0
+        except torch.OutOfMemoryError:
+            advanced = None
+        if advanced is None:  # the error is gone by now, and with it what the broken step held
+            self._make_room()
+            return
         news = []
         # In the order of the prompts and their outputs: a prompt's first output brings the log-probabilities of the prompt.
-        for request in sorted(set(self._session.step()), key=lambda request: request.request_id):
+        for request in sorted(set(advanced), key=lambda request: request.request_id):
             output = self._outputs.get(request)
             if output is not None and (request.finished or self._jobs[output.job].streamed):
                 news.append((output.job, self._new_tokens(request, output)))
+        self._tell(news)
+
+    def _make_room(self):
+        """Free what the allocator keeps; from the second time on give up the job that needs most, of equal ones the youngest."""
+        torch.cuda.empty_cache()
+        self._num_short += 1
+        news = []
+        if self._num_short > 1:
+            started = [request for request in self._outputs if request.times.scheduled_ts] or self._outputs
+            given_up = max(started, key=_need)
+            job = self._outputs[given_up].job
+            self._drop(job)
+            news.append((job, GivenUp(NO_MEMORY)))
+        log.warning("a step found no memory on the device%s", "; a request was given up" if news else "")
         self._tell(news)
 
     def _new_tokens(self, request, output):
@@ -149,3 +176,8 @@ class EngineLoop:
             request.num_cached_tokens,
             end,
         )
+
+
+def _need(request):
+    """What memory a request takes beyond its pages, as a key to compare by."""
+    return request.params.prompt_logprobs is not None, request.params.logprobs is not None, request.request_id

@@ -2,9 +2,9 @@
 
 From the engine: first an EngineInfo (engine_info.py), or Refused if it cannot be built; then, after every step and whenever
 commands were obeyed, one pair (news, counts). news: a list of (job, event); the event is Accepted or Refused, then the fields of
-Tokens until every output of the job has ended; counts: counts_of(engine). To the engine: Submit and Cancel. A closed connection
-ends both: the server needs no engine any more, or the engine has failed. A job is the work of one HTTP request: its prompts, each
-with its outputs. No torch.
+Tokens until every output of the job has ended, or GivenUp; counts: counts_of(engine). To the engine: Submit and Cancel. A closed
+connection ends both: the server needs no engine any more, or the engine has failed. A job is the work of one HTTP request: its
+prompts, each with its outputs. No torch.
 """
 
 from dataclasses import dataclass
@@ -37,6 +37,13 @@ class Accepted:
 @dataclass(frozen=True)
 class Refused:
     """The job can never run: the cache is too small for it. Or the engine cannot be built."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class GivenUp:
+    """The job broke off in the engine, which goes on."""
 
     reason: str
 
