@@ -63,6 +63,10 @@ class Guard:
 
     def _refusal(self, scope, headers):
         """Why this request is not for any route, as an ApiError, or None."""
+        if "transfer-encoding" in headers and "content-length" in headers:
+            # A proxy that believes the other of the two sees another request's start in this one's body.
+            words = "give Content-Length or Transfer-Encoding, not both"
+            return ApiError(400, words, headers={"Connection": "close"})
         if self._hosts is not None and _host(headers.get("host", "")) not in self._hosts:
             return ApiError(
                 403, "this Host is not served here: start the server with --allowed-hosts", code="host_not_allowed"

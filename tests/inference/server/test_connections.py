@@ -71,6 +71,19 @@ def test_the_limit_of_a_header_is_none_of_the_body_and_the_answer(limited):
         assert slow.recv(1000).startswith(b"HTTP/1.1 200")
 
 
+def test_a_body_of_two_lengths_is_refused_with_all_that_follows(served):
+    """Else a proxy and the server disagree where the next request starts."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with dial(served) as both:
+        both.sendall(head + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + HEALTH)
+        said = b""
+        with contextlib.suppress(ConnectionResetError):
+            while some := both.recv(4096):
+                said += some
+    assert said.startswith(b"HTTP/1.1 400")
+    assert said.count(b"HTTP/1.1") == 1
+
+
 def test_connections_beyond_the_limit_are_told(speculative, monkeypatch):
     monkeypatch.setattr(connections, "SPARE", 2)
     with running(speculative(), max_connections=2) as server, contextlib.ExitStack() as opened:
