@@ -16,7 +16,6 @@ cold and a warm Triton cache; and the greatest memory taken.
 
 import math
 import random
-import time
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
@@ -37,7 +36,7 @@ from ..floor import StepFloor, copy_bandwidth, product_rate
 from ..library import library_products
 from ..random_heads import bytes_with_head, empty_head, random_head
 from ..shape import NUM_HEADS, check_fits, config_of_shape
-from .startup import seconds_to_first_token
+from .startup import FIRST_TOKENS, first_tokens_ms, seconds_to_first_token
 
 COLUMNS = {
     "draft": ("draft", 22, plain),
@@ -58,7 +57,6 @@ COLUMNS = {
     "over_library": ("x library", 9, decimals(2)),
     "peak": ("peak GiB", 8, decimals(1)),
 }
-FIRST_TOKENS = 7  # prompts whose first token is timed
 LIBRARY_MS = {"cuda": 500, "cpu": 0}  # at least so long the library's products are repeated
 LEAST_REPEATS = 2
 TEXT_LOGPROBS = 5
@@ -199,16 +197,9 @@ class EngineBench:
         return [[self.dice.randrange(vocab) for _ in range(self.settings.prompt_tokens)] for _ in range(count)]
 
     def first_token(self, llm):
-        """Time from the call to the first token, one prompt at a time."""
-        params, samples = SamplingParams(max_tokens=1, ignore_eos=True), []
-        for number, prompt in enumerate(self.prompts(llm, 2 + FIRST_TOKENS)):
-            start = time.perf_counter()
-            llm.generate([prompt], params)
-            if number >= 2:  # the first ones compile
-                samples.append((time.perf_counter() - start) * 1e3)
-        times = Times.of(samples)
+        times = Times.of(first_tokens_ms(llm, self.prompts(llm, FIRST_TOKENS)))
         self.report.state(
-            f"first token of a prompt of {self.settings.prompt_tokens} tokens: {times.p50:.1f} ms "
+            f"first token of a prompt of {self.settings.prompt_tokens} tokens, after a pause: {times.p50:.1f} ms "
             f"(p20 {times.p20:.1f}, p80 {times.p80:.1f})",
             first_token_ms=times.as_dict(),
         )

@@ -1,4 +1,4 @@
-"""Measure the time from the start of a process to its first token, in a child process: `seconds_to_first_token`.
+"""Times to a first token: from the start of a process (`seconds_to_first_token`), and of an idle engine (`first_tokens_ms`).
 
 As a script (what the child runs) it prints {"imported", "built", "first_token"}: seconds since BEGAN, when it was started.
 
@@ -13,6 +13,9 @@ import tempfile
 import time
 
 TIMEOUT = 400  # seconds; a cold Triton cache compiles every kernel
+FIRST_TOKENS = 9  # prompts whose first token is timed
+NUM_WARM = 2  # of them: those before compile
+IDLE = 0.25  # seconds without work before each: prompts without a pause heat the GPU, and its clock falls
 
 
 def seconds_to_first_token(shape, dtype, device, max_num_seqs, prompt_tokens):
@@ -32,6 +35,19 @@ def seconds_to_first_token(shape, dtype, device, max_num_seqs, prompt_tokens):
                 raise RuntimeError(f"measuring start-up failed: {done.stderr.strip()[-2000:]}")
             found[name] = json.loads(done.stdout.strip().splitlines()[-1])
     return found
+
+
+def first_tokens_ms(llm, prompts):
+    """Milliseconds from the call to the first token of each prompt, alone on an engine after a pause; NUM_WARM are left out."""
+    from ...inference.sampling_params import SamplingParams
+
+    params, samples = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True), []
+    for prompt in prompts:
+        time.sleep(IDLE)
+        start = time.perf_counter()
+        llm.generate([prompt], params)
+        samples.append((time.perf_counter() - start) * 1e3)
+    return samples[NUM_WARM:]
 
 
 def main(shape, dtype, device, max_num_seqs, prompt_tokens, began):

@@ -38,6 +38,7 @@ from ...kernels.jit import triton
 from ..floor import StepFloor, copy_bandwidth, product_rate, weight_bytes
 from ..random_heads import bytes_with_head, empty_head, random_head
 from ..shape import NUM_HEADS, check_fits, config_of_shape
+from .startup import FIRST_TOKENS, first_tokens_ms
 
 THROUGHPUT = {
     "draft": ("draft", 20, plain),
@@ -66,7 +67,6 @@ STALLS = {
 PERMILLE = {"p50": 500, "p99": 990, "p999": 999}
 STALL_OUTPUTS = (40, 120)  # tokens of an output beside stalls: short, so that prompts keep entering
 WARM_PROMPT, WARM_OUTPUT = 50, 8
-FIRST_TOKENS = 7  # prompts whose first token is timed
 
 
 @dataclass(frozen=True)
@@ -240,13 +240,10 @@ class TrafficBench:
             self.first_tokens[draft] = self.first_token(llm)
 
     def first_token(self, llm):
-        """Median time from the call to the first token, in milliseconds, one prompt at a time."""
-        samples, length = [], (self.settings.first_prompt,) * 2
-        for prompt in random_requests(self.vocab_size, "first token", 2 + FIRST_TOKENS, length, (1, 1))[0]:
-            start = time.perf_counter()
-            llm.generate([prompt], SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
-            samples.append((time.perf_counter() - start) * 1e3)
-        return statistics.median(samples[2:])  # the first ones compile
+        """Median time to the first token, in milliseconds, of prompts that come one by one after a pause."""
+        length = (self.settings.first_prompt,) * 2
+        prompts = random_requests(self.vocab_size, "first token", FIRST_TOKENS, length, (1, 1))[0]
+        return statistics.median(first_tokens_ms(llm, prompts))
 
     def floor(self, lengths, num_steps, nodes, speculative):
         """Seconds that the run takes at least: {"floor", and its parts}. See the module.

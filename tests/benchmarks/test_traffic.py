@@ -69,7 +69,7 @@ def test_both_tables_have_a_line_per_draft_and_every_draft_gets_the_same_request
     assert sum("admitting p50 ms" in line for line in lines) == 1
 
     # Per draft: a warm-up, the requests, first tokens; then a warm-up before the stalls.
-    each = 1 + 1 + 2 + traffic.FIRST_TOKENS
+    each = 1 + 1 + traffic.FIRST_TOKENS
     plain, drafted = sent["generate"][:each], sent["generate"][each : 2 * each]
     assert plain == drafted
     requests = plain[1]
