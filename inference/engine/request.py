@@ -119,8 +119,8 @@ class Request:
         self.committed = self.in_flight = self.num_named = 0
         self.seat, self.pages = None, []
         self.epoch += 1
-        if self.matcher is not None and not self.finished:
-            self.matcher.start_over(self.output_token_ids)
+        if self.matcher is not None and not self.finished and self.matcher.start_over(self.output_token_ids):
+            self._end_broken()
 
     def count_drafts(self, num_new, num_drafted, num_accepted, max_depth):
         """Count a step that has appended `num_new` tokens, the first `num_accepted` of which were drafts."""
@@ -153,5 +153,7 @@ class Request:
     def look_ahead(self):
         """Let its grammar, if it has one, find what may follow the tokens handed back."""
         if self.matcher is not None and not self.finished and self.matcher.look_ahead():
-            self.finish_reason, self.stop_reason = "error", self.matcher.error
-            self.status = Status.FINISHED
+            self._end_broken()
+
+    def _end_broken(self):
+        self.status, self.finish_reason, self.stop_reason = Status.FINISHED, "error", self.matcher.error

@@ -9,6 +9,7 @@ matcher = grammars.matcher(grammar, most_drafts=4)  # at its start; one per outp
 import copy
 import threading
 from collections import OrderedDict
+from functools import partial
 
 from .library import compile_grammar, make_tokenizer
 from .matcher import Matcher
@@ -58,7 +59,8 @@ class Grammars:
 
     def matcher(self, grammar, most_drafts):
         """A Matcher at the start of a grammar that `check` has returned."""
-        return Matcher(self.compile(grammar).deep_copy(), most_drafts)
+        compiled = self.compile(grammar)
+        return Matcher(compiled, most_drafts, alone=partial(self._replace, grammar, compiled))
 
     def close(self):
         """End the process that tries grammars; the next grammar starts another."""
@@ -74,6 +76,13 @@ class Grammars:
         backend.no_padding()
         backend.no_truncation()
         return backend.to_str(), max(self._vocab_size, backend.get_vocab_size()), self._eos
+
+    def _replace(self, grammar, broken):
+        """The grammar compiled anew, for one output. The compiled one that broke is kept no longer."""
+        with self._lock:
+            if self._compiled.get(grammar) is broken:
+                del self._compiled[grammar]
+        return compile_grammar(self._library_tokenizer, grammar)
 
     def _kept(self, kept, key):
         with self._lock:

@@ -31,7 +31,7 @@ def main():
         _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + CPU_SECONDS + 1)
         try:
             grammar = make_grammar(*json.loads(line))
-            first = Matcher(compile_grammar(tokenizer, grammar).deep_copy(), MOST_DRAFTS)
+            first = Matcher(compile_grammar(tokenizer, grammar), MOST_DRAFTS, alone=None)
             eos = sum(1 << token for token in set(tokenizer.eos_tokens))
             if not int.from_bytes(first.masks[0].tobytes(), "little") & ~eos:
                 raise ValueError("only the empty text has this form")

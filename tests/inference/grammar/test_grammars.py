@@ -8,9 +8,9 @@ import time
 import numpy as np
 import pytest
 
-from headstart.inference.grammar import trial
+from headstart.inference.grammar import library, trial
 from headstart.inference.grammar.grammars import Grammars
-from headstart.inference.grammar.matcher import ENDED
+from headstart.inference.grammar.matcher import BROKEN, ENDED
 from headstart.inference.grammar.structured_outputs import MOST_CHARACTERS, StructuredOutputsParams
 from headstart.inference.models.target_source import load_tokenizer
 from headstart.tests.inference.server.serving import TARGET
@@ -204,6 +204,37 @@ def test_any_thread_may_check(grammars):
 def test_bad_parameters_are_refused(given, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         StructuredOutputsParams(**given)
+
+
+def test_what_one_output_makes_of_the_lexer_ends_no_other(grammars, tokenizer, monkeypatch):
+    """Outputs share a lexer, which is broken for all of them once one has filled it."""
+    form = {"regex": "[ -~]*a[ -~]{14}b[ -~]*c[ -~]{12}d"}
+    tokens = tokenizer("abacab, cab back at a crab: cabbage, abacus and arcade " * 40)["input_ids"]
+    whole = matcher_of(grammars, **form)
+    monkeypatch.setitem(library.LIMITS, "max_lexer_states", 2000)
+    grammars._compiled.clear()
+    filler, other = matcher_of(grammars, **form), matcher_of(grammars, **form)
+    for token in tokens:
+        if (ended := filler.accept(token) or filler.look_ahead()) is not None:
+            break
+    assert ended is BROKEN, "it has filled the shared lexer, and then its own"
+    assert "too many states" in filler.error
+    later = matcher_of(grammars, **form)
+    for token in tokens[:20]:
+        for matcher in (whole, other, later):
+            assert matcher.accept(token) is None
+            assert matcher.look_ahead() is None
+            assert (matcher.masks == whole.masks).all()
+
+
+def test_starting_over_mends_what_is_broken(grammars, tokenizer):
+    matcher, (word,) = matcher_of(grammars, regex="[ab]+"), tokenizer("a")["input_ids"]
+    masks = matcher.masks.copy()
+    assert matcher.accept(tokenizer("!")["input_ids"][0]) is BROKEN
+    assert matcher.start_over([word]) is None
+    assert matcher.accept(word) is None
+    assert matcher.start_over([]) is None
+    assert (matcher.masks == masks).all()
 
 
 def test_a_schema_keeps_its_order_and_is_text():

@@ -9,7 +9,7 @@ import pytest
 from headstart import LLM, SamplingParams, StructuredOutputsParams
 from headstart.inference.engine.engine import Engine
 from headstart.inference.engine.stopping import GrowingText
-from headstart.inference.grammar.matcher import Matcher
+from headstart.inference.grammar.matcher import BROKEN, Matcher
 from headstart.inference.speculation.tree import Tree, save_tree
 from headstart.tests.inference.server.serving import HEADS, PROMPTS, TARGET
 
@@ -191,6 +191,26 @@ def test_a_step_that_breaks_off_changes_nothing(expected, raising, owner, name, 
     while not request.finished:
         llm.engine.step()
     assert (request.output_token_ids, request.finish_reason) == expected[2]
+
+
+def test_an_output_that_cannot_start_over_ends_at_once(expected, raising, monkeypatch):
+    """No further token is drawn by a mask of another place."""
+
+    def break_down(matcher, _):
+        matcher.error = "too many states"
+        return BROKEN
+
+    llm = make()
+    request = llm.session.submit(ASKED[2], WANTED[2]).requests[0]
+    for _ in range(4):
+        llm.engine.step()
+    monkeypatch.setattr(Matcher, "start_over", break_down)
+    with raising(Engine, "_hand_back", 1), suppress(MemoryError):
+        llm.engine.step()
+    assert (request.finish_reason, request.stop_reason) == ("error", "too many states")
+    assert request.output_token_ids == expected[2][0][: request.num_settled]
+    assert request.num_settled > 2
+    llm.engine.check()
 
 
 def test_drafts_that_are_not_forced_change_nothing(target_folder, head_folder, tmp_path, monkeypatch):
