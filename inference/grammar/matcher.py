@@ -17,14 +17,16 @@ ENDED, BROKEN = "ended", "broken"
 class Matcher:
     """compiled: an LLMatcher at the start of the grammar, which stays there; most_drafts: the most forced tokens to look for.
 
-    alone: makes another such LLMatcher, whose lexer nobody shares.
+    alone: makes another such LLMatcher, whose lexer nobody shares. late: ids that the first min_tokens tokens must not be, unless
+    nothing else may follow.
     drafts: forced tokens that follow, at most most_drafts; masks: int32 [len(drafts) + 1, W], bit t of which allows the token t
     after the output, after the first of the drafts, ...; error: what the library says after BROKEN. Raises ValueError if the first
     mask is too much for the library's limits.
     """
 
-    def __init__(self, compiled, most_drafts, alone):
+    def __init__(self, compiled, most_drafts, alone, min_tokens=0, late=()):
         self._compiled, self._most_drafts, self._alone = compiled, most_drafts, alone
+        self._min_tokens, self._late = min_tokens, sorted(late)
         self.drafts, self.masks, self.error = [], None, None
         if self.start_over([]):
             raise ValueError(self.error)
@@ -48,7 +50,8 @@ class Matcher:
             place.rollback(len(drafts))
         if place.is_error():
             return self._go_alone()
-        self.drafts, self.masks = drafts, np.stack(masks)
+        early = max(self._min_tokens - len(self._tokens), 0)
+        self.drafts, self.masks = drafts, np.stack([*map(self._without_late, masks[:early]), *masks[early:]])
         return None
 
     def start_over(self, token_ids):
@@ -56,6 +59,12 @@ class Matcher:
         self._tokens, self._place = list(token_ids), self._compiled.deep_copy()
         self._place.consume_tokens(self._tokens)
         return self.look_ahead()
+
+    def _without_late(self, mask):
+        """The mask [W] without the ids that come late, or as it is where that leaves none."""
+        bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+        bits[self._late] = 0
+        return np.packbits(bits, bitorder="little").view(np.int32) if bits.any() else mask
 
     def _forced(self):
         """Tokens that must follow."""

@@ -171,6 +171,38 @@ def test_the_first_end_counts_whatever_it_is(plain):
     assert (found[3].text, eos in found[3].token_ids) == ("alphabet", False)
 
 
+@pytest.mark.parametrize("speculation", [None, CHAIN], ids=["plain", "chain"])
+def test_min_tokens_gives_way_where_the_form_lets_only_stop_tokens_follow(plain, speculation):
+    llm = make(speculative_config=speculation)
+    texts = [llm.tokenizer.decode([token]) for token in range(len(llm.tokenizer))]
+    dots, letters = ([t for t, text in enumerate(texts) if text and set(text) <= set(some)] for some in (".", "ab."))
+    eos = f"<[{llm.tokenizer.eos_token_id}]>"
+    many = dict(min_tokens=12, max_tokens=20, seed=3)
+    cases = [
+        # Dots only, and all of them are stop tokens: the first one after min_tokens stops.
+        (params_of({"regex": "[.]{200}"}, stop_token_ids=dots, **many), 13, dots),
+        # A word of stop tokens: the output ends with its form.
+        (params_of({"regex": "a[.]b"}, stop_token_ids=letters, **many), None, [None]),
+        # EOS is the only token that may follow, because the grammar names it.
+        (params_of({"grammar": f"start: /[xy]{{3}}/ {eos}"}, **many), None, [None]),
+        # Where another token may follow, stop tokens wait.
+        (params_of({"regex": "[.x]{200}"}, stop_token_ids=dots, logit_bias=dict.fromkeys(dots, 99), **many), 13, dots),
+        # Without min_tokens they stop at once.
+        (params_of({"regex": "[.]{200}"}, stop_token_ids=dots, max_tokens=20, seed=3), 1, dots),
+    ]
+    wanted = [params for params, *_ in cases]
+    found = outputs_of(llm, [PROMPTS[0]] * len(cases), wanted)
+    for output, (_, number, stopped_by) in zip(found, cases):
+        assert output.finish_reason == "stop"
+        assert output.stop_reason in stopped_by
+        assert number in (None, len(output.token_ids))
+    assert [found[1].text, re.sub("[xy]{3}", "", found[2].text)] == ["a.b", ""]
+    assert set(found[3].token_ids[:12]).isdisjoint(dots)
+    assert [output.token_ids for output in found] == [
+        outputs_of(plain, PROMPTS[0], params)[0].token_ids for params in wanted
+    ]
+
+
 def test_several_outputs_and_a_stream_are_those_of_one(plain):
     params = params_of(FORMS["compact"], seed=3)
     several = plain.generate(PROMPTS[0], params_of(FORMS["compact"], seed=3, n=3))[0].outputs
