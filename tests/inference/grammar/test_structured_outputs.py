@@ -10,6 +10,8 @@ from headstart import LLM, SamplingParams, StructuredOutputsParams
 from headstart.inference.engine.engine import Engine
 from headstart.inference.engine.stopping import GrowingText
 from headstart.inference.grammar.matcher import BROKEN, Matcher
+from headstart.inference.metrics import Counter
+from headstart.inference.server.figures import speculation_metrics
 from headstart.inference.speculation.tree import Tree, save_tree
 from headstart.tests.inference.server.serving import HEADS, PROMPTS, TARGET
 
@@ -132,6 +134,14 @@ def test_neither_drafts_nor_neighbours_change_a_token(expected, speculation, lat
     if speculation in (CHAIN, TREE):
         compact = found[NAMES.index("compact") - first].spec_decode_metrics
         assert compact.num_accepted_tokens == compact.num_draft_tokens > 5, "what the grammar forces is always right"
+        told = speculation_metrics(compact, llm.tree)
+        assert told["num_draft_tokens"] == told["num_draft_nodes"] == compact.num_draft_tokens, (
+            "a chain, on a tree, too"
+        )
+        counted = {metric.name: metric.value for metric in llm.get_metrics() if isinstance(metric, Counter)}
+        depths, nodes = counted["vllm:spec_decode_num_draft_tokens"], counted["headstart:spec_decode_num_draft_nodes"]
+        assert (depths < nodes) == (speculation is TREE)
+        assert depths < llm.tree.max_depth * counted["vllm:spec_decode_num_drafts"]
 
 
 def test_every_output_has_its_form(plain):
