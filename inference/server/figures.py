@@ -62,7 +62,7 @@ class Figures:
         success = Counter(
             "vllm:request_success", "Outputs that ended.", [*names, "finished_reason"], registry=self.registry
         )
-        self._ended = {reason: success.labels(*values, reason) for reason in ("stop", "length")}
+        self._ended = {reason: success.labels(*values, reason) for reason in ("stop", "length", "error")}
         self._last = {}  # {job: {(prompt, sample): when its last piece came}} of streams
         self._client = None
 
