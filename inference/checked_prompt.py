@@ -6,6 +6,7 @@ from numbers import Integral
 from ..heads.storage.keywords import reject_unknown
 from .engine.stopping import stop_ids
 from .forbidden_tokens import bad_word_sequences, check_tokens
+from .grammar.library import Grammar
 from .prompt_files import check_text
 from .sampling_params import SamplingParams
 from .vllm_api import PROMPT_KEYS
@@ -20,7 +21,7 @@ class CheckedPrompt:
     params: SamplingParams
     bad_words: tuple
     cache_salt: str | None = None
-    grammar: str | None = None  # the library's text of params.structured_outputs
+    grammar: Grammar | None = None  # of params.structured_outputs
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Metrics of an engine as vLLM's LLM.get_metrics returns them: a list of Counter, Gauge and Vector objects with vLLM's names.
 
 Counted since the LLM was built. A prompt counts once for each of its n outputs, as in vLLM, and once if its request is preempted.
-On a tree, draft tokens are its nodes. Histograms of times have no counterpart: RequestOutput.metrics has a request's times.
+On a tree, vllm:spec_decode_num_draft_tokens counts depths, as on a chain, and headstart:spec_decode_num_draft_nodes counts nodes.
+Histograms of times have no counterpart: RequestOutput.metrics has a request's times.
 """
 
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ class Vector(Metric):
 def counts_of(engine):
     """The figures of an Engine as plain data.  -> {"gauges": {name: number}, "counters": {...}, "vectors": {name: numbers}}
 
-    Those of speculation are there only where the engine speculates, as in vLLM.
+    A name without a colon is vLLM's. Those of speculation are there only where the engine speculates, as in vLLM.
     """
     counted, scheduler = engine.metrics, engine.scheduler
     gauges = {
@@ -60,7 +61,8 @@ def counts_of(engine):
         drafts = counted.spec_decode
         counters |= {
             "spec_decode_num_drafts": drafts.num_steps,
-            "spec_decode_num_draft_tokens": drafts.num_draft_tokens,
+            "spec_decode_num_draft_tokens": drafts.num_draft_depths,
+            "headstart:spec_decode_num_draft_nodes": drafts.num_draft_tokens,
             "spec_decode_num_accepted_tokens": drafts.num_accepted_tokens,
         }
         accepted = drafts.accepted_per_position
@@ -73,6 +75,9 @@ def metrics_of(counts, model_name):
     labels = {"model_name": model_name, "engine": "0"}
     return [
         *(Gauge(f"vllm:{name}", dict(labels), float(value)) for name, value in counts["gauges"].items()),
-        *(Counter(f"vllm:{name}", dict(labels), value) for name, value in counts["counters"].items()),
+        *(
+            Counter(name if ":" in name else f"vllm:{name}", dict(labels), value)
+            for name, value in counts["counters"].items()
+        ),
         *(Vector(f"vllm:{name}", dict(labels), values) for name, values in counts["vectors"].items()),
     ]

@@ -51,7 +51,8 @@ class SamplingParams(_Fields):
     multiplied. frequency_penalty, presence_penalty from -2 to 2: subtracted from the logits of the output's tokens, once per
     occurrence or once. logit_bias: {token id: from -100 to 100}, added to logits (kept as a sorted tuple of pairs).
     allowed_token_ids: no other tokens. structured_outputs: a StructuredOutputsParams, the form of the output; EOS is allowed where
-    it is complete and nowhere else, and the output ends where nothing may follow, even before min_tokens. bad_words: strings that
+    it is complete and nowhere else, and the output ends with its form, even before min_tokens, which keeps EOS and stop tokens away
+    unless nothing else may follow. bad_words: strings that
     the output must not complete, with a space before them and without; the prompt may hold their beginning (in vLLM only the
     output counts). max_tokens: the most new tokens (None: up to
     max_model_len). min_tokens: number of tokens before any EOS, stop token or stop string. stop: one or more strings that end

@@ -17,7 +17,7 @@ from functools import cached_property
 
 from .checked_prompt import CheckedPrompt, PromptChecker
 from .engine.request import Request
-from .engine.stopping import GrowingText, StopChecker, final_text, stable_length
+from .engine.stopping import GrowingText, StopChecker, final_text, forbidden_early, stable_length
 from .frozen_heap import frozen_heap
 from .grammar.grammars import Grammars
 from .line import Call, Line
@@ -171,7 +171,9 @@ class Session:
         """The Matcher of one output of a CheckedPrompt, None for free text."""
         if prompt.grammar is None:
             return None
-        return self.grammars.matcher(prompt.grammar, self.engine.seats.logit_state.most_forced)
+        engine, params = self.engine, prompt.params
+        late = forbidden_early(params, engine.eos_token_ids, engine.decoder.vocab_size)
+        return self.grammars.matcher(prompt.grammar, engine.seats.logit_state.most_forced, params.min_tokens, late)
 
     def _step(self):
         """One step of the engine, for the first in line. Tells every call what has become of its requests."""

@@ -384,9 +384,8 @@ class Engine:
     def _count(self, request, emitted, kept, tree):
         self.metrics.num_decoded_tokens += kept
         if self.tree.max_depth and request.params.speculate:
-            drafted = request.count_drafted(tree.tree, kept)
             # An accepted token after the end of the output was never emitted: it does not count.
-            counted = drafted, min(emitted - 1, kept), self.tree.max_depth
+            counted = *request.count_drafted(tree.tree, kept), min(emitted - 1, kept), self.tree.max_depth
             self.metrics.spec_decode.record(*counted)
             request.count_drafts(kept, *counted)
 

@@ -150,7 +150,7 @@ class LogitState:
     def _rows(self, request, stop_tokens):
         """(name of a table, row) for every table that the request needs."""
         params = request.params
-        if params.min_tokens:
+        if params.min_tokens and request.matcher is None:  # else its masks leave them out
             row = torch.zeros(self.vocab_size, dtype=torch.bool)
             row[list(stop_tokens(request))] = True
             yield "stop_mask", row

@@ -13,14 +13,16 @@ class SpecDecodeMetrics:
     """Counters of drafts, for one output or for all outputs of an engine."""
 
     num_steps: int = 0
-    num_draft_tokens: int = 0
+    num_draft_tokens: int = 0  # nodes
+    num_draft_depths: int = 0  # depths of these, which vLLM counts as draft tokens
     num_accepted_tokens: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
 
-    def record(self, num_drafted, num_accepted, max_depth):
-        """Count one verify step: `num_drafted` nodes drafted, the first `num_accepted` depths accepted."""
+    def record(self, num_drafted, num_depths, num_accepted, max_depth):
+        """Count one verify step: `num_drafted` nodes drafted at `num_depths` depths, the first `num_accepted` depths accepted."""
         self.num_steps += 1
         self.num_draft_tokens += num_drafted
+        self.num_draft_depths += num_depths
         self.num_accepted_tokens += num_accepted
         self.accepted_per_position += [0] * (max_depth - len(self.accepted_per_position))
         for position in range(num_accepted):

@@ -119,12 +119,12 @@ class Request:
         self.committed = self.in_flight = self.num_named = 0
         self.seat, self.pages = None, []
         self.epoch += 1
-        if self.matcher is not None and not self.finished:
-            self.matcher.start_over(self.output_token_ids)
+        if self.matcher is not None and not self.finished and self.matcher.start_over(self.output_token_ids):
+            self._end_broken()
 
-    def count_drafts(self, num_new, num_drafted, num_accepted, max_depth):
+    def count_drafts(self, num_new, num_drafted, num_depths, num_accepted, max_depth):
         """Count a step that has appended `num_new` tokens, the first `num_accepted` of which were drafts."""
-        self.metrics.record(num_drafted, num_accepted, max_depth)
+        self.metrics.record(num_drafted, num_depths, num_accepted, max_depth)
         if self.is_streamed:  # somebody may ask which tokens these were
             first = len(self.output_token_ids) - num_new
             self.accepted_drafts.extend(range(first, first + num_accepted))
@@ -144,14 +144,19 @@ class Request:
         return self.finished
 
     def count_drafted(self, tree, kept):
-        """Number of nodes of a step's Tree that could be accepted, before `look_ahead`.  kept: tokens handed back of the step"""
-        limit = self.num_remaining + kept - 1  # deeper nodes were never candidates
-        return (
-            tree.count_drafted(limit) if self.matcher is None else min(limit, tree.max_depth, len(self.matcher.drafts))
-        )
+        """Number of nodes of a step's Tree that could be accepted, before `look_ahead`, and of their depths.
+
+        kept: tokens handed back of the step
+        """
+        depth = min(self.num_remaining + kept - 1, tree.max_depth)  # deeper nodes were never candidates
+        if self.matcher is None:
+            return tree.count_drafted(depth), depth
+        return (min(depth, len(self.matcher.drafts)),) * 2  # a chain
 
     def look_ahead(self):
         """Let its grammar, if it has one, find what may follow the tokens handed back."""
         if self.matcher is not None and not self.finished and self.matcher.look_ahead():
-            self.finish_reason, self.stop_reason = "error", self.matcher.error
-            self.status = Status.FINISHED
+            self._end_broken()
+
+    def _end_broken(self):
+        self.status, self.finish_reason, self.stop_reason = Status.FINISHED, "error", self.matcher.error

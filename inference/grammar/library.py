@@ -5,12 +5,21 @@ Runs in the process of the engine and in the one that tries grammars (trial_proc
 
 import json
 from importlib import metadata
+from typing import NamedTuple
 
 NEEDED = "structured outputs need the library llguidance: pip install 'headstart[serve]'"
 # Blanks between the tokens of JSON. Without a bound a weak model fills its whole answer with them.
 WHITESPACE = r"[ \t\n\r]{1,64}"
-# Of one grammar. A state takes 1 to 2 kB in each copy; the library's own limits of time for a mask are some 20 ms.
-LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}
+# States of a lexer, which grows while masks are computed. The library's own limits of time for a mask are some 20 ms.
+SHARED_STATES, STATES_ALONE = 8192, 50_000
+GROWTH = SHARED_STATES * 2048  # bytes of a lexer that outputs share, at most: a state takes 0.4 to 2 kB
+
+
+class Grammar(NamedTuple):
+    """A grammar that has been tried.  text: the library's own; num_bytes: what it takes once compiled, before its lexer grows"""
+
+    text: str
+    num_bytes: int
 
 
 def library():
@@ -55,10 +64,14 @@ def make_grammar(kind, value, whitespace=None, flexible=True):
     return matcher.grammar_from_lark(value)
 
 
-def compile_grammar(tokenizer, grammar):
-    """An LLMatcher at the start of a grammar, to be copied. ValueError in one line if it is wrong or too large."""
-    found = library()
-    matcher = found.LLMatcher(tokenizer, grammar, log_level=0, limits=found.LLParserLimits(**LIMITS))
+def compile_grammar(tokenizer, text, shared=False):
+    """An LLMatcher at the start of a grammar, to be copied. ValueError in one line if it is wrong or too large.
+
+    shared: whether several outputs copy it: copies share the lexer, which is then kept small
+    """
+    found, states = library(), SHARED_STATES if shared else STATES_ALONE
+    limits = found.LLParserLimits(max_lexer_states=states, verbose_errors=False)
+    matcher = found.LLMatcher(tokenizer, text, log_level=0, limits=limits)
     if matcher.is_error():
         raise ValueError(one_line(matcher.get_error()))
     return matcher

@@ -1,7 +1,8 @@
 """Matcher: the place of one output in its grammar. No torch.
 
 The tokens of a prefix alone decide the mask after it. `look_ahead` computes it for the next token, and along the tokens that the
-grammar forces.
+grammar forces. All outputs of a compiled grammar share its lexer, which is broken for all of them once one has driven it beyond the
+library's limits. So an output that cannot go on is tried once more with a lexer of its own, and then fails by its own tokens only.
 
 Letters: K masks, W words of 32 bits.
 """
@@ -14,50 +15,65 @@ ENDED, BROKEN = "ended", "broken"
 
 
 class Matcher:
-    """compiled: an LLMatcher of its own, at the start of the grammar; most_drafts: the most forced tokens to look for.
+    """compiled: an LLMatcher at the start of the grammar, which stays there; most_drafts: the most forced tokens to look for.
 
+    alone: makes another such LLMatcher, whose lexer nobody shares. late: ids that the first min_tokens tokens must not be, unless
+    nothing else may follow.
     drafts: forced tokens that follow, at most most_drafts; masks: int32 [len(drafts) + 1, W], bit t of which allows the token t
     after the output, after the first of the drafts, ...; error: what the library says after BROKEN. Raises ValueError if the first
     mask is too much for the library's limits.
     """
 
-    def __init__(self, compiled, most_drafts):
-        self._compiled, self._most_drafts = compiled, most_drafts
+    def __init__(self, compiled, most_drafts, alone, min_tokens=0, late=()):
+        self._compiled, self._most_drafts, self._alone = compiled, most_drafts, alone
+        self._min_tokens, self._late = min_tokens, sorted(late)
         self.drafts, self.masks, self.error = [], None, None
-        if self.look_ahead():
+        if self.start_over([]):
             raise ValueError(self.error)
 
     def accept(self, token):
         """Go on by an emitted token.  -> None, ENDED if nothing may follow, BROKEN if the library gave up"""
-        if not self._compiled.consume_token(token):
-            return self._broken()
-        return ENDED if self._compiled.is_stopped() else None
+        self._tokens.append(token)
+        if not self._place.consume_token(token) and self._go_alone():
+            return BROKEN
+        return ENDED if self._place.is_stopped() else None
 
     def look_ahead(self):
         """Compute drafts and masks for the output as it is.  -> None or BROKEN"""
-        compiled, masks, drafts = self._compiled, [], []
+        place, masks, drafts = self._place, [], []
         for token in [*self._forced()[: self._most_drafts], None]:
-            masks.append(np.frombuffer(compiled.compute_bitmask(), dtype=np.int32))
-            if token is None or compiled.is_error() or not compiled.try_consume_tokens([token]):
+            masks.append(np.frombuffer(place.compute_bitmask(), dtype=np.int32))
+            if token is None or place.is_error() or not place.try_consume_tokens([token]):
                 break
             drafts.append(token)
         if drafts:
-            compiled.rollback(len(drafts))
-        if compiled.is_error():
-            return self._broken()
-        self.drafts, self.masks = drafts, np.stack(masks)
+            place.rollback(len(drafts))
+        if place.is_error():
+            return self._go_alone()
+        early = max(self._min_tokens - len(self._tokens), 0)
+        self.drafts, self.masks = drafts, np.stack([*map(self._without_late, masks[:early]), *masks[early:]])
         return None
 
     def start_over(self, token_ids):
-        """Stand after these tokens, whatever was accepted."""
-        self._compiled.reset()
-        self._compiled.consume_tokens(token_ids)
-        self.look_ahead()
+        """Stand after these tokens, whatever was accepted, and look ahead.  -> None or BROKEN"""
+        self._tokens, self._place = list(token_ids), self._compiled.deep_copy()
+        self._place.consume_tokens(self._tokens)
+        return self.look_ahead()
+
+    def _without_late(self, mask):
+        """The mask [W] without the ids that come late, or as it is where that leaves none."""
+        bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+        bits[self._late] = 0
+        return np.packbits(bits, bitorder="little").view(np.int32) if bits.any() else mask
 
     def _forced(self):
         """Tokens that must follow."""
-        return self._compiled.compute_ff_tokens() if self._most_drafts else []
+        return self._place.compute_ff_tokens() if self._most_drafts else []
 
-    def _broken(self):
-        self.error = one_line(self._compiled.get_error())
-        return BROKEN
+    def _go_alone(self):
+        """Stand at the same place with a lexer of its own.  -> None, or BROKEN if it has one, or that breaks, too"""
+        if self._alone is None:
+            self.error = one_line(self._place.get_error())
+            return BROKEN
+        self._compiled, self._alone = self._alone(), None
+        return self.start_over(self._tokens)

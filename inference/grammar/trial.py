@@ -1,7 +1,7 @@
 """Try grammars in a process of their own, which may run out of time, memory or stack in our place. No torch.
 
 trial = Trial(tokenizer_text, vocab_size, eos_token_ids)
-grammar = trial(params)          # the library's text of it, or ValueError in one line
+grammar = trial(params)          # a Grammar, or ValueError in one line
 """
 
 import json
@@ -12,7 +12,7 @@ import sys
 import threading
 from pathlib import Path
 
-from .library import library
+from .library import Grammar, library
 from .trial_process import CPU_SECONDS
 
 SECONDS = 30  # for an answer, on a machine that is busy
@@ -37,7 +37,7 @@ class Trial:
                 raise
         if "error" in told:
             raise ValueError(f"structured_outputs {kind} cannot be followed: {told['error']}")
-        return told["grammar"]
+        return Grammar(*told["grammar"])
 
     def __del__(self):
         self.close()

@@ -1,22 +1,32 @@
 """Compile grammars where nothing else can be harmed; the program that trial.py runs. No torch.
 
 Lines of JSON on standard input: first a tokenizer [text, vocab_size, eos_token_ids], then grammars, as arguments of make_grammar.
-For each line one on standard output: {"grammar": its text}, or {"error": what is wrong}. A grammar that takes too much kills it.
+For each line one on standard output: {"grammar": the fields of a Grammar}, or {"error": what is wrong}. A grammar that takes too
+much kills it.
 """
 
+import ctypes
 import json
 import resource
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
-from .library import compile_grammar, make_grammar, make_tokenizer, one_line
+from .library import Grammar, compile_grammar, make_grammar, make_tokenizer, one_line
 from .matcher import Matcher
 
 CPU_SECONDS = 2  # of one grammar
 MEMORY = 512 * 2**20  # bytes beyond those of the tokenizer, address space
 MOST_DRAFTS = 64  # more than an engine drafts
 STACK = 2**20  # bytes: the caller compiles on a stack of at least twice as many
+
+
+class _Mallinfo(ctypes.Structure):
+    """What glibc's mallinfo returns.  hblkhd: bytes in blocks of their own; uordblks: in others"""
+
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_uint) for name in _names.split()]
 
 
 def main():
@@ -30,15 +40,32 @@ def main():
         used = resource.getrusage(resource.RUSAGE_SELF)
         _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + CPU_SECONDS + 1)
         try:
-            grammar = make_grammar(*json.loads(line))
-            first = Matcher(compile_grammar(tokenizer, grammar).deep_copy(), MOST_DRAFTS)
-            eos = sum(1 << token for token in set(tokenizer.eos_tokens))
-            if not int.from_bytes(first.masks[0].tobytes(), "little") & ~eos:
-                raise ValueError("only the empty text has this form")
-            told = {"grammar": grammar}
+            told = {"grammar": _try(tokenizer, json.loads(line))}
         except Exception as error:  # of the library, whatever its kind
             told = {"error": one_line(str(error))}
         print(json.dumps(told), flush=True)
+
+
+def _try(tokenizer, asked):
+    """Compile a grammar and compute its first mask.  asked: arguments of make_grammar  ->  Grammar"""
+    text, before = make_grammar(*asked), _allocated()
+    alone = partial(compile_grammar, tokenizer, text)
+    first = Matcher(compile_grammar(tokenizer, text, shared=True), MOST_DRAFTS, alone)
+    num_bytes = (_allocated() - before) % 2**32
+    eos = sum(1 << token for token in set(tokenizer.eos_tokens))
+    if not int.from_bytes(first.masks[0].tobytes(), "little") & ~eos:
+        raise ValueError("only the empty text has this form")
+    return Grammar(text, num_bytes)
+
+
+def _allocated():
+    """Bytes that glibc's malloc, which the library uses, has handed out, modulo 2**32; with another C library always 0."""
+    mallinfo = getattr(ctypes.CDLL(None), "mallinfo", None)
+    if mallinfo is None:
+        return 0
+    mallinfo.restype = _Mallinfo
+    found = mallinfo()
+    return found.hblkhd + found.uordblks
 
 
 def _limit(kind, value):

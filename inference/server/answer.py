@@ -63,7 +63,7 @@ class Answer:
             if delta.sample == 0:
                 self.counts.cached += delta.num_cached_tokens
             drafts, total = delta.drafts, self.counts.drafts
-            for name in ("num_steps", "num_draft_tokens", "num_accepted_tokens"):
+            for name in ("num_steps", "num_draft_tokens", "num_draft_depths", "num_accepted_tokens"):
                 setattr(total, name, getattr(total, name) + getattr(drafts, name))
             longest = max(len(drafts.accepted_per_position), len(total.accepted_per_position))
             padded = [

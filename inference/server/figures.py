@@ -1,7 +1,4 @@
-"""/metrics: the engine's counters and the times of requests, for Prometheus, under vLLM's names.
-
-On a tree, vllm:spec_decode_num_draft_tokens counts depths, as on a chain, and headstart:spec_decode_num_draft_nodes counts nodes.
-"""
+"""/metrics: the engine's counters (inference/metrics.py) and the times of requests, for Prometheus, under vLLM's names."""
 
 import time
 from itertools import pairwise
@@ -24,13 +21,9 @@ WORDS = {
     "num_requests_running": "Outputs that have a seat.",
     "num_requests_waiting": "Outputs that wait for a seat.",
     "kv_cache_usage_perc": "Share of the cache's pages in use, 1 for all.",
+    "headstart:spec_decode_num_draft_nodes": "Drafted nodes.",
 }
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-
-def num_drafted_depths(num_steps, num_nodes, tree):
-    """Draft tokens as vLLM counts them, at most one per depth: on a tree the full depth of every step.  num_nodes: drafted"""
-    return num_nodes if tree.num_nodes == tree.max_depth + 1 else num_steps * tree.max_depth
 
 
 def speculation_metrics(drafts, tree):
@@ -40,7 +33,7 @@ def speculation_metrics(drafts, tree):
     """
     if not tree.max_depth:
         return None
-    num_drafted = num_drafted_depths(drafts.num_steps, drafts.num_draft_tokens, tree)
+    num_drafted = drafts.num_draft_depths
     at_least = [drafts.num_steps, *drafts.accepted_per_position]  # steps that accepted this many tokens or more
     at_least += [0] * (tree.max_depth + 2 - len(at_least))
     return {
@@ -69,13 +62,13 @@ class Figures:
         success = Counter(
             "vllm:request_success", "Outputs that ended.", [*names, "finished_reason"], registry=self.registry
         )
-        self._ended = {reason: success.labels(*values, reason) for reason in ("stop", "length")}
+        self._ended = {reason: success.labels(*values, reason) for reason in ("stop", "length", "error")}
         self._last = {}  # {job: {(prompt, sample): when its last piece came}} of streams
-        self._client, self._tree = None, None
+        self._client = None
 
-    def follow(self, client, tree):
-        """client: EngineClient; tree: the engine's draft tree"""
-        self._client, self._tree = client, tree
+    def follow(self, client):
+        """client: EngineClient"""
+        self._client = client
         self.registry.register(self)
 
     def observe(self, job, delta):
@@ -112,16 +105,9 @@ class Figures:
                 for position, value in enumerate(metric.values):
                     family.add_metric([*values, str(position)], value)
             else:
-                value = metric.value
-                if name == "vllm:spec_decode_num_draft_tokens":
-                    value = num_drafted_depths(metrics["vllm:spec_decode_num_drafts"].value, value, self._tree)
                 kind = GaugeMetricFamily if isinstance(metric, Gauge) else CounterMetricFamily
                 family = kind(name, words, labels=names)
-                family.add_metric(values, value)
-            yield family
-        if nodes := metrics.get("vllm:spec_decode_num_draft_tokens"):
-            family = CounterMetricFamily("headstart:spec_decode_num_draft_nodes", "Drafted nodes.", labels=names)
-            family.add_metric(values, nodes.value)
+                family.add_metric(values, metric.value)
             yield family
 
     def page(self):

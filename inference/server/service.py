@@ -22,7 +22,7 @@ class Service:
         self.started = int(time.time())
         self.tree, self.figures = info.tree, Figures(self.names[0])
         self.client = EngineClient(engine, tokenizer, options, self.figures)
-        self.figures.follow(self.client, self.tree)
+        self.figures.follow(self.client)
         checker = info.prompt_checker
         self._grammars = Grammars(tokenizer, checker.vocab_size, checker.eos_token_ids)
         checker = replace(checker, tokenizer=tokenizer, grammars=self._grammars)

@@ -107,7 +107,7 @@ def a_request(params, bad_words=(), output=OUTPUT, seat=1, matcher=None):
 
 
 def make_seats(*requests):
-    seats = SeatTable(3, 4, 8, VOCAB, torch.float32, torch.device("cpu"))
+    seats = SeatTable(4, 4, 8, VOCAB, torch.float32, torch.device("cpu"))
     roots = [request.output_token_ids[-1] if request.output_token_ids else 0 for request in requests]
     seats.write_requests(requests, roots, lambda _: STOPS)
     return seats
@@ -216,9 +216,10 @@ def test_greedy_outputs_are_those_of_a_loop_around_transformers(model, monkeypat
 
 def test_requests_without_such_parameters_get_the_same_bits_in_both_variants():
     generator = torch.Generator().manual_seed(2)
-    everything = a_request(SamplingParams(**CASES["all"]), WORDS, seat=0, matcher=ANYTHING)
+    everything = a_request(SamplingParams(**CASES["all"]), WORDS, seat=0)
+    form = a_request(SamplingParams(), seat=3, matcher=ANYTHING)
     plain = [a_request(SamplingParams(temperature=t), seat=seat) for t, seat in ((0.0, 1), (0.83, 2))]
-    seats, tree = make_seats(everything, *plain), TreeOnDevice.of(TREE, "cpu")
+    seats, tree = make_seats(everything, form, *plain), TreeOnDevice.of(TREE, "cpu")
     assert all(table is not None for table in seats.logit_state.tables)
     tokens = torch.randint(VOCAB, (3, TREE.num_nodes), generator=generator)
     logits = torch.randn(3 * TREE.num_nodes, VOCAB, generator=generator)
@@ -243,14 +244,15 @@ def test_tables_are_made_when_needed_and_rows_are_cleaned_when_their_seat_is_giv
     before = state.num_tables
     seats.write_requests([a_request(SamplingParams(logit_bias={3: 1}))], [0], lambda _: STOPS)
     assert [name for name in LogitTables._fields if getattr(state.tables, name) is not None] == ["bias"]
-    seats.write_requests([a_request(SamplingParams(**CASES["all"]), WORDS, matcher=ANYTHING)], [0], lambda _: STOPS)
+    everything = a_request(SamplingParams(**CASES["all"]), WORDS)
+    seats.write_requests([everything, a_request(SamplingParams(), seat=0, matcher=ANYTHING)], [0, 0], lambda _: STOPS)
     assert state.num_tables == len(LogitTables._fields) > before
     dirty = [table.clone() for table in state.tables]
     seats.write_requests([a_request(SamplingParams(), seat=2)], [0], lambda _: STOPS)
     assert all(torch.equal(now[:2], then[:2]) for now, then in zip(state.tables, dirty)), (
         "another seat's rows were touched"
     )
-    seats.write_requests([a_request(SamplingParams())], [0], lambda _: STOPS)
+    seats.write_requests([a_request(SamplingParams(), seat=seat) for seat in (0, 1)], [0, 0], lambda _: STOPS)
     assert state.tables.tokens is seats.history
     for name, table in state.tables._replace(tokens=seats.history[-1])._asdict().items():
         assert (table == (-1 if name in ("words", "masks") else 0)).all(), name

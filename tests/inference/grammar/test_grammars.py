@@ -8,9 +8,9 @@ import time
 import numpy as np
 import pytest
 
-from headstart.inference.grammar import trial
+from headstart.inference.grammar import grammars as all_grammars, library, trial
 from headstart.inference.grammar.grammars import Grammars
-from headstart.inference.grammar.matcher import ENDED
+from headstart.inference.grammar.matcher import BROKEN, ENDED
 from headstart.inference.grammar.structured_outputs import MOST_CHARACTERS, StructuredOutputsParams
 from headstart.inference.models.target_source import load_tokenizer
 from headstart.tests.inference.server.serving import TARGET
@@ -163,6 +163,41 @@ def test_the_trial_leaves_no_core_and_keeps_limits_of_the_user(grammars):
     assert resource.getrlimit(resource.RLIMIT_CPU) == before
 
 
+def test_compiled_grammars_leave_by_the_bytes_that_they_take(grammars, monkeypatch):
+    forms = [{"json": {"type": "integer", "multipleOf": 40009}}, *({"regex": f"[a-c]{{{i}}}"} for i in range(2, 6))]
+    large, *small = [grammars.check(StructuredOutputsParams(**form)) for form in forms]
+    assert max(grammar.num_bytes for grammar in small) < 2**20 < 4 * 2**20 < large.num_bytes
+    kept = [grammars.compile(grammar) for grammar in (large, *small[:3])]
+    monkeypatch.setattr(all_grammars, "MOST_BYTES", large.num_bytes + 4 * library.GROWTH + 2**20)
+    assert grammars.compile(small[0]) is kept[1]  # lately used: the next to leave are the large one and the second
+    grammars.compile(small[3])
+    assert [grammar.text in grammars._compiled for grammar in (large, *small)] == [False, True, True, True, True]
+    grammars.compile(large)
+    assert [grammar.text in grammars._compiled for grammar in (large, *small)] == [True, True, False, True, True]
+    assert grammars.compile(small[2]) is kept[3]
+
+
+def test_the_bytes_of_a_grammar_are_measured_whatever_was_tried_before(grammars):
+    """Memory that an earlier one has left is taken again, so the process does not grow."""
+    sizes = []
+    for number, title in ((40009, "a"), (40009, "b"), (4001, "c"), (40009, "d")):
+        form = {"type": "integer", "multipleOf": number, "title": title}
+        sizes.append(grammars.check(StructuredOutputsParams(json=form)).num_bytes / 2**20)
+    small = sizes.pop(2)
+    assert 0 < small < 3
+    assert min(sizes) > 8
+    assert max(sizes) < 1.1 * min(sizes)
+
+
+def test_a_grammar_that_takes_too_much_memory_is_refused(grammars, monkeypatch):
+    monkeypatch.setattr(all_grammars, "MOST_BYTES_OF_ONE", 2**21)
+    for _ in range(2):
+        with pytest.raises(
+            ValueError, match=r"structured_outputs json takes \d+ MiB of memory once compiled; at most 2"
+        ):
+            grammars.check(StructuredOutputsParams(json={"type": "integer", "multipleOf": 40037}))
+
+
 def test_any_thread_may_check(grammars):
     found = [None] * 8
 
@@ -175,7 +210,7 @@ def test_any_thread_may_check(grammars):
     for thread in threads:
         thread.join()
     for i, grammar in enumerate(found):
-        assert f"word {i % 4}" in grammar
+        assert f"word {i % 4}" in grammar.text
 
 
 @pytest.mark.parametrize(
@@ -204,6 +239,38 @@ def test_any_thread_may_check(grammars):
 def test_bad_parameters_are_refused(given, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         StructuredOutputsParams(**given)
+
+
+def test_what_one_output_makes_of_the_lexer_ends_no_other(grammars, tokenizer, monkeypatch):
+    """Outputs share a lexer, which is broken for all of them once one has filled it."""
+    form = {"regex": "[ -~]*a[ -~]{14}b[ -~]*c[ -~]{12}d"}
+    tokens = tokenizer("abacab, cab back at a crab: cabbage, abacus and arcade " * 40)["input_ids"]
+    whole = matcher_of(grammars, **form)
+    for name in ("SHARED_STATES", "STATES_ALONE"):
+        monkeypatch.setattr(library, name, 2000)
+    grammars._compiled.clear()
+    filler, other = matcher_of(grammars, **form), matcher_of(grammars, **form)
+    for token in tokens:
+        if (ended := filler.accept(token) or filler.look_ahead()) is not None:
+            break
+    assert ended is BROKEN, "it has filled the shared lexer, and then its own"
+    assert "too many states" in filler.error
+    later = matcher_of(grammars, **form)
+    for token in tokens[:20]:
+        for matcher in (whole, other, later):
+            assert matcher.accept(token) is None
+            assert matcher.look_ahead() is None
+            assert (matcher.masks == whole.masks).all()
+
+
+def test_starting_over_mends_what_is_broken(grammars, tokenizer):
+    matcher, (word,) = matcher_of(grammars, regex="[ab]+"), tokenizer("a")["input_ids"]
+    masks = matcher.masks.copy()
+    assert matcher.accept(tokenizer("!")["input_ids"][0]) is BROKEN
+    assert matcher.start_over([word]) is None
+    assert matcher.accept(word) is None
+    assert matcher.start_over([]) is None
+    assert (matcher.masks == masks).all()
 
 
 def test_a_schema_keeps_its_order_and_is_text():

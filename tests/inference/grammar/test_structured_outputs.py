@@ -9,7 +9,9 @@ import pytest
 from headstart import LLM, SamplingParams, StructuredOutputsParams
 from headstart.inference.engine.engine import Engine
 from headstart.inference.engine.stopping import GrowingText
-from headstart.inference.grammar.matcher import Matcher
+from headstart.inference.grammar.matcher import BROKEN, Matcher
+from headstart.inference.metrics import Counter
+from headstart.inference.server.figures import speculation_metrics
 from headstart.inference.speculation.tree import Tree, save_tree
 from headstart.tests.inference.server.serving import HEADS, PROMPTS, TARGET
 
@@ -132,6 +134,14 @@ def test_neither_drafts_nor_neighbours_change_a_token(expected, speculation, lat
     if speculation in (CHAIN, TREE):
         compact = found[NAMES.index("compact") - first].spec_decode_metrics
         assert compact.num_accepted_tokens == compact.num_draft_tokens > 5, "what the grammar forces is always right"
+        told = speculation_metrics(compact, llm.tree)
+        assert told["num_draft_tokens"] == told["num_draft_nodes"] == compact.num_draft_tokens, (
+            "a chain, on a tree, too"
+        )
+        counted = {metric.name: metric.value for metric in llm.get_metrics() if isinstance(metric, Counter)}
+        depths, nodes = counted["vllm:spec_decode_num_draft_tokens"], counted["headstart:spec_decode_num_draft_nodes"]
+        assert (depths < nodes) == (speculation is TREE)
+        assert depths < llm.tree.max_depth * counted["vllm:spec_decode_num_drafts"]
 
 
 def test_every_output_has_its_form(plain):
@@ -171,6 +181,38 @@ def test_the_first_end_counts_whatever_it_is(plain):
     assert (found[3].text, eos in found[3].token_ids) == ("alphabet", False)
 
 
+@pytest.mark.parametrize("speculation", [None, CHAIN], ids=["plain", "chain"])
+def test_min_tokens_gives_way_where_the_form_lets_only_stop_tokens_follow(plain, speculation):
+    llm = make(speculative_config=speculation)
+    texts = [llm.tokenizer.decode([token]) for token in range(len(llm.tokenizer))]
+    dots, letters = ([t for t, text in enumerate(texts) if text and set(text) <= set(some)] for some in (".", "ab."))
+    eos = f"<[{llm.tokenizer.eos_token_id}]>"
+    many = dict(min_tokens=12, max_tokens=20, seed=3)
+    cases = [
+        # Dots only, and all of them are stop tokens: the first one after min_tokens stops.
+        (params_of({"regex": "[.]{200}"}, stop_token_ids=dots, **many), 13, dots),
+        # A word of stop tokens: the output ends with its form.
+        (params_of({"regex": "a[.]b"}, stop_token_ids=letters, **many), None, [None]),
+        # EOS is the only token that may follow, because the grammar names it.
+        (params_of({"grammar": f"start: /[xy]{{3}}/ {eos}"}, **many), None, [None]),
+        # Where another token may follow, stop tokens wait.
+        (params_of({"regex": "[.x]{200}"}, stop_token_ids=dots, logit_bias=dict.fromkeys(dots, 99), **many), 13, dots),
+        # Without min_tokens they stop at once.
+        (params_of({"regex": "[.]{200}"}, stop_token_ids=dots, max_tokens=20, seed=3), 1, dots),
+    ]
+    wanted = [params for params, *_ in cases]
+    found = outputs_of(llm, [PROMPTS[0]] * len(cases), wanted)
+    for output, (_, number, stopped_by) in zip(found, cases):
+        assert output.finish_reason == "stop"
+        assert output.stop_reason in stopped_by
+        assert number in (None, len(output.token_ids))
+    assert [found[1].text, re.sub("[xy]{3}", "", found[2].text)] == ["a.b", ""]
+    assert set(found[3].token_ids[:12]).isdisjoint(dots)
+    assert [output.token_ids for output in found] == [
+        outputs_of(plain, PROMPTS[0], params)[0].token_ids for params in wanted
+    ]
+
+
 def test_several_outputs_and_a_stream_are_those_of_one(plain):
     params = params_of(FORMS["compact"], seed=3)
     several = plain.generate(PROMPTS[0], params_of(FORMS["compact"], seed=3, n=3))[0].outputs
@@ -191,6 +233,26 @@ def test_a_step_that_breaks_off_changes_nothing(expected, raising, owner, name, 
     while not request.finished:
         llm.engine.step()
     assert (request.output_token_ids, request.finish_reason) == expected[2]
+
+
+def test_an_output_that_cannot_start_over_ends_at_once(expected, raising, monkeypatch):
+    """No further token is drawn by a mask of another place."""
+
+    def break_down(matcher, _):
+        matcher.error = "too many states"
+        return BROKEN
+
+    llm = make()
+    request = llm.session.submit(ASKED[2], WANTED[2]).requests[0]
+    for _ in range(4):
+        llm.engine.step()
+    monkeypatch.setattr(Matcher, "start_over", break_down)
+    with raising(Engine, "_hand_back", 1), suppress(MemoryError):
+        llm.engine.step()
+    assert (request.finish_reason, request.stop_reason) == ("error", "too many states")
+    assert request.output_token_ids == expected[2][0][: request.num_settled]
+    assert request.num_settled > 2
+    llm.engine.check()
 
 
 def test_drafts_that_are_not_forced_change_nothing(target_folder, head_folder, tmp_path, monkeypatch):

@@ -114,13 +114,18 @@ def test_a_form_that_cannot_be_followed_is_refused_before_any_work(http, case):
     assert words in error["message"]
 
 
-def test_a_grammar_that_goes_beyond_the_limits_on_the_way_is_told(client):
+def test_a_grammar_that_goes_beyond_the_limits_on_the_way_is_told(client, http):
+    def num_errors():
+        return float(re.search(r'vllm:request_success_total{[^}]*="error"[^}]*} (.*)', http.get("/metrics").text)[1])
+
+    before = num_errors()
     growing = "\n".join(f"a{i}: a{i + 1} a{i + 1}" for i in range(200))
     form = {"structured_outputs": {"grammar": f'start: /[xy]/ a0\n{growing}\na200: "x"'}}
     with pytest.raises(openai.BadRequestError, match="cannot be followed further"):
         client.completions.create(prompt="x", extra_body=form, **SAMPLED)
     with pytest.raises(openai.APIError, match="cannot be followed further"):
         list(client.completions.create(prompt="x", stream=True, extra_body=form, **SAMPLED))
+    assert num_errors() == before + 2
     good = {"structured_outputs": {"choice": ["fine"]}}
     assert client.completions.create(prompt="x", extra_body=good, **SAMPLED).choices[0].text == "fine"
 
