@@ -131,27 +131,31 @@ class EngineLoop:
             advanced = None
         if advanced is None:  # the error is gone by now, and with it what the broken step held
             self._make_room()
-            return
+        else:
+            self._tell(self._news(advanced))
+
+    def _news(self, advanced):
+        """(job, event) of those of these requests whose tokens are told now."""
         news = []
         # In the order of the prompts and their outputs: a prompt's first output brings the log-probabilities of the prompt.
         for request in sorted(set(advanced), key=lambda request: request.request_id):
             output = self._outputs.get(request)
             if output is not None and (request.finished or self._jobs[output.job].streamed):
                 news.append((output.job, self._new_tokens(request, output)))
-        self._tell(news)
+        return news
 
     def _make_room(self):
         """Free what the allocator keeps; from the second time on give up the job that needs most, of equal ones the youngest."""
         torch.cuda.empty_cache()
         self._num_short += 1
-        news = []
-        if self._num_short > 1:
+        news, given_up = self._news([request for request in self._outputs if request.finished]), False
+        if self._num_short > 1 and self._outputs:
             started = [request for request in self._outputs if request.times.scheduled_ts] or self._outputs
-            given_up = max(started, key=_need)
-            job = self._outputs[given_up].job
+            job = self._outputs[max(started, key=_need)].job
             self._drop(job)
             news.append((job, GivenUp(NO_MEMORY)))
-        log.warning("a step found no memory on the device%s", "; a request was given up" if news else "")
+            given_up = True
+        log.warning("a step found no memory on the device%s", "; a request was given up" if given_up else "")
         self._tell(news)
 
     def _new_tokens(self, request, output):

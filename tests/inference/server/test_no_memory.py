@@ -57,6 +57,24 @@ def test_a_step_without_memory_is_done_again_and_twice_is_too_often(speculative,
         server.wait_until_idle()
 
 
+def test_an_output_that_ended_in_a_step_without_memory_is_told(speculative, plain_llm, monkeypatch):
+    llm, short = speculative(), []
+    step = llm.engine.step
+
+    def fail_at_the_end():
+        advanced = step()
+        if any(request.finished for request in advanced) and not short:
+            short.append(True)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return advanced
+
+    monkeypatch.setattr(llm.engine, "step", fail_at_the_end)
+    with running(llm) as server:
+        answer = httpx.post(f"{server.url}/v1/completions", json=BODY | {"seed": 7}, timeout=20).json()
+        assert short
+        assert answer["choices"][0]["text"] == text_alone(plain_llm, 7)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_request_that_needs_most_is_given_up_and_others_keep_their_bits(
     speculative, plain_llm, monkeypatch, stream
