@@ -56,47 +56,45 @@ def assert_same_curve(one, other, metrics, each, mean, since=0):
     assert abs(sum(residuals) / len(residuals)) < mean, (one, other, residuals)
 
 
+FAMILIES = {
+    "medusa": ("fp32", {"eval_prompts": 4, "eval_tokens": 8, "loss": "lk"}),
+    "mlp_speculator": ("bf16", {}),
+    "eagle": ("fp32", {"cache_features": True}),
+    "eagle3": ("bf16", {"eval_prompts": 4, "eval_tokens": 8}),
+}
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("num_processes", [2, 4])
-def test_many_gpus_train_as_one(trainers, read_metrics, tmp_path, launched, num_processes):
+def test_many_gpus_train_as_one(trainers, read_metrics, tmp_path, launched, num_processes, name):
     """Every trainer, with the same rows per step, whole and divided target; a run of one GPU goes on on many, and back.
 
     Each in one precision: what a family does and in which precision have nothing to do with each other.
     """
-    shared = {"checkpoint_every": 10, "max_steps": 20, "keep_checkpoints": 9}
-    families = {
-        "medusa": ("fp32", {"eval_prompts": 4, "eval_tokens": 8, "loss": "lk"}),
-        "mlp_speculator": ("bf16", {}),
-        "eagle": ("fp32", {"cache_features": True}),
-        "eagle3": ("bf16", {"eval_prompts": 4, "eval_tokens": 8}),
-    }
+    precision, own = FAMILIES[name]
+    keys, each, mean = PRECISIONS[precision]
+    shared = {"checkpoint_every": 10, "max_steps": 20, "keep_checkpoints": 9} | own | keys
 
-    def runs(count, suffix, since=None):
-        """The runs NAME-SUFFIX; since: of which suffix the checkpoint of step 10 is that they go on from."""
-        found = []
-        for name, (precision, own) in families.items():
-            keys, going_on = PRECISIONS[precision][0], {}
-            if since:
-                going_on = {"resume_from": tmp_path / f"{name}-{since}" / "checkpoints" / "step-000010"}
-            given = shared | own | keys | SHARES[count] | going_on
-            found.append([name, trainers[name].arguments(**given, output=tmp_path / f"{name}-{suffix}")])
-        return found
+    def a_run(count, suffix, since=None):
+        """The run NAME-SUFFIX; since: of which suffix the checkpoint of step 10 is that it goes on from."""
+        going_on = {"resume_from": tmp_path / f"{name}-{since}" / "checkpoints" / "step-000010"} if since else {}
+        given = shared | SHARES[count] | going_on
+        return [name, trainers[name].arguments(**given, output=tmp_path / f"{name}-{suffix}")]
 
-    def train(config, count, todo):
+    def train(config, count, *todo):
         return launched(config, count, SEVERAL, json.dumps(todo))
 
-    train("single.yaml", 1, runs(1, "one"))
-    train("ddp.yaml", num_processes, [*runs(num_processes, "ddp"), *runs(num_processes, "one-ddp", since="one")])
-    said = train("fsdp2.yaml", num_processes, runs(num_processes, "fsdp"))
-    assert said.count("the target is sharded over the GPUs") == 2
-    train("single.yaml", 1, runs(1, "fsdp-one", since="fsdp"))
-    for name, (precision, _) in families.items():
-        _, each, mean = PRECISIONS[precision]
-        for suffix, since in (("ddp", 0), ("fsdp", 0), ("one-ddp", 10), ("fsdp-one", 10)):
-            assert_same_curve(f"{name}-one", f"{name}-{suffix}", read_metrics, each, mean, since)
-        for path in (tmp_path / f"{name}-one" / "head").glob("*.safetensors") if precision == "fp32" else ():
-            expected = load_file(path)
-            for suffix in ("ddp", "fsdp"):
-                found = load_file(tmp_path / f"{name}-{suffix}" / "head" / path.name)
-                for key, tensor in expected.items():
-                    torch.testing.assert_close(found[key], tensor, rtol=1e-2, atol=1e-3, msg=f"{name} {key}")
+    train("single.yaml", 1, a_run(1, "one"))
+    train("ddp.yaml", num_processes, a_run(num_processes, "ddp"), a_run(num_processes, "one-ddp", since="one"))
+    said = train("fsdp2.yaml", num_processes, a_run(num_processes, "fsdp"))
+    assert said.count("the target is sharded over the GPUs") == ("eval_prompts" in own)
+    train("single.yaml", 1, a_run(1, "fsdp-one", since="fsdp"))
+    for suffix, since in (("ddp", 0), ("fsdp", 0), ("one-ddp", 10), ("fsdp-one", 10)):
+        assert_same_curve(f"{name}-one", f"{name}-{suffix}", read_metrics, each, mean, since)
+    for path in (tmp_path / f"{name}-one" / "head").glob("*.safetensors") if precision == "fp32" else ():
+        expected = load_file(path)
+        for suffix in ("ddp", "fsdp"):
+            found = load_file(tmp_path / f"{name}-{suffix}" / "head" / path.name)
+            for key, tensor in expected.items():
+                torch.testing.assert_close(found[key], tensor, rtol=1e-2, atol=1e-3, msg=f"{name} {key}")
