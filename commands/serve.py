@@ -5,12 +5,12 @@ import json
 import secrets
 import warnings
 from functools import partial
-from pathlib import Path
 
 from ..heads.storage.keywords import ANY, Theirs, reject_unknown
 from ..heads.storage.user_errors import say, tell_error
 from ..inference.arguments import add_adapter, add_device, add_speculation, choose_threads_for, speculative_config
 from ..inference.vllm_api import LLM_ARGUMENTS
+from .chat_template import check_chat_template, read_chat_template
 
 EXAMPLE = (
     "headstart serve assets/stdlib-coder --head assets/stdlib-coder-medusa --tree static\n"
@@ -241,7 +241,7 @@ def run(arguments):
         allowed_methods=_names(arguments.allowed_methods) or ("*",),
         allowed_headers=_names(arguments.allowed_headers) or ("*",),
         allow_credentials=arguments.allow_credentials,
-        chat_template=_template(arguments.chat_template),
+        chat_template=read_chat_template(arguments.chat_template),
         max_connections=arguments.max_connections,
         header_timeout=arguments.header_timeout,
         max_waiting=arguments.max_waiting,
@@ -270,20 +270,31 @@ def run(arguments):
     seed = secrets.randbits(63) if arguments.seed is None else arguments.seed
     given = llm_arguments(model, arguments, speculative, max_logprobs=arguments.max_logprobs, seed=seed)
     with EngineProcess(partial(build_llm, given)) as engine:
-        # These imports take a second or two, in which the engine is built.
-        from ..inference.models.target_source import at_revision, load_tokenizer
-
+        # Imports, tokenizer and template take some seconds, in which the engine is built: a bad template is told before its end.
         try:
+            tokenizer = _tokenizer(model, arguments, engine)
+            if options.chat_template is not None:
+                check_chat_template(arguments.chat_template, options.chat_template, tokenizer)
             info = engine.wait_until_built()
         except EngineEnded as error:
             tell_error("headstart serve", error)
             return 1
-        trusted = arguments.trust_remote_code
-        source = at_revision(model, arguments.revision, arguments.download_dir, trusted)
-        tokenizer = load_tokenizer(arguments.tokenizer, source, trusted)
         name, drafts = (options.served_model_names or (info.model_name,))[0], _describe(info.tree, speculative)
         ready = f"serves {name}; {drafts}"
         return serve(engine, tokenizer, options, bound, ready=lambda url: say(f"ready: {_api(url)} {ready}"))
+
+
+def _tokenizer(model, arguments, engine):
+    """The target's tokenizer. An error waits for the engine's, which says what is wrong with the model."""
+    from ..inference.models.target_source import at_revision, load_tokenizer
+
+    trusted = arguments.trust_remote_code
+    try:
+        source = at_revision(model, arguments.revision, arguments.download_dir, trusted)
+        return load_tokenizer(arguments.tokenizer, source, trusted)
+    except (ValueError, OSError):
+        engine.wait_until_built()
+        raise
 
 
 def _reasoning_markers(parser):
@@ -309,16 +320,6 @@ def _names(words):
     except json.JSONDecodeError as error:
         raise ValueError(f"{' '.join(words)} is not a JSON list: {error}") from None
     return tuple(map(str, names))
-
-
-def _template(given):
-    """The text of --chat-template: a file's, or what was given if it cannot be a path."""
-    if given is None or "{" in given:
-        return given
-    try:
-        return Path(given).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--chat-template {given} cannot be read: {getattr(error, 'strerror', error)}") from None
 
 
 def speculative_of(arguments):

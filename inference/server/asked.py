@@ -5,8 +5,6 @@ All of it may run in any thread. The work is the tokenizer's, so a long prompt d
 
 import inspect
 
-from jinja2 import TemplateSyntaxError
-
 from ..grammar.structured_outputs import StructuredOutputsParams
 from ..prompt_files import render_chat
 from ..sampling_params import SamplingParams
@@ -26,8 +24,6 @@ class Asker:
         )
         self._checker, self._options = checker, options
         self.chat_template = options.chat_template or getattr(self.tokenizer, "chat_template", None)
-        if options.chat_template is not None:
-            self._check_template(options.chat_template)
         # Of a template's own options none may change what apply_chat_template does.
         taken = inspect.signature(self.tokenizer.apply_chat_template).parameters if self.tokenizer else ()
         self._not_for_templates = {"messages", "tokenize", "chat_template", *taken} - {"kwargs"}
@@ -36,16 +32,6 @@ class Asker:
             own, plain = SamplingParams(**defaults), SamplingParams()
             names = (*SAMPLING, "max_tokens")
             self._defaults = {n: getattr(own, n) for n in names if getattr(own, n) != getattr(plain, n)}
-
-    def _check_template(self, template):
-        """ValueError for a chat template that no conversation can be rendered with."""
-        try:
-            render_chat(self.tokenizer, [{"role": "user", "content": "x"}], chat_template=template)
-        except ValueError as error:
-            if self.tokenizer is None or isinstance(error.__cause__, TemplateSyntaxError):
-                raise ValueError(f"--chat-template cannot be used: {error.__cause__ or error}") from None
-        except (TypeError, AttributeError, KeyError, IndexError) as error:
-            raise ValueError(f"--chat-template cannot render a user's message: {error}") from None
 
     def completion_prompts(self, fields):
         """The CheckedPrompts of CompletionFields, in their order."""

@@ -6,9 +6,10 @@ import httpx
 import pytest
 
 from headstart.cli import build_parser, main, with_dashes
+from headstart.commands.chat_template import check_chat_template, read_chat_template
 from headstart.inference.server.options import KEY_VARIABLE, keys_of
 from headstart.inference.server.serve import listening_socket
-from headstart.tests.inference.server.serving import HEADS, running
+from headstart.tests.inference.server.serving import HEADS, TARGET, running
 
 
 @pytest.mark.parametrize(
@@ -90,15 +91,13 @@ def test_what_speculation_does_is_told(plain_llm, speculative, recwarn):
 
 
 def test_another_chat_template(plain_llm, tmp_path):
-    from headstart.commands.serve import _template
-
     path = tmp_path / "template.jinja"
     path.write_text(
         "<{{ messages[0].content }}>{% if tools %}<tool_call>{% endif %}{% if add_generation_prompt %}!{% endif %}"
     )
     tools = [{"type": "function", "function": {"name": "f"}}]
     for given in (str(path), path.read_text()):
-        with running(plain_llm, chat_template=_template(given), tokenizer_info=True) as server:
+        with running(plain_llm, chat_template=read_chat_template(given), tokenizer_info=True) as server:
             body = {"messages": [{"role": "user", "content": "hello"}], "return_token_strs": True}
             answer = httpx.post(f"{server.url}/tokenize", json=body).json()
             assert plain_llm.tokenizer.decode(answer["tokens"]) == "<hello>!"
@@ -106,13 +105,66 @@ def test_another_chat_template(plain_llm, tmp_path):
             asked = {"messages": body["messages"], "tools": tools, "max_tokens": 1, "return_token_ids": True}
             answer = httpx.post(f"{server.url}/v1/chat/completions", json=asked).json()
             assert plain_llm.tokenizer.decode(answer["prompt_token_ids"]) == "<hello><tool_call>!"
-    with pytest.raises(ValueError, match="--chat-template /missing cannot be read"):
-        _template("/missing")
-    with (
-        pytest.raises(ValueError, match="--chat-template cannot be used"),
-        running(plain_llm, chat_template="{% if %}"),
-    ):
-        pass
+
+
+class NeverBuilt:
+    """An engine's process that must be ended before anybody waits for its engine."""
+
+    ended = False
+
+    def __init__(self, build):
+        assert callable(build)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        NeverBuilt.ended = True
+
+    def wait_until_built(self):
+        pytest.fail("the engine was waited for")
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (
+            "{{ bos_token }}\n{% for m in messages %}\n{% if %}",
+            "FILE, line 3: no Jinja template: Expected an expression",
+        ),
+        ("\n{% for m in messages %}{{ m.content }}", "FILE, line 2: no Jinja template: Unexpected end of template"),
+        ("{{ messages | no_filter }}", "FILE, line 1: no Jinja template: No filter named 'no_filter'"),
+        ("\n\n{{ messages[0].told.text }}", "FILE, line 3: a user's message cannot be rendered: UndefinedError: "),
+        ("\n{{ messages[0].content + 1 }}", "FILE, line 2: a user's message cannot be rendered: TypeError: "),
+        ("\n{{ 1 / 0 }}", "FILE, line 2: a user's message cannot be rendered: ZeroDivisionError: "),
+        ("\n{{ raise_exception('never') }}", "FILE, line 2: a user's message cannot be rendered: it refuses (never)"),
+        (None, "FILE cannot be read: No such file or directory; name a file of a Jinja template"),
+    ],
+)
+def test_a_bad_chat_template_is_told_before_the_engine_is_built(template, words, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("headstart.inference.server.driver.engine_process.EngineProcess", NeverBuilt)
+    path, NeverBuilt.ended = tmp_path / "bad.jinja", False
+    if template is not None:
+        path.write_text(template)
+    assert main(["serve", str(TARGET), "--port", "0", "--chat-template", str(path)]) == 2
+    told = capsys.readouterr().err
+    assert words.replace("FILE", f"--chat-template {path}") in told
+    assert told.count("\n") == 1
+    if template is not None:
+        assert "; mend it, or leave --chat-template out for the tokenizer's own" in told
+        assert NeverBuilt.ended
+        assert main(["serve", str(TARGET), "--port", "0", "--chat-template", template.strip()]) == 2
+        assert "--chat-template, line" in capsys.readouterr().err
+
+
+def test_a_chat_template_may_want_a_system_message(plain_llm):
+    """And a model without a tokenizer has none to render it with."""
+    wants = (
+        "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}{{ messages[1].content }}"
+    )
+    check_chat_template(wants, wants, plain_llm.tokenizer)
+    with pytest.raises(ValueError, match="this model has none: give --tokenizer"):
+        check_chat_template(wants, wants, None)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
