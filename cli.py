@@ -61,7 +61,9 @@ def main(argv=None):
     parser = build_parser(argv)
     arguments, unknown = parser.parse_known_args(argv)
     if unknown and hasattr(arguments, "run"):
-        tell_error(_name(arguments), f"unknown {' '.join(unknown):.200}: {_name(arguments)} --help lists the options")
+        name, known_elsewhere = _name(arguments), getattr(arguments, "explain_unknown", None)
+        told = known_elsewhere and known_elsewhere(unknown)
+        tell_error(name, told or f"unknown {' '.join(unknown):.200}: {name} --help lists the options")
         return 2
     if not hasattr(arguments, "run"):
         parser.print_help()

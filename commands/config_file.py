@@ -14,9 +14,10 @@ import json
 from pathlib import Path
 
 from ..heads.storage.keywords import reject_unknown
-from . import serve
+from . import serve, vllm_serve
 
 REPEATED = ("api-key",)  # options that are given again for every value
+NO_OPTIONS = ("config", "model_tag", "explain_unknown")  # what the parser says besides
 
 
 def with_config(argv):
@@ -28,8 +29,10 @@ def with_config(argv):
     typed, _ = parser.parse_known_args([word for word in argv[1:] if word not in ("-h", "--help")])
     if typed.config is None:
         return argv
-    known = [name.replace("_", "-") for name in vars(typed) if name not in ("config", "model_tag")]
+    known = [name.replace("_", "-") for name in vars(typed) if name not in NO_OPTIONS]
     content = {str(key).replace("_", "-"): value for key, value in _read(typed.config).items()}
+    if told := vllm_serve.why_refused([f"--{name}" for name in content if name not in known]):
+        raise ValueError(f"{typed.config}: {told}")
     reject_unknown(content, known, f"option of {typed.config}")
     if typed.model_tag:
         content.pop("model", None)

@@ -6,11 +6,10 @@ import secrets
 import warnings
 from functools import partial
 
-from ..heads.storage.keywords import ANY, Theirs, reject_unknown
 from ..heads.storage.user_errors import say, tell_error
 from ..inference.arguments import add_adapter, add_device, add_speculation, choose_threads_for, speculative_config
-from ..inference.vllm_api import LLM_ARGUMENTS
 from .chat_template import check_chat_template, read_chat_template
+from .vllm_serve import add_theirs, check_theirs
 
 EXAMPLE = (
     "headstart serve assets/stdlib-coder --head assets/stdlib-coder-medusa --tree static\n"
@@ -18,20 +17,7 @@ EXAMPLE = (
 )
 DETAILS = (
     "An answer with a seed has the same bits alone and beside others, with a head and without. Options of `vllm serve` have the "
-    "same names here, with dashes or underscores. docs/serving.md has the routes, the limits and what is not built yet."
-)
-# Options of `vllm serve` that change nothing here, with how many words follow; their values are checked as LLM's arguments are.
-ACCEPTED = {
-    "disable-log-stats": 0, "enable-chunked-prefill": 0, "async-scheduling": 0, "disable-custom-all-reduce": 0,
-    "enable-auto-tool-choice": 0, "tool-call-parser": 1, "swap-space": 1, "block-size": 1, "kv-cache-dtype": 1,
-    "pipeline-parallel-size": 1, "data-parallel-size": 1, "scheduling-policy": 1, "tokenizer-mode": 1, "quantization": 1,
-    "max-seq-len-to-capture": 1, "attention-backend": 1, "distributed-executor-backend": 1,
-}  # fmt: skip
-TOOL_CALLS = (
-    Theirs("enable_auto_tool_choice", ANY, "tools are always read where a request gives some"),
-    Theirs(
-        "tool_call_parser", ("hermes",), "calls are read as Hermes 2 Pro and Qwen write them: hermes, or leave it out"
-    ),
+    "same names here, with dashes or underscores; docs/vllm_serve.md lists them. docs/serving.md has the routes and the limits."
 )
 
 
@@ -43,23 +29,7 @@ def add_options(parser):
     )
     add_llm(parser)
     _add_server(parser.add_argument_group("server"))
-    _add_accepted(parser)
-
-
-def _add_accepted(parser):
-    for name, words in ACCEPTED.items():
-        how = {} if words else {"action": "store_const", "const": True}
-        parser.add_argument(f"--{name}", help=argparse.SUPPRESS, **how)
-
-
-def _check_accepted(arguments):
-    """ValueError for an option of `vllm serve` whose value asks for something that is not here."""
-    for option in (*ACCEPTED, "tensor-parallel-size"):
-        name = option.replace("-", "_")
-        given = getattr(arguments, name)
-        if given is not None:
-            value = int(given) if isinstance(given, str) and given.isdigit() else given
-            reject_unknown({name: value}, (), "option", (*TOOL_CALLS, *LLM_ARGUMENTS))
+    add_theirs(parser)
 
 
 def add_llm(parser):
@@ -216,7 +186,7 @@ def run(arguments):
     model = arguments.model_tag or arguments.model
     if not model or (arguments.model_tag and arguments.model and arguments.model_tag != arguments.model):
         raise ValueError("name one model: headstart serve MODEL")
-    _check_accepted(arguments)
+    check_theirs(arguments)
     speculative = speculative_of(arguments)
     try:
         from ..inference.server.door.unix_socket import allow_open_files, unix_socket

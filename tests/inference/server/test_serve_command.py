@@ -27,7 +27,7 @@ from headstart.tests.inference.server.serving import HEADS, TARGET, running
         (["x", "--tool-call-parser", "mistral"], "hermes, or leave it out"),
         (["x", "--pipeline_parallel_size", "2"], "one GPU runs the whole model"),
         (["x", "--quantization=awq"], "weights are not quantised"),
-        (["x", "--root-path", "/y"], "headstart serve --help lists the options"),
+        (["x", "--rot-path", "/y"], "headstart serve --help lists the options"),
         (["./missing", "--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--port", "0"], "no model folder"),
         (["x", "--uds", "/missing/socket"], "cannot listen on --uds /missing/socket: No such file"),
         (["x", "--allowed-origins", '["a"'], "is not a JSON list"),
