@@ -46,6 +46,8 @@ SERVER = (
     Theirs("disable_frontend_multiprocessing", ANY, "the engine always has a process of its own"),
     Theirs("api_server_count", (1,), "one process answers HTTP: leave it out"),
     Theirs("headless", (False,), "one process runs the engine: leave it out"),
+    Theirs("use_v2_block_manager", ANY, "the cache is one of pages"),
+    Theirs("speculative_draft_tensor_parallel_size", (1,), "one GPU runs head and model: leave it out"),
 )
 # How each is parsed.
 TAKEN = {
@@ -56,7 +58,7 @@ TAKEN = {
          "enable-expert-parallel", "enable-lora", "enable-sleep-mode", "enable-prompt-embeds", "skip-tokenizer-init",
          "disable-sliding-window", "calculate-kv-scales", "trust-request-chat-template", "return-tokens-as-token-ids",
          "exclude-tools-when-tool-choice-none", "enable-force-include-usage", "enable-log-requests", "enable-log-outputs",
-         "enable-request-id-headers", "disable-fastapi-docs", "headless"), SWITCH),
+         "enable-request-id-headers", "disable-fastapi-docs", "headless", "use-v2-block-manager"), SWITCH),
     **dict.fromkeys(
         ("tool-call-parser", "swap-space", "block-size", "kv-cache-dtype", "pipeline-parallel-size", "data-parallel-size",
          "decode-context-parallel-size", "scheduling-policy", "tokenizer-mode", "quantization", "max-seq-len-to-capture",
@@ -66,7 +68,8 @@ TAKEN = {
          "limit-mm-per-prompt", "mm-processor-kwargs", "mm-processor-cache-gb", "allowed-local-media-path", "max-loras",
          "max-lora-rank", "lora-extra-vocab-size", "num-scheduler-steps",
          "runner", "convert", "task", "model-impl", "structured-outputs-config",
-         "guided-decoding-backend", "chat-template-content-format", "response-role", "max-log-len", "api-server-count"), ONE_WORD),
+         "guided-decoding-backend", "chat-template-content-format", "response-role", "max-log-len", "api-server-count",
+         "speculative-draft-tensor-parallel-size"), ONE_WORD),
 }  # fmt: skip
 SHORT = {
     "pipeline-parallel-size": "-pp", "data-parallel-size": "-dp", "decode-context-parallel-size": "-dcp", "quantization": "-q",
@@ -80,10 +83,10 @@ OURS = {
     "tensor-parallel-size",
     "reasoning-parser",
     "num-speculative-tokens",
+    "speculative-model",
 }  # options that LLM has not, and the server has
 # Never taken: what to do instead, and for which options. Others of LLM_ARGUMENTS have their words there.
 REFUSED = {
-    "give --head, or --speculative-config": ("speculative-model",),
     "requests have logit_bias, allowed_token_ids, bad_words and penalties": ("logits-processors", "logits-processor-pattern"),
     "give --num-gpu-blocks-override, in pages of 64 tokens, or --gpu-memory-utilization": ("kv-cache-memory-bytes",),
     "download that revision and give its folder as --tokenizer": ("tokenizer-revision",),
@@ -137,6 +140,9 @@ def add_theirs(parser):
     for name, how in TAKEN.items():
         names = [short] if (short := SHORT.get(name)) else []
         parser.add_argument(*names, f"--{name}", default=None, help=argparse.SUPPRESS, **how)
+    parser.add_argument(
+        "--speculative-model", dest="head", default=argparse.SUPPRESS, help=argparse.SUPPRESS
+    )  # its old name
     parser.set_defaults(explain_unknown=why_refused)
 
 

@@ -25,6 +25,7 @@ What becomes of the options of `vllm serve` (0.11 to 0.26). [serving.md] says ho
 
 *Same*: it is here under the same name. *Accepted*: it changes nothing here. *Checked*: the values named are taken, others refused
 with the reason. *Refused*, *not there yet*: always, with the reason. Switches are also taken as `--no-NAME` where vLLM has that.
+`--speculative-model`, of old versions, is `--head`.
 Requests have a list of their own in `inference/server/fields.py`, with a reason for every field that is refused.
 
 This page is written by `python -m headstart.commands.vllm_serve_page`, from the tables of `commands/vllm_serve.py` and

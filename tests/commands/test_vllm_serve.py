@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from headstart.cli import build_parser, main
+from headstart.cli import build_parser, main, with_dashes
+from headstart.commands import serve
 from headstart.commands.vllm_serve import NOT_YET, REASONS, REFUSED, ROWS, SHORT, SWITCH, TAKEN, check_theirs
 from headstart.commands.vllm_serve_page import NOTES, OWN, page, same, visible
 from headstart.heads.storage.keywords import ANY
@@ -128,3 +129,13 @@ def test_a_config_file_is_told_the_same(tmp_path, capsys):
 @pytest.mark.parametrize("line", COMMANDS)
 def test_a_command_line_of_vllm_is_taken(line, parser):
     check_theirs(parsed(parser, *line.split()))
+
+
+def test_a_command_of_old_documents_is_read():
+    line = "--model facebook/opt-6.7b --seed 42 -tp 1 --speculative_model facebook/opt-125m --use-v2-block-manager"
+    line += " --num_speculative_tokens 5 --gpu_memory_utilization 0.8"
+    words = with_dashes(["serve", *line.split()])
+    arguments = build_parser(words).parse_args(words)
+    check_theirs(arguments)
+    config = serve.speculative_of(arguments)
+    assert (config["model"], config["num_speculative_tokens"]) == ("facebook/opt-125m", 5)
