@@ -162,6 +162,11 @@ def _add_server(group):
         help="tell reasoning apart from the answer, between <think> and </think>: deepseek_r1, qwen3 or glm45",
     )
     group.add_argument(
+        "--tool-call-parser",
+        metavar="NAME",
+        help="how the model writes tool calls: hermes, mistral or llama3_json (default: as its chat template does)",
+    )
+    group.add_argument(
         "--enable-tokenizer-info-endpoint",
         action="store_true",
         help="GET /tokenizer_info tells special tokens and the chat template",
@@ -227,6 +232,7 @@ def run(arguments):
         model_defaults=arguments.generation_config == "auto",
         prompt_tokens_details=arguments.enable_prompt_tokens_details,
         reasoning_markers=_reasoning_markers(arguments.reasoning_parser),
+        tool_call_parser=arguments.tool_call_parser,
         tokenizer_info=arguments.enable_tokenizer_info_endpoint,
         log_level=arguments.uvicorn_log_level,
         access_log=arguments.access_log,

@@ -29,9 +29,6 @@ SERVER = (
         "compilation_config", (0, 1, 2, 3), "the kernels are compiled as they are: leave it out, or say --enforce-eager"
     ),
     Theirs("enable_auto_tool_choice", ANY, "tools are always read where a request gives some"),
-    Theirs(
-        "tool_call_parser", ("hermes",), "calls are read as Hermes 2 Pro and Qwen write them: hermes, or leave it out"
-    ),
     *(row for row in CHAT if row.name == "chat_template_content_format"),
     Theirs("trust_request_chat_template", (False,), "templates of requests are not run: give --chat-template"),
     Theirs("response_role", ("assistant",), "answers are the assistant's: leave it out"),
@@ -60,7 +57,7 @@ TAKEN = {
          "exclude-tools-when-tool-choice-none", "enable-force-include-usage", "enable-log-requests", "enable-log-outputs",
          "enable-request-id-headers", "disable-fastapi-docs", "headless", "use-v2-block-manager"), SWITCH),
     **dict.fromkeys(
-        ("tool-call-parser", "swap-space", "block-size", "kv-cache-dtype", "pipeline-parallel-size", "data-parallel-size",
+        ("swap-space", "block-size", "kv-cache-dtype", "pipeline-parallel-size", "data-parallel-size",
          "decode-context-parallel-size", "scheduling-policy", "tokenizer-mode", "quantization", "max-seq-len-to-capture",
          "attention-backend", "distributed-executor-backend", "cpu-offload-gb", "prefix-caching-hash-algo",
          "max-num-partial-prefills", "max-long-partial-prefills", "long-prefill-token-threshold", "optimization-level",
@@ -124,7 +121,7 @@ NOT_YET = {
         "prefill-context-parallel-size", "nnodes", "node-rank", "master-addr", "master-port", "all2all-backend", "enable-eplb",
         "eplb-config", "enable-dbo", "max-parallel-loading-workers", "worker-extension-cls", "ray-workers-use-nsight"),
     "requests give chat_template_kwargs": ("default-chat-template-kwargs",),
-    "calls are read from `<tool_call>`, reasoning between `<think>` and `</think>`": (
+    "calls are read as Hermes, Mistral or Llama 3 write them, reasoning between `<think>` and `</think>`": (
         "tool-parser-plugin", "tool-server", "reasoning-parser-plugin"),
     "text is sent as soon as it is final": ("stream-interval",),
     "requests run in the order in which they come": ("scheduler-cls",),

@@ -57,6 +57,7 @@ NOTES = {
     "allow-credentials": "not with `*` as origin",
     "ssl-ca-certs": "clients must then show a certificate",
     "chat-template": "tried before the engine is built",
+    "tool-call-parser": "`hermes`, `mistral` or `llama3_json`; as the chat template writes calls if not given",
     "reasoning-parser": "`deepseek_r1`, `qwen3` or `glm45`",
     "max-logprobs": "20 if not given",
     "trust-remote-code": "code is run only for model types that transformers does not know, and a warning says so",

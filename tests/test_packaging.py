@@ -51,6 +51,7 @@ PUBLIC = {
     "inference/server": "errors guard options serve",
     "inference/server/door": "access_log connections page unix_socket",
     "inference/server/driver": "engine_client engine_process job",
+    "inference/server/tools": "call_styles tool_fields",
     "evaluation": "acceptance charts compare lossless tree_choice tree_measurement tree_text",
     "train": "regenerate",
     "train/data": "chat_endpoint conversations dialogue encoding engine_answers generated_text held_out packing "
@@ -82,7 +83,6 @@ STUB = "heads/export.py"
 SCRIPT_FOLDERS = ("train", "benchmarks/training", "benchmarks/proofs", "assets/make")
 MODULES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 TEST_MODULES = sorted((ROOT / "tests").rglob("test_*.py"))
-
 
 # What stands in for Hugging Face's `kernels`: any name can be imported, and whatever is built from it decorates nothing.
 STAND_IN = """

@@ -4,13 +4,15 @@ All of it may run in any thread. The work is the tokenizer's, so a long prompt d
 """
 
 import inspect
+from dataclasses import replace
 
 from ..grammar.structured_outputs import StructuredOutputsParams
 from ..prompt_files import render_chat
 from ..sampling_params import SamplingParams
 from .errors import ApiError, value_error
 from .fields import SAMPLING
-from .tools import messages_for_template
+from .tools.call_styles import STYLES, style_of
+from .tools.tool_fields import messages_for_template
 
 
 class Asker:
@@ -24,6 +26,9 @@ class Asker:
         )
         self._checker, self._options = checker, options
         self.chat_template = options.chat_template or getattr(self.tokenizer, "chat_template", None)
+        self.call_style = options.tool_call_parser or style_of(
+            str(self.chat_template)
+        )  # in which the model writes calls
         # Of a template's own options none may change what apply_chat_template does.
         taken = inspect.signature(self.tokenizer.apply_chat_template).parameters if self.tokenizer else ()
         self._not_for_templates = {"messages", "tokenize", "chat_template", *taken} - {"kwargs"}
@@ -61,10 +66,12 @@ class Asker:
         length = next((value for value in given if value is not None), self._defaults.get("max_tokens"))
         logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
         try:
-            fields.check_tools(str(self.chat_template))
+            fields.check_tools(str(self.chat_template), self.call_style)
         except ValueError as error:
             raise value_error(error, type(fields).model_fields) from None
         params = self._params(fields, length, logprobs, fields.prompt_logprobs)
+        if fields.tool_use == "auto" and STYLES[self.call_style].keeps_special:
+            params = replace(params, skip_special_tokens=False)
         text = self.render(fields, fields.tools_for_template)
         return [self._checked(text, params, 0, bool(fields.add_special_tokens), fields, "messages")]
 

@@ -17,7 +17,7 @@ class ChatAnswer(Answer):
         markers = None if fields.has_form else service.options.reasoning_markers
         self._reasoning = markers and [Reasoning(markers, prompts[0].text) for _ in range(self.n)]
         self._shows_reasoning = fields.include_reasoning is not False
-        self._readers = [fields.reader() for _ in range(self.n)]  # of tool calls, per choice
+        self._readers = [fields.reader(service.asker.call_style) for _ in range(self.n)]  # of tool calls, per choice
 
     def whole_fields(self, deltas):
         told = {}

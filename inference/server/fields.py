@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ...heads.storage.keywords import ANY, Theirs, reject_unknown
 from .errors import ApiError, validation_error
-from .tools import ToolFields
+from .tools.tool_fields import ToolFields
 
 STRUCTURED = (
     'it is now a part of structured_outputs: {"json": ...}, {"regex": ...}, {"choice": ...} or {"grammar": ...}'

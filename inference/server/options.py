@@ -5,6 +5,8 @@ import os
 import ssl
 from dataclasses import dataclass
 
+from .tools.call_styles import STYLES
+
 KEY_VARIABLE = "HEADSTART_API_KEY"
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 # (opening, closing) by vLLM's names of parsers that look for such markers and nothing else.
@@ -59,6 +61,7 @@ class ServerOptions:
     model_defaults: bool = True  # parameters that a request leaves out are the model's own (its generation_config.json)
     prompt_tokens_details: bool = False
     reasoning_markers: tuple[str, str] | None = None  # (opening, closing): what is between is told apart
+    tool_call_parser: str | None = None  # a name of tools/call_styles.py; None: as the chat template writes calls
     tokenizer_info: bool = False  # whether clients may read the chat template
     log_level: str = "info"
     access_log: str = "text"
@@ -99,6 +102,8 @@ class ServerOptions:
         ):
             if getattr(self, name) < (0 if name == "max_waiting" else 1):
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        if self.tool_call_parser not in (None, *STYLES):
+            raise ValueError(f"--tool-call-parser must be one of {', '.join(STYLES)}, got {self.tool_call_parser!r}")
         if self.allow_credentials and "*" in self.allowed_origins:
             raise ValueError(
                 "--allow-credentials lets pages act as their visitor: name them in --allowed-origins, not *"

@@ -12,7 +12,7 @@ from headstart.heads.storage.keywords import ANY
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "vllm_serve.md"
 EXAMPLES = {
-    "generation-config": "vllm", "uvicorn-log-level": "warning", "gpu-memory-utilization": "0.5",
+    "generation-config": "vllm", "uvicorn-log-level": "warning", "tool-call-parser": "mistral", "gpu-memory-utilization": "0.5",
     "speculative-config": '{"method": "ngram"}', "allowed-origins": '["https://a.example"]',
 }  # fmt: skip
 # Command lines as they are written for vLLM.

@@ -24,7 +24,7 @@ from headstart.tests.inference.server.serving import HEADS, TARGET, running
         (["x", "--speculative-config", "{}", "--head", "y"], "says all"),
         (["x", "--tree", "static"], "says how a head drafts"),
         (["x", "--port", "99999"], "--port must be"),
-        (["x", "--tool-call-parser", "mistral"], "hermes, or leave it out"),
+        (["x", "--tool-call-parser", "pythonic"], "must be one of hermes, mistral, llama3_json"),
         (["x", "--pipeline_parallel_size", "2"], "one GPU runs the whole model"),
         (["x", "--quantization=awq"], "weights are not quantised"),
         (["x", "--rot-path", "/y"], "headstart serve --help lists the options"),

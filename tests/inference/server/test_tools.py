@@ -12,7 +12,7 @@ from headstart import LLM
 from headstart.inference.server.chat import ChatAnswer
 from headstart.inference.server.driver.growing_output import Delta
 from headstart.inference.server.fields import ChatFields
-from headstart.inference.server.tools import TaggedCalls
+from headstart.inference.server.tools.call_styles import STYLES, style_of
 from headstart.tests.inference.server.serving import HEADS, NAME, PROMPTS, TARGET, running
 
 pytest.importorskip("llguidance")
@@ -128,47 +128,117 @@ def test_of_its_own_accord_the_model_writes_text(client):
     assert without != texts[0].message.content, "the template tells the model of its tools"
 
 
-CALL = '<tool_call>\n{"name": "count", "arguments": {"n": 3, "s": "</tool> <tool_call é\\n"}}\n</tool_call>'
-ARGUMENTS = '{"n": 3, "s": "</tool> <tool_call é\\n"}'
+ARGUMENTS = '{"n": 3, "s": "</tool> <tool_call é\\n[TOOL_CALLS] ; {\\""}'
+OBJECT = f'{{"name": "count", "arguments": {ARGUMENTS}}}'
+CALL = f"<tool_call>\n{OBJECT}\n</tool_call>"
+LISTED = f"[TOOL_CALLS] [{OBJECT}]"
+LLAMA = f'{{"name": "count", "parameters": {ARGUMENTS}}}'
+# (style, text, content or None for all of it, number of calls)
 TEXTS = [
-    ("plain < text <tool", "plain < text <tool", 0),
-    (CALL, "", 1),
-    (f"I count.\n\n{CALL}\n{CALL}\n", "I count.", 2),
-    (f"a {CALL} b {CALL}", "ab", 2),
-    (CALL.removesuffix("</tool_call>"), "", 1),
-    ('x\n<tool_call>{"name": "unknown", "arguments": {}}</tool_call> y', None, 0),
-    ("<tool_call>[1]</tool_call>", None, 0),
-    ("<tool_call>{oh", None, 0),
-    ('<tool_call>{"name": ["count"]}</tool_call>' + CALL, '<tool_call>{"name": ["count"]}</tool_call>', 1),
+    ("hermes", "plain < text <tool", "plain < text <tool", 0),
+    ("hermes", CALL, "", 1),
+    ("hermes", f"I count.\n\n{CALL}\n{CALL}\n", "I count.", 2),
+    ("hermes", f"a {CALL} b {CALL}", "ab", 2),
+    ("hermes", CALL.removesuffix("</tool_call>"), "", 1),
+    ("hermes", 'x\n<tool_call>{"name": "unknown", "arguments": {}}</tool_call> y', None, 0),
+    ("hermes", "<tool_call>[1]</tool_call>", None, 0),
+    ("hermes", "<tool_call>{oh", None, 0),
+    ("hermes", '<tool_call>{"name": ["count"]}</tool_call>' + CALL, '<tool_call>{"name": ["count"]}</tool_call>', 1),
+    ("mistral", "plain [text] [TOOL", None, 0),
+    ("mistral", LISTED, "", 1),
+    ("mistral", f"[TOOL_CALLS][{OBJECT}, {OBJECT},\n{OBJECT}]", "", 3),
+    ("mistral", f"I count. {LISTED}", "I count.", 1),
+    ("mistral", f"[TOOL_CALLS]count{ARGUMENTS}", "", 1),
+    (
+        "mistral",
+        f"Well.\n[TOOL_CALLS]count[ARGS]{ARGUMENTS}[TOOL_CALLS]count[CALL_ID]abcdefghi[ARGS]{ARGUMENTS}",
+        "Well.",
+        2,
+    ),
+    ("mistral", f"[TOOL_CALLS]unknown{ARGUMENTS}", None, 0),
+    ("mistral", '[TOOL_CALLS][{"name": "unknown", "arguments": {}}] y', None, 0),
+    ("mistral", f"[TOOL_CALLS] {OBJECT}", "", 1),
+    ("mistral", "[TOOL_CALLS] I do not call. " + 40 * "So it goes. ", None, 0),
+    ("mistral", f"[TOOL_CALLS][{OBJECT}, ", "", 1),
+    ("mistral", "[TOOL_CALLS]count[ARGS]{", None, 0),
+    ("mistral", "[TOOL_CALLS] [", None, 0),
+    ("mistral", "[TOOL_CALLS]", None, 0),
+    ("llama3_json", "plain { text", None, 0),
+    ("llama3_json", LLAMA, "", 1),
+    ("llama3_json", f"\n {OBJECT}; {LLAMA};{LLAMA}\n", "", 3),
+    ("llama3_json", f"<|python_tag|>{LLAMA}", "", 1),
+    ("llama3_json", "<|python_tag|>print(1)", None, 0),
+    ("llama3_json", f"I count: {LLAMA}", None, 0),
+    ("llama3_json", '{"name": "unknown", "parameters": {}}', None, 0),
+    ("llama3_json", f"{LLAMA} and so on", " and so on", 1),
+    ("llama3_json", "{oh", None, 0),
+    ("llama3_json", " ", None, 0),
+    ("llama3_json", "<|python", None, 0),
 ]
 
 
-@pytest.mark.parametrize(("text", "content", "num_calls"), TEXTS, ids=lambda value: str(value)[:20])
-def test_tagged_calls_are_read_however_the_text_is_cut(text, content, num_calls):
+def reader_of(style, parallel=True):
+    return STYLES[style].reader({"count"}, parallel, STYLES[style].make_id)
+
+
+@pytest.mark.parametrize(("style", "text", "content", "num_calls"), TEXTS, ids=lambda value: str(value)[:20])
+def test_calls_are_read_however_the_text_is_cut(style, text, content, num_calls):
     dice = random.Random(0)
     for _ in range(50):
         cuts = sorted(dice.sample(range(1, len(text)), min(dice.randrange(0, 12), len(text) - 1)))
         parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]
-        reader, said, calls = TaggedCalls({"count"}), "", []
+        reader, said, calls = reader_of(style), "", []
         for i, part in enumerate(parts):
             more, found = reader.read(part, last=i == len(parts) - 1)
             said, calls = said + more, calls + found
-        assert said == (text if content is None else content)
+        if not text.isspace() or said:
+            assert said == (text if content is None else content), parts
         assert [call["function"] for call in calls] == [{"name": "count", "arguments": ARGUMENTS}] * num_calls
         assert [call["index"] for call in calls] == list(range(num_calls))
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_what_is_certain_is_told_before_the_text_ends(style):
+    text = {"hermes": f"a {CALL}", "mistral": f"a {LISTED}", "llama3_json": LLAMA}[style]
+    reader = reader_of(style)
+    told = [reader.read(character, False) for character in text]
+    assert sum(len(calls) for _, calls in told) == 1
+    assert "".join(content for content, _ in told) == ("" if style == "llama3_json" else "a")
+    reader = reader_of(style)
+    assert "".join(reader.read(character, False)[0] for character in "no call at all") == "no call at all"
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_ids_are_those_that_templates_take_back(style):
+    first, second = STYLES[style].make_id(), STYLES[style].make_id()
+    assert first != second
+    assert (len(first) == 9 and first.isalnum()) if style == "mistral" else first.startswith("call_")
+
+
+@pytest.mark.parametrize(
+    ("template", "style"),
+    [
+        (TEMPLATE, "hermes"),
+        ("{{- '[TOOL_CALLS]' + message['tool_calls'] | tojson }}", "mistral"),
+        ("{{- 'Environment: ipython\n' }}", "llama3_json"),
+        ("{{ messages }}", None),
+    ],
+)
+def test_the_template_tells_the_style(template, style):
+    assert style_of(template) == style
 
 
 def test_one_call_is_told_where_one_was_asked_for():
     asked = dict(messages=MESSAGES, tools=TOOLS)
     for given, count in (({}, 2), ({"parallel_tool_calls": False}, 1)):
-        reader, calls = ChatFields(**asked | given).reader(), []
+        reader, calls = ChatFields(**asked | given).reader("hermes"), []
         for part, last in ((f"a {CALL}{CALL[:30]}", False), (f"{CALL[30:]} b", True)):
             calls += reader.read(part, last)[1]
         assert [call["index"] for call in calls] == list(range(count))
 
 
 def test_a_long_text_is_searched_once():
-    reader, body = TaggedCalls({"count"}), "x" * 1000
+    reader, body = reader_of("hermes"), "x" * 1000
     steps = 0
 
     class Counted(str):
@@ -198,6 +268,16 @@ def test_a_call_in_a_models_own_text_ends_as_tool_calls(served):
     assert choice["message"]["tool_calls"][0]["function"] == {"name": "count", "arguments": ARGUMENTS}
     cut, _ = ChatAnswer(served.service, fields, prompts, "two").chunk(Delta(0, 0, CALL, [1], finish_reason="length"))
     assert (cut["finish_reason"], len(cut["delta"]["tool_calls"])) == ("length", 1)
+
+
+def test_mistrals_marker_is_a_special_token_that_is_shown(served, monkeypatch):
+    asker, shown = served.service.asker, {}
+    for style in STYLES:
+        monkeypatch.setattr(asker, "call_style", style)
+        for choice in ("auto", "none"):
+            (prompt,) = asker.chat_prompts(ChatFields(**SAMPLED | {"tool_choice": choice}))
+            shown[style, choice] = not prompt.params.skip_special_tokens
+    assert [key for key, value in shown.items() if value] == [("mistral", "auto")]
 
 
 NAMED = {"type": "function", "function": {"name": "close"}}
