@@ -173,7 +173,13 @@ class Session:
             return None
         engine, params = self.engine, prompt.params
         late = forbidden_early(params, engine.eos_token_ids, engine.decoder.vocab_size)
-        return self.grammars.matcher(prompt.grammar, engine.seats.logit_state.most_forced, params.min_tokens, late)
+        return self.grammars.matcher(
+            prompt.grammar,
+            engine.seats.logit_state.most_host_drafts,
+            min_tokens=params.min_tokens,
+            late=late,
+            prompt_token_ids=prompt.token_ids,
+        )
 
     def _step(self):
         """One step of the engine, for the first in line. Tells every call what has become of its requests."""

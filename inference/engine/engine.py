@@ -90,8 +90,8 @@ class Engine:
         per_request = -(-(options.max_model_len + tree_positions + max_emitted) // PAGE)
         width, dtype = drafter.state_shape or (decoder.hidden_size, decoder.dtype)
         # `strict` looks at tokens alone, whoever drafted them; a growing tree is not known beforehand.
-        forced = tree.max_depth if speculation.verifier.name == "strict" and not tree.grows else 0
-        seats = SeatTable(options.max_num_seqs, per_request, width, decoder.vocab_size, dtype, device, forced)
+        host_drafts = tree.max_depth if speculation.verifier.name == "strict" and not tree.grows else 0
+        seats = SeatTable(options.max_num_seqs, per_request, width, decoder.vocab_size, dtype, device, host_drafts)
         page_bytes = bytes_of_page(*decoder.kv_shape) + (bytes_of_page(*drafter.kv_shape) if drafter.kv_shape else 0)
 
         def make(pages, options):

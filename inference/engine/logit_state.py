@@ -29,13 +29,13 @@ class LogitState:
     """LogitTables of seats. The last one is the padding seat and stays clean.
 
     history int32 [S, T]: the seats' tokens, kept by SeatTable; on_device: moves a list or CPU tensor there without waiting;
-    most_forced: the most tokens that a grammar may draft in a step.
+    most_host_drafts: the most tokens that the host may draft for a seat in a step.
     """
 
-    def __init__(self, history, vocab_size, on_device, most_forced=0):
+    def __init__(self, history, vocab_size, on_device, most_host_drafts=0):
         self.history, self.vocab_size, self.on_device = history, vocab_size, on_device
-        self.most_forced = most_forced
-        self.forced = (
+        self.most_host_drafts = most_host_drafts
+        self.host_drafts = (
             None  # int64 [S, K] beside the masks: a number of drafts, then these tokens; FREE without a grammar
         )
         self.num_seats = len(history)
@@ -54,14 +54,14 @@ class LogitState:
         dtypes = {"bias": torch.float32, "stop_mask": torch.bool, "counts": torch.int32, "seen": torch.bool}
         tables = {name: torch.zeros(shape, dtype=dtype, device=device) for name, dtype in dtypes.items()}
         words = torch.full((self.num_seats, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS), -1, dtype=torch.int32, device=device)
-        masks = (self.num_seats, self.most_forced + 1, -(-self.vocab_size // 32))
-        masks, forced = torch.full(masks, -1, dtype=torch.int32, device=device), self.forced
+        masks = (self.num_seats, self.most_host_drafts + 1, -(-self.vocab_size // 32))
+        masks, drafts = torch.full(masks, -1, dtype=torch.int32, device=device), self.host_drafts
         self.tables = LogitTables(**tables, words=words, tokens=self.history, masks=masks)
-        self.forced = self._no_forced()
+        self.host_drafts = self._no_host_drafts()
         try:
             yield
         finally:
-            self.tables, self.forced = before, forced
+            self.tables, self.host_drafts = before, drafts
 
     def write(self, requests, stop_tokens):
         """Write the rows of these requests, from the host's tokens.  stop_tokens(request): ids that min_tokens forbids"""
@@ -84,9 +84,9 @@ class LogitState:
                 table[self.on_device(list(given))] = self.on_device(torch.stack(list(given.values())))
             self._written[name] = (written - set(stale)) | given.keys()
         if self.tables.masks is not None:
-            if self.forced is None:
-                self.forced = self._no_forced()
-            self._write_forced(requests)
+            if self.host_drafts is None:
+                self.host_drafts = self._no_host_drafts()
+            self._write_host_drafts(requests)
 
     def write_grammars(self, requests):
         """Write masks and drafts of those of the requests that have a grammar, for their next step."""
@@ -94,20 +94,20 @@ class LogitState:
         if requests:
             seats = self.on_device([request.seat for request in requests])
             self.tables.masks[seats] = self.on_device(torch.stack([self._masks(request) for request in requests]))
-            self._write_forced(requests)
+            self._write_host_drafts(requests)
 
     def constrain(self, batch, draft):
-        """Let seats with a grammar draft what it forces, and accept nothing else.  -> BatchRows, Draft; an empty node holds -1"""
-        forced = self.forced[batch.seats]
-        count = forced[:, 0]
+        """Let seats with a grammar draft what the host drafted, nothing else.  -> BatchRows, Draft; an empty node holds -1"""
+        drafts = self.host_drafts[batch.seats]
+        count = drafts[:, 0]
         # The tokens that may be emitted decide how deep a node may be accepted.
         integers = batch.integers.clone()
         integers[2] = torch.minimum(batch.remaining, 1 + count)
-        if self.most_forced and draft.tree.max_depth:
+        if self.most_host_drafts and draft.tree.max_depth:
             path = draft.tree.ancestors[draft.tree.tree.deepest, 1:]  # nodes at depths 1, 2, ...
             chain = torch.full_like(draft.tokens, -1)
             chain[:, 0] = draft.tokens[:, 0]
-            chain[:, path] = forced[:, 1 : 1 + len(path)]
+            chain[:, path] = drafts[:, 1 : 1 + len(path)]
             draft = draft._replace(tokens=torch.where((count == FREE)[:, None], draft.tokens, chain))
         return replace(batch, integers=integers), draft
 
@@ -121,23 +121,23 @@ class LogitState:
             # Whole numbers: the order in which they are added does not matter.
             self.tables.counts.view(-1).scatter_add_(0, at.flatten(), kept.int().flatten())
 
-    def _no_forced(self):
-        forced = torch.full((self.num_seats, self.most_forced + 1), -1, device=self.history.device)
-        forced[:, 0] = FREE
-        return forced
+    def _no_host_drafts(self):
+        drafts = torch.full((self.num_seats, self.most_host_drafts + 1), -1, device=self.history.device)
+        drafts[:, 0] = FREE
+        return drafts
 
-    def _write_forced(self, requests):
+    def _write_host_drafts(self, requests):
         rows = []
         for request in requests:
             drafts = request.matcher.drafts if request.matcher is not None else []
             count = FREE if request.matcher is None else len(drafts)
-            rows.append([count, *drafts, *[-1] * (self.most_forced - len(drafts))])
-        self.forced[self.on_device([request.seat for request in requests])] = self.on_device(rows)
+            rows.append([count, *drafts, *[-1] * (self.most_host_drafts - len(drafts))])
+        self.host_drafts[self.on_device([request.seat for request in requests])] = self.on_device(rows)
 
     def _masks(self, request):
         """int32 [K, W]; those after the last draft are of no node."""
         masks = torch.from_numpy(request.matcher.masks)
-        return torch.nn.functional.pad(masks, (0, 0, 0, self.most_forced + 1 - len(masks)), value=-1)
+        return torch.nn.functional.pad(masks, (0, 0, 0, self.most_host_drafts + 1 - len(masks)), value=-1)
 
     def _table(self, name, given):
         """The table of this name, made if it does not exist.  given: {seat: row}, not empty"""

@@ -80,10 +80,10 @@ class SeatTable:
     """Rows of `max_num_seqs` requests, and the padding seat.
 
     max_pages: pages of the longest request; width, dtype: of the `feature` that the drafter keeps per request from step to step;
-    most_forced: the most tokens that a grammar may draft in a step.
+    most_host_drafts: the most tokens that the host may draft for a seat in a step.
     """
 
-    def __init__(self, max_num_seqs, max_pages, width, vocab_size, dtype, device, most_forced=0):
+    def __init__(self, max_num_seqs, max_pages, width, vocab_size, dtype, device, most_host_drafts=0):
         rows = max_num_seqs + 1
         self.padding_seat, self.device = max_num_seqs, device
         self.integers = torch.zeros(rows, len(INTEGERS), dtype=torch.int64, device=device)
@@ -91,7 +91,7 @@ class SeatTable:
         self.block_table = torch.zeros(rows, max_pages, dtype=torch.int32, device=device)
         self.feature = torch.zeros(rows, width, dtype=dtype, device=device)
         self.history = torch.zeros(rows, max_pages * PAGE, dtype=torch.int32, device=device)
-        self.logit_state = LogitState(self.history, vocab_size, self.on_device, most_forced)
+        self.logit_state = LogitState(self.history, vocab_size, self.on_device, most_host_drafts)
 
     def gather(self, seats, depths):
         """BatchRows of seats [B], for nodes of these depths [N]."""

@@ -52,7 +52,7 @@ class Step:
         # A step without drafts may belong to a drafter that drafts in other steps: its state is still kept up to date.
         propose = self.drafter.propose if self.tree.max_depth else no_draft
         draft = propose(batch, self.tree, self._processor(batch, filters))
-        grammars = bool(filters) and self.seats.logit_state.forced is not None
+        grammars = bool(filters) and self.seats.logit_state.host_drafts is not None
         if grammars:
             batch, draft = self.seats.logit_state.constrain(batch, draft)
         tree, tokens = draft.tree, draft.tokens  # [B, N]

@@ -65,10 +65,10 @@ class Grammars:
                     self._compiled.popitem(last=False)
         return kept[0]
 
-    def matcher(self, grammar, most_drafts, min_tokens=0, late=()):
-        """A Matcher at the start of a Grammar."""
+    def matcher(self, grammar, most_drafts, **others):
+        """A Matcher at the start of a Grammar.  others: further arguments of Matcher"""
         compiled = self.compile(grammar)
-        return Matcher(compiled, most_drafts, partial(self._compile_alone, grammar.text, compiled), min_tokens, late)
+        return Matcher(compiled, most_drafts, partial(self._compile_alone, grammar.text, compiled), **others)
 
     def close(self):
         """End the process that tries grammars; the next grammar starts another."""

@@ -1,8 +1,9 @@
 """Matcher: the place of one output in its grammar. No torch.
 
-The tokens of a prefix alone decide the mask after it. `look_ahead` computes it for the next token, and along the tokens that the
-grammar forces. All outputs of a compiled grammar share its lexer, which is broken for all of them once one has driven it beyond the
-library's limits. So an output that cannot go on is tried once more with a lexer of its own, and then fails by its own tokens only.
+The tokens of a prefix alone decide the mask after it. `look_ahead` computes it for the next token, and along drafts: tokens that
+the grammar forces, then what followed the newest tokens earlier, as far as the grammar allows it. All outputs of a compiled grammar
+share its lexer, which is broken for all of them once one has driven it beyond the library's limits. So an output that cannot go on
+is tried once more with a lexer of its own, and then fails by its own tokens only.
 
 Letters: K masks, W words of 32 bits.
 """
@@ -10,23 +11,24 @@ Letters: K masks, W words of 32 bits.
 import numpy as np
 
 from .library import one_line
+from .prompt_lookup import PromptLookup
 
 ENDED, BROKEN = "ended", "broken"
 
 
 class Matcher:
-    """compiled: an LLMatcher at the start of the grammar, which stays there; most_drafts: the most forced tokens to look for.
+    """compiled: an LLMatcher at the start of the grammar, which stays there; most_drafts: the most tokens to draft.
 
     alone: makes another such LLMatcher, whose lexer nobody shares. late: ids that the first min_tokens tokens must not be, unless
-    nothing else may follow.
-    drafts: forced tokens that follow, at most most_drafts; masks: int32 [len(drafts) + 1, W], bit t of which allows the token t
+    nothing else may follow. prompt_token_ids: drafts are looked up there, too.
+    drafts: at most most_drafts tokens; masks: int32 [len(drafts) + 1, W], bit t of which allows the token t
     after the output, after the first of the drafts, ...; error: what the library says after BROKEN. Raises ValueError if the first
     mask is too much for the library's limits.
     """
 
-    def __init__(self, compiled, most_drafts, alone, min_tokens=0, late=()):
+    def __init__(self, compiled, most_drafts, alone, min_tokens=0, late=(), prompt_token_ids=()):
         self._compiled, self._most_drafts, self._alone = compiled, most_drafts, alone
-        self._min_tokens, self._late = min_tokens, sorted(late)
+        self._min_tokens, self._late, self._prompt = min_tokens, sorted(late), prompt_token_ids
         self.drafts, self.masks, self.error = [], None, None
         if self.start_over([]):
             raise ValueError(self.error)
@@ -34,6 +36,7 @@ class Matcher:
     def accept(self, token):
         """Go on by an emitted token.  -> None, ENDED if nothing may follow, BROKEN if the library gave up"""
         self._tokens.append(token)
+        self._lookup.append(token)
         if not self._place.consume_token(token) and self._go_alone():
             return BROKEN
         return ENDED if self._place.is_stopped() else None
@@ -41,11 +44,16 @@ class Matcher:
     def look_ahead(self):
         """Compute drafts and masks for the output as it is.  -> None or BROKEN"""
         place, masks, drafts = self._place, [], []
-        for token in [*self._forced()[: self._most_drafts], None]:
+        for token in self._drafted(drafts):
             masks.append(np.frombuffer(place.compute_bitmask(), dtype=np.int32))
-            if token is None or place.is_error() or not place.try_consume_tokens([token]):
+            if place.is_error() or not place.try_consume_tokens([token]):
+                break
+            if place.is_stopped():  # nothing may follow it, so no mask can be asked for
+                place.rollback(1)
                 break
             drafts.append(token)
+        else:
+            masks.append(np.frombuffer(place.compute_bitmask(), dtype=np.int32))
         if drafts:
             place.rollback(len(drafts))
         if place.is_error():
@@ -57,6 +65,7 @@ class Matcher:
     def start_over(self, token_ids):
         """Stand after these tokens, whatever was accepted, and look ahead.  -> None or BROKEN"""
         self._tokens, self._place = list(token_ids), self._compiled.deep_copy()
+        self._lookup = PromptLookup([*self._prompt, *self._tokens] if self._most_drafts else [])
         self._place.consume_tokens(self._tokens)
         return self.look_ahead()
 
@@ -66,9 +75,12 @@ class Matcher:
         bits[self._late] = 0
         return np.packbits(bits, bitorder="little").view(np.int32) if bits.any() else mask
 
-    def _forced(self):
-        """Tokens that must follow."""
-        return self._place.compute_ff_tokens() if self._most_drafts else []
+    def _drafted(self, drafts):
+        """Tokens to draft, one after the other.  drafts: those that were taken so far"""
+        if not self._most_drafts:
+            return
+        yield from self._place.compute_ff_tokens()[: self._most_drafts]
+        yield from self._lookup.after(drafts, self._most_drafts - len(drafts))
 
     def _go_alone(self):
         """Stand at the same place with a lexer of its own.  -> None, or BROKEN if it has one, or that breaks, too"""

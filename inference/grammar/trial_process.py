@@ -51,7 +51,7 @@ def _try(tokenizer, asked):
     text, before = make_grammar(*asked), _allocated()
     alone = partial(compile_grammar, tokenizer, text)
     first = Matcher(compile_grammar(tokenizer, text, shared=True), MOST_DRAFTS, alone)
-    num_bytes = (_allocated() - before) % 2**32
+    num_bytes = max((_allocated() - before + 2**31) % 2**32 - 2**31, 0)  # what was freed meanwhile may be more
     eos = sum(1 << token for token in set(tokenizer.eos_tokens))
     if not int.from_bytes(first.masks[0].tobytes(), "little") & ~eos:
         raise ValueError("only the empty text has this form")

@@ -11,6 +11,7 @@ import pytest
 from headstart.inference.grammar import grammars as all_grammars, library, trial
 from headstart.inference.grammar.grammars import Grammars
 from headstart.inference.grammar.matcher import BROKEN, ENDED
+from headstart.inference.grammar.prompt_lookup import MOST_INDEXED, PromptLookup
 from headstart.inference.grammar.structured_outputs import MOST_CHARACTERS, StructuredOutputsParams
 from headstart.inference.models.target_source import load_tokenizer
 from headstart.tests.inference.server.serving import TARGET
@@ -32,6 +33,46 @@ def grammars(tokenizer):
 
 def matcher_of(grammars, most_drafts=0, **given):
     return grammars.matcher(grammars.check(StructuredOutputsParams(**given)), most_drafts)
+
+
+def test_what_followed_earlier_is_drafted_as_far_as_the_grammar_allows(grammars, tokenizer):
+    def ids(text):
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    prompt, eos = "count_words_of_text count_words", tokenizer.eos_token_id
+    grammar = grammars.check(StructuredOutputsParams(regex="(count_[a-z]+_of_tea ){1,9}stop"))
+    matcher = grammars.matcher(grammar, 6, prompt_token_ids=ids(prompt))
+    for token in ids("count_words_of_tea count"):
+        for draft, mask in zip(matcher.drafts, matcher.masks):
+            assert draft in allowed(mask)
+        assert matcher.masks.shape[0] == 1 + len(matcher.drafts)
+        assert matcher.accept(token) is None
+        matcher.look_ahead()
+        if matcher._tokens == ids("count_"):  # the prompt went on with _text, which the grammar does not allow
+            assert tokenizer.decode(matcher.drafts) == "words_of_"
+    assert tokenizer.decode(matcher.drafts).startswith("_words")
+    assert len(matcher.drafts) > 3
+    # A token after which nothing may follow is not drafted.
+    choice = grammars.check(StructuredOutputsParams(choice=["yes", "no"]))
+    matcher = grammars.matcher(choice, 6, prompt_token_ids=[*ids("no"), *ids("yes"), eos] * 2 + ids("no"))
+    assert eos not in matcher.drafts
+
+
+def test_many_small_forms_are_never_taken_for_large_ones(grammars):
+    """Of some, less is taken than is freed meanwhile."""
+    sizes = [grammars.check(StructuredOutputsParams(choice=[f"w{i}"])).num_bytes for i in range(40)]
+    assert max(sizes) < 2**20
+
+
+def test_the_longest_and_latest_match_is_copied():
+    lookup = PromptLookup([1, 2, 3, 9, 2, 3, 8, 1, 2, 3])
+    assert lookup.after([], 2) == [9, 2]  # after 1 2 3; after 2 3 alone came 8
+    assert lookup.after([9], 3) == [2, 3, 8]
+    assert lookup.after([7], 3) == []
+    lookup.append(4)
+    assert lookup.after([1, 2, 3], 1) == [4]
+    assert PromptLookup([]).after([5], 3) == []
+    assert len(PromptLookup(range(10**5))._tokens) == MOST_INDEXED
 
 
 def allowed(mask):

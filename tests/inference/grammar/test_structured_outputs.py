@@ -133,7 +133,7 @@ def test_neither_drafts_nor_neighbours_change_a_token(expected, speculation, lat
     assert (llm.get_stats()["num_preemptions"] > 0) == ("num_gpu_blocks_override" in options)
     if speculation in (CHAIN, TREE):
         compact = found[NAMES.index("compact") - first].spec_decode_metrics
-        assert compact.num_accepted_tokens == compact.num_draft_tokens > 5, "what the grammar forces is always right"
+        assert 5 < compact.num_accepted_tokens <= compact.num_draft_tokens < compact.num_accepted_tokens + 5
         told = speculation_metrics(compact, llm.tree)
         assert told["num_draft_tokens"] == told["num_draft_nodes"] == compact.num_draft_tokens, (
             "a chain, on a tree, too"
@@ -263,12 +263,23 @@ def test_drafts_that_are_not_forced_change_nothing(target_folder, head_folder, t
     config = {"model": str(head_folder), "tree": str(tmp_path / "tree.json")}
     llm = LLM(str(target_folder), device="cpu", speculative_config=config)
     tokens = llm.tokenizer("$%", add_special_tokens=False)["input_ids"]
-    monkeypatch.setattr(Matcher, "_forced", lambda _: tokens)
+    monkeypatch.setattr(Matcher, "_drafted", lambda *_: tokens)
     found = outputs_of(llm, ["x"] * 4, params)
     assert [output.token_ids for output in found] == [output.token_ids for output in expected]
     assert all(0 in output.token_ids and re.fullmatch("(!#|[$]%)+", output.text) for output in found)
     counts = [output.spec_decode_metrics for output in found]
     assert 0 < sum(c.num_accepted_tokens for c in counts) < sum(c.num_draft_tokens for c in counts)
+
+
+def test_what_the_prompt_has_is_drafted_within_a_form(plain):
+    """The model copies a list that it has begun to copy; no word of it is forced."""
+    prompt = "import os\nimport re\nimport sys\nimport json\n" * 6
+    params = params_of({"regex": r"(import [a-z]{2,9}\n){1,8}"}, seed=1, temperature=0.0)
+    llm = make(speculative_config={"model": str(HEADS), "num_speculative_tokens": 4})
+    expected, found = (outputs_of(one, prompt, params)[0] for one in (plain, llm))
+    assert found.token_ids == expected.token_ids
+    metrics = found.spec_decode_metrics
+    assert metrics.num_accepted_tokens > metrics.num_steps
 
 
 def test_a_verifier_that_keeps_the_distribution_keeps_the_form():
@@ -314,7 +325,7 @@ def test_requests_without_a_grammar_make_no_table(plain):
     llm.generate(PROMPTS[0], SamplingParams(max_tokens=2, presence_penalty=1.0))
     state = llm.engine.seats.logit_state
     assert state.tables.masks is None
-    assert state.forced is None
+    assert state.host_drafts is None
     assert plain.engine.seats.logit_state.tables.masks is not None or plain.engine.metrics.num_generated_tokens == 0
 
 
