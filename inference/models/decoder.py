@@ -150,6 +150,16 @@ class Decoder:
         self.norm = Norm(weights.norm, eps, architecture.residual_multiplier)
 
     @property
+    def is_whole(self):
+        """Whether it is that of a single device."""
+        return self.division is WHOLE
+
+    @property
+    def cut(self):
+        """How sums are cut other than on a single device, as plain data; None: they are not."""
+        return self.division.cut
+
+    @property
     def kv_shape(self):
         """(layers, key heads, head dimension, dtype) of its cache."""
         return len(self.layers), self.num_kv_heads, self.head_dim, self.dtype

@@ -73,6 +73,7 @@ class Whole:
 
     ranks = ALONE
     keeps_bits = True
+    cut = None  # what decides bits beside one device's own numerics: numbers of ranges of o and of down
 
     def heads(self, config):
         """Query heads and key heads that are held."""
@@ -136,6 +137,8 @@ class Division(Whole):
         out, same_out = self._ranges(hidden, config.num_attention_heads * self.head_dim, by_heads=True)
         down, same_down = self._ranges(hidden, inner, by_heads=False)
         self.keeps_bits = same_out and same_down
+        if invariant or not self.keeps_bits:
+            self.cut = [len(out) * size, len(down) * size]
         self._columns = {"out.weight": out, "down.weight": down}
         self._inner = range(down[0].start, down[-1].stop)
         self._heads = self._share(config.num_attention_heads)

@@ -248,6 +248,7 @@ def random_weights(config, dtype, device, seed=0, division=WHOLE):
     generator = torch.Generator(device).manual_seed(seed)
     tensors = {}
     for name, parts in tensor_plan(config).items():
+        division.ranks.check()
         tensor = _allocate(parts, dtype, device)
         if tensor.dim() == 2:
             tensor.normal_(std=tensor.shape[1] ** -0.5, generator=generator)
@@ -289,6 +290,7 @@ def load_weights(folder_or_id, config, dtype, device, *, adapter=None, division=
     tensors, total = {}, sum(stored[name].nbytes for parts in plan.values() for name in parts) // division.ranks.size
     with _progress_bar(total, shown=division.ranks.rank == 0) as bar:
         for packed, parts in plan.items():
+            division.ranks.check()
             tensors[packed] = [
                 _read(packed, parts, columns, stored, division, adapter=adapter, bar=bar, dtype=dtype, device=device)
                 for columns in division.columns_of(packed)

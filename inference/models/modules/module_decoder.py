@@ -85,7 +85,7 @@ class _Outputs(tuple):
 class ModuleDecoder:
     """See the module.  module: a *ForCausalLM on its device; max_positions: positions that a row may have"""
 
-    is_packed = False
+    is_packed, is_whole, cut = False, True, None
     ranks = ALONE  # it is not divided
 
     def __init__(self, module, max_positions):

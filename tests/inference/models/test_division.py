@@ -23,10 +23,13 @@ BIASED = LlamaConfig(
 
 @dataclass
 class Place:
-    """A rank that nobody calls."""
+    """A rank that calls nobody."""
 
     rank: int
     size: int
+
+    def check(self):
+        pass
 
 
 def llama_8b(**changes):
@@ -55,11 +58,11 @@ def test_two_ranks_take_the_ranges_of_one_gpu():
     ours = divisions(config, 2, device_type="cuda")
     assert [one.columns_of("layers.0.out.weight") for one in ours] == [[slice(0, 2048)], [slice(2048, 4096)]]
     assert [one.columns_of("layers.0.down.weight") for one in ours] == [[slice(0, 7168)], [slice(7168, 14336)]]
-    assert all(one.keeps_bits for one in ours)
-    assert not any(one.keeps_bits for one in divisions(config, 4, device_type="cuda"))
+    assert all(one.keeps_bits and one.cut is None for one in ours)
+    assert [(one.keeps_bits, one.cut) for one in divisions(config, 4, device_type="cuda")] == [(False, [4, 4])] * 4
     four = divisions(config, 2, device_type="cuda", invariant=4)
     assert four[1].columns_of("layers.0.out.weight") == [slice(2048, 3072), slice(3072, 4096)]
-    assert all(one.keeps_bits for one in four)
+    assert all(one.keeps_bits and one.cut == [4, 4] for one in four)
 
 
 def test_ranges_that_miss_the_heads_keep_bits_per_number_of_ranks():
