@@ -90,6 +90,7 @@ class _Group:
         default_factory=list
     )  # (rank, exit status) of ranks that ended by themselves, the first one first
     closing: bool = False
+    on_end: object = None  # called once a rank has ended by itself
     lock: object = field(default_factory=threading.Lock)
 
     def watch(self, rank, process):
@@ -101,6 +102,8 @@ class _Group:
         if status == LOST:
             time.sleep(LEAVE / 10)  # the rank that it lost is noticed meanwhile
         self.kill()
+        if self.on_end:
+            self.on_end()
 
     def kill(self):
         with self.lock:
@@ -127,7 +130,7 @@ class RankProcesses:
     """size: of the group, this process included. Returns when all processes can be told what to build."""
 
     def __init__(self, size):
-        self.size, self._failure = size, None
+        self.size, self._failure, self._lock = size, None, threading.Lock()
         self._group = group = _Group(tempfile.mkdtemp(prefix="headstart-ranks-"))
         self._finalizer = weakref.finalize(self, group.close)
         for _ in range(1, size):
@@ -172,8 +175,18 @@ class RankProcesses:
         if self._failure or self._group.ended:
             raise self.fault()
 
+    def call_when_ended(self, told):
+        """Call told(error) in another thread, once a rank has ended by itself, whatever this process does then."""
+        self._group.on_end = lambda: told(self.fault())
+        if self._group.ended:
+            self._group.on_end()
+
     def fault(self):
         """The error to raise where the group has ended: RanksEnded, or ValueError for what the user can mend. Ends all ranks."""
+        with self._lock:
+            return self._fault()
+
+    def _fault(self):
         if self._failure is None:
             limit = time.monotonic() + NOTICE
             while not self._group.ended and time.monotonic() < limit:
