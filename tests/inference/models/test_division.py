@@ -107,6 +107,33 @@ def test_ranks_read_their_parts_and_together_the_whole(size, tied, tmp_path):
     assert all(torch.equal(part.norm, whole.norm) for part in parts)
 
 
+class Adding:
+    """In the place of an Adapter: it adds to each weight a number of its own."""
+
+    def check_fits(self, shapes):
+        pass
+
+    def add_to(self, name, piece, first):
+        rows = torch.arange(first, first + len(piece), dtype=torch.float32)
+        return piece + (rows if piece.dim() == 1 else rows[:, None] * 1000 + torch.arange(piece.shape[1]))
+
+
+def test_an_adapter_is_added_to_the_parts_as_to_the_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr("headstart.inference.models.weights.CHUNK_BYTES", 1000)  # several pieces of a tensor
+    LlamaForCausalLM(BIASED).save_pretrained(tmp_path)
+    given = dict(adapter=Adding())
+    whole = load_weights(tmp_path, BIASED, torch.float32, "cpu", **given)
+    parts = [
+        load_weights(tmp_path, BIASED, torch.float32, "cpu", division=one, **given) for one in divisions(BIASED, 2)
+    ]
+    for name in ("out", "down"):
+        held = [weight for part in parts for weight in getattr(part.layers[1], name).weights]
+        assert torch.equal(torch.cat(held, 1), getattr(whole.layers[1], name).weight)
+    gates, ups = zip(*(part.layers[0].gate_up.weight.chunk(2) for part in parts))
+    assert torch.equal(torch.cat(gates + ups), whole.layers[0].gate_up.weight)
+    assert torch.equal(torch.cat([part.lm_head for part in parts])[: BIASED.vocab_size], whole.lm_head)
+
+
 def test_random_weights_are_those_of_one_device():
     whole = random_weights(BIASED, torch.float32, "cpu")
     parts = [random_weights(BIASED, torch.float32, "cpu", division=one) for one in divisions(BIASED, 4)]
