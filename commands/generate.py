@@ -2,7 +2,14 @@
 
 import sys
 
-from ..inference.arguments import add_model, add_speculation, choose_threads_for, speculative_config
+from ..inference.arguments import (
+    add_model,
+    add_ranks,
+    add_speculation,
+    choose_threads_for,
+    ranks_of,
+    speculative_config,
+)
 
 EXAMPLE = (
     "headstart generate --model assets/stdlib-coder --head assets/stdlib-coder-medusa --tree static --compare \\\n"
@@ -13,6 +20,7 @@ EXAMPLE = (
 def add_options(parser):
     parser.add_argument("prompt", help="the prompt; - reads it from standard input")
     add_model(parser)
+    add_ranks(parser)
     add_speculation(parser)
     parser.add_argument("--raw", action="store_true", help="skip the chat template")
     parser.add_argument("--compare", action="store_true", help="answer with and without speculation, and compare")
@@ -37,6 +45,8 @@ def run(arguments):
     speculative = speculative_config(arguments)
     if arguments.compare and speculative is None:
         raise ValueError("--compare shows a head beside plain decoding: name a head with --head")
+    if arguments.compare and (arguments.tensor_parallel_size > 1 or arguments.tensor_parallel_invariant):
+        raise ValueError("--compare runs two engines on the same weights, which ranks that divide them cannot do yet")
     params = SamplingParams(
         temperature=arguments.temperature,
         top_p=arguments.top_p,
@@ -57,6 +67,7 @@ def run(arguments):
         adapter=arguments.adapter,
         trust_remote_code=arguments.trust_remote_code,
         speculative_config=speculative,
+        **ranks_of(arguments),
         **shared,
     )
     if llm.tokenizer is None:

@@ -7,7 +7,8 @@ import warnings
 from functools import partial
 
 from ..heads.storage.user_errors import say, tell_error
-from ..inference.arguments import add_adapter, add_device, add_speculation, choose_threads_for, speculative_config
+from ..inference import arguments as shared
+from ..inference.arguments import choose_threads_for, ranks_of, speculative_config
 from .chat_template import check_chat_template, read_chat_template
 from .vllm_serve import add_theirs, check_theirs
 
@@ -36,13 +37,13 @@ def add_llm(parser):
     """Options of the LLM that is served: those that `llm_arguments` reads."""
     _add_engine(parser.add_argument_group("engine"))
     group = parser.add_argument_group("speculation")
-    add_speculation(group)
+    shared.add_speculation(group)
     group.add_argument("--speculative-config", metavar="JSON", help="all of it as one JSON object, as LLM takes it")
 
 
 def _add_engine(group):
-    add_adapter(group)
-    add_device(group)
+    shared.add_adapter(group)
+    shared.add_device(group)
     group.add_argument("--tokenizer", help="folder or Hub id of another tokenizer")
     group.add_argument("--revision", help="branch, tag or commit of a model on the Hub")
     group.add_argument("--download-dir", help="where files of the Hub go")
@@ -68,7 +69,7 @@ def _add_engine(group):
         default=True,
         help="keep pages of prompts for others that begin alike (default)",
     )
-    group.add_argument("--tensor-parallel-size", "-tp", type=int, default=1, help="1: one GPU runs the whole model")
+    shared.add_ranks(group)
     group.add_argument("--logprobs-mode", default="raw_logprobs", help="raw_logprobs (default) or processed_logprobs")
 
 
@@ -337,6 +338,7 @@ def llm_arguments(model, arguments, speculative, **more):
         enable_prefix_caching=arguments.enable_prefix_caching,
         logprobs_mode=arguments.logprobs_mode,
         speculative_config=speculative,
+        **ranks_of(arguments),
         **more,
     )
 

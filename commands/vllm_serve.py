@@ -77,7 +77,6 @@ ROWS = {row.name: row for row in (*LLM_ARGUMENTS, *SERVER)}
 OURS = {
     "generation-config",
     "served-model-name",
-    "tensor-parallel-size",
     "reasoning-parser",
     "num-speculative-tokens",
     "speculative-model",
@@ -145,7 +144,7 @@ def add_theirs(parser):
 
 def check_theirs(arguments):
     """ValueError for an option whose value asks for something that is not here."""
-    for option in (*TAKEN, "tensor-parallel-size"):
+    for option in TAKEN:
         name = option.replace("-", "_")
         if (given := getattr(arguments, name)) is not None:
             reject_unknown({name: _value(given)}, (), "option", ROWS.values())

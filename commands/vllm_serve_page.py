@@ -36,9 +36,9 @@ This page is written by `python -m headstart.commands.vllm_serve_page`, from the
 """
 # Options that vLLM does not have, or has no more.
 OWN = {
-    "adapter", "device", "head", "method", "tree", "num-speculative-tokens", "allowed-hosts", "max-connections", "header-timeout",
-    "max-waiting", "shutdown-timeout", "request-timeout", "body-timeout", "write-timeout", "step-timeout", "max-body-bytes",
-    "max-n", "max-prompts", "access-log", "access-log-file", "disable-log-requests", "help",
+    "adapter", "device", "tensor-parallel-invariant", "head", "method", "tree", "num-speculative-tokens", "allowed-hosts",
+    "max-connections", "header-timeout", "max-waiting", "shutdown-timeout", "request-timeout", "body-timeout", "write-timeout",
+    "step-timeout", "max-body-bytes", "max-n", "max-prompts", "access-log", "access-log-file", "disable-log-requests", "help",
 }  # fmt: skip
 NOTES = {
     "host": "127.0.0.1 if not given; another one needs a key",
@@ -49,7 +49,7 @@ NOTES = {
     "dtype": "`auto`, `bfloat16`, `float16`, `half`, `float32`, `float`",
     "load-format": "`auto` or `dummy`",
     "logprobs-mode": "`raw_logprobs` or `processed_logprobs`",
-    "tensor-parallel-size": "1 alone: one GPU runs the whole model",
+    "tensor-parallel-size": "1 on a GPU; on a CPU others, too ([engine.md](engine.md#several-ranks))",
     "seed": "of requests without one; a secret number, new at every start, if not given",
     "speculative-config": "the keys are listed in [vllm_api.md]",
     "generation-config": "`auto` or `vllm`",

@@ -40,6 +40,28 @@ def add_device(parser):
     parser.add_argument("--dtype", default="auto", help="auto (default), bfloat16, float16 or float32")
 
 
+def add_ranks(parser):
+    """Options for several ranks that divide the target."""
+    parser.add_argument(
+        "--tensor-parallel-size",
+        "-tp",
+        type=int,
+        default=1,
+        help="processes that divide the target's weights (default 1; on the CPU so far)",
+    )
+    parser.add_argument(
+        "--tensor-parallel-invariant",
+        type=int,
+        choices=(2, 4, 8),
+        help="the same bits for every --tensor-parallel-size that divides it",
+    )
+
+
+def ranks_of(arguments):
+    """The arguments of LLM that the options of add_ranks give."""
+    return {name: getattr(arguments, name) for name in ("tensor_parallel_size", "tensor_parallel_invariant")}
+
+
 def add_adapter(parser):
     """Option for a LoRA adapter of the target."""
     parser.add_argument(

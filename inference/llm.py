@@ -21,18 +21,20 @@ from .models.support import check_supported
 from .models.target_source import (
     at_revision,
     check_used_in_place,
+    choose_device,
     eos_token_ids,
     generation_config,
     load_decoder,
     load_tokenizer,
     named_device,
     named_dtype,
+    settled_dtype,
     target_config,
 )
 from .outputs import CompletionOutput, RequestOutput  # noqa: F401
 from .prompt_files import render_chat
+from .ranks.tensor_parallel import TensorParallel
 from .sampling_params import SamplingParams
-from .session import Session
 from .speculation.options import SpeculativeOptions
 from .speculation.proposers import warn_of_missing_stop_tokens
 from .speculation.speculation import choose_speculation
@@ -84,6 +86,9 @@ class LLM:
         num_speculative_tokens_per_batch_size: gives the depth instead, {smallest batch size: tokens}.
     adapter: a LoRA adapter of the target in peft's format (a folder or a Hub id, or a run or head that was trained with one): it is
         merged into the weights while they are loaded, in fp32, rounded once. The target is then the adapted one, in every respect.
+    tensor_parallel_size: number of ranks, each a process, that divide the weights (docs/engine.md; on the CPU so far).
+    tensor_parallel_invariant: 2, 4 or 8: cut products so that all tensor_parallel_sizes that divide it give the same bits, 1
+        included. None: the default of the device.
     logprobs_mode: "raw_logprobs" (of the target's logits) or "processed_logprobs" (of the distribution that a token
         was drawn from, after temperature and filters). prompt_logprobs are always raw.
 
@@ -117,8 +122,13 @@ class LLM:
         download_dir=None,
         max_logprobs=100,
         trust_remote_code=False,
+        tensor_parallel_size=1,
+        tensor_parallel_invariant=None,
         **unknown,
     ):
+        given = {
+            name: value for name, value in locals().items() if name not in ("self", "unknown", "tensor_parallel_size")
+        }
         names = [name for name in inspect.signature(LLM.__init__).parameters if name not in ("self", "unknown")]
         reject_unknown(unknown, names, "LLM argument", LLM_ARGUMENTS)
         trust_remote_code = python_value(trust_remote_code)
@@ -141,6 +151,7 @@ class LLM:
             raise ValueError(f"load_format must be 'auto' or 'dummy', got {load_format!r}")
         named_dtype(dtype), named_device(device)  # they raise for unknown ones
         speculative = SpeculativeOptions.parse(speculative_config)
+        parallel = TensorParallel.parse(tensor_parallel_size, tensor_parallel_invariant)
 
         # Everything that can be refused is refused before the target's weights are read.
         model = at_revision(model, revision, download_dir, trust_remote_code)
@@ -150,6 +161,10 @@ class LLM:
         else:
             config, self.model_name = target_config(model, load_format, trust_remote_code)
         check_supported(config)
+        if shared:
+            parallel.check_shared(shared.engine.decoder)
+        else:
+            parallel.check(model, config, choose_device(device))
         in_use = shared.adapter if shared else getattr(config, MERGED_KEY, "")
         merged = choose_adapter(adapter, model, load_format, config)
         self.adapter = merged.fingerprint if merged else in_use
@@ -165,28 +180,34 @@ class LLM:
         if shared:
             own = shared.tokenizer
             self.tokenizer = own if tokenizer is None else load_tokenizer(tokenizer, None, trust_remote_code)
-            decoder = self._share(shared, dtype, device)
             eos_ids, self.generation_config = shared.eos_token_ids, shared.generation_config
         else:
             self.tokenizer = load_tokenizer(tokenizer, model, trust_remote_code)
-            positions = self.max_model_len + MAX_NODES
-            decoder = load_decoder(
-                model,
-                config,
-                dtype=dtype,
-                device=device,
-                max_positions=positions,
-                load_format=load_format,
-                adapter=merged,
-            )
-            check_exactness(decoder)  # before the cache takes the memory
             eos_ids = eos_token_ids(model, config, self.tokenizer)
             self.generation_config = generation_config(model)
         warn_of_missing_stop_tokens(choice.head, eos_ids)
-        speculation = choice.build(decoder, self.max_model_len + MAX_NODES)
         options = replace(options, max_model_len=self.max_model_len)
-        engine = Engine.build(decoder, eos_ids, options, speculation, filters=self._expected_filters())
-        self.session = Session(engine, self.tokenizer, self.max_model_len, seed)
+        if parallel.divides:  # what is chosen by measuring, or fetched, is the same on all ranks
+            dtype = settled_dtype(config, dtype, choose_device(device))
+        given |= dict(model=model, dtype=dtype, revision=None, download_dir=None)
+        with parallel.joined(config, choose_device(device), given) as division:
+            if shared:
+                decoder = self._share(shared, dtype, device)
+            else:
+                decoder = load_decoder(
+                    model,
+                    config,
+                    dtype=dtype,
+                    device=device,
+                    max_positions=self.max_model_len + MAX_NODES,
+                    load_format=load_format,
+                    adapter=merged,
+                    division=division,
+                )
+                check_exactness(decoder)  # before the cache takes the memory
+            speculation = parallel.led(choice.build(decoder, self.max_model_len + MAX_NODES))
+            engine = Engine.build(decoder, eos_ids, options, speculation, filters=self._expected_filters())
+        self.session = parallel.session(engine, self.tokenizer, self.max_model_len, seed)
         self.config, self.tree, self.seed = config, choice.tree, seed
         self.dtype, self.device = decoder.dtype, decoder.device
 

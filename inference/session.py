@@ -40,6 +40,8 @@ class Submission:
 class Session:
     """engine: Engine; tokenizer: a transformers tokenizer or None; seed: requests without one derive theirs from it."""
 
+    ranks = None  # the processes of other ranks, where there are some (inference/ranks)
+
     def __init__(self, engine, tokenizer, max_model_len, seed=0):
         self.engine, self.tokenizer, self.max_model_len, self.seed = engine, tokenizer, max_model_len, seed
         self.grammars = Grammars(tokenizer, engine.decoder.vocab_size, engine.eos_token_ids)
@@ -74,10 +76,19 @@ class Session:
         if not isinstance(prompt, CheckedPrompt):
             prompt = self.check(prompt, params)
         number, call = next(self._numbers) if number is None else number, call or Call()
+        submission = Submission(prompt, self.requests_of(prompt, number, call.is_stream))
+        try:
+            self._queue(submission, number, call)
+        except BaseException:
+            self.cancel(submission)
+            raise
+        return submission
+
+    def requests_of(self, prompt, number, is_streamed):
+        """The Requests of a CheckedPrompt, one per output, which no engine has yet.  number: of the prompt"""
         params, room = prompt.params, self.max_model_len - len(prompt.token_ids)
-        submission = Submission(prompt)
-        for sample in range(params.n):
-            request = Request(
+        return [
+            Request(
                 request_id=(number, sample),
                 prompt_token_ids=prompt.token_ids,
                 params=params,
@@ -90,17 +101,10 @@ class Session:
                 bad_words=prompt.bad_words,
                 matcher=self._matcher(prompt),
                 cache_salt=prompt.cache_salt,
-                is_streamed=call.is_stream,
+                is_streamed=is_streamed,
             )
-            submission.requests.append(request)
-        try:
-            for request in submission.requests:
-                self._calls[request] = call
-                self.engine.add(request)  # it joins the end of a queue, which any thread may do
-        except BaseException:
-            self.cancel(submission)
-            raise
-        return submission
+            for sample in range(params.n)
+        ]
 
     def submit_all(self, prompts, call):
         """Queue CheckedPrompts whose outputs are read together.  -> their Submissions, in the order of the prompts
@@ -160,7 +164,7 @@ class Session:
 
     def reset_prefix_cache(self):
         """Forget the cached prompts. False, and nothing happens, while requests run or another thread drives."""
-        return bool(self.line.unless_driven(self.engine.reset_prefix_cache))
+        return bool(self.line.unless_driven(self._forget))
 
     def output(self, submission):
         """The RequestOutput of a submission that has ended."""
@@ -187,10 +191,24 @@ class Session:
             self.engine.recover()
             self._tell(list(self._calls))
         self._told = False
-        advanced = self.engine.step()
+        advanced = self._advance()
         self._tell(advanced)
         self._told = True
         return advanced
+
+    def _queue(self, submission, number, call):
+        """Queue the requests of a submission, which belong to a call."""
+        for request in submission.requests:
+            self._calls[request] = call
+            self.engine.add(request)  # it joins the end of a queue, which any thread may do
+
+    def _advance(self):
+        """One step of the engine.  -> the requests that were given tokens"""
+        return self.engine.step()
+
+    def _forget(self):
+        """Forget the cached prompts, if no request holds pages.  -> whether it was done"""
+        return self.engine.reset_prefix_cache()
 
     def _tell(self, requests):
         """Tell their calls that requests have ended, or, where the call is a stream, have been given tokens. Twice does no harm."""

@@ -75,7 +75,6 @@ LLM_ARGUMENTS = (
     Theirs("cuda_graph_sizes", (None, []), "graphs are captured up to max_num_seqs: set that"),
     Theirs("attention_backend", (None,), "the engine has its own attention: leave it out"),
     Theirs("disable_cascade_attn", ANY, "there is no cascade attention"),
-    Theirs("tensor_parallel_size", (1,), ONE_GPU),
     Theirs("pipeline_parallel_size", (1,), ONE_GPU),
     Theirs("data_parallel_size", (1,), "start one process per GPU and divide the prompts"),
     Theirs("decode_context_parallel_size", (1,), ONE_GPU),

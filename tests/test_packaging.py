@@ -39,15 +39,16 @@ PUBLIC = {
     "heads": "checkpoint draft_vocabulary eagle eagle3 families head layers medusa mlp_speculator packed_attention",
     "heads/formats": "eagle eagle3 layer medusa mlp_speculator",
     "heads/storage": "atomic_write hub_answer hub_id keywords reading remote_code tensor_checks user_errors weight_files",
-    "inference/models": "adapter architectures blocks canary checkpoint_files decoder layer_reach memory support "
-    "target_source weights",
+    "inference/models": "adapter architectures blocks canary checkpoint_files decoder division layer_reach memory support "
+    "target_source transport weights",
     "inference/models/modules": "module_decoder module_source module_trial norm_modules",
     "inference/speculation": "draft draft_sampling draw_nodes options proposers speculation tree tree_on_device verifiers",
     "inference/speculation/drafters": "draft_model drafter ngram",
     "inference/grammar": "grammars library matcher structured_outputs",
     "inference/engine": "engine metrics options request stopping target_scores",
-    "inference": "arguments checked_prompt frozen_heap line llm metrics open_batch prompt_files sampling_params threads "
+    "inference": "arguments checked_prompt frozen_heap line llm metrics open_batch prompt_files sampling_params session threads "
     "vllm_api",
+    "inference/ranks": "tensor_parallel",
     "inference/server": "errors guard options serve",
     "inference/server/door": "access_log connections page unix_socket",
     "inference/server/driver": "engine_client engine_process job",
@@ -222,18 +223,8 @@ def test_transformers_uses_the_installed_kernels_package_from_the_root(tmp_path)
 def test_no_script_hides_a_package(folder):
     """`accelerate launch train/medusa.py` puts train/ first on sys.path: nothing there may have the name of a package."""
     names = {path.stem for path in (ROOT / folder).iterdir() if path.suffix == ".py" or path.is_dir()} - {"__pycache__"}
-    wanted = {
-        "accelerate",
-        "datasets",
-        "huggingface_hub",
-        "jinja2",
-        "kernels",
-        "matplotlib",
-        "numpy",
-        "peft",
-        "safetensors",
-    }
-    wanted |= {"tokenizers", "torch", "tqdm", "transformers", "triton", "wandb", "yaml", "headstart"}
+    wanted = {"accelerate", "datasets", "huggingface_hub", "jinja2", "kernels", "matplotlib", "numpy", "peft"}
+    wanted |= {"safetensors", "tokenizers", "torch", "tqdm", "transformers", "triton", "wandb", "yaml", "headstart"}
     assert names & (wanted | set(sys.stdlib_module_names)) == set()
     ours = (ROOT, *(ROOT / folder for folder in SCRIPT_FOLDERS))
     elsewhere = [entry for entry in sys.path if entry and Path(entry).resolve() not in ours]

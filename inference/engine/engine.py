@@ -127,7 +127,7 @@ class Engine:
                     workspace=workspace,
                     utilization=options.gpu_memory_utilization,
                 )
-            engine = make(num_pages, options)
+            engine = make(decoder.ranks.least(num_pages), options)
             engine.graphs.capture(progress, filters)
         return engine
 

@@ -99,6 +99,11 @@ class Scheduler:
 
     def add(self, request):
         """Queue a request. ValueError if it would not fit even alone."""
+        self.check_fits(request)
+        self.waiting.append(request)
+
+    def check_fits(self, request):
+        """ValueError for a request that would not fit even alone."""
         prompt, new = len(request.prompt_token_ids), request.max_new_tokens
         needed = self._pages_for(prompt + new + self.tree_positions)
         if needed > self.num_pages:
@@ -108,7 +113,6 @@ class Scheduler:
                 f"{self.tree_positions} included) and the cache holds {self.num_pages}: prompt and new tokens together may be "
                 f"{room}; shorten the prompt or max_tokens, or build the LLM with more memory"
             )
-        self.waiting.append(request)
 
     def reset_prefix_cache(self):
         """Forget the content of all pages. False, and nothing happens, while requests hold pages."""

@@ -19,7 +19,7 @@ import torch
 from ...kernels.attention.attention_fold import EVERYTHING, AttentionOptions
 from ...kernels.attention.rotary_kv_write import rotary_kv_write
 from ...kernels.linear.gated_mlp import gate_up_silu
-from ...kernels.linear.linear import linear, linear_parts
+from ...kernels.linear.linear import linear, linear_parts, pack_weight
 from ...kernels.rms_norm import add_rms_norm, rms_norm
 
 
@@ -32,6 +32,20 @@ class Linear(NamedTuple):
     def parts(self, x):
         """Partial sums that the next kernel adds.  x [M, K] -> [S, M, N]"""
         return linear_parts(x, self.weight, self.bias)
+
+    def packed(self):
+        """The same with its weight in the layout that the device reads fastest, for one that never changes."""
+        return self._replace(weight=pack_weight(self.weight))
+
+    @property
+    def shape(self):
+        """(N, K)"""
+        return tuple(self.weight.shape)
+
+    @property
+    def nbytes(self):
+        """Bytes of the weight."""
+        return self.weight.nbytes
 
 
 @dataclass(frozen=True)

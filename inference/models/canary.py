@@ -51,7 +51,7 @@ def check_exactness(decoder):
     numerics = Numerics.of(decoder.device, decoder.dtype)
     proven = asdict(numerics) | _shapes(decoder)
     path = record_path(proven)
-    if _is_recorded(path, proven):
+    if decoder.ranks.least(_is_recorded(path, proven)):  # ranks check together, or none does
         return
     with torch.no_grad(), on_device(decoder.device):
         fault = find_fault(decoder)
@@ -94,6 +94,8 @@ def _shapes(decoder):
         "headstart": __version__,
         "kernels": "triton" if on_triton(decoder.embedding) else f"torch, {torch.get_num_threads()} threads",
     }
+    if decoder.ranks.size > 1:
+        common["rank"] = [decoder.ranks.rank, decoder.ranks.size]
     if not decoder.is_packed:
         import transformers
 
@@ -157,7 +159,7 @@ def _products(decoder):
         return torch.cat(norm(total(parts), parts), 1)
 
     def product(name, linear, compute):
-        return _Product(name, tuple(linear.weight.shape), linear.bias is not None, compute)
+        return _Product(name, linear.shape, linear.bias is not None, compute)
 
     return [
         _Product("input_norm", tuple(layer.input_norm.weight.shape), False, lambda x: layer.input_norm(x)[0]),

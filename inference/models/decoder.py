@@ -6,7 +6,7 @@
 
 All requests' rows lie side by side, and row r is the same bits whatever the other rows are. Partial sums of a split product go
 straight into the next op. Its layers are made of blocks.py; architectures.py says what differs between model types. Rope types and
-limits: see check_packed. Not yet: tensor parallelism, quantised weights, partial rotation, mixtures of experts.
+limits: see check_packed. Several ranks divide one (division.py). Not yet: quantised weights, partial rotation, mixtures of experts.
 
 Letters: B requests, N nodes per request, M = B N rows, H hidden, V vocabulary, D head dimension.
 """
@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 import torch
 
 from ...kernels.attention.attention_fold import MAX_DIM, MAX_GROUP, AttentionOptions
-from ...kernels.embedding import embed
 from ...kernels.linear.linear_prefill import num_multiprocessors
 from ...kernels.linear.linear_table import launch_of_rows
 from ...kernels.shared_memory import shared_memory
 from .architectures import ARCHITECTURES, UnsupportedArchitecture, architecture_of
 from .blocks import Layer, Norm, Rotary, lm_head_logits
+from .division import WHOLE
 from .weights import head_dim_of, load_weights, random_weights, weights_of_module
 
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
@@ -48,7 +48,7 @@ def check_packed(config):
         raise UnsupportedArchitecture(
             f"the engine does not run {what} yet. It runs model types {', '.join(ARCHITECTURES)} with full or sliding-window "
             f"attention, rope types {', '.join(STATIC_ROPE)}, up to {MAX_GROUP} query heads per key head and even head "
-            f"dimensions up to {MAX_DIM}, unquantised, on one device (no tensor parallelism)."
+            f"dimensions up to {MAX_DIM}, unquantised."
         )
 
     if config.model_type not in ARCHITECTURES:
@@ -109,23 +109,23 @@ def row_counts(shapes, most, device):
 class Decoder:
     """The target on our kernels.
 
-    weights: DecoderWeights; config: the Hugging Face config they belong to; max_positions: length P of the rotary table.
-    Raises UnsupportedArchitecture for a config that does not run.
+    weights: DecoderWeights; config: the Hugging Face config they belong to; max_positions: length P of the rotary table; division:
+    which part of the decoder the weights are. Raises UnsupportedArchitecture for a config that does not run.
     """
 
     is_packed = True
 
-    def __init__(self, weights, config, max_positions):
+    def __init__(self, weights, config, max_positions, division=WHOLE):
         check_packed(config)
-        self.max_positions = max_positions
+        self.max_positions, self.division, self.ranks = max_positions, division, division.ranks
         architecture, eps = architecture_of(config), config.rms_norm_eps
         self.embedding, self.lm_head = weights.embedding, weights.lm_head
         # lm_head as `linear` reads it fastest, for it alone
         self.output_weight = self.lm_head if weights.packed_lm_head is None else weights.packed_lm_head
         self.embedding_multiplier = architecture.embedding_multiplier
         self.logits_divisor = architecture.logits_divisor
-        self.vocab_size, self.hidden_size = self.lm_head.shape
-        self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.vocab_size, self.hidden_size = division.vocab_size(config, self.lm_head), self.lm_head.shape[1]
+        self.num_heads, self.num_kv_heads = division.heads(config)
         self.head_dim = head_dim_of(config)
         self.device, self.dtype = self.embedding.device, self.embedding.dtype
         self.rotary = Rotary.from_frequencies(
@@ -150,6 +150,16 @@ class Decoder:
         self.norm = Norm(weights.norm, eps, architecture.residual_multiplier)
 
     @property
+    def is_whole(self):
+        """Whether it is that of a single device."""
+        return self.division is WHOLE
+
+    @property
+    def cut(self):
+        """How sums are cut other than on a single device, as plain data; None: they are not."""
+        return self.division.cut
+
+    @property
     def kv_shape(self):
         """(layers, key heads, head dimension, dtype) of its cache."""
         return len(self.layers), self.num_kv_heads, self.head_dim, self.dtype
@@ -158,14 +168,14 @@ class Decoder:
     def weight_bytes(self):
         """Bytes of the weights that every pass reads: those of the products, lm_head's included."""
         products = [product for layer in self.layers for product in self._products(layer)]
-        return sum(product.weight.nbytes for product in products) + self.lm_head.nbytes
+        return sum(product.nbytes for product in products) + self.lm_head.nbytes
 
     def _products(self, layer):
         return layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down
 
     def row_counts(self, most):
         """Numbers of rows up to `most`, `most` among them, that take every launch that the products have for up to so many rows."""
-        shapes = [product.weight.shape for product in self._products(self.layers[0])] + [self.lm_head.shape]
+        shapes = [product.shape for product in self._products(self.layers[0])] + [self.lm_head.shape]
         return row_counts(shapes, most, self.device)
 
     @classmethod
@@ -175,22 +185,24 @@ class Decoder:
         return cls(weights_of_module(module), module.config, max_positions)
 
     @classmethod
-    def from_pretrained(cls, folder_or_id, config, *, dtype, device, max_positions, load_format="auto", adapter=None):
+    def from_pretrained(
+        cls, folder_or_id, config, *, dtype, device, max_positions, load_format="auto", adapter=None, division=WHOLE
+    ):
         """A decoder with its own weights: read from safetensors tensor by tensor onto the device, or random ones.
 
         config: the model's Hugging Face config; dtype: torch.dtype of the weights, whatever the files hold; load_format: "auto"
         or "dummy" (random weights of the config's shape; folder_or_id is not looked at); adapter: an Adapter to add to the
-        weights (not to random ones), or None. Raises ValueError, naming files and tensors, before anything is read: see
-        weights.load_weights.
+        weights (not to random ones), or None; division: which part of them is held. Raises ValueError, naming files and tensors,
+        before anything is read: see weights.load_weights.
         """
         if load_format not in LOAD_FORMATS:
             raise ValueError(f"load_format must be one of {', '.join(LOAD_FORMATS)}, got {load_format!r}")
         check_packed(config)
         if load_format == "dummy":
-            weights = random_weights(config, dtype, device)
+            weights = random_weights(config, dtype, device, division=division)
         else:
-            weights = load_weights(folder_or_id, config, dtype, device, adapter=adapter)
-        return cls(weights.packed(), config, max_positions)
+            weights = load_weights(folder_or_id, config, dtype, device, adapter=adapter, division=division)
+        return cls(weights.packed(), config, max_positions, division)
 
     def forward(self, batch, kv, streams=()):
         """Hidden states of all rows after the final norm, and the drafter's feature; writes keys and values into the cache.
@@ -199,7 +211,7 @@ class Decoder:
         feature, ascending (the number of layers: after the last one), side by side  ->  hidden [M, H], feature [M, A H]; without
         streams the feature is the hidden state
         """
-        residual = embed(batch.tokens, self.embedding, self.embedding_multiplier)  # [M, H]
+        residual = self.division.embedded(batch.tokens, self.embedding, self.embedding_multiplier)  # [M, H]
         parts = None  # [S, M, H] what the previous layer adds to the residual
         entering = []  # [M, H] the residual streams entering the layers
         for layer, layer_kv in zip(self.layers, kv):
@@ -212,4 +224,12 @@ class Decoder:
 
     def logits(self, hidden, out=None):
         """lm_head over hidden states [M, H] -> [M, V]: on a GPU in the model's dtype (in `out` if given), else fp32 at least."""
-        return lm_head_logits(hidden, self.output_weight, self.logits_divisor, out)
+        return self.division.joined_logits(lm_head_logits(hidden, self.output_weight, self.logits_divisor, out))
+
+    def whole_embedding(self):
+        """The embedding [V, H] of all ranks, for a head that takes it. All ranks call this together."""
+        return self.division.joined(self.embedding)
+
+    def whole_lm_head(self):
+        """lm_head [V, H] of all ranks, for a head that takes it. All ranks call this together."""
+        return self.division.joined(self.lm_head)

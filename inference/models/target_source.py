@@ -14,6 +14,7 @@ from ...heads.storage.hub_answer import ask_hub, hub_options
 from ...heads.storage.hub_id import near_folder
 from ...heads.storage.remote_code import check_config_code, check_same_code, config_code, tokenizer_code
 from ...kernels.linear.linear import linear
+from .division import WHOLE
 from .support import decoder_class
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
@@ -180,23 +181,35 @@ def check_used_in_place(loaded, dtype, device):
         )
 
 
-def load_decoder(model, config, *, dtype, device, max_positions, load_format, adapter=None):
-    """The decoder of a target from any source; adapter: an Adapter to merge into the weights of files, or None."""
+def settled_dtype(config, dtype, device):
+    """The torch.dtype of weights that are read for a torch.device. dtype: as LLM takes it"""
+    found = named_dtype(dtype)
+    if found is not None:
+        return found
+    return faster_cpu_dtype() if device.type == "cpu" else (getattr(config, "dtype", None) or torch.bfloat16)
+
+
+def load_decoder(model, config, *, dtype, device, max_positions, load_format, adapter=None, division=WHOLE):
+    """The decoder of a target from any source.
+
+    adapter: an Adapter to merge into the weights of files, or None; division: the part of a packed decoder that is held.
+    """
     if isinstance(model, nn.Module):
         check_used_in_place(model, dtype, device)
         return decoder_class(config).from_module(model, max_positions)
-    dtype, device = named_dtype(dtype), choose_device(device)
-    if dtype is None:
-        dtype = faster_cpu_dtype() if device.type == "cpu" else (getattr(config, "dtype", None) or torch.bfloat16)
-    source = str(model) if isinstance(model, str | Path) else None
+    device = choose_device(device)
+    source, divided = str(model) if isinstance(model, str | Path) else None, {}
+    if division is not WHOLE:
+        divided["division"] = division
     return decoder_class(config).from_pretrained(
         source,
         config,
-        dtype=dtype,
+        dtype=settled_dtype(config, dtype, device),
         device=device,
         max_positions=max_positions,
         load_format=load_format,
         adapter=adapter,
+        **divided,
     )
 
 

@@ -5,7 +5,9 @@ that make up each packed one; everything else follows from it. A checkpoint is r
 weights on the device: beside the weights at most CHUNK_BYTES are held, on the host or on the device. Names, shapes, dtypes and the
 length of every file are compared with the plan before anything is allocated.
 
-Does not know: other layouts than Hugging Face's, .bin and .pt files, quantised tensors, tensor parallelism.
+A rank of a tensor-parallel group reads its own part (division.py).
+
+Does not know: other layouts than Hugging Face's, .bin and .pt files, quantised tensors.
 
 Letters: H hidden, I intermediate, V vocabulary, HQ and HK query and key heads, D head dimension.
 """
@@ -24,6 +26,7 @@ from ...kernels.linear.linear import pack_weight
 from .architectures import UnsupportedArchitecture, architecture_of
 from .blocks import LayerWeights, Linear
 from .checkpoint_files import find_files, open_file, read_header
+from .division import WHOLE
 from .memory import check_memory
 
 # The dtypes that a weight may have in a file; any other means quantisation.
@@ -46,15 +49,11 @@ class DecoderWeights:
 
     def packed(self):
         """The same with products in the layout that the device reads fastest (pack_weight), for weights that never change."""
-
-        def pack(product):
-            return product._replace(weight=pack_weight(product.weight))
-
         names = ("qkv", "out", "gate_up", "down")
         for i, layer in enumerate(
             self.layers
         ):  # one layer at a time: the memory of its old weights serves the next one
-            self.layers[i] = replace(layer, **{name: pack(getattr(layer, name)) for name in names})
+            self.layers[i] = replace(layer, **{name: getattr(layer, name).packed() for name in names})
         return replace(self, packed_lm_head=pack_weight(self.lm_head))
 
 
@@ -200,10 +199,14 @@ def tensor_plan(config):
     return plan
 
 
-def weight_bytes(config, dtype):
-    """Bytes of all weights in `dtype`."""
-    plan = tensor_plan(config)
-    return dtype.itemsize * sum(math.prod(shape) for parts in plan.values() for shape in parts.values())
+def weight_bytes(config, dtype, division=WHOLE):
+    """Bytes of all weights in `dtype`, as far as the division holds them."""
+    held = 0
+    for packed, parts in tensor_plan(config).items():
+        rows = sum(division.num_rows(packed, name, count) for name, (count, *_) in parts.items())
+        width = math.prod(next(iter(parts.values()))[1:])
+        held += rows * sum(len(range(width)[columns]) for columns in division.columns_of(packed))
+    return dtype.itemsize * held
 
 
 def _allocate(parts, dtype, device):
@@ -212,11 +215,13 @@ def _allocate(parts, dtype, device):
     return torch.empty((sum(shape[0] for shape in shapes), *shapes[0][1:]), dtype=dtype, device=device)
 
 
-def _assemble(config, tensors):
-    """DecoderWeights from {packed name: tensor}."""
+def _assemble(config, tensors, division):
+    """DecoderWeights from {packed name: the tensors of its ranges of columns, one but for products that are divided along K}."""
+    ranges = {name: pieces for name, pieces in tensors.items() if name.endswith(".weight")}
+    tensors = {name: pieces[0] for name, pieces in tensors.items()}
 
     def product(name):
-        return Linear(tensors[f"{name}.weight"], tensors.get(f"{name}.bias"))
+        return division.product(name, ranges[f"{name}.weight"], tensors.get(f"{name}.bias"))
 
     layers = []
     for at in (f"layers.{i}" for i in range(config.num_hidden_layers)):
@@ -230,35 +235,39 @@ def _assemble(config, tensors):
 # --- random weights ---
 
 
-def random_weights(config, dtype, device, seed=0):
+def random_weights(config, dtype, device, seed=0, division=WHOLE):
     """DecoderWeights of the config's shape, the same for the same seed and device, without reading anything.
+
+    Every rank makes all of them, one after the other, and keeps its part of each.
 
     Weights are normal with deviation K^-1/2 over their K inputs (0.016 for 4096), so that activations keep their size at any
     width; norms are one, biases normal with deviation 0.02.
     """
     device = torch.device(device)
-    check_memory(weight_bytes(config, dtype), dtype, device)
+    check_memory(weight_bytes(config, dtype, division), dtype, device)
     generator = torch.Generator(device).manual_seed(seed)
     tensors = {}
     for name, parts in tensor_plan(config).items():
-        tensor = tensors[name] = _allocate(parts, dtype, device)
+        division.ranks.check()
+        tensor = _allocate(parts, dtype, device)
         if tensor.dim() == 2:
             tensor.normal_(std=tensor.shape[1] ** -0.5, generator=generator)
         elif name.endswith(".bias"):
             tensor.normal_(std=0.02, generator=generator)
         else:
             tensor.fill_(1)
-    return _assemble(config, tensors)
+        tensors[name] = division.take(name, parts, tensor)
+    return _assemble(config, tensors, division)
 
 
 # --- from safetensors ---
 
 
-def load_weights(folder_or_id, config, dtype, device, *, adapter=None):
+def load_weights(folder_or_id, config, dtype, device, *, adapter=None, division=WHOLE):
     """DecoderWeights from a folder or a Hub id with model.safetensors, or with an index and its shards.
 
     config: the model's Hugging Face config; dtype: the dtype that tensors are cast to, one by one; device: where they go; adapter:
-    an Adapter that is added to them on the way, in fp32, or None.
+    an Adapter that is added to them on the way, in fp32, or None; division: what is read of them (division.py).
     Raises ValueError before any tensor is read. It names files that are missing, cut short or of another kind, and tensors that are
     missing, unexpected, misshapen or quantised.
     """
@@ -272,20 +281,34 @@ def load_weights(folder_or_id, config, dtype, device, *, adapter=None):
     _check_tensors(folder_or_id, plan, headers)
     if adapter is not None:
         adapter.check_fits({name: shape for parts in plan.values() for name, shape in parts.items()})
-    check_memory(weight_bytes(config, dtype), dtype, device)
+    check_memory(weight_bytes(config, dtype, division), dtype, device)
     opened = {path: open_file(path) for path in files}
     # A tensor of an opened file is a view of it: nothing is read, or takes memory, until it is used.
     stored = {name: opened[where[name]].get_tensor(name) for parts in plan.values() for name in parts}
     if config.tie_word_embeddings and "lm_head" in plan:
-        _tie_if_equal(plan, stored)
-    tensors, total = {}, sum(stored[name].nbytes for parts in plan.values() for name in parts)
-    with _progress_bar(total) as bar:
+        _tie_if_equal(plan, stored, division)
+    tensors, total = {}, sum(stored[name].nbytes for parts in plan.values() for name in parts) // division.ranks.size
+    with _progress_bar(total, shown=division.ranks.rank == 0) as bar:
         for packed, parts in plan.items():
-            tensors[packed], start = _allocate(parts, dtype, device), 0
-            for name, (rows, *_) in parts.items():
-                _copy(name, stored[name], tensors[packed][start : start + rows], adapter=adapter, bar=bar)
-                start += rows
-    return _assemble(config, tensors)
+            division.ranks.check()
+            tensors[packed] = [
+                _read(packed, parts, columns, stored, division, adapter=adapter, bar=bar, dtype=dtype, device=device)
+                for columns in division.columns_of(packed)
+            ]
+    return _assemble(config, tensors, division)
+
+
+def _read(packed, parts, columns, stored, division, *, adapter, bar, dtype, device):
+    """The rows of a packed tensor that the division holds, of a range of its columns."""
+    width = [len(range(size)[columns]) for size in next(iter(parts.values()))[1:]]
+    held = {name: (division.num_rows(packed, name, count), *width) for name, (count, *_) in parts.items()}
+    target, start = _allocate(held, dtype, device), 0
+    for name, (count, *_) in parts.items():
+        rows, end = division.rows_of(packed, name, count), start + held[name][0]
+        _copy(name, stored[name], target[start : start + len(rows)], rows, columns, adapter=adapter, bar=bar)
+        target[start + len(rows) : end] = 0  # padding
+        start = end
+    return target
 
 
 def _plan_tied(plan, where):
@@ -295,10 +318,12 @@ def _plan_tied(plan, where):
         plan["lm_head" if embedding in where else "embedding"] = {lm_head: shape}
 
 
-def _tie_if_equal(plan, stored):
+def _tie_if_equal(plan, stored, division):
     """If a file holds both names, load one of them; or both, with a warning, if they differ (as transformers does)."""
     (embedding,), (lm_head,) = plan["embedding"], plan["lm_head"]
-    if stored[embedding].dtype == stored[lm_head].dtype and torch.equal(stored[embedding], stored[lm_head]):
+    rows = division.rows_of("embedding", embedding, len(stored[embedding]))
+    ours = [stored[name][rows.start : rows.stop] for name in (embedding, lm_head)]
+    if ours[0].dtype == ours[1].dtype and torch.equal(*ours):
         del plan["lm_head"]
         return
     warnings.warn(
@@ -307,13 +332,15 @@ def _tie_if_equal(plan, stored):
     )
 
 
-def _copy(name, source, target, *, adapter, bar):
-    """target = source and what the adapter (None: nothing) adds to it, cast and moved in pieces."""
-    rows = rows_at_once(source)
-    for first, piece, place in zip(range(0, len(source), rows), source.split(rows), target.split(rows)):
-        bar.update(piece.nbytes)
+def _copy(name, source, target, rows, columns, *, adapter, bar):
+    """target = rows and columns of source and what the adapter (None: nothing) adds to them, cast and moved in pieces."""
+    count = rows_at_once(source)
+    for first, place in zip(rows[::count], target.split(count)):
+        piece = source[first : first + len(place)]
         if adapter is not None:
             piece = adapter.add_to(name, piece, first)
+        piece = piece[..., columns]
+        bar.update(piece.nbytes)
         # Bytes are moved to another device before they are cast: the cast is faster there and the host holds no copy.
         place.copy_(piece.to(target.device) if piece.dtype != target.dtype else piece)
 
@@ -323,14 +350,14 @@ def rows_at_once(tensor):
     return max(1, CHUNK_BYTES // max(1, tensor[0].nbytes))
 
 
-def _progress_bar(total):
+def _progress_bar(total, shown=True):
     return tqdm(
         total=total,
         desc="loading weights",
         unit="B",
         unit_scale=True,
         dynamic_ncols=True,
-        disable=total < LARGE_BYTES or not sys.stderr.isatty(),
+        disable=not shown or total < LARGE_BYTES or not sys.stderr.isatty(),
     )
 
 

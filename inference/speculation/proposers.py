@@ -86,7 +86,7 @@ class HeadProposer(Proposer):
         if elsewhere is not None:
             raise ValueError(f"the head is on {elsewhere}, the target on {decoder.device}: move one to the other")
         if head.needs_embedding or head.embedding_is_targets:  # an earlier engine may have had another target
-            head.take_embedding(decoder.embedding)
+            head.take_embedding(decoder.whole_embedding())
         drafter = import_module(f"..drafters.{self.method}", __name__).DRAFTER(head, decoder, tree.max_depth, sampling)
         if head is not self.source:
             drafter.freeze()

@@ -317,7 +317,7 @@ def test_what_code_for_vllm_says_of_one_gpu_is_taken(target_folder):
     spec = {"method": "ngram", "num_speculative_tokens": 2, "draft_tensor_parallel_size": 1}
     llm = LLM(str(target_folder), dtype="float32", device="cpu", speculative_config=spec, **asks)
     assert llm.get_tokenizer() is llm.tokenizer
-    for name, value in (("tensor_parallel_size", 2), ("quantization", "awq")):
+    for name, value in (("pipeline_parallel_size", 2), ("quantization", "awq")):
         with pytest.raises(ValueError, match=f"'{name}' is vLLM's and not supported"):
             LLM(str(target_folder), **{name: value})
     with pytest.raises(ValueError, match="'draft_tensor_parallel_size' is vLLM's"):

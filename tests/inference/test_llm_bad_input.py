@@ -82,8 +82,14 @@ def test_bad_conversations_are_refused(llm, messages, message):
     [
         (dict(max_model_length=5), "unknown LLM argument 'max_model_length'; did you mean 'max_model_len'"),
         (dict(zzz=5), r"^unknown LLM argument 'zzz'; the nearest of \d+ known ones are '"),
-        (dict(tensorparallel=2), "unknown LLM argument 'tensorparallel'; the nearest"),
-        (dict(tensor_parallel_size=2), "LLM argument 'tensor_parallel_size' is vLLM's and not supported here"),
+        (dict(tensorparallel=2), "unknown LLM argument 'tensorparallel'; did you mean 'tensor_parallel_size'"),
+        (
+            dict(tensor_parallel_size=3, device="cpu"),
+            "tensor_parallel_size=3 does not divide the 4 query heads on 2 key .*1, 2, 4 would",
+        ),
+        (dict(tensor_parallel_size=0), "tensor_parallel_size must be a whole number of at least 1, got 0"),
+        (dict(tensor_parallel_invariant=3), "tensor_parallel_invariant must be None or one of 2, 4, 8, got 3"),
+        (dict(tensor_parallel_invariant=8, device="cpu"), "invariant=8 .*divide the 4 query heads .*give one of 2, 4"),
         (dict(quantization="awq"), "'quantization' is vLLM's"),
         (dict(speculative_config={"model": "HEAD", "parallel_drafting": True}), "'parallel_drafting' is vLLM's"),
         (dict(gpu_memory_utilization=True), "gpu_memory_utilization must be above 0 and at most 1, got True"),

@@ -195,8 +195,8 @@ def test_values_of_vllm_are_taken(target_folder):
     spec = {"method": "ngram", "num_speculative_tokens": np.int64(3), "draft_tensor_parallel_size": np.int64(1)}
     drafting = LLM(str(target_folder), device="cpu", dtype="float32", speculative_config=spec, **asks)
     assert drafting.generate("a", GREEDY)
-    with pytest.raises(ValueError, match="'tensor_parallel_size' is vLLM's and not supported here"):
-        LLM(str(target_folder), tensor_parallel_size=np.int64(2))
+    with pytest.raises(ValueError, match="tensor_parallel_size=3 does not divide"):
+        LLM(str(target_folder), device="cpu", tensor_parallel_size=np.int64(3))
     params = SamplingParams(temperature=np.float32(0.5), top_k=np.int64(3), stop_token_ids=[np.int64(4)], seed=-1)
     assert (params.temperature, params.top_k, params.stop_token_ids, params.seed) == (0.5, 3, (4,), None)
     assert type(params.top_k) is int

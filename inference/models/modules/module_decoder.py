@@ -20,6 +20,7 @@ from ....kernels.attention.rotary_kv_write import kv_rows_of_heads
 from ....kernels.linear.experts import tile_of_pairs
 from ..architectures import ARCHITECTURES, UnsupportedArchitecture
 from ..decoder import row_counts
+from ..transport import ALONE
 from .attention_plug import attending
 from .deferred import Product, computed, is_source, is_whole
 from .expert_modules import expert_weights
@@ -84,7 +85,8 @@ class _Outputs(tuple):
 class ModuleDecoder:
     """See the module.  module: a *ForCausalLM on its device; max_positions: positions that a row may have"""
 
-    is_packed = False
+    is_packed, is_whole, cut = False, True, None
+    ranks = ALONE  # it is not divided
 
     def __init__(self, module, max_positions):
         self.module, self.max_positions = module.eval().requires_grad_(False), max_positions
@@ -121,6 +123,14 @@ class ModuleDecoder:
         rope = getattr(module.config, "rope_parameters", None)
         # A learned table ends. Nodes beyond it are never committed.
         self.last_position = None if rope or limit is None else limit - 1
+
+    def whole_embedding(self):
+        """The embedding [V, H]."""
+        return self.embedding
+
+    def whole_lm_head(self):
+        """lm_head [V, H]."""
+        return self.lm_head
 
     @property
     def _changes(self):

@@ -48,4 +48,6 @@ def fingerprint(llm):
     """
     config = {k: v for k, v in llm.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
     parts = [PurePath(llm.model_name).name, config, llm.adapter or "", llm.numerics, llm.device.type, library_version()]
+    if llm.engine.decoder.cut is not None:
+        parts.append(llm.engine.decoder.cut)
     return f"fp_{hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]}"

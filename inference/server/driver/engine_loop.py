@@ -10,6 +10,7 @@ Not done here: processes, HTTP, checking of prompts.
 """
 
 import logging
+import os
 from bisect import bisect_left
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -180,6 +181,12 @@ class EngineLoop:
             request.num_cached_tokens,
             end,
         )
+
+
+def give_up(error):
+    """End this process at once, whatever it does: a rank of the engine has ended, and a step may wait for it forever."""
+    log.critical("the engine has failed; every request is told, and /health says 503: %s", error)
+    os._exit(1)
 
 
 def _need(request):

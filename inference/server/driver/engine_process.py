@@ -91,8 +91,10 @@ def run_engine(build, connection):
             return
         from ...frozen_heap import frozen_heap
         from .engine_info import EngineInfo
-        from .engine_loop import EngineLoop
+        from .engine_loop import EngineLoop, give_up
 
+        if llm.session.ranks is not None:
+            llm.session.ranks.call_when_ended(give_up)
         wire.send(EngineInfo.of(llm))
         with frozen_heap():
             raise SystemExit(EngineLoop(llm.session, wire).run())

@@ -35,7 +35,7 @@ class MedusaDrafter(Drafter):
         self.num_speculative_tokens = head.num_speculative_tokens
         self.dtype = next(head.parameters()).dtype
         # A shared lm_head is used in the heads' dtype; if that is the target's dtype, no copy is made.
-        self.shared_weight = decoder.lm_head.to(self.dtype) if head.config.shared_lm_head else None
+        self.shared_weight = decoder.whole_lm_head().to(self.dtype) if head.config.shared_lm_head else None
         self.packed = self.lm_heads = None
         if on_triton(decoder.lm_head):  # where weights are laid out as they are: updates in training still apply
             self.freeze()

@@ -264,9 +264,7 @@ def test_the_comparison_notices_a_wrong_config(change):
 )
 def test_what_does_not_run_yet_is_refused_with_what_does(changes, what):
     config = AutoConfig.for_model(**(SHAPE | changes))
-    with pytest.raises(
-        UnsupportedArchitecture, match=f"does not run {what}.*It runs model types llama.*tensor parallel"
-    ):
+    with pytest.raises(UnsupportedArchitecture, match=f"does not run {what}.*It runs model types llama.*unquantised"):
         check_packed(config)
     with pytest.raises(UnsupportedArchitecture, match=f"does not run {what}"):
         # Before any file is looked for.

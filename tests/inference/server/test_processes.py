@@ -12,8 +12,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 
-from headstart import SamplingParams
+from headstart import LLM, SamplingParams
 from headstart.commands.serve import build_llm
 from headstart.inference.server.driver.engine_process import EngineEnded, EngineProcess
 from headstart.tests.inference.server.serving import HEADS, LONG, PROMPTS, TARGET, serving
@@ -214,3 +215,39 @@ def test_an_engine_does_not_outlive_its_server_and_hears_no_signal():
 def test_a_process_that_ends_before_its_engine_is_built_says_how(work, words):
     with EngineProcess(work) as engine, pytest.raises(EngineEnded, match=words):
         engine.wait_until_built()
+
+
+def test_two_ranks_serve_the_answers_of_one_and_end_together(target_llm_of_ranges):
+    process = Process("-tp", "2", "--tensor-parallel-invariant", "2", "--tree", "static")
+    try:
+        process.wait()
+        params = dict(temperature=0.9, max_tokens=16)
+        own = target_llm_of_ranges.generate([PROMPTS[0]], SamplingParams(seed=1, logprobs=1, **params))[0].outputs[0]
+        body = {"prompt": PROMPTS[0], "seed": 1, "logprobs": 1, "return_token_ids": True, **params}
+        choice = httpx.post(f"{process.url}{PATH}", json=body, timeout=30).json()["choices"][0]
+        assert choice["token_ids"] == own.token_ids
+        told = choice["logprobs"]["token_logprobs"]
+        assert told == [entry[token].logprob for entry, token in zip(own.logprobs, own.token_ids)]
+        (rank,) = map(int, Path(f"/proc/{process.engine}/task/{process.engine}/children").read_text().split())
+        os.kill(rank, signal.SIGKILL)  # while nothing runs
+        wait_until_gone(process.engine)
+        wait_until_gone(rank)
+        answer = httpx.post(f"{process.url}{PATH}", json=body)
+        assert answer.status_code == httpx.get(f"{process.url}/health").status_code == 503
+        process.popen.terminate()
+        assert process.popen.wait(10) == 1
+        told = process.popen.stderr.read()
+        assert told.count("rank 1 of 2 was ended by SIGKILL, and the other ranks with it") == 1
+        assert "Traceback" not in told
+    finally:
+        process.popen.kill()
+        process.popen.communicate()
+
+
+@pytest.fixture
+def target_llm_of_ranges():
+    """The target in one process, with the sums of two ranks."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # as OMP_NUM_THREADS says for a Process
+    yield LLM(str(TARGET), dtype="float32", device="cpu", tensor_parallel_invariant=2)
+    torch.set_num_threads(before)

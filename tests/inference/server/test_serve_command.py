@@ -18,7 +18,7 @@ from headstart.tests.inference.server.serving import HEADS, TARGET, running
         ([], "name one model"),
         (["x", "--model", "y"], "name one model"),
         (["x", "--host", "0.0.0.0"], "can be reached from other machines"),
-        (["x", "-tp", "2"], "one GPU runs the whole model"),
+        (["./missing", "-tp", "2", "--port", "0"], "there is no model folder ./missing"),
         (["x", "--speculative-config", "{"], "is not JSON"),
         (["x", "--speculative-config", "[]"], "must be a JSON object"),
         (["x", "--speculative-config", "{}", "--head", "y"], "says all"),

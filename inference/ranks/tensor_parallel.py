@@ -1,0 +1,126 @@
+"""Tensor parallelism as LLM's arguments ask for it: checked before anything is read, then the group of ranks and its parts.
+
+    parallel = TensorParallel.parse(tensor_parallel_size, tensor_parallel_invariant)
+    parallel.check(model, config, device)
+    with parallel.joined(config, device, arguments) as division:     # the other ranks build the same LLM meanwhile
+        decoder = load_decoder(..., division=division)
+        ...
+        session = parallel.session(engine, ...)
+
+In the process of another rank tensor_parallel_size is the group itself (worker.py).
+"""
+
+import warnings
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from ...heads.storage.keywords import python_value
+from ..engine.options import check_whole
+from ..models.architectures import ARCHITECTURES
+from ..models.division import INVARIANTS, WHOLE, Division, check_divides
+from ..models.support import decoder_class
+from ..models.transport import ALONE, GlooRanks
+from ..session import Session
+from .lockstep import FollowedPlan, LeadingSession, LedPlan
+from .processes import RankProcesses
+
+
+@dataclass
+class TensorParallel:
+    """size: number of ranks; invariant: None, or the number of ranges of products that are divided along K.
+
+    member: the group, in the process of a rank other than the first
+    """
+
+    size: int
+    invariant: int | None = None
+    member: GlooRanks | None = None
+    processes: RankProcesses | None = None  # of the other ranks, once they have been started
+
+    @classmethod
+    def parse(cls, size, invariant):
+        """Of LLM's arguments. Raises ValueError."""
+        member = size if isinstance(size, GlooRanks) else None
+        size, invariant = member.size if member else python_value(size), python_value(invariant)
+        check_whole("tensor_parallel_size", size, 1)
+        if invariant is not None and invariant not in INVARIANTS:
+            raise ValueError(
+                f"tensor_parallel_invariant must be None or one of {', '.join(map(str, INVARIANTS))}, got {invariant!r}"
+            )
+        return cls(size, invariant, member)
+
+    def check_shared(self, decoder):
+        """ValueError unless an LLM may share this decoder of another one."""
+        if self.divides or not decoder.is_whole:
+            raise ValueError(
+                "weights that ranks divide cannot be shared by two LLMs yet: give each the model's folder and "
+                "tensor_parallel_size"
+            )
+
+    @property
+    def divides(self):
+        """Whether the decoder is another than that of a single device."""
+        return self.size > 1 or self.invariant is not None
+
+    def check(self, model, config, device):
+        """ValueError for what cannot be divided: heads, kinds of models, weights that are loaded, GPUs.  device: torch.device"""
+        if not self.divides:
+            return
+        given = f"tensor_parallel_size={self.size}"
+        if isinstance(model, nn.Module):
+            raise ValueError(
+                f"{given} reads its parts in several processes: give the model's folder, not a loaded model"
+            )
+        if not decoder_class(config).is_packed:
+            raise ValueError(
+                f"{given} divides models of the types {', '.join(ARCHITECTURES)}; this {config.model_type} model runs on one "
+                "device: leave it out"
+            )
+        check_divides(config, self.size, self.invariant)
+        if device.type == "cuda":
+            raise ValueError(
+                f"{given} runs on the CPU so far, where it is slow: ranks on GPUs cannot reach each other yet; leave it out, or "
+                "give device='cpu' to try it"
+            )
+
+    @contextmanager
+    def joined(self, config, device, arguments):
+        """Start the other ranks, whose LLMs have these arguments, and meet them.  -> the Division of this rank's decoder
+
+        An error inside ends them.
+        """
+        if not self.divides:
+            yield WHOLE
+        elif self.member or self.size == 1:
+            yield Division(config, self.member or ALONE, device.type, self.invariant)
+        else:
+            self.processes = RankProcesses(self.size)
+            with self.processes.starting():
+                self.processes.begin(arguments, torch.get_num_threads())
+                ranks = GlooRanks(self.processes.folder, 0, self.size, self.processes.have_ended)
+                division = Division(config, ranks, device.type, self.invariant)
+                self._tell(division)
+                yield division
+
+    def _tell(self, division):
+        """Say where one device would give other bits."""
+        if not division.keeps_bits:
+            warnings.warn(
+                f"with tensor_parallel_size={self.size} outputs are the same bits with and without speculation, but not those of "
+                "another tensor_parallel_size: sums of some products are cut at other places. tensor_parallel_invariant, given "
+                "to both, makes them the same",
+                stacklevel=5,  # where the LLM is made
+            )
+
+    def led(self, speculation):
+        """The Speculation whose plan decides the same on all ranks."""
+        if self.size == 1:
+            return speculation
+        return replace(speculation, plan=(FollowedPlan if self.member else LedPlan)(speculation.plan))
+
+    def session(self, *given):
+        """The Session of this rank's engine."""
+        return LeadingSession(*given, ranks=self.processes) if self.processes else Session(*given)
