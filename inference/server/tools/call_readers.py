@@ -86,11 +86,12 @@ class FreeCalls(Reader):
             if name is None:
                 name = arguments["name"]
                 arguments = arguments.get("arguments", arguments.get("parameters", {}))
+            arguments = _text(arguments, allow_nan=False)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return None
         if not isinstance(name, str) or name not in self._names:
             return None
-        call = self._call(name, _text(arguments))
+        call = self._call(name, arguments)
         return [call] if self._parallel or self.num_calls == 1 else []
 
 
@@ -289,5 +290,17 @@ class JsonScan:
         return None
 
 
-def _text(arguments):
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+def _text(arguments, allow_nan=True):
+    """The arguments of a call as text, which UTF-8 can hold. ValueError for numbers that JSON has not, if they are not allowed."""
+    if isinstance(arguments, str):
+        return arguments.encode("utf-8", "replace").decode()
+    text = json.dumps(arguments, ensure_ascii=False, allow_nan=allow_nan)
+    return text if _is_utf8(text) else json.dumps(arguments)
+
+
+def _is_utf8(text):
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a pair, which JSON can write by its number
+        return False
+    return True

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 from headstart import LLM
 from headstart.inference.server.chat import ChatAnswer
 from headstart.inference.server.driver.growing_output import Delta
+from headstart.inference.server.errors import json_bytes
 from headstart.inference.server.fields import ChatFields
 from headstart.inference.server.tools.call_styles import STYLES, style_of
 from headstart.tests.inference.server.serving import HEADS, NAME, PROMPTS, TARGET, running
@@ -206,6 +207,28 @@ def test_what_is_certain_is_told_before_the_text_ends(style):
     assert "".join(content for content, _ in told) == ("" if style == "llama3_json" else "a")
     reader = reader_of(style)
     assert "".join(reader.read(character, False)[0] for character in "no call at all") == "no call at all"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ('{"a": "\\ud800é"}', '{"a": "\\ud800\\u00e9"}'),  # half of a pair, which UTF-8 cannot hold
+        ('{"a": "\\ud83d\\ude00"}', '{"a": "😀"}'),
+        ('"\\ud800"', "?"),
+        ('{"a": NaN}', None),
+        ('{"a": 1e999}', None),
+        ('{"a": ' * 5000 + "1" + "}" * 5000, None),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_odd_arguments_can_be_sent_or_stay_text(arguments, told):
+    text = f'<tool_call>{{"name": "count", "arguments": {arguments}}}</tool_call>'
+    content, calls = reader_of("hermes").read(text, last=True)
+    if told is None:
+        assert (content, calls) == (text, [])
+    else:
+        assert (content, calls[0]["function"]["arguments"]) == ("", told)
+        json_bytes(calls)
 
 
 @pytest.mark.parametrize("style", STYLES)
