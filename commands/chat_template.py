@@ -5,7 +5,7 @@ from pathlib import Path
 
 OPTION = "--chat-template"
 ADVICE = f"mend it, or leave {OPTION} out for the tokenizer's own"
-# A template may refuse to begin without a system's message, so it is asked a second time with one.
+# A template may want a system's message first, so it is asked a second time with one.
 TRIALS = (
     [{"role": "user", "content": "x"}],
     [{"role": "system", "content": "x"}, {"role": "user", "content": "x"}],
@@ -36,15 +36,16 @@ def check_chat_template(given, template, tokenizer):
         raise ValueError(
             f"{OPTION} needs a tokenizer, and this model has none: give --tokenizer, or leave {OPTION} out"
         )
-    for last, trial in enumerate(TRIALS, 1):
+    errors = []
+    for trial in TRIALS:
         try:
             render_chat(tokenizer, trial, chat_template=template)
             return
         except Exception as error:  # a template may raise anything
-            cause = error.__cause__ or error
-            refuses = type(cause) is TemplateError  # by raise_exception: it is the template's own word
-            if not refuses or last == len(TRIALS):
-                raise ValueError(f"{_place(given, cause)}: {_words(cause, refuses)}; {ADVICE}") from None
+            errors.append(error.__cause__ or error)
+    refusals = [type(error) is TemplateError for error in errors]  # by raise_exception: the template's own word
+    which = -1 if all(refusals) else refusals.index(False)
+    raise ValueError(f"{_place(given, errors[which])}: {_words(errors[which], refusals[which])}; {ADVICE}")
 
 
 def _place(given, error):

@@ -17,7 +17,6 @@ from ..heads.storage.keywords import reject_unknown
 from . import serve, vllm_serve
 
 REPEATED = ("api-key",)  # options that are given again for every value
-NO_OPTIONS = ("config", "model_tag", "explain_unknown")  # what the parser says besides
 
 
 def with_config(argv):
@@ -29,7 +28,9 @@ def with_config(argv):
     typed, _ = parser.parse_known_args([word for word in argv[1:] if word not in ("-h", "--help")])
     if typed.config is None:
         return argv
-    known = [name.replace("_", "-") for name in vars(typed) if name not in NO_OPTIONS]
+    known = {option.removeprefix("--") for option in parser._option_string_actions if option.startswith("--")} - {
+        "config"
+    }
     content = {str(key).replace("_", "-"): value for key, value in _read(typed.config).items()}
     if told := vllm_serve.why_refused([f"--{name}" for name in content if name not in known]):
         raise ValueError(f"{typed.config}: {told}")

@@ -217,12 +217,14 @@ def _stream(llm, prompts, params, most=None):
     from ...inference.frozen_heap import frozen_heap
     from ...inference.line import Call
 
-    session, waiting, submissions = llm.session, list(zip(prompts, params)), []
+    session, waiting, submissions, running = llm.session, list(zip(prompts, params)), [], []
     with frozen_heap():
-        while waiting or not all(submission.finished for submission in submissions):
-            num_open = sum(not submission.finished for submission in submissions)
-            count = len(waiting) if most is None else most - num_open
-            submissions += [session.submit(*pair, call=Call(is_stream=True)) for pair in waiting[:count]]
+        while waiting or running:
+            count = len(waiting) if most is None else most - len(running)
+            entering = [session.submit(*pair, call=Call(is_stream=True)) for pair in waiting[:count]]
+            submissions += entering
+            running += entering
             del waiting[:count]
             session.step()
+            running = [submission for submission in running if not submission.finished]
     return [session.output(submission) for submission in submissions]

@@ -264,7 +264,7 @@ class Scheduler:
         request.committed = len(cached) * self.page_size
         request.seat = heapq.heappop(self.free_seats)
         request.status = Status.PREFILLING
-        if request.epoch == 0:
+        if not request.times.scheduled_ts:  # it may have waited through a step that broke off
             self.num_prompt_tokens += len(request.prompt_token_ids)
             self.num_cached_tokens += request.committed
             request.num_cached_tokens, request.times.scheduled_ts = request.committed, time.monotonic()

@@ -95,7 +95,7 @@ class Asker:
             )
         except ValueError as error:
             raise value_error(error, ("add_generation_prompt", "continue_final_message"), "messages") from None
-        except (TypeError, AttributeError, KeyError, IndexError):
+        except (TypeError, AttributeError, KeyError, IndexError, RecursionError):
             raise ApiError(400, "the chat template cannot render this conversation", param="messages") from None
 
     def tokens(self, text, special):

@@ -89,6 +89,10 @@ class Figures:
         if delta.finish_reason in self._ended:
             self._ended[delta.finish_reason].inc()
 
+    def give_up(self, count):
+        """Count outputs that the engine gave up."""
+        self._ended["error"].inc(count)
+
     def forget(self, job):
         """A job has ended or was left by its client."""
         self._last.pop(job, None)

@@ -41,6 +41,7 @@ def test_names_in_the_file_are_those_of_the_options(parse):
     assert (found.enforce_eager, found.trust_remote_code, found.enable_prefix_caching) == (True, False, False)
     assert (found.max_model_len, found.gpu_memory_utilization, found.allowed_origins) == (None, 0.5, ["*"])
     nested = parse(content="speculative-config: {method: ngram, num_speculative_tokens: 3}")
+    assert parse(content="speculative-model: a b").head == "a b"  # an old name of vLLM's
     assert nested.speculative_config == '{"method": "ngram", "num_speculative_tokens": 3}'
 
 
@@ -64,6 +65,7 @@ def test_a_shortened_option_names_the_file_too(tmp_path):
     [
         ("prot: 8001", "unknown option of {path} 'prot'; did you mean 'port'?"),
         ("config: x.yaml", "unknown option of {path} 'config'"),
+        ("no-prefix: true", "unknown option of {path} 'no-prefix'"),
         ("- port", "must hold names of options with their values"),
         ("port: [", "is not YAML"),
         ("", "must hold names of options"),

@@ -14,6 +14,7 @@ its own job's list only, which its max_tokens bounds. However the process ends, 
 import asyncio
 import itertools
 import logging
+from contextlib import suppress
 
 from ...metrics import metrics_of
 from .engine_process import ending
@@ -48,6 +49,7 @@ class EngineClient:
         self.failure = None  # why no job is taken any more
         self._numbers, self._jobs = itertools.count(), {}
         self._writer, self._tasks = None, ()
+        self._turn = asyncio.Lock()  # of the job that is submitted
 
     async def start(self):
         """Listen to the engine, in the running event loop."""
@@ -82,10 +84,7 @@ class EngineClient:
         self._jobs[job.number] = job
         self.num_outputs += count
         try:
-            self._writer.write(packed(Submit(job.number, prompts, streamed)))
-            await (
-                self._writer.drain()
-            )  # during a long step nothing is read: what clients submit and leave must not pile up here
+            await self._submit(job, prompts, streamed)
             while not (events := await job.take()):
                 pass
             answer, *rest = events
@@ -99,12 +98,25 @@ class EngineClient:
             raise
         return job
 
+    async def _submit(self, job, prompts, streamed):
+        """Tell the engine of a job, once it has read what was told before.
+
+        During a long step it reads nothing: what clients submit and leave must not pile up here.
+        """
+        async with asyncio.timeout_at(job.deadline), self._turn:
+            with suppress(ConnectionError):  # the engine has ended: _listen says how
+                await self._writer.drain()
+            if self.failure or self._writer.is_closing():
+                raise Broken(self.failure or ENGINE_FAILED)
+            self._writer.write(packed(Submit(job.number, prompts, streamed)))
+            job.submitted = True
+
     def close(self, job):
         """The job's reader has had enough: cancel what has not ended."""
         if self._jobs.pop(job.number, None) is not None:
             self.num_outputs -= len(job.outputs)
             self._figures.forget(job.number)
-            if job.num_running and not self._writer.is_closing():
+            if job.submitted and job.num_running and not self._writer.is_closing():
                 self._writer.write(packed(Cancel(job.number)))
 
     def _outputs(self, prompts):
@@ -134,6 +146,8 @@ class EngineClient:
 
     def _taken(self, job, event):
         """What an event means to the reader of its job."""
+        if isinstance(event, GivenUp):
+            self._figures.give_up(job.num_running)
         if isinstance(event, Refused | GivenUp):
             job.num_running = 0
         if isinstance(event, GivenUp):

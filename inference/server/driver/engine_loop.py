@@ -3,10 +3,10 @@
     EngineLoop(llm.session, Wire(connection)).run()
 
 Nothing else touches the engine while it runs. It ends when the other side closes the connection. A step that raises ends it, too:
-the connection is closed, which tells the other side. A step that found no memory on the device is done again, the second time
-without the job that needs most; answers of others stay the same. Text is no work of this side, except that stop strings are looked
-for where an output ends, in the engine. Grammars, which may take seconds to compile, are compiled in a thread, beside the steps.
-Not done here: processes, HTTP, checking of prompts.
+the connection is closed, which tells the other side. A step that found no memory on the device is done again. If another finds
+none before every output has gone on, the job that needs most is given up; answers of others stay the same. Text is no work of
+this side, except that stop strings are looked for where an output ends, in the engine. Grammars, which may take seconds to
+compile, are compiled in a thread, beside the steps. Not done here: processes, HTTP, checking of prompts.
 """
 
 import logging
@@ -50,7 +50,9 @@ class EngineLoop:
         self._outputs = {}  # {Request: _Output} of outputs that have not ended
         self._compiler = ThreadPoolExecutor(1, "grammars")
         self._compiling = {}  # {number: (Submit, Future)} of jobs that wait for their grammars
-        self._num_short = 0  # of steps that found no memory, since the last good one
+        self._behind = (
+            None  # {request: its tokens} since a step found no memory: outputs it ran that have no further token yet
+        )
 
     def run(self):
         """Until the other side closes the connection.  -> the exit status: 1 if the engine has failed"""
@@ -127,13 +129,14 @@ class EngineLoop:
     def _step(self):
         try:
             advanced = self._session.step()
-            self._num_short = 0
         except torch.OutOfMemoryError:
             advanced = None
         if advanced is None:  # the error is gone by now, and with it what the broken step held
             self._make_room()
         else:
             self._tell(self._news(advanced))
+            if self._behind is not None:
+                self._behind = self._still_behind() or None
 
     def _news(self, advanced):
         """(job, event) of those of these requests whose tokens are told now."""
@@ -146,18 +149,32 @@ class EngineLoop:
         return news
 
     def _make_room(self):
-        """Free what the allocator keeps; from the second time on give up the job that needs most, of equal ones the youngest."""
+        """Free what the allocator keeps; the second time give up the job that needs most, of equal ones the youngest."""
         torch.cuda.empty_cache()
-        self._num_short += 1
         news, given_up = self._news([request for request in self._outputs if request.finished]), False
-        if self._num_short > 1 and self._outputs:
-            started = [request for request in self._outputs if request.times.scheduled_ts] or self._outputs
-            job = self._outputs[max(started, key=_need)].job
+        if self._behind is not None and self._outputs:
+            job = self._outputs[max(self._started() or self._outputs, key=_need)].job
             self._drop(job)
             news.append((job, GivenUp(NO_MEMORY)))
             given_up = True
+        self._behind = {request: len(request.output_token_ids) for request in self._started()}
         log.warning("a step found no memory on the device%s", "; a request was given up" if given_up else "")
         self._tell(news)
+
+    def _started(self):
+        """The open outputs that have had a seat."""
+        return [request for request in self._outputs if request.times.scheduled_ts]
+
+    def _still_behind(self):
+        """Of the outputs that a step without memory ran, those that have neither ended nor gone on.
+
+        A good step is not enough: the prompts that are computed again may fit where drafts do not.
+        """
+        return {
+            request: count
+            for request, count in self._behind.items()
+            if request in self._outputs and len(request.output_token_ids) == count
+        }
 
     def _new_tokens(self, request, output):
         """The fields of Tokens, of a request's tokens since the last ones; it is forgotten if it has ended."""

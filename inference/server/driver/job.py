@@ -25,7 +25,7 @@ class Job:
     def __init__(self, number, outputs, deadline=None):
         self.number, self.outputs = number, outputs
         self.num_running = len(outputs)  # outputs that have not ended in the engine
-        self.deadline = deadline
+        self.deadline, self.submitted = deadline, False
         self._num_open = len(outputs)  # outputs whose end was not taken
         self._events, self._news = [], asyncio.Event()
 

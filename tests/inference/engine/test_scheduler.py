@@ -209,6 +209,22 @@ def test_nobody_gives_way_for_more_pages_than_there_are():
     assert step.preempted == []
 
 
+def test_who_waited_through_a_step_that_broke_off_is_counted_when_admitted():
+    scheduler = build(max_num_seqs=1)
+    first, second = make(6, seed=0), make(5, seed=1)
+    for request in (first, second):
+        scheduler.add(request)
+    prefill(scheduler, scheduler.schedule())
+    scheduler.start_over()
+    assert scheduler.schedule().admitted == [first]
+    assert scheduler.num_prompt_tokens == 6
+    assert (second.epoch, second.times.scheduled_ts) == (1, 0)
+    scheduler.release(first)
+    assert scheduler.schedule().admitted == [second]
+    assert scheduler.num_prompt_tokens == 11
+    assert second.times.scheduled_ts >= second.times.queued_ts > 0
+
+
 # --- preemption ---
 
 

@@ -1,5 +1,6 @@
 """Steps that find no memory on the device: who is told, who goes on, and with which bits."""
 
+import re
 import threading
 
 import httpx
@@ -25,16 +26,16 @@ def ask(url, body, answers):
     return thread
 
 
-def let_fail(engine, monkeypatch, fails):
-    """Steps raise OutOfMemoryError in the middle, after the launch, where fails() says so."""
-    read = engine.read_steps
+def let_fail(engine, monkeypatch, fails, where="read_steps"):
+    """Steps raise OutOfMemoryError where fails() says so. where: the method in which; read_steps: after the launch."""
+    method = getattr(engine, where)
 
-    def read_steps(unread=0):
+    def failing(*given, **named):
         if fails():
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return read(unread)
+        return method(*given, **named)
 
-    monkeypatch.setattr(engine, "read_steps", read_steps)
+    monkeypatch.setattr(engine, where, failing)
 
 
 def text_alone(llm, seed):
@@ -46,15 +47,17 @@ def test_a_step_without_memory_is_done_again_and_twice_is_too_often(speculative,
     llm, plan = speculative(), []
     let_fail(llm.engine, monkeypatch, lambda: plan.pop(0) if plan else False)
     with running(llm) as server, httpx.Client(base_url=server.url, timeout=60) as http:
-        plan += [False, True, False, True]
+        plan += [False, True, False, False, True]  # the output goes on in between, by more than its prompt
         answer = http.post("/v1/completions", json=BODY | {"seed": 7}).json()
         assert answer["choices"][0]["text"] == text_alone(plain_llm, 7)
         assert not plan
-        plan += [False, True, True]
-        answer = http.post("/v1/completions", json=BODY | {"seed": 7})
-        assert answer.status_code == 503
-        assert NO_MEMORY in answer.json()["error"]["message"]
-        server.wait_until_idle()
+        for too_often in ([False, True, True], [False, True, False, True]):
+            plan += too_often
+            answer = http.post("/v1/completions", json=BODY | {"seed": 7})
+            assert answer.status_code == 503
+            assert NO_MEMORY in answer.json()["error"]["message"]
+            server.wait_until_idle()
+            assert not plan
 
 
 def test_an_output_that_ended_in_a_step_without_memory_is_told(speculative, plain_llm, monkeypatch):
@@ -75,10 +78,13 @@ def test_an_output_that_ended_in_a_step_without_memory_is_told(speculative, plai
         assert answer["choices"][0]["text"] == text_alone(plain_llm, 7)
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("stream", "where"), [(False, "read_steps"), (True, "read_steps"), (False, "_decode"), (True, "_decode")]
+)
 def test_the_request_that_needs_most_is_given_up_and_others_keep_their_bits(
-    speculative, plain_llm, monkeypatch, stream
+    speculative, plain_llm, monkeypatch, stream, where
 ):
+    """Where drafts alone do not fit, prompts are computed again and again in between."""
     llm = speculative()
     engine = llm.engine
     with running(llm) as server:
@@ -86,7 +92,7 @@ def test_the_request_that_needs_most_is_given_up_and_others_keep_their_bits(
         def fails():
             return any(request.params.seed == 13 for request in engine.scheduler.active)
 
-        let_fail(engine, monkeypatch, fails)
+        let_fail(engine, monkeypatch, fails, where)
         others, answers = [], []
         threads = [ask(server.url, BODY | {"seed": seed}, others) for seed in (1, 2)]
         needy = {"seed": 13, "stream": True, "logprobs": 5} if stream else {"seed": 13, "prompt_logprobs": 5}
@@ -101,6 +107,8 @@ def test_the_request_that_needs_most_is_given_up_and_others_keep_their_bits(
         )
         server.wait_until_idle()
         assert httpx.get(f"{server.url}/health").status_code == 200
+        told = httpx.get(f"{server.url}/metrics").text
+        assert re.search(r'vllm:request_success_total{[^}]*"error"[^}]*} (.*)', told)[1] == "1.0"
 
 
 @pytest.mark.gpu

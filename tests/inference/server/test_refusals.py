@@ -268,3 +268,16 @@ def test_figures_have_the_names_of_vllm(speculative):
     assert sum(value for name, value in values.items() if name.startswith(start)) == accepted
     for name in ("prompt_tokens_total", "prefix_cache_queries_total", "prefix_cache_hits_total", "kv_cache_usage_perc"):
         assert f"vllm:{name}{labels}" in values
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/chat/completions"])
+def test_arguments_nested_too_deep_for_the_template_are_refused(served, path):
+    call = {
+        "id": "1",
+        "type": "function",
+        "function": {"name": "f", "arguments": '{"a": ' + "[" * 900 + "]" * 900 + "}"},
+    }
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    answer = httpx.post(served.url + path, json={"messages": messages})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "messages"

@@ -160,9 +160,11 @@ def test_a_bad_chat_template_is_told_before_the_engine_is_built(template, words,
 def test_a_chat_template_may_want_a_system_message(plain_llm):
     """And a model without a tokenizer has none to render it with."""
     wants = (
-        "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}{{ messages[1].content }}"
+        "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}{{ messages[0].content }}"
     )
     check_chat_template(wants, wants, plain_llm.tokenizer)
+    second = "{{ messages[0].content ~ messages[1].content }}"
+    check_chat_template(second, second, plain_llm.tokenizer)
     with pytest.raises(ValueError, match="this model has none: give --tokenizer"):
         check_chat_template(wants, wants, None)
 
