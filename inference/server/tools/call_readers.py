@@ -1,10 +1,11 @@
 """Readers of tool calls in a text that grows: read(text, last) -> (content, tool_calls of an event) of the text that is new.
 
-Text is searched from where the last search ended, without regular expressions. What is no call of a known function stays text.
-last: nothing follows. No torch.
+Text is searched from where the last search ended, without regular expressions. What is found does not depend on where it is cut.
+Arguments are told as they are written. What is no call of a known function stays text. last: nothing follows. No torch.
 """
 
 import json
+from itertools import pairwise
 
 PYTHON_TAG = "<|python_tag|>"
 MOST_NAME = 256  # characters of a name and an id before arguments
@@ -60,8 +61,8 @@ class ListedCalls(Reader):
             end = self._scan.end(self._held)
             if end is None:
                 break
-            call = json.loads(self._held[:end])
-            calls.append(self._call(call["name"], _text(call["arguments"])))
+            call = _call_in(self._held[:end])
+            calls += [self._call(*call)] if call else []
             self._held, self._scan = self._held[end:], None
         return "", calls
 
@@ -82,13 +83,10 @@ class FreeCalls(Reader):
         name: of the function whose arguments it is, None: the object names it
         """
         try:
-            arguments = json.loads(body)
-            if name is None:
-                name = arguments["name"]
-                arguments = arguments.get("arguments", arguments.get("parameters", {}))
-            arguments = _text(arguments, allow_nan=False)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            STRICT_JSON.decode(body)
+        except (ValueError, RecursionError):
             return None
+        name, arguments = (name, body) if name is not None else _call_in(body.strip()) or (None, None)
         if not isinstance(name, str) or name not in self._names:
             return None
         call = self._call(name, arguments)
@@ -98,15 +96,16 @@ class FreeCalls(Reader):
 class OpenedCalls(FreeCalls):
     """Calls after an opening marker. White space beside calls is left out.
 
-    Subclasses: `opening`, and `_body(last)`: what stands at the start of the held text, after the marker.
-    -> (calls that are complete now, length of the text they and earlier ones take, or None while it goes on; whether it was calls)
+    Subclasses: `opening`, and `_body(last)`: what stands in the held text from `_at` on, after the marker.
+    -> (calls that are complete now, where they and earlier ones end (`_at`: there are none), where text after them ends (None: the
+    body goes on))
     """
 
     opening = None
 
     def __init__(self, names, parallel, make_id):
         super().__init__(names, parallel, make_id)
-        self._blank, self._inside, self._after_call = "", False, False
+        self._at, self._blank, self._inside, self._after_call = 0, "", False, False
 
     def read(self, text, last):
         self._held += text
@@ -114,33 +113,35 @@ class OpenedCalls(FreeCalls):
         while True:
             if not self._inside:
                 if self._after_call:
-                    self._held = self._held.lstrip()
-                    self._after_call = not self._held
-                start = self._held.find(self.opening)
+                    self._at = _past_blanks(self._held, self._at)
+                    self._after_call = self._at == len(self._held)
+                start = self._held.find(self.opening, self._at)
                 if start < 0:
-                    end = len(self._held) if last else self._safe()
-                    content.append(self._held[:end])
-                    self._held = self._held[end:]
+                    rest = self._held[self._at :]
+                    end = len(rest) if last else self._safe(rest)
+                    content.append(rest[:end])
+                    self._held, self._at = rest[end:], 0
                     break
-                before = self._held[:start]
+                before = self._held[self._at : start]
                 content.append(before.rstrip())
                 self._blank = before[len(content[-1]) :]
-                self._held, self._inside = self._held[start + len(self.opening) :], True
+                self._at, self._inside = start + len(self.opening), True
                 self._begin()
-            found, length, is_call = self._body(last)
+            found, told, end = self._body(last)
             calls += found
-            if length is None:
+            if end is None:
                 break
-            if not is_call:
-                content.append(self._blank + self.opening + self._held[:length])
-            self._held, self._inside, self._after_call = self._held[length:], False, is_call
+            if told == self._at:
+                content.append(self._blank + self.opening)
+            content.append(self._held[told:end])
+            self._at, self._inside, self._after_call = end, False, self._at < told == end
         return "".join(content), calls
 
-    def _safe(self):
-        """Length of the held text that is certainly no beginning of a call, nor white space before one."""
-        most = min(len(self.opening) - 1, len(self._held))
-        begun = next((k for k in range(most, 0, -1) if self._held.endswith(self.opening[:k])), 0)
-        return len(self._held[: len(self._held) - begun].rstrip())
+    def _safe(self, text):
+        """Length of a text that is certainly no beginning of a call, nor white space before one."""
+        most = min(len(self.opening) - 1, len(text))
+        begun = next((k for k in range(most, 0, -1) if text.endswith(self.opening[:k])), 0)
+        return len(text[: len(text) - begun].rstrip())
 
 
 class HermesCalls(OpenedCalls):
@@ -149,73 +150,71 @@ class HermesCalls(OpenedCalls):
     opening, closing = "<tool_call>", "</tool_call>"
 
     def _begin(self):
-        self._next = 0
+        self._next = self._at
 
     def _body(self, last):
         end = self._held.find(self.closing, self._next)
         if end < 0 and not last:
-            self._next = max(len(self._held) - len(self.closing) + 1, 0)
-            return [], None, False
-        body, length = (self._held, len(self._held)) if end < 0 else (self._held[:end], end + len(self.closing))
+            self._next = max(len(self._held) - len(self.closing) + 1, self._at)
+            return [], self._at, None
+        body = self._held[self._at : end] if end >= 0 else self._held[self._at :]
+        end = end + len(self.closing) if end >= 0 else len(self._held)
         found = self._calls_of(body)
-        return found or [], length, found is not None
+        return found or [], self._at if found is None else end, end
 
 
 class MistralCalls(OpenedCalls):
     """[TOOL_CALLS] and a JSON list of calls, or a name, [CALL_ID] and an id, or [ARGS], or neither, and the arguments.
 
-    The second is how versions since the tokenizer of November 2024 write it, a marker for each call.
+    The second is how versions since the tokenizer of November 2024 write it, a marker for each call. An object that is no call is
+    text to its end, with all markers inside it.
     """
 
     opening = "[TOOL_CALLS]"
 
     def _begin(self):
-        self._next, self._name, self._scan, self._in_list, self._num_before = 0, None, None, None, self.num_calls
+        self._next, self._name, self._scan, self._in_list, self._closed = self._at, None, None, None, False
+        self._num_before = self.num_calls
 
     def _body(self, last):
         calls = []
-        while True:
-            if self._scan is None and not self._find_object():
-                goes_on = self._next == len(self._held) and not last
-                return calls, None if goes_on else self._next, self.num_calls > self._num_before
-            object_text = self._held[self._next :]
-            end = self._scan.end(object_text)
+        while self._scan is not None or self._find_object():
+            end = self._scan.end(self._held)
             if end is None and not last:
-                return calls, None, True
-            found = self._calls_of(object_text[:end], self._name) if end is not None else None
+                return calls, self._at, None
+            found = self._calls_of(self._held[self._next : end], self._name) if end is not None else None
             if found is None:
-                return calls, self._next, self.num_calls > self._num_before
+                return calls, self._told(), len(self._held) if end is None else end
             calls += found
-            self._next, self._scan = self._next + end, None
+            self._next, self._scan = end, None
             if not self._in_list:
-                return calls, self._next, True
+                return calls, end, end
+        goes_on = self._next == len(self._held) and not self._closed and not last
+        return calls, self._told(), None if goes_on else self._next
+
+    def _told(self):
+        return self._next if self.num_calls > self._num_before else self._at
 
     def _find_object(self):
-        """Look for the next object from `_next` on, which moves on to it, to the end of the held text if that may be before one."""
-        text, i = self._held, self._next
+        """Whether an object begins at `_next`, which moves on to it, or to the end of the held text if that may be before one."""
+        text = self._held
         if self._in_list is None:
-            begun = text.lstrip()
-            if not begun:
-                self._next = len(text)
+            self._next = _past_blanks(text, self._next)
+            if self._next == len(text):
                 return False
-            self._in_list = begun[0] in "[{"  # a name does not begin so
-            i = len(text) - len(begun) + (begun[0] == "[") if self._in_list else 0
-        if not self._in_list:
-            i = text.find("{", self._next)
-            self._next = len(text) if i < 0 else i
-            self._name = text[: self._next].partition("[CALL_ID]")[0].partition("[ARGS]")[0].strip()
-            if i < 0 and len(text) > MOST_NAME:
-                self._next = 0  # no call
-                return False
-        while self._in_list and i < len(text) and (text[i].isspace() or text[i] == ","):
-            i += 1
+            self._in_list = text[self._next] in "[{"  # a name does not begin so
+            self._next += text[self._next] == "["
         if self._in_list:
-            self._next = i
-            if i < len(text) and text[i] == "]":
-                self._next = i + 1
-                return False
-        if self._next < len(text) and text[self._next] == "{":
-            self._scan = JsonScan()
+            self._next = _past_blanks(text, self._next, ",")
+            self._closed = text[self._next : self._next + 1] == "]"
+            self._next += self._closed
+        else:
+            most = self._at + MOST_NAME
+            start = text.find("{", self._next, most + 1)
+            self._name = text[self._at : max(start, self._at)].partition("[CALL_ID]")[0].partition("[ARGS]")[0].strip()
+            self._next = start if start >= 0 else len(text) if len(text) <= most else self._at  # the last: no call
+        if not self._closed and text[self._next : self._next + 1] == "{":
+            self._scan = JsonScan(self._next)
         return self._scan is not None
 
 
@@ -263,10 +262,13 @@ class LlamaCalls(FreeCalls):
 
 
 class JsonScan:
-    """Finds where a JSON object ends in a text that grows; the text begins with it."""
+    """Finds where a JSON object ends in a text that grows; the object begins at `start`.
 
-    def __init__(self):
-        self._next, self._depth, self._in_string = 0, 0, False
+    marks: where the colons and commas between its own members are
+    """
+
+    def __init__(self, start=0):
+        self._next, self._depth, self._in_string, self.marks = start, 0, False, []
 
     def end(self, text):
         """Index after the object, None while it goes on."""
@@ -285,22 +287,45 @@ class JsonScan:
                 self._depth -= 1
                 if not self._depth:
                     return i + 1
+            elif character in ":," and self._depth == 1:
+                self.marks.append(i)
             i += 1
         self._next = i
         return None
 
 
-def _text(arguments, allow_nan=True):
-    """The arguments of a call as text, which UTF-8 can hold. ValueError for numbers that JSON has not, if they are not allowed."""
-    if isinstance(arguments, str):
-        return arguments.encode("utf-8", "replace").decode()
-    text = json.dumps(arguments, ensure_ascii=False, allow_nan=allow_nan)
-    return text if _is_utf8(text) else json.dumps(arguments)
+def _refuse(constant):
+    raise ValueError(f"JSON has no {constant}")
 
 
-def _is_utf8(text):
+# Numbers are not worked out: Python would refuse those of many digits, and make an infinity of 1e999.
+STRICT_JSON = json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=_refuse)
+
+
+def _call_in(text):
+    """(name, arguments as text) of the call that a JSON object is; None if it is none. Its arguments can be nested however deep."""
     try:
-        text.encode()
-    except UnicodeEncodeError:  # half of a pair, which JSON can write by its number
-        return False
-    return True
+        members = _members(text)
+        name, arguments = json.loads(members["name"]), members.get("arguments", members.get("parameters", "{}"))
+        if arguments.startswith('"'):  # UTF-8 cannot hold half of a pair, which JSON can write by its number
+            arguments = json.loads(arguments).encode("utf-8", "replace").decode()
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    return name, arguments
+
+
+def _members(text):
+    """The members of a JSON object by name, each as it is written. ValueError for what is no object, or an empty one."""
+    scan = JsonScan()
+    end = scan.end(text) if text.startswith("{") else None
+    if end is None:
+        raise ValueError(f"no JSON object: {text!r:.80}")
+    parts = [text[a + 1 : b].strip() for a, b in pairwise([0, *scan.marks, end - 1])]
+    return {json.loads(name): value for name, value in zip(parts[::2], parts[1::2], strict=True)}
+
+
+def _past_blanks(text, i, other=""):
+    """The first index from i on that is neither white space nor another character that is given."""
+    while i < len(text) and (text[i].isspace() or text[i] in other):
+        i += 1
+    return i

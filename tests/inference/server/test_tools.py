@@ -1,7 +1,6 @@
-"""Tools: calls that a form makes sure of, over a real socket; calls read from text however it is cut; what is refused."""
+"""Tools: calls that a form makes sure of, over a real socket; the ways to write calls; what is refused."""
 
 import json
-import random
 
 import httpx
 import openai
@@ -11,7 +10,6 @@ from transformers import AutoTokenizer
 from headstart import LLM
 from headstart.inference.server.chat import ChatAnswer
 from headstart.inference.server.driver.growing_output import Delta
-from headstart.inference.server.errors import json_bytes
 from headstart.inference.server.fields import ChatFields
 from headstart.inference.server.tools.call_styles import STYLES, style_of
 from headstart.tests.inference.server.serving import HEADS, NAME, PROMPTS, TARGET, running
@@ -129,106 +127,8 @@ def test_of_its_own_accord_the_model_writes_text(client):
     assert without != texts[0].message.content, "the template tells the model of its tools"
 
 
-ARGUMENTS = '{"n": 3, "s": "</tool> <tool_call é\\n[TOOL_CALLS] ; {\\""}'
-OBJECT = f'{{"name": "count", "arguments": {ARGUMENTS}}}'
-CALL = f"<tool_call>\n{OBJECT}\n</tool_call>"
-LISTED = f"[TOOL_CALLS] [{OBJECT}]"
-LLAMA = f'{{"name": "count", "parameters": {ARGUMENTS}}}'
-# (style, text, content or None for all of it, number of calls)
-TEXTS = [
-    ("hermes", "plain < text <tool", "plain < text <tool", 0),
-    ("hermes", CALL, "", 1),
-    ("hermes", f"I count.\n\n{CALL}\n{CALL}\n", "I count.", 2),
-    ("hermes", f"a {CALL} b {CALL}", "ab", 2),
-    ("hermes", CALL.removesuffix("</tool_call>"), "", 1),
-    ("hermes", 'x\n<tool_call>{"name": "unknown", "arguments": {}}</tool_call> y', None, 0),
-    ("hermes", "<tool_call>[1]</tool_call>", None, 0),
-    ("hermes", "<tool_call>{oh", None, 0),
-    ("hermes", '<tool_call>{"name": ["count"]}</tool_call>' + CALL, '<tool_call>{"name": ["count"]}</tool_call>', 1),
-    ("mistral", "plain [text] [TOOL", None, 0),
-    ("mistral", LISTED, "", 1),
-    ("mistral", f"[TOOL_CALLS][{OBJECT}, {OBJECT},\n{OBJECT}]", "", 3),
-    ("mistral", f"I count. {LISTED}", "I count.", 1),
-    ("mistral", f"[TOOL_CALLS]count{ARGUMENTS}", "", 1),
-    (
-        "mistral",
-        f"Well.\n[TOOL_CALLS]count[ARGS]{ARGUMENTS}[TOOL_CALLS]count[CALL_ID]abcdefghi[ARGS]{ARGUMENTS}",
-        "Well.",
-        2,
-    ),
-    ("mistral", f"[TOOL_CALLS]unknown{ARGUMENTS}", None, 0),
-    ("mistral", '[TOOL_CALLS][{"name": "unknown", "arguments": {}}] y', None, 0),
-    ("mistral", f"[TOOL_CALLS] {OBJECT}", "", 1),
-    ("mistral", "[TOOL_CALLS] I do not call. " + 40 * "So it goes. ", None, 0),
-    ("mistral", f"[TOOL_CALLS][{OBJECT}, ", "", 1),
-    ("mistral", "[TOOL_CALLS]count[ARGS]{", None, 0),
-    ("mistral", "[TOOL_CALLS] [", None, 0),
-    ("mistral", "[TOOL_CALLS]", None, 0),
-    ("llama3_json", "plain { text", None, 0),
-    ("llama3_json", LLAMA, "", 1),
-    ("llama3_json", f"\n {OBJECT}; {LLAMA};{LLAMA}\n", "", 3),
-    ("llama3_json", f"<|python_tag|>{LLAMA}", "", 1),
-    ("llama3_json", "<|python_tag|>print(1)", None, 0),
-    ("llama3_json", f"I count: {LLAMA}", None, 0),
-    ("llama3_json", '{"name": "unknown", "parameters": {}}', None, 0),
-    ("llama3_json", f"{LLAMA} and so on", " and so on", 1),
-    ("llama3_json", "{oh", None, 0),
-    ("llama3_json", " ", None, 0),
-    ("llama3_json", "<|python", None, 0),
-]
-
-
-def reader_of(style, parallel=True):
-    return STYLES[style].reader({"count"}, parallel, STYLES[style].make_id)
-
-
-@pytest.mark.parametrize(("style", "text", "content", "num_calls"), TEXTS, ids=lambda value: str(value)[:20])
-def test_calls_are_read_however_the_text_is_cut(style, text, content, num_calls):
-    dice = random.Random(0)
-    for _ in range(50):
-        cuts = sorted(dice.sample(range(1, len(text)), min(dice.randrange(0, 12), len(text) - 1)))
-        parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]
-        reader, said, calls = reader_of(style), "", []
-        for i, part in enumerate(parts):
-            more, found = reader.read(part, last=i == len(parts) - 1)
-            said, calls = said + more, calls + found
-        if not text.isspace() or said:
-            assert said == (text if content is None else content), parts
-        assert [call["function"] for call in calls] == [{"name": "count", "arguments": ARGUMENTS}] * num_calls
-        assert [call["index"] for call in calls] == list(range(num_calls))
-
-
-@pytest.mark.parametrize("style", STYLES)
-def test_what_is_certain_is_told_before_the_text_ends(style):
-    text = {"hermes": f"a {CALL}", "mistral": f"a {LISTED}", "llama3_json": LLAMA}[style]
-    reader = reader_of(style)
-    told = [reader.read(character, False) for character in text]
-    assert sum(len(calls) for _, calls in told) == 1
-    assert "".join(content for content, _ in told) == ("" if style == "llama3_json" else "a")
-    reader = reader_of(style)
-    assert "".join(reader.read(character, False)[0] for character in "no call at all") == "no call at all"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        ('{"a": "\\ud800é"}', '{"a": "\\ud800\\u00e9"}'),  # half of a pair, which UTF-8 cannot hold
-        ('{"a": "\\ud83d\\ude00"}', '{"a": "😀"}'),
-        ('"\\ud800"', "?"),
-        ('{"a": NaN}', None),
-        ('{"a": 1e999}', None),
-        ('{"a": ' * 5000 + "1" + "}" * 5000, None),
-    ],
-    ids=lambda value: str(value)[:20],
-)
-def test_odd_arguments_can_be_sent_or_stay_text(arguments, told):
-    text = f'<tool_call>{{"name": "count", "arguments": {arguments}}}</tool_call>'
-    content, calls = reader_of("hermes").read(text, last=True)
-    if told is None:
-        assert (content, calls) == (text, [])
-    else:
-        assert (content, calls[0]["function"]["arguments"]) == ("", told)
-        json_bytes(calls)
+ARGUMENTS = '{"n": 3}'
+CALL = f'<tool_call>\n{{"name": "count", "arguments": {ARGUMENTS}}}\n</tool_call>'
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -258,27 +158,6 @@ def test_one_call_is_told_where_one_was_asked_for():
         for part, last in ((f"a {CALL}{CALL[:30]}", False), (f"{CALL[30:]} b", True)):
             calls += reader.read(part, last)[1]
         assert [call["index"] for call in calls] == list(range(count))
-
-
-def test_a_long_text_is_searched_once():
-    reader, body = reader_of("hermes"), "x" * 1000
-    steps = 0
-
-    class Counted(str):
-        def find(self, *given):
-            nonlocal steps
-            start = given[1] if len(given) > 1 else 0
-            steps += len(self) - start
-            return str.find(self, *given)
-
-        def __add__(self, other):
-            return Counted(str.__add__(self, other))
-
-    reader.read("<tool_call>", False)
-    reader._held = Counted(reader._held)
-    for _ in range(100):
-        reader.read(body, False)
-    assert steps < 200 * len(body)
 
 
 def test_a_call_in_a_models_own_text_ends_as_tool_calls(served):
