@@ -86,7 +86,7 @@ class Session:
 
     def requests_of(self, prompt, number, is_streamed):
         """The Requests of a CheckedPrompt, one per output, which no engine has yet.  number: of the prompt"""
-        params, room = prompt.params, self.max_model_len - len(prompt.token_ids)
+        params, room, matchers = prompt.params, self.max_model_len - len(prompt.token_ids), self._matchers(prompt)
         return [
             Request(
                 request_id=(number, sample),
@@ -99,7 +99,7 @@ class Session:
                 # Once per prompt: its other outputs find the pages that this one computes.
                 prompt_logprobs=[None] if params.prompt_logprobs is not None and sample == 0 else None,
                 bad_words=prompt.bad_words,
-                matcher=self._matcher(prompt),
+                matcher=matchers[sample],
                 cache_salt=prompt.cache_salt,
                 is_streamed=is_streamed,
             )
@@ -171,18 +171,19 @@ class Session:
         requests, eos_token_ids = submission.requests, self.engine.eos_token_ids
         return make_output(submission.prompt.text, requests, self.tokenizer, eos_token_ids)
 
-    def _matcher(self, prompt):
-        """The Matcher of one output of a CheckedPrompt, None for free text."""
-        if prompt.grammar is None:
-            return None
+    def _matchers(self, prompt):
+        """The Matcher of each output of a CheckedPrompt, None for free text."""
         engine, params = self.engine, prompt.params
+        if prompt.grammar is None:
+            return [None] * params.n
         late = forbidden_early(params, engine.eos_token_ids, engine.decoder.vocab_size)
-        return self.grammars.matcher(
+        return self.grammars.matchers(
             prompt.grammar,
+            params.n,
             engine.seats.logit_state.most_host_drafts,
+            prompt_token_ids=prompt.token_ids,
             min_tokens=params.min_tokens,
             late=late,
-            prompt_token_ids=prompt.token_ids,
         )
 
     def _step(self):

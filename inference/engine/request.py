@@ -34,7 +34,9 @@ class Request:
     max_new_tokens: int  # max_tokens cut to what max_model_len leaves
     stop_checker: object  # stopping.StopChecker, called after every appended token; None or what stopped it
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
-    matcher: object = None  # grammar.matcher.Matcher of its structured output, which has accepted output_token_ids
+    matcher: object = (
+        None  # the grammar.matcher.Matcher of a form, which has accepted output_token_ids; None after the end
+    )
     cache_salt: str | None = None  # pages are shared with requests of the same salt only
     is_streamed: bool = False  # whether somebody waits for every token: then prompts beside it must not take long
     status: Status = Status.WAITING

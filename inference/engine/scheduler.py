@@ -159,7 +159,7 @@ class Scheduler:
             self._take_back(request)
         elif request in self.waiting:
             self.waiting.remove(request)
-        request.status = Status.FINISHED
+        request.status, request.matcher = Status.FINISHED, None  # its caller may keep the request for long
         self.left_queue.pop(request, None)
 
     def start_over(self):

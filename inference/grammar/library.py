@@ -21,6 +21,11 @@ class Grammar(NamedTuple):
     text: str
     num_bytes: int
 
+    @property
+    def most_bytes(self):
+        """What it takes once compiled, however its lexer grows."""
+        return self.num_bytes + GROWTH
+
 
 def library():
     """The module; ValueError where it is missing."""

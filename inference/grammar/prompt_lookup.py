@@ -3,6 +3,9 @@
 The drafter "ngram" does the same on the device, where no grammar can look at what it drafts.
 """
 
+import copy
+from collections import ChainMap
+
 SHORTEST, LONGEST = 2, 3  # tokens that must match
 MOST_INDEXED = 2048  # tokens of the prompt's end; an index of all would hold up the step in which a long prompt comes
 
@@ -10,10 +13,18 @@ MOST_INDEXED = 2048  # tokens of the prompt's end; an index of all would hold up
 class PromptLookup:
     """Of the tokens of a prompt, and of those that are appended."""
 
-    def __init__(self, prompt_token_ids):
-        self._tokens, self._index = [], {}  # index: {n-gram: place of what followed it the last time}
+    def __init__(self, prompt_token_ids=()):
+        self._tokens, self._index = [], ChainMap()  # index: {n-gram: place of what followed it the last time}
         for token in prompt_token_ids[-MOST_INDEXED:]:
             self.append(token)
+
+    def followed_by(self, token_ids):
+        """Another one, that goes on by these tokens. It shares the index of those before, 461 KB of a long prompt."""
+        other = copy.copy(self)
+        other._tokens, other._index = list(self._tokens), self._index.new_child()
+        for token in token_ids:
+            other.append(token)
+        return other
 
     def append(self, token):
         end = len(self._tokens)

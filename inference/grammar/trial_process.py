@@ -47,10 +47,12 @@ def main():
 
 
 def _try(tokenizer, asked):
-    """Compile a grammar and compute its first mask.  asked: arguments of make_grammar  ->  Grammar"""
+    """Compile a grammar and compute its first masks.  asked: arguments of make_grammar  ->  Grammar"""
     text, before = make_grammar(*asked), _allocated()
     alone = partial(compile_grammar, tokenizer, text)
     first = Matcher(compile_grammar(tokenizer, text, shared=True), MOST_DRAFTS, alone)
+    if first.look_ahead():
+        raise ValueError(first.error)
     num_bytes = max((_allocated() - before + 2**31) % 2**32 - 2**31, 0)  # what was freed meanwhile may be more
     eos = sum(1 << token for token in set(tokenizer.eos_tokens))
     if not int.from_bytes(first.masks[0].tobytes(), "little") & ~eos:

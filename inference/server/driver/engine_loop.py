@@ -6,7 +6,8 @@ Nothing else touches the engine while it runs. It ends when the other side close
 the connection is closed, which tells the other side. A step that found no memory on the device is done again. If another finds
 none before every output has gone on, the job that needs most is given up; answers of others stay the same. Text is no work of
 this side, except that stop strings are looked for where an output ends, in the engine. Grammars, which may take seconds to
-compile, are compiled in a thread, beside the steps. Not done here: processes, HTTP, checking of prompts.
+compile, are compiled in a thread, beside the steps, and those of all jobs fit in a bound of memory: a job that is one too many
+waits until others have ended. Not done here: processes, HTTP, checking of prompts.
 """
 
 import logging
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ...grammar.grammars import fit
 from ...line import Call
 from ...metrics import counts_of
 from .messages import Accepted, Cancel, End, GivenUp, Refused
@@ -30,6 +32,7 @@ log = logging.getLogger("headstart.server")
 @dataclass
 class _Job:
     streamed: bool  # whether every token is told
+    grammars: set  # Grammars, which stay in memory until the job ends
     submissions: list = field(default_factory=list)
     num_open: int = 0  # outputs that have not ended
 
@@ -49,10 +52,9 @@ class EngineLoop:
         self._jobs = {}  # {number: _Job} of jobs that have not ended
         self._outputs = {}  # {Request: _Output} of outputs that have not ended
         self._compiler = ThreadPoolExecutor(1, "grammars")
-        self._compiling = {}  # {number: (Submit, Future)} of jobs that wait for their grammars
-        self._behind = (
-            None  # {request: its tokens} since a step found no memory: outputs it ran that have no further token yet
-        )
+        self._compiling = {}  # {number: (Submit, Future or None)} of jobs that wait for their grammars, in order
+        # {request: its tokens} since a step found no memory: outputs it ran that have no further token yet
+        self._behind = None
 
     def run(self):
         """Until the other side closes the connection.  -> the exit status: 1 if the engine has failed"""
@@ -82,24 +84,36 @@ class EngineLoop:
         if isinstance(command, Cancel):
             self._drop(command.job)
             return None
-        grammars = {checked.grammar for checked in command.prompts} - {None}
-        if grammars:
-            compiled = self._compiler.submit(lambda: [*map(self._session.grammars.compile, grammars)])
-            self._compiling[command.job] = command, compiled
+        if _grammars_of(command):
+            self._compiling[command.job] = command, None
             return None
         return self._start(command)
 
+    def _compile(self):
+        """Compile for the jobs that wait, in order, as long as the grammars of all jobs that have not ended fit in memory."""
+        used = set().union(*(job.grammars for job in self._jobs.values()))
+        for number, (command, compiled) in self._compiling.items():
+            grammars = _grammars_of(command)
+            if compiled is None:
+                if used and not fit(used | grammars):
+                    return
+                compiled = self._compiler.submit(list, map(self._session.grammars.compile, grammars))
+                self._compiling[number] = command, compiled
+            used |= grammars
+
     def _start_compiled(self):
         """Start the jobs whose grammars are compiled; where nothing runs, wait for them a little."""
+        self._compile()
+        begun = {number: compiled for number, (_, compiled) in self._compiling.items() if compiled is not None}
         if not self._outputs:
-            wait([compiled for _, compiled in self._compiling.values()], LOOK_AGAIN, FIRST_COMPLETED)
-        done = [number for number, (_, compiled) in self._compiling.items() if compiled.done()]
+            wait(begun.values(), LOOK_AGAIN, FIRST_COMPLETED)
+        done = [number for number, compiled in begun.items() if compiled.done()]
         if done:
             self._tell([self._start(*self._compiling.pop(number)) for number in done])
 
     def _start(self, command, compiled=None):
         """Start the job of a Submit.  compiled: the Future of its grammars.  -> (job, event)"""
-        session, job = self._session, _Job(command.streamed)
+        session, job = self._session, _Job(command.streamed, _grammars_of(command))
         self._jobs[command.job] = job
         try:
             if compiled is not None:
@@ -119,7 +133,8 @@ class EngineLoop:
         """Cancel what has not ended of a job, so that its seats and pages are free before the next step."""
         if number in self._compiling:
             _, compiled = self._compiling.pop(number)
-            compiled.cancel()
+            if compiled is not None:
+                compiled.cancel()
         job = self._jobs.pop(number, None)
         for submission in job.submissions if job else ():
             for request in submission.requests:
@@ -204,6 +219,11 @@ def give_up(error):
     """End this process at once, whatever it does: a rank of the engine has ended, and a step may wait for it forever."""
     log.critical("the engine has failed; every request is told, and /health says 503: %s", error)
     os._exit(1)
+
+
+def _grammars_of(command):
+    """The Grammars of a Submit."""
+    return {checked.grammar for checked in command.prompts} - {None}
 
 
 def _need(request):

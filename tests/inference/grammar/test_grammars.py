@@ -4,6 +4,7 @@ import json
 import re
 import threading
 import time
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ def grammars(tokenizer):
 
 
 def matcher_of(grammars, most_drafts=0, **given):
-    return grammars.matcher(grammars.check(StructuredOutputsParams(**given)), most_drafts)
+    return grammars.matchers(grammars.check(StructuredOutputsParams(**given)), 1, most_drafts)[0]
 
 
 def test_what_followed_earlier_is_drafted_as_far_as_the_grammar_allows(grammars, tokenizer):
@@ -41,7 +42,7 @@ def test_what_followed_earlier_is_drafted_as_far_as_the_grammar_allows(grammars,
 
     prompt, eos = "count_words_of_text count_words", tokenizer.eos_token_id
     grammar = grammars.check(StructuredOutputsParams(regex="(count_[a-z]+_of_tea ){1,9}stop"))
-    matcher = grammars.matcher(grammar, 6, prompt_token_ids=ids(prompt))
+    (matcher,) = grammars.matchers(grammar, 1, 6, ids(prompt))
     for token in ids("count_words_of_tea count"):
         for draft, mask in zip(matcher.drafts, matcher.masks):
             assert draft in allowed(mask)
@@ -54,8 +55,9 @@ def test_what_followed_earlier_is_drafted_as_far_as_the_grammar_allows(grammars,
     assert len(matcher.drafts) > 3
     # A token after which nothing may follow is not drafted.
     choice = grammars.check(StructuredOutputsParams(choice=["yes", "no"]))
-    matcher = grammars.matcher(choice, 6, prompt_token_ids=[*ids("no"), *ids("yes"), eos] * 2 + ids("no"))
-    assert eos not in matcher.drafts
+    (matcher,) = grammars.matchers(choice, 1, 6, [*ids("no"), *ids("yes"), eos] * 2 + ids("no"))
+    matcher.look_ahead()
+    assert matcher.drafts == ids("yes")[:-1]
 
 
 def test_many_small_forms_are_never_taken_for_large_ones(grammars):
@@ -71,8 +73,31 @@ def test_the_longest_and_latest_match_is_copied():
     assert lookup.after([7], 3) == []
     lookup.append(4)
     assert lookup.after([1, 2, 3], 1) == [4]
+    further = lookup.followed_by([2, 3, 4, 1, 2])
+    assert further.after([], 3) == [3, 4, 2]  # the prompt alone has 1 2 3
+    assert further.after([3], 2) == [4, 2]
+    assert lookup.after([2, 3], 1) == lookup.followed_by([]).after([2, 3], 1) == [4]
     assert PromptLookup([]).after([5], 3) == []
     assert len(PromptLookup(range(10**5))._tokens) == MOST_INDEXED
+
+
+def test_outputs_that_wait_take_little_and_share_what_is_looked_up(grammars, tokenizer):
+    """One prompt's index takes 461 KB, and 2 ms of the engine's loop."""
+    prompt, (word,) = [*range(100, 2000)], tokenizer("a")["input_ids"]
+    grammar = grammars.check(StructuredOutputsParams(regex="[a-d]+"))
+    grammars.compile(grammar)
+    tracemalloc.start()
+    try:
+        matchers = grammars.matchers(grammar, 32, 4, prompt)
+        waiting = tracemalloc.get_traced_memory()[0]
+        for matcher in matchers:
+            matcher.accept(word)
+            matcher.look_ahead()
+        running = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert waiting < 32 * 10_000
+    assert 200_000 < running < 500_000 + 32 * 40_000
 
 
 def allowed(mask):
@@ -107,6 +132,8 @@ def test_looking_ahead_along_forced_tokens_changes_nothing(grammars, tokenizer):
     schema = {"type": "object", "properties": {"number": {"const": "one of many"}}, "required": ["number"]}
     given = dict(json=schema | {"additionalProperties": False}, disable_any_whitespace=True)
     ahead, plain = matcher_of(grammars, 8, **given), matcher_of(grammars, 0, **given)
+    assert not ahead.drafts, "no step drafts before the first token"
+    ahead.look_ahead()
     assert len(ahead.drafts) > 3
     text = tokenizer.decode(ahead.drafts)
     assert '{"number":"one of many"}'.startswith(text)
@@ -122,6 +149,8 @@ def test_looking_ahead_along_forced_tokens_changes_nothing(grammars, tokenizer):
     ahead.look_ahead()
     assert (ahead.masks[: len(masks) - 1] == masks[1:]).all()
     ahead.start_over([])
+    assert (ahead.masks == masks[:1]).all()
+    ahead.look_ahead()
     assert (ahead.masks == masks).all()
 
 
@@ -208,14 +237,43 @@ def test_compiled_grammars_leave_by_the_bytes_that_they_take(grammars, monkeypat
     forms = [{"json": {"type": "integer", "multipleOf": 40009}}, *({"regex": f"[a-c]{{{i}}}"} for i in range(2, 6))]
     large, *small = [grammars.check(StructuredOutputsParams(**form)) for form in forms]
     assert max(grammar.num_bytes for grammar in small) < 2**20 < 4 * 2**20 < large.num_bytes
-    kept = [grammars.compile(grammar) for grammar in (large, *small[:3])]
+    kept = [grammars.compile(grammar).matcher for grammar in (large, *small[:3])]
     monkeypatch.setattr(all_grammars, "MOST_BYTES", large.num_bytes + 4 * library.GROWTH + 2**20)
-    assert grammars.compile(small[0]) is kept[1]  # lately used: the next to leave are the large one and the second
+    # Lately used: the next to leave are the large one and the second.
+    assert grammars.compile(small[0]).matcher is kept[1]
     grammars.compile(small[3])
     assert [grammar.text in grammars._compiled for grammar in (large, *small)] == [False, True, True, True, True]
     grammars.compile(large)
     assert [grammar.text in grammars._compiled for grammar in (large, *small)] == [True, True, False, True, True]
-    assert grammars.compile(small[2]) is kept[3]
+    assert grammars.compile(small[2]).matcher is kept[3]
+
+
+def test_grammars_in_use_count_and_are_compiled_once(grammars, monkeypatch):
+    """What is kept leaves for them, even if used earlier."""
+    params = [StructuredOutputsParams(regex=f"[a-c]{{{i}}}x") for i in range(2, 7)]
+    first, second, *others = [grammars.check(one) for one in params]
+    monkeypatch.setattr(all_grammars, "MOST_BYTES", 3 * library.GROWTH + 2**20)
+    compiled = []
+
+    def noted(tokenizer, text, work=library.compile_grammar, **given):
+        compiled.append(text)
+        return work(tokenizer, text, **given)
+
+    monkeypatch.setattr(all_grammars, "compile_grammar", noted)
+    used = [grammars.matchers(grammar, 1, 4) for grammar in (first, second)]
+    for grammar in (*others, *others):
+        grammars.compile(grammar)
+        assert len(grammars._alive) <= 3
+        assert sum(one.most_bytes for one in grammars._alive.values()) <= all_grammars.MOST_BYTES
+    assert first.text not in grammars._compiled
+    used += [grammars.matchers(grammar, 1, 4) for grammar in (second, first)]
+    assert compiled.count(first.text) == compiled.count(second.text) == 1
+    assert all_grammars.fit({first, second, others[0], first})
+    assert not all_grammars.fit({first, second, *others})
+    used.clear()
+    for grammar in others:
+        grammars.compile(grammar)
+    assert set(grammars._alive) == {grammar.text for grammar in others}
 
 
 def test_the_bytes_of_a_grammar_are_measured_whatever_was_tried_before(grammars):
@@ -290,12 +348,15 @@ def test_what_one_output_makes_of_the_lexer_ends_no_other(grammars, tokenizer, m
     for name in ("SHARED_STATES", "STATES_ALONE"):
         monkeypatch.setattr(library, name, 2000)
     grammars._compiled.clear()
+    grammars._alive.clear()
+    shared = grammars.compile(grammars.check(StructuredOutputsParams(**form)))
     filler, other = matcher_of(grammars, **form), matcher_of(grammars, **form)
     for token in tokens:
         if (ended := filler.accept(token) or filler.look_ahead()) is not None:
             break
     assert ended is BROKEN, "it has filled the shared lexer, and then its own"
     assert "too many states" in filler.error
+    assert grammars.compile(grammars.check(StructuredOutputsParams(**form))) is not shared
     later = matcher_of(grammars, **form)
     for token in tokens[:20]:
         for matcher in (whole, other, later):

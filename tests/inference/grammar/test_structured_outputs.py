@@ -10,6 +10,7 @@ from headstart import LLM, SamplingParams, StructuredOutputsParams
 from headstart.inference.engine.engine import Engine
 from headstart.inference.engine.stopping import GrowingText
 from headstart.inference.grammar.matcher import BROKEN, Matcher
+from headstart.inference.grammar.prompt_lookup import PromptLookup
 from headstart.inference.metrics import Counter
 from headstart.inference.server.figures import speculation_metrics
 from headstart.inference.speculation.tree import Tree, save_tree
@@ -280,6 +281,36 @@ def test_what_the_prompt_has_is_drafted_within_a_form(plain):
     assert found.token_ids == expected.token_ids
     metrics = found.spec_decode_metrics
     assert metrics.num_accepted_tokens > metrics.num_steps
+
+
+def test_a_prompt_is_indexed_once_and_not_before_its_first_token(monkeypatch):
+    llm, prompts, indexed = make(speculative_config=CHAIN), [[*range(60, 120)], [*range(70, 130)]], []
+
+    def noted(lookup, prompt_token_ids=(), work=PromptLookup.__init__):
+        indexed.append(list(prompt_token_ids))
+        work(lookup, prompt_token_ids)
+
+    monkeypatch.setattr(PromptLookup, "__init__", noted)
+    submissions = [llm.session.submit(prompt, params_of(FORMS["regex"], seed=1, n=3)) for prompt in prompts]
+    assert not indexed
+    while not all(submission.finished for submission in submissions):
+        llm.engine.step()
+    assert sorted(indexed) == prompts
+
+
+def test_what_has_ended_holds_no_form():
+    llm = make(max_num_seqs=2)
+    short, long = (params_of({"regex": f"[a-z]{{{n}}}x"}, n=n) for n in (2, 30))
+    ended, cut, runs = [llm.session.submit(PROMPTS[0], params) for params in (short, long, long)]
+    llm.session.cancel(cut)
+    while not ended.finished:
+        llm.engine.step()
+    assert len(llm.session.grammars._alive) == 2
+    llm.session.grammars._compiled.clear()
+    assert [form for form in llm.session.grammars._alive if "{2}" in form] == []
+    assert len(llm.session.grammars._alive) == 1
+    llm.session.cancel(runs)
+    assert len(llm.session.grammars._alive) == 0
 
 
 def test_a_verifier_that_keeps_the_distribution_keeps_the_form():

@@ -12,6 +12,11 @@ import pytest
 from pydantic import BaseModel
 
 from headstart import SamplingParams, StructuredOutputsParams
+from headstart.inference.grammar import grammars
+from headstart.inference.grammar.library import GROWTH
+from headstart.inference.server.driver.engine_loop import EngineLoop
+from headstart.inference.server.driver.messages import Cancel, Submit
+from headstart.inference.server.driver.wire import Closed
 from headstart.tests.inference.server.serving import NAME, PROMPTS
 
 pytest.importorskip("llguidance")
@@ -185,9 +190,9 @@ def test_forms_of_clients_that_have_left_are_not_tried(served, http, monkeypatch
 
 def test_a_grammar_that_is_compiled_holds_up_no_step_of_others(served, http, monkeypatch):
     """One is left by its client meanwhile, one goes on."""
-    grammars, begun, may = served.llm.session.grammars, threading.Event(), threading.Event()
+    kept, begun, may = served.llm.session.grammars, threading.Event(), threading.Event()
 
-    def compiled_slowly(grammar, work=grammars.compile):
+    def compiled_slowly(grammar, work=kept.compile):
         begun.set()
         assert may.wait(30)
         return work(grammar)
@@ -197,7 +202,7 @@ def test_a_grammar_that_is_compiled_holds_up_no_step_of_others(served, http, mon
     def ask():
         texts.append(http.post("/v1/completions", json=body).json()["choices"][0]["text"])
 
-    monkeypatch.setattr(grammars, "compile", compiled_slowly)
+    monkeypatch.setattr(kept, "compile", compiled_slowly)
     thread = threading.Thread(target=ask)
     thread.start()
     assert begun.wait(20)
@@ -209,3 +214,52 @@ def test_a_grammar_that_is_compiled_holds_up_no_step_of_others(served, http, mon
     thread.join()
     assert texts == ["compiled"]
     served.wait_until_idle()
+
+
+class ScriptedWire:
+    """A Wire that gives the loop commands, all at once, and calls look before every step, until all outputs have ended."""
+
+    def __init__(self, commands, num_outputs, look):
+        self.commands, self.num_open, self.look, self.answers = commands, num_outputs, look, {}
+
+    def receive(self, wait):
+        self.look()
+        assert not (wait and self.num_open and not self.commands), "the loop waits for commands that do not come"
+        if not self.num_open:
+            raise Closed
+        commands, self.commands = self.commands, []
+        return commands
+
+    def send(self, message):
+        for job, event in message[0]:
+            if isinstance(event, tuple) and event[-1] is not None:
+                self.answers[job] = event[2]
+                self.num_open -= 1
+
+    def close(self):
+        pass
+
+
+def test_jobs_whose_forms_do_not_fit_wait_for_the_end_of_others(speculative, plain_llm, monkeypatch):
+    """With room for two forms at once. Those of one form count once, and a client that leaves meanwhile holds up nobody."""
+    session, seen = speculative().session, []
+    forms = [StructuredOutputsParams(regex=f"[a-z]{{{90 + i}}}") for i in range(5)]
+    forms = [forms[0]] * 4 + forms[1:]
+    params = [SamplingParams(temperature=1.0, seed=i, structured_outputs=form) for i, form in enumerate(forms)]
+    expected = [found.outputs[0].token_ids for found in plain_llm.generate([PROMPTS[0]] * len(forms), params)]
+    monkeypatch.setattr(grammars, "MOST_BYTES", 2 * GROWTH + 2**20)
+
+    def look():
+        scheduler = session.engine.scheduler
+        inside = [request.params.structured_outputs for request in [*scheduler.waiting, *scheduler.active]]
+        seen.append((len(inside), len(set(inside))))
+
+    commands = [Submit(i, [session.check(PROMPTS[0], one)], streamed=False) for i, one in enumerate(params)]
+    left = len(commands) - 2
+    wire = ScriptedWire([*commands, Cancel(left)], len(commands) - 1, look)
+    assert EngineLoop(session, wire).run() == 0
+    num_outputs, num_forms = map(max, zip(*seen))
+    assert num_outputs >= 4
+    assert num_forms == 2
+    del expected[left]
+    assert [wire.answers[i] for i in sorted(wire.answers)] == expected
