@@ -28,10 +28,13 @@ class Linear(NamedTuple):
 
     weight: torch.Tensor  # [N, K]
     bias: torch.Tensor | None = None  # [N]
+    splits: int | None = (
+        None  # ranges of K on a GPU, of the product that these are some features of; None: of this shape
+    )
 
     def parts(self, x):
         """Partial sums that the next kernel adds.  x [M, K] -> [S, M, N]"""
-        return linear_parts(x, self.weight, self.bias)
+        return linear_parts(x, self.weight, self.bias, splits=self.splits)
 
     def packed(self):
         """The same with its weight in the layout that the device reads fastest, for one that never changes."""
@@ -140,7 +143,8 @@ class GatedMLP:
 
     def __call__(self, x):
         """x [M, H] -> parts [S, M, H]"""
-        return self.down.parts(gate_up_silu(x, self.gate_up.weight, self.gate_up.bias))
+        up = self.gate_up
+        return self.down.parts(gate_up_silu(x, up.weight, up.bias, splits=up.splits))
 
 
 @dataclass(frozen=True)
@@ -176,9 +180,12 @@ class Layer:
         return self.mlp(x), residual
 
 
-def lm_head_logits(hidden, weight, divisor=1.0, out=None):
-    """hidden [M, H], weight [V, H] -> [M, V], in the model's dtype on a GPU (in `out` if given), in fp32 at least on the CPU"""
-    logits = linear(hidden, weight, out=out)
+def lm_head_logits(hidden, weight, divisor=1.0, out=None, splits=None):
+    """hidden [M, H], weight [V, H] -> [M, V], in the model's dtype on a GPU (in `out` if given), in fp32 at least on the CPU
+
+    splits: see Linear
+    """
+    logits = linear(hidden, weight, out=out, splits=splits)
     if divisor != 1:
         logits = logits / divisor if out is None else logits.div_(divisor)
     return logits if logits.is_cuda or logits.dtype == torch.float64 else logits.float()

@@ -99,10 +99,13 @@ def rotary_frequencies(config):
 
 
 def row_counts(shapes, most, device):
-    """Numbers of rows up to `most`, `most` among them, that take every launch of products [N, K] for up to so many rows."""
+    """Numbers of rows up to `most`, `most` among them, that take every launch of products for up to so many rows.
+
+    shapes: (N, K), or (N, K, ranges of K)
+    """
     found, gpu = {}, (num_multiprocessors(device), shared_memory(device))
     for rows in range(1, most + 1):
-        found[tuple(launch_of_rows(*shape, rows, *gpu) for shape in shapes)] = rows
+        found[tuple(launch_of_rows(*shape[:2], rows, *gpu, *shape[2:]) for shape in shapes)] = rows
     return sorted({*found.values(), most})
 
 
@@ -175,7 +178,8 @@ class Decoder:
 
     def row_counts(self, most):
         """Numbers of rows up to `most`, `most` among them, that take every launch that the products have for up to so many rows."""
-        shapes = [product.shape for product in self._products(self.layers[0])] + [self.lm_head.shape]
+        shapes = [(*product.shape, product.splits) for product in self._products(self.layers[0])]
+        shapes.append((*self.lm_head.shape, self.division.logits_splits))
         return row_counts(shapes, most, self.device)
 
     @classmethod
@@ -224,7 +228,8 @@ class Decoder:
 
     def logits(self, hidden, out=None):
         """lm_head over hidden states [M, H] -> [M, V]: on a GPU in the model's dtype (in `out` if given), else fp32 at least."""
-        return self.division.joined_logits(lm_head_logits(hidden, self.output_weight, self.logits_divisor, out))
+        how = self.logits_divisor, out, self.division.logits_splits
+        return self.division.joined_logits(lm_head_logits(hidden, self.output_weight, *how))
 
     def whole_embedding(self):
         """The embedding [V, H] of all ranks, for a head that takes it. All ranks call this together."""

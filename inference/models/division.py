@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from ...kernels.embedding import embed
-from ...kernels.linear.linear import linear, pack_weight
+from ...kernels.linear.linear import linear_sums, pack_weight
 from ...kernels.linear.linear_table import num_splits, split_depth
 from .blocks import Linear
 from .transport import ALONE
@@ -40,6 +40,8 @@ class RowParallel:
     weights: those of this rank's ranges [N, K of the range], on the CPU in fp32 at least; bias [N]: on rank 0 alone.
     """
 
+    splits = 1  # a range is not cut further
+
     weights: tuple
     bias: torch.Tensor | None
     ranks: object
@@ -49,7 +51,7 @@ class RowParallel:
         sums, start = [], 0
         for weight in self.weights:
             stop = start + weight.shape[1]
-            sums.append(linear(x[:, start:stop].to(weight.dtype), weight, None if start else self.bias))
+            sums.append(linear_sums(x[:, start:stop], weight, None if start else self.bias))
             start = stop
         return self.ranks.gather(torch.stack(sums)).flatten(0, 1)
 
@@ -73,6 +75,7 @@ class Whole:
 
     ranks = ALONE
     keeps_bits = True
+    logits_splits = None  # ranges of K of the product of lm_head, where it is part of a larger one (see Linear)
     cut = None  # what decides bits beside one device's own numerics: numbers of ranges of o and of down
 
     def heads(self, config):
@@ -140,6 +143,11 @@ class Division(Whole):
         if invariant or not self.keeps_bits:
             self.cut = [len(out) * size, len(down) * size]
         self._columns = {"out.weight": out, "down.weight": down}
+        self._splits = {}  # of products whose features are divided: those of the whole
+        if self._on_gpu:
+            heads = config.num_attention_heads + 2 * config.num_key_value_heads
+            self._splits = {"qkv": num_splits(heads * self.head_dim, hidden), "gate_up": num_splits(2 * inner, hidden)}
+            self.logits_splits = num_splits(config.vocab_size, hidden)
         self._inner = range(down[0].start, down[-1].stop)
         self._heads = self._share(config.num_attention_heads)
         self._kv_heads = self._share(config.num_key_value_heads)
@@ -208,8 +216,9 @@ class Division(Whole):
         return [held[..., columns].contiguous() for columns in self.columns_of(packed)]
 
     def product(self, packed, weights, bias):
-        if f"{packed.split('.')[-1]}.weight" not in self._columns:
-            return Linear(*weights, bias)
+        name = packed.split(".")[-1]
+        if f"{name}.weight" not in self._columns:
+            return Linear(*weights, bias, self._splits.get(name))
         bias = bias if self.ranks.rank == 0 else None
 
         def wide(x):

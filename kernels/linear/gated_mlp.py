@@ -122,17 +122,17 @@ def _prefill(
         y.store([row, feature], silu_product(gate, up, y.dtype))
 
 
-def gate_up_silu(x, w, b=None, launch=None):
+def gate_up_silu(x, w, b=None, launch=None, splits=None):
     """silu(x Wg^T) * (x Wu^T), rows independent of each other to the bit.  x [M, K], w [2 I, K], b [2 I] -> [M, I]
 
     Raises ValueError for shapes that do not fit and for an odd number of weight rows. `launch` replaces the tables' (the sweep
-    tries them).
+    tries them); splits: see linear_parts.
     """
     check_product("gate_up_silu", x, w, b)
     if w.shape[0] % 2:
         raise ValueError(f"gate_up_silu takes w [2 I, K], gate rows then up rows, got {tuple(w.shape)}")
-    if not on_triton(x) or num_splits(*w.shape) > 1:
-        return silu_mul(linear(x, w, b))
+    if not on_triton(x) or (splits or num_splits(*w.shape)) > 1:
+        return silu_mul(linear(x, w, b, splits=splits))
     check_kernel_operands("gate_up_silu", x, w, b)
     x = x.contiguous()
     (M, K), width = x.shape, w.shape[0] // 2

@@ -159,14 +159,14 @@ def check_kernel_operands(name, x, w, b):
         raise ValueError(f"{name} takes contiguous weights and bias, got w with strides {w.stride()}")
 
 
-def linear(x, w, b=None, out=None):
+def linear(x, w, b=None, out=None, splits=None):
     """y = x W^T + b, rows independent of each other to the bit.  x [M, K], w [N, K], b [N] -> [M, N]
 
-    out [M, N]: where to write on a GPU, contiguous. Raises ValueError for shapes that do not fit.
+    out [M, N]: where to write on a GPU, contiguous; splits: see linear_parts. Raises ValueError for shapes that do not fit.
     """
     if not on_triton(x):
         return _linear_in_blocks(x, w, b)
-    return add_parts(linear_parts(x, w, b, out), x.dtype, out)
+    return add_parts(linear_parts(x, w, b, out, splits), x.dtype, out)
 
 
 def add_parts(parts, dtype, out=None):
@@ -179,10 +179,11 @@ def add_parts(parts, dtype, out=None):
     return y
 
 
-def linear_parts(x, w, b=None, out=None):
+def linear_parts(x, w, b=None, out=None, splits=None):
     """The partial sums of linear(x, w, b), for a consumer that adds them itself (`sum_parts`): [S, M, N]
 
-    S > 1: float32, S = num_splits(N, K); the bias is in part 0. S = 1: the finished product in x's dtype (also on the CPU, and for
+    splits: S on a GPU, for some features of a larger weight (its num_splits); None: num_splits(N, K). S > 1: float32; the bias is
+    in part 0. S = 1: the finished product in x's dtype (also on the CPU, and for
     so many rows that the kernel adds the parts itself; on a GPU it is written to `out` [M, N] if given). Raises ValueError for
     shapes that do not fit.
     """
@@ -192,8 +193,21 @@ def linear_parts(x, w, b=None, out=None):
     check_kernel_operands("linear", x, w, b)
     x = x.contiguous()
     if x.shape[0] <= DECODE_ROWS or not maps_fit(x, w):
-        return decode_parts(x, w, b, out=out)
-    return prefill_parts(x, w, b, out=out)
+        return decode_parts(x, w, b, splits, out=out)
+    return prefill_parts(x, w, b, splits, out=out)
+
+
+def linear_sums(x, w, b=None, out=None):
+    """The sums of one range of K, which another device adds to those of others.  x [M, K], w [N, K] -> [M, N], float32 at least
+
+    They are the bits of this range's part in linear_parts of the whole K, where ranges of K end there. out [M, N]: where to write
+    on a GPU, float32 and contiguous. Raises ValueError for shapes that do not fit.
+    """
+    if not on_triton(x):
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return _linear_in_blocks(x.to(wide), w.to(wide), None if b is None else b.to(wide))
+    out = torch.empty(len(x), len(w), dtype=torch.float32, device=x.device) if out is None else out
+    return linear_parts(x, w, b, out, splits=1)[0]
 
 
 def empty_rows(num_rows, width, dtype, device):

@@ -142,7 +142,7 @@ def prefill_linear(x, w, b, S, launch, out=None):
     """x W^T + b in S ranges of K on the large tiles of a PrefillLaunch; the operands are checked by the caller (linear.py).
 
     -> [1, M, N] in x's dtype, or the partial sums [S, M, N] in float32 if the launch leaves ranges apart. out [M, N]: where to
-    write a product that is not in parts.
+    write a product that is not in parts, and in which dtype.
     """
     (M, K), N = x.shape, w.shape[0]
     multiprocessors = num_multiprocessors(x.device)
@@ -157,7 +157,7 @@ def prefill_linear(x, w, b, S, launch, out=None):
     scratch = None
     if S > 1 and not apart:
         scratch = torch.empty((programs, launch.rows, launch.features), dtype=torch.float32, device=x.device)
-    pieces = launch.features // (128 if S == 1 else 64)
+    pieces = launch.features // (128 if S == 1 and y.dtype == x.dtype else 64)
     _prefill[(programs,)](
         map_of_rows(x, launch),
         TensorDescriptor.from_tensor(w, [launch.features, launch.depth]),

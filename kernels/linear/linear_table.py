@@ -218,11 +218,14 @@ def gated_prefill_launch(I, K, rows, programs, memory=H200):
     )
 
 
-def launch_of_rows(N, K, rows, programs, memory=H200):
-    """What distinguishes the launches of a product [N, K] at one number of rows from those at another."""
+def launch_of_rows(N, K, rows, programs, memory=H200, splits=None):
+    """What distinguishes the launches of a product [N, K] at one number of rows from those at another.
+
+    splits: ranges of K, None: num_splits(N, K)
+    """
     if rows <= DECODE_ROWS:
         return tile_rows(rows)
-    return prefill_launch(N, K, num_splits(N, K), rows, programs, memory)
+    return prefill_launch(N, K, splits or num_splits(N, K), rows, programs, memory)
 
 
 def _time_of_waves(launch, N, K, S, rows, programs):

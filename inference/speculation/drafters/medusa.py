@@ -55,7 +55,7 @@ class MedusaDrafter(Drafter):
             # Drafts need not be row-invariant, and the library's products are faster on the CPU.
             return torch.stack([self.head.logits(feature, k, self.shared_weight) for k in range(num_heads)])
         rows = num_heads * feature.shape[1]
-        weight, bias = (x[:rows] for x in self.packed)
+        weight, bias = self.packed.weight[:rows], self.packed.bias[:rows]
         hidden = add_silu(feature, linear_parts(feature, weight, bias), num_heads)  # [K, B, H]
         for depth in range(1, self.head.config.num_layers):
             blocks = [head.blocks[depth].linear for head in self.head.heads[:num_heads]]

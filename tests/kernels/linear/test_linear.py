@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from headstart.kernels.linear.linear import linear, linear_parts, linear_reference, num_splits
+from headstart.kernels.linear.linear import (
+    add_parts,
+    linear,
+    linear_parts,
+    linear_reference,
+    linear_sums,
+    num_splits,
+    split_depth,
+)
 from headstart.tests.kernels.linear.products import GPU_DTYPES, assert_captured, dtypes_of, error, operands, poison
 from headstart.tests.kernels.row_by_row import assert_rows_agree
 
@@ -61,6 +69,41 @@ def test_parts_added_in_order_are_the_product(kernel_device, n, k):
         for part in parts[1:]:
             total = total + part
         assert torch.equal(total.to(dtype), linear(x, w, b))
+
+
+def assert_devices_compute_the_product(rows, n, k, dtype, device):
+    """Ranges of K on several devices, and features on several devices, are the bits of the whole product on one."""
+    x, w, b = operands(rows, n, k, dtype, device)
+    whole, splits = linear(x, w, b), num_splits(n, k)
+    borders = range(0, k, split_depth(k, splits))
+    assert len(borders) == splits > 1
+    ranges = [(x[:, at : at + borders.step], w[:, at : at + borders.step].contiguous()) for at in borders]
+    poison(device)
+    sums = [linear_sums(*operands, None if i else b) for i, operands in enumerate(ranges)]
+    assert {part.dtype for part in sums} == {torch.float32}
+    assert torch.equal(add_parts(torch.stack(sums), dtype), whole)
+    half = n // 2 // 16 * 16
+    for own in (slice(0, half), slice(half, n)):
+        assert torch.equal(linear(x, w[own].contiguous(), b[own].contiguous(), splits=splits), whole[:, own])
+
+
+@pytest.mark.interpreter
+def test_devices_compute_the_product_of_one_in_the_interpreter():
+    assert_devices_compute_the_product(5, 48, 4100, torch.float32, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", GPU_DTYPES)
+@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (4096, 14336), (1000, 4104)])
+def test_devices_compute_the_product_of_one(n, k, dtype):
+    for rows in (1, 16, 64, 80, 128, 129, 320, 1000, 2048):
+        assert_devices_compute_the_product(rows, n, k, dtype, "cuda")
+
+
+def test_sums_of_a_range_are_wide_on_the_cpu():
+    x, w, b = operands(3, 40, 24, torch.bfloat16)
+    assert linear_sums(x, w).dtype == torch.float32
+    assert torch.equal(linear_sums(x, w, b), linear(x.float(), w.float(), b.float()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
