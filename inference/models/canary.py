@@ -145,7 +145,7 @@ class _Product:
 def _products(decoder):
     """Those of the first layer, and lm_head, in the order of a pass."""
     layer = decoder.layers[0]
-    attention, mlp, norm = layer.attention, layer.mlp, layer.post_norm
+    attention, mlp, up, norm = layer.attention, layer.mlp, layer.mlp.gate_up, layer.post_norm
 
     def total(parts):
         """Their sum as the next kernel adds it."""
@@ -166,7 +166,7 @@ def _products(decoder):
         product("qkv", attention.qkv, lambda x: total(attention.qkv.parts(x))),
         product("out", attention.out, lambda x: total(attention.out.parts(x))),
         product("post_norm after out", attention.out, out_and_norm),
-        product("gate_up_silu", mlp.gate_up, lambda x: gate_up_silu(x, mlp.gate_up.weight, mlp.gate_up.bias)),
+        product("gate_up_silu", up, lambda x: gate_up_silu(x, up.weight, up.bias, splits=up.splits)),
         product("down", mlp.down, lambda x: total(mlp.down.parts(x))),
         _Product("lm_head", tuple(decoder.lm_head.shape), False, decoder.logits),
     ]

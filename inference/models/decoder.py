@@ -228,8 +228,8 @@ class Decoder:
 
     def logits(self, hidden, out=None):
         """lm_head over hidden states [M, H] -> [M, V]: on a GPU in the model's dtype (in `out` if given), else fp32 at least."""
-        how = self.logits_divisor, out, self.division.logits_splits
-        return self.division.joined_logits(lm_head_logits(hidden, self.output_weight, *how))
+        how = self.logits_divisor, out if self.is_whole else None, self.division.logits_splits
+        return self.division.joined_logits(lm_head_logits(hidden, self.output_weight, *how), out)
 
     def whole_embedding(self):
         """The embedding [V, H] of all ranks, for a head that takes it. All ranks call this together."""

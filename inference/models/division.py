@@ -49,11 +49,13 @@ class RowParallel:
     def parts(self, x):
         """Sums of the ranges of all ranks, for the next kernel to add in order.  x [M, K of this rank] -> [S, M, N]"""
         sums, start = [], 0
-        for weight in self.weights:
+        slot = self.ranks.slot((len(self.weights), len(x), self.shape[0]), torch.float32)
+        for i, weight in enumerate(self.weights):
             stop = start + weight.shape[1]
-            sums.append(linear_sums(x[:, start:stop], weight, None if start else self.bias))
+            out = None if slot is None else slot[i]
+            sums.append(linear_sums(x[:, start:stop], weight, None if start else self.bias, out))
             start = stop
-        return self.ranks.gather(torch.stack(sums)).flatten(0, 1)
+        return self.ranks.gather(torch.stack(sums) if slot is None else slot).flatten(0, 1)
 
     def packed(self):
         """See Linear.packed."""
@@ -110,8 +112,8 @@ class Whole:
         """Rows of the embedding.  tokens [M], table: what is held -> [M, H]"""
         return embed(tokens, table, multiplier)
 
-    def joined_logits(self, logits):
-        """Logits of the whole vocabulary.  [M, tokens that are held] -> [M, V]"""
+    def joined_logits(self, logits, out=None):
+        """Logits of the whole vocabulary, in `out` if given.  [M, tokens that are held] -> [M, V]"""
         return logits
 
     def joined(self, table):
@@ -229,16 +231,20 @@ class Division(Whole):
 
     def embedded(self, tokens, table, multiplier):
         tokens = tokens.long()
+        self.ranks.begin()
         # A token of another rank reads some row here, which is not chosen.
         found = self.ranks.gather(embed(tokens % self.vocab_rows, table, multiplier))  # [size, M, H]
         return found[tokens // self.vocab_rows, torch.arange(len(tokens), device=tokens.device)]
 
-    def joined_logits(self, logits):
+    def joined_logits(self, logits, out=None):
+        self.ranks.begin()
         parts = self.ranks.gather(logits)  # [size, M, vocab_rows]
-        return parts.transpose(0, 1).flatten(1)[:, : self.config.vocab_size].contiguous()
+        whole = parts.transpose(0, 1).flatten(1)[:, : self.config.vocab_size]
+        return whole.contiguous() if out is None else out.copy_(whole)
 
     def joined(self, table):
-        return self.ranks.gather(table).flatten(0, 1)[: self.config.vocab_size]
+        self.ranks.begin()
+        return self.ranks.gather(table).flatten(0, 1)[: self.config.vocab_size].clone()
 
 
 def check_divides(config, size, invariant=None):

@@ -4,13 +4,14 @@
     number = ranks.least(number)      # the smallest that any rank gave
 
 Every rank calls the same methods in the same order. Nothing is added here: a library's all-reduce chooses its order of sums, so
-parts are gathered and the next kernel adds them, in order. A transport may keep its results in buffers of its own, which hold until
-its next calls; `gather` waits for nothing on the host, where the transport's device allows it.
+parts are gathered and the next kernel adds them, in order. A transport may keep its results in buffers of its own: one holds until
+the second gather after it.
 
-ALONE is the group of one. GlooRanks is the reference, for tensors on the CPU. Not here yet: a transport over GPUs.
+ALONE is the group of one. GlooRanks is the reference, for tensors on the CPU. GPUs: peer_ranks.py.
 """
 
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,12 @@ class Alone:
 
     rank, size = 0, 1
 
+    def begin(self):
+        """Before the first gather of a pass over the model."""
+
+    def slot(self, shape, dtype):
+        """Where the part of the next gather may be written, to save a copy. None: nowhere."""
+
     def gather(self, part):
         """The parts of all ranks, in their order.  part [...], of one shape and dtype on all ranks -> [size, ...]"""
         return part[None]
@@ -44,7 +51,7 @@ class Alone:
 ALONE = Alone()
 
 
-class GlooRanks:
+class GlooRanks(Alone):
     """A group over gloo, on loopback. Returns when all ranks have met.
 
     folder: an empty one of this host, the same for all, where the ranks meet; rank, size: of the group; has_ended: whether another
@@ -54,11 +61,12 @@ class GlooRanks:
 
     def __init__(self, folder, rank, size, has_ended=lambda: False):
         self.rank, self.size, self._has_ended = rank, size, has_ended
-        store, options = dist.FileStore(f"{folder}/ranks", size), dist.ProcessGroupGloo._Options()
+        self.name, self.store = Path(folder).name, dist.FileStore(f"{folder}/ranks", size)
+        options = dist.ProcessGroupGloo._Options()
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         options._timeout = MEET
         try:
-            self._group = dist.ProcessGroupGloo(store, rank, size, options)
+            self._group = dist.ProcessGroupGloo(self.store, rank, size, options)
         except RuntimeError as error:
             raise self._lost(error) from error
         self._options = distributed_c10d.AllgatherOptions()

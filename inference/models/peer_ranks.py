@@ -1,0 +1,102 @@
+"""Ranks on GPUs that write each other's memory: parts go straight to their places, by one kernel (kernels/peer_gather.py).
+
+    ranks = PeerRanks(host, *shared_memory(host, device))    # host: a group of the same ranks over gloo (transport.py)
+    ranks.begin()                                            # of a pass: it follows what another graph, or none, gathered
+    parts = ranks.gather(part)
+
+Captured in CUDA graphs, as the rest of a pass. Two buffers take turns, so a result holds until the second gather after it. Larger
+parts than a buffer holds are gathered in pieces, and copied.
+"""
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _SymmetricMemory
+
+from ...kernels.peer_gather import PROGRAMS, Peers, peer_barrier, peer_gather
+
+CAPACITY = 2**27  # bytes of a buffer: the sums of 2,048 rows of 8,192 on two ranks
+ALIGNMENT = 16
+
+
+def shared_memory(host, device, capacity=CAPACITY):
+    """Memory on every rank's GPU that all ranks can write; zeros. All ranks call this together.
+
+    host: their GlooRanks  ->  (this rank's uint8 [bytes], addresses of all ranks' as this one sees them)
+    """
+    name = f"headstart-{host.name}"
+    _SymmetricMemory.set_group_info(name, host.rank, host.size, dist.PrefixStore("peers", host.store))
+    num_bytes = 2 * capacity + 4 * PROGRAMS * host.size
+    with torch.cuda.device(device):
+        own = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device, name)
+        own.zero_()
+        addresses = list(_SymmetricMemory.rendezvous(own).buffer_ptrs)
+        torch.cuda.synchronize(device)
+    host.least(0)  # nobody writes before all is zero
+    return own, addresses
+
+
+class PeerRanks:
+    """host: GlooRanks of the same ranks, for what is on the CPU; own, addresses: of shared_memory"""
+
+    def __init__(self, host, own, addresses):
+        self.rank, self.size, self._host, self._own = host.rank, host.size, host, own
+        self._capacity, self._turn = (len(own) - 4 * PROGRAMS * host.size) // 2, 0
+        starts = torch.tensor(addresses, dtype=torch.int64)
+        stop = torch.zeros(1, dtype=torch.int32)
+        self._peers = Peers(
+            rank=host.rank,
+            size=host.size,
+            buffers=starts.to(own.device),
+            flags=(starts + 2 * self._capacity).to(own.device),
+            stop=stop.pin_memory() if own.is_cuda else stop,
+        )
+
+    def begin(self):
+        """Wait until all ranks have read what they gathered before: the first of a pass, so that it may be captured by itself."""
+        self._turn = 0
+        peer_barrier(self._peers)
+
+    def slot(self, shape, dtype):
+        """Where the part of the next gather may be written, which saves a copy; None if it is too large."""
+        start, num_bytes = self._place(), torch.Size(shape).numel() * dtype.itemsize
+        if self.size * num_bytes > self._capacity:
+            return None
+        start += self.rank * num_bytes
+        return self._own[start : start + num_bytes].view(dtype).view(shape)
+
+    def gather(self, part):
+        """See Alone.gather. After a rank has ended its result is void, and `check` tells."""
+        if part.device != self._own.device:
+            return self._host.gather(part)
+        flat = part.contiguous().view(-1)
+        most = self._capacity // self.size // ALIGNMENT * ALIGNMENT // part.element_size()
+        if flat.numel() <= most:
+            return self._gather(flat).view(self.size, *part.shape)
+        parts = part.new_empty(self.size, flat.numel())
+        for start in range(0, flat.numel(), most):
+            parts[:, start : start + most] = self._gather(flat[start : start + most])
+        return parts.view(self.size, *part.shape)
+
+    def least(self, number):
+        """See Alone.least."""
+        return self._host.least(number)
+
+    def check(self):
+        """See Alone.check."""
+        self._host.check()
+
+    def stop(self):
+        """A rank has ended: no kernel of this one waits any more. For any thread."""
+        self._peers.stop.fill_(1)
+
+    def _place(self):
+        return self._turn * self._capacity
+
+    def _gather(self, part):
+        """part [C] -> [R, C] in a buffer"""
+        place = self._place()
+        self._turn = 1 - self._turn
+        own = self._own[place : place + self.size * part.nbytes]
+        in_place = part.data_ptr() == own.data_ptr() + self.rank * part.nbytes
+        peer_gather(part, place, self._peers, in_place)
+        return own.view(part.dtype).view(self.size, -1)

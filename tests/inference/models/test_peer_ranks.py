@@ -1,0 +1,43 @@
+"""PeerRanks over memory that processes share, in the interpreter. On GPUs it runs in tests/inference/ranks."""
+
+import multiprocessing
+import tempfile
+
+import pytest
+import torch
+
+from headstart.inference.models.peer_ranks import PeerRanks
+from headstart.inference.models.transport import GlooRanks
+from headstart.kernels.peer_gather import PROGRAMS
+
+CAPACITY = 4096
+
+
+def run_rank(rank, size, folder, memory, results):
+    torch.set_num_threads(1)
+    host = GlooRanks(folder, rank, size)
+    peers = PeerRanks(host, memory[rank], [one.data_ptr() for one in memory])
+    generator = torch.Generator().manual_seed(5)
+    for turn in range(5):  # an odd number of gathers in a pass
+        peers.begin()
+        for shape in ((2, 3, 8), (9, 101), (1,)):  # the second is larger than a buffer
+            parts = torch.randn(size, *shape, generator=generator)
+            slot = peers.slot(shape, torch.float32)
+            assert (slot is None) == (parts.nbytes > CAPACITY)
+            part = parts[rank] if slot is None or turn % 2 else slot.copy_(parts[rank])
+            if not torch.equal(peers.gather(part), parts):
+                results.put(f"rank {rank}, turn {turn}, {shape}")
+                return
+    results.put(peers.least(10 + rank))
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("size", [2, 3])
+def test_parts_come_in_the_order_of_the_ranks(size):
+    context = multiprocessing.get_context("fork")
+    results, num_bytes = context.Queue(), 2 * CAPACITY + 4 * PROGRAMS * size
+    memory = [torch.zeros(num_bytes, dtype=torch.uint8).share_memory_() for _ in range(size)]
+    with tempfile.TemporaryDirectory() as folder:
+        for rank in range(size):
+            context.Process(target=run_rank, args=(rank, size, folder, memory, results), daemon=True).start()
+        assert [results.get(timeout=60) for _ in range(size)] == [10] * size
