@@ -34,10 +34,11 @@ def python_value(value):
     return {python_value(k): python_value(v) for k, v in value.items()} if type(value) is dict else value
 
 
-def reject_unknown(given, known, what, theirs=()):
+def reject_unknown(given, known, what, theirs=(), whose="vLLM's"):
     """Raise ValueError if `given` (a dict, or names only where there is no `theirs`) holds a name that is not in `known`.
 
-    what: words for these keywords in the error; theirs: a tuple of Theirs, keywords of vLLM, taken at the values that they accept.
+    what: words for these keywords in the error; theirs: a tuple of Theirs, keywords of vLLM (`whose`), taken at the values that
+    they accept.
     """
     rows = {row.name: row for row in theirs}
     for name in given:
@@ -46,7 +47,7 @@ def reject_unknown(given, known, what, theirs=()):
         if name in rows:
             if not rows[name].takes(given[name]):
                 raise ValueError(
-                    f"{what} {name!r} is vLLM's and not supported here (got {given[name]!r:.60}): {rows[name].words}"
+                    f"{what} {name!r} is {whose} and not supported here (got {given[name]!r:.60}): {rows[name].words}"
                 )
             continue
         raise ValueError(f"unknown {what} {name!r}; {_hint(str(name), list(known))}")

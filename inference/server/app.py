@@ -42,6 +42,7 @@ def make_app(service):
     _add_generation(app, service)
     _add_tokens(app, service)
     _add_state(app, service)
+    routes = dict.fromkeys(f"{sorted(route.methods)[-1]} {route.path}" for route in app.routes)
 
     @app.exception_handler(ApiError)
     async def told(_, error):
@@ -49,7 +50,8 @@ def make_app(service):
 
     @app.exception_handler(HTTPException)
     async def not_found(_, error):
-        return ApiError(error.status_code, f"{error.detail}: see docs/serving.md", headers=error.headers).response()
+        told = f"{error.detail}: this server answers {', '.join(routes)}"
+        return ApiError(error.status_code, told, headers=error.headers).response()
 
     @app.exception_handler(ClientLeft)
     async def left(*_):

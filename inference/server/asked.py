@@ -100,7 +100,7 @@ class Asker:
 
     def tokens(self, text, special):
         """The token ids of a text."""
-        return self.tokenizer(text, add_special_tokens=special)["input_ids"]
+        return self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]  # else long ones warn
 
     def _checked(self, prompt, params, number, special, fields, field):
         if isinstance(prompt, str):

@@ -155,7 +155,7 @@ class CompletionFields(SamplingFields):
 class Conversation(BaseModel):
     """What the chat template is given."""
 
-    messages: list[dict[str, Any]]
+    messages: list[dict[str, Any]] = Field(min_length=1)
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -207,7 +207,7 @@ def parse(kind: type[SomeFields], body: bytes) -> SomeFields:
     extra = fields.model_extra or {}
     for name in extra:
         try:
-            reject_unknown({name: extra[name]}, tuple(kind.model_fields), "field", REFUSED)
+            reject_unknown({name: extra[name]}, tuple(kind.model_fields), "field", REFUSED, whose="OpenAI's or vLLM's,")
         except ValueError as error:
             raise ApiError(400, str(error), param=name) from None
     return fields

@@ -21,7 +21,16 @@ WORDS = {
     "num_requests_running": "Outputs that have a seat.",
     "num_requests_waiting": "Outputs that wait for a seat.",
     "kv_cache_usage_perc": "Share of the cache's pages in use, 1 for all.",
+    "num_preemptions": "Times that an output lost its pages to an older one, and was computed again.",
+    "prompt_tokens": "Tokens of the prompts of outputs that got a seat.",
+    "generation_tokens": "Tokens of outputs.",
+    "prefix_cache_queries": "Tokens of prompts that were looked up in the prefix cache.",
+    "prefix_cache_hits": "Tokens of prompts that were found there.",
+    "spec_decode_num_drafts": "Steps of an output with drafts.",
+    "spec_decode_num_draft_tokens": "Depths that were drafted; on a chain, drafted tokens.",
     "headstart:spec_decode_num_draft_nodes": "Drafted nodes.",
+    "spec_decode_num_accepted_tokens": "Drafted tokens that were accepted.",
+    "spec_decode_num_accepted_tokens_per_pos": "Drafted tokens that were accepted, by their depth from 0.",
 }
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -90,7 +99,7 @@ class Figures:
             self._ended[delta.finish_reason].inc()
 
     def give_up(self, count):
-        """Count outputs that the engine gave up."""
+        """Count outputs that the engine gave up, or took with it."""
         self._ended["error"].inc(count)
 
     def forget(self, job):
@@ -103,7 +112,7 @@ class Figures:
         metrics = {metric.name: metric for metric in self._client.metrics()}
         metrics.pop("vllm:request_success")  # counted here, with its reasons
         for name, metric in metrics.items():
-            words = WORDS.get(name.removeprefix("vllm:"), "As in vLLM.")
+            words = WORDS[name.removeprefix("vllm:")]
             if isinstance(metric, Vector):
                 family = CounterMetricFamily(name, words, labels=[*names, "position"])
                 for position, value in enumerate(metric.values):

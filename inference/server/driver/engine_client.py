@@ -58,13 +58,18 @@ class EngineClient:
 
     def abort(self, reason=STOPPED):
         """End every open job with Broken, and take no further ones."""
+        if not self.failure:
+            self._figures.give_up(sum(job.num_running for job in self._jobs.values()))
         self.failure = self.failure or reason
         for job in self._jobs.values():
             job.put(Failed(self.failure))
 
     def metrics(self):
         """vLLM's counters and gauges of the engine, after its last step."""
-        return metrics_of(self._counts, self._model_name)
+        counts = self._counts
+        if self.failure:  # the engine says no more that nothing runs
+            counts = counts | {"gauges": dict.fromkeys(counts["gauges"], 0)}
+        return metrics_of(counts, self._model_name)
 
     async def open(self, prompts, streamed, deadline=None):
         """Submit CheckedPrompts as one job.  -> Job, which the engine has queued. Raises Full, Broken, ValueError, TimeoutError.
@@ -79,7 +84,10 @@ class EngineClient:
                 f"prompts and n make {count} outputs; at most {self._most} may run and wait: ask for fewer"
             )
         if self.num_outputs + count > self._most:
-            raise Full(f"{self.num_outputs} outputs run and wait, and at most {self._most} may: try again later")
+            raise Full(
+                f"{self.num_outputs} outputs run and wait, and at most {self._most} may (--max-num-seqs and --max-waiting): try "
+                "again later"
+            )
         job = Job(next(self._numbers), self._outputs(prompts), deadline)
         self._jobs[job.number] = job
         self.num_outputs += count

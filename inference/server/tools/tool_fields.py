@@ -90,7 +90,10 @@ class ToolFields(BaseModel):
         if self.tool_choice == "required" and not names:
             raise ValueError('tool_choice "required" needs tools')
         if self.tool_use != "none" and "tools" not in template:
-            raise ValueError("tools are not told to this model: its chat template does not know them")
+            raise ValueError(
+                "tools are not told to this model: its chat template does not render them; the server can be given one that does "
+                "(--chat-template FILE)"
+            )
         if self.tool_use == "auto" and style is None:
             raise ValueError(
                 "tools can be called by this model with tool_choice required or a name only: its template writes calls in no way "

@@ -164,6 +164,9 @@ def test_when_the_engine_is_killed_every_request_is_told(processes):
     assert waiting[0].status_code == 503
     for answer in (httpx.get(f"{process.url}/health"), httpx.post(f"{process.url}{PATH}", json=LONG)):
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
+    told = httpx.get(f"{process.url}/metrics").text
+    assert re.search(r'^vllm:request_success_total{.*"error".*} 2.0$', told, re.MULTILINE)
+    assert re.findall(r"^vllm:num_requests_(?:running|waiting){.*} (.*)$", told, re.MULTILINE) == ["0.0", "0.0"]
     process.popen.terminate()
     assert process.popen.wait(10) == 1
     assert "was ended by SIGKILL" in process.popen.stderr.read()

@@ -21,8 +21,8 @@ BAD = [
     (TEXT, {"temprature": 1}, 400, "temprature", "did you mean 'temperature'"),
     (CHAT, {"echo": True}, 400, "echo", "unknown field"),
     (TEXT, {"best_of": 3}, 400, "best_of", "ask for n outputs"),
-    (TEXT, {"suffix": "x"}, 400, "suffix", "not supported here"),
-    (CHAT, {"tools": FUNCTION}, 400, "tools", "its chat template does not know them"),
+    (TEXT, {"suffix": "x"}, 400, "suffix", "is OpenAI's or vLLM's, and not supported here"),
+    (CHAT, {"tools": FUNCTION}, 400, "tools", "its chat template does not render them"),
     (CHAT, {"functions": FUNCTION}, 400, "functions", "tools and tool_choice"),
     (CHAT, {"chat_template": "{{ x }}"}, 400, "chat_template", "the server's"),
     (CHAT, {"chat_template_kwargs": {"tokenize": True}}, 400, "chat_template_kwargs", "cannot set 'tokenize'"),
@@ -70,7 +70,7 @@ BAD = [
     (TEXT, {"prompt": None}, 400, "prompt", ""),
     (TEXT, {"prompt": ["x"] * 1025}, 400, "prompt", "at most 1024 per request"),
     (TEXT, {"prompt": "x " * 3000}, 400, "prompt", "max_model_len"),
-    (CHAT, {"messages": []}, 400, "messages", "non-empty list"),
+    (CHAT, {"messages": []}, 400, "messages", "at least 1 item"),
     (CHAT, {"messages": "x"}, 400, "messages", "array"),
     (CHAT, {"messages": [{"role": "user"}]}, 400, "messages", "needs 'content'"),
     (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, 400, "messages", "unknown role"),
@@ -129,6 +129,7 @@ def test_unknown_routes_and_methods_are_refused_in_the_same_shape(http):
         answer = http.request(method, path, json={} if method == "POST" else None)
         assert answer.status_code == status
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+        assert "this server answers POST /v1/completions, POST /v1/chat/completions, " in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
