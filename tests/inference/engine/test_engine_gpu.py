@@ -298,14 +298,16 @@ def outputs_differ(wide):
 
 
 def test_equality_breaks_with_a_library_product(outputs_differ, monkeypatch):
-    monkeypatch.setattr(blocks_module, "linear_parts", lambda x, w, b=None: torch.nn.functional.linear(x, w, b)[None])
+    monkeypatch.setattr(
+        blocks_module, "linear_parts", lambda x, w, b=None, **_: torch.nn.functional.linear(x, w, b)[None]
+    )
     assert outputs_differ()
 
 
 def test_equality_breaks_if_the_split_depends_on_the_rows(outputs_differ, monkeypatch):
     parts = blocks_module.linear_parts
 
-    def by_rows(x, w, b=None):
+    def by_rows(x, w, b=None, **_):
         return parts(x, w, b) if x.shape[0] <= 8 else decode_parts(x.contiguous(), w, b, splits=4)
 
     monkeypatch.setattr(blocks_module, "linear_parts", by_rows)

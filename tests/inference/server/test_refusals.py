@@ -129,7 +129,9 @@ def test_unknown_routes_and_methods_are_refused_in_the_same_shape(http):
         answer = http.request(method, path, json={} if method == "POST" else None)
         assert answer.status_code == status
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
-        assert "this server answers POST /v1/completions, POST /v1/chat/completions, " in answer.json()["error"]["message"]
+        assert (
+            "this server answers POST /v1/completions, POST /v1/chat/completions, " in answer.json()["error"]["message"]
+        )
 
 
 @pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
