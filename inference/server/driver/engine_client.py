@@ -63,6 +63,8 @@ class EngineClient:
         self.failure = self.failure or reason
         for job in self._jobs.values():
             job.put(Failed(self.failure))
+            if not job.submitted and job.limit is not None:
+                job.limit.reschedule(0)
 
     def metrics(self):
         """vLLM's counters and gauges of the engine, after its last step."""
@@ -111,13 +113,18 @@ class EngineClient:
 
         During a long step it reads nothing: what clients submit and leave must not pile up here.
         """
-        async with asyncio.timeout_at(job.deadline), self._turn:
-            with suppress(ConnectionError):  # the engine has ended: _listen says how
-                await self._writer.drain()
-            if self.failure or self._writer.is_closing():
-                raise Broken(self.failure or ENGINE_FAILED)
-            self._writer.write(packed(Submit(job.number, prompts, streamed)))
-            job.submitted = True
+        try:
+            async with asyncio.timeout_at(job.deadline) as job.limit, self._turn:
+                with suppress(ConnectionError):  # the engine has ended: _listen says how
+                    await self._writer.drain()
+                if self.failure or self._writer.is_closing():
+                    raise Broken(self.failure or ENGINE_FAILED)
+                self._writer.write(packed(Submit(job.number, prompts, streamed)))
+                job.submitted = True
+        except TimeoutError:
+            if self.failure:
+                raise Broken(self.failure) from None
+            raise
 
     def close(self, job):
         """The job's reader has had enough: cancel what has not ended."""

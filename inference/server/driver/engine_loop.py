@@ -12,8 +12,9 @@ waits until others have ended. Not done here: processes, HTTP, checking of promp
 
 import logging
 import os
+import time
 from bisect import bisect_left
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 import torch
@@ -21,7 +22,7 @@ import torch
 from ...grammar.grammars import fit
 from ...line import Call
 from ...metrics import counts_of
-from .messages import Accepted, Cancel, End, GivenUp, Refused
+from .messages import Accepted, Cancel, End, GivenUp, Refused, Submit
 from .wire import Closed
 
 NO_MEMORY = "the device has no memory left for this request: ask for fewer log-probabilities, or try again later"
@@ -35,6 +36,20 @@ class _Job:
     grammars: set  # Grammars, which stay in memory until the job ends
     submissions: list = field(default_factory=list)
     num_open: int = 0  # outputs that have not ended
+
+
+@dataclass
+class _Waiting:
+    """A job that waits for its grammars."""
+
+    command: Submit
+    queued_ts: float = field(default_factory=time.monotonic)
+    compiled: Future | None = None  # of the grammars, once there is room for them
+    accepted: bool = False  # whether that was told: the wait for room may take as long as the answers of others
+
+    @property
+    def num_outputs(self):
+        return sum(checked.params.n for checked in self.command.prompts)
 
 
 @dataclass
@@ -52,9 +67,8 @@ class EngineLoop:
         self._jobs = {}  # {number: _Job} of jobs that have not ended
         self._outputs = {}  # {Request: _Output} of outputs that have not ended
         self._compiler = ThreadPoolExecutor(1, "grammars")
-        self._compiling = {}  # {number: (Submit, Future or None)} of jobs that wait for their grammars, in order
-        # {request: its tokens} since a step found no memory: outputs it ran that have no further token yet
-        self._behind = None
+        self._compiling = {}  # {number: _Waiting} in order
+        self._behind = {}  # {request: its tokens} since a step found no memory: outputs it ran that have no further token yet
 
     def run(self):
         """Until the other side closes the connection.  -> the exit status: 1 if the engine has failed"""
@@ -77,7 +91,9 @@ class EngineLoop:
 
     def _tell(self, news):
         # Without news, too: the other side sees that the engine goes on, and what it counts.
-        self._wire.send((news, counts_of(self._session.engine)))
+        counts = counts_of(self._session.engine)
+        counts["gauges"]["num_requests_waiting"] += sum(waiting.num_outputs for waiting in self._compiling.values())
+        self._wire.send((news, counts))
 
     def _obey(self, command):
         """Do what a command says.  -> (job, event) of the answer, or None"""
@@ -85,56 +101,64 @@ class EngineLoop:
             self._drop(command.job)
             return None
         if _grammars_of(command):
-            self._compiling[command.job] = command, None
+            self._compiling[command.job] = _Waiting(command)
             return None
-        return self._start(command)
+        return self._start(_Waiting(command))
 
     def _compile(self):
-        """Compile for the jobs that wait, in order, as long as the grammars of all jobs that have not ended fit in memory."""
-        used = set().union(*(job.grammars for job in self._jobs.values()))
-        for number, (command, compiled) in self._compiling.items():
-            grammars = _grammars_of(command)
-            if compiled is None:
-                if used and not fit(used | grammars):
-                    return
-                compiled = self._compiler.submit(list, map(self._session.grammars.compile, grammars))
-                self._compiling[number] = command, compiled
+        """Compile for the jobs that wait, in order, as long as the grammars of all jobs that have not ended fit in memory.
+
+        Jobs that have to wait for the end of others are told that they are accepted.
+        """
+        used, accepted = set().union(*(job.grammars for job in self._jobs.values())), []
+        for number, waiting in self._compiling.items():
+            grammars = _grammars_of(waiting.command)
+            if waiting.compiled is None:
+                if accepted or (used and not fit(used | grammars)):
+                    accepted.append(number)
+                    continue
+                waiting.compiled = self._compiler.submit(list, map(self._session.grammars.compile, grammars))
             used |= grammars
+        if news := [(number, Accepted()) for number in accepted if not self._compiling[number].accepted]:
+            for number, _ in news:
+                self._compiling[number].accepted = True
+            self._tell(news)
 
     def _start_compiled(self):
         """Start the jobs whose grammars are compiled; where nothing runs, wait for them a little."""
         self._compile()
-        begun = {number: compiled for number, (_, compiled) in self._compiling.items() if compiled is not None}
+        begun = {number: one.compiled for number, one in self._compiling.items() if one.compiled is not None}
         if not self._outputs:
             wait(begun.values(), LOOK_AGAIN, FIRST_COMPLETED)
         done = [number for number, compiled in begun.items() if compiled.done()]
         if done:
-            self._tell([self._start(*self._compiling.pop(number)) for number in done])
+            self._tell([news for number in done if (news := self._start(self._compiling.pop(number)))])
 
-    def _start(self, command, compiled=None):
-        """Start the job of a Submit.  compiled: the Future of its grammars.  -> (job, event)"""
-        session, job = self._session, _Job(command.streamed, _grammars_of(command))
-        self._jobs[command.job] = job
+    def _start(self, waiting):
+        """Start the job of a Submit.  -> (job, event), or None"""
+        session, command = self._session, waiting.command
+        job = self._jobs[command.job] = _Job(command.streamed, _grammars_of(command))
         try:
-            if compiled is not None:
-                compiled.result()
+            if waiting.compiled is not None:
+                waiting.compiled.result()
             for checked in command.prompts:
                 job.submissions.append(session.submit(checked, call=Call(is_stream=command.streamed)))
         except ValueError as error:
             self._drop(command.job)
-            return command.job, Refused(str(error))
+            return command.job, (GivenUp if waiting.accepted else Refused)(str(error))
         for prompt, submission in enumerate(job.submissions):
             for request in submission.requests:
+                request.times.queued_ts = waiting.queued_ts
                 self._outputs[request] = _Output(command.job, prompt)
                 job.num_open += 1
-        return command.job, Accepted()
+        return None if waiting.accepted else (command.job, Accepted())
 
     def _drop(self, number):
         """Cancel what has not ended of a job, so that its seats and pages are free before the next step."""
         if number in self._compiling:
-            _, compiled = self._compiling.pop(number)
-            if compiled is not None:
-                compiled.cancel()
+            waiting = self._compiling.pop(number)
+            if waiting.compiled is not None:
+                waiting.compiled.cancel()
         job = self._jobs.pop(number, None)
         for submission in job.submissions if job else ():
             for request in submission.requests:
@@ -150,8 +174,8 @@ class EngineLoop:
             self._make_room()
         else:
             self._tell(self._news(advanced))
-            if self._behind is not None:
-                self._behind = self._still_behind() or None
+            if self._behind:
+                self._behind = self._still_behind()
 
     def _news(self, advanced):
         """(job, event) of those of these requests whose tokens are told now."""
@@ -167,8 +191,8 @@ class EngineLoop:
         """Free what the allocator keeps; the second time give up the job that needs most, of equal ones the youngest."""
         torch.cuda.empty_cache()
         news, given_up = self._news([request for request in self._outputs if request.finished]), False
-        if self._behind is not None and self._outputs:
-            job = self._outputs[max(self._started() or self._outputs, key=_need)].job
+        if self._still_behind():
+            job = self._outputs[max(self._started(), key=_need)].job
             self._drop(job)
             news.append((job, GivenUp(NO_MEMORY)))
             given_up = True

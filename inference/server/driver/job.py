@@ -26,6 +26,7 @@ class Job:
         self.number, self.outputs = number, outputs
         self.num_running = len(outputs)  # outputs that have not ended in the engine
         self.deadline, self.submitted = deadline, False
+        self.limit = None  # the asyncio.Timeout of its submission, once it waits for that
         self._num_open = len(outputs)  # outputs whose end was not taken
         self._events, self._news = [], asyncio.Event()
 

@@ -15,7 +15,7 @@ from headstart import SamplingParams, StructuredOutputsParams
 from headstart.inference.grammar import grammars
 from headstart.inference.grammar.library import GROWTH
 from headstart.inference.server.driver.engine_loop import EngineLoop
-from headstart.inference.server.driver.messages import Cancel, Submit
+from headstart.inference.server.driver.messages import Accepted, Cancel, Submit
 from headstart.inference.server.driver.wire import Closed
 from headstart.tests.inference.server.serving import NAME, PROMPTS
 
@@ -221,6 +221,7 @@ class ScriptedWire:
 
     def __init__(self, commands, num_outputs, look):
         self.commands, self.num_open, self.look, self.answers = commands, num_outputs, look, {}
+        self.accepted, self.queue_times, self.most_waiting = [], {}, 0
 
     def receive(self, wait):
         self.look()
@@ -231,9 +232,14 @@ class ScriptedWire:
         return commands
 
     def send(self, message):
+        self.most_waiting = max(self.most_waiting, message[1]["gauges"]["num_requests_waiting"])
         for job, event in message[0]:
-            if isinstance(event, tuple) and event[-1] is not None:
-                self.answers[job] = event[2]
+            if isinstance(event, Accepted):
+                self.accepted.append(job)
+            elif event[-1] is not None:
+                assert job in self.accepted
+                times = event[-1].times
+                self.answers[job], self.queue_times[job] = event[2], times.scheduled_ts - times.queued_ts
                 self.num_open -= 1
 
     def close(self):
@@ -261,5 +267,9 @@ def test_jobs_whose_forms_do_not_fit_wait_for_the_end_of_others(speculative, pla
     num_outputs, num_forms = map(max, zip(*seen))
     assert num_outputs >= 4
     assert num_forms == 2
+    assert sorted(wire.accepted) == [i for i in range(len(commands)) if i != left]  # once each
+    assert wire.most_waiting >= 3
+    # The last one has waited for all others, from its arrival on.
+    assert wire.queue_times[len(commands) - 1] == max(wire.queue_times.values())
     del expected[left]
     assert [wire.answers[i] for i in sorted(wire.answers)] == expected

@@ -113,3 +113,17 @@ def test_the_engine_is_not_told_of_those_who_left_before_it_heard_of_them(client
         assert {one.job for one in seen} == {0}
 
     asyncio.run(work())
+
+
+def test_who_waits_to_be_submitted_is_told_of_the_end(clients):
+    async def work():
+        client, _ = clients()
+        await client.start()
+        jobs = [asyncio.create_task(client.open([PROMPT], False)) for _ in range(4)]
+        await asyncio.sleep(0.05)
+        client.abort()
+        done, _ = await asyncio.wait(jobs, timeout=20)
+        assert [str(job.exception()) for job in done] == [engine_client.STOPPED] * 4
+        assert client.num_outputs == 0
+
+    asyncio.run(work())
