@@ -58,7 +58,7 @@ def library_products(decoder, rows):
     weights = [_plain(decoder.lm_head)]
     for layer in decoder.layers:
         attention, mlp = layer.attention, layer.mlp
-        weights += [_plain(w) for w, _ in (attention.qkv, attention.out, mlp.gate_up, mlp.down)]
+        weights += [_plain(one.weight) for one in (attention.qkv, attention.out, mlp.gate_up, mlp.down)]
     inputs = {w.shape[1]: torch.randn(rows, w.shape[1], dtype=w.dtype, device=w.device) for w in weights}
 
     def multiply():
@@ -148,7 +148,10 @@ class LibraryStep:
         self.attention.choose(q, self.kv)
         self.add_norm, self.rotate, self.activate = elementwise_functions(elementwise)
         self.products = [
-            [(_plain(w), b) for w, b in (layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down)]
+            [
+                (_plain(one.weight), one.bias)
+                for one in (layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down)
+            ]
             for layer in decoder.layers
         ]
 
