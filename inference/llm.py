@@ -152,6 +152,8 @@ class LLM:
         named_dtype(dtype), named_device(device)  # they raise for unknown ones
         speculative = SpeculativeOptions.parse(speculative_config)
         parallel = TensorParallel.parse(tensor_parallel_size, tensor_parallel_invariant)
+        if parallel.size > 1:
+            device = parallel.device_of(choose_device(device))
 
         # Everything that can be refused is refused before the target's weights are read.
         model = at_revision(model, revision, download_dir, trust_remote_code)

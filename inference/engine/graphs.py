@@ -116,9 +116,10 @@ class StepGraphs:
             # A step of one request reads the weights, and hardly anything else.
             decoder, cache = self.step.decoder, self.step.cache
             token_bytes = cache.kv[:, :, : cache.num_kv_heads].nbytes
-            self._seconds_per_token = (
-                self._seconds[self.sizes[0], self.smallest, 0] * token_bytes / decoder.weight_bytes
-            )
+            per_token = self._seconds[self.sizes[0], self.smallest, 0] * token_bytes / decoder.weight_bytes
+            # Ranks schedule alike, so they go by what one of them has measured.
+            *seconds, self._seconds_per_token = decoder.ranks.of_first([*self._seconds.values(), per_token])
+            self._seconds = dict(zip(self._seconds, seconds, strict=True))
 
     @property
     def step(self):

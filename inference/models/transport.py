@@ -2,12 +2,13 @@
 
     parts = ranks.gather(part)        # [size, ...]: the same bits on every rank
     number = ranks.least(number)      # the smallest that any rank gave
+    seconds = ranks.of_first(seconds) # what rank 0 gave
 
 Every rank calls the same methods in the same order. Nothing is added here: a library's all-reduce chooses its order of sums, so
 parts are gathered and the next kernel adds them, in order. A transport may keep its results in buffers of its own: one holds until
 the second gather after it.
 
-ALONE is the group of one. GlooRanks is the reference, for tensors on the CPU. GPUs: peer_ranks.py.
+ALONE is the group of one. GlooRanks is the reference, for tensors on the CPU. GPUs: inference/ranks/peer_ranks.py.
 """
 
 from datetime import timedelta
@@ -43,6 +44,10 @@ class Alone:
     def least(self, number):
         """The smallest of the whole numbers that the ranks give."""
         return number
+
+    def of_first(self, numbers):
+        """The numbers that rank 0 gives, as floats, where each rank has measured its own."""
+        return numbers
 
     def check(self):
         """RankLost if another rank is known to have ended. For long work between two calls; it waits for nothing."""
@@ -87,6 +92,10 @@ class GlooRanks(Alone):
     def least(self, number):
         """See Alone.least. Raises RankLost."""
         return int(self.gather(torch.tensor([number])).min())
+
+    def of_first(self, numbers):
+        """See Alone.of_first. Raises RankLost."""
+        return self.gather(torch.tensor(numbers, dtype=torch.float64))[0].tolist()
 
     def check(self):
         """See Alone.check."""

@@ -110,7 +110,9 @@ class LeadingSession(Session):
             before, self._before = self._before, []
             try:
                 self.ranks.send(TakeStep(before, self.engine.plan.take_seconds(), self.engine.record_candidates))
-                return self.engine.step()
+                advanced = self.engine.step()
+                self.ranks.check()  # on GPUs nobody waits for a rank that has ended, and what was computed is void
+                return advanced
             except RankLost as error:
                 raise self.ranks.fault() from error
             except BaseException:

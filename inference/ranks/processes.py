@@ -91,6 +91,7 @@ class _Group:
     )  # (rank, exit status) of ranks that ended by themselves, the first one first
     closing: bool = False
     on_end: object = None  # called once a rank has ended by itself
+    stop: object = lambda: None  # lets kernels of this process that wait for another rank end
     lock: object = field(default_factory=threading.Lock)
 
     def watch(self, rank, process):
@@ -108,6 +109,7 @@ class _Group:
     def kill(self):
         with self.lock:
             self.closing = True
+        self.stop()
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
@@ -174,6 +176,10 @@ class RankProcesses:
         """RanksEnded if the group has ended."""
         if self._failure or self._group.ended:
             raise self.fault()
+
+    def stop_by(self, stop):
+        """Call stop() in any thread when ranks end, before this process's own: its kernels may wait for another rank."""
+        self._group.stop = stop
 
     def call_when_ended(self, told):
         """Call told(error) in another thread, once a rank has ended by itself, whatever this process does then."""

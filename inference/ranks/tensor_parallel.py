@@ -10,6 +10,7 @@
 In the process of another rank tensor_parallel_size is the group itself (worker.py).
 """
 
+import os
 import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from ..models.support import decoder_class
 from ..models.transport import ALONE, GlooRanks
 from ..session import Session
 from .lockstep import FollowedPlan, LeadingSession, LedPlan
+from .peer_ranks import PeerRanks, shared_memory
 from .processes import RankProcesses
 
 
@@ -80,10 +82,11 @@ class TensorParallel:
                 "device: leave it out"
             )
         check_divides(config, self.size, self.invariant)
-        if device.type == "cuda":
+        if device.type == "cuda" and self.size > 1:
+            check_gpus(device, self.size)
             raise ValueError(
-                f"{given} runs on the CPU so far, where it is slow: ranks on GPUs cannot reach each other yet; leave it out, or "
-                "give device='cpu' to try it"
+                f"{given} runs on the CPU so far, where it is slow: between GPUs it has not been tried; leave it out, or give "
+                "device='cpu'"
             )
 
     @contextmanager
@@ -95,15 +98,31 @@ class TensorParallel:
         if not self.divides:
             yield WHOLE
         elif self.member or self.size == 1:
-            yield Division(config, self.member or ALONE, device.type, self.invariant)
+            yield Division(config, self._transport(self.member, device), device.type, self.invariant)
         else:
             self.processes = RankProcesses(self.size)
             with self.processes.starting():
                 self.processes.begin(arguments, torch.get_num_threads())
-                ranks = GlooRanks(self.processes.folder, 0, self.size, self.processes.have_ended)
+                host = GlooRanks(self.processes.folder, 0, self.size, self.processes.have_ended)
+                ranks = self._transport(host, device)
+                if device.type == "cuda":
+                    self.processes.stop_by(ranks.stop)
                 division = Division(config, ranks, device.type, self.invariant)
                 self._tell(division)
                 yield division
+
+    def device_of(self, device):
+        """The device of this rank.  device: rank 0's torch.device; the GPUs after it are the others'"""
+        if device.type != "cuda" or self.size == 1:
+            return device
+        rank = self.member.rank if self.member else 0
+        return torch.device("cuda", _gpus(device, self.size)[rank])
+
+    def _transport(self, host, device):
+        """What gathers tensors on a device.  host: the GlooRanks, None for a group of one"""
+        if host is None or device.type != "cuda":
+            return host or ALONE
+        return PeerRanks(host, *shared_memory(host, device))
 
     def _tell(self, division):
         """Say where one device would give other bits."""
@@ -124,3 +143,28 @@ class TensorParallel:
     def session(self, *given):
         """The Session of this rank's engine."""
         return LeadingSession(*given, ranks=self.processes) if self.processes else Session(*given)
+
+
+def check_gpus(first, size):
+    """ValueError unless so many GPUs, from the first on, can be seen and reach each other's memory."""
+    gpus, seen = _gpus(first, size), torch.cuda.device_count()
+    given = f"tensor_parallel_size={size}"
+    if max(gpus) >= seen:
+        raise ValueError(
+            f"{given} takes the GPUs {gpus[0]} to {gpus[-1]}, one for each rank, and {seen} can be seen (CUDA_VISIBLE_DEVICES): "
+            f"{max(seen - gpus[0], 1)} would fit"
+        )
+    for one in gpus:
+        for other in gpus:
+            if one != other and not torch.cuda.can_device_access_peer(one, other):
+                raise ValueError(
+                    f"{given}: GPU {one} cannot reach the memory of GPU {other} (peer access), over which ranks hand on their "
+                    "sums. Give GPUs that NVLink or one PCIe switch connects (nvidia-smi topo -p2p r), by CUDA_VISIBLE_DEVICES"
+                )
+
+
+def _gpus(first, size):
+    """Indices of the ranks' GPUs. With torch's variable for tests several ranks share one."""
+    start, seen = first.index or 0, torch.cuda.device_count()
+    shared = os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
+    return [(start + rank) % seen if shared else start + rank for rank in range(size)]

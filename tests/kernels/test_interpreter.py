@@ -14,7 +14,7 @@ import pytest
 def test_kernels_pass_in_the_interpreter():
     here = Path(__file__).parent
     inference = here.parent / "inference"
-    files = "models/test_canary.py", "models/test_peer_ranks.py", "engine/test_known_rows.py"
+    files = "models/test_canary.py", "ranks/test_peer_ranks.py", "engine/test_known_rows.py"
     places = map(str, (here, *(inference / name for name in files)))
     found = subprocess.run(
         [sys.executable, "-P", "-m", "pytest", "-q", "-m", "interpreter", *places],

@@ -1,4 +1,4 @@
-"""peer_gather between processes that share memory, in the interpreter. On GPUs it runs in tests/inference/ranks."""
+"""peer_gather between processes that share memory, in the interpreter. On GPUs: tests/inference/ranks/test_gpu_ranks.py."""
 
 import multiprocessing
 

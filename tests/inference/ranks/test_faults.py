@@ -178,9 +178,17 @@ def test_what_ranks_cannot_divide_is_refused_before_any_starts(divided_folder, t
         LLM(config, load_format="dummy", **two)
     with pytest.raises(ValueError, match="tensor_parallel_size=8 does not divide the 4 query heads on 2 key heads"):
         LLM(divided_folder, tensor_parallel_size=8, device="cpu")
+    gpus = dict(tensor_parallel_size=2, device="cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match=r"takes the GPUs 0 to 1, one for each rank, and 1 can be seen.*: 1 would fit"):
+        LLM(divided_folder, **gpus)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: False)
+    with pytest.raises(ValueError, match="GPU 0 cannot reach the memory of GPU 1"):
+        LLM(divided_folder, **gpus)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
     with pytest.raises(ValueError, match="runs on the CPU so far"):
-        LLM(divided_folder, tensor_parallel_size=2, device="cuda")
+        LLM(divided_folder, **gpus)
 
 
 def test_divided_weights_are_not_shared(divided_folder):

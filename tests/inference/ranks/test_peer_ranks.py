@@ -1,4 +1,4 @@
-"""PeerRanks over memory that processes share, in the interpreter. On GPUs it runs in tests/inference/ranks."""
+"""PeerRanks over memory that processes share, in the interpreter. On GPUs: test_gpu_ranks.py."""
 
 import multiprocessing
 import tempfile
@@ -6,8 +6,8 @@ import tempfile
 import pytest
 import torch
 
-from headstart.inference.models.peer_ranks import PeerRanks
 from headstart.inference.models.transport import GlooRanks
+from headstart.inference.ranks.peer_ranks import PeerRanks
 from headstart.kernels.peer_gather import PROGRAMS
 
 CAPACITY = 4096

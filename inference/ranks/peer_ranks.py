@@ -1,12 +1,14 @@
 """Ranks on GPUs that write each other's memory: parts go straight to their places, by one kernel (kernels/peer_gather.py).
 
-    ranks = PeerRanks(host, *shared_memory(host, device))    # host: a group of the same ranks over gloo (transport.py)
+    ranks = PeerRanks(host, *shared_memory(host, device))    # host: the GlooRanks of the same ranks (models/transport.py)
     ranks.begin()                                            # of a pass: it follows what another graph, or none, gathered
     parts = ranks.gather(part)
 
 Captured in CUDA graphs, as the rest of a pass. Two buffers take turns, so a result holds until the second gather after it. Larger
 parts than a buffer holds are gathered in pieces, and copied.
 """
+
+import os
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,8 @@ def shared_memory(host, device, capacity=CAPACITY):
 
     host: their GlooRanks  ->  (this rank's uint8 [bytes], addresses of all ranks' as this one sees them)
     """
+    # Multicast objects that a process leaves behind can keep others from the GPUs of this host; nothing here uses them.
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     name = f"headstart-{host.name}"
     _SymmetricMemory.set_group_info(name, host.rank, host.size, dist.PrefixStore("peers", host.store))
     num_bytes = 2 * capacity + 4 * PROGRAMS * host.size
@@ -80,6 +84,10 @@ class PeerRanks:
     def least(self, number):
         """See Alone.least."""
         return self._host.least(number)
+
+    def of_first(self, numbers):
+        """See Alone.of_first."""
+        return self._host.of_first(numbers)
 
     def check(self):
         """See Alone.check."""
