@@ -8,7 +8,8 @@ import argparse
 import sys
 from importlib import import_module
 
-from headstart.heads.storage.user_errors import exit_status, tell_error
+from headstart.heads.storage.keywords import meant
+from headstart.heads.storage.user_errors import CommandParser, exit_status, tell_error
 from headstart.inference.arguments import add_command, plain_warnings
 from headstart.train.data import regenerate_options
 
@@ -60,15 +61,15 @@ def main(argv=None):
             return 2
     parser = build_parser(argv)
     arguments, unknown = parser.parse_known_args(argv)
-    if unknown and hasattr(arguments, "run"):
-        name, known_elsewhere = _name(arguments), getattr(arguments, "explain_unknown", None)
-        told = known_elsewhere and known_elsewhere(unknown)
-        tell_error(name, told or f"unknown {' '.join(unknown):.200}: {name} --help lists the options")
-        return 2
     if not hasattr(arguments, "run"):
         parser.print_help()
         return 0
-    return exit_status(_name(arguments), lambda: arguments.run(arguments), reader_may_leave=True)
+    if unknown:
+        known_elsewhere = getattr(arguments, "explain_unknown", None)
+        told = known_elsewhere and known_elsewhere(unknown)
+        tell_error(arguments.parser.prog, told or _of_unknown(unknown, arguments.parser))
+        return 2
+    return exit_status(arguments.parser.prog, lambda: arguments.run(arguments), reader_may_leave=True)
 
 
 def with_dashes(argv):
@@ -82,15 +83,19 @@ def with_dashes(argv):
     return [spelled(word) for word in options] + argv[len(options) :]
 
 
-def _name(arguments):
-    """The command as it was typed, e.g. `headstart bench step`."""
-    what = [arguments.what] if arguments.command == "bench" and arguments.what else []
-    return " ".join(["headstart", arguments.command, *what])
+def _of_unknown(words, parser):
+    """What to say of words that a command's parser does not know: their first option, without its value, or all of them."""
+    option = next((word.partition("=")[0] for word in words if word.startswith("--")), None)
+    known = [name.removeprefix("--") for name in parser._option_string_actions if name.startswith("--")]
+    if option and (name := meant(option.removeprefix("--"), known)):
+        return f"unknown option {option}: did you mean --{name}?"
+    told = f"option {option}" if option else " ".join(words)
+    return f"unknown {told:.200}: {parser.prog} --help lists the options"
 
 
 def build_parser(argv=None):
     """The parser.  argv: only the command named in it is loaded; None: all commands are loaded."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="headstart",
         description="Speculative decoding that changes no output bit: run heads, measure them, draw what they do.",
         epilog="Training: accelerate launch train/medusa.py --help\nExport: heads.export --help",

@@ -6,24 +6,28 @@
     served-model-name: [coder, gpt]
     speculative-config: {...}                # as JSON on the command line
 
-The command line wins. They become words of it, before those that were typed, so they are checked in the same way.
+The command line wins. They become words of it, before those that were typed, and are checked in the same way, first by themselves,
+so that an error names the file.
 """
 
-import argparse
 import json
 from pathlib import Path
 
 from ..heads.storage.keywords import reject_unknown
+from ..heads.storage.user_errors import CommandParser
 from . import serve, vllm_serve
 
 REPEATED = ("api-key",)  # options that are given again for every value
 
 
 def with_config(argv):
-    """The words of a command line, with those of the file that --config names. Raises ValueError for a file that does not fit."""
-    if argv[:1] != ["serve"] or not any(word.startswith("--co") for word in argv):  # argparse takes it shortened, too
+    """The words of a command line, with those of the file that --config names.
+
+    Raises ValueError for a file that does not fit, and ends the command with one line for a value that an option does not take.
+    """
+    if argv[:1] != ["serve"] or not any(word.partition("=")[0] == "--config" for word in argv):
         return argv
-    parser = argparse.ArgumentParser(add_help=False)
+    parser = CommandParser(prog="headstart serve", add_help=False)
     serve.add_options(parser)
     typed, _ = parser.parse_known_args([word for word in argv[1:] if word not in ("-h", "--help")])
     if typed.config is None:
@@ -38,6 +42,8 @@ def with_config(argv):
     if typed.model_tag:
         content.pop("model", None)
     words = [word for name, value in content.items() for word in _words(name, value, parser)]
+    parser.source = typed.config
+    parser.parse_args(words)  # ends the command if a value is wrong, and names the file
     # --config comes after them, so that an option of several values does not take MODEL for one of its own.
     return ["serve", *words, f"--config={typed.config}", *argv[1:]]
 

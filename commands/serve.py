@@ -9,12 +9,14 @@ from functools import partial
 from ..heads.storage.user_errors import say, tell_error
 from ..inference import arguments as shared
 from ..inference.arguments import choose_threads_for, ranks_of, speculative_config
+from ..inference.frozen_heap import end_without_collecting
 from .chat_template import check_chat_template, read_chat_template
 from .vllm_serve import add_theirs, check_theirs
 
 EXAMPLE = (
     "headstart serve assets/stdlib-coder --head assets/stdlib-coder-medusa --tree static\n"
-    "  curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{\"prompt\": \"def f(\"}'"
+    '  curl http://127.0.0.1:8000/v1/chat/completions -H \'Content-Type: application/json\' -d \'{"temperature": 0, "messages":\n'
+    '      [{"role": "user", "content": "Write the Python function `is_empty`: Return True if the queue is empty."}]}\''
 )
 DETAILS = (
     "An answer with a seed has the same bits alone and beside others, with a head and without. Options of `vllm serve` have the "
@@ -256,8 +258,9 @@ def run(arguments):
         except EngineEnded as error:
             tell_error("headstart serve", error)
             return 1
-        name, drafts = (options.served_model_names or (info.model_name,))[0], _describe(info.tree, speculative)
-        ready = f"serves {name}; {drafts}"
+        names = ", ".join(options.served_model_names or (info.model_name,))
+        ready = f"serves {names}; {_describe(info.tree, speculative)}"
+        end_without_collecting()
         return serve(engine, tokenizer, options, bound, ready=lambda url: say(f"ready: {_api(url)} {ready}"))
 
 
@@ -365,7 +368,12 @@ def _describe(tree, speculative):
             "keeps its bits",
             stacklevel=1,
         )
-    shape = "a growing tree" if tree.grows else f"drafts of {tree.num_nodes - 1} nodes, {tree.max_depth} deep"
+    if tree.grows:
+        shape = f"a growing tree of {tree.num_nodes} nodes, up to {tree.max_depth} deep"
+    elif tree.is_chain:
+        shape = f"a chain of {tree.max_depth}"
+    else:
+        shape = f"a tree of {tree.num_nodes} nodes, {tree.max_depth} deep"
     source = options.model if isinstance(options.model, str) else options.method
-    kept = ", which change no bit of an answer" if verifier == "strict" else f", verifier {verifier}"
+    kept = ", which changes no bit of an answer" if verifier == "strict" else f", verifier {verifier}"
     return f"{source or options.method} speculates: {shape}{kept}"

@@ -26,7 +26,7 @@ from ..heads.checkpoint import check_head_fits, read_head, resolve_head, write_h
 from ..heads.families import FORMATS, check_format, family_of
 from ..heads.storage.atomic_write import check_is_free, staged_folder
 from ..heads.storage.hub_answer import hub_options
-from ..heads.storage.user_errors import ending_cleanly, exit_status, say
+from ..heads.storage.user_errors import CommandParser, ending_cleanly, exit_status, say
 from ..inference.arguments import choose_threads_for, plain_warnings
 from ..inference.models.adapter import find_adapter_of, has_adapter, read_adapter
 from ..inference.models.support import check_supported
@@ -84,12 +84,11 @@ def main(argv=None):
         return verify.main(argv[1:])
     if argv[:1] == ["push"]:
         return push_command.main(argv[1:])
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="heads.export",
         description=DESCRIPTION,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("source", metavar="SOURCE", help="a run, a checkpoint, a folder of heads or a Hub id")
     parser.add_argument("--format", required=True, choices=FORMATS, help="the format to write, see above")

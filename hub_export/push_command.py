@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from ..heads.checkpoint import find_head, read_config
-from ..heads.storage.user_errors import exit_status
+from ..heads.storage.user_errors import CommandParser, exit_status
 from ..inference.models.adapter import MERGED_KEY
 from .provenance import read_front_matter
 from .push import WEIGHTS, PushOptions, check_can_push, push_folder
@@ -26,12 +26,11 @@ Log in first (`hf auth login`) or set HF_TOKEN. Exit status: 0 done, 2 failed.
 
 def main(argv):
     """The command line behind `heads.export push`.  argv: list of str.  Returns the exit status."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="heads.export push",
         description="Send an exported folder to the Hugging Face Hub. Only files that the Hub lacks are sent.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("folder", metavar="DIR", help="a folder that heads.export wrote")
     parser.add_argument(

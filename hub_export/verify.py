@@ -20,7 +20,7 @@ from ..heads.checkpoint import TREE_FILE, read_config
 from ..heads.families import WEIGHT_FILES
 from ..heads.storage.hub_answer import ask_hub
 from ..heads.storage.hub_id import check_may_be_id, split_revision
-from ..heads.storage.user_errors import ending_cleanly, exit_status, say
+from ..heads.storage.user_errors import CommandParser, ending_cleanly, exit_status, say
 from ..inference.models import adapter
 from ..inference.models.support import check_supported
 from ..inference.models.target_source import target_config
@@ -55,12 +55,11 @@ class Check:
 
 def main(argv):
     """The command line behind `heads.export verify`.  Returns the exit status."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="heads.export verify",
         description=DESCRIPTION,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("export", metavar="DIR", help="the exported folder, or a Hub id (also ID@REVISION)")
     parser.add_argument(

@@ -22,7 +22,7 @@ def plain_warnings():
 
 
 def add_command(commands, name, run, summary, example, more=""):
-    """Add one command: its summary, further details, an example."""
+    """Add one command: its summary, further details, an example. Its arguments hold `run`, and `parser`, which parsed them."""
     sub = commands.add_parser(
         name,
         help=summary,
@@ -30,7 +30,7 @@ def add_command(commands, name, run, summary, example, more=""):
         epilog=f"example:\n  {example}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    sub.set_defaults(run=run)
+    sub.set_defaults(run=run, parser=sub)
     return sub
 
 

@@ -5,6 +5,7 @@ while: the log-probabilities of 64 requests are as many after two hundred steps.
 output of the batch waits for it. Streams are read piece by piece and run without this: a server freezes its heap once, by itself.
 """
 
+import atexit
 import gc
 import time
 from contextlib import contextmanager
@@ -31,6 +32,11 @@ def frozen_heap():
     finally:
         gc.unfreeze()
         _collect_if_due()
+
+
+def end_without_collecting():
+    """Let this process end, when it does, without walking its objects: with transformers imported that takes a second or more."""
+    atexit.register(gc.freeze)
 
 
 def _collect_if_due():

@@ -87,11 +87,12 @@ class Offline:
     firsts: list  # seconds from handing in a prompt to its first token
 
 
-def bench_serve(settings, entries, vocab_size, *, server, offline=None, api_key=None, **report):
+def bench_serve(settings, entries, vocab_size, *, server, max_model_len=None, offline=None, api_key=None, **report):
     """Measure, print both tables and the JSON object, which is returned.
 
-    entries: of a file of prompts, None for random ones below vocab_size; server: a context of (base URL, what runs it); offline: a
-    function from (warm-up, requests) to [Offline]; report: arguments of Report.
+    entries: of a file of prompts, None for random ones below vocab_size; server: a context of (base URL, what runs it);
+    max_model_len: of a server that is to be started, None if it is not known; offline: a function from (warm-up, requests) to
+    [Offline]; report: arguments of Report. Raises ValueError, before anything is started, for requests above max_model_len.
     """
     if entries is None:
         sizes = settings.num_prompts, settings.prompts, settings.outputs, settings.temperature
@@ -100,9 +101,11 @@ def bench_serve(settings, entries, vocab_size, *, server, offline=None, api_key=
     else:
         requests = requests_of(entries, settings.seed, settings.outputs, settings.temperature)
         warm = requests[: settings.num_warmups]
+    _check_lengths(requests, max_model_len)
     said = {name: value for name, value in vars(settings).items() if value is not None}
     said["request_rate"] = str(settings.request_rate)  # JSON has no infinity
     report = Report("serve", THROUGHPUT, settings=said, **report)
+    report.note(_header(settings, max_model_len))
     allow_open_files()
     without = offline(warm, requests) if offline is not None else []
     for one in without:
@@ -125,6 +128,15 @@ def bench_serve(settings, entries, vocab_size, *, server, offline=None, api_key=
     if without:
         _compare(report, without, outcomes, took)
     return report.finish()
+
+
+def _header(settings, max_model_len):
+    """What is sent, in a line."""
+    prompts, outputs = settings.prompts, " to ".join(map(str, dict.fromkeys(settings.outputs)))
+    if not isinstance(prompts, str):
+        prompts = f"{' to '.join(map(str, dict.fromkeys(prompts)))} random tokens"
+    limit = f", within the max_model_len of {max_model_len}" if max_model_len else ""
+    return f"{settings.num_prompts} requests: prompts of {prompts}, outputs of {outputs}{limit}"
 
 
 # --- the server ---
@@ -221,8 +233,8 @@ def _compare(report, without, outcomes, seconds):
     first = percentiles([one.to_first * 1e3 for one in outcomes if one.error is None])["p50"]
     later = round(first - percentiles([one * 1e3 for one in without[-1].firsts])["p50"], 3)
     report.state(
-        f"over HTTP the same requests took {', '.join(words)}; a first token came {later:.1f} ms later than by "
-        f"{without[-1].by} (p50)",
+        f"over HTTP the same requests took {', '.join(words)}; a first token came {abs(later):.1f} ms "
+        f"{'later' if later >= 0 else 'earlier'} than by {without[-1].by} (p50)",
         http_cost=costs,
         http_first_token_ms=later,
     )

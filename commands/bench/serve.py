@@ -1,6 +1,5 @@
 """`headstart bench serve`: load on a server, and what its clients see."""
 
-import argparse
 import math
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -9,12 +8,13 @@ from functools import partial
 from multiprocessing import get_context
 
 from ...benchmarks.measurement import at_least_one
+from ...heads.storage.user_errors import CommandParser
 from ..serve import add_llm, build_llm, llm_arguments, speculative_of
 from .traffic import span
 
 EXAMPLE = (
     "headstart bench serve assets/stdlib-coder --head assets/stdlib-coder-medusa --tree static --num-prompts 32 \\\n"
-    "      --prompts 20-200 --outputs 16-64\n"
+    "      --prompts assets/stdlib-coder/heldout.jsonl --outputs 16-64\n"
     "  headstart bench serve --base-url http://127.0.0.1:8000 --vocab-size 128256 --request-rate 4 --goodput ttft:200,tpot:50"
 )
 DETAILS = (
@@ -22,8 +22,11 @@ DETAILS = (
     "--base-url a running one of OpenAI's API is measured. Names are those of `vllm bench serve` where they mean the same.\n"
     "ttft: from sending a request to its first piece; itl: from one piece to the next; tpot: a request's mean per token after\n"
     "the first; e2el: to the last piece. client: share of one core that the client took, which must not come near 1.\n"
-    "goodput: requests per second whose times keep the limits. tokens/step: acceptance length by the server's own counters."
+    "goodput: requests per second whose times keep the limits. tokens/step: acceptance length by the server's own counters.\n"
+    "Random prompts accept few drafts: to measure a head, give real ones, like --prompts assets/stdlib-coder/heldout.jsonl.\n"
+    "On a CPU few and short requests suffice: --num-prompts 16 --outputs 16-64."
 )
+PROMPTS, OUTPUTS = (100, 2000), (32, 512)  # tokens, shortest and longest, where no others are given
 LIMITS = ("ttft", "itl", "tpot", "e2el")
 
 
@@ -47,10 +50,9 @@ def add_options(parser):
     parser.add_argument("--num-prompts", type=int, help="number of requests (default 256, or all of a file)")
     parser.add_argument(
         "--prompts",
-        default="100-2000",
-        help="shortest and longest prompt in random tokens (default 100-2000), or a JSONL file of prompts",
+        help="shortest and longest prompt in random tokens (default 100-2000, or less for a short MODEL), or a JSONL file",
     )
-    parser.add_argument("--outputs", default="32-512", help="shortest and longest output in tokens (default 32-512)")
+    parser.add_argument("--outputs", help="shortest and longest output in tokens (default 32-512, or less, likewise)")
     parser.add_argument("--temperature", type=float, default=0.0, help="of every request (default 0)")
     parser.add_argument("--seed", type=int, default=0, help="of lengths, tokens and arrivals (default 0)")
     parser.add_argument("--num-warmups", type=int, default=8, help="requests before the measured ones (default 8)")
@@ -75,6 +77,7 @@ def add_options(parser):
 def run(arguments):
     from ...benchmarks.serving.serve import ServeSettings, bench_serve
     from ...benchmarks.serving.server_process import server_process
+    from ...inference.models.decoder import position_limit
     from ...inference.models.target_source import choose_device, target_config
     from ...inference.prompt_files import read_prompts
     from ...inference.server.options import keys_of
@@ -92,30 +95,38 @@ def run(arguments):
     if not arguments.request_rate > 0:
         raise ValueError(f"--request-rate must be above 0, or inf, got {arguments.request_rate}")
     entries, prompts, vocab_size = None, arguments.prompts, arguments.vocab_size
-    if prompts.replace("-", "").isdecimal():
-        prompts = span("--prompts", prompts)
-        if vocab_size is None and model is not None:
-            vocab_size = target_config(model, "auto", arguments.trust_remote_code)[0].vocab_size
-        if vocab_size is None:
-            raise ValueError("random prompts need the size of the vocabulary: name MODEL, or give --vocab-size")
-    else:
+    if prompts is not None and not prompts.replace("-", "").isdecimal():
         entries = read_prompts(prompts, count=arguments.num_prompts)
+    elif model is None and vocab_size is None:
+        raise ValueError("random prompts need the size of the vocabulary: name MODEL, or give --vocab-size")
+    elif prompts is not None:
+        prompts = span("--prompts", prompts)
+    outputs = None if arguments.outputs is None else span("--outputs", arguments.outputs)
     count = len(entries) if entries else 256 if arguments.num_prompts is None else arguments.num_prompts
+    at_least_one("--num-prompts", count)
+    if arguments.max_concurrency is not None:
+        at_least_one("--max-concurrency", arguments.max_concurrency)
+    goodput = limits(arguments.goodput or ())
+    most = None  # what the server takes, if it is not running yet
+    if model is not None and (base_url is None or entries is None):
+        config, _ = target_config(model, "auto", arguments.trust_remote_code)
+        vocab_size = config.vocab_size if vocab_size is None else vocab_size
+        if base_url is None:
+            most = arguments.max_model_len or position_limit(config)
+    prompts, outputs = fitting(prompts, outputs, most)
     settings = ServeSettings(
         model=model,
         base_url=base_url,
         served_model_name=arguments.served_model_name,
         request_rate=arguments.request_rate,
-        max_concurrency=arguments.max_concurrency
-        if arguments.max_concurrency is None
-        else at_least_one("--max-concurrency", arguments.max_concurrency),
-        num_prompts=at_least_one("--num-prompts", count),
+        max_concurrency=arguments.max_concurrency,
+        num_prompts=count,
         prompts=prompts,
-        outputs=span("--outputs", arguments.outputs),
+        outputs=outputs,
         temperature=arguments.temperature,
         seed=arguments.seed,
         num_warmups=arguments.num_warmups,
-        goodput=limits(arguments.goodput or ()),
+        goodput=goodput,
         offline=arguments.offline,
     )
     server = nullcontext((base_url, None))
@@ -126,6 +137,7 @@ def run(arguments):
         entries,
         vocab_size,
         server=server,
+        max_model_len=most,
         offline=partial(_in_a_child, arguments) if arguments.offline else None,
         api_key=next(iter(keys_of([arguments.api_key] if arguments.api_key else None)), None),
         device=str(choose_device(arguments.device)),
@@ -135,9 +147,26 @@ def run(arguments):
     )
 
 
+def fitting(prompts, outputs, most):
+    """Lengths of the prompts and of the outputs, each (shortest, longest): those given, and for None the defaults, or less of them.
+
+    prompts: also the name of a file, whose lengths are not known; most: tokens of a prompt and its output, None: no limit
+    """
+    if most is None:
+        return prompts or PROMPTS, outputs or OUTPUTS
+    if outputs is None:
+        outputs = _at_most(OUTPUTS, most - prompts[1] if isinstance(prompts, tuple) else most // 4)
+    return prompts or _at_most(PROMPTS, most - outputs[1]), outputs
+
+
+def _at_most(lengths, most):
+    """(shortest, longest), neither above `most`, nor below 1."""
+    return tuple(max(1, min(length, most)) for length in lengths)
+
+
 def llm_words(arguments):
     """The options of add_llm that were given, as words of a command line."""
-    parser = argparse.ArgumentParser()
+    parser = CommandParser()
     add_llm(parser)
     words = []
     for name, default in vars(parser.parse_args([])).items():

@@ -53,10 +53,15 @@ def reject_unknown(given, known, what, theirs=(), whose="vLLM's"):
         raise ValueError(f"unknown {what} {name!r}; {_hint(str(name), list(known))}")
 
 
+def meant(name, known):
+    """The known name that a misspelled one stands for, None if none is near."""
+    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.7)), None)
+
+
 def _hint(name, known):
     """The name that was meant, all names if they are few, else the three nearest."""
-    if nearest := difflib.get_close_matches(name, known, n=1, cutoff=0.7):
-        return f"did you mean {nearest[0]!r}?"
+    if nearest := meant(name, known):
+        return f"did you mean {nearest!r}?"
     if len(known) <= 4:
         return f"known are {', '.join(known)}"
     first, second, third = difflib.get_close_matches(name, known, n=3, cutoff=0.0)

@@ -1,5 +1,6 @@
 """Errors for users: their words, and how a command ends on one. No torch."""
 
+import argparse
 import contextlib
 import os
 import signal
@@ -34,6 +35,22 @@ def exit_status(name, work, failures=(), reader_may_leave=False):
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         return 130
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser of a command line, also of its commands, whose errors are one line, and which takes no shortened options.
+
+    source: the file that holds the options, told in errors; None: they were typed
+    """
+
+    source = None
+
+    def __init__(self, *given, **options):
+        super().__init__(*given, allow_abbrev=False, **options)
+
+    def error(self, message):
+        tell_error(self.prog, f"{self.source}: {message}" if self.source else message)
+        self.exit(2)
 
 
 def tell_error(name, error):

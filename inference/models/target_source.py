@@ -143,7 +143,8 @@ def named_dtype(dtype):
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype not in ("auto", *DTYPE_NAMES):
-        raise ValueError(f"dtype must be auto, {', '.join(DTYPE_NAMES)} or a torch.dtype, got {dtype!r}")
+        *names, last = DTYPE_NAMES
+        raise ValueError(f"dtype must be auto, {', '.join(names)} or {last}, got {dtype!r}")
     return DTYPE_NAMES.get(dtype)
 
 

@@ -35,7 +35,7 @@ class Proposer:
 
     def static_tree_file(self):
         """The file of the tree measured for it, else of the tree shipped for its method and depth; ValueError if there is none."""
-        raise ValueError(f"the method {self.method!r} has no measured tree: pass a tree file instead of tree='static'")
+        raise ValueError(f"the method {self.method!r} has no measured tree: name a tree file instead of static")
 
     def build(self, tree, sampling, decoder, max_positions):
         """Its Drafter on the target's device.

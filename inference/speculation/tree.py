@@ -253,7 +253,9 @@ def load_tree(path):
     """Read a tree written by `save_tree`. ValueError names the file and what is wrong with it."""
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"no tree file at {path}; make one with `headstart tree RUN`, or use tree='chain' or 'static'")
+        raise ValueError(
+            f"there is no tree file {path}: a tree is chain, static, dynamic, or a file that `headstart tree RUN` wrote"
+        )
     try:
         content = json.loads(path.read_text())
         if "dynamic" in content:

@@ -11,7 +11,7 @@ import pytest
 
 from headstart.benchmarks.serving.client import Client
 from headstart.benchmarks.serving.load import Arrivals, LoadRequest, random_requests, send
-from headstart.benchmarks.serving.serve import percentiles
+from headstart.benchmarks.serving.serve import Offline, _compare, percentiles
 from headstart.cli import main
 from headstart.commands.bench import serve as command
 from headstart.tests.inference.server.serving import HEADS, PROMPTS, TARGET, running
@@ -254,6 +254,82 @@ def test_the_options_of_the_engine_are_handed_on():
     parsed = build_parser().parse_args(["bench", "serve", "model", "--seed", "3", *words])
     assert sorted(command.llm_words(parsed)) == words
     assert command.llm_words(build_parser().parse_args(["bench", "serve", "model", "--max-num-seqs", "64"])) == []
+
+
+@pytest.fixture
+def nothing_starts(monkeypatch):
+    """No server and no engine may be started."""
+    monkeypatch.setattr("headstart.benchmarks.serving.server_process.subprocess.Popen", pytest.fail)
+    monkeypatch.setattr(command, "_in_a_child", pytest.fail)
+
+
+@pytest.mark.parametrize("more", [[], ["--offline"]])
+def test_lengths_that_do_not_fit_are_told_before_anything_is_started(more, nothing_starts, capsys):
+    given = ["bench", "serve", str(TARGET), "--num-prompts", "12", *more]
+    assert main([*given, "--prompts", "2000", "--outputs", "64"]) == 2
+    told = capsys.readouterr().err
+    assert "have 2064 tokens, and the server's max_model_len is 2048: give shorter --prompts and --outputs" in told
+    assert told.count("\n") == 1
+    assert main([*given, "--max-model-len", "128", "--prompts", "100", "--outputs", "64"]) == 2
+    assert "have 164 tokens, and the server's max_model_len is 128" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("prompts", "outputs", "most", "expected"),
+    [
+        (None, None, None, ((100, 2000), (32, 512))),
+        (None, None, 8192, ((100, 2000), (32, 512))),
+        (None, None, 2048, ((100, 1536), (32, 512))),
+        (None, None, 101, ((76, 76), (25, 25))),
+        (None, None, 2, ((1, 1), (1, 1))),
+        ((5, 2000), None, 2048, ((5, 2000), (32, 48))),
+        (None, (8, 2000), 2048, ((48, 48), (8, 2000))),
+        ((5, 4000), (8, 64), 2048, ((5, 4000), (8, 64))),
+        ("file.jsonl", None, 2048, ("file.jsonl", (32, 512))),
+        ("file.jsonl", None, 64, ("file.jsonl", (16, 16))),
+    ],
+)
+def test_lengths_that_are_not_given_fit_into_the_model(prompts, outputs, most, expected):
+    assert command.fitting(prompts, outputs, most) == expected
+
+
+def test_the_header_says_what_is_sent(capsys, monkeypatch):
+    monkeypatch.setattr(command, "_in_a_child", lambda *_: 1 / 0)
+    own = str(TARGET / "heldout.jsonl")
+    for words, sent, most in (
+        ([], "256 requests: prompts of 100 to 1536 random tokens, outputs of 32 to 512", 2048),
+        (["--max-model-len", "256"], "256 requests: prompts of 100 to 192 random tokens, outputs of 32 to 64", 256),
+        (
+            ["--prompts", own, "--num-prompts", "2", "--outputs", "16"],
+            f"2 requests: prompts of {own}, outputs of 16",
+            2048,
+        ),
+    ):
+        with pytest.raises(ZeroDivisionError):
+            main(["bench", "serve", str(TARGET), "--offline", *words])
+        assert capsys.readouterr().out == f"{sent}, within the max_model_len of {most}\n"
+
+
+@pytest.mark.parametrize(("first", "words"), [(0.5, "300.0 ms later"), (0.1, "100.0 ms earlier")])
+def test_a_first_token_may_come_earlier_over_http(first, words):
+    said = []
+    report = SimpleNamespace(state=lambda text, **facts: said.append((text, facts)))
+    without = [Offline("streams", 2.0, [], None, [0.2])]
+    _compare(report, without, [SimpleNamespace(to_first=first, error=None)], 3.0)
+    ((text, facts),) = said
+    assert (
+        text
+        == f"over HTTP the same requests took 50.0% more time than by streams; a first token came {words} than by streams (p50)"
+    )
+    assert facts["http_first_token_ms"] == pytest.approx((first - 0.2) * 1e3)
+
+
+def test_help_says_how_a_head_is_measured(capsys):
+    with pytest.raises(SystemExit):
+        main(["bench", "serve", "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "Random prompts accept few drafts" in told
+    assert "--prompts assets/stdlib-coder/heldout.jsonl" in told
 
 
 @pytest.mark.parametrize(

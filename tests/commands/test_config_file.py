@@ -53,11 +53,13 @@ def test_the_command_line_wins(parse):
     assert parse("--model", "x").model == "x"
 
 
-def test_a_shortened_option_names_the_file_too(tmp_path):
+def test_only_the_whole_name_of_the_option_names_the_file(tmp_path):
     path = tmp_path / "serve.yaml"
     path.write_text(CONTENT)
-    assert "--port=8001" in with_config(["serve", "x", "--conf", str(path)])
-    assert with_config(["serve", "x"]) == ["serve", "x"]
+    for words in (["--config", str(path)], [f"--config={path}"]):
+        assert "--port=8001" in with_config(["serve", "x", *words])
+    for words in (["--conf", str(path)], []):
+        assert with_config(["serve", "x", *words]) == ["serve", "x", *words]
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_bad_conversations_are_refused(llm, messages, message):
         (dict(device="cuda:99"), "'cuda:99' was asked for, but"),
         (dict(max_model_len=257), "max_model_len must be from 2 to the model's own limit of 256"),
         (dict(max_num_seqs=0), "max_num_seqs"),
-        (dict(dtype="int8"), "dtype must be auto"),
+        (dict(dtype="int8"), "dtype must be auto, .* or float, got 'int8'$"),
         (dict(device="tpu"), "device must be"),
         (dict(seed=-1), "seed must be"),
         (dict(speculative_config={"num_speculative_tokens": 2}), "needs 'model'"),
@@ -115,7 +115,10 @@ def test_bad_conversations_are_refused(llm, messages, message):
             "must be 'chain', 'static', 'dynamic' or a tree file",
         ),
         (dict(speculative_config={"model": "HEAD", "verifier": "lossy"}), "verifier must be one of strict"),
-        (dict(speculative_config={"model": "HEAD", "tree": "/nowhere.json"}), "no tree file at /nowhere.json"),
+        (
+            dict(speculative_config={"model": "HEAD", "tree": "/nowhere.json"}),
+            "there is no tree file /nowhere.json: a tree is chain, static, dynamic, or a file that `headstart tree RUN` wrote",
+        ),
     ],
 )
 def test_bad_arguments_are_refused_by_name(target_folder, head_folder, arguments, message):

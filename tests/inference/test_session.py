@@ -1,6 +1,8 @@
 """Session: the order in which prompts that were given together start; pauses. (Threads, streams, interrupts: the files beside.)"""
 
 import gc
+import subprocess
+import sys
 import time
 import weakref
 
@@ -96,3 +98,13 @@ def test_old_garbage_is_collected_once_in_a_while(monkeypatch):
     with frozen_heap.frozen_heap():
         pass
     assert alive[0]() is None
+
+
+def test_a_process_that_is_to_end_walks_no_objects(tmp_path):
+    """Python's end does, unless it is told."""
+    script = "import gc\nfrom headstart.inference.frozen_heap import end_without_collecting\n"
+    script += "class Told:\n    def __del__(self):\n        print('collected')\n"
+    script += "gc.disable()\none = Told()\none.itself = one\ndel one\n"
+    for last, printed in (("", "collected\n"), ("end_without_collecting()", "")):
+        done = subprocess.run([sys.executable, "-c", script + last], capture_output=True, text=True, check=True)
+        assert done.stdout == printed

@@ -89,13 +89,14 @@ def run_engine(build, connection):
         except (ValueError, OSError) as error:
             wire.send(Refused(reason_of(error)))
             return
-        from ...frozen_heap import frozen_heap
+        from ...frozen_heap import end_without_collecting, frozen_heap
         from .engine_info import EngineInfo
         from .engine_loop import EngineLoop, give_up
 
         if llm.session.ranks is not None:
             llm.session.ranks.call_when_ended(give_up)
         wire.send(EngineInfo.of(llm))
+        end_without_collecting()
         with frozen_heap():
             raise SystemExit(EngineLoop(llm.session, wire).run())
 

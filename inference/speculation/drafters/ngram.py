@@ -24,7 +24,7 @@ class NgramDrafter(Drafter):
         if not tree.is_chain or not tree.max_depth:
             raise ValueError(
                 f"prompt lookup drafts a chain of at least one token, this tree has {tree.num_nodes} nodes, {tree.max_depth} deep: "
-                "use tree='chain'"
+                "name the tree chain, or none"
             )
         whole = all(isinstance(x, int) and not isinstance(x, bool) for x in (shortest, longest))
         if not whole or not 1 <= shortest <= longest:

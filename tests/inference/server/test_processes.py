@@ -113,7 +113,7 @@ def test_the_answers_of_the_process_are_those_of_llm(processes, plain_llm):
 def test_sigterm_lets_requests_end(processes):
     process = processes[0]
     assert "medusa" in process.line
-    assert "change no bit" in process.line
+    assert "changes no bit" in process.line
     lines = []
     reader = reading(process.url, lines, max_tokens=100)
     process.signal_all(signal.SIGTERM)

@@ -1,6 +1,7 @@
 """`headstart serve`: what its command line refuses before a model is loaded, and the spellings that it takes."""
 
 import socket
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -9,6 +10,7 @@ from headstart.cli import build_parser, main, with_dashes
 from headstart.commands.chat_template import check_chat_template, read_chat_template
 from headstart.inference.server.options import KEY_VARIABLE, keys_of
 from headstart.inference.server.serve import listening_socket
+from headstart.inference.speculation.tree import GrowingTree
 from headstart.tests.inference.server.serving import HEADS, TARGET, running
 
 
@@ -81,13 +83,42 @@ def test_what_speculation_does_is_told(plain_llm, speculative, recwarn):
 
     assert _describe(plain_llm.tree, None) == "plain decoding, no speculation"
     told = _describe(speculative().tree, {"model": str(HEADS), "tree": "static"})
-    assert "stdlib-coder-medusa speculates" in told
-    assert "change no bit" in told
+    assert "stdlib-coder-medusa speculates: a tree of 8 nodes, 2 deep, which" in told
+    assert "changes no bit" in told
     assert not recwarn
+    told = _describe(GrowingTree(max_depth=5, width=8, num_nodes=32), {"model": "x", "tree": "dynamic"})
+    assert told.startswith("x speculates: a growing tree of 32 nodes, up to 5 deep, which")
     config = {"model": str(HEADS), "tree": "chain", "verifier": "block"}
     told = _describe(LLM(plain_llm, speculative_config=config).tree, config)
-    assert told.endswith("verifier block")
+    assert told.endswith("speculates: a chain of 4, verifier block")
     assert "only 'strict' keeps its bits" in str(recwarn.pop(UserWarning).message)
+
+
+def test_every_name_of_the_model_is_told(monkeypatch, capsys):
+    class Built:
+        def __init__(self, build):
+            pass
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def wait_until_built(self):
+            return SimpleNamespace(model_name="of-the-engine", tree=None)
+
+    def serve(engine, tokenizer, options, bound, ready):
+        bound.close()
+        ready("http://x")
+        return 0
+
+    monkeypatch.setattr("headstart.inference.server.driver.engine_process.EngineProcess", Built)
+    monkeypatch.setattr("headstart.inference.server.serve.serve", serve)
+    named = ["--served-model-name", "a", "b/c"]
+    for words, names in (([], "of-the-engine"), (named, "a, b/c")):
+        assert main(["serve", str(TARGET), "--port", "0", *words]) == 0
+        assert capsys.readouterr().out == f"ready: http://x/v1 serves {names}; plain decoding, no speculation\n"
 
 
 def test_another_chat_template(plain_llm, tmp_path):
