@@ -44,7 +44,9 @@ SERVER = (
     Theirs("api_server_count", (1,), "one process answers HTTP: leave it out"),
     Theirs("headless", (False,), "one process runs the engine: leave it out"),
     Theirs("use_v2_block_manager", ANY, "the cache is one of pages"),
-    Theirs("speculative_draft_tensor_parallel_size", (1,), "one GPU runs head and model: leave it out"),
+    Theirs(
+        "speculative_draft_tensor_parallel_size", (1,), "every rank holds heads and draft models whole: leave it out"
+    ),
 )
 # How each is parsed.
 TAKEN = {

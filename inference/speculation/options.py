@@ -24,7 +24,7 @@ DRAFT_SAMPLE_METHODS = {name: name for name in DRAFT_SAMPLING} | {"probabilistic
 
 # Keys of vLLM's speculative_config that are not ours.
 SPECULATIVE = (
-    Theirs("draft_tensor_parallel_size", (None, 1), "one GPU runs the whole model: leave it out"),
+    Theirs("draft_tensor_parallel_size", (None, 1), "every rank holds heads and draft models whole: leave it out"),
     Theirs("max_model_len", (None,), "the drafter has the LLM's max_model_len: leave it out"),
     Theirs("quantization", (None,), "weights are not quantised: give the drafter in bfloat16 or float16"),
     Theirs("code_revision", (None,), "no code of a drafter is run: leave it out"),

@@ -154,9 +154,9 @@ def test_the_bytes_of_a_rank_are_known_before_it_loads():
     )
 
 
-def scores(ranks, invariant, dtype, whole=False):
+def scores(ranks, invariant, dtype, whole=False, device_type="cpu"):
     """Hidden states and logits of seven first tokens, and the tables that heads take, as bytes."""
-    division = WHOLE if whole else Division(BIASED, ranks, invariant=invariant)
+    division = WHOLE if whole else Division(BIASED, ranks, device_type, invariant)
     given = dict(dtype=dtype, device="cpu", max_positions=128, load_format="dummy", division=division)
     decoder = Decoder.from_pretrained(None, BIASED, **given)
     layers, heads, dim, _ = decoder.kv_shape

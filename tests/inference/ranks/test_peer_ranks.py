@@ -6,9 +6,10 @@ import tempfile
 import pytest
 import torch
 
-from headstart.inference.models.transport import GlooRanks
+from headstart.inference.models.transport import ALONE, GlooRanks
 from headstart.inference.ranks.peer_ranks import PeerRanks
 from headstart.kernels.peer_gather import PROGRAMS
+from headstart.tests.inference.models.test_division import scores
 
 CAPACITY = 4096
 
@@ -31,13 +32,32 @@ def run_rank(rank, size, folder, memory, results):
     results.put(peers.least(10 + rank))
 
 
-@pytest.mark.interpreter
-@pytest.mark.parametrize("size", [2, 3])
-def test_parts_come_in_the_order_of_the_ranks(size):
+def run_decoder(rank, size, folder, memory, results):
+    torch.set_num_threads(1)
+    host = GlooRanks(folder, rank, size)
+    peers = PeerRanks(host, memory[rank], [one.data_ptr() for one in memory])
+    results.put(scores(peers, 4, torch.float32, device_type="cuda"))
+
+
+def on_processes(size, work):
+    """What work(rank, size, folder, memory, results) puts into results, on forks that share memory."""
     context = multiprocessing.get_context("fork")
     results, num_bytes = context.Queue(), 2 * CAPACITY + 4 * PROGRAMS * size
     memory = [torch.zeros(num_bytes, dtype=torch.uint8).share_memory_() for _ in range(size)]
     with tempfile.TemporaryDirectory() as folder:
         for rank in range(size):
-            context.Process(target=run_rank, args=(rank, size, folder, memory, results), daemon=True).start()
-        assert [results.get(timeout=60) for _ in range(size)] == [10] * size
+            context.Process(target=work, args=(rank, size, folder, memory, results), daemon=True).start()
+        return [results.get(timeout=60) for _ in range(size)]
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("size", [2, 3])
+def test_parts_come_in_the_order_of_the_ranks(size):
+    assert on_processes(size, run_rank) == [10] * size
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_decoder_on_the_kernels_gives_the_bits_of_one_device(size):
+    """Divided as on GPUs: sums go straight into the buffers, and features are cut as those of the whole product."""
+    assert on_processes(size, run_decoder) == [scores(ALONE, 4, torch.float32, device_type="cuda")] * size

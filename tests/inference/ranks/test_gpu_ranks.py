@@ -1,0 +1,103 @@
+"""Ranks on GPUs, one each; where there are fewer, several share one. (The CPU's: test_ranks.py, test_faults.py.)"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+from headstart.inference.llm import LLM
+from headstart.inference.ranks import tensor_parallel
+from headstart.inference.ranks.processes import RanksEnded
+from headstart.inference.sampling_params import SamplingParams
+from headstart.tests.inference.ranks.test_ranks import outputs_of, speculations
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:with tensor_parallel_size")]
+SMALL = dict(device="cuda", dtype="bfloat16", max_num_seqs=3, max_model_len=256, num_gpu_blocks_override=40)
+
+
+@pytest.fixture
+def may_share(monkeypatch):
+    """may_share(size): ranks share GPUs if there are fewer."""
+
+    def share(size):
+        if torch.cuda.device_count() < size:
+            monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+
+    return share
+
+
+@pytest.fixture
+def gpu_llm(monkeypatch, may_share):
+    """gpu_llm(model, size, **arguments) -> an LLM; all ranks have ended after the test."""
+    monkeypatch.setattr(tensor_parallel, "TRIED_ON_GPUS", True)
+    made = []
+
+    def make(model, size, **arguments):
+        may_share(size)
+        made.append(LLM(str(model), tensor_parallel_size=size, **SMALL | arguments))
+        return made[-1]
+
+    yield make
+    for llm in made:
+        if llm.session.ranks is not None:
+            llm.session.ranks.end()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_parts_of_all_ranks_come_in_their_order(size, may_share, tmp_path):
+    """In passes with an odd number of gathers, in graphs and without, of parts that fit a buffer and of those that do not."""
+    may_share(size)
+    command = [sys.executable, "-m", "headstart.tests.inference.ranks.gather_on_gpus", str(tmp_path), str(size)]
+    ranks = [
+        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for rank in range(size)
+    ]
+    try:
+        said = [rank.communicate(timeout=120)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0] * size, said
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("size", [2, 4])
+def test_any_number_of_ranks_gives_the_bits_of_one(divided_folder, gpu_llm, size, eager):
+    how = dict(tensor_parallel_invariant=4, enforce_eager=eager)
+    one = gpu_llm(divided_folder, 1, **how)
+    llm = gpu_llm(divided_folder, size, **how)
+    assert outputs_of(llm) == outputs_of(one)
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [(name, config) for name, _, config in speculations()],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_speculation_changes_no_bit_on_gpus(divided_folder, gpu_llm, name, config):
+    if name == "the target itself":
+        config = config | dict(model=str(divided_folder))
+    plain = gpu_llm(divided_folder, 2)
+    expected = outputs_of(plain)
+    plain.session.ranks.end()
+    llm = gpu_llm(divided_folder, 2, speculative_config=config)
+    assert outputs_of(llm) == expected
+    assert llm.get_stats()["num_draft_tokens"] > 0
+
+
+def test_a_rank_that_is_killed_ends_the_call(divided_folder, gpu_llm):
+    """In a step: the other rank's kernels wait for it then."""
+    llm = gpu_llm(divided_folder, 2)
+    params = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
+    killer = threading.Timer(0.05, os.kill, (llm.session.ranks.pids[0], signal.SIGKILL))
+    killer.start()
+    started = time.monotonic()
+    with pytest.raises(RanksEnded, match="rank 1 of 2 was ended by SIGKILL"):
+        llm.generate([[1, 2, 3]] * 1000, params)
+    assert time.monotonic() - started < 30
+    torch.cuda.synchronize()  # nothing waits on the device
