@@ -37,6 +37,7 @@ BENCHMARKS = {
     "prompts.",
     "serve": "Load on a server of OpenAI's API: requests that arrive at a rate, and the times and tokens per second of their "
     "clients.",
+    "ranks": "The same random model on one rank and on several, which divide its weights.",
     "peer": "The same random model by transformers' generate (static cache, compiled) and by this engine, in one run.",
     "train": "Training steps on random weights of a named shape, beside a plain PyTorch loop, against the rate of matrix "
     "products.",

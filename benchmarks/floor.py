@@ -45,12 +45,13 @@ def product_rate(device, dtype, lasting=False):
     return 2 * side**3 / (product.time(repeats=10).p50 * 1e-3)
 
 
-def layer_tensors(layer):
-    """Every weight of a decoder layer that a step reads."""
+def layer_bytes(layer):
+    """Bytes of every weight of a decoder layer that a step reads."""
     attention, mlp = layer.attention, layer.mlp
-    products = (*attention.qkv, *attention.out, *mlp.gate_up, *mlp.down)
-    norms = (layer.input_norm.weight, attention.q_norm, attention.k_norm, layer.post_norm.weight)
-    return [tensor for tensor in (*products, *norms) if tensor is not None]
+    products = attention.qkv, attention.out, mlp.gate_up, mlp.down
+    norms = layer.input_norm.weight, attention.q_norm, attention.k_norm, layer.post_norm.weight
+    others = [tensor for tensor in (*norms, *(product.bias for product in products)) if tensor is not None]
+    return sum(one.nbytes for one in (*products, *others))
 
 
 def weight_bytes(decoder, rows=1 << 30):
@@ -60,8 +61,7 @@ def weight_bytes(decoder, rows=1 << 30):
     """
     if not decoder.is_packed:
         return decoder.read_bytes(rows)
-    tensors = [tensor for layer in decoder.layers for tensor in layer_tensors(layer)]
-    return sum(tensor.nbytes for tensor in [*tensors, decoder.norm.weight, decoder.lm_head])
+    return sum(map(layer_bytes, decoder.layers)) + decoder.norm.weight.nbytes + decoder.lm_head.nbytes
 
 
 def kv_bytes(decoder, batch, context):

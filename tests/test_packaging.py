@@ -64,7 +64,7 @@ PUBLIC = {
     "hub_export": "inspect_head",
     "hub_export/readers": "readers",
     "benchmarks": "measurement shape",
-    "benchmarks/engine": "draft engine peer step traffic",
+    "benchmarks/engine": "draft engine peer ranks step traffic",
     "benchmarks/ops": "kernel kernel_bench",
     "benchmarks/serving": "serve server_process",
     "benchmarks/training": "train",

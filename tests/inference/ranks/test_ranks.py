@@ -160,6 +160,15 @@ def test_a_request_that_cannot_fit_is_refused_and_the_ranks_go_on(divided_folder
     assert llm.generate([1, 2], SamplingParams(max_tokens=2, ignore_eos=True))
 
 
+@pytest.fixture
+def interruptible():
+    """Ctrl-C raises, also where the tests were started in the background of a shell, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_waits_for_the_end_of_a_step_and_the_ranks_go_on(divided_folder, forked_llm, monkeypatch):
     llm = forked_llm(divided_folder, 2)
     params = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0)
