@@ -5,10 +5,10 @@
 
 - q, k, v and gate, up are divided by features: whole heads, and stretches of the intermediate features. Key heads fewer than the
   ranks are held by several. The embedding and lm_head are divided by tokens, the last parts zero-padded.
-- o and down are divided along K, in ranges. The fp32 sums of all ranges are gathered, and the next kernel adds them in order, as it
-  adds the ranges of one GPU's product. Where one device cuts these products into ranges that N ranks can take whole (num_splits of
-  the whole shape), N ranks give the bits of one device; `invariant` cuts them into that many ranges on any N that divides it. Else
-  every rank has one range, and the bits are those of this N alone (`keeps_bits`).
+- o and down are divided along K, in ranges. Their fp32 sums are added as a binary tree: neighbours first, those of one rank by that
+  rank, so each hands on one sum; the last two by the next kernel, as it adds the two ranges of one GPU's product. Where one device
+  cuts these products into two ranges, two ranks give its bits; `invariant` cuts them into that many ranges on any N that divides
+  it, 1 included (arXiv 2511.17826). Else every rank has one range, and the bits are those of this N alone (`keeps_bits`).
 - Norms, and everything after the logits, are computed by every rank.
 
 WHOLE is the division of a decoder that one device holds. Not divided: speculator heads, draft models, the module decoder's models.
@@ -47,15 +47,15 @@ class RowParallel:
     ranks: object
 
     def parts(self, x):
-        """Sums of the ranges of all ranks, for the next kernel to add in order.  x [M, K of this rank] -> [S, M, N]"""
-        sums, start = [], 0
-        slot = self.ranks.slot((len(self.weights), len(x), self.shape[0]), torch.float32)
-        for i, weight in enumerate(self.weights):
+        """Sums for the next kernel to add in order, two where N is a power of two.  x [M, K of this rank] -> [S, M, N]"""
+        slot, start, sums = self.ranks.slot((len(x), self.shape[0]), torch.float32), 0, []
+        if len(self.weights) == 1:
+            return in_pairs(self.ranks.gather(linear_sums(x, self.weights[0], self.bias, slot)), 2)
+        for weight in self.weights:
             stop = start + weight.shape[1]
-            out = None if slot is None else slot[i]
-            sums.append(linear_sums(x[:, start:stop], weight, None if start else self.bias, out))
+            sums.append(linear_sums(x[:, start:stop], weight, None if start else self.bias))
             start = stop
-        return self.ranks.gather(torch.stack(sums) if slot is None else slot).flatten(0, 1)
+        return in_pairs(self.ranks.gather(torch.add(*in_pairs(torch.stack(sums), 2), out=slot)), 2)
 
     def packed(self):
         """See Linear.packed."""
@@ -70,6 +70,16 @@ class RowParallel:
     def nbytes(self):
         """Bytes of this rank's weights."""
         return sum(weight.nbytes for weight in self.weights)
+
+
+def in_pairs(parts, most):
+    """Sums of neighbours, of these and their neighbours, and so on, until at most so many are left.  [S, ...] -> [most, ...]
+
+    All numbers of ranks between which ranges can be divided give the same tree. Where an odd number comes up, that is left.
+    """
+    while len(parts) > most and len(parts) % 2 == 0:
+        parts = parts[0::2] + parts[1::2]
+    return parts
 
 
 class Whole:
@@ -166,7 +176,8 @@ class Division(Whole):
         """
         rank, size = self.ranks.rank, self.ranks.size
         count = self.invariant or (num_splits(features, depth) if self._on_gpu else 1)
-        same = count % size == 0
+        # One device adds more than two ranges from the first to the last, and not as a tree.
+        same = count % size == 0 and (self.invariant is not None or count <= 2)
         if same:
             borders, each = self._borders(depth, count), count // size
             same = not by_heads or all(borders[r * each] == r * depth // size for r in range(size))

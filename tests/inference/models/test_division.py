@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.inference.models.decoder import Decoder, ForwardPass
-from headstart.inference.models.division import WHOLE, Division, check_divides
+from headstart.inference.models.division import WHOLE, Division, check_divides, in_pairs
 from headstart.inference.models.transport import ALONE
 from headstart.inference.models.weights import load_weights, random_weights, weight_bytes
 from headstart.kernels.attention.tree_attention import PAGE, build_tree_index
@@ -72,6 +72,21 @@ def test_ranges_that_miss_the_heads_keep_bits_per_number_of_ranks():
     ours = divisions(config, 2, device_type="cuda")
     assert [one.columns_of("layers.0.out.weight") for one in ours] == [[slice(0, 1600)], [slice(1600, 3200)]]
     assert not any(one.keeps_bits for one in ours)
+
+
+def test_more_than_two_ranges_of_one_gpu_are_those_of_no_ranks():
+    """It adds them from the first to the last; as a tree they would be other bits."""
+    config = llama_8b(hidden_size=2048, intermediate_size=8192)
+    assert num_splits(2048, 8192) == 4
+    assert not any(one.keeps_bits for one in divisions(config, 2, device_type="cuda"))
+
+
+def test_sums_are_added_as_a_tree_however_many_are_left():
+    parts = torch.tensor([[2.0**24], [1.0], [1.0], [1.0]])
+    assert in_pairs(parts, 1).tolist() == [[2.0**24 + 2]]
+    assert in_pairs(parts, 2).tolist() == [[2.0**24], [2.0]]
+    assert torch.equal(in_pairs(in_pairs(parts, 2), 1), in_pairs(parts, 1))
+    assert len(in_pairs(parts[:3], 2)) == 3
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
