@@ -1,19 +1,24 @@
 """Load instruction data: the conversations of a data set, in one shape.
 
-`load_conversations` reads the built-in "stdlib" set, a .json, .jsonl or .parquet file, or any name or folder that the `datasets`
-library loads. Records have the ShareGPT (`conversations`: from/value) or OpenAI (`messages`: role/content) shape.
-encoding.py turns conversations into token ids, packing.py into rows.
+`load_conversations` reads the built-in "stdlib" set, a .json, .jsonl or .parquet file (the first two also compressed, .gz or
+.zst), several files by a pattern, or any name or folder that the `datasets` library loads. record_shapes.py has the shapes of
+records. encoding.py turns conversations into token ids, packing.py into rows.
 
 Not done here: images in conversations.
 """
 
+import glob
+import gzip
 import json
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 
 from ...heads.storage.atomic_write import write_whole
 from .message_fields import count_fields, kept_fields, kept_tools
+from .record_shapes import SHAPES, turns_of
 from .stdlib_pairs import installed_pairs, stdlib_pairs
 
 # Sets made from the Python source on this machine, by their name in `data`.
@@ -33,24 +38,19 @@ def load_conversations(
 ) -> list[list[dict]]:
     """Conversations, each a list of {"role": "system" | "user" | "assistant" | "tool", "content": str}.
 
-    data: "stdlib" or "installed", a .json, .jsonl or .parquet file, or the name or folder of a dataset for the `datasets`
-    library. A split follows a colon, "train" by default: "stdlib:heldout", "OWNER/NAME:train_sft". An answer that was cut off
-    keeps its "finish_reason": {..., "finish_reason": "length"}. An answer keeps its "reasoning_content", "tool_calls" and
-    "weight": 0, the first message the record's "tools"; without `with_fields` these, and records with turns of tools, are left
-    out. Records are left out if they have another shape, role or content, or (with `answered`) no answer, and so is the last line
-    of a JSONL file that ends within it; `note` is told how many of each kind, and how many fields. Raises ValueError, naming the
-    place, if the records are more than a tenth, for a source that does not exist, and for a line that is not JSON.
+    data: "stdlib" or "installed", a .json, .jsonl (also .gz, .zst) or .parquet file, a pattern of such files
+    ("chats/*.jsonl", read in the order of their names), or the name or folder of a dataset for the `datasets` library. A
+    split follows a colon, "train" by default: "stdlib:heldout", "OWNER/NAME:train_sft". An answer that was cut off keeps its
+    "finish_reason": {..., "finish_reason": "length"}. An answer keeps its "reasoning_content", "tool_calls" and "weight": 0,
+    the first message the record's "tools"; without `with_fields` these, and records with turns of tools, are left out.
+    Records are left out if they have another shape, role or content, or (with `answered`) no answer, and so is the last line
+    of a JSONL file that ends within it; `note` is told how many of each kind, and how many fields. Raises ValueError, naming
+    the place, if the records are more than a tenth, for a source that does not exist, and for a line that is not JSON.
     """
     name, split = split_of(data)
     if name in BUILT_IN:
         return [pair.conversation() for pair in BUILT_IN[name](split)]
-    path = Path(name).expanduser()
-    if path.suffix in (".json", ".jsonl"):
-        if split != "train":
-            raise ValueError(f"{name} is one file and has no split {split!r}; its only split is 'train'")
-        records = _read_json(path) if path.suffix == ".json" else _read_jsonl(path)
-    else:
-        records = _read_dataset(name, path, split)
+    records = chain.from_iterable(_records(file, split) for file in _files(name))
     conversations, left_out, fields = [], [], Counter()
     for where, record in records:
         try:
@@ -71,6 +71,32 @@ def load_conversations(
     if not conversations:
         raise ValueError(f"{data} holds no conversations (split {split!r})")
     return conversations
+
+
+def is_pattern(name: str) -> bool:
+    """Whether this is a pattern of files, and not a file or the name of a data set."""
+    return any(sign in name for sign in "*?[") and not Path(name).expanduser().exists()
+
+
+def _files(name: str) -> list[str]:
+    """The names that a pattern stands for, in order; any other name itself."""
+    if not is_pattern(name):
+        return [name]
+    found = sorted(glob.glob(str(Path(name).expanduser()), recursive=True))
+    if not found:
+        raise ValueError(f"no file matches the pattern {name}")
+    return found
+
+
+def _records(name: str, split: str) -> Iterable[tuple[str, object]]:
+    """(place, record) of a file, folder or name."""
+    path = Path(name).expanduser()
+    kind = Path(path.stem).suffix if path.suffix in _OPENED else path.suffix
+    if kind not in (".json", ".jsonl"):
+        return _read_dataset(name, path, split)
+    if split != "train":
+        raise ValueError(f"{name} is one file and has no split {split!r}; its only split is 'train'")
+    return _read_json(path, kind) if kind == ".json" else _read_jsonl(path, kind)
 
 
 def split_of(data: str) -> tuple[str, str]:
@@ -96,13 +122,9 @@ def _conversation(record, where: str, answered: bool, with_fields: bool, fields:
     """One record of either shape as messages. `fields` counts the fields that are left out."""
     if isinstance(record, _UnusableRecord):
         raise record
-    turns = (record.get("messages") or record.get("conversations")) if isinstance(record, dict) else None
-    if not isinstance(turns, list) or not turns:
-        raise _UnusableRecord(
-            "without turns",
-            f"{where}: expected an object with a list under 'messages' (role/content) or 'conversations' (from/value), "
-            f"found {excerpt(record)}",
-        )
+    turns = turns_of(record)
+    if turns is None:
+        raise _UnusableRecord("without turns", f"{where}: expected an object with {SHAPES}, found {excerpt(record)}")
     messages, unused = [], Counter()
     roles = _ROLES | {"tool": "tool"} if with_fields else _ROLES
     for turn in turns:
@@ -154,8 +176,8 @@ def _text(content) -> str | None:
     return content.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def _read_jsonl(path: Path) -> Iterator[tuple[str, object]]:
-    lines = _read_text(path).split("\n")
+def _read_jsonl(path: Path, kind: str) -> Iterator[tuple[str, object]]:
+    lines = _read_text(path, kind).split("\n")
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
@@ -168,9 +190,9 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, object]]:
             yield f"{path}, line {number}", record
 
 
-def _read_json(path: Path) -> Iterator[tuple[str, object]]:
+def _read_json(path: Path, kind: str) -> Iterator[tuple[str, object]]:
     try:
-        records = json.loads(_read_text(path))
+        records = json.loads(_read_text(path, kind))
     except json.JSONDecodeError as error:
         lines = "; one object per line? then name it .jsonl" if error.msg == "Extra data" else ""
         raise ValueError(f"{path}, line {error.lineno}: not JSON ({error}){lines}") from None
@@ -179,16 +201,31 @@ def _read_json(path: Path) -> Iterator[tuple[str, object]]:
     yield from ((f"{path}, item {number}", record) for number, record in enumerate(records, 1))
 
 
-def _read_text(path: Path) -> str:
+def _read_text(path: Path, kind: str) -> str:
+    """The text of a file.  kind: its suffix, without that of its compression"""
     try:
-        content = path.read_bytes().replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        content = _OPENED.get(path.suffix, bytes)(path.read_bytes()).replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         return content.decode("utf-8-sig")
-    except OSError as error:
-        raise ValueError(f"the data file {path} cannot be read: {error.strerror or error}") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"the data file {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     except UnicodeDecodeError as error:
-        if path.suffix == ".jsonl" and error.reason == "unexpected end of data":  # cut within a character
+        if kind == ".jsonl" and error.reason == "unexpected end of data":  # cut within a character
             return content.decode("utf-8-sig", "replace")
         raise ValueError(f"the data file {path} is not UTF-8 text: {error}") from None
+
+
+def _unzstd(content: bytes) -> bytes:
+    try:
+        import zstandard
+    except ImportError:
+        raise ValueError("files that end in .zst need the `zstandard` library (pip install zstandard)") from None
+    try:
+        return zstandard.ZstdDecompressor().stream_reader(content, read_across_frames=True).read()
+    except zstandard.ZstdError as error:
+        raise OSError(f"no zstd file ({error})") from None
+
+
+_OPENED = {".gz": gzip.decompress, ".zst": _unzstd}  # by the suffix of a compressed file
 
 
 def _read_dataset(data: str, path: Path, split: str) -> Iterable[tuple[str, object]]:

@@ -27,7 +27,7 @@ def add_options(parser):
     parser.add_argument(
         "data",
         metavar="DATA",
-        help="as the trainers' `data`: stdlib, installed, a .json/.jsonl/.parquet file, a `datasets` name or folder (NAME:SPLIT); "
+        help="as the trainers' `data`: stdlib, installed, a .json/.jsonl/.parquet file or a pattern of them, a `datasets` name or folder (NAME:SPLIT); "
         "prompts without answers are enough",
     )
     parser.add_argument(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from huggingface_hub import try_to_load_from_cache
 
-from ..data.conversations import BUILT_IN, split_of
+from ..data.conversations import BUILT_IN, is_pattern, split_of
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def find_sources(recipe, model, rows):
     name, _ = split_of(recipe.data)
     data = {"name": recipe.data, "rows": rows, "revision": None, "licence": None}
     place = Path(name).expanduser()
-    if name in BUILT_IN:
+    if name in BUILT_IN or is_pattern(name):
         uri = ""
     elif place.exists():
         uri, data["licence"] = place.resolve().as_uri(), _licence(place / "README.md")

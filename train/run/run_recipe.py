@@ -24,8 +24,8 @@ class RunRecipe:
     target: str = key(MISSING, "the frozen model: a folder or Hub id of any AutoModelForCausalLM")
     data: str = key(
         MISSING,
-        "conversations: stdlib, installed (Python source here), a .json/.jsonl/.parquet file, a `datasets` name or folder; a split "
-        "other than train follows a colon: OWNER/NAME:train_sft",
+        "conversations: stdlib, installed (Python source here), a .json/.jsonl (also .gz, .zst) or .parquet file, a pattern of "
+        "files, a `datasets` name or folder; a split other than train follows a colon: OWNER/NAME:train_sft",
     )
     output: str = key(MISSING, "the run folder, e.g. runs/first; it must be new unless the run is resumed")
     template_date: str = key(

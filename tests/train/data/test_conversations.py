@@ -1,5 +1,6 @@
 """Conversations from every source become the same messages, and what is wrong with one is said by file and line."""
 
+import gzip
 import json
 import sys
 
@@ -248,6 +249,74 @@ def test_dataset_that_cannot_be_loaded_says_what_data_may_be(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="cannot be loaded"):
         load_conversations(str(tmp_path / "empty"))
+
+
+SAID = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+SYSTEM = {"role": "system", "content": "s"}
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        ({"prompt": "q", "completion": "a"}, SAID),
+        ({"prompt": [SYSTEM, SAID[0]], "completion": [SAID[1]]}, [SYSTEM, *SAID]),
+        ({"instruction": "q", "output": "a", "input": ""}, SAID),
+        (
+            {"instruction": "q", "output": "a", "input": "x", "system": "s"},
+            [SYSTEM, {**SAID[0], "content": "q\n\nx"}, SAID[1]],
+        ),
+        ({"messages": SAID, "prompt": "q2", "completion": "b"}, SAID),
+        ({"messages": [], "prompt": "q", "completion": "a"}, SAID),
+    ],
+)
+def test_prompts_with_completions_and_instructions_become_messages(tmp_path, record, expected):
+    assert load_conversations(write(tmp_path / "a.jsonl", record)) == [expected]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [{"prompt": "q"}, {"prompt": "q", "completion": None}, {"prompt": "q", "completion": ["a"]}, {"output": "a"}],
+)
+def test_half_of_a_shape_is_none(tmp_path, record):
+    with pytest.raises(
+        ValueError,
+        match=r"line 1: (expected an object with a list under 'messages'.*'instruction' and 'output'|a turn)",
+    ):
+        load_conversations(write(tmp_path / "a.jsonl", record))
+
+
+def test_compressed_files_and_patterns_are_read_in_the_order_of_their_names(tmp_path):
+    def numbered(number):
+        return {"messages": [{"role": "user", "content": str(number)}, SAID[1]]}
+
+    write(tmp_path / "b.jsonl", numbered(1), numbered(2))
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(json.dumps(numbered(3)).encode() + b"\r\n"))
+    (tmp_path / "a.json.gz").write_bytes(gzip.compress(json.dumps([numbered(0)]).encode()))
+    found = load_conversations(str(tmp_path / "*"))
+    assert [messages[0]["content"] for messages in found] == ["0", "1", "2", "3"]
+    assert len(load_conversations(str(tmp_path / "?.jsonl*"))) == 3
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(b"{" * 999)[:-12])
+    with pytest.raises(ValueError, match=r"c\.jsonl\.gz cannot be read: Compressed file ended"):
+        load_conversations(str(tmp_path / "c.jsonl.gz"))
+    with pytest.raises(ValueError, match=r"b\.jsonl is one file and has no split 'test'"):
+        load_conversations(f"{tmp_path}/b*:test")
+    with pytest.raises(ValueError, match=r"no file matches the pattern .*nothing"):
+        load_conversations(str(tmp_path / "nothing*.jsonl"))
+
+
+def test_zstandard_is_asked_for_where_a_file_needs_it(tmp_path, monkeypatch):
+    path = tmp_path / "a.jsonl.zst"
+    path.write_bytes(b"no zstd")
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "zstandard", None)
+        with pytest.raises(ValueError, match="need the `zstandard` library"):
+            load_conversations(str(path))
+    zstandard = pytest.importorskip("zstandard")
+    with pytest.raises(ValueError, match="cannot be read: no zstd file"):
+        load_conversations(str(path))
+    frames = [zstandard.compress(json.dumps({"messages": SAID}).encode() + b"\n") for _ in range(2)]
+    path.write_bytes(b"".join(frames))
+    assert load_conversations(str(path)) == [SAID, SAID]
 
 
 def test_missing_datasets_library_is_told(monkeypatch):
