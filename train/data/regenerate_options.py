@@ -27,8 +27,8 @@ def add_options(parser):
     parser.add_argument(
         "data",
         metavar="DATA",
-        help="as the trainers' `data`: stdlib, installed, a .json/.jsonl/.parquet file or a pattern of them, a `datasets` name or folder (NAME:SPLIT); "
-        "prompts without answers are enough",
+        help="as the trainers' `data`: stdlib, installed, a .json/.jsonl/.parquet file or a pattern of them, a `datasets` "
+        "name or folder (NAME:SPLIT); prompts without answers are enough",
     )
     parser.add_argument(
         "--model", required=True, help="the target: a folder or Hub id; with --endpoint the server's name of it"
