@@ -79,7 +79,7 @@ def measure_workspace(engine, num_tokens):
     device, seats = engine.decoder.device, engine.seats
     num_tokens = max(1, min(num_tokens, (engine.seats.block_table.shape[1] - 1) * PAGE))
     before = torch.cuda.memory_allocated(device)
-    for count in engine.decoder.row_counts(num_tokens):
+    for count in _counts_of_rank_0(engine.decoder, num_tokens):
         torch.cuda.reset_peak_memory_stats(device)
         hidden = engine.prompts.run_dummy(count)
         if count <= SCORED_ROWS:  # of first tokens, of which there are any number at once, or of scored ones
@@ -105,6 +105,13 @@ def measure_workspace(engine, num_tokens):
     changed = rows if isinstance(engine.graphs.step.verifier, Ratio) else min(rows, FILTERED_ROWS)
     changed += sizes[-1] * max(places, level)
     return 2 * prefill + step + (held + changed) * engine.decoder.vocab_size * 4
+
+
+def _counts_of_rank_0(decoder, most):
+    """Decoder.row_counts of rank 0: ranks gather in every pass, and their products may differ in shape, and so in launches."""
+    counts, ranks = decoder.row_counts(most), decoder.ranks
+    length = int(ranks.of_first([len(counts)])[0])
+    return [int(count) for count in ranks.of_first((counts + [most] * length)[:length])]
 
 
 def _compile_the_rest(engine, hidden):

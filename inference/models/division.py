@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from ...kernels.embedding import embed
+from ...kernels.jit import on_device
 from ...kernels.linear.linear import linear_sums, pack_weight
 from ...kernels.linear.linear_table import num_splits, split_depth
 from .blocks import Linear
@@ -251,11 +252,13 @@ class Division(Whole):
         self.ranks.begin()
         parts = self.ranks.gather(logits)  # [size, M, vocab_rows]
         whole = parts.transpose(0, 1).flatten(1)[:, : self.config.vocab_size]
-        return whole.contiguous() if out is None else out.copy_(whole)
+        # A copy in any case: of one row the parts are whole already, in a buffer of the ranks.
+        return (logits.new_empty(whole.shape) if out is None else out).copy_(whole)
 
     def joined(self, table):
-        self.ranks.begin()
-        return self.ranks.gather(table).flatten(0, 1)[: self.config.vocab_size].clone()
+        with on_device(table.device):
+            self.ranks.begin()
+            return self.ranks.gather(table).flatten(0, 1)[: self.config.vocab_size].clone()
 
 
 def check_divides(config, size, invariant=None):

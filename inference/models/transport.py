@@ -5,8 +5,8 @@
     seconds = ranks.of_first(seconds) # what rank 0 gave
 
 Every rank calls the same methods in the same order. Nothing is added here: a library's all-reduce chooses its order of sums, so
-parts are gathered and the next kernel adds them, in order. A transport may keep its results in buffers of its own: one holds until
-the second gather after it.
+parts are gathered and the next kernel adds them, in order. A transport may keep its results in buffers of its own: they have to be
+read before the next `gather` or `begin`, in the order of the device's stream.
 
 ALONE is the group of one. GlooRanks is the reference, for tensors on the CPU. GPUs: inference/ranks/peer_ranks.py.
 """

@@ -113,9 +113,10 @@ class LeadingSession(Session):
                 advanced = self.engine.step()
                 self.ranks.check()  # on GPUs nobody waits for a rank that has ended, and what was computed is void
                 return advanced
-            except RankLost as error:
-                raise self.ranks.fault() from error
-            except BaseException:
+            except BaseException as error:
+                # Where a rank has ended, what else went wrong came of void results.
+                if isinstance(error, RankLost) or (isinstance(error, Exception) and self.ranks.have_ended()):
+                    raise self.ranks.fault() from error
                 self.ranks.end()
                 raise
 

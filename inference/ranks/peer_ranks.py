@@ -4,17 +4,24 @@
     ranks.begin()                                            # of a pass: it follows what another graph, or none, gathered
     parts = ranks.gather(part)
 
-Captured in CUDA graphs, as the rest of a pass. Two buffers take turns, so a result holds until the second gather after it. Larger
-parts than a buffer holds are gathered in pieces, and copied.
+Captured in CUDA graphs, as the rest of a pass. Two buffers take turns, so a result has to be read before the next gather, in the
+order of the stream. Larger parts than a buffer holds are gathered in pieces, and copied.
 """
 
+import functools
 import os
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _SymmetricMemory
+from torch._C._distributed_c10d import (
+    ProcessGroup,
+    _register_process_group,
+    _SymmetricMemory,
+    _unregister_process_group,
+)
 
 from ...kernels.peer_gather import PROGRAMS, Peers, peer_barrier, peer_gather
+from ..models.transport import MEET
 
 CAPACITY = 2**27  # bytes of a buffer: the sums of 2,048 rows of 8,192 on two ranks
 ALIGNMENT = 16
@@ -27,16 +34,29 @@ def shared_memory(host, device, capacity=CAPACITY):
     """
     # Multicast objects that a process leaves behind can keep others from the GPUs of this host; nothing here uses them.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    name = f"headstart-{host.name}"
-    _SymmetricMemory.set_group_info(name, host.rank, host.size, dist.PrefixStore("peers", host.store))
-    num_bytes = 2 * capacity + 4 * PROGRAMS * host.size
-    with torch.cuda.device(device):
-        own = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device, name)
-        own.zero_()
-        addresses = list(_SymmetricMemory.rendezvous(own).buffer_ptrs)
-        torch.cuda.synchronize(device)
-    host.least(0)  # nobody writes before all is zero
+    name, num_bytes = f"headstart-{host.name}", 2 * capacity + 4 * PROGRAMS * host.size
+    # The rendezvous asks the group of this name for its rank, size and store; it needs no backend, and no default group.
+    store = dist.PrefixStore("peers", host.store)
+    store.set_timeout(MEET)
+    group = ProcessGroup(store, host.rank, host.size)
+    host.least(0)  # all have come so far: the rendezvous would wait for long, and notice no end
+    _register_process_group(name, group)
+    try:
+        with torch.cuda.device(device), torch.inference_mode(False):
+            own = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device, name)
+            own.zero_()
+            torch.cuda.synchronize(device)
+            host.least(0)  # and have found memory, which is zero before anybody writes
+            addresses = list(_SymmetricMemory.rendezvous(own).buffer_ptrs)
+    finally:
+        _unregister_process_group(name)
+    host.least(0)
     return own, addresses
+
+
+def _stop(number):
+    with torch.inference_mode():  # also where the number was made in that mode
+        number.fill_(1)
 
 
 class PeerRanks:
@@ -93,9 +113,9 @@ class PeerRanks:
         """See Alone.check."""
         self._host.check()
 
-    def stop(self):
-        """A rank has ended: no kernel of this one waits any more. For any thread."""
-        self._peers.stop.fill_(1)
+    def stopper(self):
+        """A function for any thread, once a rank has ended: no kernel of this one waits any more. It does not hold the group."""
+        return functools.partial(_stop, self._peers.stop)
 
     def _place(self):
         return self._turn * self._capacity

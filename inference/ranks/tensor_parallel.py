@@ -102,6 +102,8 @@ class TensorParallel:
         if not self.divides:
             yield WHOLE
         elif self.member or self.size == 1:
+            if self.member and device.type == "cuda":
+                torch.cuda.set_device(device)  # this process has no other
             yield Division(config, self._transport(self.member, device), device.type, self.invariant)
         else:
             self.processes = RankProcesses(self.size)
@@ -110,7 +112,7 @@ class TensorParallel:
                 host = GlooRanks(self.processes.folder, 0, self.size, self.processes.have_ended)
                 ranks = self._transport(host, device)
                 if device.type == "cuda":
-                    self.processes.stop_by(ranks.stop)
+                    self.processes.stop_by(ranks.stopper())
                 division = Division(config, ranks, device.type, self.invariant)
                 self._tell(division)
                 yield division

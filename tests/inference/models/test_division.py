@@ -1,12 +1,14 @@
 """Ranks of a tensor-parallel group: what each holds of a decoder, and that together they compute the bits of one device."""
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from headstart.inference.engine.cache import _counts_of_rank_0
 from headstart.inference.models.decoder import Decoder, ForwardPass
 from headstart.inference.models.division import WHOLE, Division, check_divides, in_pairs
 from headstart.inference.models.transport import ALONE
@@ -200,6 +202,16 @@ def test_ranks_are_near_one_device_where_the_ranges_are_not():
     assert first[0] != whole[0]
     for ours, theirs in zip(first, whole):
         assert np.allclose(np.frombuffer(ours), np.frombuffer(theirs), rtol=1e-5, atol=1e-5)
+
+
+def counts_of(ranks):
+    """What a rank runs at start-up where its products have one launch more than those of rank 0, or one less."""
+    own = {0: [7, 30, 64], 1: [7, 64], 2: [7, 20, 30, 64]}[ranks.rank]
+    return _counts_of_rank_0(SimpleNamespace(row_counts=lambda most: own, ranks=ranks), 64)
+
+
+def test_ranks_run_as_many_passes_at_start_up():
+    assert on_ranks(3, counts_of) == [[7, 30, 64]] * 3
 
 
 @pytest.mark.parametrize(

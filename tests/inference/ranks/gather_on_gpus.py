@@ -1,5 +1,6 @@
 """A rank of a group on GPUs that gathers parts, and says which were wrong: python -m ... FOLDER SIZE RANK (test_gpu_ranks.py)."""
 
+import faulthandler
 import sys
 
 import torch
@@ -17,6 +18,7 @@ CAPACITY = 2**22  # bytes: the last of them takes pieces
 
 
 def main(folder, size, rank):
+    faulthandler.dump_traceback_later(60)  # a rank that waits for ever says where
     device = torch.device("cuda", rank % torch.cuda.device_count())
     host = GlooRanks(folder, rank, size)
     ranks = PeerRanks(host, *shared_memory(host, device, CAPACITY))

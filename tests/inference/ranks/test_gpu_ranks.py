@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 
+from headstart.heads.checkpoint import save_head
 from headstart.inference.llm import LLM
 from headstart.inference.ranks import tensor_parallel
 from headstart.inference.ranks.processes import RanksEnded
@@ -79,9 +80,12 @@ def test_any_number_of_ranks_gives_the_bits_of_one(divided_folder, gpu_llm, size
     [(name, config) for name, _, config in speculations()],
     ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_speculation_changes_no_bit_on_gpus(divided_folder, gpu_llm, name, config):
+def test_speculation_changes_no_bit_on_gpus(divided_folder, gpu_llm, tmp_path, name, config):
     if name == "the target itself":
         config = config | dict(model=str(divided_folder))
+    elif "model" in config:  # each rank reads it onto its own GPU
+        save_head(config["model"], tmp_path / "head")
+        config = config | dict(model=str(tmp_path / "head"))
     plain = gpu_llm(divided_folder, 2)
     expected = outputs_of(plain)
     plain.session.ranks.end()

@@ -1,15 +1,19 @@
 """PeerRanks over memory that processes share, in the interpreter. On GPUs: test_gpu_ranks.py."""
 
+import gc
 import multiprocessing
 import tempfile
+import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from headstart.inference.models.division import Division
 from headstart.inference.models.transport import ALONE, GlooRanks
 from headstart.inference.ranks.peer_ranks import PeerRanks
 from headstart.kernels.peer_gather import PROGRAMS
-from headstart.tests.inference.models.test_division import scores
+from headstart.tests.inference.models.test_division import BIASED, scores
 
 CAPACITY = 4096
 
@@ -39,6 +43,20 @@ def run_decoder(rank, size, folder, memory, results):
     results.put(scores(peers, 4, torch.float32, device_type="cuda"))
 
 
+def keep_logits(rank, size, folder, memory, results):
+    """Logits of one row are still right after those of others."""
+    host = GlooRanks(folder, rank, size)
+    peers = PeerRanks(host, memory[rank], [one.data_ptr() for one in memory])
+    division = Division(BIASED, peers, "cuda")
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(size, 3, division.vocab_rows, generator=generator)
+    first = division.joined_logits(whole[rank, :1].contiguous())
+    kept = first.clone()
+    for rows in (2, 3, 1):
+        division.joined_logits(-whole[rank, :rows].contiguous())
+    results.put(torch.equal(first, kept))
+
+
 def on_processes(size, work):
     """What work(rank, size, folder, memory, results) puts into results, on forks that share memory."""
     context = multiprocessing.get_context("fork")
@@ -54,6 +72,23 @@ def on_processes(size, work):
 @pytest.mark.parametrize("size", [2, 3])
 def test_parts_come_in_the_order_of_the_ranks(size):
     assert on_processes(size, run_rank) == [10] * size
+
+
+@pytest.mark.interpreter
+def test_logits_do_not_lie_in_a_buffer_of_the_ranks():
+    assert on_processes(2, keep_logits) == [True, True]
+
+
+def test_what_stops_the_kernels_holds_no_group():
+    """Else an LLM that nobody uses any more would keep its ranks."""
+    memory = torch.zeros(2 * CAPACITY + 8 * PROGRAMS, dtype=torch.uint8)
+    peers = PeerRanks(SimpleNamespace(rank=0, size=2), memory, [memory.data_ptr()] * 2)
+    stop, number, held = peers.stopper(), peers._peers.stop, weakref.ref(peers)
+    del peers
+    gc.collect()
+    assert held() is None
+    stop()
+    assert number.tolist() == [1]
 
 
 @pytest.mark.interpreter
