@@ -38,6 +38,19 @@ class Peers(NamedTuple):
 
 
 @jit
+def _turn(flag, was: tl.constexpr, now: tl.constexpr, stop, stopped, SEM: tl.constexpr):
+    """Wait until a flag is `was`, and make it `now`.  -> whether waits have ended"""
+    seen = tl.atomic_cas(flag, was, now, sem=SEM, scope="sys")
+    looks = 0
+    while (seen != was) & (stopped == 0):
+        seen = tl.atomic_cas(flag, was, now, sem=SEM, scope="sys")
+        looks += 1
+        if looks % LOOK_AGAIN == 0:
+            stopped = tl.load(stop, volatile=True)
+    return stopped
+
+
+@jit
 def _raise_flags(flags, stop, RANK: tl.constexpr, SIZE: tl.constexpr):
     """Tell this program of every other rank that this one's writes are done, and wait for theirs."""
     tl.debug_barrier()  # of all threads of the program
@@ -45,22 +58,10 @@ def _raise_flags(flags, stop, RANK: tl.constexpr, SIZE: tl.constexpr):
     stopped = tl.load(stop, volatile=True)
     for step in tl.static_range(1, SIZE):
         flag = tl.load(flags + (RANK + step) % SIZE).to(tl.pointer_type(tl.int32)) + own + RANK
-        seen = tl.atomic_cas(flag, 0, 1, sem="release", scope="sys")
-        looks = 0
-        while (seen != 0) & (stopped == 0):
-            seen = tl.atomic_cas(flag, 0, 1, sem="release", scope="sys")
-            looks += 1
-            if looks % LOOK_AGAIN == 0:
-                stopped = tl.load(stop, volatile=True)
+        stopped = _turn(flag, 0, 1, stop, stopped, "release")
     for step in tl.static_range(1, SIZE):
         flag = tl.load(flags + RANK).to(tl.pointer_type(tl.int32)) + own + (RANK + step) % SIZE
-        seen = tl.atomic_cas(flag, 1, 0, sem="acquire", scope="sys")
-        looks = 0
-        while (seen != 1) & (stopped == 0):
-            seen = tl.atomic_cas(flag, 1, 0, sem="acquire", scope="sys")
-            looks += 1
-            if looks % LOOK_AGAIN == 0:
-                stopped = tl.load(stop, volatile=True)
+        stopped = _turn(flag, 1, 0, stop, stopped, "acquire")
     tl.debug_barrier()
 
 

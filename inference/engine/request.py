@@ -35,7 +35,7 @@ class Request:
     stop_checker: object  # stopping.StopChecker, called after every appended token; None or what stopped it
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
     matcher: object = (
-        None  # the grammar.matcher.Matcher of a form, which has accepted output_token_ids; None after the end
+        None  # of a form: a grammar.matcher.Matcher that has accepted output_token_ids; None once released
     )
     cache_salt: str | None = None  # pages are shared with requests of the same salt only
     is_streamed: bool = False  # whether somebody waits for every token: then prompts beside it must not take long

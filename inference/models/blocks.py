@@ -28,9 +28,7 @@ class Linear(NamedTuple):
 
     weight: torch.Tensor  # [N, K]
     bias: torch.Tensor | None = None  # [N]
-    splits: int | None = (
-        None  # ranges of K on a GPU, of the product that these are some features of; None: of this shape
-    )
+    splits: int | None = None  # ranges of K on a GPU, of a product with more features than these; None: by this shape
 
     def parts(self, x):
         """Partial sums that the next kernel adds.  x [M, K] -> [S, M, N]"""

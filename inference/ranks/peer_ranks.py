@@ -13,12 +13,6 @@ import os
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import (
-    ProcessGroup,
-    _register_process_group,
-    _SymmetricMemory,
-    _unregister_process_group,
-)
 
 from ...kernels.peer_gather import PROGRAMS, Peers, peer_barrier, peer_gather
 from ..models.transport import MEET
@@ -32,6 +26,14 @@ def shared_memory(host, device, capacity=CAPACITY):
 
     host: their GlooRanks  ->  (this rank's uint8 [bytes], addresses of all ranks' as this one sees them)
     """
+    # Not every build of torch has them.
+    from torch._C._distributed_c10d import (
+        ProcessGroup,
+        _register_process_group,
+        _SymmetricMemory,
+        _unregister_process_group,
+    )
+
     # Multicast objects that a process leaves behind can keep others from the GPUs of this host; nothing here uses them.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     name, num_bytes = f"headstart-{host.name}", 2 * capacity + 4 * PROGRAMS * host.size

@@ -182,10 +182,9 @@ def add_parts(parts, dtype, out=None):
 def linear_parts(x, w, b=None, out=None, splits=None):
     """The partial sums of linear(x, w, b), for a consumer that adds them itself (`sum_parts`): [S, M, N]
 
-    splits: S on a GPU, for some features of a larger weight (its num_splits); None: num_splits(N, K). S > 1: float32; the bias is
-    in part 0. S = 1: the finished product in x's dtype (also on the CPU, and for
-    so many rows that the kernel adds the parts itself; on a GPU it is written to `out` [M, N] if given). Raises ValueError for
-    shapes that do not fit.
+    splits: S on a GPU, for some features of a larger weight (its num_splits); None: num_splits(N, K). S > 1: float32; the
+    bias is in part 0. S = 1: the finished product in x's dtype (also on the CPU, and for so many rows that the kernel adds
+    the parts itself; on a GPU it is written to `out` [M, N] if given). Raises ValueError for shapes that do not fit.
     """
     if not on_triton(x):
         return _linear_in_blocks(x, w, b)[None]

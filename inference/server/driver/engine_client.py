@@ -69,7 +69,7 @@ class EngineClient:
     def metrics(self):
         """vLLM's counters and gauges of the engine, after its last step."""
         counts = self._counts
-        if self.failure:  # the engine says no more that nothing runs
+        if self.failure:  # it tells nothing any more
             counts = counts | {"gauges": dict.fromkeys(counts["gauges"], 0)}
         return metrics_of(counts, self._model_name)
 
