@@ -53,7 +53,7 @@ class LLM:
         config, with load_format "dummy"; or another LLM, whose weights are shared.
     tokenizer: folder, Hub id or tokenizer object; None: the model's own.
     dtype: "auto", "bfloat16", "float16" or "half", "float32" or "float", or a torch.dtype. auto: the checkpoint's on a GPU; on the
-        CPU bfloat16 or float32, whichever this machine measures faster. A loaded model keeps its own.
+        CPU bfloat16 if it has instructions for it, else float32. A loaded model keeps its own.
     device: "auto" or None (a GPU if there is one), "cpu", "cuda", "cuda:1" ... or a torch.device.
     max_model_len: longest prompt + output in tokens; None: the model's own limit, with linear and YaRN rope the scaled one.
     max_num_seqs: number of requests that can run at once.

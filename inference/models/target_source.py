@@ -1,8 +1,7 @@
 """Find and load a target's config, tokenizer and weights, with clear errors before long work."""
 
 import contextlib
-import functools
-import time
+import platform
 from pathlib import Path
 
 import torch
@@ -13,7 +12,6 @@ from ...heads.head import Head
 from ...heads.storage.hub_answer import ask_hub, hub_options
 from ...heads.storage.hub_id import near_folder
 from ...heads.storage.remote_code import check_config_code, check_same_code, config_code, tokenizer_code
-from ...kernels.linear.linear import linear
 from .division import WHOLE
 from .support import decoder_class
 
@@ -214,19 +212,16 @@ def load_decoder(model, config, *, dtype, device, max_positions, load_format, ad
     )
 
 
-@functools.cache
 def faster_cpu_dtype():
-    """bfloat16 or float32, whichever runs the engine's blocks of rows faster on this machine (measured once per process)."""
-    seconds = {}
-    x, w = torch.randn(16, 1024), torch.randn(1024, 1024)
-    for dtype in (torch.float32, torch.bfloat16):
-        xd, wd, times = x.to(dtype), w.to(dtype), []
-        for _ in range(25):
-            start = time.perf_counter()
-            linear(xd, wd)
-            times.append(time.perf_counter() - start)
-        seconds[dtype] = sorted(times)[len(times) // 4]
-    return min(seconds, key=seconds.get)
+    """bfloat16 where this CPU multiplies it, float32 elsewhere.
+
+    A fact of the machine, and nothing that is measured: the same model has to give the same bits after a restart.
+    """
+    if platform.machine() in ("x86_64", "AMD64"):
+        multiplies = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    else:
+        multiplies = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.bfloat16 if multiplies else torch.float32
 
 
 def generation_config(model):
