@@ -21,6 +21,31 @@ CAPACITY = 2**27  # bytes of a buffer: the sums of 2,048 rows of 8,192 on two ra
 ALIGNMENT = 16
 
 
+class MeetingStore(dist.Store):
+    """A store in which a rendezvous finds ranks that have been through fewer of them.
+
+    torch numbers the exchanges of a rendezvous by what its process has exchanged before ("PREFIX/NUMBER/RANK"): rank 0 may have
+    built LLMs, the others are new. Here a process's first number counts as 0.
+    """
+
+    def __init__(self, store):
+        super().__init__()
+        self._store, self._first = store, {}
+
+    def set(self, key, value):
+        self._store.set(self._named(key), value)
+
+    def get(self, key):
+        return self._store.get(self._named(key))
+
+    def wait(self, keys, timeout=MEET):
+        self._store.wait([self._named(key) for key in keys], timeout)
+
+    def _named(self, key):
+        prefix, number, rank = key.rsplit("/", 2)
+        return f"{prefix}/{int(number) - self._first.setdefault(prefix, int(number))}/{rank}"
+
+
 def shared_memory(host, device, capacity=CAPACITY):
     """Memory on every rank's GPU that all ranks can write; zeros. All ranks call this together.
 
@@ -38,8 +63,7 @@ def shared_memory(host, device, capacity=CAPACITY):
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     name, num_bytes = f"headstart-{host.name}", 2 * capacity + 4 * PROGRAMS * host.size
     # The rendezvous asks the group of this name for its rank, size and store; it needs no backend, and no default group.
-    store = dist.PrefixStore("peers", host.store)
-    store.set_timeout(MEET)
+    store = MeetingStore(dist.PrefixStore("peers", host.store))
     group = ProcessGroup(store, host.rank, host.size)
     host.least(0)  # all have come so far: the rendezvous would wait for long, and notice no end
     _register_process_group(name, group)

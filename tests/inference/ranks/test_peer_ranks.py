@@ -4,14 +4,16 @@ import gc
 import multiprocessing
 import tempfile
 import weakref
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from headstart.inference.models.division import Division
 from headstart.inference.models.transport import ALONE, GlooRanks
-from headstart.inference.ranks.peer_ranks import PeerRanks
+from headstart.inference.ranks.peer_ranks import MeetingStore, PeerRanks
 from headstart.kernels.peer_gather import PROGRAMS
 from headstart.tests.inference.models.test_division import BIASED, scores
 
@@ -96,3 +98,20 @@ def test_what_stops_the_kernels_holds_no_group():
 def test_a_decoder_on_the_kernels_gives_the_bits_of_one_device(size):
     """Divided as on GPUs: sums go straight into the buffers, and features are cut as those of the whole product."""
     assert on_processes(size, run_decoder) == [scores(ALONE, 4, torch.float32, device_type="cuda")] * size
+
+
+def test_ranks_meet_whatever_their_processes_exchanged_before(tmp_path):
+    """As torch's rendezvous calls a store: from C++, with keys that count the exchanges of the process."""
+    one, other = (MeetingStore(dist.FileStore(str(tmp_path / "ranks"), 2)) for _ in range(2))
+    first, second = dist.PrefixStore("peers", one), dist.PrefixStore("peers", other)
+    for turn in range(3):
+        first.set(f"X/{5 + turn}/0", bytes([turn, 0, 255]))
+        second.set(f"X/{turn}/1", b"b")
+        second.wait([f"X/{turn}/0"])
+        assert second.get(f"X/{turn}/0") == bytes([turn, 0, 255])
+        assert first.get(f"X/{5 + turn}/1") == b"b"
+    first.set("Y/9/0", b"of another prefix")
+    second.set("Y/0/1", b"")
+    assert second.get("Y/0/0") == b"of another prefix"
+    with pytest.raises(RuntimeError, match="Wait timeout"):
+        second.wait(["Y/1/0"], timedelta(seconds=0.1))
