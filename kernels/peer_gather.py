@@ -2,9 +2,10 @@
 
     peer_gather(part, place, peers)       # rank r's part stands at place + r * len(part) of every rank's buffer
 
-Each program copies its pieces of the part into all buffers, raises a flag in every other rank's memory, and waits for the flags of
-the others: what the same program of another rank has written is there then. All ranks launch the same calls in the same order. A
-wait takes its flag down, and a rank raises a flag only when it is down, so flags need no numbers and graphs can be replayed.
+Each program copies its pieces of the part into all buffers. The last of them to end counts up a flag in every other rank's memory,
+and waits until the others' flags have counted as far: what they have written is there then. One program meets the others, because a
+fence over all GPUs is slow, and those of many programs queue. All ranks launch the same calls in the same order. Flags only ever
+count up, and each rank keeps its own count on the device, so graphs can be replayed.
 
 A buffer must not be written while another rank may still read its last contents. Two buffers that take turns ensure it: a rank that
 writes the first one again has seen the flags of the call between, which the others raised after they had read. The first call of a
@@ -22,7 +23,9 @@ import torch
 from .jit import jit, tl, triton
 
 BLOCK = 512  # words that a program copies at a time
-PROGRAMS = 64  # at most; the same on all ranks, whatever their GPUs
+PROGRAMS = 128  # at most
+LINE = 32  # int32 numbers from flag to flag, so that each has a line of the cache
+FLAG = tl.constexpr(LINE)
 LOOK_AGAIN = tl.constexpr(4096)  # looks at a flag between two looks at `stop`, which is across the bus
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
@@ -33,55 +36,64 @@ class Peers(NamedTuple):
     rank: int
     size: int
     buffers: torch.Tensor  # int64 [R] addresses of the ranks' buffers
-    flags: torch.Tensor  # int64 [R] addresses of the ranks' flags: int32 [PROGRAMS, R], 0 before the first call
+    flags: torch.Tensor  # int64 [R] addresses of the ranks' flags: int32 [R, LINE], 0 before the first call
+    counts: torch.Tensor  # int32 [2] of this rank: calls, and programs of this one that have ended; 0 before the first call
     stop: torch.Tensor  # int32 [1], pinned
 
 
-@jit
-def _turn(flag, was: tl.constexpr, now: tl.constexpr, stop, stopped, SEM: tl.constexpr):
-    """Wait until a flag is `was`, and make it `now`.  -> whether waits have ended"""
-    seen = tl.atomic_cas(flag, was, now, sem=SEM, scope="sys")
-    looks = 0
-    while (seen != was) & (stopped == 0):
-        seen = tl.atomic_cas(flag, was, now, sem=SEM, scope="sys")
-        looks += 1
-        if looks % LOOK_AGAIN == 0:
-            stopped = tl.load(stop, volatile=True)
-    return stopped
+def flag_bytes(size):
+    """Bytes of one rank's flags."""
+    return 4 * LINE * size
 
 
 @jit
-def _raise_flags(flags, stop, RANK: tl.constexpr, SIZE: tl.constexpr):
-    """Tell this program of every other rank that this one's writes are done, and wait for theirs."""
-    tl.debug_barrier()  # of all threads of the program
-    own = tl.program_id(0) * SIZE
-    stopped = tl.load(stop, volatile=True)
+def _meet(flags, counts, stop, RANK: tl.constexpr, SIZE: tl.constexpr):
+    """Tell the other ranks that this one has come here, with all that it has written, and wait for them."""
+    call = tl.load(counts) + 1
+    tl.store(counts, call)
     for step in tl.static_range(1, SIZE):
-        flag = tl.load(flags + (RANK + step) % SIZE).to(tl.pointer_type(tl.int32)) + own + RANK
-        stopped = _turn(flag, 0, 1, stop, stopped, "release")
+        flag = tl.load(flags + (RANK + step) % SIZE).to(tl.pointer_type(tl.int32)) + RANK * FLAG
+        tl.atomic_add(flag, 1, sem="release", scope="sys")
+    stopped = 0
     for step in tl.static_range(1, SIZE):
-        flag = tl.load(flags + RANK).to(tl.pointer_type(tl.int32)) + own + (RANK + step) % SIZE
-        stopped = _turn(flag, 1, 0, stop, stopped, "acquire")
-    tl.debug_barrier()
+        flag = tl.load(flags + RANK).to(tl.pointer_type(tl.int32)) + (RANK + step) % SIZE * FLAG
+        behind = call - tl.load(flag, volatile=True)  # right where counts have wrapped, too
+        looks = 0
+        while (behind > 0) & (stopped == 0):
+            behind = call - tl.load(flag, volatile=True)
+            looks += 1
+            if looks % LOOK_AGAIN == 0:
+                stopped = tl.load(stop, volatile=True)
+        tl.atomic_cas(flag, call, call, sem="acquire", scope="sys")  # its bits do not matter, its order does
 
 
 @jit(do_not_specialize=["place", "count"])
-def _peer_gather(part, buffers, flags, stop, place, count, IN_PLACE: tl.constexpr,
+def _peer_gather(part, buffers, flags, counts, stop, place, count, ALIGNED: tl.constexpr, IN_PLACE: tl.constexpr,
                  RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """part [C] -> words place + RANK C and on of every buffer; IN_PLACE: it is there already in its own"""
+    """part [C] -> words place + RANK C and on of every buffer; ALIGNED: to 16 bytes; IN_PLACE: it is there already in its own"""
     words = part.dtype
+    num_bytes: tl.constexpr = words.element_ty.primitive_bitwidth // 8
+    if ALIGNED:
+        count = count * num_bytes // 16 * (16 // num_bytes)  # the same: so the compiler knows what divides it
     for start in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
         at = start + tl.arange(0, BLOCK)
         found = tl.load(part + at, mask=at < count)
         for step in tl.static_range(1 if IN_PLACE else 0, SIZE):
-            buffer = tl.load(buffers + (RANK + step) % SIZE).to(words) + place + RANK * count.to(tl.int64)
-            tl.store(buffer + at, found, mask=at < count)
-    _raise_flags(flags, stop, RANK, SIZE)
+            slot = tl.load(buffers + (RANK + step) % SIZE) + place + RANK * count.to(tl.int64) * num_bytes
+            slot = slot.to(words)
+            if ALIGNED:
+                slot = tl.multiple_of(slot, 16)
+            tl.store(slot + at, found, mask=at < count)
+    tl.debug_barrier()  # of all threads of the program
+    ended = tl.atomic_add(counts + 1, 1, sem="acq_rel", scope="gpu")
+    if ended == tl.num_programs(0) - 1:
+        tl.store(counts + 1, 0)
+        _meet(flags, counts, stop, RANK, SIZE)
 
 
 @jit
-def _peer_barrier(flags, stop, RANK: tl.constexpr, SIZE: tl.constexpr):
-    _raise_flags(flags, stop, RANK, SIZE)
+def _peer_barrier(flags, counts, stop, RANK: tl.constexpr, SIZE: tl.constexpr):
+    _meet(flags, counts, stop, RANK, SIZE)
 
 
 def words_of(part):
@@ -101,11 +113,11 @@ def peer_gather(part, place, peers, in_place=False):
     programs = min(triton.cdiv(words.numel(), BLOCK), PROGRAMS)
     if programs:
         _peer_gather[(programs,)](
-            words, peers.buffers, peers.flags, peers.stop, place // words.element_size(), words.numel(), in_place,
+            words, peers.buffers, peers.flags, peers.counts, peers.stop, place, words.numel(), words.nbytes % 16 == 0, in_place,
             peers.rank, peers.size, BLOCK,
         )  # fmt: skip
 
 
 def peer_barrier(peers):
     """Wait until every rank has come here, and with it all its kernels before."""
-    _peer_barrier[(1,)](peers.flags, peers.stop, peers.rank, peers.size)
+    _peer_barrier[(1,)](peers.flags, peers.counts, peers.stop, peers.rank, peers.size)

@@ -14,7 +14,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from ...kernels.peer_gather import PROGRAMS, Peers, peer_barrier, peer_gather
+from ...kernels.peer_gather import Peers, flag_bytes, peer_barrier, peer_gather
 from ..models.transport import MEET
 
 CAPACITY = 2**27  # bytes of a buffer: the sums of 2,048 rows of 8,192 on two ranks
@@ -61,7 +61,7 @@ def shared_memory(host, device, capacity=CAPACITY):
 
     # Multicast objects that a process leaves behind can keep others from the GPUs of this host; nothing here uses them.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    name, num_bytes = f"headstart-{host.name}", 2 * capacity + 4 * PROGRAMS * host.size
+    name, num_bytes = f"headstart-{host.name}", 2 * capacity + flag_bytes(host.size)
     # The rendezvous asks the group of this name for its rank, size and store; it needs no backend, and no default group.
     store = MeetingStore(dist.PrefixStore("peers", host.store))
     group = ProcessGroup(store, host.rank, host.size)
@@ -90,7 +90,7 @@ class PeerRanks:
 
     def __init__(self, host, own, addresses):
         self.rank, self.size, self._host, self._own = host.rank, host.size, host, own
-        self._capacity, self._turn = (len(own) - 4 * PROGRAMS * host.size) // 2, 0
+        self._capacity, self._turn = (len(own) - flag_bytes(host.size)) // 2, 0
         starts = torch.tensor(addresses, dtype=torch.int64)
         stop = torch.zeros(1, dtype=torch.int32)
         self._peers = Peers(
@@ -98,6 +98,7 @@ class PeerRanks:
             size=host.size,
             buffers=starts.to(own.device),
             flags=(starts + 2 * self._capacity).to(own.device),
+            counts=torch.zeros(2, dtype=torch.int32, device=own.device),
             stop=stop.pin_memory() if own.is_cuda else stop,
         )
 

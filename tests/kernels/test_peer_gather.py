@@ -5,10 +5,11 @@ import multiprocessing
 import pytest
 import torch
 
-from headstart.kernels.peer_gather import PROGRAMS, Peers, peer_barrier, peer_gather
+from headstart.kernels.peer_gather import LINE, Peers, peer_barrier, peer_gather
 
 SHAPES = [((3, 5), torch.float32), ((1, 7), torch.bfloat16), ((2, 700), torch.float32), ((5,), torch.int8)]
-ROUNDS = 3  # so that both buffers take turns, and flags are raised again
+ROUNDS = 3  # so that both buffers take turns, and flags count on
+CALLS = ROUNDS * (1 + len(SHAPES))
 
 
 def part_of(rank, turn, shape, dtype):
@@ -20,10 +21,10 @@ def place_of(turn):
     return turn % 2 * 2**16
 
 
-def run_rank(rank, size, buffers, flags, stop, results):
+def run_rank(rank, size, buffers, flags, first, stop, results):
     torch.set_num_threads(1)
     addresses = [torch.tensor([one.data_ptr() for one in them]) for them in (buffers, flags)]
-    peers = Peers(rank, size, *addresses, stop)
+    peers = Peers(rank, size, *addresses, torch.tensor([first, 0], dtype=torch.int32), stop)
     turn = 0
     for _ in range(ROUNDS):
         peer_barrier(peers)
@@ -41,7 +42,7 @@ def run_rank(rank, size, buffers, flags, stop, results):
                 results.put(f"rank {rank}, turn {turn}: {found} for {expected}")
                 return
             turn += 1
-    results.put(None)
+    results.put(peers.counts.tolist())
 
 
 def shared(*shape, dtype):
@@ -50,16 +51,19 @@ def shared(*shape, dtype):
 
 @pytest.fixture
 def start_ranks():
-    """start_ranks(size, missing=()): processes of ranks but the missing ones, their flags, `stop`, a queue of what they say."""
+    """start_ranks(size, first=0, missing=()): processes of ranks but the missing ones, their flags, `stop`, a queue of what they say.
+
+    first: the count of calls to begin with
+    """
     context = multiprocessing.get_context("fork")
     started = []
 
-    def start(size, missing=()):
+    def start(size, first=0, missing=()):
         buffers = [shared(2**17, dtype=torch.uint8) for _ in range(size)]
-        flags = [shared(PROGRAMS, size, dtype=torch.int32) for _ in range(size)]
+        flags = [shared(size, LINE, dtype=torch.int32).fill_(first) for _ in range(size)]
         stop, results = shared(1, dtype=torch.int32), context.Queue()
         for rank in set(range(size)) - set(missing):
-            arguments = rank, size, buffers, flags, stop, results
+            arguments = rank, size, buffers, flags, first, stop, results
             started.append(context.Process(target=run_rank, args=arguments, daemon=True))
             started[-1].start()
         return started, flags, stop, results
@@ -70,13 +74,17 @@ def start_ranks():
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("size", [2, 3])
-def test_every_rank_has_the_parts_of_all_in_order(start_ranks, size):
-    processes, flags, _, results = start_ranks(size)
-    assert [results.get(timeout=60) for _ in range(size)] == [None] * size
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.parametrize(("size", "first"), [(2, 0), (3, 0), (2, 2**31 - 1 - CALLS // 2)])
+def test_every_rank_has_the_parts_of_all_in_order(start_ranks, size, first):
+    """Also when the counts of calls wrap, after some days of serving."""
+    processes, flags, _, results = start_ranks(size, first)
+    last = (first + CALLS + 2**31) % 2**32 - 2**31
+    assert [results.get(timeout=60) for _ in range(size)] == [[last, 0]] * size
     for process in processes:
         process.join(60)
-    assert not any(one.any() for one in flags)  # the next graph finds them down
+    for rank, own in enumerate(flags):
+        assert own[:, 0].tolist() == [first if other == rank else last for other in range(size)]
 
 
 @pytest.mark.interpreter

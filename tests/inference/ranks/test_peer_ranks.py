@@ -14,7 +14,7 @@ import torch.distributed as dist
 from headstart.inference.models.division import Division
 from headstart.inference.models.transport import ALONE, GlooRanks
 from headstart.inference.ranks.peer_ranks import MeetingStore, PeerRanks
-from headstart.kernels.peer_gather import PROGRAMS
+from headstart.kernels.peer_gather import flag_bytes
 from headstart.tests.inference.models.test_division import BIASED, scores
 
 CAPACITY = 4096
@@ -62,7 +62,7 @@ def keep_logits(rank, size, folder, memory, results):
 def on_processes(size, work):
     """What work(rank, size, folder, memory, results) puts into results, on forks that share memory."""
     context = multiprocessing.get_context("fork")
-    results, num_bytes = context.Queue(), 2 * CAPACITY + 4 * PROGRAMS * size
+    results, num_bytes = context.Queue(), 2 * CAPACITY + flag_bytes(size)
     memory = [torch.zeros(num_bytes, dtype=torch.uint8).share_memory_() for _ in range(size)]
     with tempfile.TemporaryDirectory() as folder:
         for rank in range(size):
@@ -83,7 +83,7 @@ def test_logits_do_not_lie_in_a_buffer_of_the_ranks():
 
 def test_what_stops_the_kernels_holds_no_group():
     """Else an LLM that nobody uses any more would keep its ranks."""
-    memory = torch.zeros(2 * CAPACITY + 8 * PROGRAMS, dtype=torch.uint8)
+    memory = torch.zeros(2 * CAPACITY + flag_bytes(2), dtype=torch.uint8)
     peers = PeerRanks(SimpleNamespace(rank=0, size=2), memory, [memory.data_ptr()] * 2)
     stop, number, held = peers.stopper(), peers._peers.stop, weakref.ref(peers)
     del peers
