@@ -47,7 +47,7 @@ def add_ranks(parser):
         "-tp",
         type=int,
         default=1,
-        help="processes that divide the target's weights (default 1; on the CPU so far)",
+        help="processes that divide the target's weights (default 1)",
     )
     parser.add_argument(
         "--tensor-parallel-invariant",

@@ -86,7 +86,7 @@ class LLM:
         num_speculative_tokens_per_batch_size: gives the depth instead, {smallest batch size: tokens}.
     adapter: a LoRA adapter of the target in peft's format (a folder or a Hub id, or a run or head that was trained with one): it is
         merged into the weights while they are loaded, in fp32, rounded once. The target is then the adapted one, in every respect.
-    tensor_parallel_size: number of ranks, each a process, that divide the weights (docs/engine.md; on the CPU so far).
+    tensor_parallel_size: number of ranks, each a process, that divide the weights (docs/engine.md).
     tensor_parallel_invariant: 2, 4 or 8: cut products so that all tensor_parallel_sizes that divide it give the same bits, 1
         included. None: the default of the device.
     logprobs_mode: "raw_logprobs" (of the target's logits) or "processed_logprobs" (of the distribution that a token

@@ -51,7 +51,7 @@ NOTES = {
     "max_num_batched_tokens": "2048 if not given",
     "max_logprobs": "100 if not given",
     "load_format": "`auto` or `dummy`",
-    "tensor_parallel_size": "on the CPU so far",
+    "tensor_parallel_size": "processes on one host",
     "trust_remote_code": "code is run only for model types that transformers does not know, and a warning says so",
     "use_tqdm": "False if not given",
     "get_default_sampling_params": "of the model's generation config; `generate` without parameters takes `SamplingParams()`",

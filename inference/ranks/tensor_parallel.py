@@ -29,8 +29,6 @@ from .lockstep import FollowedPlan, LeadingSession, LedPlan
 from .peer_ranks import PeerRanks, shared_memory
 from .processes import RankProcesses
 
-TRIED_ON_GPUS = False  # what tests/inference/ranks/test_gpu_ranks.py has to show first
-
 
 @dataclass
 class TensorParallel:
@@ -86,12 +84,6 @@ class TensorParallel:
         check_divides(config, self.size, self.invariant)
         if device.type == "cuda" and self.size > 1:
             check_gpus(device, self.size)
-            if TRIED_ON_GPUS:
-                return
-            raise ValueError(
-                f"{given} runs on the CPU so far, where it is slow: between GPUs it has not been tried; leave it out, or give "
-                "device='cpu'"
-            )
 
     @contextmanager
     def joined(self, config, device, arguments):

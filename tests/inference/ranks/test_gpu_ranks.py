@@ -12,7 +12,6 @@ import torch
 
 from headstart.heads.checkpoint import save_head
 from headstart.inference.llm import LLM
-from headstart.inference.ranks import tensor_parallel
 from headstart.inference.ranks.processes import RanksEnded
 from headstart.inference.sampling_params import SamplingParams
 from headstart.tests.inference.ranks.test_ranks import outputs_of, speculations
@@ -33,9 +32,8 @@ def may_share(monkeypatch):
 
 
 @pytest.fixture
-def gpu_llm(monkeypatch, may_share):
+def gpu_llm(may_share):
     """gpu_llm(model, size, **arguments) -> an LLM; all ranks have ended after the test."""
-    monkeypatch.setattr(tensor_parallel, "TRIED_ON_GPUS", True)
     made = []
 
     def make(model, size, **arguments):

@@ -1,0 +1,180 @@
+"""Prove that ranks give the bits of one, with and without speculation: random weights of a shape, one rank and then several.
+
+    python benchmarks/proofs/ranks_equality.py --shape llama-3-8b                     two ranks, on two GPUs
+    python benchmarks/proofs/ranks_equality.py --shape llama-3-8b --ranks 4 --invariant 4
+
+One rank answers all requests plainly. Then the ranks do, plainly and with every way of drafting: heads of Medusa (a tree) and
+EAGLE-3 (a dynamic tree), which are random and hardly ever right; the target itself as the draft model, nearly always right;
+n-grams. A third of the requests are greedy, a third drawn at temperature 0.9, and in a third each asks for something different, as
+in equality.py, and for log-probabilities. They are answered in batches, a few again one by one. At least --tokens tokens come from
+the ranks. Exits with 1 if a token or a log-probability differs.
+
+Without --invariant one rank and two are alike where products are cut alike: see docs/engine.md, Several ranks.
+"""
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+import torch
+
+from headstart.benchmarks.proofs.equality import MIXED, TREES
+from headstart.benchmarks.random_heads import random_head
+from headstart.benchmarks.shape import check_fits, config_of_shape
+from headstart.evaluation.results import Report, command_line, decimals, plain
+from headstart.evaluation.timing import release
+from headstart.heads.checkpoint import save_head
+from headstart.inference.llm import LLM
+from headstart.inference.sampling_params import SamplingParams
+from headstart.inference.speculation.tree import save_tree
+
+GROUPS = {"greedy": [{"temperature": 0.0}], "temperature 0.9": [{}], "mixed": [one | {"logprobs": 2} for one in MIXED]}
+WAYS = ("plain", "medusa", "eagle3", "draft model", "ngram")
+ALONE = 2  # requests of each group that are answered one by one, too
+COLUMNS = {
+    "ranks": ("ranks", 5, plain),
+    "draft": ("draft", 12, plain),
+    "batch": ("batch", 5, plain),
+    "requests": ("requests", 8, plain),
+    "tokens": ("tokens", 7, plain),
+    "acceptance_length": ("accepted", 8, decimals(3)),
+    "differing": ("differ", 6, plain),
+    "seconds": ("seconds", 7, decimals(1)),
+}
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", required=True, help="of the target: a name, or a folder with a config.json")
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks (default 2)")
+    parser.add_argument("--invariant", type=int, help="tensor_parallel_invariant of one rank and of several")
+    parser.add_argument("--draft", action="append", choices=WAYS, help="may be given again (default: all)")
+    parser.add_argument("--depth", type=int, default=4, help="depth of the drafts (default 4)")
+    parser.add_argument("--tokens", type=int, default=200_000, help="least tokens of the ranks (default 200000)")
+    parser.add_argument("--context", type=int, default=200, help="tokens of a prompt, within a tenth (default 200)")
+    parser.add_argument("--max-tokens", type=int, default=256, help="new tokens per request (default 256)")
+    parser.add_argument("--batch", type=int, default=64, help="requests at once (default 64)")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--output", help="write the rows as JSON here; a bare NAME: into benchmarks/results")
+    options = parser.parse_args(arguments)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    check_fits(options.shape, device, getattr(torch, options.dtype))
+    command = command_line("benchmarks/proofs/ranks_equality.py", arguments)
+    report = Report("ranks-equality", COLUMNS, device, command, vars(options), options.output)
+    with tempfile.TemporaryDirectory(prefix="headstart-heads-") as folder:
+        Proof(options, device, report, Path(folder)).run()
+    differing = sum(row["differing"] for row in report.rows)
+    tokens = sum(row["tokens"] for row in report.rows if row["ranks"] > 1)
+    report.state(
+        f"{differing} requests differ over {tokens} tokens of {options.ranks} ranks",
+        ranks_tokens=tokens,
+        differing_requests=differing,
+    )
+    report.finish()
+    if tokens < options.tokens:
+        raise RuntimeError(f"only {tokens} tokens were compared, not {options.tokens}")
+    return 1 if differing else 0
+
+
+class Proof:
+    """The requests, and what one rank answers.  folder: where random heads are written, for every rank to read"""
+
+    def __init__(self, options, device, report, folder):
+        self.options, self.device, self.report, self.folder = options, device, report, folder
+        self.config = config_of_shape(options.shape)
+        self.ways = options.draft or WAYS
+        per_group = -(-options.tokens // (options.max_tokens * len(GROUPS) * len(self.ways)))
+        chosen, tenth = random.Random(1), options.context // 10
+        self.prompts, self.params, self.alone = [], [], []
+        for group in GROUPS.values():
+            self.alone += range(len(self.prompts), len(self.prompts) + ALONE)
+            for i in range(max(per_group, ALONE)):
+                length = options.context + chosen.randint(-tenth, tenth)
+                self.prompts.append([chosen.randrange(self.config.vocab_size) for _ in range(length)])
+                given = dict(temperature=0.9, seed=len(self.params), max_tokens=options.max_tokens, ignore_eos=True)
+                self.params.append(SamplingParams(**given | group[i % len(group)]))
+        self.longest = options.context + tenth + options.max_tokens + 1
+
+    def run(self):
+        """Answer all requests in all ways, one LLM after the other."""
+        everyone = range(len(self.prompts))
+        one = self.llm(1)
+        self.known = self.answer(one, 1, "plain", everyone)
+        save_tree(TREES["tree of 24"], self.folder / "tree.json")
+        for method in ("medusa", "eagle3"):
+            if method in self.ways:
+                head = random_head(method, self.config, one.engine.decoder, self.options.depth)
+                save_head(head, self.folder / method)
+                del head
+        del one
+        for way in self.ways:
+            release(torch.device(self.device))
+            llm = self.llm(self.options.ranks, speculative_config=self.drafting(way))
+            try:
+                self.answer(llm, self.options.ranks, way, everyone, self.known)
+                self.answer(llm, self.options.ranks, way, self.alone, [self.known[i] for i in self.alone], batch=1)
+                llm.engine.check()
+            finally:
+                if llm.session.ranks is not None:
+                    llm.session.ranks.end()
+                del llm
+
+    def llm(self, ranks, **options):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "with tensor_parallel_size")
+            return LLM(
+                self.config,
+                load_format="dummy",
+                dtype=self.options.dtype,
+                device=self.device,
+                max_model_len=self.longest,
+                max_num_seqs=self.options.batch,
+                enable_prefix_caching=False,
+                tensor_parallel_size=ranks,
+                tensor_parallel_invariant=self.options.invariant,
+                **options,
+            )
+
+    def drafting(self, way):
+        """speculative_config of a way of drafting."""
+        depth = {"num_speculative_tokens": self.options.depth}
+        return {
+            "plain": None,
+            "medusa": {"model": str(self.folder / "medusa"), "tree": str(self.folder / "tree.json")},
+            "eagle3": {"model": str(self.folder / "eagle3"), "tree": "dynamic", **depth},
+            "draft model": {"method": "draft_model", "model": self.config, **depth},  # the same random weights
+            "ngram": {"method": "ngram", **depth},
+        }[way]
+
+    def answer(self, llm, ranks, draft, which, expected=None, batch=None):
+        """Answer these requests in shuffled order, and keep a row.  -> their (tokens, log-probabilities), in order"""
+        order = random.Random(2).sample(list(which), len(which))
+        drafts, started = llm.engine.metrics.spec_decode, time.perf_counter()
+        steps, accepted = drafts.num_steps, sum(drafts.accepted_per_position)
+        outputs = []
+        for start in range(0, len(order), batch or len(order)):
+            some = order[start : start + batch] if batch else order
+            outputs += llm.generate([self.prompts[i] for i in some], [self.params[i] for i in some])
+        found = {i: (one.outputs[0].token_ids, one.outputs[0].logprobs) for i, one in zip(order, outputs)}
+        steps, accepted = drafts.num_steps - steps, sum(drafts.accepted_per_position) - accepted
+        row = {
+            "ranks": ranks,
+            "draft": draft,
+            "batch": batch or self.options.batch,
+            "requests": len(found),
+            "tokens": sum(len(tokens) for tokens, _ in found.values()),
+            "acceptance_length": 1 + accepted / max(steps, 1),
+            "seconds": time.perf_counter() - started,
+        }
+        found = [found[i] for i in which]
+        row["differing"] = sum(a != b for a, b in zip(found, expected, strict=True)) if expected else 0
+        self.report.add(row)
+        return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""benchmarks/proofs/ranks_equality.py on a tiny shape: ranks are compared with one, and a difference fails it."""
+
+import json
+
+import pytest
+
+from headstart.benchmarks.proofs import ranks_equality
+from headstart.tests.inference.models.small_architectures import small_config
+
+
+@pytest.fixture
+def shape(tmp_path):
+    """Folder with the config.json of a tiny Llama. The mixed requests allow tokens below 2003."""
+    small_config("llama", vocab_size=2100).save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def prove(shape, *drafts):
+    sizes = ["--context", "20", "--max-tokens", "8", "--batch", "3", "--depth", "4", "--dtype", "float32"]
+    words = [word for draft in drafts for word in ("--draft", draft)]
+    return ranks_equality.main(["--shape", shape, "--invariant", "2", *sizes, "--tokens", "200", *words])
+
+
+def rows_of(capsys):
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return said["rows"], said["facts"]
+
+
+def test_two_ranks_give_the_tokens_of_one(shape, capsys):
+    assert prove(shape, "medusa", "draft model") == 0
+    rows, facts = rows_of(capsys)
+    ways = ["medusa", "draft model"]
+    assert [(row["ranks"], row["draft"], row["batch"]) for row in rows] == [
+        (1, "plain", 3),
+        *((2, way, batch) for way in ways for batch in (3, 1)),
+    ]
+    assert facts["differing_requests"] == 0
+    assert facts["ranks_tokens"] == sum(row["tokens"] for row in rows[1:]) >= 200
+    assert rows[3]["acceptance_length"] > 3  # the target itself
+
+
+def test_a_log_probability_that_differs_fails_it(shape, capsys, monkeypatch):
+    generate = ranks_equality.LLM.generate
+
+    def faulty(llm, prompts, params):
+        outputs = generate(llm, prompts, params)
+        for output in outputs:
+            if len(prompts) == 1 and output.outputs[0].logprobs:
+                output.outputs[0].logprobs[-1] = None
+        return outputs
+
+    monkeypatch.setattr(ranks_equality.LLM, "generate", faulty)
+    assert prove(shape, "plain") == 1
+    rows, facts = rows_of(capsys)
+    assert facts["differing_requests"] == sum(row["differing"] for row in rows) == ranks_equality.ALONE
