@@ -37,7 +37,9 @@ class Peers(NamedTuple):
     size: int
     buffers: torch.Tensor  # int64 [R] addresses of the ranks' buffers
     flags: torch.Tensor  # int64 [R] addresses of the ranks' flags: int32 [R, LINE], 0 before the first call
-    counts: torch.Tensor  # int32 [2] of this rank: calls, and programs of this one that have ended; 0 before the first call
+    counts: (
+        torch.Tensor
+    )  # int32 [2] of this rank: calls, and programs of this one that have ended; 0 before the first call
     stop: torch.Tensor  # int32 [1], pinned
 
 

@@ -109,18 +109,21 @@ def choose_aux_layers(recipe, target):
 
 def choose_draft_vocabulary(packed, size, stop_ids, *, vocab_size, tokenizer, note):
     """(d2t, t2d) of the `size` tokens supervised most often, stop_ids always included; `note(text)` is told what is lost."""
-    tokens = packed.input_ids[packed.supervised]
-    d2t, t2d = build_draft_vocabulary(torch.bincount(tokens, minlength=vocab_size), size, stop_ids)
-    share = t2d[tokens].double().mean().item()
+    counts, ends = torch.zeros(2, vocab_size, dtype=torch.int64)
+    for some in packed.blocks():
+        counts += torch.bincount(some.input_ids[some.supervised], minlength=vocab_size)
+        ends += torch.bincount(some.input_ids[answer_ends(some)], minlength=vocab_size)
+    d2t, t2d = build_draft_vocabulary(counts, size, stop_ids)
+    share = int(counts[t2d].sum()) / int(counts.sum())
     note(f"draft vocabulary: {size} of {vocab_size} tokens, {share:.2%} of the supervised ones")
-    ends = packed.input_ids[answer_ends(packed)]
-    lost = ends[~t2d[ends]]
-    if len(lost) > 0.01 * len(ends):
-        token = int(lost.mode().values)
+    lost, num_ends = ends.masked_fill(t2d, 0), int(ends.sum())
+    if int(lost.sum()) > 0.01 * num_ends:
+        token = int(lost.argmax())
         note(
-            f"warning: {len(lost) / len(ends):.0%} of the answers end with a token that is not in the draft vocabulary, mostly "
-            f"{tokenizer.decode([token])!r} ({token}). It cannot be drafted, so each of them takes one pass of the target more, in "
-            f"{len(tokens) / len(ends):.0f} tokens: raise draft_vocab_size, or name it among the target's eos_token_id"
+            f"warning: {int(lost.sum()) / num_ends:.0%} of the answers end with a token that is not in the draft vocabulary, "
+            f"mostly {tokenizer.decode([token])!r} ({token}). It cannot be drafted, so each of them takes one pass of the target "
+            f"more, in {int(counts.sum()) / num_ends:.0f} tokens: raise draft_vocab_size, or name it among the target's "
+            f"eos_token_id"
         )
     return d2t, t2d
 

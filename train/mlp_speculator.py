@@ -19,7 +19,8 @@ from dataclasses import dataclass
 
 from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 from headstart.train.data.generated_text import build_generator, cut_prompts, generated_documents
-from headstart.train.data.rows import build_rows, load_documents, rows_to_check, supervise_all
+from headstart.train.data.packed.documents import Documents
+from headstart.train.data.rows import build_rows, load_documents, rows_to_check
 from headstart.train.loss.distillation import Objective, summarize
 from headstart.train.loss.losses import Loss
 from headstart.train.run.acceptance import build_meter
@@ -129,7 +130,7 @@ def main(argv):
         )
         generator = None  # frees its cache
     if recipe.supervise == "all":
-        documents = supervise_all(documents)
+        documents = Documents.of(documents).all_supervised()
     packed, labels_per_row = build_rows(documents, recipe.row_length, tokenizer.pad_token_id, note, kind)
     target.check(*rows_to_check(packed, device))
     optimizer = build_optimizer(head, recipe.weight_decay, recipe.beta1, recipe.beta2)

@@ -29,7 +29,7 @@ from transformers.utils import logging as transformers_logging
 from headstart.assets.make.target_card import write_card
 from headstart.assets.make.target_corpus import CHAT_TEMPLATE, SPECIAL_TOKENS, Corpus, HeldOut, build_corpus
 from headstart.heads.storage.user_errors import exit_status
-from headstart.train.data.packing import PackedRows, block_attention_mask
+from headstart.train.data.packed.packing import PackedRows, block_attention_mask
 from headstart.train.data.stdlib_pairs import Pair
 from headstart.train.run.muon import Muon
 

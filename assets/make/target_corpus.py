@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from headstart.train.data.packing import PackedRows, pack
+from headstart.train.data.packed.packing import PackedRows, pack
 from headstart.train.data.stdlib_pairs import Pair, Source, package_pairs, split_pairs, stdlib_source_pairs
 
 SPECIAL_TOKENS = ("<|user|>", "<|assistant|>", "<|end|>")  # ids 0, 1, 2

@@ -27,7 +27,7 @@ from headstart.evaluation.results import Report, command_line
 from headstart.heads.eagle import EagleConfig
 from headstart.inference.models.architectures import UnsupportedArchitecture
 from headstart.inference.models.support import decoder_class
-from headstart.train.data.packing import pack
+from headstart.train.data.packed.packing import pack
 from headstart.train.teacher.features import FrozenTarget
 
 REACH = 7  # positions of a window or chunk

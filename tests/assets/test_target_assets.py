@@ -15,7 +15,7 @@ from headstart.assets.make import make_stdlib_coder as target
 from headstart.assets.make.target_corpus import CHAT_TEMPLATE, SPECIAL_TOKENS, encode
 from headstart.train.data.conversations import load_conversations
 from headstart.train.data.encoding import encode_conversations
-from headstart.train.data.packing import block_attention_mask, pack
+from headstart.train.data.packed.packing import block_attention_mask, pack
 from headstart.train.data.stdlib_pairs import body_key, is_heldout
 from headstart.train.run.muon import orthogonalize
 

@@ -51,7 +51,7 @@ def shared(*shape, dtype):
 
 @pytest.fixture
 def start_ranks():
-    """start_ranks(size, first=0, missing=()): processes of ranks but the missing ones, their flags, `stop`, what they say (a queue).
+    """start_ranks(size, first=0, missing=()): processes of ranks but the missing ones, their flags, `stop`, what they say.
 
     first: the count of calls to begin with
     """

@@ -3,7 +3,7 @@
 from transformers import AutoTokenizer
 
 from headstart.train import eagle3
-from headstart.train.data.packing import pack
+from headstart.train.data.packed.packing import pack
 
 
 def choose(documents, size, stop_ids, word_target):

@@ -11,7 +11,7 @@ import transformers
 from headstart import LLM, SamplingParams
 from headstart.heads.checkpoint import load_head
 from headstart.hub_export import export
-from headstart.train.data.packing import pack
+from headstart.train.data.packed.packing import pack
 from headstart.train.run.checkpointing import check_output
 from headstart.train.teacher import sharded_target
 from headstart.train.teacher.features import FrozenTarget

@@ -12,6 +12,7 @@ from tqdm import tqdm
 from .answer_spans import Unencodable, assistant_spans, closing_span, mask_error, render, template_error, turn_span
 from .conversations import excerpt, is_cut
 from .message_fields import split_tools
+from .packed.documents import Collected, Documents
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _BATCH = 512  # conversations tokenised at once
@@ -25,8 +26,8 @@ def encode_conversations(
     *,
     note: Callable[[str], None] = lambda text: None,
     rules: int = 1,
-) -> list[tuple[list[int], list[bool]]]:
-    """(ids, supervised) of each conversation, rendered with the tokenizer's chat template.
+) -> Documents:
+    """The ids and supervised marks of conversations, rendered with the tokenizer's chat template.
 
     supervised marks the assistant's tokens: those inside the template's `{% generation %}` markers. In a template without
     markers it marks each assistant turn from the generation prompt to the end of its closing text (answer_spans.py). Whitespace
@@ -39,7 +40,7 @@ def encode_conversations(
     that the template has no place for, and of an end token that is not supervised.
     """
     encoder = _Encoder(tokenizer, trims=rules > 0)
-    encoded, left_out, kept = [], [], []
+    encoded, left_out, kept = Collected(), [], []
     with tqdm(total=len(conversations), desc="tokenising", unit=" conversations", disable=not progress) as bar:
         for start in range(0, len(conversations), _BATCH):
             batch = conversations[start : start + _BATCH]
@@ -47,7 +48,7 @@ def encode_conversations(
                 if isinstance(one, Unencodable):
                     left_out.append(one)
                 else:
-                    encoded.append(one)
+                    encoded.append(*one)
                     kept.append(messages)
             bar.update(len(batch))
     if left_out:
@@ -55,6 +56,7 @@ def encode_conversations(
         if len(left_out) > _MOST_LEFT_OUT * len(conversations):
             raise ValueError(str(left_out[0]) + ("" if len(conversations) == 1 else f"\n({counted})"))
         note(f"{counted}. The first: {left_out[0]}")
+    encoded = encoded.documents()
     for text in chain(encoder.fields_without_place(kept), encoder.missing_ends(kept, encoded)):
         note(text)
     return encoded

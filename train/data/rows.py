@@ -8,20 +8,18 @@ import zlib
 from contextlib import contextmanager
 
 import numpy as np
-import torch
 
-from ..loss.distillation import find_labels
 from ..run.optimization import NonFiniteLoss
 from .conversations import load_conversations
 from .encoding import choose_encodable, encode_conversations
 from .held_out import choose_held_out
-from .packing import PackedRows, pack
+from .packed.packing import lay_out
 
 TOLD_TOKENS = 48  # tokens that an error shows of each row
 
 
 def load_documents(recipe, tokenizer, note):
-    """(documents to train on, held-out conversations) of a run: lists of (ids, supervised) and of messages."""
+    """(Documents to train on, held-out conversations, lists of messages) of a run."""
     with_fields = recipe.data_rules > 0
     conversations = load_conversations(recipe.data, note=note, with_fields=with_fields)
     conversations, held_out = choose_held_out(
@@ -46,7 +44,7 @@ def load_documents(recipe, tokenizer, note):
 
 
 def choose_documents(tokenizer, conversations, row_length, max_tokens, seed, **encoding):
-    """Encode conversations in an order drawn from `seed`, at most `max_tokens` of them (0: all).  -> list of (ids, supervised)
+    """Encode conversations in an order drawn from `seed`, at most `max_tokens` of them (0: all).  -> Documents
 
     encoding: note, rules of encode_conversations."""
     conversations = list(conversations)
@@ -61,44 +59,31 @@ def choose_documents(tokenizer, conversations, row_length, max_tokens, seed, **e
         conversations = conversations[:kept]
     encoded = encode_conversations(tokenizer, conversations, progress=True, **encoding)
     if max_tokens:
-        total = np.cumsum([min(len(ids), row_length) for ids, _ in encoded])
+        total = np.cumsum(np.minimum(encoded.lengths, row_length))
         encoded = encoded[: max(int((total <= max_tokens).sum()), 1)]
     return encoded
 
 
-def supervise_all(documents):
-    """The documents with every token supervised, the user's and the template's too."""
-    return [(ids, [True] * len(ids)) for ids, _ in documents]
-
-
 def build_rows(documents, row_length, pad_token_id, note, kind="conversations"):
-    """Pack documents (list of (ids, supervised)). `note(text)` is told the counts; `kind` is the documents' name in it.
+    """Pack documents (Documents, or pairs (ids, supervised)). `note(text)` is told the counts; `kind` is their name in it.
 
-    Rows without a label (such as one long request whose answer was cut off) are left out. Returns (PackedRows, labels per row
+    Rows without a label (such as one long request whose answer was cut off) are left out. Returns (DocumentRows, labels per row
     int64 [R]). Raises ValueError if no label is left.
     """
-    packed = pack(documents, row_length, pad_token_id or 0)
-    counts = count_labels(packed)
+    packed = lay_out(documents, row_length, pad_token_id or 0)
+    counts = packed.count_labels()
     kept = counts > 0
     if not kept.any():
         raise ValueError(
             f"no assistant token of {len(documents)} {kind} lies within row_length {row_length} with a token two places "
             "before it: raise row_length"
         )
-    parts = (packed.input_ids, packed.position_ids, packed.document_ids, packed.supervised)
-    packed = PackedRows(*(part[kept] for part in parts), num_cut=packed.num_cut)
+    packed = packed.keep(kept)
     note(
-        f"{len(documents)} {kind} in {len(packed.input_ids)} rows of {row_length} tokens, {int(counts.sum())} labels; "
+        f"{len(documents)} {kind} in {len(packed)} rows of {row_length} tokens, {int(counts.sum())} labels; "
         f"{packed.num_cut} longer than a row were cut, {int((~kept).sum())} rows without a label left out"
     )
-    return packed, counts[kept].numpy()
-
-
-def count_labels(packed):
-    """Labels per row: supervised positions that the first head can predict.  -> int64 [R]"""
-    labels = find_labels(packed.input_ids, packed.document_ids, packed.supervised, num_depths=1)
-    rows = labels.positions // packed.input_ids.shape[1]
-    return torch.bincount(rows, minlength=len(packed.input_ids))
+    return packed, counts[kept]
 
 
 def answer_ends(packed):
@@ -131,23 +116,21 @@ def deal_rows(rows, recipe, accelerator):
 
 def select_rows(packed, index, device):
     """(input_ids, position_ids, document_ids, supervised) of rows `index` [B] on `device`, [B, T] each."""
-    parts = (packed.input_ids, packed.position_ids, packed.document_ids, packed.supervised)
-    return tuple(part[index].to(device) for part in parts)
+    some = packed.select(index)
+    return tuple(part.to(device) for part in (some.input_ids, some.position_ids, some.document_ids, some.supervised))
 
 
 def rows_to_check(packed, device):
     """(input_ids, position_ids, document_ids) of the rows with the most documents and with the longest one, [1 or 2, T] each."""
-    starts = (packed.position_ids == 0) & (packed.document_ids >= 0)
-    rows = {int(starts.sum(1).argmax()), int(packed.position_ids.amax(1).argmax())}
-    return select_rows(packed, sorted(rows), device)[:3]
+    return select_rows(packed, sorted(set(packed.busiest())), device)[:3]
 
 
 def fingerprint(packed):
     """A checksum of the rows: two runs with the same checksum train on the same rows."""
-    parts = (packed.input_ids, packed.document_ids, packed.supervised)
     checksum = 0
-    for part in parts:
-        checksum = zlib.crc32(part.contiguous().numpy(), checksum)
+    for name in ("input_ids", "document_ids", "supervised"):
+        for some in packed.blocks():
+            checksum = zlib.crc32(getattr(some, name).numpy(), checksum)
     return checksum
 
 
@@ -161,7 +144,7 @@ def describe_non_finite(step, packed, fed, tokenizer):
         yield
     except NonFiniteLoss as error:
         rows = [row for i in error.micro_steps for row in fed[i]]
-        excerpts = [repr(tokenizer.decode(packed.input_ids[row, :TOLD_TOKENS].tolist())) for row in rows[:4]]
+        excerpts = [repr(tokenizer.decode(ids[:TOLD_TOKENS].tolist())) for ids in packed.select(rows[:4]).input_ids]
         told = f"this process was fed rows {rows}, which begin with {'; '.join(excerpts)}"
         error.args = (
             f"the {error.what} of step {step + 1} is not finite; {told if rows else 'another rank says what it was fed'}",

@@ -182,8 +182,7 @@ class Step:
                 max_value=max_value,
             )
         training.objective = self.objective.after(totals[-len(self.objective.weights) :])  # the head's
-        num_tokens = int((training.packed.document_ids[self.rows] >= 0).sum())
-        training.run.advance(num_tokens, training.objective.rates)
+        training.run.advance(training.packed.count_tokens(self.rows), training.objective.rates)
         training.bar.update()
         return totals
 

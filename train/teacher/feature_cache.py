@@ -58,7 +58,7 @@ def cache_features(run, recipe, target, *, packed, stop, layers=()):
 
 def describe(target, packed, dtype, layers=()):
     """The description of a cache of these rows: the content of cache.json, a dict of scalars and lists."""
-    num_rows, row_length = packed.input_ids.shape
+    num_rows, row_length = len(packed), packed.row_length
     num_streams = 1 + len(layers)
     batch = max(TOKENS_PER_FORWARD // row_length, 1)
     batch_bytes = batch * row_length * num_streams * target.hidden_size * dtype.itemsize
@@ -179,7 +179,7 @@ class FeatureCache:
     def fill(self, target, packed, stop):
         """Compute the missing or damaged shards, divided over the ranks, and open all of them; called on every rank.
 
-        target: FrozenTarget; packed: PackedRows. Returns False if `stop` (StopSignals) ended it early.
+        target: FrozenTarget; packed: DocumentRows or PackedRows. Returns False if `stop` (StopSignals) ended it early.
         """
         missing = self._find_missing()
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
@@ -236,8 +236,9 @@ class FeatureCache:
                 return None
             inside = slice(start, min(start + d["rows_per_forward"], count))  # empty if this rank's shard is done
             rows = slice(first + inside.start, first + inside.stop) if start < count else slice(0, 1)
-            parts = packed.input_ids, packed.position_ids, packed.document_ids
-            batch = [part[rows].to(self.accelerator.device) for part in parts]
+            some = packed.select(rows)
+            parts = some.input_ids, some.position_ids, some.document_ids
+            batch = [part.to(self.accelerator.device) for part in parts]
             states = target.features(*batch, tuple(d["layers"])).unflatten(-1, (d["num_streams"], d["hidden_size"]))
             if start < count:
                 if self.dtype == _FLOAT8:
@@ -318,8 +319,8 @@ def _hash(*contents):
 
 def _hash_rows(packed):
     """Hash of all inputs of the target; the labels may differ."""
-    parts = (packed.input_ids, packed.position_ids, packed.document_ids)
-    return _hash(*(part.contiguous().numpy() for part in parts))
+    names = "input_ids", "position_ids", "document_ids"
+    return _hash(*(getattr(some, name).numpy() for name in names for some in packed.blocks()))
 
 
 def _hash_target(model, limits):

@@ -25,7 +25,7 @@ from ...heads.storage.hub_id import near_folder
 from ...heads.storage.remote_code import config_code
 from ...inference.models.decoder import position_limit
 from ...inference.models.layer_reach import Reach, find_reaches
-from ..data.packing import block_attention_mask
+from ..data.packed.packing import block_attention_mask
 from .fused_target import fuse
 from .layer_masks import build_masks
 from .sharded_target import decoder_layers, find_decoder, is_sharded, load_sharded, wants_sharded_target

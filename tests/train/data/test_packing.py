@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from headstart.train.data.packing import block_attention_mask, pack
+from headstart.train.data.packed.packing import block_attention_mask, pack
 
 
 def documents(lengths, seed=0):

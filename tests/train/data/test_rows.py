@@ -8,8 +8,10 @@ from transformers import AutoTokenizer
 
 from headstart.train.data import rows
 from headstart.train.data.conversations import load_conversations
-from headstart.train.data.packing import pack
-from headstart.train.data.rows import build_rows, choose_documents, count_labels, deal_rows, rows_of_step
+from headstart.train.data.packed.documents import Documents
+from headstart.train.data.packed.packing import lay_out
+from headstart.train.data.rows import build_rows, choose_documents, deal_rows, rows_of_step
+from headstart.train.loss.distillation import find_labels
 
 
 def test_ranks_and_micro_batches_share_out_the_rows_of_every_step():
@@ -30,7 +32,8 @@ def test_what_the_cap_drops_is_not_encoded_first(monkeypatch):
 
     def encode(tokenizer, conversations, progress, **_):
         asked.append(len(conversations))
-        return [([1] * (len(messages[0]["content"]) // 4), []) for messages in conversations]
+        lengths = [len(messages[0]["content"]) // 4 for messages in conversations]
+        return Documents.of(([1] * length, [True] * length) for length in lengths)
 
     monkeypatch.setattr(rows, "encode_conversations", encode)
     many = [[{"role": "user", "content": "x" * 40}] for _ in range(300)]
@@ -42,7 +45,7 @@ def test_what_the_cap_drops_is_not_encoded_first(monkeypatch):
 def test_padding_of_a_tokenizer_without_a_token_for_it_is_zero():
     for pad, found in ((None, 0), (7, 7)):
         packed, _ = build_rows([([3, 4, 5], [True] * 3)], 5, pad, note=lambda text: None)
-        assert packed.input_ids.tolist() == [[3, 4, 5, found, found]]
+        assert packed.select([0]).input_ids.tolist() == [[3, 4, 5, found, found]]
 
 
 def test_max_tokens_picks_whole_conversations_at_random(word_target, conversations):
@@ -56,16 +59,23 @@ def test_max_tokens_picks_whole_conversations_at_random(word_target, conversatio
     everything, _ = choose(0, 0)
     some, counts = choose(400, 0)
     others, _ = choose(400, 1)
-    tokens = int((some.document_ids >= 0).sum())
-    assert 370 < tokens <= 400 < int((everything.document_ids >= 0).sum())
-    assert some.input_ids.tolist() != others.input_ids.tolist()
-    assert torch.equal(torch.from_numpy(counts), count_labels(some))
+    everyone = slice(None)
+    assert 370 < some.count_tokens(everyone) <= 400 < everything.count_tokens(everyone)
+    assert some.select(everyone).input_ids.tolist() != others.select(everyone).input_ids.tolist()
+    assert counts.tolist() == some.count_labels().tolist()
 
 
 def test_labels_per_row_count_what_the_first_head_predicts():
     marks = [False, False, True, True]
-    packed = pack([([1, 2, 3, 4], marks), ([5, 6], [True, True]), ([7, 8, 9], [True] * 3)], 6)
-    assert sorted(count_labels(packed).tolist()) == [1, 2]
+    rows = lay_out([([1, 2, 3, 4], marks), ([5, 6], [True, True]), ([7, 8, 9], [True] * 3)], 6)
+    assert sorted(rows.count_labels().tolist()) == [1, 2]
+    dice = np.random.default_rng(0)
+    lengths = dice.integers(0, 40, 200)
+    rows = lay_out([(dice.integers(0, 9, n).tolist(), (dice.random(n) < 0.5).tolist()) for n in lengths], 32)
+    packed = rows.select(slice(None))
+    labels = find_labels(packed.input_ids, packed.document_ids, packed.supervised, num_depths=1)
+    found = torch.bincount(labels.positions // rows.row_length, minlength=len(rows))
+    assert rows.count_labels().tolist() == found.tolist()
 
 
 def test_every_epoch_feeds_every_row_once_in_an_order_of_its_own():

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 import transformers
 
-from headstart.train.data.packing import pack
+from headstart.train.data.packed.packing import pack
 from headstart.train.teacher.features import FrozenTarget
 
 CPU = torch.device("cpu")

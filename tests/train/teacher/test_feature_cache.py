@@ -24,7 +24,7 @@ from headstart.tests.train.teacher.small_caches import (
 from headstart.train import medusa
 from headstart.train.data.conversations import load_conversations
 from headstart.train.data.encoding import encode_conversations
-from headstart.train.data.packing import pack
+from headstart.train.data.packed.packing import pack
 from headstart.train.teacher import feature_cache
 from headstart.train.teacher.feature_cache import FeatureCache, describe, to_float8
 from headstart.train.teacher.features import FrozenTarget, load_target

@@ -6,7 +6,7 @@ import transformers
 from transformers.integrations import flex_attention
 
 from headstart.heads import packed_attention
-from headstart.train.data.packing import pack
+from headstart.train.data.packed.packing import pack
 from headstart.train.teacher.features import FrozenTarget
 
 SHAPE = {"vocab_size": 48, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64}

@@ -7,7 +7,7 @@ from transformers.integrations import flex_attention
 
 from headstart.heads import packed_attention
 from headstart.inference.models.layer_reach import Reach
-from headstart.train.data.packing import block_attention_mask, pack
+from headstart.train.data.packed.packing import block_attention_mask, lay_out
 from headstart.train.data.rows import rows_to_check
 from headstart.train.teacher.feature_cache import describe
 from headstart.train.teacher.features import FrozenTarget
@@ -36,7 +36,8 @@ FAMILIES = {
     ),
 }
 DOCUMENTS = [torch.randint(3, 61, (n,), generator=torch.Generator().manual_seed(n)) for n in (45, 1, 23, 5, 18)]
-PACKED = pack([(document.tolist(), [True] * len(document)) for document in DOCUMENTS], 60)
+LAID_OUT = lay_out([(document.tolist(), [True] * len(document)) for document in DOCUMENTS], 60)
+PACKED = LAID_OUT.select(slice(None))
 ROWS = PACKED.input_ids, PACKED.position_ids, PACKED.document_ids
 
 
@@ -137,7 +138,7 @@ def test_stray_layer_types_of_a_config_that_does_not_declare_them_are_not_read()
 )
 def test_targets_whose_masks_are_not_built_are_refused(config, message):
     with pytest.raises(ValueError, match=message):
-        make_target(config).check(*rows_to_check(PACKED, torch.device("cpu")))
+        make_target(config).check(*rows_to_check(LAID_OUT, torch.device("cpu")))
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma3", "gpt-oss", "exaone4", "llama4"])
@@ -146,8 +147,7 @@ def test_the_check_reads_the_longest_document(family):
     target = make_target(FAMILIES[family])
     lengths = (5, 6, 4, 5, 6, 4, 5, 30)
     documents = [torch.randint(3, 61, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in lengths]
-    packed = pack([(ids, [True] * len(ids)) for ids in documents], 36)
-    rows = rows_to_check(packed, torch.device("cpu"))
+    rows = rows_to_check(lay_out([(ids, [True] * len(ids)) for ids in documents], 36), torch.device("cpu"))
     target.check(*rows)
     target.reaches = {None: Reach()}  # as if the config said nothing
     (many,) = [row for row in range(len(rows[0])) if rows[2][row].amax() > rows[2][row, 0] + 3]
@@ -165,7 +165,7 @@ def test_the_check_finds_documents_that_see_each_other(monkeypatch):
         target, "features", lambda ids, places, documents: features(ids, places, documents.clamp(max=0))
     )
     with pytest.raises(ValueError, match="other features for a document"):
-        target.check(*rows_to_check(PACKED, torch.device("cpu")))
+        target.check(*rows_to_check(LAID_OUT, torch.device("cpu")))
 
 
 def test_a_cache_made_without_windows_is_another_cache():
