@@ -156,7 +156,7 @@ def main(argv):
     model, tokenizer = load_target(recipe.target, processes.device, recipe.target_dtype)
     recipe = settle_recipe(recipe, processes, tokenizer)
     target = FrozenTarget(model)
-    documents, held_out = load_documents(recipe, tokenizer, processes.note)
+    documents, held_out = load_documents(recipe, tokenizer, processes)
     packed, labels_per_row = build_rows(documents, recipe.row_length, tokenizer.pad_token_id, processes.note)
     target.check(*rows_to_check(packed, processes.device))
     head = Tables(TablesConfig(target.hidden_size, target.vocab_size, base_model_name_or_path=recipe.target))

@@ -111,7 +111,7 @@ def main(argv):
         base_model_name_or_path=recipe.target,
         num_speculative_tokens=recipe.num_speculative_tokens,
     )
-    documents, held_out = load_documents(recipe, tokenizer, note)
+    documents, held_out = load_documents(recipe, tokenizer, processes)
     packed, labels_per_row = build_rows(documents, recipe.row_length, tokenizer.pad_token_id, note)
     target.check(*rows_to_check(packed, device))
     head = Eagle(config)

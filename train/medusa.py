@@ -131,7 +131,7 @@ def main(argv):
     recipe = settle_recipe(recipe, processes, tokenizer)
     target = FrozenTarget(model)
     target.check_row_length(recipe.row_length)
-    documents, held_out = load_documents(recipe, tokenizer, note)
+    documents, held_out = load_documents(recipe, tokenizer, processes)
     packed, labels_per_row = build_rows(documents, recipe.row_length, tokenizer.pad_token_id, note)
     target.check(*rows_to_check(packed, device))
     head = build_head(recipe, target, processes.resumed).to(device)

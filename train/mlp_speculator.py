@@ -113,7 +113,7 @@ def main(argv):
     if recipe.stage == 2:
         generator = build_generator(target, tokenizer, recipe.prompt_tokens + recipe.answer_tokens)
     head = build_head(recipe, target, processes.resumed).to(device)
-    documents, held_out = load_documents(recipe, tokenizer, note)
+    documents, held_out = load_documents(recipe, tokenizer, processes)
     kind = "generated texts" if generator else "conversations"
     if generator:
         if not processes.resumed:

@@ -90,8 +90,8 @@ def train(family, mask, run, seed, options):
     script = import_module(f"headstart.train.{family}")
     load, shift = script.load_documents, SHIFTS[mask]
 
-    def load_documents(recipe, tokenizer, note):
-        documents, held_out = load(recipe, tokenizer, note)
+    def load_documents(*given):
+        documents, held_out = load(*given)
         return [(ids, ([False] * shift + list(marks))[: len(ids)]) for ids, marks in documents], held_out
 
     script.load_documents = load_documents

@@ -78,6 +78,27 @@ def is_pattern(name: str) -> bool:
     return any(sign in name for sign in "*?[") and not Path(name).expanduser().exists()
 
 
+def source_facts(data: str) -> dict | None:
+    """What tells whether a source has changed: its files with their sizes and times, or the fingerprint that `datasets` gives it.
+
+    None for built-in sets, which are made from the Python source, and for what load_conversations does not find.
+    """
+    name, split = split_of(data)
+    if name in BUILT_IN:
+        return None
+    files = []
+    for one in _files(name):
+        path = Path(one).expanduser()
+        if path.is_file():
+            found = path.stat()
+            files.append([str(path.resolve()), found.st_size, found.st_mtime_ns])
+        elif _kind(path) in (".json", ".jsonl"):
+            return None
+        else:
+            return {"split": split, "fingerprint": _dataset(one, path, split)._fingerprint}
+    return {"split": split, "files": files}
+
+
 def _files(name: str) -> list[str]:
     """The names that a pattern stands for, in order; any other name itself."""
     if not is_pattern(name):
@@ -91,12 +112,17 @@ def _files(name: str) -> list[str]:
 def _records(name: str, split: str) -> Iterable[tuple[str, object]]:
     """(place, record) of a file, folder or name."""
     path = Path(name).expanduser()
-    kind = Path(path.stem).suffix if path.suffix in _OPENED else path.suffix
+    kind = _kind(path)
     if kind not in (".json", ".jsonl"):
         return _read_dataset(name, path, split)
     if split != "train":
         raise ValueError(f"{name} is one file and has no split {split!r}; its only split is 'train'")
     return _read_json(path, kind) if kind == ".json" else _read_jsonl(path, kind)
+
+
+def _kind(path: Path) -> str:
+    """The suffix of a file, without that of its compression."""
+    return Path(path.stem).suffix if path.suffix in _OPENED else path.suffix
 
 
 def split_of(data: str) -> tuple[str, str]:
@@ -229,6 +255,11 @@ _OPENED = {".gz": gzip.decompress, ".zst": _unzstd}  # by the suffix of a compre
 
 
 def _read_dataset(data: str, path: Path, split: str) -> Iterable[tuple[str, object]]:
+    return ((f"{data}, row {number}", row) for number, row in enumerate(_dataset(data, path, split), 1))
+
+
+def _dataset(data: str, path: Path, split: str):
+    """The rows of a split (datasets.Dataset)."""
     if not path.exists() and (data.startswith((".", "/", "~")) or data.count("/") > 1):
         what = "file" if path.suffix == ".parquet" else "folder"
         raise ValueError(f"the data {what} {data} does not exist; --data takes 'stdlib', a file, a folder or a name")
@@ -259,7 +290,7 @@ def _read_dataset(data: str, path: Path, split: str) -> Iterable[tuple[str, obje
         rows = rows[split]
     elif split != "train":
         raise ValueError(f"the dataset {data!r} was saved as one split and has no {split!r}; ask for 'train'")
-    return ((f"{data}, row {number}", row) for number, row in enumerate(rows, 1))
+    return rows
 
 
 def excerpt(value, limit: int = 400) -> str:

@@ -3,23 +3,56 @@
 Letters: R rows, T tokens per row.
 """
 
+import functools
 import random
 import zlib
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 
 from ..run.optimization import NonFiniteLoss
-from .conversations import load_conversations
+from .conversations import load_conversations, source_facts
 from .encoding import choose_encodable, encode_conversations
 from .held_out import choose_held_out
 from .packed.packing import lay_out
+from .packed.store import DocumentStore, default_folder, tokenizer_facts
 
 TOLD_TOKENS = 48  # tokens that an error shows of each row
+KEPT_BYTES = 2**24  # smaller data are packed sooner than they are looked up
 
 
-def load_documents(recipe, tokenizer, note):
-    """(Documents to train on, held-out conversations, lists of messages) of a run."""
+def load_documents(recipe, tokenizer, processes):
+    """(Documents to train on, held-out conversations, lists of messages) of a run.  processes: of start_processes
+
+    Large data are packed by one process, and kept for the others and for further runs (packed/store.py).
+    """
+    store = _store_of(recipe, tokenizer)
+    if store is None:
+        return _make_documents(recipe, tokenizer, processes.note)
+    make = functools.partial(_make_documents, recipe, tokenizer)
+    return store.load(make, processes.accelerator, processes.note)
+
+
+def _store_of(recipe, tokenizer):
+    """The DocumentStore of a run's data. None for built-in data, small data without a named folder, and if the recipe says so."""
+    found = [recipe.data, *filter(None, [recipe.eval_data])]
+    if recipe.packed_data == "memory" or None in (sources := [source_facts(data) for data in found]):
+        return None
+    sizes = [size for source in sources for _, size, _ in source.get("files", [(None, KEPT_BYTES, None)])]
+    if not recipe.packed_data and sum(sizes) < KEPT_BYTES:
+        return None
+    keys = ("seed", "max_tokens", "row_length", "data_rules", "eval_prompts")
+    facts = {name: getattr(recipe, name) for name in keys}
+    if not recipe.max_tokens:
+        del facts["row_length"]  # it counts where the tokens of rows are counted
+    facts |= {"sources": sources, "tokenizer": tokenizer_facts(tokenizer)}
+    place = Path(recipe.data).expanduser()
+    name = place.name if place.is_absolute() or place.exists() else recipe.data
+    return DocumentStore(recipe.packed_data or default_folder(), name, facts)
+
+
+def _make_documents(recipe, tokenizer, note):
     with_fields = recipe.data_rules > 0
     conversations = load_conversations(recipe.data, note=note, with_fields=with_fields)
     conversations, held_out = choose_held_out(

@@ -50,6 +50,11 @@ class RunRecipe:
     max_tokens: int = key(
         0, "use at most this many tokens of the data, whole conversations picked at random; 0: all", least=0
     )
+    packed_data: str = key(
+        "",
+        "folder where the data are kept, encoded, for all processes and further runs; empty: headstart/packed in the user's cache "
+        "folder (~/.cache), for data of 16 MB and more; memory: none, and every process encodes them",
+    )
     row_length: int = key(1024, "tokens per packed row; a longer conversation loses its end", least=4)
     loss: str = key(
         "kl",

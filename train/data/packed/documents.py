@@ -36,7 +36,9 @@ class Documents(Sequence):
             first, stop, step = index.indices(len(self))
             if step != 1:
                 raise ValueError("documents are taken one after the other")
-            return Documents(self.tokens, self.supervised, self.starts[first : max(stop, first) + 1])
+            starts = self.starts[first : max(stop, first) + 1]
+            here = slice(starts[0], starts[-1])
+            return Documents(self.tokens[here], self.supervised[here], starts - starts[0])
         start, end = self.starts[range(len(self))[index]], self.starts[range(len(self))[index] + 1]
         return self.tokens[start:end].tolist(), self.supervised[start:end].tolist()
 
@@ -58,8 +60,8 @@ class Documents(Sequence):
         while block[-1] < len(self):
             block.append(max(int(np.searchsorted(self.starts, self.starts[block[-1]] + at_once)) - 1, block[-1] + 1))
         for first, stop in pairwise(block):
-            starts = self.starts[first : stop + 1] - self.starts[first]
-            until = np.cumsum(self.supervised[self.starts[first] : self.starts[stop]], dtype=np.int64)
+            some = self[first:stop]
+            starts, until = some.starts, np.cumsum(some.supervised, dtype=np.int64)
             until = np.concatenate([[0], until])  # [tokens of the block + 1]
             ends = np.minimum(starts[:-1] + end, starts[1:])
             counts[first:stop] = until[ends] - until[np.minimum(starts[:-1] + begin, ends)]

@@ -1,0 +1,213 @@
+"""Encoded data on disk: made once, found again, made anew when anything changes, and never half there."""
+
+import errno
+import json
+import multiprocessing
+import os
+import shutil
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from headstart.tests.train.tiny_runs import assert_same_tensors, head_tensors
+from headstart.train.data import rows
+from headstart.train.data.packed import store
+from headstart.train.data.packed.documents import Documents
+from headstart.train.data.packed.store import DocumentStore
+from headstart.train.data.rows import build_rows, load_documents
+
+PAIRS = [([1, 2, 3], [False, True, True]), ([4, 5], [False, True])]
+HELD_OUT = [[{"role": "user", "content": "é"}, {"role": "assistant", "content": "\n", "weight": 0}]]
+
+
+class Process:
+    """A rank, as Accelerator is one."""
+
+    def __init__(self, is_local_main_process=True):
+        self.is_local_main_process = is_local_main_process
+
+    def wait_for_everyone(self):
+        pass
+
+
+def make(note):
+    note("one is left out")
+    return Documents.of(PAIRS), HELD_OUT
+
+
+def refuse(note):
+    raise AssertionError("the data are encoded again")
+
+
+@pytest.fixture
+def recipe(conversations, word_target, tmp_path):
+    """recipe(**keys): what load_documents reads of a recipe, for data of 60 conversations."""
+    own = dict(seed=0, max_tokens=0, row_length=64, data_rules=1, eval_prompts=4, eval_data="", target=word_target)
+    own |= dict(data=conversations, packed_data=str(tmp_path / "packed"))
+    return lambda **keys: SimpleNamespace(**own | keys)
+
+
+@pytest.fixture
+def load(word_target):
+    """load(recipe) -> (documents, held-out conversations, what was noted)."""
+    tokenizer = AutoTokenizer.from_pretrained(word_target)
+
+    def load(recipe, tokenizer=tokenizer):
+        said = []
+        return *load_documents(recipe, tokenizer, SimpleNamespace(accelerator=Process(), note=said.append)), said
+
+    load.tokenizer = tokenizer
+    return load
+
+
+def test_a_store_gives_what_was_made_with_its_notes(tmp_path):
+    said = []
+    for making in (make, refuse):
+        documents, held_out = DocumentStore(tmp_path, "a/b.jsonl", {"seed": 0}).load(making, Process(), said.append)
+        assert list(documents) == PAIRS
+        assert held_out == HELD_OUT
+        assert isinstance(documents.tokens, np.memmap)
+    first, packed, found, again = said
+    assert first == again == "one is left out"
+    (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    assert folder.name.startswith("a-b.jsonl-")
+    assert str(folder) in packed
+    assert f"2 documents, 5 tokens in {folder}" in found
+    documents, _ = DocumentStore(tmp_path, "a/b.jsonl", {"seed": 0}).load(refuse, Process(False), refuse)
+    assert list(documents) == PAIRS
+
+
+def test_rows_from_the_store_are_those_in_memory(recipe, load, monkeypatch):
+    *in_memory, _ = load(recipe(packed_data="memory"))
+    *packed, first = load(recipe())
+    monkeypatch.setattr(rows, "encode_conversations", refuse)
+    *found, again = load(recipe())
+    for documents, held_out in (packed, found):
+        assert documents == in_memory[0]
+        assert held_out == in_memory[1]
+        (one, counts), (other, expected) = (build_rows(some, 48, 0, print) for some in (documents, in_memory[0]))
+        assert counts.tolist() == expected.tolist()
+        assert rows.fingerprint(one) == rows.fingerprint(other)
+        assert torch.equal(one.select([1, 0]).supervised, other.select([1, 0]).supervised)
+    assert "the data are packed" in first[-1]
+    assert "the data were packed on" in again[0]
+    assert load(recipe(row_length=32))[0] == packed[0]  # no cap counts the tokens of rows
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{"seed": 1}, {"max_tokens": 300}, {"eval_prompts": 3}, {"data_rules": 0}],
+    ids=lambda keys: next(iter(keys)),
+)
+def test_other_keys_are_other_data(recipe, load, keys, tmp_path):
+    load(recipe())
+    *packed, _ = load(recipe(**keys))
+    assert packed == list(load(recipe(packed_data="memory", **keys))[:2])
+    assert len([path for path in (tmp_path / "packed").iterdir() if path.is_dir()]) == 2
+
+
+def test_changed_data_and_another_template_are_noticed(recipe, load, conversations, tmp_path):
+    data = tmp_path / "data.jsonl"
+    shutil.copy(conversations, data)
+    some = recipe(data=str(data))
+    before = len(load(some)[0])
+    lines = data.read_text().splitlines()
+    turns = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2 w3"}]
+    data.write_text("\n".join([*lines, json.dumps({"messages": turns})]))
+    assert len(load(some)[0]) == before + 1
+    os.utime(data, ns=(1, 1))  # written anew, as long as before
+    assert "the data are packed" in load(some)[2][-1]
+    load.tokenizer.chat_template += " "
+    assert "the data are packed" in load(some)[2][-1]
+
+
+def test_small_data_are_kept_only_in_a_folder_that_is_named(recipe, load, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    load(recipe(packed_data=""))
+    assert not (tmp_path / "cache").exists()
+    monkeypatch.setattr(rows, "KEPT_BYTES", 100)
+    load(recipe(packed_data=""))
+    assert len([path for path in (tmp_path / "cache/headstart/packed").iterdir() if path.is_dir()]) == 1
+    load(recipe(data="stdlib", packed_data="", max_tokens=500))
+    assert len([path for path in (tmp_path / "cache/headstart/packed").iterdir() if path.is_dir()]) == 1
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path):
+    one = DocumentStore(tmp_path, "x", {})
+    left = tmp_path / f".{one.path.name}.partial-0123abcd"
+    other = tmp_path / ".y-0123.partial-0123abcd"
+    for folder in (left, other):
+        folder.mkdir()
+        (folder / "tokens.npy").write_bytes(b"x")
+    one.load(make, Process(), print)
+    assert not left.exists()
+    assert other.exists()  # somebody else may still write it
+
+
+def slowly(folder, number, made):
+    def make_slowly(note):
+        time.sleep(1)
+        made.put(number)
+        return make(note)
+
+    said = []
+    DocumentStore(folder, "x", {}).load(make_slowly, Process(), said.append)
+    made.put(said)
+
+
+def test_two_runs_that_pack_the_same_do_it_once(tmp_path):
+    context = multiprocessing.get_context("fork")
+    made = context.Queue()
+    runs = [context.Process(target=slowly, args=(tmp_path, number, made)) for number in range(2)]
+    for run in runs:
+        run.start()
+    told = [made.get(timeout=60) for _ in range(3)]
+    for run in runs:
+        run.join(60)
+    assert len([one for one in told if isinstance(one, int)]) == 1
+    waited = next(one for one in told if isinstance(one, list) and "waiting" in one[0])
+    assert "the data were packed on" in waited[1]
+
+
+def test_a_full_disk_is_said_and_leaves_nothing(tmp_path, monkeypatch):
+    one = DocumentStore(tmp_path / "packed", "x", {})
+    advice = r"name another folder with --packed_data; with --packed_data memory every"
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=10))
+        with pytest.raises(ValueError, match=rf"take 0\.00 GiB, and .* has 0\.00 GiB left.*{advice}"):
+            one.load(make, Process(), print)
+    with monkeypatch.context() as patch:
+
+        def full(path, array):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        patch.setattr(store.np, "save", full)
+        with pytest.raises(ValueError, match=rf"No space left on device.*{advice}"):
+            one.load(make, Process(), print)
+    assert [path.name for path in (tmp_path / "packed").iterdir() if path.is_dir()] == []
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=advice):
+        DocumentStore(tmp_path / "file", "x", {}).load(make, Process(), print)
+
+
+@pytest.mark.parametrize("name", ["tokens.npy", "starts.npy", "held_out.jsonl", "about.json"])
+def test_damaged_files_are_refused(tmp_path, name):
+    one = DocumentStore(tmp_path, "x", {})
+    one.load(make, Process(), print)
+    content = (one.path / name).read_bytes()
+    (one.path / name).write_bytes(content[: len(content) // 2])
+    with pytest.raises(ValueError, match=r"the packed data in .* are damaged .*: remove the folder"):
+        one.load(refuse, Process(), print)
+
+
+def test_a_run_on_packed_data_is_that_in_memory(trainer, finished, tmp_path, capsys):
+    keys = dict(max_steps=3, eval_prompts=3, eval_tokens=6)
+    plain = finished("medusa", **keys)
+    for number in range(2):
+        run = trainer.run(**keys, packed_data=tmp_path / "packed", output=tmp_path / f"run-{number}")
+        assert_same_tensors(head_tensors(run), head_tensors(plain))
+        assert ("the data are packed" if number == 0 else "the data were packed on") in capsys.readouterr().err

@@ -1,0 +1,168 @@
+"""Encoded data on disk: made once, by one process, and mapped by all others, by restarts and by further runs.
+
+    store = DocumentStore(folder, name, facts)     # facts: all that the documents follow from
+    documents, held_out = store.load(make, accelerator, note)
+
+    FOLDER/NAME-KEY/tokens.npy, supervised.npy, starts.npy    Documents, five bytes a token
+                    held_out.jsonl                            conversations to measure on
+                    about.json                                the facts, and what was noted
+
+KEY is a hash of the facts, so other data lie beside and nothing is overwritten. A folder is written aside and renamed: one with
+that name is whole. Folders that no run reads can be removed.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+from transformers import __version__ as transformers_version
+
+from ....heads.storage.atomic_write import is_partial, staged_folder
+from .documents import Documents
+
+FORMAT = 1
+PARTS = ("tokens", "supervised", "starts")
+PAUSE = 0.2  # seconds between two looks at a lock
+
+
+def default_folder():
+    """Where packed data lie if the user names no folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "headstart", "packed")
+
+
+def tokenizer_facts(tokenizer):
+    """What decides how a tokenizer encodes conversations, as a hash."""
+    content = f"{tokenizer.backend_tokenizer.to_str()}\n{tokenizer.chat_template}\n{tokenizer.special_tokens_map}"
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+class DocumentStore:
+    """folder: of all packed data; name: of these, for people; facts: a dict of scalars, lists and dicts"""
+
+    def __init__(self, folder, name, facts):
+        self.facts = facts | {"format": FORMAT, "transformers": transformers_version}
+        key = hashlib.sha256(json.dumps(self.facts, sort_keys=True).encode()).hexdigest()[:16]
+        self.folder = Path(folder).expanduser()
+        self.path = self.folder / f"{re.sub(r'[^A-Za-z0-9_.]+', '-', name).strip('-.')[:60]}-{key}"
+
+    def load(self, make, accelerator, note):
+        """(Documents, held-out conversations); all ranks call this together.
+
+        make(note) makes them, on one process of a machine, if they are not there. note(text) is told what making noted, also where
+        they were there already. Raises ValueError if they cannot be written or read.
+        """
+        if accelerator.is_local_main_process:
+            if self.path.is_dir():
+                self._tell(note)
+            else:
+                self._make(make, note)
+        accelerator.wait_for_everyone()
+        return self._read()
+
+    def _make(self, make, note):
+        with self._locked(note):
+            if self.path.is_dir():  # made by the process that was waited for
+                self._tell(note)
+                return
+            noted = []
+            documents, held_out = make(lambda text: (noted.append(text), note(text)))
+            with _told():
+                self._write(documents, held_out, noted)
+            note(f"the data are packed: {_gib(self._size(documents))} in {self.path}")
+
+    def _write(self, documents, held_out, noted):
+        needed, free = self._size(documents), shutil.disk_usage(self.folder).free
+        if needed > free:
+            raise OSError(f"they take {_gib(needed)}, and {self.folder} has {_gib(free)} left")
+        about = {
+            "facts": self.facts,
+            "noted": noted,
+            "made": date.today().isoformat(),
+            "documents": len(documents),
+            "tokens": int(documents.starts[-1]),
+        }
+        with staged_folder(self.path) as staging:
+            for name in PARTS:
+                np.save(staging / f"{name}.npy", getattr(documents, name))
+            lines = [json.dumps(conversation) + "\n" for conversation in held_out]
+            (staging / "held_out.jsonl").write_text("".join(lines), encoding="utf-8")
+            (staging / "about.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+
+    def _read(self):
+        try:
+            documents = Documents(*(np.load(self.path / f"{name}.npy", mmap_mode="r") for name in PARTS))
+            lines = (self.path / "held_out.jsonl").read_text(encoding="utf-8").splitlines()
+            held_out = [json.loads(line) for line in lines]
+            if not documents.starts[-1] == len(documents.tokens) == len(documents.supervised):
+                raise ValueError("its files do not belong together")
+        except (OSError, ValueError) as error:
+            raise ValueError(f"the packed data in {self.path} are damaged ({error}): remove the folder") from error
+        return documents, held_out
+
+    def _tell(self, note):
+        try:
+            about = json.loads((self.path / "about.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"the packed data in {self.path} are damaged ({error}): remove the folder") from error
+        size = f"{about['documents']:,} documents, {about['tokens']:,} tokens"
+        note(f"the data were packed on {about['made']}: {size} in {self.path}")
+        for text in about["noted"]:
+            note(text)
+
+    @contextlib.contextmanager
+    def _locked(self, note):
+        """One process at a time, where the file system has locks; two that write the same folder do no harm."""
+        with _told():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lock = os.open(self.folder / f".{self.path.name}.lock", os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            told = False
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    if not told:
+                        note("another process packs the same data: waiting for it")
+                    told = True
+                    time.sleep(PAUSE)
+                    continue
+                except OSError:
+                    pass
+                break
+            self._forget_unfinished()
+            yield
+        finally:
+            os.close(lock)
+
+    def _forget_unfinished(self):
+        """Remove what processes that were killed have left."""
+        for path in self.folder.iterdir():
+            if is_partial(path.name) and path.name.startswith(f".{self.path.name}."):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _size(self, documents):
+        return sum(getattr(documents, name).nbytes for name in PARTS)
+
+
+@contextlib.contextmanager
+def _told():
+    """OSErrors in here become a ValueError that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"the packed data cannot be written ({error}): name another folder with --packed_data; with --packed_data memory every "
+            "process packs its own"
+        ) from error
+
+
+def _gib(count):
+    return f"{count / 2**30:.2f} GiB"
