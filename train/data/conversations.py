@@ -7,13 +7,15 @@ records. encoding.py turns conversations into token ids, packing.py into rows.
 Not done here: images in conversations.
 """
 
+import codecs
 import glob
 import gzip
+import io
 import json
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
+from itertools import chain, compress
 from pathlib import Path
 
 from ...heads.storage.atomic_write import write_whole
@@ -36,7 +38,7 @@ _MOST_LEFT_OUT = 0.1  # share of the records; with more of them the data are of 
 def load_conversations(
     data: str, answered: bool = True, note: Callable[[str], None] = lambda text: None, with_fields: bool = True
 ) -> list[list[dict]]:
-    """Conversations, each a list of {"role": "system" | "user" | "assistant" | "tool", "content": str}.
+    """All conversations of a source, each a list of {"role": "system" | "user" | "assistant" | "tool", "content": str}.
 
     data: "stdlib" or "installed", a .json, .jsonl (also .gz, .zst) or .parquet file, a pattern of such files
     ("chats/*.jsonl", read in the order of their names), or the name or folder of a dataset for the `datasets` library. A
@@ -47,30 +49,65 @@ def load_conversations(
     of a JSONL file that ends within it; `note` is told how many of each kind, and how many fields. Raises ValueError, naming
     the place, if the records are more than a tenth, for a source that does not exist, and for a line that is not JSON.
     """
+    return list(read_conversations(data, answered, note, with_fields))
+
+
+def read_conversations(data, answered=True, note=lambda text: None, with_fields=True) -> Iterator[list[dict]]:
+    """The conversations of load_conversations, one after the other; notes and most errors come at the end."""
     name, split = split_of(data)
     if name in BUILT_IN:
-        return [pair.conversation() for pair in BUILT_IN[name](split)]
+        yield from (pair.conversation() for pair in BUILT_IN[name](split))
+        return
     records = chain.from_iterable(_records(file, split) for file in _files(name))
-    conversations, left_out, fields = [], [], Counter()
+    count, kinds, fields, first, odd = 0, Counter(), Counter(), None, None
     for where, record in records:
         try:
-            conversations.append(_conversation(record, where, answered, with_fields, fields))
+            messages = _conversation(record, where, answered, with_fields, fields)
         except _UnusableRecord as error:
-            left_out.append(error)
-    if left_out:
-        total = len(conversations) + len(left_out)
-        kinds = Counter(error.kind for error in left_out)
+            kinds[error.kind] += 1
+            first = first or error
+            odd = odd or (error if error.kind != _WEIGHTLESS else None)
+            continue
+        yield messages
+        count += 1
+    if kinds:
+        total = count + kinds.total()
         counted = ", ".join(f"{count:,} {kind}" for kind, count in kinds.most_common())
-        odd = [error for error in left_out if error.kind != _WEIGHTLESS]
-        if len(odd) > _MOST_LEFT_OUT * total:
-            raise ValueError(str(odd[0]) + ("" if total == 1 else f"\n({data}: of {total:,} records {counted})"))
-        note(f"{data}: {len(left_out):,} of {total:,} records are left out: {counted}. The first: {left_out[0]}")
+        if kinds.total() - kinds[_WEIGHTLESS] > _MOST_LEFT_OUT * total:
+            raise ValueError(str(odd) + ("" if total == 1 else f"\n({data}: of {total:,} records {counted})"))
+        note(f"{data}: {kinds.total():,} of {total:,} records are left out: {counted}. The first: {first}")
     if fields:
         counted = ", ".join(f"{count:,} {name}" for name, count in fields.most_common())
         note(f"{data}: fields of messages and records that are left out: {counted}")
-    if not conversations:
+    if not count:
         raise ValueError(f"{data} holds no conversations (split {split!r})")
-    return conversations
+
+
+class Source:
+    """The conversations of a source that is too large for the memory: read anew whenever one goes through them.
+
+    The arguments are those of load_conversations; notes come the first time. count: how many there are, None before that.
+    """
+
+    def __init__(self, data, note=lambda text: None, with_fields=True):
+        self.count, self._data, self._note, self._with_fields = None, data, note, with_fields
+
+    def __iter__(self):
+        note, count = self._note if self.count is None else lambda text: None, 0
+        for messages in read_conversations(self._data, note=note, with_fields=self._with_fields):
+            yield messages
+            count += 1
+        self.count = count
+
+
+class Chosen:
+    """Those of conversations that `kept` (bool of each) marks, gone through anew each time."""
+
+    def __init__(self, conversations, kept):
+        self.count, self._conversations, self._kept = int(kept.sum()), conversations, kept
+
+    def __iter__(self):
+        return compress(self._conversations, self._kept)
 
 
 def is_pattern(name: str) -> bool:
@@ -117,7 +154,7 @@ def _records(name: str, split: str) -> Iterable[tuple[str, object]]:
         return _read_dataset(name, path, split)
     if split != "train":
         raise ValueError(f"{name} is one file and has no split {split!r}; its only split is 'train'")
-    return _read_json(path, kind) if kind == ".json" else _read_jsonl(path, kind)
+    return _read_json(path) if kind == ".json" else _read_jsonl(path)
 
 
 def _kind(path: Path) -> str:
@@ -202,23 +239,22 @@ def _text(content) -> str | None:
     return content.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def _read_jsonl(path: Path, kind: str) -> Iterator[tuple[str, object]]:
-    lines = _read_text(path, kind).split("\n")
-    for number, line in enumerate(lines, 1):
+def _read_jsonl(path: Path) -> Iterator[tuple[str, object]]:
+    for number, line in enumerate(_read_lines(path), 1):
         if line.strip():
             try:
                 record = json.loads(line)
             except json.JSONDecodeError as error:
                 what = f"{path}, line {number}: not JSON ({error}): {line[:200]!r}"
-                if number < len(lines):
+                if line.endswith("\n"):
                     raise ValueError(what) from None
                 record = _UnusableRecord("cut off, the last line of the file", what)  # no line end follows it
             yield f"{path}, line {number}", record
 
 
-def _read_json(path: Path, kind: str) -> Iterator[tuple[str, object]]:
+def _read_json(path: Path) -> Iterator[tuple[str, object]]:
     try:
-        records = json.loads(_read_text(path, kind))
+        records = json.loads("".join(_read_lines(path)))
     except json.JSONDecodeError as error:
         lines = "; one object per line? then name it .jsonl" if error.msg == "Extra data" else ""
         raise ValueError(f"{path}, line {error.lineno}: not JSON ({error}){lines}") from None
@@ -227,31 +263,64 @@ def _read_json(path: Path, kind: str) -> Iterator[tuple[str, object]]:
     yield from ((f"{path}, item {number}", record) for number, record in enumerate(records, 1))
 
 
-def _read_text(path: Path, kind: str) -> str:
-    """The text of a file.  kind: its suffix, without that of its compression"""
+def _read_lines(path: Path) -> Iterator[str]:
+    """The lines of a text file with their ends, all of them "\\n"; a last character that was cut off is "\\ufffd"."""
     try:
-        content = _OPENED.get(path.suffix, bytes)(path.read_bytes()).replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-        return content.decode("utf-8-sig")
+        with _OPENED.get(path.suffix, open)(path, "rb") as file:
+            # A byte order mark is no text.
+            decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8-sig")(), translate=True)
+            rest = ""
+            while content := file.read(2**20):
+                *lines, rest = (rest + decoder.decode(content)).split("\n")
+                yield from (line + "\n" for line in lines)
+            rest += _end_of(decoder)
+            if rest:
+                yield rest
     except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"the data file {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     except UnicodeDecodeError as error:
-        if kind == ".jsonl" and error.reason == "unexpected end of data":  # cut within a character
-            return content.decode("utf-8-sig", "replace")
         raise ValueError(f"the data file {path} is not UTF-8 text: {error}") from None
 
 
-def _unzstd(content: bytes) -> bytes:
+def _end_of(decoder) -> str:
+    """The last characters of a decoder."""
+    try:
+        return decoder.decode(b"", final=True)
+    except UnicodeDecodeError as error:
+        if error.reason != "unexpected end of data":
+            raise
+        return "\ufffd"  # cut within a character
+
+
+def _open_zstd(path, mode):
     try:
         import zstandard
     except ImportError:
         raise ValueError("files that end in .zst need the `zstandard` library (pip install zstandard)") from None
-    try:
-        return zstandard.ZstdDecompressor().stream_reader(content, read_across_frames=True).read()
-    except zstandard.ZstdError as error:
-        raise OSError(f"no zstd file ({error})") from None
+    return _Zstd(zstandard, path)
 
 
-_OPENED = {".gz": gzip.decompress, ".zst": _unzstd}  # by the suffix of a compressed file
+class _Zstd:
+    """A file of zstd frames, to read from."""
+
+    def __init__(self, zstandard, path):
+        self._error, self._file = zstandard.ZstdError, path.open("rb")
+        self._stream = zstandard.ZstdDecompressor().stream_reader(self._file, read_across_frames=True)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self._file.close()
+
+    def read(self, size):
+        try:
+            return self._stream.read(size)
+        except self._error as error:
+            raise OSError(f"no zstd file ({error})") from None
+
+
+_OPENED = {".gz": gzip.open, ".zst": _open_zstd}  # by the suffix of a compressed file
 
 
 def _read_dataset(data: str, path: Path, split: str) -> Iterable[tuple[str, object]]:

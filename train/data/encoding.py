@@ -1,9 +1,15 @@
 """Turn conversations into token ids with the assistant's tokens marked, through the tokenizer's chat template."""
 
+import contextlib
+import multiprocessing
+import os
+import pickle
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from itertools import islice
 
 import jinja2
 import numpy as np
@@ -21,7 +27,7 @@ _MOST_LEFT_OUT = 0.1  # share of the conversations; with more of them the templa
 
 def encode_conversations(
     tokenizer,
-    conversations: Sequence[list[dict]],
+    conversations: Iterable[list[dict]],
     progress: bool = False,
     *,
     note: Callable[[str], None] = lambda text: None,
@@ -39,27 +45,107 @@ def encode_conversations(
     `note` is told how many of each kind. If they are more than a tenth, ValueError shows the first. `note` is also told of fields
     that the template has no place for, and of an end token that is not supervised.
     """
+    return encode_places(tokenizer, conversations, progress, note=note, rules=rules)[0]
+
+
+def encode_places(
+    tokenizer, conversations, progress=False, *, note=lambda text: None, rules=1, total=None, workers=0
+) -> tuple[Documents, np.ndarray]:
+    """(Documents of encode_conversations, int64 [D] their places among the conversations, ascending).
+
+    total: number of conversations, for the bar; workers: processes that encode (0: this one), with the same result.
+    """
     encoder = _Encoder(tokenizer, trims=rules > 0)
-    encoded, left_out, kept = Collected(), [], []
-    with tqdm(total=len(conversations), desc="tokenising", unit=" conversations", disable=not progress) as bar:
-        for start in range(0, len(conversations), _BATCH):
-            batch = conversations[start : start + _BATCH]
-            for messages, one in zip(batch, encoder.encode(batch)):
-                if isinstance(one, Unencodable):
-                    left_out.append(one)
-                else:
-                    encoded.append(*one)
-                    kept.append(messages)
-            bar.update(len(batch))
+    encoded, places, left_out, seen, count = Collected(), [], [], _Seen(), 0
+    if total is None and isinstance(conversations, Sequence):
+        total = len(conversations)
+    bar = tqdm(total=total, desc="tokenising", unit=" conversations", disable=not progress)
+    batches = _batches(conversations)
+    with bar, contextlib.closing(_encoded(encoder, batches, workers)) as results:
+        for size, documents, inside, faults, its in results:
+            encoded.extend(documents)
+            places.append(inside + count)
+            left_out += faults
+            seen.update(its)
+            count += size
+            bar.update(size)
     if left_out:
-        counted = f"{len(left_out):,} of {len(conversations):,} conversations are left out: {_count(left_out)}"
-        if len(left_out) > _MOST_LEFT_OUT * len(conversations):
-            raise ValueError(str(left_out[0]) + ("" if len(conversations) == 1 else f"\n({counted})"))
-        note(f"{counted}. The first: {left_out[0]}")
-    encoded = encoded.documents()
-    for text in chain(encoder.fields_without_place(kept), encoder.missing_ends(kept, encoded)):
+        counted = f"{len(left_out):,} of {count:,} conversations are left out: {_count(left_out)}"
+        if len(left_out) > _MOST_LEFT_OUT * count:
+            raise ValueError(left_out[0][1] + ("" if count == 1 else f"\n({counted})"))
+        note(f"{counted}. The first: {left_out[0][1]}")
+    for text in encoder.notes(seen):
         note(text)
-    return encoded
+    return encoded.documents(), np.concatenate([np.zeros(0, dtype=np.int64), *places])
+
+
+def num_workers():
+    """Processes that encode large data: as many as the cores that this one may use, 16 at most, and none beside a single core."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, 16) if cores > 1 else 0
+
+
+def _batches(conversations):
+    conversations = iter(conversations)
+    while batch := list(islice(conversations, _BATCH)):
+        yield batch
+
+
+def _encoded(encoder, batches, workers):
+    """What `encode_batch` gives of each batch, in order."""
+    given = _pickled(encoder) if workers else None
+    if given is None:
+        yield from map(encoder.encode_batch, batches)
+        return
+    # Clean processes: this one may hold a GPU, and threads.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, context, _start_worker, (given,)) as pool:
+        waiting = deque()
+        try:
+            for batch in batches:
+                waiting.append(pool.submit(_encode_in_worker, batch))
+                if len(waiting) > 2 * workers:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _pickled(encoder):
+    """The encoder for another process; None if its tokenizer, of code of its own, cannot be sent there."""
+    try:
+        return pickle.dumps(encoder)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return None
+
+
+def _start_worker(encoder):
+    global _encoder
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are as many as the cores
+    _encoder = pickle.loads(encoder)
+
+
+def _encode_in_worker(batch):
+    return _encoder.encode_batch(batch)
+
+
+@dataclass
+class _Seen:
+    """What encoded conversations showed, for notes."""
+
+    with_tools: int = 0
+    thoughts: int = 0
+    unwritten: int = 0  # of the thoughts
+    ends: int = 0  # of answers that were not cut off, without a supervised end token
+    has_end: bool = False  # whether any end token is supervised
+    after: Counter = field(default_factory=Counter)  # {special token after such an answer, or None: how often}
+
+    def update(self, other):
+        """Add what another one showed."""
+        for name in ("with_tools", "thoughts", "unwritten", "ends", "after"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.has_end |= other.has_end
 
 
 def choose_encodable(tokenizer, conversations: Sequence[list[dict]], note: Callable[[str], None]) -> list[list[dict]]:
@@ -70,7 +156,8 @@ def choose_encodable(tokenizer, conversations: Sequence[list[dict]], note: Calla
     if left_out:
         if len(left_out) == len(found):
             raise left_out[0]
-        note(f"{len(left_out)} of {len(found)} conversations to measure on are left out: {_count(left_out)}")
+        faults = _count((one.kind, str(one)) for one in left_out)
+        note(f"{len(left_out)} of {len(found)} conversations to measure on are left out: {faults}")
     return [messages for messages, one in zip(conversations, found) if not isinstance(one, Unencodable)]
 
 
@@ -191,39 +278,47 @@ class _Encoder:
         """Whether a conversation calls tools and the template does not render it."""
         return "tool_calls" not in self.source and any(m["role"] == "tool" or "tool_calls" in m for m in messages)
 
-    def fields_without_place(self, conversations) -> Iterator[str]:
-        """What to tell the user of fields that the template does not write."""
-        if not re.search(r"\btools\b", self.source) and (
-            tools := sum("tools" in messages[0] for messages in conversations)
-        ):
-            yield f"the chat template does not write tools: those of {tools:,} conversations are left out"
-        unwritten = total = 0
-        for messages in conversations:
-            thoughts = list(filter(None, map(_thoughts, messages)))
-            if thoughts:
-                text = render(self.tokenizer, messages)
-                total += len(thoughts)
-                unwritten += sum(one not in text for one in thoughts)
-        if unwritten:
-            yield (
-                f"the chat template does not write the thoughts of {unwritten:,} of {total:,} answers that have any: they are "
-                "left out (many templates keep only those of the last answer)"
-            )
+    def encode_batch(self, batch):
+        """(number of conversations, Documents, int64 [D] their places, [(kind, text)] of those that are left out, _Seen)."""
+        encoded, inside, left_out, seen = Collected(), [], [], _Seen()
+        for place, (messages, one) in enumerate(zip(batch, self.encode(batch))):
+            if isinstance(one, Unencodable):
+                left_out.append((one.kind, str(one)))
+            else:
+                encoded.append(*one)
+                inside.append(place)
+                self._look(messages, *one, seen)
+        return len(batch), encoded.documents(), np.array(inside, dtype=np.int64), left_out, seen
 
-    def missing_ends(self, conversations, encoded) -> Iterator[str]:
-        """What to tell the user if no whole answer has its end token supervised."""
-        after, total = Counter(), 0
-        for messages, (ids, supervised) in zip(conversations, encoded):
-            if any(map(is_cut, messages)):
-                continue
-            for _, end in stretches(self._without_space_after_ends(ids, supervised)):
-                if ids[end - 1] in self.special:
-                    return
-                total += 1
-                after[ids[end] if end < len(ids) and ids[end] in self.special else None] += 1
-        if not total:
+    def _look(self, messages, ids, supervised, seen):
+        """Count in `seen` what a conversation shows."""
+        seen.with_tools += "tools" in messages[0]
+        thoughts = list(filter(None, map(_thoughts, messages)))
+        if thoughts:
+            text = render(self.tokenizer, messages)
+            seen.thoughts += len(thoughts)
+            seen.unwritten += sum(one not in text for one in thoughts)
+        if seen.has_end or any(map(is_cut, messages)):
             return
-        token, _ = after.most_common(1)[0]
+        for _, end in stretches(self._without_space_after_ends(ids, supervised)):
+            if ids[end - 1] in self.special:
+                seen.has_end = True
+                return
+            seen.ends += 1
+            seen.after[ids[end] if end < len(ids) and ids[end] in self.special else None] += 1
+
+    def notes(self, seen: _Seen) -> Iterator[str]:
+        """What to tell the user: of fields that the template does not write, and of end tokens that are not supervised."""
+        if not re.search(r"\btools\b", self.source) and seen.with_tools:
+            yield f"the chat template does not write tools: those of {seen.with_tools:,} conversations are left out"
+        if seen.unwritten:
+            yield (
+                f"the chat template does not write the thoughts of {seen.unwritten:,} of {seen.thoughts:,} answers that have any: "
+                "they are left out (many templates keep only those of the last answer)"
+            )
+        if seen.has_end or not seen.ends:
+            return
+        token, _ = seen.after.most_common(1)[0]
         learns = "so the head does not learn where answers end"
         if self.has_markers and token is not None:
             name = self.tokenizer.convert_ids_to_tokens(token)
@@ -253,5 +348,5 @@ def _thoughts(message: dict) -> str:
     return (message.get("reasoning_content") or (thoughts if ended else "")).removeprefix("<think>").strip()
 
 
-def _count(faults: list[Unencodable]) -> str:
-    return ", ".join(f"{count:,} {kind}" for kind, count in Counter(error.kind for error in faults).most_common())
+def _count(faults: Iterable[tuple[str, str]]) -> str:
+    return ", ".join(f"{count:,} {kind}" for kind, count in Counter(kind for kind, _ in faults).most_common())

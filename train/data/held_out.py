@@ -2,13 +2,16 @@
 
 import hashlib
 import json
+from itertools import chain, compress
 from pathlib import Path
 
-from .conversations import BUILT_IN, load_conversations, split_of
+import numpy as np
+
+from .conversations import BUILT_IN, Chosen, load_conversations, split_of
 
 
 def choose_held_out(conversations, count, *, data, eval_data, target, note, with_fields=True):
-    """(conversations to train on, `count` held-out conversations).
+    """(conversations to train on, `count` held-out conversations).  conversations: a list, or a Source
 
     Held-out ones come from `eval_data` if given, without conversations of the training data. With a built-in set they come from the
     target's own heldout.jsonl, else from the set's held-out modules. Otherwise `conversations` are split by a hash of their text.
@@ -25,16 +28,19 @@ def choose_held_out(conversations, count, *, data, eval_data, target, note, with
     if _trains_on_built_in(data):
         return conversations, load_conversations(f"{split_of(data)[0]}:heldout")[:count]
     # By hash, not by place: a conversation that occurs twice must not land on both sides.
-    hashes = [_hash(conversation) for conversation in conversations]
-    by_hash = dict(zip(hashes, conversations))
-    split = sorted(by_hash)[:count]
-    rest = [conversation for one, conversation in zip(hashes, conversations) if one > split[-1]]
-    if not rest:
+    hashes = _hashes(_hash(conversation) for conversation in conversations)
+    split, places = np.unique(hashes, return_index=True)
+    split, places = split[:count], places[:count].tolist()
+    kept = hashes > split[-1]
+    if not kept.any():
         raise ValueError(
-            f"{data} holds {len(conversations)} conversations and eval_prompts takes {count} out of training: "
+            f"{data} holds {len(hashes)} conversations and eval_prompts takes {count} out of training: "
             "nothing is left; give more data, fewer eval_prompts or eval_data"
         )
-    return rest, [by_hash[one] for one in split]
+    wanted = set(places)
+    held_out = {place: messages for place, messages in enumerate(conversations) if place in wanted}
+    rest = list(compress(conversations, kept)) if isinstance(conversations, list) else Chosen(conversations, kept)
+    return rest, [held_out[place] for place in places]
 
 
 def are_shipped(data, eval_data, target):
@@ -53,8 +59,9 @@ def _trains_on_built_in(data):
 
 def _not_trained_on(conversations, held_out, count, *, data, eval_data, note):
     """The first `count` of `held_out` that are not in `conversations`."""
-    trained = {_hash(conversation) for conversation in conversations}
-    apart = [conversation for conversation in held_out if _hash(conversation) not in trained]
+    pairs = ((_hash(conversation), _hash_of_requests(conversation)) for conversation in conversations)
+    trained, requests = _hashes(chain.from_iterable(pairs)).reshape(-1, 2).T
+    apart = [conversation for conversation in held_out if not np.isin(_hash(conversation), trained)]
     if not apart:
         raise ValueError(
             f"all {len(held_out)} conversations of eval_data {eval_data} are also in the training data, {data}: "
@@ -66,8 +73,10 @@ def _not_trained_on(conversations, held_out, count, *, data, eval_data, note):
             "left out"
         )
     measured = apart[:count]
-    requests = {_requests(conversation) for conversation in conversations} - {()}
-    asked = sum(_requests(conversation) in requests for conversation in measured)
+    asked = sum(
+        bool(_requests(conversation)) and np.isin(_hash_of_requests(conversation), requests)
+        for conversation in measured
+    )
     if asked:
         note(
             f"eval_data: {asked} of the {len(measured)} held-out conversations are in the data with other answers: "
@@ -77,9 +86,21 @@ def _not_trained_on(conversations, held_out, count, *, data, eval_data, note):
 
 
 def _hash(conversation):
-    """Hash of roles and contents, without "finish_reason": the same words may have it or not."""
+    """Hash of roles and contents, without "finish_reason": the same words may have it or not.  -> uint64"""
     words = [{key: value for key, value in message.items() if key != "finish_reason"} for message in conversation]
-    return hashlib.sha256(json.dumps(words, sort_keys=True).encode()).hexdigest()
+    return _hash_of(words)
+
+
+def _hash_of_requests(conversation):
+    return _hash_of(_requests(conversation))
+
+
+def _hash_of(words):
+    return np.uint64(int.from_bytes(hashlib.sha256(json.dumps(words, sort_keys=True).encode()).digest()[:8]))
+
+
+def _hashes(found):
+    return np.fromiter(found, dtype=np.uint64)
 
 
 def _requests(conversation):

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from ..run.optimization import NonFiniteLoss
-from .conversations import load_conversations, source_facts
-from .encoding import choose_encodable, encode_conversations
+from .conversations import BUILT_IN, Chosen, Source, load_conversations, source_facts, split_of
+from .encoding import choose_encodable, encode_places, num_workers
 from .held_out import choose_held_out
 from .packed.packing import lay_out
 from .packed.store import DocumentStore, default_folder, tokenizer_facts
@@ -30,7 +30,7 @@ def load_documents(recipe, tokenizer, processes):
     store = _store_of(recipe, tokenizer)
     if store is None:
         return _make_documents(recipe, tokenizer, processes.note)
-    make = functools.partial(_make_documents, recipe, tokenizer)
+    make = functools.partial(_make_documents, recipe, tokenizer, workers=num_workers())
     return store.load(make, processes.accelerator, processes.note)
 
 
@@ -52,9 +52,10 @@ def _store_of(recipe, tokenizer):
     return DocumentStore(recipe.packed_data or default_folder(), name, facts)
 
 
-def _make_documents(recipe, tokenizer, note):
+def _make_documents(recipe, tokenizer, note, workers=0):
     with_fields = recipe.data_rules > 0
-    conversations = load_conversations(recipe.data, note=note, with_fields=with_fields)
+    is_built_in = split_of(recipe.data)[0] in BUILT_IN
+    conversations = load_conversations(recipe.data) if is_built_in else Source(recipe.data, note, with_fields)
     conversations, held_out = choose_held_out(
         conversations,
         recipe.eval_prompts,
@@ -72,29 +73,51 @@ def _make_documents(recipe, tokenizer, note):
         recipe.seed,
         note=note,
         rules=recipe.data_rules,
+        workers=workers,
     )
     return documents, choose_encodable(tokenizer, held_out, note)
 
 
 def choose_documents(tokenizer, conversations, row_length, max_tokens, seed, **encoding):
-    """Encode conversations in an order drawn from `seed`, at most `max_tokens` of them (0: all).  -> Documents
+    """Encode conversations (a list, or a Source), at most `max_tokens` of them (0: all), in an order drawn from `seed`.
 
-    encoding: note, rules of encode_conversations."""
-    conversations = list(conversations)
-    random.Random(seed).shuffle(conversations)
+    encoding: note, rules, workers of encode_places  ->  Documents
+    """
+    count, chosen = _count(conversations), None
     if max_tokens:
         # Stop at far more characters than needed tokens: this spares encoding conversations that the cap drops.
-        room, kept = max_tokens * 16, 0
-        for kept, messages in enumerate(conversations, 1):  # noqa: B007
-            room -= sum(len(message["content"]) for message in messages)
-            if room < 0:
-                break
-        conversations = conversations[:kept]
-    encoded = encode_conversations(tokenizer, conversations, progress=True, **encoding)
+        sizes = np.array([sum(len(message["content"]) for message in messages) for messages in conversations])
+        count = len(sizes)
+        order = _shuffled(count, seed)
+        order = order[: int((np.cumsum(sizes[order]) <= max_tokens * 16).sum()) + 1]
+        chosen = np.zeros(count, dtype=bool)
+        chosen[order] = True
+        conversations = Chosen(conversations, chosen)
+    encoded, places = encode_places(tokenizer, conversations, True, total=_count(conversations), **encoding)
+    if chosen is None:
+        order = _shuffled(_count(conversations), seed)
+    else:
+        places = np.flatnonzero(chosen)[places]
+    found = np.full(len(order) if chosen is None else count, -1)  # [conversations] which document each is
+    found[places] = np.arange(len(places))
+    found = found[order]
+    encoded = encoded.take(found[found >= 0])
     if max_tokens:
         total = np.cumsum(np.minimum(encoded.lengths, row_length))
         encoded = encoded[: max(int((total <= max_tokens).sum()), 1)]
     return encoded
+
+
+def _count(conversations):
+    """How many there are; None for a Source that nobody has gone through."""
+    return len(conversations) if isinstance(conversations, list) else conversations.count
+
+
+def _shuffled(count, seed):
+    """The order drawn from `seed`.  -> int64 [count]"""
+    order = list(range(count))
+    random.Random(seed).shuffle(order)
+    return np.array(order, dtype=np.int64)
 
 
 def build_rows(documents, row_length, pad_token_id, note, kind="conversations"):

@@ -29,6 +29,7 @@ def test_documents_are_what_was_given():
     assert documents.tokens.nbytes + documents.supervised.nbytes == 5 * documents.lengths.sum()
     assert list(documents.all_supervised()) == [(ids, [True] * len(ids)) for ids, _ in pairs]
     assert list(Documents.of([])) == []
+    assert list(documents.take([7, 2])) == [pairs[7], pairs[2]]
     with pytest.raises(IndexError):
         documents[50]
 
@@ -36,9 +37,9 @@ def test_documents_are_what_was_given():
 @pytest.mark.parametrize("at_once", [1, 7, 64, 2**20])
 def test_supervised_tokens_are_counted_between_two_places(at_once):
     pairs = random_pairs(80, 20)
-    for some, first in ((pairs, 0), (pairs[9:60], 9)):
-        documents = Documents.of(pairs)[first : first + len(some)]
-        expected = [sum(marks[2:12]) for _, marks in some]
+    for chosen in (range(80), range(9, 60), [70, 3, 41, 4, 5]):
+        documents = Documents.of(pairs).take(list(chosen))
+        expected = [sum(pairs[i][1][2:12]) for i in chosen]
         assert documents.count_supervised(2, 12, at_once).tolist() == expected
 
 

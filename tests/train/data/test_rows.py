@@ -31,11 +31,11 @@ def test_what_the_cap_drops_is_not_encoded_first(monkeypatch):
     asked = []
 
     def encode(tokenizer, conversations, progress, **_):
-        asked.append(len(conversations))
         lengths = [len(messages[0]["content"]) // 4 for messages in conversations]
-        return Documents.of(([1] * length, [True] * length) for length in lengths)
+        asked.append(len(lengths))
+        return Documents.of(([1] * length, [True] * length) for length in lengths), np.arange(len(lengths))
 
-    monkeypatch.setattr(rows, "encode_conversations", encode)
+    monkeypatch.setattr(rows, "encode_places", encode)
     many = [[{"role": "user", "content": "x" * 40}] for _ in range(300)]
     assert len(choose_documents(None, many, 64, 100, seed=0)) == 10
     assert len(choose_documents(None, many, 64, 0, seed=0)) == 300

@@ -84,7 +84,7 @@ def test_a_store_gives_what_was_made_with_its_notes(tmp_path):
 def test_rows_from_the_store_are_those_in_memory(recipe, load, monkeypatch):
     *in_memory, _ = load(recipe(packed_data="memory"))
     *packed, first = load(recipe())
-    monkeypatch.setattr(rows, "encode_conversations", refuse)
+    monkeypatch.setattr(rows, "encode_places", refuse)
     *found, again = load(recipe())
     for documents, held_out in (packed, found):
         assert documents == in_memory[0]

@@ -3,21 +3,20 @@
     documents = Documents.of((ids, supervised) for ...)
     ids, supervised = documents[7]          # lists
 
-Letters: D documents, N their tokens.
+Letters: D documents, N tokens of all.
 """
 
 from array import array
 from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 
 
 class Documents(Sequence):
-    """tokens: int32 [N]; supervised: bool [N]; starts: int64 [D + 1], where each document begins, and N"""
+    """tokens: int32 [N]; supervised: bool [N]; starts, lengths: int64 [D], where each document lies, in any order"""
 
-    def __init__(self, tokens, supervised, starts):
-        self.tokens, self.supervised, self.starts = tokens, supervised, starts
+    def __init__(self, tokens, supervised, starts, lengths):
+        self.tokens, self.supervised, self.starts, self.lengths = tokens, supervised, starts, lengths
 
     @classmethod
     def of(cls, pairs):
@@ -28,43 +27,39 @@ class Documents(Sequence):
         return collected.documents()
 
     def __len__(self):
-        return len(self.starts) - 1
+        return len(self.starts)
 
     def __getitem__(self, index):
         """(ids, supervised), two lists; of a slice, Documents that share the memory"""
         if isinstance(index, slice):
-            first, stop, step = index.indices(len(self))
-            if step != 1:
-                raise ValueError("documents are taken one after the other")
-            starts = self.starts[first : max(stop, first) + 1]
-            here = slice(starts[0], starts[-1])
-            return Documents(self.tokens[here], self.supervised[here], starts - starts[0])
-        start, end = self.starts[range(len(self))[index]], self.starts[range(len(self))[index] + 1]
-        return self.tokens[start:end].tolist(), self.supervised[start:end].tolist()
+            return self.take(index)
+        here = slice(self.starts[index], self.starts[index] + self.lengths[index])
+        return self.tokens[here].tolist(), self.supervised[here].tolist()
 
     def __eq__(self, other):
         return len(self) == len(other) and all(one == tuple(two) for one, two in zip(self, other))
 
-    @property
-    def lengths(self):
-        """Tokens of each document.  -> int64 [D]"""
-        return np.diff(self.starts)
+    def take(self, index):
+        """These documents, in this order, which share the memory.  index: a slice, or numbers of documents"""
+        return Documents(self.tokens, self.supervised, self.starts[index], self.lengths[index])
 
     def all_supervised(self):
         """The same with every token supervised."""
-        return Documents(self.tokens, np.broadcast_to(True, self.supervised.shape), self.starts)
+        return Documents(self.tokens, np.broadcast_to(True, self.supervised.shape), self.starts, self.lengths)
 
     def count_supervised(self, begin, end, at_once=2**24):
         """Supervised tokens of each document from its place `begin` to `end`, exclusive.  -> int64 [D]"""
-        counts, block = np.zeros(len(self), dtype=np.int64), [0]
-        while block[-1] < len(self):
-            block.append(max(int(np.searchsorted(self.starts, self.starts[block[-1]] + at_once)) - 1, block[-1] + 1))
-        for first, stop in pairwise(block):
-            some = self[first:stop]
-            starts, until = some.starts, np.cumsum(some.supervised, dtype=np.int64)
+        counts, order = np.zeros(len(self), dtype=np.int64), np.argsort(self.starts, kind="stable")
+        starts, stops = self.starts[order], (self.starts + self.lengths)[order]
+        first = 0
+        while first < len(order):  # blocks of documents that lie side by side
+            last = max(int(np.searchsorted(stops, starts[first] + at_once)), first + 1)
+            until = np.cumsum(self.supervised[starts[first] : stops[last - 1]], dtype=np.int64)
             until = np.concatenate([[0], until])  # [tokens of the block + 1]
-            ends = np.minimum(starts[:-1] + end, starts[1:])
-            counts[first:stop] = until[ends] - until[np.minimum(starts[:-1] + begin, ends)]
+            here, ends = starts[first:last] - starts[first], stops[first:last] - starts[first]
+            ends = np.minimum(here + end, ends)
+            counts[order[first:last]] = until[ends] - until[np.minimum(here + begin, ends)]
+            first = last
         return counts
 
 
@@ -72,10 +67,10 @@ class Collected:
     """Documents that are still being encoded."""
 
     def __init__(self):
-        self._tokens, self._supervised, self._lengths = array("i"), bytearray(), array("q", [0])
+        self._tokens, self._supervised, self._lengths = array("i"), bytearray(), array("q")
 
     def __len__(self):
-        return len(self._lengths) - 1
+        return len(self._lengths)
 
     def append(self, ids, supervised):
         """Add a document."""
@@ -83,10 +78,19 @@ class Collected:
         self._supervised.extend(supervised)
         self._lengths.append(len(ids))
 
+    def extend(self, documents):
+        """Add Documents, which lie one after the other."""
+        self._tokens.frombytes(documents.tokens.tobytes())
+        self._supervised += documents.supervised.tobytes()
+        self._lengths.frombytes(documents.lengths.tobytes())
+
     def documents(self):
         """Documents of what was added; nothing can be added any more."""
+
+        def view(buffer, dtype):
+            return np.frombuffer(buffer, dtype) if len(buffer) else np.zeros(0, dtype)
+
+        lengths = view(self._lengths, np.int64)
         return Documents(
-            np.frombuffer(self._tokens, dtype=np.int32) if self._tokens else np.zeros(0, dtype=np.int32),
-            np.frombuffer(self._supervised, dtype=bool) if self._supervised else np.zeros(0, dtype=bool),
-            np.cumsum(self._lengths, dtype=np.int64),
+            view(self._tokens, np.int32), view(self._supervised, bool), np.cumsum(lengths) - lengths, lengths
         )

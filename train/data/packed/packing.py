@@ -74,7 +74,7 @@ class DocumentRows:
         rows, T = np.arange(len(self))[index], self.row_length
         first, counts = self.starts[rows], self.starts[rows + 1] - self.starts[rows]
         chosen = self.order[np.repeat(first - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())]
-        lengths = np.minimum(self.documents.starts[chosen + 1] - self.documents.starts[chosen], T)
+        lengths = np.minimum(self.documents.lengths[chosen], T)
         ends = np.cumsum(lengths)
         row_of = np.repeat(np.arange(len(rows)), counts)
         before = np.concatenate([[0], ends])[np.cumsum(counts) - counts]  # tokens before each row

@@ -3,9 +3,9 @@
     store = DocumentStore(folder, name, facts)     # facts: all that the documents follow from
     documents, held_out = store.load(make, accelerator, note)
 
-    FOLDER/NAME-KEY/tokens.npy, supervised.npy, starts.npy    Documents, five bytes a token
-                    held_out.jsonl                            conversations to measure on
-                    about.json                                the facts, and what was noted
+    FOLDER/NAME-KEY/tokens.npy, supervised.npy, starts.npy, lengths.npy    Documents, five bytes a token
+                    held_out.jsonl                                         conversations to measure on
+                    about.json                                             the facts, and what was noted
 
 KEY is a hash of the facts, so other data lie beside and nothing is overwritten. A folder is written aside and renamed: one with
 that name is whole. Folders that no run reads can be removed.
@@ -29,7 +29,7 @@ from ....heads.storage.atomic_write import is_partial, staged_folder
 from .documents import Documents
 
 FORMAT = 1
-PARTS = ("tokens", "supervised", "starts")
+PARTS = ("tokens", "supervised", "starts", "lengths")
 PAUSE = 0.2  # seconds between two looks at a lock
 
 
@@ -87,7 +87,7 @@ class DocumentStore:
             "noted": noted,
             "made": date.today().isoformat(),
             "documents": len(documents),
-            "tokens": int(documents.starts[-1]),
+            "tokens": int(documents.lengths.sum()),
         }
         with staged_folder(self.path) as staging:
             for name in PARTS:
@@ -101,7 +101,8 @@ class DocumentStore:
             documents = Documents(*(np.load(self.path / f"{name}.npy", mmap_mode="r") for name in PARTS))
             lines = (self.path / "held_out.jsonl").read_text(encoding="utf-8").splitlines()
             held_out = [json.loads(line) for line in lines]
-            if not documents.starts[-1] == len(documents.tokens) == len(documents.supervised):
+            ends = documents.starts + documents.lengths
+            if not ends.max(initial=0) <= len(documents.tokens) == len(documents.supervised):
                 raise ValueError("its files do not belong together")
         except (OSError, ValueError) as error:
             raise ValueError(f"the packed data in {self.path} are damaged ({error}): remove the folder") from error
