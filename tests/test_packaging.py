@@ -57,7 +57,7 @@ PUBLIC = {
     "train": "regenerate",
     "train/data": "chat_endpoint conversations dialogue encoding engine_answers generated_text held_out "
     "part_files regenerate_options rows template_date",
-    "train/data/packed": "documents packing store",
+    "train/data/packed": "documents packing parts store",
     "train/loss": "distillation joint losses",
     "train/report": "dashboard page report workspace",
     "train/run": "acceptance loop optimization recipe run_folder run_recipe settled_recipe start_head stopping wandb_login",

@@ -1,14 +1,14 @@
 """Turn conversations into token ids with the assistant's tokens marked, through the tokenizer's chat template."""
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import pickle
 import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ProcessPoolExecutor
 from itertools import islice
 
 import jinja2
@@ -19,6 +19,7 @@ from .answer_spans import Unencodable, assistant_spans, closing_span, mask_error
 from .conversations import excerpt, is_cut
 from .message_fields import split_tools
 from .packed.documents import Collected, Documents
+from .packed.parts import EncodedBatch, Seen
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _BATCH = 512  # conversations tokenised at once
@@ -49,26 +50,27 @@ def encode_conversations(
 
 
 def encode_places(
-    tokenizer, conversations, progress=False, *, note=lambda text: None, rules=1, total=None, workers=0
+    tokenizer, conversations, progress=False, *, note=lambda text: None, rules=1, total=None, workers=0, parts=None
 ) -> tuple[Documents, np.ndarray]:
     """(Documents of encode_conversations, int64 [D] their places among the conversations, ascending).
 
-    total: number of conversations, for the bar; workers: processes that encode (0: this one), with the same result.
+    total: number of conversations, for the bar; workers: processes that encode (0: this one), with the same result; parts: Parts,
+    where encoded batches are kept, and taken from, instead of in memory.
     """
     encoder = _Encoder(tokenizer, trims=rules > 0)
-    encoded, places, left_out, seen, count = Collected(), [], [], _Seen(), 0
+    encoded, places, left_out, seen, count, number = Collected(), [], [], Seen(), 0, 0
     if total is None and isinstance(conversations, Sequence):
         total = len(conversations)
     bar = tqdm(total=total, desc="tokenising", unit=" conversations", disable=not progress)
-    batches = _batches(conversations)
-    with bar, contextlib.closing(_encoded(encoder, batches, workers)) as results:
-        for size, documents, inside, faults, its in results:
-            encoded.extend(documents)
-            places.append(inside + count)
-            left_out += faults
-            seen.update(its)
-            count += size
-            bar.update(size)
+    with bar, contextlib.closing(_encoded(encoder, _batches(conversations), workers, parts)) as results:
+        for number, batch in enumerate(results, 1):  # noqa: B007
+            if not parts:
+                encoded.extend(batch.documents)
+            places.append(batch.places + count)
+            left_out += batch.left_out
+            seen.update(batch.seen)
+            count += batch.count
+            bar.update(batch.count)
     if left_out:
         counted = f"{len(left_out):,} of {count:,} conversations are left out: {_count(left_out)}"
         if len(left_out) > _MOST_LEFT_OUT * count:
@@ -76,7 +78,8 @@ def encode_places(
         note(f"{counted}. The first: {left_out[0][1]}")
     for text in encoder.notes(seen):
         note(text)
-    return encoded.documents(), np.concatenate([np.zeros(0, dtype=np.int64), *places])
+    documents = parts.documents(number) if parts else encoded.documents()
+    return documents, np.concatenate([np.zeros(0, dtype=np.int64), *places])
 
 
 def num_workers():
@@ -91,25 +94,43 @@ def _batches(conversations):
         yield batch
 
 
-def _encoded(encoder, batches, workers):
-    """What `encode_batch` gives of each batch, in order."""
-    given = _pickled(encoder) if workers else None
-    if given is None:
-        yield from map(encoder.encode_batch, batches)
-        return
-    # Clean processes: this one may hold a GPU, and threads.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, _start_worker, (given,)) as pool:
-        waiting = deque()
-        try:
-            for batch in batches:
-                waiting.append(pool.submit(_encode_in_worker, batch))
-                if len(waiting) > 2 * workers:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+def _encoded(encoder, batches, workers, parts):
+    """The EncodedBatch of each batch, in order; new ones are kept in `parts`, if that is given."""
+    with contextlib.ExitStack() as stack:
+        encode, waiting = _encode_here(encoder), deque()
+        if given := _pickled(encoder) if workers else None:
+            # Clean processes: this one may hold a GPU, and threads.
+            context = multiprocessing.get_context("spawn")
+            pool = ProcessPoolExecutor(workers, context, _start_worker, (given,))
+            stack.callback(pool.shutdown, cancel_futures=True)
+            encode = functools.partial(pool.submit, _encode_in_worker)
+
+        def finished():
+            number, future = waiting.popleft()
+            if future is None:
+                return parts.load(number)
+            batch = future.result()
+            if parts:
+                parts.save(number, batch)
+            return batch
+
+        for number, batch in enumerate(batches):
+            waiting.append((number, None if parts and number in parts else encode(batch)))
+            if len(waiting) > 2 * workers:
+                yield finished()
+        while waiting:
+            yield finished()
+
+
+def _encode_here(encoder):
+    """Encode a batch in this process, as an executor does it.  -> a function of the batch that gives a Future"""
+
+    def encode(batch):
+        future = Future()
+        future.set_result(encoder.encode_batch(batch))
+        return future
+
+    return encode
 
 
 def _pickled(encoder):
@@ -128,24 +149,6 @@ def _start_worker(encoder):
 
 def _encode_in_worker(batch):
     return _encoder.encode_batch(batch)
-
-
-@dataclass
-class _Seen:
-    """What encoded conversations showed, for notes."""
-
-    with_tools: int = 0
-    thoughts: int = 0
-    unwritten: int = 0  # of the thoughts
-    ends: int = 0  # of answers that were not cut off, without a supervised end token
-    has_end: bool = False  # whether any end token is supervised
-    after: Counter = field(default_factory=Counter)  # {special token after such an answer, or None: how often}
-
-    def update(self, other):
-        """Add what another one showed."""
-        for name in ("with_tools", "thoughts", "unwritten", "ends", "after"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.has_end |= other.has_end
 
 
 def choose_encodable(tokenizer, conversations: Sequence[list[dict]], note: Callable[[str], None]) -> list[list[dict]]:
@@ -279,16 +282,16 @@ class _Encoder:
         return "tool_calls" not in self.source and any(m["role"] == "tool" or "tool_calls" in m for m in messages)
 
     def encode_batch(self, batch):
-        """(number of conversations, Documents, int64 [D] their places, [(kind, text)] of those that are left out, _Seen)."""
-        encoded, inside, left_out, seen = Collected(), [], [], _Seen()
+        """The EncodedBatch of some conversations."""
+        encoded, places, left_out, seen = Collected(), [], [], Seen()
         for place, (messages, one) in enumerate(zip(batch, self.encode(batch))):
             if isinstance(one, Unencodable):
                 left_out.append((one.kind, str(one)))
             else:
                 encoded.append(*one)
-                inside.append(place)
+                places.append(place)
                 self._look(messages, *one, seen)
-        return len(batch), encoded.documents(), np.array(inside, dtype=np.int64), left_out, seen
+        return EncodedBatch(len(batch), encoded.documents(), np.array(places, dtype=np.int64), left_out, seen)
 
     def _look(self, messages, ids, supervised, seen):
         """Count in `seen` what a conversation shows."""
@@ -305,9 +308,10 @@ class _Encoder:
                 seen.has_end = True
                 return
             seen.ends += 1
-            seen.after[ids[end] if end < len(ids) and ids[end] in self.special else None] += 1
+            after = ids[end] if end < len(ids) and ids[end] in self.special else -1
+            seen.after[after] = seen.after.get(after, 0) + 1
 
-    def notes(self, seen: _Seen) -> Iterator[str]:
+    def notes(self, seen: Seen) -> Iterator[str]:
         """What to tell the user: of fields that the template does not write, and of end tokens that are not supervised."""
         if not re.search(r"\btools\b", self.source) and seen.with_tools:
             yield f"the chat template does not write tools: those of {seen.with_tools:,} conversations are left out"
@@ -318,9 +322,9 @@ class _Encoder:
             )
         if seen.has_end or not seen.ends:
             return
-        token, _ = seen.after.most_common(1)[0]
+        token = max(seen.after, key=seen.after.get)
         learns = "so the head does not learn where answers end"
-        if self.has_markers and token is not None:
+        if self.has_markers and token >= 0:
             name = self.tokenizer.convert_ids_to_tokens(token)
             yield (
                 "no answer's end token is supervised: the {% generation %} markers of the chat template leave "

@@ -52,7 +52,7 @@ def _store_of(recipe, tokenizer):
     return DocumentStore(recipe.packed_data or default_folder(), name, facts)
 
 
-def _make_documents(recipe, tokenizer, note, workers=0):
+def _make_documents(recipe, tokenizer, note, **how):
     with_fields = recipe.data_rules > 0
     is_built_in = split_of(recipe.data)[0] in BUILT_IN
     conversations = load_conversations(recipe.data) if is_built_in else Source(recipe.data, note, with_fields)
@@ -73,7 +73,7 @@ def _make_documents(recipe, tokenizer, note, workers=0):
         recipe.seed,
         note=note,
         rules=recipe.data_rules,
-        workers=workers,
+        **how,
     )
     return documents, choose_encodable(tokenizer, held_out, note)
 
@@ -81,7 +81,7 @@ def _make_documents(recipe, tokenizer, note, workers=0):
 def choose_documents(tokenizer, conversations, row_length, max_tokens, seed, **encoding):
     """Encode conversations (a list, or a Source), at most `max_tokens` of them (0: all), in an order drawn from `seed`.
 
-    encoding: note, rules, workers of encode_places  ->  Documents
+    encoding: note, rules, workers, parts of encode_places  ->  Documents
     """
     count, chosen = _count(conversations), None
     if max_tokens:

@@ -34,12 +34,12 @@ class Process:
         pass
 
 
-def make(note):
+def make(note, parts=None):
     note("one is left out")
     return Documents.of(PAIRS), HELD_OUT
 
 
-def refuse(note):
+def refuse(note, parts=None):
     raise AssertionError("the data are encoded again")
 
 
@@ -149,7 +149,7 @@ def test_what_a_killed_process_left_is_removed(tmp_path):
 
 
 def slowly(folder, number, made):
-    def make_slowly(note):
+    def make_slowly(note, parts):
         time.sleep(1)
         made.put(number)
         return make(note)

@@ -27,6 +27,7 @@ from transformers import __version__ as transformers_version
 
 from ....heads.storage.atomic_write import is_partial, staged_folder
 from .documents import Documents
+from .parts import Parts
 
 FORMAT = 1
 PARTS = ("tokens", "supervised", "starts", "lengths")
@@ -56,8 +57,9 @@ class DocumentStore:
     def load(self, make, accelerator, note):
         """(Documents, held-out conversations); all ranks call this together.
 
-        make(note) makes them, on one process of a machine, if they are not there. note(text) is told what making noted, also where
-        they were there already. Raises ValueError if they cannot be written or read.
+        make(note, parts=Parts) makes them, on one process of a machine, if they are not there; after a kill it finds its parts
+        again. note(text) is told what making noted, also where they were there already. Raises ValueError if they cannot be written
+        or read.
         """
         if accelerator.is_local_main_process:
             if self.path.is_dir():
@@ -72,10 +74,15 @@ class DocumentStore:
             if self.path.is_dir():  # made by the process that was waited for
                 self._tell(note)
                 return
-            noted = []
-            documents, held_out = make(lambda text: (noted.append(text), note(text)))
-            with _told():
-                self._write(documents, held_out, noted)
+            noted, folder = [], self.folder / f".{self.path.name}.parts"
+            try:
+                with _told():
+                    documents, held_out = make(lambda text: (noted.append(text), note(text)), parts=Parts(folder))
+                    self._write(documents, held_out, noted)
+            except ValueError:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
+            shutil.rmtree(folder, ignore_errors=True)
             note(f"the data are packed: {_gib(self._size(documents))} in {self.path}")
 
     def _write(self, documents, held_out, noted):
@@ -91,10 +98,18 @@ class DocumentStore:
         }
         with staged_folder(self.path) as staging:
             for name in PARTS:
-                np.save(staging / f"{name}.npy", getattr(documents, name))
+                self._put(getattr(documents, name), staging / f"{name}.npy")
             lines = [json.dumps(conversation) + "\n" for conversation in held_out]
             (staging / "held_out.jsonl").write_text("".join(lines), encoding="utf-8")
             (staging / "about.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+
+    def _put(self, array, path):
+        """Write an array; one that lies in a file beside, whole, is linked."""
+        if isinstance(array, np.memmap) and array.offset + array.nbytes == os.path.getsize(array.filename):
+            with contextlib.suppress(OSError):
+                os.link(array.filename, path)
+                return
+        np.save(path, array)
 
     def _read(self):
         try:
