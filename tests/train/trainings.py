@@ -115,7 +115,15 @@ STAGE_2_CHANGES = {"prompt_tokens": 4, "answer_tokens": 8, "num_prompts": 18, "s
 
 # Keys of every script, shown by the runs of Medusa heads. What follows the others: test_recipes.py, the tests of run/ and teacher/.
 OF_ALL = {"target", "data", "output", "resume", "resume_from", "tracker", "num_epochs", "eval_data", "log_checkpoints"}
-OF_ALL |= {"cache_features", "feature_cache", "template_date", "data_rules", "log_samples", "packed_data"}
+OF_ALL |= {
+    "cache_features",
+    "feature_cache",
+    "template_date",
+    "data_rules",
+    "log_samples",
+    "packed_data",
+    "max_examples",
+}
 
 TRAININGS = {
     "medusa": TinyTraining(

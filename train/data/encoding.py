@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import pickle
 import re
+import signal
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -61,6 +63,8 @@ def encode_places(
     encoded, places, left_out, seen, count, number = Collected(), [], [], Seen(), 0, 0
     if total is None and isinstance(conversations, Sequence):
         total = len(conversations)
+    if total is not None and total <= 4 * _BATCH:
+        workers = 0  # they would still be starting
     bar = tqdm(total=total, desc="tokenising", unit=" conversations", disable=not progress)
     with bar, contextlib.closing(_encoded(encoder, _batches(conversations), workers, parts)) as results:
         for number, batch in enumerate(results, 1):  # noqa: B007
@@ -143,8 +147,16 @@ def _pickled(encoder):
 
 def _start_worker(encoder):
     global _encoder
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one answers it
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are as many as the cores
     _encoder = pickle.loads(encoder)
+
+
+def _end_with_parent():
+    """A worker whose parent was killed would wait for batches for ever."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 def _encode_in_worker(batch):

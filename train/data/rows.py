@@ -3,19 +3,20 @@
 Letters: R rows, T tokens per row.
 """
 
+import contextlib
 import functools
 import random
 import zlib
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
+from ...heads.storage.atomic_write import write_whole
 from ..run.optimization import NonFiniteLoss
 from .conversations import BUILT_IN, Chosen, Source, load_conversations, source_facts, split_of
 from .encoding import choose_encodable, encode_places, num_workers
 from .held_out import choose_held_out
-from .packed.packing import lay_out
+from .packed.packing import DocumentRows, lay_out
 from .packed.store import DocumentStore, default_folder, tokenizer_facts
 
 TOLD_TOKENS = 48  # tokens that an error shows of each row
@@ -42,7 +43,7 @@ def _store_of(recipe, tokenizer):
     sizes = [size for source in sources for _, size, _ in source.get("files", [(None, KEPT_BYTES, None)])]
     if not recipe.packed_data and sum(sizes) < KEPT_BYTES:
         return None
-    keys = ("seed", "max_tokens", "row_length", "data_rules", "eval_prompts")
+    keys = ("seed", "max_tokens", "max_examples", "row_length", "data_rules", "eval_prompts")
     facts = {name: getattr(recipe, name) for name in keys}
     if not recipe.max_tokens:
         del facts["row_length"]  # it counts where the tokens of rows are counted
@@ -73,23 +74,25 @@ def _make_documents(recipe, tokenizer, note, **how):
         recipe.seed,
         note=note,
         rules=recipe.data_rules,
+        max_examples=recipe.max_examples,
         **how,
     )
     return documents, choose_encodable(tokenizer, held_out, note)
 
 
-def choose_documents(tokenizer, conversations, row_length, max_tokens, seed, **encoding):
-    """Encode conversations (a list, or a Source), at most `max_tokens` of them (0: all), in an order drawn from `seed`.
+def choose_documents(tokenizer, conversations, row_length, max_tokens, seed, max_examples=0, **encoding):
+    """Encode conversations (a list, or a Source) in an order drawn from `seed`, up to so many and so many tokens (0: all).
 
     encoding: note, rules, workers, parts of encode_places  ->  Documents
     """
     count, chosen = _count(conversations), None
-    if max_tokens:
-        # Stop at far more characters than needed tokens: this spares encoding conversations that the cap drops.
+    if max_tokens or max_examples:
         sizes = np.array([sum(len(message["content"]) for message in messages) for messages in conversations])
         count = len(sizes)
-        order = _shuffled(count, seed)
-        order = order[: int((np.cumsum(sizes[order]) <= max_tokens * 16).sum()) + 1]
+        order = _shuffled(count, seed)[: max_examples or count]
+        if max_tokens:
+            # Stop at far more characters than needed tokens: this spares encoding conversations that the cap drops.
+            order = order[: int((np.cumsum(sizes[order]) <= max_tokens * 16).sum()) + 1]
         chosen = np.zeros(count, dtype=bool)
         chosen[order] = True
         conversations = Chosen(conversations, chosen)
@@ -182,15 +185,30 @@ def rows_to_check(packed, device):
 
 
 def fingerprint(packed):
-    """A checksum of the rows: two runs with the same checksum train on the same rows."""
+    """A checksum of the rows: two runs with the same checksum train on the same rows. Kept beside documents of a store."""
+    kept = _kept_fingerprint(packed)
+    if kept and kept.is_file():
+        return int(kept.read_text())
     checksum = 0
     for name in ("input_ids", "document_ids", "supervised"):
         for some in packed.blocks():
             checksum = zlib.crc32(getattr(some, name).numpy(), checksum)
+    if kept:
+        with contextlib.suppress(OSError):  # a folder that others may only read
+            write_whole(kept, str(checksum))
     return checksum
 
 
-@contextmanager
+def _kept_fingerprint(packed):
+    """The file of these rows' fingerprint; None if their documents lie in no store."""
+    folder = packed.documents.folder if isinstance(packed, DocumentRows) else None
+    if folder is None:
+        return None
+    layout = zlib.crc32(packed.starts, zlib.crc32(packed.order))
+    return folder / f"rows-{packed.row_length}-{packed.pad_token_id}-{layout:08x}.txt"
+
+
+@contextlib.contextmanager
 def describe_non_finite(step, packed, fed, tokenizer):
     """Inside this context a NonFiniteLoss becomes an error that names the step (from 0) and this process's rows.
 

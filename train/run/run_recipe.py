@@ -50,6 +50,11 @@ class RunRecipe:
     max_tokens: int = key(
         0, "use at most this many tokens of the data, whole conversations picked at random; 0: all", least=0
     )
+    max_examples: int = key(
+        0,
+        "use at most this many conversations of the data, picked at random (the same ones with a larger number, and more); 0: all",
+        least=0,
+    )
     packed_data: str = key(
         "",
         "folder where the data are kept, encoded, for all processes and further runs; empty: headstart/packed in the user's cache "

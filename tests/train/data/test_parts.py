@@ -1,6 +1,10 @@
 """Large data on their way to a store: batches on disk, encoded by several processes, taken up again after a kill."""
 
 import errno
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -100,6 +104,65 @@ def test_what_was_encoded_before_a_kill_is_not_encoded_again(tmp_path, tokenizer
     monkeypatch.undo()
     assert documents == encode_places(tokenizer, many)[0]
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [store.path.name]  # the parts are gone
+
+
+PACKING = """
+import sys
+from transformers import AutoTokenizer
+from headstart.tests.train.data.test_store import Process
+from headstart.train.data import encoding
+from headstart.train.data.conversations import load_conversations
+from headstart.train.data.packed.store import DocumentStore
+
+def pack(note, parts):
+    given = load_conversations(sys.argv[2]) * 40
+    return encoding.encode_places(AutoTokenizer.from_pretrained(sys.argv[3]), given, parts=parts, workers=2)[0], []
+
+if __name__ == "__main__":
+    encoding._BATCH = 20
+    DocumentStore(sys.argv[1], "x", {}).load(pack, Process(), print)
+"""
+
+
+def test_kill_9_ends_the_workers_and_the_next_start_goes_on(tmp_path, conversations, word_target, tokenizer):
+    script, folder = tmp_path / "packing.py", tmp_path / "packed"
+    script.write_text(PACKING)
+    command = [sys.executable, str(script), str(folder), conversations, word_target]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    killed = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait_for(lambda: len(list(folder.glob(".*.parts/batch-*"))) > 5)
+        workers = [int(pid) for pid in Path(f"/proc/{killed.pid}/task/{killed.pid}/children").read_text().split()]
+    finally:
+        killed.kill()
+        killed.wait()
+    before = {path.name: path.stat().st_mtime_ns for path in folder.glob(".*.parts/batch-*")}
+    assert 5 < len(before) < 120
+    assert len(workers) >= 2
+    wait_for(lambda: not any(Path(f"/proc/{pid}/cmdline").exists() for pid in workers))
+    noted = []
+
+    def pack(note, parts):
+        noted.append({path.name: path.stat().st_mtime_ns for path in parts.folder.glob("batch-*")})
+        given = load_conversations(conversations) * 40
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(encoding, "_BATCH", 20)
+            documents, _ = encode_places(tokenizer, given, parts=parts)
+        noted.append({path.name: path.stat().st_mtime_ns for path in parts.folder.glob("batch-*")})
+        return documents, []
+
+    documents, _ = DocumentStore(folder, "x", {}).load(pack, Process(), print)
+    assert noted[0] == before
+    assert noted[1].items() > before.items()  # none was made anew
+    assert len(noted[1]) == 120
+    assert documents == encode_places(tokenizer, load_conversations(conversations) * 40)[0]
+
+
+def wait_for(holds, seconds=60):
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 def test_a_disk_that_fills_up_is_said(tmp_path, tokenizer, many, monkeypatch):

@@ -65,6 +65,21 @@ def test_max_tokens_picks_whole_conversations_at_random(word_target, conversatio
     assert counts.tolist() == some.count_labels().tolist()
 
 
+def test_max_examples_picks_conversations_at_random_and_more_of_them_are_the_same_and_more(word_target, conversations):
+    tokenizer, loaded = AutoTokenizer.from_pretrained(word_target), load_conversations(conversations)
+
+    def choose(max_examples, max_tokens=0, seed=0):
+        return list(choose_documents(tokenizer, loaded, 64, max_tokens, seed, max_examples=max_examples))
+
+    everything = choose(0)
+    assert len(everything) == 60
+    for count in (1, 7, 59, 60, 99):
+        assert choose(count) == everything[:count]
+    assert choose(7, seed=1) != everything[:7]
+    assert choose(30, 100) == choose(0, 100)
+    assert choose(3, 100) == everything[:3]
+
+
 def test_labels_per_row_count_what_the_first_head_predicts():
     marks = [False, False, True, True]
     rows = lay_out([([1, 2, 3, 4], marks), ([5, 6], [True, True]), ([7, 8, 9], [True] * 3)], 6)

@@ -46,7 +46,16 @@ def refuse(note, parts=None):
 @pytest.fixture
 def recipe(conversations, word_target, tmp_path):
     """recipe(**keys): what load_documents reads of a recipe, for data of 60 conversations."""
-    own = dict(seed=0, max_tokens=0, row_length=64, data_rules=1, eval_prompts=4, eval_data="", target=word_target)
+    own = dict(
+        seed=0,
+        max_tokens=0,
+        max_examples=0,
+        row_length=64,
+        data_rules=1,
+        eval_prompts=4,
+        eval_data="",
+        target=word_target,
+    )
     own |= dict(data=conversations, packed_data=str(tmp_path / "packed"))
     return lambda **keys: SimpleNamespace(**own | keys)
 
@@ -91,8 +100,14 @@ def test_rows_from_the_store_are_those_in_memory(recipe, load, monkeypatch):
         assert held_out == in_memory[1]
         (one, counts), (other, expected) = (build_rows(some, 48, 0, print) for some in (documents, in_memory[0]))
         assert counts.tolist() == expected.tolist()
-        assert rows.fingerprint(one) == rows.fingerprint(other)
+        assert rows.fingerprint(one) == rows.fingerprint(one) == rows.fingerprint(other)
         assert torch.equal(one.select([1, 0]).supervised, other.select([1, 0]).supervised)
+    (kept,) = found[0].folder.glob("rows-48-0-*")  # the fingerprint is not computed again
+    kept.write_text("7")
+    one, _ = build_rows(found[0], 48, 0, print)
+    assert rows.fingerprint(one) == 7
+    assert rows.fingerprint(build_rows(found[0].all_supervised(), 48, 0, print)[0]) != 7
+    assert rows.fingerprint(build_rows(found[0], 40, 0, print)[0]) != 7
     assert "the data are packed" in first[-1]
     assert "the data were packed on" in again[0]
     assert load(recipe(row_length=32))[0] == packed[0]  # no cap counts the tokens of rows
@@ -100,7 +115,7 @@ def test_rows_from_the_store_are_those_in_memory(recipe, load, monkeypatch):
 
 @pytest.mark.parametrize(
     "keys",
-    [{"seed": 1}, {"max_tokens": 300}, {"eval_prompts": 3}, {"data_rules": 0}],
+    [{"seed": 1}, {"max_tokens": 300}, {"max_examples": 9}, {"eval_prompts": 3}, {"data_rules": 0}],
     ids=lambda keys: next(iter(keys)),
 )
 def test_other_keys_are_other_data(recipe, load, keys, tmp_path):

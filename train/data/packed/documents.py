@@ -13,10 +13,14 @@ import numpy as np
 
 
 class Documents(Sequence):
-    """tokens: int32 [N]; supervised: bool [N]; starts, lengths: int64 [D], where each document lies, in any order"""
+    """tokens: int32 [N]; supervised: bool [N]; starts, lengths: int64 [D], where each document lies, in any order
 
-    def __init__(self, tokens, supervised, starts, lengths):
+    folder: that of a DocumentStore which holds exactly these, or None
+    """
+
+    def __init__(self, tokens, supervised, starts, lengths, folder=None):
         self.tokens, self.supervised, self.starts, self.lengths = tokens, supervised, starts, lengths
+        self.folder = folder
 
     @classmethod
     def of(cls, pairs):

@@ -113,7 +113,8 @@ class DocumentStore:
 
     def _read(self):
         try:
-            documents = Documents(*(np.load(self.path / f"{name}.npy", mmap_mode="r") for name in PARTS))
+            arrays = (np.load(self.path / f"{name}.npy", mmap_mode="r") for name in PARTS)
+            documents = Documents(*arrays, folder=self.path)
             lines = (self.path / "held_out.jsonl").read_text(encoding="utf-8").splitlines()
             held_out = [json.loads(line) for line in lines]
             ends = documents.starts + documents.lengths
