@@ -21,6 +21,7 @@ COMMANDS = {
     "verify-lossless": "Check on your own model that speculation leaves the output as it was: bit by bit, and in distribution.",
     "inspect": "Tell what a head is: sizes, target, what it reads, what drafting costs, and which engines take its files as they "
     "lie.",
+    "data": "Tell what a data set holds: shapes, lengths, the supervised share, what would be left out and why.",
     "regenerate": regenerate_options.SUMMARY,
     "report": "Write one self-contained HTML page about a run (curves, acceptance, the tree, the speed table) or comparing "
     "several.",

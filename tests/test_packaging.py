@@ -56,7 +56,7 @@ PUBLIC = {
     "evaluation": "acceptance charts compare lossless tree_choice tree_measurement tree_text",
     "train": "regenerate",
     "train/data": "chat_endpoint conversations dialogue encoding engine_answers generated_text held_out "
-    "part_files regenerate_options rows template_date",
+    "part_files regenerate_options rows survey template_date",
     "train/data/packed": "documents packing parts store",
     "train/loss": "distillation joint losses",
     "train/report": "dashboard page report workspace",

@@ -28,7 +28,7 @@ def choose_held_out(conversations, count, *, data, eval_data, target, note, with
     if _trains_on_built_in(data):
         return conversations, load_conversations(f"{split_of(data)[0]}:heldout")[:count]
     # By hash, not by place: a conversation that occurs twice must not land on both sides.
-    hashes = _hashes(_hash(conversation) for conversation in conversations)
+    hashes = _hashes(hash_of_conversation(conversation) for conversation in conversations)
     split, places = np.unique(hashes, return_index=True)
     split, places = split[:count], places[:count].tolist()
     kept = hashes > split[-1]
@@ -59,9 +59,9 @@ def _trains_on_built_in(data):
 
 def _not_trained_on(conversations, held_out, count, *, data, eval_data, note):
     """The first `count` of `held_out` that are not in `conversations`."""
-    pairs = ((_hash(conversation), _hash_of_requests(conversation)) for conversation in conversations)
+    pairs = ((hash_of_conversation(conversation), _hash_of_requests(conversation)) for conversation in conversations)
     trained, requests = _hashes(chain.from_iterable(pairs)).reshape(-1, 2).T
-    apart = [conversation for conversation in held_out if not np.isin(_hash(conversation), trained)]
+    apart = [conversation for conversation in held_out if not np.isin(hash_of_conversation(conversation), trained)]
     if not apart:
         raise ValueError(
             f"all {len(held_out)} conversations of eval_data {eval_data} are also in the training data, {data}: "
@@ -85,7 +85,7 @@ def _not_trained_on(conversations, held_out, count, *, data, eval_data, note):
     return measured
 
 
-def _hash(conversation):
+def hash_of_conversation(conversation):
     """Hash of roles and contents, without "finish_reason": the same words may have it or not.  -> uint64"""
     words = [{key: value for key, value in message.items() if key != "finish_reason"} for message in conversation]
     return _hash_of(words)

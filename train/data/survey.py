@@ -1,0 +1,118 @@
+"""What a data set holds, before one trains on it: `headstart data`."""
+
+import json
+from collections import Counter
+
+import numpy as np
+from tqdm import tqdm
+
+from ...inference.models.target_source import load_tokenizer
+from .conversations import Source, is_cut
+from .encoding import encode_places, num_workers
+from .held_out import hash_of_conversation
+from .packed.packing import lay_out
+
+QUANTILES = {"least": 0, "p50": 0.5, "p90": 0.9, "p99": 0.99, "most": 1}
+
+
+def survey(data, tokenizer=None, row_length=2048, trust_remote_code=False):
+    """A dict that describes a data set, as `load_conversations` takes it.
+
+    tokenizer: a folder or Hub id; with it tokens are counted, as a trainer encodes them into rows of `row_length`. Raises
+    ValueError for data or a tokenizer that a trainer would refuse.
+    """
+    reader = load_tokenizer(tokenizer, None, trust_remote_code) if tokenizer else None
+    noted, roles, kinds, hashes = [], Counter(), Counter(), []
+    sizes = {"answers": [], "characters": [], "characters of answers": []}
+    source = Source(data, noted.append)
+    for messages in tqdm(source, desc="reading", unit=" conversations"):
+        answers = [message for message in messages if message["role"] == "assistant"]
+        lengths = [len(message["content"]) for message in messages]
+        roles.update(message["role"] for message in messages)
+        kinds.update(_kinds(messages, answers))
+        hashes.append(hash_of_conversation(messages))
+        sizes["answers"].append(len(answers))
+        sizes["characters"].append(sum(lengths))
+        sizes["characters of answers"].append(sum(len(answer["content"]) for answer in answers))
+    found = {
+        "data": data,
+        "conversations": source.count,
+        "messages": dict(roles.most_common()),
+        "conversations with": {"the same words as another": len(hashes) - len(set(hashes)), **kinds},
+        "sizes": {name: _distribution(values) for name, values in sizes.items()},
+        "notes": noted,
+    }
+    if reader is not None:
+        found |= _tokens(reader, source, row_length, found["sizes"], noted)
+    return found
+
+
+def _kinds(messages, answers):
+    """What is special about a conversation."""
+    if messages[0]["role"] == "system":
+        yield "a system message"
+    if "tools" in messages[0]:
+        yield "tools"
+    for name, what in (("tool_calls", "calls of tools"), ("reasoning_content", "thoughts")):
+        if any(name in answer for answer in answers):
+            yield what
+    if any(answer.get("weight") == 0 for answer in answers):
+        yield "an answer of weight 0"
+    if any(map(is_cut, answers)):
+        yield "an answer that was cut off"
+
+
+def _tokens(tokenizer, source, row_length, sizes, noted):
+    documents, _ = encode_places(tokenizer, source, True, note=noted.append, total=source.count, workers=num_workers())
+    supervised = documents.count_supervised(0, np.iinfo(np.int32).max)
+    sizes["tokens"], sizes["supervised tokens"] = _distribution(documents.lengths), _distribution(supervised)
+    rows = lay_out(documents, row_length)
+    kept = int(np.minimum(documents.lengths, row_length).sum())
+    return {
+        "encoded": len(documents),
+        "supervised share": round(int(supervised.sum()) / max(int(documents.lengths.sum()), 1), 4),
+        "rows": {
+            "row_length": row_length,
+            "rows": len(rows),
+            "padding share": round(1 - kept / (len(rows) * row_length), 4),
+            "longer than a row": rows.num_cut,
+            "tokens cut off": int(documents.lengths.sum()) - kept,
+            "labels": int(rows.count_labels().sum()),
+        },
+    }
+
+
+def _distribution(values):
+    values = np.asarray(values)
+    quantiles = np.quantile(values, list(QUANTILES.values()), method="nearest").tolist()
+    return dict(zip(QUANTILES, map(int, quantiles))) | {"sum": int(values.sum())}
+
+
+def survey_text(found):
+    """The survey as text."""
+    lines = [f"{found['data']}: {found['conversations']:,} conversations"]
+    roles = ", ".join(f"{count:,} {role}" for role, count in found["messages"].items())
+    lines.append(f"messages: {roles}")
+    kinds = {what: count for what, count in found["conversations with"].items() if count}
+    if kinds:
+        lines.append("conversations with " + "; ".join(f"{what}: {count:,}" for what, count in kinds.items()))
+    titles = [*QUANTILES, "sum"]
+    lines += ["", " " * 22 + "".join(f"{title:>14}" for title in titles)]
+    for name, row in found["sizes"].items():
+        lines.append(f"{name:<22}" + "".join(f"{row[title]:>14,}" for title in titles))
+    if "rows" in found:
+        rows = found["rows"]
+        lines += [
+            "",
+            f"{found['supervised share']:.1%} of the tokens are supervised.",
+            f"{rows['rows']:,} rows of {rows['row_length']} tokens hold {rows['labels']:,} labels, and {rows['padding share']:.1%} "
+            "padding.",
+            f"{rows['longer than a row']:,} conversations are longer than a row and lose {rows['tokens cut off']:,} tokens.",
+        ]
+    return "\n".join([*lines, *(f"\n{note}" for note in found["notes"])])
+
+
+def print_survey(data, tokenizer, row_length, as_json, trust_remote_code=False):
+    """Print a survey, as text or as one JSON object."""
+    found = survey(data, tokenizer, row_length, trust_remote_code)
+    print(json.dumps(found, ensure_ascii=False) if as_json else survey_text(found))
