@@ -51,8 +51,7 @@ def flag_bytes(size):
 @jit
 def _meet(flags, counts, stop, RANK: tl.constexpr, SIZE: tl.constexpr):
     """Tell the other ranks that this one has come here, with all that it has written, and wait for them."""
-    call = tl.load(counts) + 1
-    tl.store(counts, call)
+    call = tl.atomic_add(counts, 1, sem="relaxed", scope="gpu") + 1  # once for all warps; a load and a store would race
     for step in tl.static_range(1, SIZE):
         flag = tl.load(flags + (RANK + step) % SIZE).to(tl.pointer_type(tl.int32)) + RANK * FLAG
         tl.atomic_add(flag, 1, sem="release", scope="sys")
@@ -122,4 +121,4 @@ def peer_gather(part, place, peers, in_place=False):
 
 def peer_barrier(peers):
     """Wait until every rank has come here, and with it all its kernels before."""
-    _peer_barrier[(1,)](peers.flags, peers.counts, peers.stop, peers.rank, peers.size)
+    _peer_barrier[(1,)](peers.flags, peers.counts, peers.stop, peers.rank, peers.size, num_warps=1)

@@ -130,7 +130,8 @@ def main(argv):
         )
         generator = None  # frees its cache
     if recipe.supervise == "all":
-        documents = Documents.of(documents).all_supervised()
+        documents = documents if isinstance(documents, Documents) else Documents.of(documents)
+        documents = documents.all_supervised()
     packed, labels_per_row = build_rows(documents, recipe.row_length, tokenizer.pad_token_id, note, kind)
     target.check(*rows_to_check(packed, device))
     optimizer = build_optimizer(head, recipe.weight_decay, recipe.beta1, recipe.beta2)

@@ -220,7 +220,7 @@ def faster_cpu_dtype():
     if platform.machine() in ("x86_64", "AMD64"):
         multiplies = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     else:
-        multiplies = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        multiplies = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return torch.bfloat16 if multiplies else torch.float32
 
 

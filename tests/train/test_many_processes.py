@@ -49,10 +49,11 @@ def test_four_processes_train_as_one(trainers, read_metrics, tmp_path, free_port
     """Medusa's stages under ddp.yaml: gradients summed and moments divided over four ranks, and the engine's acceptance."""
     measured = {"eval_prompts": 3, "eval_tokens": 8, "checkpoint_every": 3}
     own = {"medusa": measured | {"cache_features": True, "loss": "lk"}, "joint": measured | {"max_steps": 5}}
+    packed = {"packed_data": tmp_path / "packed"}  # by one of the four, and by none of them for the second run
     runs = []
     for name, keys in own.items():
         trainers[name].run(**ONE, **keys, output=tmp_path / f"{name}-1")
-        runs.append(["medusa", trainers[name].arguments(**FOUR, **keys, output=tmp_path / f"{name}-4")])
+        runs.append(["medusa", trainers[name].arguments(**FOUR, **keys, **packed, output=tmp_path / f"{name}-4")])
     launch("ddp.yaml", 4, free_port(), SEVERAL, json.dumps(runs))
     for name, keys in own.items():
         # Adam turns the adapter's first gradients, however small, into steps of one size.

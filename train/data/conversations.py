@@ -97,6 +97,10 @@ class Source:
         for messages in read_conversations(self._data, note=note, with_fields=self._with_fields):
             yield messages
             count += 1
+        if self.count not in (None, count):
+            raise ValueError(
+                f"{self._data} has changed while it was read: {self.count:,} conversations, then {count:,}"
+            )
         self.count = count
 
 
@@ -123,7 +127,7 @@ def source_facts(data: str) -> dict | None:
     name, split = split_of(data)
     if name in BUILT_IN:
         return None
-    files = []
+    files, sets = [], []
     for one in _files(name):
         path = Path(one).expanduser()
         if path.is_file():
@@ -132,8 +136,8 @@ def source_facts(data: str) -> dict | None:
         elif _kind(path) in (".json", ".jsonl"):
             return None
         else:
-            return {"split": split, "fingerprint": _dataset(one, path, split)._fingerprint}
-    return {"split": split, "files": files}
+            sets.append([one, _dataset(one, path, split)._fingerprint])
+    return {"split": split, "files": files, "sets": sets}
 
 
 def _files(name: str) -> list[str]:
@@ -269,13 +273,16 @@ def _read_lines(path: Path) -> Iterator[str]:
         with _OPENED.get(path.suffix, open)(path, "rb") as file:
             # A byte order mark is no text.
             decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8-sig")(), translate=True)
-            rest = ""
+            rest = []  # of a line whose end has not come
             while content := file.read(2**20):
-                *lines, rest = (rest + decoder.decode(content)).split("\n")
-                yield from (line + "\n" for line in lines)
-            rest += _end_of(decoder)
-            if rest:
-                yield rest
+                first, *others = decoder.decode(content).split("\n")
+                rest.append(first)
+                if others:
+                    yield "".join(rest) + "\n"
+                    yield from (line + "\n" for line in others[:-1])
+                    rest = others[-1:]
+            if last := "".join([*rest, _end_of(decoder)]):
+                yield last
     except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"the data file {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     except UnicodeDecodeError as error:

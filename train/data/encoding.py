@@ -24,7 +24,7 @@ from .packed.documents import Collected, Documents
 from .packed.parts import EncodedBatch, Seen
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_BATCH = 512  # conversations tokenised at once
+BATCH = 512  # conversations tokenised at once
 _MOST_LEFT_OUT = 0.1  # share of the conversations; with more of them the template is not for these data
 
 
@@ -63,7 +63,7 @@ def encode_places(
     encoded, places, left_out, seen, count, number = Collected(), [], [], Seen(), 0, 0
     if total is None and isinstance(conversations, Sequence):
         total = len(conversations)
-    if total is not None and total <= 4 * _BATCH:
+    if total is not None and total <= 4 * BATCH:
         workers = 0  # they would still be starting
     bar = tqdm(total=total, desc="tokenising", unit=" conversations", disable=not progress)
     with bar, contextlib.closing(_encoded(encoder, _batches(conversations), workers, parts)) as results:
@@ -94,7 +94,7 @@ def num_workers():
 
 def _batches(conversations):
     conversations = iter(conversations)
-    while batch := list(islice(conversations, _BATCH)):
+    while batch := list(islice(conversations, BATCH)):
         yield batch
 
 
@@ -110,16 +110,19 @@ def _encoded(encoder, batches, workers, parts):
             encode = functools.partial(pool.submit, _encode_in_worker)
 
         def finished():
-            number, future = waiting.popleft()
-            if future is None:
-                return parts.load(number)
+            number, kept, future = waiting.popleft()
+            if kept:
+                return kept
             batch = future.result()
             if parts:
                 parts.save(number, batch)
             return batch
 
         for number, batch in enumerate(batches):
-            waiting.append((number, None if parts and number in parts else encode(batch)))
+            kept = parts and parts.load(number)
+            if kept and kept.count != len(batch):
+                kept = None
+            waiting.append((number, kept, None if kept else encode(batch)))
             if len(waiting) > 2 * workers:
                 yield finished()
         while waiting:

@@ -29,8 +29,8 @@ def choose_held_out(conversations, count, *, data, eval_data, target, note, with
         return conversations, load_conversations(f"{split_of(data)[0]}:heldout")[:count]
     # By hash, not by place: a conversation that occurs twice must not land on both sides.
     hashes = _hashes(hash_of_conversation(conversation) for conversation in conversations)
-    split, places = np.unique(hashes, return_index=True)
-    split, places = split[:count], places[:count].tolist()
+    split, places = np.unique(hashes[::-1], return_index=True)  # the last one of several with the same words
+    split, places = split[:count], (len(hashes) - 1 - places[:count]).tolist()
     kept = hashes > split[-1]
     if not kept.any():
         raise ValueError(
@@ -61,7 +61,7 @@ def _not_trained_on(conversations, held_out, count, *, data, eval_data, note):
     """The first `count` of `held_out` that are not in `conversations`."""
     pairs = ((hash_of_conversation(conversation), _hash_of_requests(conversation)) for conversation in conversations)
     trained, requests = _hashes(chain.from_iterable(pairs)).reshape(-1, 2).T
-    apart = [conversation for conversation in held_out if not np.isin(hash_of_conversation(conversation), trained)]
+    apart = list(compress(held_out, ~np.isin(_hashes(map(hash_of_conversation, held_out)), trained)))
     if not apart:
         raise ValueError(
             f"all {len(held_out)} conversations of eval_data {eval_data} are also in the training data, {data}: "
@@ -73,10 +73,8 @@ def _not_trained_on(conversations, held_out, count, *, data, eval_data, note):
             "left out"
         )
     measured = apart[:count]
-    asked = sum(
-        bool(_requests(conversation)) and np.isin(_hash_of_requests(conversation), requests)
-        for conversation in measured
-    )
+    asking = [conversation for conversation in measured if _requests(conversation)]
+    asked = int(np.isin(_hashes(map(_hash_of_requests, asking)), requests).sum())
     if asked:
         note(
             f"eval_data: {asked} of the {len(measured)} held-out conversations are in the data with other answers: "

@@ -4,20 +4,22 @@ Letters: R rows, T tokens per row.
 """
 
 import contextlib
-import functools
 import random
 import zlib
+from datetime import date
 from pathlib import Path
 
 import numpy as np
+from accelerate.utils import broadcast_object_list
 
 from ...heads.storage.atomic_write import write_whole
 from ..run.optimization import NonFiniteLoss
 from .conversations import BUILT_IN, Chosen, Source, load_conversations, source_facts, split_of
-from .encoding import choose_encodable, encode_places, num_workers
+from .encoding import BATCH, choose_encodable, encode_places, num_workers
 from .held_out import choose_held_out
 from .packed.packing import DocumentRows, lay_out
 from .packed.store import DocumentStore, default_folder, tokenizer_facts
+from .template_date import prints_date
 
 TOLD_TOKENS = 48  # tokens that an error shows of each row
 KEPT_BYTES = 2**24  # smaller data are packed sooner than they are looked up
@@ -28,29 +30,51 @@ def load_documents(recipe, tokenizer, processes):
 
     Large data are packed by one process, and kept for the others and for further runs (packed/store.py).
     """
-    store = _store_of(recipe, tokenizer)
-    if store is None:
+    facts = _facts(recipe, tokenizer)
+    if facts is None:
         return _make_documents(recipe, tokenizer, processes.note)
-    make = functools.partial(_make_documents, recipe, tokenizer, workers=num_workers())
+
+    def make(note, parts):
+        made = _make_documents(recipe, tokenizer, note, workers=num_workers(), parts=parts)
+        if _sources(recipe) != facts["sources"]:
+            raise ValueError(f"the data {recipe.data} have changed while they were read: start again")
+        return made
+
+    place = Path(recipe.data).expanduser()
+    name = place.name if place.is_absolute() or place.exists() else recipe.data
+    store = DocumentStore(recipe.packed_data or default_folder(), name, facts)
     return store.load(make, processes.accelerator, processes.note)
 
 
-def _store_of(recipe, tokenizer):
-    """The DocumentStore of a run's data. None for built-in data, small data without a named folder, and if the recipe says so."""
-    found = [recipe.data, *filter(None, [recipe.eval_data])]
-    if recipe.packed_data == "memory" or None in (sources := [source_facts(data) for data in found]):
+def _facts(recipe, tokenizer):
+    """What the documents of a run follow from, the same on all ranks.
+
+    None for built-in data, small data without a named folder, and if the recipe says so.
+    """
+    sources, error = None, None
+    try:
+        sources = _sources(recipe)
+    except ValueError as found:
+        error = str(found)
+    sources, error = broadcast_object_list([sources, error])  # as rank 0 sees them
+    if error:
+        raise ValueError(error)
+    if recipe.packed_data == "memory" or None in sources:
         return None
-    sizes = [size for source in sources for _, size, _ in source.get("files", [(None, KEPT_BYTES, None)])]
-    if not recipe.packed_data and sum(sizes) < KEPT_BYTES:
+    sizes = [size for source in sources for _, size, _ in source["files"]]
+    if not recipe.packed_data and sum(sizes) < KEPT_BYTES and not any(source["sets"] for source in sources):
         return None
     keys = ("seed", "max_tokens", "max_examples", "row_length", "data_rules", "eval_prompts")
     facts = {name: getattr(recipe, name) for name in keys}
     if not recipe.max_tokens:
         del facts["row_length"]  # it counts where the tokens of rows are counted
-    facts |= {"sources": sources, "tokenizer": tokenizer_facts(tokenizer)}
-    place = Path(recipe.data).expanduser()
-    name = place.name if place.is_absolute() or place.exists() else recipe.data
-    return DocumentStore(recipe.packed_data or default_folder(), name, facts)
+    if prints_date(tokenizer):  # a run from before dates were kept
+        facts["date"] = date.today().isoformat()
+    return facts | {"sources": sources, "tokenizer": tokenizer_facts(tokenizer), "batch": BATCH}
+
+
+def _sources(recipe):
+    return [source_facts(data) for data in (recipe.data, recipe.eval_data) if data]
 
 
 def _make_documents(recipe, tokenizer, note, **how):

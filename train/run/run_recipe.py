@@ -159,6 +159,7 @@ CHANGEABLE |= {
     "eval_data",
     "template_date",  # the rows tell whether it is the run's
     "feature_cache",
+    "packed_data",
     "batch_rows",
     "accumulate",
 }

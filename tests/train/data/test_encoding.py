@@ -115,7 +115,7 @@ def test_content_equal_to_other_text_is_not_confused():
 
 
 def test_many_conversations_are_encoded_as_each_alone(monkeypatch):
-    monkeypatch.setattr(data, "_BATCH", 3)
+    monkeypatch.setattr(data, "BATCH", 3)
     tokenizer = make_tokenizer(CHATML)
     conversations = [
         [{"role": "user", "content": "q" * i}, {"role": "assistant", "content": f"a{i}"}] for i in range(8)

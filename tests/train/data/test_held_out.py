@@ -69,6 +69,13 @@ def test_the_same_words_cut_off_or_not_are_the_same_conversation(tmp_path):
         choose([cut], 16, data="x", eval_data=str(path))
 
 
+def test_of_conversations_with_the_same_words_the_last_is_held_out(conversations):
+    loaded = load_conversations(conversations)
+    cut = [[*messages[:-1], messages[-1] | {"finish_reason": "length"}] for messages in loaded]
+    assert choose([*loaded, *cut], 5, data=conversations)[1] == choose(cut, 5, data=conversations)[1]
+    assert choose([*cut, *loaded], 5, data=conversations)[1] == choose(loaded, 5, data=conversations)[1]
+
+
 def test_requests_that_are_trained_on_with_other_answers_are_told(tmp_path):
     path, said = tmp_path / "eval.jsonl", []
     other = [{"role": "user", "content": "c"}, MESSAGES[1]]

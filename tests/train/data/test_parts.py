@@ -34,7 +34,7 @@ def tokenizer(word_target):
 @pytest.fixture
 def many(conversations, monkeypatch):
     """Sixty conversations and two that no template encodes, in batches of nine."""
-    monkeypatch.setattr(encoding, "_BATCH", 9)
+    monkeypatch.setattr(encoding, "BATCH", 9)
     loaded = load_conversations(conversations)
     calls = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2", "tool_calls": [{}]}]
     return [*loaded[:20], calls, *loaded[20:], calls]
@@ -42,13 +42,22 @@ def many(conversations, monkeypatch):
 
 def test_a_batch_is_read_as_it_was_written(tmp_path):
     parts = Parts(tmp_path / "parts")
-    assert 3 not in parts
+    assert parts.load(3) is None
     parts.save(3, BATCH)
-    assert 3 in parts
     found = parts.load(3)
     assert (found.count, found.left_out, found.seen) == (BATCH.count, BATCH.left_out, BATCH.seen)
     assert found.places.tolist() == [0, 3]
     assert found.documents == PAIRS
+
+
+def test_a_damaged_batch_and_one_of_another_size_are_encoded_again(tmp_path, tokenizer, many):
+    expected, parts = list(encode_places(tokenizer, many)[0]), Parts(tmp_path)
+    encode_places(tokenizer, many, parts=parts)
+    damaged = tmp_path / "batch-000001.npz"
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    parts.save(3, BATCH)
+    assert parts.load(1) is None
+    assert list(encode_places(tokenizer, many, parts=parts)[0]) == expected
 
 
 def test_documents_of_all_batches_lie_in_two_files(tmp_path):
@@ -119,7 +128,7 @@ def pack(note, parts):
     return encoding.encode_places(AutoTokenizer.from_pretrained(sys.argv[3]), given, parts=parts, workers=2)[0], []
 
 if __name__ == "__main__":
-    encoding._BATCH = 20
+    encoding.BATCH = 20
     DocumentStore(sys.argv[1], "x", {}).load(pack, Process(), print)
 """
 
@@ -146,7 +155,7 @@ def test_kill_9_ends_the_workers_and_the_next_start_goes_on(tmp_path, conversati
         noted.append({path.name: path.stat().st_mtime_ns for path in parts.folder.glob("batch-*")})
         given = load_conversations(conversations) * 40
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(encoding, "_BATCH", 20)
+            patch.setattr(encoding, "BATCH", 20)
             documents, _ = encode_places(tokenizer, given, parts=parts)
         noted.append({path.name: path.stat().st_mtime_ns for path in parts.folder.glob("batch-*")})
         return documents, []
@@ -174,7 +183,8 @@ def test_a_disk_that_fills_up_is_said(tmp_path, tokenizer, many, monkeypatch):
         DocumentStore(tmp_path, "x", {}).load(
             lambda note, parts: (encode_places(tokenizer, many, parts=parts)[0], []), Process(), print
         )
-    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+    monkeypatch.undo()
+    DocumentStore(tmp_path, "x", {}).load(lambda note, parts: (Documents.of(PAIRS), []), Process(), print)
 
 
 def test_a_source_is_read_anew_and_notes_come_once(conversations, tmp_path):

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 
 from headstart.tests.train.tiny_runs import assert_same_tensors, head_tensors
 from headstart.train.data import rows
+from headstart.train.data.conversations import source_facts
 from headstart.train.data.packed import store
 from headstart.train.data.packed.documents import Documents
 from headstart.train.data.packed.store import DocumentStore
@@ -163,7 +164,10 @@ def test_what_a_killed_process_left_is_removed(tmp_path):
     assert other.exists()  # somebody else may still write it
 
 
-def slowly(folder, number, made):
+def slowly(folder, number, made, has_locks=True):
+    if not has_locks:
+        store.fcntl.flock = no_locks
+
     def make_slowly(note, parts):
         time.sleep(1)
         made.put(number)
@@ -188,6 +192,72 @@ def test_two_runs_that_pack_the_same_do_it_once(tmp_path):
     assert "the data were packed on" in waited[1]
 
 
+def no_locks(file, how):
+    raise OSError(errno.ENOSYS, "Function not implemented")
+
+
+def test_without_locks_both_pack_and_the_first_is_kept(tmp_path):
+    context = multiprocessing.get_context("fork")
+    made = context.Queue()
+    runs = [context.Process(target=slowly, args=(tmp_path, number, made, False)) for number in range(2)]
+    for run in runs:
+        run.start()
+    told = [made.get(timeout=60) for _ in range(4)]
+    for run in runs:
+        run.join(60)
+        assert run.exitcode == 0
+    assert sorted(one for one in told if isinstance(one, int)) == [0, 1]
+    documents, _ = DocumentStore(tmp_path, "x", {}).load(refuse, Process(), print)
+    assert documents == PAIRS
+    assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 1
+
+
+def test_data_that_change_while_they_are_read_are_not_kept(recipe, load, conversations, tmp_path, monkeypatch):
+    data = tmp_path / "data.jsonl"
+    shutil.copy(conversations, data)
+    encode = rows.encode_places
+
+    def changing(*given, **how):
+        os.utime(data, ns=(1, 1))
+        return encode(*given, **how)
+
+    monkeypatch.setattr(rows, "encode_places", changing)
+    with pytest.raises(ValueError, match="have changed while they were read: start again"):
+        load(recipe(data=str(data)))
+    assert not [path for path in (tmp_path / "packed").iterdir() if path.is_dir()]
+
+
+def test_every_match_of_a_pattern_counts(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    for name in ("a", "b"):
+        datasets.Dataset.from_list([{"messages": [], "n": name}]).save_to_disk(tmp_path / name)
+    (tmp_path / "c.jsonl").write_text("{}")
+    pattern = str(tmp_path / "*")
+    before = source_facts(pattern)
+    assert source_facts(pattern) == before
+    shutil.rmtree(tmp_path / "b")
+    datasets.Dataset.from_list([{"messages": [], "n": "other"}]).save_to_disk(tmp_path / "b")
+    assert source_facts(pattern) != before
+    changed = source_facts(pattern)
+    (tmp_path / "c.jsonl").write_text("{} ")
+    assert source_facts(pattern) != changed
+
+
+def test_what_a_tokenizer_was_called_with_is_no_fact(word_target):
+    tokenizer = AutoTokenizer.from_pretrained(word_target)
+    before = store.tokenizer_facts(tokenizer)
+    tokenizer(["w1 w2", "w1"], truncation=True, padding=True, max_length=1)
+    assert store.tokenizer_facts(tokenizer) == before
+    tokenizer.split_special_tokens = True
+    assert store.tokenizer_facts(tokenizer) != before
+
+
+def test_an_error_of_one_rank_ends_all(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "gather_object", lambda found: [*found, "the disk is full"])
+    with pytest.raises(ValueError, match="the disk is full"):
+        DocumentStore(tmp_path, "x", {}).load(refuse, Process(False), print)
+
+
 def test_a_full_disk_is_said_and_leaves_nothing(tmp_path, monkeypatch):
     one = DocumentStore(tmp_path / "packed", "x", {})
     advice = r"name another folder with --packed_data; with --packed_data memory every"
@@ -203,7 +273,7 @@ def test_a_full_disk_is_said_and_leaves_nothing(tmp_path, monkeypatch):
         patch.setattr(store.np, "save", full)
         with pytest.raises(ValueError, match=rf"No space left on device.*{advice}"):
             one.load(make, Process(), print)
-    assert [path.name for path in (tmp_path / "packed").iterdir() if path.is_dir()] == []
+    assert not one.path.exists()
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=advice):
         DocumentStore(tmp_path / "file", "x", {}).load(make, Process(), print)

@@ -6,7 +6,9 @@ parts.save(7, found)
 documents = parts.documents(12)            # of batches 0 to 11: Documents in files of the folder
 """
 
+import contextlib
 import json
+import zipfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -14,6 +16,23 @@ import numpy as np
 
 from ....heads.storage.atomic_write import staged_file
 from .documents import Documents
+
+
+class NotWritten(ValueError):
+    """Packed data cannot be written. What has been encoded so far is kept."""
+
+
+@contextlib.contextmanager
+def writing():
+    """OSErrors in here become NotWritten, which says what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise NotWritten(
+            f"the packed data cannot be written ({error}): make room and start again, which goes on here, or name another folder "
+            "with --packed_data; with --packed_data memory every process packs its own"
+        ) from error
+
 
 KINDS = {"tokens": np.int32, "supervised": bool, "lengths": np.int64}
 
@@ -51,26 +70,29 @@ class EncodedBatch:
 
 
 class Parts:
-    """folder: is made; nothing else lies there. Raises OSError if it cannot be written."""
+    """folder: is made; nothing else lies there. Raises NotWritten."""
 
     def __init__(self, folder):
         self.folder = Path(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
-
-    def __contains__(self, number):
-        return self._path(number).exists()
+        with writing():
+            self.folder.mkdir(parents=True, exist_ok=True)
 
     def save(self, number, batch):
         """Keep the batch of this number, whole or not at all."""
         told = {"count": batch.count, "left_out": batch.left_out, "seen": asdict(batch.seen)}
         told["seen"]["after"] = list(batch.seen.after.items())
         documents = {name: getattr(batch.documents, name) for name in KINDS}
-        with staged_file(self._path(number)) as file:
+        with writing(), staged_file(self._path(number)) as file:
             np.savez(file, told=np.frombuffer(json.dumps(told).encode(), np.uint8), places=batch.places, **documents)
 
     def load(self, number):
-        """The EncodedBatch of this number."""
-        with np.load(self._path(number)) as file:
+        """The EncodedBatch of this number; None if it is not there, or damaged."""
+        if not self._path(number).exists():
+            return None
+        with (
+            contextlib.suppress(OSError, ValueError, KeyError, zipfile.BadZipFile),
+            np.load(self._path(number)) as file,
+        ):
             told = json.loads(file["told"].tobytes())
             tokens, supervised, lengths = (file[name] for name in KINDS)
             seen = Seen(**told["seen"] | {"after": dict(map(tuple, told["seen"]["after"]))})
@@ -84,7 +106,7 @@ class Parts:
         files = {}
         for name in ("tokens", "supervised"):
             files[name] = self.folder / f"{name}.npy"
-            with staged_file(files[name]) as file:
+            with writing(), staged_file(files[name]) as file:
                 header = {"descr": np.lib.format.dtype_to_descr(np.dtype(KINDS[name])), "fortran_order": False}
                 np.lib.format.write_array_header_1_0(file, header | {"shape": (int(lengths.sum()),)})
                 for number in range(count):

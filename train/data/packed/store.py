@@ -18,16 +18,20 @@ import json
 import os
 import re
 import shutil
+import socket
 import time
 from datetime import date
 from pathlib import Path
 
+import jinja2
 import numpy as np
-from transformers import __version__ as transformers_version
+import tokenizers
+import transformers
+from accelerate.utils import gather_object
 
 from ....heads.storage.atomic_write import is_partial, staged_folder
 from .documents import Documents
-from .parts import Parts
+from .parts import NotWritten, Parts, writing
 
 FORMAT = 1
 PARTS = ("tokens", "supervised", "starts", "lengths")
@@ -41,15 +45,19 @@ def default_folder():
 
 def tokenizer_facts(tokenizer):
     """What decides how a tokenizer encodes conversations, as a hash."""
-    content = f"{tokenizer.backend_tokenizer.to_str()}\n{tokenizer.chat_template}\n{tokenizer.special_tokens_map}"
-    return hashlib.sha256(content.encode()).hexdigest()[:16]
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    del content["truncation"], content["padding"]  # what it was last called with
+    names = ("chat_template", "special_tokens_map", "split_special_tokens")
+    content |= {name: str(getattr(tokenizer, name, None)) for name in names}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
 class DocumentStore:
     """folder: of all packed data; name: of these, for people; facts: a dict of scalars, lists and dicts"""
 
     def __init__(self, folder, name, facts):
-        self.facts = facts | {"format": FORMAT, "transformers": transformers_version}
+        versions = {library.__name__: library.__version__ for library in (transformers, tokenizers, jinja2)}
+        self.facts = facts | {"format": FORMAT, "versions": versions}
         key = hashlib.sha256(json.dumps(self.facts, sort_keys=True).encode()).hexdigest()[:16]
         self.folder = Path(folder).expanduser()
         self.path = self.folder / f"{re.sub(r'[^A-Za-z0-9_.]+', '-', name).strip('-.')[:60]}-{key}"
@@ -61,34 +69,46 @@ class DocumentStore:
         again. note(text) is told what making noted, also where they were there already. Raises ValueError if they cannot be written
         or read.
         """
+        error = None
         if accelerator.is_local_main_process:
-            if self.path.is_dir():
-                self._tell(note)
-            else:
+            try:
                 self._make(make, note)
-        accelerator.wait_for_everyone()
+            except ValueError as found:
+                error = found
+        told = [one for one in gather_object([error and str(error)]) if one]  # all ranks end with an error, or none
+        if told:
+            raise error or ValueError(told[0])
         return self._read()
 
     def _make(self, make, note):
-        with self._locked(note):
-            if self.path.is_dir():  # made by the process that was waited for
+        if self._is_there():
+            self._tell(note)
+            return
+        with self._locked(note) as alone:
+            if self._is_there():  # made by the process that was waited for
                 self._tell(note)
                 return
-            noted, folder = [], self.folder / f".{self.path.name}.parts"
+            # Without locks another process may be writing, too: parts of its own.
+            own = "" if alone else f"-{socket.gethostname()}-{os.getpid()}"
+            noted, folder = [], self.folder / f".{self.path.name}.parts{own}"
             try:
-                with _told():
-                    documents, held_out = make(lambda text: (noted.append(text), note(text)), parts=Parts(folder))
-                    self._write(documents, held_out, noted)
+                documents, held_out = make(lambda text: (noted.append(text), note(text)), parts=Parts(folder))
+                self._write(documents, held_out, noted)
+            except NotWritten:
+                raise
             except ValueError:
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
             shutil.rmtree(folder, ignore_errors=True)
             note(f"the data are packed: {_gib(self._size(documents))} in {self.path}")
 
+    def _is_there(self):
+        """Whether they are packed already. The folder is listed: network file systems remember which names were missing."""
+        return self.folder.is_dir() and self.path.name in os.listdir(self.folder)
+
     def _write(self, documents, held_out, noted):
-        needed, free = self._size(documents), shutil.disk_usage(self.folder).free
-        if needed > free:
-            raise OSError(f"they take {_gib(needed)}, and {self.folder} has {_gib(free)} left")
+        arrays = [getattr(documents, name) for name in PARTS]
+        needed = sum(array.nbytes for array in arrays if not _lies_in_a_file(array))
         about = {
             "facts": self.facts,
             "noted": noted,
@@ -96,20 +116,19 @@ class DocumentStore:
             "documents": len(documents),
             "tokens": int(documents.lengths.sum()),
         }
-        with staged_folder(self.path) as staging:
-            for name in PARTS:
-                self._put(getattr(documents, name), staging / f"{name}.npy")
-            lines = [json.dumps(conversation) + "\n" for conversation in held_out]
-            (staging / "held_out.jsonl").write_text("".join(lines), encoding="utf-8")
-            (staging / "about.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-
-    def _put(self, array, path):
-        """Write an array; one that lies in a file beside, whole, is linked."""
-        if isinstance(array, np.memmap) and array.offset + array.nbytes == os.path.getsize(array.filename):
-            with contextlib.suppress(OSError):
-                os.link(array.filename, path)
-                return
-        np.save(path, array)
+        with writing():
+            if needed > (free := shutil.disk_usage(self.folder).free):
+                raise OSError(f"they take {_gib(needed)}, and {self.folder} has {_gib(free)} left")
+            try:
+                with staged_folder(self.path) as staging:
+                    for name, array in zip(PARTS, arrays, strict=True):
+                        _put(array, staging / f"{name}.npy")
+                    lines = [json.dumps(conversation) + "\n" for conversation in held_out]
+                    (staging / "held_out.jsonl").write_text("".join(lines), encoding="utf-8")
+                    (staging / "about.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+            except (OSError, ValueError):
+                if not self._is_there():  # if it is, another process was sooner
+                    raise
 
     def _read(self):
         try:
@@ -136,12 +155,12 @@ class DocumentStore:
 
     @contextlib.contextmanager
     def _locked(self, note):
-        """One process at a time, where the file system has locks; two that write the same folder do no harm."""
-        with _told():
+        """One process at a time, if the file system has locks: whether it has."""
+        with writing():
             self.folder.mkdir(parents=True, exist_ok=True)
             lock = os.open(self.folder / f".{self.path.name}.lock", os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            told = False
+            told, alone = False, True
             while True:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -152,10 +171,11 @@ class DocumentStore:
                     time.sleep(PAUSE)
                     continue
                 except OSError:
-                    pass
+                    alone = False
                 break
-            self._forget_unfinished()
-            yield
+            if alone:
+                self._forget_unfinished()
+            yield alone
         finally:
             os.close(lock)
 
@@ -169,16 +189,18 @@ class DocumentStore:
         return sum(getattr(documents, name).nbytes for name in PARTS)
 
 
-@contextlib.contextmanager
-def _told():
-    """OSErrors in here become a ValueError that says what to do."""
-    try:
-        yield
-    except OSError as error:
-        raise ValueError(
-            f"the packed data cannot be written ({error}): name another folder with --packed_data; with --packed_data memory every "
-            "process packs its own"
-        ) from error
+def _lies_in_a_file(array):
+    """Whether an array is all of a .npy file, which can be linked."""
+    return isinstance(array, np.memmap) and array.offset + array.nbytes == os.path.getsize(array.filename)
+
+
+def _put(array, path):
+    """Write an array; one that lies in a file beside is linked."""
+    if _lies_in_a_file(array):
+        with contextlib.suppress(OSError):
+            os.link(array.filename, path)
+            return
+    np.save(path, array)
 
 
 def _gib(count):
