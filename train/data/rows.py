@@ -51,6 +51,8 @@ def _facts(recipe, tokenizer):
 
     None for built-in data, small data without a named folder, and if the recipe says so.
     """
+    if recipe.packed_data == "memory":
+        return None
     sources, error = None, None
     try:
         sources = _sources(recipe)
@@ -59,7 +61,7 @@ def _facts(recipe, tokenizer):
     sources, error = broadcast_object_list([sources, error])  # as rank 0 sees them
     if error:
         raise ValueError(error)
-    if recipe.packed_data == "memory" or None in sources:
+    if None in sources:
         return None
     sizes = [size for source in sources for _, size, _ in source["files"]]
     if not recipe.packed_data and sum(sizes) < KEPT_BYTES and not any(source["sets"] for source in sources):
