@@ -16,16 +16,17 @@ import argparse
 import random
 import sys
 import tempfile
-import time
 import warnings
 from pathlib import Path
 
 import torch
 
+from headstart.benchmarks.proofs import shape_equality
 from headstart.benchmarks.proofs.equality import MIXED, TREES
+from headstart.benchmarks.proofs.shape_equality import answer_shuffled
 from headstart.benchmarks.random_heads import random_head
 from headstart.benchmarks.shape import check_fits, config_of_shape
-from headstart.evaluation.results import Report, command_line, decimals, plain
+from headstart.evaluation.results import Report, command_line, plain
 from headstart.evaluation.timing import release
 from headstart.heads.checkpoint import save_head
 from headstart.inference.llm import LLM
@@ -35,16 +36,7 @@ from headstart.inference.speculation.tree import save_tree
 GROUPS = {"greedy": [{"temperature": 0.0}], "temperature 0.9": [{}], "mixed": [one | {"logprobs": 2} for one in MIXED]}
 WAYS = ("plain", "medusa", "eagle3", "draft model", "ngram")
 ALONE = 2  # requests of each group that are answered one by one, too
-COLUMNS = {
-    "ranks": ("ranks", 5, plain),
-    "draft": ("draft", 12, plain),
-    "batch": ("batch", 5, plain),
-    "requests": ("requests", 8, plain),
-    "tokens": ("tokens", 7, plain),
-    "acceptance_length": ("accepted", 8, decimals(3)),
-    "differing": ("differ", 6, plain),
-    "seconds": ("seconds", 7, decimals(1)),
-}
+COLUMNS = {"ranks": ("ranks", 5, plain)} | shape_equality.COLUMNS
 
 
 def main(arguments=None):
@@ -116,7 +108,7 @@ class Proof:
             llm = self.llm(self.options.ranks, speculative_config=self.drafting(way))
             try:
                 self.answer(llm, self.options.ranks, way, everyone, self.known)
-                self.answer(llm, self.options.ranks, way, self.alone, [self.known[i] for i in self.alone], batch=1)
+                self.answer(llm, self.options.ranks, way, self.alone, [self.known[i] for i in self.alone], at_once=1)
                 llm.engine.check()
             finally:
                 if llm.session.ranks is not None:
@@ -150,27 +142,17 @@ class Proof:
             "ngram": {"method": "ngram", **depth},
         }[way]
 
-    def answer(self, llm, ranks, draft, which, expected=None, batch=None):
+    def answer(self, llm, ranks, draft, which, expected=None, at_once=None):
         """Answer these requests in shuffled order, and keep a row.  -> their (tokens, log-probabilities), in order"""
-        order = random.Random(2).sample(list(which), len(which))
-        drafts, started = llm.engine.metrics.spec_decode, time.perf_counter()
-        steps, accepted = drafts.num_steps, sum(drafts.accepted_per_position)
-        outputs = []
-        for start in range(0, len(order), batch or len(order)):
-            some = order[start : start + batch] if batch else order
-            outputs += llm.generate([self.prompts[i] for i in some], [self.params[i] for i in some])
-        found = {i: (one.outputs[0].token_ids, one.outputs[0].logprobs) for i, one in zip(order, outputs)}
-        steps, accepted = drafts.num_steps - steps, sum(drafts.accepted_per_position) - accepted
+        outputs, figures = answer_shuffled(llm, self.prompts, self.params, which, at_once)
+        found = [(output.token_ids, output.logprobs) for output in outputs]
         row = {
             "ranks": ranks,
             "draft": draft,
-            "batch": batch or self.options.batch,
+            "batch": at_once or self.options.batch,
             "requests": len(found),
-            "tokens": sum(len(tokens) for tokens, _ in found.values()),
-            "acceptance_length": 1 + accepted / max(steps, 1),
-            "seconds": time.perf_counter() - started,
+            **figures,
         }
-        found = [found[i] for i in which]
         row["differing"] = sum(a != b for a, b in zip(found, expected, strict=True)) if expected else 0
         self.report.add(row)
         return found

@@ -153,28 +153,39 @@ class Proof:
 
     def answer(self, draft, llm, group, which, expected=None):
         """Answer these requests in shuffled order, and keep a row.  -> their tokens, in order"""
-        order = random.Random(2).sample(list(which), len(which))
-        drafts, started = llm.engine.metrics.spec_decode, time.perf_counter()
-        steps, accepted = drafts.num_steps, list(drafts.accepted_per_position)
-        outputs = llm.generate([self.prompts[i] for i in order], [self.params[i] for i in order])
-        found = {i: output.outputs[0].token_ids for i, output in zip(order, outputs)}
-        found = [found[i] for i in which]
-        accepted += [0] * (len(drafts.accepted_per_position) - len(accepted))
-        accepted = [now - before for now, before in zip(drafts.accepted_per_position, accepted)]
-        steps = drafts.num_steps - steps
+        outputs, figures = answer_shuffled(llm, self.prompts, self.params, which)
+        found = [output.token_ids for output in outputs]
         row = {
             "draft": draft,
             "batch": llm.engine.max_num_seqs,
             "requests": group,
             "num_requests": len(found),
-            "tokens": sum(map(len, found)),
-            "acceptance_length": 1 + sum(accepted) / max(steps, 1),
-            "accepted_per_position": accepted,
-            "differing": sum(a != b for a, b in zip(found, expected)) if expected else 0,
-            "seconds": time.perf_counter() - started,
+            **figures,
         }
+        row["differing"] = sum(a != b for a, b in zip(found, expected)) if expected else 0
         self.report.add(row)
         return found
+
+
+def answer_shuffled(llm, prompts, params, which, at_once=None):
+    """Answer the requests `which` in shuffled order, so many at a time (None: all).  -> (their outputs in order, figures)"""
+    order = random.Random(2).sample(list(which), len(which))
+    drafts, started, found = llm.engine.metrics.spec_decode, time.perf_counter(), {}
+    steps, accepted = drafts.num_steps, list(drafts.accepted_per_position)
+    for start in range(0, len(order), at_once or len(order)):
+        some = order[start : start + (at_once or len(order))]
+        outputs = llm.generate([prompts[i] for i in some], [params[i] for i in some])
+        found |= {i: output.outputs[0] for i, output in zip(some, outputs)}
+    seconds = time.perf_counter() - started
+    accepted += [0] * (len(drafts.accepted_per_position) - len(accepted))
+    accepted = [now - before for now, before in zip(drafts.accepted_per_position, accepted)]
+    figures = {
+        "tokens": sum(len(output.token_ids) for output in found.values()),
+        "acceptance_length": 1 + sum(accepted) / max(drafts.num_steps - steps, 1),
+        "accepted_per_position": accepted,
+        "seconds": seconds,
+    }
+    return [found[i] for i in which], figures
 
 
 if __name__ == "__main__":

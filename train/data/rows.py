@@ -5,6 +5,7 @@ Letters: R rows, T tokens per row.
 
 import contextlib
 import random
+import sys
 import zlib
 from datetime import date
 from pathlib import Path
@@ -49,7 +50,7 @@ def load_documents(recipe, tokenizer, processes):
 def _facts(recipe, tokenizer):
     """What the documents of a run follow from, the same on all ranks.
 
-    None for built-in data, small data without a named folder, and if the recipe says so.
+    None for built-in data, small data without a named folder, and if the recipe says so: they are encoded in memory.
     """
     if recipe.packed_data == "memory":
         return None
@@ -61,15 +62,18 @@ def _facts(recipe, tokenizer):
     sources, error = broadcast_object_list([sources, error])  # as rank 0 sees them
     if error:
         raise ValueError(error)
-    if None in sources:
+    if sources[0] is None:
         return None
-    sizes = [size for source in sources for _, size, _ in source["files"]]
-    if not recipe.packed_data and sum(sizes) < KEPT_BYTES and not any(source["sets"] for source in sources):
+    known = [source for source in sources if source]
+    sizes = [size for source in known for _, size, _ in source["files"]]
+    if not recipe.packed_data and sum(sizes) < KEPT_BYTES and not any(source["sets"] for source in known):
         return None
     keys = ("seed", "max_tokens", "max_examples", "row_length", "data_rules", "eval_prompts")
     facts = {name: getattr(recipe, name) for name in keys}
     if not recipe.max_tokens:
         del facts["row_length"]  # it counts where the tokens of rows are counted
+    if None in sources:  # eval_data is made from the Python source
+        facts["python"] = sys.version
     if prints_date(tokenizer):  # a run from before dates were kept
         facts["date"] = date.today().isoformat()
     return facts | {"sources": sources, "tokenizer": tokenizer_facts(tokenizer), "batch": BATCH}
@@ -111,23 +115,22 @@ def choose_documents(tokenizer, conversations, row_length, max_tokens, seed, max
 
     encoding: note, rules, workers, parts of encode_places  ->  Documents
     """
-    count, chosen = _count(conversations), None
+    order = None
     if max_tokens or max_examples:
         sizes = np.array([sum(len(message["content"]) for message in messages) for messages in conversations])
-        count = len(sizes)
-        order = _shuffled(count, seed)[: max_examples or count]
+        order = _shuffled(len(sizes), seed)[: max_examples or None]
         if max_tokens:
             # Stop at far more characters than needed tokens: this spares encoding conversations that the cap drops.
             order = order[: int((np.cumsum(sizes[order]) <= max_tokens * 16).sum()) + 1]
-        chosen = np.zeros(count, dtype=bool)
+        chosen = np.zeros(len(sizes), dtype=bool)
         chosen[order] = True
         conversations = Chosen(conversations, chosen)
     encoded, places = encode_places(tokenizer, conversations, True, total=_count(conversations), **encoding)
-    if chosen is None:
+    if order is None:
         order = _shuffled(_count(conversations), seed)
     else:
         places = np.flatnonzero(chosen)[places]
-    found = np.full(len(order) if chosen is None else count, -1)  # [conversations] which document each is
+    found = np.full(order.max(initial=-1) + 1, -1)  # which document each conversation is
     found[places] = np.arange(len(places))
     found = found[order]
     encoded = encoded.take(found[found >= 0])

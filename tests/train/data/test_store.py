@@ -227,6 +227,14 @@ def test_data_that_change_while_they_are_read_are_not_kept(recipe, load, convers
     assert not [path for path in (tmp_path / "packed").iterdir() if path.is_dir()]
 
 
+def test_a_built_in_set_to_measure_on_keeps_nothing_from_being_packed(recipe, load, tmp_path):
+    for said in ("the data are packed", "the data were packed on"):
+        documents, held_out, notes = load(recipe(eval_data="stdlib"))
+        assert any(said in note for note in notes)
+    assert len(held_out) == 4
+    assert documents == load(recipe(eval_data="stdlib", packed_data="memory"))[0]
+
+
 def test_every_match_of_a_pattern_counts(tmp_path):
     datasets = pytest.importorskip("datasets")
     for name in ("a", "b"):
