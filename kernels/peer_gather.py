@@ -3,9 +3,8 @@
     peer_gather(part, place, peers)       # rank r's part stands at place + r * len(part) of every rank's buffer
 
 Each program copies its pieces of the part into all buffers. The last of them to end counts up a flag in every other rank's memory,
-and waits until the others' flags have counted as far: what they have written is there then. One program meets the others, because a
-fence over all GPUs is slow, and those of many programs queue. All ranks launch the same calls in the same order. Flags only ever
-count up, and each rank keeps its own count on the device, so graphs can be replayed.
+and waits until the others' flags have counted as far: what they have written is there then. All ranks launch the same calls in the
+same order. Flags only ever count up, and each rank keeps its own count on the device, so graphs can be replayed.
 
 A buffer must not be written while another rank may still read its last contents. Two buffers that take turns ensure it: a rank that
 writes the first one again has seen the flags of the call between, which the others raised after they had read. The first call of a
@@ -37,9 +36,7 @@ class Peers(NamedTuple):
     size: int
     buffers: torch.Tensor  # int64 [R] addresses of the ranks' buffers
     flags: torch.Tensor  # int64 [R] addresses of the ranks' flags: int32 [R, LINE], 0 before the first call
-    counts: (
-        torch.Tensor
-    )  # int32 [2] of this rank: calls, and programs of this one that have ended; 0 before the first call
+    counts: torch.Tensor  # int32 [2] of this rank: calls, and ended programs of this call; 0 before the first one
     stop: torch.Tensor  # int32 [1], pinned
 
 

@@ -1,9 +1,11 @@
 """Encoded batches of large data on their way to a store: on disk, so that little is in memory and a killed run goes on.
 
-parts = Parts(folder)
-parts.save(7, batch)             # an EncodedBatch
-batch = parts.load(7)            # None if it is not there, or damaged
-documents = parts.documents(12)  # of batches 0 to 11: Documents in files of the folder
+    parts = Parts(folder)
+    parts.save(7, batch)             # an EncodedBatch
+    batch = parts.load(7)            # None if it is not there, or damaged
+    documents = parts.documents(12)  # of batches 0 to 11: Documents in files of the folder
+
+Letters: D documents.
 """
 
 import contextlib
