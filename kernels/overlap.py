@@ -7,6 +7,9 @@ The kernel calls `await_previous(OVERLAP)` before the first read or write of any
 results equal those of launches one after the other, whatever the kernels around it do. Two kernels that both take part save
 about a microsecond, in CUDA graphs too: 4 to 5 of 115 microseconds of an 8B layer's products, norms and copies (H200).
 Releasing before the wait lets whole chains of kernels pile up on the multiprocessors: 142 microseconds instead of 115.
+
+A kernel that needs nothing of the previous one may await it at its end (`late`): both run side by side, and it has ended only when
+both have.
 """
 
 import functools

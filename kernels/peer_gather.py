@@ -1,6 +1,7 @@
-"""An all-gather in one kernel, over memory that every rank of a group can write: no host, no order of sums, any CUDA graph.
+"""An all-gather and an ordered sum over memory that every rank of a group can write: no host, any CUDA graph.
 
     peer_gather(part, place, peers)       # rank r's part stands at place + r * len(part) of every rank's buffer
+    peer_sum(parts, own, place, peers)    # the sum of parts [R, C] stands in the slot `own` of this rank, and of all others
 
 Each program copies its pieces of the part into all buffers. The last of them to end counts up a flag in every other rank's memory,
 and waits until the others' flags have counted as far: what they have written is there then. All ranks launch the same calls in the
@@ -20,8 +21,10 @@ from typing import NamedTuple
 import torch
 
 from .jit import jit, tl, triton
+from .overlap import await_previous, overlap, release_next
 
 BLOCK = 512  # words that a program copies at a time
+SUM_BLOCK = 2048
 PROGRAMS = 128  # at most
 LINE = 32  # int32 numbers from flag to flag, so that each has a line of the cache
 FLAG = tl.constexpr(LINE)
@@ -67,8 +70,10 @@ def _meet(flags, counts, stop, RANK: tl.constexpr, SIZE: tl.constexpr):
 
 @jit(do_not_specialize=["place", "count"])
 def _peer_gather(part, buffers, flags, counts, stop, place, count, ALIGNED: tl.constexpr, IN_PLACE: tl.constexpr,
-                 RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+                 RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """part [C] -> words place + RANK C and on of every buffer; ALIGNED: to 16 bytes; IN_PLACE: it is there already in its own"""
+    await_previous(OVERLAP)  # its counts are those of the call before
+    release_next(OVERLAP)  # which awaits the end of this one
     words = part.dtype
     num_bytes: tl.constexpr = words.element_ty.primitive_bitwidth // 8
     if ALIGNED:
@@ -90,7 +95,9 @@ def _peer_gather(part, buffers, flags, counts, stop, place, count, ALIGNED: tl.c
 
 
 @jit
-def _peer_barrier(flags, counts, stop, RANK: tl.constexpr, SIZE: tl.constexpr):
+def _peer_barrier(flags, counts, stop, RANK: tl.constexpr, SIZE: tl.constexpr, OVERLAP: tl.constexpr):
+    await_previous(OVERLAP)
+    release_next(OVERLAP)
     _meet(flags, counts, stop, RANK, SIZE)
 
 
@@ -112,10 +119,63 @@ def peer_gather(part, place, peers, in_place=False):
     if programs:
         _peer_gather[(programs,)](
             words, peers.buffers, peers.flags, peers.counts, peers.stop, place, words.numel(), words.nbytes % 16 == 0, in_place,
-            peers.rank, peers.size, BLOCK,
+            peers.rank, peers.size, BLOCK, **overlap(part),
         )  # fmt: skip
 
 
 def peer_barrier(peers):
     """Wait until every rank has come here, and with it all its kernels before."""
-    _peer_barrier[(1,)](peers.flags, peers.counts, peers.stop, peers.rank, peers.size, num_warps=1)
+    _peer_barrier[(1,)](
+        peers.flags, peers.counts, peers.stop, peers.rank, peers.size, num_warps=1, **overlap(peers.flags)
+    )
+
+
+@jit
+def _pair(part, length, mask):
+    return tl.load(part, mask=mask) + tl.load(part + length, mask=mask)
+
+
+@jit
+def _four(part, length, mask):
+    return _pair(part, length, mask) + _pair(part + 2 * length, length, mask)
+
+
+@jit(do_not_specialize=["place", "count"])
+def _peer_sum(parts, own, buffers, flags, counts, stop, place, count, RANK: tl.constexpr, SIZE: tl.constexpr,
+              BLOCK: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+    """parts [SIZE, count] -> their sum in pairs, in own's dtype, to byte `place` of every buffer, a multiple of 16 as count is"""
+    await_previous(OVERLAP)
+    release_next(OVERLAP)
+    count = count // 16 * 16  # the same: so the compiler knows what divides it
+    length = count.to(tl.int64)
+    for start in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        mask = at < count
+        if SIZE == 2:
+            total = _pair(parts + at, length, mask)
+        elif SIZE == 4:
+            total = _four(parts + at, length, mask)
+        else:
+            total = _four(parts + at, length, mask) + _four(parts + 4 * length + at, length, mask)
+        for step in tl.static_range(0, SIZE):
+            slot = (tl.load(buffers + (RANK + step) % SIZE) + place).to(own.dtype)
+            tl.store(tl.multiple_of(slot, 16) + at, total.to(own.dtype.element_ty), mask=mask)
+    tl.debug_barrier()
+    ended = tl.atomic_add(counts + 1, 1, sem="acq_rel", scope="gpu")
+    if ended == tl.num_programs(0) - 1:
+        tl.store(counts + 1, 0)
+        _meet(flags, counts, stop, RANK, SIZE)
+
+
+def peer_sum(parts, own, place, peers):
+    """Add parts of R ranks in pairs, neighbours first, write the sum to every rank's buffer, and wait for the sums of the others.
+
+    parts: float32 [R, C], C a multiple of 16, R 2, 4 or 8; own: where the sum goes in this rank's buffer, [C] of any float dtype;
+    place: the byte of the buffer where `own` begins, a multiple of 16
+    """
+    count = parts[0].numel()
+    programs = max(1, min(triton.cdiv(count, SUM_BLOCK), PROGRAMS))  # who has nothing to add meets the others, too
+    _peer_sum[(programs,)](
+        parts, own, peers.buffers, peers.flags, peers.counts, peers.stop, place, count, peers.rank, peers.size, SUM_BLOCK,
+        num_warps=8, **overlap(parts),
+    )  # fmt: skip

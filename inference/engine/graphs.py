@@ -23,6 +23,7 @@ from .target_scores import NO_FILTERS, next_filters
 FEW_ROWS = 64  # up to here the weights are what a pass costs
 TILE = 128  # rows of a tile of the products above
 KNOWN_TOKENS = (128, 256, 384, 512, 640, 768, 1024)  # about so many in a graph
+RANKS_TOKENS = 1536, 2048  # the same, alone on several ranks, which compute less than a host launches in the time
 PACE = 2.4  # a step with known tokens may take so many times the same step without
 
 
@@ -90,6 +91,9 @@ class StepGraphs:
             places = [(size, which) for which, sizes in self.mixed_sizes.items() for size in sizes]
             for size, which in [(0, self.smallest), *places]:
                 sizes = known_sizes(size * steps[which].tree.num_nodes, max_known)
+                if not size and self.step.decoder.ranks.size > 1:
+                    lower = KNOWN_TOKENS[-1], *RANKS_TOKENS
+                    sizes += [count for count, lower in zip(RANKS_TOKENS, lower) if lower < max_known]
                 for known in sizes:
                     rows.setdefault(known, KnownRows(known, self.step.seats, self.step.drafter))
                 self._known[size, which] = [rows[known] for known in sizes]

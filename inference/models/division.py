@@ -17,6 +17,7 @@ Letters: M rows, H hidden, I intermediate, V vocabulary, N x K a weight, HQ and 
 """
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -48,7 +49,14 @@ class RowParallel:
     ranks: object
 
     def parts(self, x):
-        """Sums for the next kernel to add in order, two where N is a power of two.  x [M, K of this rank] -> [S, M, N]"""
+        """Sums for the next kernel to add in order, two where N is a power of two, or what they add up to.
+
+        x [M, K of this rank] -> [S, M, N], or [1, M, N] in x's dtype
+        """
+        if len(self.weights) == 1:
+            total = self.ranks.sum_rows(partial(self._write_sums, x), len(x), self.shape[0], x.dtype)
+            if total is not None:
+                return total[None]
         slot, start, sums = self.ranks.slot((len(x), self.shape[0]), torch.float32), 0, []
         if len(self.weights) == 1:
             return in_pairs(self.ranks.gather(linear_sums(x, self.weights[0], self.bias, slot)), 2)
@@ -57,6 +65,9 @@ class RowParallel:
             sums.append(linear_sums(x[:, start:stop], weight, None if start else self.bias))
             start = stop
         return in_pairs(self.ranks.gather(torch.add(*in_pairs(torch.stack(sums), 2), out=slot)), 2)
+
+    def _write_sums(self, x, rows, out, late):
+        linear_sums(x[rows], self.weights[0], self.bias, out, late)
 
     def packed(self):
         """See Linear.packed."""

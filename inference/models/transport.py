@@ -41,6 +41,14 @@ class Alone:
         """The parts of all ranks, in their order.  part [...], of one shape and dtype on all ranks -> [size, ...]"""
         return part[None]
 
+    def sum_rows(self, product, num_rows, width, dtype):
+        """The sums over ranks of products of many rows, added in pairs, neighbours first; None where one gather is quicker.
+
+        product(rows, out, late): writes this rank's part of some rows, a slice, to out [rows, width] in float32; late: beside the
+        product before.  -> [num_rows, width] of dtype
+        """
+        return None
+
     def least(self, number):
         """The smallest of the whole numbers that the ranks give."""
         return number

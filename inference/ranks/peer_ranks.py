@@ -1,8 +1,9 @@
 """Ranks on GPUs that write each other's memory: parts go straight to their places, by one kernel (kernels/peer_gather.py).
 
-    ranks = PeerRanks(host, *shared_memory(host, device))    # host: the GlooRanks of the same ranks (models/transport.py)
-    ranks.begin()                                            # of a pass: it follows what another graph, or none, gathered
+    ranks = PeerRanks(host, shared_memory(host, device))    # host: the GlooRanks of the same ranks (models/transport.py)
+    ranks.begin()                                           # of a pass: it follows what another graph, or none, gathered
     parts = ranks.gather(part)
+    total = ranks.sum_rows(product, ...)                    # of many rows: each rank adds some of them
 
 Captured in CUDA graphs, as the rest of a pass. Two buffers take turns, so a result has to be read before the next gather, in the
 order of the stream. Larger parts than a buffer holds are gathered in pieces, and copied.
@@ -14,11 +15,13 @@ import os
 import torch
 import torch.distributed as dist
 
-from ...kernels.peer_gather import Peers, flag_bytes, peer_barrier, peer_gather
+from ...kernels.linear.linear_table import DECODE_ROWS
+from ...kernels.peer_gather import Peers, flag_bytes, peer_barrier, peer_gather, peer_sum
 from ..models.transport import MEET
 
 CAPACITY = 2**27  # bytes of a buffer: the sums of 2,048 rows of 8,192 on two ranks
 ALIGNMENT = 16
+SUMMED_ROWS = 512  # from here on the ranks share the sums
 
 
 class MeetingStore(dist.Store):
@@ -49,7 +52,7 @@ class MeetingStore(dist.Store):
 def shared_memory(host, device, capacity=CAPACITY):
     """Memory on every rank's GPU that all ranks can write; zeros. All ranks call this together.
 
-    host: their GlooRanks  ->  (this rank's uint8 [bytes], addresses of all ranks' as this one sees them)
+    host: their GlooRanks  ->  uint8 [bytes] of each rank, as this one sees them
     """
     # Not every build of torch has them.
     from torch._C._distributed_c10d import (
@@ -73,11 +76,13 @@ def shared_memory(host, device, capacity=CAPACITY):
             own.zero_()
             torch.cuda.synchronize(device)
             host.least(0)  # and have found memory, which is zero before anybody writes
-            addresses = list(_SymmetricMemory.rendezvous(own).buffer_ptrs)
+            shared = _SymmetricMemory.rendezvous(own)
+            memory = [shared.get_buffer(rank, (num_bytes,), torch.uint8) for rank in range(host.size)]
+            memory[host.rank] = own
     finally:
         _unregister_process_group(name)
     host.least(0)
-    return own, addresses
+    return memory
 
 
 def _stop(number):
@@ -86,12 +91,13 @@ def _stop(number):
 
 
 class PeerRanks:
-    """host: GlooRanks of the same ranks, for what is on the CPU; own, addresses: of shared_memory"""
+    """host: GlooRanks of the same ranks, for what is on the CPU; memory: of shared_memory"""
 
-    def __init__(self, host, own, addresses):
-        self.rank, self.size, self._host, self._own = host.rank, host.size, host, own
+    def __init__(self, host, memory):
+        self.rank, self.size, self._host, self._memory = host.rank, host.size, host, memory
+        self._own = own = memory[self.rank]
         self._capacity, self._turn = (len(own) - flag_bytes(host.size)) // 2, 0
-        starts = torch.tensor(addresses, dtype=torch.int64)
+        starts = torch.tensor([one.data_ptr() for one in memory], dtype=torch.int64)
         stop = torch.zeros(1, dtype=torch.int32)
         self._peers = Peers(
             rank=host.rank,
@@ -128,6 +134,30 @@ class PeerRanks:
             parts[:, start : start + most] = self._gather(flat[start : start + most])
         return parts.view(self.size, *part.shape)
 
+    def sum_rows(self, product, num_rows, width, dtype):
+        """See Alone.sum_rows. Each rank computes the rows of another straight into its memory, its own last.
+
+        A later product runs beside an earlier one, so what goes to another GPU is on its way while the next rows are computed.
+        """
+        share = -(-num_rows // (self.size * DECODE_ROWS)) * DECODE_ROWS
+        needed = max(self.size * share * width * torch.float32.itemsize, num_rows * width * dtype.itemsize)
+        if num_rows < SUMMED_ROWS or needed > self._capacity or width % ALIGNMENT or self.size not in (2, 4, 8):
+            return None
+        # The results have the other buffer, so that turns go on as they were.
+        source, place = self._place(), self._capacity - self._place()
+        late = False
+        for rank in (*range(self.rank + 1, self.size), *range(self.rank + 1)):
+            rows = slice(min(rank * share, num_rows), min((rank + 1) * share, num_rows))
+            count = rows.stop - rows.start
+            parts = self._floats(rank, source, torch.float32, self.size * count * width).view(self.size, count, width)
+            if count:
+                product(rows, parts[self.rank], late)
+                late = True
+        peer_barrier(self._peers)  # all parts of this rank's rows are here
+        total = self._floats(self.rank, place, dtype, num_rows * width).view(num_rows, width)
+        peer_sum(parts.flatten(1), total[rows], place + rows.start * width * dtype.itemsize, self._peers)
+        return total
+
     def least(self, number):
         """See Alone.least."""
         return self._host.least(number)
@@ -143,6 +173,10 @@ class PeerRanks:
     def stopper(self):
         """A function for any thread, once a rank has ended: no kernel of this one waits any more. It does not hold the group."""
         return functools.partial(_stop, self._peers.stop)
+
+    def _floats(self, rank, start, dtype, count):
+        """`count` elements of a rank's memory from a byte on."""
+        return self._memory[rank][start : start + count * dtype.itemsize].view(dtype)
 
     def _place(self):
         return self._turn * self._capacity

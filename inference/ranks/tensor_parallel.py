@@ -120,7 +120,7 @@ class TensorParallel:
         """What gathers tensors on a device.  host: the GlooRanks, None for a group of one"""
         if host is None or device.type != "cuda":
             return host or ALONE
-        return PeerRanks(host, *shared_memory(host, device))
+        return PeerRanks(host, shared_memory(host, device))
 
     def _tell(self, division):
         """Say where one device would give other bits."""

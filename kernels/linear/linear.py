@@ -102,17 +102,18 @@ def _decode(
     x, more_x, w, b, out, num_rows,
     N: tl.constexpr, K: tl.constexpr, SPLIT: tl.constexpr, S: tl.constexpr,
     BLOCK_M: tl.constexpr, MORE_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    MAPS: tl.constexpr, OVERLAP: tl.constexpr,
+    MAPS: tl.constexpr, LATE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One tile [BLOCK_N, BLOCK_M + MORE_M] of one range of K.  x [M, K], w [N, K], b [N] or None -> out [S, M, N]
 
-    x and w are tensor maps with MAPS, else pointers; more_x: x in tiles of MORE_M rows (0: none).
+    x and w are tensor maps with MAPS, else pointers; more_x: x in tiles of MORE_M rows (0: none); LATE: see linear_sums.
     """
     row = tl.program_id(0) * (BLOCK_M + MORE_M)
     feature = tl.program_id(1) * BLOCK_N
     part = tl.program_id(2)
     features = feature + tl.arange(0, BLOCK_N)
-    await_previous(OVERLAP)
+    if not LATE:
+        await_previous(OVERLAP)
     if MAPS:
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         if MORE_M:
@@ -131,6 +132,8 @@ def _decode(
     _store_tile(acc, b, out, num_rows, row, features, part, N, BLOCK_M)
     if MORE_M:
         _store_tile(more, b, out, num_rows, row + BLOCK_M, features, part, N, MORE_M)
+    if LATE:
+        await_previous(OVERLAP)
 
 
 @jit
@@ -179,12 +182,13 @@ def add_parts(parts, dtype, out=None):
     return y
 
 
-def linear_parts(x, w, b=None, out=None, splits=None):
+def linear_parts(x, w, b=None, out=None, splits=None, late=False):
     """The partial sums of linear(x, w, b), for a consumer that adds them itself (`sum_parts`): [S, M, N]
 
     splits: S on a GPU, for some features of a larger weight (its num_splits); None: num_splits(N, K). S > 1: float32; the
     bias is in part 0. S = 1: the finished product in x's dtype (also on the CPU, and for so many rows that the kernel adds
-    the parts itself; on a GPU it is written to `out` [M, N] if given). Raises ValueError for shapes that do not fit.
+    the parts itself; on a GPU it is written to `out` [M, N] if given). late: see linear_sums. Raises ValueError for shapes that
+    do not fit.
     """
     if not on_triton(x):
         return _linear_in_blocks(x, w, b)[None]
@@ -192,21 +196,22 @@ def linear_parts(x, w, b=None, out=None, splits=None):
     check_kernel_operands("linear", x, w, b)
     x = x.contiguous()
     if x.shape[0] <= DECODE_ROWS or not maps_fit(x, w):
-        return decode_parts(x, w, b, splits, out=out)
-    return prefill_parts(x, w, b, splits, out=out)
+        return decode_parts(x, w, b, splits, out=out, late=late)
+    return prefill_parts(x, w, b, splits, out=out, late=late)
 
 
-def linear_sums(x, w, b=None, out=None):
+def linear_sums(x, w, b=None, out=None, late=False):
     """The sums of one range of K, which another device adds to those of others.  x [M, K], w [N, K] -> [M, N], float32 at least
 
     They are the bits of this range's part in linear_parts of the whole K, where ranges of K end there. out [M, N]: where to write
-    on a GPU, float32 and contiguous. Raises ValueError for shapes that do not fit.
+    on a GPU, float32 and contiguous; late: run beside the kernel before on a GPU, which must neither have written x nor read `out`.
+    Raises ValueError for shapes that do not fit.
     """
     if not on_triton(x):
         wide = torch.promote_types(x.dtype, torch.float32)
         return _linear_in_blocks(x.to(wide), w.to(wide), None if b is None else b.to(wide))
     out = torch.empty(len(x), len(w), dtype=torch.float32, device=x.device) if out is None else out
-    return linear_parts(x, w, b, out, splits=1)[0]
+    return linear_parts(x, w, b, out, splits=1, late=late)[0]
 
 
 def empty_rows(num_rows, width, dtype, device):
@@ -253,7 +258,7 @@ def decode_operands(x, w, launch_of, operands=1, rows=None):
     return x, None, w, rows, 0, fit_decode(launch_of(rows), rows, memory, 1, itemsize)
 
 
-def decode_parts(x, w, b=None, splits=None, launch=None, out=None):
+def decode_parts(x, w, b=None, splits=None, launch=None, out=None, late=False):
     """linear_parts by the decode kernel, for any rows; `splits` and `launch` replace the tables' (the sweep tries them).
 
     launch: a Launch, or a PrefillLaunch, which has its own row tile. The operands are checked by the caller.
@@ -268,19 +273,20 @@ def decode_parts(x, w, b=None, splits=None, launch=None, out=None):
         return parts
     split = split_depth(K, S)
     operands = decode_operands(
-        x, w, lambda rows: launch or decode_launch(N, K, rows, itemsize), rows=getattr(launch, "rows", None)
+        x, w, lambda rows: launch or decode_launch(N, K, rows, itemsize, S), rows=getattr(launch, "rows", None)
     )
     x, more_x, w, rows, more_rows, chosen = operands
     # A tensor map ends where K ends, not where a range of K ends.
     assert S == 1 or split % chosen.depth == 0, (split, chosen)
     _decode[(triton.cdiv(M, rows + more_rows), triton.cdiv(N, chosen.features), S)](
         x, more_x, w, b, parts, M, N, K, split, S, rows, more_rows, chosen.features, chosen.depth, not torch.is_tensor(x),
+        late,
         num_stages=chosen.stages, num_warps=chosen.warps, **overlap(parts),
     )  # fmt: skip
     return parts
 
 
-def prefill_parts(x, w, b=None, splits=None, launch=None, out=None):
+def prefill_parts(x, w, b=None, splits=None, launch=None, out=None, late=False):
     """linear_parts for many rows, by the kernel that takes the launch's tiles; `splits` and `launch` replace the tables'.
 
     The operands are checked by the caller, and maps_fit them.
@@ -288,7 +294,7 @@ def prefill_parts(x, w, b=None, splits=None, launch=None, out=None):
     S = splits or num_splits(*w.shape)
     gpu = num_multiprocessors(x.device), shared_memory(x.device)
     launch = launch or prefill_launch(*w.shape, S, x.shape[0], *gpu)
-    return (decode_parts if launch.in_halves else prefill_linear)(x, w, b, S, launch, out)
+    return (decode_parts if launch.in_halves else prefill_linear)(x, w, b, S, launch, out, late)
 
 
 @functools.cache

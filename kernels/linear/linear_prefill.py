@@ -67,10 +67,11 @@ def _prefill(
     x, w, y, b, scratch, num_rows,
     N: tl.constexpr, SPLIT: tl.constexpr, S: tl.constexpr, APART: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
-    PIECES: tl.constexpr, OVERLAP: tl.constexpr,
+    PIECES: tl.constexpr, LATE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Tensor maps x [M, K], w [N, K], y [S or 1, M, N] in PIECES of BLOCK_N features; scratch [PROGRAMS, BLOCK_M, BLOCK_N]"""
-    await_previous(OVERLAP)
+    if not LATE:
+        await_previous(OVERLAP)
     release_next(OVERLAP)
     num_row_tiles = tl.cdiv(num_rows, BLOCK_M)
     num_feature_tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -107,6 +108,8 @@ def _prefill(
                 _finish(second, y, b, scratch, part, row, feature + WIDTH, slot + 1, N, S, APART, BLOCK_M, WIDTH)
                 _finish(third, y, b, scratch, part, row, feature + 2 * WIDTH, slot + 2, N, S, APART, BLOCK_M, WIDTH)
                 _finish(fourth, y, b, scratch, part, row, feature + 3 * WIDTH, slot + 3, N, S, APART, BLOCK_M, WIDTH)
+    if LATE:
+        await_previous(OVERLAP)
 
 
 @functools.lru_cache
@@ -138,11 +141,11 @@ def map_of_rows(x, launch):
     return TensorDescriptor(x, [whole if room >= whole else rows, width], [width, 1], [launch.rows, launch.depth])
 
 
-def prefill_linear(x, w, b, S, launch, out=None):
+def prefill_linear(x, w, b, S, launch, out=None, late=False):
     """x W^T + b in S ranges of K on the large tiles of a PrefillLaunch; the operands are checked by the caller (linear.py).
 
     -> [1, M, N] in x's dtype, or the partial sums [S, M, N] in float32 if the launch leaves ranges apart. out [M, N]: where to
-    write a product that is not in parts, and in which dtype.
+    write a product that is not in parts, and in which dtype; late: see linear_sums.
     """
     (M, K), N = x.shape, w.shape[0]
     multiprocessors = num_multiprocessors(x.device)
@@ -163,7 +166,7 @@ def prefill_linear(x, w, b, S, launch, out=None):
         TensorDescriptor.from_tensor(w, [launch.features, launch.depth]),
         TensorDescriptor(y, [parts, M, N], [M * N, N, 1], [1, launch.rows, launch.features // pieces]),
         b, scratch, M, N, split_depth(K, S), S, apart,
-        launch.rows, launch.features, launch.depth, launch.group, multiprocessors, pieces,
+        launch.rows, launch.features, launch.depth, launch.group, multiprocessors, pieces, late,
         num_stages=launch.stages, num_warps=launch.warps, **overlap(y),
     )  # fmt: skip
     return y

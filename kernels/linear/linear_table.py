@@ -28,6 +28,7 @@ class Launch(NamedTuple):
     warps: int
 
 
+MULTIPROCESSORS = 132  # of an H200
 FLOAT32 = Launch(64, 32, 2, 4)  # no tensor cores: one launch for every product, whose depth is part of the sums
 
 
@@ -63,6 +64,14 @@ SECOND_RANGE = PrefillLaunch(128, 256, 64, 3, 8, 16)
 SECOND_RANGE_STEP = 700  # nanoseconds, as above
 
 SPLITS = {(6144, 4096): 1, (4096, 4096): 2, (28672, 4096): 1, (4096, 14336): 2, (128256, 4096): 1, (16384, 4096): 1}
+
+# Products with fewer tiles of 64 features than there are multiprocessors, by the most rows: o, down and qkv of an 8B on two ranks.
+LONE = {
+    32: Launch(64, 128, 8, 4),
+    64: Launch(64, 128, 6, 4),
+    96: Launch(64, 128, 5, 4),
+    DECODE_ROWS: Launch(64, 64, 8, 4),
+}
 
 DECODE = {
     (6144, 4096): {
@@ -139,14 +148,18 @@ def halves_of_tile(rows):
     return half, rows - half
 
 
-def decode_launch(N, K, rows, itemsize=2):
-    """Launch of linear's decode kernel for a row tile of `rows` (see tile_rows)."""
+def decode_launch(N, K, rows, itemsize=2, splits=None):
+    """Launch of linear's decode kernel for a row tile of `rows` (see tile_rows).  splits: ranges of K, None: num_splits(N, K)"""
     if itemsize > 2:
         return FLOAT32
-    if rows in DECODE.get((N, K), {}):
+    splits = splits or num_splits(N, K)
+    if rows in DECODE.get((N, K), {}) and splits == num_splits(N, K):
         return DECODE[N, K][rows]
     # What the measured shapes have in common: few tiles are fastest with deep pipelines, many tiles when they are large.
-    few = -(-N // 64) * num_splits(N, K) <= 264
+    programs = -(-N // 64) * splits
+    if splits == 1 and programs <= MULTIPROCESSORS:  # the rest are idle, so these load all the more at a time
+        return next(launch for most, launch in LONE.items() if rows <= most)
+    few = programs <= 264
     if rows < 128:
         if rows > 64:
             return Launch(64, 128, 5, 4) if few else Launch(128, 64, 6, 4)

@@ -1,12 +1,14 @@
-"""A rank of a group on GPUs that gathers parts, and says which were wrong: python -m ... FOLDER SIZE RANK (test_gpu_ranks.py)."""
+"""A rank on a GPU that gathers and adds parts, and says which were wrong: python -m ... FOLDER SIZE RANK (test_gpu_ranks.py)."""
 
 import faulthandler
 import sys
 
 import torch
 
+from headstart.inference.models.division import RowParallel, in_pairs
 from headstart.inference.models.transport import GlooRanks
 from headstart.inference.ranks.peer_ranks import PeerRanks, shared_memory
+from headstart.kernels.linear.linear import linear_sums
 
 SHAPES = [
     ((2, 3, 8), torch.float32),
@@ -18,10 +20,10 @@ CAPACITY = 2**22  # bytes: the last of them takes pieces
 
 
 def main(folder, size, rank):
-    faulthandler.dump_traceback_later(60)  # a rank that waits for ever says where
+    faulthandler.dump_traceback_later(110)  # a rank that waits for ever says where
     device = torch.device("cuda", rank % torch.cuda.device_count())
     host = GlooRanks(folder, rank, size)
-    ranks = PeerRanks(host, *shared_memory(host, device, CAPACITY))
+    ranks = PeerRanks(host, shared_memory(host, device, CAPACITY))
 
     def parts_of(turn):
         generator = torch.Generator().manual_seed(turn)
@@ -52,8 +54,45 @@ def main(folder, size, rank):
             graph.replay()
             for result, part in zip(found, parts_of(turn), strict=True):
                 assert torch.equal(result.cpu(), part), f"rank {rank}, replay {turn}, {tuple(part.shape)}"
+        for num_rows in (512, 700, 1500):
+            add_products(ranks, num_rows)
         torch.cuda.synchronize()
     host.least(0)  # the others may still read this one's memory
+
+
+def add_products(ranks, num_rows, width=256, depth=512):
+    """The sums of many rows, and gathers between, without a graph and in one that is replayed with other rows."""
+    generator = torch.Generator().manual_seed(num_rows)
+    weights = (torch.randn(ranks.size, width, depth, generator=generator) / 16).bfloat16().cuda()
+    product = RowParallel((weights[ranks.rank].contiguous(),), None, ranks)
+
+    def drawn():
+        return torch.randn(ranks.size, num_rows, depth, generator=generator).bfloat16().cuda()
+
+    def expected(x):
+        return in_pairs(torch.stack([linear_sums(*pair) for pair in zip(x, weights)]), 1)[0].bfloat16()
+
+    def three(rows):
+        ranks.begin()
+        found = [product.parts(rows)[0].clone() for _ in range(2)]
+        ranks.gather(rows[:1])
+        return [*found, product.parts(rows)[0].clone()]
+
+    def check(found, x, when):
+        for result in found:
+            assert torch.equal(result, expected(x)), f"rank {ranks.rank}, {num_rows} rows, {when}"
+
+    x = drawn()
+    static = x[ranks.rank].clone()
+    check(three(static), x, "without a graph")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = three(static)
+    for turn in range(20):
+        x = drawn()
+        static.copy_(x[ranks.rank])
+        graph.replay()
+        check(found, x, f"replay {turn}")
 
 
 if __name__ == "__main__":

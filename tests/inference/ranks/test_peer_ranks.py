@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from headstart.inference.models.division import Division
+from headstart.inference.models.division import Division, RowParallel, in_pairs
 from headstart.inference.models.transport import ALONE, GlooRanks
 from headstart.inference.ranks.peer_ranks import MeetingStore, PeerRanks
+from headstart.kernels.linear.linear import linear_sums
 from headstart.kernels.peer_gather import flag_bytes
 from headstart.tests.inference.models.test_division import BIASED, scores
 
@@ -23,7 +24,7 @@ CAPACITY = 4096
 def run_rank(rank, size, folder, memory, results):
     torch.set_num_threads(1)
     host = GlooRanks(folder, rank, size)
-    peers = PeerRanks(host, memory[rank], [one.data_ptr() for one in memory])
+    peers = PeerRanks(host, memory)
     generator = torch.Generator().manual_seed(5)
     for turn in range(5):  # an odd number of gathers in a pass
         peers.begin()
@@ -38,17 +39,45 @@ def run_rank(rank, size, folder, memory, results):
     results.put(peers.least(10 + rank))
 
 
+def sum_products(rank, size, folder, memory, results):
+    """Rows that the ranks share evenly, and so few that some have none; beside other gathers, whose buffers take turns."""
+    torch.set_num_threads(1)
+    host = GlooRanks(folder, rank, size)
+    ranks = PeerRanks(host, memory)
+    generator = torch.Generator().manual_seed(5)
+
+    def drawn(*shape):
+        return torch.randn(shape, generator=generator).to(torch.float16)
+
+    for turn, num_rows in enumerate((600, 520)):
+        ranks.begin()
+        x, weights, bias = drawn(num_rows, 32 * size), drawn(48, 32 * size), drawn(48)
+        parts = [[part.contiguous() for part in whole.split(32, 1)] for whole in (x, weights)]
+        parts = list(zip(*parts, [bias] + [None] * (size - 1)))
+        expected = in_pairs(torch.stack([linear_sums(*part) for part in parts]), 1)
+        x, weight, bias = parts[rank]
+        product = RowParallel((weight,), bias, ranks)
+        for _ in range(turn):
+            ranks.gather(torch.ones(2))
+        for _ in range(2):
+            found = product.parts(x)
+            if found.dtype != torch.float16 or not torch.equal(found, expected.to(torch.float16)):
+                results.put(f"rank {rank}, {num_rows} rows")
+                return
+    results.put(ranks.sum_rows(None, 2**16, 48, torch.float16))  # more than the buffers hold
+
+
 def run_decoder(rank, size, folder, memory, results):
     torch.set_num_threads(1)
     host = GlooRanks(folder, rank, size)
-    peers = PeerRanks(host, memory[rank], [one.data_ptr() for one in memory])
+    peers = PeerRanks(host, memory)
     results.put(scores(peers, 4, torch.float32, device_type="cuda"))
 
 
 def keep_logits(rank, size, folder, memory, results):
     """Logits of one row are still right after those of others."""
     host = GlooRanks(folder, rank, size)
-    peers = PeerRanks(host, memory[rank], [one.data_ptr() for one in memory])
+    peers = PeerRanks(host, memory)
     division = Division(BIASED, peers, "cuda")
     generator = torch.Generator().manual_seed(0)
     whole = torch.randn(size, 3, division.vocab_rows, generator=generator)
@@ -59,10 +88,10 @@ def keep_logits(rank, size, folder, memory, results):
     results.put(torch.equal(first, kept))
 
 
-def on_processes(size, work):
+def on_processes(size, work, capacity=CAPACITY):
     """What work(rank, size, folder, memory, results) puts into results, on forks that share memory."""
     context = multiprocessing.get_context("fork")
-    results, num_bytes = context.Queue(), 2 * CAPACITY + flag_bytes(size)
+    results, num_bytes = context.Queue(), 2 * capacity + flag_bytes(size)
     memory = [torch.zeros(num_bytes, dtype=torch.uint8).share_memory_() for _ in range(size)]
     with tempfile.TemporaryDirectory() as folder:
         for rank in range(size):
@@ -77,6 +106,13 @@ def test_parts_come_in_the_order_of_the_ranks(size):
 
 
 @pytest.mark.interpreter
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_share_the_sums_of_many_rows(size):
+    """Each adds some of the rows. The bits are those of all parts added in pairs."""
+    assert on_processes(size, sum_products, capacity=2**20) == [None] * size
+
+
+@pytest.mark.interpreter
 def test_logits_do_not_lie_in_a_buffer_of_the_ranks():
     assert on_processes(2, keep_logits) == [True, True]
 
@@ -84,7 +120,7 @@ def test_logits_do_not_lie_in_a_buffer_of_the_ranks():
 def test_what_stops_the_kernels_holds_no_group():
     """Else an LLM that nobody uses any more would keep its ranks."""
     memory = torch.zeros(2 * CAPACITY + flag_bytes(2), dtype=torch.uint8)
-    peers = PeerRanks(SimpleNamespace(rank=0, size=2), memory, [memory.data_ptr()] * 2)
+    peers = PeerRanks(SimpleNamespace(rank=0, size=2), [memory] * 2)
     stop, number, held = peers.stopper(), peers._peers.stop, weakref.ref(peers)
     del peers
     gc.collect()
