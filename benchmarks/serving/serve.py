@@ -8,9 +8,10 @@ the difference of the server's own counters, where /metrics has vLLM's `spec_dec
 The client has one thread. `client` is its share of one core; near 1 the figures are the client's. It is also told how much later
 than their arrival requests were sent.
 
-*Offline*: the same requests at once, in a process of its own that ends before the server starts, by `LLM.generate`, and as streams
-whose tokens nobody turns into text. Beside streams the engine computes prompts more slowly, so that nobody waits long for the next
-token, and they start in the order in which they came. What is left between streams and HTTP is what the server costs.
+*Offline*: the same requests at once, in a process of its own that ends before the server starts, in three ways. `LLM.generate`
+knows how long all outputs may be, and starts the last requests with the longest. `in order` starts them as they come, which is what
+a server can do. So do `streams`; beside them the engine also computes prompts more slowly, so that nobody waits long for the next
+token. What is left between streams and HTTP is what the server costs.
 """
 
 import asyncio

@@ -65,7 +65,8 @@ def add_options(parser):
     parser.add_argument(
         "--offline",
         action="store_true",
-        help="first run the same requests without HTTP: as streams, and by LLM.generate unless --max-concurrency is given",
+        help="first run the same requests without HTTP: as streams; without --max-concurrency also by LLM.generate, and in the "
+        "order in which they come",
     )
     parser.add_argument(
         "--output", help="write the JSON object here; a bare NAME stands for benchmarks/results/<date>-NAME.json"
@@ -224,7 +225,8 @@ def _offline(arguments, warm, requests):
         return time.perf_counter() - start, outputs
 
     most, found = arguments.max_concurrency, []
-    ways = [("LLM.generate", _generate)] * (most is None) + [("streams", partial(_stream, most=most))]
+    ways = [("LLM.generate", _generate), ("in order", partial(_run_in_order, is_stream=False))] * (most is None)
+    ways.append(("streams", partial(_run_in_order, most=most)))
     for by, run in ways:
         if warm:
             measure(run, warm)
@@ -241,8 +243,11 @@ def _generate(llm, prompts, params):
     return llm.generate(prompts, params)
 
 
-def _stream(llm, prompts, params, most=None):
-    """As the server's engine does it: each prompt is a stream, whose tokens somebody waits for.  most: at once, None: no limit"""
+def _run_in_order(llm, prompts, params, most=None, is_stream=True):
+    """First come, first served, as the server's engine does it.  most: at once, None: no limit
+
+    is_stream: whether somebody waits for every token of each
+    """
     from ...inference.frozen_heap import frozen_heap
     from ...inference.line import Call
 
@@ -250,7 +255,7 @@ def _stream(llm, prompts, params, most=None):
     with frozen_heap():
         while waiting or running:
             count = len(waiting) if most is None else most - len(running)
-            entering = [session.submit(*pair, call=Call(is_stream=True)) for pair in waiting[:count]]
+            entering = [session.submit(*pair, call=Call(is_stream)) for pair in waiting[:count]]
             submissions += entering
             running += entering
             del waiting[:count]

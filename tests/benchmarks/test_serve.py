@@ -199,8 +199,8 @@ def test_a_server_is_started_with_the_same_options_as_the_engine_beside_it(monke
     llm = ["--head", str(HEADS), "--tree", "static", "--device", "cpu", "--dtype", "float32", "--max-num-seqs", "4"]
     assert main(["bench", "serve", str(TARGET), *llm, "--prompts", "5-40", *SMALL, "--offline"]) == 0
     found = json.loads(capfd.readouterr().out.splitlines()[-1])
-    *without, served = rows = found["rows"][:3]
-    assert [row["by"] for row in rows] == ["LLM.generate", "streams", "HTTP"]
+    *without, served = rows = found["rows"][:4]
+    assert [row["by"] for row in rows] == ["LLM.generate", "in order", "streams", "HTTP"]
     for name in ("completed", "prompt_tokens", "output_tokens", "tokens_per_step"):
         assert len({row[name] for row in rows}) == 1, name
     for row in without:
@@ -218,12 +218,13 @@ def test_with_few_at_once_the_engine_beside_it_runs_streams_alone(monkeypatch, c
     assert [row["by"] for row in rows] == ["streams", "HTTP"]
 
 
-def test_no_more_streams_are_open_at_once_than_were_asked_for():
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_no_more_requests_are_open_at_once_than_were_asked_for(is_stream):
     class Session:
         open, most, order = [], 0, []
 
         def submit(self, prompt, params, call):
-            assert call.is_stream
+            assert call.is_stream == is_stream
             self.order.append(prompt)
             self.open.append(one := SimpleNamespace(finished=False, prompt=prompt))
             self.most = max(self.most, len(self.open))
@@ -237,7 +238,8 @@ def test_no_more_streams_are_open_at_once_than_were_asked_for():
 
     session = Session()
     prompts = list(range(7))
-    assert command._stream(SimpleNamespace(session=session), prompts, prompts, most=3) == prompts == session.order
+    llm = SimpleNamespace(session=session)
+    assert command._run_in_order(llm, prompts, prompts, 3, is_stream) == prompts == session.order
     assert session.most == 3
 
 
