@@ -26,6 +26,15 @@ REPLAY_FILE, REPLAY_VERSION = "replay.json", 1  # of an export: hub_export/repla
 TRACKED_FILE = "wandb.json"  # in a run: {"run": address, or id if offline; "offline": true, "artifact": full name}
 
 
+class SetFigure(TypedDict, total=False):
+    """The figure of a named set of prompts; from the engine also its turns (first, later) and temperature."""
+
+    set: Required[str]
+    turns: str
+    temperature: float
+    acceptance_length: Required[float]
+
+
 class Acceptance(TypedDict, total=False):
     """An acceptance figure (hub_export/acceptance.py)."""
 
@@ -42,6 +51,7 @@ class Acceptance(TypedDict, total=False):
     date: str
     by_request: list[list[int]]
     rates: list[list[float]]
+    sets: list[SetFigure]
 
 
 class StoredAcceptance(Acceptance):
@@ -260,10 +270,14 @@ def _last_part(path):
 
 def _figure(acceptance, recipe):
     """The trainer's measurement as an acceptance figure. The trainer decodes greedily."""
-    kept = ("acceptance_length", "per_position", "num_steps")
+    kept = ("acceptance_length", "per_position", "num_steps", "sets")
     figure = {"temperature": 0.0} | {name: acceptance[name] for name in kept if name in acceptance}
     figure |= {"source": acceptance.get("source", "engine"), "prompts": "held-out prompts of the training run"}
-    sizes = {"num_prompts": recipe.get("eval_prompts"), "max_tokens": recipe.get("eval_tokens")}
+    greedy = [
+        one for one in acceptance.get("sets", []) if one.get("turns", "first") == "first" and not one.get("temperature")
+    ]
+    num_prompts = sum(one.get("num_prompts", 0) for one in greedy) or recipe.get("eval_prompts")
+    sizes = {"num_prompts": num_prompts, "max_tokens": recipe.get("eval_tokens")}
     return (
         {"per_position": []}
         | figure

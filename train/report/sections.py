@@ -64,7 +64,18 @@ def acceptance_section(records):
         "over all steps; plain decoding has 1. Acceptance per drafted token: the share of all steps in which the first, "
         "second, … drafted token was accepted."
         + (
-            " Held-out loss: cross entropy of the target itself against held-out answers, with its adapter and without."
+            " Held-out loss of the head: forward KL from the target's distribution on held-out answers."
+            if any("head_loss" in record for record in records)
+            else ""
+        )
+        + (
+            " Sets: the prompt files by name, of first turns and of later ones."
+            if any("sets" in record for record in records)
+            else ""
+        )
+        + (
+            " Held-out loss of adapted and frozen target: cross entropy of the target itself against held-out answers, with its "
+            "adapter and without."
             if any("heldout_loss" in record for record in records)
             else ""
         )

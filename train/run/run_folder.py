@@ -245,7 +245,8 @@ class RunFolder:
         # The file first: a run killed before the line is written measures again.
         write_json(self.path / "acceptance.json", {"step": self.step, "family": self.family, **measured})
         names = ["acceptance_length", "per_position", "num_steps", "source"]
-        names += [name for name in ("heldout_loss", "frozen_heldout_loss") if name in measured]
+        more = ("head_loss", "sets", "set_losses", "heldout_loss", "frozen_heldout_loss")
+        names += [name for name in more if name in measured]
         self.record("acceptance", {name: measured[name] for name in names})
         positions = " ".join(f"{share:.2f}" for share in measured["per_position"])
         how = "" if measured["source"] == "engine" else ", teacher-forced"
@@ -253,6 +254,9 @@ class RunFolder:
             f"step {self.step}: {measured['acceptance_length']:.2f} tokens per step on held-out prompts{how}; "
             f"accepted by position {positions}"
         )
+        for one in measured.get("sets", []):
+            where = f", {one['turns']} turns, temperature {one['temperature']:g}" if "turns" in one else ""
+            self.note(f"{one['set']}{where}: {one['acceptance_length']:.2f} tokens per step")
         if "heldout_loss" in measured:
             losses = measured["heldout_loss"], measured["frozen_heldout_loss"]
             self.note(
