@@ -36,6 +36,7 @@ from .storage.tensor_checks import DTYPES
 from .storage.weight_files import failing_as_oserror, find_weights, list_files, read_names, read_tensors, write_tensors
 
 MAX_SHARD_SIZE = 5 * 10**9  # bytes
+BEST = "best"  # in a run: the head that was measured best
 TREE_FILE = "tree.json"  # the draft tree measured for a head may lie beside it
 
 
@@ -212,8 +213,8 @@ def read_config(folder):
 def resolve_head(path_or_id):
     """The local folder that holds a head's files.
 
-    A run gives its `head/`, else the head of its newest checkpoint; a checkpoint gives its `head/`; a head folder gives
-    itself. Anything else is taken for a Hub id, OWNER/NAME or OWNER/NAME@REVISION, and its head's files are fetched.
+    A run gives its `best/`, else its `head/`, else the head of its newest checkpoint; a checkpoint gives its `head/`; a head
+    folder gives itself. Anything else is taken for a Hub id, OWNER/NAME or OWNER/NAME@REVISION, and its head's files are fetched.
     """
     folder = Path(path_or_id)
     if not folder.is_dir():
@@ -221,12 +222,21 @@ def resolve_head(path_or_id):
     steps = [(int(match[1]), path) for path in folder.glob("checkpoints/step-*") if (match := _STEP.search(path.name))]
     newest_first = [path / "head" for _, path in sorted(steps, reverse=True)]
     # head/ before the folder itself: a checkpoint may keep other weights beside it.
-    for candidate in (folder / "head", folder, *newest_first):
+    for candidate in (folder / BEST, folder / "head", folder, *newest_first):
         if find_weights(candidate):
             return candidate
     raise ValueError(
-        f"{folder} holds no head: looked for {', '.join(WEIGHT_FILES)} in it, in head/ and in checkpoints/step-*/head/"
+        f"{folder} holds no head: looked for {', '.join(WEIGHT_FILES)} in it, in {BEST}/, in head/ and in checkpoints/step-*/head/"
     )
+
+
+def describe_choice(source, folder):
+    """A sentence if `folder`, of resolve_head, is the best head of the run `source` and not the one of its end; else ""."""
+    if folder.name != BEST or folder.resolve() == Path(source).resolve():
+        return ""
+    last = Path(source, "head")
+    other = f"{last} is that of the end" if last.is_dir() else f"{Path(source, 'checkpoints')} holds newer ones"
+    return f"{source}: taking {folder}, the head that was measured best; {other}"
 
 
 _STEP = re.compile(r"^step-(\d+)$")

@@ -16,7 +16,7 @@ import yaml
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HTTPError
 
-from ..heads.checkpoint import TREE_FILE
+from ..heads.checkpoint import BEST, TREE_FILE
 from ..heads.families import family_of
 from ..heads.storage.hub_answer import hub_options
 from ..heads.storage.hub_id import split_revision
@@ -151,7 +151,8 @@ class Measurements:
     rates: list | None = None  # acceptance per depth and rank
     benchmark: dict | None = None  # {"hardware", "date", "command", "rows": [...]}
     recipe: dict | None = None  # the run's resolved configuration
-    step: int | None = None  # of the checkpoint, if the head is a checkpoint's
+    step: int | None = None  # of the checkpoint, if the head is a checkpoint's, or of a run's best head
+    is_best: bool = False  # whether it is a run's best head
     tree: Path | None = None  # the draft tree measured for this head
     training: tuple = ()  # lines of metrics.jsonl, up to the checkpoint's step
     tracked: dict | None = None  # W&B's addresses of the run
@@ -175,18 +176,19 @@ def find_measurements(head_folder, source=None):
             hf_hub_download(repo_id, REPLAY_FILE, revision=commit, **hub_options(source))
     head_folder = Path(head_folder).resolve()
     run, step = _run_of(head_folder)
+    is_best = run is not None and head_folder.name == BEST
     training = _read_lines(run / "metrics.jsonl") if run is not None else []
     if step is not None:
         training = [line for line in training if line.get("step", 0) <= step]
         at_step = [line for line in training if line.get("kind") == "acceptance" and line["step"] == step]
         acceptance = _read(head_folder / "acceptance.json") or (at_step or [None])[-1]
-        benchmark = _read(head_folder / "benchmark.json")
+        benchmark = _first(head_folder, run if is_best else None, "benchmark.json")
     else:
         acceptance = _first(head_folder, run, "acceptance.json")
         benchmark = _first(head_folder, run, "benchmark.json")
     recipe = _first(head_folder, run, "config.yaml")
-    # A run's tree was measured with its final head.
-    places = [head_folder] + ([run] if run is not None and step is None else [])
+    # A run's tree was measured with its best head, or its final one if there is no other.
+    places = [head_folder] + ([run] if run is not None and (step is None or is_best) else [])
     tree = next((path for place in places if (path := place / TREE_FILE).is_file()), None)
     if tree is not None:
         load_tree(tree)
@@ -207,6 +209,7 @@ def find_measurements(head_folder, source=None):
         benchmark=_public_benchmark(benchmark, run or head_folder) if benchmark else earlier.get("benchmark"),
         recipe=_public_recipe(recipe) if recipe else earlier.get("recipe"),
         step=earlier.get("step") if step is None else step,
+        is_best=is_best,
         tree=tree,
         training=tuple(training),
         tracked=None if run is None else find_tracked_run(run, is_final=step is None),
@@ -286,8 +289,10 @@ def _figure(acceptance, recipe):
 
 
 def _run_of(head_folder):
-    """(the run's folder or None, the checkpoint's step or None) of a head folder, by the layout of runs/<name>/."""
+    """(the run's folder or None, the step or None for a final head) of a head folder, by the layout of runs/<name>/."""
     parent = head_folder.parent
+    if head_folder.name == BEST and (told := _read(head_folder / "acceptance.json")) and "step" in told:
+        return parent, told["step"]
     if head_folder.name != "head":
         return None, None
     step = re.fullmatch(r"step-(\d+)", parent.name)

@@ -61,6 +61,7 @@ PUBLIC = {
     "train/loss": "distillation joint losses",
     "train/report": "dashboard page report workspace",
     "train/run": "acceptance loop optimization recipe run_folder run_recipe settled_recipe start_head stopping wandb_login",
+    "train/run/saving": "best_head",
     "train/teacher": "feature_cache features sharded_target target_adapter",
     "hub_export": "inspect_head",
     "hub_export/readers": "readers",

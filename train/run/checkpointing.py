@@ -60,7 +60,7 @@ def save_checkpoint(run, step, *, head, optimizer, state, accelerator, num_kept,
         if fresh != folder:
             shutil.rmtree(fresh, ignore_errors=True)
         with staged_folder(fresh) as staging:
-            _save_head(head, staging / "head", adapter)
+            save_head_folder(head, staging / "head", adapter)
             _save_tensors(optimizer_state, staging / "optimizer.pt")
             _save_tensors(rng, staging / "rng.pt")
             files = sorted(path for path in staging.rglob("*") if path.is_file())
@@ -133,11 +133,11 @@ def save_final_head(head, run, adapter=None):
     """
     fresh = Path(run, ".head.new")
     shutil.rmtree(fresh, ignore_errors=True)
-    _save_head(head, fresh, adapter)
+    save_head_folder(head, fresh, adapter)
     _replace_folder(Path(run, "head"), fresh)
 
 
-def _save_head(head, folder, adapter):
+def save_head_folder(head, folder, adapter):
     """Write the head's folder, with the adapter's inside."""
     if adapter is None:
         save_head(head, folder)

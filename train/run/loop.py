@@ -102,16 +102,18 @@ class Training:
             stopping = stop.agreed(self.processes.accelerator)
             if self.meter and is_due(run.step, self.num_steps, recipe.eval_every) and not stopping:
                 run.measure(self.meter)
+                run.save_best(self.head)
                 self.speed.start(run.tokens)
-            if stopping or is_due(run.step, self.num_steps, recipe.checkpoint_every):
+            tired = 0 < recipe.patience <= run.num_worse
+            if stopping or tired or is_due(run.step, self.num_steps, recipe.checkpoint_every):
                 run.save(self.head, self.optimizer)
             if stopping:
                 self.status = run.leave_early(stop)
                 return
-            if run.step == self.num_steps:
+            if tired or run.step == self.num_steps:
                 break
             yield Step(self)
-        run.finish(self.head)
+        run.finish(self.head, f"{run.num_worse} measurements without a better one (patience)" if tired else "")
 
 
 class Step:

@@ -1,6 +1,6 @@
 """RunFolder: a run's folder while it trains, with its state, figures and checkpoints. The trainers' loop uses it.
 
-    runs/<name>/   config.yaml, metrics.jsonl, checkpoints/, acceptance.json, heldout.jsonl, head/, wandb/, wandb.json
+    runs/<name>/   config.yaml, metrics.jsonl, checkpoints/, best/, acceptance.json, heldout.jsonl, head/, wandb/, wandb.json
 
 It decides nothing: the loop decides when something is due, and the script what a step computes.
 """
@@ -33,12 +33,14 @@ from .checkpointing import (
     remove_leftovers,
     save_checkpoint,
     save_final_head,
+    save_head_folder,
 )
 from .lineage import find_sources
 from .optimization import choose_autocast
 from .recipe import resolved_values, save_recipe
 from .run_lock import claim, release
 from .run_recipe import CHANGEABLE
+from .saving.best_head import best_measurement, forget_kept, restore_best, write_best
 from .tracking import PLACE_FILE, MetricsFile, WandbTracker, has_wandb, peak_memory
 
 
@@ -125,6 +127,7 @@ class RunFolder:
     """The folder of a running training. It is opened after all checks; from then on a signal leaves a run that can resume.
 
     step, tokens: steps done and tokens seen so far. precision: "bf16" or "no", chosen by `autocast` when the run was started.
+    num_worse: measurements since the best one, on all ranks alike.
     """
 
     def __init__(self, recipe, processes, *, rows, num_steps, head, optimizer, target, adapter=None):
@@ -167,6 +170,10 @@ class RunFolder:
         accelerator.wait_for_everyone()
         self.metrics = MetricsFile(self.path / "metrics.jsonl" if self.is_main else None)
         self.metrics.truncate_after(self.step if resumed else -1)
+        self.better = None  # what was just measured, if no earlier head was better
+        if self.is_main:
+            self._restore_best()
+        self._count_worse()
         tracked = bool(accelerator.log_with) and self.is_main
         self.family = family_of(head).name
         self.curves = WandbTracker(
@@ -239,11 +246,32 @@ class RunFolder:
             measured = meter.measure()
             if measured and self.is_main:
                 self._record_acceptance(measured)
-        self.accelerator.wait_for_everyone()
+        self._count_worse()
+
+    def _restore_best(self):
+        """Take best/ back to the best head of the measurements that count."""
+        best, _ = best_measurement(self.metrics.lines())
+        if not restore_best(self.path, best and best["step"]) and best:
+            if best["step"] == self.step:  # the run was killed before it was written
+                self.metrics.drop("acceptance", self.step)
+            else:
+                self.note(
+                    f"the best head so far, of step {best['step']}, is not kept any more: the next better one is written to best/"
+                )
+
+    def _count_worse(self):
+        (self.num_worse,) = broadcast_object_list([best_measurement(self.metrics.lines())[1]])
+
+    def save_best(self, head):
+        """Write the head to best/ if the measurement of this step is the best so far."""
+        if self.better:
+            write_best(self.path, lambda folder: save_head_folder(head, folder, self.adapter), self.better)
+            self.better = None
 
     def _record_acceptance(self, measured):
         # The file first: a run killed before the line is written measures again.
-        write_json(self.path / "acceptance.json", {"step": self.step, "family": self.family, **measured})
+        told = {"step": self.step, "family": self.family, **measured}
+        write_json(self.path / "acceptance.json", told)
         names = ["acceptance_length", "per_position", "num_steps", "source"]
         more = ("head_loss", "sets", "set_losses", "heldout_loss", "frozen_heldout_loss")
         names += [name for name in more if name in measured]
@@ -263,6 +291,8 @@ class RunFolder:
                 f"loss of the adapted target on held-out answers {losses[0]:.4f}, of the frozen one {losses[1]:.4f}"
             )
         self.curves.log_acceptance(self.step, measured)
+        if best_measurement(self.metrics.lines())[0]["step"] == self.step:
+            self.better = told
 
     def save(self, head, optimizer):
         """Write a checkpoint of this step, unless there is one; called on every rank."""
@@ -278,6 +308,8 @@ class RunFolder:
                 adapter=self.adapter,
             )
             self.saved_step = self.step
+            if self.is_main:
+                forget_kept(self.path)
             if self.is_main and self.log_checkpoints:
                 newest = list_checkpoints(self.path)[-1]
                 self.curves.log_checkpoint(newest / "head", self.step, self._told_of(head))
@@ -294,14 +326,23 @@ class RunFolder:
         )
         return 128 + (stop.requested or signal.SIGTERM)
 
-    def finish(self, head):
-        """Write <run>/head, and remove a feature cache in the run folder."""
+    def finish(self, head, ended=""):
+        """Write <run>/head, and remove a feature cache in the run folder.
+
+        ended: why the run ends before its last step, recorded as a line of metrics.jsonl.
+        """
         if self.is_main:
+            if ended:
+                self.metrics.write({"step": self.step, "kind": "end", "reason": ended})
+                self.note(f"ended after step {self.step}: {ended}")
             save_final_head(head, self.path, self.adapter)
             if not self.curves.active:  # an extended run: wandb.json describes the replaced head
                 (self.path / PLACE_FILE).unlink(missing_ok=True)
             self.curves.log_head(self.path / "head", self.step, self._told_of(head))
             shutil.rmtree(self.path / OWN_FOLDER, ignore_errors=True)
+        best, _ = best_measurement(self.metrics.lines())
+        if best and best["step"] < self.step:
+            self.note(f"the best head is that of step {best['step']}, in {self.path / 'best'}")
         self.note(
             f"done: {self.path / 'head'} after {self.step} steps; next: headstart tree {self.path}, heads.export {self.path}"
         )

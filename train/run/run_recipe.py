@@ -111,6 +111,7 @@ class RunRecipe:
         "heldout.jsonl, else taken out of the data. Several by name, NAME=SOURCE,NAME=SOURCE: each has its own figures, at "
         "temperatures 0 and 1, of first and later turns",
     )
+    patience: int = key(0, "end the run after this many measurements in a row without a better one; 0: never", least=0)
     checkpoint_every: int = key(200, "steps between checkpoints; 0: at the end only", least=0)
     keep_checkpoints: int = key(2, "number of newest checkpoints to keep", least=1)
     tracker: str = key(
@@ -134,6 +135,11 @@ class RunRecipe:
         eval_sets(self.eval_data)  # raises for names that are not all there
         if not self.max_steps and not self.num_epochs:
             raise ValueError("num_epochs and max_steps are both 0: give one of them, or nothing is trained")
+        if self.patience and not (self.eval_prompts and self.eval_every):
+            raise ValueError(
+                f"patience {self.patience} counts measurements, and there are none before the end: set eval_prompts and eval_every "
+                "above 0, or leave it out"
+            )
         if self.feature_cache and not self.cache_features:
             raise ValueError(
                 f"feature_cache {self.feature_cache!r} is given and cache_features is false: set that to true, or leave it out"
@@ -162,6 +168,7 @@ CHANGEABLE |= {
     "eval_every",
     "eval_tokens",
     "eval_data",
+    "patience",
     "template_date",  # the rows tell whether it is the run's
     "feature_cache",
     "packed_data",
