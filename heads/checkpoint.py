@@ -66,6 +66,17 @@ def save_head(
         )
 
 
+def copy_head(head):
+    """Copy a head's files, in its family's own format, to the host's memory.
+
+    -> write(folder): writes them into an existing folder, which the caller stages. A thread may call it while the head changes.
+    """
+    format = native_format(head)
+    tensors, config = to_file(head, format)
+    tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+    return lambda folder: _write_files(tensors, config, folder, format)
+
+
 def write_head(
     head, folder, format, *, dtype=None, torch_file=False, lm_head_weight=None, max_shard_size=MAX_SHARD_SIZE
 ):
@@ -73,7 +84,11 @@ def write_head(
     tensors, config = to_file(head, format, lm_head_weight)
     if dtype is not None:
         tensors = {name: _cast(tensor, to_dtype(dtype)) for name, tensor in tensors.items()}
-    config |= _dtype_keys(format, tensors)
+    _write_files(tensors, config, folder, format, torch_file, max_shard_size)
+
+
+def _write_files(tensors, config, folder, format, torch_file=False, max_shard_size=MAX_SHARD_SIZE):
+    config = config | _dtype_keys(format, tensors)
     Path(folder, "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     write_tensors(tensors, Path(folder, SAFETENSORS_FILE[format]), max_shard_size)
     if torch_file and format in TORCH_FILE:

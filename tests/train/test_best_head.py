@@ -35,7 +35,7 @@ def measure(monkeypatch):
     def script(*given):
         figures = iter([one if isinstance(one, tuple) else (one, 2.0) for one in given])
 
-        def measured(self):
+        def measured(self, stop):
             length, loss = next(figures)
             told = {"acceptance_length": length, "per_position": [length - 1], "num_steps": 9, "samples": []}
             return told | {"source": "engine", "head_loss": loss}

@@ -124,6 +124,7 @@ OF_ALL |= {
     "packed_data",
     "max_examples",
     "patience",
+    "checkpoint_checksums",
 }
 
 TRAININGS = {

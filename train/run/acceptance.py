@@ -119,15 +119,15 @@ class AcceptanceMeter:
     def source(self):
         return "engine" if self.llm else "teacher_forced"
 
-    def measure(self):
+    def measure(self, stop=None):
         """A dict: acceptance_length, per_position, num_steps, source, samples, head_loss, and from the engine also its rates.
 
         With named sets these pool all sets' first turns, and `sets` is a list of {"set", "turns", "temperature", "num_prompts",
         acceptance_length, per_position, num_steps} (teacher-forced: without turns and temperature), `set_losses` {set: head_loss}.
         None, with a note, if the prompts give nothing to measure. With a sharded target all ranks measure together, without
-        samples.
+        samples. stop: StopSignals; the engine's measurement ends with None after the part in which a signal arrives.
         """
-        measured = self._by_engine() if self.llm else self._teacher_forced()
+        measured = self._by_engine(stop) if self.llm else self._teacher_forced()
         if measured is None:
             return None
         losses = {name: self._head_loss(rows) for name, rows in self.rows.items()}
@@ -137,7 +137,7 @@ class AcceptanceMeter:
             measured["set_losses"] = {name: total / max(count, 1) for name, (total, count) in losses.items()}
         return measured | {"source": self.source}
 
-    def _by_engine(self):
+    def _by_engine(self, stop):
         params = SamplingParams(temperature=0.0, max_tokens=self.max_tokens)
         try:
             measured = measure_acceptance(self.llm, self.prompts, params)
@@ -146,16 +146,17 @@ class AcceptanceMeter:
             return None
         greedy = measured.pop("by_request")
         if any(self.sets):
-            measured["sets"] = self._sets_by_engine(greedy)
-        return measured
+            measured["sets"] = self._sets_by_engine(greedy, stop)
+        return None if stop and stop.requested else measured
 
-    def _sets_by_engine(self, greedy):
-        """Figures of every set.  greedy: counts by request of the first turns at temperature 0"""
+    def _sets_by_engine(self, greedy, stop):
+        """Figures of every set, up to a signal.  greedy: counts by request of the first turns at temperature 0"""
         counts = {("first", 0.0): greedy}
         asked = {"first": (self.prompts, self.names), "later": (self.later, self.later_names)}
         for turns, (prompts, _) in asked.items():
             for temperature in TEMPERATURES:
-                if prompts and (turns, temperature) not in counts:
+                wanted = prompts and not (stop and stop.requested)
+                if wanted and (turns, temperature) not in counts:
                     own = {"temperature": temperature, "max_tokens": self.max_tokens}
                     params = [SamplingParams(**own, seed=i) for i in range(len(prompts))]
                     outputs = self.llm.generate(prompts, params, use_tqdm=False)

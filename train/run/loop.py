@@ -91,8 +91,7 @@ class Training:
             layers = self.head.aux_layers
             self.cache = cache_features(run, recipe, self.target, packed=self.packed, stop=stop, layers=layers)
             if self.cache is None:
-                run.save(self.head, self.optimizer)
-                self.status = run.leave_early(stop)
+                self.status = run.leave_early(stop, self.head, self.optimizer)
                 return
             self.bar.unpause()  # the time that the features took does not count as steps
         self.objective = recipe.objective.at(run.rates)
@@ -101,15 +100,14 @@ class Training:
             # Once in a while: measure, save, leave. This comes first, so that a resumed run does the work that was due.
             stopping = stop.agreed(self.processes.accelerator)
             if self.meter and is_due(run.step, self.num_steps, recipe.eval_every) and not stopping:
-                run.measure(self.meter)
-                run.save_best(self.head)
+                run.measure(self.meter, stop)
+                stopping = stop.agreed(self.processes.accelerator)  # a signal that came meanwhile may have ended it
                 self.speed.start(run.tokens)
-            tired = 0 < recipe.patience <= run.num_worse
-            if stopping or tired or is_due(run.step, self.num_steps, recipe.checkpoint_every):
-                run.save(self.head, self.optimizer)
             if stopping:
-                self.status = run.leave_early(stop)
+                self.status = run.leave_early(stop, self.head, self.optimizer)
                 return
+            tired = 0 < recipe.patience <= run.num_worse
+            run.save(self.head, self.optimizer, tired or is_due(run.step, self.num_steps, recipe.checkpoint_every))
             if tired or run.step == self.num_steps:
                 break
             yield Step(self)

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import MISSING, asdict, dataclass, fields
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -27,20 +28,18 @@ from ..teacher.sharded_target import wants_sharded_target
 from .checkpointing import (
     check_output,
     check_same_run,
-    list_checkpoints,
     load_checkpoint,
     read_state,
     remove_leftovers,
-    save_checkpoint,
     save_final_head,
-    save_head_folder,
 )
 from .lineage import find_sources
 from .optimization import choose_autocast
 from .recipe import resolved_values, save_recipe
 from .run_lock import claim, release
 from .run_recipe import CHANGEABLE
-from .saving.best_head import best_measurement, forget_kept, restore_best, write_best
+from .saving.best_head import best_measurement, restore_best
+from .saving.saver import Saver
 from .tracking import PLACE_FILE, MetricsFile, WandbTracker, has_wandb, peak_memory
 
 
@@ -138,7 +137,7 @@ class RunFolder:
         already beyond num_steps.
         """
         accelerator, note, resumed = processes.accelerator, processes.note, processes.resumed
-        self.path, self.num_kept = Path(recipe.output), recipe.keep_checkpoints
+        self.path = Path(recipe.output)
         self.keeps_held_out = not are_shipped(recipe.data, recipe.eval_data, recipe.target)
         self.accelerator, self.is_main, self.note = accelerator, accelerator.is_main_process, note
         self.adapter, self.log_checkpoints = adapter, recipe.log_checkpoints
@@ -149,7 +148,6 @@ class RunFolder:
             (self.precision,) = broadcast_object_list([choose_autocast(recipe.autocast, target, accelerator.device)])
         values = resolved_values(recipe) | {"autocast": self.precision, "resume": False, "resume_from": ""}
         self.state = {"step": 0, "tokens": 0, **rows, "recipe": values}
-        self.saved_step = -1
         if resumed:
             defaults = {f.name: f.default for f in fields(recipe) if f.default is not MISSING}
             self.state = check_same_run(read_state(resumed), self.state, defaults, CHANGEABLE, note)
@@ -159,8 +157,15 @@ class RunFolder:
                     "or higher to go on"
                 )
             load_checkpoint(resumed, head, optimizer, accelerator, adapter)
-            self.saved_step = self.step
             note(f"going on from {resumed}, after step {self.step}")
+        self.saver = Saver(
+            self.path,
+            accelerator,
+            saved_step=self.step if resumed else -1,
+            num_kept=recipe.keep_checkpoints,
+            adapter=adapter,
+            checksums=recipe.checkpoint_checksums,
+        )
         if self.is_main:
             self.path.mkdir(parents=True, exist_ok=True)
         take_folder(self.path, accelerator)
@@ -188,9 +193,17 @@ class RunFolder:
     def __enter__(self):
         return self
 
-    def __exit__(self, *exception):
-        self.curves.close()
-        release(self.path)
+    def __exit__(self, kind, *exception):
+        try:
+            if kind is not KeyboardInterrupt:  # a second Ctrl-C, which waits for nothing
+                self.saver.wait()
+        except OSError as error:
+            if kind is None:
+                raise
+            self.note(str(error))  # the first error is the one that ends the run
+        finally:
+            self.curves.close()
+            release(self.path)
 
     @property
     def step(self):
@@ -236,14 +249,15 @@ class RunFolder:
         self.record("train", figures | {"tokens": self.tokens, "tokens_per_second": speed})
         bar.set_postfix_str(f"loss {figures['loss']:.3f}, {speed:,.0f} tokens/s", refresh=False)
 
-    def measure(self, meter):
+    def measure(self, meter, stop):
         """Measure with the AcceptanceMeter and keep the result, once per step, also in a resumed run.
 
-        The main rank measures, or, with a sharded target, all ranks together.
+        The main rank measures, or, with a sharded target, all ranks together. A signal (StopSignals) may end it without a result:
+        the resumed run measures again.
         """
         (due,) = broadcast_object_list([self.is_main and not self.metrics.has("acceptance", self.step)])
         if due and (self.is_main or meter.target.is_sharded):
-            measured = meter.measure()
+            measured = meter.measure(stop)
             if measured and self.is_main:
                 self._record_acceptance(measured)
         self._count_worse()
@@ -261,12 +275,6 @@ class RunFolder:
 
     def _count_worse(self):
         (self.num_worse,) = broadcast_object_list([best_measurement(self.metrics.lines())[1]])
-
-    def save_best(self, head):
-        """Write the head to best/ if the measurement of this step is the best so far."""
-        if self.better:
-            write_best(self.path, lambda folder: save_head_folder(head, folder, self.adapter), self.better)
-            self.better = None
 
     def _record_acceptance(self, measured):
         # The file first: a run killed before the line is written measures again.
@@ -294,33 +302,29 @@ class RunFolder:
         if best_measurement(self.metrics.lines())[0]["step"] == self.step:
             self.better = told
 
-    def save(self, head, optimizer):
-        """Write a checkpoint of this step, unless there is one; called on every rank."""
-        if self.step != self.saved_step:
-            save_checkpoint(
-                self.path,
-                self.step,
-                head=head,
-                optimizer=optimizer,
-                state=self.state,
-                accelerator=self.accelerator,
-                num_kept=self.num_kept,
-                adapter=self.adapter,
-            )
-            self.saved_step = self.step
-            if self.is_main:
-                forget_kept(self.path)
-            if self.is_main and self.log_checkpoints:
-                newest = list_checkpoints(self.path)[-1]
-                self.curves.log_checkpoint(newest / "head", self.step, self._told_of(head))
+    def save(self, head, optimizer, checkpoint):
+        """Begin to write a checkpoint of this step, if one is due, and the head to best/, if it was just measured to be the best.
+
+        Called on every rank, in every step: it raises the error of a write that has failed.
+        """
+        self.saver.check()
+        best, self.better = self.better, None
+        begun = self.saver.save(self.state, head, optimizer, checkpoint=checkpoint, best=best)
+        if begun and self.log_checkpoints:
+            written = self.path / "checkpoints" / f"step-{self.step:06d}" / "head"
+            self.saver.then = partial(self.curves.log_checkpoint, written, self.step, self._told_of(head))
 
     def _told_of(self, head):
         """Metadata of the head's artifact, beside its lineage."""
         told = {"family": self.family, "tokens": self.tokens, "loss": self.state["recipe"]["loss"]}
         return told | asdict(head.config)
 
-    def leave_early(self, stop):
-        """The script's return value after a signal: 128 + its number. The last checkpoint is already saved."""
+    def leave_early(self, stop, head, optimizer):
+        """Save, and return the script's value after a signal: 128 + its number."""
+        if not self.saver.leave(stop, partial(self.save, head, optimizer, checkpoint=True)):
+            self.note(
+                f"no time was left to write a checkpoint of step {self.step}: the run goes on from {self.saver.saved_step}"
+            )
         self.note(
             f"stopped by signal {stop.requested} after step {self.step}; go on with --config {self.path / 'config.yaml'} --resume"
         )
@@ -335,6 +339,7 @@ class RunFolder:
             if ended:
                 self.metrics.write({"step": self.step, "kind": "end", "reason": ended})
                 self.note(f"ended after step {self.step}: {ended}")
+            self.saver.wait()
             save_final_head(head, self.path, self.adapter)
             if not self.curves.active:  # an extended run: wandb.json describes the replaced head
                 (self.path / PLACE_FILE).unlink(missing_ok=True)

@@ -114,6 +114,10 @@ class RunRecipe:
     patience: int = key(0, "end the run after this many measurements in a row without a better one; 0: never", least=0)
     checkpoint_every: int = key(200, "steps between checkpoints; 0: at the end only", least=0)
     keep_checkpoints: int = key(2, "number of newest checkpoints to keep", least=1)
+    checkpoint_checksums: bool = key(
+        False,
+        "keep a checksum of every file of a checkpoint and compare it when a run is resumed: all bytes are read again",
+    )
     tracker: str = key(
         "wandb",
         "wandb (online if logged in, else offline in the run folder) or none, beside metrics.jsonl",
@@ -165,6 +169,7 @@ CHANGEABLE = {"output", "max_steps", "num_epochs", "log_every", "tracker", "log_
 CHANGEABLE |= {
     "checkpoint_every",
     "keep_checkpoints",
+    "checkpoint_checksums",
     "eval_every",
     "eval_tokens",
     "eval_data",

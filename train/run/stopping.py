@@ -5,6 +5,7 @@ import ctypes
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -15,13 +16,13 @@ from .optimization import NonFiniteLoss
 
 
 class StopSignals:
-    """`requested` is the number of the first signal that arrived inside the `with` block, else 0.
+    """`requested` is the number of the first signal that arrived inside the `with` block, else 0; `seconds`: since it arrived.
 
     A second Ctrl-C interrupts at once.
     """
 
     def __init__(self):
-        self.requested = 0
+        self.requested, self.arrived = 0, None
 
     def __enter__(self):
         self.previous = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -31,6 +32,10 @@ class StopSignals:
         for number, handler in self.previous.items():
             signal.signal(number, handler)
 
+    @property
+    def seconds(self):
+        return 0.0 if self.arrived is None else time.monotonic() - self.arrived
+
     def agreed(self, accelerator):
         """Whether any rank was asked to stop. All ranks call it at the same point, so that they leave together."""
         asked = torch.tensor([float(bool(self.requested))], device=accelerator.device)
@@ -39,7 +44,7 @@ class StopSignals:
     def _note(self, number, frame):
         if self.requested == signal.SIGINT and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.requested = self.requested or number
+        self.requested, self.arrived = self.requested or number, self.arrived or time.monotonic()
 
 
 def leave_with_launcher():
