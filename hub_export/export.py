@@ -57,7 +57,7 @@ formats
 EXAMPLES = """\
 examples
   heads.export runs/first --format medusa --output exports/first-medusa
-      the final heads of a run (of an unfinished one: those of its newest checkpoint)
+      the best heads of a run that was measured, else its final ones (of an unfinished run: those of its newest checkpoint)
   heads.export runs/first/checkpoints/step-000200 --format medusa --output exports/step-200
   heads.export assets/stdlib-coder-medusa --format vllm --output exports/for-vllm --dtype bfloat16
   heads.export runs/first --format medusa --output exports/first --base-model you/target --license apache-2.0 \\

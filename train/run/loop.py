@@ -99,15 +99,19 @@ class Training:
         while True:
             # Once in a while: measure, save, leave. This comes first, so that a resumed run does the work that was due.
             stopping = stop.agreed(self.processes.accelerator)
-            if self.meter and is_due(run.step, self.num_steps, recipe.eval_every) and not stopping:
+            measures = self.meter and is_due(run.step, self.num_steps, recipe.eval_every) and not stopping
+            saves = is_due(run.step, self.num_steps, recipe.checkpoint_every)
+            if measures:
                 run.measure(self.meter, stop)
-                stopping = stop.agreed(self.processes.accelerator)  # a signal that came meanwhile may have ended it
                 self.speed.start(run.tokens)
+            if measures or saves:
+                run.saver.wait()
+                stopping = stopping or stop.agreed(self.processes.accelerator)  # a signal may have come meanwhile
             if stopping:
                 self.status = run.leave_early(stop, self.head, self.optimizer)
                 return
             tired = 0 < recipe.patience <= run.num_worse
-            run.save(self.head, self.optimizer, tired or is_due(run.step, self.num_steps, recipe.checkpoint_every))
+            run.save(self.head, self.optimizer, checkpoint=saves or tired)
             if tired or run.step == self.num_steps:
                 break
             yield Step(self)

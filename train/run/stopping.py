@@ -16,13 +16,13 @@ from .optimization import NonFiniteLoss
 
 
 class StopSignals:
-    """`requested` is the number of the first signal that arrived inside the `with` block, else 0; `seconds`: since it arrived.
+    """`requested`: the number of the first signal inside the `with` block; `arrived`: its time (time.monotonic). 0 before it.
 
     A second Ctrl-C interrupts at once.
     """
 
     def __init__(self):
-        self.requested, self.arrived = 0, None
+        self.requested, self.arrived = 0, 0.0
 
     def __enter__(self):
         self.previous = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -31,10 +31,6 @@ class StopSignals:
     def __exit__(self, *exception):
         for number, handler in self.previous.items():
             signal.signal(number, handler)
-
-    @property
-    def seconds(self):
-        return 0.0 if self.arrived is None else time.monotonic() - self.arrived
 
     def agreed(self, accelerator):
         """Whether any rank was asked to stop. All ranks call it at the same point, so that they leave together."""

@@ -110,6 +110,25 @@ def test_stopped_run_that_was_writing_leaves_in_time(trainer, finished, tmp_path
     assert_same_run(finished("medusa", **RESUMABLE), trainer.run(**RESUMABLE, resume=True))
 
 
+def test_signal_that_comes_while_the_run_waits_to_save_begins_no_further_write(
+    trainer, finished, tmp_path, monkeypatch
+):
+    keys = RESUMABLE | {"checkpoint_every": 1}
+
+    def slow(value, path):
+        if "step-000002" in str(path) and path.name == "optimizer.pt":
+            time.sleep(0.5)  # the training waits with the checkpoint of step 3
+            terminate()
+        SAVE_TENSORS(value, path)
+
+    monkeypatch.setattr(checkpointing, "_save_tensors", slow)
+    monkeypatch.setattr(saver, "GRACE", 0.1)
+    assert trainer.main(**keys) == 128 + signal.SIGTERM
+    assert newest_step(tmp_path / "run") == 2
+    monkeypatch.undo()
+    assert_same_run(finished("medusa", **keys), trainer.run(**keys, resume=True))
+
+
 def test_stopped_run_that_was_not_writing_saves_however_long_it_takes(trainer, tmp_path, monkeypatch):
     monkeypatch.setattr(saver, "GRACE", 0)
 

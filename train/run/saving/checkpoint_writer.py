@@ -12,10 +12,10 @@ import time
 
 
 class CheckpointWriter:
-    """One write at a time. longest: seconds that the longest one took so far."""
+    """One write at a time. ended: when the last one did (time.monotonic); longest: seconds that the longest one took so far."""
 
     def __init__(self):
-        self.thread, self.error, self.longest = None, None, 0.0
+        self.thread, self.error, self.ended, self.longest = None, None, 0.0, 0.0
 
     @property
     def is_busy(self):
@@ -35,7 +35,8 @@ class CheckpointWriter:
             write()
         except BaseException as error:  # told to the training, which then ends
             self.error = error
-        self.longest = max(self.longest, time.monotonic() - begun)
+        self.ended = time.monotonic()
+        self.longest = max(self.longest, self.ended - begun)
 
     def wait(self):
         """Wait for the write that is going on, and raise its error, once."""

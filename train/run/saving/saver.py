@@ -4,6 +4,8 @@ All ranks call `save` and `leave` together; the main rank copies to its host's m
 going on: the next copy waits for it.
 """
 
+import time
+
 from accelerate.utils import broadcast_object_list
 
 from ..checkpointing import copy_checkpoint, copy_head_folder
@@ -70,13 +72,14 @@ class Saver:
     def leave(self, stop, save):
         """Save before a run ends that a signal stopped (StopSignals). What is being written is finished first.
 
-        save(): saves this step, on all ranks. It is not called, and False returned, if another checkpoint was being written and
-        both take longer than GRACE: the run then goes on from that one, begun less than the time of a write ago.
+        save(): saves this step, on all ranks. It is not called, and False returned, if a checkpoint was being written when the
+        signal arrived and another takes more than GRACE: the run then goes on from that one, begun less than a write's time ago.
         """
         has_time = True
-        if self.accelerator.is_main_process and self.writer.is_busy:
+        if self.accelerator.is_main_process:
             self.wait()
-            has_time = stop.seconds + self.writer.longest <= GRACE
+            was_writing = 0 < stop.arrived < self.writer.ended
+            has_time = not was_writing or time.monotonic() - stop.arrived + self.writer.longest <= GRACE
         (has_time,) = broadcast_object_list([has_time])
         if has_time:
             save()
