@@ -61,7 +61,7 @@ def run(arguments):
     from ..evaluation.tree_choice import best_static_trees, check_budget
     from ..evaluation.tree_measurement import TreeMeasurement
     from ..evaluation.tree_text import outcome
-    from ..heads.checkpoint import load_head, resolve_head
+    from ..heads.checkpoint import describe_choice, load_head, resolve_head
     from ..inference.llm import LLM
     from ..inference.models.adapter import find_adapter_of
     from ..inference.prompt_files import read_prompts, render_prompt
@@ -77,6 +77,8 @@ def run(arguments):
             option = "--" + name.replace("_", "-")
             raise ValueError(f"{arguments.source} holds no head: to draft with it as a model, give {option}")
     drafts = arguments.source if is_model else str(resolve_head(arguments.source))
+    if not is_model and (choice := describe_choice(arguments.source, Path(drafts))):
+        print(choice, file=sys.stderr)
     # A folder with a repository's name would be taken for the head from then on.
     if not arguments.output and not Path(arguments.source).is_dir():
         raise ValueError(f"{arguments.source} is not a folder here to keep the tree in: name a file with --output")

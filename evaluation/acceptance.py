@@ -22,6 +22,7 @@ def measure_acceptance(llm, prompts, sampling_params=None, use_tqdm=False):
             given that the tokens before it are the target's own; num_rates: number of places counted. An autoregressive
             drafter has candidates only after its first choices: its rates are conditional on their acceptance
         samples: a few {"prompt", "output"}
+        by_request: of `count_by_request`
     """
     engine = llm.engine
     if not engine.tree.max_depth or not engine.tree.tree.is_chain:
@@ -51,7 +52,22 @@ def measure_acceptance(llm, prompts, sampling_params=None, use_tqdm=False):
         "rates": [[count / max(total, 1) for count in ranks] for ranks, total in zip(hits, places)],
         "num_rates": places,
         "samples": [{"prompt": _show(llm, out), "output": out.outputs[0].text} for out in outputs[:NUM_SAMPLES]],
+        "by_request": count_by_request(outputs, depth),
     }
+
+
+def count_by_request(outputs, depth):
+    """[steps, accepted at position 1, 2, ... depth] of the first output of each RequestOutput."""
+    metrics = [output.outputs[0].spec_decode_metrics for output in outputs]
+    missing = [[0] * (depth - len(one.accepted_per_position)) for one in metrics]
+    return [[one.num_steps, *one.accepted_per_position, *zeros] for one, zeros in zip(metrics, missing)]
+
+
+def pool(counts):
+    """The pooled figures of several requests.  counts: of `count_by_request`"""
+    steps, *accepted = map(sum, zip(*counts))
+    per_position = [count / max(steps, 1) for count in accepted]
+    return {"acceptance_length": 1 + sum(per_position), "per_position": per_position, "num_steps": steps}
 
 
 def acceptance_interval(outputs):

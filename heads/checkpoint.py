@@ -36,6 +36,7 @@ from .storage.tensor_checks import DTYPES
 from .storage.weight_files import failing_as_oserror, find_weights, list_files, read_names, read_tensors, write_tensors
 
 MAX_SHARD_SIZE = 5 * 10**9  # bytes
+BEST = "best"  # in a run: the head that was measured best
 TREE_FILE = "tree.json"  # the draft tree measured for a head may lie beside it
 
 
@@ -65,6 +66,17 @@ def save_head(
         )
 
 
+def copy_head(head):
+    """Copy a head's files, in its family's own format, to the host's memory.
+
+    -> write(folder): writes them into an existing folder, which the caller stages. A thread may call it while the head changes.
+    """
+    format = native_format(head)
+    tensors, config = to_file(head, format)
+    tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+    return lambda folder: _write_files(tensors, config, folder, format)
+
+
 def write_head(
     head, folder, format, *, dtype=None, torch_file=False, lm_head_weight=None, max_shard_size=MAX_SHARD_SIZE
 ):
@@ -72,7 +84,11 @@ def write_head(
     tensors, config = to_file(head, format, lm_head_weight)
     if dtype is not None:
         tensors = {name: _cast(tensor, to_dtype(dtype)) for name, tensor in tensors.items()}
-    config |= _dtype_keys(format, tensors)
+    _write_files(tensors, config, folder, format, torch_file, max_shard_size)
+
+
+def _write_files(tensors, config, folder, format, torch_file=False, max_shard_size=MAX_SHARD_SIZE):
+    config = config | _dtype_keys(format, tensors)
     Path(folder, "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     write_tensors(tensors, Path(folder, SAFETENSORS_FILE[format]), max_shard_size)
     if torch_file and format in TORCH_FILE:
@@ -212,8 +228,8 @@ def read_config(folder):
 def resolve_head(path_or_id):
     """The local folder that holds a head's files.
 
-    A run gives its `head/`, else the head of its newest checkpoint; a checkpoint gives its `head/`; a head folder gives
-    itself. Anything else is taken for a Hub id, OWNER/NAME or OWNER/NAME@REVISION, and its head's files are fetched.
+    A run gives its `best/`, else its `head/`, else the head of its newest checkpoint; a checkpoint gives its `head/`; a head
+    folder gives itself. Anything else is taken for a Hub id, OWNER/NAME or OWNER/NAME@REVISION, and its head's files are fetched.
     """
     folder = Path(path_or_id)
     if not folder.is_dir():
@@ -221,12 +237,21 @@ def resolve_head(path_or_id):
     steps = [(int(match[1]), path) for path in folder.glob("checkpoints/step-*") if (match := _STEP.search(path.name))]
     newest_first = [path / "head" for _, path in sorted(steps, reverse=True)]
     # head/ before the folder itself: a checkpoint may keep other weights beside it.
-    for candidate in (folder / "head", folder, *newest_first):
+    for candidate in (folder / BEST, folder / "head", folder, *newest_first):
         if find_weights(candidate):
             return candidate
     raise ValueError(
-        f"{folder} holds no head: looked for {', '.join(WEIGHT_FILES)} in it, in head/ and in checkpoints/step-*/head/"
+        f"{folder} holds no head: looked for {', '.join(WEIGHT_FILES)} in it, in {BEST}/, in head/ and in checkpoints/step-*/head/"
     )
+
+
+def describe_choice(source, folder):
+    """A sentence if `folder`, of resolve_head, is the best head of the run `source` and not the one of its end; else ""."""
+    if folder.name != BEST or folder.resolve() == Path(source).resolve():
+        return ""
+    last = Path(source, "head")
+    other = f"{last} is that of the end" if last.is_dir() else f"{Path(source, 'checkpoints')} holds newer ones"
+    return f"{source}: taking {folder}, the head that was measured best; {other}"
 
 
 _STEP = re.compile(r"^step-(\d+)$")

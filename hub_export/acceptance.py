@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 from huggingface_hub import EvalResult
 
-from ..evaluation.acceptance import bootstrap
+from ..evaluation.acceptance import bootstrap, count_by_request, pool
 from ..evaluation.compare import hardware_name
 from ..inference.llm import LLM
 from ..inference.models.decoder import position_limit
@@ -115,12 +115,7 @@ def measure(
     for temperature in temperatures:
         params = [SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=i) for i in range(len(prompts))]
         outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params)
-        metrics = [output.outputs[0].spec_decode_metrics for output in outputs]
-        depth = llm.tree.max_depth
-        counts = [
-            [one.num_steps, *one.accepted_per_position, *[0] * (depth - len(one.accepted_per_position))]
-            for one in metrics
-        ]
+        counts = count_by_request(outputs, llm.tree.max_depth)
         if not sum(steps for steps, *_ in counts):
             raise ValueError("every output ended at its first token, so no step was made: give other prompts")
         found.append(
@@ -137,13 +132,6 @@ def measure(
             }
         )
     return found
-
-
-def pool(counts):
-    """The pooled figures of several requests.  counts: per request [steps, accepted at position 1, 2, ...]"""
-    steps, *accepted = map(sum, zip(*counts))
-    per_position = [count / max(steps, 1) for count in accepted]
-    return {"acceptance_length": 1 + sum(per_position), "per_position": per_position, "num_steps": steps}
 
 
 def intervals(counts):
@@ -203,7 +191,28 @@ def acceptance_table(figures, ranges):
     for position in range(max(len(one["per_position"]) for one in figures)):
         rates = [one["per_position"][position : position + 1] for one in figures]
         lines.append(_row(f"{POSITION} {position + 1}", [short(rate[0]) if rate else "-" for rate in rates]))
+    lines += _sets_table([one for figure in figures for one in figure.get("sets") or ()])
     return "\n".join(lines)
+
+
+def _sets_table(sets):
+    """Lines of a table of the prompt sets' acceptance lengths, a row per set and turns; [] without sets."""
+    rows = {}
+    for one in sets:
+        column = f"temperature {one['temperature']:g}" if "temperature" in one else "teacher-forced"
+        name = f"{one['set']}, {one['turns']} turns" if "turns" in one else one["set"]
+        rows.setdefault(name, {})[column] = short(one["acceptance_length"])
+    columns = list(dict.fromkeys(column for cells in rows.values() for column in cells))
+    if not rows:
+        return []
+    head = [
+        "",
+        "Acceptance length of each set of prompts:",
+        "",
+        _row("prompts", columns),
+        f"|{'---|' * (1 + len(columns))}",
+    ]
+    return head + [_row(name, [cells.get(column, "-") for column in columns]) for name, cells in rows.items()]
 
 
 def _row(name, cells):

@@ -22,7 +22,7 @@ from pathlib import Path
 from huggingface_hub.utils import validate_repo_id
 from torch import nn
 
-from ..heads.checkpoint import check_head_fits, read_head, resolve_head, write_head
+from ..heads.checkpoint import check_head_fits, describe_choice, read_head, resolve_head, write_head
 from ..heads.families import FORMATS, check_format, family_of
 from ..heads.storage.atomic_write import check_is_free, staged_folder
 from ..heads.storage.hub_answer import hub_options
@@ -57,7 +57,7 @@ formats
 EXAMPLES = """\
 examples
   heads.export runs/first --format medusa --output exports/first-medusa
-      the final heads of a run (of an unfinished one: those of its newest checkpoint)
+      the best heads of a run that was measured, else its final ones (of an unfinished run: those of its newest checkpoint)
   heads.export runs/first/checkpoints/step-000200 --format medusa --output exports/step-200
   heads.export assets/stdlib-coder-medusa --format vllm --output exports/for-vllm --dtype bfloat16
   heads.export runs/first --format medusa --output exports/first --base-model you/target --license apache-2.0 \\
@@ -222,6 +222,8 @@ def export_head(
         lm_head_weight = read_target_lm_head(head.config.base_model_name_or_path)
         lm_head_weight = lm_head_weight.to(next(head.parameters()).dtype)
 
+    if choice := describe_choice(source, folder):
+        say(choice)
     say(f"exporting a head of the family {family_of(head).name} from {folder}")
     if merged_from is not None:
         text = provenance.merged_card(target_name(head.config.base_model_name_or_path), adapter, name or output.name)

@@ -16,7 +16,7 @@ import yaml
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HTTPError
 
-from ..heads.checkpoint import TREE_FILE
+from ..heads.checkpoint import BEST, TREE_FILE
 from ..heads.families import family_of
 from ..heads.storage.hub_answer import hub_options
 from ..heads.storage.hub_id import split_revision
@@ -24,6 +24,15 @@ from ..inference.speculation.tree import load_tree
 
 REPLAY_FILE, REPLAY_VERSION = "replay.json", 1  # of an export: hub_export/replay_file.py
 TRACKED_FILE = "wandb.json"  # in a run: {"run": address, or id if offline; "offline": true, "artifact": full name}
+
+
+class SetFigure(TypedDict, total=False):
+    """The figure of a named set of prompts; from the engine also its turns (first, later) and temperature."""
+
+    set: Required[str]
+    turns: str
+    temperature: float
+    acceptance_length: Required[float]
 
 
 class Acceptance(TypedDict, total=False):
@@ -42,6 +51,7 @@ class Acceptance(TypedDict, total=False):
     date: str
     by_request: list[list[int]]
     rates: list[list[float]]
+    sets: list[SetFigure]
 
 
 class StoredAcceptance(Acceptance):
@@ -141,7 +151,8 @@ class Measurements:
     rates: list | None = None  # acceptance per depth and rank
     benchmark: dict | None = None  # {"hardware", "date", "command", "rows": [...]}
     recipe: dict | None = None  # the run's resolved configuration
-    step: int | None = None  # of the checkpoint, if the head is a checkpoint's
+    step: int | None = None  # of the checkpoint, if the head is a checkpoint's, or of a run's best head
+    is_best: bool = False  # whether it is a run's best head
     tree: Path | None = None  # the draft tree measured for this head
     training: tuple = ()  # lines of metrics.jsonl, up to the checkpoint's step
     tracked: dict | None = None  # W&B's addresses of the run
@@ -165,18 +176,19 @@ def find_measurements(head_folder, source=None):
             hf_hub_download(repo_id, REPLAY_FILE, revision=commit, **hub_options(source))
     head_folder = Path(head_folder).resolve()
     run, step = _run_of(head_folder)
+    is_best = run is not None and head_folder.name == BEST
     training = _read_lines(run / "metrics.jsonl") if run is not None else []
     if step is not None:
         training = [line for line in training if line.get("step", 0) <= step]
         at_step = [line for line in training if line.get("kind") == "acceptance" and line["step"] == step]
         acceptance = _read(head_folder / "acceptance.json") or (at_step or [None])[-1]
-        benchmark = _read(head_folder / "benchmark.json")
+        benchmark = _first(head_folder, run if is_best else None, "benchmark.json")
     else:
         acceptance = _first(head_folder, run, "acceptance.json")
         benchmark = _first(head_folder, run, "benchmark.json")
     recipe = _first(head_folder, run, "config.yaml")
-    # A run's tree was measured with its final head.
-    places = [head_folder] + ([run] if run is not None and step is None else [])
+    # A run's tree was measured with its best head, or its final one if there is no other.
+    places = [head_folder] + ([run] if run is not None and (step is None or is_best) else [])
     tree = next((path for place in places if (path := place / TREE_FILE).is_file()), None)
     if tree is not None:
         load_tree(tree)
@@ -197,6 +209,7 @@ def find_measurements(head_folder, source=None):
         benchmark=_public_benchmark(benchmark, run or head_folder) if benchmark else earlier.get("benchmark"),
         recipe=_public_recipe(recipe) if recipe else earlier.get("recipe"),
         step=earlier.get("step") if step is None else step,
+        is_best=is_best,
         tree=tree,
         training=tuple(training),
         tracked=None if run is None else find_tracked_run(run, is_final=step is None),
@@ -260,10 +273,14 @@ def _last_part(path):
 
 def _figure(acceptance, recipe):
     """The trainer's measurement as an acceptance figure. The trainer decodes greedily."""
-    kept = ("acceptance_length", "per_position", "num_steps")
+    kept = ("acceptance_length", "per_position", "num_steps", "sets")
     figure = {"temperature": 0.0} | {name: acceptance[name] for name in kept if name in acceptance}
     figure |= {"source": acceptance.get("source", "engine"), "prompts": "held-out prompts of the training run"}
-    sizes = {"num_prompts": recipe.get("eval_prompts"), "max_tokens": recipe.get("eval_tokens")}
+    greedy = [
+        one for one in acceptance.get("sets", []) if one.get("turns", "first") == "first" and not one.get("temperature")
+    ]
+    num_prompts = sum(one.get("num_prompts", 0) for one in greedy) or recipe.get("eval_prompts")
+    sizes = {"num_prompts": num_prompts, "max_tokens": recipe.get("eval_tokens")}
     return (
         {"per_position": []}
         | figure
@@ -272,8 +289,10 @@ def _figure(acceptance, recipe):
 
 
 def _run_of(head_folder):
-    """(the run's folder or None, the checkpoint's step or None) of a head folder, by the layout of runs/<name>/."""
+    """(the run's folder or None, the step or None for a final head) of a head folder, by the layout of runs/<name>/."""
     parent = head_folder.parent
+    if head_folder.name == BEST and (told := _read(head_folder / "acceptance.json")) and "step" in told:
+        return parent, told["step"]
     if head_folder.name != "head":
         return None, None
     step = re.fullmatch(r"step-(\d+)", parent.name)

@@ -149,7 +149,8 @@ def _adapted(head, target):
 def _measured(measured, extras):
     parts = []
     if measured.step is not None:
-        parts.append(f"These heads are the checkpoint of training step {measured.step}; the figures are of that step.")
+        which = "the best that were measured in the run, those" if measured.is_best else "the checkpoint"
+        parts.append(f"These heads are {which} of training step {measured.step}; the figures are of that step.")
     if extras.dtype_changed:
         parts.append("The figures were measured before the weights were cast to this export's dtype.")
     if measured.acceptance:

@@ -16,6 +16,7 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HTTPError
 
+from ..evaluation.acceptance import pool
 from ..heads.checkpoint import TREE_FILE, read_config
 from ..heads.families import WEIGHT_FILES
 from ..heads.storage.hub_answer import ask_hub
@@ -24,7 +25,7 @@ from ..heads.storage.user_errors import CommandParser, ending_cleanly, exit_stat
 from ..inference.models import adapter
 from ..inference.models.support import check_supported
 from ..inference.models.target_source import target_config
-from .acceptance import LENGTH, MAX_TOKENS, NUM_PROMPTS, POSITION, disagreements, intervals, pool, read_card, short
+from .acceptance import LENGTH, MAX_TOKENS, NUM_PROMPTS, POSITION, disagreements, intervals, read_card, short
 from .replay import FEATURE_TOLERANCES, TOLERANCES
 from .replay_file import file_checksums, in_clean_process, read_replay, tolerance
 

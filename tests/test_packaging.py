@@ -60,7 +60,9 @@ PUBLIC = {
     "train/data/packed": "documents packing parts store",
     "train/loss": "distillation joint losses",
     "train/report": "dashboard page report workspace",
-    "train/run": "acceptance loop optimization recipe run_folder run_recipe settled_recipe start_head stopping wandb_login",
+    "train/run": "acceptance checkpointing loop optimization recipe run_folder run_recipe settled_recipe start_head stopping "
+    "wandb_login",
+    "train/run/saving": "best_head saver",
     "train/teacher": "feature_cache features sharded_target target_adapter",
     "hub_export": "inspect_head",
     "hub_export/readers": "readers",

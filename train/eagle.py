@@ -8,7 +8,7 @@ conversations -> token ids and assistant mask -> packed rows -> the target's las
 The loss is the feature's distance from the target's own and the loss of its token against the target's distribution or the text,
 summed and divided by the number of labels of the whole optimiser step. With num_steps above 1 further steps run on the head's own
 states, as in drafting (HASS, arXiv 2408.15766). `--help` lists every key. A run writes only into its `output` folder: config.yaml,
-metrics.jsonl, checkpoints/, acceptance.json, head/; and into `feature_cache`, if that is given.
+metrics.jsonl, checkpoints/, acceptance.json, best/, head/; and into `feature_cache`, if that is given.
 
 Every rank knows all rows and their order, so label counts need no communication; gradients are summed over the ranks once per
 optimiser step. Not done here: training the embedding or the lm_head, which are the target's; mixing data sets.

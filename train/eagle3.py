@@ -7,8 +7,8 @@
 conversations -> token ids and assistant mask -> packed rows -> the residual streams that enter some of the target's layers ->
 num_steps steps, each on the states of the step before, as in drafting ("training-time test") -> loss against the target's
 distribution or the text, summed and divided by the number of labels of the whole optimiser step. `--help` lists every key. A run
-writes only into its `output` folder: config.yaml, metrics.jsonl, checkpoints/, acceptance.json, head/; and into `feature_cache`, if
-that is given.
+writes only into its `output` folder: config.yaml, metrics.jsonl, checkpoints/, acceptance.json, best/, head/; and into
+`feature_cache`, if that is given.
 
 The loss differs from the original code's. The original renormalises the target's distribution over the draft vocabulary, drops rows
 whose likeliest token lies outside, and averages over all positions, masked ones too. Here the distribution is normalised over the

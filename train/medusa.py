@@ -8,8 +8,8 @@
 conversations -> token ids and assistant mask -> packed rows -> the target's features -> K heads -> loss against the target's
 distribution or the text, summed and divided by the number of labels of the whole optimiser step. Stage `joint` (Medusa-2,
 train/loss/joint.py) starts from heads of the stage `heads` and trains a LoRA adapter of the target with them. `--help` lists
-every key. A run writes only into its `output` folder: config.yaml, metrics.jsonl, checkpoints/, acceptance.json, head/; and into
-`feature_cache`, if that is given.
+every key. A run writes only into its `output` folder: config.yaml, metrics.jsonl, checkpoints/, acceptance.json, best/, head/; and
+into `feature_cache`, if that is given.
 
 Every rank knows all rows and their order, so label counts need no communication; gradients are summed over the ranks once per
 optimiser step. Not done here: mixing several data sets.

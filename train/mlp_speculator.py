@@ -8,8 +8,8 @@ Stage 1: conversations -> token ids and assistant mask -> packed rows -> the tar
 next token (teacher forcing) -> loss against the target's distribution or the text, summed and divided by the number of labels of
 the whole optimiser step. Stage 2 starts from a head of stage 1, on text that the target itself writes from short prompts: our
 engine generates it before training, into generated.jsonl of the run folder. `--help` lists every key. A run writes only into its
-`output` folder: config.yaml, metrics.jsonl, checkpoints/, acceptance.json, head/, generated.jsonl; and into `feature_cache`, if
-that is given.
+`output` folder: config.yaml, metrics.jsonl, checkpoints/, acceptance.json, best/, head/, generated.jsonl; and into
+`feature_cache`, if that is given.
 
 Every rank knows all rows and their order, so label counts need no communication; gradients are summed over the ranks once per
 optimiser step. Not done here: mixing several data sets, feeding steps their own drafts.

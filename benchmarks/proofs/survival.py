@@ -10,10 +10,14 @@ it is finished. Further runs follow until the number of kills is reached. On a C
 --forked, for a CPU: this process imports the script's modules once and forks, to save the time of imports. A run is killed as it is
 about to open, rename or remove its n-th file or folder, with a random n: a timer would hardly ever hit these moments.
 
+--while-writing, a kind of --forked: a run is killed while its thread writes a checkpoint, a random time after a random one was
+begun. Only kills that left an unfinished checkpoint behind are counted. `steps_ahead` says how many steps the training had made
+since: give `log_every` 1. With `checkpoint_checksums` all bytes of the checkpoints are compared after a kill, else their sizes.
+
 After every kill, all checkpoints and all shards of the feature cache must be whole. A finished run must equal the undisturbed run
-in every line of metrics.jsonl (without timings), in acceptance.json, in the optimiser's state and in the bytes of head/, and it
-must leave no unfinished file. Exits with 1 otherwise. The last line is JSON. It does not cut the power: data that the system has
-not yet written to the disk are not lost.
+in every line of metrics.jsonl (without timings), in acceptance.json, in the optimiser's state and in the bytes of head/ and best/,
+and it must leave no unfinished file. Exits with 1 otherwise. The last line is JSON. It does not cut the power: data that the system
+has not yet written to the disk are not lost.
 """
 
 import argparse
@@ -21,6 +25,7 @@ import importlib
 import json
 import os
 import random
+import re
 import runpy
 import signal
 import subprocess
@@ -49,19 +54,23 @@ def main(arguments=None):
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, required=True, help="a new folder: whole/, killed-0/ ..., log.txt")
     parser.add_argument("--forked", action="store_true")
+    parser.add_argument("--while-writing", action="store_true")
+    parser.add_argument(
+        "--result", help="file for the JSON object; a bare name becomes benchmarks/results/<date>-<name>.json"
+    )
     parser.add_argument("script", nargs="+", help="after --: the training script and its keys")
     options = parser.parse_args(arguments)
     options.output.mkdir(parents=True)
-    launch = Forked(options) if options.forked else Started(options)
+    launch = WhileWriting(options) if options.while_writing else Forked(options) if options.forked else Started(options)
     whole = options.output / "whole"
     begun = time.perf_counter()
     if launch(whole, resume=False, moment=None):
         return report_failure(launch, "the undisturbed run failed")
     seconds = time.perf_counter() - begun
-    span = launch.length or seconds  # files touched, or seconds
+    span = launch.length or seconds  # files touched, checkpoints begun, or seconds
     print(f"undisturbed: {seconds:.1f} s; moments up to {span:.4g}", file=sys.stderr)
 
-    rng, moments, runs = random.Random(options.seed), [], 0
+    rng, moments, ahead, runs = random.Random(options.seed), [], [], 0
     while len(moments) < options.kills:
         run, finished, there = options.output / f"killed-{runs}", False, False
         runs += 1
@@ -71,8 +80,11 @@ def main(arguments=None):
             try:
                 status = launch(run, resume=there, moment=moment)
             except Killed:
-                moments.append(moment)
                 there, spared = True, False
+                begun_at = unfinished(run)
+                if begun_at or not options.while_writing:
+                    moments.append(moment)
+                    ahead.append(newest_line(run) - begun_at[-1] if begun_at else 0)
                 wrong = look_at(run)
                 print(f"killed {run.name} at {moment:.4g}: {state_of(run)}", file=sys.stderr)
                 if wrong:
@@ -93,8 +105,11 @@ def main(arguments=None):
             span = min(span, time.perf_counter() - begun)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     command = command_line("benchmarks/proofs/survival.py", arguments)
-    report = Report("survival", {}, device, command, {"script": options.script, "forked": options.forked})
+    settings = {"script": options.script, "forked": options.forked, "while_writing": options.while_writing}
+    report = Report("survival", {}, device, command, settings, output=options.result)
     figures = {"seconds": round(seconds, 1), "runs": runs, "kills": len(moments)}
+    if options.while_writing:
+        figures |= {"steps_ahead": ahead, "seconds_of_writing": round(launch.writing, 3)}
     report.rows.append(figures | {"moments": [round(m, 2) for m in moments], "same": True})
     report.finish()
     return 0
@@ -155,6 +170,20 @@ class Forked(Started):
             if moment is not None and events > moment:
                 os.kill(os.getpid(), signal.SIGKILL)
 
+        child = self.fork(run, resume, watch, lambda: counted.write_text(str(events)))
+        status = os.waitpid(child, 0)[1]
+        return self.end(status, int(counted.read_text()) if self.length is None else None)
+
+    def end(self, status, length):
+        """The exit status of a fork; Killed if it was killed.  length: of the run, kept if it is the first"""
+        status = os.waitstatus_to_exitcode(status)
+        if status == -signal.SIGKILL:
+            raise Killed
+        self.length = self.length or length
+        return status
+
+    def fork(self, run, resume, watch, at_end):
+        """The process id of a fork that runs the script under the audit hook `watch`, and calls at_end() last."""
         sys.stderr.flush()
         child = os.fork()
         if not child:
@@ -166,17 +195,60 @@ class Forked(Started):
             sys.addaudithook(watch)
             try:
                 runpy.run_path(self.words[0], run_name="__main__")
-            except SystemExit as end:
-                status = end.code or 0
+            except SystemExit as left:
+                status = left.code or 0
             finally:
-                counted.write_text(str(events))
+                at_end()
                 os._exit(status)
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        if status == -signal.SIGKILL:
-            raise Killed
-        if self.length is None:
-            self.length = int(counted.read_text())
-        return status
+        return child
+
+
+class WhileWriting(Forked):
+    """Runs the script in a fork, and kills it while it writes a checkpoint.
+
+    The whole part of `moment` is the number of checkpoints begun before, the rest the share of the time that a write takes.
+    """
+
+    writing = 0.0  # seconds, the longest of the undisturbed run
+
+    def __call__(self, run, resume, moment):
+        child = self.fork(run, resume, lambda *_: None, lambda: None)
+        leftover = set(staging_folders(run))  # of an earlier kill
+        begun = {}  # when each was seen first
+        while True:
+            now = time.perf_counter()
+            for name in set(staging_folders(run)) - leftover:
+                begun.setdefault(name, now)
+                if moment is None:
+                    self.writing = max(self.writing, now - begun[name])
+            if moment is not None and len(begun) > int(moment):
+                time.sleep((moment % 1) * self.writing)
+                os.kill(child, signal.SIGKILL)
+                break
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                return self.end(status, len(begun))
+            time.sleep(0.001)
+        return self.end(os.waitpid(child, 0)[1], len(begun))
+
+
+def staging_folders(run):
+    """Names of the checkpoints that are being written, or were when the run was killed."""
+    checkpoints = Path(run, "checkpoints")
+    names = os.listdir(checkpoints) if checkpoints.is_dir() else []
+    return sorted(name for name in names if re.fullmatch(r"\.+step-\d+.*\.partial-\w+", name))
+
+
+def unfinished(run):
+    """Steps of the checkpoints that a kill left unfinished."""
+    return sorted(int(re.search(r"step-(\d+)", name)[1]) for name in staging_folders(run))
+
+
+def newest_line(run):
+    """The step of the last whole line of metrics.jsonl."""
+    path = Path(run, "metrics.jsonl")
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+    return json.loads(lines[-1])["step"] if lines else 0
 
 
 def state_of(run):
@@ -209,11 +281,12 @@ def difference(whole, run):
         one, other = ([without_clock(line) for line in read_lines(folder / name)] for folder in (whole, run))
         if one != other:
             return f"{name}: {next((pair for pair in zip(one, other) if pair[0] != pair[1]), (len(one), len(other)))}"
-    one, other = (
-        {p.relative_to(f): p.read_bytes() for p in (f / "head").rglob("*") if p.is_file()} for f in (whole, run)
-    )
-    if one != other:
-        return f"head/: {sorted(map(str, one))}, {sorted(map(str, other))}"
+    for name in ("head", "best"):
+        one, other = (
+            {p.relative_to(f): p.read_bytes() for p in (f / name).rglob("*") if p.is_file()} for f in (whole, run)
+        )
+        if one != other:
+            return f"{name}/: {sorted(map(str, one))}, {sorted(map(str, other))}"
     one, other = (
         torch.load(list_checkpoints(f)[-1] / "optimizer.pt", weights_only=True)["state"] for f in (whole, run)
     )

@@ -48,7 +48,7 @@ def add_options(parser):
 
 def run(arguments):
     from ...evaluation.compare import candidate_trees, compare, format_table, hardware_name, save_comparison
-    from ...heads.checkpoint import resolve_head
+    from ...heads.checkpoint import describe_choice, resolve_head
     from ...inference.llm import LLM
     from ...inference.models.target_source import target_config
     from ...inference.prompt_files import read_prompts, render_prompt
@@ -62,6 +62,8 @@ def run(arguments):
         check_writable(Path(arguments.output))
     prompts = read_prompts(prompt_file(arguments.prompts, arguments.model), count=arguments.num_prompts)
     folders = [resolve_head(source) for source in arguments.head]
+    for choice in filter(None, map(describe_choice, arguments.head, folders)):
+        print(choice, file=sys.stderr)
     choose_threads_for(arguments.model, arguments.device)
     shared = dict(max_num_seqs=1, num_gpu_blocks_override=2)  # only the weights of this LLM are used
     base = LLM(arguments.model, device=arguments.device, dtype=arguments.dtype, adapter=arguments.adapter, **shared)

@@ -206,10 +206,16 @@ def find_adapter_of(head, source, folder):
 
 def fingerprint(folder):
     """The name of an adapter's weights: the beginning of the SHA-256 of their file."""
-    digest = hashlib.sha256()
     with open(Path(folder, WEIGHTS_FILE), "rb") as file:
-        while block := file.read(1 << 24):
-            digest.update(block)
+        return _name_of(hashlib.file_digest(file, "sha256"))
+
+
+def fingerprint_of_bytes(content):
+    """`fingerprint` of an adapter whose file of weights will hold these bytes."""
+    return _name_of(hashlib.sha256(content))
+
+
+def _name_of(digest):
     return digest.hexdigest()[:16]
 
 

@@ -15,20 +15,28 @@ DRIVER = (
 )
 
 
-def test_killed_runs_go_on_and_end_as_the_undisturbed_one(arguments, tmp_path):
-    keys = {"max_steps": 5, "checkpoint_every": 2, "eval_every": 2, "eval_prompts": 2, "eval_tokens": 4}
-    script = [str(ROOT / "train" / "medusa.py"), *arguments(**keys, cache_features=True)]
-    options = ["--kills", "8", "--output", str(tmp_path / "survival"), "--forked", "--"]
+def prove(arguments, folder, *options, **keys):
+    """The row that survival.py reports of Medusa heads."""
+    script = [str(ROOT / "train" / "medusa.py"), *arguments(**keys)]
     # sys.argv[0] is "-c" in Python itself: the driver's own name goes in its place.
-    command = [
-        sys.executable,
-        "-c",
-        f"import sys; del sys.argv[0]; {DRIVER}",
-        str(ROOT / "benchmarks" / "proofs" / "survival.py"),
-    ]
+    command = [sys.executable, "-c", f"import sys; del sys.argv[0]; {DRIVER}"]
+    command += [str(ROOT / "benchmarks" / "proofs" / "survival.py"), "--output", str(folder), *options, "--", *script]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    done = subprocess.run([*command, *options, *script], env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     (figures,) = json.loads(done.stdout.splitlines()[-1])["rows"]
+    return figures
+
+
+def test_killed_runs_go_on_and_end_as_the_undisturbed_one(arguments, tmp_path):
+    keys = {"max_steps": 5, "checkpoint_every": 2, "eval_every": 2, "eval_prompts": 2, "eval_tokens": 4}
+    keys |= {"cache_features": True, "checkpoint_checksums": True}
+    figures = prove(arguments, tmp_path / "survival", "--kills", "8", "--forked", **keys)
     assert (figures["kills"], figures["same"]) == (8, True)
     assert len(set(figures["moments"])) == 8
+
+
+def test_runs_killed_while_they_write_checkpoints_end_as_the_undisturbed_one(arguments, tmp_path):
+    keys = {"max_steps": 9, "checkpoint_every": 1, "eval_every": 4, "eval_prompts": 2, "eval_tokens": 4, "num_heads": 8}
+    figures = prove(arguments, tmp_path / "survival", "--kills", "3", "--while-writing", **keys)
+    assert (figures["kills"], len(figures["steps_ahead"]), figures["same"]) == (3, 3, True)

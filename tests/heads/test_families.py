@@ -21,7 +21,7 @@ from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 from headstart.heads.storage.hub_answer import HubAnswer
 from headstart.tests.heads.published import LAYOUTS
 from headstart.tests.heads.test_checkpoint import H, V, edit_config, llama_config, make_head, same_head
-from headstart.train.run.checkpointing import load_checkpoint, save_checkpoint
+from headstart.train.run.checkpointing import copy_checkpoint, copy_head_folder, load_checkpoint
 from headstart.train.run.optimization import build_optimizer, update
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -154,8 +154,8 @@ def test_a_run_goes_on_with_the_targets_embedding(tmp_path, kind, config):
     head.take_embedding(table)
     expected = {name: tensor.clone() for name, tensor in head.state_dict().items()}
     optimizer, accelerator = build_optimizer(head, 0.1, 0.9, 0.999), Accelerator(cpu=True)
-    given = {"head": head, "optimizer": optimizer, "accelerator": accelerator}
-    save_checkpoint(tmp_path, 1, state={}, num_kept=1, **given)
+    given = {"optimizer": optimizer, "accelerator": accelerator, "state": {"step": 1}, "num_kept": 1}
+    copy_checkpoint(tmp_path, copy_head_folder(head), **given)()
     saved = load_file(tmp_path / "checkpoints/step-000001/head/model.safetensors")
     assert ("embed_tokens.weight" in saved) == (native_format(head) == "speculators")
 

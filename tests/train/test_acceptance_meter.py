@@ -1,13 +1,12 @@
 """Acceptance while a head trains is that of the head as it is at the moment."""
 
-from types import SimpleNamespace
-
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.heads.eagle import Eagle, EagleConfig
 from headstart.tests.inference.conftest import make_tokenizer
 from headstart.train.run.acceptance import AcceptanceMeter
+from headstart.train.teacher.features import FrozenTarget
 
 
 def test_keys_of_an_earlier_state_of_the_head_are_not_used_again():
@@ -25,9 +24,8 @@ def test_keys_of_an_earlier_state_of_the_head_are_not_used_again():
     ]
 
     def meter():
-        whole = SimpleNamespace(model=target, is_sharded=False)
-        sizes = {"max_tokens": 40, "max_length": 256, "chunk_tokens": 64}
-        return AcceptanceMeter(whole, head, conversations, tokenizer=tokenizer, note=print, **sizes)
+        sizes = {"max_tokens": 40, "max_length": 256, "row_length": 128, "chunk_tokens": 64}
+        return AcceptanceMeter(FrozenTarget(target), head, conversations, tokenizer=tokenizer, note=print, **sizes)
 
     def redraw():
         for parameter in (*head.fc.parameters(), *head.layers.parameters()):

@@ -20,6 +20,7 @@ from headstart.tests.train.tiny_runs import (
     in_every_step,
     in_step,
     newest_step,
+    settle,
     terminate,
 )
 from headstart.tests.train.trainings import RESUMABLE, START
@@ -134,6 +135,7 @@ def test_going_back_keeps_what_is_saved_and_drops_the_steps_given_up(trainer, co
     run, first, kept = copied("medusa", **RESUMABLE), 3, {}
 
     def look(number, trained):
+        settle()
         kept[first - 1 + number] = [path.name[-1] for path in list_checkpoints(run)]
 
     keys = RESUMABLE | {"keep_checkpoints": 2, "output": run}

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import threading
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -140,6 +141,13 @@ def die(*_):
 
 def terminate(*_):
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def settle():
+    """Wait until the checkpoint that is being written is whole."""
+    for thread in threading.enumerate():
+        if thread.name == "checkpoint writer":
+            thread.join()
 
 
 @contextmanager

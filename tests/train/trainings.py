@@ -123,6 +123,8 @@ OF_ALL |= {
     "log_samples",
     "packed_data",
     "max_examples",
+    "patience",
+    "checkpoint_checksums",
 }
 
 TRAININGS = {

@@ -379,7 +379,7 @@ def write_conversations(path: Path, conversations: list[list[dict]]) -> None:
     """Write conversations as JSONL that `load_conversations` reads (aside, then renamed)."""
     lines = []
     for messages in conversations:
-        tools = {"tools": messages[0]["tools"]} if "tools" in messages[0] else {}
-        messages = [{name: value for name, value in one.items() if name != "tools"} for one in messages]
-        lines.append(json.dumps({"messages": messages, **tools}, ensure_ascii=False))
+        of_all = {name: messages[0][name] for name in ("tools", "set") if name in messages[0]}
+        messages = [{name: value for name, value in one.items() if name not in of_all} for one in messages]
+        lines.append(json.dumps({"messages": messages, **of_all}, ensure_ascii=False))
     write_whole(path, "\n".join(lines) + "\n")

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from itertools import chain, compress
 from pathlib import Path
 
@@ -9,20 +10,38 @@ import numpy as np
 
 from .conversations import BUILT_IN, Chosen, load_conversations, split_of
 
+_NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9_-]*)=(.+)")
+
+
+def eval_sets(eval_data):
+    """[(name, source)] of NAME=SOURCE,NAME=SOURCE; a source without a name has the name "".  ValueError for anything in between"""
+    if not _NAMED.match(eval_data) or Path(eval_data).expanduser().exists():
+        return [("", eval_data)] if eval_data else []
+    parts = [(part, _NAMED.fullmatch(part.strip())) for part in eval_data.split(",")]
+    if unnamed := next((part for part, named in parts if not named), None):
+        raise ValueError(f"eval_data {eval_data!r}: {unnamed!r} has no name: write NAME=SOURCE,NAME=SOURCE")
+    names = [named[1] for _, named in parts]
+    if len(set(names)) < len(names):
+        raise ValueError(f"eval_data {eval_data!r} gives one name to two sets: name each differently")
+    return [(named[1], named[2]) for _, named in parts]
+
 
 def choose_held_out(conversations, count, *, data, eval_data, target, note, with_fields=True):
     """(conversations to train on, `count` held-out conversations).  conversations: a list, or a Source
 
-    Held-out ones come from `eval_data` if given, without conversations of the training data. With a built-in set they come from the
+    Held-out ones come from `eval_data` if given, `count` of each of its sets, without conversations of the training data; those
+    of a named set have its name as "set" of their first message. With a built-in set they come from the
     target's own heldout.jsonl, else from the set's held-out modules. Otherwise `conversations` are split by a hash of their text.
     note, with_fields: as load_conversations takes them.
     """
     if not count:
         return conversations, []
     if eval_data:
-        source = f"{eval_data}:heldout" if eval_data in BUILT_IN else eval_data
-        held_out = load_conversations(source, note=note, with_fields=with_fields)
-        return conversations, _not_trained_on(conversations, held_out, count, data=data, eval_data=eval_data, note=note)
+        options, sets = {"note": note, "with_fields": with_fields}, {}
+        for name, source in eval_sets(eval_data):
+            loaded = load_conversations(f"{source}:heldout" if source in BUILT_IN else source, **options)
+            sets[name] = [[one[0] | {"set": name}, *one[1:]] if name else one for one in loaded]
+        return conversations, _not_trained_on(conversations, sets, count, data=data, eval_data=eval_data, note=note)
     if are_shipped(data, eval_data, target):
         return conversations, load_conversations(str(_shipped(target)))[:count]
     if _trains_on_built_in(data):
@@ -57,35 +76,42 @@ def _trains_on_built_in(data):
     return name in BUILT_IN and split == "train"
 
 
-def _not_trained_on(conversations, held_out, count, *, data, eval_data, note):
-    """The first `count` of `held_out` that are not in `conversations`."""
+def _not_trained_on(conversations, sets, count, *, data, eval_data, note):
+    """The first `count` of each set that are not in `conversations`, one set after the other."""
     pairs = ((hash_of_conversation(conversation), _hash_of_requests(conversation)) for conversation in conversations)
     trained, requests = _hashes(chain.from_iterable(pairs)).reshape(-1, 2).T
-    apart = list(compress(held_out, ~np.isin(_hashes(map(hash_of_conversation, held_out)), trained)))
-    if not apart:
-        raise ValueError(
-            f"all {len(held_out)} conversations of eval_data {eval_data} are also in the training data, {data}: "
-            "choose another eval_data, or leave it out"
-        )
-    if len(apart) < len(held_out):
-        note(
-            f"eval_data: {len(held_out) - len(apart)} of {len(held_out)} conversations are also in the training data and are "
-            "left out"
-        )
-    measured = apart[:count]
-    asking = [conversation for conversation in measured if _requests(conversation)]
-    asked = int(np.isin(_hashes(map(_hash_of_requests, asking)), requests).sum())
-    if asked:
-        note(
-            f"eval_data: {asked} of the {len(measured)} held-out conversations are in the data with other answers: "
-            "acceptance may be measured too high"
-        )
+    measured = []
+    for name, held_out in sets.items():
+        called = f"eval_data {name}".strip()
+        apart = list(compress(held_out, ~np.isin(_hashes(map(hash_of_conversation, held_out)), trained)))
+        if not apart:
+            raise ValueError(
+                f"all {len(held_out)} conversations of eval_data {name or eval_data} are also in the training data, {data}: "
+                "choose another eval_data, or leave it out"
+            )
+        if len(apart) < len(held_out):
+            note(
+                f"{called}: {len(held_out) - len(apart)} of {len(held_out)} conversations are also in the training data and are "
+                "left out"
+            )
+        chosen = apart[:count]
+        asking = [conversation for conversation in chosen if _requests(conversation)]
+        asked = int(np.isin(_hashes(map(_hash_of_requests, asking)), requests).sum())
+        if asked:
+            note(
+                f"{called}: {asked} of the {len(chosen)} held-out conversations are in the data with other answers: "
+                "acceptance may be measured too high"
+            )
+        measured += chosen
     return measured
 
 
 def hash_of_conversation(conversation):
-    """Hash of roles and contents, without "finish_reason": the same words may have it or not.  -> uint64"""
-    words = [{key: value for key, value in message.items() if key != "finish_reason"} for message in conversation]
+    """Hash of roles and contents, without "finish_reason" and "set": the same words may have them or not.  -> uint64"""
+    words = [
+        {key: value for key, value in message.items() if key not in ("finish_reason", "set")}
+        for message in conversation
+    ]
     return _hash_of(words)
 
 

@@ -17,7 +17,7 @@ from ...heads.storage.atomic_write import write_whole
 from ..run.optimization import NonFiniteLoss
 from .conversations import BUILT_IN, Chosen, Source, load_conversations, source_facts, split_of
 from .encoding import BATCH, choose_encodable, encode_places, num_workers
-from .held_out import choose_held_out
+from .held_out import choose_held_out, eval_sets
 from .packed.packing import DocumentRows, lay_out
 from .packed.store import DocumentStore, default_folder, tokenizer_facts
 from .template_date import prints_date
@@ -72,6 +72,8 @@ def _facts(recipe, tokenizer):
     facts = {name: getattr(recipe, name) for name in keys}
     if not recipe.max_tokens:
         del facts["row_length"]  # it counts where the tokens of rows are counted
+    if names := [name for name, _ in eval_sets(recipe.eval_data) if name]:
+        facts["eval_sets"] = names
     if None in sources:  # eval_data is made from the Python source
         facts["python"] = sys.version
     if prints_date(tokenizer):  # a run from before dates were kept
@@ -80,7 +82,7 @@ def _facts(recipe, tokenizer):
 
 
 def _sources(recipe):
-    return [source_facts(data) for data in (recipe.data, recipe.eval_data) if data]
+    return [source_facts(data) for data in (recipe.data, *(source for _, source in eval_sets(recipe.eval_data)))]
 
 
 def _make_documents(recipe, tokenizer, note, **how):

@@ -98,7 +98,7 @@ def accumulate_gradients(
 
     features [M, H]: the target's last states; labels: Labels of at least K depths; lm_head: the target's, a module; num_labels: the
     divisor, the labels of the whole optimiser step on all ranks. A label outside a draft vocabulary has no hard loss: it counts
-    only in num_labels.
+    only in num_labels. Under torch.no_grad only the totals are made.
     Returns fp64 [K, 5], per depth: sum of token losses, number of labels, and (with_hits, or if the objective adapts) top-1 hits,
     top-5 hits, and the sum of rates of acceptance if the loss needs the target's distribution. With a feature_weight [K, 6]: the
     sum of feature losses comes last.
@@ -149,7 +149,8 @@ def accumulate_gradients(
                 ends.append(feature_loss * (objective.feature_weight * share))
                 given.append(None)
                 totals[k, 5] += feature_loss.detach()
-            torch.autograd.backward(ends, given)
+            if logits.requires_grad:
+                torch.autograd.backward(ends, given)
             if gradients[k] is not None:
                 gradients[k].index_add_(0, source, rows.grad)
             totals[k, 0] += figures.loss.sum()

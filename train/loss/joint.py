@@ -121,13 +121,13 @@ class AdaptedMeter:
     def __init__(self, meter, adapter):
         self.meter, self.adapter, self.target = meter, adapter, meter.target
 
-    def measure(self):
+    def measure(self, stop=None):
         """The result of AcceptanceMeter.measure with the held-out losses."""
         with self.adapter.disabled():
             frozen, _ = self._held_out_loss()
         with self.adapter.merged():
             adapted, count = self._held_out_loss()
-            measured = self.meter.measure()
+            measured = self.meter.measure(stop)
         losses = {"heldout_loss": adapted, "frozen_heldout_loss": frozen, "heldout_tokens": count}
         return measured and measured | losses
 

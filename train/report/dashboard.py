@@ -15,12 +15,13 @@ KINDS = ("line", "lines", "heat map", "table", "bars", "recipes")
 class Panel:
     """One drawing.
 
-    kind: line: a figure over the training steps; lines: several figures, one per number in their keys; heat map: a drawing per
-    measurement; table; bars: a run's last figure, runs of a family side by side; recipes: the keys in which runs differ
-    key: W&B's; for lines, a regular expression whose only group is the number
+    kind: line: a figure over the training steps; lines: several figures, one per number or name in their keys; heat map: a drawing
+    per measurement; table; bars: a run's last figure, runs of a family side by side; recipes: the keys in which runs differ
+    key: W&B's; for lines, a regular expression whose only group is the number, or without a `series` the name
     label: of the axis; start, largest: its beginning and its greatest end (None: chosen from the figures)
-    only: the runs that log such figures: heads of the family "EAGLE", or the stage "joint"; "": every run
-    series, first: a line is named by this word and its number, counted from `first`
+    only: the runs that log such figures: heads of the family "EAGLE", the stage "joint", named "sets", "teacher-forced sets";
+    "": every run
+    series, first: a line is named by this word and its number, counted from `first`; "": by its name alone
     """
 
     title: str
@@ -37,6 +38,9 @@ class Panel:
         """[(name of the line, key)] of the keys that the panel shows, in the order of their numbers."""
         if self.kind != "lines":
             return [("", key) for key in keys if key == self.key]
+        if not self.series:
+            named = {key: match[1] for key in sorted(keys) if (match := re.fullmatch(self.key, key))}
+            return [(name.replace("/", ", "), key) for key, name in named.items()]
         found = {int(match[1]): match[0] for key in keys if (match := re.fullmatch(self.key, key))}
         return [(f"{self.series} {number + self.first}", found[number]) for number in sorted(found)]
 
@@ -65,6 +69,19 @@ DASHBOARD = {
             series="token",
             first=1,
         ),
+        Panel("Held-out loss of the head", "line", "acceptance/head_loss", "nats per token"),
+        Panel("Sets at temperature 0", "lines", "acceptance/t0/(.+)", "tokens per step", 1, only="sets", series=""),
+        Panel("Sets at temperature 1", "lines", "acceptance/t1/(.+)", "tokens per step", 1, only="sets", series=""),
+        Panel(
+            "Sets, teacher-forced",
+            "lines",
+            "acceptance/teacher_forced/(.+)",
+            "tokens per step",
+            1,
+            only="teacher-forced sets",
+            series="",
+        ),
+        Panel("Held-out loss on each set", "lines", "acceptance/loss/(.+)", "nats per token", only="sets", series=""),
         Panel("Held-out loss of the adapted target", "line", "acceptance/heldout_loss", "nats per token", only="joint"),
         Panel(
             "Held-out loss of the frozen target",
@@ -94,10 +111,16 @@ DASHBOARD = {
 
 
 def curves(line):
-    """{W&B key: number} of a line of metrics.jsonl; shares per position become one key each."""
+    """{W&B key: number} of a line of metrics.jsonl; shares per position, and figures of named sets, become one key each."""
     numbers = {
         f"{line['kind']}/{name}": value
         for name, value in line.items()
         if isinstance(value, int | float) and name != "step"
     }
+    for one in line.get("sets", []):
+        turns = (
+            f"t{one['temperature']:g}/{one['set']}/{one['turns']}" if "turns" in one else f"teacher_forced/{one['set']}"
+        )
+        numbers[f"{line['kind']}/{turns}"] = one["acceptance_length"]
+    numbers |= {f"{line['kind']}/loss/{name}": loss for name, loss in line.get("set_losses", {}).items()}
     return numbers | {f"{line['kind']}/position{i}": rate for i, rate in enumerate(line.get("per_position", []))}

@@ -9,7 +9,7 @@ from pathlib import Path
 class RunFiles:
     """The content of a run folder.
 
-    path: its folder; config: the text of config.yaml; train, measured: the lines of metrics.jsonl, by step; acceptance, tree,
+    path: its folder; config: the text of config.yaml; train, measured, ended: lines of metrics.jsonl, by step; acceptance, tree,
     benchmark: acceptance.json, tree.json, benchmark.json
     """
 
@@ -17,6 +17,7 @@ class RunFiles:
     config: str | None
     train: list
     measured: list
+    ended: list
     acceptance: dict | None
     tree: dict | None
     benchmark: dict | None
@@ -41,7 +42,7 @@ def read_run(path):
     if not run.is_dir():
         raise ValueError(f"{run} is not a folder: give the folder of a training run, such as runs/quickstart")
     config = _read_text(run / "config.yaml")
-    train, measured = _read_metrics(run / "metrics.jsonl")
+    train, measured, ended = _read_metrics(run / "metrics.jsonl")
     acceptance = _read_json(run / "acceptance.json", ("acceptance_length",))
     tree = _read_json(run / "tree.json", ())
     if tree is not None and "dynamic" in tree:
@@ -56,7 +57,7 @@ def read_run(path):
             f"{run} holds none of config.yaml, metrics.jsonl, acceptance.json, tree.json, benchmark.json: "
             "give the folder that a training run wrote"
         )
-    return RunFiles(run, config, train, measured, acceptance, tree, benchmark)
+    return RunFiles(run, config, train, measured, ended, acceptance, tree, benchmark)
 
 
 def _read_text(path):
@@ -87,8 +88,8 @@ def _require(value, keys, where):
 
 
 def _read_metrics(path):
-    """The training and the acceptance lines by step. If a resumed run wrote a step twice, the later line counts."""
-    by_kind = {"train": {}, "acceptance": {}}
+    """The lines of training, acceptance and an early end, by step. If a resumed run wrote a step twice, the later line counts."""
+    by_kind = {"train": {}, "acceptance": {}, "end": {}}
     lines = (_read_text(path) or "").split("\n")
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -103,4 +104,4 @@ def _read_metrics(path):
         if record["kind"] == "acceptance":
             _require(record, ("acceptance_length", "per_position"), where)
         by_kind.get(record["kind"], {})[record["step"]] = record
-    return tuple([by_kind[kind][step] for step in sorted(by_kind[kind])] for kind in ("train", "acceptance"))
+    return tuple([by_kind[kind][step] for step in sorted(by_kind[kind])] for kind in by_kind)

@@ -43,7 +43,7 @@ def write_report(run, output=None):
     files = read_run(run)
     page = render_page(
         files.name,
-        tiles(run, files.train, files.measured, files.acceptance, files.tree, files.benchmark),
+        tiles(run, files.train, files.measured, files.ended, files.acceptance, files.tree, files.benchmark),
         [
             ("Acceptance while training", acceptance_section(files.measured)),
             ("Training", training_section(files.train)),

@@ -17,7 +17,7 @@ MAX_SAMPLES = 6
 BAR_WIDTH = 72  # pixels of the fastest row's bar
 
 
-def tiles(run, train, measured, acceptance, tree, benchmark):
+def tiles(run, train, measured, ended, acceptance, tree, benchmark):
     """The few figures that tell whether the training worked: (figure, its meaning, its source) each.
 
     The speed is that of this run's own heads if benchmark.json holds several.
@@ -49,7 +49,9 @@ def tiles(run, train, measured, acceptance, tree, benchmark):
         found.append((f"{best['speedup']:.2f}×", "the speed of plain decoding", where))
     if train:
         tokens = train[-1].get("tokens")
-        found.append((f"{train[-1]['step']:,}", "training steps", f"{tokens:,} tokens" if _is_number(tokens) else ""))
+        told = [f"{tokens:,} tokens"] if _is_number(tokens) else []
+        told += [f"ended by {line.get('reason')}" for line in ended[-1:]]
+        found.append((f"{train[-1]['step']:,}", "training steps", "; ".join(told)))
     return found
 
 
@@ -64,7 +66,18 @@ def acceptance_section(records):
         "over all steps; plain decoding has 1. Acceptance per drafted token: the share of all steps in which the first, "
         "second, … drafted token was accepted."
         + (
-            " Held-out loss: cross entropy of the target itself against held-out answers, with its adapter and without."
+            " Held-out loss of the head: forward KL from the target's distribution on held-out answers."
+            if any("head_loss" in record for record in records)
+            else ""
+        )
+        + (
+            " Sets: the prompt files by name, of first turns and of later ones."
+            if any("sets" in record for record in records)
+            else ""
+        )
+        + (
+            " Held-out loss of adapted and frozen target: cross entropy of the target itself against held-out answers, with its "
+            "adapter and without."
             if any("heldout_loss" in record for record in records)
             else ""
         )

@@ -5,8 +5,8 @@
                         format, of a run that trains one beside the head (train/teacher/target_adapter.py)
         optimizer.pt    the optimiser's whole state (fp32), however many processes held it
         rng.pt          state of the random generators (python, numpy, torch, cuda) of every rank
-        state.json      step, what the run counts, the rates that its loss follows, the recipe, and size and checksum of every file;
-                        written last
+        state.json      step, what the run counts, the rates that its loss follows, the recipe, and the size (if asked for, the
+                        checksum, too) of every file; written last
 
 A checkpoint is written aside and renamed, so it exists whole or not at all. The data position is the step: the order of the
 rows follows from the recipe and the step (train/data/rows.py). A run can go on with another number of processes, if the rows per
@@ -23,16 +23,18 @@ import re
 import shutil
 import tempfile
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from accelerate.utils import gather_object
 
-from ...heads.checkpoint import load_head, save_head
+from ...heads.checkpoint import copy_head, load_head
 from ...heads.families import check_family, family_of
 from ...heads.storage.atomic_write import is_partial, staged_folder
 from ...inference.models.adapter import FOLDER as ADAPTER_FOLDER
+from .sharded_optimizer import ShardedAdamW
 
 _STEP = re.compile(r"step-(\d+)")
 _TRIAL = ".can-be-written-"
@@ -44,38 +46,57 @@ def list_checkpoints(run):
     return sorted(found, key=lambda path: int(_STEP.fullmatch(path.name)[1]))
 
 
-def save_checkpoint(run, step, *, head, optimizer, state, accelerator, num_kept, adapter=None):
-    """Write checkpoint `step` of `run`, then remove all but the newest `num_kept` up to it; called on every rank.
+def copy_checkpoint(run, write_head, *, optimizer, state, accelerator, num_kept, checksums=False):
+    """Copy what a checkpoint of `run` holds to the host's memory. Called on every rank. -> write() on the main rank, else None
 
-    Checkpoints of later steps are removed too: they exist if the run was taken back to an earlier checkpoint, and do not belong to
-    the present run. state: a JSON-able dict that `read_state` returns; adapter: a TargetAdapter, or None. Raises OSError if the
-    checkpoint cannot be written; existing ones then stay.
+    write(), which a thread may call, writes the checkpoint, then removes all but the newest `num_kept` up to it. Checkpoints of
+    later steps are removed too: they exist if the run was taken back to an earlier checkpoint, and are not the present run's. It
+    raises OSError if the checkpoint cannot be written; existing ones then stay.
+
+    write_head: of copy_head_folder, on the main rank; state: a JSON-able dict with the step, which `read_state` returns; checksums:
+    whether a checksum of every file is kept.
     """
     rng = gather_object([_rng_state(accelerator.device)])
     optimizer_state = optimizer.state_dict()
-    if accelerator.is_main_process:
-        folder = Path(run, "checkpoints", f"step-{step:06d}")
+    if not accelerator.is_main_process:
+        return None
+    if not isinstance(optimizer, ShardedAdamW):  # which gives a copy already
+        optimizer_state = _copy_to_host(optimizer_state)
+    state = json.loads(json.dumps(state))
+
+    def write():
+        folder = Path(run, "checkpoints", f"step-{state['step']:06d}")
         # A run taken back to an earlier checkpoint saves this step again: the old checkpoint stays until the new one is whole.
         fresh = folder.with_name(f".{folder.name}.new") if folder.exists() else folder
         if fresh != folder:
             shutil.rmtree(fresh, ignore_errors=True)
         with staged_folder(fresh) as staging:
-            _save_head(head, staging / "head", adapter)
+            write_head(staging / "head")
             _save_tensors(optimizer_state, staging / "optimizer.pt")
             _save_tensors(rng, staging / "rng.pt")
             files = sorted(path for path in staging.rglob("*") if path.is_file())
-            manifest = {path.relative_to(staging).as_posix(): _fingerprint(path) for path in files}
-            text = json.dumps({"step": step, **state, "files": manifest}, indent=2)
+            manifest = {path.relative_to(staging).as_posix(): _fingerprint(path, checksums) for path in files}
+            text = json.dumps(state | {"files": manifest}, indent=2)
             (staging / "state.json").write_text(text, encoding="utf-8")
         if fresh != folder:
             _replace_folder(folder, fresh)
         # By step, not by age: the checkpoint just written is the newest of the present run, so it is never removed.
         steps = {path: int(_STEP.fullmatch(path.name)[1]) for path in list_checkpoints(run)}
-        later = [path for path in steps if steps[path] > step]
-        up_to_now = [path for path in steps if steps[path] <= step]
+        later = [path for path in steps if steps[path] > state["step"]]
+        up_to_now = [path for path in steps if steps[path] <= state["step"]]
         for path in (*later, *up_to_now[:-num_kept]):
             _remove_folder(path)
-    accelerator.wait_for_everyone()
+
+    return write
+
+
+def _copy_to_host(value):
+    """The nested dicts and lists of a state with copies of their tensors."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {name: _copy_to_host(one) for name, one in value.items()}
+    return [_copy_to_host(one) for one in value] if isinstance(value, list) else value
 
 
 def restore_replaced(run):
@@ -97,7 +118,8 @@ def remove_leftovers(run):
 
 
 def choose_checkpoint(run, wanted=""):
-    """The checkpoint folder to resume from: `wanted`, else the newest of `run`. All of its files are read and checked.
+    """The checkpoint folder to resume from: `wanted`, else the newest of `run`. The size of its files is checked, and their
+    checksums, if it has any.
 
     None for a run that was killed before its first checkpoint and can only start again. Raises ValueError for a folder without
     checkpoints that holds anything else, and for damage, naming the file and the newest earlier whole checkpoint.
@@ -133,16 +155,27 @@ def save_final_head(head, run, adapter=None):
     """
     fresh = Path(run, ".head.new")
     shutil.rmtree(fresh, ignore_errors=True)
-    _save_head(head, fresh, adapter)
+    copy_head_folder(head, adapter)(fresh)
     _replace_folder(Path(run, "head"), fresh)
 
 
-def _save_head(head, folder, adapter):
-    """Write the head's folder, with the adapter's inside."""
-    if adapter is None:
-        save_head(head, folder)
-    else:
-        adapter.save_head(head, folder)
+def copy_head_folder(head, adapter=None):
+    """Copy the head's files to the host's memory, and those of its TargetAdapter, which its config then names.
+
+    -> write(folder): writes them into a new folder, whole or not at all; a thread may call it.
+    """
+    if adapter is not None:
+        write_adapter, name = adapter.copy()
+        head.config = replace(head.config, adapter=name)
+    write_head = copy_head(head)
+
+    def write(folder):
+        with staged_folder(folder) as staging:
+            write_head(staging)
+            if adapter is not None:
+                write_adapter(staging / ADAPTER_FOLDER)
+
+    return write
 
 
 def find_damage(folder):
@@ -161,7 +194,7 @@ def find_damage(folder):
         size = path.stat().st_size
         if size != expected["bytes"]:
             return f"{path} holds {size} of {expected['bytes']} bytes"
-        if _fingerprint(path) != expected:
+        if "crc32" in expected and _fingerprint(path, True) != expected:
             return f"the bytes of {path} are not those that were written"
     return ""
 
@@ -331,7 +364,9 @@ def _set_rng_state(state, device):
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
-def _fingerprint(path):
+def _fingerprint(path, with_checksum):
+    if not with_checksum:
+        return {"bytes": os.path.getsize(path)}
     checksum = 0
     with open(path, "rb") as file:
         while block := file.read(1 << 24):

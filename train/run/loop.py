@@ -91,8 +91,7 @@ class Training:
             layers = self.head.aux_layers
             self.cache = cache_features(run, recipe, self.target, packed=self.packed, stop=stop, layers=layers)
             if self.cache is None:
-                run.save(self.head, self.optimizer)
-                self.status = run.leave_early(stop)
+                self.status = run.leave_early(stop, self.head, self.optimizer)
                 return
             self.bar.unpause()  # the time that the features took does not count as steps
         self.objective = recipe.objective.at(run.rates)
@@ -100,18 +99,23 @@ class Training:
         while True:
             # Once in a while: measure, save, leave. This comes first, so that a resumed run does the work that was due.
             stopping = stop.agreed(self.processes.accelerator)
-            if self.meter and is_due(run.step, self.num_steps, recipe.eval_every) and not stopping:
-                run.measure(self.meter)
+            measures = self.meter and is_due(run.step, self.num_steps, recipe.eval_every) and not stopping
+            saves = is_due(run.step, self.num_steps, recipe.checkpoint_every)
+            if measures:
+                run.measure(self.meter, stop)
                 self.speed.start(run.tokens)
-            if stopping or is_due(run.step, self.num_steps, recipe.checkpoint_every):
-                run.save(self.head, self.optimizer)
+            if measures or saves:
+                run.saver.wait()
+                stopping = stopping or stop.agreed(self.processes.accelerator)  # a signal may have come meanwhile
             if stopping:
-                self.status = run.leave_early(stop)
+                self.status = run.leave_early(stop, self.head, self.optimizer)
                 return
-            if run.step == self.num_steps:
+            tired = 0 < recipe.patience <= run.num_worse
+            run.save(self.head, self.optimizer, checkpoint=saves or tired)
+            if tired or run.step == self.num_steps:
                 break
             yield Step(self)
-        run.finish(self.head)
+        run.finish(self.head, f"{run.num_worse} measurements without a better one (patience)" if tired else "")
 
 
 class Step:

@@ -1,6 +1,6 @@
 """RunFolder: a run's folder while it trains, with its state, figures and checkpoints. The trainers' loop uses it.
 
-    runs/<name>/   config.yaml, metrics.jsonl, checkpoints/, acceptance.json, heldout.jsonl, head/, wandb/, wandb.json
+    runs/<name>/   config.yaml, metrics.jsonl, checkpoints/, best/, acceptance.json, heldout.jsonl, head/, wandb/, wandb.json
 
 It decides nothing: the loop decides when something is due, and the script what a step computes.
 """
@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import MISSING, asdict, dataclass, fields
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -27,11 +28,9 @@ from ..teacher.sharded_target import wants_sharded_target
 from .checkpointing import (
     check_output,
     check_same_run,
-    list_checkpoints,
     load_checkpoint,
     read_state,
     remove_leftovers,
-    save_checkpoint,
     save_final_head,
 )
 from .lineage import find_sources
@@ -39,6 +38,8 @@ from .optimization import choose_autocast
 from .recipe import resolved_values, save_recipe
 from .run_lock import claim, release
 from .run_recipe import CHANGEABLE
+from .saving.best_head import best_measurement, restore_best
+from .saving.saver import Saver
 from .tracking import PLACE_FILE, MetricsFile, WandbTracker, has_wandb, peak_memory
 
 
@@ -125,6 +126,7 @@ class RunFolder:
     """The folder of a running training. It is opened after all checks; from then on a signal leaves a run that can resume.
 
     step, tokens: steps done and tokens seen so far. precision: "bf16" or "no", chosen by `autocast` when the run was started.
+    num_worse: measurements since the best one, on all ranks alike.
     """
 
     def __init__(self, recipe, processes, *, rows, num_steps, head, optimizer, target, adapter=None):
@@ -135,7 +137,7 @@ class RunFolder:
         already beyond num_steps.
         """
         accelerator, note, resumed = processes.accelerator, processes.note, processes.resumed
-        self.path, self.num_kept = Path(recipe.output), recipe.keep_checkpoints
+        self.path = Path(recipe.output)
         self.keeps_held_out = not are_shipped(recipe.data, recipe.eval_data, recipe.target)
         self.accelerator, self.is_main, self.note = accelerator, accelerator.is_main_process, note
         self.adapter, self.log_checkpoints = adapter, recipe.log_checkpoints
@@ -146,7 +148,6 @@ class RunFolder:
             (self.precision,) = broadcast_object_list([choose_autocast(recipe.autocast, target, accelerator.device)])
         values = resolved_values(recipe) | {"autocast": self.precision, "resume": False, "resume_from": ""}
         self.state = {"step": 0, "tokens": 0, **rows, "recipe": values}
-        self.saved_step = -1
         if resumed:
             defaults = {f.name: f.default for f in fields(recipe) if f.default is not MISSING}
             self.state = check_same_run(read_state(resumed), self.state, defaults, CHANGEABLE, note)
@@ -156,8 +157,15 @@ class RunFolder:
                     "or higher to go on"
                 )
             load_checkpoint(resumed, head, optimizer, accelerator, adapter)
-            self.saved_step = self.step
             note(f"going on from {resumed}, after step {self.step}")
+        self.saver = Saver(
+            self.path,
+            accelerator,
+            saved_step=self.step if resumed else -1,
+            num_kept=recipe.keep_checkpoints,
+            adapter=adapter,
+            checksums=recipe.checkpoint_checksums,
+        )
         if self.is_main:
             self.path.mkdir(parents=True, exist_ok=True)
         take_folder(self.path, accelerator)
@@ -167,6 +175,10 @@ class RunFolder:
         accelerator.wait_for_everyone()
         self.metrics = MetricsFile(self.path / "metrics.jsonl" if self.is_main else None)
         self.metrics.truncate_after(self.step if resumed else -1)
+        self.better = None  # what was just measured, if no earlier head was better
+        if self.is_main:
+            self._restore_best()
+        self._count_worse()
         tracked = bool(accelerator.log_with) and self.is_main
         self.family = family_of(head).name
         self.curves = WandbTracker(
@@ -181,9 +193,17 @@ class RunFolder:
     def __enter__(self):
         return self
 
-    def __exit__(self, *exception):
-        self.curves.close()
-        release(self.path)
+    def __exit__(self, kind, *exception):
+        try:
+            if kind is not KeyboardInterrupt:  # a second Ctrl-C, which waits for nothing
+                self.saver.wait()
+        except OSError as error:
+            if kind is None:
+                raise
+            self.note(str(error))  # the first error is the one that ends the run
+        finally:
+            self.curves.close()
+            release(self.path)
 
     @property
     def step(self):
@@ -229,23 +249,40 @@ class RunFolder:
         self.record("train", figures | {"tokens": self.tokens, "tokens_per_second": speed})
         bar.set_postfix_str(f"loss {figures['loss']:.3f}, {speed:,.0f} tokens/s", refresh=False)
 
-    def measure(self, meter):
+    def measure(self, meter, stop):
         """Measure with the AcceptanceMeter and keep the result, once per step, also in a resumed run.
 
-        The main rank measures, or, with a sharded target, all ranks together.
+        The main rank measures, or, with a sharded target, all ranks together. A signal (StopSignals) may end it without a result:
+        the resumed run measures again.
         """
         (due,) = broadcast_object_list([self.is_main and not self.metrics.has("acceptance", self.step)])
         if due and (self.is_main or meter.target.is_sharded):
-            measured = meter.measure()
+            measured = meter.measure(stop)
             if measured and self.is_main:
                 self._record_acceptance(measured)
-        self.accelerator.wait_for_everyone()
+        self._count_worse()
+
+    def _restore_best(self):
+        """Take best/ back to the best head of the measurements that count."""
+        best, _ = best_measurement(self.metrics.lines())
+        if not restore_best(self.path, best and best["step"]) and best:
+            if best["step"] == self.step:  # the run was killed before it was written
+                self.metrics.drop("acceptance", self.step)
+            else:
+                self.note(
+                    f"the best head so far, of step {best['step']}, is not kept any more: the next better one is written to best/"
+                )
+
+    def _count_worse(self):
+        (self.num_worse,) = broadcast_object_list([best_measurement(self.metrics.lines())[1]])
 
     def _record_acceptance(self, measured):
         # The file first: a run killed before the line is written measures again.
-        write_json(self.path / "acceptance.json", {"step": self.step, "family": self.family, **measured})
+        told = {"step": self.step, "family": self.family, **measured}
+        write_json(self.path / "acceptance.json", told)
         names = ["acceptance_length", "per_position", "num_steps", "source"]
-        names += [name for name in ("heldout_loss", "frozen_heldout_loss") if name in measured]
+        more = ("head_loss", "sets", "set_losses", "heldout_loss", "frozen_heldout_loss")
+        names += [name for name in more if name in measured]
         self.record("acceptance", {name: measured[name] for name in names})
         positions = " ".join(f"{share:.2f}" for share in measured["per_position"])
         how = "" if measured["source"] == "engine" else ", teacher-forced"
@@ -253,51 +290,64 @@ class RunFolder:
             f"step {self.step}: {measured['acceptance_length']:.2f} tokens per step on held-out prompts{how}; "
             f"accepted by position {positions}"
         )
+        for one in measured.get("sets", []):
+            where = f", {one['turns']} turns, temperature {one['temperature']:g}" if "turns" in one else ""
+            self.note(f"{one['set']}{where}: {one['acceptance_length']:.2f} tokens per step")
         if "heldout_loss" in measured:
             losses = measured["heldout_loss"], measured["frozen_heldout_loss"]
             self.note(
                 f"loss of the adapted target on held-out answers {losses[0]:.4f}, of the frozen one {losses[1]:.4f}"
             )
         self.curves.log_acceptance(self.step, measured)
+        if best_measurement(self.metrics.lines())[0]["step"] == self.step:
+            self.better = told
 
-    def save(self, head, optimizer):
-        """Write a checkpoint of this step, unless there is one; called on every rank."""
-        if self.step != self.saved_step:
-            save_checkpoint(
-                self.path,
-                self.step,
-                head=head,
-                optimizer=optimizer,
-                state=self.state,
-                accelerator=self.accelerator,
-                num_kept=self.num_kept,
-                adapter=self.adapter,
-            )
-            self.saved_step = self.step
-            if self.is_main and self.log_checkpoints:
-                newest = list_checkpoints(self.path)[-1]
-                self.curves.log_checkpoint(newest / "head", self.step, self._told_of(head))
+    def save(self, head, optimizer, checkpoint):
+        """Begin to write a checkpoint of this step, if one is due, and the head to best/, if it was just measured to be the best.
+
+        Called on every rank, in every step: it raises the error of a write that has failed.
+        """
+        self.saver.check()
+        best, self.better = self.better, None
+        begun = self.saver.save(self.state, head, optimizer, checkpoint=checkpoint, best=best)
+        if begun and self.log_checkpoints:
+            written = self.path / "checkpoints" / f"step-{self.step:06d}" / "head"
+            self.saver.then = partial(self.curves.log_checkpoint, written, self.step, self._told_of(head))
 
     def _told_of(self, head):
         """Metadata of the head's artifact, beside its lineage."""
         told = {"family": self.family, "tokens": self.tokens, "loss": self.state["recipe"]["loss"]}
         return told | asdict(head.config)
 
-    def leave_early(self, stop):
-        """The script's return value after a signal: 128 + its number. The last checkpoint is already saved."""
+    def leave_early(self, stop, head, optimizer):
+        """Save, and return the script's value after a signal: 128 + its number."""
+        if not self.saver.leave(stop, partial(self.save, head, optimizer, checkpoint=True)):
+            self.note(
+                f"no time was left to write a checkpoint of step {self.step}: the run goes on from {self.saver.saved_step}"
+            )
         self.note(
             f"stopped by signal {stop.requested} after step {self.step}; go on with --config {self.path / 'config.yaml'} --resume"
         )
         return 128 + (stop.requested or signal.SIGTERM)
 
-    def finish(self, head):
-        """Write <run>/head, and remove a feature cache in the run folder."""
+    def finish(self, head, ended=""):
+        """Write <run>/head, and remove a feature cache in the run folder.
+
+        ended: why the run ends before its last step, recorded as a line of metrics.jsonl.
+        """
         if self.is_main:
+            if ended:
+                self.metrics.write({"step": self.step, "kind": "end", "reason": ended})
+                self.note(f"ended after step {self.step}: {ended}")
+            self.saver.wait()
             save_final_head(head, self.path, self.adapter)
             if not self.curves.active:  # an extended run: wandb.json describes the replaced head
                 (self.path / PLACE_FILE).unlink(missing_ok=True)
             self.curves.log_head(self.path / "head", self.step, self._told_of(head))
             shutil.rmtree(self.path / OWN_FOLDER, ignore_errors=True)
+        best, _ = best_measurement(self.metrics.lines())
+        if best and best["step"] < self.step:
+            self.note(f"the best head is that of step {best['step']}, in {self.path / 'best'}")
         self.note(
             f"done: {self.path / 'head'} after {self.step} steps; next: headstart tree {self.path}, heads.export {self.path}"
         )

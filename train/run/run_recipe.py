@@ -6,6 +6,7 @@ A script declares `Recipe(RunRecipe)` with the keys of its head; a key that it r
 import math
 from dataclasses import MISSING, dataclass
 
+from ..data.held_out import eval_sets
 from ..data.template_date import check_date
 from ..loss.losses import LOSSES
 from .checkpointing import choose_checkpoint
@@ -100,15 +101,23 @@ class RunRecipe:
     )
     log_every: int = key(10, "steps between lines of metrics.jsonl; a line describes its own step", least=1)
     eval_every: int = key(200, "steps between measurements of the acceptance; 0: at the end only", least=0)
-    eval_prompts: int = key(16, "number of held-out conversations to measure the acceptance on; 0: never", least=0)
+    eval_prompts: int = key(
+        16, "number of held-out conversations, of each set, to measure the acceptance on; 0: never", least=0
+    )
     eval_tokens: int = key(96, "new tokens per held-out prompt", least=2)
     eval_data: str = key(
         "",
         "source of the held-out conversations, as `data`; those in the training data are left out. Empty: for stdlib the target's "
-        "heldout.jsonl, else taken out of the data",
+        "heldout.jsonl, else taken out of the data. Several by name, NAME=SOURCE,NAME=SOURCE: each has its own figures, at "
+        "temperatures 0 and 1, of first and later turns",
     )
+    patience: int = key(0, "end the run after this many measurements in a row without a better one; 0: never", least=0)
     checkpoint_every: int = key(200, "steps between checkpoints; 0: at the end only", least=0)
     keep_checkpoints: int = key(2, "number of newest checkpoints to keep", least=1)
+    checkpoint_checksums: bool = key(
+        False,
+        "keep a checksum of every file of a checkpoint and compare it when a run is resumed: all bytes are read again",
+    )
     tracker: str = key(
         "wandb",
         "wandb (online if logged in, else offline in the run folder) or none, beside metrics.jsonl",
@@ -127,8 +136,14 @@ class RunRecipe:
     def __post_init__(self):
         check_values(self)
         check_date(self.template_date)
+        eval_sets(self.eval_data)  # raises for names that are not all there
         if not self.max_steps and not self.num_epochs:
             raise ValueError("num_epochs and max_steps are both 0: give one of them, or nothing is trained")
+        if self.patience and not (self.eval_prompts and self.eval_every):
+            raise ValueError(
+                f"patience {self.patience} counts measurements, and there are none before the end: set eval_prompts and eval_every "
+                "above 0, or leave it out"
+            )
         if self.feature_cache and not self.cache_features:
             raise ValueError(
                 f"feature_cache {self.feature_cache!r} is given and cache_features is false: set that to true, or leave it out"
@@ -154,9 +169,11 @@ CHANGEABLE = {"output", "max_steps", "num_epochs", "log_every", "tracker", "log_
 CHANGEABLE |= {
     "checkpoint_every",
     "keep_checkpoints",
+    "checkpoint_checksums",
     "eval_every",
     "eval_tokens",
     "eval_data",
+    "patience",
     "template_date",  # the rows tell whether it is the run's
     "feature_cache",
     "packed_data",

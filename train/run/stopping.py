@@ -5,6 +5,7 @@ import ctypes
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -15,13 +16,13 @@ from .optimization import NonFiniteLoss
 
 
 class StopSignals:
-    """`requested` is the number of the first signal that arrived inside the `with` block, else 0.
+    """`requested`: the number of the first signal inside the `with` block; `arrived`: its time (time.monotonic). 0 before it.
 
     A second Ctrl-C interrupts at once.
     """
 
     def __init__(self):
-        self.requested = 0
+        self.requested, self.arrived = 0, 0.0
 
     def __enter__(self):
         self.previous = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -39,7 +40,7 @@ class StopSignals:
     def _note(self, number, frame):
         if self.requested == signal.SIGINT and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.requested = self.requested or number
+        self.requested, self.arrived = self.requested or number, self.arrived or time.monotonic()
 
 
 def leave_with_launcher():

@@ -1,9 +1,9 @@
 """Log a run's figures: always to metrics.jsonl, and to W&B through accelerate if the recipe asks for it.
 
-metrics.jsonl holds one JSON object per line, of kind "train" or "acceptance". W&B holds the recipe, the keys of every panel of the
-dashboard (train/report/dashboard.py), and at the end the head as an artifact with links to its target and its data. W&B is online
-if this machine is logged in (train/run/wandb_login.py), else offline, inside the run folder. It never asks the user, and its
-failures never end a run: they become notes.
+metrics.jsonl holds one JSON object per line, of kind "train" or "acceptance", or "end" of a run that ended early. W&B holds the
+recipe, the keys of every panel of the dashboard (train/report/dashboard.py), and at the end the head as an artifact with links to
+its target and its data. W&B is online if this machine is logged in (train/run/wandb_login.py), else offline, inside the run folder.
+It never asks the user, and its failures never end a run: they become notes.
 """
 
 import importlib.util
@@ -36,11 +36,16 @@ class MetricsFile:
         self.path = path
 
     def truncate_after(self, step):
-        """Remove the lines after `step`, for a run that goes on from there, and a line cut short by a crash."""
-        if self.path is None or not self.path.exists():
-            return
-        kept = [json.dumps(line) + "\n" for line in self.lines() if line["step"] <= step]
-        write_whole(self.path, "".join(kept))
+        """Remove the lines after `step` and of an end, for a run that goes on from there, and a line cut short by a crash."""
+        self._keep(lambda line: line["step"] <= step and line["kind"] != "end")
+
+    def drop(self, kind, step):
+        """Remove the lines of this kind for this step."""
+        self._keep(lambda line: (line["kind"], line["step"]) != (kind, step))
+
+    def _keep(self, wanted):
+        if self.path is not None and self.path.exists():
+            write_whole(self.path, "".join(json.dumps(line) + "\n" for line in self.lines() if wanted(line)))
 
     def lines(self):
         """The whole lines as dicts."""

@@ -10,17 +10,15 @@ adapting lm_head or the embedding (heads share them), quantising the target, tra
 """
 
 import contextlib
-import shutil
 from dataclasses import replace
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import nn
 
-from ...heads.checkpoint import failing_as_oserror, read_tensors, write_head
-from ...heads.families import native_format
+from ...heads.checkpoint import read_tensors
 from ...heads.storage.atomic_write import staged_folder
-from ...inference.models.adapter import CONFIG_FILE, FOLDER, WEIGHTS_FILE, fingerprint
+from ...inference.models.adapter import WEIGHTS_FILE, fingerprint_of_bytes
 
 ALL_LINEAR = "all-linear"
 
@@ -106,19 +104,26 @@ class TargetAdapter:
 
     # --- files, in peft's format ---
 
-    def save(self, folder):
-        """Write adapter_config.json and adapter_model.safetensors into a new `folder`, whole or not at all."""
+    def copy(self):
+        """Copy its files to the host's memory: (write(folder), which writes them whole or not at all, their fingerprint)."""
         from peft import get_peft_model_state_dict
 
-        with staged_folder(folder) as staging:
-            config = replace(self.peft_model.peft_config["default"], inference_mode=True)
-            config.target_modules = sorted(config.target_modules)  # the order of a set differs between processes
-            config.save_pretrained(staging)
-            path = staging / WEIGHTS_FILE
-            state = get_peft_model_state_dict(self.peft_model, save_embedding_layers=False)
-            with failing_as_oserror(path):
-                save_file({name: t.detach().cpu().contiguous() for name, t in state.items()}, path, {"format": "pt"})
-            shutil.copymode(staging / CONFIG_FILE, path)
+        config = replace(self.peft_model.peft_config["default"], inference_mode=True)
+        config.target_modules = sorted(config.target_modules)  # the order of a set differs between processes
+        state = get_peft_model_state_dict(self.peft_model, save_embedding_layers=False)
+        content = save({name: t.detach().cpu().contiguous() for name, t in state.items()}, {"format": "pt"})
+
+        def write(folder):
+            with staged_folder(folder) as staging:
+                config.save_pretrained(staging)
+                (staging / WEIGHTS_FILE).write_bytes(content)
+
+        return write, fingerprint_of_bytes(content)
+
+    def save(self, folder):
+        """Write adapter_config.json and adapter_model.safetensors into a new `folder`, whole or not at all."""
+        write, _ = self.copy()
+        write(folder)
 
     def load(self, folder):
         """Take the weights of a saved adapter of the same shape, in place."""
@@ -129,10 +134,3 @@ class TargetAdapter:
         if {name: t.shape for name, t in tensors.items()} != {name: t.shape for name, t in own.items()}:
             raise ValueError(f"{folder} holds an adapter of other layers or another rank than this run's")
         set_peft_model_state_dict(self.peft_model, tensors)
-
-    def save_head(self, head, folder):
-        """Write the head into a new `folder`, with the adapter beside its weights and named in its config."""
-        with staged_folder(folder) as staging:
-            self.save(staging / FOLDER)
-            head.config = replace(head.config, adapter=fingerprint(staging / FOLDER))
-            write_head(head, staging, native_format(head))

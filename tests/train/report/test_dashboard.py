@@ -151,7 +151,9 @@ def runs(tmp_path):
         }
         train["target_loss"] = 1.5
         measured = {"step": 2, "kind": "acceptance", "acceptance_length": 1.5 + number, "per_position": [0.4, 0.1]}
-        measured |= {"heldout_loss": 1.75, "frozen_heldout_loss": 1.25}
+        measured |= {"heldout_loss": 1.75, "frozen_heldout_loss": 1.25, "head_loss": 2.5, "set_losses": {"code": 2.25}}
+        figure = {"set": "code", "acceptance_length": 1.25}
+        measured["sets"] = [figure, *(figure | {"turns": "later", "temperature": t} for t in (0.0, 1.0))]
         lines = [json.dumps(line) + "\n" for line in (train, train | {"step": 2}, measured)]
         (folder / "metrics.jsonl").write_text("".join(lines))
         acceptance = {

@@ -14,30 +14,35 @@ from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.tests.train.tiny_runs import assert_same_run
 from headstart.tests.train.trainings import RESUMABLE
 from headstart.train.run.checkpointing import (
+    copy_checkpoint,
+    copy_head_folder,
     find_damage,
     list_checkpoints,
     load_checkpoint,
     read_state,
     restore_replaced,
-    save_checkpoint,
 )
 from headstart.train.run.optimization import build_optimizer
+
+
+def save(run, head, optimizer, accelerator, num_kept, **state):
+    given = {"optimizer": optimizer, "state": state, "accelerator": accelerator, "num_kept": num_kept}
+    copy_checkpoint(run, copy_head_folder(head), **given)()
 
 
 def test_checkpoint_stays_until_the_one_in_its_place_is_whole(tmp_path, monkeypatch):
     head, accelerator = Medusa(MedusaConfig(4, 5, num_heads=1)), Accelerator()
     optimizer = build_optimizer(head, 0.0, 0.9, 0.999)
-    given = {"head": head, "optimizer": optimizer, "accelerator": accelerator}
-    save_checkpoint(tmp_path, 2, state={"try": 1}, num_kept=2, **given)
+    save(tmp_path, head, optimizer, accelerator, num_kept=2, step=2, attempt=1)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", lambda *a: (_ for _ in ()).throw(OSError(28, "No space left on device")))
         with pytest.raises(OSError, match="No space left"):
-            save_checkpoint(tmp_path, 2, state={"try": 2}, num_kept=2, **given)
+            save(tmp_path, head, optimizer, accelerator, num_kept=2, step=2, attempt=2)
     (folder,) = (tmp_path / "checkpoints").iterdir()
-    assert (read_state(folder)["try"], find_damage(folder)) == (1, "")
-    save_checkpoint(tmp_path, 2, state={"try": 3}, num_kept=2, **given)
+    assert (read_state(folder)["attempt"], find_damage(folder)) == (1, "")
+    save(tmp_path, head, optimizer, accelerator, num_kept=2, step=2, attempt=3)
     assert list((tmp_path / "checkpoints").iterdir()) == [folder]
-    assert (read_state(folder)["try"], find_damage(folder)) == (3, "")
+    assert (read_state(folder)["attempt"], find_damage(folder)) == (3, "")
 
 
 @pytest.mark.parametrize("new", [True, False])
@@ -59,18 +64,17 @@ def test_checkpoint_that_was_being_replaced_is_found_again(trainer, finished, co
 def test_checkpoint_that_was_being_removed_is_not_there(tmp_path, monkeypatch):
     head, accelerator = Medusa(MedusaConfig(4, 5, num_heads=1)), Accelerator()
     optimizer, remove = build_optimizer(head, 0.0, 0.9, 0.999), shutil.rmtree
-    given = {"head": head, "optimizer": optimizer, "accelerator": accelerator}
 
     def remove_half(path, ignore_errors=False):
         remove(path if ignore_errors else path / "head", ignore_errors)
         if not ignore_errors:
             raise KeyboardInterrupt
 
-    save_checkpoint(tmp_path, 2, state={}, num_kept=1, **given)
+    save(tmp_path, head, optimizer, accelerator, num_kept=1, step=2)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", remove_half)
         with pytest.raises(KeyboardInterrupt):
-            save_checkpoint(tmp_path, 4, state={}, num_kept=1, **given)
+            save(tmp_path, head, optimizer, accelerator, num_kept=1, step=4)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-000004"]
     assert (tmp_path / "checkpoints" / ".step-000002.gone" / "state.json").exists()
 
@@ -93,8 +97,10 @@ def test_checkpoint_cut_in_half_is_named_with_the_one_before(trainer, tmp_path, 
     trainer.run(max_steps=8, checkpoint_every=2, keep_checkpoints=3, resume_from=newest.parent / "step-000004")
 
 
-def test_flipped_byte_and_missing_file_are_damage(trainer, tmp_path):
-    trainer.run(max_steps=2, checkpoint_every=2)
+def test_flipped_byte_is_damage_where_checksums_were_asked_for_and_a_missing_file_always(trainer, tmp_path):
+    trainer.run(max_steps=2, output=tmp_path / "without")
+    assert "crc32" not in (list_checkpoints(tmp_path / "without")[-1] / "state.json").read_text()
+    trainer.run(max_steps=2, checkpoint_every=2, checkpoint_checksums=True)
     path = tmp_path / "run" / "checkpoints" / "step-000002" / "optimizer.pt"
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
@@ -148,13 +154,12 @@ def test_disk_that_is_really_full_is_one_line(trainer, tmp_path):
 def test_random_generators_go_on_where_they_were(tmp_path):
     head, accelerator = Medusa(MedusaConfig(4, 5, num_heads=1)), Accelerator()
     optimizer = build_optimizer(head, 0.0, 0.9, 0.999)
-    given = {"head": head, "optimizer": optimizer, "accelerator": accelerator}
 
     def draw():
         return random.random(), np.random.rand(), torch.rand(1).item(), random.gauss(0, 1), np.random.randn()
 
     draw()  # an odd number of normal draws: numpy keeps the second of a pair
-    save_checkpoint(tmp_path, 1, state={}, num_kept=1, **given)
+    save(tmp_path, head, optimizer, accelerator, num_kept=1, step=1)
     expected = draw()
     draw()
     load_checkpoint(tmp_path / "checkpoints" / "step-000001", head, optimizer, accelerator)

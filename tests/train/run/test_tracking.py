@@ -88,6 +88,7 @@ def finish(folder, tracker):
     run = object.__new__(run_folder.RunFolder)
     run.path, run.is_main, run.adapter, run.curves, run.note = folder, True, None, tracker, print
     run.family, run.state = "Medusa", {"step": 7, "tokens": 9, "recipe": {"loss": "kl"}}
+    run.metrics, run.saver = MetricsFile(folder / "metrics.jsonl"), SimpleNamespace(wait=lambda: None)
     run.finish(Medusa(MedusaConfig(8, 16)))
 
 
