@@ -116,6 +116,7 @@ STAGE_2_CHANGES = {"prompt_tokens": 4, "answer_tokens": 8, "num_prompts": 18, "s
 # Keys of every script, shown by the runs of Medusa heads. What follows the others: test_recipes.py, the tests of run/ and teacher/.
 OF_ALL = {"target", "data", "output", "resume", "resume_from", "tracker", "num_epochs", "eval_data", "log_checkpoints"}
 OF_ALL |= {
+    "start_from",
     "cache_features",
     "feature_cache",
     "template_date",
@@ -136,13 +137,13 @@ TRAININGS = {
             (MEASURED, {"eval_every": 1, "eval_prompts": 2, "eval_tokens": 5}),
             (SAVED, {"checkpoint_every": 2, "keep_checkpoints": 1}),
         ],
-        elsewhere=frozenset(OF_ALL | {"stage", "start_from"} | JOINT_CHANGES.keys()),
+        elsewhere=frozenset(OF_ALL | {"stage"} | JOINT_CHANGES.keys()),
     ),
     "mlp_speculator": TinyTraining(
         "mlp_speculator",
         {"num_steps": 3, "inner_size": 24},
         changes=[(CHEAP, MLP_SPECULATOR_CHANGES), (CHEAP | {"loss": "lk"}, {"lk_eta": 9})],
-        elsewhere=frozenset({"stage", "start_from"} | STAGE_2_CHANGES.keys()),
+        elsewhere=frozenset({"stage"} | STAGE_2_CHANGES.keys()),
     ),
     "eagle": TinyTraining(
         "eagle",

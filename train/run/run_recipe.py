@@ -44,6 +44,11 @@ class RunRecipe:
         "dtype of its weights; auto: bfloat16 on a GPU, float32 on the CPU",
         choices=("auto", "float32", "bfloat16"),
     )
+    start_from: str = key(
+        "",
+        "begin with the weights of this head (run, checkpoint, folder or Hub id, in any format that is read) instead of a new one; "
+        "all else begins anew. A resumed run does not read it again",
+    )
     resume: bool = key(False, "go on from the newest checkpoint in `output`")
     resume_from: str = key("", "go on from this checkpoint folder instead")
     seed: int = key(0, "seed of the order of the rows and of every random generator", least=0)
