@@ -117,6 +117,7 @@ STAGE_2_CHANGES = {"prompt_tokens": 4, "answer_tokens": 8, "num_prompts": 18, "s
 OF_ALL = {"target", "data", "output", "resume", "resume_from", "tracker", "num_epochs", "eval_data", "log_checkpoints"}
 OF_ALL |= {
     "start_from",
+    "max_skipped_steps",
     "cache_features",
     "feature_cache",
     "template_date",

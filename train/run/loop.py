@@ -22,10 +22,10 @@ from dataclasses import dataclass
 import torch
 from tqdm import tqdm
 
-from ..data.rows import deal_rows, describe_non_finite, fingerprint, rows_of_step, select_rows
+from ..data.rows import deal_rows, describe_micro_steps, fingerprint, rows_of_step, select_rows
 from ..loss.distillation import Labels, accumulate_gradients, find_labels
 from ..teacher.feature_cache import cache_features
-from .optimization import finish_step
+from .optimization import NonFiniteLoss, finish_step
 from .run_folder import RunFolder
 from .run_recipe import is_due
 from .stopping import StopSignals
@@ -166,12 +166,12 @@ class Step:
     def finish(self, max_value=0.0):
         """Sum gradients and totals over the ranks and make the step.  -> the totals, fp64 [K, .], or [1 + K, .] for a joint stage
 
-        max_value: every entry of the gradient is cut to plus or minus this; 0: never. A non-finite number stops the run
-        (NonFiniteLoss) before it reaches the weights.
+        max_value: every entry of the gradient is cut to plus or minus this; 0: never. A step with a non-finite number is left out,
+        and gives no figures (None); beyond max_skipped_steps it stops the run (NonFiniteLoss).
         """
         training, recipe = self.training, self.training.recipe
         self.lr = recipe.learning_rate(self.number, training.num_steps)
-        with describe_non_finite(self.number, training.packed, self.fed, training.tokenizer):
+        try:
             totals, self.grad_norm = finish_step(
                 training.trained,
                 training.optimizer,
@@ -181,7 +181,14 @@ class Step:
                 max_norm=recipe.max_grad_norm,
                 max_value=max_value,
             )
-        training.objective = self.objective.after(totals[-len(self.objective.weights) :])  # the head's
+            training.objective = self.objective.after(totals[-len(self.objective.weights) :])  # the head's
+        except NonFiniteLoss as error:  # on all ranks
+            totals, self.logs = None, False
+            fed = describe_micro_steps(
+                training.packed, self.fed, self.shares, at_fault=error.micro_steps, tokenizer=training.tokenizer
+            )
+            training.run.skip_step(error, fed, recipe.max_skipped_steps)
+            training.optimizer.zero_grad()
         training.run.advance(training.packed.count_tokens(self.rows), training.objective.rates)
         training.bar.update()
         return totals

@@ -1,6 +1,7 @@
 """RunFolder: a run's folder while it trains, with its state, figures and checkpoints. The trainers' loop uses it.
 
     runs/<name>/   config.yaml, metrics.jsonl, checkpoints/, acceptance.json, heldout.jsonl, head/, wandb/, wandb.json
+                   non-finite-steps.jsonl, if there were any
 
 It decides nothing: the loop decides when something is due, and the script what a step computes.
 """
@@ -15,7 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, InitProcessGroupKwargs, broadcast_object_list, set_seed
+from accelerate.utils import DistributedType, InitProcessGroupKwargs, broadcast_object_list, gather_object, set_seed
 from tqdm import tqdm
 
 from ...heads.families import family_of
@@ -40,6 +41,8 @@ from .recipe import resolved_values, save_recipe
 from .run_lock import claim, release
 from .run_recipe import CHANGEABLE
 from .tracking import PLACE_FILE, MetricsFile, WandbTracker, has_wandb, peak_memory
+
+NON_FINITE_FILE = "non-finite-steps.jsonl"
 
 
 @dataclass(frozen=True)
@@ -166,7 +169,9 @@ class RunFolder:
             remove_leftovers(self.path)
         accelerator.wait_for_everyone()
         self.metrics = MetricsFile(self.path / "metrics.jsonl" if self.is_main else None)
-        self.metrics.truncate_after(self.step if resumed else -1)
+        self.non_finite = MetricsFile(self.path / NON_FINITE_FILE if self.is_main else None)
+        for file in (self.metrics, self.non_finite):
+            file.truncate_after(self.step if resumed else -1)
         tracked = bool(accelerator.log_with) and self.is_main
         self.family = family_of(head).name
         self.curves = WandbTracker(
@@ -215,6 +220,23 @@ class RunFolder:
         if rates is not None:
             self.state["rates"] = rates
 
+    def skip_step(self, error, fed, most):
+        """Count the step as left out, and write what was in it to a file. Called on every rank, before `advance`.
+
+        error: its NonFiniteLoss, which is raised again if `most` steps were left out before; fed: of describe_micro_steps
+        """
+        file, before = self.path / NON_FINITE_FILE, self.state.get("skipped_steps", 0)
+        ranks = gather_object([fed])
+        self.non_finite.write({"step": self.step + 1, "not_finite": error.what, "ranks": ranks})
+        said = f"the {error.what} of step {self.step + 1} is not finite ({file} says what was in it)"
+        if before >= most:
+            error.args = (
+                f"{said}; max_skipped_steps {most} lets the run leave out no {'more' if most else 'such step'}",
+            )
+            raise error
+        self.state["skipped_steps"] = before + 1
+        self.note(f"{said}: it is left out, as {before + 1} of at most {most}")
+
     def record(self, kind, figures):
         """Write a line of metrics.jsonl, and log its curves."""
         line = {"step": self.step, "kind": kind} | figures
@@ -226,7 +248,8 @@ class RunFolder:
     def record_step(self, figures, speed, bar):
         """Write the figures of the step just made to metrics.jsonl and the progress bar.  speed: Speedometer"""
         speed = speed.read(self.tokens)
-        self.record("train", figures | {"tokens": self.tokens, "tokens_per_second": speed})
+        counts = {"tokens": self.tokens, "skipped_steps": self.state.get("skipped_steps", 0)}
+        self.record("train", figures | counts | {"tokens_per_second": speed})
         bar.set_postfix_str(f"loss {figures['loss']:.3f}, {speed:,.0f} tokens/s", refresh=False)
 
     def measure(self, meter):

@@ -82,6 +82,12 @@ class RunRecipe:
     beta1: float = key(0.9, "AdamW's decay of the gradient's mean", least=0, most=0.99999)
     beta2: float = key(0.999, "AdamW's decay of the gradient's square", least=0, most=0.99999)
     max_grad_norm: float = key(1.0, "longer gradients are cut to this norm; 0: never", least=0)
+    max_skipped_steps: int = key(
+        0,
+        "leave out up to so many steps whose loss or gradient is not finite; one more, or with 0 the first, stops the run. Their "
+        "rows are written to non-finite-steps.jsonl",
+        least=0,
+    )
     batch_rows: int = key(4, "rows per device and micro-step", least=1)
     accumulate: int = key(1, "micro-steps per optimiser step", least=1)
     num_epochs: float = key(1.0, "passes over the rows, if max_steps is 0", least=0)
@@ -157,6 +163,7 @@ class RunRecipe:
 # of processes must stay: checkpointing.check_same_run.)
 CHANGEABLE = {"output", "max_steps", "num_epochs", "log_every", "tracker", "log_checkpoints", "log_samples"}
 CHANGEABLE |= {
+    "max_skipped_steps",
     "checkpoint_every",
     "keep_checkpoints",
     "eval_every",
