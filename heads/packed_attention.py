@@ -12,6 +12,7 @@ with a mask (call 0) or plain products. Not supported: attention dropout, slidin
 Letters: B rows of a batch, T tokens per row, HQ and HK query and key heads, D head dimension.
 """
 
+import contextlib
 import functools
 
 import torch
@@ -40,7 +41,7 @@ class PackedAttention:
         """q [B, HQ, T, D], k and v [B, HK, T, D] of this step -> [B, HQ, T, D]"""
         if self.first is None:
             self.first = k, v
-            self.mask = block_mask(self.document_ids) if q.is_cuda else _dense_mask(self.document_ids)
+            self.mask = block_mask(self.document_ids) if _takes_flex(q) else _dense_mask(self.document_ids)
             return _attend(q, k, v, self.mask, with_normaliser=False)[0]
         self.later.append((k, v))
         out, normaliser = _attend(q, *self.first, self.mask, with_normaliser=True)
@@ -69,6 +70,24 @@ def block_mask(document_ids, window=None):
     return _compiled(create_block_mask)(rule, len(document_ids), None, size, size, device=document_ids.device)
 
 
+@contextlib.contextmanager
+def plain_attention():
+    """Inside this context attention takes plain products on a GPU too: for a few short rows, which are not worth compiling for."""
+    global _plain
+    before, _plain = _plain, True
+    try:
+        yield
+    finally:
+        _plain = before
+
+
+_plain = False
+
+
+def _takes_flex(q):
+    return q.is_cuda and not _plain
+
+
 @functools.cache
 def _compiled(function):
     return torch.compile(function)
@@ -79,7 +98,7 @@ def _attend(q, k, v, mask, with_normaliser):
 
     mask: block_mask on a GPU, _dense_mask elsewhere  ->  ([B, HQ, T, D], fp32 or wider [B, HQ, T] or None)
     """
-    if not q.is_cuda:
+    if not _takes_flex(q):
         return _attend_dense(q, k, v, mask, with_normaliser)
     if q.dtype not in FLEX_DTYPES or q.shape[-1] < FLEX_LEAST_DIM:
         raise ValueError(

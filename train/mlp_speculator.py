@@ -119,8 +119,10 @@ def main(argv):
         generator = build_generator(target, tokenizer, recipe.prompt_tokens + recipe.answer_tokens)
     head = build_head(recipe, target, processes.resumed).to(device)
     documents, held_out = load_documents(recipe, tokenizer, processes)
-    kind = "generated texts" if generator else "conversations"
-    if generator:
+    kind = "generated texts" if generator and not recipe.dry_run else "conversations"
+    if generator and recipe.dry_run:
+        note("dry run: no text is generated, rows of the data stand for it")
+    elif generator:
         if not processes.resumed:
             begin_folder(recipe, processes.accelerator)
         documents = generated_documents(

@@ -118,6 +118,7 @@ OF_ALL = {"target", "data", "output", "resume", "resume_from", "tracker", "num_e
 OF_ALL |= {
     "start_from",
     "max_skipped_steps",
+    "dry_run",
     "cache_features",
     "feature_cache",
     "template_date",

@@ -23,10 +23,13 @@ import torch
 from tqdm import tqdm
 
 from ..data.rows import deal_rows, describe_micro_steps, fingerprint, rows_of_step, select_rows
+from ..estimate.dry_run import NoRun, rehearse
+from ..estimate.memory import check_estimate, estimate_memory
 from ..loss.distillation import Labels, accumulate_gradients, find_labels
 from ..teacher.feature_cache import cache_features
 from .optimization import NonFiniteLoss, finish_step
-from .run_folder import RunFolder
+from .run_folder import RunFolder, choose_precision
+from .run_lock import release
 from .run_recipe import is_due
 from .stopping import StopSignals
 from .tracking import Speedometer
@@ -68,24 +71,56 @@ class Training:
         self.status, self.cache = 0, None
 
     def __enter__(self):
+        recipe, processes = self.recipe, self.processes
+        precision = choose_precision(recipe, processes, self.target)
+        self.autocast = torch.autocast(processes.device.type, torch.bfloat16, enabled=precision == "bf16")
+        self._tell_memory()
+        if recipe.dry_run:
+            self.run, self.stack = NoRun(), ExitStack()
+            self.stack.callback(release, recipe.output)
+            return self
         rows = {"rows": fingerprint(self.packed), "rows_per_step": self.rows_per_step}
         trained = {"head": self.head, "optimizer": self.optimizer, "target": self.target, "adapter": self.adapter}
         with ExitStack() as stack:
             self.stop = stack.enter_context(StopSignals())
             self.run = stack.enter_context(
-                RunFolder(self.recipe, self.processes, rows=rows, num_steps=self.num_steps, **trained)
+                RunFolder(recipe, processes, rows=rows, num_steps=self.num_steps, precision=precision, **trained)
             )
             bar = {"total": self.num_steps, "initial": self.run.step, "desc": "training", "unit": "step"}
-            self.bar = stack.enter_context(tqdm(**bar, disable=not self.processes.accelerator.is_main_process))
+            self.bar = stack.enter_context(tqdm(**bar, disable=not processes.accelerator.is_main_process))
             self.run.keep_held_out(self.held_out)
             self.stack = stack.pop_all()
-        self.autocast = torch.autocast(self.processes.device.type, torch.bfloat16, enabled=self.run.precision == "bf16")
         return self
+
+    def _tell_memory(self):
+        """Say what a step will need; ValueError if it cannot fit."""
+        recipe, processes = self.recipe, self.processes
+        need = estimate_memory(
+            self.head,
+            self.target,
+            self.optimizer,
+            batch_rows=recipe.batch_rows,
+            row_length=recipe.row_length,
+            chunk_tokens=recipe.chunk_tokens,
+            num_depths=len(recipe.objective.weights),
+            autocast=self.autocast,
+        )
+        processes.note(f"memory: {need.describe(recipe.batch_rows * recipe.row_length)}")
+        warning = check_estimate(need, processes.device)
+        if warning:
+            processes.note(warning)
 
     def __exit__(self, *exception):
         return self.stack.__exit__(*exception)
 
     def __iter__(self):
+        if self.recipe.dry_run:
+            self.objective = self.recipe.objective
+            sizes = {"rows_per_step": self.rows_per_step, "row_length": self.recipe.row_length}
+            told = {"device": self.processes.device, "note": self.processes.note}
+            steps = (StandingStep(self) for _ in range(2))
+            yield from rehearse(steps, num_steps=self.num_steps, **sizes, **told)
+            return
         recipe, run, stop = self.recipe, self.run, self.stop
         if recipe.cache_features and run.step < self.num_steps:
             layers = self.head.aux_layers
@@ -197,6 +232,24 @@ class Step:
         """Record the figures of this step, with its learning rate and the gradient's norm."""
         figures = figures | {"lr": self.lr, "grad_norm": self.grad_norm}
         self.training.run.record_step(figures, self.training.speed, self.training.bar)
+
+
+class StandingStep(Step):
+    """The first step, whose optimiser stands still: a dry run's."""
+
+    def __init__(self, training):
+        super().__init__(training)
+        self.logs = False
+
+    def finish(self, max_value=0.0):
+        """Sum the gradients over the ranks as `Step.finish`, and forget them."""
+        training = self.training
+        accelerator = training.processes.accelerator
+        totals = accelerator.reduce(sum(self.shares), "sum")
+        if accelerator.num_processes > 1:
+            training.optimizer.sum_gradients()
+        training.optimizer.zero_grad()
+        return totals
 
 
 @dataclass(frozen=True)

@@ -124,30 +124,33 @@ def begin_folder(recipe, accelerator):
     accelerator.wait_for_everyone()
 
 
+def choose_precision(recipe, processes, target):
+    """ "bf16" or "no", as `autocast` says: chosen when the run was started."""
+    if processes.resumed and recipe.autocast == "auto":
+        return read_state(processes.resumed)["recipe"]["autocast"]
+    # On a CPU the choice is measured: all ranks take the main rank's.
+    return broadcast_object_list([choose_autocast(recipe.autocast, target, processes.device)])[0]
+
+
 class RunFolder:
     """The folder of a running training. It is opened after all checks; from then on a signal leaves a run that can resume.
 
-    step, tokens: steps done and tokens seen so far. precision: "bf16" or "no", chosen by `autocast` when the run was started.
+    step, tokens: steps done and tokens seen so far.
     """
 
-    def __init__(self, recipe, processes, *, rows, num_steps, head, optimizer, target, adapter=None):
+    def __init__(self, recipe, processes, *, rows, num_steps, precision, head, optimizer, target, adapter=None):
         """Make or reopen the folder; for a resumed run, load the checkpoint into head, optimiser and random generators.
 
-        rows: {"rows": fingerprint, "rows_per_step": int}, which a resumed run must keep; num_steps: of the whole run; adapter: a
-        TargetAdapter that is trained beside the head, or None. Raises ValueError if the checkpoint belongs to another run, or is
-        already beyond num_steps.
+        rows: {"rows": fingerprint, "rows_per_step": int}, which a resumed run must keep; num_steps: of the whole run; precision:
+        of choose_precision; adapter: a TargetAdapter that is trained beside the head, or None. Raises ValueError if the checkpoint
+        belongs to another run, or is already beyond num_steps.
         """
         accelerator, note, resumed = processes.accelerator, processes.note, processes.resumed
         self.path, self.num_kept = Path(recipe.output), recipe.keep_checkpoints
         self.keeps_held_out = not are_shipped(recipe.data, recipe.eval_data, recipe.target)
         self.accelerator, self.is_main, self.note = accelerator, accelerator.is_main_process, note
         self.adapter, self.log_checkpoints = adapter, recipe.log_checkpoints
-        if resumed and recipe.autocast == "auto":  # the choice made when the run was started
-            self.precision = read_state(resumed)["recipe"]["autocast"]
-        else:
-            # On a CPU the choice is measured: all ranks take the main rank's.
-            (self.precision,) = broadcast_object_list([choose_autocast(recipe.autocast, target, accelerator.device)])
-        values = resolved_values(recipe) | {"autocast": self.precision, "resume": False, "resume_from": ""}
+        values = resolved_values(recipe) | {"autocast": precision, "resume": False, "resume_from": ""}
         self.state = {"step": 0, "tokens": 0, **rows, "recipe": values}
         self.saved_step = -1
         if resumed:

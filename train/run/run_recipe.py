@@ -49,6 +49,11 @@ class RunRecipe:
         "begin with the weights of this head (run, checkpoint, folder or Hub id, in any format that is read) instead of a new one; "
         "all else begins anew. A resumed run does not read it again",
     )
+    dry_run: bool = key(
+        False,
+        "check all that the run needs, run two steps without training, say what memory and time it takes, and write nothing into "
+        "`output`",
+    )
     resume: bool = key(False, "go on from the newest checkpoint in `output`")
     resume_from: str = key("", "go on from this checkpoint folder instead")
     seed: int = key(0, "seed of the order of the rows and of every random generator", least=0)
@@ -140,6 +145,8 @@ class RunRecipe:
         check_date(self.template_date)
         if not self.max_steps and not self.num_epochs:
             raise ValueError("num_epochs and max_steps are both 0: give one of them, or nothing is trained")
+        if self.dry_run and (self.resume or self.resume_from):
+            raise ValueError("dry_run looks at a new run: leave resume and resume_from out")
         if self.feature_cache and not self.cache_features:
             raise ValueError(
                 f"feature_cache {self.feature_cache!r} is given and cache_features is false: set that to true, or leave it out"
