@@ -25,7 +25,7 @@ from headstart.train.loss.distillation import Objective, summarize
 from headstart.train.loss.losses import Loss
 from headstart.train.run.acceptance import build_meter
 from headstart.train.run.loop import Training
-from headstart.train.run.optimization import build_optimizer
+from headstart.train.run.optimization import build_optimizer, wants_checkpointing
 from headstart.train.run.recipe import key, parse_recipe
 from headstart.train.run.run_folder import start_processes
 from headstart.train.run.run_recipe import RunRecipe
@@ -54,6 +54,12 @@ class Recipe(RunRecipe):
     )
     num_steps: int = key(1, "steps; all but the first run on the head's own states (HASS); 1: EAGLE", least=1, most=8)
     step_decay: float = key(1.0, "weight of step i's loss (from 0): this to the power i", least=0)
+    checkpoint_activations: str = key(
+        "auto",
+        "yes: each step is computed again in the backward pass instead of kept, with the same gradients: less memory, more time; "
+        "auto: for rows of more than 8192 tokens, if num_steps is above 1",
+        choices=("auto", "yes", "no"),
+    )
     num_speculative_tokens: int = key(
         5, "default depth of the head's drafts, and the depth it is measured at", least=1, most=8
     )
@@ -118,6 +124,7 @@ def main(argv):
     if start:
         take_weights(head, start, note)
     head.to(device)
+    head.checkpoint_steps = wants_checkpointing(recipe.checkpoint_activations, recipe.row_length, recipe.num_steps)
     optimizer = build_optimizer(head, recipe.weight_decay, recipe.beta1, recipe.beta2)
     meter = build_meter(recipe, target, head, held_out, tokenizer=tokenizer, note=note)
 

@@ -32,7 +32,7 @@ from headstart.train.loss.distillation import Objective, summarize
 from headstart.train.loss.losses import Loss
 from headstart.train.run.acceptance import build_meter
 from headstart.train.run.loop import Training
-from headstart.train.run.optimization import build_optimizer
+from headstart.train.run.optimization import build_optimizer, wants_checkpointing
 from headstart.train.run.recipe import key, parse_recipe
 from headstart.train.run.run_folder import start_processes
 from headstart.train.run.run_recipe import RunRecipe
@@ -72,6 +72,12 @@ class Recipe(RunRecipe):
         "width of the head, below the target's: cheaper to draft, and trains an embedding of its own; 0: the target's, or with "
         "start_from that head's",
         least=0,
+    )
+    checkpoint_activations: str = key(
+        "auto",
+        "yes: each step is computed again in the backward pass instead of kept, with the same gradients: less memory, more time; "
+        "auto: for rows of more than 8192 tokens, if num_steps is above 1",
+        choices=("auto", "yes", "no"),
     )
     num_speculative_tokens: int = key(
         5, "default depth of the head's drafts, and the depth it is measured at", least=1, most=MOST_STEPS
@@ -189,6 +195,7 @@ def main(argv):
     if start:
         take_weights(head, start, note)
     head.to(device)
+    head.checkpoint_steps = wants_checkpointing(recipe.checkpoint_activations, recipe.row_length, recipe.num_steps)
     optimizer = build_optimizer(head, recipe.weight_decay, recipe.beta1, recipe.beta2)
     meter = build_meter(recipe, target, head, held_out, tokenizer=tokenizer, note=note)
 

@@ -7,9 +7,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from headstart.heads import head as head_module
 from headstart.heads.checkpoint import load_head
-from headstart.tests.train.tiny_runs import all_lines, approximately, head_tensors, in_step, optimizer_state
+from headstart.tests.train.tiny_runs import (
+    all_lines,
+    approximately,
+    assert_same_run,
+    head_tensors,
+    in_step,
+    optimizer_state,
+)
 from headstart.tests.train.trainings import HEADS
+from headstart.train.run import optimization
 
 # ---- one long training of every kind of head, on a target that counts ----
 
@@ -203,3 +212,33 @@ def test_bfloat16_target_and_autocast_train_nearly_as_in_fp32(trainers, finished
     moments = [entry[name] for entry in state.values() for name in ("exp_avg", "exp_avg_sq")]
     assert len(moments) == 2 * sum(parameter.requires_grad for parameter in load_head(other).parameters())
     assert {moment.dtype for moment in moments} == {torch.float32}
+
+
+# ---- steps that are computed again in the backward pass ----
+
+
+@pytest.mark.parametrize("family", ["eagle", "eagle3"])
+@pytest.mark.parametrize(
+    ("keys", "longest", "checkpointed"),
+    [
+        ({"checkpoint_activations": "yes"}, 64, True),
+        ({}, 63, True),
+        ({}, 64, False),
+        ({"checkpoint_activations": "no"}, 63, False),
+    ],
+)
+def test_steps_computed_again_leave_the_same_run(
+    trainers, finished, monkeypatch, tmp_path, family, keys, longest, checkpointed
+):
+    """Asked for, or because rows, here of 64 tokens, are long."""
+    whole, used = finished(family, **WHOLE), []
+
+    def checkpoint(step, *arguments, **how):
+        used.append(step)
+        return real(step, *arguments, **how)
+
+    real = head_module.checkpoint
+    monkeypatch.setattr(head_module, "checkpoint", checkpoint)
+    monkeypatch.setattr(optimization, "LONG_ROW", longest)
+    assert_same_run(whole, trainers[family].run(**WHOLE, **keys))
+    assert bool(used) == checkpointed

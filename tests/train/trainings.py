@@ -155,13 +155,13 @@ TRAININGS = {
             (CHEAP | {"max_grad_value": 0}, {"max_grad_norm": 0.01}),
             (CHEAP | {"hass_weight": 1}, {"hass_top": 2}),
         ],
-        elsewhere=frozenset({"num_speculative_tokens"}),
+        elsewhere=frozenset({"num_speculative_tokens", "checkpoint_activations"}),
     ),
     "eagle3": TinyTraining(
         "eagle3",
         {"num_steps": 3, "num_speculative_tokens": 3, "aux_layers": "0,1,2", "draft_vocab_size": 40},
         changes=[(CHEAP, EAGLE3_CHANGES)],
-        elsewhere=frozenset({"num_speculative_tokens"}),
+        elsewhere=frozenset({"num_speculative_tokens", "checkpoint_activations"}),
     ),
     "joint": TinyTraining(
         "medusa",

@@ -56,15 +56,12 @@ def estimate_memory(head, target, optimizer, *, batch_rows, row_length, chunk_to
     targets = _storages(_local(tensor) for tensor in (*target.model.parameters(), *target.model.buffers()))
     heads = _storages(head.parameters())
     with plain_attention(), autocast:  # FlexAttention would be compiled for these lengths
-        sizes = [saved_bytes(head, target, num_rows=1, row_length=length, num_depths=num_depths) for length in _LENGTHS]
-        num_labels = min(chunk_tokens, batch_rows * row_length)
-        logits = chunk_bytes(head, target, num_labels=num_labels)
-    constant, per_token, per_pair = _fit(_LENGTHS, sizes)
+        constant, per_token, per_pair = _activations(head, target, num_depths)
+        logits = chunk_bytes(head, target, num_labels=min(chunk_tokens, batch_rows * row_length))
     if target.lm_head.weight.is_cuda:
         per_pair = 0  # FlexAttention keeps no scores
     gradients, moments = updated if buffer is None else buffer.nbytes, 2 * updated
-    saved = constant + batch_rows * row_length * (per_token + per_pair * row_length)
-    activations = round(saved + saved / num_depths * _BACKWARD)
+    activations = round(constant + batch_rows * row_length * (per_token + per_pair * row_length))
     return MemoryEstimate(
         target=sum(targets.values()),
         head=sum(size for place, size in heads.items() if place not in targets),
@@ -77,6 +74,28 @@ def estimate_memory(head, target, optimizer, *, batch_rows, row_length, chunk_to
     )
 
 
+def _activations(head, target, num_depths):
+    """Bytes of activations: (constant, per token, per pair of tokens of a row).
+
+    What all steps save, and what the backward pass of the last one works with: its gradients, and with checkpoint_steps all that is
+    computed again.
+    """
+
+    def saved(count):
+        sizes = [
+            saved_bytes(head, target, num_rows=1, row_length=n, num_depths=count) if count else 0 for n in _LENGTHS
+        ]
+        return _fit(sizes)
+
+    kept, checkpointed = saved(num_depths), head.checkpoint_steps
+    head.checkpoint_steps = False
+    whole, before = saved(num_depths), saved(num_depths - 1)
+    head.checkpoint_steps = checkpointed
+    share = _BACKWARD + checkpointed
+    kept = whole[0], *kept[1:]  # autocast keeps its copies of the weights in any case
+    return [one + share * (every - less) for one, every, less in zip(kept, whole, before)]
+
+
 def saved_bytes(head, target, *, num_rows, row_length, num_depths):
     """Bytes of rows [num_rows, row_length]: the target's features, what autograd saves, and the gradients of the states."""
     return _try(head, target, num_rows, row_length, num_depths)[1]
@@ -85,13 +104,19 @@ def saved_bytes(head, target, *, num_rows, row_length, num_depths):
 def chunk_bytes(head, target, *, num_labels):
     """Bytes of a chunk of C labels: the logits of target and head, and what autograd saves of the head's product."""
     predictions, _, weights = _try(head, target, 1, 2, 1)
-    state, saved = predictions.states[0], {}
-    with _noting(saved):
-        logits = predictions.logits(state.new_zeros(num_labels, state.shape[-1]).requires_grad_(), 0)
-    # For a moment a draft vocabulary's part of the target's logits is a third. On the CPU the loss is plain torch, in fp32.
-    count = 1 if predictions.draft_ids is None else 2
-    own = count * logits.nbytes + (0 if logits.is_cuda else 3 * 4 * logits.numel())
-    return _beside(saved, weights) + num_labels * target.vocab_size * target.dtype.itemsize + own
+    state = predictions.states[0]
+
+    def needed(count):
+        saved = {}
+        with _noting(saved):
+            logits = predictions.logits(state.new_zeros(count, state.shape[-1]).requires_grad_(), 0)
+        # For a moment a draft vocabulary's part of the target's logits is a third. On the CPU the loss is plain torch, in fp32.
+        own = logits.nbytes * (1 if predictions.draft_ids is None else 2)
+        own += 0 if logits.is_cuda else 3 * 4 * logits.numel()
+        return _beside(saved, weights) + count * target.vocab_size * target.dtype.itemsize + own
+
+    few, more = needed(1), needed(2)
+    return few + (num_labels - 1) * (more - few)
 
 
 def _try(head, target, num_rows, row_length, num_depths):
@@ -132,9 +157,9 @@ def _local(tensor):
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def _fit(lengths, sizes):
-    """(constant, per token, per pair) of sizes that are a polynomial of the second degree in the length."""
-    (a, b, c), (x, y, z) = lengths, sizes
+def _fit(sizes):
+    """(constant, per token, per pair) of the sizes at _LENGTHS, a polynomial of the second degree in the length."""
+    (a, b, c), (x, y, z) = _LENGTHS, sizes
     first, second = (y - x) / (b - a), (z - y) / (c - b)
     per_pair = (second - first) / (c - a)
     per_token = first - per_pair * (a + b)
@@ -158,5 +183,7 @@ def check_estimate(estimate, device):
         )
     advice = "lower chunk_tokens"
     if estimate.activations > estimate.logits:
-        advice = "lower batch_rows and raise accumulate by as much, or lower row_length"
+        advice = (
+            "lower batch_rows and raise accumulate by as much, lower row_length, or set checkpoint_activations (EAGLE)"
+        )
     return f"warning: the training needs about {said}, so it may run out of memory: {advice}"

@@ -171,6 +171,7 @@ class RunRecipe:
 CHANGEABLE = {"output", "max_steps", "num_epochs", "log_every", "tracker", "log_checkpoints", "log_samples"}
 CHANGEABLE |= {
     "max_skipped_steps",
+    "checkpoint_activations",  # the bits stay the same
     "checkpoint_every",
     "keep_checkpoints",
     "eval_every",
