@@ -11,7 +11,7 @@ from ..run.tracking import peak_memory
 class NoRun:
     """Stands for the run folder in a dry run: nothing is done yet, and nothing is written."""
 
-    step, tokens, rates = 0, 0, None
+    step = 0
 
 
 def rehearse(steps, *, num_steps, rows_per_step, row_length, device, note):

@@ -82,9 +82,7 @@ def _activations(head, target, num_depths):
     """
 
     def saved(count):
-        sizes = [
-            saved_bytes(head, target, num_rows=1, row_length=n, num_depths=count) if count else 0 for n in _LENGTHS
-        ]
+        sizes = [saved_bytes(head, target, row_length=n, num_depths=count) if count else 0 for n in _LENGTHS]
         return _fit(sizes)
 
     kept, checkpointed = saved(num_depths), head.checkpoint_steps
@@ -96,14 +94,14 @@ def _activations(head, target, num_depths):
     return [one + share * (every - less) for one, every, less in zip(kept, whole, before)]
 
 
-def saved_bytes(head, target, *, num_rows, row_length, num_depths):
-    """Bytes of rows [num_rows, row_length]: the target's features, what autograd saves, and the gradients of the states."""
-    return _try(head, target, num_rows, row_length, num_depths)[1]
+def saved_bytes(head, target, *, row_length, num_depths):
+    """Bytes of one row: the target's features, what autograd saves, and the gradients of the states."""
+    return _try(head, target, row_length, num_depths)[1]
 
 
 def chunk_bytes(head, target, *, num_labels):
     """Bytes of a chunk of C labels: the logits of target and head, and what autograd saves of the head's product."""
-    predictions, _, weights = _try(head, target, 1, 2, 1)
+    predictions, _, weights = _try(head, target, 2, 1)
     state = predictions.states[0]
 
     def needed(count):
@@ -119,12 +117,12 @@ def chunk_bytes(head, target, *, num_labels):
     return few + (num_labels - 1) * (more - few)
 
 
-def _try(head, target, num_rows, row_length, num_depths):
-    """(Predictions, saved_bytes, the storages of the weights) of rows of one token."""
+def _try(head, target, row_length, num_depths):
+    """(Predictions, saved_bytes, the storages of the weights) of one row."""
     layers, lm_head = head.aux_layers, target.lm_head.weight
     places = {"device": lm_head.device}
-    features = torch.zeros(num_rows, row_length, (1 + len(layers)) * target.hidden_size, dtype=target.dtype, **places)
-    rows = [torch.zeros(num_rows, row_length, dtype=torch.int64, **places) for _ in range(3)]
+    features = torch.zeros(1, row_length, (1 + len(layers)) * target.hidden_size, dtype=target.dtype, **places)
+    rows = [torch.zeros(1, row_length, dtype=torch.int64, **places) for _ in range(3)]
     weights, saved = _storages([lm_head, *head.parameters()]), _storages([features, *rows])
     with _noting(saved):
         predictions = head.predict(target.split(features, layers)[1], *rows, lm_head, num_depths)

@@ -242,10 +242,12 @@ class StandingStep(Step):
         self.logs = False
 
     def finish(self, max_value=0.0):
-        """Sum the gradients over the ranks as `Step.finish`, and forget them."""
+        """Sum the gradients over the ranks as `Step.finish`, and forget them. NonFiniteLoss if the loss is not finite."""
         training = self.training
         accelerator = training.processes.accelerator
         totals = accelerator.reduce(sum(self.shares), "sum")
+        if not totals[:, 0].isfinite().all():
+            raise NonFiniteLoss("loss of the first step", [])
         if accelerator.num_processes > 1:
             training.optimizer.sum_gradients()
         training.optimizer.zero_grad()

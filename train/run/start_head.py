@@ -65,7 +65,7 @@ def take_weights(head, start, note):
         if name == "embed_tokens.weight" and not weight.requires_grad:
             continue
         given = start.get_parameter(name)
-        if weight.shape == given.shape and name != "lm_head.weight":
+        if name != "lm_head.weight":
             weight.copy_(given)
             continue
         places = torch.full((head.config.vocab_size,), -1)

@@ -131,11 +131,11 @@ def test_long_rows_are_found_from_short_ones(training):
     sizes = {"batch_rows": 1, "row_length": 200, "chunk_tokens": 8, "num_depths": num_depths}
     estimate = estimate_memory(head, target, optimizer, **sizes, autocast=autocast)
     with autocast:
-        kept, share = saved_bytes(head, target, num_rows=1, row_length=200, num_depths=num_depths), 0.5
+        kept, share = saved_bytes(head, target, row_length=200, num_depths=num_depths), 0.5
         if head.checkpoint_steps:
             head.checkpoint_steps, share = False, 1.5
         sizes = [
-            saved_bytes(head, target, num_rows=1, row_length=200, num_depths=count) if count else 0
+            saved_bytes(head, target, row_length=200, num_depths=count) if count else 0
             for count in (num_depths, num_depths - 1)
         ]
     last = sizes[0] - sizes[1]
