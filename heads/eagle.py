@@ -79,11 +79,18 @@ class Eagle(Head):
         """
         count, dtype = num_steps or self.num_speculative_tokens, self.fc.weight.dtype
         tokens, attention = next_tokens(input_ids, count), PackedAttention(document_ids)
-        state, states = features, []
-        for i in range(count):
+        state, keys, states = features, [], []
+
+        def run(i, state, *keys):
+            now = attention.after(keys)
             pair = torch.cat((self.embed_tokens(tokens[..., i]), state), -1)  # [B, T, 2 H]
             x = self.fc(pair.to(dtype))
-            state = self.layers[0](x, x, self.rotary(position_ids + i, x.dtype), attention)
+            state = self.layers[0](x, x, self.rotary(position_ids + i, x.dtype), now)
+            return state, *now.keys[-2:]
+
+        for i in range(count):
+            state, *own = self.run_step(run, i, state, *keys)
+            keys += own
             states.append(state.flatten(0, 1))
         weight = cast_lm_head(lm_head_weight, dtype)
         return Predictions(states, lambda rows, k: F.linear(rows.to(dtype), weight))

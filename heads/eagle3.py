@@ -249,10 +249,17 @@ class Eagle3(Head):
                 f"num_steps must be from 1 to {MOST_STEPS} and at most the {tokens.shape[-1]} tokens given per row, got {num_steps}"
             )
         state = self.fc(features.to(self.fc.weight.dtype))
-        attention, states = PackedAttention(document_ids), []
-        for step in range(num_steps):
+        attention, keys, states = PackedAttention(document_ids), [], []
+
+        def run(step, state, *keys):
+            now = attention.after(keys)
             embedded = self.embed_tokens(tokens[..., step]).to(state.dtype)
-            state = self.midlayer(embedded, state, self.rotary(position_ids + step, state.dtype), attention)
+            state = self.midlayer(embedded, state, self.rotary(position_ids + step, state.dtype), now)
+            return state, *now.keys[-2:]
+
+        for step in range(num_steps):
+            state, *own = self.run_step(run, step, state, *keys)
+            keys += own
             states.append(state)
         return states
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 FINAL = ("final",)
 
@@ -41,6 +42,7 @@ class Head(nn.Module):
     uses_target_lm_head: whether its logits are the target's lm_head applied to its states.
     draft_token_ids: int64 [VD], the target's ids of a draft vocabulary; None: the whole vocabulary.
     adapter: fingerprint of the target's adapter that it was trained together with; "" for none.
+    checkpoint_steps: whether each step of `predict` is computed again in the backward pass, instead of kept (`run_step`).
     needs_embedding: whether it waits for `take_embedding`; embedding_is_targets: whether its table is the target's own.
     """
 
@@ -49,6 +51,7 @@ class Head(nn.Module):
     uses_target_lm_head = False
     draft_token_ids = None
     adapter = ""
+    checkpoint_steps = False
     needs_embedding = embedding_is_targets = False
 
     def __init__(self, config):
@@ -130,6 +133,15 @@ class Head(nn.Module):
         "advance": the pass over a step's emitted tokens}, only the parts that the head has. Works on any device, meta too.
         """
         raise NotImplementedError
+
+    def run_step(self, step, *arguments):
+        """step(*arguments), of tensors and numbers alone. With `checkpoint_steps` autograd keeps only the arguments.
+
+        Gradients are the same bit by bit; the step must draw no random numbers.
+        """
+        if not self.checkpoint_steps:
+            return step(*arguments)
+        return checkpoint(step, *arguments, use_reentrant=False, preserve_rng_state=False)
 
     @property
     def trained_dtype(self):

@@ -12,6 +12,8 @@ with a mask (call 0) or plain products. Not supported: attention dropout, slidin
 Letters: B rows of a batch, T tokens per row, HQ and HK query and key heads, D head dimension.
 """
 
+import contextlib
+import copy
 import functools
 
 import torch
@@ -27,24 +29,27 @@ FLEX_OPTIONS = {"FORCE_USE_FLEX_ATTENTION": True}
 class PackedAttention:
     """One layer's attention in one forward; `attend` is called once per step.
 
-    document_ids [B, T] integers: rows with the same number see each other; padding has its own number.
+    document_ids [B, T] integers: rows with the same number see each other; padding has its own number. keys: keys and values of
+    every call, [B, HK, T, D] each, one after the other.
     """
 
     def __init__(self, document_ids):
-        self.document_ids = document_ids
-        self.first = None  # keys and values of call 0, [B, HK, T, D] each
-        self.later = []  # keys and values of each later call
-        self.mask = None
+        self.keys = []
+        self.mask = block_mask(document_ids) if _takes_flex(document_ids) else _dense_mask(document_ids)
+
+    def after(self, keys):
+        """The attention of the call that comes after those that left `keys`, whatever this one has seen."""
+        found = copy.copy(self)
+        found.keys = [*keys]
+        return found
 
     def attend(self, q, k, v):
         """q [B, HQ, T, D], k and v [B, HK, T, D] of this step -> [B, HQ, T, D]"""
-        if self.first is None:
-            self.first = k, v
-            self.mask = block_mask(self.document_ids) if q.is_cuda else _dense_mask(self.document_ids)
+        self.keys += k, v
+        if len(self.keys) == 2:
             return _attend(q, k, v, self.mask, with_normaliser=False)[0]
-        self.later.append((k, v))
-        out, normaliser = _attend(q, *self.first, self.mask, with_normaliser=True)
-        return _join(out, normaliser, q, self.later)
+        out, normaliser = _attend(q, *self.keys[:2], self.mask, with_normaliser=True)
+        return _join(out, normaliser, q, self.keys[2::2], self.keys[3::2])
 
 
 def _dense_mask(document_ids):
@@ -69,6 +74,24 @@ def block_mask(document_ids, window=None):
     return _compiled(create_block_mask)(rule, len(document_ids), None, size, size, device=document_ids.device)
 
 
+@contextlib.contextmanager
+def plain_attention():
+    """Inside this context attention takes plain products on a GPU too: for a few short rows, which are not worth compiling for."""
+    global _plain
+    before, _plain = _plain, True
+    try:
+        yield
+    finally:
+        _plain = before
+
+
+_plain = False
+
+
+def _takes_flex(tensor):
+    return tensor.is_cuda and not _plain
+
+
 @functools.cache
 def _compiled(function):
     return torch.compile(function)
@@ -79,7 +102,7 @@ def _attend(q, k, v, mask, with_normaliser):
 
     mask: block_mask on a GPU, _dense_mask elsewhere  ->  ([B, HQ, T, D], fp32 or wider [B, HQ, T] or None)
     """
-    if not q.is_cuda:
+    if not _takes_flex(q):
         return _attend_dense(q, k, v, mask, with_normaliser)
     if q.dtype not in FLEX_DTYPES or q.shape[-1] < FLEX_LEAST_DIM:
         raise ValueError(
@@ -108,10 +131,10 @@ def _attend_dense(q, k, v, mask, with_normaliser):
     return weights.to(v.dtype) @ v, normaliser
 
 
-def _join(out, normaliser, q, later):
-    """Attention over the keys after `out`, and each row's own keys of later calls.  -> [B, HQ, T, D]"""
-    group = q.shape[1] // later[0][0].shape[1]
-    k, v = (_wide(torch.stack(parts, -2).repeat_interleave(group, 1)) for parts in zip(*later))  # [B, HQ, T, i, D]
+def _join(out, normaliser, q, keys, values):
+    """Attention over the keys after `out`, and each row's own keys and values of later calls.  -> [B, HQ, T, D]"""
+    group = q.shape[1] // keys[0].shape[1]
+    k, v = (_wide(torch.stack(parts, -2).repeat_interleave(group, 1)) for parts in (keys, values))  # [B, HQ, T, i, D]
     scores = (_wide(q)[..., None, :] * k).sum(-1) * q.shape[-1] ** -0.5  # [B, HQ, T, i]
     total = torch.logaddexp(normaliser, scores.logsumexp(-1))
     own = ((scores - total[..., None]).exp()[..., None] * v).sum(-2)

@@ -262,7 +262,10 @@ def _recipe(measured, origin):
     if not measured.recipe:
         return "No recipe was found" + (f"; {origin.card}, {origin.link}, may have it." if origin else ".")
     shown = yaml.safe_dump(measured.recipe, sort_keys=False, allow_unicode=True)
-    return f"The run's resolved configuration:\n\n```yaml\n{shown}```"
+    start, began = str(measured.recipe.get("start_from") or ""), ""
+    if is_hub_id(start.partition("@")[0]):
+        began = f"The training went on with the head `{start}`, whose licence may have a say in this one.\n\n"
+    return f"{began}The run's resolved configuration:\n\n```yaml\n{shown}```"
 
 
 def _license(head, target, extras):

@@ -58,10 +58,11 @@ PUBLIC = {
     "train/data": "chat_endpoint conversations dialogue encoding engine_answers generated_text held_out "
     "part_files regenerate_options rows survey template_date",
     "train/data/packed": "documents packing parts store",
+    "train/estimate": "dry_run memory",
     "train/loss": "distillation joint losses",
     "train/report": "dashboard page report workspace",
     "train/run": "acceptance checkpointing loop optimization recipe run_folder run_recipe settled_recipe start_head stopping "
-    "wandb_login",
+    "tracking wandb_login",
     "train/run/saving": "best_head saver",
     "train/teacher": "feature_cache features sharded_target target_adapter",
     "hub_export": "inspect_head",

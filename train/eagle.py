@@ -14,7 +14,7 @@ Every rank knows all rows and their order, so label counts need no communication
 optimiser step. Not done here: training the embedding or the lm_head, which are the target's; mixing data sets.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -25,11 +25,12 @@ from headstart.train.loss.distillation import Objective, summarize
 from headstart.train.loss.losses import Loss
 from headstart.train.run.acceptance import build_meter
 from headstart.train.run.loop import Training
-from headstart.train.run.optimization import build_optimizer
+from headstart.train.run.optimization import build_optimizer, wants_checkpointing
 from headstart.train.run.recipe import key, parse_recipe
 from headstart.train.run.run_folder import start_processes
 from headstart.train.run.run_recipe import RunRecipe
 from headstart.train.run.settled_recipe import settle_recipe
+from headstart.train.run.start_head import load_layer_start, take_weights
 from headstart.train.run.stopping import run_script
 from headstart.train.teacher.features import FrozenTarget, load_target
 
@@ -53,6 +54,12 @@ class Recipe(RunRecipe):
     )
     num_steps: int = key(1, "steps; all but the first run on the head's own states (HASS); 1: EAGLE", least=1, most=8)
     step_decay: float = key(1.0, "weight of step i's loss (from 0): this to the power i", least=0)
+    checkpoint_activations: str = key(
+        "auto",
+        "yes: each step is computed again in the backward pass instead of kept, with the same gradients: less memory, more time; "
+        "auto: for rows of more than 8192 tokens, if num_steps is above 1",
+        choices=("auto", "yes", "no"),
+    )
     num_speculative_tokens: int = key(
         5, "default depth of the head's drafts, and the depth it is measured at", least=1, most=8
     )
@@ -106,17 +113,18 @@ def main(argv):
         raise ValueError(
             "the target's lm_head has a bias, which EAGLE heads, that end in it, cannot use: train Medusa heads"
         )
-    config = target.layer_config(
-        EagleConfig,
-        base_model_name_or_path=recipe.target,
-        num_speculative_tokens=recipe.num_speculative_tokens,
-    )
+    start = load_layer_start(recipe, processes.resumed, Eagle, target, called="an EAGLE head")
+    own = {"base_model_name_or_path": recipe.target, "num_speculative_tokens": recipe.num_speculative_tokens}
+    config = replace(start.config, **own) if start else target.layer_config(EagleConfig, **own)
     documents, held_out = load_documents(recipe, tokenizer, processes)
     packed, labels_per_row = build_rows(documents, recipe.row_length, tokenizer.pad_token_id, note)
     target.check(*rows_to_check(packed, device))
     head = Eagle(config)
     target.initialize(head)
+    if start:
+        take_weights(head, start, note)
     head.to(device)
+    head.checkpoint_steps = wants_checkpointing(recipe.checkpoint_activations, recipe.row_length, recipe.num_steps)
     optimizer = build_optimizer(head, recipe.weight_decay, recipe.beta1, recipe.beta2)
     meter = build_meter(recipe, target, head, held_out, tokenizer=tokenizer, note=note)
 

@@ -20,7 +20,7 @@ Every rank knows all rows and their order, so label counts need no communication
 optimiser step. Not done here: mixing several data sets.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -32,11 +32,12 @@ from headstart.train.loss.distillation import Objective, summarize
 from headstart.train.loss.losses import Loss
 from headstart.train.run.acceptance import build_meter
 from headstart.train.run.loop import Training
-from headstart.train.run.optimization import build_optimizer
+from headstart.train.run.optimization import build_optimizer, wants_checkpointing
 from headstart.train.run.recipe import key, parse_recipe
 from headstart.train.run.run_folder import start_processes
 from headstart.train.run.run_recipe import RunRecipe
 from headstart.train.run.settled_recipe import settle_recipe
+from headstart.train.run.start_head import load_layer_start, take_weights
 from headstart.train.run.stopping import run_script
 from headstart.train.teacher.features import FrozenTarget, load_target
 
@@ -57,17 +58,26 @@ class Recipe(RunRecipe):
     step_decay: float = key(0.8, "weight of step i's loss (from 0): this to the power i", least=0)
     draft_vocab_size: int = key(
         0,
-        "size of the draft vocabulary: the most frequent supervised tokens and the target's stop tokens; 0: all tokens",
+        "size of the draft vocabulary: the most frequent supervised tokens and the target's stop tokens; 0: all tokens, or with "
+        "start_from the tokens of that head",
         least=0,
     )
     aux_layers: str = key(
         "",
-        "layers whose entering residual streams the head reads, such as 2,16,29; empty: 2, n/2 and n-3 of n, as in published heads",
+        "layers whose entering residual streams the head reads, such as 2,16,29; empty: 2, n/2 and n-3 of n, as in published "
+        "heads, or with start_from those of that head",
     )
     hidden_size: int = key(
         0,
-        "width of the head, below the target's: cheaper to draft, and trains an embedding of its own; 0: the target's",
+        "width of the head, below the target's: cheaper to draft, and trains an embedding of its own; 0: the target's, or with "
+        "start_from that head's",
         least=0,
+    )
+    checkpoint_activations: str = key(
+        "auto",
+        "yes: each step is computed again in the backward pass instead of kept, with the same gradients: less memory, more time; "
+        "auto: for rows of more than 8192 tokens, if num_steps is above 1",
+        choices=("auto", "yes", "no"),
     )
     num_speculative_tokens: int = key(
         5, "default depth of the head's drafts, and the depth it is measured at", least=1, most=MOST_STEPS
@@ -107,6 +117,29 @@ def choose_aux_layers(recipe, target):
     return layers
 
 
+def choose_config(recipe, target, start):
+    """The config of the head; with `start`, the head that it begins with, that head's, with the recipe's size of the vocabulary.
+
+    Raises ValueError if the recipe asks for aux layers or a width that `start` does not have.
+    """
+    own = {"num_speculative_tokens": recipe.num_speculative_tokens, "base_model_name_or_path": recipe.target}
+    if start is None:
+        return target.layer_config(
+            Eagle3Config,
+            draft_vocab_size=recipe.draft_vocab_size or target.vocab_size,
+            aux_layer_ids=choose_aux_layers(recipe, target),
+            hidden_size=recipe.hidden_size or target.hidden_size,
+            **own,
+        )
+    for name, given in (("aux_layers", recipe.aux_layer_ids), ("hidden_size", recipe.hidden_size)):
+        found = start.features if name == "aux_layers" else start.config.hidden_size
+        if given and given != found:
+            raise ValueError(
+                f"start_from {recipe.start_from!r} has {name} {found!r}, this run asks for {given!r}: leave {name} out"
+            )
+    return replace(start.config, draft_vocab_size=recipe.draft_vocab_size or start.config.draft_vocab_size, **own)
+
+
 def choose_draft_vocabulary(packed, size, stop_ids, *, vocab_size, tokenizer, note):
     """(d2t, t2d) of the `size` tokens supervised most often, stop_ids always included; `note(text)` is told what is lost."""
     counts, ends = torch.zeros(2, vocab_size, dtype=torch.int64)
@@ -139,19 +172,16 @@ def main(argv):
     recipe = settle_recipe(recipe, processes, tokenizer)
     target = FrozenTarget(model)
     target.check_row_length(recipe.row_length)
-    config = target.layer_config(
-        Eagle3Config,
-        draft_vocab_size=recipe.draft_vocab_size or target.vocab_size,
-        aux_layer_ids=choose_aux_layers(recipe, target),
-        hidden_size=recipe.hidden_size or target.hidden_size,
-        num_speculative_tokens=recipe.num_speculative_tokens,
-        base_model_name_or_path=recipe.target,
-    )
+    start = load_layer_start(recipe, processes.resumed, Eagle3, target, called="an EAGLE-3 head")
+    config = choose_config(recipe, target, start)
     documents, held_out = load_documents(recipe, tokenizer, processes)
     packed, labels_per_row = build_rows(documents, recipe.row_length, tokenizer.pad_token_id, note)
     target.check(*rows_to_check(packed, device))
     head = Eagle3(config)
-    if config.draft_vocab_size < target.vocab_size:
+    if start and not recipe.draft_vocab_size:
+        if start.d2t is not None:
+            head.set_draft_vocabulary(start.d2t, start.t2d)
+    elif config.draft_vocab_size < target.vocab_size:
         vocabulary = choose_draft_vocabulary(
             packed,
             config.draft_vocab_size,
@@ -162,7 +192,10 @@ def main(argv):
         )
         head.set_draft_vocabulary(*vocabulary)
     target.initialize(head)
+    if start:
+        take_weights(head, start, note)
     head.to(device)
+    head.checkpoint_steps = wants_checkpointing(recipe.checkpoint_activations, recipe.row_length, recipe.num_steps)
     optimizer = build_optimizer(head, recipe.weight_decay, recipe.beta1, recipe.beta2)
     meter = build_meter(recipe, target, head, held_out, tokenizer=tokenizer, note=note)
 

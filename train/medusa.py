@@ -31,7 +31,7 @@ from headstart.train.run.recipe import key, parse_recipe
 from headstart.train.run.run_folder import start_processes
 from headstart.train.run.run_recipe import RunRecipe
 from headstart.train.run.settled_recipe import settle_recipe
-from headstart.train.run.start_head import load_start
+from headstart.train.run.start_head import check_same_shape, load_start
 from headstart.train.run.stopping import run_script
 from headstart.train.teacher.features import FrozenTarget, load_target
 from headstart.train.teacher.sharded_target import check_whole_target
@@ -54,7 +54,8 @@ class Recipe(RunRecipe):
     )
     start_from: str = key(
         "",
-        "begin with these heads (run, checkpoint, folder or Hub id) of the same shape; joint needs them, from the stage heads",
+        "begin with the weights of these heads (run, checkpoint, folder or Hub id, in any format that is read) of the same shape; "
+        "joint needs them, from the stage heads. A resumed run does not read them again",
     )
     target_loss: str = key(
         "kl",
@@ -113,7 +114,8 @@ def build_head(recipe, target, resumed):
     head = Medusa(config)
     target.initialize(head)
     if recipe.start_from and not resumed:
-        start = load_start(recipe.start_from, Medusa, head.config, called="Medusa heads")
+        start = load_start(recipe.start_from, Medusa, called="Medusa heads")
+        check_same_shape(start, head.config, recipe.start_from)
         head.load_state_dict(start.state_dict())
     return head
 

@@ -30,7 +30,7 @@ from headstart.train.run.recipe import key, parse_recipe
 from headstart.train.run.run_folder import begin_folder, start_processes
 from headstart.train.run.run_recipe import RunRecipe
 from headstart.train.run.settled_recipe import settle_recipe
-from headstart.train.run.start_head import load_start
+from headstart.train.run.start_head import check_same_shape, load_start
 from headstart.train.run.stopping import run_script
 from headstart.train.teacher.features import FrozenTarget, load_target
 from headstart.train.teacher.sharded_target import check_whole_target
@@ -54,7 +54,9 @@ class Recipe(RunRecipe):
     )
     stage: int = key(1, "1: on the data; 2: on text that the target generates from pieces of the data", least=1, most=2)
     start_from: str = key(
-        "", "begin with this head (run, checkpoint, folder or Hub id) of the same shape; stage 2 needs one"
+        "",
+        "begin with the weights of this head (run, checkpoint, folder or Hub id, in any format that is read) of the same shape; "
+        "stage 2 needs one. A resumed run does not read it again",
     )
     num_prompts: int = key(4096, "stage 2: number of pieces of the data to generate from; 0: all", least=0)
     prompt_tokens: int = key(64, "stage 2: tokens per piece", least=1)
@@ -93,7 +95,10 @@ def build_head(recipe, target, resumed):
     )
     if resumed or not recipe.start_from:
         return MLPSpeculator(config)
-    return load_start(recipe.start_from, MLPSpeculator, config, called="an MLP speculator", has="is a head of")
+    start = load_start(recipe.start_from, MLPSpeculator, called="an MLP speculator")
+    check_same_shape(start, config, recipe.start_from, has="is a head of")
+    start.config = config  # which names this run's target
+    return start
 
 
 def main(argv):
@@ -114,8 +119,10 @@ def main(argv):
         generator = build_generator(target, tokenizer, recipe.prompt_tokens + recipe.answer_tokens)
     head = build_head(recipe, target, processes.resumed).to(device)
     documents, held_out = load_documents(recipe, tokenizer, processes)
-    kind = "generated texts" if generator else "conversations"
-    if generator:
+    kind = "generated texts" if generator and not recipe.dry_run else "conversations"
+    if generator and recipe.dry_run:
+        note("dry run: no text is generated, rows of the data stand for it")
+    elif generator:
         if not processes.resumed:
             begin_folder(recipe, processes.accelerator)
         documents = generated_documents(

@@ -186,6 +186,14 @@ def test_drawings_show_training_acceptance_and_tree(run, tmp_path):
     assert "/secret" not in text + (tmp_path / "out" / "replay.json").read_text()
 
 
+@pytest.mark.parametrize(("start_from", "named"), [("some/head@main", True), ("", False), ("/secret/head", False)])
+def test_card_names_the_published_head_that_the_training_went_on_with(run, tmp_path, start_from, named):
+    (run / "config.yaml").write_text(yaml.safe_dump({"data": "stdlib", "start_from": start_from}))
+    assert main([str(run), "--format", "medusa", "--output", str(tmp_path / "out")]) == 0
+    said = "The training went on with the head `some/head@main`, whose licence may have a say in this one."
+    assert (said in (tmp_path / "out" / "README.md").read_text()) == named
+
+
 def test_no_absolute_path_reaches_the_export(run, tmp_path):
     recipe = {"data": ["some/conversations", "/secret/my secret/a.jsonl"], "target": "/secret/target", "lr": 0.5}
     recipe |= {

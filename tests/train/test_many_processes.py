@@ -83,12 +83,21 @@ def test_two_processes_with_a_divided_target_train_as_one(trainers, read_metrics
         trainers[name].run(**ONE, **keys, output=tmp_path / f"{name}-1")
         going_on = {"resume_from": tmp_path / "medusa-1" / "checkpoints" / "step-000003"} if name == "medusa" else {}
         runs.append([name, trainers[name].arguments(**TWO, **keys, **going_on, output=tmp_path / f"{name}-2")])
+    left_out = {"lr": 1e38, "warmup_ratio": 0, "max_grad_norm": 0, "max_steps": 3, "max_skipped_steps": 2}
+    runs.append(["medusa", trainers["medusa"].arguments(**TWO, **left_out, output=tmp_path / "left-out")])
     said = launch("fsdp2.yaml", 2, free_port(), SEVERAL, json.dumps(runs))
     assert said.count("the target is sharded over the GPUs") == 1
     assert "changed since the run was started: " in said
     for name in own:
         since = 3 if name == "medusa" else 0
         assert_same_training(tmp_path / f"{name}-1", tmp_path / f"{name}-2", read_metrics, since)
+    # What both ranks were fed in steps that are left out; a row is text of one of them.
+    entries = [json.loads(line) for line in (tmp_path / "left-out" / "non-finite-steps.jsonl").open()]
+    assert [entry["step"] for entry in entries] == [2, 3]
+    for entry in entries:
+        fed = [row for rank in entry["ranks"] for micro_step in rank for row in micro_step["rows"]]
+        assert len(entry["ranks"]) == 2
+        assert len(set(fed)) == 8
     # Acceptance: teacher-forced on all ranks together instead of the engine's.
     (measured,) = read_metrics("acceptance", run="eagle3-2")
     assert measured["source"] == "teacher_forced"

@@ -7,10 +7,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from headstart.heads import head as head_module
 from headstart.heads.checkpoint import load_head
-from headstart.tests.train.tiny_runs import all_lines, approximately, head_tensors, in_step, optimizer_state
+from headstart.tests.train.tiny_runs import (
+    all_lines,
+    approximately,
+    assert_same_run,
+    head_tensors,
+    in_step,
+    optimizer_state,
+)
 from headstart.tests.train.trainings import HEADS
-from headstart.train.run.optimization import NonFiniteLoss
+from headstart.train.run import optimization
 
 # ---- one long training of every kind of head, on a target that counts ----
 
@@ -206,20 +214,31 @@ def test_bfloat16_target_and_autocast_train_nearly_as_in_fp32(trainers, finished
     assert {moment.dtype for moment in moments} == {torch.float32}
 
 
-# ---- what stops it ----
-
-DIVERGING = {"lr": 1e38, "warmup_ratio": 0, "max_grad_norm": 0}
+# ---- steps that are computed again in the backward pass ----
 
 
-@pytest.mark.parametrize("family", HEADS)
-def test_non_finite_loss_stops_before_the_step_and_says_what_was_fed(trainers, read_metrics, tmp_path, family):
-    with pytest.raises(NonFiniteLoss, match=r"step 2 is not finite; .*rows \[\d+, \d+\].*<\|user\|>"):
-        trainers[family].main(**DIVERGING)
-    assert [line["step"] for line in read_metrics()] == [1]
-    assert not (tmp_path / "run" / "head").exists()
+@pytest.mark.parametrize("family", ["eagle", "eagle3"])
+@pytest.mark.parametrize(
+    ("keys", "longest", "checkpointed"),
+    [
+        ({"checkpoint_activations": "yes"}, 64, True),
+        ({}, 63, True),
+        ({}, 64, False),
+        ({"checkpoint_activations": "no"}, 63, False),
+    ],
+)
+def test_steps_computed_again_leave_the_same_run(
+    trainers, finished, monkeypatch, tmp_path, family, keys, longest, checkpointed
+):
+    """Asked for, or because rows, here of 64 tokens, are long."""
+    whole, used = finished(family, **WHOLE), []
 
+    def checkpoint(step, *arguments, **how):
+        used.append(step)
+        return real(step, *arguments, **how)
 
-def test_non_finite_loss_ends_the_command_with_a_message_and_a_status(arguments, run_script):
-    status, said = run_script(arguments(**DIVERGING))
-    assert status == 1
-    assert "error: the loss of step 2 is not finite" in said
+    real = head_module.checkpoint
+    monkeypatch.setattr(head_module, "checkpoint", checkpoint)
+    monkeypatch.setattr(optimization, "LONG_ROW", longest)
+    assert_same_run(whole, trainers[family].run(**WHOLE, **keys))
+    assert bool(used) == checkpointed

@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,30 @@ import torch
 from safetensors.torch import load_file
 
 from headstart.heads.checkpoint import save_head
+from headstart.heads.eagle import Eagle, EagleConfig
+from headstart.heads.eagle3 import Eagle3, Eagle3Config
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 from headstart.tests.train.trainings import START
 from headstart.train.run import loop
 from headstart.train.run.checkpointing import list_checkpoints, read_state
+
+# The layer of a published head: no sizes of the tiny target's layers but those that it must have.
+SHAPE = {"hidden_size": 32, "vocab_size": 48, "intermediate_size": 40, "head_dim": 8}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 1, "rope_theta": 500.0, "attention_bias": True}
+START_VOCABULARY = 24  # every second token
+LAYERS = {
+    "eagle": (Eagle, partial(EagleConfig, fc_bias=True)),
+    "eagle3": (
+        Eagle3,
+        partial(
+            Eagle3Config,
+            target_hidden_size=32,
+            draft_vocab_size=START_VOCABULARY,
+            aux_layer_ids=(0, 2),
+        ),
+    ),
+}
 
 
 class Trainer:
@@ -55,6 +75,13 @@ def save_start(folder, family, **config):
         head = Medusa(MedusaConfig(32, 48, 3, **config))
         for parameter in head.parameters():
             torch.nn.init.normal_(parameter, std=0.2)
+    elif family in LAYERS:
+        kind, head_config = LAYERS[family]
+        head = kind(head_config(**SHAPE | config))
+        if not head.embed_tokens.weight.requires_grad:
+            head.embed_tokens = None  # as in published files
+        if family == "eagle3":
+            head.set_draft_vocabulary(torch.arange(START_VOCABULARY), torch.arange(48) % 2 == 0)
     else:
         head = MLPSpeculator(MLPSpeculatorConfig(32, 48, 24, 3, **config))
         for norm in head.ln:

@@ -116,6 +116,9 @@ STAGE_2_CHANGES = {"prompt_tokens": 4, "answer_tokens": 8, "num_prompts": 18, "s
 # Keys of every script, shown by the runs of Medusa heads. What follows the others: test_recipes.py, the tests of run/ and teacher/.
 OF_ALL = {"target", "data", "output", "resume", "resume_from", "tracker", "num_epochs", "eval_data", "log_checkpoints"}
 OF_ALL |= {
+    "start_from",
+    "max_skipped_steps",
+    "dry_run",
     "cache_features",
     "feature_cache",
     "template_date",
@@ -138,13 +141,13 @@ TRAININGS = {
             (MEASURED, {"eval_every": 1, "eval_prompts": 2, "eval_tokens": 5}),
             (SAVED, {"checkpoint_every": 2, "keep_checkpoints": 1}),
         ],
-        elsewhere=frozenset(OF_ALL | {"stage", "start_from"} | JOINT_CHANGES.keys()),
+        elsewhere=frozenset(OF_ALL | {"stage"} | JOINT_CHANGES.keys()),
     ),
     "mlp_speculator": TinyTraining(
         "mlp_speculator",
         {"num_steps": 3, "inner_size": 24},
         changes=[(CHEAP, MLP_SPECULATOR_CHANGES), (CHEAP | {"loss": "lk"}, {"lk_eta": 9})],
-        elsewhere=frozenset({"stage", "start_from"} | STAGE_2_CHANGES.keys()),
+        elsewhere=frozenset({"stage"} | STAGE_2_CHANGES.keys()),
     ),
     "eagle": TinyTraining(
         "eagle",
@@ -154,13 +157,13 @@ TRAININGS = {
             (CHEAP | {"max_grad_value": 0}, {"max_grad_norm": 0.01}),
             (CHEAP | {"hass_weight": 1}, {"hass_top": 2}),
         ],
-        elsewhere=frozenset({"num_speculative_tokens"}),
+        elsewhere=frozenset({"num_speculative_tokens", "checkpoint_activations"}),
     ),
     "eagle3": TinyTraining(
         "eagle3",
         {"num_steps": 3, "num_speculative_tokens": 3, "aux_layers": "0,1,2", "draft_vocab_size": 40},
         changes=[(CHEAP, EAGLE3_CHANGES)],
-        elsewhere=frozenset({"num_speculative_tokens"}),
+        elsewhere=frozenset({"num_speculative_tokens", "checkpoint_activations"}),
     ),
     "joint": TinyTraining(
         "medusa",

@@ -4,6 +4,7 @@ Letters: R rows, T tokens per row.
 """
 
 import contextlib
+import math
 import random
 import sys
 import zlib
@@ -14,7 +15,6 @@ import numpy as np
 from accelerate.utils import broadcast_object_list
 
 from ...heads.storage.atomic_write import write_whole
-from ..run.optimization import NonFiniteLoss
 from .conversations import BUILT_IN, Chosen, Source, load_conversations, source_facts, split_of
 from .encoding import BATCH, choose_encodable, encode_places, num_workers
 from .held_out import choose_held_out, eval_sets
@@ -22,7 +22,6 @@ from .packed.packing import DocumentRows, lay_out
 from .packed.store import DocumentStore, default_folder, tokenizer_facts
 from .template_date import prints_date
 
-TOLD_TOKENS = 48  # tokens that an error shows of each row
 KEPT_BYTES = 2**24  # smaller data are packed sooner than they are looked up
 
 
@@ -239,19 +238,18 @@ def _kept_fingerprint(packed):
     return folder / f"rows-{packed.row_length}-{packed.pad_token_id}-{layout:08x}.txt"
 
 
-@contextlib.contextmanager
-def describe_non_finite(step, packed, fed, tokenizer):
-    """Inside this context a NonFiniteLoss becomes an error that names the step (from 0) and this process's rows.
+def describe_micro_steps(packed, fed, shares, *, at_fault, tokenizer):
+    """This process's part of an optimiser step that was not finite, for a file of JSON lines: a dict per micro-step.
 
-    fed: the rows of each micro-step. The error shows the beginning of the first four rows at fault.
+    fed: the rows of each micro-step; shares: its results of `accumulate_gradients`; at_fault: the micro-steps whose text is told.
     """
-    try:
-        yield
-    except NonFiniteLoss as error:
-        rows = [row for i in error.micro_steps for row in fed[i]]
-        excerpts = [repr(tokenizer.decode(ids[:TOLD_TOKENS].tolist())) for ids in packed.select(rows[:4]).input_ids]
-        told = f"this process was fed rows {rows}, which begin with {'; '.join(excerpts)}"
-        error.args = (
-            f"the {error.what} of step {step + 1} is not finite; {told if rows else 'another rank says what it was fed'}",
-        )
-        raise
+    told = []
+    for i, (rows, share) in enumerate(zip(fed, shares, strict=True)):
+        losses = (share[:, 0] / share[:, 1].clamp_min(1)).tolist()
+        losses = [loss if math.isfinite(loss) else str(loss) for loss in losses]  # JSON has no NaN
+        some, texts = packed.select(rows), []
+        if i in at_fault:
+            for ids, documents in zip(some.input_ids, some.document_ids):
+                texts.append(tokenizer.decode(ids[documents >= 0].tolist()))
+        told.append({"rows": rows, "losses": losses, "texts": texts})
+    return told

@@ -56,6 +56,7 @@ DASHBOARD = {
         Panel("Chance that a draft is accepted", "lines", "train/head([0-9]+)_alpha", "alpha", 0, 1),
         Panel("Learning rate", "line", "train/lr", "learning rate", 0),
         Panel("Length of the gradient", "line", "train/grad_norm", "norm", 0),
+        Panel("Steps left out, not finite", "line", "train/skipped_steps", "steps", 0),
     ),
     "Acceptance while training": (
         Panel("Acceptance length", "line", "acceptance/acceptance_length", "tokens per step", 1),

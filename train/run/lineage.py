@@ -1,4 +1,5 @@
-"""The sources of a run's head, for W&B: its target and its data. Each is described and linked, never uploaded.
+"""The sources of a run's head, for W&B: its target, its data, the head that it starts from. Each is described and linked, never
+uploaded.
 
 Only local knowledge is used: revision and licence of a target from the Hub are looked up in the Hub's cache, not online. None
 stands for unknown.
@@ -10,12 +11,13 @@ from pathlib import Path
 
 from huggingface_hub import try_to_load_from_cache
 
+from ...heads.storage.hub_id import split_revision
 from ..data.conversations import BUILT_IN, is_pattern, split_of
 
 
 @dataclass(frozen=True)
 class Source:
-    """A source that a run reads.  role: "target" or "data"; uri: "" if there is none"""
+    """A source that a run reads.  role: "target", "data" or "start"; uri: "" if there is none"""
 
     role: str
     kind: str  # W&B's type of artifact: model or dataset
@@ -29,7 +31,10 @@ class Source:
 
 
 def find_sources(recipe, model, rows):
-    """(target, data) of a run.  recipe: has target and data; model: the loaded target, frozen; rows: their fingerprint"""
+    """(target, data) of a run, or (target, data, start).
+
+    recipe: has target, data and start_from; model: the loaded target, frozen; rows: their fingerprint
+    """
     revision = getattr(model.config, "_commit_hash", None)
     card = _card(recipe.target, revision)
     target = {
@@ -49,9 +54,22 @@ def find_sources(recipe, model, rows):
         uri, data["licence"] = place.resolve().as_uri(), _licence(place / "README.md")
     else:
         uri = f"https://huggingface.co/datasets/{name}"
-    return Source("target", "model", _hub_or_file(recipe.target, revision), target), Source(
-        "data", "dataset", uri, data
+    sources = (
+        Source("target", "model", _hub_or_file(recipe.target, revision), target),
+        Source("data", "dataset", uri, data),
     )
+    return (*sources, _find_start(recipe.start_from)) if recipe.start_from else sources
+
+
+def _find_start(start_from):
+    """The head that a run starts from; of one from the Hub the commit that was read, and its licence."""
+    name, revision = start_from, None
+    if not Path(name).expanduser().exists():
+        name, asked = split_revision(start_from)
+        found = try_to_load_from_cache(name, "config.json", revision=asked)
+        revision = Path(found).parent.name if isinstance(found, str) else asked
+    start = {"name": start_from, "revision": revision, "licence": _licence(_card(name, revision))}
+    return Source("start", "model", _hub_or_file(name, revision), start)
 
 
 def artifact_name(*words):

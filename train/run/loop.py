@@ -22,11 +22,14 @@ from dataclasses import dataclass
 import torch
 from tqdm import tqdm
 
-from ..data.rows import deal_rows, describe_non_finite, fingerprint, rows_of_step, select_rows
+from ..data.rows import deal_rows, describe_micro_steps, fingerprint, rows_of_step, select_rows
+from ..estimate.dry_run import NoRun, rehearse
+from ..estimate.memory import check_estimate, estimate_memory
 from ..loss.distillation import Labels, accumulate_gradients, find_labels
 from ..teacher.feature_cache import cache_features
-from .optimization import finish_step
-from .run_folder import RunFolder
+from .optimization import NonFiniteLoss, finish_step
+from .run_folder import RunFolder, choose_precision
+from .run_lock import release
 from .run_recipe import is_due
 from .stopping import StopSignals
 from .tracking import Speedometer
@@ -68,24 +71,56 @@ class Training:
         self.status, self.cache = 0, None
 
     def __enter__(self):
+        recipe, processes = self.recipe, self.processes
+        precision = choose_precision(recipe, processes, self.target)
+        self.autocast = torch.autocast(processes.device.type, torch.bfloat16, enabled=precision == "bf16")
+        self._tell_memory()
+        if recipe.dry_run:
+            self.run, self.stack = NoRun(), ExitStack()
+            self.stack.callback(release, recipe.output)
+            return self
         rows = {"rows": fingerprint(self.packed), "rows_per_step": self.rows_per_step}
         trained = {"head": self.head, "optimizer": self.optimizer, "target": self.target, "adapter": self.adapter}
         with ExitStack() as stack:
             self.stop = stack.enter_context(StopSignals())
             self.run = stack.enter_context(
-                RunFolder(self.recipe, self.processes, rows=rows, num_steps=self.num_steps, **trained)
+                RunFolder(recipe, processes, rows=rows, num_steps=self.num_steps, precision=precision, **trained)
             )
             bar = {"total": self.num_steps, "initial": self.run.step, "desc": "training", "unit": "step"}
-            self.bar = stack.enter_context(tqdm(**bar, disable=not self.processes.accelerator.is_main_process))
+            self.bar = stack.enter_context(tqdm(**bar, disable=not processes.accelerator.is_main_process))
             self.run.keep_held_out(self.held_out)
             self.stack = stack.pop_all()
-        self.autocast = torch.autocast(self.processes.device.type, torch.bfloat16, enabled=self.run.precision == "bf16")
         return self
+
+    def _tell_memory(self):
+        """Say what a step will need; ValueError if it cannot fit."""
+        recipe, processes = self.recipe, self.processes
+        need = estimate_memory(
+            self.head,
+            self.target,
+            self.optimizer,
+            batch_rows=recipe.batch_rows,
+            row_length=recipe.row_length,
+            chunk_tokens=recipe.chunk_tokens,
+            num_depths=len(recipe.objective.weights),
+            autocast=self.autocast,
+        )
+        processes.note(f"memory: {need.describe(recipe.batch_rows * recipe.row_length)}")
+        warning = check_estimate(need, processes.device)
+        if warning:
+            processes.note(warning)
 
     def __exit__(self, *exception):
         return self.stack.__exit__(*exception)
 
     def __iter__(self):
+        if self.recipe.dry_run:
+            self.objective = self.recipe.objective
+            sizes = {"rows_per_step": self.rows_per_step, "row_length": self.recipe.row_length}
+            told = {"device": self.processes.device, "note": self.processes.note}
+            steps = (StandingStep(self) for _ in range(2))
+            yield from rehearse(steps, num_steps=self.num_steps, **sizes, **told)
+            return
         recipe, run, stop = self.recipe, self.run, self.stop
         if recipe.cache_features and run.step < self.num_steps:
             layers = self.head.aux_layers
@@ -170,12 +205,12 @@ class Step:
     def finish(self, max_value=0.0):
         """Sum gradients and totals over the ranks and make the step.  -> the totals, fp64 [K, .], or [1 + K, .] for a joint stage
 
-        max_value: every entry of the gradient is cut to plus or minus this; 0: never. A non-finite number stops the run
-        (NonFiniteLoss) before it reaches the weights.
+        max_value: every entry of the gradient is cut to plus or minus this; 0: never. A step with a non-finite number is left out,
+        and gives no figures (None); beyond max_skipped_steps it stops the run (NonFiniteLoss).
         """
         training, recipe = self.training, self.training.recipe
         self.lr = recipe.learning_rate(self.number, training.num_steps)
-        with describe_non_finite(self.number, training.packed, self.fed, training.tokenizer):
+        try:
             totals, self.grad_norm = finish_step(
                 training.trained,
                 training.optimizer,
@@ -185,7 +220,14 @@ class Step:
                 max_norm=recipe.max_grad_norm,
                 max_value=max_value,
             )
-        training.objective = self.objective.after(totals[-len(self.objective.weights) :])  # the head's
+            training.objective = self.objective.after(totals[-len(self.objective.weights) :])  # the head's
+        except NonFiniteLoss as error:  # on all ranks
+            totals, self.logs = None, False
+            fed = describe_micro_steps(
+                training.packed, self.fed, self.shares, at_fault=error.micro_steps, tokenizer=training.tokenizer
+            )
+            training.run.skip_step(error, fed, recipe.max_skipped_steps)
+            training.optimizer.zero_grad()
         training.run.advance(training.packed.count_tokens(self.rows), training.objective.rates)
         training.bar.update()
         return totals
@@ -194,6 +236,26 @@ class Step:
         """Record the figures of this step, with its learning rate and the gradient's norm."""
         figures = figures | {"lr": self.lr, "grad_norm": self.grad_norm}
         self.training.run.record_step(figures, self.training.speed, self.training.bar)
+
+
+class StandingStep(Step):
+    """The first step, whose optimiser stands still: a dry run's."""
+
+    def __init__(self, training):
+        super().__init__(training)
+        self.logs = False
+
+    def finish(self, max_value=0.0):
+        """Sum the gradients over the ranks as `Step.finish`, and forget them. NonFiniteLoss if the loss is not finite."""
+        training = self.training
+        accelerator = training.processes.accelerator
+        totals = accelerator.reduce(sum(self.shares), "sum")
+        if not totals[:, 0].isfinite().all():
+            raise NonFiniteLoss("loss of the first step", [])
+        if accelerator.num_processes > 1:
+            training.optimizer.sum_gradients()
+        training.optimizer.zero_grad()
+        return totals
 
 
 @dataclass(frozen=True)

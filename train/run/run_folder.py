@@ -1,6 +1,7 @@
 """RunFolder: a run's folder while it trains, with its state, figures and checkpoints. The trainers' loop uses it.
 
     runs/<name>/   config.yaml, metrics.jsonl, checkpoints/, best/, acceptance.json, heldout.jsonl, head/, wandb/, wandb.json
+                   non-finite-steps.jsonl, if there were any
 
 It decides nothing: the loop decides when something is due, and the script what a step computes.
 """
@@ -16,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, InitProcessGroupKwargs, broadcast_object_list, set_seed
+from accelerate.utils import DistributedType, InitProcessGroupKwargs, broadcast_object_list, gather_object, set_seed
 from tqdm import tqdm
 
 from ...heads.families import family_of
@@ -41,6 +42,8 @@ from .run_recipe import CHANGEABLE
 from .saving.best_head import best_measurement, restore_best
 from .saving.saver import Saver
 from .tracking import PLACE_FILE, MetricsFile, WandbTracker, has_wandb, peak_memory
+
+NON_FINITE_FILE = "non-finite-steps.jsonl"
 
 
 @dataclass(frozen=True)
@@ -122,31 +125,33 @@ def begin_folder(recipe, accelerator):
     accelerator.wait_for_everyone()
 
 
+def choose_precision(recipe, processes, target):
+    """ "bf16" or "no", as `autocast` says: chosen when the run was started."""
+    if processes.resumed and recipe.autocast == "auto":
+        return read_state(processes.resumed)["recipe"]["autocast"]
+    # On a CPU the choice is measured: all ranks take the main rank's.
+    return broadcast_object_list([choose_autocast(recipe.autocast, target, processes.device)])[0]
+
+
 class RunFolder:
     """The folder of a running training. It is opened after all checks; from then on a signal leaves a run that can resume.
 
-    step, tokens: steps done and tokens seen so far. precision: "bf16" or "no", chosen by `autocast` when the run was started.
-    num_worse: measurements since the best one, on all ranks alike.
+    step, tokens: steps done and tokens seen so far. num_worse: measurements since the best one, on all ranks alike.
     """
 
-    def __init__(self, recipe, processes, *, rows, num_steps, head, optimizer, target, adapter=None):
+    def __init__(self, recipe, processes, *, rows, num_steps, precision, head, optimizer, target, adapter=None):
         """Make or reopen the folder; for a resumed run, load the checkpoint into head, optimiser and random generators.
 
-        rows: {"rows": fingerprint, "rows_per_step": int}, which a resumed run must keep; num_steps: of the whole run; adapter: a
-        TargetAdapter that is trained beside the head, or None. Raises ValueError if the checkpoint belongs to another run, or is
-        already beyond num_steps.
+        rows: {"rows": fingerprint, "rows_per_step": int}, which a resumed run must keep; num_steps: of the whole run; precision:
+        of choose_precision; adapter: a TargetAdapter that is trained beside the head, or None. Raises ValueError if the checkpoint
+        belongs to another run, or is already beyond num_steps.
         """
         accelerator, note, resumed = processes.accelerator, processes.note, processes.resumed
         self.path = Path(recipe.output)
         self.keeps_held_out = not are_shipped(recipe.data, recipe.eval_data, recipe.target)
         self.accelerator, self.is_main, self.note = accelerator, accelerator.is_main_process, note
         self.adapter, self.log_checkpoints = adapter, recipe.log_checkpoints
-        if resumed and recipe.autocast == "auto":  # the choice made when the run was started
-            self.precision = read_state(resumed)["recipe"]["autocast"]
-        else:
-            # On a CPU the choice is measured: all ranks take the main rank's.
-            (self.precision,) = broadcast_object_list([choose_autocast(recipe.autocast, target, accelerator.device)])
-        values = resolved_values(recipe) | {"autocast": self.precision, "resume": False, "resume_from": ""}
+        values = resolved_values(recipe) | {"autocast": precision, "resume": False, "resume_from": ""}
         self.state = {"step": 0, "tokens": 0, **rows, "recipe": values}
         if resumed:
             defaults = {f.name: f.default for f in fields(recipe) if f.default is not MISSING}
@@ -174,7 +179,9 @@ class RunFolder:
             remove_leftovers(self.path)
         accelerator.wait_for_everyone()
         self.metrics = MetricsFile(self.path / "metrics.jsonl" if self.is_main else None)
-        self.metrics.truncate_after(self.step if resumed else -1)
+        self.non_finite = MetricsFile(self.path / NON_FINITE_FILE if self.is_main else None)
+        for file in (self.metrics, self.non_finite):
+            file.truncate_after(self.step if resumed else -1)
         self.better = None  # what was just measured, if no earlier head was better
         if self.is_main:
             self._restore_best()
@@ -235,6 +242,23 @@ class RunFolder:
         if rates is not None:
             self.state["rates"] = rates
 
+    def skip_step(self, error, fed, most):
+        """Count the step as left out, and write what was in it to a file. Called on every rank, before `advance`.
+
+        error: its NonFiniteLoss, which is raised again if `most` steps were left out before; fed: of describe_micro_steps
+        """
+        file, before = self.path / NON_FINITE_FILE, self.state.get("skipped_steps", 0)
+        ranks = gather_object([fed])
+        self.non_finite.write({"step": self.step + 1, "not_finite": error.what, "ranks": ranks})
+        said = f"the {error.what} of step {self.step + 1} is not finite ({file} says what was in it)"
+        if before >= most:
+            error.args = (
+                f"{said}; max_skipped_steps {most} lets the run leave out no {'more' if most else 'such step'}",
+            )
+            raise error
+        self.state["skipped_steps"] = before + 1
+        self.note(f"{said}: it is left out, as {before + 1} of at most {most}")
+
     def record(self, kind, figures):
         """Write a line of metrics.jsonl, and log its curves."""
         line = {"step": self.step, "kind": kind} | figures
@@ -246,7 +270,8 @@ class RunFolder:
     def record_step(self, figures, speed, bar):
         """Write the figures of the step just made to metrics.jsonl and the progress bar.  speed: Speedometer"""
         speed = speed.read(self.tokens)
-        self.record("train", figures | {"tokens": self.tokens, "tokens_per_second": speed})
+        counts = {"tokens": self.tokens, "skipped_steps": self.state.get("skipped_steps", 0)}
+        self.record("train", figures | counts | {"tokens_per_second": speed})
         bar.set_postfix_str(f"loss {figures['loss']:.3f}, {speed:,.0f} tokens/s", refresh=False)
 
     def measure(self, meter, stop):

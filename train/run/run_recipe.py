@@ -45,6 +45,16 @@ class RunRecipe:
         "dtype of its weights; auto: bfloat16 on a GPU, float32 on the CPU",
         choices=("auto", "float32", "bfloat16"),
     )
+    start_from: str = key(
+        "",
+        "begin with the weights of this head (run, checkpoint, folder or Hub id, in any format that is read) instead of a new one; "
+        "all else begins anew. A resumed run does not read it again",
+    )
+    dry_run: bool = key(
+        False,
+        "check all that the run needs, run two steps without training, say what memory and time it takes, and write nothing into "
+        "`output`",
+    )
     resume: bool = key(False, "go on from the newest checkpoint in `output`")
     resume_from: str = key("", "go on from this checkpoint folder instead")
     seed: int = key(0, "seed of the order of the rows and of every random generator", least=0)
@@ -78,6 +88,12 @@ class RunRecipe:
     beta1: float = key(0.9, "AdamW's decay of the gradient's mean", least=0, most=0.99999)
     beta2: float = key(0.999, "AdamW's decay of the gradient's square", least=0, most=0.99999)
     max_grad_norm: float = key(1.0, "longer gradients are cut to this norm; 0: never", least=0)
+    max_skipped_steps: int = key(
+        0,
+        "leave out up to so many steps whose loss or gradient is not finite; one more, or with 0 the first, stops the run. Their "
+        "rows are written to non-finite-steps.jsonl",
+        least=0,
+    )
     batch_rows: int = key(4, "rows per device and micro-step", least=1)
     accumulate: int = key(1, "micro-steps per optimiser step", least=1)
     num_epochs: float = key(1.0, "passes over the rows, if max_steps is 0", least=0)
@@ -144,6 +160,8 @@ class RunRecipe:
                 f"patience {self.patience} counts measurements, and there are none before the end: set eval_prompts and eval_every "
                 "above 0, or leave it out"
             )
+        if self.dry_run and (self.resume or self.resume_from):
+            raise ValueError("dry_run looks at a new run: leave resume and resume_from out")
         if self.feature_cache and not self.cache_features:
             raise ValueError(
                 f"feature_cache {self.feature_cache!r} is given and cache_features is false: set that to true, or leave it out"
@@ -167,6 +185,8 @@ class RunRecipe:
 # of processes must stay: checkpointing.check_same_run.)
 CHANGEABLE = {"output", "max_steps", "num_epochs", "log_every", "tracker", "log_checkpoints", "log_samples"}
 CHANGEABLE |= {
+    "max_skipped_steps",
+    "checkpoint_activations",  # the bits stay the same
     "checkpoint_every",
     "keep_checkpoints",
     "checkpoint_checksums",

@@ -1,24 +1,93 @@
-"""Load the head of another run, for a run that starts from it (`start_from`)."""
+"""Begin with another head: of a run, of a checkpoint, exported, or published in any format that is read (`start_from`)."""
 
 from dataclasses import fields
 
-from ...heads.checkpoint import load_head
+import torch
+from torch import nn
+
+from ...heads.checkpoint import check_head_fits, load_head
 from ...heads.families import family_of
 
+# Tables that differ by no more are one table in another dtype: half a unit of bfloat16, and what float16 loses near 0.
+_ROUNDING = {"rtol": 2.0**-8, "atol": 1e-7}
+_COMPARED_ROWS = 8192  # at once
 
-def load_start(start_from, kind, config, *, called, has="has"):
+
+def load_start(start_from, kind, *, called):
     """The head in `start_from` (run, checkpoint, folder or Hub id), in fp32.
 
-    Raises ValueError if it is not a `kind`, was trained with an adapter, or has another shape than `config`. For the error, called:
-    the name of such a head; has: the verb before a field that differs.
+    Raises ValueError if it is not a `kind`, or was trained with an adapter.  called: the name of such a head, for the error
     """
     head = load_head(start_from, dtype="float32")
     if not isinstance(head, kind):
         raise ValueError(f"start_from {start_from!r} holds a head of the family {family_of(head).name}, not {called}")
     if head.adapter:
         raise ValueError(f"start_from {start_from!r} was trained with an adapter already: give heads of stage heads")
+    return head
+
+
+def load_layer_start(recipe, resumed, kind, target, *, called):
+    """The EAGLE head that the recipe starts from, as `load_start` gives it; None if it names none.
+
+    Its config, not the target's, says what the layer is like. resumed: the checkpoint that the run goes on from, or None; it holds
+    that config too, so the start is not read again. Raises ValueError if the head was made for another target.
+    """
+    if not recipe.start_from:
+        return None
+    head = load_start(str(resumed or recipe.start_from), kind, called=called)
+    try:
+        check_head_fits(head, target.model.config)
+        head.take_depth(target.num_layers)
+    except ValueError as error:
+        raise ValueError(f"start_from {recipe.start_from!r}: {error}") from None
+    return head
+
+
+def check_same_shape(start, config, start_from, has="has"):
+    """ValueError if the config of `start` is not `config`, apart from the target's name.  has: the verb before what differs"""
     for field in fields(config):
-        found, wanted = getattr(head.config, field.name), getattr(config, field.name)
+        found, wanted = getattr(start.config, field.name), getattr(config, field.name)
         if found != wanted and field.name != "base_model_name_or_path":
             raise ValueError(f"start_from {start_from!r} {has} {field.name} {found!r}, this run asks for {wanted!r}")
-    return head
+
+
+@torch.no_grad()
+def take_weights(head, start, note):
+    """Copy the weights of `start`, an EAGLE head, into `head`, which has its shape and was started from the target.
+
+    If its draft vocabulary is another, the rows of lm_head are copied for the tokens that are in both; `note(text)` is told their
+    number. A frozen embedding that is not the target's is kept, and not trained.
+    """
+    if head.embedding_is_targets and not _has_table(start, head.embed_tokens.weight):
+        head.embed_tokens, head.embedding_is_targets = nn.Embedding.from_pretrained(start.embed_tokens.weight), False
+        note("the head's embedding is not the target's: it is kept as it is")
+    for name, weight in head.named_parameters():
+        if name == "embed_tokens.weight" and not weight.requires_grad:
+            continue
+        given = start.get_parameter(name)
+        if name != "lm_head.weight":
+            weight.copy_(given)
+            continue
+        places = torch.full((head.config.vocab_size,), -1)
+        places[_drafted(start)] = torch.arange(len(given))
+        places = places[_drafted(head)]  # of each draft token in the start, or -1
+        weight[places >= 0] = given[places[places >= 0]]
+        if (places < 0).any():
+            note(
+                f"{int((places >= 0).sum())} of {len(places)} draft tokens are the start's; the others begin with the target's "
+                "rows of lm_head"
+            )
+
+
+def _has_table(start, table):
+    """Whether the target's embedding `table` [V, H] is the embedding of `start`, in whatever dtype."""
+    if start.needs_embedding or start.embedding_is_targets:
+        return True
+    pairs = zip(start.embed_tokens.weight.split(_COMPARED_ROWS), table.split(_COMPARED_ROWS), strict=True)
+    return all(torch.allclose(one.to(other.device), other.float(), **_ROUNDING) for one, other in pairs)
+
+
+def _drafted(head):
+    """The target's ids of the tokens that a head drafts."""
+    ids = head.draft_token_ids
+    return torch.arange(head.config.vocab_size) if ids is None else ids

@@ -1,10 +1,11 @@
-"""What W&B is told of a run's data: train/run/lineage.py."""
+"""What W&B is told of a run's data and of the head that it starts from: train/run/lineage.py."""
 
 from types import SimpleNamespace
 
 import pytest
 from torch import nn
 
+from headstart.train.run import lineage
 from headstart.train.run.lineage import find_sources
 
 
@@ -20,5 +21,32 @@ from headstart.train.run.lineage import find_sources
 def test_data_are_pointed_at_without_their_split(data, uri, tmp_path):
     model = nn.Linear(1, 1)
     model.config = SimpleNamespace(_commit_hash=None)
-    _, source = find_sources(SimpleNamespace(target=str(tmp_path), data=data), model, 3)
+    _, source = find_sources(SimpleNamespace(target=str(tmp_path), data=data, start_from=""), model, 3)
     assert (source.uri, source.metadata["name"]) == (uri, data)
+
+
+def test_start_from_the_hub_is_pointed_at_with_the_commit_that_was_read(tmp_path, monkeypatch):
+    commit = tmp_path / "snapshots" / "c0ffee"
+    commit.mkdir(parents=True)
+    (commit / "config.json").write_text("{}")
+    (commit / "README.md").write_text("---\nlicense: mit\n---\n")
+
+    def look(name, file, revision=None):
+        assert (name, revision) in (("some/head", "main"), ("some/head", "c0ffee"))
+        return str(commit / file)
+
+    monkeypatch.setattr(lineage, "try_to_load_from_cache", look)
+    model = nn.Linear(1, 1)
+    model.config = SimpleNamespace(_commit_hash=None)
+    recipe = SimpleNamespace(target=str(tmp_path), data="stdlib", start_from="some/head@main")
+    *_, start = lineage.find_sources(recipe, model, 3)
+    assert (start.role, start.uri) == ("start", "https://huggingface.co/some/head/tree/c0ffee")
+    assert start.metadata == {"name": "some/head@main", "revision": "c0ffee", "licence": "mit"}
+
+
+def test_start_of_a_run_is_its_folder(tmp_path):
+    model = nn.Linear(1, 1)
+    model.config = SimpleNamespace(_commit_hash=None)
+    recipe = SimpleNamespace(target="some/target", data="stdlib", start_from=str(tmp_path))
+    *_, start = lineage.find_sources(recipe, model, 3)
+    assert (start.uri, start.metadata["revision"]) == (tmp_path.as_uri(), None)
