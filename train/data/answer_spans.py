@@ -9,8 +9,8 @@ from itertools import takewhile
 
 import jinja2
 
-from .conversations import excerpt
 from .message_fields import split_tools
+from .sources.records import excerpt
 
 _SENTINEL = "\ue000\ue001\ue000"  # private-use characters, which no text contains by accident
 

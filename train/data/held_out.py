@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from .conversations import BUILT_IN, Chosen, load_conversations, split_of
+from .conversations import Chosen, load_conversations
+from .sources.records import BUILT_IN, split_of
 
 
 def choose_held_out(conversations, count, *, data, eval_data, target, note, with_fields=True):

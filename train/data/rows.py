@@ -15,11 +15,13 @@ from accelerate.utils import broadcast_object_list
 
 from ...heads.storage.atomic_write import write_whole
 from ..run.optimization import NonFiniteLoss
-from .conversations import BUILT_IN, Chosen, Source, load_conversations, source_facts, split_of
-from .encoding import BATCH, choose_encodable, encode_places, num_workers
+from .conversations import Chosen, Source, load_conversations
+from .encoding import BATCH, choose_encodable, encode_places
 from .held_out import choose_held_out
 from .packed.packing import DocumentRows, lay_out
 from .packed.store import DocumentStore, default_folder, tokenizer_facts
+from .packed.workers import num_workers
+from .sources.records import BUILT_IN, source_facts, split_of
 from .template_date import prints_date
 
 TOLD_TOKENS = 48  # tokens that an error shows of each row

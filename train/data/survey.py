@@ -8,9 +8,10 @@ from tqdm import tqdm
 
 from ...inference.models.target_source import load_tokenizer
 from .conversations import Source, is_cut
-from .encoding import encode_places, num_workers
+from .encoding import encode_places
 from .held_out import hash_of_conversation
 from .packed.packing import lay_out
+from .packed.workers import num_workers
 
 QUANTILES = {"least": 0, "p50": 0.5, "p90": 0.9, "p99": 0.99, "most": 1}
 

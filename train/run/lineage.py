@@ -10,7 +10,7 @@ from pathlib import Path
 
 from huggingface_hub import try_to_load_from_cache
 
-from ..data.conversations import BUILT_IN, is_pattern, split_of
+from ..data.sources.records import BUILT_IN, is_pattern, split_of
 
 
 @dataclass(frozen=True)

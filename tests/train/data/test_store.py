@@ -15,11 +15,11 @@ from transformers import AutoTokenizer
 
 from headstart.tests.train.tiny_runs import assert_same_tensors, head_tensors
 from headstart.train.data import rows
-from headstart.train.data.conversations import source_facts
 from headstart.train.data.packed import store
 from headstart.train.data.packed.documents import Documents
 from headstart.train.data.packed.store import DocumentStore
 from headstart.train.data.rows import build_rows, load_documents
+from headstart.train.data.sources.records import source_facts
 
 PAIRS = [([1, 2, 3], [False, True, True]), ([4, 5], [False, True])]
 HELD_OUT = [[{"role": "user", "content": "é"}, {"role": "assistant", "content": "\n", "weight": 0}]]
