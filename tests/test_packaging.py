@@ -57,7 +57,7 @@ PUBLIC = {
     "train": "regenerate",
     "train/data": "chat_endpoint conversations dialogue encoding engine_answers generated_text held_out "
     "part_files regenerate_options rows stdlib_pairs survey template_date",
-    "train/data/packed": "documents packing parts store workers",
+    "train/data/packed": "documents packing parts pieces store texts workers",
     "train/data/sources": "records",
     "train/loss": "distillation joint losses",
     "train/report": "dashboard page report workspace",

@@ -4,12 +4,12 @@
     accelerate launch train/mlp_speculator.py --config configs/mlp-speculator.yaml --target ORG/MODEL --data conversations.jsonl
     accelerate launch train/mlp_speculator.py --config configs/mlp-speculator-stage2.yaml --start_from runs/first
 
-Stage 1: conversations -> token ids and assistant mask -> packed rows -> the target's features -> n steps, each fed the text's own
-next token (teacher forcing) -> loss against the target's distribution or the text, summed and divided by the number of labels of
-the whole optimiser step. Stage 2 starts from a head of stage 1, on text that the target itself writes from short prompts: our
-engine generates it before training, into generated.jsonl of the run folder. `--help` lists every key. A run writes only into its
-`output` folder: config.yaml, metrics.jsonl, checkpoints/, acceptance.json, head/, generated.jsonl; and into `feature_cache`, if
-that is given.
+Stage 1: conversations (or plain texts, with `document: text`) -> token ids and assistant mask -> packed rows -> the target's
+features -> n steps, each fed the text's own next token (teacher forcing) -> loss against the target's distribution or the text,
+summed and divided by the number of labels of the whole optimiser step. Stage 2 starts from a head of stage 1, on text that the
+target itself writes from short prompts: our engine generates it before training, into generated.jsonl of the run folder. `--help`
+lists every key. A run writes only into its `output` folder: config.yaml, metrics.jsonl, checkpoints/, acceptance.json, head/,
+generated.jsonl; and into `feature_cache`, if that is given.
 
 Every rank knows all rows and their order, so label counts need no communication; gradients are summed over the ranks once per
 optimiser step. Not done here: mixing several data sets, feeding steps their own drafts.
@@ -52,6 +52,12 @@ class Recipe(RunRecipe):
         "assistant: learn from the assistant's tokens (in stage 2: from those that the target generated); all: from every token",
         choices=("assistant", "all"),
     )
+    document: str = key(
+        "conversation",
+        'what is packed. conversation, answer: as in the recipes of other heads; text: plain texts, {"text": ...}, of which every '
+        "token is supervised and a long one goes on in the next row",
+        choices=("conversation", "answer", "text"),
+    )
     stage: int = key(1, "1: on the data; 2: on text that the target generates from pieces of the data", least=1, most=2)
     start_from: str = key(
         "", "begin with this head (run, checkpoint, folder or Hub id) of the same shape; stage 2 needs one"
@@ -64,6 +70,11 @@ class Recipe(RunRecipe):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.document == "text" and self.eval_prompts and not self.eval_data:
+            raise ValueError(
+                "plain texts hold no requests to measure the acceptance on: name conversations as eval_data, or set "
+                "eval_prompts to 0"
+            )
         if self.stage == 2 and not self.start_from:
             raise ValueError("stage 2 goes on with the head of stage 1: give its run or folder as start_from")
         if self.stage == 2 and self.prompt_tokens + self.answer_tokens > self.row_length:
@@ -114,7 +125,7 @@ def main(argv):
         generator = build_generator(target, tokenizer, recipe.prompt_tokens + recipe.answer_tokens)
     head = build_head(recipe, target, processes.resumed).to(device)
     documents, held_out = load_documents(recipe, tokenizer, processes)
-    kind = "generated texts" if generator else "conversations"
+    kind = "generated texts" if generator else "documents"
     if generator:
         if not processes.resumed:
             begin_folder(recipe, processes.accelerator)

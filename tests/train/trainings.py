@@ -123,6 +123,7 @@ OF_ALL |= {
     "log_samples",
     "packed_data",
     "max_examples",
+    "document",
 }
 
 TRAININGS = {

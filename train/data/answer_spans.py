@@ -29,10 +29,11 @@ def render(tokenizer, messages: list[dict], prompt: bool = False) -> str:
     return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=prompt)
 
 
-def assistant_spans(tokenizer, messages: list[dict]) -> tuple[str, list[tuple[int, int]]]:
-    """The rendered conversation, and (start, end) in characters of each assistant turn."""
+def assistant_spans(tokenizer, messages: list[dict], last=False) -> tuple[str, list[tuple[int, int]]]:
+    """The rendered conversation, and (start, end) in characters of each assistant turn, or of the `last` alone."""
     text = render(tokenizer, messages)
     turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+    turns = turns[-1:] if last else turns
     return text, [turn_span(tokenizer, messages, turn, text) for turn in turns]
 
 

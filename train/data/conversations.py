@@ -44,16 +44,28 @@ def load_conversations(
     return list(read_conversations(data, answered, note, with_fields))
 
 
-def read_conversations(data, answered=True, note=lambda text: None, with_fields=True) -> Iterator[list[dict]]:
-    """The conversations of load_conversations, one after the other; notes and most errors come at the end."""
+def read_conversations(
+    data, answered=True, note=lambda text: None, with_fields=True, texts=False
+) -> Iterator[list[dict]]:
+    """The conversations of load_conversations, one after the other; notes and most errors come at the end.
+
+    texts: the records are plain texts, {"text": ...}, each of which becomes [{"role": "text", "content": ...}]
+    """
     name, split = split_of(data)
     if name in BUILT_IN:
+        if texts:
+            raise ValueError(
+                f"{name} holds conversations, no plain texts: leave `document: text` out, or name other data"
+            )
         yield from (pair.conversation() for pair in BUILT_IN[name](split))
         return
     count, kinds, fields, first, odd = 0, Counter(), Counter(), None, None
     for where, record in records_of(data):
         try:
-            messages = _conversation(record, where, answered, with_fields, fields)
+            if texts:
+                messages = _plain_text(record, where)
+            else:
+                messages = _conversation(record, where, answered, with_fields, fields)
         except UnusableRecord as error:
             kinds[error.kind] += 1
             first = first or error
@@ -71,21 +83,22 @@ def read_conversations(data, answered=True, note=lambda text: None, with_fields=
         counted = ", ".join(f"{count:,} {name}" for name, count in fields.most_common())
         note(f"{data}: fields of messages and records that are left out: {counted}")
     if not count:
-        raise ValueError(f"{data} holds no conversations (split {split!r})")
+        raise ValueError(f"{data} holds no {'texts' if texts else 'conversations'} (split {split!r})")
 
 
 class Source:
     """The conversations of a source that is too large for the memory: read anew whenever one goes through them.
 
-    The arguments are those of load_conversations; notes come the first time. count: how many there are, None before that.
+    The arguments are those of read_conversations; notes come the first time. count: how many there are, None before that.
     """
 
-    def __init__(self, data, note=lambda text: None, with_fields=True):
-        self.count, self._data, self._note, self._with_fields = None, data, note, with_fields
+    def __init__(self, data, note=lambda text: None, with_fields=True, texts=False):
+        self.count, self._data, self._note = None, data, note
+        self._how = {"with_fields": with_fields, "texts": texts}
 
     def __iter__(self):
         note, count = self._note if self.count is None else lambda text: None, 0
-        for messages in read_conversations(self._data, note=note, with_fields=self._with_fields):
+        for messages in read_conversations(self._data, note=note, **self._how):
             yield messages
             count += 1
         if self.count not in (None, count):
@@ -116,7 +129,10 @@ def _conversation(record, where: str, answered: bool, with_fields: bool, fields:
         raise record
     turns = turns_of(record)
     if turns is None:
-        raise UnusableRecord("without turns", f"{where}: expected an object with {SHAPES}, found {excerpt(record)}")
+        what = f"{where}: expected an object with {SHAPES}, found {excerpt(record)}"
+        if isinstance(record, dict) and _text(record.get("text")):
+            what += "; plain text trains an MLP speculator, with --document text"
+        raise UnusableRecord("without turns", what)
     messages, unused = [], Counter()
     roles = _ROLES | {"tool": "tool"} if with_fields else _ROLES
     for turn in turns:
@@ -151,6 +167,17 @@ def _conversation(record, where: str, answered: bool, with_fields: bool, fields:
         messages[0]["tools"] = tools
     fields.update(unused)
     return messages
+
+
+def _plain_text(record, where):
+    """A record of plain text as one message."""
+    if isinstance(record, UnusableRecord):
+        raise record
+    text = _text(record.get("text")) if isinstance(record, dict) else None
+    if not text or not text.strip():
+        what = f"{where}: `document: text` needs objects with a text under 'text', found {excerpt(record)}"
+        raise UnusableRecord("without a text", what)
+    return [{"role": "text", "content": text}]
 
 
 def _says_something(message: dict) -> bool:

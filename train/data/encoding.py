@@ -14,6 +14,8 @@ from .conversations import is_cut
 from .message_fields import split_tools
 from .packed.documents import Collected, Documents
 from .packed.parts import EncodedBatch, Seen
+from .packed.pieces import latest_turns, one_per_answer, split_at_turns
+from .packed.texts import TextEncoder
 from .packed.workers import batches_of, encode_batches
 from .sources.records import excerpt
 
@@ -46,14 +48,30 @@ def encode_conversations(
 
 
 def encode_places(
-    tokenizer, conversations, progress=False, *, note=lambda text: None, rules=1, total=None, workers=0, parts=None
+    tokenizer,
+    conversations,
+    progress=False,
+    *,
+    note=lambda text: None,
+    rules=1,
+    document="conversation",
+    row_length=None,
+    total=None,
+    workers=0,
+    parts=None,
 ) -> tuple[Documents, np.ndarray]:
-    """(Documents of encode_conversations, int64 [D] their places among the conversations, ascending).
+    """(Documents of encode_conversations, int64 [D] the place of each among the conversations, ascending).
 
-    total: number of conversations, for the bar; workers: processes that encode (0: this one), with the same result; parts: Parts,
-    where encoded batches are kept, and taken from, instead of in memory.
+    document: "conversation"; "answer": each answer with what comes before it, and only it is supervised; "text": the conversations
+    are texts (packed/texts.py). row_length: with rules 2 a document longer than that is split at turns; one of an answer loses its
+    first turns. total: number of conversations, for the bar; workers: processes that encode (0: this one), with the same result;
+    parts: Parts, where encoded batches are kept, and taken from, instead of in memory.
     """
-    encoder = _Encoder(tokenizer, trims=rules > 0)
+    if document == "text":
+        encoder = TextEncoder(tokenizer, row_length)
+    else:
+        alone = document == "answer"
+        encoder = _Encoder(tokenizer, trims=rules > 0, row_length=row_length if rules > 1 else None, alone=alone)
     encoded, places, left_out, seen, count, number = Collected(), [], [], Seen(), 0, 0
     if total is None and isinstance(conversations, Sequence):
         total = len(conversations)
@@ -83,7 +101,7 @@ def encode_places(
 def choose_encodable(tokenizer, conversations: Sequence[list[dict]], note: Callable[[str], None]) -> list[list[dict]]:
     """Those of a few conversations that the template encodes. ValueError if it encodes none."""
     encoder = _Encoder(tokenizer, trims=True)
-    found = encoder.encode(conversations) if conversations else []
+    found = encoder.encode(conversations)
     left_out = [one for one in found if isinstance(one, Unencodable)]
     if left_out:
         if len(left_out) == len(found):
@@ -94,9 +112,13 @@ def choose_encodable(tokenizer, conversations: Sequence[list[dict]], note: Calla
 
 
 class _Encoder:
-    """The encoding of conversations by one tokenizer. trims: whitespace after an end token is not supervised."""
+    """The encoding of conversations by one tokenizer.
 
-    def __init__(self, tokenizer, trims: bool):
+    trims: whitespace after an end token is not supervised; row_length: longer documents are split, None: never; alone: each answer
+    is a document of its own, with what comes before it
+    """
+
+    def __init__(self, tokenizer, trims: bool, row_length: int | None = None, alone: bool = False):
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError(
                 f"{type(tokenizer).__name__} gives no character offsets, which masks need; use a fast tokenizer"
@@ -106,7 +128,7 @@ class _Encoder:
                 f"the tokenizer {tokenizer.name_or_path!r} has no chat template; set tokenizer.chat_template, or use the "
                 "tokenizer of an instruction-tuned model"
             )
-        self.tokenizer, self.trims = tokenizer, trims
+        self.tokenizer, self.trims, self.row_length, self.alone = tokenizer, trims, row_length, alone
         self.source = str(tokenizer.chat_template)
         self.has_markers = bool(_GENERATION.search(tokenizer.get_chat_template()))
         self.special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -115,6 +137,8 @@ class _Encoder:
 
     def encode(self, batch: Sequence[list[dict]]) -> list[tuple[list[int], list[bool]] | Unencodable]:
         """(ids, supervised) of each conversation, or what is wrong with it."""
+        if not batch:
+            return []
         try:
             pairs = list(self._encode(batch))
         except (jinja2.TemplateError, TypeError, Unencodable):
@@ -149,7 +173,7 @@ class _Encoder:
     def _encode(self, batch) -> Iterator[tuple[list[int], list[bool]]]:
         encode = self._encode_by_markers if self.has_markers else self._encode_by_rendering
         for messages, (ids, supervised) in zip(batch, encode(batch)):
-            if any(is_cut(message) or message.get("weight") == 0 for message in messages):
+            if (self.alone and self.has_markers) or any(is_cut(one) or one.get("weight") == 0 for one in messages):
                 supervised = self._unmark(messages, ids, supervised)
             yield ids, supervised
 
@@ -167,7 +191,7 @@ class _Encoder:
                 yield list(ids), [bool(mark) for mark in mask]
 
     def _encode_by_rendering(self, batch) -> Iterator[tuple[list[int], list[bool]]]:
-        texts, spans = zip(*(assistant_spans(self.tokenizer, messages) for messages in batch))
+        texts, spans = zip(*(assistant_spans(self.tokenizer, messages, self.alone) for messages in batch))
         # The template has already written the special tokens.
         encoding = self.tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=True)
         for ids, offsets, turns in zip(encoding["input_ids"], encoding["offset_mapping"], spans):
@@ -175,10 +199,16 @@ class _Encoder:
             yield list(ids), marks
 
     def _unmark(self, messages: list[dict], ids: list[int], supervised: list[bool]) -> list[bool]:
-        """`supervised` without answers of weight 0, and without the closing text that only the template wrote after cut ones."""
+        """`supervised` without answers of weight 0, and without the closing text that only the template wrote after cut ones.
+
+        If answers are documents of their own, also without all answers but the last.
+        """
         text = render(self.tokenizer, messages)
-        spans = []
-        for turn, message in enumerate(messages):
+        spans, turns = [], list(enumerate(messages))
+        if self.alone:
+            turns = turns[-1:]
+            spans.append((0, turn_span(self.tokenizer, messages, len(messages) - 1, text)[0]))
+        for turn, message in turns:
             if message.get("weight") == 0:
                 spans.append(turn_span(self.tokenizer, messages, turn, text))
             elif is_cut(message):
@@ -213,24 +243,54 @@ class _Encoder:
     def encode_batch(self, batch):
         """The EncodedBatch of some conversations."""
         encoded, places, left_out, seen = Collected(), [], [], Seen()
-        for place, (messages, one) in enumerate(zip(batch, self.encode(batch))):
-            if isinstance(one, Unencodable):
-                left_out.append((one.kind, str(one)))
-            else:
+        for place, (messages, found) in enumerate(zip(batch, self._documents(batch, seen))):
+            if isinstance(found, Unencodable):
+                left_out.append((found.kind, str(found)))
+                continue
+            seen.with_tools += "tools" in messages[0]
+            for part, *one in found:
                 encoded.append(*one)
                 places.append(place)
-                self._look(messages, *one, seen)
+                self._look(part, *one, seen)
         return EncodedBatch(len(batch), encoded.documents(), np.array(places, dtype=np.int64), left_out, seen)
 
+    def _documents(self, batch, seen):
+        """Of each conversation its documents, [(messages, ids, supervised)], or what is wrong with it (Unencodable)."""
+        parts = [one_per_answer(messages) if self.alone else [messages] for messages in batch]
+        encoded = iter(self.encode([part for some in parts for part in some]))
+        for some in parts:
+            found = [(part, next(encoded)) for part in some]
+            fault = next((one for _, one in found if isinstance(one, Unencodable)), None)
+            yield fault or [piece for part, one in found for piece in self._split(part, *one, seen)]
+
+    def _split(self, messages, ids, supervised, seen):
+        """[(messages, ids, supervised)] of a document: in pieces, if it is longer than a row and the template encodes them."""
+        if not self.row_length or len(ids) <= self.row_length:
+            return [(messages, ids, supervised)]
+        pieces = (latest_turns if self.alone else split_at_turns)(messages, self._fits)
+        found = self.encode(pieces)
+        if pieces in ([], [messages]) or any(isinstance(one, Unencodable) for one in found):
+            return [(messages, ids, supervised)]
+        seen.long += 1
+        seen.pieces += len(pieces)
+        return [(piece, *one) for piece, one in zip(pieces, found)]
+
+    def _fits(self, messages) -> bool:
+        """Whether a part of a conversation fits into a row."""
+        try:
+            text = render(self.tokenizer, messages)
+        except (jinja2.TemplateError, TypeError):
+            return False
+        return len(self.tokenizer(text, add_special_tokens=False)["input_ids"]) <= self.row_length
+
     def _look(self, messages, ids, supervised, seen):
-        """Count in `seen` what a conversation shows."""
-        seen.with_tools += "tools" in messages[0]
-        thoughts = list(filter(None, map(_thoughts, messages)))
+        """Count in `seen` what a document shows."""
+        thoughts = list(filter(None, map(_thoughts, messages[-1:] if self.alone else messages)))
         if thoughts:
             text = render(self.tokenizer, messages)
             seen.thoughts += len(thoughts)
             seen.unwritten += sum(one not in text for one in thoughts)
-        if seen.has_end or any(map(is_cut, messages)):
+        if seen.has_end or any(map(is_cut, messages[-1:] if self.alone else messages)):
             return
         for _, end in stretches(self._without_space_after_ends(ids, supervised)):
             if ids[end - 1] in self.special:
@@ -249,6 +309,10 @@ class _Encoder:
                 f"the chat template does not write the thoughts of {seen.unwritten:,} of {seen.thoughts:,} answers that have any: "
                 "they are left out (many templates keep only those of the last answer)"
             )
+        if seen.long and self.alone:
+            yield f"{seen.long:,} answers lose the first turns before them, so that they fit into {self.row_length} tokens"
+        elif seen.long:
+            yield f"{seen.long:,} conversations longer than {self.row_length} tokens are split at turns, into {seen.pieces:,}"
         if seen.has_end or not seen.ends:
             return
         token = max(seen.after, key=seen.after.get)

@@ -70,10 +70,10 @@ def _facts(recipe, tokenizer):
     sizes = [size for source in known for _, size, _ in source["files"]]
     if not recipe.packed_data and sum(sizes) < KEPT_BYTES and not any(source["sets"] for source in known):
         return None
-    keys = ("seed", "max_tokens", "max_examples", "row_length", "data_rules", "eval_prompts")
+    keys = ("seed", "max_tokens", "max_examples", "row_length", "data_rules", "eval_prompts", "document")
     facts = {name: getattr(recipe, name) for name in keys}
-    if not recipe.max_tokens:
-        del facts["row_length"]  # it counts where the tokens of rows are counted
+    if not recipe.max_tokens and recipe.data_rules < 2:
+        del facts["row_length"]  # it counts where the tokens of rows are counted, or long conversations are split
     if None in sources:  # eval_data is made from the Python source
         facts["python"] = sys.version
     if prints_date(tokenizer):  # a run from before dates were kept
@@ -86,11 +86,14 @@ def _sources(recipe):
 
 
 def _make_documents(recipe, tokenizer, note, **how):
-    with_fields = recipe.data_rules > 0
+    with_fields, texts = recipe.data_rules > 0, recipe.document == "text"
     is_built_in = split_of(recipe.data)[0] in BUILT_IN
-    conversations = load_conversations(recipe.data) if is_built_in else Source(recipe.data, note, with_fields)
-    conversations, held_out = choose_held_out(
-        conversations,
+    if is_built_in and not texts:
+        conversations = load_conversations(recipe.data)
+    else:
+        conversations = Source(recipe.data, note, with_fields, texts)
+    kept, held_out = choose_held_out(
+        [] if texts else conversations,  # no conversation to measure on is among texts
         recipe.eval_prompts,
         data=recipe.data,
         eval_data=recipe.eval_data,
@@ -100,12 +103,13 @@ def _make_documents(recipe, tokenizer, note, **how):
     )
     documents = choose_documents(
         tokenizer,
-        conversations,
+        conversations if texts else kept,
         recipe.row_length,
         recipe.max_tokens,
         recipe.seed,
         note=note,
         rules=recipe.data_rules,
+        document=recipe.document,
         max_examples=recipe.max_examples,
         **how,
     )
@@ -115,7 +119,7 @@ def _make_documents(recipe, tokenizer, note, **how):
 def choose_documents(tokenizer, conversations, row_length, max_tokens, seed, max_examples=0, **encoding):
     """Encode conversations (a list, or a Source) in an order drawn from `seed`, up to so many and so many tokens (0: all).
 
-    encoding: note, rules, workers, parts of encode_places  ->  Documents
+    encoding: note, rules, document, workers, parts of encode_places  ->  Documents, those of a conversation one after the other
     """
     order = None
     if max_tokens or max_examples:
@@ -127,15 +131,15 @@ def choose_documents(tokenizer, conversations, row_length, max_tokens, seed, max
         chosen = np.zeros(len(sizes), dtype=bool)
         chosen[order] = True
         conversations = Chosen(conversations, chosen)
-    encoded, places = encode_places(tokenizer, conversations, True, total=_count(conversations), **encoding)
+    encoding |= {"total": _count(conversations), "row_length": row_length}
+    encoded, places = encode_places(tokenizer, conversations, True, **encoding)
     if order is None:
         order = _shuffled(_count(conversations), seed)
     else:
         places = np.flatnonzero(chosen)[places]
-    found = np.full(order.max(initial=-1) + 1, -1)  # which document each conversation is
-    found[places] = np.arange(len(places))
-    found = found[order]
-    encoded = encoded.take(found[found >= 0])
+    turn = np.empty(order.max(initial=-1) + 1, dtype=np.int64)  # of each conversation
+    turn[order] = np.arange(len(order))
+    encoded = encoded.take(np.argsort(turn[places], kind="stable"))
     if max_tokens:
         total = np.cumsum(np.minimum(encoded.lengths, row_length))
         encoded = encoded[: max(int((total <= max_tokens).sum()), 1)]
@@ -154,7 +158,7 @@ def _shuffled(count, seed):
     return np.array(order, dtype=np.int64)
 
 
-def build_rows(documents, row_length, pad_token_id, note, kind="conversations"):
+def build_rows(documents, row_length, pad_token_id, note, kind="documents"):
     """Pack documents (Documents, or pairs (ids, supervised)). `note(text)` is told the counts; `kind` is their name in it.
 
     Rows without a label (such as one long request whose answer was cut off) are left out. Returns (DocumentRows, labels per row

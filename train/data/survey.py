@@ -16,16 +16,17 @@ from .packed.workers import num_workers
 QUANTILES = {"least": 0, "p50": 0.5, "p90": 0.9, "p99": 0.99, "most": 1}
 
 
-def survey(data, tokenizer=None, row_length=2048, trust_remote_code=False):
+def survey(data, tokenizer=None, row_length=2048, document="conversation", trust_remote_code=False):
     """A dict that describes a data set, as `load_conversations` takes it.
 
-    tokenizer: a folder or Hub id; with it tokens are counted, as a trainer encodes them into rows of `row_length`. Raises
-    ValueError for data or a tokenizer that a trainer would refuse.
+    tokenizer: a folder or Hub id; with it tokens are counted, as a trainer encodes them into rows of `row_length`; document: as
+    `encode_places` takes it. Raises ValueError for data or a tokenizer that a trainer would refuse.
     """
     reader = load_tokenizer(tokenizer, None, trust_remote_code) if tokenizer else None
     noted, roles, kinds, hashes = [], Counter(), Counter(), []
     sizes = {"answers": [], "characters": [], "characters of answers": []}
-    source = Source(data, noted.append)
+    texts = document == "text"
+    source = Source(data, noted.append, texts=texts)
     for messages in tqdm(source, desc="reading", unit=" conversations"):
         answers = [message for message in messages if message["role"] == "assistant"]
         lengths = [len(message["content"]) for message in messages]
@@ -35,6 +36,8 @@ def survey(data, tokenizer=None, row_length=2048, trust_remote_code=False):
         sizes["answers"].append(len(answers))
         sizes["characters"].append(sum(lengths))
         sizes["characters of answers"].append(sum(len(answer["content"]) for answer in answers))
+    if texts:
+        sizes = {"characters": sizes["characters"]}
     found = {
         "data": data,
         "conversations": source.count,
@@ -44,7 +47,7 @@ def survey(data, tokenizer=None, row_length=2048, trust_remote_code=False):
         "notes": noted,
     }
     if reader is not None:
-        found |= _tokens(reader, source, row_length, found["sizes"], noted)
+        found |= _tokens(reader, source, row_length, document, found["sizes"], noted)
     return found
 
 
@@ -63,14 +66,16 @@ def _kinds(messages, answers):
         yield "an answer that was cut off"
 
 
-def _tokens(tokenizer, source, row_length, sizes, noted):
-    documents, _ = encode_places(tokenizer, source, True, note=noted.append, total=source.count, workers=num_workers())
+def _tokens(tokenizer, source, row_length, document, sizes, noted):
+    how = {"rules": 2, "document": document, "row_length": row_length, "total": source.count, "workers": num_workers()}
+    documents, places = encode_places(tokenizer, source, True, note=noted.append, **how)
     supervised = documents.count_supervised(0, np.iinfo(np.int32).max)
     sizes["tokens"], sizes["supervised tokens"] = _distribution(documents.lengths), _distribution(supervised)
     rows = lay_out(documents, row_length)
     kept = int(np.minimum(documents.lengths, row_length).sum())
     return {
-        "encoded": len(documents),
+        "encoded": len(np.unique(places)),
+        "documents": len(documents),
         "supervised share": round(int(supervised.sum()) / max(int(documents.lengths.sum()), 1), 4),
         "rows": {
             "row_length": row_length,
@@ -108,12 +113,13 @@ def survey_text(found):
             f"{found['supervised share']:.1%} of the tokens are supervised.",
             f"{rows['rows']:,} rows of {rows['row_length']} tokens hold {rows['labels']:,} labels, and {rows['padding share']:.1%} "
             "padding.",
-            f"{rows['longer than a row']:,} conversations are longer than a row and lose {rows['tokens cut off']:,} tokens.",
+            f"{found['documents']:,} documents; {rows['longer than a row']:,} are longer than a row and lose "
+            f"{rows['tokens cut off']:,} tokens.",
         ]
     return "\n".join([*lines, *(f"\n{note}" for note in found["notes"])])
 
 
-def print_survey(data, tokenizer, row_length, as_json, trust_remote_code=False):
+def print_survey(*given, as_json, **how):
     """Print a survey, as text or as one JSON object."""
-    found = survey(data, tokenizer, row_length, trust_remote_code)
+    found = survey(*given, **how)
     print(json.dumps(found, ensure_ascii=False) if as_json else survey_text(found))

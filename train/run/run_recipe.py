@@ -34,10 +34,11 @@ class RunRecipe:
     )
     data_rules: int = key(
         0,
-        "rules by which data become labels. 1, of new runs: reasoning_content, tools and tool_calls are rendered, and no label "
-        "comes after an end token; 0: those of a run begun before there were others, which it keeps",
+        "rules by which data become labels. 2, of new runs: a conversation longer than a row is split at turns; 1 and 2: "
+        "reasoning_content, tools and tool_calls are rendered, and no label comes after an end token; 0: those of a run begun "
+        "before there were others. A run keeps the rules that it was begun with",
         least=0,
-        most=1,
+        most=2,
     )
     target_dtype: str = key(
         "auto",
@@ -60,7 +61,13 @@ class RunRecipe:
         "folder where the data are kept, encoded, for all processes and further runs; empty: headstart/packed in the user's cache "
         "folder (~/.cache), for data of 16 MB and more; memory: none, and every process encodes them",
     )
-    row_length: int = key(1024, "tokens per packed row; a longer conversation loses its end", least=4)
+    document: str = key(
+        "conversation",
+        "what is packed. conversation: conversations, split at turns if they are longer than a row; answer: each answer with what "
+        "comes before it, as the template renders it then, and only it is supervised, for templates that drop earlier thoughts",
+        choices=("conversation", "answer"),
+    )
+    row_length: int = key(1024, "tokens per packed row", least=4)
     loss: str = key(
         "kl",
         "hard: cross entropy against the text; kl: forward KL from the target's distribution; lk: kl, with more and more weight on "
