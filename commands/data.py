@@ -2,17 +2,21 @@
 
 EXAMPLE = (
     "headstart data chats.jsonl\n  headstart data OWNER/NAME:train_sft --tokenizer OWNER/TARGET --row-length 4096\n"
-    '  headstart data "parts/*.jsonl.gz" --tokenizer runs/target --json'
+    '  headstart data "parts/*.jsonl.gz" --tokenizer runs/target --json\n'
+    "  headstart data a.jsonl:0.7,b.jsonl:0.3 --tokenizer OWNER/TARGET"
 )
 DETAILS = (
     "Counts conversations, messages, turns and characters, and says which records are left out and why. With --tokenizer, also\n"
-    "tokens, the share that is supervised, what is split or cut off to fit into a row, and what the chat template does not write."
+    "tokens, the share that is supervised, what is split or cut off to fit into a row, and what the chat template does not write.\n"
+    "Of several data sets, the share of an epoch that each gives."
 )
 
 
 def add_options(parser):
     parser.add_argument(
-        "data", metavar="DATA", help="a file, a pattern of files, a folder or a name, as --data of the trainers"
+        "data",
+        metavar="DATA",
+        help="a file, a pattern of files, a folder or a name, or several with weights, as --data of the trainers",
     )
     parser.add_argument(
         "--tokenizer", metavar="MODEL", help="the target, or another folder or Hub id with its tokenizer"

@@ -57,8 +57,8 @@ PUBLIC = {
     "train": "regenerate",
     "train/data": "chat_endpoint conversations dialogue encoding engine_answers generated_text held_out "
     "part_files regenerate_options rows stdlib_pairs survey template_date",
-    "train/data/packed": "documents packing parts pieces store texts workers",
-    "train/data/sources": "records",
+    "train/data/packed": "blend documents packing parts pieces store texts workers",
+    "train/data/sources": "data_sets records",
     "train/loss": "distillation joint losses",
     "train/report": "dashboard page report workspace",
     "train/run": "acceptance loop optimization recipe run_folder run_recipe settled_recipe start_head stopping wandb_login",

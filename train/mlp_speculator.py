@@ -12,7 +12,7 @@ lists every key. A run writes only into its `output` folder: config.yaml, metric
 generated.jsonl; and into `feature_cache`, if that is given.
 
 Every rank knows all rows and their order, so label counts need no communication; gradients are summed over the ranks once per
-optimiser step. Not done here: mixing several data sets, feeding steps their own drafts.
+optimiser step. Not done here: feeding steps their own drafts.
 """
 
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 from headstart.train.data.generated_text import build_generator, cut_prompts, generated_documents
 from headstart.train.data.packed.documents import Documents
 from headstart.train.data.rows import build_rows, load_documents, rows_to_check
+from headstart.train.data.sources.data_sets import data_sets
 from headstart.train.loss.distillation import Objective, summarize
 from headstart.train.loss.losses import Loss
 from headstart.train.run.acceptance import build_meter
@@ -77,6 +78,8 @@ class Recipe(RunRecipe):
             )
         if self.stage == 2 and not self.start_from:
             raise ValueError("stage 2 goes on with the head of stage 1: give its run or folder as start_from")
+        if self.stage == 2 and any(one.weight for one in data_sets(self.data)):
+            raise ValueError("stage 2 cuts its pieces from all of the data alike: leave the weights out of `data`")
         if self.stage == 2 and self.prompt_tokens + self.answer_tokens > self.row_length:
             raise ValueError(
                 f"prompt_tokens {self.prompt_tokens} and answer_tokens {self.answer_tokens} do not fit into row_length "
@@ -141,7 +144,7 @@ def main(argv):
         )
         generator = None  # frees its cache
     if recipe.supervise == "all":
-        documents = documents if isinstance(documents, Documents) else Documents.of(documents)
+        documents = Documents.of(documents) if isinstance(documents, list) else documents
         documents = documents.all_supervised()
     packed, labels_per_row = build_rows(documents, recipe.row_length, tokenizer.pad_token_id, note, kind)
     target.check(*rows_to_check(packed, device))

@@ -10,8 +10,10 @@ from ...inference.models.target_source import load_tokenizer
 from .conversations import Source, is_cut
 from .encoding import encode_places
 from .held_out import hash_of_conversation
+from .packed.blend import rows_per_epoch
 from .packed.packing import lay_out
 from .packed.workers import num_workers
+from .sources.data_sets import data_sets
 
 QUANTILES = {"least": 0, "p50": 0.5, "p90": 0.9, "p99": 0.99, "most": 1}
 
@@ -71,8 +73,10 @@ def _tokens(tokenizer, source, row_length, document, sizes, noted):
     documents, places = encode_places(tokenizer, source, True, note=noted.append, **how)
     supervised = documents.count_supervised(0, np.iinfo(np.int32).max)
     sizes["tokens"], sizes["supervised tokens"] = _distribution(documents.lengths), _distribution(supervised)
-    rows = lay_out(documents, row_length)
-    kept = int(np.minimum(documents.lengths, row_length).sum())
+    packed = lay_out(documents, row_length)
+    labels = packed.count_labels()
+    rows = packed.keep(labels > 0)  # a trainer leaves the others out
+    cut = np.maximum(documents.lengths - row_length, 0).sum()
     return {
         "encoded": len(np.unique(places)),
         "documents": len(documents),
@@ -80,10 +84,10 @@ def _tokens(tokenizer, source, row_length, document, sizes, noted):
         "rows": {
             "row_length": row_length,
             "rows": len(rows),
-            "padding share": round(1 - kept / (len(rows) * row_length), 4),
+            "padding share": round(1 - rows.count_tokens(slice(None)) / max(len(rows) * row_length, 1), 4),
             "longer than a row": rows.num_cut,
-            "tokens cut off": int(documents.lengths.sum()) - kept,
-            "labels": int(rows.count_labels().sum()),
+            "tokens cut off": int(cut),
+            "labels": int(labels.sum()),
         },
     }
 
@@ -119,7 +123,41 @@ def survey_text(found):
     return "\n".join([*lines, *(f"\n{note}" for note in found["notes"])])
 
 
-def print_survey(*given, as_json, **how):
-    """Print a survey, as text or as one JSON object."""
-    found = survey(*given, **how)
+def survey_sets(data, tokenizer, row_length, **how):
+    """The survey of each data set that `data` names, with its share of an epoch: {"data", "sets"}."""
+    sets, found = data_sets(data), []
+    for one in sets:
+        found.append(survey(one.name, tokenizer, row_length, **how))
+    weights = [one.weight for one in sets]
+    if tokenizer:
+        sizes = [one["rows"]["rows"] for one in found]
+        for one, count, size in zip(found, rows_per_epoch(sizes, weights).tolist(), sizes):
+            one["epoch"] = {
+                "rows": count,
+                "share": count / sum(sizes),
+                "passes": round(count / max(size, 1), 2),
+            }
+    elif None not in weights:
+        for one, weight in zip(found, weights):
+            one["epoch"] = {"share": weight / sum(weights)}
+    return {"data": data, "sets": found}
+
+
+def _epoch_text(one):
+    epoch = one["epoch"]
+    rows = f", {epoch['rows']:,} rows, {epoch['passes']:.2f} times its own" if "rows" in epoch else ""
+    return f"{one['data']}: {epoch['share']:.1%} of an epoch{rows}"
+
+
+def print_survey(data, tokenizer, row_length, *, as_json, **how):
+    """Print the survey of a data set, or of several, as text or as one JSON object."""
+    if len(data_sets(data)) > 1:
+        found = survey_sets(data, tokenizer, row_length, **how)
+        told = [
+            *map(survey_text, found["sets"]),
+            "\n".join(_epoch_text(one) for one in found["sets"] if "epoch" in one),
+        ]
+        print(json.dumps(found, ensure_ascii=False) if as_json else "\n\n".join(filter(None, told)))
+        return
+    found = survey(data, tokenizer, row_length, **how)
     print(json.dumps(found, ensure_ascii=False) if as_json else survey_text(found))

@@ -6,6 +6,7 @@ A script declares `Recipe(RunRecipe)` with the keys of its head; a key that it r
 import math
 from dataclasses import MISSING, dataclass
 
+from ..data.sources.data_sets import data_sets
 from ..data.template_date import check_date
 from ..loss.losses import LOSSES
 from .checkpointing import choose_checkpoint
@@ -25,7 +26,10 @@ class RunRecipe:
     data: str = key(
         MISSING,
         "conversations: stdlib, installed (Python source here), a .json/.jsonl (also .gz, .zst) or .parquet file, a pattern of "
-        "files, a `datasets` name or folder; a split other than train follows a colon: OWNER/NAME:train_sft",
+        "files, a `datasets` name or folder; a split other than train follows a colon: OWNER/NAME:train_sft. Several, with commas "
+        "(or a list in YAML): a.jsonl:0.7,OWNER/NAME:train_sft:0.3. A weight is a set's share of the rows of an epoch, which has "
+        "as many as all sets together: a smaller set is repeated, a larger one goes on in the next epoch",
+        several=True,
     )
     output: str = key(MISSING, "the run folder, e.g. runs/first; it must be new unless the run is resumed")
     template_date: str = key(
@@ -49,11 +53,12 @@ class RunRecipe:
     resume_from: str = key("", "go on from this checkpoint folder instead")
     seed: int = key(0, "seed of the order of the rows and of every random generator", least=0)
     max_tokens: int = key(
-        0, "use at most this many tokens of the data, whole conversations picked at random; 0: all", least=0
+        0, "use at most this many tokens of each data set, whole conversations picked at random; 0: all", least=0
     )
     max_examples: int = key(
         0,
-        "use at most this many conversations of the data, picked at random (the same ones with a larger number, and more); 0: all",
+        "use at most this many conversations of each data set, picked at random (the same ones with a larger number, and more); 0: "
+        "all",
         least=0,
     )
     packed_data: str = key(
@@ -133,6 +138,7 @@ class RunRecipe:
 
     def __post_init__(self):
         check_values(self)
+        data_sets(self.data)
         check_date(self.template_date)
         if not self.max_steps and not self.num_epochs:
             raise ValueError("num_epochs and max_steps are both 0: give one of them, or nothing is trained")

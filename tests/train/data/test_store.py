@@ -13,26 +13,17 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from headstart.tests.train.data.conftest import Process
 from headstart.tests.train.tiny_runs import assert_same_tensors, head_tensors
 from headstart.train.data import rows
 from headstart.train.data.packed import store
 from headstart.train.data.packed.documents import Documents
 from headstart.train.data.packed.store import DocumentStore
-from headstart.train.data.rows import build_rows, load_documents
+from headstart.train.data.rows import build_rows
 from headstart.train.data.sources.records import source_facts
 
 PAIRS = [([1, 2, 3], [False, True, True]), ([4, 5], [False, True])]
 HELD_OUT = [[{"role": "user", "content": "é"}, {"role": "assistant", "content": "\n", "weight": 0}]]
-
-
-class Process:
-    """A rank, as Accelerator is one."""
-
-    def __init__(self, is_local_main_process=True):
-        self.is_local_main_process = is_local_main_process
-
-    def wait_for_everyone(self):
-        pass
 
 
 def make(note, parts=None):
@@ -42,37 +33,6 @@ def make(note, parts=None):
 
 def refuse(note, parts=None):
     raise AssertionError("the data are encoded again")
-
-
-@pytest.fixture
-def recipe(conversations, word_target, tmp_path):
-    """recipe(**keys): what load_documents reads of a recipe, for data of 60 conversations."""
-    own = dict(
-        seed=0,
-        max_tokens=0,
-        max_examples=0,
-        row_length=64,
-        data_rules=2,
-        document="conversation",
-        eval_prompts=4,
-        eval_data="",
-        target=word_target,
-    )
-    own |= dict(data=conversations, packed_data=str(tmp_path / "packed"))
-    return lambda **keys: SimpleNamespace(**own | keys)
-
-
-@pytest.fixture
-def load(word_target):
-    """load(recipe) -> (documents, held-out conversations, what was noted)."""
-    tokenizer = AutoTokenizer.from_pretrained(word_target)
-
-    def load(recipe, tokenizer=tokenizer):
-        said = []
-        return *load_documents(recipe, tokenizer, SimpleNamespace(accelerator=Process(), note=said.append)), said
-
-    load.tokenizer = tokenizer
-    return load
 
 
 def test_a_store_gives_what_was_made_with_its_notes(tmp_path):
