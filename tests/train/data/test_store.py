@@ -280,3 +280,64 @@ def test_a_run_on_packed_data_is_that_in_memory(trainer, finished, tmp_path, cap
         run = trainer.run(**keys, packed_data=tmp_path / "packed", output=tmp_path / f"run-{number}")
         assert_same_tensors(head_tensors(run), head_tensors(plain))
         assert ("the data are packed" if number == 0 else "the data were packed on") in capsys.readouterr().err
+
+
+@pytest.fixture
+def left(tmp_path):
+    """left(name, sources) -> the parts that a killed packing of `name` has left."""
+
+    def left(name, *sources):
+        folder = tmp_path / f".{name}"
+        (folder / "inner").mkdir(parents=True)
+        (folder / "sources.json").write_text(json.dumps([None, *sources]))
+        return folder
+
+    return left
+
+
+def test_parts_of_data_that_have_changed_are_removed(tmp_path, left):
+    same, changed, gone, kept = (tmp_path / f"{name}.jsonl" for name in ("same", "changed", "gone", "kept"))
+    for path in (same, changed, gone, kept):
+        path.write_text("{}")
+    facts = {path: source_facts(str(path)) for path in (same, changed, gone, kept)}
+    elsewhere = {"files": [[str(tmp_path / "not mounted" / "x.jsonl"), 2, 3]], "sets": [], "split": "train"}
+    stays = [left("a.parts", facts[same]), left("b.parts", elsewhere), left("c", facts[changed])]
+    goes = [left("d.parts", facts[same], facts[changed]), left("e.parts", facts[gone])]
+    old = left("f.parts", facts[same])
+    changed.write_text("{} ")
+    gone.unlink()
+    os.utime(old, (1, 1))
+    DocumentStore(tmp_path, "x", {"sources": [facts[kept]]}).load(make, Process(), print)
+    assert [path for path in stays if not path.exists()] == []
+    assert [path for path in [*goes, old] if path.exists()] == []
+
+
+def test_parts_that_a_process_writes_stay(tmp_path, left):
+    context = multiprocessing.get_context("fork")
+    made, store_of = context.Queue(), DocumentStore(tmp_path, "x", {})
+    run = context.Process(target=slowly, args=(tmp_path, 1, made))
+    run.start()
+    folder = tmp_path / f".{store_of.path.name}.parts"
+    end = time.monotonic() + 60
+    while not (folder / "sources.json").exists():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    os.utime(folder, (1, 1))  # as if nobody went on with it
+    DocumentStore(tmp_path, "y", {}).load(make, Process(), print)
+    assert folder.exists()
+    assert made.get(timeout=60) == 1
+    made.get(timeout=60)
+    run.join(60)
+    assert run.exitcode == 0
+
+
+def test_without_locks_parts_of_processes_that_have_ended_are_removed(tmp_path, left):
+    ended = multiprocessing.get_context("fork").Process(target=print)
+    ended.start()
+    ended.join()
+    host = store.socket.gethostname()
+    stays = [left(f"a.parts-{host}-{os.getpid()}"), left(f"a.parts-other-host-{ended.pid}"), left(f"b.parts-{host}-1")]
+    goes = left(f"a.parts-{host}-{ended.pid}")
+    DocumentStore(tmp_path, "x", {}).load(make, Process(), print)
+    assert [path for path in stays if not path.exists()] == []
+    assert not goes.exists()

@@ -62,6 +62,20 @@ def source_facts(data: str) -> dict | None:
     return {"split": split, "files": files, "sets": sets}
 
 
+def has_changed(facts: dict) -> bool:
+    """Whether a file of source_facts is gone, or not as it was. Where its folder is not there either, nothing is known."""
+    for name, size, modified in facts["files"]:
+        try:
+            found = Path(name).stat()
+        except OSError:
+            if Path(name).parent.is_dir():
+                return True
+            continue
+        if (found.st_size, found.st_mtime_ns) != (size, modified):
+            return True
+    return False
+
+
 def split_of(data: str) -> tuple[str, str]:
     """(name, split) of `data`: "NAME:SPLIT" taken apart; the split is "train" if none is named."""
     name, colon, split = data.rpartition(":")
