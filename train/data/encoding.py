@@ -9,7 +9,16 @@ import jinja2
 import numpy as np
 from tqdm import tqdm
 
-from .answer_spans import Unencodable, assistant_spans, closing_span, mask_error, render, template_error, turn_span
+from .answer_spans import (
+    Unencodable,
+    assistant_spans,
+    closing_span,
+    last_answer,
+    mask_error,
+    render,
+    template_error,
+    turn_span,
+)
 from .conversations import is_cut
 from .message_fields import split_tools
 from .packed.documents import Collected, Documents
@@ -171,9 +180,15 @@ class _Encoder:
         return ids, self._without_space_after_ends(ids, supervised) if self.trims else supervised
 
     def _encode(self, batch) -> Iterator[tuple[list[int], list[bool]]]:
-        encode = self._encode_by_markers if self.has_markers else self._encode_by_rendering
-        for messages, (ids, supervised) in zip(batch, encode(batch)):
-            if (self.alone and self.has_markers) or any(is_cut(one) or one.get("weight") == 0 for one in messages):
+        if not self.has_markers:
+            encoded = self._encode_by_rendering(batch)
+            if self.alone:
+                yield from encoded  # of each the last answer is marked, as far as it is the model's
+                return
+        else:
+            encoded = self._encode_by_markers(batch)
+        for messages, (ids, supervised) in zip(batch, encoded):
+            if self.alone or any(is_cut(one) or one.get("weight") == 0 for one in messages):
                 supervised = self._unmark(messages, ids, supervised)
             yield ids, supervised
 
@@ -191,7 +206,8 @@ class _Encoder:
                 yield list(ids), [bool(mark) for mark in mask]
 
     def _encode_by_rendering(self, batch) -> Iterator[tuple[list[int], list[bool]]]:
-        texts, spans = zip(*(assistant_spans(self.tokenizer, messages, self.alone) for messages in batch))
+        find = last_answer if self.alone else assistant_spans
+        texts, spans = zip(*(find(self.tokenizer, messages) for messages in batch))
         # The template has already written the special tokens.
         encoding = self.tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=True)
         for ids, offsets, turns in zip(encoding["input_ids"], encoding["offset_mapping"], spans):
@@ -267,7 +283,7 @@ class _Encoder:
         """[(messages, ids, supervised)] of a document: in pieces, if it is longer than a row and the template encodes them."""
         if not self.row_length or len(ids) <= self.row_length:
             return [(messages, ids, supervised)]
-        pieces = (latest_turns if self.alone else split_at_turns)(messages, self._fits)
+        pieces = (latest_turns if self.alone else split_at_turns)(messages, self._fits, self.row_length / len(ids))
         found = self.encode(pieces)
         if pieces in ([], [messages]) or any(isinstance(one, Unencodable) for one in found):
             return [(messages, ids, supervised)]
@@ -278,16 +294,22 @@ class _Encoder:
     def _fits(self, messages) -> bool:
         """Whether a part of a conversation fits into a row."""
         try:
-            text = render(self.tokenizer, messages)
-        except (jinja2.TemplateError, TypeError):
+            text = self._text(messages)
+        except (jinja2.TemplateError, TypeError, Unencodable):
             return False
         return len(self.tokenizer(text, add_special_tokens=False)["input_ids"]) <= self.row_length
+
+    def _text(self, messages) -> str:
+        """The text of a document."""
+        if self.alone and not self.has_markers:
+            return last_answer(self.tokenizer, messages)[0]
+        return render(self.tokenizer, messages)
 
     def _look(self, messages, ids, supervised, seen):
         """Count in `seen` what a document shows."""
         thoughts = list(filter(None, map(_thoughts, messages[-1:] if self.alone else messages)))
         if thoughts:
-            text = render(self.tokenizer, messages)
+            text = self._text(messages)
             seen.thoughts += len(thoughts)
             seen.unwritten += sum(one not in text for one in thoughts)
         if seen.has_end or any(map(is_cut, messages[-1:] if self.alone else messages)):

@@ -100,12 +100,16 @@ def _distribution(values):
 
 def survey_text(found):
     """The survey as text."""
-    lines = [f"{found['data']}: {found['conversations']:,} conversations"]
+    texts = "text" in found["messages"]
+    lines = [f"{found['data']}: {found['conversations']:,} {'texts' if texts else 'conversations'}"]
     roles = ", ".join(f"{count:,} {role}" for role, count in found["messages"].items())
-    lines.append(f"messages: {roles}")
+    lines += [] if texts else [f"messages: {roles}"]
     kinds = {what: count for what, count in found["conversations with"].items() if count}
     if kinds:
-        lines.append("conversations with " + "; ".join(f"{what}: {count:,}" for what, count in kinds.items()))
+        lines.append(
+            ("texts with " if texts else "conversations with ")
+            + "; ".join(f"{what}: {count:,}" for what, count in kinds.items())
+        )
     titles = [*QUANTILES, "sum"]
     lines += ["", " " * 22 + "".join(f"{title:>14}" for title in titles)]
     for name, row in found["sizes"].items():

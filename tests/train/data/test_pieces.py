@@ -12,7 +12,7 @@ from headstart.train.data import encoding
 from headstart.train.data.conversations import load_conversations, write_conversations
 from headstart.train.data.encoding import encode_conversations, encode_places
 from headstart.train.data.packed.parts import Parts
-from headstart.train.data.packed.pieces import split_at_turns
+from headstart.train.data.packed.pieces import latest_turns, split_at_turns
 from headstart.train.data.rows import build_rows, choose_documents
 
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -88,9 +88,9 @@ def test_pieces_keep_tools_and_tool_calls_keep_together():
     result = {"role": "tool", "content": "12:00"}
     messages = [{**exchange(0, 9)[0], "tools": TOOLS}, called, result, {"role": "assistant", "content": "Noon."}]
     messages += conversation([5])
-    pieces = split_at_turns(messages, lambda part: False)
+    pieces = split_at_turns(messages, lambda part: False, 0.5)
     assert pieces == [messages[:4], [{**messages[4], "tools": TOOLS}, messages[5]]]
-    pieces = split_at_turns([{**SYSTEM, "tools": TOOLS}, *messages[1:4], *messages[4:]], lambda part: False)
+    pieces = split_at_turns([{**SYSTEM, "tools": TOOLS}, *messages[1:4], *messages[4:]], lambda part: False, 0.5)
     assert [piece[0] for piece in pieces] == [{**SYSTEM, "tools": TOOLS}] * 2
 
 
@@ -124,16 +124,41 @@ def test_each_answer_is_a_document_that_begins_as_the_server_would_ask_for_it(st
         text, supervised = text_of(tokenizer, document)
         asked = tokenizer.apply_chat_template(messages[: 2 * turn + 1], tokenize=False, add_generation_prompt=True)
         finished = tokenizer.apply_chat_template(messages[: 2 * turn + 2], tokenize=False)
+        if style == "DeepSeek-R1-Distill":  # which drops the thoughts that its generation prompt opens
+            finished = f"{asked}{turns[turn][2]}\n</think>\n\n{turns[turn][1]}{tokenizer.eos_token}"
         assert text == finished
         assert turns[turn][1] in supervised
         assert not any(answer in supervised for _, answer, _ in turns[:turn])
         if finished.startswith(asked):
-            assert (asked + supervised).startswith(text.rstrip()[: len(asked) + 1])
-            assert len(supervised) > 0
+            assert supervised
             assert finished[len(asked) :].startswith(supervised)
-        if style == "Qwen3-Thinking":
+        if style in ("Qwen3-Thinking", "DeepSeek-R1-Distill"):
             assert turns[turn][2] in supervised
             assert not any(thoughts in text for _, _, thoughts in turns[:turn])
+
+
+@pytest.mark.parametrize(
+    ("content", "written"),
+    [
+        ("Hm.\n</think>\n\nUn.", "Hm.\n</think>\n\nUn."),  # as the model wrote it
+        ("<think>\nHm.</think>Un.", "Hm.</think>Un."),
+        ("Un.", None),
+    ],
+)
+@pytest.mark.parametrize("cut", [False, True], ids=["", "cut off"])
+def test_thoughts_that_a_template_drops_follow_the_prompt_that_opens_them(content, written, cut):
+    tokenizer = byte_tokenizer(STYLES["DeepSeek-R1-Distill"].template, STYLES["DeepSeek-R1-Distill"].special)
+    asked = {"role": "user", "content": "One?"}
+    answer = {"role": "assistant", "content": content} | ({"finish_reason": "length"} if cut else {})
+    (document,), _ = encode(tokenizer, [[asked, answer]], document="answer")
+    text, supervised = text_of(tokenizer, document)
+    prompt = tokenizer.apply_chat_template([asked], tokenize=False, add_generation_prompt=True)
+    if written is None:  # without thoughts, what the template writes
+        assert text == tokenizer.apply_chat_template([asked, answer], tokenize=False)
+        assert supervised == ("Un." if cut else "Un." + tokenizer.eos_token)
+    else:
+        assert supervised == written + ("" if cut else tokenizer.eos_token)
+        assert text == prompt + supervised
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED], ids=["rendering", "markers"])
@@ -188,3 +213,13 @@ def test_a_run_says_what_it_did_to_long_conversations(trainer, conversations, tm
     assert ", 0 rows without a label left out" in told
     trainer.run(data=data, max_steps=1, row_length=40, document="answer", output=tmp_path / "b")
     assert "60 documents in" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("share", [0.01, 0.2, 0.5, 3])
+def test_what_is_expected_to_fit_decides_nothing(share):
+    messages, dice = conversation([1] * 30, SYSTEM), random.Random(0)
+    for most in (1, 2, 3, 7, 29, 30, *dice.sample(range(4, 28), 4)):
+        pieces = split_at_turns(messages, lambda part, most=most: len(part) <= 1 + 2 * most, share)
+        assert [len(piece) // 2 for piece in pieces] == [most] * (30 // most) + [30 % most] * (30 % most > 0)
+        (latest,) = latest_turns(messages, lambda part, most=most: len(part) <= 1 + 2 * most, share)
+        assert latest == [SYSTEM, *messages[-2 * most :]]

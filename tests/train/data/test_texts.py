@@ -6,6 +6,7 @@ import re
 import pytest
 from transformers import AutoTokenizer
 
+from headstart.cli import main
 from headstart.tests.train.conftest import WORDS
 from headstart.tests.train.tiny_runs import all_lines
 from headstart.train.data.conversations import load_conversations
@@ -70,6 +71,25 @@ def test_an_mlp_speculator_trains_on_texts(speculator, tmp_path, conversations, 
     measured = dict(eval_data=conversations, eval_prompts=2, eval_tokens=5)
     speculator.run(**keys, **measured, output=tmp_path / "measured")
     assert (tmp_path / "measured" / "acceptance.json").is_file()
+
+
+def test_the_survey_counts_texts(tmp_path, word_target, capsys):
+    write_texts(tmp_path / "texts.jsonl", [5, 25, 9])
+    words = [
+        "data",
+        str(tmp_path / "texts.jsonl"),
+        "--document",
+        "text",
+        "--tokenizer",
+        word_target,
+        "--row-length",
+        "10",
+    ]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"{tmp_path / 'texts.jsonl'}: 3 texts\n")
+    assert "100.0% of the tokens are supervised" in said
+    assert "5 documents; 0 are longer than a row and lose 0 tokens" in said
 
 
 @pytest.mark.parametrize(
