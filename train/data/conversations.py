@@ -165,7 +165,8 @@ def _conversation(record, where: str, answered: bool, with_fields: bool, fields:
         count_fields(record, turns, unused)
     elif tools := kept_tools(record, unused):
         messages[0]["tools"] = tools
-    fields.update(unused)
+    if unused:
+        fields.update(unused)
     return messages
 
 
@@ -191,8 +192,12 @@ def _text(content) -> str | None:
         content = "".join(str(part.get("text", "")) for part in content)
     if not isinstance(content, str):
         return None
-    # Half an emoji, as in a cut text, is not a character: neither a tokenizer nor a file takes it.
-    return content.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    try:
+        content.encode()
+        return content
+    except UnicodeEncodeError:
+        # Half an emoji, as in a cut text, is not a character: neither a tokenizer nor a file takes it.
+        return content.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def write_conversations(path: Path, conversations: list[list[dict]]) -> None:
