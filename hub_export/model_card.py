@@ -90,8 +90,8 @@ def target_name(base_model):
 def _front_matter(head, name, measured, extras):
     base_model, data = head.config.base_model_name_or_path, str((measured.recipe or {}).get("data", ""))
     results = eval_results(measured.acceptance)
-    if not os.path.exists(data):
-        data = data.partition(":")[0]  # without the split
+    # Several sets have commas between; without splits and weights.
+    names = [data] if os.path.exists(data) else [one.partition(":")[0] for one in data.split(",")]
     inherited = extras.origin.license if extras.origin else {}
     stated = (
         {"license": extras.license}
@@ -101,7 +101,7 @@ def _front_matter(head, name, measured, extras):
     fields = ModelCardData(
         model_name=_title(name),
         base_model=base_model if is_hub_id(base_model) else None,
-        datasets=[data] if is_hub_id(data) else None,
+        datasets=[name for name in names if is_hub_id(name)] or None,
         library_name="headstart",
         license=stated["license"],
         license_name=stated.get("license_name"),

@@ -56,8 +56,9 @@ PUBLIC = {
     "evaluation": "acceptance charts compare lossless tree_choice tree_measurement tree_text",
     "train": "regenerate",
     "train/data": "chat_endpoint conversations dialogue encoding engine_answers generated_text held_out "
-    "part_files regenerate_options rows survey template_date",
-    "train/data/packed": "documents packing parts store",
+    "part_files regenerate_options rows stdlib_pairs survey template_date",
+    "train/data/packed": "blend documents packing parts pieces store texts workers",
+    "train/data/sources": "data_sets records",
     "train/estimate": "dry_run memory",
     "train/loss": "distillation joint losses",
     "train/report": "dashboard page report workspace",

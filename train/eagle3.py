@@ -17,7 +17,7 @@ dropped. Only supervised positions count, in the sum and in the divisor, which i
 counts if its own token is the assistant's; in the original, if the token two places before it is (docs/training.md).
 
 Every rank knows all rows and their order, so label counts need no communication; gradients are summed over the ranks once per
-optimiser step. Not done here: mixing several data sets.
+optimiser step.
 """
 
 from dataclasses import dataclass, replace

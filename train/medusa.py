@@ -12,7 +12,7 @@ every key. A run writes only into its `output` folder: config.yaml, metrics.json
 into `feature_cache`, if that is given.
 
 Every rank knows all rows and their order, so label counts need no communication; gradients are summed over the ranks once per
-optimiser step. Not done here: mixing several data sets.
+optimiser step.
 """
 
 from dataclasses import dataclass

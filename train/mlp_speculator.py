@@ -4,15 +4,15 @@
     accelerate launch train/mlp_speculator.py --config configs/mlp-speculator.yaml --target ORG/MODEL --data conversations.jsonl
     accelerate launch train/mlp_speculator.py --config configs/mlp-speculator-stage2.yaml --start_from runs/first
 
-Stage 1: conversations -> token ids and assistant mask -> packed rows -> the target's features -> n steps, each fed the text's own
-next token (teacher forcing) -> loss against the target's distribution or the text, summed and divided by the number of labels of
-the whole optimiser step. Stage 2 starts from a head of stage 1, on text that the target itself writes from short prompts: our
-engine generates it before training, into generated.jsonl of the run folder. `--help` lists every key. A run writes only into its
-`output` folder: config.yaml, metrics.jsonl, checkpoints/, acceptance.json, best/, head/, generated.jsonl; and into
-`feature_cache`, if that is given.
+Stage 1: conversations (or plain texts, with `document: text`) -> token ids and assistant mask -> packed rows -> the target's
+features -> n steps, each fed the text's own next token (teacher forcing) -> loss against the target's distribution or the text,
+summed and divided by the number of labels of the whole optimiser step. Stage 2 starts from a head of stage 1, on text that the
+target itself writes from short prompts: our engine generates it before training, into generated.jsonl of the run folder. `--help`
+lists every key. A run writes only into its `output` folder: config.yaml, metrics.jsonl, checkpoints/, acceptance.json, best/,
+head/, generated.jsonl; and into `feature_cache`, if that is given.
 
 Every rank knows all rows and their order, so label counts need no communication; gradients are summed over the ranks once per
-optimiser step. Not done here: mixing several data sets, feeding steps their own drafts.
+optimiser step. Not done here: feeding steps their own drafts.
 """
 
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 from headstart.train.data.generated_text import build_generator, cut_prompts, generated_documents
 from headstart.train.data.packed.documents import Documents
 from headstart.train.data.rows import build_rows, load_documents, rows_to_check
+from headstart.train.data.sources.data_sets import data_sets
 from headstart.train.loss.distillation import Objective, summarize
 from headstart.train.loss.losses import Loss
 from headstart.train.run.acceptance import build_meter
@@ -52,6 +53,12 @@ class Recipe(RunRecipe):
         "assistant: learn from the assistant's tokens (in stage 2: from those that the target generated); all: from every token",
         choices=("assistant", "all"),
     )
+    document: str = key(
+        "conversation",
+        'what is packed. conversation, answer: as in the recipes of other heads; text: plain texts, {"text": ...}, of which every '
+        "token is supervised and a long one goes on in the next row",
+        choices=("conversation", "answer", "text"),
+    )
     stage: int = key(1, "1: on the data; 2: on text that the target generates from pieces of the data", least=1, most=2)
     start_from: str = key(
         "",
@@ -66,8 +73,15 @@ class Recipe(RunRecipe):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.document == "text" and self.eval_prompts and not self.eval_data:
+            raise ValueError(
+                "plain texts hold no requests to measure the acceptance on: name conversations as eval_data, or set "
+                "eval_prompts to 0"
+            )
         if self.stage == 2 and not self.start_from:
             raise ValueError("stage 2 goes on with the head of stage 1: give its run or folder as start_from")
+        if self.stage == 2 and any(one.weight for one in data_sets(self.data)):
+            raise ValueError("stage 2 cuts its pieces from all of the data alike: leave the weights out of `data`")
         if self.stage == 2 and self.prompt_tokens + self.answer_tokens > self.row_length:
             raise ValueError(
                 f"prompt_tokens {self.prompt_tokens} and answer_tokens {self.answer_tokens} do not fit into row_length "
@@ -119,7 +133,7 @@ def main(argv):
         generator = build_generator(target, tokenizer, recipe.prompt_tokens + recipe.answer_tokens)
     head = build_head(recipe, target, processes.resumed).to(device)
     documents, held_out = load_documents(recipe, tokenizer, processes)
-    kind = "generated texts" if generator and not recipe.dry_run else "conversations"
+    kind = "generated texts" if generator and not recipe.dry_run else "documents"
     if generator and recipe.dry_run:
         note("dry run: no text is generated, rows of the data stand for it")
     elif generator:
@@ -137,7 +151,7 @@ def main(argv):
         )
         generator = None  # frees its cache
     if recipe.supervise == "all":
-        documents = documents if isinstance(documents, Documents) else Documents.of(documents)
+        documents = Documents.of(documents) if isinstance(documents, list) else documents
         documents = documents.all_supervised()
     packed, labels_per_row = build_rows(documents, recipe.row_length, tokenizer.pad_token_id, note, kind)
     target.check(*rows_to_check(packed, device))

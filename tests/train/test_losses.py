@@ -84,7 +84,7 @@ def test_losses_are_those_of_the_formulae_on_unpacked_conversations(
         keys |= {"aux_layers": "0,1"}
     with sharp_attention(trainers[family]):
         run = trainers[family].run(batch_rows=2, **keys)
-    assert " conversations in 2 rows" in capsys.readouterr().err  # so every step is fed all of them, once
+    assert " documents in 2 rows" in capsys.readouterr().err  # so every step is fed all of them, once
     *_, line = read_metrics()
     of_the_loss = {name: keys[name] for name in ("loss", "lk_eta", "hass_weight", "hass_top") if name in keys}
     sums, shifted = losses_by_definition(steps, run, word_target, few, **of_the_loss)

@@ -69,7 +69,7 @@ def test_eval_data_replaces_the_split(trainer, tmp_path, capsys):
     run = trainer.run(max_steps=1, eval_prompts=4, eval_tokens=8, eval_data=other)
     samples = json.loads((run / "acceptance.json").read_text())["samples"]
     assert [sample["prompt"] for sample in samples] == ["<|user|> w1 w2 w3 <|assistant|>"]
-    assert " 60 conversations in " in capsys.readouterr().err  # nothing was taken out of the training data for it
+    assert " 60 documents in " in capsys.readouterr().err  # nothing was taken out of the training data for it
 
 
 def test_all_tokens_are_supervised_if_the_recipe_says_so(trainers, tmp_path, word_target, conversations, capsys):

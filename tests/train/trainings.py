@@ -128,6 +128,7 @@ OF_ALL |= {
     "max_examples",
     "patience",
     "checkpoint_checksums",
+    "document",
 }
 
 TRAININGS = {

@@ -9,8 +9,9 @@ from itertools import takewhile
 
 import jinja2
 
-from .conversations import excerpt
+from .conversations import is_cut
 from .message_fields import split_tools
+from .sources.records import excerpt
 
 _SENTINEL = "\ue000\ue001\ue000"  # private-use characters, which no text contains by accident
 
@@ -34,6 +35,35 @@ def assistant_spans(tokenizer, messages: list[dict]) -> tuple[str, list[tuple[in
     text = render(tokenizer, messages)
     turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
     return text, [turn_span(tokenizer, messages, turn, text) for turn in turns]
+
+
+def last_answer(tokenizer, messages: list[dict]) -> tuple[str, list[tuple[int, int]]]:
+    """The conversation with its last message, an answer, as the model wrote it, and (start, end) of that answer alone.
+
+    That is the rendered conversation, unless its generation prompt opens thoughts which the template drops from finished answers:
+    then the thoughts follow the prompt. What closes an answer that was cut off is not its own.
+    """
+    text, turn = render(tokenizer, messages), len(messages) - 1
+    closing = closing_span(tokenizer, messages, turn, text)
+    prompt = render(tokenizer, messages[:turn], prompt=True) if turn else ""
+    written = _with_thoughts(messages[turn], prompt)
+    if written is None or text.startswith(prompt):
+        start, end = turn_span(tokenizer, messages, turn, text)
+        return text, [(start, closing[0] if is_cut(messages[turn]) else end)]
+    end = "" if is_cut(messages[turn]) else text[slice(*closing)]
+    return prompt + written + end, [(len(prompt), len(prompt + written + end))]
+
+
+def _with_thoughts(message: dict, prompt: str) -> str | None:
+    """What the model wrote after a prompt that ends with <think>; None after another, and without thoughts."""
+    content, thoughts = message["content"], message.get("reasoning_content")
+    if not prompt.rstrip().endswith("<think>") or not (thoughts or "</think>" in content):
+        return None
+    if thoughts:
+        content = f"{thoughts.strip()}\n</think>\n\n{content}"
+    elif content.lstrip().startswith("<think>"):
+        content = content.lstrip().removeprefix("<think>")
+    return content.lstrip("\n") if prompt.endswith("\n") else content
 
 
 def turn_span(tokenizer, messages: list[dict], turn: int, text: str) -> tuple[int, int]:

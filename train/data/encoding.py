@@ -1,27 +1,32 @@
 """Turn conversations into token ids with the assistant's tokens marked, through the tokenizer's chat template."""
 
 import contextlib
-import functools
-import multiprocessing
-import os
-import pickle
 import re
-import signal
-import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from itertools import islice
 
 import jinja2
 import numpy as np
 from tqdm import tqdm
 
-from .answer_spans import Unencodable, assistant_spans, closing_span, mask_error, render, template_error, turn_span
-from .conversations import excerpt, is_cut
+from .answer_spans import (
+    Unencodable,
+    assistant_spans,
+    closing_span,
+    last_answer,
+    mask_error,
+    render,
+    template_error,
+    turn_span,
+)
+from .conversations import is_cut
 from .message_fields import split_tools
 from .packed.documents import Collected, Documents
 from .packed.parts import EncodedBatch, Seen
+from .packed.pieces import latest_turns, one_per_answer, split_at_turns
+from .packed.texts import TextEncoder
+from .packed.workers import batches_of, encode_batches
+from .sources.records import excerpt
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 BATCH = 512  # conversations tokenised at once
@@ -52,21 +57,37 @@ def encode_conversations(
 
 
 def encode_places(
-    tokenizer, conversations, progress=False, *, note=lambda text: None, rules=1, total=None, workers=0, parts=None
+    tokenizer,
+    conversations,
+    progress=False,
+    *,
+    note=lambda text: None,
+    rules=1,
+    document="conversation",
+    row_length=None,
+    total=None,
+    workers=0,
+    parts=None,
 ) -> tuple[Documents, np.ndarray]:
-    """(Documents of encode_conversations, int64 [D] their places among the conversations, ascending).
+    """(Documents of encode_conversations, int64 [D] the place of each among the conversations, ascending).
 
-    total: number of conversations, for the bar; workers: processes that encode (0: this one), with the same result; parts: Parts,
-    where encoded batches are kept, and taken from, instead of in memory.
+    document: "conversation"; "answer": each answer with what comes before it, and only it is supervised; "text": the conversations
+    are texts (packed/texts.py). row_length: with rules 2 a document longer than that is split at turns; one of an answer loses its
+    first turns. total: number of conversations, for the bar; workers: processes that encode (0: this one), with the same result;
+    parts: Parts, where encoded batches are kept, and taken from, instead of in memory.
     """
-    encoder = _Encoder(tokenizer, trims=rules > 0)
+    if document == "text":
+        encoder = TextEncoder(tokenizer, row_length)
+    else:
+        alone = document == "answer"
+        encoder = _Encoder(tokenizer, trims=rules > 0, row_length=row_length if rules > 1 else None, alone=alone)
     encoded, places, left_out, seen, count, number = Collected(), [], [], Seen(), 0, 0
     if total is None and isinstance(conversations, Sequence):
         total = len(conversations)
     if total is not None and total <= 4 * BATCH:
         workers = 0  # they would still be starting
     bar = tqdm(total=total, desc="tokenising", unit=" conversations", disable=not progress)
-    with bar, contextlib.closing(_encoded(encoder, _batches(conversations), workers, parts)) as results:
+    with bar, contextlib.closing(encode_batches(encoder, batches_of(conversations, BATCH), workers, parts)) as results:
         for number, batch in enumerate(results, 1):  # noqa: B007
             if not parts:
                 encoded.extend(batch.documents)
@@ -86,90 +107,10 @@ def encode_places(
     return documents, np.concatenate([np.zeros(0, dtype=np.int64), *places])
 
 
-def num_workers():
-    """Processes that encode large data: as many as the cores that this one may use, 16 at most, and none beside a single core."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, 16) if cores > 1 else 0
-
-
-def _batches(conversations):
-    conversations = iter(conversations)
-    while batch := list(islice(conversations, BATCH)):
-        yield batch
-
-
-def _encoded(encoder, batches, workers, parts):
-    """The EncodedBatch of each batch, in order; new ones are kept in `parts`, if that is given."""
-    with contextlib.ExitStack() as stack:
-        encode, waiting = _encode_here(encoder), deque()
-        if given := _pickled(encoder) if workers else None:
-            # Clean processes: this one may hold a GPU, and threads.
-            context = multiprocessing.get_context("spawn")
-            pool = ProcessPoolExecutor(workers, context, _start_worker, (given,))
-            stack.callback(pool.shutdown, cancel_futures=True)
-            encode = functools.partial(pool.submit, _encode_in_worker)
-
-        def finished():
-            number, kept, future = waiting.popleft()
-            if kept:
-                return kept
-            batch = future.result()
-            if parts:
-                parts.save(number, batch)
-            return batch
-
-        for number, batch in enumerate(batches):
-            kept = parts and parts.load(number)
-            if kept and kept.count != len(batch):
-                kept = None
-            waiting.append((number, kept, None if kept else encode(batch)))
-            if len(waiting) > 2 * workers:
-                yield finished()
-        while waiting:
-            yield finished()
-
-
-def _encode_here(encoder):
-    """Encode a batch in this process, as an executor does it.  -> a function of the batch that gives a Future"""
-
-    def encode(batch):
-        future = Future()
-        future.set_result(encoder.encode_batch(batch))
-        return future
-
-    return encode
-
-
-def _pickled(encoder):
-    """The encoder for another process; None if its tokenizer, of code of its own, cannot be sent there."""
-    try:
-        return pickle.dumps(encoder)
-    except (pickle.PicklingError, AttributeError, TypeError):
-        return None
-
-
-def _start_worker(encoder):
-    global _encoder
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one answers it
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are as many as the cores
-    _encoder = pickle.loads(encoder)
-
-
-def _end_with_parent():
-    """A worker whose parent was killed would wait for batches for ever."""
-    multiprocessing.parent_process().join()
-    os._exit(1)
-
-
-def _encode_in_worker(batch):
-    return _encoder.encode_batch(batch)
-
-
 def choose_encodable(tokenizer, conversations: Sequence[list[dict]], note: Callable[[str], None]) -> list[list[dict]]:
     """Those of a few conversations that the template encodes. ValueError if it encodes none."""
     encoder = _Encoder(tokenizer, trims=True)
-    found = encoder.encode(conversations) if conversations else []
+    found = encoder.encode(conversations)
     left_out = [one for one in found if isinstance(one, Unencodable)]
     if left_out:
         if len(left_out) == len(found):
@@ -180,9 +121,13 @@ def choose_encodable(tokenizer, conversations: Sequence[list[dict]], note: Calla
 
 
 class _Encoder:
-    """The encoding of conversations by one tokenizer. trims: whitespace after an end token is not supervised."""
+    """The encoding of conversations by one tokenizer.
 
-    def __init__(self, tokenizer, trims: bool):
+    trims: whitespace after an end token is not supervised; row_length: longer documents are split, None: never; alone: each answer
+    is a document of its own, with what comes before it
+    """
+
+    def __init__(self, tokenizer, trims: bool, row_length: int | None = None, alone: bool = False):
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError(
                 f"{type(tokenizer).__name__} gives no character offsets, which masks need; use a fast tokenizer"
@@ -192,7 +137,7 @@ class _Encoder:
                 f"the tokenizer {tokenizer.name_or_path!r} has no chat template; set tokenizer.chat_template, or use the "
                 "tokenizer of an instruction-tuned model"
             )
-        self.tokenizer, self.trims = tokenizer, trims
+        self.tokenizer, self.trims, self.row_length, self.alone = tokenizer, trims, row_length, alone
         self.source = str(tokenizer.chat_template)
         self.has_markers = bool(_GENERATION.search(tokenizer.get_chat_template()))
         self.special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -201,6 +146,8 @@ class _Encoder:
 
     def encode(self, batch: Sequence[list[dict]]) -> list[tuple[list[int], list[bool]] | Unencodable]:
         """(ids, supervised) of each conversation, or what is wrong with it."""
+        if not batch:
+            return []
         try:
             pairs = list(self._encode(batch))
         except (jinja2.TemplateError, TypeError, Unencodable):
@@ -233,9 +180,15 @@ class _Encoder:
         return ids, self._without_space_after_ends(ids, supervised) if self.trims else supervised
 
     def _encode(self, batch) -> Iterator[tuple[list[int], list[bool]]]:
-        encode = self._encode_by_markers if self.has_markers else self._encode_by_rendering
-        for messages, (ids, supervised) in zip(batch, encode(batch)):
-            if any(is_cut(message) or message.get("weight") == 0 for message in messages):
+        if not self.has_markers:
+            encoded = self._encode_by_rendering(batch)
+            if self.alone:
+                yield from encoded  # of each the last answer is marked, as far as it is the model's
+                return
+        else:
+            encoded = self._encode_by_markers(batch)
+        for messages, (ids, supervised) in zip(batch, encoded):
+            if self.alone or any(is_cut(one) or one.get("weight") == 0 for one in messages):
                 supervised = self._unmark(messages, ids, supervised)
             yield ids, supervised
 
@@ -253,7 +206,8 @@ class _Encoder:
                 yield list(ids), [bool(mark) for mark in mask]
 
     def _encode_by_rendering(self, batch) -> Iterator[tuple[list[int], list[bool]]]:
-        texts, spans = zip(*(assistant_spans(self.tokenizer, messages) for messages in batch))
+        find = last_answer if self.alone else assistant_spans
+        texts, spans = zip(*(find(self.tokenizer, messages) for messages in batch))
         # The template has already written the special tokens.
         encoding = self.tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=True)
         for ids, offsets, turns in zip(encoding["input_ids"], encoding["offset_mapping"], spans):
@@ -261,10 +215,16 @@ class _Encoder:
             yield list(ids), marks
 
     def _unmark(self, messages: list[dict], ids: list[int], supervised: list[bool]) -> list[bool]:
-        """`supervised` without answers of weight 0, and without the closing text that only the template wrote after cut ones."""
+        """`supervised` without answers of weight 0, and without the closing text that only the template wrote after cut ones.
+
+        If answers are documents of their own, also without all answers but the last.
+        """
         text = render(self.tokenizer, messages)
-        spans = []
-        for turn, message in enumerate(messages):
+        spans, turns = [], list(enumerate(messages))
+        if self.alone:
+            turns = turns[-1:]
+            spans.append((0, turn_span(self.tokenizer, messages, len(messages) - 1, text)[0]))
+        for turn, message in turns:
             if message.get("weight") == 0:
                 spans.append(turn_span(self.tokenizer, messages, turn, text))
             elif is_cut(message):
@@ -299,24 +259,60 @@ class _Encoder:
     def encode_batch(self, batch):
         """The EncodedBatch of some conversations."""
         encoded, places, left_out, seen = Collected(), [], [], Seen()
-        for place, (messages, one) in enumerate(zip(batch, self.encode(batch))):
-            if isinstance(one, Unencodable):
-                left_out.append((one.kind, str(one)))
-            else:
+        for place, (messages, found) in enumerate(zip(batch, self._documents(batch, seen))):
+            if isinstance(found, Unencodable):
+                left_out.append((found.kind, str(found)))
+                continue
+            seen.with_tools += "tools" in messages[0]
+            for part, *one in found:
                 encoded.append(*one)
                 places.append(place)
-                self._look(messages, *one, seen)
+                self._look(part, *one, seen)
         return EncodedBatch(len(batch), encoded.documents(), np.array(places, dtype=np.int64), left_out, seen)
 
+    def _documents(self, batch, seen):
+        """Of each conversation its documents, [(messages, ids, supervised)], or what is wrong with it (Unencodable)."""
+        parts = [one_per_answer(messages) if self.alone else [messages] for messages in batch]
+        encoded = iter(self.encode([part for some in parts for part in some]))
+        for some in parts:
+            found = [(part, next(encoded)) for part in some]
+            fault = next((one for _, one in found if isinstance(one, Unencodable)), None)
+            yield fault or [piece for part, one in found for piece in self._split(part, *one, seen)]
+
+    def _split(self, messages, ids, supervised, seen):
+        """[(messages, ids, supervised)] of a document: in pieces, if it is longer than a row and the template encodes them."""
+        if not self.row_length or len(ids) <= self.row_length:
+            return [(messages, ids, supervised)]
+        pieces = (latest_turns if self.alone else split_at_turns)(messages, self._fits, self.row_length / len(ids))
+        found = self.encode(pieces)
+        if pieces in ([], [messages]) or any(isinstance(one, Unencodable) for one in found):
+            return [(messages, ids, supervised)]
+        seen.long += 1
+        seen.pieces += len(pieces)
+        return [(piece, *one) for piece, one in zip(pieces, found)]
+
+    def _fits(self, messages) -> bool:
+        """Whether a part of a conversation fits into a row."""
+        try:
+            text = self._text(messages)
+        except (jinja2.TemplateError, TypeError, Unencodable):
+            return False
+        return len(self.tokenizer(text, add_special_tokens=False)["input_ids"]) <= self.row_length
+
+    def _text(self, messages) -> str:
+        """The text of a document."""
+        if self.alone and not self.has_markers:
+            return last_answer(self.tokenizer, messages)[0]
+        return render(self.tokenizer, messages)
+
     def _look(self, messages, ids, supervised, seen):
-        """Count in `seen` what a conversation shows."""
-        seen.with_tools += "tools" in messages[0]
-        thoughts = list(filter(None, map(_thoughts, messages)))
+        """Count in `seen` what a document shows."""
+        thoughts = list(filter(None, map(_thoughts, messages[-1:] if self.alone else messages)))
         if thoughts:
-            text = render(self.tokenizer, messages)
+            text = self._text(messages)
             seen.thoughts += len(thoughts)
             seen.unwritten += sum(one not in text for one in thoughts)
-        if seen.has_end or any(map(is_cut, messages)):
+        if seen.has_end or any(map(is_cut, messages[-1:] if self.alone else messages)):
             return
         for _, end in stretches(self._without_space_after_ends(ids, supervised)):
             if ids[end - 1] in self.special:
@@ -335,6 +331,10 @@ class _Encoder:
                 f"the chat template does not write the thoughts of {seen.unwritten:,} of {seen.thoughts:,} answers that have any: "
                 "they are left out (many templates keep only those of the last answer)"
             )
+        if seen.long and self.alone:
+            yield f"{seen.long:,} answers lose the first turns before them, so that they fit into {self.row_length} tokens"
+        elif seen.long:
+            yield f"{seen.long:,} conversations longer than {self.row_length} tokens are split at turns, into {seen.pieces:,}"
         if seen.has_end or not seen.ends:
             return
         token = max(seen.after, key=seen.after.get)

@@ -3,12 +3,13 @@
 import hashlib
 import json
 import re
-from itertools import chain, compress
+from itertools import chain, compress, zip_longest
 from pathlib import Path
 
 import numpy as np
 
-from .conversations import BUILT_IN, Chosen, load_conversations, split_of
+from .conversations import Chosen, load_conversations
+from .sources.records import BUILT_IN, split_of
 
 _NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9_-]*)=(.+)")
 
@@ -104,6 +105,21 @@ def _not_trained_on(conversations, sets, count, *, data, eval_data, note):
             )
         measured += chosen
     return measured
+
+
+def in_all(lists):
+    """The conversations that all of the lists hold, in the order of the first."""
+    hashes = [set(map(hash_of_conversation, some)) for some in lists]
+    return [one for one in lists[0] if all(hash_of_conversation(one) in some for some in hashes)]
+
+
+def in_turn(lists):
+    """The conversations of several lists, the first of each, then the second; equal ones once."""
+    found = {}
+    for one in chain.from_iterable(zip_longest(*lists)):
+        if one is not None:
+            found.setdefault(hash_of_conversation(one), one)
+    return list(found.values())
 
 
 def hash_of_conversation(conversation):

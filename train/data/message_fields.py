@@ -7,6 +7,7 @@ import json
 from collections import Counter
 
 _REASONING = ("reasoning_content", "reasoning", "thinking")
+_PLAIN = {"role", "content", "from", "value"}  # what most turns have
 _NOT_RENDERED = ("function_call", "functions")  # OpenAI's older way to call tools
 
 
@@ -23,6 +24,8 @@ def kept_fields(turn: dict, role: str, left_out: Counter) -> dict:
 
     weight is kept where it is 0: that answer is not supervised.
     """
+    if turn.keys() <= _PLAIN:
+        return {}
     kept = {}
     left_out.update(name for name in _NOT_RENDERED if turn.get(name) not in (None, "", []))
     if role == "tool":

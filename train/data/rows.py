@@ -4,6 +4,7 @@ Letters: R rows, T tokens per row.
 """
 
 import contextlib
+import functools
 import math
 import random
 import sys
@@ -15,11 +16,15 @@ import numpy as np
 from accelerate.utils import broadcast_object_list
 
 from ...heads.storage.atomic_write import write_whole
-from .conversations import BUILT_IN, Chosen, Source, load_conversations, source_facts, split_of
-from .encoding import BATCH, choose_encodable, encode_places, num_workers
-from .held_out import choose_held_out, eval_sets
+from .conversations import Chosen, Source, load_conversations
+from .encoding import BATCH, choose_encodable, encode_places
+from .held_out import choose_held_out, eval_sets, in_all, in_turn
+from .packed.blend import BlendedDocuments, BlendedRows, rows_per_epoch
 from .packed.packing import DocumentRows, lay_out
 from .packed.store import DocumentStore, default_folder, tokenizer_facts
+from .packed.workers import num_workers
+from .sources.data_sets import data_sets
+from .sources.records import BUILT_IN, source_facts, split_of
 from .template_date import prints_date
 
 KEPT_BYTES = 2**24  # smaller data are packed sooner than they are looked up
@@ -28,26 +33,68 @@ KEPT_BYTES = 2**24  # smaller data are packed sooner than they are looked up
 def load_documents(recipe, tokenizer, processes):
     """(Documents to train on, held-out conversations, lists of messages) of a run.  processes: of start_processes
 
-    Large data are packed by one process, and kept for the others and for further runs (packed/store.py).
+    Of several data sets BlendedDocuments. Large data are packed by one process, and kept for the others and for further runs
+    (packed/store.py), each set by itself.
     """
-    facts = _facts(recipe, tokenizer)
+    sets = data_sets(recipe.data)
+    if len(sets) == 1:
+        return _load_set(recipe, recipe.data, tokenizer, processes.accelerator, processes.note)
+    loaded = []
+    for one in sets:
+        told = functools.partial(_note_of, one.name, processes.note)
+        loaded.append(_load_set(recipe, one.name, tokenizer, processes.accelerator, told))
+    documents, held_out = zip(*loaded)
+    blended = BlendedDocuments(documents, [one.name for one in sets], [one.weight for one in sets])
+    if recipe.eval_data:
+        measured = in_all(held_out)
+    else:
+        kept = [_in_no_other(recipe, tokenizer, documents, number, some) for number, some in enumerate(held_out)]
+        if lost := sum(map(len, held_out)) - sum(map(len, kept)):
+            processes.note(f"{lost} conversations held out of one data set are in another, and are not measured on")
+        measured = in_turn(kept)[: recipe.eval_prompts]
+    if recipe.eval_prompts and not measured:
+        raise ValueError(
+            f"all conversations to measure on are trained on in one of the sets of {recipe.data}: name other eval_data, or set "
+            "eval_prompts to 0"
+        )
+    return blended, measured
+
+
+def _note_of(name, note, text):
+    note(text if text.startswith(name) else f"{name}: {text}")
+
+
+def _in_no_other(recipe, tokenizer, documents, number, held_out):
+    """Those of the conversations held out of data set `number` that no other set trains on."""
+    if not held_out:
+        return []
+    how = {"rules": recipe.data_rules, "row_length": recipe.row_length, "document": recipe.document}
+    encoded, places = encode_places(tokenizer, held_out, **how)
+    others = [one for other, one in enumerate(documents) if other != number]
+    apart = {place for place, (ids, _) in zip(places.tolist(), encoded) if not any(one.holds(ids) for one in others)}
+    return [held_out[place] for place in sorted(apart)]
+
+
+def _load_set(recipe, data, tokenizer, accelerator, note):
+    """load_documents for one data set."""
+    facts = _facts(recipe, data, tokenizer)
     if facts is None:
-        return _make_documents(recipe, tokenizer, processes.note)
+        return _make_documents(recipe, data, tokenizer, note)
 
     def make(note, parts):
-        made = _make_documents(recipe, tokenizer, note, workers=num_workers(), parts=parts)
-        if _sources(recipe) != facts["sources"]:
-            raise ValueError(f"the data {recipe.data} have changed while they were read: start again")
+        made = _make_documents(recipe, data, tokenizer, note, workers=num_workers(), parts=parts)
+        if _sources(recipe, data) != facts["sources"]:
+            raise ValueError(f"the data {data} have changed while they were read: start again")
         return made
 
-    place = Path(recipe.data).expanduser()
-    name = place.name if place.is_absolute() or place.exists() else recipe.data
+    place = Path(data).expanduser()
+    name = place.name if place.is_absolute() or place.exists() else data
     store = DocumentStore(recipe.packed_data or default_folder(), name, facts)
-    return store.load(make, processes.accelerator, processes.note)
+    return store.load(make, accelerator, note)
 
 
-def _facts(recipe, tokenizer):
-    """What the documents of a run follow from, the same on all ranks.
+def _facts(recipe, data, tokenizer):
+    """What the documents of a set follow from, the same on all ranks.
 
     None for built-in data, small data without a named folder, and if the recipe says so: they are encoded in memory.
     """
@@ -55,7 +102,7 @@ def _facts(recipe, tokenizer):
         return None
     sources, error = None, None
     try:
-        sources = _sources(recipe)
+        sources = _sources(recipe, data)
     except ValueError as found:
         error = str(found)
     sources, error = broadcast_object_list([sources, error])  # as rank 0 sees them
@@ -67,10 +114,10 @@ def _facts(recipe, tokenizer):
     sizes = [size for source in known for _, size, _ in source["files"]]
     if not recipe.packed_data and sum(sizes) < KEPT_BYTES and not any(source["sets"] for source in known):
         return None
-    keys = ("seed", "max_tokens", "max_examples", "row_length", "data_rules", "eval_prompts")
+    keys = ("seed", "max_tokens", "max_examples", "row_length", "data_rules", "eval_prompts", "document")
     facts = {name: getattr(recipe, name) for name in keys}
-    if not recipe.max_tokens:
-        del facts["row_length"]  # it counts where the tokens of rows are counted
+    if not recipe.max_tokens and recipe.data_rules < 2:
+        del facts["row_length"]  # it counts where the tokens of rows are counted, or long conversations are split
     if names := [name for name, _ in eval_sets(recipe.eval_data) if name]:
         facts["eval_sets"] = names
     if None in sources:  # eval_data is made from the Python source
@@ -80,18 +127,20 @@ def _facts(recipe, tokenizer):
     return facts | {"sources": sources, "tokenizer": tokenizer_facts(tokenizer), "batch": BATCH}
 
 
-def _sources(recipe):
-    return [source_facts(data) for data in (recipe.data, *(source for _, source in eval_sets(recipe.eval_data)))]
+def _sources(recipe, data):
+    return [source_facts(one) for one in (data, *(source for _, source in eval_sets(recipe.eval_data)))]
 
 
-def _make_documents(recipe, tokenizer, note, **how):
-    with_fields = recipe.data_rules > 0
-    is_built_in = split_of(recipe.data)[0] in BUILT_IN
-    conversations = load_conversations(recipe.data) if is_built_in else Source(recipe.data, note, with_fields)
-    conversations, held_out = choose_held_out(
-        conversations,
+def _make_documents(recipe, data, tokenizer, note, **how):
+    with_fields, texts = recipe.data_rules > 0, recipe.document == "text"
+    if split_of(data)[0] in BUILT_IN and not texts:
+        conversations = load_conversations(data)
+    else:
+        conversations = Source(data, note, with_fields, texts)
+    kept, held_out = choose_held_out(
+        [] if texts else conversations,  # no conversation to measure on is among texts
         recipe.eval_prompts,
-        data=recipe.data,
+        data=data,
         eval_data=recipe.eval_data,
         target=recipe.target,
         note=note,
@@ -99,12 +148,13 @@ def _make_documents(recipe, tokenizer, note, **how):
     )
     documents = choose_documents(
         tokenizer,
-        conversations,
+        conversations if texts else kept,
         recipe.row_length,
         recipe.max_tokens,
         recipe.seed,
         note=note,
         rules=recipe.data_rules,
+        document=recipe.document,
         max_examples=recipe.max_examples,
         **how,
     )
@@ -114,7 +164,7 @@ def _make_documents(recipe, tokenizer, note, **how):
 def choose_documents(tokenizer, conversations, row_length, max_tokens, seed, max_examples=0, **encoding):
     """Encode conversations (a list, or a Source) in an order drawn from `seed`, up to so many and so many tokens (0: all).
 
-    encoding: note, rules, workers, parts of encode_places  ->  Documents
+    encoding: note, rules, document, workers, parts of encode_places  ->  Documents, those of a conversation one after the other
     """
     order = None
     if max_tokens or max_examples:
@@ -126,15 +176,15 @@ def choose_documents(tokenizer, conversations, row_length, max_tokens, seed, max
         chosen = np.zeros(len(sizes), dtype=bool)
         chosen[order] = True
         conversations = Chosen(conversations, chosen)
-    encoded, places = encode_places(tokenizer, conversations, True, total=_count(conversations), **encoding)
+    encoding |= {"total": _count(conversations), "row_length": row_length}
+    encoded, places = encode_places(tokenizer, conversations, True, **encoding)
     if order is None:
         order = _shuffled(_count(conversations), seed)
     else:
         places = np.flatnonzero(chosen)[places]
-    found = np.full(order.max(initial=-1) + 1, -1)  # which document each conversation is
-    found[places] = np.arange(len(places))
-    found = found[order]
-    encoded = encoded.take(found[found >= 0])
+    turn = np.empty(order.max(initial=-1) + 1, dtype=np.int64)  # of each conversation
+    turn[order] = np.arange(len(order))
+    encoded = encoded.take(np.argsort(turn[places], kind="stable"))
     if max_tokens:
         total = np.cumsum(np.minimum(encoded.lengths, row_length))
         encoded = encoded[: max(int((total <= max_tokens).sum()), 1)]
@@ -153,12 +203,14 @@ def _shuffled(count, seed):
     return np.array(order, dtype=np.int64)
 
 
-def build_rows(documents, row_length, pad_token_id, note, kind="conversations"):
+def build_rows(documents, row_length, pad_token_id, note, kind="documents"):
     """Pack documents (Documents, or pairs (ids, supervised)). `note(text)` is told the counts; `kind` is their name in it.
 
     Rows without a label (such as one long request whose answer was cut off) are left out. Returns (DocumentRows, labels per row
-    int64 [R]). Raises ValueError if no label is left.
+    int64 [R]); of BlendedDocuments (BlendedRows, labels). Raises ValueError if no label, or no row of a set, is left.
     """
+    if isinstance(documents, BlendedDocuments):
+        return _blend_rows(documents, row_length, pad_token_id, note, kind)
     packed = lay_out(documents, row_length, pad_token_id or 0)
     counts = packed.count_labels()
     kept = counts > 0
@@ -175,6 +227,21 @@ def build_rows(documents, row_length, pad_token_id, note, kind="conversations"):
     return packed, counts[kept]
 
 
+def _blend_rows(blended, row_length, pad_token_id, note, kind):
+    built = []
+    for name, documents in zip(blended.names, blended.sets):
+        built.append(build_rows(documents, row_length, pad_token_id, functools.partial(_note_of, name, note), kind))
+    parts, labels = zip(*built)
+    counts, total = rows_per_epoch(list(map(len, parts)), blended.weights), sum(map(len, parts))
+    for name, part, count in zip(blended.names, parts, counts.tolist()):
+        if not count:
+            raise ValueError(f"the weight of {name} gives it none of the {total:,} rows of an epoch: raise it")
+        note(
+            f"{name}: {count:,} of the {total:,} rows of an epoch ({count / total:.1%}), {count / len(part):.2f} times its own"
+        )
+    return BlendedRows(parts, counts), np.concatenate(labels)
+
+
 def answer_ends(packed):
     """Mark the last token of every supervised stretch in a document.  -> bool [R, T]
 
@@ -187,11 +254,14 @@ def answer_ends(packed):
     return ends
 
 
-def rows_of_step(step, rows_per_step, num_rows, seed):
-    """Rows of optimiser step `step` (from 0): the epochs' permutations one after the other.  -> int64 [rows_per_step]"""
-    places = np.arange(step * rows_per_step, (step + 1) * rows_per_step)
+def rows_of_step(step, rows_per_step, packed, seed):
+    """Rows of optimiser step `step` (from 0): those of the epochs, permuted, one after the other.  -> int64 [rows_per_step]"""
+    places, num_rows = np.arange(step * rows_per_step, (step + 1) * rows_per_step), len(packed)
     epochs = places // num_rows
-    order = {epoch: np.random.default_rng((seed, epoch)).permutation(num_rows) for epoch in set(epochs.tolist())}
+    order = {
+        epoch: packed.rows_of_epoch(epoch)[np.random.default_rng((seed, epoch)).permutation(num_rows)]
+        for epoch in set(epochs.tolist())
+    }
     return np.array([order[epoch][place % num_rows] for epoch, place in zip(epochs.tolist(), places)])
 
 
@@ -216,6 +286,8 @@ def rows_to_check(packed, device):
 
 def fingerprint(packed):
     """A checksum of the rows: two runs with the same checksum train on the same rows. Kept beside documents of a store."""
+    if isinstance(packed, BlendedRows):
+        return zlib.crc32(np.array([*map(fingerprint, packed.parts), *packed.counts], dtype=np.int64))
     kept = _kept_fingerprint(packed)
     if kept and kept.is_file():
         return int(kept.read_text())

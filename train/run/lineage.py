@@ -12,7 +12,8 @@ from pathlib import Path
 from huggingface_hub import try_to_load_from_cache
 
 from ...heads.storage.hub_id import split_revision
-from ..data.conversations import BUILT_IN, is_pattern, split_of
+from ..data.sources.data_sets import data_sets
+from ..data.sources.records import BUILT_IN, is_pattern, split_of
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def find_sources(recipe, model, rows):
     name, _ = split_of(recipe.data)
     data = {"name": recipe.data, "rows": rows, "revision": None, "licence": None}
     place = Path(name).expanduser()
-    if name in BUILT_IN or is_pattern(name):
+    if name in BUILT_IN or is_pattern(name) or len(data_sets(recipe.data)) > 1:
         uri = ""
     elif place.exists():
         uri, data["licence"] = place.resolve().as_uri(), _licence(place / "README.md")

@@ -163,7 +163,7 @@ class Step:
     def __init__(self, training):
         self.training, recipe = training, training.recipe
         self.number, self.objective = training.run.step, training.objective
-        self.rows = rows_of_step(self.number, training.rows_per_step, len(training.labels_per_row), recipe.seed)
+        self.rows = rows_of_step(self.number, training.rows_per_step, training.packed, recipe.seed)
         self.logs = is_due(self.number + 1, training.num_steps, recipe.log_every)
         self.num_labels = int(training.labels_per_row[self.rows].sum())
         self.fed, self.shares = [], []

@@ -3,7 +3,7 @@
     key(default, "what it does")               declares a field of the dataclass
     parse_recipe(Recipe, argv, description)    defaults < --config FILE < --key value
 
-Values are scalars: str, int, float and bool. There are no lists, no nesting and no interpolation.
+Values are scalars: str, int, float and bool. There is no nesting and no interpolation; one key, `several`, may be a list in YAML.
 """
 
 import math
@@ -18,9 +18,13 @@ from ...heads.storage.atomic_write import write_whole
 from ...heads.storage.keywords import reject_unknown
 
 
-def key(default, help, least=None, most=None, choices=None):
-    """A field of a recipe: its default (MISSING if it must be given), its explanation for --help, its allowed values."""
-    return field(default=default, metadata={"help": help, "least": least, "most": most, "choices": choices})
+def key(default, help, least=None, most=None, choices=None, several=False):
+    """A field of a recipe: its default (MISSING if it must be given), its explanation for --help, its allowed values.
+
+    several: a text that names several things with commas between; a YAML file may list them, each `name` or `name: number`
+    """
+    allowed = {"least": least, "most": most, "choices": choices, "several": several}
+    return field(default=default, metadata={"help": help, **allowed})
 
 
 def check_values(recipe):
@@ -102,6 +106,8 @@ def read_config(recipe_class, path):
 def convert(declared, value, where):
     """`value` (from YAML or the command line) as the type of the field `declared`."""
     wanted = declared.type if isinstance(declared.type, str) else declared.type.__name__
+    if isinstance(value, list) and declared.metadata["several"]:
+        value = ",".join(_listed(item, where) for item in value)
     text = str(value).strip()
     try:
         if wanted == "bool" and text.lower() in ("true", "false"):
@@ -123,6 +129,14 @@ def convert(declared, value, where):
         pass
     names = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "a text"}
     raise ValueError(f"{where} must be {names[wanted]}, got {value!r}")
+
+
+def _listed(item, where):
+    """An item of a list as text: "name", or "name:number" of {name: number}."""
+    pair = next(iter(item.items())) if isinstance(item, dict) and len(item) == 1 else (item, None)
+    if isinstance(pair[0], str) and not isinstance(pair[1], bool) and isinstance(pair[1], int | float | None):
+        return pair[0] if pair[1] is None else f"{pair[0]}:{pair[1]}"
+    raise ValueError(f"{where} must list texts, or texts with a number as `- NAME: 0.5`, got {item!r}")
 
 
 def resolved_values(recipe):

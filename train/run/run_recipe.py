@@ -7,6 +7,7 @@ import math
 from dataclasses import MISSING, dataclass
 
 from ..data.held_out import eval_sets
+from ..data.sources.data_sets import data_sets
 from ..data.template_date import check_date
 from ..loss.losses import LOSSES
 from .checkpointing import choose_checkpoint
@@ -26,7 +27,10 @@ class RunRecipe:
     data: str = key(
         MISSING,
         "conversations: stdlib, installed (Python source here), a .json/.jsonl (also .gz, .zst) or .parquet file, a pattern of "
-        "files, a `datasets` name or folder; a split other than train follows a colon: OWNER/NAME:train_sft",
+        "files, a `datasets` name or folder; a split other than train follows a colon: OWNER/NAME:train_sft. Several, with commas "
+        "(or a list in YAML): a.jsonl:0.7,OWNER/NAME:train_sft:0.3. A weight is a set's share of the rows of an epoch, which has "
+        "as many as all sets together: a smaller set is repeated, a larger one goes on in the next epoch",
+        several=True,
     )
     output: str = key(MISSING, "the run folder, e.g. runs/first; it must be new unless the run is resumed")
     template_date: str = key(
@@ -35,10 +39,11 @@ class RunRecipe:
     )
     data_rules: int = key(
         0,
-        "rules by which data become labels. 1, of new runs: reasoning_content, tools and tool_calls are rendered, and no label "
-        "comes after an end token; 0: those of a run begun before there were others, which it keeps",
+        "rules by which data become labels. 2, of new runs: a conversation longer than a row is split at turns; 1 and 2: "
+        "reasoning_content, tools and tool_calls are rendered, and no label comes after an end token; 0: those of a run begun "
+        "before there were others. A run keeps the rules that it was begun with",
         least=0,
-        most=1,
+        most=2,
     )
     target_dtype: str = key(
         "auto",
@@ -59,11 +64,12 @@ class RunRecipe:
     resume_from: str = key("", "go on from this checkpoint folder instead")
     seed: int = key(0, "seed of the order of the rows and of every random generator", least=0)
     max_tokens: int = key(
-        0, "use at most this many tokens of the data, whole conversations picked at random; 0: all", least=0
+        0, "use at most this many tokens of each data set, whole conversations picked at random; 0: all", least=0
     )
     max_examples: int = key(
         0,
-        "use at most this many conversations of the data, picked at random (the same ones with a larger number, and more); 0: all",
+        "use at most this many conversations of each data set, picked at random (the same ones with a larger number, and more); 0: "
+        "all",
         least=0,
     )
     packed_data: str = key(
@@ -71,7 +77,13 @@ class RunRecipe:
         "folder where the data are kept, encoded, for all processes and further runs; empty: headstart/packed in the user's cache "
         "folder (~/.cache), for data of 16 MB and more; memory: none, and every process encodes them",
     )
-    row_length: int = key(1024, "tokens per packed row; a longer conversation loses its end", least=4)
+    document: str = key(
+        "conversation",
+        "what is packed. conversation: conversations, split at turns if they are longer than a row; answer: each answer with what "
+        "comes before it, as the template renders it then, and only it is supervised, for templates that drop earlier thoughts",
+        choices=("conversation", "answer"),
+    )
+    row_length: int = key(1024, "tokens per packed row", least=4)
     loss: str = key(
         "kl",
         "hard: cross entropy against the text; kl: forward KL from the target's distribution; lk: kl, with more and more weight on "
@@ -151,6 +163,7 @@ class RunRecipe:
 
     def __post_init__(self):
         check_values(self)
+        data_sets(self.data)
         check_date(self.template_date)
         eval_sets(self.eval_data)  # raises for names that are not all there
         if not self.max_steps and not self.num_epochs:

@@ -10,7 +10,7 @@ from accelerate.utils import broadcast_object_list
 from ..data.template_date import prints_date, set_date
 from .checkpointing import read_state
 
-_RULES = 1  # of new runs
+_RULES = 2  # of new runs
 _UNKNOWN = {"data_rules": 0, "template_date": ""}  # of runs begun before there were such keys
 
 

@@ -8,8 +8,9 @@ import pytest
 
 from headstart.train import medusa
 from headstart.train.data import held_out as held_out_module
-from headstart.train.data.conversations import BUILT_IN, load_conversations
+from headstart.train.data.conversations import load_conversations
 from headstart.train.data.held_out import are_shipped, choose_held_out
+from headstart.train.data.sources.records import BUILT_IN
 
 MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 

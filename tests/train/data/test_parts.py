@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from headstart.tests.train.data.test_store import HELD_OUT, PAIRS, Process
+from headstart.tests.train.data.conftest import Process
+from headstart.tests.train.data.test_store import HELD_OUT, PAIRS
 from headstart.train.data import encoding
 from headstart.train.data.conversations import Chosen, Source, load_conversations
 from headstart.train.data.encoding import encode_places

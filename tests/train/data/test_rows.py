@@ -13,12 +13,14 @@ from headstart.train.data.packed.packing import lay_out
 from headstart.train.data.rows import build_rows, choose_documents, deal_rows, rows_of_step
 from headstart.train.loss.distillation import find_labels
 
+ROWS = {count: lay_out([([1, 2, 3], [True] * 3)] * count, 3) for count in (20, 31)}  # so many rows
+
 
 def test_ranks_and_micro_batches_share_out_the_rows_of_every_step():
     recipe = SimpleNamespace(batch_rows=3, accumulate=2, seed=5)
     ranks = [SimpleNamespace(num_processes=2, process_index=rank) for rank in range(2)]
     for step in range(4, 7):
-        fed = rows_of_step(step, 12, 31, seed=5)
+        fed = rows_of_step(step, 12, ROWS[31], seed=5)
         dealt = [list(deal_rows(fed, recipe, rank)) for rank in ranks]
         assert [len(one) for one in dealt] == [2, 2]
         parts = [dealt[rank][micro] for micro in range(2) for rank in range(2)]
@@ -94,8 +96,9 @@ def test_labels_per_row_count_what_the_first_head_predicts():
 
 
 def test_every_epoch_feeds_every_row_once_in_an_order_of_its_own():
-    fed = [row for step in range(15) for row in rows_of_step(step, 4, 20, seed=3)]
+    fed = [row for step in range(15) for row in rows_of_step(step, 4, ROWS[20], seed=3)]
     epochs = [fed[:20], fed[20:40], fed[40:]]
     assert all(sorted(epoch) == list(range(20)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
-    assert fed[:4] != rows_of_step(0, 4, 20, seed=4).tolist()
+    assert epochs[1] == np.random.default_rng((3, 1)).permutation(20).tolist()  # as runs under way know it
+    assert fed[:4] != rows_of_step(0, 4, ROWS[20], seed=4).tolist()

@@ -13,26 +13,17 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from headstart.tests.train.data.conftest import Process
 from headstart.tests.train.tiny_runs import assert_same_tensors, head_tensors
 from headstart.train.data import rows
-from headstart.train.data.conversations import source_facts
 from headstart.train.data.packed import store
 from headstart.train.data.packed.documents import Documents
 from headstart.train.data.packed.store import DocumentStore
-from headstart.train.data.rows import build_rows, load_documents
+from headstart.train.data.rows import build_rows
+from headstart.train.data.sources.records import source_facts
 
 PAIRS = [([1, 2, 3], [False, True, True]), ([4, 5], [False, True])]
 HELD_OUT = [[{"role": "user", "content": "é"}, {"role": "assistant", "content": "\n", "weight": 0}]]
-
-
-class Process:
-    """A rank, as Accelerator is one."""
-
-    def __init__(self, is_local_main_process=True):
-        self.is_local_main_process = is_local_main_process
-
-    def wait_for_everyone(self):
-        pass
 
 
 def make(note, parts=None):
@@ -42,36 +33,6 @@ def make(note, parts=None):
 
 def refuse(note, parts=None):
     raise AssertionError("the data are encoded again")
-
-
-@pytest.fixture
-def recipe(conversations, word_target, tmp_path):
-    """recipe(**keys): what load_documents reads of a recipe, for data of 60 conversations."""
-    own = dict(
-        seed=0,
-        max_tokens=0,
-        max_examples=0,
-        row_length=64,
-        data_rules=1,
-        eval_prompts=4,
-        eval_data="",
-        target=word_target,
-    )
-    own |= dict(data=conversations, packed_data=str(tmp_path / "packed"))
-    return lambda **keys: SimpleNamespace(**own | keys)
-
-
-@pytest.fixture
-def load(word_target):
-    """load(recipe) -> (documents, held-out conversations, what was noted)."""
-    tokenizer = AutoTokenizer.from_pretrained(word_target)
-
-    def load(recipe, tokenizer=tokenizer):
-        said = []
-        return *load_documents(recipe, tokenizer, SimpleNamespace(accelerator=Process(), note=said.append)), said
-
-    load.tokenizer = tokenizer
-    return load
 
 
 def test_a_store_gives_what_was_made_with_its_notes(tmp_path):
@@ -111,12 +72,18 @@ def test_rows_from_the_store_are_those_in_memory(recipe, load, monkeypatch):
     assert rows.fingerprint(build_rows(found[0], 40, 0, print)[0]) != 7
     assert "the data are packed" in first[-1]
     assert "the data were packed on" in again[0]
-    assert load(recipe(row_length=32))[0] == packed[0]  # no cap counts the tokens of rows
 
 
 @pytest.mark.parametrize(
     "keys",
-    [{"seed": 1}, {"max_tokens": 300}, {"max_examples": 9}, {"eval_prompts": 3}, {"data_rules": 0}],
+    [
+        {"seed": 1},
+        {"max_tokens": 300},
+        {"max_examples": 9},
+        {"eval_prompts": 3},
+        {"data_rules": 0},
+        {"document": "answer"},
+    ],
     ids=lambda keys: next(iter(keys)),
 )
 def test_other_keys_are_other_data(recipe, load, keys, tmp_path):
@@ -124,6 +91,15 @@ def test_other_keys_are_other_data(recipe, load, keys, tmp_path):
     *packed, _ = load(recipe(**keys))
     assert packed == list(load(recipe(packed_data="memory", **keys))[:2])
     assert len([path for path in (tmp_path / "packed").iterdir() if path.is_dir()]) == 2
+
+
+def test_before_conversations_were_split_packed_data_served_every_row_length(recipe, load, tmp_path):
+    for row_length in (64, 32):
+        load(recipe(data_rules=1, row_length=row_length))
+    assert len([path for path in (tmp_path / "packed").iterdir() if path.is_dir()]) == 1
+    for row_length in (64, 32):
+        load(recipe(row_length=row_length))
+    assert len([path for path in (tmp_path / "packed").iterdir() if path.is_dir()]) == 3
 
 
 def test_changed_data_and_another_template_are_noticed(recipe, load, conversations, tmp_path):
@@ -304,3 +280,64 @@ def test_a_run_on_packed_data_is_that_in_memory(trainer, finished, tmp_path, cap
         run = trainer.run(**keys, packed_data=tmp_path / "packed", output=tmp_path / f"run-{number}")
         assert_same_tensors(head_tensors(run), head_tensors(plain))
         assert ("the data are packed" if number == 0 else "the data were packed on") in capsys.readouterr().err
+
+
+@pytest.fixture
+def left(tmp_path):
+    """left(name, sources) -> the parts that a killed packing of `name` has left."""
+
+    def left(name, *sources):
+        folder = tmp_path / f".{name}"
+        (folder / "inner").mkdir(parents=True)
+        (folder / "sources.json").write_text(json.dumps([None, *sources]))
+        return folder
+
+    return left
+
+
+def test_parts_of_data_that_have_changed_are_removed(tmp_path, left):
+    same, changed, gone, kept = (tmp_path / f"{name}.jsonl" for name in ("same", "changed", "gone", "kept"))
+    for path in (same, changed, gone, kept):
+        path.write_text("{}")
+    facts = {path: source_facts(str(path)) for path in (same, changed, gone, kept)}
+    elsewhere = {"files": [[str(tmp_path / "not mounted" / "x.jsonl"), 2, 3]], "sets": [], "split": "train"}
+    stays = [left("a.parts", facts[same]), left("b.parts", elsewhere), left("c", facts[changed])]
+    goes = [left("d.parts", facts[same], facts[changed]), left("e.parts", facts[gone])]
+    old = left("f.parts", facts[same])
+    changed.write_text("{} ")
+    gone.unlink()
+    os.utime(old, (1, 1))
+    DocumentStore(tmp_path, "x", {"sources": [facts[kept]]}).load(make, Process(), print)
+    assert [path for path in stays if not path.exists()] == []
+    assert [path for path in [*goes, old] if path.exists()] == []
+
+
+def test_parts_that_a_process_writes_stay(tmp_path, left):
+    context = multiprocessing.get_context("fork")
+    made, store_of = context.Queue(), DocumentStore(tmp_path, "x", {})
+    run = context.Process(target=slowly, args=(tmp_path, 1, made))
+    run.start()
+    folder = tmp_path / f".{store_of.path.name}.parts"
+    end = time.monotonic() + 60
+    while not (folder / "sources.json").exists():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    os.utime(folder, (1, 1))  # as if nobody went on with it
+    DocumentStore(tmp_path, "y", {}).load(make, Process(), print)
+    assert folder.exists()
+    assert made.get(timeout=60) == 1
+    made.get(timeout=60)
+    run.join(60)
+    assert run.exitcode == 0
+
+
+def test_without_locks_parts_of_processes_that_have_ended_are_removed(tmp_path, left):
+    ended = multiprocessing.get_context("fork").Process(target=print)
+    ended.start()
+    ended.join()
+    host = store.socket.gethostname()
+    stays = [left(f"a.parts-{host}-{os.getpid()}"), left(f"a.parts-other-host-{ended.pid}"), left(f"b.parts-{host}-1")]
+    goes = left(f"a.parts-{host}-{ended.pid}")
+    DocumentStore(tmp_path, "x", {}).load(make, Process(), print)
+    assert [path for path in stays if not path.exists()] == []
+    assert not goes.exists()

@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 
 from headstart.cli import main
 from headstart.train.data.conversations import load_conversations
-from headstart.train.data.encoding import encode_conversations
+from headstart.train.data.encoding import encode_places
 from headstart.train.data.rows import build_rows
 from headstart.train.data.survey import survey
 
@@ -72,10 +72,11 @@ def test_conversations_are_counted(data):
 
 def test_tokens_are_those_that_a_trainer_packs(data, word_target):
     tokenizer, loaded = AutoTokenizer.from_pretrained(word_target), load_conversations(data)
-    documents = encode_conversations(tokenizer, loaded)
+    documents, places = encode_places(tokenizer, loaded, rules=2, row_length=7)
     packed, counts = build_rows(documents, 7, 0, print)
     found = survey(data, word_target, 7)
-    assert found["encoded"] == len(documents)
+    assert found["encoded"] == len(loaded) == places[-1] + 1
+    assert found["documents"] == len(documents) > len(loaded)
     assert found["sizes"]["tokens"]["sum"] == documents.lengths.sum()
     assert found["sizes"]["supervised tokens"]["sum"] == documents.supervised.sum()
     assert found["rows"]["labels"] == counts.sum()

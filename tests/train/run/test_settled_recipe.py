@@ -68,7 +68,7 @@ def test_run_on_a_dated_template_goes_on_the_next_day(trainer, dated_target, on_
 def test_date_is_kept_only_where_a_template_prints_it(trainer, on_day):
     on_day("2026-11-23")
     config = yaml.safe_load((trainer.run(max_steps=1) / "config.yaml").read_text())
-    assert (config["template_date"], config["data_rules"]) == ("", 1)
+    assert (config["template_date"], config["data_rules"]) == ("", 2)
 
 
 def forget_keys(run):
@@ -123,7 +123,7 @@ def settle(recipe, *, resumed=None, template=DATED):
 def test_run_stopped_before_its_first_checkpoint_keeps_its_config(on_day, tmp_path):
     on_day("2026-11-24")
     recipe = Recipe(target="t", data="d", output=str(tmp_path), resume=True)
-    assert settle(recipe)[:2] == (1, "2026-11-24")
+    assert settle(recipe)[:2] == (2, "2026-11-24")
     (tmp_path / "config.yaml").write_text("template_date: '2026-11-20'\ndata_rules: 1\n")
     assert settle(recipe)[:2] == (1, "2026-11-20")
     (tmp_path / "config.yaml").write_text("seed: 1\n")

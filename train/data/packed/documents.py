@@ -47,6 +47,11 @@ class Documents(Sequence):
         """These documents, in this order, which share the memory.  index: a slice, or numbers of documents"""
         return Documents(self.tokens, self.supervised, self.starts[index], self.lengths[index])
 
+    def holds(self, ids):
+        """Whether one of the documents has exactly these tokens."""
+        alike = self.starts[self.lengths == len(ids)]
+        return any(np.array_equal(self.tokens[start : start + len(ids)], ids) for start in alike.tolist())
+
     def all_supervised(self):
         """The same with every token supervised."""
         return Documents(self.tokens, np.broadcast_to(True, self.supervised.shape), self.starts, self.lengths)

@@ -103,7 +103,19 @@ class DocumentRows:
 
     def count_tokens(self, index):
         """Tokens of these rows together, padding left out."""
-        return int(self._sums(self.lengths)[index].sum())
+        return int(self.tokens_per_row()[index].sum())
+
+    def tokens_per_row(self):
+        """Tokens of each row, padding left out.  -> int64 [R]"""
+        return self._sums(self.lengths)
+
+    def longest_per_row(self):
+        """Tokens of the longest document of each row.  -> int64 [R]"""
+        return np.maximum.reduceat(self.lengths[self.order], self.starts[:-1])
+
+    def rows_of_epoch(self, epoch):
+        """The rows of an epoch: all.  -> int64 [R]"""
+        return np.arange(len(self))
 
     def count_labels(self):
         """Labels of each row: supervised tokens with a token two places before in their document.  -> int64 [R]"""
@@ -117,8 +129,7 @@ class DocumentRows:
 
     def busiest(self):
         """The row with the most documents, and that with the longest one."""
-        longest = np.maximum.reduceat(self.lengths[self.order], self.starts[:-1])
-        return int(np.diff(self.starts).argmax()), int(longest.argmax())
+        return int(np.diff(self.starts).argmax()), int(self.longest_per_row().argmax())
 
     def _sums(self, values):
         """Sums over the documents of each row.  values [D] -> [R]"""

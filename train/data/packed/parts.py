@@ -49,10 +49,12 @@ class Seen:
     ends: int = 0  # of answers that were not cut off, without a supervised end token
     has_end: bool = False  # whether any end token is supervised
     after: dict = field(default_factory=dict)  # {special token after such an answer, or -1: how often}
+    long: int = 0  # documents longer than a row, if they are split
+    pieces: int = 0  # what became of them
 
     def update(self, other):
         """Add what another one showed."""
-        for name in ("with_tools", "thoughts", "unwritten", "ends"):
+        for name in ("with_tools", "thoughts", "unwritten", "ends", "long", "pieces"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.has_end |= other.has_end
         for token, count in other.after.items():

@@ -29,13 +29,16 @@ import tokenizers
 import transformers
 from accelerate.utils import gather_object
 
-from ....heads.storage.atomic_write import is_partial, staged_folder
+from ....heads.storage.atomic_write import is_partial, staged_folder, write_json
+from ..sources.records import has_changed
 from .documents import Documents
 from .parts import NotWritten, Parts, writing
 
 FORMAT = 1
 PARTS = ("tokens", "supervised", "starts", "lengths")
 PAUSE = 0.2  # seconds between two looks at a lock
+ABANDONED = 30 * 24 * 3600  # seconds after which nobody goes on with a killed packing
+_UNFINISHED = re.compile(r"\.(?P<name>.+)\.parts(-(?P<host>.+)-(?P<pid>\d+))?")
 
 
 def default_folder():
@@ -53,7 +56,10 @@ def tokenizer_facts(tokenizer):
 
 
 class DocumentStore:
-    """folder: of all packed data; name: of these, for people; facts: a dict of scalars, lists and dicts"""
+    """folder: of all packed data; name: of these, for people; facts: a dict of scalars, lists and dicts
+
+    facts["sources"], if it is there, lists what source_facts gives.
+    """
 
     def __init__(self, folder, name, facts):
         versions = {library.__name__: library.__version__ for library in (transformers, tokenizers, jinja2)}
@@ -91,8 +97,12 @@ class DocumentStore:
             # Without locks another process may be writing, too: parts of its own.
             own = "" if alone else f"-{socket.gethostname()}-{os.getpid()}"
             noted, folder = [], self.folder / f".{self.path.name}.parts{own}"
+            self._forget_others(folder)
+            parts = Parts(folder)
+            with writing():
+                write_json(folder / "sources.json", self.facts.get("sources", []))
             try:
-                documents, held_out = make(lambda text: (noted.append(text), note(text)), parts=Parts(folder))
+                documents, held_out = make(lambda text: (noted.append(text), note(text)), parts=parts)
                 self._write(documents, held_out, noted)
             except NotWritten:
                 raise
@@ -156,10 +166,10 @@ class DocumentStore:
     @contextlib.contextmanager
     def _locked(self, note):
         """One process at a time, if the file system has locks: whether it has."""
-        with writing():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            lock = os.open(self.folder / f".{self.path.name}.lock", os.O_RDWR | os.O_CREAT, 0o666)
-        try:
+        with contextlib.ExitStack() as stack:
+            with writing():
+                self.folder.mkdir(parents=True, exist_ok=True)
+                lock = stack.enter_context(_lock_file(self.folder, self.path.name))
             told, alone = False, True
             while True:
                 try:
@@ -176,8 +186,6 @@ class DocumentStore:
             if alone:
                 self._forget_unfinished()
             yield alone
-        finally:
-            os.close(lock)
 
     def _forget_unfinished(self):
         """Remove what processes that were killed have left."""
@@ -185,8 +193,48 @@ class DocumentStore:
             if is_partial(path.name) and path.name.startswith(f".{self.path.name}."):
                 shutil.rmtree(path, ignore_errors=True)
 
+    def _forget_others(self, own):
+        """Remove parts of other data that no process writes, and none will go on with: their data have changed, or are old."""
+        for path in self.folder.iterdir():
+            found = _UNFINISHED.fullmatch(path.name)
+            if not found or path == own:
+                continue
+            if found["host"]:  # of one process, where there are no locks
+                if found["host"] == socket.gethostname() and not _lives(int(found["pid"])):
+                    shutil.rmtree(path, ignore_errors=True)
+                continue
+            with contextlib.suppress(OSError, ValueError):  # of another user; just removed; without sources
+                if time.time() - path.stat().st_mtime < ABANDONED:
+                    sources = json.loads((path / "sources.json").read_text(encoding="utf-8"))
+                    if not any(map(has_changed, filter(None, sources))):
+                        continue
+                with _lock_file(self.folder, found["name"]) as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(path, ignore_errors=True)
+
     def _size(self, documents):
         return sum(getattr(documents, name).nbytes for name in PARTS)
+
+
+@contextlib.contextmanager
+def _lock_file(folder, name):
+    """The open file whose lock the process that packs `name` holds; it ends with the block."""
+    lock = os.open(folder / f".{name}.lock", os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        yield lock
+    finally:
+        os.close(lock)
+
+
+def _lives(pid):
+    """Whether there is a process of this number."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def _lies_in_a_file(array):
