@@ -32,6 +32,7 @@ class SetFigure(TypedDict, total=False):
     set: Required[str]
     turns: str
     temperature: float
+    num_prompts: int
     acceptance_length: Required[float]
 
 
@@ -276,9 +277,8 @@ def _figure(acceptance, recipe):
     kept = ("acceptance_length", "per_position", "num_steps", "sets")
     figure = {"temperature": 0.0} | {name: acceptance[name] for name in kept if name in acceptance}
     figure |= {"source": acceptance.get("source", "engine"), "prompts": "held-out prompts of the training run"}
-    greedy = [
-        one for one in acceptance.get("sets", []) if one.get("turns", "first") == "first" and not one.get("temperature")
-    ]
+    sets = acceptance.get("sets") or []
+    greedy = [one for one in sets if one.get("turns", "first") == "first" and not one.get("temperature")]
     num_prompts = sum(one.get("num_prompts", 0) for one in greedy) or recipe.get("eval_prompts")
     sizes = {"num_prompts": num_prompts, "max_tokens": recipe.get("eval_tokens")}
     return (

@@ -78,6 +78,21 @@ def test_tree_of_a_run_measures_on_the_prompts_that_the_run_held_out(
     assert load_tree(run / "tree.json").num_nodes > 1
 
 
+def test_tree_and_bench_take_the_best_head_of_a_run_and_say_so(
+    target_folder, head_folder, prompt_file, tmp_path, capsys
+):
+    run = tmp_path / "run"
+    shutil.copytree(head_folder, run / "head")
+    shutil.copytree(head_folder, run / "best")
+    (run / "head" / "config.json").write_text("{")  # not looked at
+    said = f"{run}: taking {run / 'best'}, the head that was measured best; {run / 'head'} is that of the end"
+    given = ["--model", str(target_folder), "--prompts", prompt_file, "--num-prompts", "2"]
+    assert main(["tree", str(run), *given, "--budget", "4"]) == 0
+    assert said in capsys.readouterr().err
+    assert main(["bench", "speculation", "--head", str(run), *given, "--max-tokens", "4", "--temperature", "0"]) == 0
+    assert said in capsys.readouterr().err
+
+
 def test_bench_prints_a_table_and_writes_its_rows(target_folder, head_folder, prompt_file, tmp_path, capsys):
     head_folder = shutil.copytree(head_folder, tmp_path / "head")
     tree = ["tree", str(head_folder), "--model", str(target_folder), "--prompts", prompt_file, "--num-prompts", "5"]

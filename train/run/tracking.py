@@ -37,7 +37,7 @@ class MetricsFile:
 
     def truncate_after(self, step):
         """Remove the lines after `step` and of an end, for a run that goes on from there, and a line cut short by a crash."""
-        self._keep(lambda line: line["step"] <= step and line["kind"] != "end")
+        self._keep(lambda line: line["step"] <= step and line.get("kind") != "end")
 
     def drop(self, kind, step):
         """Remove the lines of this kind for this step."""

@@ -120,11 +120,6 @@ class TargetAdapter:
 
         return write, fingerprint_of_bytes(content)
 
-    def save(self, folder):
-        """Write adapter_config.json and adapter_model.safetensors into a new `folder`, whole or not at all."""
-        write, _ = self.copy()
-        write(folder)
-
     def load(self, folder):
         """Take the weights of a saved adapter of the same shape, in place."""
         from peft import get_peft_model_state_dict, set_peft_model_state_dict
