@@ -41,8 +41,9 @@ class BlockDrafter(ParallelDrafter):
         self.kv_shape = config.num_hidden_layers, config.num_key_value_heads, config.head_dim, self.dtype
         self.size = config.block_size  # S
         self.extra_places = self.size - 1 - num_speculative_tokens
+        positions = decoder.max_positions + self.size  # a block may be longer than any tree
         rotary = Rotary.from_frequencies(
-            *rope_frequencies(config), num_positions=decoder.max_positions, dtype=self.dtype, device=device
+            *rope_frequencies(config), num_positions=positions, dtype=self.dtype, device=device
         )
         shape = dict(num_heads=config.num_attention_heads, num_kv_heads=config.num_key_value_heads, rotary=rotary)
         self.layers = [

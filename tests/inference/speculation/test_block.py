@@ -120,6 +120,20 @@ def test_shorter_drafts_are_the_beginnings_of_whole_ones(setting, depth):
     assert drafted[0] == drafted[1][: 1 + depth]
 
 
+def test_a_block_longer_than_any_tree_drafts_up_to_the_last_position(setting):
+    target, _, _ = setting
+    shape = dict(num_hidden_layers=1, mask_token_id=5, aux_layer_ids=(1,), num_speculative_tokens=80)
+    head = BlockHead(BlockConfig.for_target(target.config, **shape))
+    head.take_embedding(target.model.embed_tokens.weight)
+    params = SamplingParams(temperature=0.0, max_tokens=7, ignore_eos=True)
+    found = []
+    for speculative in ({"model": head.to(target.device), "num_speculative_tokens": 3}, None):
+        llm = LLM(target, max_num_seqs=1, max_model_len=128, speculative_config=speculative)
+        found.append(llm.generate([[1] * 121], [params])[0].outputs[0].token_ids)
+    assert found[0] == found[1]
+    assert len(found[0]) == 7
+
+
 def test_adaptive_depths_and_a_rule_that_compares_distributions(setting):
     target, head, plain = setting
     adaptive = LLM(target, speculative_config={"model": head, "adaptive": True})
