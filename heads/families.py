@@ -1,7 +1,8 @@
 """The list of families of heads; recognise, read and write files of any family.
 
 Adding a family adds its line to FAMILIES and modules called by its key: heads/<key>.py, heads/formats/<key>.py,
-inference/speculation/drafters/<key>.py, hub_export/readers/<key>.py and train/<key>.py. Nobody else asks which family a head is of.
+inference/speculation/drafters/<key>.py, hub_export/readers/<key>.py and, where it is trained here, train/<key>.py. Nobody else
+asks which family a head is of.
 
 A file's family is recognised by its tensors' names. Every format module has the same members: FORMATS (the formats it writes),
 CONFIG_NAMES, `recognises`, `native_format`, `check_format`, `to_file`, and `from_file`, which gives a Reading
@@ -11,9 +12,11 @@ CONFIG_NAMES, `recognises`, `native_format`, `check_format`, `to_file`, and `fro
 from dataclasses import dataclass
 from types import ModuleType
 
+from .block import BlockHead
 from .eagle import Eagle
 from .eagle3 import Eagle3
 from .formats import (
+    block as block_format,
     eagle as eagle_format,
     eagle3 as eagle3_format,
     medusa as medusa_format,
@@ -40,6 +43,7 @@ class Family:
 FAMILIES = (
     Family("medusa", "Medusa", Medusa, medusa_format, "2401.10774"),
     Family("mlp_speculator", "MLP speculator", MLPSpeculator, mlp_speculator_format, "2404.19124"),
+    Family("block", "DFlash", BlockHead, block_format, "2602.06036"),
     Family("eagle3", "EAGLE-3", Eagle3, eagle3_format, "2503.01840"),
     Family("eagle", "EAGLE", Eagle, eagle_format, "2401.15077"),
 )

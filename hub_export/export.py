@@ -52,6 +52,7 @@ formats
   eagle-sglang    the same weights for SGLang, and Headstart
   eagle3          EAGLE-3, the plain layout: Headstart, vLLM, SGLang, the original EAGLE code
   speculators     EAGLE-3 as Red Hat's library and vLLM read it, and Headstart
+  dflash          DFlash block drafters: Headstart, z-lab's code, vLLM, SGLang
 """
 
 EXAMPLES = """\

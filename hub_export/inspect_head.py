@@ -28,7 +28,7 @@ from .measurements import Measurements, check_tree_fits, find_measurements
 from .readers.readers import WRONG, HeadFiles, Verdict, judge, rules_of
 
 # Keys of config.json that mark a head whose config otherwise looks like a model's.
-HEADS_KEYS = ("medusa_num_heads", "speculators_model_type", "n_predict", "draft_vocab_size")
+HEADS_KEYS = ("medusa_num_heads", "speculators_model_type", "n_predict", "draft_vocab_size", "dflash_config")
 WIDTH = 118  # of the text
 INDENT = 12  # column of values, after their names
 NAME, ANSWER = 28, 9  # columns of the engines
@@ -344,10 +344,10 @@ def _sizes_line(found):
 def _draft_line(found):
     read, lm_head = found["draft_bytes"], found["draft_bytes"]["target_lm_head"]
     of_target = f" ({_bytes(lm_head)} of them the target's lm_head)" if lm_head else ""
+    after = f", after a step {_bytes(read['advance'])}" if "advance" in read else ""
     if "level" not in read:
         depth = found["num_speculative_tokens"]
-        return f"reads {_bytes(read['first'])} of weights{of_target} for all {depth} depths at once"
-    after = f", after a step {_bytes(read['advance'])}" if "advance" in read else ""
+        return f"reads {_bytes(read['first'])} of weights{of_target} for all {depth} depths at once{after}"
     return f"a level reads {_bytes(read['level'])} of weights{of_target}, the first {_bytes(read['first'])}{after}"
 
 

@@ -18,17 +18,17 @@ DEFAULT_THETA = 10000.0  # published EAGLE-3 heads name none and were trained wi
 DEFAULTS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
 
 
-def read_layer(tensors, prefix, config, hidden_size, notes):
+def read_layer(tensors, prefix, config, hidden_size, notes, num_layers=1):
     """LayerConfig's fields of a file, except hidden size and vocabulary: {name: value}. Tensors decide; the config fills gaps.
 
-    tensors: the file's; prefix: of the layer's names in it; config: the Llama's config.json as a dict; notes: a list of str to
-    add to (heads/storage/reading.py). Raises ValueError naming the tensor or the key.
+    tensors: the file's; prefix: of the (first) layer's names in it; config: the Llama's config.json as a dict; notes: a list of
+    str to add to (heads/storage/reading.py); num_layers: by the tensors. Raises ValueError naming the tensor or the key.
     """
     head_dim, num_heads, num_kv_heads = _read_heads(tensors, prefix, config, hidden_size, notes)
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         raise ValueError(f'config.json says "hidden_act": {config["hidden_act"]!r}, expected "silu"')
     intermediate_size = shape_of(tensors, f"{prefix}mlp.gate_proj.weight")[0]
-    sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "num_hidden_layers": 1}
+    sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "num_hidden_layers": num_layers}
     for key, found in (sizes | {"num_key_value_heads": num_kv_heads}).items():
         compare(notes, config, key, found)
     biased = any(f"{prefix}self_attn.{one}_proj.bias" in tensors for one in "qkv")

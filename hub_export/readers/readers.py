@@ -302,7 +302,7 @@ def engine_commands(head, format, name, target):
 ```sh
 vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(config, ensure_ascii=False))}
 ```""")
-    if SGLANG in takers:
+    if SGLANG in takers and takers[SGLANG].starts:
         of_branch = f" --speculative-draft-model-revision {shlex.quote(branch)}" if branch else ""
         most = 1 + SGLANG_TOP + (depth - 1) * SGLANG_TOP**2  # nodes of such a tree, the root included
         parts.append(f"""In SGLang (steps, width and tokens of its tree are a start, not a measurement):

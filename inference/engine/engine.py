@@ -287,13 +287,14 @@ class Engine:
         fresh, emitted, scored = self.prompts.draw_first(requests, hidden, self.options.keep_scores)
         launched = hand_over("prefill", fresh, emitted, self.seats, prompts=prompts, logits=scored)
         seats = self.seats.on_device([request.seat for request in requests])
-        if self.drafter.keeps_state:
+        if self.drafter.keeps_keys:
             # As if a step had just emitted the root, with the token before it as the root of that step.
             batch = self.seats.gather(seats, self.tree.depths).one_token_ago()
             first = torch.zeros(len(seats), 1, dtype=torch.int64, device=seats.device)
             emitted = torch.stack((torch.ones_like(batch.root), batch.root), 1)
             feature = self.drafter.advance(batch, feature, emitted, first, first[:, 0])
-        self.seats.feature[seats] = feature
+        if feature is not None:
+            self.seats.feature[seats] = feature
         for request in requests:
             request.status = Status.RUNNING
         return launched

@@ -31,7 +31,7 @@ class KnownRows:
     def __init__(self, size, seats, drafter):
         self.size, self.seats, self.drafter = size, seats, drafter
         self.numbers = torch.zeros(
-            1 + drafter.keeps_state, 4 * size + 3 * MAX_CHUNKS, dtype=torch.int64, device=seats.device
+            1 + drafter.keeps_keys, 4 * size + 3 * MAX_CHUNKS, dtype=torch.int64, device=seats.device
         )
         self.write(*[[]] * len(self.numbers))
 
@@ -60,7 +60,7 @@ class KnownRows:
 
     def fill(self, feature):
         """Compute the drafter's own keys and values, where it has any.  feature [T, F] of the first set's rows"""
-        if self.drafter.keeps_state:
+        if self.drafter.keeps_keys:
             sources = self._split(self.numbers[1])[3]
             self.drafter.fill(self.forward_pass(self.drafter.kv_shape[1], part=1), feature[sources])
 
@@ -115,7 +115,7 @@ class PromptPasses:
         for chunk in chunks:
             tokens = chunk.request.known_token_ids[chunk.start : chunk.start + chunk.count]
             rows.append((chunk.request, chunk.start, tokens, end))
-            if self.drafter.keeps_state:
+            if self.drafter.keeps_keys:
                 count, tokens = self.drafter.prompt_rows(chunk)
                 if count:
                     fills.append((chunk.request, chunk.start, tokens, end))
@@ -139,7 +139,7 @@ class PromptPasses:
         passes = self._passes(rows, self.cache.num_kv_heads, self.decoder.dtype)
         hidden, feature = zip(*(self._forward(forward_pass) for forward_pass, _ in passes))
         hidden, feature = torch.cat(hidden), torch.cat(feature)
-        if self.drafter.keeps_state:
+        if self.drafter.keeps_keys:
             self._fill(chunks, feature)
         return hidden, feature
 
@@ -153,7 +153,7 @@ class PromptPasses:
             return ForwardPass(torch.zeros_like(positions), positions, positions % PAGE, index)
 
         hidden, feature = self._forward(forward_pass(self.cache.num_kv_heads))
-        if self.drafter.keeps_state:
+        if self.drafter.keeps_keys:
             self.drafter.fill(forward_pass(self.drafter.kv_shape[1]), feature)
         self.decoder.logits(hidden[-1:])
         return hidden

@@ -76,10 +76,12 @@ class Step:
         if not tree.tree.is_chain:
             hk = self.cache.num_kv_heads
             kv_commit(self.cache.kv, batch.block_table, batch.committed, path, num_accepted, hk)
-        keeps_state = self.drafter.keeps_state
-        emitted = self.seats.advance(rows, None if keeps_state else feature, tokens, path, num_accepted, next_token)
-        if keeps_state:
-            self.seats.feature[rows] = self.drafter.advance(batch, feature, emitted, path, num_accepted)
+        keeps_keys = self.drafter.keeps_keys
+        emitted = self.seats.advance(rows, None if keeps_keys else feature, tokens, path, num_accepted, next_token)
+        if keeps_keys:
+            state = self.drafter.advance(batch, feature, emitted, path, num_accepted)
+            if state is not None:
+                self.seats.feature[rows] = state
         if filters:
             self.seats.logit_state.record(rows, emitted)
         if scores is not None:

@@ -174,7 +174,7 @@ def rotary_kv_write(
     positions None: row r of cos and sin is row r's; cos and sin None: nothing is rotated. q_norm, k_norm [D]: RMSNorm of each head
     before the rotation. shared: a dict per pass, in which the CPU's first layer leaves what the others need of positions and cache
     rows, too. q_multiplier: of the queries. Rows of page 0 belong to padding: what lands there is never used.
-    Raises ValueError for shapes that do not fit.
+    Without heads of queries (num_heads 0) the keys and values alone are written. Raises ValueError for shapes that do not fit.
     """
     rows, dim = qkv.shape[1], layer_kv.shape[-1]
     width = (num_heads + 2 * num_kv_heads) * dim

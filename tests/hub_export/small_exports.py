@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from headstart.heads.block import BlockConfig, BlockHead
 from headstart.heads.checkpoint import save_head
 from headstart.heads.eagle import Eagle, EagleConfig
 from headstart.heads.eagle3 import Eagle3, Eagle3Config
@@ -44,6 +45,9 @@ FAMILIES = {
     ),
     "eagle-vllm": lambda target: deep(Eagle, EagleConfig, target),
     "eagle3": lambda target: deep(Eagle3, Eagle3Config, target, aux_layer_ids=(0, 1, 2), draft_vocab_size=200),
+    "dflash": lambda target: deep(
+        BlockHead, BlockConfig, target, mask_token_id=7, aux_layer_ids=(0, 1), num_speculative_tokens=3
+    ),
 }
 
 

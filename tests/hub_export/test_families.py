@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from headstart.heads.block import BlockConfig, BlockHead
 from headstart.heads.checkpoint import load_head, save_head
 from headstart.heads.eagle import Eagle, EagleConfig
 from headstart.heads.eagle3 import Eagle3, Eagle3Config
@@ -20,12 +21,14 @@ from headstart.tests.heads.test_eagle import SHAPE
 H, V = SHAPE["hidden_size"], SHAPE["vocab_size"]
 TARGET = {"base_model_name_or_path": "some/target"}
 EAGLE3 = SHAPE | TARGET | dict(target_hidden_size=20, draft_vocab_size=11, aux_layer_ids=(1, 3, 5))
+BLOCK = SHAPE | TARGET | dict(num_hidden_layers=2, mask_token_id=V - 1, aux_layer_ids=(1, 3), num_speculative_tokens=3)
 HEADS = {
     "mlp-speculator": lambda: MLPSpeculator(MLPSpeculatorConfig(H, V, 12, **TARGET)),
     "eagle-vllm": lambda: Eagle(EagleConfig(**SHAPE, **TARGET)),
     "eagle-sglang": lambda: Eagle(EagleConfig(**SHAPE, **TARGET)),
     "eagle3": lambda: Eagle3(Eagle3Config(**EAGLE3)),
     "speculators": lambda: Eagle3(Eagle3Config(**EAGLE3 | {"norm_before_residual": True})),
+    "dflash": lambda: BlockHead(BlockConfig(**BLOCK)),
 }
 SAID = {
     "mlp-speculator": [
@@ -38,6 +41,14 @@ SAID = {
         "| draft vocabulary | 11 |",
         "| reads what enters the target's layers | 1, 3, 5 |",
         '"method": "eagle3"',
+    ],
+    "dflash": [
+        "A DFlash block drafter",
+        "drafts 3 tokens ahead",
+        "| reads what enters the target's layers | 1, 3 |",
+        "| block | 4 tokens, not causal |",
+        "| z-lab's code | yes |",
+        "| text-generation-inference | no DFlash support |",
     ],
     "speculators": ["| SGLang | no: it knows no `norm_before_residual`, which is true here |"],
 }
@@ -72,9 +83,9 @@ def test_every_family_has_readers_of_all_its_formats(family):
     assert [name for name in answers if not callable(getattr(rules, name))] == []
 
 
-@pytest.mark.parametrize("format", ["eagle-vllm", "eagle3"])
+@pytest.mark.parametrize("format", ["eagle-vllm", "eagle3", "dflash"])
 def test_a_head_without_its_embedding_is_exported_without(tmp_path, format):
-    head = HEADS[format]() if format == "eagle-vllm" else Eagle3(Eagle3Config(**EAGLE3 | {"target_hidden_size": H}))
+    head = Eagle3(Eagle3Config(**EAGLE3 | {"target_hidden_size": H})) if format == "eagle3" else HEADS[format]()
     head.embed_tokens = None
     save_head(head, tmp_path / "source")
     assert main([str(tmp_path / "source"), "--format", format, "--output", str(tmp_path / "out")]) == 0

@@ -5,6 +5,7 @@ How a run of one is started, stopped and compared: tiny_runs.py. What its losses
 
 from dataclasses import dataclass, field, fields
 from importlib import import_module
+from pathlib import Path
 
 from headstart.heads.families import FAMILIES
 
@@ -176,4 +177,8 @@ TRAININGS = {
         "mlp_speculator", {"num_steps": 3, "inner_size": 24} | STAGE_2, changes=[(CHEAP, STAGE_2_CHANGES)]
     ),
 }
-HEADS = [family.key for family in FAMILIES]  # a new family of heads has to be listed above, too
+SCRIPTS = Path(__file__).resolve().parents[2] / "train"
+TRAINED = [
+    family for family in FAMILIES if (SCRIPTS / f"{family.key}.py").is_file()
+]  # block drafters have no trainer yet
+HEADS = [family.key for family in TRAINED]  # a new family of heads has to be listed above, too

@@ -19,7 +19,7 @@ class Drafter:
     """Defaults of a drafter that keeps the target's last hidden state and nothing else.
 
     streams: layers of the target whose input's residual stream it reads, ascending; none: the last hidden state
-    state_shape: (width, dtype) of its own state; None: it keeps the target's last hidden state
+    state_shape: (width, dtype) of its own state; None: it keeps the target's last hidden state, or nothing where it reads streams
     kv_shape: (layers, key heads, head dimension, dtype) of its own keys and values; None: it has none
     lookahead: number of tokens after a page that its own keys and values in that page depend on
     extra_places: number of places after the tree's nodes to which it writes keys and values
@@ -35,9 +35,9 @@ class Drafter:
     extra_places = 0
 
     @property
-    def keeps_state(self):
-        """Whether it keeps its own state in a request's row."""
-        return self.state_shape is not None
+    def keeps_keys(self):
+        """Whether it has its own keys and values, which `fill` and `advance` compute."""
+        return self.kv_shape is not None
 
     def freeze(self):
         """Told that its weights will not change any more: it may lay them out anew."""
@@ -60,13 +60,13 @@ class Drafter:
         """
         raise NotImplementedError
 
-    # --- called only if state_shape is given ---
+    # --- called only if kv_shape is given ---
 
     def advance(self, batch, feature, emitted, path, num_accepted):
-        """After a step, compute the keys and values of the emitted tokens, and the state after the newest token.
+        """After a step, compute the keys and values of the emitted tokens, and the state after the newest token, if it has one.
 
         batch: BatchRows as before the step; feature [B N, F] of its nodes; emitted [B, D + 2]: number of tokens, then the tokens;
-        path [B, D + 1]; num_accepted [B]  ->  [B, S]
+        path [B, D + 1]; num_accepted [B]  ->  [B, S] or None
         """
         raise NotImplementedError
 

@@ -1,11 +1,8 @@
 """Drafting with Medusa heads: head k proposes candidates for depth k + 1 from the feature of the last committed token.
 
-The heads do not look at each other's tokens, so all nodes of depth d share the distribution of head d - 1. For the verifier
-`strict` they also share one list of candidates: rank r is the r-th best token, whatever the parent. With a temperature the order is
-that of log q + G, with the target's own G at that position (shared noise), so the heads propose what the target is about to draw.
-For the ratio rules every node draws its own children (draw_nodes.py), or takes the likeliest.
+The heads do not look at each other's tokens: how trees are made of their distributions is in parallel.py.
 
-Letters: B requests, N nodes, K heads in use, H hidden, V vocabulary, L committed length.
+Letters: B requests, K heads in use, H hidden, V vocabulary.
 """
 
 import torch
@@ -13,14 +10,11 @@ import torch
 from ....kernels.jit import on_triton
 from ....kernels.linear.linear import linear, linear_parts, pack_weight
 from ....kernels.linear.res_block import add_silu
-from ....kernels.sampling.sample import top_tokens
 from ...models.weights import pack_rows
-from ..draft import Draft
-from ..draw_nodes import NodeDraws
-from .drafter import Drafter
+from .parallel import ParallelDrafter
 
 
-class MedusaDrafter(Drafter):
+class MedusaDrafter(ParallelDrafter):
     """Drafts trees with Medusa heads.
 
     head: a Medusa module, read in place (updates of a head in training apply at once); decoder: the target's Decoder;
@@ -30,8 +24,8 @@ class MedusaDrafter(Drafter):
     """
 
     def __init__(self, head, decoder, num_speculative_tokens=None, sampling="shared_noise"):
-        self.head, self.sampling = head, sampling
-        self._draws, self._columns = {}, {}  # per tree
+        super().__init__(sampling)
+        self.head = head
         self.num_speculative_tokens = head.num_speculative_tokens
         self.dtype = next(head.parameters()).dtype
         # A shared lm_head is used in the heads' dtype; if that is the target's dtype, no copy is made.
@@ -64,41 +58,8 @@ class MedusaDrafter(Drafter):
             return linear(hidden.flatten(0, 1), self.lm_heads[0]).view(num_heads, feature.shape[0], -1)
         return torch.stack([linear(x, weight) for x, weight in zip(hidden, self.lm_heads)])
 
-    def candidates(self, batch, widths):
-        """The best tokens of each depth, best first: see Drafter.candidates. Heads do not look at each other's choices."""
-        return self._candidates(batch, self.logits(batch.feature, len(widths)), batch.temperature, max(widths))
-
-    def _candidates(self, batch, scores, temperature, width):
-        """scores [K, B, V], temperature [B]  ->  int64 [B, K, width]"""
-        # Head k drafts the token at L + 1 + k, with the noise of the target's own draw there.
-        keys = temperature, batch.seed, batch.sample, batch.committed + 1
-        return top_tokens(scores.flatten(0, 1), width, *keys).view(len(scores), -1, width).transpose(0, 1)
-
-    def propose(self, batch, tree, processor=None):
-        """Tokens of all nodes; their distributions too unless noise is shared: see Drafter.propose."""
-        scores, temperature, kept = self.logits(batch.feature, tree.max_depth), batch.temperature, None
-        if processor is not None:
-            scores, temperature, kept = processor(scores, torch.arange(len(scores), device=scores.device))
-        width = tree.tree.width
-        if self.sampling == "shared_noise":
-            found = self._candidates(batch, scores, temperature, width).flatten(1)  # [B, K width]
-            return Draft(torch.cat((batch.root[:, None], found[:, self._columns_of(tree)]), 1), tree)
-        if self.sampling == "greedy":
-            found = top_tokens(scores.flatten(0, 1), width).view(tree.max_depth, -1, width)
-            tokens = torch.cat((batch.root[:, None], found.transpose(0, 1).flatten(1)[:, self._columns_of(tree)]), 1)
-            none = torch.zeros_like(tree.depths, dtype=torch.bool)
-            of_depth = tree.depths.clamp(max=tree.max_depth - 1)
-            return Draft(tokens, tree, scores, temperature, distribution=of_depth, sampled=none, kept=kept)
-        if tree not in self._draws:
-            self._draws[tree] = NodeDraws(tree, self.sampling)
-        return self._draws[tree](batch, scores, temperature, kept)
-
-    def _columns_of(self, tree):
-        """Place of each node but the root among the candidates [D, W], flattened; W is the tree's width.  -> [N - 1]"""
-        if tree not in self._columns:
-            ranks = torch.tensor(tree.tree.ranks[1:], device=tree.depths.device)
-            self._columns[tree] = (tree.depths[1:] - 1) * tree.tree.width + ranks
-        return self._columns[tree]
+    def distributions(self, batch, num_depths):
+        return self.logits(batch.feature, num_depths)
 
 
 DRAFTER = MedusaDrafter

@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 from safetensors.torch import load_file, save_file
 
+from headstart.heads.block import BlockConfig, BlockHead
 from headstart.heads.eagle import Eagle, EagleConfig
 from headstart.heads.eagle3 import Eagle3, Eagle3Config
 from headstart.heads.medusa import Medusa, MedusaConfig
@@ -41,6 +42,11 @@ def eagle3(**changes):
     head = random(Eagle3(Eagle3Config(**EAGLE3 | changes)))
     head.take_embedding(torch.zeros(head.config.vocab_size, H))
     return head
+
+
+def block():
+    shape = dict(num_hidden_layers=2, mask_token_id=V - 1, aux_layer_ids=(1, 4, 6), num_speculative_tokens=7)
+    return random(BlockHead(BlockConfig(**LAYER | shape)))
 
 
 def random(head):

@@ -13,6 +13,7 @@ from headstart.tests.hub_export.inspect.small_heads import (
     VD,
     H,
     V,
+    block,
     eagle,
     eagle3,
     leave_out,
@@ -24,6 +25,7 @@ from headstart.tests.hub_export.inspect.small_heads import (
 
 LAYER_SIZE = (4 + 2 + 2 + 4) * 4 * H + 3 * 24 * H + H  # q, k, v, o; the MLP; the norm between them
 EAGLE3_LAYER = LAYER_SIZE + (4 + 2 + 2) * 4 * H + 2 * H  # q, k, v read twice the width; two more norms
+BLOCK_LAYERS = 2 * (LAYER_SIZE + H + 2 * 4)  # one more norm, and those of q and k
 LM_HEAD = V * H
 # head, its format, lines it must say, numbers of (trained, carried), bytes in float32 but for the target's lm_head in bfloat16
 FAMILIES = {
@@ -69,6 +71,16 @@ FAMILIES = {
             "level": 4 * (EAGLE3_LAYER + H + VD * H),
             "advance": 4 * (3 * H * H + EAGLE3_LAYER),
             "target_lm_head": 0,
+        },
+    ),
+    "dflash": (
+        block,
+        ["DFlash block drafter, 2 layer(s)", "layers 1, 4, 6", "all 7 depths at once, after a step", "not in the file"],
+        (3 * H * H + 2 * H + BLOCK_LAYERS, 0),
+        {
+            "first": 4 * (BLOCK_LAYERS + H) + 2 * LM_HEAD,
+            "advance": 4 * (3 * H * H + 2 * 2 * 2 * 4 * H),
+            "target_lm_head": 2 * LM_HEAD,
         },
     ),
     "speculators": (

@@ -62,6 +62,7 @@ def speculations():
     yield "medusa", 2, dict(model=make("medusa", target), tree="chain")
     yield "eagle", 2, dict(model=make("eagle", target), tree="dynamic")
     yield "eagle3", 4, dict(model=make("eagle3", target), tree="dynamic")
+    yield "block", 2, dict(model=make("block", target), tree="chain")
     yield "mlp", 2, dict(model=make("mlp", target), tree="chain")
     yield "ngram, adaptive", 4, dict(method="ngram", num_speculative_tokens=DEPTH, adaptive=True)
     yield "the target itself", 2, dict(method="draft_model", num_speculative_tokens=DEPTH)

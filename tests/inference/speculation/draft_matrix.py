@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from headstart.heads.block import BlockConfig, BlockHead
 from headstart.heads.eagle import Eagle, EagleConfig
 from headstart.heads.eagle3 import Eagle3, Eagle3Config
 from headstart.heads.medusa import Medusa, MedusaConfig
@@ -71,7 +72,7 @@ def make_head(kind, target, embedding=None, **changes):
     elif kind is MLPSpeculator:
         head = MLPSpeculator(MLPSpeculatorConfig(**shape | dict(inner_size=32) | changes))
     else:
-        config = {Eagle: EagleConfig, Eagle3: Eagle3Config}[kind]
+        config = {Eagle: EagleConfig, Eagle3: Eagle3Config, BlockHead: BlockConfig}[kind]
         head = kind(target.layer_config(config, **dict(num_speculative_tokens=3) | changes))
     randomize(head)
     if kind is Eagle3 and head.d2t is not None:
@@ -111,7 +112,7 @@ class Watch:
 
     def __init__(self, drafter):
         self.roots, self.drafter, self.sequential = [], drafter, drafter.autoregressive
-        self.watched = ("propose", "start", "expand") if self.sequential else ("propose", "logits")
+        self.watched = ("propose", "start", "expand") if self.sequential else ("propose", "distributions")
 
     def __enter__(self):
         for name in self.watched:
@@ -138,8 +139,8 @@ class Watch:
                 self.kept[request][tuple(rows[row] for row in way)] = found[0][node, request].clone()
         return found
 
-    def _logits(self, feature, num_heads):
-        self.by_depth = self.logits(feature, num_heads)  # [K, B, V]
+    def _distributions(self, batch, num_depths):
+        self.by_depth = self.distributions(batch, num_depths)  # [K, B, V]
         return self.by_depth
 
     def _propose(self, batch, tree, processor=None):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from headstart.heads.block import BlockConfig, BlockHead
 from headstart.heads.eagle import Eagle, EagleConfig
 from headstart.heads.eagle3 import Eagle3, Eagle3Config
 from headstart.heads.medusa import Medusa, MedusaConfig
@@ -49,6 +50,10 @@ def make(name, target):
         head = Eagle3(Eagle3Config.for_target(config, aux_layer_ids=(0, 2, 4), draft_vocab_size=40))
         chosen = torch.randperm(VOCAB)[:40].sort().values
         head.set_draft_vocabulary(chosen - torch.arange(40), torch.isin(torch.arange(VOCAB), chosen))
+    elif name.startswith("block"):
+        causal = dict(is_causal=True, num_speculative_tokens=DEPTH + 3) if name == "block-causal" else {}
+        shape = dict(num_hidden_layers=2, mask_token_id=5, num_speculative_tokens=DEPTH, aux_layer_ids=(1, 3)) | causal
+        head = BlockHead(BlockConfig.for_target(config, **shape))
     elif name == "eagle3-narrow":  # of another width, over the whole vocabulary, one feature
         shape = dict(hidden_size=32, intermediate_size=40, num_attention_heads=2, num_key_value_heads=1)
         head = Eagle3(Eagle3Config.for_target(config, aux_layer_ids=(3,), norm_before_residual=True, **shape))

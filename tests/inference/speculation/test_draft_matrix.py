@@ -12,6 +12,7 @@ import torch
 
 import headstart.inference.speculation.drafters.medusa as medusa_module
 import headstart.inference.speculation.drafters.mlp_speculator as mlp_speculator_module
+from headstart.heads.block import BlockHead
 from headstart.heads.eagle import Eagle
 from headstart.heads.eagle3 import Eagle3
 from headstart.heads.families import FAMILIES
@@ -42,6 +43,7 @@ LLAMA3 = dict(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_ma
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
 NARROW = dict(hidden_size=32, intermediate_size=48, num_attention_heads=2, num_key_value_heads=1)
 LAYERS = dict(aux_layer_ids=(0, 1, 2))
+BLOCK = dict(aux_layer_ids=(0, 1), mask_token_id=5, num_hidden_layers=2, num_speculative_tokens=3)
 CASES = {
     "medusa-blocks1-own_lm_head": (Medusa, dict(num_layers=1)),
     "medusa-blocks1-shared_lm_head": (Medusa, dict(num_layers=1, shared_lm_head=True)),
@@ -110,6 +112,29 @@ CASES = {
     ),
     "eagle3-rope_linear": (Eagle3, dict(embedding="none", rope_scaling=dict(rope_type="linear", factor=3.0), **LAYERS)),
     "eagle3-rope_llama3": (Eagle3, dict(embedding="none", rope_scaling=dict(rope_type="llama3", **LLAMA3), **LAYERS)),
+    "block-plain": (BlockHead, dict(embedding="target's", **BLOCK)),
+    "block-causal": (BlockHead, dict(embedding="none", is_causal=True, **BLOCK)),
+    "block-one_layer": (BlockHead, dict(embedding="none", **BLOCK | dict(num_hidden_layers=1, aux_layer_ids=(1,)))),
+    "block-other_layers": (
+        BlockHead,
+        dict(
+            embedding="target's",
+            intermediate_size=112,
+            num_attention_heads=6,
+            num_key_value_heads=3,
+            head_dim=32,
+            rms_norm_eps=0.3,
+            rope_theta=50.0,
+            layers=7,
+            **BLOCK | dict(mask_token_id=9, num_speculative_tokens=4, num_target_layers=None, aux_layer_ids=(2, 5)),
+        ),
+    ),
+    "block-rope_linear": (
+        BlockHead,
+        dict(embedding="none", rope_scaling=dict(rope_type="linear", factor=3.0), **BLOCK),
+    ),
+    "block-rope_llama3": (BlockHead, dict(embedding="none", rope_scaling=dict(rope_type="llama3", **LLAMA3), **BLOCK)),
+    "block-rope_yarn": (BlockHead, dict(embedding="none", rope_scaling=YARN, max_position_embeddings=128, **BLOCK)),
     "eagle3-rope_yarn": (Eagle3, dict(embedding="none", rope_scaling=YARN, max_position_embeddings=128, **LAYERS)),
 }
 RANKED = 4  # so many of the recorded candidates of a depth are looked at
@@ -223,8 +248,14 @@ def check_roots(prompts, roots, max_depth):
     assert max(root.company for root in roots) == len(prompts)
 
 
-MATRIX = [(name, tree) for name, (kind, _) in CASES.items() for tree in TREES if (kind, tree) != (Medusa, "grown")]
-EXAMPLES = ("medusa-blocks2-own_lm_head", "mlp-untied-scaled", "eagle-biases", "eagle3-draft_vocabulary")
+MATRIX = [(name, tree) for name, (kind, _) in CASES.items() for tree in TREES if kind.autoregressive or tree != "grown"]
+EXAMPLES = (
+    "medusa-blocks2-own_lm_head",
+    "mlp-untied-scaled",
+    "eagle-biases",
+    "eagle3-draft_vocabulary",
+    "block-causal",
+)
 
 
 def ids_of(matrix):
@@ -293,6 +324,10 @@ NOT_APPLICABLE = {
     (MLPSpeculator, "hidden_size"): OF_TARGET,
     (MLPSpeculator, "vocab_size"): OF_TARGET,
     (MLPSpeculator, "base_model_name_or_path"): LABEL,
+    (BlockHead, "hidden_size"): OF_TARGET,
+    (BlockHead, "vocab_size"): OF_TARGET,
+    (BlockHead, "base_model_name_or_path"): LABEL,
+    (BlockHead, "attention_bias"): "block drafters have none",
     (Eagle, "hidden_size"): OF_TARGET,
     (Eagle, "vocab_size"): OF_TARGET,
     (Eagle, "base_model_name_or_path"): LABEL,
@@ -319,4 +354,5 @@ def test_every_field_of_every_configuration_is_varied():
         assert key[1] != "rope_scaling" or values == {*ROPE_TYPES}
     # No field says whose table it is.
     assert embeddings[Eagle] == embeddings[Eagle3] == {"target's", "own", "none"}
+    assert embeddings[BlockHead] == {"target's", "none"}  # no file holds one
     assert embeddings[Medusa] == embeddings[MLPSpeculator] == {None}  # these read no table of the target's

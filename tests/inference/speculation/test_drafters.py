@@ -29,8 +29,16 @@ from headstart.tests.inference.speculation.small_drafters import (
 
 TREES = ("chain", "static", "dynamic")
 DRAFTERS = ("mlp", "eagle", "eagle3", "model", "target")
-# Medusa heads draft no dynamic trees. The other two draft by their family's code: a tree is enough.
-MORE = [("medusa", "chain"), ("medusa", "static"), ("mlp-untied", "static"), ("eagle3-narrow", "dynamic")]
+# Medusa heads and block drafters draft no dynamic trees. The other two draft by their family's code: a tree is enough.
+MORE = [
+    ("medusa", "chain"),
+    ("medusa", "static"),
+    ("block", "chain"),
+    ("block", "static"),
+    ("block-causal", "chain"),
+    ("mlp-untied", "static"),
+    ("eagle3-narrow", "dynamic"),
+]
 
 
 @pytest.mark.parametrize(("name", "tree"), [*itertools.product(DRAFTERS, TREES), *MORE])

@@ -20,7 +20,7 @@ def make(device, dtype, heads, kv_heads, dim, rows=11, splits=1, seed=0):
 
 
 @pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 2, 64), (6, 3, 20), (5, 1, 16)])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 2, 64), (6, 3, 20), (5, 1, 16), (0, 3, 20)])
 def test_queries_keys_and_values_land_where_they_belong(kernel_device, heads, kv_heads, dim, normed):
     for splits in (1, 2):
         (qkv, positions, cos, sin, seats, kv), norms = make(

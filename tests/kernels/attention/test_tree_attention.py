@@ -130,6 +130,19 @@ def test_windows_in_the_interpreter(window, hk):
 
 
 @pytest.mark.interpreter
+@pytest.mark.parametrize("all_seen", [True, False])
+def test_blocks_of_one_path_in_the_interpreter(all_seen):
+    """Nodes that count as their path's deepest see all of it."""
+    committed, table, nodes = [1, 61, 130], torch.arange(1, 10).view(3, 3), torch.arange(6)
+    kv, q = draw_cache(9, 2, 32, torch.float32, "cpu"), torch.randn(3, 6, 4, 32)
+    depths = torch.full_like(nodes, 5) if all_seen else nodes
+    index = build_tree_index(table, torch.tensor(committed), depths, nodes.expand(6, -1), 2, is_chain=not all_seen)
+    paths = [[*range(6 if all_seen else n + 1)] for n in range(6)]
+    exact = dense_attention(q.double(), kv.double(), table, committed, paths, 2)
+    assert error(index.attend(q.flatten(0, 1), kv).view_as(q), exact) < 1e-6
+
+
+@pytest.mark.interpreter
 def test_chunk_numbers_in_the_interpreter():
     import triton
     import triton.language as tl

@@ -1,0 +1,158 @@
+"""Block drafters against their definition, written out here block by block: features, keys, masks and positions."""
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from headstart.heads import block as block_module
+from headstart.heads.block import BlockConfig, BlockHead
+from headstart.heads.checkpoint import check_head_fits
+from headstart.tests.heads.formats.test_block import SHAPE
+
+V, H, D, T, SIZE = 50, 24, 8, 11, 6
+DOCUMENTS = torch.tensor([[0] * 7 + [1] * 4, [2] * 11])
+POSITIONS = torch.tensor([[*range(7), *range(4)], [*range(30, 41)]])
+
+
+def make(**changes):
+    torch.manual_seed(0)
+    head = BlockHead(BlockConfig(**SHAPE | changes))
+    for parameter in head.parameters():
+        parameter.data = torch.rand_like(parameter) + 0.5 if parameter.dim() == 1 else torch.randn_like(parameter) / 4
+    head.take_embedding(torch.randn(V, H))
+    return head
+
+
+def inputs():
+    generator = torch.Generator().manual_seed(1)
+    features = torch.randn(2, T, 3 * H, generator=generator)
+    return features, torch.randint(V, (2, T), generator=generator), torch.randn(V, H, generator=generator)
+
+
+def norm(x, weight):
+    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+
+
+def turn(x, positions):
+    """x [heads, rows, D], each pair (i, i + D / 2) as a complex number"""
+    angles = positions[:, None].double() * 1e6 ** (-torch.arange(0, D, 2).double() / D)
+    turned = torch.complex(*x.double().chunk(2, -1)) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat((turned.real, turned.imag), -1).to(x.dtype)
+
+
+def block_logits(head, is_causal, features, token, start, lm_head):
+    """Logits [SIZE - 1, V] of one block, in float64: `features` [L, 3 H] are those of its context, at positions start, ..."""
+    w = {name: tensor.double() for name, tensor in head.state_dict().items()}
+    context = norm(features.double() @ w["fc.weight"].T, w["hidden_norm.weight"])
+    x = w["embed_tokens.weight"][torch.tensor([token] + [SHAPE["mask_token_id"]] * (SIZE - 1))]
+    length = len(features)
+    at_context, at_block = start + torch.arange(length), start + length + torch.arange(SIZE)
+    for i in range(SHAPE["num_hidden_layers"]):
+        at = f"layers.{i}."
+        q, k, v, o = (w[f"{at}self_attn.{one}_proj.weight"] for one in "qkvo")
+        y = norm(x, w[f"{at}input_layernorm.weight"])
+
+        def heads(z):
+            return z.unflatten(-1, (-1, D)).transpose(0, 1)
+
+        both = torch.cat((context, y))
+        queries = turn(norm(heads(y @ q.T), w[f"{at}self_attn.q_norm.weight"]), at_block)
+        keys = turn(norm(heads(both @ k.T), w[f"{at}self_attn.k_norm.weight"]), torch.cat((at_context, at_block)))
+        values = heads(both @ v.T)
+        out = []
+        for head_number in range(4):
+            scores = queries[head_number] @ keys[head_number // 2].T / D**0.5  # [SIZE, L + SIZE]
+            if is_causal:
+                for slot in range(SIZE):
+                    scores[slot, length + slot + 1 :] = -torch.inf
+            out.append(scores.softmax(-1) @ values[head_number // 2])
+        x = x + torch.cat(out, -1) @ o.T
+        y = norm(x, w[f"{at}post_attention_layernorm.weight"])
+        gate, up, down = (w[f"{at}mlp.{one}_proj.weight"] for one in ("gate", "up", "down"))
+        x = x + (torch.nn.functional.silu(y @ gate.T) * (y @ up.T)) @ down.T
+    return norm(x, w["norm.weight"])[1:] @ lm_head.double().T
+
+
+@torch.no_grad()
+def largest_error(head, is_causal=False):
+    """The largest difference of all predictions of all blocks from the definition, of the largest logit."""
+    features, tokens, lm_head = inputs()
+    predictions = head.predict(features, tokens, POSITIONS, DOCUMENTS, lm_head)
+    found = torch.stack([predictions.logits(state, k) for k, state in enumerate(predictions.states)], 1)
+    worst, largest = 0.0, 0.0
+    for row, begin, end in ((0, 0, 7), (0, 7, 11), (1, 0, 11)):
+        for last in range(begin, end - 1):
+            read = features[row, begin : last + 1]
+            wanted = block_logits(head, is_causal, read, tokens[row, last + 1], POSITIONS[row, begin], lm_head)
+            worst = max(worst, (found[row * T + last] - wanted).abs().max().item())
+            largest = max(largest, wanted.abs().max().item())
+    return worst / largest
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_predictions_equal_the_definition(is_causal):
+    head = make(is_causal=is_causal)
+    assert largest_error(head, is_causal) < 1e-5
+    assert largest_error(head, not is_causal) > 1e-3
+
+
+def with_mask(change):
+    """A mutant of BlockHead._mask: `change(mask, rows)` of its result."""
+    right = BlockHead._mask
+    return lambda self, rows, documents: change(right(self, rows, documents).clone(), rows)
+
+
+def sees_neighbours(mask, rows):
+    mask[..., T:] |= (
+        torch.arange(rows.shape[1] * SIZE) // SIZE == torch.arange(rows.shape[1] * SIZE)[:, None] // SIZE + 1
+    )
+    return mask
+
+
+def sees_one_feature_more(mask, rows):
+    mask[..., 1:T] |= mask[..., : T - 1].clone()
+    return mask
+
+
+def sees_no_newest_feature(mask, rows):
+    mask[..., : T - 1] &= mask[..., 1:T].clone()
+    return mask
+
+
+@pytest.mark.parametrize("change", [sees_neighbours, sees_one_feature_more, sees_no_newest_feature])
+def test_wrong_masks_are_caught(monkeypatch, change):
+    monkeypatch.setattr(BlockHead, "_mask", with_mask(change))
+    assert largest_error(make()) > 1e-3
+
+
+def test_context_keys_one_position_late_are_caught(monkeypatch):
+    forward = block_module.BlockAttention.forward
+
+    def late(self, x, context, rotations, mask):
+        of_block, (cos, sin) = rotations
+        return forward(self, x, context, (of_block, (cos.roll(-1, 0), sin.roll(-1, 0))), mask)
+
+    monkeypatch.setattr(block_module.BlockAttention, "forward", late)
+    assert largest_error(make()) > 1e-3
+
+
+@torch.no_grad()
+def test_outputs_at_some_rows_are_those_of_predict():
+    head, (features, tokens, lm_head) = make(), inputs()
+    rows = torch.tensor([1, 4, 8])
+    following = torch.nn.functional.pad(tokens[:1], (0, 3))[:, 1:].unfold(1, 3, 1)
+    packed = features[:1], following, POSITIONS[:1], DOCUMENTS[:1]
+    predictions = head.predict(features, tokens, POSITIONS, DOCUMENTS, lm_head)
+    for depth, found in enumerate(head.outputs_at(rows, *packed, lm_head_weight=lm_head)):
+        torch.testing.assert_close(found, predictions.logits(predictions.states[depth][rows], depth))
+    assert [x.shape for x in head.outputs_at(rows, *packed)] == [(3, H)] * 3
+
+
+def test_another_target_is_refused():
+    head = make()
+    sizes = dict(hidden_size=H, vocab_size=V, num_hidden_layers=8, num_attention_heads=4)
+    check_head_fits(head, LlamaConfig(**sizes))
+    with pytest.raises(ValueError, match=r"aux layers \[2, 4, 6\], the target has layers 0 to 5"):
+        check_head_fits(head, LlamaConfig(**sizes | dict(num_hidden_layers=6)))
+    with pytest.raises(ValueError, match="attention_bias must be false"):
+        make(attention_bias=True)
