@@ -232,7 +232,7 @@ def test_features_of_a_packed_row_are_those_of_its_documents_alone(word_target):
         ({"data": "missing.jsonl"}, r"missing\.jsonl cannot be read"),
         ({"eval_prompts": 60}, "nothing is left; give more data"),
         ({"eval_tokens": 200, "eval_prompts": 2}, "no held-out prompt leaves room for 200 new tokens"),
-        ({"row_length": 4}, "no assistant token of 60 conversations lies within row_length 4"),
+        ({"row_length": 4}, "no assistant token of 60 documents lies within row_length 4"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_written(trainer, tmp_path, monkeypatch, keys, message):

@@ -168,7 +168,7 @@ def test_kill_9_ends_the_workers_and_the_next_start_goes_on(tmp_path, conversati
     assert documents == encode_places(tokenizer, load_conversations(conversations) * 40)[0]
 
 
-def wait_for(holds, seconds=60):
+def wait_for(holds, seconds=180):
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end
