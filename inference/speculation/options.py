@@ -69,6 +69,8 @@ class SpeculativeOptions:
         names = [field.name for field in fields(cls)]
         config = {name: python_value(value) for name, value in config.items()}
         reject_unknown(config, [*names, "revision"], "speculative_config key", SPECULATIVE)
+        if config.get("method") == "dflash":  # vLLM's name of the family
+            config["method"] = "block"
         return cls(**{name: config[name] for name in names if name in config}).at_revision(config.get("revision"))
 
     def __post_init__(self):

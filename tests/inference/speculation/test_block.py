@@ -10,6 +10,7 @@ from headstart.heads.block import BlockConfig, BlockHead
 from headstart.heads.checkpoint import save_head
 from headstart.inference.llm import LLM
 from headstart.inference.sampling_params import SamplingParams
+from headstart.inference.speculation.options import SpeculativeOptions
 from headstart.tests.inference.speculation.small_drafters import DEVICES, VOCAB, llama
 
 DEPTH, LENGTHS = 4, (3, 14, 50, 52, 64, 130)  # of the prompts: below, at and across tiles and pages
@@ -154,3 +155,7 @@ def test_a_head_is_served_from_its_files(setting, tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             LLM(target, speculative_config={"model": head} | asked)
+
+
+def test_vllm_s_name_of_the_method_is_taken():
+    assert SpeculativeOptions.parse({"model": "some/head", "method": "dflash"}).method == "block"
