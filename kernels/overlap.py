@@ -8,8 +8,9 @@ results equal those of launches one after the other, whatever the kernels around
 about a microsecond, in CUDA graphs too: 4 to 5 of 115 microseconds of an 8B layer's products, norms and copies (H200).
 Releasing before the wait lets whole chains of kernels pile up on the multiprocessors: 142 microseconds instead of 115.
 
-A kernel that needs nothing of the previous one may await it at its end (`late`): both run side by side, and it has ended only when
-both have.
+A kernel may await the previous one at its end (`late`) if it needs nothing of it, and the previous one has awaited all that both
+need: they run side by side, and the later one has ended only when both have. Its loads must go past the L1, as those of tensor maps
+do: nothing has made the first cache's contents new.
 """
 
 import functools

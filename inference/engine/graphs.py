@@ -93,7 +93,8 @@ class StepGraphs:
                 sizes = known_sizes(size * steps[which].tree.num_nodes, max_known)
                 if not size and self.step.decoder.ranks.size > 1:
                     lower = KNOWN_TOKENS[-1], *RANKS_TOKENS
-                    sizes += [count for count, lower in zip(RANKS_TOKENS, lower) if lower < max_known]
+                    most = -(-max_known // TILE) * TILE
+                    sizes += [min(count, most) for count, lower in zip(RANKS_TOKENS, lower) if lower < max_known]
                 for known in sizes:
                     rows.setdefault(known, KnownRows(known, self.step.seats, self.step.drafter))
                 self._known[size, which] = [rows[known] for known in sizes]

@@ -194,9 +194,9 @@ def linear_parts(x, w, b=None, out=None, splits=None, late=False):
         return _linear_in_blocks(x, w, b)[None]
     check_product("linear", x, w, b)
     check_kernel_operands("linear", x, w, b)
-    x = x.contiguous()
+    late, x = late and x.is_contiguous(), x.contiguous()
     if x.shape[0] <= DECODE_ROWS or not maps_fit(x, w):
-        return decode_parts(x, w, b, splits, out=out, late=late)
+        return decode_parts(x, w, b, splits, out=out)  # never late: it may copy x, or read it by plain loads
     return prefill_parts(x, w, b, splits, out=out, late=late)
 
 
@@ -204,8 +204,8 @@ def linear_sums(x, w, b=None, out=None, late=False):
     """The sums of one range of K, which another device adds to those of others.  x [M, K], w [N, K] -> [M, N], float32 at least
 
     They are the bits of this range's part in linear_parts of the whole K, where ranges of K end there. out [M, N]: where to write
-    on a GPU, float32 and contiguous; late: run beside the kernel before on a GPU, which must neither have written x nor read `out`.
-    Raises ValueError for shapes that do not fit.
+    on a GPU, float32 and contiguous; late: a GPU may run it beside the kernel before, which must be a product of rows of the same
+    memory, itself late or not, with another `out`. Raises ValueError for shapes that do not fit.
     """
     if not on_triton(x):
         wide = torch.promote_types(x.dtype, torch.float32)
