@@ -303,7 +303,8 @@ def test_a_row_has_the_same_bits_in_any_company(name, threads):
 def test_without_whole_registers_elements_left_over_have_other_bits():
     """What in_whole_vectors is for; should the library mend it, the function can go."""
     x, silu = torch.randn(400, 48, generator=torch.Generator().manual_seed(0)), torch.nn.functional.silu
-    assert any(not torch.equal(silu(row.clone()), whole) for row, whole in zip(x, silu(x)))
+    if torch.backends.cpu.get_cpu_capability() == "AVX512":  # with AVX2 it was not seen
+        assert any(not torch.equal(silu(row.clone()), whole) for row, whole in zip(x, silu(x)))
     whole = in_whole_vectors(torch.ops.aten.silu.default, x)
     assert all(torch.equal(in_whole_vectors(torch.ops.aten.silu.default, row.clone()), w) for row, w in zip(x, whole))
 
