@@ -11,7 +11,7 @@ states, as in drafting (HASS, arXiv 2408.15766). `--help` lists every key. A run
 metrics.jsonl, checkpoints/, acceptance.json, best/, head/; and into `feature_cache`, if that is given.
 
 Every rank knows all rows and their order, so label counts need no communication; gradients are summed over the ranks once per
-optimiser step. Not done here: training the embedding or the lm_head, which are the target's; mixing data sets.
+optimiser step. Not done here: training the embedding or the lm_head, which are the target's.
 """
 
 from dataclasses import dataclass, replace

@@ -108,7 +108,9 @@ def encode_places(
 
 
 def choose_encodable(tokenizer, conversations: Sequence[list[dict]], note: Callable[[str], None]) -> list[list[dict]]:
-    """Those of a few conversations that the template encodes. ValueError if it encodes none."""
+    """Those of a few conversations that the template encodes. ValueError if it encodes none of several."""
+    if not conversations:
+        return []  # the tokenizer of a base model may have no template
     encoder = _Encoder(tokenizer, trims=True)
     found = encoder.encode(conversations)
     left_out = [one for one in found if isinstance(one, Unencodable)]

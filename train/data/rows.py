@@ -47,6 +47,13 @@ def load_documents(recipe, tokenizer, processes):
     blended = BlendedDocuments(documents, [one.name for one in sets], [one.weight for one in sets])
     if recipe.eval_data:
         measured = in_all(held_out)
+        left = {one[0].get("set") for one in measured}
+        names = [name for name, _ in eval_sets(recipe.eval_data) if name]
+        if recipe.eval_prompts and (lost := next((name for name in names if name not in left), None)):
+            raise ValueError(
+                f"each of the first {recipe.eval_prompts} conversations of eval_data {lost} is in a set of {recipe.data}: "
+                "raise eval_prompts, or name other eval_data"
+            )
     else:
         kept = [_in_no_other(recipe, tokenizer, documents, number, some) for number, some in enumerate(held_out)]
         if lost := sum(map(len, held_out)) - sum(map(len, kept)):
@@ -116,7 +123,7 @@ def _facts(recipe, data, tokenizer):
         return None
     keys = ("seed", "max_tokens", "max_examples", "row_length", "data_rules", "eval_prompts", "document")
     facts = {name: getattr(recipe, name) for name in keys}
-    if not recipe.max_tokens and recipe.data_rules < 2:
+    if not recipe.max_tokens and recipe.data_rules < 2 and recipe.document != "text":
         del facts["row_length"]  # it counts where the tokens of rows are counted, or long conversations are split
     if names := [name for name, _ in eval_sets(recipe.eval_data) if name]:
         facts["eval_sets"] = names

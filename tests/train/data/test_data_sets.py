@@ -211,6 +211,9 @@ def test_evaluation_data_are_in_none_of_the_sets(recipe, load, two, tmp_path):
     write_conversations(tmp_path / "f.jsonl", [a[0], b[0]])
     with pytest.raises(ValueError, match="all conversations to measure on are trained on in one of the sets"):
         load(recipe(data=data, eval_data=str(tmp_path / "f.jsonl")))
+    named = f"free={tmp_path / 'e.jsonl'},taken={tmp_path / 'f.jsonl'}"
+    with pytest.raises(ValueError, match=r"each of the first \d+ conversations of eval_data taken is in a set of"):
+        load(recipe(data=data, eval_data=named))
     assert hash_of_conversation(a[0]) != hash_of_conversation(b[0])
 
 

@@ -220,6 +220,7 @@ def test_held_out_conversations_that_the_template_refuses_are_left_out():
     assert choose_encodable(tokenizer, [system, GOOD["messages"], system], said.append) == [GOOD["messages"]]
     assert said == ["2 of 3 conversations to measure on are left out: 2 refused by the chat template"]
     assert choose_encodable(tokenizer, [], said.append) == []
+    assert choose_encodable(None, [], said.append) == [], "no template is asked for"
     with pytest.raises(ValueError, match="System role not supported"):
         choose_encodable(tokenizer, [system], said.append)
 
