@@ -23,7 +23,10 @@ from .target_scores import NO_FILTERS, next_filters
 FEW_ROWS = 64  # up to here the weights are what a pass costs
 TILE = 128  # rows of a tile of the products above
 KNOWN_TOKENS = (128, 256, 384, 512, 640, 768, 1024)  # about so many in a graph
-RANKS_TOKENS = 1536, 2048  # the same, alone on several ranks, which compute less than a host launches in the time
+RANKS_TOKENS = (
+    1536,
+    2048,
+)  # also, for prompts alone on several ranks: the host launches kernels more slowly than a rank computes them
 PACE = 2.4  # a step with known tokens may take so many times the same step without
 
 

@@ -66,7 +66,7 @@ SECOND_RANGE_STEP = 700  # nanoseconds, as above
 SPLITS = {(6144, 4096): 1, (4096, 4096): 2, (28672, 4096): 1, (4096, 14336): 2, (128256, 4096): 1, (16384, 4096): 1}
 
 # Products with fewer tiles of 64 features than there are multiprocessors, by the most rows: o, down and qkv of an 8B on two ranks.
-LONE = {
+FEW_TILES = {
     32: Launch(64, 128, 8, 4),
     64: Launch(64, 128, 6, 4),
     96: Launch(64, 128, 5, 4),
@@ -157,8 +157,8 @@ def decode_launch(N, K, rows, itemsize=2, splits=None):
         return DECODE[N, K][rows]
     # What the measured shapes have in common: few tiles are fastest with deep pipelines, many tiles when they are large.
     programs = -(-N // 64) * splits
-    if splits == 1 and programs <= MULTIPROCESSORS:  # the rest are idle, so these load all the more at a time
-        return next(launch for most, launch in LONE.items() if rows <= most)
+    if splits == 1 and programs <= MULTIPROCESSORS:  # as some are idle, the others load more at a time
+        return next(launch for most, launch in FEW_TILES.items() if rows <= most)
     few = programs <= 264
     if rows < 128:
         if rows > 64:
