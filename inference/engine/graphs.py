@@ -23,10 +23,8 @@ from .target_scores import NO_FILTERS, next_filters
 FEW_ROWS = 64  # up to here the weights are what a pass costs
 TILE = 128  # rows of a tile of the products above
 KNOWN_TOKENS = (128, 256, 384, 512, 640, 768, 1024)  # about so many in a graph
-RANKS_TOKENS = (
-    1536,
-    2048,
-)  # also, for prompts alone on several ranks: the host launches kernels more slowly than a rank computes them
+# Also, for prompts alone on several ranks: the host launches kernels more slowly than a rank computes them.
+RANKS_TOKENS = 1536, 2048
 PACE = 2.4  # a step with known tokens may take so many times the same step without
 
 
