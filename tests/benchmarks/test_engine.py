@@ -217,7 +217,9 @@ def test_engine_chooses_its_own_depths_when_asked(bench):
     ]
     assert (plain["depth"], whole["depth"]) == (0, 4)
     assert 0 < chosen["depth"] < 4, "every depth is tried"
-    assert 1 < chosen["tokens_per_step"] < 3.5
+    assert 1 <= chosen["tokens_per_step"] < 3.5, (
+        "a machine on which drafts cost more than they gain takes one token a step"
+    )
     assert chosen["graph"] is None
     check_times(chosen)
 
