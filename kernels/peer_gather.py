@@ -68,6 +68,16 @@ def _meet(flags, counts, stop, RANK: tl.constexpr, SIZE: tl.constexpr):
         tl.atomic_cas(flag, call, call, sem="acquire", scope="sys")  # its bits do not matter, its order does
 
 
+@jit
+def _end_part(flags, counts, stop, RANK: tl.constexpr, SIZE: tl.constexpr):
+    """At the end of a program: the last one of the call meets the other ranks."""
+    tl.debug_barrier()  # of all threads of the program
+    ended = tl.atomic_add(counts + 1, 1, sem="acq_rel", scope="gpu")
+    if ended == tl.num_programs(0) - 1:
+        tl.store(counts + 1, 0)
+        _meet(flags, counts, stop, RANK, SIZE)
+
+
 @jit(do_not_specialize=["place", "count"])
 def _peer_gather(part, buffers, flags, counts, stop, place, count, ALIGNED: tl.constexpr, IN_PLACE: tl.constexpr,
                  RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
@@ -87,11 +97,7 @@ def _peer_gather(part, buffers, flags, counts, stop, place, count, ALIGNED: tl.c
             if ALIGNED:
                 slot = tl.multiple_of(slot, 16)
             tl.store(slot + at, found, mask=at < count)
-    tl.debug_barrier()  # of all threads of the program
-    ended = tl.atomic_add(counts + 1, 1, sem="acq_rel", scope="gpu")
-    if ended == tl.num_programs(0) - 1:
-        tl.store(counts + 1, 0)
-        _meet(flags, counts, stop, RANK, SIZE)
+    _end_part(flags, counts, stop, RANK, SIZE)
 
 
 @jit
@@ -160,11 +166,7 @@ def _peer_sum(parts, own, buffers, flags, counts, stop, place, count, RANK: tl.c
         for step in tl.static_range(0, SIZE):
             slot = (tl.load(buffers + (RANK + step) % SIZE) + place).to(own.dtype)
             tl.store(tl.multiple_of(slot, 16) + at, total.to(own.dtype.element_ty), mask=mask)
-    tl.debug_barrier()
-    ended = tl.atomic_add(counts + 1, 1, sem="acq_rel", scope="gpu")
-    if ended == tl.num_programs(0) - 1:
-        tl.store(counts + 1, 0)
-        _meet(flags, counts, stop, RANK, SIZE)
+    _end_part(flags, counts, stop, RANK, SIZE)
 
 
 def peer_sum(parts, own, place, peers):

@@ -21,7 +21,7 @@ from ...kernels.linear.linear_table import launch_of_rows
 from ...kernels.shared_memory import shared_memory
 from .architectures import ARCHITECTURES, UnsupportedArchitecture, architecture_of
 from .blocks import Layer, Norm, Rotary, lm_head_logits
-from .division import WHOLE
+from .division import WHOLE, RowParallel
 from .weights import head_dim_of, load_weights, random_weights, weights_of_module
 
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
@@ -98,14 +98,19 @@ def rotary_frequencies(config):
     return ROPE_INIT_FUNCTIONS[kind](config, device="cpu")
 
 
-def row_counts(shapes, most, device):
+def row_counts(shapes, most, device, shared=()):
     """Numbers of rows up to `most`, `most` among them, that take every launch of products for up to so many rows.
 
-    shapes: (N, K), or (N, K, ranges of K)
+    shapes: (N, K), or (N, K, ranges of K); shared: of products whose rows the ranks share, (N, K, function of a number of rows ->
+    how many each rank's share has, in their order, or None)
     """
     found, gpu = {}, (num_multiprocessors(device), shared_memory(device))
     for rows in range(1, most + 1):
-        found[tuple(launch_of_rows(*shape[:2], rows, *gpu, *shape[2:]) for shape in shapes)] = rows
+        launches = [launch_of_rows(*shape[:2], rows, *gpu, *shape[2:]) for shape in shapes]
+        # The place of a launch among the shares counts, for each rank runs the later ones as another kernel.
+        for N, K, shares in shared:
+            launches += [count and launch_of_rows(N, K, count, *gpu, 1) for count in shares(rows) or ()]
+        found[tuple(launches)] = rows
     return sorted({*found.values(), most})
 
 
@@ -178,9 +183,11 @@ class Decoder:
 
     def row_counts(self, most):
         """Numbers of rows up to `most`, `most` among them, that take every launch that the products have for up to so many rows."""
-        shapes = [(*product.shape, product.splits) for product in self._products(self.layers[0])]
+        products = self._products(self.layers[0])
+        shapes = [(*product.shape, product.splits) for product in products]
         shapes.append((*self.lm_head.shape, self.division.logits_splits))
-        return row_counts(shapes, most, self.device)
+        shared = [(*product.shape, product.shares) for product in products if isinstance(product, RowParallel)]
+        return row_counts(shapes, most, self.device, shared)
 
     @classmethod
     def from_module(cls, module, max_positions):

@@ -48,6 +48,11 @@ class RowParallel:
     bias: torch.Tensor | None
     ranks: object
 
+    def shares(self, num_rows):
+        """Rows of each rank's share of the sums, [N]; None where the ranks do not share them."""
+        weight = self.weights[0]
+        return self.ranks.shares(num_rows, len(weight), weight.dtype) if len(self.weights) == 1 else None
+
     def parts(self, x):
         """Sums for the next kernel to add in order, two where N is a power of two, or what they add up to.
 

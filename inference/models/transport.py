@@ -41,8 +41,12 @@ class Alone:
         """The parts of all ranks, in their order.  part [...], of one shape and dtype on all ranks -> [size, ...]"""
         return part[None]
 
+    def shares(self, num_rows, width, dtype):
+        """Numbers of rows that each rank adds of a sum that the ranks share, [size]; None where one gather is quicker."""
+        return None
+
     def sum_rows(self, product, num_rows, width, dtype):
-        """The sums over ranks of products of many rows, added in pairs, neighbours first; None where one gather is quicker.
+        """The sums over ranks of products of many rows, added in pairs, neighbours first; None where `shares` is.
 
         product(rows, out, late): writes this rank's part of some rows, a slice, to out [rows, width] in float32; late: beside the
         product before.  -> [num_rows, width] of dtype

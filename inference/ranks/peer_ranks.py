@@ -134,21 +134,28 @@ class PeerRanks:
             parts[:, start : start + most] = self._gather(flat[start : start + most])
         return parts.view(self.size, *part.shape)
 
+    def shares(self, num_rows, width, dtype):
+        """See Alone.shares. All but the last ranks add whole tiles of rows."""
+        share = -(-num_rows // (self.size * DECODE_ROWS)) * DECODE_ROWS
+        needed = max(self.size * share * width * torch.float32.itemsize, num_rows * width * dtype.itemsize)
+        if num_rows < SUMMED_ROWS or needed > self._capacity or width % ALIGNMENT or self.size not in (2, 4, 8):
+            return None
+        return [max(0, min(num_rows - rank * share, share)) for rank in range(self.size)]
+
     def sum_rows(self, product, num_rows, width, dtype):
         """See Alone.sum_rows. Each rank computes the rows of another straight into its memory, its own last.
 
         A later product runs beside an earlier one, so what goes to another GPU is on its way while the next rows are computed.
         """
-        share = -(-num_rows // (self.size * DECODE_ROWS)) * DECODE_ROWS
-        needed = max(self.size * share * width * torch.float32.itemsize, num_rows * width * dtype.itemsize)
-        if num_rows < SUMMED_ROWS or needed > self._capacity or width % ALIGNMENT or self.size not in (2, 4, 8):
+        shares = self.shares(num_rows, width, dtype)
+        if shares is None:
             return None
         # The results have the other buffer, so that turns go on as they were.
         source, place = self._place(), self._capacity - self._place()
         late = False
         for rank in (*range(self.rank + 1, self.size), *range(self.rank + 1)):
-            rows = slice(min(rank * share, num_rows), min((rank + 1) * share, num_rows))
-            count = rows.stop - rows.start
+            start, count = sum(shares[:rank]), shares[rank]
+            rows = slice(start, start + count)
             parts = self._floats(rank, source, torch.float32, self.size * count * width).view(self.size, count, width)
             if count:
                 product(rows, parts[self.rank], late)

@@ -9,12 +9,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.inference.engine.cache import _counts_of_rank_0
-from headstart.inference.models.decoder import Decoder, ForwardPass
+from headstart.inference.models.decoder import Decoder, ForwardPass, row_counts
 from headstart.inference.models.division import WHOLE, Division, check_divides, in_pairs
 from headstart.inference.models.transport import ALONE
 from headstart.inference.models.weights import load_weights, random_weights, weight_bytes
 from headstart.kernels.attention.tree_attention import PAGE, build_tree_index
-from headstart.kernels.linear.linear_table import num_splits
+from headstart.kernels.linear.linear_table import launch_of_rows, num_splits
+from headstart.kernels.shared_memory import H200
 from headstart.tests.inference.forked_ranks import on_ranks
 from headstart.tests.inference.models.small_checkpoints import SHAPE
 
@@ -228,3 +229,16 @@ def test_numbers_of_ranks_that_do_not_divide_the_heads_are_refused(size, invaria
     config = LlamaConfig(**SHAPE | dict(num_attention_heads=12, hidden_size=48))
     with pytest.raises(ValueError, match=told):
         check_divides(config, size, invariant)
+
+
+def test_launches_of_shared_rows_are_run_at_start_up_too():
+    def shares(rows):
+        share = -(-rows // 256) * 128
+        return [share, rows - share] if rows >= 512 else None
+
+    def launches(rows):
+        return tuple(count and launch_of_rows(4096, 7168, count, 132, H200, 1) for count in shares(rows) or ())
+
+    counts = row_counts([(64, 64)], 1200, torch.device("cpu"), [(4096, 7168, shares)])
+    assert {launches(rows) for rows in counts} == {launches(rows) for rows in range(1, 1201)}
+    assert len(counts) < 40
