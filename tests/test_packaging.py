@@ -65,7 +65,7 @@ PUBLIC = {
     "train/run": "acceptance checkpointing loop optimization recipe run_folder run_recipe settled_recipe start_head stopping "
     "tracking wandb_login",
     "train/run/saving": "best_head saver",
-    "train/teacher": "feature_cache features sharded_target target_adapter",
+    "train/teacher": "divided_engine feature_cache features sharded_target target_adapter",
     "hub_export": "inspect_head",
     "hub_export/readers": "readers",
     "benchmarks": "measurement shape",

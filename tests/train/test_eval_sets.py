@@ -150,7 +150,7 @@ def test_target_that_the_engine_does_not_run_has_a_figure_per_set(run, word_targ
         sizes = {"max_tokens": TOKENS, "max_length": 128, "row_length": 64, "chunk_tokens": 64}
         head = load_head(run / "head")
         meter = AcceptanceMeter(
-            FrozenTarget(target), head, conversations, tokenizer=tokenizer, note=print, rules=1, **sizes
+            FrozenTarget(target), head, conversations, source="x", tokenizer=tokenizer, note=print, rules=1, **sizes
         )
         meter.llm = None
         return meter.measure()

@@ -88,7 +88,8 @@ def test_many_gpus_train_as_one(trainers, read_metrics, tmp_path, launched, num_
     train("single.yaml", 1, a_run(1, "one"))
     train("ddp.yaml", num_processes, a_run(num_processes, "ddp"), a_run(num_processes, "one-ddp", since="one"))
     said = train("fsdp2.yaml", num_processes, a_run(num_processes, "fsdp"))
-    assert said.count("the target is sharded over the GPUs") == ("eval_prompts" in own)
+    too_many = num_processes > torch.cuda.device_count()  # for the engine, which needs a GPU for each
+    assert said.count("acceptance is teacher-forced") == ("eval_prompts" in own and too_many)
     train("single.yaml", 1, a_run(1, "fsdp-one", since="fsdp"))
     for suffix, since in (("ddp", 0), ("fsdp", 0), ("one-ddp", 10), ("fsdp-one", 10)):
         assert_same_curve(f"{name}-one", f"{name}-{suffix}", read_metrics, each, mean, since)

@@ -1,14 +1,16 @@
 """Acceptance of a head while it trains: the engine's own figure on held-out prompts, equal to that of serving.
 
-The engine is built once, on the loaded target (no second copy) and on the head in training (read in place). For a target that
-the engine does not run yet, or that is sharded over the ranks, the figure is teacher-forced on the held-out conversations and
-marked as such.
+The engine is built once, on the loaded target (no second copy) and on the head in training (read in place). For a target that is
+sharded over the ranks it is built for each measurement, on all their GPUs (divided_engine.py). Where the engine does not run the
+target, or cannot divide it so, the figure is teacher-forced on the held-out conversations and marked as such.
 
 Named sets have figures of their own, at temperatures 0 and 1: of first turns, and of later turns (the last answer of every
 conversation with several). One measurement makes at most 4 eval_prompts outputs a set, of eval_tokens tokens each; the prompts of a
 run without names are decoded once, at temperature 0. Beside it stands the head's loss on held-out answers, teacher-forced: the
 forward KL from the target's distribution, whatever the run minimises, so that all runs on a target compare.
 """
+
+from functools import partial
 
 import torch
 
@@ -21,6 +23,7 @@ from ..data.packed.packing import lay_out
 from ..data.rows import select_rows
 from ..loss.distillation import Objective, accumulate_gradients, count_teacher_forced_runs, find_labels
 from ..loss.losses import Loss
+from ..teacher.divided_engine import DividedEngine
 
 TEMPERATURES = (0.0, 1.0)  # of named sets
 
@@ -37,6 +40,7 @@ def build_meter(recipe, target, head, conversations, *, tokenizer, note):
         target,
         head,
         conversations,
+        source=recipe.target,
         tokenizer=tokenizer,
         max_tokens=recipe.eval_tokens,
         max_length=min(target.max_positions, 2 * recipe.row_length),
@@ -50,16 +54,30 @@ def build_meter(recipe, target, head, conversations, *, tokenizer, note):
 class AcceptanceMeter:
     """Measures a head on held-out conversations.
 
-    target: FrozenTarget; head: read in place; conversations: held-out ones, "set" of their first message names their set;
-    max_tokens: new tokens per prompt; max_length: longest prompt + output; row_length: of the rows that the loss is computed on;
-    note(text) tells the user; rules: of encode_conversations. Raises ValueError if no conversation of a set fits.
+    target: FrozenTarget, of the folder or Hub id `source`; head: read in place; conversations: held-out ones, "set" of their
+    first message names their set; max_tokens: new tokens per prompt; max_length: longest prompt + output; row_length: of the
+    rows that the loss is computed on; note(text) tells the user; rules: of encode_conversations. Raises ValueError if no
+    conversation of a set fits.
     """
 
     def __init__(
-        self, target, head, conversations, *, tokenizer, max_tokens, max_length, row_length, chunk_tokens, note, rules=1
+        self,
+        target,
+        head,
+        conversations,
+        *,
+        source,
+        tokenizer,
+        max_tokens,
+        max_length,
+        row_length,
+        chunk_tokens,
+        note,
+        rules=1,
     ):
         self.target, self.tokenizer, self.head = target, tokenizer, head
-        self.chunk_tokens, self.max_tokens, self.note, self.llm = chunk_tokens, max_tokens, note, None
+        self.chunk_tokens, self.max_tokens, self.note = chunk_tokens, max_tokens, note
+        self.llm = self.divided = None
         self.max_length, longest = max_length, max_length - max_tokens
         names = [messages[0].get("set", "") for messages in conversations]
         plain = [[_without_set(messages[0]), *messages[1:]] for messages in conversations]
@@ -94,10 +112,9 @@ class AcceptanceMeter:
         pad = tokenizer.pad_token_id or 0
         of_sets = {name: [one for one, own in zip(self.encoded, self.names) if own == name] for name in self.sets}
         self.rows = {name: lay_out(found, row_length, pad) for name, found in of_sets.items()}
+        self.limit = min(max_length, self._longest_prompt(prompts) + max_tokens)
         if target.is_sharded:
-            note(
-                "acceptance is teacher-forced on the held-out text, not the engine's: the target is sharded over the GPUs"
-            )
+            self.divided = self._divided(source)
             return
         try:
             self.llm = LLM(
@@ -105,7 +122,7 @@ class AcceptanceMeter:
                 tokenizer=tokenizer,
                 # No prefix cache: its pages would hold the head's own keys, computed with older weights.
                 enable_prefix_caching=False,
-                max_model_len=min(max_length, self._longest_prompt(prompts) + max_tokens),
+                max_model_len=self.limit,
                 speculative_config={
                     "model": head,
                     "num_speculative_tokens": head.num_speculative_tokens,
@@ -115,19 +132,19 @@ class AcceptanceMeter:
         except UnsupportedArchitecture as error:
             note(f"acceptance is teacher-forced on the held-out text, not the engine's: {error}")
 
-    @property
-    def source(self):
-        return "engine" if self.llm else "teacher_forced"
-
     def measure(self, stop=None):
         """A dict: acceptance_length, per_position, num_steps, source, samples, head_loss, and from the engine also its rates.
 
         With named sets these pool all sets' first turns, and `sets` is a list of {"set", "turns", "temperature", "num_prompts",
         acceptance_length, per_position, num_steps} (teacher-forced: without turns and temperature), `set_losses` {set: head_loss}.
-        None, with a note, if the prompts give nothing to measure. With a sharded target all ranks measure together, without
-        samples. stop: StopSignals; the engine's measurement ends with None after the part in which a signal arrives.
+        None, with a note, if the prompts give nothing to measure. With a sharded target all ranks measure together, teacher-
+        forced without samples. stop: StopSignals; the engine's measurement ends with None after the part in which a signal
+        arrives.
         """
-        measured = self._by_engine(stop) if self.llm else self._teacher_forced()
+        if self.divided:
+            measured = self._by_divided_engine(stop)
+        else:
+            measured = self._by_engine(self.llm, stop) if self.llm else self._teacher_forced()
         if measured is None:
             return None
         losses = {name: self._head_loss(rows) for name, rows in self.rows.items()}
@@ -135,21 +152,36 @@ class AcceptanceMeter:
         measured["head_loss"] = total / max(count, 1)
         if any(self.sets):
             measured["set_losses"] = {name: total / max(count, 1) for name, (total, count) in losses.items()}
-        return measured | {"source": self.source}
+        return measured
 
-    def _by_engine(self, stop):
+    def _divided(self, source):
+        """The DividedEngine of a sharded target; None, with a note, if there is none."""
+        try:
+            return DividedEngine(source, self.target)
+        except ValueError as error:
+            self.note(f"acceptance is teacher-forced on the held-out text, not the engine's: {error}")
+
+    def _by_divided_engine(self, stop):
+        try:
+            work = partial(self._by_engine, stop=stop)
+            return self.divided.run(work, self.head, self.tokenizer, max_model_len=self.limit)
+        except ValueError as error:
+            self.note(f"acceptance is teacher-forced on the held-out text this time, not the engine's: {error}")
+            return self._teacher_forced()
+
+    def _by_engine(self, llm, stop):
         params = SamplingParams(temperature=0.0, max_tokens=self.max_tokens)
         try:
-            measured = measure_acceptance(self.llm, self.prompts, params)
+            measured = measure_acceptance(llm, self.prompts, params)
         except ValueError as error:
             self.note(f"acceptance was not measured: {error}")
             return None
         greedy = measured.pop("by_request")
         if any(self.sets):
-            measured["sets"] = self._sets_by_engine(greedy, stop)
-        return None if stop and stop.requested else measured
+            measured["sets"] = self._sets_by_engine(llm, greedy, stop)
+        return None if stop and stop.requested else measured | {"source": "engine"}
 
-    def _sets_by_engine(self, greedy, stop):
+    def _sets_by_engine(self, llm, greedy, stop):
         """Figures of every set, up to a signal.  greedy: counts by request of the first turns at temperature 0"""
         counts = {("first", 0.0): greedy}
         asked = {"first": (self.prompts, self.names), "later": (self.later, self.later_names)}
@@ -159,8 +191,8 @@ class AcceptanceMeter:
                 if wanted and (turns, temperature) not in counts:
                     own = {"temperature": temperature, "max_tokens": self.max_tokens}
                     params = [SamplingParams(**own, seed=i) for i in range(len(prompts))]
-                    outputs = self.llm.generate(prompts, params, use_tqdm=False)
-                    counts[turns, temperature] = count_by_request(outputs, self.llm.engine.tree.max_depth)
+                    outputs = llm.generate(prompts, params, use_tqdm=False)
+                    counts[turns, temperature] = count_by_request(outputs, llm.engine.tree.max_depth)
         figures = []
         for name in self.sets:
             for (turns, temperature), found in counts.items():
@@ -182,7 +214,7 @@ class AcceptanceMeter:
             measured["sets"] = [{"set": name, "num_prompts": len(found)} | pool(found) for name, found in own.items()]
         # No samples: ranks that generate together might not end together.
         samples = [] if self.target.is_sharded else [self._sample(prompt) for prompt in self.prompts[:2]]
-        return measured | {"samples": samples}
+        return measured | {"samples": samples, "source": "teacher_forced"}
 
     @torch.no_grad()
     def _count_runs(self, ids, supervised):
