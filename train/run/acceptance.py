@@ -10,6 +10,9 @@ run without names are decoded once, at temperature 0. Beside it stands the head'
 forward KL from the target's distribution, whatever the run minimises, so that all runs on a target compare.
 """
 
+import hashlib
+import json
+
 import torch
 
 from ...evaluation.acceptance import count_by_request, measure_acceptance, pool
@@ -119,8 +122,14 @@ class AcceptanceMeter:
     def source(self):
         return "engine" if self.llm else "teacher_forced"
 
+    @property
+    def measured_on(self):
+        """A hash of what the figures follow from beside the head: figures with the same one compare."""
+        measured = self.names, self.encoded, self.max_tokens if self.llm else None
+        return hashlib.sha256(json.dumps(measured).encode()).hexdigest()[:16]
+
     def measure(self, stop=None):
-        """A dict: acceptance_length, per_position, num_steps, source, samples, head_loss, and from the engine also its rates.
+        """A dict: acceptance_length, per_position, num_steps, source, measured_on, samples, head_loss; from the engine also rates.
 
         With named sets these pool all sets' first turns, and `sets` is a list of {"set", "turns", "temperature", "num_prompts",
         acceptance_length, per_position, num_steps} (teacher-forced: without turns and temperature), `set_losses` {set: head_loss}.
@@ -135,7 +144,7 @@ class AcceptanceMeter:
         measured["head_loss"] = total / max(count, 1)
         if any(self.sets):
             measured["set_losses"] = {name: total / max(count, 1) for name, (total, count) in losses.items()}
-        return measured | {"source": self.source}
+        return measured | {"source": self.source, "measured_on": self.measured_on}
 
     def _by_engine(self, stop):
         params = SamplingParams(temperature=0.0, max_tokens=self.max_tokens)

@@ -39,7 +39,7 @@ from .optimization import choose_autocast
 from .recipe import resolved_values, save_recipe
 from .run_lock import claim, release
 from .run_recipe import CHANGEABLE
-from .saving.best_head import best_measurement, restore_best
+from .saving.best_head import best_measurement, difference, figures_of, restore_best
 from .saving.saver import Saver
 from .tracking import PLACE_FILE, MetricsFile, WandbTracker, has_wandb, peak_memory
 
@@ -182,12 +182,12 @@ class RunFolder:
         self.non_finite = MetricsFile(self.path / NON_FINITE_FILE if self.is_main else None)
         for file in (self.metrics, self.non_finite):
             file.truncate_after(self.step if resumed else -1)
-        self.better = None  # what was just measured, if no earlier head was better
+        self.better = None  # what was measured on the present head, if no earlier one was better
+        self.family = family_of(head).name
         if self.is_main:
             self._restore_best()
         self._count_worse()
         tracked = bool(accelerator.log_with) and self.is_main
-        self.family = family_of(head).name
         self.curves = WandbTracker(
             accelerator if tracked else None,
             self.path,
@@ -290,13 +290,14 @@ class RunFolder:
     def _restore_best(self):
         """Take best/ back to the best head of the measurements that count."""
         best, _ = best_measurement(self.metrics.lines())
-        if not restore_best(self.path, best and best["step"]) and best:
-            if best["step"] == self.step:  # the run was killed before it was written
-                self.metrics.drop("acceptance", self.step)
-            else:
-                self.note(
-                    f"the best head so far, of step {best['step']}, is not kept any more: the next better one is written to best/"
-                )
+        if restore_best(self.path, best and best["step"]) or not best:
+            return
+        if best["step"] == self.step:  # killed before it was written, or of a version without best/: the head is here
+            self.better = figures_of(self.path, best, self.family)
+        else:
+            self.note(
+                f"the best head so far, of step {best['step']}, is not kept any more: the next better one is written to best/"
+            )
 
     def _count_worse(self):
         (self.num_worse,) = broadcast_object_list([best_measurement(self.metrics.lines())[1]])
@@ -306,8 +307,14 @@ class RunFolder:
         told = {"step": self.step, "family": self.family, **measured}
         write_json(self.path / "acceptance.json", told)
         names = ["acceptance_length", "per_position", "num_steps", "source"]
-        more = ("head_loss", "sets", "set_losses", "heldout_loss", "frozen_heldout_loss")
+        more = ("measured_on", "head_loss", "sets", "set_losses", "heldout_loss", "frozen_heldout_loss")
         names += [name for name in more if name in measured]
+        before = next((line for line in reversed(self.metrics.lines()) if line["kind"] == "acceptance"), None)
+        if before and (why := difference(before, measured)):
+            self.note(
+                f"figures from step {self.step} on do not compare with those up to step {before['step']}: {why}. best/ and "
+                "patience begin anew"
+            )
         self.record("acceptance", {name: measured[name] for name in names})
         positions = " ".join(f"{share:.2f}" for share in measured["per_position"])
         how = "" if measured["source"] == "engine" else ", teacher-forced"
