@@ -20,6 +20,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, InitProcessGroupKwargs, broadcast_object_list, gather_object, set_seed
 from tqdm import tqdm
 
+from ...heads.checkpoint import BEST
 from ...heads.families import family_of
 from ...heads.storage.atomic_write import write_json
 from ..data.conversations import write_conversations
@@ -378,7 +379,7 @@ class RunFolder:
             self.curves.log_head(self.path / "head", self.step, self._told_of(head))
             shutil.rmtree(self.path / OWN_FOLDER, ignore_errors=True)
         best, _ = best_measurement(self.metrics.lines())
-        if best and best["step"] < self.step:
+        if best and best["step"] < self.step and (self.path / BEST).is_dir():
             self.note(f"the best head is that of step {best['step']}, in {self.path / 'best'}")
         self.note(
             f"done: {self.path / 'head'} after {self.step} steps; next: headstart tree {self.path}, heads.export {self.path}"
