@@ -18,7 +18,7 @@ optimiser step. Not done here: feeding steps their own drafts.
 from dataclasses import dataclass
 
 from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
-from headstart.train.data.generated_text import build_generator, cut_prompts, generated_documents
+from headstart.train.data.generated_text import build_generator, cut_prompts, generated_documents, standing_documents
 from headstart.train.data.packed.documents import Documents
 from headstart.train.data.rows import build_rows, load_documents, rows_to_check
 from headstart.train.data.sources.data_sets import data_sets
@@ -133,22 +133,25 @@ def main(argv):
         generator = build_generator(target, tokenizer, recipe.prompt_tokens + recipe.answer_tokens)
     head = build_head(recipe, target, processes.resumed).to(device)
     documents, held_out = load_documents(recipe, tokenizer, processes)
-    kind = "generated texts" if generator and not recipe.dry_run else "documents"
-    if generator and recipe.dry_run:
-        note("dry run: no text is generated, rows of the data stand for it")
-    elif generator:
-        if not processes.resumed:
-            begin_folder(recipe, processes.accelerator)
-        documents = generated_documents(
-            recipe.output,
-            generator,
-            recipe.target,
-            prompts=cut_prompts(documents, recipe.prompt_tokens, recipe.num_prompts, recipe.seed),
-            answer_tokens=recipe.answer_tokens,
-            seed=recipe.seed,
-            accelerator=processes.accelerator,
-            note=note,
-        )
+    kind = "documents"
+    if generator:
+        prompts, kind = cut_prompts(documents, recipe.prompt_tokens, recipe.num_prompts, recipe.seed), "generated texts"
+        if recipe.dry_run:
+            note(f"dry run: no text is generated; {len(prompts)} of full length, made of the data, stand for it")
+            documents = standing_documents(prompts, recipe.answer_tokens)
+        else:
+            if not processes.resumed:
+                begin_folder(recipe, processes.accelerator)
+            documents = generated_documents(
+                recipe.output,
+                generator,
+                recipe.target,
+                prompts=prompts,
+                answer_tokens=recipe.answer_tokens,
+                seed=recipe.seed,
+                accelerator=processes.accelerator,
+                note=note,
+            )
         generator = None  # frees its cache
     if recipe.supervise == "all":
         documents = Documents.of(documents) if isinstance(documents, list) else documents
