@@ -176,7 +176,7 @@ def main(argv):
     recipe = settle_recipe(recipe, processes, tokenizer)
     target = FrozenTarget(model)
     target.check_row_length(recipe.row_length)
-    start = load_layer_start(recipe, processes.resumed, Eagle3, target, called="an EAGLE-3 head")
+    start = load_layer_start(recipe, processes, Eagle3, target, called="an EAGLE-3 head")
     config = choose_config(recipe, target, start)
     documents, held_out = load_documents(recipe, tokenizer, processes)
     packed, labels_per_row = build_rows(documents, recipe.row_length, tokenizer.pad_token_id, note)

@@ -93,10 +93,10 @@ class Recipe(RunRecipe):
         return Objective(Loss(self.loss, self.lk_eta), [self.step_weight_decay**k for k in range(self.num_steps)])
 
 
-def build_head(recipe, target, resumed):
+def build_head(recipe, target, processes):
     """The speculator that the recipe describes: new, or the head that it starts from, which must have that shape.
 
-    resumed: the checkpoint that will be loaded into it, which makes a start of another run's head needless; or None.
+    A resumed run does not need a start: its checkpoint will be loaded into it.
     """
     config = MLPSpeculatorConfig(
         hidden_size=target.hidden_size,
@@ -107,9 +107,9 @@ def build_head(recipe, target, resumed):
         scale_input=recipe.scale_input,
         base_model_name_or_path=recipe.target,
     )
-    if resumed or not recipe.start_from:
+    if processes.resumed or not recipe.start_from:
         return MLPSpeculator(config)
-    start = load_start(recipe.start_from, MLPSpeculator, called="an MLP speculator")
+    start = load_start(recipe.start_from, MLPSpeculator, called="an MLP speculator", note=processes.note)
     check_same_shape(start, config, recipe.start_from, has="is a head of")
     start.config = config  # which names this run's target
     return start
@@ -131,7 +131,7 @@ def main(argv):
     generator = None
     if recipe.stage == 2:
         generator = build_generator(target, tokenizer, recipe.prompt_tokens + recipe.answer_tokens)
-    head = build_head(recipe, target, processes.resumed).to(device)
+    head = build_head(recipe, target, processes).to(device)
     documents, held_out = load_documents(recipe, tokenizer, processes)
     kind = "documents"
     if generator:

@@ -225,6 +225,14 @@ def test_no_absolute_path_reaches_the_export(run, tmp_path):
     assert stored["benchmark"]["places"] == ["i", 2]
 
 
+def test_every_data_set_of_the_hub_is_named(run, tmp_path):
+    (run / "config.yaml").write_text(
+        yaml.safe_dump({"data": "some/conversations:train_sft:0.7, other/texts:0.3,a.jsonl"})
+    )
+    assert main([str(run), "--format", "medusa", "--output", str(tmp_path / "out")]) == 0
+    assert metadata_load(tmp_path / "out" / "README.md")["datasets"] == ["some/conversations", "other/texts"]
+
+
 def test_tree_and_speed_of_the_best_head_are_not_those_of_the_final_one(run, tmp_path, capsys):
     best = HEADS["medusa"]()
     torch.nn.init.normal_(next(best.parameters()))
