@@ -37,8 +37,21 @@ def load_documents(recipe, tokenizer, processes):
     (packed/store.py), each set by itself.
     """
     sets = data_sets(recipe.data)
-    if len(sets) == 1:
-        return _load_set(recipe, recipe.data, recipe.eval_prompts, tokenizer, processes.accelerator, processes.note)
+    if len(sets) > 1:
+        documents, measured = _load_sets(recipe, sets, tokenizer, processes)
+    else:
+        given = tokenizer, processes.accelerator, processes.note
+        documents, measured = _load_set(recipe, recipe.data, recipe.eval_prompts, *given)
+    if lost := _lost_set(recipe, measured):
+        raise ValueError(
+            f"the chat template takes none of the conversations of eval_data {lost} that would be measured on: mend them, or leave "
+            "the set out"
+        )
+    return documents, measured
+
+
+def _load_sets(recipe, sets, tokenizer, processes):
+    """load_documents for several data sets."""
     # Of eval_data each set keeps all that it does not train on: cut first, what is left in all sets could be too few.
     num_held_out = None if recipe.eval_prompts and recipe.eval_data else recipe.eval_prompts
     loaded = []
@@ -49,9 +62,7 @@ def load_documents(recipe, tokenizer, processes):
     blended = BlendedDocuments(documents, [one.name for one in sets], [one.weight for one in sets])
     if recipe.eval_data:
         measured = first_of_each_set(in_all(held_out), recipe.eval_prompts)
-        left = {one[0].get("set") for one in measured}
-        names = [name for name, _ in eval_sets(recipe.eval_data) if name]
-        if recipe.eval_prompts and (lost := next((name for name in names if name not in left), None)):
+        if lost := _lost_set(recipe, measured):
             raise ValueError(
                 f"each conversation of eval_data {lost} is trained on in one of the sets of {recipe.data}: name another source "
                 "for it, or leave it out"
@@ -68,6 +79,13 @@ def load_documents(recipe, tokenizer, processes):
             "eval_prompts to 0"
         )
     return blended, measured
+
+
+def _lost_set(recipe, measured):
+    """The name of a set of eval_data that has no conversation in `measured`; None if each has one, or nothing is to be measured."""
+    names = [name for name, _ in eval_sets(recipe.eval_data) if name] if recipe.eval_prompts else []
+    left = {one[0].get("set") for one in measured}
+    return next((name for name in names if name not in left), None)
 
 
 def _note_of(name, note, text):

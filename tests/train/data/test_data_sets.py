@@ -1,5 +1,6 @@
 """Several data sets in a run: how they are named, what share of an epoch each gives, and what is measured."""
 
+import copy
 import json
 import shutil
 
@@ -231,7 +232,20 @@ def test_as_many_are_measured_on_as_are_in_no_set(recipe, load, two, tmp_path):
     named = f"many={tmp_path / 'e.jsonl'},few={tmp_path / 'f.jsonl'}"
     _, held_out, _ = load(recipe(data=data, eval_data=named, eval_prompts=2))
     assert [(one[0]["set"], one[0]["content"]) for one in held_out] == [("many", "w0"), ("many", "w1"), ("few", "w4")]
-    assert load(recipe(data=data, eval_data=named, eval_prompts=0))[1] == []
+    assert load(recipe(data=data, eval_data=named, eval_prompts=0, packed_data="memory"))[1] == []
+
+
+def test_named_set_that_the_template_refuses_does_not_vanish(recipe, load, two, tmp_path):
+    for name, word in (("good", "w1"), ("bad", "no")):
+        messages = [{"role": "user", "content": word}, {"role": "assistant", "content": "w2 w3"}]
+        write_conversations(tmp_path / f"{name}.jsonl", [messages])
+    named, tokenizer = f"good={tmp_path / 'good.jsonl'},bad={tmp_path / 'bad.jsonl'}", copy.deepcopy(load.tokenizer)
+    tokenizer.chat_template = (
+        "{% if messages[0]['content'] == 'no' %}{{ raise_exception('no') }}{% endif %}" + tokenizer.chat_template
+    )
+    for data in (two[0], ",".join(two)):
+        with pytest.raises(ValueError, match="the chat template takes none of the conversations of eval_data bad"):
+            load(recipe(data=data, eval_data=named), tokenizer)
 
 
 def test_a_run_on_several_sets_resumes_with_the_same_bits(trainer, two, tmp_path):
