@@ -241,5 +241,28 @@ class AcceptanceMeter:
         return {"prompt": prompt["prompt"], "output": text}
 
 
+def describe_measurement(measured):
+    """Lines that tell the user what AcceptanceMeter.measure gave: all prompts together, then each named set."""
+    how = "" if measured["source"] == "engine" else ", teacher-forced"
+    positions = " ".join(f"{share:.2f}" for share in measured["per_position"])
+    lines = [
+        f"{measured['acceptance_length']:.2f} tokens per step on held-out prompts{how}, accepted by position {positions}; loss of "
+        f"the head {measured['head_loss']:.3f}"
+    ]
+    for name, loss in measured.get("set_losses", {}).items():
+        own, figures = [one for one in measured["sets"] if one["set"] == name], []
+        for turns in dict.fromkeys(one.get("turns") for one in own):
+            some = [one for one in own if one.get("turns") == turns]
+            told = (f"{one['acceptance_length']:.2f} at temperature {one['temperature']:g}" for one in some if turns)
+            figures.append(f"{turns} turns {' and '.join(told)}" if turns else f"{some[0]['acceptance_length']:.2f}")
+        lines.append(f"{name}, tokens per step: {'; '.join(figures)}; loss of the head {loss:.3f}")
+    if "heldout_loss" in measured:
+        losses = measured["heldout_loss"], measured["frozen_heldout_loss"]
+        lines.append(
+            f"loss of the adapted target on held-out answers {losses[0]:.4f}, of the frozen one {losses[1]:.4f}"
+        )
+    return lines
+
+
 def _without_set(message):
     return {name: value for name, value in message.items() if name != "set"}

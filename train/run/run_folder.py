@@ -27,6 +27,7 @@ from ..data.conversations import write_conversations
 from ..data.held_out import are_shipped
 from ..teacher.feature_cache import OWN_FOLDER
 from ..teacher.sharded_target import wants_sharded_target
+from .acceptance import describe_measurement
 from .checkpointing import (
     check_output,
     check_same_run,
@@ -317,23 +318,12 @@ class RunFolder:
                 "patience begin anew"
             )
         self.record("acceptance", {name: measured[name] for name in names})
-        positions = " ".join(f"{share:.2f}" for share in measured["per_position"])
-        how = "" if measured["source"] == "engine" else ", teacher-forced"
-        self.note(
-            f"step {self.step}: {measured['acceptance_length']:.2f} tokens per step on held-out prompts{how}; "
-            f"accepted by position {positions}"
-        )
-        for one in measured.get("sets", []):
-            where = f", {one['turns']} turns, temperature {one['temperature']:g}" if "turns" in one else ""
-            self.note(f"{one['set']}{where}: {one['acceptance_length']:.2f} tokens per step")
-        if "heldout_loss" in measured:
-            losses = measured["heldout_loss"], measured["frozen_heldout_loss"]
-            self.note(
-                f"loss of the adapted target on held-out answers {losses[0]:.4f}, of the frozen one {losses[1]:.4f}"
-            )
+        is_best = best_measurement(self.metrics.lines())[0]["step"] == self.step
+        self.better = told if is_best else None
+        first, *more = describe_measurement(measured)
+        for text in (f"step {self.step}: {first}{', the best so far' if is_best else ''}", *more):
+            self.note(text)
         self.curves.log_acceptance(self.step, measured)
-        if best_measurement(self.metrics.lines())[0]["step"] == self.step:
-            self.better = told
 
     def save(self, head, optimizer, checkpoint):
         """Begin to write a checkpoint of this step, if one is due, and the head to best/, if it was just measured to be the best.
