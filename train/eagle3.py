@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from headstart.heads.checkpoint import load_head
 from headstart.heads.draft_vocabulary import build_draft_vocabulary
 from headstart.heads.eagle3 import MOST_STEPS, Eagle3, Eagle3Config, default_aux_layers
 from headstart.inference.models.target_source import eos_token_ids
@@ -182,9 +183,14 @@ def main(argv):
     packed, labels_per_row = build_rows(documents, recipe.row_length, tokenizer.pad_token_id, note)
     target.check(*rows_to_check(packed, device))
     head = Eagle3(config)
-    if start and not recipe.draft_vocab_size:
-        if start.d2t is not None:
-            head.set_draft_vocabulary(start.d2t, start.t2d)
+    known = start if processes.resumed or not recipe.draft_vocab_size else None
+    if processes.resumed and not start:
+        known = load_head(
+            str(processes.resumed)
+        )  # the engine that measures copies the vocabulary before weights are loaded
+    if isinstance(known, Eagle3) and known.config.draft_vocab_size == config.draft_vocab_size:
+        if known.d2t is not None:
+            head.set_draft_vocabulary(known.d2t, known.t2d)
     elif config.draft_vocab_size < target.vocab_size:
         vocabulary = choose_draft_vocabulary(
             packed,
