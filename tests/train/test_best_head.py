@@ -87,7 +87,6 @@ def test_run_resumed_with_other_prompts_begins_its_comparison_anew(trainer, conv
         path.write_text("\n".join(some).replace("w1", "w0"))
     keys = {"checkpoint_every": 2, "eval_every": 2, "eval_prompts": 3, "eval_tokens": 6, "max_steps": 2}
     run = trainer.run(**keys, eval_data=paths[0])
-    said = "on do not compare with those up to step"
     for steps, changed, anew in (
         (4, {"eval_data": paths[1]}, False),
         (6, {"eval_data": paths[2]}, True),
@@ -95,14 +94,33 @@ def test_run_resumed_with_other_prompts_begins_its_comparison_anew(trainer, conv
     ):
         capsys.readouterr()
         trainer.run(**keys | changed | {"max_steps": steps}, resume=True)
-        told = f"figures from step {steps} {said} {steps - 2}: the prompts (eval_data) or eval_tokens have changed"
+        told = f"figures from step {steps - 2} on do not compare with those before: the prompts (eval_data) or eval_tokens have"
         assert (told in capsys.readouterr().err) == anew
-        assert not anew or best_step(run) == steps
+        assert not anew or best_step(run) >= steps - 2
     found = [line["measured_on"] for line in all_lines(run, "acceptance")]
-    assert len(found) == 4
-    assert found[0] == found[1]
+    assert [line["step"] for line in all_lines(run, "acceptance")] == [2, 4, 4, 6, 6, 8]
+    assert [found[i] == found[i + 1] for i in range(5)] == [True, False, True, False, True]
     assert len(set(found)) == 3
     assert json.loads((run / "best" / "acceptance.json").read_text())["measured_on"] == found[-1]
+
+
+def test_ended_run_is_measured_on_other_prompts(trainer, conversations, tmp_path):
+    """In the same step, and once."""
+    lines = [line.replace("w1", "w0") for line in Path(conversations).read_text().splitlines()]
+    for name, some in (("a", lines[:3]), ("b", lines[3:6])):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(some))
+    keys = {"checkpoint_every": 2, "eval_every": 1, "eval_prompts": 3, "eval_tokens": 6, "max_steps": 4, "patience": 2}
+    keys |= {"lr": 0, "eval_data": tmp_path / "a.jsonl"}
+    run = trainer.run(**keys)
+    assert [line["step"] for line in all_lines(run, "acceptance")] == [1, 2, 3]
+    weights = head_tensors(run)
+    for _ in range(2):
+        trainer.run(**keys | {"eval_data": tmp_path / "b.jsonl", "max_steps": 3}, resume=True)
+        found = all_lines(run, "acceptance")
+        assert [line["step"] for line in found] == [1, 2, 3, 3]
+        assert json.loads((run / "best" / "acceptance.json").read_text())["measured_on"] == found[-1]["measured_on"]
+        assert not [path.name for path in run.iterdir() if path.name.startswith(".")]
+    assert_same_tensors(weights, load_file(run / "best" / WEIGHTS))
 
 
 def test_a_run_by_its_name_is_its_best_head(trainer, measure, tmp_path, capsys):

@@ -41,7 +41,7 @@ from .optimization import choose_autocast
 from .recipe import resolved_values, save_recipe
 from .run_lock import claim, release
 from .run_recipe import CHANGEABLE
-from .saving.best_head import best_measurement, difference, figures_of, restore_best
+from .saving.best_head import best_measurement, difference, figures_of, forget_kept, is_measured, restore_best
 from .saving.saver import Saver
 from .tracking import PLACE_FILE, MetricsFile, WandbTracker, has_wandb, peak_memory
 
@@ -277,12 +277,12 @@ class RunFolder:
         bar.set_postfix_str(f"loss {figures['loss']:.3f}, {speed:,.0f} tokens/s", refresh=False)
 
     def measure(self, meter, stop):
-        """Measure with the AcceptanceMeter and keep the result, once per step, also in a resumed run.
+        """Measure with the AcceptanceMeter and keep the result, once per step and prompts, also in a resumed run.
 
         The main rank measures, or, with a sharded target, all ranks together. A signal (StopSignals) may end it without a result:
         the resumed run measures again.
         """
-        (due,) = broadcast_object_list([self.is_main and not self.metrics.has("acceptance", self.step)])
+        (due,) = broadcast_object_list([self.is_main and not is_measured(self.metrics.lines(), self.step, meter)])
         if due and (self.is_main or meter.target.is_sharded):
             measured = meter.measure(stop)
             if measured and self.is_main:
@@ -314,8 +314,7 @@ class RunFolder:
         before = next((line for line in reversed(self.metrics.lines()) if line["kind"] == "acceptance"), None)
         if before and (why := difference(before, measured)):
             self.note(
-                f"figures from step {self.step} on do not compare with those up to step {before['step']}: {why}. best/ and "
-                "patience begin anew"
+                f"figures from step {self.step} on do not compare with those before: {why}. best/ and patience begin anew"
             )
         self.record("acceptance", {name: measured[name] for name in names})
         is_best = best_measurement(self.metrics.lines())[0]["step"] == self.step
@@ -363,6 +362,7 @@ class RunFolder:
                 self.metrics.write({"step": self.step, "kind": "end", "reason": ended})
                 self.note(f"ended after step {self.step}: {ended}")
             self.saver.wait()
+            forget_kept(self.path)  # that of a measurement on other prompts in the step of the newest checkpoint
             save_final_head(head, self.path, self.adapter)
             if not self.curves.active:  # an extended run: wandb.json describes the replaced head
                 (self.path / PLACE_FILE).unlink(missing_ok=True)

@@ -48,10 +48,6 @@ class MetricsFile:
         text = self.path.read_text(encoding="utf-8")
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
-    def has(self, kind, step):
-        """Whether there is a line of this kind for this step."""
-        return any(line["kind"] == kind and line["step"] == step for line in self.lines())
-
     def write(self, line):
         if self.path is not None:
             with open(self.path, "a", encoding="utf-8") as file:

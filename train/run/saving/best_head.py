@@ -42,6 +42,13 @@ def difference(before, now):
     return ""
 
 
+def is_measured(lines, step, meter):
+    """Whether metrics.jsonl has what `meter` would measure after this step, or a figure of another source."""
+    now = {"source": meter.source, "measured_on": meter.measured_on}
+    last = [line for line in lines if (line["kind"], line["step"]) == ("acceptance", step)][-1:]
+    return any(line["source"] != meter.source or not difference(line, now) for line in last)
+
+
 def _merit(line):
     loss = line.get("head_loss", math.inf)  # lines of older versions have none
     return line["acceptance_length"], -loss if math.isfinite(loss) else -math.inf
