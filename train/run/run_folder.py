@@ -320,7 +320,7 @@ class RunFolder:
         is_best = best_measurement(self.metrics.lines())[0]["step"] == self.step
         self.better = told if is_best else None
         first, *more = describe_measurement(measured)
-        for text in (f"step {self.step}: {first}{', the best so far' if is_best else ''}", *more):
+        for text in (f"step {self.step}{', the best so far' if is_best else ''}: {first}", *more):
             self.note(text)
         self.curves.log_acceptance(self.step, measured)
 
