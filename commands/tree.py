@@ -64,7 +64,7 @@ def run(arguments):
     from ..heads.checkpoint import describe_choice, load_head, resolve_head
     from ..inference.llm import LLM
     from ..inference.models.adapter import find_adapter_of
-    from ..inference.prompt_files import read_prompts, render_prompt
+    from ..inference.prompt_files import in_turn, read_prompts, render_prompt
     from ..inference.speculation.proposers import is_draft_model
     from ..inference.speculation.tree import build_static_tree, save_tree
 
@@ -96,7 +96,7 @@ def run(arguments):
         start = 0 if arguments.prompts else COMPARED_PROMPTS
         prompts = read_prompts(source, start=start, count=arguments.num_prompts)
     else:
-        source, prompts = own, read_prompts(own)[: arguments.num_prompts]
+        source, prompts = own, in_turn(read_prompts(own))[: arguments.num_prompts]
     choose_threads_for(model, arguments.device)
     depth = arguments.num_speculative_tokens
     llm = LLM(

@@ -10,7 +10,7 @@ import torch
 def build_draft_vocabulary(counts, size, always=()):
     """The `size` most frequent tokens: (d2t, t2d), ids ascending, ties to the lower id.
 
-    counts int64 [V]: how often each token is supervised; always: ids that are included whatever their counts, such as stop
+    counts [V]: how often each token is supervised; always: ids that are included whatever their counts, such as stop
     tokens (other tokens are never drafted). Raises ValueError for a size or ids that the vocabulary does not have.
     """
     vocab_size = len(counts)
@@ -21,7 +21,7 @@ def build_draft_vocabulary(counts, size, always=()):
         raise ValueError(f"tokens {always} are to be in the draft vocabulary, but the target's end at {vocab_size - 1}")
     if len(always) > size:
         raise ValueError(f"{len(always)} tokens are to be in a draft vocabulary of {size}")
-    order = counts.double().cpu()
+    order = counts.to("cpu", torch.float64, copy=True)
     order[always] = torch.inf
     ids = torch.argsort(order, descending=True, stable=True)[:size].sort().values
     t2d = torch.zeros(vocab_size, dtype=torch.bool)

@@ -225,6 +225,11 @@ def export_head(
 
     if choice := describe_choice(source, folder):
         say(choice)
+    if measured.left_out:
+        say(
+            f"note: left out {' and '.join(map(str, measured.left_out))}: measured on other weights of that run; measure them with "
+            f"{folder}, and keep the files in it"
+        )
     say(f"exporting a head of the family {family_of(head).name} from {folder}")
     if merged_from is not None:
         text = provenance.merged_card(target_name(head.config.base_model_name_or_path), adapter, name or output.name)

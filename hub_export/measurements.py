@@ -6,6 +6,7 @@ from anybody, so their types are checked here, once. Measures nothing.
 """
 
 import contextlib
+import filecmp
 import json
 import re
 from dataclasses import dataclass
@@ -16,10 +17,11 @@ import yaml
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HTTPError
 
-from ..heads.checkpoint import BEST, TREE_FILE
+from ..heads.checkpoint import BEST, TREE_FILE, resolve_head
 from ..heads.families import family_of
 from ..heads.storage.hub_answer import hub_options
 from ..heads.storage.hub_id import split_revision
+from ..heads.storage.weight_files import find_weights, list_files
 from ..inference.speculation.tree import load_tree
 
 REPLAY_FILE, REPLAY_VERSION = "replay.json", 1  # of an export: hub_export/replay_file.py
@@ -158,6 +160,7 @@ class Measurements:
     training: tuple = ()  # lines of metrics.jsonl, up to the checkpoint's step
     tracked: dict | None = None  # W&B's addresses of the run
     origin: dict | None = None  # where the head came from, as an earlier export recorded it: OriginRecord
+    left_out: tuple = ()  # files of the run with figures of another of its heads
 
     @property
     def tree_content(self):
@@ -187,10 +190,13 @@ def find_measurements(head_folder, source=None):
     else:
         acceptance = _first(head_folder, run, "acceptance.json")
         benchmark = _first(head_folder, run, "benchmark.json")
-    recipe = _first(head_folder, run, "config.yaml")
-    # A run's tree was measured with its best head, or its final one if there is no other.
+    recipe, left_out = _first(head_folder, run, "config.yaml"), []
     places = [head_folder] + ([run] if run is not None and (step is None or is_best) else [])
     tree = next((path for place in places if (path := place / TREE_FILE).is_file()), None)
+    # A run's tree was measured with its best head, or its final one if there is no other.
+    if tree is not None and tree.parent == run and not _same_weights(resolve_head(run), head_folder):
+        left_out.append(tree)
+        tree = None
     if tree is not None:
         load_tree(tree)
         check_type(json.loads(tree.read_text(encoding="utf-8")), TreeFile, tree)
@@ -198,6 +204,9 @@ def find_measurements(head_folder, source=None):
         check_type(acceptance, Acceptance, f"the measured acceptance of {head_folder}")
     if benchmark:
         check_type(benchmark, Benchmark, f"the benchmark.json of {head_folder}")
+        if run is not None and not (head_folder / "benchmark.json").is_file():
+            benchmark = _of_this_head(benchmark, run, head_folder)
+            left_out += [] if benchmark else [run / "benchmark.json"]
     earlier = _read(head_folder / REPLAY_FILE) or {}
     if earlier.get("version") != REPLAY_VERSION:
         earlier = {}
@@ -215,6 +224,7 @@ def find_measurements(head_folder, source=None):
         training=tuple(training),
         tracked=None if run is None else find_tracked_run(run, is_final=step is None),
         origin=earlier.get("origin"),
+        left_out=tuple(left_out),
     )
 
 
@@ -252,6 +262,34 @@ def _public_benchmark(benchmark, place):
             name = place.name if head in own else path.parent.name if path.name == "head" else path.name
             rows.append(row | {"head": name})
     return _public(benchmark | {"command": str(benchmark.get("command", "headstart bench")), "rows": rows})
+
+
+def _of_this_head(benchmark, run, head_folder):
+    """The run's benchmark without rows that were measured on other weights of the run; None if they were all rows of heads."""
+    rows = benchmark.get("rows") or []
+    heads = {str(row.get("head", "-")) for row in rows} - {"none"}
+    others = {head for head in heads if not _same_weights(_head_of_run(head, run), head_folder)}
+    if heads and heads == others:
+        return None
+    return benchmark | {"rows": [row for row in rows if str(row.get("head", "-")) not in others]}
+
+
+def _head_of_run(name, run):
+    """The folder of the head that a row of the run's benchmark calls `name`. A name of something else stands for the run's own."""
+    path = Path(name).resolve()
+    if not path.is_relative_to(run):  # the run was moved
+        path = run / path.name if path.name in ("head", BEST) else run
+    with contextlib.suppress(ValueError):  # there is no head any more
+        return resolve_head(path if path.is_dir() else run)
+    return resolve_head(run)
+
+
+def _same_weights(one, other):
+    """Whether two head folders hold the same weights, file by file."""
+    if one.resolve() == other.resolve():
+        return True
+    names, others = ({path.name for path in list_files(find_weights(folder))} for folder in (one, other))
+    return names == others and all(filecmp.cmp(one / name, other / name, shallow=False) for name in names)
 
 
 # An absolute path where a word begins, also after --head= or in a list: /x, ~/x, file:///x, C:\x, \\x; not https://x or a / b.

@@ -91,7 +91,7 @@ def _front_matter(head, name, measured, extras):
     base_model, data = head.config.base_model_name_or_path, str((measured.recipe or {}).get("data", ""))
     results = eval_results(measured.acceptance)
     # Several sets have commas between; without splits and weights.
-    names = [data] if os.path.exists(data) else [one.partition(":")[0] for one in data.split(",")]
+    names = [data] if os.path.exists(data) else [one.strip().partition(":")[0] for one in data.split(",")]
     inherited = extras.origin.license if extras.origin else {}
     stated = (
         {"license": extras.license}

@@ -1,6 +1,8 @@
 """Prompts from JSONL files: lines {"messages": [...]}, {"prompt": "..."} or {"prompt_token_ids": [...]}."""
 
 import json
+from collections import defaultdict
+from itertools import chain, zip_longest
 from pathlib import Path
 
 OURS = (
@@ -42,6 +44,14 @@ def read_prompts(path, start=0, count=None):
     return wanted
 
 
+def in_turn(prompts):
+    """Prompts of several named sets ("set" of their lines), the first of each, then the second; others in their order."""
+    sets = defaultdict(list)
+    for prompt in prompts:
+        sets[prompt.get("set")].append(prompt)
+    return [one for one in chain.from_iterable(zip_longest(*sets.values())) if one is not None]
+
+
 def _prompt(entry, where):
     if isinstance(entry, dict) and isinstance(entry.get("messages"), list):
         messages = entry["messages"]
@@ -50,7 +60,7 @@ def _prompt(entry, where):
         while messages and messages[-1]["role"] == "assistant":
             messages = messages[:-1]
         if messages:
-            return {"messages": messages}
+            return {"messages": messages} | ({"set": entry["set"]} if isinstance(entry.get("set"), str) else {})
     if isinstance(entry, dict) and ("prompt" in entry or "prompt_token_ids" in entry):
         if isinstance(entry.get("prompt"), str):
             check_text(entry["prompt"], f"{where}: the prompt")

@@ -113,7 +113,7 @@ def main(argv):
         raise ValueError(
             "the target's lm_head has a bias, which EAGLE heads, that end in it, cannot use: train Medusa heads"
         )
-    start = load_layer_start(recipe, processes.resumed, Eagle, target, called="an EAGLE head")
+    start = load_layer_start(recipe, processes, Eagle, target, called="an EAGLE head")
     own = {"base_model_name_or_path": recipe.target, "num_speculative_tokens": recipe.num_speculative_tokens}
     config = replace(start.config, **own) if start else target.layer_config(EagleConfig, **own)
     documents, held_out = load_documents(recipe, tokenizer, processes)

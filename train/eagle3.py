@@ -24,9 +24,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from headstart.heads.checkpoint import load_head
 from headstart.heads.draft_vocabulary import build_draft_vocabulary
 from headstart.heads.eagle3 import MOST_STEPS, Eagle3, Eagle3Config, default_aux_layers
 from headstart.inference.models.target_source import eos_token_ids
+from headstart.train.data.packed.blend import weighted_blocks
 from headstart.train.data.rows import answer_ends, build_rows, load_documents, rows_to_check
 from headstart.train.loss.distillation import Objective, summarize
 from headstart.train.loss.losses import Loss
@@ -141,21 +143,24 @@ def choose_config(recipe, target, start):
 
 
 def choose_draft_vocabulary(packed, size, stop_ids, *, vocab_size, tokenizer, note):
-    """(d2t, t2d) of the `size` tokens supervised most often, stop_ids always included; `note(text)` is told what is lost."""
-    counts, ends = torch.zeros(2, vocab_size, dtype=torch.int64)
-    for some in packed.blocks():
-        counts += torch.bincount(some.input_ids[some.supervised], minlength=vocab_size)
-        ends += torch.bincount(some.input_ids[answer_ends(some)], minlength=vocab_size)
+    """(d2t, t2d) of the `size` tokens supervised most often, stop_ids always included; `note(text)` is told what is lost.
+
+    Of several data sets a token counts as often as an epoch passes its set.
+    """
+    counts, ends = torch.zeros(2, vocab_size, dtype=torch.float64)
+    for some, passes in weighted_blocks(packed):
+        counts += passes * torch.bincount(some.input_ids[some.supervised], minlength=vocab_size)
+        ends += passes * torch.bincount(some.input_ids[answer_ends(some)], minlength=vocab_size)
     d2t, t2d = build_draft_vocabulary(counts, size, stop_ids)
-    share = int(counts[t2d].sum()) / int(counts.sum())
+    share = float(counts[t2d].sum() / counts.sum())
     note(f"draft vocabulary: {size} of {vocab_size} tokens, {share:.2%} of the supervised ones")
-    lost, num_ends = ends.masked_fill(t2d, 0), int(ends.sum())
-    if int(lost.sum()) > 0.01 * num_ends:
+    lost, num_ends = ends.masked_fill(t2d, 0), float(ends.sum())
+    if float(lost.sum()) > 0.01 * num_ends:
         token = int(lost.argmax())
         note(
-            f"warning: {int(lost.sum()) / num_ends:.0%} of the answers end with a token that is not in the draft vocabulary, "
+            f"warning: {float(lost.sum()) / num_ends:.0%} of the answers end with a token that is not in the draft vocabulary, "
             f"mostly {tokenizer.decode([token])!r} ({token}). It cannot be drafted, so each of them takes one pass of the target "
-            f"more, in {int(counts.sum()) / num_ends:.0f} tokens: raise draft_vocab_size, or name it among the target's "
+            f"more, in {float(counts.sum()) / num_ends:.0f} tokens: raise draft_vocab_size, or name it among the target's "
             f"eos_token_id"
         )
     return d2t, t2d
@@ -172,15 +177,20 @@ def main(argv):
     recipe = settle_recipe(recipe, processes, tokenizer)
     target = FrozenTarget(model)
     target.check_row_length(recipe.row_length)
-    start = load_layer_start(recipe, processes.resumed, Eagle3, target, called="an EAGLE-3 head")
+    start = load_layer_start(recipe, processes, Eagle3, target, called="an EAGLE-3 head")
     config = choose_config(recipe, target, start)
     documents, held_out = load_documents(recipe, tokenizer, processes)
     packed, labels_per_row = build_rows(documents, recipe.row_length, tokenizer.pad_token_id, note)
     target.check(*rows_to_check(packed, device))
     head = Eagle3(config)
-    if start and not recipe.draft_vocab_size:
-        if start.d2t is not None:
-            head.set_draft_vocabulary(start.d2t, start.t2d)
+    known = start if processes.resumed or not recipe.draft_vocab_size else None
+    if processes.resumed and not start:
+        known = load_head(
+            str(processes.resumed)
+        )  # the engine that measures copies the vocabulary before weights are loaded
+    if isinstance(known, Eagle3) and known.config.draft_vocab_size == config.draft_vocab_size:
+        if known.d2t is not None:
+            head.set_draft_vocabulary(known.d2t, known.t2d)
     elif config.draft_vocab_size < target.vocab_size:
         vocabulary = choose_draft_vocabulary(
             packed,

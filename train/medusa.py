@@ -98,10 +98,10 @@ class Recipe(RunRecipe):
         return Objective(Loss(self.loss, self.lk_eta), weights)
 
 
-def build_head(recipe, target, resumed):
+def build_head(recipe, target, processes):
     """The heads that the recipe describes: new ones, or those it starts from, which must have that shape.
 
-    resumed: the checkpoint that will be loaded into them, which makes a start of another run's heads needless; or None.
+    A resumed run does not need a start: its checkpoint will be loaded into them.
     """
     config = MedusaConfig(
         hidden_size=target.hidden_size,
@@ -113,8 +113,8 @@ def build_head(recipe, target, resumed):
     )
     head = Medusa(config)
     target.initialize(head)
-    if recipe.start_from and not resumed:
-        start = load_start(recipe.start_from, Medusa, called="Medusa heads")
+    if recipe.start_from and not processes.resumed:
+        start = load_start(recipe.start_from, Medusa, called="Medusa heads", note=processes.note)
         check_same_shape(start, head.config, recipe.start_from)
         head.load_state_dict(start.state_dict())
     return head
@@ -136,7 +136,7 @@ def main(argv):
     documents, held_out = load_documents(recipe, tokenizer, processes)
     packed, labels_per_row = build_rows(documents, recipe.row_length, tokenizer.pad_token_id, note)
     target.check(*rows_to_check(packed, device))
-    head = build_head(recipe, target, processes.resumed).to(device)
+    head = build_head(recipe, target, processes).to(device)
     meter = build_meter(recipe, target, head, held_out, tokenizer=tokenizer, note=note)
 
     # What is trained. The adapter comes after the meter's engine, which shares the weights of plain layers.

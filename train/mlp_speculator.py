@@ -18,7 +18,7 @@ optimiser step. Not done here: feeding steps their own drafts.
 from dataclasses import dataclass
 
 from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
-from headstart.train.data.generated_text import build_generator, cut_prompts, generated_documents
+from headstart.train.data.generated_text import build_generator, cut_prompts, generated_documents, standing_documents
 from headstart.train.data.packed.documents import Documents
 from headstart.train.data.rows import build_rows, load_documents, rows_to_check
 from headstart.train.data.sources.data_sets import data_sets
@@ -93,10 +93,10 @@ class Recipe(RunRecipe):
         return Objective(Loss(self.loss, self.lk_eta), [self.step_weight_decay**k for k in range(self.num_steps)])
 
 
-def build_head(recipe, target, resumed):
+def build_head(recipe, target, processes):
     """The speculator that the recipe describes: new, or the head that it starts from, which must have that shape.
 
-    resumed: the checkpoint that will be loaded into it, which makes a start of another run's head needless; or None.
+    A resumed run does not need a start: its checkpoint will be loaded into it.
     """
     config = MLPSpeculatorConfig(
         hidden_size=target.hidden_size,
@@ -107,9 +107,9 @@ def build_head(recipe, target, resumed):
         scale_input=recipe.scale_input,
         base_model_name_or_path=recipe.target,
     )
-    if resumed or not recipe.start_from:
+    if processes.resumed or not recipe.start_from:
         return MLPSpeculator(config)
-    start = load_start(recipe.start_from, MLPSpeculator, called="an MLP speculator")
+    start = load_start(recipe.start_from, MLPSpeculator, called="an MLP speculator", note=processes.note)
     check_same_shape(start, config, recipe.start_from, has="is a head of")
     start.config = config  # which names this run's target
     return start
@@ -131,24 +131,27 @@ def main(argv):
     generator = None
     if recipe.stage == 2:
         generator = build_generator(target, tokenizer, recipe.prompt_tokens + recipe.answer_tokens)
-    head = build_head(recipe, target, processes.resumed).to(device)
+    head = build_head(recipe, target, processes).to(device)
     documents, held_out = load_documents(recipe, tokenizer, processes)
-    kind = "generated texts" if generator and not recipe.dry_run else "documents"
-    if generator and recipe.dry_run:
-        note("dry run: no text is generated, rows of the data stand for it")
-    elif generator:
-        if not processes.resumed:
-            begin_folder(recipe, processes.accelerator)
-        documents = generated_documents(
-            recipe.output,
-            generator,
-            recipe.target,
-            prompts=cut_prompts(documents, recipe.prompt_tokens, recipe.num_prompts, recipe.seed),
-            answer_tokens=recipe.answer_tokens,
-            seed=recipe.seed,
-            accelerator=processes.accelerator,
-            note=note,
-        )
+    kind = "documents"
+    if generator:
+        prompts, kind = cut_prompts(documents, recipe.prompt_tokens, recipe.num_prompts, recipe.seed), "generated texts"
+        if recipe.dry_run:
+            note(f"dry run: no text is generated; {len(prompts)} of full length, made of the data, stand for it")
+            documents = standing_documents(prompts, recipe.answer_tokens)
+        else:
+            if not processes.resumed:
+                begin_folder(recipe, processes.accelerator)
+            documents = generated_documents(
+                recipe.output,
+                generator,
+                recipe.target,
+                prompts=prompts,
+                answer_tokens=recipe.answer_tokens,
+                seed=recipe.seed,
+                accelerator=processes.accelerator,
+                note=note,
+            )
         generator = None  # frees its cache
     if recipe.supervise == "all":
         documents = Documents.of(documents) if isinstance(documents, list) else documents

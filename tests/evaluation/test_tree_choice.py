@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import random
+import shutil
 from collections import Counter
 from types import SimpleNamespace
 
@@ -220,6 +221,24 @@ def test_command_tries_dynamic_trees_for_an_eagle_head_and_the_report_explains(
     if isinstance(tree, Tree):  # static or dynamic depends on speed
         other = 2 if tree.num_nodes == 3 else 3
         assert candidate_trees(3, run / "tree.json", [other], run)[2][0] == f"tree of {other}"
+
+
+def test_command_measures_on_the_named_sets_of_a_run_in_turn(target_folder, head_folder, tmp_path, monkeypatch, capsys):
+    run, taken = tmp_path / "run", []
+    shutil.copytree(head_folder, run / "head")
+    words = [("code", "a"), ("code", "b"), ("code", "c"), ("math", "d"), ("math", "e"), ("talk", "f")]
+    lines = [json.dumps({"messages": [{"role": "user", "content": word}], "set": name}) for name, word in words]
+    (run / "heldout.jsonl").write_text("\n".join(lines))
+
+    def measure(llm, prompts, **_):
+        taken.extend(prompt["prompt"] for prompt in prompts)
+        raise ValueError("enough")
+
+    monkeypatch.setattr("headstart.evaluation.acceptance.measure_acceptance", measure)
+    monkeypatch.setattr("headstart.inference.prompt_files.render_chat", lambda _, messages: messages[0]["content"])
+    assert main(["tree", str(run), "--model", str(target_folder), "--num-prompts", "5"]) == 2
+    assert "enough" in capsys.readouterr().err
+    assert taken == ["a", "d", "f", "b", "e"]
 
 
 def test_command_takes_a_model_that_drafts(target_folder, prompts, quick, tmp_path):

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -20,6 +21,7 @@ from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 from headstart.hub_export.acceptance import acceptance_table, read_card
 from headstart.hub_export.export import main
+from headstart.hub_export.measurements import find_measurements
 from headstart.hub_export.model_card import usage
 from headstart.tests.heads.test_eagle import SHAPE
 
@@ -221,6 +223,44 @@ def test_no_absolute_path_reaches_the_export(run, tmp_path):
     assert "`headstart bench --head=e --models a/b,f --tree 'g.json' --out h`" in card
     assert stored["benchmark"]["rows"] == [{"head": "j", "draft": "k"}]
     assert stored["benchmark"]["places"] == ["i", 2]
+
+
+def test_every_data_set_of_the_hub_is_named(run, tmp_path):
+    (run / "config.yaml").write_text(
+        yaml.safe_dump({"data": "some/conversations:train_sft:0.7, other/texts:0.3,a.jsonl"})
+    )
+    assert main([str(run), "--format", "medusa", "--output", str(tmp_path / "out")]) == 0
+    assert metadata_load(tmp_path / "out" / "README.md")["datasets"] == ["some/conversations", "other/texts"]
+
+
+def test_tree_and_speed_of_the_best_head_are_not_those_of_the_final_one(run, tmp_path, capsys):
+    best = HEADS["medusa"]()
+    torch.nn.init.normal_(next(best.parameters()))
+    save_head(best, run / "best")
+    (run / "best" / "acceptance.json").write_text(json.dumps({"step": 4, "acceptance_length": 1.9, "per_position": []}))
+
+    def found(*heads):
+        """Speeds in the card of head/, and of best/, if these heads were measured as 1.0, 1.1 and so on."""
+        rows = [{"head": str(head), "speedup": 1 + i / 10} for i, head in enumerate(heads)]
+        bench = {"hardware": "a test's cores", "rows": [{"head": "none", "speedup": 1.0}, *rows]}
+        (run / "benchmark.json").write_text(json.dumps(bench))
+        measured = [find_measurements(run / name).benchmark for name in ("head", "best")]
+        return [one and [row["speedup"] for row in one["rows"] if row["head"] != "none"] for one in measured]
+
+    assert found(run / "best", run / "head", run / "checkpoints" / "step-000004", run / "moved") == [[1.1], [1.0, 1.3]]
+    assert found("/elsewhere/first") == [None, [1.0]]
+    assert found("/elsewhere/first/head") == [[1.0], None]
+    assert found(run) == [None, [1.0]]
+    for source, kept in ((run / "head", False), (run, True)):
+        output = tmp_path / f"out-{kept}"
+        assert main([str(source), "--format", "medusa", "--output", str(output)]) == 0
+        said = f"note: left out {run / 'tree.json'} and {run / 'benchmark.json'}: measured on other weights of that run"
+        assert (said in capsys.readouterr().out) != kept
+        assert (output / "tree.json").exists() == kept
+        assert ("a test's cores" in (output / "README.md").read_text()) == kept
+    shutil.copyfile(run / "best" / "medusa_lm_head.safetensors", run / "head" / "medusa_lm_head.safetensors")
+    assert found(run) == [[1.0], [1.0]]  # the last measurement was the best
+    assert find_measurements(run / "head").tree == run / "tree.json"
 
 
 def test_a_checkpoint_is_drawn_up_to_its_own_step(run, tmp_path):

@@ -3,12 +3,14 @@
 import json
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from headstart.heads.checkpoint import load_head
+from headstart.heads.storage.atomic_write import write_json
 from headstart.hub_export.export import main as export
 from headstart.tests.train.tiny_runs import (
     Killed,
@@ -65,6 +67,60 @@ def test_figures_of_another_source_do_not_compare():
     worse = engine | {"step": 3, "acceptance_length": 1.25}
     assert best_measurement([forced, {"kind": "train", "step": 2}, engine, worse]) == (engine, 1)
     assert best_measurement([]) == (None, 0)
+
+
+def test_figures_of_other_prompts_do_not_compare():
+    line = {"kind": "acceptance", "source": "engine", "acceptance_length": 2.0}
+    old, one, other = line, line | {"measured_on": "one"}, line | {"measured_on": "other", "acceptance_length": 1.5}
+    assert best_measurement([one, other, other]) == (other, 1)
+    assert best_measurement([one, other, one, one]) == (one, 1), (
+        "what was measured between has taken its place in best/"
+    )
+    assert best_measurement([old, other]) == (old, 1), "what an older version wrote"
+
+
+def test_run_resumed_with_other_prompts_begins_its_comparison_anew(trainer, conversations, tmp_path, capsys):
+    """By the prompts themselves: the same ones under another name, or for other reports, compare."""
+    lines = Path(conversations).read_text().splitlines()
+    paths = [tmp_path / f"{name}.jsonl" for name in "abc"]
+    for path, some in zip(paths, (lines[:3], lines[:3], lines[3:6])):
+        path.write_text("\n".join(some).replace("w1", "w0"))
+    keys = {"checkpoint_every": 2, "eval_every": 2, "eval_prompts": 3, "eval_tokens": 6, "max_steps": 2}
+    run = trainer.run(**keys, eval_data=paths[0])
+    for steps, changed, anew in (
+        (4, {"eval_data": paths[1]}, False),
+        (6, {"eval_data": paths[2]}, True),
+        (8, {"eval_data": paths[2], "eval_tokens": 5}, True),
+    ):
+        capsys.readouterr()
+        trainer.run(**keys | changed | {"max_steps": steps}, resume=True)
+        told = f"figures from step {steps - 2} on do not compare with those before: the prompts (eval_data) or eval_tokens have"
+        assert (told in capsys.readouterr().err) == anew
+        assert not anew or best_step(run) >= steps - 2
+    found = [line["measured_on"] for line in all_lines(run, "acceptance")]
+    assert [line["step"] for line in all_lines(run, "acceptance")] == [2, 4, 4, 6, 6, 8]
+    assert [found[i] == found[i + 1] for i in range(5)] == [True, False, True, False, True]
+    assert len(set(found)) == 3
+    assert json.loads((run / "best" / "acceptance.json").read_text())["measured_on"] == found[-1]
+
+
+def test_ended_run_is_measured_on_other_prompts(trainer, conversations, tmp_path):
+    """In the same step, and once."""
+    lines = [line.replace("w1", "w0") for line in Path(conversations).read_text().splitlines()]
+    for name, some in (("a", lines[:3]), ("b", lines[3:6])):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(some))
+    keys = {"checkpoint_every": 2, "eval_every": 1, "eval_prompts": 3, "eval_tokens": 6, "max_steps": 4, "patience": 2}
+    keys |= {"lr": 0, "eval_data": tmp_path / "a.jsonl"}
+    run = trainer.run(**keys)
+    assert [line["step"] for line in all_lines(run, "acceptance")] == [1, 2, 3]
+    weights = head_tensors(run)
+    for _ in range(2):
+        trainer.run(**keys | {"eval_data": tmp_path / "b.jsonl", "max_steps": 3}, resume=True)
+        found = all_lines(run, "acceptance")
+        assert [line["step"] for line in found] == [1, 2, 3, 3]
+        assert json.loads((run / "best" / "acceptance.json").read_text())["measured_on"] == found[-1]["measured_on"]
+        assert not [path.name for path in run.iterdir() if path.name.startswith(".")]
+    assert_same_tensors(weights, load_file(run / "best" / WEIGHTS))
 
 
 def test_a_run_by_its_name_is_its_best_head(trainer, measure, tmp_path, capsys):
@@ -132,13 +188,33 @@ def test_killed_run_goes_on_with_the_best_head_of_its_checkpoint(trainer, measur
     assert not [path.name for path in run.iterdir() if path.name.startswith(".")]
 
 
-def test_best_head_that_was_not_written_in_time_is_measured_again(trainer, measure, finished, tmp_path):
+def test_best_head_that_was_not_written_in_time_is_that_of_the_checkpoint(trainer, measure):
     measure(1.2, 1.5)
     run = trainer.run(**KEYS | {"max_steps": 2})
+    before = (run / "best" / "acceptance.json").read_text()
     shutil.rmtree(run / "best")
-    measure(1.5)
+    measure()
     trainer.run(**KEYS | {"max_steps": 2}, resume=True)
-    assert best_step(run) == 2
+    assert (run / "best" / "acceptance.json").read_text() == before
+    weights = load_file(run / "checkpoints" / "step-000002" / "head" / WEIGHTS)
+    assert_same_tensors(load_file(run / "best" / WEIGHTS), weights)
+
+
+def test_run_of_a_version_without_best_heads_keeps_its_last_figure(trainer, measure):
+    """Resumed with more steps, where a measurement at the earlier end is not due."""
+    measure(1.5)
+    keys = KEYS | {"max_steps": 3, "eval_every": 2, "checkpoint_every": 0}
+    run = trainer.run(**keys | {"eval_every": 0})
+    shutil.rmtree(run / "best")
+    write_json(run / "acceptance.json", {"step": 9, "acceptance_length": 9.0})  # of steps that were given up
+    before = all_lines(run, "acceptance")
+    measure(1.2, 1.3)
+    trainer.run(**keys | {"max_steps": 5}, resume=True)
+    lines = all_lines(run, "acceptance")
+    assert ([line["step"] for line in lines], lines[:1]) == ([3, 4, 5], before)
+    assert best_step(run) == 3
+    told = json.loads((run / "best" / "acceptance.json").read_text())
+    assert told == {"family": "Medusa"} | {name: value for name, value in before[0].items() if name != "kind"}
 
 
 def test_best_head_of_steps_given_up_is_removed(trainer, measure, tmp_path, capsys):

@@ -17,7 +17,7 @@ from headstart.inference.sampling_params import SamplingParams
 from headstart.tests.train.report.test_dashboard import keys_in_no_panel, titles_of_others, titles_without
 from headstart.train.report.dashboard import curves
 from headstart.train.report.report import write_report
-from headstart.train.run.acceptance import AcceptanceMeter
+from headstart.train.run.acceptance import AcceptanceMeter, describe_measurement
 from headstart.train.run.tracking import MetricsFile
 from headstart.train.teacher.features import FrozenTarget
 
@@ -121,6 +121,26 @@ def test_every_figure_of_a_set_is_a_curve_and_a_line_of_the_card(run, tmp_path):
     assert str(tmp_path) not in card
     told = [json.loads(line)["set"] for line in (run / "heldout.jsonl").read_text().splitlines()]
     assert told == ["code"] * 3 + ["math"]
+
+
+def test_user_is_told_a_line_for_each_set(run):
+    saved = json.loads((run / "acceptance.json").read_text())
+    found, (whole, code, math) = lengths(saved), describe_measurement(saved)
+    assert whole.startswith(
+        f"{saved['acceptance_length']:.2f} tokens per step on held-out prompts, accepted by position "
+    )
+    assert whole.endswith(f"; loss of the head {saved['head_loss']:.3f}")
+    turns = [
+        f"{turns} turns {found['code', turns, 0.0]:.2f} at temperature 0 and {found['code', turns, 1.0]:.2f} at temperature 1"
+        for turns in ("first", "later")
+    ]
+    assert code == f"code, tokens per step: {'; '.join(turns)}; loss of the head {saved['set_losses']['code']:.3f}"
+    assert "later turns" not in math  # whose conversations have one
+    forced = saved | {"source": "teacher_forced", "sets": [{"set": "code", "acceptance_length": 1.25}]}
+    forced |= {"set_losses": {"code": 2.5}}
+    whole, code = describe_measurement(forced)
+    assert "held-out prompts, teacher-forced, accepted" in whole
+    assert code == "code, tokens per step: 1.25; loss of the head 2.500"
 
 
 def test_resumed_run_measures_the_same_sets(trainer, run, eval_data, tmp_path):

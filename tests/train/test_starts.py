@@ -45,6 +45,17 @@ def test_it_starts_from_the_weights_of_another_head(trainers, start, word_target
     }
 
 
+@pytest.mark.parametrize("family", ["medusa", "mlp_speculator", "eagle"])
+def test_start_of_a_run_tells_that_it_is_the_best_head(trainers, start, tmp_path, capsys, family):
+    for name in ("best", "head"):
+        shutil.copytree(start(family), tmp_path / "first" / name)
+    trainers[family].run(max_steps=1, start_from=tmp_path / "first")
+    said = f"start_from {tmp_path / 'first'}: taking {tmp_path / 'first' / 'best'}, the head that was measured best"
+    assert said in capsys.readouterr().err
+    trainers[family].run(max_steps=1, start_from=tmp_path / "first" / "head", output=tmp_path / "other")
+    assert "measured best" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("family", ["eagle", "eagle3"])
 def test_started_run_goes_on_without_its_start(trainers, start, tmp_path, family):
     """And keeps the layer and the draft vocabulary that came from there."""

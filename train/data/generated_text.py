@@ -11,7 +11,7 @@ not on the number of processes. Not done here: chat templates, answers to whole 
 import json
 import random
 import zlib
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
 
 from tqdm import tqdm
@@ -59,6 +59,15 @@ def cut_prompts(documents, length, count, seed):
         )
     random.Random(seed).shuffle(pieces)
     return pieces[:count] if count else pieces
+
+
+def standing_documents(prompts, answer_tokens):
+    """Documents of the lengths that generated ones have if no answer ends early: each prompt, then itself again as the answer."""
+    documents = []
+    for ids in prompts:
+        answer = list(islice(cycle(ids), answer_tokens))
+        documents.append(([*ids, *answer], [False] * len(ids) + [True] * answer_tokens))
+    return documents
 
 
 def generated_documents(run, llm, target_name, *, prompts, answer_tokens, seed, accelerator, note):

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+from collections import defaultdict
 from itertools import chain, compress, zip_longest
 from pathlib import Path
 
@@ -30,12 +31,12 @@ def eval_sets(eval_data):
 def choose_held_out(conversations, count, *, data, eval_data, target, note, with_fields=True):
     """(conversations to train on, `count` held-out conversations).  conversations: a list, or a Source
 
-    Held-out ones come from `eval_data` if given, `count` of each of its sets, without conversations of the training data; those
-    of a named set have its name as "set" of their first message. With a built-in set they come from the
+    Held-out ones come from `eval_data` if given, `count` (None: all) of each of its sets, without conversations of the training
+    data; those of a named set have its name as "set" of their first message. With a built-in set they come from the
     target's own heldout.jsonl, else from the set's held-out modules. Otherwise `conversations` are split by a hash of their text.
     note, with_fields: as load_conversations takes them.
     """
-    if not count:
+    if count == 0:
         return conversations, []
     if eval_data:
         options, sets = {"note": note, "with_fields": with_fields}, {}
@@ -78,7 +79,7 @@ def _trains_on_built_in(data):
 
 
 def _not_trained_on(conversations, sets, count, *, data, eval_data, note):
-    """The first `count` of each set that are not in `conversations`, one set after the other."""
+    """The first `count` (None: all) of each set that are not in `conversations`, one set after the other."""
     pairs = ((hash_of_conversation(conversation), _hash_of_requests(conversation)) for conversation in conversations)
     trained, requests = _hashes(chain.from_iterable(pairs)).reshape(-1, 2).T
     measured = []
@@ -111,6 +112,14 @@ def in_all(lists):
     """The conversations that all of the lists hold, in the order of the first."""
     hashes = [set(map(hash_of_conversation, some)) for some in lists]
     return [one for one in lists[0] if all(hash_of_conversation(one) in some for some in hashes)]
+
+
+def first_of_each_set(conversations, count):
+    """The first `count` of each named set, in their order; of those without a name, too."""
+    found = defaultdict(list)
+    for one in conversations:
+        found[one[0].get("set")].append(one)
+    return [one for some in found.values() for one in some[:count]]
 
 
 def in_turn(lists):

@@ -18,7 +18,7 @@ from accelerate.utils import broadcast_object_list
 from ...heads.storage.atomic_write import write_whole
 from .conversations import Chosen, Source, load_conversations
 from .encoding import BATCH, choose_encodable, encode_places
-from .held_out import choose_held_out, eval_sets, in_all, in_turn
+from .held_out import choose_held_out, eval_sets, first_of_each_set, in_all, in_turn
 from .packed.blend import BlendedDocuments, BlendedRows, rows_per_epoch
 from .packed.packing import DocumentRows, lay_out
 from .packed.store import DocumentStore, default_folder, tokenizer_facts
@@ -37,23 +37,37 @@ def load_documents(recipe, tokenizer, processes):
     (packed/store.py), each set by itself.
     """
     sets = data_sets(recipe.data)
-    if len(sets) == 1:
-        return _load_set(recipe, recipe.data, tokenizer, processes.accelerator, processes.note)
+    if len(sets) > 1:
+        documents, measured = _load_sets(recipe, sets, tokenizer, processes)
+    else:
+        given = tokenizer, processes.accelerator, processes.note
+        documents, measured = _load_set(recipe, recipe.data, recipe.eval_prompts, *given)
+    if lost := _lost_set(recipe, measured):
+        raise ValueError(
+            f"the chat template takes none of the conversations of eval_data {lost} that would be measured on: mend them, or leave "
+            "the set out"
+        )
+    return documents, measured
+
+
+def _load_sets(recipe, sets, tokenizer, processes):
+    """load_documents for several data sets."""
+    # Of eval_data each set keeps all that it does not train on: cut first, what is left in all sets could be too few.
+    num_held_out = None if recipe.eval_prompts and recipe.eval_data else recipe.eval_prompts
     loaded = []
     for one in sets:
         told = functools.partial(_note_of, one.name, processes.note)
-        loaded.append(_load_set(recipe, one.name, tokenizer, processes.accelerator, told))
+        loaded.append(_load_set(recipe, one.name, num_held_out, tokenizer, processes.accelerator, told))
     documents, held_out = zip(*loaded)
     blended = BlendedDocuments(documents, [one.name for one in sets], [one.weight for one in sets])
     if recipe.eval_data:
-        measured = in_all(held_out)
-        left = {one[0].get("set") for one in measured}
-        names = [name for name, _ in eval_sets(recipe.eval_data) if name]
-        if recipe.eval_prompts and (lost := next((name for name in names if name not in left), None)):
+        measured = first_of_each_set(in_all(held_out), recipe.eval_prompts)
+        if lost := _lost_set(recipe, measured):
             raise ValueError(
-                f"each of the first {recipe.eval_prompts} conversations of eval_data {lost} is in a set of {recipe.data}: "
-                "raise eval_prompts, or name other eval_data"
+                f"each conversation of eval_data {lost} is trained on in one of the sets of {recipe.data}: name another source "
+                "for it, or leave it out"
             )
+        measured = choose_encodable(tokenizer, measured, processes.note)
     else:
         kept = [_in_no_other(recipe, tokenizer, documents, number, some) for number, some in enumerate(held_out)]
         if lost := sum(map(len, held_out)) - sum(map(len, kept)):
@@ -65,6 +79,13 @@ def load_documents(recipe, tokenizer, processes):
             "eval_prompts to 0"
         )
     return blended, measured
+
+
+def _lost_set(recipe, measured):
+    """The name of a set of eval_data that has no conversation in `measured`; None if each has one, or nothing is to be measured."""
+    names = [name for name, _ in eval_sets(recipe.eval_data) if name] if recipe.eval_prompts else []
+    left = {one[0].get("set") for one in measured}
+    return next((name for name in names if name not in left), None)
 
 
 def _note_of(name, note, text):
@@ -82,14 +103,14 @@ def _in_no_other(recipe, tokenizer, documents, number, held_out):
     return [held_out[place] for place in sorted(apart)]
 
 
-def _load_set(recipe, data, tokenizer, accelerator, note):
-    """load_documents for one data set."""
-    facts = _facts(recipe, data, tokenizer)
+def _load_set(recipe, data, num_held_out, tokenizer, accelerator, note):
+    """load_documents for one data set.  num_held_out: of choose_held_out"""
+    facts = _facts(recipe, data, num_held_out, tokenizer)
     if facts is None:
-        return _make_documents(recipe, data, tokenizer, note)
+        return _make_documents(recipe, data, num_held_out, tokenizer, note)
 
     def make(note, parts):
-        made = _make_documents(recipe, data, tokenizer, note, workers=num_workers(), parts=parts)
+        made = _make_documents(recipe, data, num_held_out, tokenizer, note, workers=num_workers(), parts=parts)
         if _sources(recipe, data) != facts["sources"]:
             raise ValueError(f"the data {data} have changed while they were read: start again")
         return made
@@ -100,7 +121,7 @@ def _load_set(recipe, data, tokenizer, accelerator, note):
     return store.load(make, accelerator, note)
 
 
-def _facts(recipe, data, tokenizer):
+def _facts(recipe, data, num_held_out, tokenizer):
     """What the documents of a set follow from, the same on all ranks.
 
     None for built-in data, small data without a named folder, and if the recipe says so: they are encoded in memory.
@@ -121,8 +142,8 @@ def _facts(recipe, data, tokenizer):
     sizes = [size for source in known for _, size, _ in source["files"]]
     if not recipe.packed_data and sum(sizes) < KEPT_BYTES and not any(source["sets"] for source in known):
         return None
-    keys = ("seed", "max_tokens", "max_examples", "row_length", "data_rules", "eval_prompts", "document")
-    facts = {name: getattr(recipe, name) for name in keys}
+    keys = ("seed", "max_tokens", "max_examples", "row_length", "data_rules", "document")
+    facts = {name: getattr(recipe, name) for name in keys} | {"eval_prompts": num_held_out}
     if not recipe.max_tokens and recipe.data_rules < 2 and recipe.document != "text":
         del facts["row_length"]  # it counts where the tokens of rows are counted, or long conversations are split
     if names := [name for name, _ in eval_sets(recipe.eval_data) if name]:
@@ -138,7 +159,7 @@ def _sources(recipe, data):
     return [source_facts(one) for one in (data, *(source for _, source in eval_sets(recipe.eval_data)))]
 
 
-def _make_documents(recipe, data, tokenizer, note, **how):
+def _make_documents(recipe, data, num_held_out, tokenizer, note, **how):
     with_fields, texts = recipe.data_rules > 0, recipe.document == "text"
     if split_of(data)[0] in BUILT_IN and not texts:
         conversations = load_conversations(data)
@@ -146,7 +167,7 @@ def _make_documents(recipe, data, tokenizer, note, **how):
         conversations = Source(data, note, with_fields, texts)
     kept, held_out = choose_held_out(
         [] if texts else conversations,  # no conversation to measure on is among texts
-        recipe.eval_prompts,
+        num_held_out,
         data=data,
         eval_data=recipe.eval_data,
         target=recipe.target,
@@ -165,7 +186,9 @@ def _make_documents(recipe, data, tokenizer, note, **how):
         max_examples=recipe.max_examples,
         **how,
     )
-    return documents, choose_encodable(tokenizer, held_out, note)
+    if num_held_out is not None:
+        held_out = choose_encodable(tokenizer, held_out, note)
+    return documents, held_out
 
 
 def choose_documents(tokenizer, conversations, row_length, max_tokens, seed, max_examples=0, **encoding):

@@ -120,6 +120,7 @@ class AdaptedMeter:
 
     def __init__(self, meter, adapter):
         self.meter, self.adapter, self.target = meter, adapter, meter.target
+        self.source, self.measured_on = meter.source, meter.measured_on
 
     def measure(self, stop=None):
         """The result of AcceptanceMeter.measure with the held-out losses."""

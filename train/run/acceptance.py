@@ -10,6 +10,8 @@ run without names are decoded once, at temperature 0. Beside it stands the head'
 forward KL from the target's distribution, whatever the run minimises, so that all runs on a target compare.
 """
 
+import hashlib
+import json
 from functools import partial
 
 import torch
@@ -132,8 +134,19 @@ class AcceptanceMeter:
         except UnsupportedArchitecture as error:
             note(f"acceptance is teacher-forced on the held-out text, not the engine's: {error}")
 
+    @property
+    def source(self):
+        """What gives its figures, unless the engine of a divided target fails."""
+        return "engine" if self.llm or self.divided else "teacher_forced"
+
+    @property
+    def measured_on(self):
+        """A hash of what the figures follow from beside the head: figures with the same one compare."""
+        measured = self.names, self.encoded, self.max_tokens if self.source == "engine" else None
+        return hashlib.sha256(json.dumps(measured).encode()).hexdigest()[:16]
+
     def measure(self, stop=None):
-        """A dict: acceptance_length, per_position, num_steps, source, samples, head_loss, and from the engine also its rates.
+        """A dict: acceptance_length, per_position, num_steps, source, measured_on, samples, head_loss; from the engine also rates.
 
         With named sets these pool all sets' first turns, and `sets` is a list of {"set", "turns", "temperature", "num_prompts",
         acceptance_length, per_position, num_steps} (teacher-forced: without turns and temperature), `set_losses` {set: head_loss}.
@@ -152,7 +165,7 @@ class AcceptanceMeter:
         measured["head_loss"] = total / max(count, 1)
         if any(self.sets):
             measured["set_losses"] = {name: total / max(count, 1) for name, (total, count) in losses.items()}
-        return measured
+        return measured | {"measured_on": self.measured_on}
 
     def _divided(self, source):
         """The DividedEngine of a sharded target; None, with a note, if there is none."""
@@ -262,6 +275,29 @@ class AcceptanceMeter:
         )
         text = self.tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
         return {"prompt": prompt["prompt"], "output": text}
+
+
+def describe_measurement(measured):
+    """Lines that tell the user what AcceptanceMeter.measure gave: all prompts together, then each named set."""
+    how = "" if measured["source"] == "engine" else ", teacher-forced"
+    positions = " ".join(f"{share:.2f}" for share in measured["per_position"])
+    lines = [
+        f"{measured['acceptance_length']:.2f} tokens per step on held-out prompts{how}, accepted by position {positions}; loss of "
+        f"the head {measured['head_loss']:.3f}"
+    ]
+    for name, loss in measured.get("set_losses", {}).items():
+        own, figures = [one for one in measured["sets"] if one["set"] == name], []
+        for turns in dict.fromkeys(one.get("turns") for one in own):
+            some = [one for one in own if one.get("turns") == turns]
+            told = (f"{one['acceptance_length']:.2f} at temperature {one['temperature']:g}" for one in some if turns)
+            figures.append(f"{turns} turns {' and '.join(told)}" if turns else f"{some[0]['acceptance_length']:.2f}")
+        lines.append(f"{name}, tokens per step: {'; '.join(figures)}; loss of the head {loss:.3f}")
+    if "heldout_loss" in measured:
+        losses = measured["heldout_loss"], measured["frozen_heldout_loss"]
+        lines.append(
+            f"loss of the adapted target on held-out answers {losses[0]:.4f}, of the frozen one {losses[1]:.4f}"
+        )
+    return lines
 
 
 def _without_set(message):

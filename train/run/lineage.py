@@ -5,6 +5,7 @@ Only local knowledge is used: revision and licence of a target from the Hub are 
 stands for unknown.
 """
 
+import contextlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,14 +64,21 @@ def find_sources(recipe, model, rows):
 
 
 def _find_start(start_from):
-    """The head that a run starts from; of one from the Hub the commit that was read, and its licence."""
-    name, revision = start_from, None
-    if not Path(name).expanduser().exists():
-        name, asked = split_revision(start_from)
-        found = try_to_load_from_cache(name, "config.json", revision=asked)
-        revision = Path(found).parent.name if isinstance(found, str) else asked
-    start = {"name": start_from, "revision": revision, "licence": _licence(_card(name, revision))}
-    return Source("start", "model", _hub_or_file(name, revision), start)
+    """The head that a run starts from; of one from the Hub the commit that was read, and its licence.
+
+    A resumed run does not read it again, so a folder may be gone: what is neither here nor in the Hub's cache is named, not linked.
+    """
+    start, uri, place = {"name": start_from, "revision": None, "licence": None}, "", Path(start_from).expanduser()
+    if place.exists():
+        uri, start["licence"] = place.resolve().as_uri(), _licence(place / "README.md")
+    else:
+        with contextlib.suppress(ValueError):  # no name of the Hub
+            name, start["revision"] = split_revision(start_from)
+            found = try_to_load_from_cache(name, "config.json", revision=start["revision"])
+            if isinstance(found, str):
+                start["revision"] = Path(found).parent.name
+                uri, start["licence"] = _hub_or_file(name, start["revision"]), _licence(_card(name, start["revision"]))
+    return Source("start", "model", uri, start)
 
 
 def artifact_name(*words):

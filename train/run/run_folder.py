@@ -20,12 +20,14 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, InitProcessGroupKwargs, broadcast_object_list, gather_object, set_seed
 from tqdm import tqdm
 
+from ...heads.checkpoint import BEST
 from ...heads.families import family_of
 from ...heads.storage.atomic_write import write_json
 from ..data.conversations import write_conversations
 from ..data.held_out import are_shipped
 from ..teacher.feature_cache import OWN_FOLDER
 from ..teacher.sharded_target import wants_sharded_target
+from .acceptance import describe_measurement
 from .checkpointing import (
     check_output,
     check_same_run,
@@ -39,7 +41,7 @@ from .optimization import choose_autocast
 from .recipe import resolved_values, save_recipe
 from .run_lock import claim, release
 from .run_recipe import CHANGEABLE
-from .saving.best_head import best_measurement, restore_best
+from .saving.best_head import best_measurement, difference, figures_of, forget_kept, is_measured, restore_best
 from .saving.saver import Saver
 from .tracking import PLACE_FILE, MetricsFile, WandbTracker, has_wandb, peak_memory
 
@@ -182,12 +184,12 @@ class RunFolder:
         self.non_finite = MetricsFile(self.path / NON_FINITE_FILE if self.is_main else None)
         for file in (self.metrics, self.non_finite):
             file.truncate_after(self.step if resumed else -1)
-        self.better = None  # what was just measured, if no earlier head was better
+        self.better = None  # what was measured on the present head, if no earlier one was better
+        self.family = family_of(head).name
         if self.is_main:
             self._restore_best()
         self._count_worse()
         tracked = bool(accelerator.log_with) and self.is_main
-        self.family = family_of(head).name
         self.curves = WandbTracker(
             accelerator if tracked else None,
             self.path,
@@ -275,12 +277,12 @@ class RunFolder:
         bar.set_postfix_str(f"loss {figures['loss']:.3f}, {speed:,.0f} tokens/s", refresh=False)
 
     def measure(self, meter, stop):
-        """Measure with the AcceptanceMeter and keep the result, once per step, also in a resumed run.
+        """Measure with the AcceptanceMeter and keep the result, once per step and prompts, also in a resumed run.
 
         The main rank measures, or, with a sharded target, all ranks together. A signal (StopSignals) may end it without a result:
         the resumed run measures again.
         """
-        (due,) = broadcast_object_list([self.is_main and not self.metrics.has("acceptance", self.step)])
+        (due,) = broadcast_object_list([self.is_main and not is_measured(self.metrics.lines(), self.step, meter)])
         if due and (self.is_main or meter.target.is_sharded):
             measured = meter.measure(stop)
             if measured and self.is_main:
@@ -290,13 +292,14 @@ class RunFolder:
     def _restore_best(self):
         """Take best/ back to the best head of the measurements that count."""
         best, _ = best_measurement(self.metrics.lines())
-        if not restore_best(self.path, best and best["step"]) and best:
-            if best["step"] == self.step:  # the run was killed before it was written
-                self.metrics.drop("acceptance", self.step)
-            else:
-                self.note(
-                    f"the best head so far, of step {best['step']}, is not kept any more: the next better one is written to best/"
-                )
+        if restore_best(self.path, best and best["step"]) or not best:
+            return
+        if best["step"] == self.step:  # killed before it was written, or of a version without best/: the head is here
+            self.better = figures_of(self.path, best, self.family)
+        else:
+            self.note(
+                f"the best head so far, of step {best['step']}, is not kept any more: the next better one is written to best/"
+            )
 
     def _count_worse(self):
         (self.num_worse,) = broadcast_object_list([best_measurement(self.metrics.lines())[1]])
@@ -306,26 +309,20 @@ class RunFolder:
         told = {"step": self.step, "family": self.family, **measured}
         write_json(self.path / "acceptance.json", told)
         names = ["acceptance_length", "per_position", "num_steps", "source"]
-        more = ("head_loss", "sets", "set_losses", "heldout_loss", "frozen_heldout_loss")
+        more = ("measured_on", "head_loss", "sets", "set_losses", "heldout_loss", "frozen_heldout_loss")
         names += [name for name in more if name in measured]
-        self.record("acceptance", {name: measured[name] for name in names})
-        positions = " ".join(f"{share:.2f}" for share in measured["per_position"])
-        how = "" if measured["source"] == "engine" else ", teacher-forced"
-        self.note(
-            f"step {self.step}: {measured['acceptance_length']:.2f} tokens per step on held-out prompts{how}; "
-            f"accepted by position {positions}"
-        )
-        for one in measured.get("sets", []):
-            where = f", {one['turns']} turns, temperature {one['temperature']:g}" if "turns" in one else ""
-            self.note(f"{one['set']}{where}: {one['acceptance_length']:.2f} tokens per step")
-        if "heldout_loss" in measured:
-            losses = measured["heldout_loss"], measured["frozen_heldout_loss"]
+        before = next((line for line in reversed(self.metrics.lines()) if line["kind"] == "acceptance"), None)
+        if before and (why := difference(before, measured)):
             self.note(
-                f"loss of the adapted target on held-out answers {losses[0]:.4f}, of the frozen one {losses[1]:.4f}"
+                f"figures from step {self.step} on do not compare with those before: {why}. best/ and patience begin anew"
             )
+        self.record("acceptance", {name: measured[name] for name in names})
+        is_best = best_measurement(self.metrics.lines())[0]["step"] == self.step
+        self.better = told if is_best else None
+        first, *more = describe_measurement(measured)
+        for text in (f"step {self.step}{', the best so far' if is_best else ''}: {first}", *more):
+            self.note(text)
         self.curves.log_acceptance(self.step, measured)
-        if best_measurement(self.metrics.lines())[0]["step"] == self.step:
-            self.better = told
 
     def save(self, head, optimizer, checkpoint):
         """Begin to write a checkpoint of this step, if one is due, and the head to best/, if it was just measured to be the best.
@@ -365,13 +362,14 @@ class RunFolder:
                 self.metrics.write({"step": self.step, "kind": "end", "reason": ended})
                 self.note(f"ended after step {self.step}: {ended}")
             self.saver.wait()
+            forget_kept(self.path)  # that of a measurement on other prompts in the step of the newest checkpoint
             save_final_head(head, self.path, self.adapter)
             if not self.curves.active:  # an extended run: wandb.json describes the replaced head
                 (self.path / PLACE_FILE).unlink(missing_ok=True)
             self.curves.log_head(self.path / "head", self.step, self._told_of(head))
             shutil.rmtree(self.path / OWN_FOLDER, ignore_errors=True)
         best, _ = best_measurement(self.metrics.lines())
-        if best and best["step"] < self.step:
+        if best and best["step"] < self.step and (self.path / BEST).is_dir():
             self.note(f"the best head is that of step {best['step']}, in {self.path / 'best'}")
         self.note(
             f"done: {self.path / 'head'} after {self.step} steps; next: headstart tree {self.path}, heads.export {self.path}"

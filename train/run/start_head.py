@@ -1,11 +1,12 @@
 """Begin with another head: of a run, of a checkpoint, exported, or published in any format that is read (`start_from`)."""
 
 from dataclasses import fields
+from pathlib import Path
 
 import torch
 from torch import nn
 
-from ...heads.checkpoint import check_head_fits, load_head
+from ...heads.checkpoint import check_head_fits, describe_choice, load_head, resolve_head
 from ...heads.families import family_of
 
 # Tables that differ by no more are one table in another dtype: half a unit of bfloat16, and what float16 loses near 0.
@@ -13,12 +14,14 @@ _ROUNDING = {"rtol": 2.0**-8, "atol": 1e-7}
 _COMPARED_ROWS = 8192  # at once
 
 
-def load_start(start_from, kind, *, called):
-    """The head in `start_from` (run, checkpoint, folder or Hub id), in fp32.
+def load_start(start_from, kind, *, called, note):
+    """The head in `start_from` (run, checkpoint, folder or Hub id), in fp32; `note(text)` is told which one of a run it is.
 
     Raises ValueError if it is not a `kind`, or was trained with an adapter.  called: the name of such a head, for the error
     """
     head = load_head(start_from, dtype="float32")
+    if Path(start_from).is_dir() and (choice := describe_choice(start_from, resolve_head(start_from))):
+        note(f"start_from {choice}")
     if not isinstance(head, kind):
         raise ValueError(f"start_from {start_from!r} holds a head of the family {family_of(head).name}, not {called}")
     if head.adapter:
@@ -26,15 +29,15 @@ def load_start(start_from, kind, *, called):
     return head
 
 
-def load_layer_start(recipe, resumed, kind, target, *, called):
+def load_layer_start(recipe, processes, kind, target, *, called):
     """The EAGLE head that the recipe starts from, as `load_start` gives it; None if it names none.
 
-    Its config, not the target's, says what the layer is like. resumed: the checkpoint that the run goes on from, or None; it holds
-    that config too, so the start is not read again. Raises ValueError if the head was made for another target.
+    Its config, not the target's, says what the layer is like. The checkpoint of a resumed run holds that config too, so the start
+    is not read again. Raises ValueError if the head was made for another target.
     """
     if not recipe.start_from:
         return None
-    head = load_start(str(resumed or recipe.start_from), kind, called=called)
+    head = load_start(str(processes.resumed or recipe.start_from), kind, called=called, note=processes.note)
     try:
         check_head_fits(head, target.model.config)
         head.take_depth(target.num_layers)

@@ -37,15 +37,9 @@ class MetricsFile:
 
     def truncate_after(self, step):
         """Remove the lines after `step` and of an end, for a run that goes on from there, and a line cut short by a crash."""
-        self._keep(lambda line: line["step"] <= step and line.get("kind") != "end")
-
-    def drop(self, kind, step):
-        """Remove the lines of this kind for this step."""
-        self._keep(lambda line: (line["kind"], line["step"]) != (kind, step))
-
-    def _keep(self, wanted):
         if self.path is not None and self.path.exists():
-            write_whole(self.path, "".join(json.dumps(line) + "\n" for line in self.lines() if wanted(line)))
+            kept = [line for line in self.lines() if line["step"] <= step and line.get("kind") != "end"]
+            write_whole(self.path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def lines(self):
         """The whole lines as dicts."""
@@ -53,10 +47,6 @@ class MetricsFile:
             return []
         text = self.path.read_text(encoding="utf-8")
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-
-    def has(self, kind, step):
-        """Whether there is a line of this kind for this step."""
-        return any(line["kind"] == kind and line["step"] == step for line in self.lines())
 
     def write(self, line):
         if self.path is not None:

@@ -1,5 +1,6 @@
 """Several data sets in a run: how they are named, what share of an epoch each gives, and what is measured."""
 
+import copy
 import json
 import shutil
 
@@ -212,9 +213,39 @@ def test_evaluation_data_are_in_none_of_the_sets(recipe, load, two, tmp_path):
     with pytest.raises(ValueError, match="all conversations to measure on are trained on in one of the sets"):
         load(recipe(data=data, eval_data=str(tmp_path / "f.jsonl")))
     named = f"free={tmp_path / 'e.jsonl'},taken={tmp_path / 'f.jsonl'}"
-    with pytest.raises(ValueError, match=r"each of the first \d+ conversations of eval_data taken is in a set of"):
+    with pytest.raises(ValueError, match="each conversation of eval_data taken is trained on in one of the sets of"):
         load(recipe(data=data, eval_data=named))
     assert hash_of_conversation(a[0]) != hash_of_conversation(b[0])
+
+
+def test_as_many_are_measured_on_as_are_in_no_set(recipe, load, two, tmp_path):
+    """Though the first ones of the file are in one set or the other, and each set alone leaves others out."""
+    (a, b), data = map(load_conversations, two), ",".join(two)
+    other = [[{"role": "user", "content": f"w{i}"}, {"role": "assistant", "content": "w2 w3"}] for i in range(5)]
+    write_conversations(tmp_path / "e.jsonl", [*a[:3], *b[:3], *other])
+    write_conversations(tmp_path / "f.jsonl", [b[4], other[4]])
+    for prompts in (2, 4):
+        _, held_out, said = load(recipe(data=data, eval_data=str(tmp_path / "e.jsonl"), eval_prompts=prompts))
+        assert held_out == other[:prompts]
+        left_out = "3 of 11 conversations are also in the training data and are left out"
+        assert [text for text in said if left_out in text] == [f"{one}: eval_data: {left_out}" for one in two]
+    named = f"many={tmp_path / 'e.jsonl'},few={tmp_path / 'f.jsonl'}"
+    _, held_out, _ = load(recipe(data=data, eval_data=named, eval_prompts=2))
+    assert [(one[0]["set"], one[0]["content"]) for one in held_out] == [("many", "w0"), ("many", "w1"), ("few", "w4")]
+    assert load(recipe(data=data, eval_data=named, eval_prompts=0, packed_data="memory"))[1] == []
+
+
+def test_named_set_that_the_template_refuses_does_not_vanish(recipe, load, two, tmp_path):
+    for name, word in (("good", "w1"), ("bad", "no")):
+        messages = [{"role": "user", "content": word}, {"role": "assistant", "content": "w2 w3"}]
+        write_conversations(tmp_path / f"{name}.jsonl", [messages])
+    named, tokenizer = f"good={tmp_path / 'good.jsonl'},bad={tmp_path / 'bad.jsonl'}", copy.deepcopy(load.tokenizer)
+    tokenizer.chat_template = (
+        "{% if messages[0]['content'] == 'no' %}{{ raise_exception('no') }}{% endif %}" + tokenizer.chat_template
+    )
+    for data in (two[0], ",".join(two)):
+        with pytest.raises(ValueError, match="the chat template takes none of the conversations of eval_data bad"):
+            load(recipe(data=data, eval_data=named), tokenizer)
 
 
 def test_a_run_on_several_sets_resumes_with_the_same_bits(trainer, two, tmp_path):

@@ -1,8 +1,10 @@
 """Stage 2 of train/mlp_speculator.py, on text that the target writes: train/data/generated_text.py."""
 
+import gc
 import json
 import shutil
 import threading
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +14,7 @@ import transformers
 from headstart.inference.open_batch import OpenBatch
 from headstart.tests.train.tiny_runs import Killed, assert_same_run, die, in_step
 from headstart.tests.train.trainings import CHEAP
+from headstart.train import mlp_speculator
 from headstart.train.data import generated_text
 from headstart.train.data.conversations import load_conversations
 from headstart.train.data.encoding import encode_conversations
@@ -52,6 +55,32 @@ def test_stage_2_learns_from_what_the_engine_draws_from_pieces_of_the_data(stage
     # The answers are the labels, whole: a prompt of five tokens leaves room for a root before each.
     labels = int(capsys.readouterr().err.split("20 generated texts in ")[1].split(" tokens, ")[1].split(" labels")[0])
     assert labels == total
+
+
+def test_dry_run_counts_the_texts_that_the_run_would_generate_and_frees_the_generator(stage_2, monkeypatch, capsys):
+    """20 texts of 5 + 9 tokens, four in a row: 5 rows, and 8 steps of 2 rows for 3 epochs."""
+    built, lives, build_rows = [], [], mlp_speculator.build_rows
+
+    def build(*given):
+        llm = generated_text.build_generator(*given)
+        built.append(weakref.ref(llm))
+        return llm
+
+    def count(*given):
+        gc.collect()
+        lives.append(built[0]() is not None)
+        return build_rows(*given)
+
+    monkeypatch.setattr(mlp_speculator, "build_generator", build)
+    monkeypatch.setattr(mlp_speculator, "build_rows", count)
+    assert stage_2.main(dry_run=True, max_steps=0, num_epochs=3) == 0
+    said = capsys.readouterr().err
+    assert "dry run: no text is generated; 20 of full length, made of the data, stand for it" in said
+    assert f"20 generated texts in 5 rows of 64 tokens, {20 * 9} labels;" in said
+    assert "dry run: 8 steps would take about" in said
+    assert lives == [False]
+    with pytest.raises(ValueError, match="prompt_tokens is 40 and the longest of 60 conversations has"):
+        stage_2.main(dry_run=True, prompt_tokens=40)
 
 
 def test_generated_text_is_kept_and_read_again(stage_2, finished, tmp_path, monkeypatch, capsys):

@@ -170,6 +170,7 @@ def test_meter_measures_the_adapted_target_beside_the_frozen_one(word_target):
 
     class Meter:
         max_length, chunk_tokens, encoded = 20, 4, [(list(range(12)), [False] * 4 + [True] * 8)]
+        source, measured_on = "engine", ""
 
         def measure(self, stop):
             return {"acceptance_length": held_out_loss(self.target, self.encoded, **sizes)[0]}

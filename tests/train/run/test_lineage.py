@@ -50,3 +50,17 @@ def test_start_of_a_run_is_its_folder(tmp_path):
     recipe = SimpleNamespace(target="some/target", data="stdlib", start_from=str(tmp_path))
     *_, start = lineage.find_sources(recipe, model, 3)
     assert (start.uri, start.metadata["revision"]) == (tmp_path.as_uri(), None)
+
+
+@pytest.mark.parametrize("start_from", ["{}/runs/first", "runs/first", "runs/first@", "~/runs/first", "a/b/c@d"])
+def test_start_that_is_gone_is_named_and_not_linked(start_from, tmp_path, monkeypatch):
+    """A folder may have the form of a Hub id, and a path that has not must not end the lineage of target and data."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    model = nn.Linear(1, 1)
+    model.config = SimpleNamespace(_commit_hash=None)
+    start_from = start_from.format(tmp_path)
+    recipe = SimpleNamespace(target=str(tmp_path), data="some/data", start_from=start_from)
+    target, data, start = find_sources(recipe, model, 3)
+    assert (target.uri, data.uri) == (tmp_path.as_uri(), "https://huggingface.co/datasets/some/data")
+    assert (start.uri, start.metadata["name"], start.metadata["licence"]) == ("", start_from, None)

@@ -48,6 +48,15 @@ def rows_per_epoch(sizes, weights):
     return counts
 
 
+def weighted_blocks(packed):
+    """Pairs (PackedRows, how often an epoch passes their set): all rows of any kind, a few at a time."""
+    if not isinstance(packed, BlendedRows):
+        yield from ((some, 1) for some in packed.blocks())
+        return
+    for part, count in zip(packed.parts, packed.counts.tolist()):
+        yield from ((some, count / len(part)) for some in part.blocks())
+
+
 @dataclass(frozen=True)
 class BlendedRows:
     """The rows of several sets, one set after the other, as DocumentRows has those of one.

@@ -2,7 +2,8 @@
 
     runs/<name>/best/    the head's files, as in head/, and acceptance.json: what was measured on it, with its step
 
-The longest acceptance length on held-out prompts decides; of equal ones, the lower held-out loss. What counts are the lines of
+The longest acceptance length on held-out prompts decides; of equal ones, the lower held-out loss. Only figures of the same prompts
+and of the same source are compared: where these change, the next measurement is the best. What counts are the lines of
 metrics.jsonl: a run that goes on from a checkpoint drops those after it, and has the best head of those that are left. So the best
 head of the newest checkpoint is kept, as .best.kept, until a checkpoint follows the better one that took its place.
 """
@@ -10,6 +11,7 @@ head of the newest checkpoint is kept, as .best.kept, until a checkpoint follows
 import json
 import math
 import shutil
+from itertools import takewhile
 from pathlib import Path
 
 from ....heads.checkpoint import BEST
@@ -21,14 +23,30 @@ KEPT, FRESH, GONE = ".best.kept", ".best.new", ".best.gone"
 def best_measurement(lines):
     """(the best acceptance line of metrics.jsonl, the number of measurements since); (None, 0) without one.
 
-    Lines of another source than the last one's do not count: the engine's figures and teacher-forced ones do not compare.
+    What counts are the last one and those before it that compare with it, up to the first that does not.
     """
     measured = [line for line in lines if line["kind"] == "acceptance"]
-    measured = [line for line in measured if line["source"] == measured[-1]["source"]]
     if not measured:
         return None, 0
-    best = max(range(len(measured)), key=lambda i: (*_merit(measured[i]), -i))
-    return measured[best], len(measured) - 1 - best
+    alike = list(takewhile(lambda line: not difference(line, measured[-1]), reversed(measured)))[::-1]
+    best = max(range(len(alike)), key=lambda i: (*_merit(alike[i]), -i))
+    return alike[best], len(alike) - 1 - best
+
+
+def difference(before, now):
+    """Why two acceptance lines do not compare; "" if they do. Those of older versions, without "measured_on", compare with all."""
+    if before["source"] != now["source"]:
+        return "one is the engine's figure, the other is teacher-forced"
+    if "measured_on" in before and before["measured_on"] != now.get("measured_on"):
+        return "the prompts (eval_data) or eval_tokens have changed"
+    return ""
+
+
+def is_measured(lines, step, meter):
+    """Whether metrics.jsonl has what `meter` would measure after this step, or a figure of another source."""
+    now = {"source": meter.source, "measured_on": meter.measured_on}
+    last = [line for line in lines if (line["kind"], line["step"]) == ("acceptance", step)][-1:]
+    return any(line["source"] != meter.source or not difference(line, now) for line in last)
 
 
 def _merit(line):
@@ -65,6 +83,13 @@ def restore_best(run, step):
     if found not in (None, BEST):
         (run / found).rename(run / BEST)
     return found is not None
+
+
+def figures_of(run, line, family):
+    """For acceptance.json of best/: the run's own, if it is of the step of this acceptance line, else what the line says."""
+    if _step_of(Path(run)) == line["step"]:
+        return json.loads(Path(run, "acceptance.json").read_text(encoding="utf-8"))
+    return {"step": line["step"], "family": family} | {name: value for name, value in line.items() if name != "kind"}
 
 
 def _step_of(folder):
