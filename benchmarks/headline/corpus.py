@@ -5,6 +5,7 @@ prompts. Nothing held out enters the tokenizer, the training or the answers.
 """
 
 import hashlib
+import os
 import platform
 import random
 
@@ -16,6 +17,7 @@ from ...train.data.stdlib_pairs import Pair, Source, package_pairs, split_pairs,
 
 CODE, MATHEMATICS = SUBJECTS = ("code", "mathematics")
 LEAST_PAIRS = 100  # of code to train on
+MOST_WORKERS = 16  # that parse source; each imports torch first
 MOST_PROMPT_BYTES = 600  # of a measured prompt: about 200 tokens
 
 
@@ -32,7 +34,7 @@ def build_corpus(settings, work, make):
     dice.shuffle(train)
     tokenizer = make.corpus.train_tokenizer(train, settings.vocab_size)
     rows = pack(make.corpus.encode(tokenizer, train), settings.row_length)
-    measured = {}
+    measured, kept = {}, []
     for subject, pairs in groups.items():
         measured[subject] = measure_size(pairs, tokenizer, settings, make)
         asked = [pair for pair in pairs if len(pair.prompt.encode()) <= MOST_PROMPT_BYTES]
@@ -43,12 +45,17 @@ def build_corpus(settings, work, make):
                 + (", or raise --math-test" if subject == MATHEMATICS else ", or install packages with more functions")
             )
         write_conversations(work.heldout(subject), [pair.conversation() for pair in asked[:needed]])
+        kept += asked[:needed]
     asked = [pair for pair in code if pair.documented] + mathematics * settings.math_repeats
     dice.shuffle(asked)
     write_conversations(work.prompts, [pair.conversation()[:1] for pair in asked[: settings.num_answers]])
-    kept = {"input_ids": rows.input_ids.short(), "document_ids": rows.document_ids.int(), "supervised": rows.supervised}
-    torch.save(kept, work.rows)
-    return make.corpus.Corpus(tokenizer, rows, rows, len(train), measured, [], sources)
+    stored = {
+        "input_ids": rows.input_ids.short(),
+        "document_ids": rows.document_ids.int(),
+        "supervised": rows.supervised,
+    }
+    torch.save(stored, work.rows)
+    return make.corpus.Corpus(tokenizer, rows, rows, len(train), measured, kept, sources)
 
 
 def read_code(settings, is_plain):
@@ -56,7 +63,7 @@ def read_code(settings, is_plain):
     pairs = stdlib_source_pairs(further=True)
     sources = [Source("Python standard library", platform.python_version(), "PSF-2.0")]
     if settings.packages:
-        found, packages = package_pairs(further=True)
+        found, packages = package_pairs(further=True, workers=min(os.cpu_count() or 1, MOST_WORKERS))
         pairs, sources = pairs + found, sources + packages
     train, heldout = split_pairs(pairs)
     train = [pair for pair in train if is_plain(pair)]

@@ -52,6 +52,7 @@ def parse(arguments):
     parser.add_argument("--only", help='parts of heads, acceptance and speed, with semicolons: "EAGLE-3; draft model"')
     parser.add_argument("--gpus", type=int, help="GPUs to divide parts among (default: all)")
     parser.add_argument("--output", help="write all figures as JSON here; a bare NAME: into benchmarks/results")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)  # of a call that divides its parts
     parser.add_argument("--commit", help="commit of the code, if this is not a git checkout")
     for one in fields(Settings):
         kind = {"action": argparse.BooleanOptionalAction} if one.type is bool else {"type": one.type, "metavar": "X"}
@@ -79,6 +80,8 @@ def main(arguments=None):
     command = command_line("benchmarks/headline/headline.py", arguments)
     report = Report("headline", {}, device, command, vars(settings), options.output, options.commit)
     work = WorkFolder(options.work, settings)
+    if not options.child:
+        work.add_command(command)
     run = Run(settings, work, device, sources, options.gpus or gpus, sys.argv[1:] if arguments is None else arguments)
     for stage in stages:
         began = time.perf_counter()
@@ -115,7 +118,7 @@ class Run:
             "answers": self.settings.num_answers * self.settings.answer_tokens / 2 / 60_000 / 60 + 0.5,
             "heads": minutes.head_minutes + 0.6,
             "acceptance": 0.8,
-            "speed": 1.4,
+            "speed": 0.8,
         }[stage]
         if not left:
             return "finished before"
@@ -165,21 +168,27 @@ class Run:
         for source in self.named(left):
             self.work.needs("acceptance", source.slug)
         replay = Replay(self.settings, self.work, self.device)
+        if LIBRARY in left:
+            replay.measure_library()
         for number, source in enumerate(self.named(left), 1):
+            if replay.out_of_time():
+                break
             print(f"{source.name} ({number} of {len(left)})", flush=True)
             replay.measure(source)
-        if LIBRARY in left and not replay.out_of_time():
-            replay.measure_library()
+        if rest := self.parts(stage):
+            print(f"{len(rest)} parts are left, the same command goes on with {rest[0]}", flush=True)
 
     def divide(self, stage, left):
         """Run the parts in one process per GPU. Each writes what it prints into a file of the work folder."""
+        if DRAFT_MODEL.slug in left:  # whose process measures the library, too
+            left = [name for name in left if name != LIBRARY]
         shares = [left[i :: self.gpus] for i in range(self.gpus)]
         children = []
         for gpu, share in enumerate(filter(None, shares)):
-            names = [source.name for source in self.named(share)]
+            names = [source.name for source in self.named(share)] + [DRAFT_MODEL.name] * (LIBRARY in share)
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
             device = visible.split(",")[gpu] if visible else str(gpu)
-            words = [*self.arguments, "--stage", stage, "--only", ";".join(names), "--gpus", "1"]
+            words = [*self.arguments, "--stage", stage, "--only", ";".join(names), "--gpus", "1", "--child"]
             words += ["--output", str(self.work.folder / f"{stage}-{gpu}.json")]
             log = open(self.work.folder / f"{stage}-{gpu}.log", "w")  # noqa: SIM115  closed with the child
             environment = os.environ | {"CUDA_VISIBLE_DEVICES": device, "PYTHONUNBUFFERED": "1"}
@@ -214,6 +223,7 @@ def collect(work, report):
     for stage in ("target", "answers"):
         if (found := work.figures(stage)) is not None:
             report.facts[stage] = found
+    report.facts["commands"] = work.commands()
     report.facts["heads"] = work.all_figures("heads")
     for stage in ("acceptance", "speed"):
         found = work.all_figures(stage)

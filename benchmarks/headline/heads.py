@@ -10,6 +10,8 @@ import shutil
 import time
 from importlib import import_module
 
+import torch
+
 from ...evaluation.compare import hardware_name
 from ...evaluation.timing import release
 
@@ -91,5 +93,6 @@ def words(keys):
 def run_script(module, argv):
     """Run a script of train/ here. KeyboardInterrupt if a signal ended it early."""
     status = module.main(argv)
+    torch._dynamo.reset()  # else the compiled attention of many runs comes to its limit of shapes, and runs uncompiled
     if status:
         raise KeyboardInterrupt(f"{module.__name__} was ended by signal {status - 128}")

@@ -56,7 +56,7 @@ def measure_assisted(config, settings, dtype, device):
     ids = torch.randint(config.get_text_config().vocab_size, (1, settings.speed_prompt), device=device)
 
     def run(**assistant):
-        """(milliseconds of a pass, tokens of a pass) after the prompt's; the best of several runs, for the host's sake."""
+        """(milliseconds of a pass after the prompt's, tokens of a pass); the best of several runs, for the host's sake."""
         found = []
         for _ in range(REPEATS):
             passes.clear()
@@ -73,8 +73,7 @@ def measure_assisted(config, settings, dtype, device):
             if device.type == "cuda":
                 torch.cuda.synchronize()
             seconds, later = time.perf_counter() - passes[0], len(passes) - 1
-            made = output.shape[1] - ids.shape[1] - 1  # the prompt's pass makes the first
-            found.append((1e3 * seconds / later, made / later))
+            found.append((1e3 * seconds / later, (output.shape[1] - ids.shape[1]) / len(passes)))
         return min(found)
 
     plain, assisted = run(), run(assistant_model=draft)

@@ -1,16 +1,17 @@
-"""The fifth stage: what the measured acceptances would bring a large model. Its tokens are drawn by chance, its steps are real.
+"""The fifth stage: what the measured acceptances would bring a large model. Its drafts are accepted by chance, its steps are real.
 
 A model of the shape has random weights, and so has what drafts for it, in the size of published heads (random_heads.py) or of a
-tenth of the model. The verifier `synthetic` accepts as many drafts a step as were measured on the small target; the rate is that of
-the steady state, beside plain decoding in the same process. So this is a large model's speed with a small model's acceptance: heads
-of large models, trained for long, accept more, and larger targets are harder to draft for. Trees are the static ones of the fourth
-stage, for one request; many at once are measured with chains, because 64 trees of 64 nodes take longer than they bring.
+tenth of the model. The verifier `synthetic` accepts as many drafts a step as were measured on the small target; the rate is the
+measured acceptance over the mean time of a step in the steady state, beside plain decoding in the same process. So this is a large
+model's speed with a small model's acceptance: other heads on other targets accept more or less. Trees are the static ones of the
+fourth stage, for one request; many at once are measured with chains, because 64 trees of 64 nodes take longer than they bring.
 """
 
 import random
 import tempfile
 import time
 from pathlib import Path
+from statistics import fmean
 
 import torch
 
@@ -72,6 +73,7 @@ class Replay:
         return {
             "tokens_per_step": tokens / len(steps) / batch,
             "tokens_per_second": tokens / seconds,
+            "mean": seconds * 1e3 / len(steps),
             **Times.of(steps).as_dict(),
             "steps": len(steps),
         }
@@ -80,48 +82,50 @@ class Replay:
         return time.perf_counter() - self.began > 60 * self.settings.speed_minutes
 
     def measure(self, source):
-        """Measure one source at every acceptance that the fourth stage found for it. Keeps its rows, if time sufficed for all."""
+        """Measure one source's steps and keep its rows, unless the time is over before all are measured."""
         found = self.work.needs("acceptance", source.slug)
-        rows = []
-        with tempfile.TemporaryDirectory() as folder:
-            speculative = self.speculation(source)
-            for measured in found["rows"]:
-                chain = measured["draft"] == "chain"
-                if measured["batch"] != self.settings.batch or measured["draft"] not in ("chain", "static tree"):
-                    continue
-                if self.out_of_time():
-                    print(
-                        f"{source.name}: not finished in --speed-minutes {self.settings.speed_minutes:g}; the same command goes on",
-                        flush=True,
-                    )
-                    return
-                tree = "chain"
-                if not chain:
-                    tree = Path(folder) / "tree.json"
-                    tree.write_text(found["trees"][f"{measured['temperature']:g}"])
-                asked = round(measured["acceptance_length"], 4)
-                config = speculative | {"tree": str(tree), "verifier": "synthetic", "acceptance_length": asked}
-                config |= {"num_speculative_tokens": measured["depth"]}
+        ways, rows = {}, []  # a way of drafting: the measured rows on all subjects
+        for row in found["rows"]:
+            if row["batch"] == self.settings.batch and row["draft"] in ("chain", "static tree"):
+                ways.setdefault((row["draft"], row["temperature"]), []).append(row)
+        speculative = self.speculation(source)
+        for (draft, temperature), measured in ways.items():
+            if self.out_of_time():
+                print(f"{source.name}: not finished in --speed-minutes {self.settings.speed_minutes:g}", flush=True)
+                return
+            # A step takes as long whatever it accepts: the draws are of the subjects' mean, and each subject's rate follows.
+            asked = fmean(row["acceptance_length"] for row in measured)
+            config = speculative | {"verifier": "synthetic", "acceptance_length": asked}
+            with tempfile.TemporaryDirectory() as folder:
+                config |= {"tree": "chain", "num_speculative_tokens": measured[0]["depth"]}
+                if draft != "chain":
+                    config["tree"] = str(Path(folder) / "tree.json")
+                    Path(config["tree"]).write_text(found["trees"][f"{temperature:g}"])
                 llm = self.engine(config)
-                for batch in dict.fromkeys((1, self.settings.batch) if chain else (1,)):
-                    row = self.row(measured, llm, batch, asked)
-                    if row:
-                        rows.append(row)
-                        print(describe(row), flush=True)
-                del llm
+            for batch in dict.fromkeys((1, self.settings.batch) if draft == "chain" else (1,)):
+                rows += self.rows(measured, llm, batch)
+            del llm
         figures = {"name": source.name, "rows": rows, "plain": self.plain, "shape": self.settings.shape}
         self.work.keep("speed", source.slug, figures | {"hardware": hardware_name(self.device)})
 
-    def row(self, measured, llm, batch, asked):
-        """A row of the second table; None if outputs were too short for a steady state."""
-        row = {"table": "speed"} | {name: measured[name] for name in ("source", "draft", "nodes", "depth")}
-        row |= {name: measured[name] for name in ("subject", "temperature")} | {"batch": batch, "asked": asked}
+    def rows(self, measured, llm, batch):
+        """A row of the second table for each measured row; none if outputs were too short for a steady state."""
         try:
-            row |= self.step(llm, batch)
+            step = self.step(llm, batch)
         except NoSteadyState as error:
-            print(f"{row['source']} {row['draft']}, batch {batch}: left out, {error}", flush=True)
-            return None
-        return row | {"speedup": row["tokens_per_second"] / self.plain[batch]["tokens_per_second"]}
+            print(f"{measured[0]['source']} {measured[0]['draft']}, batch {batch}: left out, {error}", flush=True)
+            return []
+        found = []
+        for one in measured:
+            row = {"table": "speed"} | {name: one[name] for name in ("source", "draft", "nodes", "depth")}
+            row |= {name: one[name] for name in ("subject", "temperature")} | {"batch": batch}
+            row |= step | {"asked": round(one["acceptance_length"], 4), "drawn": step["tokens_per_step"]}
+            row["tokens_per_second"] = one["acceptance_length"] * batch * 1e3 / step["mean"]
+            row["speedup"] = row["tokens_per_second"] / self.plain[batch]["tokens_per_second"]
+            del row["tokens_per_step"]
+            print(describe(row), flush=True)
+            found.append(row)
+        return found
 
     def speculation(self, source):
         """A speculative_config without tree and verifier."""
@@ -156,6 +160,6 @@ def describe(row):
     """A row as a line."""
     return (
         f"{row['source']:16} {row['draft']:11}  batch {row['batch']:2}  {row['subject']:11}  T {row['temperature']:g}  "
-        f"{row['tokens_per_step']:.2f} tokens a step (asked {row['asked']:.2f}), {row['p50']:.2f} ms, "
-        f"{row['tokens_per_second']:.0f} tokens/s, {row['speedup']:.2f} times plain decoding"
+        f"{row['mean']:.2f} ms a step, at {row['asked']:.2f} tokens a step {row['tokens_per_second']:.0f} tokens/s, "
+        f"{row['speedup']:.2f} times plain decoding"
     )

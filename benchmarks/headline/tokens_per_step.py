@@ -140,6 +140,7 @@ class Meter:
                 row |= acceptance_interval(outputs)
                 row |= {"prompts": len(outputs), "tokens": sum(len(one.outputs[0].token_ids) for one in outputs)}
                 row |= {"other_outputs": count_other(outputs, expected), "best_tree": False}
+                row |= by_prompt(outputs)
                 found.append(row)
         return found
 
@@ -147,6 +148,16 @@ class Meter:
 def count_other(outputs, expected):
     """How many outputs are not the expected tokens, of as many as there are outputs."""
     return sum(list(one.outputs[0].token_ids) != list(tokens) for one, tokens in zip(outputs, expected))
+
+
+def by_prompt(outputs):
+    """Steps of each prompt and tokens that they made, as texts: lists would take a line a number in the results."""
+    metrics = [one.outputs[0].spec_decode_metrics for one in outputs]
+    made = [round(one.num_steps * one.acceptance_length) for one in metrics]
+    return {
+        "steps_by_prompt": " ".join(str(one.num_steps) for one in metrics),
+        "tokens_by_prompt": " ".join(map(str, made)),
+    }
 
 
 def mark_best(rows):

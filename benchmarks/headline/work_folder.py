@@ -8,7 +8,7 @@ WORK/target, draft, heads/     models; WORK/*.jsonl, rows.pt: data
 import json
 from pathlib import Path
 
-from ...heads.storage.atomic_write import write_json
+from ...heads.storage.atomic_write import write_json, write_whole
 
 # Settings that may differ between two calls on one folder: what is finished stays as it is.
 CHANGEABLE = {"device", "speed_minutes", "math", "shape"}
@@ -64,6 +64,18 @@ class WorkFolder:
 
     def _place(self, stage, name):
         return self.folder / "figures" / stage / f"{name}.json"
+
+    def add_command(self, command):
+        """Add a command line to those that this folder was made with."""
+        path = self.folder / "figures" / "commands.txt"
+        path.parent.mkdir(exist_ok=True)
+        if command not in self.commands():
+            write_whole(path, "".join(f"{line}\n" for line in [*self.commands(), command]))
+
+    def commands(self):
+        """The command lines that this folder was made with."""
+        path = self.folder / "figures" / "commands.txt"
+        return path.read_text().splitlines() if path.is_file() else []
 
     def needs(self, stage, name="all"):
         """The figures of a part that another one follows from. ValueError, saying what to run, if it is not finished."""
