@@ -174,7 +174,7 @@ def equality(figures):
         EQUAL,
         outputs=f"{sum(row['prompts'] for row in rows):,}",
         tokens=f"{sum(row['tokens'] for row in rows):,}",
-        found="none differs from" if not other else f"**{other} outputs differ from**",
+        found=f"**{other} differ{'s' * (other == 1)} from**" if other else "none differs from",
     )
 
 
