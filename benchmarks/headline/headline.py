@@ -8,12 +8,28 @@ Stages, each of which goes on where it was cut off: `target` (a Llama of 135 mil
 mathematics; --width and --layers change its size), `answers` (it answers training prompts), `heads` (every family and a draft
 model, the same minutes each), `acceptance` (tokens per step on held-out prompts), `speed` (these replayed on the 8B shape).
 
-On a machine with several GPUs the parts of `heads`, `acceptance` and `speed` are divided among them (--gpus).
+On a machine with several GPUs the parts of `heads`, `acceptance` and `speed` are divided among them (--gpus), one process each.
 
-Times, estimated for one H200 from known rates (a step's products at half of a large product's rate): see PLAN below.
+A cluster that lends machines for minutes: figures are small and are kept in WORK/figures, so `speed` can run later, elsewhere, from
+them and WORK/settings.json alone. The target cannot wait: its 270 MB in bf16 and the heads' are on the machine's disk, and `target`
+to `acceptance` need one machine for as long. Each line below is a command of less than 10 minutes; what was cut off goes on with
+the same line. Minutes are estimates, from a target that trains 0.4 million tokens a second and heads at half of the products' rate:
+
+    H="python benchmarks/headline/headline.py --math gsm8k_train.jsonl --seed 0 --work runs/headline-0"
+    $H --stage target                  # one or two GPUs  8: 2.5 of source, tokenizer, compilation; 4.5 of training; held-out bits
+    $H --stage answers,heads           # two GPUs         9: 32,000 answers in 2, four heads a GPU in 1.7 each
+    $H --stage acceptance              # two GPUs         5: four sources a GPU
+    tar czf headline-0.tgz -C runs headline-0/figures headline-0/settings.json        # a megabyte or two: all that is kept
+
+    tar xzf headline-0.tgz -C runs     # another day, another machine
+    $H --stage speed --output headline-seed-0          # two GPUs 4, one GPU 7; the second seed's on the same machine after it
+
+On one GPU `heads` takes 12 minutes and `acceptance` 7, so all four 29; --target-minutes 3.5 --head-minutes 0.7 makes it 25. A
+signal or a limit in the middle of `target` loses it; of other stages it loses the part that ran.
 """
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -29,6 +45,7 @@ from headstart.benchmarks.headline.settings import STAGES, Settings, check_math
 from headstart.benchmarks.headline.target import load_make, train_draft, train_target
 from headstart.benchmarks.headline.work_folder import WorkFolder
 from headstart.evaluation.results import Report, command_line
+from headstart.heads.storage.atomic_write import write_json
 from headstart.heads.storage.user_errors import exit_status
 from headstart.inference.models.target_source import choose_device
 
@@ -51,7 +68,10 @@ def parse(arguments):
     )
     parser.add_argument("--only", help='parts of heads, acceptance and speed, with semicolons: "EAGLE-3; draft model"')
     parser.add_argument("--gpus", type=int, help="GPUs to divide parts among (default: all)")
-    parser.add_argument("--output", help="write all figures as JSON here; a bare NAME: into benchmarks/results")
+    parser.add_argument(
+        "--output",
+        help="write all figures as JSON here; a bare NAME: into benchmarks/results (default: WORK/result.json)",
+    )
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)  # of a call that divides its parts
     parser.add_argument("--commit", help="commit of the code, if this is not a git checkout")
     for one in fields(Settings):
@@ -78,7 +98,8 @@ def main(arguments=None):
     if options.gpus is not None and not 1 <= options.gpus <= gpus:
         raise ValueError(f"--gpus must be from 1 to the {gpus} that are here, got {options.gpus}")
     command = command_line("benchmarks/headline/headline.py", arguments)
-    report = Report("headline", {}, device, command, vars(settings), options.output, options.commit)
+    output = options.output or str(Path(options.work) / "result.json")
+    report = Report("headline", {}, device, command, vars(settings), output, options.commit)
     work = WorkFolder(options.work, settings)
     if not options.child:
         work.add_command(command)
@@ -89,7 +110,10 @@ def main(arguments=None):
         run.stage(stage)
         print(f"{stage}: {(time.perf_counter() - began) / 60:.1f} minutes", flush=True)
     collect(work, report)
-    report.finish()
+    # Not Report.finish, which prints the whole object: it is of megabytes.
+    write_json(report.path, report.head | {"facts": report.facts, "rows": report.rows}, indent=1, ensure_ascii=True)
+    left = {stage: len(run.parts(stage)) for stage in STAGES if run.parts(stage)}
+    print(json.dumps({"name": "headline", "written": str(report.path), "rows": len(report.rows), "parts_left": left}))
     return 0
 
 

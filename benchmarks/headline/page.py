@@ -1,6 +1,6 @@
 """Write the page of the headline, benchmarks.md in docs/, and the chart beside it, from the results of several seeds.
 
-    python benchmarks/headline/page.py benchmarks/results/2026-11-25-headline-seed-0.json benchmarks/results/...-seed-1.json
+    python benchmarks/headline/page.py benchmarks/results/*-headline-seed-*.json
 
 Every figure on the page is of these files; what is not in them is said to be missing. The last line printed is the line of Markdown
 that shows the chart in the README.
@@ -37,6 +37,7 @@ from headstart.evaluation.charts import as_file, bar_chart
 from headstart.heads.storage.atomic_write import write_whole
 from headstart.heads.storage.user_errors import exit_status
 
+PAGE, CHART = "benchmarks.md", "benchmarks.svg"
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 DIFFERENT = {"seed", "device", "math", "speed_minutes"}  # settings that results of one page need not share
 
@@ -50,10 +51,10 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
     figures = Figures(read_results(options.results))
     folder = Path(options.folder)
-    write_whole(folder / "benchmarks.svg", as_file(draw(figures)))
-    write_whole(folder / "benchmarks.md", write_page(figures, options.results))
-    print(f"written to {folder / 'benchmarks.md'} and {folder / 'benchmarks.svg'}; for the README:")
-    print("![Tokens a step of each family of heads](docs/benchmarks.svg)")
+    write_whole(folder / CHART, as_file(draw(figures)))
+    write_whole(folder / PAGE, write_page(figures, options.results))
+    print(f"written to {folder / PAGE} and {folder / CHART}; for the README:")
+    print(f"![Tokens a step of each family of heads](docs/{CHART})")
     return 0
 
 
@@ -115,7 +116,7 @@ def write_page(figures, paths):
             commit=first["commit"],
         ),
         "\n".join(f"    {command}" for command in first["facts"]["commands"]),
-        "![Tokens a step](benchmarks.svg)",
+        f"![Tokens a step]({CHART})",
         "## What was trained",
         trained_table(figures),
         fill(TRAINED, answers=f"{first['facts']['answers']['answered']:,}"),

@@ -18,7 +18,7 @@ LENGTHS = {
     "Medusa, LK": 14,
     "n-gram": 12,
 }
-PROMPTS = 5
+PROMPTS = 6
 
 
 def acceptance_row(source, draft, subject, temperature, batch, tokens):
@@ -72,7 +72,7 @@ def made_up(seed, more=0, speed=True):
     return {
         "name": "headline",
         "commit": "abc",
-        "settings": {"seed": seed, "depth": 5, "batch": 64, "nodes": 64, "prompts": 5, "alone": 5, "head_minutes": 1.0}
+        "settings": {"seed": seed, "depth": 5, "batch": 64, "nodes": 64, "prompts": 6, "alone": 6, "head_minutes": 1.0}
         | {"shape": "llama-3-8b", "speed_prompt": 1000, "speed_tokens": 256, "device": "auto"},
         "facts": {
             "target": {"training": training, "bits_per_byte": bits, "hardware": "NVIDIA H200"},
