@@ -8,8 +8,9 @@ class Source:
     """Something that drafts.
 
     name: as the tables say it; trainer: the module of train/ that trains it, and its key in random_heads.py, or None; keys: of the
-    trainer's recipe; the name of a setting in braces stands for its value; trees: whether trees are measured beside the chain;
-    rival: the source that it is compared with, which differs in the loss alone; replayed: whether it stands in the table of speed
+    trainer's recipe, where the name of a setting in braces stands for its value, {slots} for one more than the depth; trees:
+    whether trees are measured beside the chain; rival: the source that it is compared with, which differs in the loss alone;
+    replayed: whether it stands in the table of speed, for which random_heads.py must know it
     """
 
     name: str
@@ -27,7 +28,7 @@ class Source:
     def recipe(self, settings):
         """The keys as the trainer takes them."""
         return {
-            name: str(value).format(**vars(settings)) if isinstance(value, str) else value
+            name: value.format(**vars(settings), slots=settings.depth + 1) if isinstance(value, str) else value
             for name, value in self.keys.items()
         }
 

@@ -171,12 +171,15 @@ def equality(figures):
     """A sentence on equal tokens."""
     rows = [row for rows in figures.acceptance for row in rows]
     other = sum(row["other_outputs"] for row in rows)
-    return fill(
+    parts = [part for result in figures.results for part in result["facts"]["acceptance"].values()]
+    alone = max(part["plain_other_outputs"] for part in parts)
+    text = fill(
         EQUAL,
         outputs=f"{sum(row['prompts'] for row in rows):,}",
         tokens=f"{sum(row['tokens'] for row in rows):,}",
         found=f"**{other} differ{'s' * (other == 1)} from**" if other else "none differs from",
     )
+    return text + (f" **Plain decoding alone and beside others differ in {alone}.**" if alone else "")
 
 
 def speed_parts(figures, settings):

@@ -108,7 +108,14 @@ class Meter:
         self.work.keep(
             "acceptance",
             source.slug,
-            {"name": source.name, "rows": rows, "trees": texts, "depth": depth, "hardware": hardware_name(self.device)},
+            {
+                "name": source.name,
+                "rows": rows,
+                "trees": texts,
+                "depth": depth,
+                "plain_other_outputs": self.plain_differs,
+            }
+            | {"hardware": hardware_name(self.device)},
         )
 
     def speculation(self, source):

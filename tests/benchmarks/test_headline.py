@@ -119,7 +119,9 @@ def test_the_trainer_of_a_family_takes_its_keys(name):
     keys = {"target": "t", "data": "d", "output": "o"} | source.recipe(Settings.at("full", depth=3))
     recipe = parse_recipe(script.Recipe, words(keys), "")
     depths = {
-        getattr(recipe, one) for one in ("num_heads", "num_steps", "num_speculative_tokens") if hasattr(recipe, one)
+        getattr(recipe, one)
+        for one in ("num_heads", "num_steps", "num_speculative_tokens", "num_depths")
+        if hasattr(recipe, one)
     }
     assert 3 in depths
     assert recipe.loss == ("lk" if source.rival else "kl")

@@ -78,6 +78,7 @@ def made_up(seed, more=0, speed=True):
             "target": {"training": training, "bits_per_byte": bits, "hardware": "NVIDIA H200"},
             "answers": {"answered": 32000},
             "heads": {"eagle-3": head},
+            "acceptance": {"eagle-3": {"plain_other_outputs": 0}},
             "speed": {"eagle-3": {"plain": plain, "hardware": "NVIDIA H200"}} if speed else {},
             "commands": ["python benchmarks/headline/headline.py --seed 0"],
         },
@@ -148,11 +149,13 @@ def test_what_is_missing_is_said(write):
     result = made_up(0, speed=False)
     result["rows"] = [row for row in result["rows"] if row["source"] != "EAGLE"]
     result["rows"][0]["other_outputs"] = 1
+    result["facts"]["acceptance"]["eagle-3"]["plain_other_outputs"] = 2
     text = write(result)
     assert "Not measured in these runs" in text
     assert line(text, "EAGLE-3 > EAGLE, chain")[-1] == "not measured"
     assert line(text, "EAGLE-3")[-1] == "one seed"
     assert "**1 differs from** plain decoding" in text
+    assert "alone and beside others differ in 2" in text
 
 
 @pytest.mark.parametrize(
