@@ -16,16 +16,17 @@ to `acceptance` need one machine for as long. Each line below is a command of le
 the same line. Minutes are estimates, from a target that trains 0.4 million tokens a second and heads at half of the products' rate:
 
     H="python benchmarks/headline/headline.py --math gsm8k_train.jsonl --seed 0 --work runs/headline-0"
-    $H --stage target                  # one or two GPUs  8: 2.5 of source, tokenizer, compilation; 4.5 of training; held-out bits
+    $H --stage target                  # one or two GPUs  7: 3 of source, tokenizer, compilation, held-out bits; 4 of training
     $H --stage answers,heads           # two GPUs         9: 32,000 answers in 2, four heads a GPU in 1.7 each
-    $H --stage acceptance              # two GPUs         5: four sources a GPU
-    tar czf headline-0.tgz -C runs headline-0/figures headline-0/settings.json        # a megabyte or two: all that is kept
+    $H --stage acceptance              # two GPUs         6: four sources a GPU, twelve engines
+    tar czf headline-0.tgz -C runs headline-0/figures headline-0/settings.json        # less than a megabyte
 
     tar xzf headline-0.tgz -C runs     # another day, another machine
-    $H --stage speed --output headline-seed-0          # two GPUs 4, one GPU 7; the second seed's on the same machine after it
+    $H --stage speed --output headline-seed-0          # two GPUs 5, one GPU 9; the second seed's on the same machine after it
 
-On one GPU `heads` takes 12 minutes and `acceptance` 7, so all four 29; --target-minutes 3.5 --head-minutes 0.7 makes it 25. A
-signal or a limit in the middle of `target` loses it; of other stages it loses the part that ran.
+So a seed takes 22 minutes of two GPUs, the start of the machine left out, and the replay of both seeds 10. On one GPU `heads` takes
+12 and `acceptance` 9, so all four 30: --target-minutes 3 --head-minutes 0.6 --alone 8 makes it 25. A signal or a limit in the
+middle of `target` loses it; of other stages it loses the part that ran.
 """
 
 import argparse
@@ -41,8 +42,10 @@ import torch
 
 from headstart.benchmarks.headline.families import DRAFT_MODEL, HEADS, SOURCES, choose
 from headstart.benchmarks.headline.heads import answer_prompts, train_head
+from headstart.benchmarks.headline.replay import Replay, check_shape
 from headstart.benchmarks.headline.settings import STAGES, Settings, check_math
 from headstart.benchmarks.headline.target import load_make, train_draft, train_target
+from headstart.benchmarks.headline.tokens_per_step import Meter
 from headstart.benchmarks.headline.work_folder import WorkFolder
 from headstart.evaluation.results import Report, command_line
 from headstart.heads.storage.atomic_write import write_json
@@ -94,6 +97,8 @@ def main(arguments=None):
     if "target" in stages:
         check_math(settings)
         load_make()
+    if "speed" in stages:
+        check_shape(settings, device)
     gpus = torch.cuda.device_count() if device.type == "cuda" else 1
     if options.gpus is not None and not 1 <= options.gpus <= gpus:
         raise ValueError(f"--gpus must be from 1 to the {gpus} that are here, got {options.gpus}")
@@ -110,7 +115,7 @@ def main(arguments=None):
         run.stage(stage)
         print(f"{stage}: {(time.perf_counter() - began) / 60:.1f} minutes", flush=True)
     collect(work, report)
-    # Not Report.finish, which prints the whole object: it is of megabytes.
+    # Not Report.finish, which prints the whole object: it has hundreds of kilobytes.
     write_json(report.path, report.head | {"facts": report.facts, "rows": report.rows}, indent=1, ensure_ascii=True)
     left = {stage: len(run.parts(stage)) for stage in STAGES if run.parts(stage)}
     print(json.dumps({"name": "headline", "written": str(report.path), "rows": len(report.rows), "parts_left": left}))
@@ -138,11 +143,11 @@ class Run:
         """What is left of a stage, in words."""
         left, minutes = self.parts(stage), self.settings
         each = {
-            "target": minutes.target_minutes + 2.5,
+            "target": minutes.target_minutes + 3,
             "answers": self.settings.num_answers * self.settings.answer_tokens / 2 / 60_000 / 60 + 0.5,
             "heads": minutes.head_minutes + 0.6,
-            "acceptance": 0.8,
-            "speed": 0.8,
+            "acceptance": 1.1,
+            "speed": 1.1,
         }[stage]
         if not left:
             return "finished before"
@@ -161,7 +166,7 @@ class Run:
         elif stage == "answers":
             answer_prompts(self.settings, self.work, self.device)
         elif stage == "heads":
-            for source in self.named(left):
+            for source in self.in_turn(left):
                 if source == DRAFT_MODEL:
                     train_draft(self.settings, self.work, self.device)
                 else:
@@ -172,32 +177,35 @@ class Run:
     def named(self, slugs):
         return [source for source in SOURCES if source.slug in slugs]
 
+    def in_turn(self, slugs):
+        """The sources one after the other, each announced with the time that the ones before took."""
+        sources, began = self.named(slugs), time.perf_counter()
+        for done, source in enumerate(sources):
+            minutes = (time.perf_counter() - began) / 60
+            rest = f", about {minutes / done * (len(sources) - done):.1f} minutes to go" if done else ""
+            print(f"\n{source.name} ({done + 1} of {len(sources)}){rest}", flush=True)
+            yield source
+
     def measure(self, stage, left):
         """Measure the parts of a stage that share one loaded target."""
         if stage == "acceptance":
-            from headstart.benchmarks.headline.tokens_per_step import Meter
-
             self.work.needs("target")
             meter = Meter(self.settings, self.work, self.device)
             if meter.plain_differs:
                 print(
                     f"{meter.plain_differs} outputs of plain decoding alone DIFFER from those beside others", flush=True
                 )
-            for number, source in enumerate(self.named(left), 1):
-                print(f"{source.name} ({number} of {len(left)})", flush=True)
+            for source in self.in_turn(left):
                 meter.measure(source)
             return
-        from headstart.benchmarks.headline.replay import Replay
-
         for source in self.named(left):
             self.work.needs("acceptance", source.slug)
         replay = Replay(self.settings, self.work, self.device)
         if LIBRARY in left:
             replay.measure_library()
-        for number, source in enumerate(self.named(left), 1):
+        for source in self.in_turn(left):
             if replay.out_of_time():
                 break
-            print(f"{source.name} ({number} of {len(left)})", flush=True)
             replay.measure(source)
         if rest := self.parts(stage):
             print(f"{len(rest)} parts are left, the same command goes on with {rest[0]}", flush=True)

@@ -10,6 +10,7 @@ fourth stage, for one request; many at once are measured with chains, because 64
 import random
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -28,6 +29,22 @@ from .peer_assisted import draft_config, measure_assisted
 PLAIN = "plain"
 
 
+def check_shape(settings, device):
+    """ValueError for a shape that there is not, or that does not fit; the trained target's own is not looked at."""
+    if settings.shape != "target":
+        config_of_shape(settings.shape)
+        check_fits(settings.shape, device, dtype_on(device), num_bytes=partial(bytes_with_medusa, settings.depth))
+
+
+def dtype_on(device):
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def bytes_with_medusa(depth, config, dtype):
+    """Bytes of a target and of the largest of the heads beside it."""
+    return bytes_with_head(config, dtype, "medusa", depth)
+
+
 class Replay:
     """A model of the shape with random weights, and plain decoding on it."""
 
@@ -36,8 +53,8 @@ class Replay:
         self.shape = str(work.target) if settings.shape == "target" else settings.shape
         self.config = config_of_shape(self.shape)
         self.config.eos_token_id = None  # outputs are random, and none ends early
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        check_fits(self.shape, device, dtype, num_bytes=lambda *of: bytes_with_head(*of, "medusa", settings.depth))
+        dtype = dtype_on(device)
+        check_fits(self.shape, device, dtype, num_bytes=partial(bytes_with_medusa, settings.depth))
         self.length = settings.speed_prompt + settings.speed_tokens
         self.base = LLM(
             self.config,

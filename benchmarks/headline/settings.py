@@ -32,7 +32,7 @@ class Settings:
     row_length: int = option(1024, "tokens of a packed row", tiny=256)
     target_rows: int = option(64, "rows of a step of the target and of the draft model", tiny=2)
     head_rows: int = option(16, "rows of a step of the heads", tiny=4)
-    target_minutes: float = option(4.5, "minutes of training of the target", tiny=0.1)
+    target_minutes: float = option(4.0, "minutes of training of the target", tiny=0.1)
     head_minutes: float = option(1.0, "minutes of training of each head and of the draft model", tiny=0.02)
     speed_minutes: float = option(9.0, "the second table starts no further line after so many minutes", tiny=0.5)
     trial_steps: int = option(40, "steps of the trial that tells how many steps a head makes in its minutes", tiny=4)

@@ -136,6 +136,7 @@ def test_what_is_wrong_is_said_before_long_work_starts(mathematics, tmp_path):
         (["--math", "gone.jsonl"], "there is no file gone.jsonl"),
         (["--math", mathematics, "--width", "100"], "--width must be a multiple of 64, got 100"),
         (["--math", mathematics, "--gpus", "7"], "--gpus must be from 1 to the 1"),
+        (["--math", mathematics, "--shape", "llama-4"], "llama-4"),
         (["--stage", "answers"], "holds no finished stage target"),
     ):
         with pytest.raises(ValueError, match=words_of_error):
