@@ -128,19 +128,25 @@ class Claim:
         found = [difference(*pair) for pair in self.pairs]
         above, below = ([one for one in found if sign * one[0] > 0] for sign in (1, -1))
         clear, clear_below = sum(low > 0 for _, low, _ in above), sum(high < 0 for *_, high in below)
-        if not found:
-            verdict = "not measured"
-        elif not below:
-            verdict = "confirmed" if clear == len(found) else "confirmed, not everywhere clear" if above else "equal"
-        elif not above:
-            verdict = "contradicted" if clear_below == len(found) else "contradicted, not everywhere clear"
-        else:
-            verdict = "both ways" if clear and clear_below else "confirmed where it is clear" if clear else "not clear"
-            verdict = "contradicted where it is clear" if clear_below and not clear else verdict
+        verdict = judge(len(found), len(above), clear, len(below), clear_below)
         counts = [
             f"{len(some)} of {len(found)} ({number} clear)" for some, number in ((above, clear), (below, clear_below))
         ]
         return [self.words, *counts, verdict]
+
+
+def judge(total, above, clear, below, clear_below):
+    """The verdict on so many comparisons."""
+    if not total:
+        return "not measured"
+    if not clear and not clear_below:
+        return "not clear" if above or below else "equal"
+    if clear and clear_below:
+        return "both ways"
+    word, number, against = ("confirmed", clear, below) if clear else ("contradicted", clear_below, above)
+    if number == total:
+        return word
+    return f"{word} where it is clear" if against else f"{word}, not clear everywhere"
 
 
 def difference(greater, less):

@@ -8,9 +8,9 @@ commit {commit}):
 """
 
 TRAINED = """
-Bits per byte are of answers to held-out requests. Minutes are of steps alone: start and compilation do not count. Heads and draft
-model saw the same {answers} answers of the target; the draft model, which begins with nothing, saw the target's own corpus in the
-first half of its minutes.
+Bits per byte are of answers to held-out requests, the draft model's of those alone that are measured below. Minutes are of steps
+alone: start and compilation do not count. Heads and draft model saw the same {answers} answers of the target; the draft model,
+which begins with nothing, saw the target's own corpus in the first half of its minutes.
 """
 
 TOKENS = """

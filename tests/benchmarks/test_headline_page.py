@@ -7,7 +7,7 @@ import pytest
 
 from headstart.benchmarks.headline import page
 from headstart.benchmarks.headline.families import SOURCES
-from headstart.benchmarks.headline.page_tables import Figures, claims, difference
+from headstart.benchmarks.headline.page_tables import Figures, claims, difference, judge
 
 LENGTHS = {
     "EAGLE-3": 30,
@@ -143,6 +143,25 @@ def test_claims_are_confirmed_or_contradicted_by_differences_on_the_same_prompts
     middle, low, high = difference(rows[0] | other, rows[0] | by_prompt)
     assert low < 0 < middle < high
     assert {claim.words for claim in claims(Figures(results))} >= {"MLP speculator > Medusa, best tree"}
+
+
+@pytest.mark.parametrize(
+    ("total", "above", "clear", "below", "clear_below", "verdict"),
+    [
+        (8, 8, 8, 0, 0, "confirmed"),
+        (8, 7, 3, 0, 0, "confirmed, not clear everywhere"),
+        (8, 6, 3, 2, 0, "confirmed where it is clear"),
+        (8, 6, 3, 2, 1, "both ways"),
+        (8, 7, 0, 1, 0, "not clear"),
+        (8, 0, 0, 0, 0, "equal"),
+        (8, 0, 0, 8, 8, "contradicted"),
+        (8, 1, 0, 7, 2, "contradicted where it is clear"),
+        (8, 0, 0, 7, 2, "contradicted, not clear everywhere"),
+        (0, 0, 0, 0, 0, "not measured"),
+    ],
+)
+def test_a_verdict_follows_from_the_comparisons_that_are_clear(total, above, clear, below, clear_below, verdict):
+    assert judge(total, above, clear, below, clear_below) == verdict
 
 
 def test_what_is_missing_is_said(write):
