@@ -41,6 +41,7 @@ svg .node-label { font-size: 10.5px; }
 .grid { stroke: var(--grid); }
 .line { fill: none; stroke-width: 1.75; stroke-linejoin: round; stroke-linecap: round; }
 .leader { stroke: var(--rule); }
+.interval { fill: none; stroke: var(--ink); stroke-width: 1.5; }
 .marked { fill: none; stroke: var(--series-1); stroke-width: 2.5; }
 .cell, .node { fill: var(--heat); }
 .node-back { fill: var(--paper); }
@@ -128,25 +129,34 @@ def line_chart(series, *, title, y_label, x_label="training step", start=None, y
 def bar_chart(bars, *, title, unit):
     """Horizontal bars from zero, each with its name and figure.
 
-    bars: list of (name, value >= 0); unit: of the values. Returns "" if there is no finite value.
+    bars: list of (name, value >= 0), or of (name, value, low, high) with the ends of an interval; unit: of the values. Returns ""
+    if there is no finite value.
     """
-    bars = [(name, value) for name, value in bars if math.isfinite(value)]
+    bars = [bar for bar in bars if all(map(math.isfinite, bar[1:]))]
     if not bars:
         return ""
     row_h, top, figure_w = 30, 30, 64
-    left = 14 + 7 * max(len(name) for name, _ in bars)
+    left = 14 + 7 * max(len(name) for name, *_ in bars)
     width, height = 480, top + len(bars) * row_h + 26
-    longest = max(value for _, value in bars) or 1
+    longest = max(max(values) for _, *values in bars) or 1
     parts = [_open(width, height, title), _text(0, 14, title, anchor="start", kind="heading")]
-    for i, (name, value) in enumerate(bars):
-        y, length = top + i * row_h, max(width - left - figure_w, 40) * value / longest
+    for i, (name, value, *interval) in enumerate(bars):
+        y = top + i * row_h
+        length, *ends = (max(width - left - figure_w, 40) * x / longest for x in (value, *interval))
         figure = f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
         parts.append(_text(left - 10, y + 20, name, anchor="end"))
         parts.append(
             f'<rect class="bars" x="{left}" y="{y + 6}" width="{length:.1f}" height="{row_h - 10}" rx="3" '
             f'style="fill:var(--series-{i % NUM_SERIES_COLOURS})"/>'
         )
-        parts.append(_text(left + length + 8, y + 20, figure, anchor="start", kind="name"))
+        if ends:
+            low, high = (left + end for end in ends)
+            middle = y + row_h / 2 + 1
+            parts.append(
+                f'<path class="interval" d="M{low:.1f},{middle - 4} V{middle + 4} M{low:.1f},{middle} H{high:.1f} '
+                f'M{high:.1f},{middle - 4} V{middle + 4}"><title>{interval[0]:.3g} to {interval[1]:.3g}</title></path>'
+            )
+        parts.append(_text(left + max(length, *ends, 0) + 8, y + 20, figure, anchor="start", kind="name"))
     parts.append(_text(left, height - 8, unit, anchor="start", kind="axis"))
     return "".join([*parts, "</svg>"])
 

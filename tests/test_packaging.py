@@ -86,7 +86,7 @@ MOST_FILES, MOST_LINES = 16, 400  # of a room, of a file
 # heads/export.py only makes `python -m heads.export` work from the checkout; nothing imports it.
 STUB = "heads/export.py"
 # Folders of scripts: each stands first on sys.path while one of its scripts runs.
-SCRIPT_FOLDERS = ("train", "benchmarks/training", "benchmarks/proofs", "assets/make")
+SCRIPT_FOLDERS = ("train", "benchmarks/headline", "benchmarks/training", "benchmarks/proofs", "assets/make")
 MODULES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 TEST_MODULES = sorted((ROOT / "tests").rglob("test_*.py"))
 

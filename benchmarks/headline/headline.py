@@ -1,0 +1,270 @@
+"""The headline: what each family of heads is worth on a chat target that is trained here, from one command per seed.
+
+    python benchmarks/headline/headline.py --math gsm8k_train.jsonl --seed 0 --work runs/headline-0 --output headline-seed-0
+    python benchmarks/headline/headline.py --math gsm8k_train.jsonl --scale tiny --work runs/tiny    # a CPU, two minutes
+    python benchmarks/headline/page.py benchmarks/results/*-headline-seed-*.json                     # the page and the chart
+
+Stages, each of which goes on where it was cut off: `target` (a Llama of 135 million parameters, trained on Python functions and
+mathematics; --width and --layers change its size), `answers` (it answers training prompts), `heads` (every family and a draft
+model, the same minutes each), `acceptance` (tokens per step on held-out prompts), `speed` (these replayed on the 8B shape).
+
+On a machine with several GPUs the parts of `heads`, `acceptance` and `speed` are divided among them (--gpus), one process each.
+
+A cluster that lends machines for minutes: figures are small and are kept in WORK/figures, so `speed` can run later, elsewhere, from
+them and WORK/settings.json alone. The target cannot wait: its 270 MB in bf16 and the heads' are on the machine's disk, and `target`
+to `acceptance` need one machine for as long. Each line below is a command of less than 10 minutes; what was cut off goes on with
+the same line. Minutes are estimates, from a target that trains 0.4 million tokens a second and heads at half of the products' rate:
+
+    H="python benchmarks/headline/headline.py --math gsm8k_train.jsonl --seed 0 --work runs/headline-0"
+    $H --stage target                  # one or two GPUs  7: 3 of source, tokenizer, compilation, held-out bits; 4 of training
+    $H --stage answers,heads           # two GPUs         9: 32,000 answers in 2, four heads a GPU in 1.7 each
+    $H --stage acceptance              # two GPUs         6: four sources a GPU, twelve engines
+    tar czf headline-0.tgz -C runs headline-0/figures headline-0/settings.json        # less than a megabyte
+
+    tar xzf headline-0.tgz -C runs     # another day, another machine
+    $H --stage speed --output headline-seed-0          # two GPUs 5, one GPU 9; the second seed's on the same machine after it
+
+So a seed takes 22 minutes of two GPUs, the start of the machine left out, and the replay of both seeds 10. On one GPU `heads` takes
+12 and `acceptance` 9, so all four 30: --target-minutes 3 --head-minutes 0.6 --alone 8 makes it 25. A signal or a limit in the
+middle of `target` loses it; of other stages it loses the part that ran.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+
+from headstart.benchmarks.headline.families import DRAFT_MODEL, HEADS, SOURCES, choose
+from headstart.benchmarks.headline.heads import answer_prompts, train_head
+from headstart.benchmarks.headline.replay import Replay, check_shape
+from headstart.benchmarks.headline.settings import STAGES, Settings, check_math
+from headstart.benchmarks.headline.target import load_make, train_draft, train_target
+from headstart.benchmarks.headline.tokens_per_step import Meter
+from headstart.benchmarks.headline.work_folder import WorkFolder
+from headstart.evaluation.results import Report, command_line
+from headstart.heads.storage.atomic_write import write_json
+from headstart.heads.storage.user_errors import exit_status
+from headstart.inference.models.target_source import choose_device
+
+LIBRARY = "transformers"  # the part of `speed` that is not a source of drafts
+POLL = 2.0  # seconds
+
+
+def parse(arguments):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--work", required=True, help="folder for models, data and figures; the same command goes on in it"
+    )
+    parser.add_argument(
+        "--scale", choices=("full", "tiny"), default="full", help="values of all options below (default full)"
+    )
+    parser.add_argument(
+        "--stage", default=",".join(STAGES), help=f"stages to run, with commas (default {','.join(STAGES)})"
+    )
+    parser.add_argument("--only", help='parts of heads, acceptance and speed, with semicolons: "EAGLE-3; draft model"')
+    parser.add_argument("--gpus", type=int, help="GPUs to divide parts among (default: all)")
+    parser.add_argument(
+        "--output",
+        help="write all figures as JSON here; a bare NAME: into benchmarks/results (default: WORK/result.json)",
+    )
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)  # of a call that divides its parts
+    parser.add_argument("--commit", help="commit of the code, if this is not a git checkout")
+    for one in fields(Settings):
+        kind = {"action": argparse.BooleanOptionalAction} if one.type is bool else {"type": one.type, "metavar": "X"}
+        text = f"{one.metadata['help']} (full {one.default!r}, tiny {one.metadata['tiny']!r})".replace("%", "%%")
+        parser.add_argument(f"--{one.name.replace('_', '-')}", help=text, **kind)
+    return parser.parse_args(arguments)
+
+
+def main(arguments=None):
+    options = parse(arguments)
+    settings = Settings.at(options.scale, **{one.name: getattr(options, one.name) for one in fields(Settings)})
+    stages = [name.strip() for name in options.stage.split(",")]
+    unknown = [name for name in stages if name not in STAGES]
+    if unknown:
+        raise ValueError(f"--stage {unknown[0]!r} is not known; stages are {', '.join(STAGES)}")
+    sources, device = choose(options.only), choose_device(settings.device)
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # products this small are slower on several, and far slower beside other work
+    if "target" in stages:
+        check_math(settings)
+        load_make()
+    if "speed" in stages:
+        check_shape(settings, device)
+    gpus = torch.cuda.device_count() if device.type == "cuda" else 1
+    if options.gpus is not None and not 1 <= options.gpus <= gpus:
+        raise ValueError(f"--gpus must be from 1 to the {gpus} that are here, got {options.gpus}")
+    command = command_line("benchmarks/headline/headline.py", arguments)
+    output = options.output or str(Path(options.work) / "result.json")
+    report = Report("headline", {}, device, command, vars(settings), output, options.commit)
+    work = WorkFolder(options.work, settings)
+    if not options.child:
+        work.add_command(command)
+    run = Run(settings, work, device, sources, options.gpus or gpus, sys.argv[1:] if arguments is None else arguments)
+    for stage in stages:
+        began = time.perf_counter()
+        print(f"\n{stage}: {run.estimate(stage)}", flush=True)
+        run.stage(stage)
+        print(f"{stage}: {(time.perf_counter() - began) / 60:.1f} minutes", flush=True)
+    collect(work, report)
+    # Not Report.finish, which prints the whole object: it has hundreds of kilobytes.
+    write_json(report.path, report.head | {"facts": report.facts, "rows": report.rows}, indent=1, ensure_ascii=True)
+    left = {stage: len(run.parts(stage)) for stage in STAGES if run.parts(stage)}
+    print(json.dumps({"name": "headline", "written": str(report.path), "rows": len(report.rows), "parts_left": left}))
+    return 0
+
+
+class Run:
+    """The stages on one device, or their parts on several."""
+
+    def __init__(self, settings, work, device, sources, gpus, arguments):
+        self.settings, self.work, self.device, self.sources = settings, work, device, sources
+        self.gpus, self.arguments = gpus, arguments
+
+    def parts(self, stage):
+        """Names of a stage's parts that are not finished."""
+        names = {"target": ["all"], "answers": ["all"]}.get(stage)
+        if names is None:
+            chosen = [one for one in self.sources if stage != "heads" or one in (*HEADS, DRAFT_MODEL)]
+            names = [one.slug for one in chosen if stage != "speed" or one.replayed]
+            if stage == "speed" and DRAFT_MODEL in self.sources:
+                names.append(LIBRARY)
+        return [name for name in names if self.work.figures(stage, name) is None]
+
+    def estimate(self, stage):
+        """What is left of a stage, in words."""
+        left, minutes = self.parts(stage), self.settings
+        each = {
+            "target": minutes.target_minutes + 3,
+            "answers": self.settings.num_answers * self.settings.answer_tokens / 2 / 60_000 / 60 + 0.5,
+            "heads": minutes.head_minutes + 0.6,
+            "acceptance": 1.1,
+            "speed": 1.1,
+        }[stage]
+        if not left:
+            return "finished before"
+        share = -(-len(left) // self.gpus)
+        rate = f", about {share * each:.0f} minutes" if self.device.type == "cuda" else ""
+        return f"{len(left)} part{'s' * (len(left) > 1)} to do{rate}"
+
+    def stage(self, stage):
+        left = self.parts(stage)
+        if not left:
+            return
+        if self.gpus > 1 and len(left) > 1:
+            self.divide(stage, left)
+        elif stage == "target":
+            train_target(self.settings, self.work, self.device)
+        elif stage == "answers":
+            answer_prompts(self.settings, self.work, self.device)
+        elif stage == "heads":
+            for source in self.in_turn(left):
+                if source == DRAFT_MODEL:
+                    train_draft(self.settings, self.work, self.device)
+                else:
+                    train_head(source, self.settings, self.work, self.device)
+        else:
+            self.measure(stage, left)
+
+    def named(self, slugs):
+        return [source for source in SOURCES if source.slug in slugs]
+
+    def in_turn(self, slugs):
+        """The sources one after the other, each announced with the time that the ones before took."""
+        sources, began = self.named(slugs), time.perf_counter()
+        for done, source in enumerate(sources):
+            minutes = (time.perf_counter() - began) / 60
+            rest = f", about {minutes / done * (len(sources) - done):.1f} minutes to go" if done else ""
+            print(f"\n{source.name} ({done + 1} of {len(sources)}){rest}", flush=True)
+            yield source
+
+    def measure(self, stage, left):
+        """Measure the parts of a stage that share one loaded target."""
+        if stage == "acceptance":
+            self.work.needs("target")
+            meter = Meter(self.settings, self.work, self.device)
+            if meter.plain_differs:
+                print(
+                    f"{meter.plain_differs} outputs of plain decoding alone DIFFER from those beside others", flush=True
+                )
+            for source in self.in_turn(left):
+                meter.measure(source)
+            return
+        for source in self.named(left):
+            self.work.needs("acceptance", source.slug)
+        replay = Replay(self.settings, self.work, self.device)
+        if LIBRARY in left:
+            replay.measure_library()
+        for source in self.in_turn(left):
+            if replay.out_of_time():
+                break
+            replay.measure(source)
+        if rest := self.parts(stage):
+            print(f"{len(rest)} parts are left, the same command goes on with {rest[0]}", flush=True)
+
+    def divide(self, stage, left):
+        """Run the parts in one process per GPU. Each writes what it prints into a file of the work folder."""
+        if DRAFT_MODEL.slug in left:  # whose process measures the library, too
+            left = [name for name in left if name != LIBRARY]
+        shares = [left[i :: self.gpus] for i in range(self.gpus)]
+        children = []
+        for gpu, share in enumerate(filter(None, shares)):
+            names = [source.name for source in self.named(share)] + [DRAFT_MODEL.name] * (LIBRARY in share)
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+            device = visible.split(",")[gpu] if visible else str(gpu)
+            words = [*self.arguments, "--stage", stage, "--only", ";".join(names), "--gpus", "1", "--child"]
+            words += ["--output", str(self.work.folder / f"{stage}-{gpu}.json")]
+            log = open(self.work.folder / f"{stage}-{gpu}.log", "w")  # noqa: SIM115  closed with the child
+            environment = os.environ | {"CUDA_VISIBLE_DEVICES": device, "PYTHONUNBUFFERED": "1"}
+            child = subprocess.Popen(
+                [sys.executable, __file__, *words], env=environment, stdout=log, stderr=subprocess.STDOUT
+            )
+            children.append((child, log))
+            print(f"GPU {device}: {', '.join(names)}; see {log.name}", flush=True)
+        began, told = time.perf_counter(), set()
+        try:
+            while any(child.poll() is None for child, _ in children):
+                time.sleep(POLL)
+                for name in sorted(set(left) - set(self.parts(stage)) - told):
+                    told.add(name)
+                    minutes = (time.perf_counter() - began) / 60
+                    rest = minutes / len(told) * (len(left) - len(told))
+                    print(f"{name} finished, {len(told)} of {len(left)}, about {rest:.1f} minutes to go", flush=True)
+        finally:
+            for child, log in children:
+                if child.poll() is None:
+                    child.terminate()
+                child.wait()
+                log.close()
+        failed = [log.name for child, log in children if child.returncode]
+        if failed:
+            last = "\n".join(Path(failed[0]).read_text(errors="replace").splitlines()[-15:])
+            raise ValueError(f"{stage} failed, see {', '.join(failed)}. The end of the first:\n{last}")
+
+
+def collect(work, report):
+    """All figures of the folder into the report."""
+    for stage in ("target", "answers"):
+        if (found := work.figures(stage)) is not None:
+            report.facts[stage] = found
+    report.facts["commands"] = work.commands()
+    report.facts["heads"] = work.all_figures("heads")
+    for stage in ("acceptance", "speed"):
+        found = work.all_figures(stage)
+        report.facts[stage] = {
+            name: {key: value for key, value in one.items() if key not in ("rows", "trees")}
+            for name, one in found.items()
+        }
+        report.rows += [row for one in found.values() for row in one["rows"]]
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status("headline.py", main))

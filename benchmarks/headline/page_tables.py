@@ -1,0 +1,222 @@
+"""Tables of the headline's page, from the rows of several seeds. Figures are means over the seeds; intervals cover all of them.
+
+A cell's interval goes from the lowest end of a seed's interval to the highest one: it is wide enough for what differs between
+trainings, as far as so few seeds tell. Claims are tested on differences within a seed: the prompts and the tokens are the same.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean
+
+from ...evaluation.acceptance import bootstrap
+from .families import SOURCES
+
+SUBJECTS, TEMPERATURES = ("code", "mathematics"), (0.0, 1.0)
+CHAIN, TREE = "chain", "best tree"
+BY_PROMPT = ("steps_by_prompt", "tokens_by_prompt")
+# The order that papers give, the best first.
+ORDER = ("EAGLE-3", "EAGLE", "MLP speculator", "Medusa")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A figure of all seeds.  values, lows, highs: by seed; draft: what kind of draft"""
+
+    values: tuple
+    lows: tuple
+    highs: tuple
+    draft: str
+
+    @property
+    def mean(self):
+        return fmean(self.values)
+
+    @property
+    def low(self):
+        return min(self.lows)
+
+    @property
+    def high(self):
+        return max(self.highs)
+
+    @property
+    def seeds_agree(self):
+        """Whether the seeds' own intervals have something in common."""
+        return max(self.lows) <= min(self.highs)
+
+    def text(self):
+        kind = {"grown tree": ", grown", "static tree": ", static"}.get(self.draft, "")
+        return f"{self.mean:.2f} ({self.low:.2f} to {self.high:.2f}{kind})"
+
+
+class Figures:
+    """The rows of all seeds.  results: list of the JSON objects of headline.py, one per seed"""
+
+    def __init__(self, results):
+        self.results = results
+        self.seeds = [result["settings"]["seed"] for result in results]
+        self.depth = results[0]["settings"]["depth"]
+        self.batch = results[0]["settings"]["batch"]
+        self.acceptance = [self.of_table(result, "acceptance") for result in results]
+        self.speed = [self.of_table(result, "speed") for result in results]
+        self.library = [self.of_table(result, "library") for result in results]
+        there = {row["source"] for rows in self.acceptance for row in rows}
+        self.sources = [one.name for one in SOURCES if one.name in there]
+
+    @staticmethod
+    def of_table(result, table):
+        return [row for row in result["rows"] if row["table"] == table]
+
+    def found(self, source, subject, temperature, draft, batch):
+        """A row of every seed that has it.  draft: CHAIN or TREE"""
+        found = []
+        for rows in self.acceptance:
+            place = (source, subject, temperature, batch)
+            here = [row for row in rows if place == (row["source"], row["subject"], row["temperature"], row["batch"])]
+            found += [row for row in here if (row["draft"] == CHAIN if draft == CHAIN else row["best_tree"])][:1]
+        return found
+
+    def cell(self, *place):
+        """The Cell of a place, or None if a seed has no figure for it."""
+        found = self.found(*place)
+        if len(found) < len(self.results):
+            return None
+        parts = ([row[name] for row in found] for name in ("acceptance_length", "low", "high"))
+        kinds = {row["draft"] for row in found}
+        return Cell(*map(tuple, parts), kinds.pop() if len(kinds) == 1 else "")
+
+    def pairs(self, better, worse, better_draft, worse_draft, temperatures=TEMPERATURES):
+        """Pairs of rows of the same seed, subject and temperature, with many requests at once."""
+        pairs = []
+        for subject in SUBJECTS:
+            for temperature in temperatures:
+                greater = self.found(better, subject, temperature, better_draft, self.batch)
+                less = self.found(worse, subject, temperature, worse_draft, self.batch)
+                if len(greater) == len(less) == len(self.results):
+                    pairs += zip(greater, less)
+        return pairs
+
+
+def table(header, lines):
+    """Lines of cells as a table of Markdown."""
+    return "\n".join(f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *lines))
+
+
+def acceptance_table(figures, subject, batch):
+    """Tokens a step on one subject."""
+    places = [(draft, temperature) for temperature in TEMPERATURES for draft in (CHAIN, TREE)]
+    header = ["drafts", *(f"{draft}, T = {temperature:g}" for draft, temperature in places), "seeds agree"]
+    lines = []
+    for source in figures.sources:
+        cells = [figures.cell(source, subject, temperature, draft, batch) for draft, temperature in places]
+        there = [cell for cell in cells if cell]
+        agreeing = sum(cell.seeds_agree for cell in there)
+        agree = "one seed" if len(figures.seeds) < 2 else f"{agreeing} of {len(there)}"
+        lines.append([source, *(cell.text() if cell else "" for cell in cells), agree])
+    return table(header, lines)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a paper or theory gives.  pairs: rows (that should have the greater figure, that should have the less)"""
+
+    words: str
+    pairs: list
+
+    def line(self):
+        """Words, counts of comparisons, verdict; a comparison is one seed's figure on one subject at one temperature."""
+        found = [difference(*pair) for pair in self.pairs]
+        above, below = ([one for one in found if sign * one[0] > 0] for sign in (1, -1))
+        clear, clear_below = sum(low > 0 for _, low, _ in above), sum(high < 0 for *_, high in below)
+        verdict = judge(len(found), len(above), clear, len(below), clear_below)
+        counts = [
+            f"{len(some)} of {len(found)} ({number} clear)" for some, number in ((above, clear), (below, clear_below))
+        ]
+        return [self.words, *counts, verdict]
+
+
+def judge(total, above, clear, below, clear_below):
+    """The verdict on so many comparisons."""
+    if not total:
+        return "not measured"
+    if not clear and not clear_below:
+        return "not clear" if above or below else "equal"
+    if clear and clear_below:
+        return "both ways"
+    word, number, against = ("confirmed", clear, below) if clear else ("contradicted", clear_below, above)
+    if number == total:
+        return word
+    return f"{word} where it is clear" if against else f"{word}, not clear everywhere"
+
+
+def difference(greater, less):
+    """(difference of the tokens a step of two rows, low, high): 95 % of a bootstrap over the prompts, the same for both rows."""
+    counts = [[list(map(int, row[name].split())) for name in BY_PROMPT] for row in (greater, less)]
+    prompts = list(zip(*counts[0], *counts[1], strict=True))
+
+    def figures(drawn):
+        steps, tokens, other_steps, other_tokens = map(sum, zip(*drawn))
+        return [tokens / max(steps, 1) - other_tokens / max(other_steps, 1)]
+
+    [(low, high)] = bootstrap(prompts, figures, 0.95)
+    return figures(prompts)[0], low, high
+
+
+def claims(figures):
+    """The claims that are tested, in many requests at once."""
+    found = []
+    for better, worse in pairwise(ORDER):
+        for draft in (CHAIN, TREE):
+            found.append(Claim(f"{better} > {worse}, {draft}", figures.pairs(better, worse, draft, draft)))
+    pairs = [pair for source in figures.sources for pair in figures.pairs(source, source, TREE, CHAIN)]
+    found.append(Claim("best tree > chain", pairs))
+    rivals = [(one.name, one.rival) for one in SOURCES if one.rival]
+    for temperature in TEMPERATURES:
+        pairs = [pair for lk, kl in rivals for pair in figures.pairs(lk, kl, CHAIN, CHAIN, (temperature,))]
+        found.append(Claim(f"LK > KL, chain, T = {temperature:g}", pairs))
+    return found
+
+
+def speed_table(figures):
+    """Tokens per second of the replay and how many times plain decoding's that is; the least and the greatest of the seeds."""
+    places = [(subject, temperature) for temperature in TEMPERATURES for subject in SUBJECTS]
+    header = ["drafts", "requests", *(f"{subject}, T = {temperature:g}" for subject, temperature in places)]
+    lines = []
+    for batch in dict.fromkeys((1, figures.batch)):
+        rates = [
+            plain["tokens_per_second"]
+            for result in figures.results
+            for part in result["facts"]["speed"].values()
+            for number, plain in part.get("plain", {}).items()
+            if int(number) == batch
+        ]
+        if rates:
+            lines.append(["plain decoding", str(batch), *[rates_text(rates)] * len(places)])
+        kinds = [(row["source"], row["draft"]) for rows in figures.speed for row in rows if row["batch"] == batch]
+        for source, draft in sorted(dict.fromkeys(kinds), key=lambda kind: figures.sources.index(kind[0])):
+            cells = [replayed(figures.speed, source, place, batch, draft) for place in places]
+            lines.append([f"{source}, {draft}", str(batch), *cells])
+    names = dict.fromkeys(row["source"] for rows in figures.library for row in rows)
+    lines += [[name, "1", *(replayed(figures.library, name, place) for place in places)] for name in names]
+    return table(header, lines)
+
+
+def replayed(tables, source, place, batch=None, draft=None):
+    """A cell of the table of speed."""
+    rows = [
+        row
+        for rows in tables
+        for row in rows
+        if (row["source"], row["subject"], row["temperature"], row.get("batch"), row.get("draft"))
+        == (source, *place, batch, draft)
+    ]
+    if not rows:
+        return ""
+    speedups = [row["speedup"] for row in rows]
+    low, high = f"{min(speedups):.2f}", f"{max(speedups):.2f}"
+    return f"{rates_text([row['tokens_per_second'] for row in rows])}, {low if low == high else f'{low} to {high}'}x"
+
+
+def rates_text(rates):
+    low, high = f"{min(rates):,.0f}", f"{max(rates):,.0f}"
+    return low if low == high else f"{low} to {high}"

@@ -1,0 +1,153 @@
+"""benchmarks/headline/: every stage at the smallest size, on made-up source and sums; what is refused before long work starts."""
+
+import json
+
+import pytest
+import torch
+
+from headstart.benchmarks.headline import corpus, families, headline
+from headstart.benchmarks.headline.heads import words
+from headstart.benchmarks.headline.settings import Settings
+from headstart.benchmarks.headline.work_folder import WorkFolder
+from headstart.tests.train.trainings import TRAININGS
+from headstart.train.data.stdlib_pairs import Pair, is_heldout
+from headstart.train.run.recipe import parse_recipe
+
+SMALLEST = {
+    "max_pairs": 300, "math_test": 8, "heldout_pairs": 8, "vocab_size": 320, "width": 64, "draft_width": 64, "target_rows": 2,
+    "target_minutes": 0.01, "head_minutes": 0.001, "trial_steps": 2, "num_answers": 12, "answer_tokens": 8, "rate_prompts": 1,
+    "prompts": 2, "alone": 1, "batch": 2, "max_tokens": 6, "depth": 2, "nodes": 4, "speed_prompt": 8, "speed_tokens": 40,
+    "speed_minutes": 9,
+}  # fmt: skip
+
+
+@pytest.fixture
+def source(monkeypatch):
+    """Made-up functions in place of the standard library's."""
+
+    def pairs(further):
+        return [
+            Pair(
+                f"module{i}",
+                f"add_{i}",
+                f"Write the Python function `add_{i}`: Add {i} to a number and return it.",
+                f"def add_{i}(number):\n    if number is None:\n        return {i}\n    return number + {i}",
+                True,
+            )
+            for i in range(400)
+        ]
+
+    monkeypatch.setattr(corpus, "stdlib_source_pairs", pairs)
+    return pairs(True)
+
+
+@pytest.fixture
+def mathematics(tmp_path):
+    """A JSONL of sums."""
+    path = tmp_path / "sums.jsonl"
+    lines = [
+        {
+            "messages": [
+                {"role": "user", "content": f"What is {i} and 2?"},
+                {"role": "assistant", "content": f"#### {i + 2}"},
+            ]
+        }
+        for i in range(40)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+@pytest.fixture
+def one_thread():
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.slow
+def test_every_stage_runs_and_a_second_call_goes_on_where_the_first_ended(
+    source, mathematics, tmp_path, capsys, one_thread
+):
+    given = [word for name, value in SMALLEST.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    work, output = tmp_path / "work", tmp_path / "result.json"
+    call = ["--scale", "tiny", "--math", mathematics, "--work", str(work), "--output", str(output), *given]
+    call += ["--only", "Medusa; draft model; n-gram"]
+    assert headline.main([*call, "--stage", "target,answers"]) == 0
+    assert headline.main(call) == 0
+    said = capsys.readouterr().out
+    assert "target: finished before" in said
+    assert "acceptance: 3 parts to do" in said
+    result = json.loads(output.read_text())
+    assert set(result["facts"]["target"]["bits_per_byte"]) == {"code", "mathematics"}
+    assert result["facts"]["answers"]["answered"] == 12
+    assert set(result["facts"]["heads"]) == {"medusa", "draft-model"}
+    rows = [row for row in result["rows"] if row["table"] == "acceptance"]
+    # two subjects, two temperatures, two batches, the chain at least, for each of three sources
+    assert len(rows) >= 24
+    assert not any(row["other_outputs"] for row in rows)
+    assert {row["source"] for row in result["rows"] if row["table"] == "speed"} == {"Medusa", "draft model", "n-gram"}
+    assert [row["depth"] for row in result["rows"] if row["table"] == "library"] == [2] * 4
+    measured = set((work / "heldout-code.jsonl").read_text().splitlines())
+    asked = (work / "prompts.jsonl").read_text()
+    assert len(measured) == 3
+    assert not any(json.loads(line)["messages"][0]["content"] in asked for line in measured)
+    with pytest.raises(ValueError, match="was begun with width 64, not 128"):
+        headline.main([*call, "--width", "128"])
+
+
+def test_nothing_held_out_is_trained_on_and_all_seeds_hold_out_the_same(source, mathematics):
+    found = []
+    for seed in (0, 1):
+        settings = Settings.at("tiny", math=mathematics, seed=seed, math_test=8)
+        train, heldout, _ = corpus.read_code(settings, lambda pair: True)
+        sums, held_sums = corpus.read_mathematics(settings, lambda pair: True)
+        assert heldout
+        assert all(is_heldout(pair.module) for pair in heldout)
+        assert not any(is_heldout(pair.module) for pair in train)
+        assert len(held_sums) == 8
+        assert len(sums) == 32
+        assert not {one.prompt for one in sums} & {one.prompt for one in held_sums}
+        found.append((heldout, held_sums))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", [source.name for source in families.HEADS])
+def test_the_trainer_of_a_family_takes_its_keys(name):
+    (source,) = families.choose(name)
+    script = next(one.script for one in TRAININGS.values() if one.family == source.trainer)
+    keys = {"target": "t", "data": "d", "output": "o"} | source.recipe(Settings.at("full", depth=3))
+    recipe = parse_recipe(script.Recipe, words(keys), "")
+    depths = {
+        getattr(recipe, one)
+        for one in ("num_heads", "num_steps", "num_speculative_tokens", "num_depths")
+        if hasattr(recipe, one)
+    }
+    assert 3 in depths
+    assert recipe.loss == ("lk" if source.rival else "kl")
+
+
+def test_what_is_wrong_is_said_before_long_work_starts(mathematics, tmp_path):
+    work = ["--work", str(tmp_path / "work"), "--scale", "tiny"]
+    for given, words_of_error in (
+        (["--stage", "tarjet"], "'tarjet' is not known; stages are target"),
+        (["--only", "EAGLE-4"], "'eagle-4' is not known; choose of Medusa"),
+        ([], "--math must name a JSONL"),
+        (["--math", "gone.jsonl"], "there is no file gone.jsonl"),
+        (["--math", mathematics, "--width", "100"], "--width must be a multiple of 64, got 100"),
+        (["--math", mathematics, "--gpus", "7"], "--gpus must be from 1 to the 1"),
+        (["--math", mathematics, "--shape", "llama-4"], "llama-4"),
+        (["--stage", "answers"], "holds no finished stage target"),
+    ):
+        with pytest.raises(ValueError, match=words_of_error):
+            headline.main([*work, *given])
+
+
+def test_a_folder_of_other_settings_is_refused_and_changeable_ones_are_not(tmp_path):
+    settings = Settings.at("tiny")
+    WorkFolder(tmp_path, settings).keep("heads", "medusa", {"steps": 3})
+    again = WorkFolder(tmp_path, Settings.at("tiny", speed_minutes=7.0))
+    assert again.figures("heads", "medusa") == {"steps": 3}
+    assert again.figures("heads", "eagle") is None
+    with pytest.raises(ValueError, match="was begun with seed 0, not 1"):
+        WorkFolder(tmp_path, Settings.at("tiny", seed=1))
