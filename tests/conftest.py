@@ -46,8 +46,9 @@ class _RootIsNotATestPackage:
 def pytest_configure(config):
     config.pluginmanager.register(_RootIsNotATestPackage(), "root-is-not-a-test-package")
     if os.environ.get("TRITON_INTERPRET") == "1":
-        from headstart.tests import interpreter_products
+        from headstart.tests import interpreter_patches, interpreter_products
 
+        interpreter_patches.install()
         interpreter_products.install()
 
 

@@ -10,6 +10,7 @@ from headstart.inference.engine.graphs import StepGraphs
 from headstart.inference.engine.prompt_passes import KnownRows
 from headstart.inference.engine.request import Status
 from headstart.inference.engine.scheduler import Chunk
+from headstart.inference.models import canary
 
 
 def changed_by(work, engine):
@@ -29,10 +30,12 @@ def changed_by(work, engine):
     [
         pytest.param("cuda", 0, marks=pytest.mark.gpu),
         pytest.param("cuda", 3, marks=pytest.mark.gpu),
-        pytest.param("cpu", 2, marks=pytest.mark.interpreter),
+        pytest.param("cpu", 1, marks=pytest.mark.interpreter),
     ],
 )
-def test_a_pass_with_known_rows_has_the_bits_of_two_passes(random_target, device, drafts):
+def test_a_pass_with_known_rows_has_the_bits_of_two_passes(random_target, device, drafts, monkeypatch):
+    if device == "cpu":  # the interpreter takes 10 s for it
+        monkeypatch.setattr(canary, "find_fault", lambda decoder: None)
     target = copy.deepcopy(random_target).to(device, torch.bfloat16 if device == "cuda" else torch.float32)
     speculative = {"model": target, "num_speculative_tokens": drafts} if drafts else None
     llm = LLM(target, max_num_seqs=3, enforce_eager=True, enable_prefix_caching=False, speculative_config=speculative)

@@ -65,11 +65,12 @@ def test_values_are_those_of_the_formula(device, rows, num_experts, top_k):
 
 
 def test_a_row_has_the_same_bits_in_any_company(device):
-    found = mixture(130, 6, 3, 72, 40, torch.float32, device)
+    rows = 130 if device == "cuda" else 60
+    found = mixture(rows, 6, 3, 72, 40, torch.float32, device)
     whole = results(found)
-    for start, count in ((0, 1), (129, 1), (17, 7), (60, 64)):
-        rows = [one[start : start + count].clone() for one in found[:3]]
-        for name, one in results([*rows, *found[3:]]).items():
+    for start, count in ((0, 1), (rows - 1, 1), (17, 7), (rows - 50, 44)):
+        some = [one[start : start + count].clone() for one in found[:3]]
+        for name, one in results([*some, *found[3:]]).items():
             assert torch.equal(one, whole[name][start : start + count]), (name, start)
 
 
