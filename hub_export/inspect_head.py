@@ -18,13 +18,13 @@ from huggingface_hub.errors import EntryNotFoundError, HTTPError
 
 from ..heads.checkpoint import check_head_fits, read_config, read_head, resolve_head
 from ..heads.draft_vocabulary import missing_stop_tokens
-from ..heads.families import FAMILIES, NAMED_FAMILIES, family_of, recognise, without_prefix
+from ..heads.families import FAMILIES, FORMATS, NAMED_FAMILIES, family_of, native_format, recognise, without_prefix
 from ..heads.storage.hub_answer import ask_hub, hub_options
 from ..heads.storage.hub_id import split_revision
 from ..heads.storage.weight_files import find_weights, read_names
 from ..inference.models.target_source import eos_token_ids, target_config
 from ..inference.speculation.tree import load_tree
-from .measurements import Measurements, check_tree_fits, find_measurements
+from .measurements import Measurements, find_measurements
 from .readers.readers import WRONG, HeadFiles, Verdict, judge, rules_of
 
 # Keys of config.json that mark a head whose config otherwise looks like a model's.
@@ -106,11 +106,6 @@ def describe(source, folder, model=None):
     except ValueError as error:
         problems.append(str(error))
         measured, tree = Measurements(), None
-    if tree is not None:
-        try:
-            check_tree_fits(head, measured.tree)
-        except ValueError as error:
-            problems.append(str(error))
     name = model or head.config.base_model_name_or_path or (measured.recipe or {}).get("target") or ""
     target, depth = _target(head, name)
     if target["fits"] is not None and target["why"]:
@@ -133,7 +128,9 @@ def describe(source, folder, model=None):
         "family": family.name,
         "format": file.format,
         "problems": problems,
-        "mend": _export(source, file.format, head) if file.notes else None,
+        "mend": _export(source, file.format if file.format in FORMATS else native_format(head), head)
+        if file.notes
+        else None,
         "files": [{"name": path.name, "bytes": path.stat().st_size} for path in file.weight_files],
         "beside": sorted(beside - {path.name for path in file.weight_files}),
         "dtype": _name(file.dtype),
@@ -181,7 +178,7 @@ def _parameters(head, names):
     """Number of trained parameters, and of the target's parameters in the files."""
     trained = sum(one.numel() for one in head.parameters() if one.requires_grad)
     carried = sum(one.numel() for one in head.parameters() if not one.requires_grad)
-    if head.uses_target_lm_head and "lm_heads.0.weight" in names:
+    if head.uses_target_lm_head and {"lm_heads.0.weight", "lm_head.weight"} & names.keys():
         carried += head.config.vocab_size * head.config.hidden_size
     return {"trained": trained, "carried": carried}
 
@@ -327,7 +324,7 @@ def _sizes_line(found):
     if config.get("target_hidden_size", config["hidden_size"]) != config["hidden_size"]:
         parts.append(f"target's hidden {config['target_hidden_size']}")
     parts.append(f"vocabulary {config['vocab_size']}")
-    if "draft_vocab_size" in config:
+    if config.get("draft_vocab_size"):
         whole = config["draft_vocab_size"] == config["vocab_size"]
         parts.append("all of it drafted" if whole else f"{config['draft_vocab_size']} of it drafted")
     if "inner_size" in config:
@@ -337,7 +334,10 @@ def _sizes_line(found):
         scaling = (config["rope_scaling"] or {}).get("rope_type")
         rope = f"rope {config['rope_theta']:g}{f' ({scaling})' if scaling else ''}"
         parts += [f"MLP {config['intermediate_size']}", heads, rope]
-        parts += [name for name in ("attention_bias", "fc_bias", "norm_before_residual") if config.get(name)]
+        flags = ("attention_bias", "fc_bias", "norm_before_residual", "is_causal", "sample_from_anchor", "confidence")
+        parts += [name for name in flags if config.get(name)]
+    if config.get("edge_rank"):
+        parts.append(f"edge of rank {config['edge_rank']}")
     return ", ".join(parts)
 
 
@@ -348,7 +348,8 @@ def _draft_line(found):
     if "level" not in read:
         depth = found["num_speculative_tokens"]
         return f"reads {_bytes(read['first'])} of weights{of_target} for all {depth} depths at once{after}"
-    return f"a level reads {_bytes(read['level'])} of weights{of_target}, the first {_bytes(read['first'])}{after}"
+    in_level, in_first = (of_target, "") if read["level"] >= lm_head else ("", of_target)
+    return f"a level reads {_bytes(read['level'])} of weights{in_level}, the first {_bytes(read['first'])}{in_first}{after}"
 
 
 def _measured_line(measured):

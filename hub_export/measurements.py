@@ -18,7 +18,6 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HTTPError
 
 from ..heads.checkpoint import BEST, TREE_FILE, resolve_head
-from ..heads.families import family_of
 from ..heads.storage.hub_answer import hub_options
 from ..heads.storage.hub_id import split_revision
 from ..heads.storage.weight_files import find_weights, list_files
@@ -226,16 +225,6 @@ def find_measurements(head_folder, source=None):
         origin=earlier.get("origin"),
         left_out=tuple(left_out),
     )
-
-
-def check_tree_fits(head, path):
-    """ValueError if heads of this kind cannot draft the tree in the file `path`."""
-    tree = load_tree(path)
-    if not head.autoregressive and tree.grows:
-        raise ValueError(
-            f"{path} is a dynamic tree, and {family_of(head).name} heads draft chains and static ones: "
-            "measure one for them (`headstart tree`), or move it away"
-        )
 
 
 def _public_recipe(recipe):

@@ -1,4 +1,4 @@
-"""Patches of triton.language by Triton's interpreter, made once for a process: at every launch and call they are most of its time."""
+"""Triton's interpreter patches triton.language once for a process: at every launch and call that is most of its time."""
 
 import inspect
 

@@ -75,13 +75,15 @@ def make_head(kind, target, embedding=None, **changes):
         config = {Eagle: EagleConfig, Eagle3: Eagle3Config, BlockHead: BlockConfig}[kind]
         head = kind(target.layer_config(config, **dict(num_speculative_tokens=3) | changes))
     randomize(head)
-    if kind is Eagle3 and head.d2t is not None:
+    if getattr(head, "d2t", None) is not None:
         drafted = torch.randperm(VOCAB)[: len(head.d2t)].sort().values
         head.set_draft_vocabulary(drafted - torch.arange(len(drafted)), torch.isin(torch.arange(VOCAB), drafted))
     if embedding == "target's":
         head.take_embedding(target.embedding)
     elif embedding == "none":
         head.embed_tokens = None
+    elif embedding == "own":
+        head.embedding_is_targets = False
     return head.to(target.lm_head.weight.device)
 
 
@@ -154,6 +156,8 @@ class Watch:
                 root.kept = self.kept[i]
             else:  # nodes of one depth share a head's scores
                 root.kept = {root.paths[n]: self.by_depth[len(root.paths[n]), i].clone() for n in inner}
+                if tree.tree.grows:  # nodes were looked at that are not in the tree
+                    root.kept |= {(0,) * d: scores[i].clone() for d, scores in enumerate(self.by_depth)}
             if drafted.scores is not None:
                 root.handed = {root.paths[n]: drafted.scores[drafted.distribution[n], i].clone() for n in inner}
             self.roots.append(root)
