@@ -60,7 +60,7 @@ PUBLIC = {
     "train/data/packed": "blend documents packing parts pieces store texts workers",
     "train/data/sources": "data_sets records",
     "train/estimate": "dry_run memory",
-    "train/loss": "distillation joint losses",
+    "train/loss": "blocks distillation joint losses",
     "train/report": "dashboard page report workspace",
     "train/run": "acceptance checkpointing loop optimization recipe run_folder run_recipe settled_recipe start_head stopping "
     "tracking wandb_login",

@@ -33,7 +33,7 @@ from headstart.train.loss.losses import Loss
 from headstart.train.run.acceptance import build_meter
 from headstart.train.run.loop import Training
 from headstart.train.run.optimization import build_optimizer, wants_checkpointing
-from headstart.train.run.recipe import key, parse_recipe
+from headstart.train.run.recipe import key, parse_layers, parse_recipe
 from headstart.train.run.run_folder import start_processes
 from headstart.train.run.run_recipe import RunRecipe
 from headstart.train.run.settled_recipe import settle_recipe
@@ -95,14 +95,6 @@ class Recipe(RunRecipe):
     @property
     def objective(self):
         return Objective(Loss(self.loss, self.lk_eta), [self.step_decay**i for i in range(self.num_steps)])
-
-
-def parse_layers(text):
-    """ "1,4,7" as a tuple of int, an empty text as None; ValueError for anything else."""
-    words = [word.strip() for word in text.split(",")] if text.strip() else []
-    if not all(word.isdigit() for word in words):
-        raise ValueError(f"aux_layers must be layer numbers with commas between them, as 2,16,29, got {text!r}")
-    return tuple(int(word) for word in words) or None
 
 
 def choose_aux_layers(recipe, target):
