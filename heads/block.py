@@ -1,19 +1,25 @@
-"""Block drafters, so far DFlash (arXiv 2602.06036): a small decoder that predicts all tokens of a block in one pass.
+"""Block drafters: a small decoder that predicts all tokens of a block in one pass. DFlash (arXiv 2602.06036), with DSpark's edge.
 
     c_t = hidden_norm(fc([r_t of layer a ; r_t of layer b ; ...]))     r the residual streams entering the aux layers
     x   = [e(x_{t+1}) ; e(MASK) ; e(MASK) ; ...]                       a block of S slots at positions t + 1 to t + S
     every layer: a = x + o_proj(attention(input_layernorm(x)))         queries are the block's
                  x = a + mlp(post_attention_layernorm(a))
-    logits = target.lm_head(norm(x))                                   slot i >= 1 predicts the token at its own place, x_{t+1+i}
+    h   = norm(x)                                                      slot i >= 1 predicts the token at its own place, x_{t+1+i}
+    logits = target.lm_head(h) + W2 W1[previous token]                 the edge, where the head has one
+
 
 The keys and values of a layer are those of the context c_0 .. c_t, then of the block: the same k_proj, v_proj, k_norm and rotation,
 without input_layernorm for the context. A slot sees the whole context and its whole block; where is_causal, only the block's slots
 up to itself. Queries and keys are normed per head, as Qwen3's.
 
-The embedding and lm_head are the target's, frozen. Slots do not see each other's drafted tokens: one distribution per depth.
-Not here: edges between drafted tokens, confidence, selectors, convolutions, sliding windows.
+With sample_from_anchor slot i predicts the token after its own place instead, so all S slots predict, the first one x_{t+2}.
+The embedding and lm_head are the target's, frozen. Slots do not see each other's drafted tokens: one distribution per depth. The
+edge (DSpark's "Markov head") corrects it by the token before, in the file's and the papers' names W1 [V, r] and W2 [V, r]; W2
+starts at zero. The confidence that the target accepts a slot's token is sigmoid(proj [h ; W1[previous token]]).
+Not here: gated and recurrent edges, selectors, convolutions, sliding windows.
 
-Letters: B rows of a batch, T tokens per row, R blocks per row, S slots of a block, H hidden size, A aux layers.
+Letters: B rows of a batch, T tokens per row, R blocks per row, S slots of a block, H hidden size, A aux layers, M slots of any
+blocks, V vocabulary, r rank of the edge.
 """
 
 from dataclasses import dataclass
@@ -30,8 +36,10 @@ from .packed_attention import attend, blocks_mask
 
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig(LayerConfig):
-    """Shape of a block drafter. `hidden_size` and `vocab_size` are the target's; a block has num_speculative_tokens + 1 slots.
+    """Shape of a block drafter. `hidden_size` and `vocab_size` are the target's.
 
+    A block has num_speculative_tokens + 1 slots, with sample_from_anchor num_speculative_tokens. edge_rank: r, 0 for no edge;
+    confidence: whether it predicts if its tokens are accepted, with confidence_sees_token by the token before too.
     aux_layer_ids: id k is the residual stream entering layer k (0-based) of the target; mask_token_id: the token in the slots to
     be predicted; is_causal: whether a slot sees only the block's slots up to itself; num_target_layers: None if the file says none.
     """
@@ -41,6 +49,12 @@ class BlockConfig(LayerConfig):
     aux_layer_ids: tuple[int, ...]
     is_causal: bool = False
     num_target_layers: int | None = None
+    sample_from_anchor: bool = False
+    edge_rank: int = 0
+    confidence: bool = False
+    confidence_sees_token: bool = True
+
+    may_be_zero = ("edge_rank",)
 
     def __post_init__(self):
         super().__post_init__()
@@ -52,6 +66,11 @@ class BlockConfig(LayerConfig):
         if self.mask_token_id >= self.vocab_size:
             raise ValueError(
                 f"BlockConfig.mask_token_id must be below the vocab_size {self.vocab_size}, got {self.mask_token_id}"
+            )
+        if self.confidence and self.confidence_sees_token and not self.edge_rank:
+            raise ValueError(
+                "BlockConfig.confidence with confidence_sees_token reads the edge's table of tokens, and edge_rank is 0: give an "
+                "edge_rank, or set confidence_sees_token to false"
             )
 
     @classmethod
@@ -68,7 +87,7 @@ class BlockConfig(LayerConfig):
     @property
     def first_slot(self):
         """The slot that predicts the first drafted token; depth k is predicted by slot first_slot + k."""
-        return 1
+        return 0 if self.sample_from_anchor else 1
 
 
 class BlockAttention(Attention):
@@ -116,14 +135,37 @@ class BlockLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+class Edge(nn.Module):
+    """DSpark's correction of a slot's logits by the token before: W2 W1[token]. It starts at zero: without effect."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.markov_w1 = nn.Embedding(config.vocab_size, config.edge_rank)
+        self.markov_w2 = nn.Linear(config.edge_rank, config.vocab_size, bias=False)
+        nn.init.normal_(self.markov_w1.weight, std=config.edge_rank**-0.5)
+        nn.init.zeros_(self.markov_w2.weight)
+
+    def forward(self, rows):
+        """rows of W1 [M, r]  ->  [M, V]"""
+        return self.markov_w2(rows)
+
+
+class Confidence(nn.Module):
+    """How sure the head is that the target accepts a slot's token."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.proj = nn.Linear(config.hidden_size + config.edge_rank * config.confidence_sees_token, 1)
+
+
 class BlockHead(Head):
     """Block drafter: predicts a block of tokens in one pass from several features of the target.
 
-    features: the layers whose entering residual streams it reads, low to high.
+    features: the layers whose entering residual streams it reads, low to high. markov_head: its Edge, or None;
+    confidence_head: None if it has none.
     embed_tokens: the target's table, never trained; None if the head's file held none, until take_embedding.
     """
 
-    autoregressive = False
     uses_target_lm_head = True
 
     def __init__(self, config):
@@ -134,7 +176,14 @@ class BlockHead(Head):
         self.hidden_norm = RMSNorm(size, config.rms_norm_eps)
         self.layers = nn.ModuleList([BlockLayer(config) for _ in range(config.num_hidden_layers)])
         self.norm = RMSNorm(size, config.rms_norm_eps)
+        self.markov_head = Edge(config) if config.edge_rank else None
+        self.confidence_head = Confidence(config) if config.confidence else None
         self.rotary = Rotary(config)
+
+    @property
+    def autoregressive(self):
+        """Only an edge looks at drafted tokens."""
+        return self.markov_head is not None
 
     @property
     def features(self):
@@ -203,29 +252,53 @@ class BlockHead(Head):
     def logits(self, states, previous, lm_head_weight):
         """The scores of the tokens that slots predict.
 
-        states [M, H] of `forward`; previous [M]: the token before each predicted one; lm_head_weight: the target's [V, H], in whose
-        dtype they are computed  ->  [M, V]
+        states [M, H] of `forward`; previous [M]: the token before the predicted one, which only the edge reads; lm_head_weight:
+        the target's [V, H], in whose dtype they are computed  ->  [M, V]
         """
-        return F.linear(states.to(lm_head_weight.dtype), lm_head_weight)
+        rows = None if self.markov_head is None else self.markov_head.markov_w1(previous)
+        return self._logits(states, rows, lm_head_weight)
+
+    def _logits(self, states, rows, lm_head_weight):
+        """As `logits`.  rows: of W1 for the tokens before [M, r], None without an edge"""
+        logits = F.linear(states.to(lm_head_weight.dtype), lm_head_weight)
+        return logits if rows is None else logits + self.markov_head(rows).to(logits.dtype)
+
+    def confidence_logits(self, states, previous):
+        """Scores whose sigmoid is the probability that the target accepts a slot's token.  As `logits`  ->  [M]"""
+        read = states.to(self.confidence_head.proj.weight.dtype)
+        if self.config.confidence_sees_token:
+            read = torch.cat((read, self.markov_head.markov_w1(previous).to(read.dtype)), -1)
+        return self.confidence_head.proj(read)[:, 0]
 
     def predict(self, features, input_ids, position_ids, document_ids, lm_head_weight=None, num_steps=None, every=1):
         """Predictions of a block after every position: see Head.predict. A block per token: for short texts.
 
-        every: after one of so many positions only; then M counts these.
+        Their states hold the edge's rows of W1 beside those of `forward`. every: after one of so many positions only, which M counts.
         """
-        rows = torch.arange(0, input_ids.shape[1], every, device=input_ids.device).expand(len(input_ids), -1)
-        tokens = next_tokens(input_ids, 1)[..., 0].gather(1, rows)
-        states = self(features, tokens, rows, position_ids, document_ids).flatten(0, 1)  # [M, S, H]
-        weight = cast_lm_head(lm_head_weight, states.dtype)
         depths = range(num_steps or self.num_speculative_tokens)
-        return Predictions([states[:, 1 + k] for k in depths], lambda rows, k: F.linear(rows.to(weight.dtype), weight))
+        rows = torch.arange(0, input_ids.shape[1], every, device=input_ids.device).expand(len(input_ids), -1)
+        tokens = next_tokens(input_ids, len(depths))[:, ::every].flatten(0, 1)  # [M, K]
+        firsts = tokens[:, 0].view_as(rows)
+        states = self(features, firsts, rows, position_ids, document_ids).flatten(0, 1)  # [M, S, H]
+        weight, first, size = cast_lm_head(lm_head_weight, states.dtype), self.config.first_slot, states.shape[-1]
+        found = [states[:, first + k] for k in depths]
+        if self.markov_head is None:
+            return Predictions(found, lambda rows, k: self._logits(rows, None, weight))
+        before = [self.markov_head.markov_w1(tokens[:, k]).to(states.dtype) for k in depths]
+        joined = [torch.cat(pair, -1) for pair in zip(found, before)]
+        return Predictions(joined, lambda rows, k: self._logits(rows[:, :size], rows[:, size:], weight))
 
     def outputs_at(self, rows, features, tokens, position_ids, document_ids, lm_head_weight=None):
         states = self(features, tokens[:, rows, 0], rows[None], position_ids, document_ids)[0]  # [R, S, H]
-        found = [states[:, 1 + k] for k in range(tokens.shape[-1])]
-        return found if lm_head_weight is None else [F.linear(state, lm_head_weight) for state in found]
+        depths = range(tokens.shape[-1])
+        found = [states[:, self.config.first_slot + k] for k in depths]
+        if lm_head_weight is None:
+            return found
+        return [self.logits(found[k], tokens[0, rows, k], lm_head_weight) for k in depths]
 
     def draft_bytes(self, lm_head_bytes):
-        """See Head.draft_bytes: one pass for all depths; after a step the context's keys and values."""
+        """See Head.draft_bytes: one pass for all depths; after a step the context's keys and values. Each depth reads W2."""
         keys = [part for layer in self.layers for part in (layer.self_attn.k_proj, layer.self_attn.v_proj)]
-        return {"first": bytes_of(self.layers, self.norm) + lm_head_bytes, "advance": bytes_of(self.fc, *keys)}
+        edge = {} if self.markov_head is None else {"level": bytes_of(self.markov_head.markov_w2)}
+        first = bytes_of(self.layers, self.norm) + lm_head_bytes + edge.get("level", 0)
+        return {"first": first, **edge, "advance": bytes_of(self.fc, *keys)}

@@ -40,12 +40,15 @@ class LayerConfig:
     num_speculative_tokens: int = 5  # default depth of drafts
     base_model_name_or_path: str = ""
 
+    may_be_zero = ()  # names of whole numbers whose 0 means that the head lacks the part
+
     def __post_init__(self):
         name = type(self).__name__
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.type is int and (type(value) is not int or value < 1):
-                raise ValueError(f"{name}.{field.name} must be a whole number of at least 1, got {value!r}")
+            least = 0 if field.name in self.may_be_zero else 1
+            if field.type is int and (type(value) is not int or value < least):
+                raise ValueError(f"{name}.{field.name} must be a whole number of at least {least}, got {value!r}")
             if field.type is bool and type(value) is not bool:
                 raise ValueError(f"{name}.{field.name} must be true or false, got {value!r}")
             if field.type is float and not (type(value) in (int, float) and value > 0):

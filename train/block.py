@@ -35,6 +35,7 @@ from headstart.train.run.start_head import load_layer_start, take_weights
 from headstart.train.run.stopping import run_script
 from headstart.train.teacher.features import FrozenTarget, load_target
 
+NUM_LAYERS = 2  # with an edge two are accepted more than five without (DSpark, figure 3)
 NUM_AUX_LAYERS = 5  # as published heads read
 
 
@@ -48,8 +49,15 @@ class Recipe(RunRecipe):
     )
     beta2: float = key(0.95, "AdamW's decay of the gradient's square", least=0, most=0.99999)
     num_layers: int = key(0, "decoder layers; 0: 2, or with start_from those of that head", least=0)
-    block_size: int = key(8, "slots of a block, of which all but the first are drafts", least=2, most=64)
+    block_size: int = key(8, "slots of a block, of which all but the first predict a token", least=2, most=64)
+    sample_from_anchor: bool = key(False, "every slot, the first too, predicts the token after its place (DSpark)")
     is_causal: bool = key(False, "a slot sees only the slots of its block up to itself")
+    edge_rank: int = key(
+        256,
+        "rank of the edge, which corrects a slot's scores by the token before (DSpark); 0: none, so a draft's tokens do not know each "
+        "other. A head of start_from without an edge gets one",
+        least=0,
+    )
     aux_layers: str = key(
         "",
         "layers whose entering residual streams the head reads, such as 2,10,18; empty: five between 2 and n-2 of n, or with "
@@ -69,6 +77,11 @@ class Recipe(RunRecipe):
         choices=("exponential", "dpace", "none"),
     )
     gamma: float = key(0.0, "of exponential; 0: 7, 5 or 4 for blocks of 16, 10 or fewer slots", least=0)
+    confidence_weight: float = key(
+        0.0,
+        "weight of the loss of the confidence, which tells how likely a slot's token is accepted (DSpark: 1); 0: the head has none",
+        least=0,
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -79,14 +92,15 @@ class Recipe(RunRecipe):
     @property
     def num_depths(self):
         """How many tokens a block drafts."""
-        return self.block_size - 1
+        return self.block_size - (not self.sample_from_anchor)
 
     @property
     def objective(self):
         gamma = self.gamma or (7 if self.block_size >= 16 else 5 if self.block_size >= 10 else 4)
         decay = math.exp(-1 / gamma) if self.depth_weights == "exponential" else 1.0
         weights, dynamic = [decay**k for k in range(self.num_depths)], self.depth_weights == "dpace"
-        return BlockObjective(Loss(self.loss, self.lk_eta), weights, dynamic=dynamic)
+        own = {"dynamic": dynamic, "confidence_weight": self.confidence_weight}
+        return BlockObjective(Loss(self.loss, self.lk_eta), weights, **own)
 
 
 def default_aux_layers(num_layers):
@@ -110,29 +124,37 @@ def choose_mask_token(embedding, reserved):
 
 
 def choose_config(recipe, target, start, reserved):
-    """The config of the head; with `start`, the head that it begins with, that head's, with the recipe's block.
+    """The config of the head; with `start`, the head that it begins with, that head's, with the recipe's block and edge.
 
-    reserved: ids of stop and padding tokens. Raises ValueError if the recipe asks for layers that `start` does not have.
+    reserved: ids of stop and padding tokens. Raises ValueError if the recipe asks for what `start` does not have.
     """
-    layers = parse_layers(recipe.aux_layers)
-    asked = {"num_hidden_layers": recipe.num_layers or None, "aux_layer_ids": layers}
-    asked["is_causal"] = recipe.is_causal or None
-    asked["mask_token_id"] = None if recipe.mask_token_id < 0 else recipe.mask_token_id
     own = {"num_speculative_tokens": recipe.num_depths, "base_model_name_or_path": recipe.target}
+    own |= {"edge_rank": recipe.edge_rank, "confidence": recipe.confidence_weight > 0}
+    own["confidence_sees_token"] = recipe.edge_rank > 0
+    places = {"is_causal": recipe.is_causal, "sample_from_anchor": recipe.sample_from_anchor}
+    chosen = {"num_layers": recipe.num_layers, "aux_layers": parse_layers(recipe.aux_layers)}
+    chosen["mask_token_id"] = None if recipe.mask_token_id < 0 else recipe.mask_token_id
     if start is None:
-        if layers is None:
-            asked["aux_layer_ids"] = default_aux_layers(target.num_layers)
-        target.check_layers(asked["aux_layer_ids"])
-        if recipe.mask_token_id < 0:
-            asked["mask_token_id"] = choose_mask_token(target.embedding, reserved)
-        asked = {name: value for name, value in asked.items() if value is not None}
-        return target.layer_config(BlockConfig, **{"num_hidden_layers": 2} | asked | own, attention_bias=False)
-    keys = {"num_hidden_layers": "num_layers", "aux_layer_ids": "aux_layers"}
-    for name, given in asked.items():
-        found, called = getattr(start.config, name), keys.get(name, name)
-        if given is not None and given != found:
+        layers, mask = chosen["aux_layers"] or default_aux_layers(target.num_layers), chosen["mask_token_id"]
+        target.check_layers(layers)
+        return target.layer_config(
+            BlockConfig,
+            num_hidden_layers=recipe.num_layers or NUM_LAYERS,
+            aux_layer_ids=layers,
+            mask_token_id=choose_mask_token(target.embedding, reserved) if mask is None else mask,
+            **own,
+            **places,
+        )
+    found = {"num_layers": start.config.num_hidden_layers, "aux_layers": start.features}
+    found |= {name: getattr(start.config, name) for name in ("mask_token_id", *places)}
+    if start.config.edge_rank:
+        found["edge_rank"] = start.config.edge_rank
+    for name, given in (chosen | places | {"edge_rank": recipe.edge_rank}).items():
+        left_out = name in chosen and not given
+        if not left_out and given != found.get(name, given):
+            mend = "leave it out" if name in chosen else f"set it to {found[name]}"
             raise ValueError(
-                f"start_from {recipe.start_from!r} has {called} {found!r}, this run asks for {given!r}: leave {called} out"
+                f"start_from {recipe.start_from!r} has {name} {found[name]!r}, this run asks for {given!r}: {mend}"
             )
     return replace(start.config, **own)
 

@@ -40,13 +40,13 @@ def turn(x, positions):
     return torch.cat((turned.real, turned.imag), -1).to(x.dtype)
 
 
-def block_logits(head, is_causal, features, token, start, lm_head):
-    """Logits [SIZE - 1, V] of one block, in float64: `features` [L, 3 H] are those of its context, at positions start, ..."""
+def block_states(head, is_causal, features, token, start, size=SIZE):
+    """States [size, H] of one block, in float64: `features` [L, 3 H] are those of its context, at positions start, ..."""
     w = {name: tensor.double() for name, tensor in head.state_dict().items()}
     context = norm(features.double() @ w["fc.weight"].T, w["hidden_norm.weight"])
-    x = w["embed_tokens.weight"][torch.tensor([token] + [SHAPE["mask_token_id"]] * (SIZE - 1))]
+    x = w["embed_tokens.weight"][torch.tensor([token] + [SHAPE["mask_token_id"]] * (size - 1))]
     length = len(features)
-    at_context, at_block = start + torch.arange(length), start + length + torch.arange(SIZE)
+    at_context, at_block = start + torch.arange(length), start + length + torch.arange(size)
     for i in range(SHAPE["num_hidden_layers"]):
         at = f"layers.{i}."
         q, k, v, o = (w[f"{at}self_attn.{one}_proj.weight"] for one in "qkvo")
@@ -61,16 +61,26 @@ def block_logits(head, is_causal, features, token, start, lm_head):
         values = heads(both @ v.T)
         out = []
         for head_number in range(4):
-            scores = queries[head_number] @ keys[head_number // 2].T / D**0.5  # [SIZE, L + SIZE]
+            scores = queries[head_number] @ keys[head_number // 2].T / D**0.5  # [size, L + size]
             if is_causal:
-                for slot in range(SIZE):
+                for slot in range(size):
                     scores[slot, length + slot + 1 :] = -torch.inf
             out.append(scores.softmax(-1) @ values[head_number // 2])
         x = x + torch.cat(out, -1) @ o.T
         y = norm(x, w[f"{at}post_attention_layernorm.weight"])
         gate, up, down = (w[f"{at}mlp.{one}_proj.weight"] for one in ("gate", "up", "down"))
         x = x + (torch.nn.functional.silu(y @ gate.T) * (y @ up.T)) @ down.T
-    return norm(x, w["norm.weight"])[1:] @ lm_head.double().T
+    return norm(x, w["norm.weight"])
+
+
+def block_logits(head, is_causal, features, tokens, start, lm_head):
+    """Logits [5, V] of a block whose first slot holds tokens[0], if tokens[1:] are those before its later predictions."""
+    size = SIZE - head.config.sample_from_anchor
+    logits = block_states(head, is_causal, features, tokens[0], start, size)[size - 5 :] @ lm_head.double().T
+    if head.markov_head is None:
+        return logits
+    w1, w2 = head.markov_head.markov_w1.weight.double(), head.markov_head.markov_w2.weight.double()
+    return torch.stack([logits[k] + w2 @ w1[tokens[k]] for k in range(5)])
 
 
 @torch.no_grad()
@@ -83,17 +93,65 @@ def largest_error(head, is_causal=False):
     for row, begin, end in ((0, 0, 7), (0, 7, 11), (1, 0, 11)):
         for last in range(begin, end - 1):
             read = features[row, begin : last + 1]
-            wanted = block_logits(head, is_causal, read, tokens[row, last + 1], POSITIONS[row, begin], lm_head)
+            given = torch.cat((tokens[row, last + 1 :], torch.zeros(5, dtype=torch.int64)))  # 0 after the row's end
+            wanted = block_logits(head, is_causal, read, given, POSITIONS[row, begin], lm_head)
             worst = max(worst, (found[row * T + last] - wanted).abs().max().item())
             largest = max(largest, wanted.abs().max().item())
     return worst / largest
 
 
+@pytest.mark.parametrize("anchored", [False, True])
+@pytest.mark.parametrize("edge_rank", [0, 3])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_predictions_equal_the_definition(is_causal):
-    head = make(is_causal=is_causal)
+def test_predictions_equal_the_definition(is_causal, edge_rank, anchored):
+    head = make(is_causal=is_causal, edge_rank=edge_rank, sample_from_anchor=anchored)
     assert largest_error(head, is_causal) < 1e-5
     assert largest_error(head, not is_causal) > 1e-3
+
+
+def test_an_edge_starts_without_effect():
+    torch.manual_seed(0)
+    heads = [BlockHead(BlockConfig(**SHAPE, edge_rank=rank)) for rank in (0, 3)]
+    heads[1].load_state_dict(heads[0].state_dict(), strict=False)  # all but the edge
+    states, previous, weight = torch.randn(4, H), torch.tensor([1, 2, 3, 4]), torch.randn(V, H)
+    plain, corrected = (head.logits(states, previous, weight) for head in heads)
+    assert torch.equal(plain, corrected)
+    corrected.square().sum().backward()
+    assert heads[1].markov_head.markov_w2.weight.grad.abs().min() > 0
+
+
+@pytest.mark.parametrize("mutant", ["the token itself", "the token of the block's start"])
+def test_an_edge_that_reads_another_token_is_caught(monkeypatch, mutant):
+    head, (features, tokens, lm_head) = make(edge_rank=3), inputs()
+    right, wrong = head.predict(features, tokens, POSITIONS, DOCUMENTS, lm_head), tokens.roll(-1, 1)
+    w1 = head.markov_head.markov_w1
+    if mutant == "the token itself":
+        monkeypatch.setattr(w1, "forward", lambda ids: torch.nn.functional.embedding(ids.roll(-1, 0), w1.weight))
+    else:
+        firsts = wrong.flatten()
+        monkeypatch.setattr(w1, "forward", lambda ids: torch.nn.functional.embedding(firsts, w1.weight))
+    assert right.states[0].shape == (2 * T, H + 3)
+    assert largest_error(head) > 1e-3
+
+
+@pytest.mark.parametrize("sees_token", [False, True])
+def test_confidence_equals_the_definition(sees_token):
+    head = make(edge_rank=3, confidence=True, confidence_sees_token=sees_token)
+    states, previous = torch.randn(4, H), torch.tensor([7, 0, 49, 7])
+    weight, bias = head.confidence_head.proj.weight[0].double(), head.confidence_head.proj.bias.double()
+    wanted = states.double() @ weight[:H] + bias
+    if sees_token:
+        wanted += head.markov_head.markov_w1.weight[previous].double() @ weight[H:]
+    torch.testing.assert_close(head.confidence_logits(states, previous).double(), wanted, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="reads the edge's table of tokens, and edge_rank is 0"):
+        make(confidence=True)
+    make(confidence=True, confidence_sees_token=False)
+
+
+def test_weights_that_drafting_reads_are_counted():
+    plain, edged = make().draft_bytes(100), make(edge_rank=3).draft_bytes(100)
+    of_w2 = 4 * V * 3
+    assert edged == plain | {"first": plain["first"] + of_w2, "level": of_w2}
 
 
 def with_mask(change):
@@ -136,9 +194,10 @@ def test_context_keys_one_position_late_are_caught(monkeypatch):
     assert largest_error(make()) > 1e-3
 
 
+@pytest.mark.parametrize("changes", [{}, dict(edge_rank=3), dict(edge_rank=3, sample_from_anchor=True)])
 @torch.no_grad()
-def test_outputs_at_some_rows_are_those_of_predict():
-    head, (features, tokens, lm_head) = make(), inputs()
+def test_outputs_at_some_rows_are_those_of_predict(changes):
+    head, (features, tokens, lm_head) = make(**changes), inputs()
     rows = torch.tensor([1, 4, 8])
     following = torch.nn.functional.pad(tokens[:1], (0, 3))[:, 1:].unfold(1, 3, 1)
     packed = features[:1], following, POSITIONS[:1], DOCUMENTS[:1]
@@ -156,3 +215,5 @@ def test_another_target_is_refused():
         check_head_fits(head, LlamaConfig(**sizes | dict(num_hidden_layers=6)))
     with pytest.raises(ValueError, match="attention_bias must be false"):
         make(attention_bias=True)
+    with pytest.raises(ValueError, match="edge_rank must be a whole number of at least 0, got -1"):
+        make(edge_rank=-1)

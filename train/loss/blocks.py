@@ -12,6 +12,9 @@ arXiv 2605.18810; for the hard loss, whose q_i = exp(-loss_i) is the chance of t
 
     weight_k = sum over m >= k of prod over i <= m of (q_i + 1) / 2         over the block's labels, without a gradient
 
+A head with a confidence learns to tell the rate of acceptance: the label of a slot's confidence is alpha = sum min(p, q), held fixed,
+and the binary cross entropy from it, times confidence_weight, is added to row_loss, as DSpark's.
+
 Anchors are drawn from the run's seed, the step and the row's place in the step, so every rank knows those of all ranks. Blocks are
 projected a few at a time, all depths in one product, and the backward of each chunk follows at once: no tensor of [all labels, V]
 exists. Labels that blocks of a chunk share are projected by the target once.
@@ -20,10 +23,11 @@ Letters: N rows of an optimiser step, B of a micro-batch, T tokens per row, R bl
 hidden size, V vocabulary.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from ...heads.head import cast_lm_head
 from ...kernels.training.distill_loss import distill_loss
@@ -35,9 +39,18 @@ _NO_ANCHOR = 1  # stands where a row has fewer anchors than another; its block h
 
 @dataclass(frozen=True)
 class BlockObjective(Objective):
-    """An Objective of blocks. dynamic: D-PACE's weights instead of those of the depths."""
+    """An Objective of blocks.
+
+    dynamic: D-PACE's weights instead of those of the depths; confidence_weight: of the confidence's loss; 0: there is none.
+    """
 
     dynamic: bool = False
+    confidence_weight: float = 0.0
+
+    @property
+    def needs_target(self):
+        """Whether the losses need the target's distribution, and not only the text."""
+        return self.loss.needs_target or self.confidence_weight > 0
 
 
 @dataclass(frozen=True)
@@ -100,13 +113,15 @@ def accumulate_block_gradients(
     lm_head: the target's, a module; objective: BlockObjective of K depths; num_labels: the divisor, the labels of the whole
     optimiser step on all ranks. A label outside a draft vocabulary has no hard loss: it counts only in num_labels. Under
     torch.no_grad only the totals are made.
-    Returns fp64 [K, 6], per depth: sum of losses, number of labels, and (with_hits, or if the objective adapts) top-1 hits, top-5
-    hits and the sum of rates of acceptance if the loss needs the target's distribution; last, the sum of weighted losses.
+    Returns fp64 [K, 7], per depth: sum of losses, number of labels, and (with_hits, or if the objective adapts) top-1 hits, top-5
+    hits and the sum of rates of acceptance if the target's distribution is needed; then the sum of what is minimised, and of the
+    confidence's losses.
     """
     device, K, loss = states.device, states.shape[2], objective.loss
-    with_hits = with_hits or objective.adapts
+    confident = objective.confidence_weight > 0
+    with_hits = with_hits or objective.adapts or confident
     weight, draft_ids, ids = cast_lm_head(lm_head.weight, states.dtype), head.draft_token_ids, input_ids.flatten()
-    totals = torch.zeros(K, 6, dtype=torch.float64, device=device)
+    totals = torch.zeros(K, 7, dtype=torch.float64, device=device)
     flat, carries = states.detach().flatten(0, 1), states.requires_grad and torch.is_grad_enabled()  # [B R, K, H]
     gradients = torch.zeros_like(flat) if carries else None
     outside = None
@@ -118,7 +133,7 @@ def accumulate_block_gradients(
         chosen, before, valid, common, same = (one.to(device) for one in (chosen, before, valid, common, same))
         tokens, previous = ids[before + 1], ids[before]  # [K, C]
         target = None
-        if loss.needs_target:
+        if objective.needs_target:
             with torch.no_grad():
                 target = target_distribution(lm_head(last[common]), draft_ids)
         if outside is not None:
@@ -139,25 +154,35 @@ def accumulate_block_gradients(
                 factor=(1.0 if objective.dynamic else objective.weights[k]) / num_labels,
                 measure=with_hits,
             )
-            found.append(figures.loss)
+            found.append((figures.loss, figures.alpha))
             if with_hits:
                 totals[k, 2] += (figures.rank == 1).sum()
                 totals[k, 3] += (figures.rank <= 5).sum()
                 if figures.alpha is not None:
                     totals[k, 4] += figures.alpha.sum()
-        losses = torch.stack(found)  # [K, C]
+        losses = torch.stack([one for one, _ in found])  # [K, C]
         weights = losses.new_tensor(objective.weights)[:, None]
         if objective.dynamic:
             weights = dynamic_weights(losses, valid)
             gradient *= weights.flatten()[:, None].to(gradient.dtype)
+        ends, given, weighed = [logits], [gradient], weights * losses
+        if confident:
+            rates = torch.stack([rate for _, rate in found])
+            sure = head.confidence_logits(rows, previous.flatten()).view_as(rates).to(rates.dtype)  # [K, C]
+            unsure = F.binary_cross_entropy_with_logits(sure, rates, reduction="none") * valid
+            weighed_unsure = objective.confidence_weight * weights * unsure
+            ends.append(weighed_unsure.sum() / num_labels)
+            given.append(None)
+            weighed = weighed + weighed_unsure.detach()
+            totals[:, 6] += unsure.detach().sum(1)
         if logits.requires_grad:
-            torch.autograd.backward([logits], [gradient])
+            torch.autograd.backward(ends, given)
         if carries:
             gradients[chosen] = rows.grad.unflatten(0, (K, -1)).transpose(0, 1)
         totals[:, 0] += losses.sum(1)
         totals[:, 1] += valid.sum(1)
-        totals[:, 5] += (weights * losses).sum(1)
-        del logits, gradient, target, part  # freed before the next chunk's are made
+        totals[:, 5] += weighed.sum(1)
+        del logits, gradient, target, part, ends, given  # freed before the next chunk's are made
     if carries:
         states.backward(gradients.view_as(states))
     return totals
@@ -188,7 +213,10 @@ def dynamic_weights(losses, valid):
 
 
 def summarize_blocks(totals, objective, num_labels):
-    """`summarize` of the totals of `accumulate_block_gradients`; its loss has the weights that the objective gave."""
-    return summarize(totals[:, :5], replace(objective, feature_weight=0.0), num_labels) | {
-        "loss": totals[:, 5].sum().item() / num_labels
-    }
+    """`summarize` of the totals of `accumulate_block_gradients`, with the loss that was minimised and the confidence's per depth."""
+    line = summarize(totals[:, :5], objective, num_labels)
+    line["loss"] = totals[:, 5].sum().item() / num_labels
+    if objective.confidence_weight:
+        for k, (total, count) in enumerate(totals[:, [6, 1]].tolist()):
+            line[f"head{k}_confidence_loss"] = total / max(count, 1)
+    return line

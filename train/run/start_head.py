@@ -61,10 +61,13 @@ def take_weights(head, start, note):
     if head.embedding_is_targets and not _has_table(start, head.embed_tokens.weight):
         head.embed_tokens, head.embedding_is_targets = nn.Embedding.from_pretrained(start.embed_tokens.weight), False
         note("the head's embedding is not the target's: it is kept as it is")
+    held = dict(start.named_parameters())
+    if new := [name for name, weight in head.named_parameters() if weight.requires_grad and name not in held]:
+        note(f"new, as the start has none: {', '.join(new)}")
     for name, weight in head.named_parameters():
-        if name == "embed_tokens.weight" and not weight.requires_grad:
+        if name in new or (name == "embed_tokens.weight" and not weight.requires_grad):
             continue
-        given = start.get_parameter(name)
+        given = held[name]
         if name != "lm_head.weight":
             weight.copy_(given)
             continue
