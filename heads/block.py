@@ -273,7 +273,8 @@ class BlockHead(Head):
     def predict(self, features, input_ids, position_ids, document_ids, lm_head_weight=None, num_steps=None, every=1):
         """Predictions of a block after every position: see Head.predict. A block per token: for short texts.
 
-        Their states hold the edge's rows of W1 beside those of `forward`. every: after one of so many positions only, which M counts.
+        Their states hold the edge's rows of W1 beside those of `forward`. every: after one of so many positions only; M counts
+        those.
         """
         depths = range(num_steps or self.num_speculative_tokens)
         rows = torch.arange(0, input_ids.shape[1], every, device=input_ids.device).expand(len(input_ids), -1)

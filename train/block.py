@@ -54,8 +54,8 @@ class Recipe(RunRecipe):
     is_causal: bool = key(False, "a slot sees only the slots of its block up to itself")
     edge_rank: int = key(
         256,
-        "rank of the edge, which corrects a slot's scores by the token before (DSpark); 0: none, so a draft's tokens do not know each "
-        "other. A head of start_from without an edge gets one",
+        "rank of the edge, which corrects a slot's scores by the token before (DSpark); 0: none, and a draft's tokens do not know "
+        "each other. A head of start_from without an edge gets one",
         least=0,
     )
     aux_layers: str = key(
@@ -132,7 +132,7 @@ def choose_config(recipe, target, start, reserved):
     own |= {"edge_rank": recipe.edge_rank, "confidence": recipe.confidence_weight > 0}
     own["confidence_sees_token"] = recipe.edge_rank > 0
     places = {"is_causal": recipe.is_causal, "sample_from_anchor": recipe.sample_from_anchor}
-    chosen = {"num_layers": recipe.num_layers, "aux_layers": parse_layers(recipe.aux_layers)}
+    chosen = {"num_layers": recipe.num_layers or None, "aux_layers": parse_layers(recipe.aux_layers)}
     chosen["mask_token_id"] = None if recipe.mask_token_id < 0 else recipe.mask_token_id
     if start is None:
         layers, mask = chosen["aux_layers"] or default_aux_layers(target.num_layers), chosen["mask_token_id"]
@@ -150,8 +150,7 @@ def choose_config(recipe, target, start, reserved):
     if start.config.edge_rank:
         found["edge_rank"] = start.config.edge_rank
     for name, given in (chosen | places | {"edge_rank": recipe.edge_rank}).items():
-        left_out = name in chosen and not given
-        if not left_out and given != found.get(name, given):
+        if given is not None and given != found.get(name, given):
             mend = "leave it out" if name in chosen else f"set it to {found[name]}"
             raise ValueError(
                 f"start_from {recipe.start_from!r} has {name} {found[name]!r}, this run asks for {given!r}: {mend}"

@@ -38,6 +38,22 @@ def test_flex_attention_gets_what_the_dense_one_gets(monkeypatch):
     assert (packed_attention._attend_dense(q, k, v, open_mask, True)[0] - out).abs().max() > 1e-2
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_flex_attention_of_blocks_gets_what_the_dense_one_gets(monkeypatch, is_causal):
+    size, places = 5, torch.tensor([[0, 3, 69, 70, 149], [2, 2, 90, 129, 0]])  # of the last feature that a block sees
+    mask = packed_attention.blocks_mask(places, documents(), size, is_causal)
+    assert mask.dtype == torch.bool
+    monkeypatch.setattr(packed_attention, "_compiled", lambda function: function)
+    monkeypatch.setattr(packed_attention, "_takes_flex", lambda tensor: True)
+    flex = packed_attention.blocks_mask(places, documents(), size, is_causal)
+    q = rows(HQ, 0)[:, :, : 5 * size]
+    k, v = (torch.cat((rows(HK, seed), rows(HK, seed + 1)[:, :, : 5 * size]), 2) for seed in (1, 3))
+    expected, _ = packed_attention._attend_dense(q, k, v, mask, with_normaliser=False)
+    torch.testing.assert_close(packed_attention.attend(q, k, v, flex), expected, rtol=0, atol=1e-5)
+    wrong = packed_attention._dense_mask(torch.zeros_like(documents()))[:, :, : 5 * size]
+    assert (packed_attention._attend_dense(q, k[:, :, :T], v[:, :, :T], wrong, False)[0] - expected).abs().max() > 1e-2
+
+
 def test_later_calls_add_a_rows_own_keys_only():
     """Compared with one softmax over all keys that a row sees, with the mask [T, 3 T] that the two parts avoid."""
     steps = [(rows(HQ, 3 * i), rows(HK, 3 * i + 1), rows(HK, 3 * i + 2)) for i in range(3)]

@@ -12,8 +12,8 @@ arXiv 2605.18810; for the hard loss, whose q_i = exp(-loss_i) is the chance of t
 
     weight_k = sum over m >= k of prod over i <= m of (q_i + 1) / 2         over the block's labels, without a gradient
 
-A head with a confidence learns to tell the rate of acceptance: the label of a slot's confidence is alpha = sum min(p, q), held fixed,
-and the binary cross entropy from it, times confidence_weight, is added to row_loss, as DSpark's.
+A head with a confidence learns the rate of acceptance: the label of a slot's confidence is alpha = sum min(p, q), held fixed, and
+the binary cross entropy from it, times confidence_weight, is added to row_loss, as in DSpark.
 
 Anchors are drawn from the run's seed, the step and the row's place in the step, so every rank knows those of all ranks. Blocks are
 projected a few at a time, all depths in one product, and the backward of each chunk follows at once: no tensor of [all labels, V]
@@ -213,7 +213,7 @@ def dynamic_weights(losses, valid):
 
 
 def summarize_blocks(totals, objective, num_labels):
-    """`summarize` of the totals of `accumulate_block_gradients`, with the loss that was minimised and the confidence's per depth."""
+    """`summarize` of the totals of `accumulate_block_gradients`, with the loss that was minimised, and the confidence's."""
     line = summarize(totals[:, :5], objective, num_labels)
     line["loss"] = totals[:, 5].sum().item() / num_labels
     if objective.confidence_weight:
