@@ -23,7 +23,7 @@ TREE_PAGES = 512
 EXAMPLE = "headstart tree runs/quickstart\n  headstart tree runs/quickstart --budget 16"
 DETAILS = (
     "Measures how often each candidate of the draft is right, and times steps over trees of several sizes and depths here.\n"
-    "Then compares the best expected tree with plain decoding and, if the drafter can grow trees, with dynamic trees.\n"
+    "Then compares the best expected tree with plain decoding and with dynamic trees.\n"
     "tree.json keeps the figures for `headstart report`; --tree static finds it in a run or beside a head."
 )
 

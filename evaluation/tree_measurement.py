@@ -3,7 +3,7 @@
 1. Steps over trees of a few sizes and depths are timed in the engine, with all requests of the batch decoding.
 2. tree_choice.py finds the tree with the most expected tokens per second. If its shape was not timed, it is timed and the choice is
    repeated, until the chosen shape is a timed one.
-3. This tree, plain decoding and, if the drafter can grow trees, dynamic trees decode the same prompts; the best dynamic tree is
+3. This tree, plain decoding and dynamic trees decode the same prompts; the best dynamic tree is
    also tried with half and twice its nodes. The fastest tree is kept.
 
 Every engine is built, measured and freed before the next, so only one at a time takes memory beside the target's weights. On a CPU,
@@ -88,9 +88,7 @@ class TreeMeasurement:
             now, further = self.time([trees[best.depth, best.num_nodes]], f"timing {best.num_nodes} nodes")
             # The machine's speed may have changed by now, and plain decoding's with it.
             timings += [replace(timing, seconds=timing.seconds * plain / now) for timing in further]
-        candidates = [trees[best.depth, best.num_nodes]]
-        if self.llm.engine.drafter.autoregressive:
-            candidates += dynamic_candidates(best.depth, best.num_nodes, len(rates))
+        candidates = [trees[best.depth, best.num_nodes], *dynamic_candidates(best.depth, best.num_nodes, len(rates))]
         trials = self.try_out(candidates)
         grown = [pair for pair in zip(candidates, trials[1:]) if pair[1].draft == "dynamic"]
         if grown:  # the best of them in other sizes: the best size of a static tree is not theirs

@@ -33,7 +33,7 @@ from ..inference.models.support import check_supported
 from ..inference.models.target_source import target_config
 from . import provenance, push_command, verify
 from .acceptance import choose_prompts, measure as measure_acceptance
-from .measurements import check_tree_fits, find_measurements
+from .measurements import find_measurements
 from .model_card import Extras, is_hub_id, model_card, target_name, with_tracked_run, write_plots
 from .push import check_can_push
 from .replay import check_finite, compare_with_source
@@ -201,8 +201,6 @@ def export_head(
         adapter = read_adapter(adapter_folder)
         merged_from = provenance.check_can_merge(adapter, base_model or head.config.base_model_name_or_path, merged)
     measured = find_measurements(folder, source)
-    if measured.tree is not None:
-        check_tree_fits(head, measured.tree)
     origin = provenance.find_origin(source, folder, measured.origin)
     measured = replace(measured, origin=origin and origin.record)
     if measure is not None:

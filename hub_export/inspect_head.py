@@ -24,7 +24,7 @@ from ..heads.storage.hub_id import split_revision
 from ..heads.storage.weight_files import find_weights, read_names
 from ..inference.models.target_source import eos_token_ids, target_config
 from ..inference.speculation.tree import load_tree
-from .measurements import Measurements, check_tree_fits, find_measurements
+from .measurements import Measurements, find_measurements
 from .readers.readers import WRONG, HeadFiles, Verdict, judge, rules_of
 
 # Keys of config.json that mark a head whose config otherwise looks like a model's.
@@ -106,11 +106,6 @@ def describe(source, folder, model=None):
     except ValueError as error:
         problems.append(str(error))
         measured, tree = Measurements(), None
-    if tree is not None:
-        try:
-            check_tree_fits(head, measured.tree)
-        except ValueError as error:
-            problems.append(str(error))
     name = model or head.config.base_model_name_or_path or (measured.recipe or {}).get("target") or ""
     target, depth = _target(head, name)
     if target["fits"] is not None and target["why"]:

@@ -17,7 +17,6 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HTTPError
 
 from ..heads.checkpoint import BEST, TREE_FILE
-from ..heads.families import family_of
 from ..heads.storage.hub_answer import hub_options
 from ..heads.storage.hub_id import split_revision
 from ..inference.speculation.tree import load_tree
@@ -216,16 +215,6 @@ def find_measurements(head_folder, source=None):
         tracked=None if run is None else find_tracked_run(run, is_final=step is None),
         origin=earlier.get("origin"),
     )
-
-
-def check_tree_fits(head, path):
-    """ValueError if heads of this kind cannot draft the tree in the file `path`."""
-    tree = load_tree(path)
-    if not head.autoregressive and tree.grows:
-        raise ValueError(
-            f"{path} is a dynamic tree, and {family_of(head).name} heads draft chains and static ones: "
-            "measure one for them (`headstart tree`), or move it away"
-        )
 
 
 def _public_recipe(recipe):

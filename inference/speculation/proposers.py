@@ -24,11 +24,10 @@ class Proposer:
     """A source of drafts.
 
     method: one of options.METHODS; head: the module, or None; depth: its default depth of drafts, None: there is no default;
-    max_depth: the greatest; autoregressive: whether a token's distribution depends on the tokens drafted before it, as growing
-    trees require.
+    max_depth: the greatest
     """
 
-    method, head, depth, max_depth, autoregressive = "", None, None, MAX_NODES - 1, True
+    method, head, depth, max_depth = "", None, None, MAX_NODES - 1
 
     def check_tree(self, tree):
         """ValueError for a tree that it cannot draft."""
@@ -52,14 +51,8 @@ class HeadProposer(Proposer):
     def __init__(self, head, source):
         self.head, self.source, self.family = head, source, family_of(head)
         self.method = self.family.key
-        self.depth, self.autoregressive = head.num_speculative_tokens, head.autoregressive
+        self.depth = head.num_speculative_tokens
         self.max_depth = head.max_speculative_tokens or MAX_NODES - 1
-
-    def check_tree(self, tree):
-        if tree.grows and not self.autoregressive:
-            raise ValueError(
-                f"{self.family.name} heads do not look at each other's tokens: they draft chains and static trees, not dynamic ones"
-            )
 
     def static_tree_file(self):
         """tree.json in the head's folder or its run, else the shipped tree."""
@@ -117,7 +110,7 @@ class ModelProposer(Proposer):
 class NgramProposer(Proposer):
     """Prompt lookup of `shortest` to `longest` tokens."""
 
-    method, autoregressive = "ngram", False
+    method = "ngram"
 
     def __init__(self, shortest, longest):
         self.range = shortest, longest

@@ -188,11 +188,10 @@ def check_file(path, batch, methods):
     return tree, content
 
 
-def test_command_chooses_a_static_tree_for_medusa_heads(target_folder, head_folder, prompts, quick, tmp_path, capsys):
+def test_command_chooses_a_tree_for_medusa_heads(target_folder, head_folder, prompts, quick, tmp_path, capsys):
     output = tmp_path / "tree.json"
     assert main(["tree", str(head_folder), "--model", str(target_folder), *prompts, "--output", str(output)]) == 0
-    tree, content = check_file(output, 1, {"none", "static"})
-    assert isinstance(tree, Tree)
+    _, content = check_file(output, 1, {"none", "static", "dynamic"})
     assert len(content["rates"]) == 3
     printed = capsys.readouterr()
     assert choice_sentence(content["choice"]) in printed.out

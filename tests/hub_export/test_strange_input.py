@@ -81,16 +81,6 @@ def test_a_replay_of_another_shape_is_not_verified(head, tmp_path, keys):
         read_replay(tmp_path / "out")
 
 
-def test_a_tree_that_the_head_cannot_draft_is_refused(head, tmp_path, capsys):
-    (head / "tree.json").write_text(json.dumps({"dynamic": {"max_depth": 2, "width": 2, "num_nodes": 4}}))
-    (head / "acceptance.json").write_text(json.dumps({"acceptance_length": 1.5, "per_position": [0.5]}))
-    message = "is a dynamic tree, and Medusa heads draft chains"
-    assert message in error_of(capsys, head, "--format", "medusa", "--output", tmp_path / "out")
-    found = describe(head, head)
-    assert any(message in problem for problem in found["problems"])
-    assert found["measured"]["acceptance"][0]["acceptance_length"] == 1.5
-
-
 def test_a_target_may_be_called_as_folders_are(head, tmp_path):
     change(head / "config.json", base_model_name_or_path="/data/模型\u3000v1/a\xa0b")
     assert main([str(head), "--format", "medusa", "--output", str(tmp_path / "out")]) == 0

@@ -1,123 +1,57 @@
-"""Drafting with block drafters: one pass over the newest token and mask tokens gives the distributions of all depths.
+"""Drafting with block drafters: one pass gives the distributions of all depths (block_pass.py).
 
-The head's own keys and values at a committed place are projected from the target's feature there, and from nothing else. `fill`
-and `advance` only project. A draft's pass writes the block's own keys and values after the committed places, L and on; the next
-`advance` overwrites those of the tokens that were accepted, the next draft the others. The pass has the head's whole block however
-deep the draft is, so that the distributions are those it was trained for.
+Without an edge they are all there is, and parallel.py makes drafts of them. With DSpark's edge they are corrected, level by level,
+by the token that they follow: sequential.py walks the tree, but the head's layers run once.
 
-The head's formulas: heads/block.py; here it runs on the engine's kernels. Not here: trees of the head's own confidence.
-
-Letters: B requests, S slots of a block, K depths, M rows, F width of the target's feature, H hidden, V vocabulary, L committed
-length.
+Letters: B requests, n nodes of a level, K depths, V vocabulary.
 """
 
-import torch
-
-from ....heads.layers import rope_frequencies
-from ....kernels.attention.rotary_kv_write import rotary_kv_write
-from ....kernels.attention.tree_attention import build_tree_index
 from ....kernels.embedding import embed
-from ....kernels.linear.linear import linear, linear_parts
-from ....kernels.rms_norm import rms_norm
-from ...models.blocks import Layer, Norm, Rotary
-from ...models.decoder import ForwardPass
-from ...models.weights import weights_of_layer
+from ....kernels.linear.linear import linear
+from .block_pass import BlockPass
 from .parallel import ParallelDrafter
+from .sequential import SequentialDrafter
 
 
-class BlockDrafter(ParallelDrafter):
-    """Drafts with a BlockHead.
-
-    head: the module, read in place, so updates of a head in training apply at once. Pages in the prefix cache would be stale then:
-    switch it off. The weights of the head's products become views of packed ones. decoder: the target's Decoder;
-    num_speculative_tokens: depth of drafts; sampling: a way of draft_sampling.py.
-    """
-
-    def __init__(self, head, decoder, num_speculative_tokens, sampling="shared_noise"):
-        super().__init__(sampling)
-        self.head, self.decoder, self.num_speculative_tokens = head, decoder, num_speculative_tokens
-        config, self.streams = head.config, head.features
-        self.dtype, device = head.fc.weight.dtype, head.fc.weight.device
-        self.kv_shape = config.num_hidden_layers, config.num_key_value_heads, config.head_dim, self.dtype
-        self.size = config.block_size  # S
-        self.extra_places = self.size - 1 - num_speculative_tokens
-        positions = decoder.max_positions + self.size  # a block may be longer than any tree
-        rotary = Rotary.from_frequencies(
-            *rope_frequencies(config), num_positions=positions, dtype=self.dtype, device=device
-        )
-        shape = dict(num_heads=config.num_attention_heads, num_kv_heads=config.num_key_value_heads, rotary=rotary)
-        self.layers = [
-            Layer.from_weights(
-                weights_of_layer(
-                    layer,
-                    input_norm=layer.input_layernorm.weight.data,
-                    q_norm=layer.self_attn.q_norm.weight.data,
-                    k_norm=layer.self_attn.k_norm.weight.data,
-                ),
-                eps=config.rms_norm_eps,
-                **shape,
-            )
-            for layer in head.layers
-        ]
-        self.norm = Norm(head.norm.weight.data, config.rms_norm_eps)
-        self.masks = torch.full((1, self.size - 1), config.mask_token_id, device=device)
-        self.slots = torch.arange(self.size, device=device)
-        # To the attention the block is a tree of one path. A slot that sees the whole block counts as its deepest node.
-        self.depths = self.slots if config.is_causal else torch.full_like(self.slots, self.size - 1)
-
-    def attach(self, kv):
-        self.kv = kv
+class BlockDrafter(BlockPass, ParallelDrafter):
+    """Drafts with a BlockHead without an edge: arguments of BlockPass."""
 
     def distributions(self, batch, num_depths):
-        tokens = torch.cat((batch.root[:, None], self.masks.expand(len(batch.root), -1)), 1)  # [B, S]
-        heads, dtype, causal = self.kv_shape[1], self.dtype, self.head.config.is_causal
-        path = self.slots.expand(self.size, self.size)
-        index = build_tree_index(batch.block_table, batch.committed, self.depths, path, heads, dtype, is_chain=causal)
-        positions = batch.committed[:, None] + self.slots
-        places = batch.places(0, self.size)
-        forward_pass = ForwardPass(tokens.flatten(), positions.flatten(), places.flatten(), index)
-        residual, parts = embed(forward_pass.tokens, self.head.embed_tokens.weight).to(self.dtype), None
-        for layer, layer_kv in zip(self.layers, self.kv):
-            x, residual = layer.input_norm(residual, parts)
-            parts, residual = layer(x, residual, forward_pass, layer_kv)
-        state = self.norm(residual, parts)[0].view(*tokens.shape, -1)  # [B, S, H]
-        drafted = state[:, 1 : 1 + num_depths].transpose(0, 1).to(self.decoder.dtype)
-        return self.decoder.logits(drafted.flatten(0, 1)).view(num_depths, len(tokens), -1)
-
-    def advance(self, batch, feature, emitted, path, num_accepted):
-        (requests, length), device = path.shape, path.device
-        feature = feature.view(requests, -1, feature.shape[1])[torch.arange(requests, device=device)[:, None], path]
-        # Rows after the newest token's lie after the committed ones: a draft overwrites them before they are read.
-        positions = batch.committed[:, None] + torch.arange(length, device=device)
-        self._project(feature.flatten(0, 1), positions.flatten(), batch.places(0, length).flatten())
-
-    def prompt_rows(self, chunk):
-        return chunk.count, chunk.request.known_token_ids[chunk.start : chunk.start + chunk.count]
-
-    def fill(self, forward_pass, feature):
-        self._project(feature, forward_pass.positions, forward_pass.cache_rows)
-
-    def _project(self, feature, positions, cache_rows):
-        """Write the keys and values of the context.  feature [M, F], positions and cache_rows [M]"""
-        head, shared = self.head, {}
-        context = linear(feature.to(self.dtype), head.fc.weight)
-        context = rms_norm(context, head.hidden_norm.weight, head.hidden_norm.eps)
-        for layer, layer_kv in zip(self.layers, self.kv):
-            attention = layer.attention
-            num_queries = attention.num_heads * self.kv_shape[2]
-            rotary_kv_write(
-                linear_parts(context, attention.qkv.weight[num_queries:]),
-                positions=positions,
-                cos=attention.rotary.cos,
-                sin=attention.rotary.sin,
-                cache_rows=cache_rows,
-                layer_kv=layer_kv,
-                num_heads=0,
-                num_kv_heads=attention.num_kv_heads,
-                k_norm=attention.k_norm,
-                eps=attention.eps,
-                shared=shared,
-            )
+        return self.marginals(batch, num_depths)
 
 
-DRAFTER = BlockDrafter
+class EdgeDrafter(BlockPass, SequentialDrafter):
+    """Drafts with a BlockHead with an edge: arguments of BlockPass. Nodes have no state but their token."""
+
+    num_depths = by_depth = None
+
+    def propose(self, batch, tree, processor=None):
+        self.num_depths = tree.max_depth
+        return super().propose(batch, tree, processor)
+
+    def candidates(self, batch, widths):
+        self.num_depths = len(widths)
+        return super().candidates(batch, widths)
+
+    def start(self, batch):
+        self.by_depth = self.marginals(batch, self.num_depths)  # [K, B, V]
+        return self._after(batch.root[:, None], 0)
+
+    def expand(self, batch, level, tokens, state):
+        return self._after(tokens, level.depth)
+
+    def _after(self, tokens, depth):
+        """tokens [B, n] of nodes at a depth  ->  logits [n, B, V], state [B, n, 0]"""
+        edge = self.head.markov_head
+        rows = embed(tokens.t().flatten(), edge.markov_w1.weight)
+        correction = linear(rows, edge.markov_w2.weight).view(*tokens.t().shape, -1)
+        return self.by_depth[depth] + correction, correction.new_empty(*tokens.shape, 0)
+
+
+def drafter_of(head, decoder, num_speculative_tokens, sampling="shared_noise"):
+    """The drafter of a BlockHead: arguments of BlockPass."""
+    kind = BlockDrafter if head.markov_head is None else EdgeDrafter
+    return kind(head, decoder, num_speculative_tokens, sampling)
+
+
+DRAFTER = drafter_of

@@ -154,6 +154,8 @@ class Watch:
                 root.kept = self.kept[i]
             else:  # nodes of one depth share a head's scores
                 root.kept = {root.paths[n]: self.by_depth[len(root.paths[n]), i].clone() for n in inner}
+                if tree.tree.grows:  # nodes were looked at that are not in the tree
+                    root.kept |= {(0,) * d: scores[i].clone() for d, scores in enumerate(self.by_depth)}
             if drafted.scores is not None:
                 root.handed = {root.paths[n]: drafted.scores[drafted.distribution[n], i].clone() for n in inner}
             self.roots.append(root)

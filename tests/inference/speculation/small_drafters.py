@@ -51,8 +51,12 @@ def make(name, target):
         chosen = torch.randperm(VOCAB)[:40].sort().values
         head.set_draft_vocabulary(chosen - torch.arange(40), torch.isin(torch.arange(VOCAB), chosen))
     elif name.startswith("block"):
-        causal = dict(is_causal=True, num_speculative_tokens=DEPTH + 3) if name == "block-causal" else {}
-        shape = dict(num_hidden_layers=2, mask_token_id=5, num_speculative_tokens=DEPTH, aux_layer_ids=(1, 3)) | causal
+        special = {
+            "block-causal": dict(is_causal=True, num_speculative_tokens=DEPTH + 3),
+            "block-edge": dict(edge_rank=8, sample_from_anchor=True),
+        }
+        shape = dict(num_hidden_layers=2, mask_token_id=5, num_speculative_tokens=DEPTH, aux_layer_ids=(1, 3))
+        shape |= special.get(name, {})
         head = BlockHead(BlockConfig.for_target(config, **shape))
     elif name == "eagle3-narrow":  # of another width, over the whole vocabulary, one feature
         shape = dict(hidden_size=32, intermediate_size=40, num_attention_heads=2, num_key_value_heads=1)

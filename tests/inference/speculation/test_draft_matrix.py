@@ -135,6 +135,8 @@ CASES = {
     ),
     "block-rope_llama3": (BlockHead, dict(embedding="none", rope_scaling=dict(rope_type="llama3", **LLAMA3), **BLOCK)),
     "block-rope_yarn": (BlockHead, dict(embedding="none", rope_scaling=YARN, max_position_embeddings=128, **BLOCK)),
+    "block-edge": (BlockHead, dict(embedding="none", edge_rank=8, **BLOCK)),
+    "block-edge-anchored": (BlockHead, dict(embedding="target's", edge_rank=5, sample_from_anchor=True, **BLOCK)),
     "eagle3-rope_yarn": (Eagle3, dict(embedding="none", rope_scaling=YARN, max_position_embeddings=128, **LAYERS)),
 }
 RANKED = 4  # so many of the recorded candidates of a depth are looked at
@@ -188,8 +190,11 @@ def check_scores(kept, said, device):
 
 
 def candidates(said, root, path, width, temperature):
-    """The best tokens after a path and their log confidence, by training's scores; under noise it is the target's own."""
-    scores = said[path].double()
+    """The best tokens after a path and their log confidence, by training's scores; under noise it is the target's own.
+
+    Scores that all nodes of a depth share are known of the path (0, 0, ...) at least.
+    """
+    scores = said[path if path in said else (0,) * len(path)].double()
     if not temperature:
         found = scores.log_softmax(0).topk(width)
         return found.indices.tolist(), found.values.tolist()
@@ -248,13 +253,14 @@ def check_roots(prompts, roots, max_depth):
     assert max(root.company for root in roots) == len(prompts)
 
 
-MATRIX = [(name, tree) for name, (kind, _) in CASES.items() for tree in TREES if kind.autoregressive or tree != "grown"]
+MATRIX = [*itertools.product(CASES, TREES)]
 EXAMPLES = (
     "medusa-blocks2-own_lm_head",
     "mlp-untied-scaled",
     "eagle-biases",
     "eagle3-draft_vocabulary",
     "block-causal",
+    "block-edge-anchored",
 )
 
 
@@ -315,6 +321,7 @@ def test_across_pages_and_on_pages_found_in_the_cache(targets, trees, name, tree
 
 
 OF_TARGET = "every head has the target's"
+NOT_READ = "drafts do not depend on it"
 LABEL = "names where the head comes from; nothing is computed with it"
 NOT_APPLICABLE = {
     (Medusa, "hidden_size"): OF_TARGET,
@@ -328,6 +335,8 @@ NOT_APPLICABLE = {
     (BlockHead, "vocab_size"): OF_TARGET,
     (BlockHead, "base_model_name_or_path"): LABEL,
     (BlockHead, "attention_bias"): "block drafters have none",
+    (BlockHead, "confidence"): NOT_READ,
+    (BlockHead, "confidence_sees_token"): NOT_READ,
     (Eagle, "hidden_size"): OF_TARGET,
     (Eagle, "vocab_size"): OF_TARGET,
     (Eagle, "base_model_name_or_path"): LABEL,

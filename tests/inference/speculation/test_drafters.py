@@ -29,13 +29,17 @@ from headstart.tests.inference.speculation.small_drafters import (
 
 TREES = ("chain", "static", "dynamic")
 DRAFTERS = ("mlp", "eagle", "eagle3", "model", "target")
-# Medusa heads and block drafters draft no dynamic trees. The other two draft by their family's code: a tree is enough.
+# The rest of the kinds, where fewer trees are enough: those that draft by the code of another one, or differ little.
 MORE = [
     ("medusa", "chain"),
     ("medusa", "static"),
+    ("medusa", "dynamic"),
     ("block", "chain"),
     ("block", "static"),
+    ("block", "dynamic"),
     ("block-causal", "chain"),
+    ("block-edge", "static"),
+    ("block-edge", "dynamic"),
     ("mlp-untied", "static"),
     ("eagle3-narrow", "dynamic"),
 ]
@@ -109,7 +113,6 @@ def test_a_draft_vocabulary_without_a_stop_token_is_warned_of():
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        (dict(name="medusa", tree="dynamic"), "Medusa heads do not look at each other's tokens"),
         (dict(name="eagle", method="eagle3"), "method='eagle3', but this Eagle is a head of the method 'eagle'"),
         (dict(name="eagle", num_speculative_tokens=64), "num_speculative_tokens must be from 1 to 63, got 64"),
         (dict(name="mlp", num_speculative_tokens=5), "num_speculative_tokens must be from 1 to the head's 4, got 5"),
