@@ -137,6 +137,10 @@ def choose_config(recipe, target, start, reserved):
     if start is None:
         layers, mask = chosen["aux_layers"] or default_aux_layers(target.num_layers), chosen["mask_token_id"]
         target.check_layers(layers)
+        if layers[-1] >= target.num_layers:
+            raise ValueError(
+                f"aux_layers must be below the target's {target.num_layers} layers, got {recipe.aux_layers}"
+            )
         return target.layer_config(
             BlockConfig,
             num_hidden_layers=recipe.num_layers or NUM_LAYERS,

@@ -25,6 +25,7 @@ OF = {
     "mlp_speculator": "an MLP speculator",
     "eagle": "an EAGLE head",
     "eagle3": "an EAGLE-3 head",
+    "block": "a block drafter",
 }
 KEPT = {"eagle3": {"draft_vocab_size": 0, "aux_layers": ""}}  # what the recipe leaves to the start
 
@@ -45,7 +46,7 @@ def test_it_starts_from_the_weights_of_another_head(trainers, start, word_target
     }
 
 
-@pytest.mark.parametrize("family", ["eagle", "eagle3"])
+@pytest.mark.parametrize("family", ["eagle", "eagle3", "block"])
 def test_started_run_goes_on_without_its_start(trainers, start, tmp_path, family):
     """And keeps the layer and the draft vocabulary that came from there."""
     trainer, keys = (
@@ -125,6 +126,10 @@ def test_draft_vocabulary_chosen_from_the_data_keeps_the_rows_it_shares(
         ("joint", {"num_heads": 2}, "has num_heads 3, this run asks for 2"),
         ("eagle3", {}, r"has aux_layers \(0, 2\), this run asks for \(0, 1, 2\): leave aux_layers out"),
         ("eagle3", {"aux_layers": "", "hidden_size": 16}, "has hidden_size 32, this run asks for 16"),
+        ("block", {"num_layers": 3}, "has num_layers 2, this run asks for 3: leave it out"),
+        ("block", {"mask_token_id": 3}, "has mask_token_id 9, this run asks for 3: leave it out"),
+        ("block", {"aux_layers": "0"}, r"has aux_layers \(0, 1\), this run asks for \(0,\): leave it out"),
+        ("block", {"is_causal": True}, "has is_causal False, this run asks for True: set it to False"),
     ],
 )
 def test_start_of_another_shape_is_refused(trainers, start, tmp_path, family, keys, message):
@@ -145,9 +150,9 @@ def test_start_of_another_family_or_from_nothing_is_refused(trainers, start, tmp
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("family", ["eagle", "eagle3"])
+@pytest.mark.parametrize("family", ["eagle", "eagle3", "block"])
 def test_start_made_for_another_target_is_refused(trainers, start, tmp_path, family):
-    other = {"vocab_size": 50} if family == "eagle" else {"target_hidden_size": 24}
+    other = {"vocab_size": 50} if family != "eagle3" else {"target_hidden_size": 24}
     with pytest.raises(
         ValueError, match=r"start_from .*does not fit this target: it has (vocabulary 50|hidden size 24)"
     ):

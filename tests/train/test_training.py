@@ -43,6 +43,7 @@ KINDS = {
     "eagle3": Kind("eagle3", {"lr": 0.02, "max_steps": 24, "draft_vocab_size": 0}, 2.5),
     # Of 48 words eight end every draft.
     "eagle3, draft vocabulary": Kind("eagle3", {"lr": 0.02, "max_steps": 24, "draft_vocab_size": 40}, 1.7),
+    "block": Kind("block", {"lr": 0.01, "max_steps": 36, "num_anchors": 40}, 1.7),
     "eagle3, narrow": Kind("eagle3", {"lr": 0.02, "max_steps": 36, "draft_vocab_size": 0, "hidden_size": 16}, 2.5),
 }
 
@@ -85,7 +86,8 @@ def trained(make_trainers, counting_target, tmp_path_factory):
 def test_every_weight_gets_a_gradient_and_moves_but_the_targets_own(trained, counting_target, name):
     found = trained(name)
     frozen = {name for name in found.live if not found.live[name].requires_grad}
-    assert frozen == ({"embed_tokens.weight"} if "eagle" in name and "narrow" not in name else set())
+    shares = "block" in name or ("eagle" in name and "narrow" not in name)
+    assert frozen == ({"embed_tokens.weight"} if shares else set())
     after = dict(load_head(found.folder).named_parameters())
     assert after.keys() - frozen == found.gradients.keys() - frozen
     for one, gradient in found.gradients.items():
@@ -181,7 +183,7 @@ def test_cached_features_train_as_computed_ones(trainers, finished, capsys, fami
     for a, b in zip(all_lines(one), all_lines(other), strict=True):
         assert a == approximately(b, 1e-5)
     said = capsys.readouterr().err
-    width = 128 if family == "eagle3" else 32  # three streams beside the last state
+    width = {"eagle3": 128, "block": 64}.get(family, 32)  # three streams, or one, beside the last state
     assert f"rows x 64 tokens x {width} values in float32 take" in said
     assert said.index("feature cache") < said.index("features:")
     assert not (other / "features").exists()
