@@ -147,7 +147,9 @@ def runs(tmp_path):
         train = {"step": 1, "kind": "train", "loss": 2.5, "lr": 0.1, "grad_norm": 1.5, "tokens": 9, "skipped_steps": 0}
         train |= {"tokens_per_second": 1234.0 + number, "peak_memory_gib": 2.25}
         train |= {
-            f"head{k}_{what}": 0.5 for k in range(2) for what in ("loss", "top1", "top5", "alpha", "feature_loss")
+            f"head{k}_{what}": 0.5
+            for k in range(2)
+            for what in ("loss", "top1", "top5", "alpha", "feature_loss", "confidence_loss")
         }
         train["target_loss"] = 1.5
         measured = {"step": 2, "kind": "acceptance", "acceptance_length": 1.5 + number, "per_position": [0.4, 0.1]}
