@@ -159,6 +159,12 @@ def choose_config(recipe, target, start, reserved):
             raise ValueError(
                 f"start_from {recipe.start_from!r} has {name} {found[name]!r}, this run asks for {given!r}: {mend}"
             )
+    if start.config.confidence:
+        if not recipe.confidence_weight:
+            raise ValueError(
+                f"start_from {recipe.start_from!r} has a confidence, and this run trains none: set confidence_weight above 0"
+            )
+        own["confidence_sees_token"] = start.config.confidence_sees_token
     return replace(start.config, **own)
 
 

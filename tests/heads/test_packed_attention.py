@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from headstart.heads import packed_attention
+from headstart.heads.block import BlockConfig, BlockHead
 from headstart.heads.eagle3 import Eagle3, Eagle3Config
 from headstart.heads.packed_attention import PackedAttention
 
@@ -108,3 +109,21 @@ def test_a_hidden_score_far_above_the_visible_ones_leaves_finite_gradients():
     outputs = [attention.attend(q, k, v) for _ in range(2)]
     torch.autograd.backward(outputs, [torch.ones_like(out) for out in outputs])
     assert all(x.grad.isfinite().all() for x in (q, k, v))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_training_blocks_on_a_gpu_is_training_them_on_the_cpu(is_causal):
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=48, vocab_size=64, intermediate_size=96, num_hidden_layers=2, mask_token_id=3)
+    heads = dict(num_attention_heads=HQ, num_key_value_heads=HK, head_dim=D, aux_layer_ids=(1, 2))
+    head = BlockHead(BlockConfig(**sizes, **heads, is_causal=is_causal, num_speculative_tokens=4))
+    other, (_, inputs) = copy.deepcopy(head).cuda(), head_and_inputs()
+    places = torch.tensor([[0, 3, 69, 70, 149], [2, 2, 90, 129, 0]])  # of the last feature that a block sees
+    given = torch.randn(B, T, 96), torch.randint(64, (B, 5)), places, *inputs[2:]
+    for one, device in ((head, "cpu"), (other, "cuda")):
+        one(*(part.to(device) for part in given)).exp().mean().backward()
+    for (name, ours), theirs in zip(head.named_parameters(), other.parameters()):
+        if ours.requires_grad:
+            scale = ours.grad.abs().max().item()
+            torch.testing.assert_close(theirs.grad.cpu(), ours.grad, rtol=0, atol=1e-3 * scale + 1e-7, msg=name)
