@@ -7,19 +7,19 @@
     h   = norm(x)                                                      slot i >= 1 predicts the token at its own place, x_{t+1+i}
     logits = target.lm_head(h) + W2 W1[previous token]                 the edge, where the head has one
 
-
 The keys and values of a layer are those of the context c_0 .. c_t, then of the block: the same k_proj, v_proj, k_norm and rotation,
 without input_layernorm for the context. A slot sees the whole context and its whole block; where is_causal, only the block's slots
 up to itself. Queries and keys are normed per head, as Qwen3's.
 
 With sample_from_anchor slot i predicts the token after its own place instead, so all S slots predict, the first one x_{t+2}.
-The embedding and lm_head are the target's, frozen. Slots do not see each other's drafted tokens: one distribution per depth. The
-edge (DSpark's "Markov head") corrects it by the token before, in the file's and the papers' names W1 [V, r] and W2 [V, r]; W2
-starts at zero. The confidence that the target accepts a slot's token is sigmoid(proj [h ; W1[previous token]]).
+The embedding is the target's, frozen. So is lm_head, or the head has its own over a draft vocabulary, as EAGLE-3 (eagle3.py).
+Slots do not see each other's drafted tokens: one distribution per depth. The edge (DSpark's "Markov head") corrects it by the token
+before; W1 [V, r] and W2 [VD, r] are the paper's names, and W2 starts at zero. The confidence that the target accepts a slot's token
+is sigmoid(proj [h ; W1[previous token]]).
 Not here: gated and recurrent edges, selectors, convolutions, sliding windows.
 
 Letters: B rows of a batch, T tokens per row, R blocks per row, S slots of a block, H hidden size, A aux layers, M slots of any
-blocks, V vocabulary, r rank of the edge.
+blocks, V the target's vocabulary, VD the draft's, r rank of the edge.
 """
 
 from dataclasses import dataclass
@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..kernels.attention.rotary import rotary
+from .draft_vocabulary import check_d2t, check_t2d
 from .head import Head, Predictions, bytes_of, cast_lm_head, next_tokens
 from .layers import MLP, Attention, LayerConfig, RMSNorm, Rotary, check_embedding, share_embedding
 from .packed_attention import attend, blocks_mask
@@ -38,6 +39,7 @@ from .packed_attention import attend, blocks_mask
 class BlockConfig(LayerConfig):
     """Shape of a block drafter. `hidden_size` and `vocab_size` are the target's.
 
+    draft_vocab_size: VD of its own lm_head; None: the target's lm_head is used.
     A block has num_speculative_tokens + 1 slots, with sample_from_anchor num_speculative_tokens. edge_rank: r, 0 for no edge;
     confidence: whether it predicts if its tokens are accepted, with confidence_sees_token by the token before too.
     aux_layer_ids: id k is the residual stream entering layer k (0-based) of the target; mask_token_id: the token in the slots to
@@ -49,6 +51,7 @@ class BlockConfig(LayerConfig):
     aux_layer_ids: tuple[int, ...]
     is_causal: bool = False
     num_target_layers: int | None = None
+    draft_vocab_size: int | None = None
     sample_from_anchor: bool = False
     edge_rank: int = 0
     confidence: bool = False
@@ -67,6 +70,15 @@ class BlockConfig(LayerConfig):
             raise ValueError(
                 f"BlockConfig.mask_token_id must be below the vocab_size {self.vocab_size}, got {self.mask_token_id}"
             )
+        size = self.draft_vocab_size
+        if size is not None and not (type(size) is int and 2 <= size <= self.vocab_size):
+            raise ValueError(
+                f"BlockConfig.draft_vocab_size must be None or from 2 to the vocab_size {self.vocab_size}, got {size!r}"
+            )
+        if not self.confidence and not self.confidence_sees_token:
+            raise ValueError(
+                "BlockConfig.confidence_sees_token false asks for confidence, which is false: leave it true"
+            )
         if self.confidence and self.confidence_sees_token and not self.edge_rank:
             raise ValueError(
                 "BlockConfig.confidence with confidence_sees_token reads the edge's table of tokens, and edge_rank is 0: give an "
@@ -78,6 +90,11 @@ class BlockConfig(LayerConfig):
         """As LayerConfig.for_target; mask_token_id and aux_layer_ids must be among the changes."""
         taken = {"num_hidden_layers": 1, "num_target_layers": target_config.get_text_config().num_hidden_layers}
         return super().for_target(target_config, **taken | changes)
+
+    @property
+    def num_scores(self):
+        """VD: the tokens that the head has scores for."""
+        return self.draft_vocab_size or self.vocab_size
 
     @property
     def block_size(self):
@@ -141,12 +158,12 @@ class Edge(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.markov_w1 = nn.Embedding(config.vocab_size, config.edge_rank)
-        self.markov_w2 = nn.Linear(config.edge_rank, config.vocab_size, bias=False)
+        self.markov_w2 = nn.Linear(config.edge_rank, config.num_scores, bias=False)
         nn.init.normal_(self.markov_w1.weight, std=config.edge_rank**-0.5)
         nn.init.zeros_(self.markov_w2.weight)
 
     def forward(self, rows):
-        """rows of W1 [M, r]  ->  [M, V]"""
+        """rows of W1 [M, r]  ->  [M, VD]"""
         return self.markov_w2(rows)
 
 
@@ -163,15 +180,16 @@ class BlockHead(Head):
 
     features: the layers whose entering residual streams it reads, low to high. markov_head: its Edge, or None;
     confidence_head: None if it has none.
-    embed_tokens: the target's table, never trained; None if the head's file held none, until take_embedding.
+    embed_tokens: the target's table, or a file's own, never trained; None if the file held none, until take_embedding.
+    lm_head: None where the target's is used; else rows of it, never trained. d2t int64 [VD], t2d bool [V]: None for the whole
+    vocabulary; a new head has the first VD tokens until set_draft_vocabulary.
     """
-
-    uses_target_lm_head = True
 
     def __init__(self, config):
         super().__init__(config)
         size = config.hidden_size
         self.embed_tokens = nn.Embedding(config.vocab_size, size).requires_grad_(False)
+        self.embedding_is_targets = True  # unless a file brings its own
         self.fc = nn.Linear(len(config.aux_layer_ids) * size, size, bias=False)
         self.hidden_norm = RMSNorm(size, config.rms_norm_eps)
         self.layers = nn.ModuleList([BlockLayer(config) for _ in range(config.num_hidden_layers)])
@@ -179,6 +197,28 @@ class BlockHead(Head):
         self.markov_head = Edge(config) if config.edge_rank else None
         self.confidence_head = Confidence(config) if config.confidence else None
         self.rotary = Rotary(config)
+        count, own = config.num_scores, config.draft_vocab_size is not None
+        self.lm_head = nn.Linear(size, count, bias=False).requires_grad_(False) if own else None
+        whole = count == config.vocab_size
+        self.register_buffer("d2t", None if whole else torch.zeros(count, dtype=torch.int64))
+        self.register_buffer("t2d", None if whole else torch.arange(config.vocab_size) < count)
+
+    @property
+    def uses_target_lm_head(self):
+        return self.lm_head is None
+
+    @property
+    def draft_token_ids(self):
+        """The target's id of every draft token, int64 [VD]; None for the whole vocabulary."""
+        return None if self.d2t is None else torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    def set_draft_vocabulary(self, d2t, t2d):
+        """Draft over these tokens (build_draft_vocabulary). Raises ValueError if their sizes are not this head's."""
+        if self.d2t is None:
+            raise ValueError("this head drafts over the whole vocabulary: it takes no d2t and t2d")
+        check_t2d(t2d, check_d2t(d2t, self.config.draft_vocab_size, self.config.vocab_size))
+        self.d2t.copy_(d2t)
+        self.t2d.copy_(t2d)
 
     @property
     def autoregressive(self):
@@ -201,9 +241,14 @@ class BlockHead(Head):
     def needs_embedding(self):
         return self.embed_tokens is None
 
+    @torch.no_grad()
     def initialize_from_target(self, lm_head_weight, embedding):
-        """Share the target's embedding [V, H]; the target's lm_head is used unchanged."""
+        """Share the target's embedding [V, H]; lm_head [V, H] is used unchanged, or the draft tokens' rows of it are copied."""
         self.take_embedding(embedding)
+        if self.lm_head is not None:
+            ids = self.draft_token_ids
+            rows = lm_head_weight if ids is None else lm_head_weight[ids.to(lm_head_weight.device)]
+            self.lm_head.weight.copy_(rows)
 
     def take_embedding(self, weight):
         """Use the target's embedding table [V, H] itself, without a copy. ValueError if it is of another shape."""
@@ -253,13 +298,13 @@ class BlockHead(Head):
         """The scores of the tokens that slots predict.
 
         states [M, H] of `forward`; previous [M]: the token before the predicted one, which only the edge reads; lm_head_weight:
-        the target's [V, H], in whose dtype they are computed  ->  [M, V]
+        the target's [V, H], in whose dtype they are computed, not read by a head with its own  ->  [M, VD]
         """
         rows = None if self.markov_head is None else self.markov_head.markov_w1(previous)
-        return self._logits(states, rows, lm_head_weight)
+        return self._logits(states, rows, lm_head_weight if self.lm_head is None else self.lm_head.weight)
 
     def _logits(self, states, rows, lm_head_weight):
-        """As `logits`.  rows: of W1 for the tokens before [M, r], None without an edge"""
+        """As `logits`.  rows [M, r]: of W1 for the tokens before, None without an edge; lm_head_weight: the one to use"""
         logits = F.linear(states.to(lm_head_weight.dtype), lm_head_weight)
         return logits if rows is None else logits + self.markov_head(rows).to(logits.dtype)
 
@@ -281,19 +326,20 @@ class BlockHead(Head):
         tokens = next_tokens(input_ids, len(depths))[:, ::every].flatten(0, 1)  # [M, K]
         firsts = tokens[:, 0].view_as(rows)
         states = self(features, firsts, rows, position_ids, document_ids).flatten(0, 1)  # [M, S, H]
-        weight, first, size = cast_lm_head(lm_head_weight, states.dtype), self.config.first_slot, states.shape[-1]
+        first, size, ids = self.config.first_slot, states.shape[-1], self.draft_token_ids
+        weight = cast_lm_head(lm_head_weight if self.lm_head is None else self.lm_head.weight, states.dtype)
         found = [states[:, first + k] for k in depths]
         if self.markov_head is None:
-            return Predictions(found, lambda rows, k: self._logits(rows, None, weight))
+            return Predictions(found, lambda rows, k: self._logits(rows, None, weight), ids)
         before = [self.markov_head.markov_w1(tokens[:, k]).to(states.dtype) for k in depths]
         joined = [torch.cat(pair, -1) for pair in zip(found, before)]
-        return Predictions(joined, lambda rows, k: self._logits(rows[:, :size], rows[:, size:], weight))
+        return Predictions(joined, lambda rows, k: self._logits(rows[:, :size], rows[:, size:], weight), ids)
 
     def outputs_at(self, rows, features, tokens, position_ids, document_ids, lm_head_weight=None):
         states = self(features, tokens[:, rows, 0], rows[None], position_ids, document_ids)[0]  # [R, S, H]
         depths = range(tokens.shape[-1])
         found = [states[:, self.config.first_slot + k] for k in depths]
-        if lm_head_weight is None:
+        if lm_head_weight is None and self.lm_head is None:
             return found
         return [self.logits(found[k], tokens[0, rows, k], lm_head_weight) for k in depths]
 
@@ -301,5 +347,6 @@ class BlockHead(Head):
         """See Head.draft_bytes: one pass for all depths; after a step the context's keys and values. Each depth reads W2."""
         keys = [part for layer in self.layers for part in (layer.self_attn.k_proj, layer.self_attn.v_proj)]
         edge = {} if self.markov_head is None else {"level": bytes_of(self.markov_head.markov_w2)}
-        first = bytes_of(self.layers, self.norm) + lm_head_bytes + edge.get("level", 0)
+        lm_head = lm_head_bytes if self.lm_head is None else bytes_of(self.lm_head)
+        first = bytes_of(self.layers, self.norm) + lm_head + edge.get("level", 0)
         return {"first": first, **edge, "advance": bytes_of(self.fc, *keys)}

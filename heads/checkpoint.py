@@ -48,7 +48,7 @@ def save_head(
     format: one of its family's formats (heads/families.py); None takes the family's own.
     dtype: the dtype to cast to (torch.dtype or its name); None keeps the head's.
     torch_file: also write the .pt that the original Medusa code reads (exports do, training checkpoints need not).
-    lm_head_weight: the target's lm_head [V, H], which "vllm" stores with heads that share it.
+    lm_head_weight: the target's lm_head [V, H], which "vllm" and "speculators" store with heads that use it.
     max_shard_size: files above this number of bytes are split into shards, if readers of the format know shards.
     Raises ValueError (format, non-empty folder) and OSError (cannot write).
     """
@@ -119,7 +119,7 @@ class HeadFile:
 
     folder: Path
     weight_files: tuple[Path, ...]
-    format: str  # the layout found, one of FORMATS
+    format: str  # the layout found: one of FORMATS, or one that is only read
     head: torch.nn.Module
     dtype: torch.dtype  # the head's
     stored_dtypes: frozenset  # dtypes of the tensors in the files
@@ -174,8 +174,8 @@ def read_head(path_or_id, dtype=None):
         head = kind(reading.config)
     if head.state_dict().keys() - reading.state.keys() == {"embed_tokens.weight"}:
         head.embed_tokens = None  # the target's embedding: head.take_embedding gives it
-    if reading.embedding_is_targets:
-        head.embedding_is_targets = True
+    if "embed_tokens.weight" in reading.state:
+        head.embedding_is_targets = reading.embedding_is_targets
     dtype = next(iter(dtypes)) if dtype is None else to_dtype(dtype)
     head = head.to(dtype).to_empty(device="cpu")
     # Copies: blocks that share a tensor in the file become separate, and the file may change afterwards.

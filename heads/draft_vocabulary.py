@@ -1,4 +1,4 @@
-"""The draft vocabulary of EAGLE-3 heads: a part of the target's tokens, in the form of published files.
+"""The draft vocabulary of EAGLE-3 heads and block drafters: a part of the target's tokens, in the form of published files.
 
 d2t int64 [VD]: draft token i is the target's token i + d2t[i] (offsets, not ids); t2d bool [V]: whether a token of the target
 is in the draft vocabulary.
@@ -75,3 +75,24 @@ def check_t2d(t2d, expected):
             f"tensor t2d disagrees with d2t on {len(wrong)} tokens: it says {bool(t2d[first])} of token {first}, expected "
             f"{bool(expected[first])}"
         )
+
+
+def read_draft_vocabulary(d2t, t2d, draft_vocab_size, vocab_size):
+    """The tensors d2t and t2d of a head, from a file's, None where it lacks them; {} for the whole vocabulary."""
+    if d2t is None:
+        if draft_vocab_size < vocab_size or (t2d is not None and not t2d.all()):
+            raise ValueError(
+                f"missing: d2t; tensor lm_head.weight has {draft_vocab_size} rows of a vocabulary of {vocab_size}, so d2t and "
+                "t2d must say which"
+            )
+        return {}
+    found = check_d2t(d2t, draft_vocab_size, vocab_size)
+    if t2d is not None:
+        check_t2d(t2d, found)
+    if draft_vocab_size < vocab_size:
+        return {"d2t": d2t, "t2d": found}
+    if d2t.any():
+        raise ValueError(
+            "tensor d2t reorders the whole vocabulary, expected zeros where draft and target have the same tokens"
+        )
+    return {}

@@ -47,7 +47,8 @@ FAMILIES = (
     Family("eagle3", "EAGLE-3", Eagle3, eagle3_format, "2503.01840"),
     Family("eagle", "EAGLE", Eagle, eagle_format, "2401.15077"),
 )
-FORMATS = tuple(format for family in FAMILIES for format in family.formats.FORMATS)
+# Two families have a format "speculators".
+FORMATS = tuple(dict.fromkeys(format for family in FAMILIES for format in family.formats.FORMATS))
 
 # The file names that readers of a format expect. FasterDecoding's classes open only this .pt, TGI only this .safetensors.
 SAFETENSORS_FILE = dict.fromkeys(FORMATS, "model.safetensors")
@@ -123,7 +124,7 @@ def check_format(head, format):
 def to_file(head, format, lm_head_weight=None):
     """`head` as a file in `format`: ({name: tensor}, config dict).
 
-    lm_head_weight: the target's lm_head [V, H], for the only format that carries a copy. ValueError as check_format.
+    lm_head_weight: the target's lm_head [V, H], for formats that carry a copy. ValueError as check_format.
     """
     check_format(head, format)
     return family_of(head).formats.to_file(head, format, lm_head_weight)

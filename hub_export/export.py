@@ -51,8 +51,8 @@ formats
   eagle-vllm      EAGLE-1 and 2: Headstart, vLLM, the original EAGLE code
   eagle-sglang    the same weights for SGLang, and Headstart
   eagle3          EAGLE-3, the plain layout: Headstart, vLLM, SGLang, the original EAGLE code
-  speculators     EAGLE-3 as Red Hat's library and vLLM read it, and Headstart
-  dflash          DFlash block drafters: Headstart, z-lab's code, vLLM, SGLang
+  speculators     EAGLE-3 and block drafters as Red Hat's library and vLLM read them, and Headstart
+  dflash          block drafters: Headstart, vLLM, SGLang; z-lab's code, if they are DFlash's
 """
 
 EXAMPLES = """\
@@ -216,9 +216,12 @@ def export_head(
         check_is_target(base_model)
         head.config = replace(head.config, base_model_name_or_path=base_model)
     check_finite(head)
-    lm_head_weight = None
-    if table == "vllm-shared":
-        lm_head_weight = read_target_lm_head(head.config.base_model_name_or_path)
+    lm_head_weight, with_lm_head = (
+        None,
+        table == "vllm-shared" or (format == "speculators" and head.uses_target_lm_head),
+    )
+    if with_lm_head:
+        lm_head_weight = read_target_lm_head(head.config.base_model_name_or_path, format)
         lm_head_weight = lm_head_weight.to(next(head.parameters()).dtype)
 
     if choice := describe_choice(source, folder):
@@ -244,7 +247,7 @@ def export_head(
             measured=measured,
             license=license,
             dtype_changed=file.stored_dtypes != {file.dtype},
-            holds=copied_parts(head, format, table),
+            holds=copied_parts(head, format, with_lm_head),
             source=folder,
             origin=origin,
             target=measure,
@@ -299,12 +302,12 @@ def write_beside(
     return tokenizer
 
 
-def copied_parts(head, format, table):
-    """The target's weights that the files hold copies of, in words; "" for none."""
-    parts = ["the lm_head"] if table == "vllm-shared" else []
-    # A frozen embedding is the target's. The other formats leave out an embedding that is known to be the target's.
-    frozen = not all(parameter.requires_grad for parameter in head.parameters())
-    if frozen and (format == "speculators" or not head.embedding_is_targets):
+def copied_parts(head, format, with_lm_head):
+    """The target's weights that the files hold copies of, in words; "" for none.  with_lm_head: whether its lm_head is written"""
+    # A frozen table is the target's, or rows of it. The other formats leave out an embedding that is known to be the target's.
+    frozen = {name for name, parameter in head.named_parameters() if not parameter.requires_grad}
+    parts = ["the lm_head"] if with_lm_head or "lm_head.weight" in frozen else []
+    if "embed_tokens.weight" in frozen and (format == "speculators" or not head.embedding_is_targets):
         parts.append("the embedding")
     return f"a copy of {' and of '.join(parts)}" if parts else ""
 
@@ -347,9 +350,9 @@ def read_target(target, format):
         ) from error
 
 
-def read_target_lm_head(target):
-    """The lm_head [V, H] of a target (folder or Hub id). The format vllm stores a copy of it beside heads that share it."""
-    lm_head = read_target(target, "vllm").get_output_embeddings()
+def read_target_lm_head(target, format):
+    """The lm_head [V, H] of a target (folder or Hub id), of which the formats vllm and speculators hold a copy with some heads."""
+    lm_head = read_target(target, format).get_output_embeddings()
     if not isinstance(lm_head, nn.Linear) or lm_head.bias is not None:
         raise ValueError(f"the target {target!r} has no lm_head that is one matrix without bias")
     return lm_head.weight.detach()

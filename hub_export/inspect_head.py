@@ -18,7 +18,7 @@ from huggingface_hub.errors import EntryNotFoundError, HTTPError
 
 from ..heads.checkpoint import check_head_fits, read_config, read_head, resolve_head
 from ..heads.draft_vocabulary import missing_stop_tokens
-from ..heads.families import FAMILIES, NAMED_FAMILIES, family_of, recognise, without_prefix
+from ..heads.families import FAMILIES, FORMATS, NAMED_FAMILIES, family_of, native_format, recognise, without_prefix
 from ..heads.storage.hub_answer import ask_hub, hub_options
 from ..heads.storage.hub_id import split_revision
 from ..heads.storage.weight_files import find_weights, read_names
@@ -128,7 +128,9 @@ def describe(source, folder, model=None):
         "family": family.name,
         "format": file.format,
         "problems": problems,
-        "mend": _export(source, file.format, head) if file.notes else None,
+        "mend": _export(source, file.format if file.format in FORMATS else native_format(head), head)
+        if file.notes
+        else None,
         "files": [{"name": path.name, "bytes": path.stat().st_size} for path in file.weight_files],
         "beside": sorted(beside - {path.name for path in file.weight_files}),
         "dtype": _name(file.dtype),
@@ -176,7 +178,7 @@ def _parameters(head, names):
     """Number of trained parameters, and of the target's parameters in the files."""
     trained = sum(one.numel() for one in head.parameters() if one.requires_grad)
     carried = sum(one.numel() for one in head.parameters() if not one.requires_grad)
-    if head.uses_target_lm_head and "lm_heads.0.weight" in names:
+    if head.uses_target_lm_head and not names.isdisjoint(("lm_heads.0.weight", "lm_head.weight")):
         carried += head.config.vocab_size * head.config.hidden_size
     return {"trained": trained, "carried": carried}
 

@@ -77,8 +77,8 @@ def drawn_inputs(head):
     """Inputs that need no target."""
     config, dtype = head.config, next(head.parameters()).dtype
     table = None
-    # For a head that drafts on its own states, the states are enough output: they have as many values as its features.
-    if head.needs_embedding or (head.uses_target_lm_head and not head.autoregressive):
+    # For a head that drafts on its own states, to any depth, these are enough output: they have as many values as its features.
+    if head.needs_embedding or (head.uses_target_lm_head and head.max_speculative_tokens is not None):
         table = draw((config.vocab_size, config.hidden_size), 0, dtype)
     return Inputs(
         draw((1, NUM_ROWS, head.feature_size), 1, dtype),

@@ -1,43 +1,46 @@
-"""On-disk format of block drafters: "dflash", z-lab's, which SGLang and vLLM read too.
+"""On-disk formats of block drafters.
 
-Tensors have the names of heads/block.py, and all must be there; embedding and lm_head are the target's and not in the file.
-config.json holds a Qwen3's keys, block_size, and dflash_config with mask_token_id and target_layer_ids. Id i there is the output of
-the target's layer i, which is our aux layer i + 1, the stream entering the next one. dflash_config may hold block_size too.
+    dflash        z-lab's layout, which SGLang and vLLM read too: a Qwen3's keys, block_size, and dflash_config with the rest
+    speculators   Red Hat's speculators and vLLM: the Qwen3's keys lie in transformer_layer_config, and the target's embedding and
+                  lm_head come along
 
-Refused, by the tensor or key that tells: the dialects of speculators and DeepSpec, DSpark's and DFlash2's parts, sliding windows.
+Tensors have the names of heads/block.py, and all of the parts that a file has must be there. Both formats hold DSpark's parts,
+with or without embed_tokens (without, it is the target's: BlockHead.take_embedding), lm_head, d2t and t2d. Also read is DeepSpec's
+layout, "deepspec": flat keys, and copies of the target's embedding and lm_head. The keys: block_config.py.
+
+Refused, by the tensor or key that tells: DSpark's other edges, DFlash2's parts, Domino's, sliding windows.
 
 This file touches no disk.
 """
 
 from ..block import BlockConfig, BlockHead
+from ..draft_vocabulary import read_draft_vocabulary
 from ..storage.reading import Reading, compare
 from ..storage.tensor_checks import check_tensors, shape_of
-from .layer import check_rope, layer_keys, read_layer, shapes_of, vocab_size_of
+from .block_config import (
+    TARGETS_EMBEDDING,
+    TARGETS_LM_HEAD,
+    Keys,
+    plain_config,
+    read_keys,
+    speculators_config,
+)
+from .layer import check_rope, read_layer, shapes_of, vocab_size_of
 
-FORMATS = ("dflash",)
-CONFIG_NAMES = ("DFlashDraftModel",)
-EMBEDDING = "embed_tokens.weight"
-# Parts of tensors' names that tell of another member of the family, or of another dialect.
+FORMATS = ("dflash", "speculators")
+CONFIG_NAMES = ("DFlashDraftModel", "DSparkDraftModel", "Qwen3DSparkModel", "DFlashSpeculator", "DSparkSpeculator")
+EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
+# Parts of tensors' names that tell of another member of the family.
 OTHERS = {
-    "markov_head.": "DSpark's edge",
-    "confidence_head.": "DSpark's confidence",
+    "markov_head.gate_proj.": "DSpark's gated edge",
+    "markov_head.joint_proj.": "DSpark's recurrent edge",
     "candidate_selector.": "DFlash2's selector",
     "attention_conv.": "DFlash2's convolution",
     "mlp_conv.": "DFlash2's convolution",
     "prefix_gru.": "Domino's correction",
-    "lm_head.": "the dialect of speculators or DeepSpec",
-    "embed_tokens.": "the dialect of speculators or DeepSpec",
-    "d2t": "the dialect of speculators",
-    "t2d": "the dialect of speculators",
 }
-# Keys of config.json or dflash_config that change the formulas, and the value that does not.
-NEUTRAL = {
-    "sample_from_anchor": False,
-    "input_embedding_scale": 1.0,
-    "output_multiplier": 1.0,
-    "final_logit_softcapping": 0.0,
-    "use_sliding_window": False,
-}
+# Of the target, in files that the speculators library wrote while training: no reader drafts with them.
+VERIFIERS = ("verifier_lm_head.weight", "verifier_norm.weight")
 
 
 def recognises(names):
@@ -52,110 +55,128 @@ def native_format(head):
 
 
 def check_format(head, format):
+    """ValueError if readers of `format` would compute something else, or a tensor that the format stores is missing."""
+    if format == "speculators" and head.config.is_causal:
+        raise ValueError(
+            "readers of format 'speculators' let a slot see its whole block, and this head's see only the slots before them "
+            "(is_causal): use 'dflash'"
+        )
+    if format == "speculators" and head.needs_embedding:
+        raise ValueError(
+            "format 'speculators' stores the target's embedding, which this head lacks: call head.take_embedding first"
+        )
     return format
 
 
 def to_file(head, format="dflash", lm_head_weight=None):
-    """`head` as a file: ({name: tensor}, config dict)."""
-    state = {name: tensor for name, tensor in head.state_dict().items() if name != EMBEDDING}
-    config = head.config
-    keys = {
-        "architectures": ["DFlashDraftModel"],
-        **layer_keys(config),
-        "model_type": "qwen3",
-        "num_hidden_layers": config.num_hidden_layers,
-        "layer_types": ["full_attention"] * config.num_hidden_layers,
-        "is_causal": config.is_causal,
-        "block_size": config.block_size,
-        "dflash_config": {
-            "mask_token_id": config.mask_token_id,
-            "target_layer_ids": [id - 1 for id in config.aux_layer_ids],
-        },
-    }
-    if config.num_target_layers is not None:
-        keys["num_target_layers"] = config.num_target_layers
+    """`head` as a file in `format`: ({name: tensor}, config dict).
+
+    lm_head_weight: the target's lm_head [V, H], which "speculators" stores with heads that use it.
+    """
+    state, dtype = dict(head.state_dict()), head.fc.weight.dtype
+    if format == "speculators" and head.uses_target_lm_head:
+        if lm_head_weight is None:
+            raise ValueError(
+                "format 'speculators' stores the target's lm_head, which this head uses: give lm_head_weight"
+            )
+        state[LM_HEAD] = lm_head_weight.detach()
+    if format == "dflash" and head.embedding_is_targets:
+        state.pop(EMBEDDING, None)  # readers share the target's
+    for name in (EMBEDDING, LM_HEAD):  # the target's may have another dtype
+        if name in state:
+            state[name] = state[name].to(dtype)
+    if format == "dflash":
+        keys = plain_config(head.config)
+    else:
+        keys = speculators_config(head.config, head.embedding_is_targets)
     return {name: tensor.cpu().contiguous() for name, tensor in state.items()}, keys
 
 
 def from_file(tensors, config):
-    """Read a file's tensors: Reading of a BlockConfig, its state without embed_tokens.
+    """Read a file's tensors: Reading of a BlockConfig, its state without embed_tokens and lm_head if the file has none.
 
     tensors: {name: tensor} as the file holds them; config: its config.json as a dict. Raises ValueError naming tensors that are
     missing, unexpected, misshapen or not floating point, and config keys that are missing, do not fit or ask for other formulas.
     """
-    notes, nested = [], config.get("dflash_config") or {}
-    if not isinstance(nested, dict):
-        raise ValueError(f'config.json says "dflash_config": {nested!r}, expected an object')
-    _check_kind(tensors, config, nested)
+    tensors, notes = dict(tensors), []
+    _check_parts(tensors)
+    keys = read_keys(tensors, config, notes)
+    if keys.format == "speculators":
+        for name in VERIFIERS:
+            if tensors.pop(name, None) is not None:
+                notes.append(f"tensor {name} is the target's, and no draft reads it: left out")
+    if keys.layer.get(TARGETS_LM_HEAD):
+        tensors.pop(LM_HEAD, None)
     hidden_size, width = shape_of(tensors, "fc.weight")
-    ids = _said(config, nested, "target_layer_ids")
-    if not isinstance(ids, list) or not ids or any(type(id) is not int for id in ids):
-        raise ValueError(f'config.json must say "target_layer_ids" in dflash_config, a list of layers; it says {ids!r}')
+    ids = keys.aux_layer_ids
     if width != len(ids) * hidden_size:
         raise ValueError(
-            f"tensor fc.weight has {width} columns, expected {len(ids) * hidden_size}: target_layer_ids names {len(ids)} layers, "
+            f"tensor fc.weight has {width} columns, expected {len(ids) * hidden_size}: {keys.ids_key} names {len(ids)} layers, "
             f"each {hidden_size} wide"
         )
     num_layers = len({name.split(".")[1] for name in tensors if name.startswith("layers.")})
-    layer = read_layer(tensors, "layers.0.", config, hidden_size, notes, num_layers)
-    size = _whole_number(config, nested, "block_size", least=2)
-    compare(notes, config, "num_speculative_tokens", size - 1, "block_size")
-    depth = config.get("num_target_layers")
+    layer = read_layer(tensors, "layers.0.", keys.layer, hidden_size, notes, num_layers)
+    count = keys.block_size - (not keys.sample_from_anchor)
+    compare(notes, keys.layer, "num_speculative_tokens", count, "block_size")
+    vocab_size = vocab_size_of(tensors, keys.layer, notes)
+    draft_vocab_size = _draft_vocab_size(tensors, vocab_size)
+    if draft_vocab_size is not None:
+        compare(notes, keys.said, "draft_vocab_size", draft_vocab_size, f"tensor {LM_HEAD}")
     shape = BlockConfig(
         hidden_size=hidden_size,
-        vocab_size=vocab_size_of(tensors, config, notes),
+        vocab_size=vocab_size,
         num_hidden_layers=num_layers,
-        mask_token_id=_whole_number(config, nested, "mask_token_id", least=1),
-        aux_layer_ids=tuple(id + 1 for id in ids),
-        is_causal=_is_causal(config, nested),
-        num_target_layers=depth if type(depth) is int else None,
-        **layer | {"num_speculative_tokens": size - 1, "attention_bias": False},
+        mask_token_id=keys.mask_token_id,
+        aux_layer_ids=ids,
+        is_causal=keys.is_causal,
+        num_target_layers=keys.num_target_layers,
+        sample_from_anchor=keys.sample_from_anchor,
+        draft_vocab_size=draft_vocab_size,
+        **_dspark_parts(tensors, keys, hidden_size, notes),
+        **layer | {"num_speculative_tokens": count, "attention_bias": False},
     )
     check_rope(shape)
+    found = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    tables = read_draft_vocabulary(*found, shape.num_scores, vocab_size)
     expected = shapes_of(BlockHead, shape)
-    del expected[EMBEDDING]
+    for name in ("d2t", "t2d"):
+        expected.pop(name, None)
+    if EMBEDDING not in tensors:
+        del expected[EMBEDDING]
     check_tensors(tensors, expected)
-    return Reading(shape, dict(tensors), "dflash", notes)
+    of_target = bool(keys.layer.get(TARGETS_EMBEDDING)) and EMBEDDING in tensors
+    return Reading(shape, tensors | tables, keys.format, notes, of_target)
 
 
-def _said(config, nested, key):
-    """The value of a key of dflash_config, which may stand beside it instead; None if it is in neither."""
-    return config.get(key) if nested.get(key) is None else nested[key]
-
-
-def _whole_number(config, nested, key, least):
-    said = _said(config, nested, key)
-    if type(said) is not int or said < least:
-        raise ValueError(
-            f'config.json must say "{key}", at its top or in dflash_config: a whole number of at least {least}; it says {said!r}'
-        )
-    return said
-
-
-def _is_causal(config, nested):
-    """What config.json says; layers without a window are not causal by default, as z-lab and vLLM take them."""
-    said = {"is_causal": config.get("is_causal"), "causal": nested.get("causal")}
-    found = [value for value in said.values() if value is not None]
-    if any(type(value) is not bool for value in found) or len({*found}) > 1:
-        raise ValueError(f"config.json must say is_causal or dflash_config's causal, true or false; it says {said}")
-    return bool(found and found[0])
-
-
-def _check_kind(tensors, config, nested):
-    """ValueError for other members of the family and other dialects, naming the tensor or the key."""
+def _check_parts(tensors):
+    """ValueError for other members of the family, naming the tensor."""
     for name in tensors:
         for part, what in OTHERS.items():
             if name.startswith(part) or f".{part}" in name:
                 raise ValueError(
-                    f"tensor {name} belongs to {what}, which is not read yet: expected z-lab's DFlash alone"
+                    f"tensor {name} belongs to {what}, which is not read yet: expected DFlash, or DSpark with its plain edge"
                 )
-    if "speculators_model_type" in config:
-        raise ValueError(
-            f'config.json says "speculators_model_type": {config["speculators_model_type"]!r}: of block drafters only z-lab\'s '
-            "files are read yet"
-        )
-    for key, neutral in NEUTRAL.items():
-        if (said := _said(config, nested, key)) not in (None, neutral):
-            raise ValueError(f'config.json says "{key}": {said!r}; only {neutral!r} is supported')
-    if other := sorted({*map(str, config.get("layer_types") or ())} - {"full_attention"}):
-        raise ValueError(f'config.json says "layer_types" with {", ".join(other)}; only full_attention is supported')
+
+
+def _draft_vocab_size(tensors, vocab_size):
+    """The rows of the file's lm_head; None where it has none."""
+    if LM_HEAD not in tensors:
+        return None
+    rows = shape_of(tensors, LM_HEAD)[0]
+    if rows > vocab_size:
+        raise ValueError(f"tensor {LM_HEAD} has {rows} rows, expected at most the vocabulary's {vocab_size}")
+    return rows
+
+
+def _dspark_parts(tensors, keys: Keys, hidden_size, notes):
+    """The fields of BlockConfig that tell of DSpark's parts, by the tensors."""
+    name, proj = "markov_head.markov_w1.weight", "confidence_head.proj.weight"
+    rank = shape_of(tensors, name)[1] if any(one.startswith("markov_head.") for one in tensors) else 0
+    compare(notes, keys.said, "markov_rank", rank)
+    found = {"edge_rank": rank, "confidence": any(one.startswith("confidence_head.") for one in tensors)}
+    compare(notes, keys.said, "enable_confidence_head", found["confidence"])
+    if found["confidence"]:
+        sees = shape_of(tensors, proj)[1] != hidden_size
+        found["confidence_sees_token"] = sees
+        compare(notes, keys.said, "confidence_head_with_markov", sees)
+    return found

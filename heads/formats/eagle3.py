@@ -15,7 +15,7 @@ This file touches no disk.
 
 from itertools import product
 
-from ..draft_vocabulary import check_d2t, check_t2d
+from ..draft_vocabulary import read_draft_vocabulary
 from ..eagle3 import Eagle3, Eagle3Config
 from ..storage.reading import Reading, assume, compare
 from ..storage.tensor_checks import check_tensors, shape_of
@@ -151,7 +151,7 @@ def from_file(tensors, config):
         **read_layer(tensors, prefix, llama, hidden_size, notes),
     )
     check_rope(shape)
-    tables = _read_tables(tensors.pop("d2t", None), tensors.pop("t2d", None), draft_vocab_size, vocab_size)
+    tables = read_draft_vocabulary(tensors.pop("d2t", None), tensors.pop("t2d", None), draft_vocab_size, vocab_size)
     expected = {_renamed(name, "midlayer.", prefix): size for name, size in shapes_of(Eagle3, shape).items()}
     for name in ("d2t", "t2d"):
         expected.pop(name, None)
@@ -228,27 +228,6 @@ def _aux_layer_ids(config, width, target_hidden_size):
             f"{target_hidden_size} wide"
         )
     return tuple(found[0]) if found else None
-
-
-def _read_tables(d2t, t2d, draft_vocab_size, vocab_size):
-    """The draft vocabulary's state: {} if it is the whole vocabulary."""
-    if d2t is None:
-        if draft_vocab_size < vocab_size or (t2d is not None and not t2d.all()):
-            raise ValueError(
-                f"missing: d2t; tensor lm_head.weight has {draft_vocab_size} rows of a vocabulary of {vocab_size}, so d2t and "
-                "t2d must say which"
-            )
-        return {}
-    found = check_d2t(d2t, draft_vocab_size, vocab_size)
-    if t2d is not None:
-        check_t2d(t2d, found)
-    if draft_vocab_size < vocab_size:
-        return {"d2t": d2t, "t2d": found}
-    if d2t.any():
-        raise ValueError(
-            "tensor d2t reorders the whole vocabulary, expected zeros where draft and target have the same tokens"
-        )
-    return {}
 
 
 def _renamed(name, old, new):

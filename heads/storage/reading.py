@@ -12,7 +12,7 @@ class Reading(NamedTuple):
 
     config: Any  # the head's
     state: dict  # its tensors in our names
-    format: str  # the file's layout, one of the family's FORMATS
+    format: str  # the file's layout: one of the family's FORMATS, or one that is only read
     notes: list  # of str: where config.json is wrong or silent, or was overruled by tensors
     embedding_is_targets: bool = False  # whether the file says that its embed_tokens is a copy of the target's
 

@@ -255,7 +255,8 @@ def files_as_written(head, format, num_layers=None):
         config = head.config
         dtype = next(head.parameters()).dtype
         # Its values are never read, so its memory is never touched.
-        lm_head = torch.zeros(config.vocab_size, config.hidden_size, dtype=dtype) if format == "vllm" else None
+        copied = format == "vllm" or (format == "speculators" and head.uses_target_lm_head)
+        lm_head = torch.zeros(config.vocab_size, config.hidden_size, dtype=dtype) if copied else None
         tensors, said = to_file(head, format, lm_head)
     names = {"config.json", SAFETENSORS_FILE[format], TORCH_FILE.get(format, "config.json")}
     return HeadFiles(head, format, said, frozenset(tensors), frozenset(names), num_layers=num_layers)

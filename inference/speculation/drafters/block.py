@@ -3,7 +3,7 @@
 Without an edge they are all there is, and parallel.py makes drafts of them. With DSpark's edge they are corrected, level by level,
 by the token that they follow: sequential.py walks the tree, but the head's layers run once.
 
-Letters: B requests, n nodes of a level, K depths, V vocabulary.
+Letters: B requests, n nodes of a level, K depths, V vocabulary, VD the draft's.
 """
 
 from ....kernels.embedding import embed
@@ -17,7 +17,7 @@ class BlockDrafter(BlockPass, ParallelDrafter):
     """Drafts with a BlockHead without an edge: arguments of BlockPass."""
 
     def distributions(self, batch, num_depths):
-        return self.marginals(batch, num_depths)
+        return self.whole(self.marginals(batch, num_depths))
 
 
 class EdgeDrafter(BlockPass, SequentialDrafter):
@@ -34,7 +34,7 @@ class EdgeDrafter(BlockPass, SequentialDrafter):
         return super().candidates(batch, widths)
 
     def start(self, batch):
-        self.by_depth = self.marginals(batch, self.num_depths)  # [K, B, V]
+        self.by_depth = self.marginals(batch, self.num_depths)  # [K, B, VD]
         return self._after(batch.root[:, None], 0)
 
     def expand(self, batch, level, tokens, state):
@@ -45,7 +45,7 @@ class EdgeDrafter(BlockPass, SequentialDrafter):
         edge = self.head.markov_head
         rows = embed(tokens.t().flatten(), edge.markov_w1.weight)
         correction = linear(rows, edge.markov_w2.weight).view(*tokens.t().shape, -1)
-        return self.by_depth[depth] + correction, correction.new_empty(*tokens.shape, 0)
+        return self.whole(self.by_depth[depth] + correction), correction.new_empty(*tokens.shape, 0)
 
 
 def drafter_of(head, decoder, num_speculative_tokens, sampling="shared_noise"):

@@ -7,8 +7,8 @@ deep the draft is, so that the distributions are those it was trained for.
 
 The head's formulas: heads/block.py; here it runs on the engine's kernels.
 
-Letters: B requests, S slots of a block, K depths, M rows, F width of the target's feature, H hidden, V vocabulary, L committed
-length.
+Letters: B requests, S slots of a block, K depths, M rows, F width of the target's feature, H hidden, V vocabulary, VD the draft's,
+L committed length.
 """
 
 import torch
@@ -19,7 +19,7 @@ from ....kernels.attention.tree_attention import build_tree_index
 from ....kernels.embedding import embed
 from ....kernels.linear.linear import linear, linear_parts
 from ....kernels.rms_norm import rms_norm
-from ...models.blocks import Layer, Norm, Rotary
+from ...models.blocks import Layer, Norm, Rotary, lm_head_logits
 from ...models.decoder import ForwardPass
 from ...models.weights import weights_of_layer
 from .drafter import Drafter
@@ -39,6 +39,7 @@ class BlockPass(Drafter):
         config, self.streams = head.config, head.features
         self.dtype, device = head.fc.weight.dtype, head.fc.weight.device
         self.kv_shape = config.num_hidden_layers, config.num_key_value_heads, config.head_dim, self.dtype
+        self.draft_token_ids = head.draft_token_ids  # [VD] or None
         self.size, self.first_slot = config.block_size, config.first_slot  # S
         self.extra_places = max(0, self.size - 1 - num_speculative_tokens)
         positions = decoder.max_positions + self.size  # a block may be longer than any tree
@@ -69,7 +70,7 @@ class BlockPass(Drafter):
         self.kv = kv
 
     def marginals(self, batch, num_depths):
-        """The scores of the first depths by the pass alone.  batch: BatchRows  ->  logits [K, B, V]"""
+        """The scores of the first depths by the pass alone, over the draft vocabulary.  batch: BatchRows  ->  logits [K, B, VD]"""
         tokens = torch.cat((batch.root[:, None], self.masks.expand(len(batch.root), -1)), 1)  # [B, S]
         heads, dtype, causal = self.kv_shape[1], self.dtype, self.head.config.is_causal
         path = self.slots.expand(self.size, self.size)
@@ -82,8 +83,19 @@ class BlockPass(Drafter):
             x, residual = layer.input_norm(residual, parts)
             parts, residual = layer(x, residual, forward_pass, layer_kv)
         state = self.norm(residual, parts)[0].view(*tokens.shape, -1)  # [B, S, H]
-        drafted = state[:, self.first_slot : self.first_slot + num_depths].transpose(0, 1).to(self.decoder.dtype)
-        return self.decoder.logits(drafted.flatten(0, 1)).view(num_depths, len(tokens), -1)
+        drafted = state[:, self.first_slot : self.first_slot + num_depths].transpose(0, 1).flatten(0, 1)  # [K B, H]
+        if self.head.uses_target_lm_head:
+            logits = self.decoder.logits(drafted.to(self.decoder.dtype))
+        else:
+            logits = lm_head_logits(drafted, self.head.lm_head.weight)
+        return logits.view(num_depths, len(tokens), -1)
+
+    def whole(self, logits):
+        """Scores of the target's tokens: minus infinity for those that a draft vocabulary lacks.  [., B, VD] -> [., B, V]"""
+        if self.draft_token_ids is None:
+            return logits
+        whole = logits.new_full((*logits.shape[:2], self.head.config.vocab_size), -torch.inf)
+        return whole.index_copy_(2, self.draft_token_ids, logits)
 
     def advance(self, batch, feature, emitted, path, num_accepted):
         (requests, length), device = path.shape, path.device

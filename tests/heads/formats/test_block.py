@@ -1,10 +1,11 @@
-"""z-lab's files of block drafters: what is written is read back, published keys are read, and other dialects are named."""
+"""Files of block drafters: what is written is read back, published keys of three layouts are read, and other members are named."""
 
 import json
 import re
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from headstart.heads.block import BlockConfig, BlockHead
 from headstart.heads.checkpoint import load_head, read_head, save_head
@@ -42,6 +43,56 @@ def file_of(head=None):
     return tensors, json.loads(json.dumps(config))
 
 
+DSPARK = dict(edge_rank=3, confidence=True, sample_from_anchor=True)
+VARIANTS = {
+    "dflash": {},
+    "dflash-causal": dict(is_causal=True),
+    "dflash-anchored": dict(sample_from_anchor=True),
+    "dflash-draft_vocabulary": dict(draft_vocab_size=20),
+    "dflash-lm_head": dict(draft_vocab_size=50),
+    "dflash-embedding_stream": dict(aux_layer_ids=(0, 4), num_target_layers=None),
+    "dspark": DSPARK,
+    "dspark-all": DSPARK | dict(draft_vocab_size=20, confidence_sees_token=False, sample_from_anchor=False),
+    "dspark-edge": dict(edge_rank=3),
+    "dspark-confidence": dict(confidence=True, confidence_sees_token=False),
+}
+
+
+@pytest.mark.parametrize("format", ["dflash", "speculators"])
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("own_embedding", [False, True])
+def test_every_variant_is_read_back(tmp_path, variant, format, own_embedding):
+    head, lm_head = make(**VARIANTS[variant]), torch.randn(50, 24)
+    if head.d2t is not None:
+        ids = torch.randperm(50)[:20].sort().values
+        head.set_draft_vocabulary(ids - torch.arange(20), torch.isin(torch.arange(50), ids))
+    head.embedding_is_targets = not own_embedding
+    if format == "speculators" and head.config.is_causal:
+        with pytest.raises(ValueError, match="let a slot see its whole block"):
+            save_head(head, tmp_path / "head", format, lm_head_weight=lm_head)
+        return
+    save_head(head, tmp_path / "head", format, lm_head_weight=lm_head)
+    file = read_head(tmp_path / "head")
+    assert (file.format, file.notes, file.head.config) == (format, (), head.config)
+    assert file.head.embedding_is_targets == head.embedding_is_targets
+    assert file.head.needs_embedding == (format == "dflash" and not own_embedding)
+    found, expected = file.head.state_dict(), head.state_dict()
+    assert expected.keys() - found.keys() == ({"embed_tokens.weight"} if file.head.needs_embedding else set())
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+    stored = load_file(tmp_path / "head" / "model.safetensors")
+    if format == "speculators" and head.uses_target_lm_head:
+        assert torch.equal(stored["lm_head.weight"], lm_head)
+
+
+def test_a_speculators_file_needs_the_target_s_tables():
+    head = make()
+    with pytest.raises(ValueError, match="which this head uses: give lm_head_weight"):
+        to_file(head, "speculators")
+    head.embed_tokens = None
+    with pytest.raises(ValueError, match="which this head lacks"):
+        to_file(head, "speculators", torch.zeros(50, 24))
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_head_is_read_back(tmp_path, is_causal):
     head = make(is_causal=is_causal)
@@ -68,6 +119,118 @@ def test_published_names_are_z_labs():
     tensors, _ = to_file(make(), "dflash")
     assert tensors.keys() == names
     assert recognise(names).key == "block"
+
+
+def random_head(**changes):
+    head = make(**changes)
+    for parameter in head.parameters():
+        parameter.data.normal_()
+    return head
+
+
+def test_dspark_s_keys_stand_where_its_readers_look():
+    """As SpecForge writes them for SGLang: at the top and in dflash_config, which vLLM reads for sample_from_anchor."""
+    tensors, config = to_file(random_head(**DSPARK), "dflash")
+    names = {f"markov_head.markov_w{i}.weight" for i in (1, 2)} | {
+        f"confidence_head.proj.{x}" for x in ("weight", "bias")
+    }
+    assert tensors.keys() - to_file(make(), "dflash")[0].keys() == names
+    assert config["architectures"] == ["Qwen3DSparkModel"]
+    dspark = dict(
+        markov_rank=3, markov_head_type="vanilla", enable_confidence_head=True, confidence_head_with_markov=True
+    )
+    dspark |= dict(mask_token_id=49, target_layer_ids=[1, 3, 5])
+    assert {key: config[key] for key in dspark} == dspark
+    assert config["dflash_config"] == dspark | dict(projector_type="dspark", sample_from_anchor=True)
+    assert config["block_size"] == 5
+
+
+def as_specforge(config):
+    """The keys of SpecForge's own configs: DSpark's in dflash_config alone, and none for the anchor."""
+    config |= {
+        "architectures": ["DSparkDraftModel"],
+        "dflash_config": {**config["dflash_config"], "attention_mode": "gqa"},
+    }
+    del config["dflash_config"]["sample_from_anchor"]
+    return {key: value for key, value in config.items() if key not in config["dflash_config"]}
+
+
+def as_deepspec(config):
+    """Flat keys alone."""
+    return {key: value for key, value in config.items() if key != "dflash_config"} | {"num_anchors": 512}
+
+
+def test_published_dspark_files_are_read():
+    head = random_head(**DSPARK)
+    tensors, config = to_file(head, "dflash")
+    _, reading = from_file(tensors, as_specforge(dict(config)))
+    assert (reading.config, reading.format, reading.notes) == (head.config, "dflash", [])
+    tables = {"embed_tokens.weight": torch.randn(50, 24), "lm_head.weight": torch.randn(50, 24)}
+    _, reading = from_file(tensors | tables, as_deepspec(dict(config)))
+    assert (reading.config, reading.format, reading.notes) == (
+        make(**DSPARK, draft_vocab_size=50).config,
+        "deepspec",
+        [],
+    )
+    assert torch.equal(reading.state["lm_head.weight"], tables["lm_head.weight"])
+    plain, config = to_file(make(sample_from_anchor=True), "dflash")  # DeepSpec's DFlash predicts from the anchor, too
+    flat = as_deepspec(config | config["dflash_config"] | {"architectures": ["Qwen3DSparkModel"], "markov_rank": 0})
+    del flat["sample_from_anchor"]
+    _, reading = from_file(plain | tables, flat)
+    assert (reading.config, reading.format) == (make(sample_from_anchor=True, draft_vocab_size=50).config, "deepspec")
+
+
+def test_speculators_keys_are_the_library_s():
+    head = random_head(**DSPARK)
+    tensors, config = to_file(head, "speculators", torch.randn(50, 24))
+    said = dict(speculators_model_type="dspark", architectures=["DSparkSpeculator"], block_size=5, mask_token_id=49)
+    said |= dict(aux_hidden_state_layer_ids=[2, 4, 6], draft_vocab_size=50, target_hidden_size=24, markov_rank=3)
+    said |= dict(sample_from_anchor=True, sliding_window_non_causal=False, markov_head_type="vanilla")
+    assert {key: config[key] for key in said} == said
+    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 5
+    assert config["speculators_config"]["verifier"]["name_or_path"] == "some/target"
+    layer = config["transformer_layer_config"]
+    assert (layer["model_type"], layer["num_hidden_layers"], layer["layer_types"]) == (
+        "qwen3",
+        2,
+        ["full_attention"] * 2,
+    )
+    assert {"embed_tokens.weight", "lm_head.weight"} <= tensors.keys()
+    plain = to_file(make(), "speculators", torch.randn(50, 24))[1]
+    assert (plain["speculators_model_type"], plain["architectures"]) == ("dflash", ["DFlashSpeculator"])
+    assert "markov_rank" not in plain
+
+
+@pytest.mark.parametrize(
+    ("kind", "tokens", "anchored", "notes"),
+    [
+        ("dspark", 6, True, 0),
+        ("dspark", 5, False, 1),
+        ("dflash", 5, False, 0),
+        ("dspark", None, True, 0),
+        ("dflash", None, False, 0),
+    ],
+)
+def test_files_without_the_anchor_s_key_tell_it_by_their_tokens_or_kind(kind, tokens, anchored, notes):
+    changes = DSPARK if kind == "dspark" else {}
+    head = make(**changes | dict(sample_from_anchor=anchored, num_speculative_tokens=6 - (not anchored)))
+    tensors, config = to_file(head, "speculators", torch.randn(50, 24))
+    del config["sample_from_anchor"]
+    config["speculators_config"]["proposal_methods"] = [{"speculative_tokens": tokens}] if tokens else []
+    _, reading = from_file(tensors, config)
+    assert (reading.config, len(reading.notes)) == (head.config, notes)
+
+
+def test_the_verifier_s_tensors_are_left_out():
+    tensors, config = to_file(make(), "speculators", torch.randn(50, 24))
+    more = {"verifier_lm_head.weight": torch.zeros(50, 24), "verifier_norm.weight": torch.zeros(24)}
+    _, reading = from_file(tensors | more, config)
+    assert [note.split(" is ")[0] for note in reading.notes] == [f"tensor {name}" for name in more]
+    del config["transformer_layer_config"]["lm_head_is_targets"]  # a file of the library itself
+    assert from_file(tensors, config)[1].config == make(draft_vocab_size=50).config
+    config["transformer_layer_config"]["layer_types"][1] = "sliding_attention"
+    with pytest.raises(ValueError, match="published files differ in whether a block's slots see each other"):
+        from_file(tensors, config)
 
 
 def test_newer_and_older_places_of_keys_are_read():
@@ -113,8 +276,10 @@ def test_tensors_decide():
         ),
         ({"layer_types": ["full_attention", "sliding_attention"]}, '"layer_types" with sliding_attention'),
         ({"is_causal": "no"}, "must say is_causal or dflash_config's causal, true or false"),
-        ({"speculators_model_type": "dflash"}, "\"speculators_model_type\": 'dflash'"),
-        ({"sample_from_anchor": True}, '"sample_from_anchor": True; only False is supported'),
+        ({"speculators_model_type": "eagle3"}, '"speculators_model_type": \'eagle3\', expected "dflash" or "dspark"'),
+        ({"speculators_model_type": "dflash"}, "expected transformer_layer_config with a Qwen3's keys"),
+        ({"sample_from_anchor": 1}, '"sample_from_anchor": 1, expected true or false'),
+        ({"markov_head_type": "gated"}, "\"markov_head_type\": 'gated'; only 'vanilla' is supported"),
         ({"output_multiplier": 0.5}, '"output_multiplier": 0.5; only 1.0 is supported'),
     ],
 )
@@ -127,11 +292,12 @@ def test_keys_that_do_not_fit_are_named(changes, message):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("markov_head.markov_w1.weight", "markov_head.markov_w1.weight belongs to DSpark's edge"),
-        ("confidence_head.proj.weight", "belongs to DSpark's confidence"),
+        ("markov_head.gate_proj.weight", "markov_head.gate_proj.weight belongs to DSpark's gated edge"),
+        ("markov_head.joint_proj.bias", "belongs to DSpark's recurrent edge"),
+        ("markov_head.markov_w1.weight", "missing: markov_head.markov_w2.weight"),
         ("candidate_selector.hidden_projection.weight", "belongs to DFlash2's selector"),
         ("layers.0.attention_conv.base_kernel", "layers.0.attention_conv.base_kernel belongs to DFlash2's convolution"),
-        ("lm_head.weight", "lm_head.weight belongs to the dialect of speculators or DeepSpec"),
+        ("lm_head.weight", "missing: d2t; tensor lm_head.weight has 2 rows of a vocabulary of 50"),
         ("layers.1.self_attn.o_proj.bias", "unexpected: layers.1.self_attn.o_proj.bias"),
     ],
 )

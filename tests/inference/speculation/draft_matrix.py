@@ -75,13 +75,15 @@ def make_head(kind, target, embedding=None, **changes):
         config = {Eagle: EagleConfig, Eagle3: Eagle3Config, BlockHead: BlockConfig}[kind]
         head = kind(target.layer_config(config, **dict(num_speculative_tokens=3) | changes))
     randomize(head)
-    if kind is Eagle3 and head.d2t is not None:
+    if getattr(head, "d2t", None) is not None:
         drafted = torch.randperm(VOCAB)[: len(head.d2t)].sort().values
         head.set_draft_vocabulary(drafted - torch.arange(len(drafted)), torch.isin(torch.arange(VOCAB), drafted))
     if embedding == "target's":
         head.take_embedding(target.embedding)
     elif embedding == "none":
         head.embed_tokens = None
+    elif embedding == "own":
+        head.embedding_is_targets = False
     return head.to(target.lm_head.weight.device)
 
 

@@ -11,6 +11,7 @@ from headstart.heads.checkpoint import save_head
 from headstart.inference.llm import LLM
 from headstart.inference.sampling_params import SamplingParams
 from headstart.inference.speculation.options import SpeculativeOptions
+from headstart.inference.speculation.tree import GrowingTree, build_static_tree, save_tree
 from headstart.tests.inference.speculation.small_drafters import DEVICES, VOCAB, llama
 
 DEPTH, LENGTHS = 4, (3, 14, 50, 52, 64, 130)  # of the prompts: below, at and across tiles and pages
@@ -32,18 +33,18 @@ def outputs(llm, temperature):
     return [(one.token_ids, one.logprobs) for one in found]
 
 
-def taught(target, texts):
-    """A head that has learnt a few texts by heart."""
+def taught(target, texts, **changes):
+    """A head that has learnt a few texts by heart.  changes: of its configuration"""
     torch.manual_seed(3)
     shape = dict(num_hidden_layers=1, mask_token_id=5, aux_layer_ids=(1, 3), num_speculative_tokens=DEPTH)
-    head = BlockHead(BlockConfig.for_target(target.config, **shape))
+    head = BlockHead(BlockConfig.for_target(target.config, **shape | changes)).to(target.device)
     head.take_embedding(target.model.embed_tokens.weight)
     learns = [parameter for parameter in head.parameters() if parameter.requires_grad]
     optimizer = torch.optim.Adam(learns, lr=0.01)
     rows = []
-    for ids in (torch.tensor([text]) for text in texts):
+    for ids in (torch.tensor([text], device=target.device) for text in texts):
         streams = target.model(ids, output_hidden_states=True).hidden_states
-        positions = torch.arange(ids.shape[1])[None]
+        positions = torch.arange(ids.shape[1], device=ids.device)[None]
         rows.append((torch.cat([streams[i] for i in head.features], -1), ids, positions, torch.zeros_like(positions)))
     for _ in range(30):
         loss = 0
@@ -70,6 +71,23 @@ def setting(request):
     return target, head, {temperature: outputs(plain, temperature) for temperature in TEMPERATURES}
 
 
+@pytest.fixture(scope="module")
+def edged(setting):
+    """(target, a head with an edge that was taught the same texts, the same outputs)"""
+    target, _, plain = setting
+    texts = [prompt + found[0] for prompt, found in zip(prompts_and_params(0.0)[0][:2], plain[0.0])]
+    return target, taught(target, texts, edge_rank=8, sample_from_anchor=True), plain
+
+
+@pytest.fixture(scope="module")
+def trees(tmp_path_factory):
+    folder, rates = tmp_path_factory.mktemp("trees"), [[0.6, 0.3, 0.2, 0.1], [0.5, 0.3, 0.2], [0.5, 0.2], [0.4, 0.1]]
+    for size in (8, 64):
+        save_tree(build_static_tree(rates, size), folder / f"static-{size}.json")
+        save_tree(GrowingTree(max_depth=DEPTH, width=6, num_nodes=size), folder / f"grown-{size}.json")
+    return folder
+
+
 @pytest.mark.parametrize("batch", [1, 6])
 def test_accepted_drafts_change_no_bit(setting, batch):
     target, head, plain = setting
@@ -89,6 +107,36 @@ def test_pages_that_run_out_change_no_bit(setting):
     sizes = dict(max_model_len=200, num_gpu_blocks_override=9)
     llm = LLM(target, max_num_seqs=6, speculative_config=speculative, **sizes)
     for temperature in TEMPERATURES:
+        assert outputs(llm, temperature) == plain[temperature], temperature
+    assert llm.get_stats()["num_preemptions"] > 0
+    llm.engine.check()
+
+
+@pytest.mark.parametrize(
+    ("tree", "batch", "temperatures"),
+    [
+        ("chain", 6, (0.0, 1.3)),
+        ("static-8", 1, (0.0,)),
+        ("static-64", 6, (0.8,)),
+        ("grown-64", 6, (*TEMPERATURES, 0.0)),
+    ],
+)
+def test_trees_of_a_head_with_an_edge_change_no_bit(edged, trees, tree, batch, temperatures):
+    target, head, plain = edged
+    speculative = {"model": head, "tree": tree if tree == "chain" else str(trees / f"{tree}.json")}
+    llm = LLM(target, max_num_seqs=batch, max_num_batched_tokens=48, speculative_config=speculative)
+    for temperature in temperatures:
+        assert outputs(llm, temperature) == plain[temperature], temperature
+        llm.engine.check()
+    assert llm.get_stats()["num_accepted_tokens"] >= 8
+    assert len(temperatures) == 1 or llm.get_stats()["prefix_cache_hits"] > 0
+
+
+def test_pages_that_run_out_under_grown_trees_change_no_bit(edged, trees):
+    target, head, plain = edged
+    speculative, sizes = {"model": head, "tree": str(trees / "grown-8.json")}, dict(max_model_len=200)
+    llm = LLM(target, max_num_seqs=6, speculative_config=speculative, num_gpu_blocks_override=9, **sizes)
+    for temperature in (0.0, 0.8):
         assert outputs(llm, temperature) == plain[temperature], temperature
     assert llm.get_stats()["num_preemptions"] > 0
     llm.engine.check()
@@ -149,12 +197,8 @@ def test_a_head_is_served_from_its_files(setting, tmp_path):
     llm = LLM(target, speculative_config={"model": str(tmp_path / "head"), "method": "block"})
     assert llm.tree.max_depth == DEPTH
     assert outputs(llm, 0.8) == plain[0.8]
-    for asked, message in (
-        (dict(num_speculative_tokens=DEPTH + 1), "from 1 to the head's 4, got 5"),
-        (dict(tree="dynamic"), "DFlash heads do not look at each other's tokens"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            LLM(target, speculative_config={"model": head} | asked)
+    with pytest.raises(ValueError, match="from 1 to the head's 4, got 5"):
+        LLM(target, speculative_config={"model": head, "num_speculative_tokens": DEPTH + 1})
 
 
 def test_vllm_s_name_of_the_method_is_taken():

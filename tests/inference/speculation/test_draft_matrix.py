@@ -137,6 +137,8 @@ CASES = {
     "block-rope_yarn": (BlockHead, dict(embedding="none", rope_scaling=YARN, max_position_embeddings=128, **BLOCK)),
     "block-edge": (BlockHead, dict(embedding="none", edge_rank=8, **BLOCK)),
     "block-edge-anchored": (BlockHead, dict(embedding="target's", edge_rank=5, sample_from_anchor=True, **BLOCK)),
+    "block-edge-draft_vocabulary": (BlockHead, dict(embedding="none", edge_rank=8, draft_vocab_size=40, **BLOCK)),
+    "block-own_tables": (BlockHead, dict(embedding="own", draft_vocab_size=VOCAB, **BLOCK)),
     "eagle3-rope_yarn": (Eagle3, dict(embedding="none", rope_scaling=YARN, max_position_embeddings=128, **LAYERS)),
 }
 RANKED = 4  # so many of the recorded candidates of a depth are looked at
@@ -362,6 +364,5 @@ def test_every_field_of_every_configuration_is_varied():
     for key, values in said.items():
         assert key[1] != "rope_scaling" or values == {*ROPE_TYPES}
     # No field says whose table it is.
-    assert embeddings[Eagle] == embeddings[Eagle3] == {"target's", "own", "none"}
-    assert embeddings[BlockHead] == {"target's", "none"}  # no file holds one
+    assert embeddings[Eagle] == embeddings[Eagle3] == embeddings[BlockHead] == {"target's", "own", "none"}
     assert embeddings[Medusa] == embeddings[MLPSpeculator] == {None}  # these read no table of the target's

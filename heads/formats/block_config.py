@@ -1,0 +1,213 @@
+"""config.json of block drafters, in the layouts of block.py: what its keys say, and how they are written.
+
+Layers are counted in two ways. Id i of target_layer_ids is the output of the target's layer i (-1: the embedding), which is our aux
+layer i + 1, the stream entering the next one; aux_hidden_state_layer_ids are ours. Whether slot i predicts the token at its own
+place or the next one (sample_from_anchor) is a key in newer files. Where it is missing, DSpark's files predict the next one, by
+their name, and DFlash's do not. This file touches no disk.
+"""
+
+from typing import Any, NamedTuple
+
+from ..storage.reading import assume, listed
+from .layer import layer_keys
+
+# Our own keys, beside the Qwen3's: a tensor of that name is a copy of the target's.
+TARGETS_EMBEDDING, TARGETS_LM_HEAD = "embed_tokens_is_targets", "lm_head_is_targets"
+SPECULATORS = {"dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator"}  # speculators_model_type: the architecture
+ANCHORED = ("DSparkDraftModel", "Qwen3DSparkModel")  # architectures whose slots predict the next token
+# Keys that change the formulas, and the value that does not.
+NEUTRAL = {
+    "input_embedding_scale": 1.0,
+    "output_multiplier": 1.0,
+    "final_logit_softcapping": 0.0,
+    "use_sliding_window": False,
+    "markov_head_type": "vanilla",
+}
+
+
+class Keys(NamedTuple):
+    """What a config.json says."""
+
+    format: str
+    layer: dict  # the Qwen3's keys
+    said: dict  # those of the block drafter
+    block_size: int
+    mask_token_id: int
+    aux_layer_ids: tuple
+    ids_key: str  # where these are said
+    is_causal: bool
+    sample_from_anchor: bool
+    num_target_layers: Any  # None: not said
+
+
+def read_keys(tensors, config, notes):
+    """The Keys of a config.json. ValueError naming a key that is missing, does not fit or asks for other formulas.
+
+    tensors: the names in the file; notes: a list of str to add to (heads/storage/reading.py)
+    """
+    nested = _object(config, "dflash_config")
+    said = config | {key: value for key, value in nested.items() if value is not None}
+    if "speculators_model_type" in config:
+        format, ids_key, less = "speculators", "aux_hidden_state_layer_ids", 0
+        layer = _speculators_layer(config)
+    else:
+        flat = not nested and "lm_head.weight" in tensors
+        format, ids_key, less = "deepspec" if flat else "dflash", "target_layer_ids", 1
+        layer = said
+    for key, neutral in NEUTRAL.items():
+        if (value := said.get(key, layer.get(key))) not in (None, neutral):
+            raise ValueError(f'config.json says "{key}": {value!r}; only {neutral!r} is supported')
+    if other := sorted({*map(str, layer.get("layer_types") or ())} - {"full_attention"}):
+        raise ValueError(
+            f'config.json says "layer_types" with {", ".join(other)}; only full_attention is supported: published files differ '
+            "in whether a block's slots see each other in sliding layers"
+        )
+    anchored, depth = _sample_from_anchor(config, said, tensors, notes), layer.get("num_target_layers")
+    return Keys(
+        format,
+        layer,
+        said,
+        block_size=_whole_number(said, "block_size", least=1 if anchored else 2),
+        mask_token_id=_whole_number(said, "mask_token_id", least=1),
+        aux_layer_ids=_layer_ids(said, ids_key, less),
+        ids_key=ids_key,
+        is_causal=format != "speculators" and _is_causal(config, nested),
+        sample_from_anchor=anchored,
+        num_target_layers=depth if type(depth) is int else None,
+    )
+
+
+def _object(config, key):
+    found = config.get(key) or {}
+    if not isinstance(found, dict):
+        raise ValueError(f'config.json says "{key}": {found!r}, expected an object')
+    return found
+
+
+def _speculators_layer(config):
+    """The Qwen3's keys of a speculators config, with the target's name as plain files have it."""
+    kind = config["speculators_model_type"]
+    if kind not in SPECULATORS:
+        known = " or ".join(f'"{one}"' for one in SPECULATORS)
+        raise ValueError(f'config.json says "speculators_model_type": {kind!r}, expected {known}')
+    layer, verifier = (
+        _object(config, "transformer_layer_config"),
+        _object(_object(config, "speculators_config"), "verifier"),
+    )
+    if not layer:
+        raise ValueError(
+            "config.json is not a speculators config: expected transformer_layer_config with a Qwen3's keys"
+        )
+    return layer | {"base_model_name_or_path": verifier.get("name_or_path")}
+
+
+def _layer_ids(said, key, less):
+    ids = said.get(key)
+    if not isinstance(ids, list) or not ids or any(type(id) is not int for id in ids):
+        where = " in dflash_config" if less else ""
+        raise ValueError(f'config.json must say "{key}"{where}, a list of layers; it says {ids!r}')
+    return tuple(id + less for id in ids)
+
+
+def _whole_number(said, key, least):
+    value = said.get(key)
+    if type(value) is not int or value < least:
+        raise ValueError(
+            f'config.json must say "{key}", at its top or in dflash_config: a whole number of at least {least}; it says {value!r}'
+        )
+    return value
+
+
+def _is_causal(config, nested):
+    """What config.json says; layers without a window are not causal by default, as z-lab and vLLM take them."""
+    said = {"is_causal": config.get("is_causal"), "causal": nested.get("causal")}
+    found = [value for value in said.values() if value is not None]
+    if any(type(value) is not bool for value in found) or len({*found}) > 1:
+        raise ValueError(f"config.json must say is_causal or dflash_config's causal, true or false; it says {said}")
+    return bool(found and found[0])
+
+
+def _sample_from_anchor(config, said, tensors, notes):
+    value, size = said.get("sample_from_anchor"), said.get("block_size")
+    if type(value) is bool:
+        return value
+    if value is not None:
+        raise ValueError(f'config.json says "sample_from_anchor": {value!r}, expected true or false')
+    methods = _object(config, "speculators_config").get("proposal_methods") or [{}]
+    count = methods[0].get("speculative_tokens") if isinstance(methods[0], dict) else None
+    if type(size) is int and count in (size - 1, size):
+        if (count == size) == (config.get("speculators_model_type") == "dflash"):
+            assume(
+                notes, "sample_from_anchor", count == size, f"by its {count} speculative_tokens of a block_size {size}"
+            )
+        return count == size
+    named = any(name in ANCHORED for name in listed(config.get("architectures")))
+    dspark = config.get("speculators_model_type") == "dspark" or said.get("projector_type") == "dspark"
+    return named or dspark or any(name.startswith("markov_head.") for name in tensors)
+
+
+def plain_config(config):
+    """config.json in the format dflash. Keys of DSpark stand at the top, where vLLM and SGLang look, and in dflash_config."""
+    anchored, is_dspark = {}, config.edge_rank or config.confidence
+    if config.sample_from_anchor or is_dspark:  # in files without it readers take what their name says
+        anchored["sample_from_anchor"] = config.sample_from_anchor
+    ids = {"mask_token_id": config.mask_token_id, "target_layer_ids": [id - 1 for id in config.aux_layer_ids]}
+    dspark = ids | _dspark_keys(config) if is_dspark else {}
+    keys = {
+        "architectures": ["Qwen3DSparkModel" if is_dspark else "DFlashDraftModel"],
+        **_layer(config),
+        "is_causal": config.is_causal,
+        "block_size": config.block_size,
+        **dspark,
+        "dflash_config": ids | dspark | ({"projector_type": "dspark"} if is_dspark else {}) | anchored,
+    }
+    if config.draft_vocab_size is not None:
+        keys["draft_vocab_size"] = config.draft_vocab_size
+    return keys
+
+
+def speculators_config(config, embedding_is_targets):
+    """config.json in the format speculators."""
+    kind = "dspark" if config.edge_rank or config.confidence else "dflash"
+    layer = _layer(config)
+    layer |= {TARGETS_EMBEDDING: True} if embedding_is_targets else {}
+    layer |= {TARGETS_LM_HEAD: True} if config.draft_vocab_size is None else {}
+    proposal = {"proposal_type": "greedy", "speculative_tokens": config.num_speculative_tokens}
+    return {
+        "architectures": [SPECULATORS[kind]],
+        "speculators_model_type": kind,
+        "speculators_version": "0.9.0",
+        "block_size": config.block_size,
+        "mask_token_id": config.mask_token_id,
+        "aux_hidden_state_layer_ids": list(config.aux_layer_ids),
+        "draft_vocab_size": config.num_scores,
+        "target_hidden_size": config.hidden_size,
+        "sliding_window_non_causal": False,
+        "sample_from_anchor": config.sample_from_anchor,
+        **(_dspark_keys(config) if kind == "dspark" else {}),
+        "tie_word_embeddings": False,
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal | {"verifier_accept_k": 1, "accept_tolerance": 0.0}],
+            "verifier": {"name_or_path": layer.pop("base_model_name_or_path"), "architectures": []},
+        },
+        "transformers_version": layer.pop("transformers_version"),
+        "transformer_layer_config": layer,
+    }
+
+
+def _layer(config):
+    depth = {} if config.num_target_layers is None else {"num_target_layers": config.num_target_layers}
+    count = config.num_hidden_layers
+    own = {"model_type": "qwen3", "num_hidden_layers": count, "layer_types": ["full_attention"] * count}
+    return layer_keys(config) | own | depth
+
+
+def _dspark_keys(config):
+    return {
+        "markov_rank": config.edge_rank,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": config.confidence,
+        "confidence_head_with_markov": config.confidence and config.confidence_sees_token,
+    }
