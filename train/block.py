@@ -21,6 +21,7 @@ import torch
 
 from headstart.heads.block import BlockConfig, BlockHead
 from headstart.inference.models.target_source import eos_token_ids
+from headstart.train.data.packed.draft_vocabulary import choose_draft_vocabulary
 from headstart.train.data.rows import build_rows, load_documents, rows_to_check
 from headstart.train.loss.blocks import BlockObjective, accumulate_block_gradients, draw_blocks, summarize_blocks
 from headstart.train.loss.losses import Loss
@@ -56,6 +57,12 @@ class Recipe(RunRecipe):
         256,
         "rank of the edge, which corrects a slot's scores by the token before (DSpark); 0: none, and a draft's tokens do not know "
         "each other. A head of start_from without an edge gets one",
+        least=0,
+    )
+    draft_vocab_size: int = key(
+        0,
+        "size of the draft vocabulary: the most frequent supervised tokens and the target's stop tokens, with the target's rows of "
+        "lm_head; 0: all tokens, or with start_from the tokens of that head",
         least=0,
     )
     aux_layers: str = key(
@@ -130,7 +137,10 @@ def choose_config(recipe, target, start, reserved):
     """
     own = {"num_speculative_tokens": recipe.num_depths, "base_model_name_or_path": recipe.target}
     own |= {"edge_rank": recipe.edge_rank, "confidence": recipe.confidence_weight > 0}
-    own["confidence_sees_token"] = recipe.edge_rank > 0
+    own["confidence_sees_token"] = recipe.edge_rank > 0 or not recipe.confidence_weight
+    if recipe.draft_vocab_size:
+        whole = recipe.draft_vocab_size == target.vocab_size
+        own["draft_vocab_size"] = None if whole else recipe.draft_vocab_size
     places = {"is_causal": recipe.is_causal, "sample_from_anchor": recipe.sample_from_anchor}
     chosen = {"num_layers": recipe.num_layers or None, "aux_layers": parse_layers(recipe.aux_layers)}
     chosen["mask_token_id"] = None if recipe.mask_token_id < 0 else recipe.mask_token_id
@@ -168,6 +178,17 @@ def choose_config(recipe, target, start, reserved):
     return replace(start.config, **own)
 
 
+@torch.no_grad()
+def start_last_norm(head, target, rows):
+    """Let the head's last norm begin with the size that each entry of the target's last states has in some rows.
+
+    The target's lm_head expects states of that size, and a weight of 1 would take an optimiser long to move there.
+    rows: (input_ids, position_ids, document_ids), [B, T] each
+    """
+    states = target.features(*rows)[rows[2] >= 0].float()  # [., H]
+    head.norm.weight.copy_(states.square().mean(0).sqrt())
+
+
 def main(argv):
     """Train as `argv` (list of str) asks. Returns 0, or 128 + the signal that ended the run early, after a checkpoint."""
     recipe = parse_recipe(Recipe, argv, __doc__)
@@ -180,15 +201,24 @@ def main(argv):
     target = FrozenTarget(model)
     target.check_row_length(recipe.row_length)
     start = load_layer_start(recipe, processes.resumed, BlockHead, target, called="a block drafter")
-    reserved = {*eos_token_ids(model, model.config, tokenizer), tokenizer.pad_token_id} - {None}
-    config = choose_config(recipe, target, start, reserved)
+    stops = eos_token_ids(model, model.config, tokenizer)
+    config = choose_config(recipe, target, start, {*stops, tokenizer.pad_token_id} - {None})
     documents, held_out = load_documents(recipe, tokenizer, processes)
     packed, labels_per_row = build_rows(documents, recipe.row_length, tokenizer.pad_token_id, note)
-    target.check(*rows_to_check(packed, device))
+    checked = rows_to_check(packed, device)
+    target.check(*checked)
     head = BlockHead(config)
+    if start and not recipe.draft_vocab_size:
+        if start.d2t is not None:
+            head.set_draft_vocabulary(start.d2t, start.t2d)
+    elif config.draft_vocab_size is not None:
+        of_target = {"vocab_size": target.vocab_size, "tokenizer": tokenizer, "note": note}
+        head.set_draft_vocabulary(*choose_draft_vocabulary(packed, config.draft_vocab_size, stops, **of_target))
     target.initialize(head)
     if start:
         take_weights(head, start, note)
+    else:
+        start_last_norm(head, target, checked)
     head.to(device)
     note(
         f"blocks of {config.block_size} slots, mask token {tokenizer.decode([config.mask_token_id])!r} ({config.mask_token_id})"

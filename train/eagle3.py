@@ -22,12 +22,10 @@ optimiser step.
 
 from dataclasses import dataclass, replace
 
-import torch
-
-from headstart.heads.draft_vocabulary import build_draft_vocabulary
 from headstart.heads.eagle3 import MOST_STEPS, Eagle3, Eagle3Config, default_aux_layers
 from headstart.inference.models.target_source import eos_token_ids
-from headstart.train.data.rows import answer_ends, build_rows, load_documents, rows_to_check
+from headstart.train.data.packed.draft_vocabulary import choose_draft_vocabulary
+from headstart.train.data.rows import build_rows, load_documents, rows_to_check
 from headstart.train.loss.distillation import Objective, summarize
 from headstart.train.loss.losses import Loss
 from headstart.train.run.acceptance import build_meter
@@ -130,27 +128,6 @@ def choose_config(recipe, target, start):
                 f"start_from {recipe.start_from!r} has {name} {found!r}, this run asks for {given!r}: leave {name} out"
             )
     return replace(start.config, draft_vocab_size=recipe.draft_vocab_size or start.config.draft_vocab_size, **own)
-
-
-def choose_draft_vocabulary(packed, size, stop_ids, *, vocab_size, tokenizer, note):
-    """(d2t, t2d) of the `size` tokens supervised most often, stop_ids always included; `note(text)` is told what is lost."""
-    counts, ends = torch.zeros(2, vocab_size, dtype=torch.int64)
-    for some in packed.blocks():
-        counts += torch.bincount(some.input_ids[some.supervised], minlength=vocab_size)
-        ends += torch.bincount(some.input_ids[answer_ends(some)], minlength=vocab_size)
-    d2t, t2d = build_draft_vocabulary(counts, size, stop_ids)
-    share = int(counts[t2d].sum()) / int(counts.sum())
-    note(f"draft vocabulary: {size} of {vocab_size} tokens, {share:.2%} of the supervised ones")
-    lost, num_ends = ends.masked_fill(t2d, 0), int(ends.sum())
-    if int(lost.sum()) > 0.01 * num_ends:
-        token = int(lost.argmax())
-        note(
-            f"warning: {int(lost.sum()) / num_ends:.0%} of the answers end with a token that is not in the draft vocabulary, "
-            f"mostly {tokenizer.decode([token])!r} ({token}). It cannot be drafted, so each of them takes one pass of the target "
-            f"more, in {int(counts.sum()) / num_ends:.0f} tokens: raise draft_vocab_size, or name it among the target's "
-            f"eos_token_id"
-        )
-    return d2t, t2d
 
 
 def main(argv):

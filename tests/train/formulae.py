@@ -145,7 +145,9 @@ def block_steps(document, model, head, w):
                 gate, up = (project(n, w, f"{at}mlp.{one}_proj") for one in ("gate", "up"))
                 block[i] = x + project(gate / (1 + torch.exp(-gate)) * up, w, f"{at}mlp.down_proj")
         for k, x in enumerate(block[1:]):
-            found[k].append(model.lm_head(rms(x, w["norm.weight"], eps)).log_softmax(-1))
+            before = w["markov_head.markov_w1.weight"][document.tokens(k)[t]]
+            edge = w["markov_head.markov_w2.weight"] @ before
+            found[k].append((model.lm_head(rms(x, w["norm.weight"], eps)) + edge).log_softmax(-1))
     return [(torch.stack(one), None) for one in found]
 
 

@@ -1,17 +1,15 @@
-"""Which tokens an EAGLE-3 head drafts: train/eagle3.py."""
+"""Which tokens an EAGLE-3 head or a block drafter drafts: train/data/packed/draft_vocabulary.py."""
 
 from transformers import AutoTokenizer
 
-from headstart.train import eagle3
+from headstart.train.data.packed.draft_vocabulary import choose_draft_vocabulary
 from headstart.train.data.packed.packing import pack
 
 
 def choose(documents, size, stop_ids, word_target):
     said, packed = [], pack(documents, 12)
     tokenizer = AutoTokenizer.from_pretrained(word_target)
-    _, t2d = eagle3.choose_draft_vocabulary(
-        packed, size, stop_ids, vocab_size=48, tokenizer=tokenizer, note=said.append
-    )
+    _, t2d = choose_draft_vocabulary(packed, size, stop_ids, vocab_size=48, tokenizer=tokenizer, note=said.append)
     return t2d.nonzero().flatten().tolist(), said
 
 

@@ -87,6 +87,8 @@ def test_losses_are_those_of_the_formulae_on_unpacked_conversations(
         keys |= {"token_weight": 0.3, "feature_weight": 2, "noise": 0}
     if family in ("eagle3", "block"):
         keys |= {"aux_layers": "0,1"}
+    if family == "block" and keys["loss"] != "lk":
+        keys["start_from"] = start("block")  # with an edge that does something
     with sharp_attention(trainers[family]):
         run = trainers[family].run(batch_rows=2, **keys)
     assert " documents in 2 rows" in capsys.readouterr().err  # so every step is fed all of them, once

@@ -29,7 +29,14 @@ START_VOCABULARY = 24  # every second token
 LAYERS = {
     "block": (
         BlockHead,
-        partial(BlockConfig, num_hidden_layers=2, aux_layer_ids=(0, 1), mask_token_id=9, num_speculative_tokens=3),
+        partial(
+            BlockConfig,
+            num_hidden_layers=2,
+            aux_layer_ids=(0, 1),
+            mask_token_id=9,
+            num_speculative_tokens=3,
+            edge_rank=4,
+        ),
     ),
     "eagle": (Eagle, partial(EagleConfig, fc_bias=True)),
     "eagle3": (
@@ -86,6 +93,8 @@ def save_start(folder, family, **config):
         head = kind(head_config(**shape | config))
         if not head.embed_tokens.weight.requires_grad:
             head.embed_tokens = None  # as in published files
+        if family == "block":
+            torch.nn.init.normal_(head.markov_head.markov_w2.weight, std=0.2)
         if family == "eagle3":
             head.set_draft_vocabulary(torch.arange(START_VOCABULARY), torch.arange(48) % 2 == 0)
     else:

@@ -114,6 +114,10 @@ BLOCK_CHANGES = {
     "aux_layers": "0,1",
     "mask_token_id": 7,
     "num_anchors": 3,
+    "edge_rank": 0,
+    "sample_from_anchor": True,
+    "confidence_weight": 1,
+    "draft_vocab_size": 30,
     "depth_weights": "none",
     "gamma": 1,
 }
@@ -183,9 +187,8 @@ TRAININGS = {
     ),
     "block": TinyTraining(
         "block",
-        {"block_size": 4, "num_anchors": 9, "edge_rank": 0},
+        {"block_size": 4, "num_anchors": 9, "edge_rank": 4},
         changes=[(CHEAP, BLOCK_CHANGES), (CHEAP | {"loss": "hard"}, {"depth_weights": "dpace"})],
-        elsewhere=frozenset({"edge_rank", "sample_from_anchor", "confidence_weight"}),
     ),
     "joint": TinyTraining(
         "medusa",

@@ -65,8 +65,8 @@ def take_weights(head, start, note):
     if new := [name for name, weight in head.named_parameters() if weight.requires_grad and name not in held]:
         note(f"new, as the start has none: {', '.join(new)}")
     for name, weight in head.named_parameters():
-        if name in new or (name == "embed_tokens.weight" and not weight.requires_grad):
-            continue
+        if name not in held or (name == "embed_tokens.weight" and not weight.requires_grad):
+            continue  # of the target, or new
         given = held[name]
         if name != "lm_head.weight":
             weight.copy_(given)
