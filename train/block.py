@@ -178,17 +178,6 @@ def choose_config(recipe, target, start, reserved):
     return replace(start.config, **own)
 
 
-@torch.no_grad()
-def start_last_norm(head, target, rows):
-    """Let the head's last norm begin with the size that each entry of the target's last states has in some rows.
-
-    The target's lm_head expects states of that size, and a weight of 1 would take an optimiser long to move there.
-    rows: (input_ids, position_ids, document_ids), [B, T] each
-    """
-    states = target.features(*rows)[rows[2] >= 0].float()  # [., H]
-    head.norm.weight.copy_(states.square().mean(0).sqrt())
-
-
 def main(argv):
     """Train as `argv` (list of str) asks. Returns 0, or 128 + the signal that ended the run early, after a checkpoint."""
     recipe = parse_recipe(Recipe, argv, __doc__)
@@ -205,8 +194,7 @@ def main(argv):
     config = choose_config(recipe, target, start, {*stops, tokenizer.pad_token_id} - {None})
     documents, held_out = load_documents(recipe, tokenizer, processes)
     packed, labels_per_row = build_rows(documents, recipe.row_length, tokenizer.pad_token_id, note)
-    checked = rows_to_check(packed, device)
-    target.check(*checked)
+    target.check(*rows_to_check(packed, device))
     head = BlockHead(config)
     if start and not recipe.draft_vocab_size:
         if start.d2t is not None:
@@ -217,8 +205,6 @@ def main(argv):
     target.initialize(head)
     if start:
         take_weights(head, start, note)
-    else:
-        start_last_norm(head, target, checked)
     head.to(device)
     note(
         f"blocks of {config.block_size} slots, mask token {tokenizer.decode([config.mask_token_id])!r} ({config.mask_token_id})"

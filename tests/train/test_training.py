@@ -32,6 +32,7 @@ class Kind:
     acceptance_length: float  # it comes to more
 
 
+BLOCKS = {"lr": 0.02, "max_steps": 36, "num_anchors": 40}
 KINDS = {
     "medusa": Kind("medusa", {"num_layers": 2, "lr": 0.03, "max_steps": 20}, 1.7),
     "medusa, shared lm_head": Kind(
@@ -43,11 +44,9 @@ KINDS = {
     "eagle3": Kind("eagle3", {"lr": 0.02, "max_steps": 24, "draft_vocab_size": 0}, 2.5),
     # Of 48 words eight end every draft.
     "eagle3, draft vocabulary": Kind("eagle3", {"lr": 0.02, "max_steps": 24, "draft_vocab_size": 40}, 1.7),
-    "block": Kind("block", {"lr": 0.01, "max_steps": 36, "num_anchors": 40, "edge_rank": 0}, 1.7),
-    "block, edge": Kind("block", {"lr": 0.01, "max_steps": 36, "num_anchors": 40}, 1.9),
-    "block, draft vocabulary": Kind(
-        "block", {"lr": 0.01, "max_steps": 36, "num_anchors": 40, "draft_vocab_size": 40}, 1.5
-    ),
+    "block": Kind("block", BLOCKS | {"edge_rank": 0}, 1.5),
+    "block, edge": Kind("block", BLOCKS | {"edge_rank": 16}, 1.8),
+    "block, draft vocabulary": Kind("block", BLOCKS | {"edge_rank": 16, "draft_vocab_size": 40}, 1.4),
     "eagle3, narrow": Kind("eagle3", {"lr": 0.02, "max_steps": 36, "draft_vocab_size": 0, "hidden_size": 16}, 2.5),
 }
 
