@@ -129,6 +129,8 @@ def test_draft_vocabulary_chosen_from_the_data_keeps_the_rows_it_shares(
         ("block", {"num_layers": 3}, "has num_layers 2, this run asks for 3: leave it out"),
         ("block", {"mask_token_id": 3}, "has mask_token_id 9, this run asks for 3: leave it out"),
         ("block", {"aux_layers": "0"}, r"has aux_layers \(0, 1\), this run asks for \(0,\): leave it out"),
+        ("block", {"edge_rank": 5}, "has edge_rank 4, this run asks for 5: set it to 4"),
+        ("block", {"edge_rank": 0}, "has edge_rank 4, this run asks for 0: set it to 4"),
         ("block", {"is_causal": True}, "has is_causal False, this run asks for True: set it to False"),
     ],
 )
@@ -158,6 +160,36 @@ def test_start_made_for_another_target_is_refused(trainers, start, tmp_path, fam
     ):
         trainers[family].main(start_from=start(family, **other))
     assert not (tmp_path / "run").exists()
+
+
+def test_block_drafter_gets_the_edge_and_the_slots_that_its_start_has_not(trainers, start, capsys):
+    folder = start("block", edge_rank=0)
+    run = trainers["block"].run(max_steps=1, lr=0, start_from=folder, block_size=7)
+    assert (
+        "new, as the start has none: markov_head.markov_w1.weight, markov_head.markov_w2.weight"
+        in capsys.readouterr().err
+    )
+    before, after = load_head(folder), load_head(run)
+    assert (after.config.block_size, after.config.edge_rank, before.config.block_size) == (7, 4, 4)
+    assert not after.markov_head.markov_w2.weight.any()
+    assert all(
+        torch.equal(after.get_parameter(name), one) for name, one in before.named_parameters() if "embed" not in name
+    )
+
+
+def test_block_drafter_keeps_the_draft_vocabulary_of_its_start(trainers, finished):
+    one = finished("block", max_steps=2, draft_vocab_size=30)
+    again = trainers["block"].run(max_steps=1, lr=0, start_from=one)
+    assert_same_tensors(head_tensors(one), head_tensors(again))
+    assert len(load_head(again).draft_token_ids) == 30
+
+
+def test_confidence_of_a_start_is_not_dropped_unasked(trainers, finished, tmp_path):
+    one = finished("block", max_steps=2, confidence_weight=1)
+    with pytest.raises(ValueError, match="has a confidence, and this run trains none: set confidence_weight above 0"):
+        trainers["block"].main(start_from=one)
+    again = trainers["block"].run(max_steps=1, lr=0, start_from=one, confidence_weight=0.5)
+    assert_same_tensors(head_tensors(one), head_tensors(again))
 
 
 def test_heads_trained_with_an_adapter_are_no_start(trainers, finished, tmp_path):

@@ -93,7 +93,7 @@ def save_start(folder, family, **config):
         head = kind(head_config(**shape | config))
         if not head.embed_tokens.weight.requires_grad:
             head.embed_tokens = None  # as in published files
-        if family == "block":
+        if family == "block" and head.config.edge_rank:
             torch.nn.init.normal_(head.markov_head.markov_w2.weight, std=0.2)
         if family == "eagle3":
             head.set_draft_vocabulary(torch.arange(START_VOCABULARY), torch.arange(48) % 2 == 0)
