@@ -4,7 +4,7 @@ import sys
 
 from ..inference.arguments import add_device
 
-HEADS = ("medusa", "mlp_speculator", "eagle", "eagle3")  # families with random heads
+HEADS = ("medusa", "mlp_speculator", "eagle", "eagle3", "block")  # families with random heads
 
 
 def add_measurement(parser):

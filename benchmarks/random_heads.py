@@ -2,6 +2,7 @@
 
 import torch
 
+from ..heads.block import BlockConfig, BlockHead
 from ..heads.eagle import Eagle, EagleConfig
 from ..heads.eagle3 import Eagle3, Eagle3Config, default_aux_layers
 from ..heads.medusa import Medusa, MedusaConfig
@@ -10,6 +11,8 @@ from ..inference.models.support import weight_bytes
 
 DRAFT_VOCABULARY = 32000  # of published EAGLE-3 heads
 FIRST_PUBLISHED_DEPTH = 7  # layers from which on a target has the aux layers of published heads
+BLOCK_SHAPE = dict(num_hidden_layers=2, edge_rank=256, sample_from_anchor=True)
+BLOCK_STREAMS = 5  # of the target, as published block drafters read
 
 
 def empty_head(method, config, depth, shared_lm_head=False):
@@ -17,7 +20,8 @@ def empty_head(method, config, depth, shared_lm_head=False):
 
     EAGLE: one layer as the target's, on the target's embedding; EAGLE-3: the same with its own DRAFT_VOCABULARY tokens, if the
     target has more; MLP speculator: `depth` tied steps as wide as the target; Medusa: `depth` heads of one block, with their own
-    lm_heads or the target's. ValueError for a target that no such head fits.
+    lm_heads or the target's; block: BLOCK_SHAPE, a block of `depth` slots, on the target's lm_head. ValueError for a target that no
+    such head fits.
     """
     text = config.get_text_config()
     width, vocab_size = text.hidden_size, text.vocab_size
@@ -28,6 +32,9 @@ def empty_head(method, config, depth, shared_lm_head=False):
             return MLPSpeculator(MLPSpeculatorConfig(width, vocab_size, inner_size=width, num_steps=depth))
         if method == "eagle":
             head = Eagle(EagleConfig.for_target(config, num_speculative_tokens=depth))
+        elif method == "block":
+            read = dict(mask_token_id=vocab_size - 1, aux_layer_ids=block_aux_layers(text.num_hidden_layers))
+            head = BlockHead(BlockConfig.for_target(config, num_speculative_tokens=depth, **BLOCK_SHAPE, **read))
         else:
             changes = dict(
                 draft_vocab_size=min(DRAFT_VOCABULARY, vocab_size), aux_layer_ids=aux_layers(text.num_hidden_layers)
@@ -44,6 +51,13 @@ def aux_layers(num_layers):
     return tuple(sorted({0, num_layers // 2, num_layers}))
 
 
+def block_aux_layers(num_layers):
+    """The aux layers of published block drafters, evenly from 2 to n - 2; of a shallow target, its first ones."""
+    if num_layers < BLOCK_STREAMS + 3:
+        return tuple(range(min(num_layers, BLOCK_STREAMS)))
+    return tuple(round(2 + i * (num_layers - 4) / (BLOCK_STREAMS - 1)) for i in range(BLOCK_STREAMS))
+
+
 def random_head(method, config, decoder, depth, shared_lm_head=False):
     """A head with random weights, made on the device of a target's Decoder and in its dtype."""
     head = empty_head(method, config, depth, shared_lm_head).to(decoder.dtype)
@@ -53,7 +67,7 @@ def random_head(method, config, decoder, depth, shared_lm_head=False):
             parameter.normal_(std=parameter.shape[1] ** -0.5)
         else:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-    if method in ("eagle", "eagle3"):
+    if method in ("eagle", "eagle3", "block"):
         head.take_embedding(decoder.embedding)
     if method == "eagle3" and head.d2t is not None:
         # Spread over the whole vocabulary, like frequent tokens.

@@ -178,7 +178,7 @@ def _parameters(head, names):
     """Number of trained parameters, and of the target's parameters in the files."""
     trained = sum(one.numel() for one in head.parameters() if one.requires_grad)
     carried = sum(one.numel() for one in head.parameters() if not one.requires_grad)
-    if head.uses_target_lm_head and not names.isdisjoint(("lm_heads.0.weight", "lm_head.weight")):
+    if head.uses_target_lm_head and {"lm_heads.0.weight", "lm_head.weight"} & names.keys():
         carried += head.config.vocab_size * head.config.hidden_size
     return {"trained": trained, "carried": carried}
 
@@ -324,7 +324,7 @@ def _sizes_line(found):
     if config.get("target_hidden_size", config["hidden_size"]) != config["hidden_size"]:
         parts.append(f"target's hidden {config['target_hidden_size']}")
     parts.append(f"vocabulary {config['vocab_size']}")
-    if "draft_vocab_size" in config:
+    if config.get("draft_vocab_size"):
         whole = config["draft_vocab_size"] == config["vocab_size"]
         parts.append("all of it drafted" if whole else f"{config['draft_vocab_size']} of it drafted")
     if "inner_size" in config:
@@ -334,7 +334,10 @@ def _sizes_line(found):
         scaling = (config["rope_scaling"] or {}).get("rope_type")
         rope = f"rope {config['rope_theta']:g}{f' ({scaling})' if scaling else ''}"
         parts += [f"MLP {config['intermediate_size']}", heads, rope]
-        parts += [name for name in ("attention_bias", "fc_bias", "norm_before_residual") if config.get(name)]
+        flags = ("attention_bias", "fc_bias", "norm_before_residual", "is_causal", "sample_from_anchor", "confidence")
+        parts += [name for name in flags if config.get(name)]
+    if config.get("edge_rank"):
+        parts.append(f"edge of rank {config['edge_rank']}")
     return ", ".join(parts)
 
 
@@ -345,7 +348,8 @@ def _draft_line(found):
     if "level" not in read:
         depth = found["num_speculative_tokens"]
         return f"reads {_bytes(read['first'])} of weights{of_target} for all {depth} depths at once{after}"
-    return f"a level reads {_bytes(read['level'])} of weights{of_target}, the first {_bytes(read['first'])}{after}"
+    in_level, in_first = (of_target, "") if read["level"] >= lm_head else ("", of_target)
+    return f"a level reads {_bytes(read['level'])} of weights{in_level}, the first {_bytes(read['first'])}{in_first}{after}"
 
 
 def _measured_line(measured):

@@ -47,7 +47,9 @@ def main(arguments=None):
     parser.add_argument("--shape", required=True, help="of the target: a name, or a folder with a config.json")
     drafter = parser.add_mutually_exclusive_group(required=True)
     drafter.add_argument("--draft-shape", help="shape of a draft model")
-    drafter.add_argument("--head", choices=["medusa", "mlp_speculator", "eagle", "eagle3"], help="a random head")
+    drafter.add_argument(
+        "--head", choices=["medusa", "mlp_speculator", "eagle", "eagle3", "block"], help="a random head"
+    )
     parser.add_argument("--depth", type=int, default=4, help="depth of the drafts (default 4)")
     parser.add_argument("--tokens", type=int, default=20_000, help="least tokens to compare (default 20000)")
     parser.add_argument("--context", type=int, default=1000, help="tokens of a prompt, within a tenth (default 1000)")
@@ -91,7 +93,7 @@ class Proof:
     def __init__(self, options, device, report):
         self.options, self.report = options, report
         self.config = config_of_shape(options.shape)
-        trees = self.trees = ["chain", "dynamic"] if options.head in ("eagle", "eagle3") else ["chain"]
+        trees = self.trees = ["chain", "dynamic"] if options.head in ("eagle", "eagle3", "block") else ["chain"]
         # Tokens of one request of each group in all batches, and of those that are answered alone.
         each, alone = len(GROUPS) * (len(trees) + len(ORACLES)), len(GROUPS) * ALONE * (len(trees) + 1)
         per_group = max(options.batch, -(-(options.tokens // options.max_tokens + 1 - alone) // each))

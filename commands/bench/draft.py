@@ -13,12 +13,13 @@ DETAILS = (
     "With --tree dynamic also: the whole draft of a tree grown in every step; the same levels with as many rows for a tree\n"
     "known beforehand; and the difference, which is the time of choosing the nodes.\n"
     "x floor: time over that of reading the part's weights once, at the rate of a copy. Keys and values are not counted.\n"
-    "Published EAGLE-3 heads have 32,000 draft tokens; the MLP speculator is tied and as wide as the target."
+    "Published EAGLE-3 heads have 32,000 draft tokens; the MLP speculator is tied and as wide as the target. The block drafter\n"
+    "has two layers and an edge of rank 256: its first level is the pass of the whole block."
 )
 
 
 def add_options(parser):
-    parser.add_argument("--head", default=",".join(HEADS[::-1]), help="heads to measure (default: all four)")
+    parser.add_argument("--head", default=",".join(HEADS[::-1]), help="heads to measure (default: all)")
     parser.add_argument("--batch", default="1,16", help="requests (default 1,16)")
     parser.add_argument("--depth", type=int, default=5, help="depth of the drafts (default 5)")
     parser.add_argument(

@@ -22,7 +22,7 @@ def add_options(parser):
         "--head",
         default="medusa",
         choices=[*HEADS, "none"],
-        help="the head, with random weights (default medusa); eagle3 has a draft vocabulary of 32,000",
+        help="the head, with random weights (default medusa); eagle3 has 32,000 draft tokens, block two layers and an edge",
     )
     parser.add_argument("--num-speculative-tokens", type=int, help="depth of the head's drafts (default 4)")
     parser.add_argument("--acceptance", help="acceptance lengths (tokens per step) to simulate (default 2.0,3.0)")

@@ -191,7 +191,7 @@ def test_engine_measures_requests_that_ask_the_host_for_text(bench, monkeypatch)
     assert not asked[0].stop
 
 
-@pytest.mark.parametrize("head", ["mlp_speculator", "eagle", "eagle3"])
+@pytest.mark.parametrize("head", ["mlp_speculator", "eagle", "eagle3", "block"])
 def test_engine_takes_a_head_of_every_method_and_as_deep_as_asked(bench, head, monkeypatch):
     monkeypatch.setattr(random_heads, "DRAFT_VOCABULARY", 40)
     _, found = bench(
@@ -232,7 +232,8 @@ def test_draft_prints_the_parts_that_a_head_has(bench, monkeypatch, tmp_path):
     )  # fmt: skip
     sequential = ["first level", "level", "chain of 3"]
     with_keys = [*sequential[:2], "after a step", *sequential[2:]]
-    expected = {"eagle3": with_keys, "eagle": with_keys, "mlp_speculator": sequential, "medusa": sequential[2:]}
+    expected = dict.fromkeys(("block", "eagle3", "eagle"), with_keys)
+    expected |= {"mlp_speculator": sequential, "medusa": sequential[2:]}
     assert [(row["head"], row["batch"], row["part"]) for row in found["rows"]] == [
         (head, batch, part) for head, parts in expected.items() for batch in (1, 2) for part in parts
     ]
@@ -282,10 +283,22 @@ def test_draft_floor_counts_every_weight_of_a_part_once(shape, monkeypatch):
         },
         "mlp_speculator": dict.fromkeys(("first", "level"), hidden * hidden + 2 * hidden + vocab * hidden),
         "medusa": {"first": 3 * (block + vocab * hidden)},
+        "block": {
+            "first": 2 * (qkv + rest + hidden + 2 * 8) + hidden + vocab * hidden + vocab * 256,
+            "level": vocab * 256,
+            "advance": 2 * hidden * hidden + 2 * 2 * 2 * 8 * hidden,
+        },
     }
     for method, parts in expected.items():
         head = random_heads.random_head(method, config, decoder, 3)
         assert head.draft_bytes(decoder.lm_head.nbytes) == {part: 4 * count for part, count in parts.items()}, method
+
+
+@pytest.mark.parametrize(
+    ("layers", "read"), [(36, (2, 10, 18, 26, 34)), (8, (2, 3, 4, 5, 6)), (7, (0, 1, 2, 3, 4)), (2, (0, 1))]
+)
+def test_a_block_drafter_reads_the_layers_that_published_ones_read(layers, read):
+    assert random_heads.block_aux_layers(layers) == read
 
 
 def test_a_random_eagle3_head_drafts_tokens_spread_over_the_vocabulary(shape, monkeypatch):

@@ -75,7 +75,7 @@ def block_states(head, is_causal, features, token, start, size=SIZE):
 
 def block_logits(head, is_causal, features, tokens, start, lm_head):
     """Logits [5, V] of a block whose first slot holds tokens[0], if tokens[1:] are those before its later predictions."""
-    size = SIZE - head.config.sample_from_anchor
+    size, lm_head = SIZE - head.config.sample_from_anchor, lm_head if head.lm_head is None else head.lm_head.weight
     logits = block_states(head, is_causal, features, tokens[0], start, size)[size - 5 :] @ lm_head.double().T
     if head.markov_head is None:
         return logits
@@ -100,13 +100,31 @@ def largest_error(head, is_causal=False):
     return worst / largest
 
 
-@pytest.mark.parametrize("anchored", [False, True])
-@pytest.mark.parametrize("edge_rank", [0, 3])
+@pytest.mark.parametrize(
+    ("edge_rank", "anchored", "draft_vocab_size"), [(0, False, None), (0, True, V), (3, False, 20), (3, True, None)]
+)
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_predictions_equal_the_definition(is_causal, edge_rank, anchored):
-    head = make(is_causal=is_causal, edge_rank=edge_rank, sample_from_anchor=anchored)
+def test_predictions_equal_the_definition(is_causal, edge_rank, anchored, draft_vocab_size):
+    shape = dict(edge_rank=edge_rank, sample_from_anchor=anchored, draft_vocab_size=draft_vocab_size)
+    head = make(is_causal=is_causal, **shape)
     assert largest_error(head, is_causal) < 1e-5
     assert largest_error(head, not is_causal) > 1e-3
+
+
+def test_an_own_lm_head_starts_as_rows_of_the_target_s():
+    head, lm_head, embedding = make(draft_vocab_size=20), torch.randn(V, H), torch.randn(V, H)
+    ids = torch.tensor([*range(0, 40, 2)])
+    head.set_draft_vocabulary(ids - torch.arange(20), torch.isin(torch.arange(V), ids))
+    head.initialize_from_target(lm_head, embedding)
+    assert torch.equal(head.lm_head.weight, lm_head[ids])
+    assert torch.equal(head.draft_token_ids, ids)
+    assert not head.lm_head.weight.requires_grad
+    states, previous = torch.randn(4, H), torch.tensor([1, 2, 3, 4])
+    torch.testing.assert_close(head.logits(states, previous, None), states @ lm_head[ids].T)
+    with pytest.raises(ValueError, match="drafts over the whole vocabulary"):
+        make().set_draft_vocabulary(ids, ids)
+    with pytest.raises(ValueError, match="draft_vocab_size must be None or from 2 to the vocab_size 50, got 51"):
+        make(draft_vocab_size=51)
 
 
 def test_an_edge_starts_without_effect():

@@ -37,6 +37,13 @@ def deep(kind, config, target, **changes):
     return head
 
 
+def edged(head):
+    """A block drafter whose edge has learnt something."""
+    torch.nn.init.normal_(head.markov_head.markov_w2.weight, std=0.1)
+    return head
+
+
+DSPARK = dict(mask_token_id=7, aux_layer_ids=(0, 1), num_speculative_tokens=3, edge_rank=4, sample_from_anchor=True)
 FAMILIES = {
     "medusa": medusa,
     "medusa-shared": partial(medusa, shared=True),
@@ -45,9 +52,7 @@ FAMILIES = {
     ),
     "eagle-vllm": lambda target: deep(Eagle, EagleConfig, target),
     "eagle3": lambda target: deep(Eagle3, Eagle3Config, target, aux_layer_ids=(0, 1, 2), draft_vocab_size=200),
-    "dflash": lambda target: deep(
-        BlockHead, BlockConfig, target, mask_token_id=7, aux_layer_ids=(0, 1), num_speculative_tokens=3
-    ),
+    "dflash": lambda target: edged(deep(BlockHead, BlockConfig, target, **DSPARK)),
 }
 
 

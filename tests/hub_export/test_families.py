@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.heads.block import BlockConfig, BlockHead
@@ -29,7 +30,9 @@ HEADS = {
     "eagle3": lambda: Eagle3(Eagle3Config(**EAGLE3)),
     "speculators": lambda: Eagle3(Eagle3Config(**EAGLE3 | {"norm_before_residual": True})),
     "dflash": lambda: BlockHead(BlockConfig(**BLOCK)),
+    "dflash-dspark": lambda: BlockHead(BlockConfig(**BLOCK | DSPARK)),
 }
+DSPARK = dict(edge_rank=3, confidence=True, sample_from_anchor=True, draft_vocab_size=11)
 SAID = {
     "mlp-speculator": [
         "| text-generation-inference | yes, but it takes no notice of `scale_input`",
@@ -50,6 +53,16 @@ SAID = {
         "| z-lab's code | yes |",
         "| text-generation-inference | no DFlash support |",
     ],
+    "dflash-dspark": [
+        "A DSpark block drafter",
+        "| block | 3 tokens, not causal, the first slot predicts too |",
+        f"| logits | its own lm_head over 11 of {V} tokens |",
+        "| edge | of rank 3, from the token before |",
+        "| confidence | from the state and the token before |",
+        "| z-lab's code | yes, but it passes over the edge and drafts by the slots alone; it takes slot i for",
+        "| vLLM | yes |",
+        "These files hold a copy of the lm_head of the target",
+    ],
     "speculators": ["| SGLang | no: it knows no `norm_before_residual`, which is true here |"],
 }
 
@@ -57,7 +70,8 @@ SAID = {
 @pytest.mark.parametrize("format", HEADS)
 def test_every_format_is_exported_and_read_back(tmp_path, capsys, format):
     torch.manual_seed(0)
-    head = HEADS[format]()
+    head, said_of = HEADS[format](), SAID[format]
+    format = format.removesuffix("-dspark")
     save_head(head, tmp_path / "source")
     arguments = [str(tmp_path / "source"), "--format", format, "--output", str(tmp_path / "out"), "--dtype", "bfloat16"]
     assert main(arguments) == 0, capsys.readouterr().err
@@ -66,7 +80,7 @@ def test_every_format_is_exported_and_read_back(tmp_path, capsys, format):
     expected = head.bfloat16().state_dict()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.state_dict().items())
     text = (tmp_path / "out" / "README.md").read_text()
-    for said in (*SAID[format], "`some/target`", f"| format | `{format}` |", "| Headstart | yes |"):
+    for said in (*said_of, "`some/target`", f"| format | `{format}` |", "| Headstart | yes |"):
         assert said in text
     [code] = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     ast.parse(code)
@@ -76,7 +90,8 @@ def test_every_format_is_exported_and_read_back(tmp_path, capsys, format):
 def test_every_family_has_readers_of_all_its_formats(family):
     rules = rules_of(family)
     assert all(isinstance(reader, Reader) and bool(reader.rule) != bool(reader.without) for reader in rules.READERS)
-    assert {format for reader in rules.READERS for format in reader.formats} == {*family.formats.FORMATS}
+    only_read = {"deepspec"} if family.key == "block" else set()
+    assert {format for reader in rules.READERS for format in reader.formats} == {*family.formats.FORMATS} | only_read
     assert rules.FORMATS_ARE in (DIALECTS, ALIKE, APART)
     assert isinstance(rules.FROM_LM_HEAD, bool)
     answers = ("in_card", "title", "features", "tables")
@@ -95,7 +110,7 @@ def test_a_head_without_its_embedding_is_exported_without(tmp_path, format):
 
 @pytest.mark.parametrize("format", HEADS)
 def test_what_reads_back_differently_is_no_export(tmp_path, format):
-    head = HEADS[format]()
+    head, format = HEADS[format](), format.removesuffix("-dspark")
     save_head(head, tmp_path / "out", format=format)
     compare_with_source(tmp_path / "out", head, format)
     with torch.no_grad():
@@ -125,3 +140,26 @@ def test_speculators_files_take_the_embedding_from_the_target(tmp_path, capsys):
     assert all(said in (tmp_path / name / "README.md").read_text() for name in ("out", "again"))
     assert main([*again[:2], "eagle3", "--output", str(tmp_path / "plain")]) == 0
     assert said not in (tmp_path / "plain" / "README.md").read_text()
+
+
+def test_speculators_files_of_block_drafters_take_both_tables_from_the_target(tmp_path):
+    target = LlamaConfig(vocab_size=V, hidden_size=H, intermediate_size=8, num_hidden_layers=4, num_attention_heads=4)
+    model = LlamaForCausalLM(target)
+    model.save_pretrained(tmp_path / "target")
+    head = BlockHead(BlockConfig(**BLOCK | dict(edge_rank=3, sample_from_anchor=True)))
+    torch.nn.init.normal_(head.markov_head.markov_w2.weight)
+    save_head(head, tmp_path / "source")
+    for source, format in (("source", "speculators"), ("speculators", "dflash")):
+        arguments = [str(tmp_path / source), "--format", format, "--output", str(tmp_path / format)]
+        assert main([*arguments, "--base-model", str(tmp_path / "target")]) == 0
+        assert main(["verify", str(tmp_path / format), "--model", str(tmp_path / "target")]) == 0
+        loaded = load_head(tmp_path / format)
+        assert (loaded.uses_target_lm_head, loaded.needs_embedding) == (True, format == "dflash")
+        assert torch.equal(loaded.markov_head.markov_w2.weight, head.markov_head.markov_w2.weight)
+    tensors = load_file(tmp_path / "speculators" / "model.safetensors")
+    assert torch.equal(tensors["lm_head.weight"], model.lm_head.weight)
+    assert torch.equal(tensors["embed_tokens.weight"], model.model.embed_tokens.weight)
+    card = (tmp_path / "speculators" / "README.md").read_text()
+    assert "These files hold a copy of the lm_head and of the embedding of the target" in card
+    assert "| the `speculators` library | yes |" in card
+    assert "hold a copy" not in (tmp_path / "dflash" / "README.md").read_text()

@@ -44,9 +44,9 @@ def eagle3(**changes):
     return head
 
 
-def block():
+def block(**changes):
     shape = dict(num_hidden_layers=2, mask_token_id=V - 1, aux_layer_ids=(1, 4, 6), num_speculative_tokens=7)
-    return random(BlockHead(BlockConfig(**LAYER | shape)))
+    return random(BlockHead(BlockConfig(**LAYER | shape | changes)))
 
 
 def random(head):

@@ -127,6 +127,15 @@ def test_every_family_is_described(inspect, tmp_path, format):
     assert found["draft_bytes"] == num_bytes
 
 
+def test_a_block_drafter_with_an_edge_is_described(inspect, tmp_path):
+    save_head(block(edge_rank=3, sample_from_anchor=True, confidence=True, draft_vocab_size=VD), tmp_path / "head")
+    status, text, _ = inspect("head")
+    said = ("DSpark block drafter, 2 layer(s)", f"{VD} of it drafted", "sample_from_anchor,", "edge of rank 3")
+    passes = "! z-lab's code: it passes over the edge", f"a level reads {4 * 3 * VD} bytes of weights, the first"
+    assert status == 0
+    assert [one for one in (*said, *passes) if one not in text] == []
+
+
 def test_a_head_of_another_target_is_said_not_to_fit(inspect, tmp_path):
     save_head(eagle3(vocab_size=V + 1, base_model_name_or_path=""), tmp_path / "head")
     status, text, _ = inspect("head")
