@@ -27,7 +27,9 @@ class EdgeDrafter(BlockPass, SequentialDrafter):
 
     def propose(self, batch, tree, processor=None):
         self.num_depths = tree.max_depth
-        return super().propose(batch, tree, processor)
+        draft = super().propose(batch, tree, processor)
+        self.by_depth = None  # as large as K B rows of the target's scores, which come next
+        return draft
 
     def candidates(self, batch, widths):
         self.num_depths = len(widths)
