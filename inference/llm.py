@@ -73,7 +73,7 @@ class LLM:
         model: a head of any family (folder, run, Hub id or module), or a smaller model of the same vocabulary (folder, Hub id with
         method "draft_model", or loaded); revision: branch, tag or commit of a head on the Hub (as in model "OWNER/NAME@REVISION");
         method: vLLM's name of the drafter, found from the model if not given: "medusa", "mlp_speculator", "eagle" (EAGLE-1 and 2),
-        "eagle3", "block" (vLLM's "dflash"), "draft_model", or "ngram", which needs no model: it copies the tokens
+        "eagle3", "block" (vLLM's "dflash" and "dspark"), "draft_model", or "ngram", which needs no model: it copies the tokens
         that followed an earlier occurrence of the newest prompt_lookup_min to prompt_lookup_max (1 to 4) tokens;
         num_speculative_tokens: depth of drafts, None for the head's own; tree: "chain", "static" (the tree measured for this head,
         else the one shipped for its method and depth), "dynamic" (grown in every step from the draft's confidence) or a tree file;

@@ -69,7 +69,7 @@ class SpeculativeOptions:
         names = [field.name for field in fields(cls)]
         config = {name: python_value(value) for name, value in config.items()}
         reject_unknown(config, [*names, "revision"], "speculative_config key", SPECULATIVE)
-        if config.get("method") == "dflash":  # vLLM's name of the family
+        if config.get("method") in ("dflash", "dspark"):  # vLLM's names of the family
             config["method"] = "block"
         return cls(**{name: config[name] for name in names if name in config}).at_revision(config.get("revision"))
 

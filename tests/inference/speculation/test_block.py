@@ -201,5 +201,6 @@ def test_a_head_is_served_from_its_files(setting, tmp_path):
         LLM(target, speculative_config={"model": head, "num_speculative_tokens": DEPTH + 1})
 
 
-def test_vllm_s_name_of_the_method_is_taken():
-    assert SpeculativeOptions.parse({"model": "some/head", "method": "dflash"}).method == "block"
+@pytest.mark.parametrize("method", ["dflash", "dspark"])
+def test_vllm_s_names_of_the_method_are_taken(method):
+    assert SpeculativeOptions.parse({"model": "some/head", "method": method}).method == "block"
