@@ -32,6 +32,7 @@ from ..kernels.attention.rotary import rotary
 from .draft_vocabulary import check_d2t, check_t2d
 from .head import Head, Predictions, bytes_of, cast_lm_head, next_tokens
 from .layers import MLP, Attention, LayerConfig, RMSNorm, Rotary, check_embedding, share_embedding
+from .packed_attention import attend, blocks_mask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +116,7 @@ class BlockAttention(Attention):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
     def forward(self, x, context, rotations, mask):
-        """x [B, R S, H] normed, context [B, T, H], rotations: (cos, sin) of x and of the context, mask bool [B, 1, R S, T + R S]
+        """x [B, R S, H] normed, context [B, T, H], rotations: (cos, sin) of x and of the context, mask: of blocks_mask
 
         ->  [B, R S, H]
         """
@@ -125,7 +126,7 @@ class BlockAttention(Attention):
         k = torch.cat([self._turned(self.k_norm(self._heads(self.k_proj(one))), angles) for one, angles in parts], 1)
         v = torch.cat([self._heads(self.v_proj(one)) for one, _ in parts], 1)
         q, k, v = (one.transpose(1, 2) for one in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        out = attend(q, k, v, mask)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def _heads(self, x):
@@ -290,15 +291,8 @@ class BlockHead(Head):
         return self.norm(x).view(batch, count, size, -1)
 
     def _mask(self, rows, document_ids):
-        """Which keys every slot sees: the context's, then the blocks'.  -> bool [B, 1, R S, T + R S]"""
-        (batch, count), size, device = rows.shape, self.config.block_size, rows.device
-        past = torch.arange(document_ids.shape[1], device=device) <= rows[..., None]  # [B, R, T]
-        past &= document_ids[:, None] == document_ids.gather(1, rows)[..., None]
-        of_slot = torch.arange(count * size, device=device)
-        inside = of_slot[:, None] // size == of_slot // size
-        if self.config.is_causal:
-            inside &= of_slot <= of_slot[:, None]
-        return torch.cat((past.repeat_interleave(size, 1), inside.expand(batch, -1, -1)), 2)[:, None]
+        """Which keys every slot sees: see blocks_mask."""
+        return blocks_mask(rows, document_ids, self.config.block_size, self.config.is_causal)
 
     def logits(self, states, previous, lm_head_weight):
         """The scores of the tokens that slots predict.
@@ -321,15 +315,16 @@ class BlockHead(Head):
             read = torch.cat((read, self.markov_head.markov_w1(previous).to(read.dtype)), -1)
         return self.confidence_head.proj(read)[:, 0]
 
-    def predict(self, features, input_ids, position_ids, document_ids, lm_head_weight=None, num_steps=None):
+    def predict(self, features, input_ids, position_ids, document_ids, lm_head_weight=None, num_steps=None, every=1):
         """Predictions of a block after every position: see Head.predict. A block per token: for short texts.
 
-        Their states hold the edge's rows of W1 beside those of `forward`.
+        Their states hold the edge's rows of W1 beside those of `forward`. every: after one of so many positions only; M counts
+        those.
         """
         depths = range(num_steps or self.num_speculative_tokens)
-        tokens = next_tokens(input_ids, len(depths)).flatten(0, 1)  # [M, K]
-        rows = torch.arange(input_ids.shape[1], device=tokens.device).expand_as(input_ids)
-        firsts = tokens[:, 0].view_as(input_ids)
+        rows = torch.arange(0, input_ids.shape[1], every, device=input_ids.device).expand(len(input_ids), -1)
+        tokens = next_tokens(input_ids, len(depths))[:, ::every].flatten(0, 1)  # [M, K]
+        firsts = tokens[:, 0].view_as(rows)
         states = self(features, firsts, rows, position_ids, document_ids).flatten(0, 1)  # [M, S, H]
         first, size, ids = self.config.first_slot, states.shape[-1], self.draft_token_ids
         weight = cast_lm_head(lm_head_weight if self.lm_head is None else self.lm_head.weight, states.dtype)

@@ -6,10 +6,12 @@
 That is EAGLE-3's training-time test (arXiv 2503.01840). The first part has one [T, T] mask for all calls, and the second is i keys
 per row; the two softmaxes are joined exactly by their normalisers. No [T, i T] mask or score matrix is made.
 
+Blocks of slots after some places of a row (heads/block.py) see the row's own keys up to their place, and themselves: `blocks_mask`.
+
 On a GPU the first part is FlexAttention, compiled, with a block mask; on the CPU, where FlexAttention has no backward, it is SDPA
 with a mask (call 0) or plain products. Not supported: attention dropout, sliding windows, float64 on a GPU.
 
-Letters: B rows of a batch, T tokens per row, HQ and HK query and key heads, D head dimension.
+Letters: B rows of a batch, T tokens per row, HQ and HK query and key heads, D head dimension, R blocks per row, S slots.
 """
 
 import contextlib
@@ -72,6 +74,47 @@ def block_mask(document_ids, window=None):
 
     size, rule = document_ids.shape[1], sees if window is None else sees_near
     return _compiled(create_block_mask)(rule, len(document_ids), None, size, size, device=document_ids.device)
+
+
+def blocks_mask(rows, document_ids, size, is_causal):
+    """Which keys the slots of blocks see: the T of the context, then the R S of all blocks of the row.
+
+    rows [B, R]: block r sees its own document up to place rows[:, r], and its own slots, where is_causal up to the slot itself;
+    document_ids [B, T]; size: S  ->  BlockMask on a GPU, elsewhere bool [B, 1, R S, T + R S]
+    """
+    (batch, length), num_slots = document_ids.shape, rows.shape[1] * size
+    if _takes_flex(document_ids):
+        rule = _rule_of_blocks(rows, document_ids, size, is_causal)
+        shape = batch, None, num_slots, length + num_slots
+        return _compiled(create_block_mask)(rule, *shape, device=document_ids.device)
+    past = torch.arange(length, device=rows.device) <= rows[..., None]  # [B, R, T]
+    past &= document_ids[:, None] == document_ids.gather(1, rows)[..., None]
+    slot = torch.arange(num_slots, device=rows.device)
+    inside = slot[:, None] // size == slot // size
+    if is_causal:
+        inside &= slot <= slot[:, None]
+    return torch.cat((past.repeat_interleave(size, 1), inside.expand(batch, -1, -1)), 2)[:, None]
+
+
+def _rule_of_blocks(rows, document_ids, size, is_causal):
+    """The same as a rule for FlexAttention."""
+    length = document_ids.shape[1]
+
+    def sees(b, h, slot, key):
+        row, other = rows[b, slot // size], key - length
+        # A slot's key has no document: the last place is read for it, and does not count.
+        past = (key <= row) & (document_ids[b, key.clamp(max=length - 1)] == document_ids[b, row])
+        inside = (other >= 0) & (other // size == slot // size)
+        if is_causal:
+            inside = inside & (other <= slot)
+        return ((other < 0) & past) | inside
+
+    return sees
+
+
+def attend(q, k, v, mask):
+    """Attention under a mask of `blocks_mask`.  q [B, HQ, R S, D], k and v [B, HK, T + R S, D]  ->  [B, HQ, R S, D]"""
+    return _attend(q, k, v, mask, with_normaliser=False)[0]
 
 
 @contextlib.contextmanager

@@ -22,24 +22,20 @@ optimiser step.
 
 from dataclasses import dataclass, replace
 
-import torch
-
-from headstart.heads.checkpoint import load_head
-from headstart.heads.draft_vocabulary import build_draft_vocabulary
 from headstart.heads.eagle3 import MOST_STEPS, Eagle3, Eagle3Config, default_aux_layers
 from headstart.inference.models.target_source import eos_token_ids
-from headstart.train.data.packed.blend import weighted_blocks
-from headstart.train.data.rows import answer_ends, build_rows, load_documents, rows_to_check
+from headstart.train.data.packed.draft_vocabulary import choose_draft_vocabulary
+from headstart.train.data.rows import build_rows, load_documents, rows_to_check
 from headstart.train.loss.distillation import Objective, summarize
 from headstart.train.loss.losses import Loss
 from headstart.train.run.acceptance import build_meter
 from headstart.train.run.loop import Training
 from headstart.train.run.optimization import build_optimizer, wants_checkpointing
-from headstart.train.run.recipe import key, parse_recipe
+from headstart.train.run.recipe import key, parse_layers, parse_recipe
 from headstart.train.run.run_folder import start_processes
 from headstart.train.run.run_recipe import RunRecipe
 from headstart.train.run.settled_recipe import settle_recipe
-from headstart.train.run.start_head import load_layer_start, take_weights
+from headstart.train.run.start_head import head_with_vocabulary, load_layer_start, take_weights
 from headstart.train.run.stopping import run_script
 from headstart.train.teacher.features import FrozenTarget, load_target
 
@@ -99,14 +95,6 @@ class Recipe(RunRecipe):
         return Objective(Loss(self.loss, self.lk_eta), [self.step_decay**i for i in range(self.num_steps)])
 
 
-def parse_layers(text):
-    """ "1,4,7" as a tuple of int, an empty text as None; ValueError for anything else."""
-    words = [word.strip() for word in text.split(",")] if text.strip() else []
-    if not all(word.isdigit() for word in words):
-        raise ValueError(f"aux_layers must be layer numbers with commas between them, as 2,16,29, got {text!r}")
-    return tuple(int(word) for word in words) or None
-
-
 def choose_aux_layers(recipe, target):
     """The aux layers that the recipe asks for; ValueError if the target does not have them."""
     layers = recipe.aux_layer_ids
@@ -142,30 +130,6 @@ def choose_config(recipe, target, start):
     return replace(start.config, draft_vocab_size=recipe.draft_vocab_size or start.config.draft_vocab_size, **own)
 
 
-def choose_draft_vocabulary(packed, size, stop_ids, *, vocab_size, tokenizer, note):
-    """(d2t, t2d) of the `size` tokens supervised most often, stop_ids always included; `note(text)` is told what is lost.
-
-    Of several data sets a token counts as often as an epoch passes its set.
-    """
-    counts, ends = torch.zeros(2, vocab_size, dtype=torch.float64)
-    for some, passes in weighted_blocks(packed):
-        counts += passes * torch.bincount(some.input_ids[some.supervised], minlength=vocab_size)
-        ends += passes * torch.bincount(some.input_ids[answer_ends(some)], minlength=vocab_size)
-    d2t, t2d = build_draft_vocabulary(counts, size, stop_ids)
-    share = float(counts[t2d].sum() / counts.sum())
-    note(f"draft vocabulary: {size} of {vocab_size} tokens, {share:.2%} of the supervised ones")
-    lost, num_ends = ends.masked_fill(t2d, 0), float(ends.sum())
-    if float(lost.sum()) > 0.01 * num_ends:
-        token = int(lost.argmax())
-        note(
-            f"warning: {float(lost.sum()) / num_ends:.0%} of the answers end with a token that is not in the draft vocabulary, "
-            f"mostly {tokenizer.decode([token])!r} ({token}). It cannot be drafted, so each of them takes one pass of the target "
-            f"more, in {float(counts.sum()) / num_ends:.0f} tokens: raise draft_vocab_size, or name it among the target's "
-            f"eos_token_id"
-        )
-    return d2t, t2d
-
-
 def main(argv):
     """Train as `argv` (list of str) asks. Returns 0, or 128 + the signal that ended the run early, after a checkpoint."""
     recipe = parse_recipe(Recipe, argv, __doc__)
@@ -183,12 +147,8 @@ def main(argv):
     packed, labels_per_row = build_rows(documents, recipe.row_length, tokenizer.pad_token_id, note)
     target.check(*rows_to_check(packed, device))
     head = Eagle3(config)
-    known = start if processes.resumed or not recipe.draft_vocab_size else None
-    if processes.resumed and not start:
-        known = load_head(
-            str(processes.resumed)
-        )  # the engine that measures copies the vocabulary before weights are loaded
-    if isinstance(known, Eagle3) and known.config.draft_vocab_size == config.draft_vocab_size:
+    known = head_with_vocabulary(recipe, processes, start, Eagle3)
+    if known and known.config.draft_vocab_size == config.draft_vocab_size:
         if known.d2t is not None:
             head.set_draft_vocabulary(known.d2t, known.t2d)
     elif config.draft_vocab_size < target.vocab_size:

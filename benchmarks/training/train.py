@@ -217,7 +217,7 @@ class TrainBench:
         total = 0.0
         for k, weight in enumerate(self.objective.weights):
             logits = predictions.logits(predictions.states[k][(positions - 2 - k).clamp_min(0)], k)
-            losses = torch_losses(logits, tokens, log_p, self.settings.loss, self.objective.kl_weight(k))
+            losses = torch_losses(logits, tokens, log_p, self.objective.loss.formula, self.objective.kl_weight(k))
             total = total + weight * torch.where(valid[k], losses, 0).sum()
         loss = total / self.num_labels
         loss.backward()

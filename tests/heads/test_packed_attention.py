@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from headstart.heads import packed_attention
+from headstart.heads.block import BlockConfig, BlockHead
 from headstart.heads.eagle3 import Eagle3, Eagle3Config
 from headstart.heads.packed_attention import PackedAttention
 
@@ -36,6 +37,22 @@ def test_flex_attention_gets_what_the_dense_one_gets(monkeypatch):
     torch.testing.assert_close(expected, alone, rtol=0, atol=1e-5)
     open_mask = packed_attention._dense_mask(torch.zeros_like(documents()))
     assert (packed_attention._attend_dense(q, k, v, open_mask, True)[0] - out).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_flex_attention_of_blocks_gets_what_the_dense_one_gets(monkeypatch, is_causal):
+    size, places = 5, torch.tensor([[0, 3, 69, 70, 149], [2, 2, 90, 129, 0]])  # of the last feature that a block sees
+    mask = packed_attention.blocks_mask(places, documents(), size, is_causal)
+    assert mask.dtype == torch.bool
+    monkeypatch.setattr(packed_attention, "_compiled", lambda function: function)
+    monkeypatch.setattr(packed_attention, "_takes_flex", lambda tensor: True)
+    flex = packed_attention.blocks_mask(places, documents(), size, is_causal)
+    q = rows(HQ, 0)[:, :, : 5 * size]
+    k, v = (torch.cat((rows(HK, seed), rows(HK, seed + 1)[:, :, : 5 * size]), 2) for seed in (1, 3))
+    expected, _ = packed_attention._attend_dense(q, k, v, mask, with_normaliser=False)
+    torch.testing.assert_close(packed_attention.attend(q, k, v, flex), expected, rtol=0, atol=1e-5)
+    wrong = packed_attention._dense_mask(torch.zeros_like(documents()))[:, :, : 5 * size]
+    assert (packed_attention._attend_dense(q, k[:, :, :T], v[:, :, :T], wrong, False)[0] - expected).abs().max() > 1e-2
 
 
 def test_later_calls_add_a_rows_own_keys_only():
@@ -92,3 +109,21 @@ def test_a_hidden_score_far_above_the_visible_ones_leaves_finite_gradients():
     outputs = [attention.attend(q, k, v) for _ in range(2)]
     torch.autograd.backward(outputs, [torch.ones_like(out) for out in outputs])
     assert all(x.grad.isfinite().all() for x in (q, k, v))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_training_blocks_on_a_gpu_is_training_them_on_the_cpu(is_causal):
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=48, vocab_size=64, intermediate_size=96, num_hidden_layers=2, mask_token_id=3)
+    heads = dict(num_attention_heads=HQ, num_key_value_heads=HK, head_dim=D, aux_layer_ids=(1, 2))
+    head = BlockHead(BlockConfig(**sizes, **heads, is_causal=is_causal, num_speculative_tokens=4))
+    other, (_, inputs) = copy.deepcopy(head).cuda(), head_and_inputs()
+    places = torch.tensor([[0, 3, 69, 70, 149], [2, 2, 90, 129, 0]])  # of the last feature that a block sees
+    given = torch.randn(B, T, 96), torch.randint(64, (B, 5)), places, *inputs[2:]
+    for one, device in ((head, "cpu"), (other, "cuda")):
+        one(*(part.to(device) for part in given)).exp().mean().backward()
+    for (name, ours), theirs in zip(head.named_parameters(), other.parameters()):
+        if ours.requires_grad:
+            scale = ours.grad.abs().max().item()
+            torch.testing.assert_close(theirs.grad.cpu(), ours.grad, rtol=0, atol=1e-3 * scale + 1e-7, msg=name)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headstart.heads.checkpoint import load_head
-from headstart.tests.heads.eagle_reference import eagle3_logits, eagle3_states, layer_rows, project
+from headstart.tests.heads.eagle_reference import attend, eagle3_logits, eagle3_states, layer_rows, project, rms, rope
 from headstart.tests.train.tiny_runs import head_tensors
 from headstart.train.data.conversations import load_conversations
 from headstart.train.data.encoding import encode_conversations
@@ -115,8 +115,44 @@ def eagle3_steps(document, model, head, tensors):
     return [(eagle3_logits(w, head.config, states).log_softmax(-1), None) for states in steps]
 
 
+def block_steps(document, model, head, w):
+    """A block after every token, one slot at a time; w: the file's tensors."""
+    config, embedding = head.config, model.get_input_embeddings().weight
+    sizes, eps = (config.num_attention_heads, config.num_key_value_heads), config.rms_norm_eps
+    streams = torch.cat([document.streams[layer] for layer in head.features], -1)
+    context = [rms(project(one, w, "fc"), w["hidden_norm.weight"], eps) for one in streams]
+
+    def turned(x, name, heads, position):
+        normed = rms(project(x, w, f"{name}_proj", heads), w[f"{name}_norm.weight"], eps)
+        return rope(normed, position, config.rope_theta)
+
+    def keys(rows, at, start):
+        k = [turned(x, f"{at}self_attn.k", sizes[1], start + i) for i, x in enumerate(rows)]
+        return k, [project(x, w, f"{at}self_attn.v_proj", sizes[1]) for x in rows]
+
+    layers = [f"layers.{i}." for i in range(config.num_hidden_layers)]
+    of_context, found = [keys(context, at, 0) for at in layers], [[], [], []]
+    for t, token in enumerate(document.tokens(0)):
+        block = [embedding[token], *[embedding[config.mask_token_id]] * 3]
+        for at, (k, v) in zip(layers, of_context):
+            normed = [rms(x, w[f"{at}input_layernorm.weight"], eps) for x in block]
+            own = keys(normed, at, t + 1)
+            seen = k[: t + 1] + own[0], v[: t + 1] + own[1]
+            for i, (x, y) in enumerate(zip(block, normed)):
+                q = turned(y, f"{at}self_attn.q", sizes[0], t + 1 + i)
+                x = x + project(attend(q, *seen), w, f"{at}self_attn.o_proj")
+                n = rms(x, w[f"{at}post_attention_layernorm.weight"], eps)
+                gate, up = (project(n, w, f"{at}mlp.{one}_proj") for one in ("gate", "up"))
+                block[i] = x + project(gate / (1 + torch.exp(-gate)) * up, w, f"{at}mlp.down_proj")
+        for k, x in enumerate(block[1:]):
+            before = w["markov_head.markov_w1.weight"][document.tokens(k)[t]]
+            edge = w["markov_head.markov_w2.weight"] @ before
+            found[k].append((model.lm_head(rms(x, w["norm.weight"], eps)) + edge).log_softmax(-1))
+    return [(torch.stack(one), None) for one in found]
+
+
 STEPS = {"plain": plain_steps, "medusa": medusa_steps, "mlp_speculator": mlp_speculator_steps}
-STEPS |= {"eagle": eagle_steps, "eagle3": eagle3_steps}
+STEPS |= {"eagle": eagle_steps, "eagle3": eagle3_steps, "block": block_steps}
 
 
 # ---- the losses ----
@@ -136,12 +172,12 @@ def losses_by_definition(family, folder, target, data, **keys):
             drafted = [i + shift for i, shift in enumerate(tensors["d2t"].tolist())]
         documents = read_documents(model, target, data)
         steps = [STEPS[family](document, model, head, tensors) for document in documents]
-        sums = partial(sum_losses, documents, steps, drafted, **keys)
+        sums = partial(sum_losses, documents, steps, drafted, anchored=family == "block", **keys)
         return sums(shift=0), sums(shift=1)
 
 
-def sum_losses(documents, steps, drafted, *, shift, loss, lk_eta=0, hass_weight=0, hass_top=0):
-    """drafted: the tokens of the draft vocabulary."""
+def sum_losses(documents, steps, drafted, *, shift, loss, anchored=False, lk_eta=0, hass_weight=0, hass_top=0):
+    """drafted: the tokens of the draft vocabulary; anchored: only roots count whose next two tokens are supervised."""
     num_steps = len(steps[0])
     sums = Sums(*([0.0] * num_steps for _ in range(4)))
     alphas, likely_losses = [0.0] * num_steps, [0.0] * num_steps
@@ -150,7 +186,7 @@ def sum_losses(documents, steps, drafted, *, shift, loss, lk_eta=0, hass_weight=
         for i, (every_log_q, states) in enumerate(found):
             for t in range(len(ids) - 2 - i):
                 y = t + 2 + i
-                if not document.marks[y]:
+                if not document.marks[y] or (anchored and not all(document.marks[t + 1 : t + 3])):
                     continue
                 sums.labels[i] += 1
                 y = min(y + shift, len(ids) - 1)

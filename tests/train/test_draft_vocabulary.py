@@ -1,4 +1,6 @@
-"""Which tokens an EAGLE-3 head drafts: train/eagle3.py."""
+"""Which tokens an EAGLE-3 head or a block drafter drafts: train/data/packed/draft_vocabulary.py."""
+
+import importlib
 
 import numpy as np
 import pytest
@@ -7,8 +9,8 @@ from transformers import AutoTokenizer
 
 from headstart.heads.checkpoint import load_head
 from headstart.tests.train.tiny_runs import all_lines
-from headstart.train import eagle3
 from headstart.train.data.packed.blend import BlendedRows
+from headstart.train.data.packed.draft_vocabulary import choose_draft_vocabulary
 from headstart.train.data.packed.packing import lay_out, pack
 
 
@@ -19,9 +21,7 @@ def choose(documents, size, stop_ids, word_target):
 def choose_of_rows(packed, size, stop_ids, word_target):
     said = []
     tokenizer = AutoTokenizer.from_pretrained(word_target)
-    _, t2d = eagle3.choose_draft_vocabulary(
-        packed, size, stop_ids, vocab_size=48, tokenizer=tokenizer, note=said.append
-    )
+    _, t2d = choose_draft_vocabulary(packed, size, stop_ids, vocab_size=48, tokenizer=tokenizer, note=said.append)
     return t2d.nonzero().flatten().tolist(), said
 
 
@@ -56,13 +56,16 @@ def test_a_token_counts_as_often_as_its_set_is_passed(word_target):
         assert said[0] == f"draft vocabulary: 2 of 48 tokens, {share / 12:.2%} of the supervised ones"
 
 
-def test_resumed_run_keeps_its_draft_vocabulary(trainers, monkeypatch):
+@pytest.mark.parametrize("family", ["eagle3", "block"])
+def test_resumed_run_keeps_its_draft_vocabulary(trainers, monkeypatch, family):
     """Whatever would be chosen from the data now; the engine that measures drafts from it, too."""
-    trainer, keys = trainers["eagle3"], {"eval_prompts": 4, "eval_tokens": 8, "draft_vocab_size": 24, "lr": 0}
+    trainer, keys = trainers[family], {"eval_prompts": 4, "eval_tokens": 8, "draft_vocab_size": 24, "lr": 0}
     with monkeypatch.context() as patch:
         tokens = torch.arange(20, 44)
         chosen = tokens - torch.arange(24), torch.isin(torch.arange(48), tokens)
-        patch.setattr(eagle3, "choose_draft_vocabulary", lambda *_, **__: chosen)
+        patch.setattr(
+            importlib.import_module(f"headstart.train.{family}"), "choose_draft_vocabulary", lambda *_, **__: chosen
+        )
         run = trainer.run(**keys, max_steps=1)
     trainer.run(**keys, max_steps=2, resume=True)
     assert torch.equal(load_head(run / "head").draft_token_ids, tokens)

@@ -1,5 +1,6 @@
 """The loss that a run minimises, for every family: what the formulae say, and not what they say of the token beside."""
 
+import math
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,6 +19,7 @@ DECAYS = {
     "mlp_speculator": "step_weight_decay",
     "eagle": "step_decay",
     "eagle3": "step_decay",
+    "block": "gamma",
 }
 
 
@@ -64,6 +66,9 @@ CASES = [
     ("eagle3", {"loss": "kl", "draft_vocab_size": 0, "step_decay": 0}),
     ("eagle3", {"loss": "hard", "draft_vocab_size": 20, "step_decay": 1}),
     ("eagle3", {"loss": "lk", "draft_vocab_size": 20, "step_decay": 0.5}),
+    ("block", {"loss": "kl", "gamma": 2, "num_anchors": 99}),
+    ("block", {"loss": "hard", "gamma": 3, "num_anchors": 99}),
+    ("block", {"loss": "lk", "gamma": 1, "num_anchors": 99}),
 ]
 LIKE_A_START = ("num_layers", "shared_lm_head", "tie_weights", "scale_input")
 
@@ -80,8 +85,10 @@ def test_losses_are_those_of_the_formulae_on_unpacked_conversations(
         keys["start_from"] = start(family, **{name: keys[name] for name in LIKE_A_START if name in keys})
     if family == "eagle":
         keys |= {"token_weight": 0.3, "feature_weight": 2, "noise": 0}
-    if family == "eagle3":
+    if family in ("eagle3", "block"):
         keys |= {"aux_layers": "0,1"}
+    if family == "block" and keys["loss"] != "lk":
+        keys["start_from"] = start("block")  # with an edge that does something
     with sharp_attention(trainers[family]):
         run = trainers[family].run(batch_rows=2, **keys)
     assert " documents in 2 rows" in capsys.readouterr().err  # so every step is fed all of them, once
@@ -89,6 +96,8 @@ def test_losses_are_those_of_the_formulae_on_unpacked_conversations(
     of_the_loss = {name: keys[name] for name in ("loss", "lk_eta", "hass_weight", "hass_top") if name in keys}
     sums, shifted = losses_by_definition(steps, run, word_target, few, **of_the_loss)
     decay, total = keys.get(DECAYS[family], 0.8), 0.0
+    if family == "block":
+        decay = math.exp(-1 / decay)
     for k, count in enumerate(sums.counts):
         assert line[f"head{k}_loss"] == pytest.approx(sums.losses[k] / count, rel=1e-5)
         total += decay**k * keys.get("token_weight", 1) * sums.losses[k]
@@ -97,7 +106,8 @@ def test_losses_are_those_of_the_formulae_on_unpacked_conversations(
             total += decay**k * 2 * sums.feature_losses[k]
             assert abs(shifted.feature_losses[k] / sums.feature_losses[k] - 1) > 1e-4
         assert abs(shifted.losses[k] / sums.losses[k] - 1) > 1e-4  # what the bounds above would catch
-    assert line["loss"] == pytest.approx(total / sums.labels[0], rel=1e-5)
+    num_labels = sum(sums.labels) if family == "block" else sums.labels[0]
+    assert line["loss"] == pytest.approx(total / num_labels, rel=1e-5)
     assert f"head{len(sums.counts)}_loss" not in line
     assert (sums.counts[0] < sums.labels[0]) == (keys["loss"] == "hard" and "draft_vocab_size" in keys)
 
@@ -135,6 +145,7 @@ MUTANTS = {
     "mlp_speculator": ("labels", "distribution", "features", "tokens early", "tokens late"),
     "eagle": ("labels", "distribution", "features", "tokens early", "tokens late", "positions"),
     "eagle3": ("labels", "distribution", "features", "tokens early", "tokens late", "positions"),
+    "block": (),  # tests/train/loss/test_blocks.py
 }
 
 

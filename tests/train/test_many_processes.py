@@ -75,6 +75,7 @@ def test_two_processes_with_a_divided_target_train_as_one(trainers, read_metrics
     own = {
         "eagle": {"cache_features": True, "checkpoint_every": 3},
         "eagle3": {"eval_prompts": 4, "eval_tokens": 8, "loss": "lk"},
+        "block": {"loss": "lk"},
         "mlp_speculator": {},
         "medusa": {"checkpoint_every": 3},
     }

@@ -50,7 +50,7 @@ def test_equal_recipes_give_equal_runs(trainers, finished, training, keys):
 
 
 def test_every_loss_trains_its_own_way(trainer, tmp_path):
-    runs = [trainer.run(loss=loss, max_steps=2, output=tmp_path / loss) for loss in ("hard", "lk-log", "lk")]
+    runs = [trainer.run(loss=loss, max_steps=2, output=tmp_path / loss) for loss in ("hard", "lk-log", "lk", "tv")]
     seen = [observe(run)[2] for run in runs]
     assert all(one != other for i, one in enumerate(seen) for other in seen[:i])
 
@@ -152,6 +152,11 @@ REFUSED = [
         "hidden_size 15: a head is at most as wide as its target, here 32, .* a multiple of 8",
     ),
     ("eagle3", {"hidden_size": 64}, "hidden_size 64: a head is at most as wide as its target, here 32"),
+    ("block", {"block_size": 1}, "block_size must be at least 2, got 1"),
+    ("block", {"depth_weights": "dpace"}, "depth_weights dpace weighs the loss hard, got loss 'kl': set loss to hard"),
+    ("block", {"aux_layers": "1,0"}, r"layer ids must rise .*got \[1, 0\]"),
+    ("block", {"aux_layers": "0,2"}, r"aux_layers must be below the target's 2 layers, got 0,2"),
+    ("block", {"mask_token_id": 48}, "mask_token_id must be below the vocab_size 48, got 48"),
     ("joint", {"start_from": ""}, "stage joint continues .*: name their run or folder with start_from"),
     ("joint", {"cache_features": True}, "set cache_features to false"),
     ("joint", {"lr": 0}, "lr and lora_alpha above 0"),

@@ -42,6 +42,8 @@ STOPPED = {
     "mlp_speculator, not tied": ("mlp_speculator", 5, {"tie_weights": False}),
     "eagle": ("eagle", 3, LK),
     "eagle3, narrow": ("eagle3", 4, LK | {"hidden_size": 16}),
+    "block": ("block", 3, LK | {"accumulate": 2}),
+    "block, cached": ("block", 5, LK | {"cache_features": True}),
     "joint, dropout": ("joint", 3, {"lora_dropout": 0.3, "accumulate": 2}),
     "joint, bfloat16": ("joint", 5, LK | {"target_dtype": "bfloat16"}),
     "stage 2": ("stage 2", 4, {}),
@@ -74,6 +76,7 @@ GONE_BACK = {
     "eagle3": ("eagle3", {}),
     "eagle3, cached": ("eagle3", {"cache_features": True}),
     "eagle3, narrow": ("eagle3", {"hidden_size": 16}),
+    "block": ("block", {}),
 }
 
 

@@ -25,6 +25,7 @@ OF = {
     "mlp_speculator": "an MLP speculator",
     "eagle": "an EAGLE head",
     "eagle3": "an EAGLE-3 head",
+    "block": "a block drafter",
 }
 KEPT = {"eagle3": {"draft_vocab_size": 0, "aux_layers": ""}}  # what the recipe leaves to the start
 
@@ -56,7 +57,7 @@ def test_start_of_a_run_tells_that_it_is_the_best_head(trainers, start, tmp_path
     assert "measured best" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("family", ["eagle", "eagle3"])
+@pytest.mark.parametrize("family", ["eagle", "eagle3", "block"])
 def test_started_run_goes_on_without_its_start(trainers, start, tmp_path, family):
     """And keeps the layer and the draft vocabulary that came from there."""
     trainer, keys = (
@@ -136,6 +137,12 @@ def test_draft_vocabulary_chosen_from_the_data_keeps_the_rows_it_shares(
         ("joint", {"num_heads": 2}, "has num_heads 3, this run asks for 2"),
         ("eagle3", {}, r"has aux_layers \(0, 2\), this run asks for \(0, 1, 2\): leave aux_layers out"),
         ("eagle3", {"aux_layers": "", "hidden_size": 16}, "has hidden_size 32, this run asks for 16"),
+        ("block", {"num_layers": 3}, "has num_layers 2, this run asks for 3: leave it out"),
+        ("block", {"mask_token_id": 3}, "has mask_token_id 9, this run asks for 3: leave it out"),
+        ("block", {"aux_layers": "0"}, r"has aux_layers \(0, 1\), this run asks for \(0,\): leave it out"),
+        ("block", {"edge_rank": 5}, "has edge_rank 4, this run asks for 5: set it to 4"),
+        ("block", {"edge_rank": 0}, "has edge_rank 4, this run asks for 0: set it to 4"),
+        ("block", {"is_causal": True}, "has is_causal False, this run asks for True: set it to False"),
     ],
 )
 def test_start_of_another_shape_is_refused(trainers, start, tmp_path, family, keys, message):
@@ -156,14 +163,44 @@ def test_start_of_another_family_or_from_nothing_is_refused(trainers, start, tmp
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("family", ["eagle", "eagle3"])
+@pytest.mark.parametrize("family", ["eagle", "eagle3", "block"])
 def test_start_made_for_another_target_is_refused(trainers, start, tmp_path, family):
-    other = {"vocab_size": 50} if family == "eagle" else {"target_hidden_size": 24}
+    other = {"vocab_size": 50} if family != "eagle3" else {"target_hidden_size": 24}
     with pytest.raises(
         ValueError, match=r"start_from .*does not fit this target: it has (vocabulary 50|hidden size 24)"
     ):
         trainers[family].main(start_from=start(family, **other))
     assert not (tmp_path / "run").exists()
+
+
+def test_block_drafter_gets_the_edge_and_the_slots_that_its_start_has_not(trainers, start, capsys):
+    folder = start("block", edge_rank=0)
+    run = trainers["block"].run(max_steps=1, lr=0, start_from=folder, block_size=7)
+    assert (
+        "new, as the start has none: markov_head.markov_w1.weight, markov_head.markov_w2.weight"
+        in capsys.readouterr().err
+    )
+    before, after = load_head(folder), load_head(run)
+    assert (after.config.block_size, after.config.edge_rank, before.config.block_size) == (7, 4, 4)
+    assert not after.markov_head.markov_w2.weight.any()
+    assert all(
+        torch.equal(after.get_parameter(name), one) for name, one in before.named_parameters() if "embed" not in name
+    )
+
+
+def test_block_drafter_keeps_the_draft_vocabulary_of_its_start(trainers, finished):
+    one = finished("block", max_steps=2, draft_vocab_size=30)
+    again = trainers["block"].run(max_steps=1, lr=0, start_from=one)
+    assert_same_tensors(head_tensors(one), head_tensors(again))
+    assert len(load_head(again).draft_token_ids) == 30
+
+
+def test_confidence_of_a_start_is_not_dropped_unasked(trainers, finished, tmp_path):
+    one = finished("block", max_steps=2, confidence_weight=1)
+    with pytest.raises(ValueError, match="has a confidence, and this run trains none: set confidence_weight above 0"):
+        trainers["block"].main(start_from=one)
+    again = trainers["block"].run(max_steps=1, lr=0, start_from=one, confidence_weight=0.5)
+    assert_same_tensors(head_tensors(one), head_tensors(again))
 
 
 def test_heads_trained_with_an_adapter_are_no_start(trainers, finished, tmp_path):

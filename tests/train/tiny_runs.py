@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from headstart.heads.block import BlockConfig, BlockHead
 from headstart.heads.checkpoint import save_head
 from headstart.heads.eagle import Eagle, EagleConfig
 from headstart.heads.eagle3 import Eagle3, Eagle3Config
@@ -26,6 +27,17 @@ SHAPE = {"hidden_size": 32, "vocab_size": 48, "intermediate_size": 40, "head_dim
 SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 1, "rope_theta": 500.0, "attention_bias": True}
 START_VOCABULARY = 24  # every second token
 LAYERS = {
+    "block": (
+        BlockHead,
+        partial(
+            BlockConfig,
+            num_hidden_layers=2,
+            aux_layer_ids=(0, 1),
+            mask_token_id=9,
+            num_speculative_tokens=3,
+            edge_rank=4,
+        ),
+    ),
     "eagle": (Eagle, partial(EagleConfig, fc_bias=True)),
     "eagle3": (
         Eagle3,
@@ -77,9 +89,12 @@ def save_start(folder, family, **config):
             torch.nn.init.normal_(parameter, std=0.2)
     elif family in LAYERS:
         kind, head_config = LAYERS[family]
-        head = kind(head_config(**SHAPE | config))
+        shape = SHAPE | ({"attention_bias": False} if family == "block" else {})
+        head = kind(head_config(**shape | config))
         if not head.embed_tokens.weight.requires_grad:
             head.embed_tokens = None  # as in published files
+        if family == "block" and head.config.edge_rank:
+            torch.nn.init.normal_(head.markov_head.markov_w2.weight, std=0.2)
         if family == "eagle3":
             head.set_draft_vocabulary(torch.arange(START_VOCABULARY), torch.arange(48) % 2 == 0)
     else:

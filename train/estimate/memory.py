@@ -46,17 +46,18 @@ class MemoryEstimate:
         return f"about {total}: {listed} ({num_tokens} tokens at once, {self.per_token / 2**20:.3f} MiB each)"
 
 
-def estimate_memory(head, target, optimizer, *, batch_rows, row_length, chunk_tokens, num_depths, autocast):
+def estimate_memory(head, target, optimizer, *, batch_rows, row_length, chunk_tokens, num_depths, autocast, every=1):
     """The MemoryEstimate of this process.
 
-    optimizer: of build_optimizer; num_depths: how many the loss counts; autocast: the context that the head computes in.
+    optimizer: of build_optimizer; num_depths: how many the loss counts; autocast: the context that the head computes in; every: it
+    predicts after one of so many tokens.
     """
     updated = sum(parameter.nbytes for group in optimizer.param_groups for parameter in group["params"])
     buffer = getattr(optimizer, "buffer", None)  # of ShardedAdamW: all gradients; this process updates a part
     targets = _storages(_local(tensor) for tensor in (*target.model.parameters(), *target.model.buffers()))
     heads = _storages(head.parameters())
     with plain_attention(), autocast:  # FlexAttention would be compiled for these lengths
-        constant, per_token, per_pair = _activations(head, target, num_depths)
+        constant, per_token, per_pair = _activations(head, target, num_depths, every)
         logits = chunk_bytes(head, target, num_labels=min(chunk_tokens, batch_rows * row_length))
     if target.lm_head.weight.is_cuda:
         per_pair = 0  # FlexAttention keeps no scores
@@ -74,7 +75,7 @@ def estimate_memory(head, target, optimizer, *, batch_rows, row_length, chunk_to
     )
 
 
-def _activations(head, target, num_depths):
+def _activations(head, target, num_depths, every):
     """Bytes of activations: (constant, per token, per pair of tokens of a row).
 
     What all steps save, and what the backward pass of the last one works with: its gradients, and with checkpoint_steps all that is
@@ -82,8 +83,9 @@ def _activations(head, target, num_depths):
     """
 
     def saved(count):
-        sizes = [saved_bytes(head, target, row_length=n, num_depths=count) if count else 0 for n in _LENGTHS]
-        return _fit(sizes)
+        lengths = [n * every for n in _LENGTHS]
+        shape = {"num_depths": count, "every": every}
+        return _fit(lengths, [saved_bytes(head, target, row_length=n, **shape) if count else 0 for n in lengths])
 
     kept, checkpointed = saved(num_depths), head.checkpoint_steps
     head.checkpoint_steps = False
@@ -94,9 +96,9 @@ def _activations(head, target, num_depths):
     return [one + share * (every - less) for one, every, less in zip(kept, whole, before)]
 
 
-def saved_bytes(head, target, *, row_length, num_depths):
+def saved_bytes(head, target, *, row_length, num_depths, every=1):
     """Bytes of one row: the target's features, what autograd saves, and the gradients of the states."""
-    return _try(head, target, row_length, num_depths)[1]
+    return _try(head, target, row_length, num_depths, every)[1]
 
 
 def chunk_bytes(head, target, *, num_labels):
@@ -117,7 +119,7 @@ def chunk_bytes(head, target, *, num_labels):
     return few + (num_labels - 1) * (more - few)
 
 
-def _try(head, target, row_length, num_depths):
+def _try(head, target, row_length, num_depths, every=1):
     """(Predictions, saved_bytes, the storages of the weights) of one row."""
     layers, lm_head = head.aux_layers, target.lm_head.weight
     places = {"device": lm_head.device}
@@ -125,7 +127,8 @@ def _try(head, target, row_length, num_depths):
     rows = [torch.zeros(1, row_length, dtype=torch.int64, **places) for _ in range(3)]
     weights, saved = _storages([lm_head, *head.parameters()]), _storages([features, *rows])
     with _noting(saved):
-        predictions = head.predict(target.split(features, layers)[1], *rows, lm_head, num_depths)
+        fewer = {"every": every} if every > 1 else {}
+        predictions = head.predict(target.split(features, layers)[1], *rows, lm_head, num_depths, **fewer)
     gradients = sum(state.nbytes for state in predictions.states if state.requires_grad)
     return predictions, _beside(saved, weights) + gradients, weights
 
@@ -155,9 +158,9 @@ def _local(tensor):
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def _fit(sizes):
-    """(constant, per token, per pair) of the sizes at _LENGTHS, a polynomial of the second degree in the length."""
-    (a, b, c), (x, y, z) = _LENGTHS, sizes
+def _fit(lengths, sizes):
+    """(constant, per token, per pair) of the sizes at three lengths, a polynomial of the second degree in the length."""
+    (a, b, c), (x, y, z) = lengths, sizes
     first, second = (y - x) / (b - a), (z - y) / (c - b)
     per_pair = (second - first) / (c - a)
     per_token = first - per_pair * (a + b)

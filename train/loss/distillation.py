@@ -137,7 +137,7 @@ def accumulate_gradients(
                 tokens,
                 valid[k],
                 distribution,
-                name=loss.name,
+                name=loss.formula,
                 kl_weight=objective.kl_weight(k),
                 top_k_weight=loss.top_k_weight,
                 factor=objective.token_weight * share,

@@ -2,13 +2,16 @@
 
 The weight of kl within lk is exp(-eta a), where a is a depth's mean rate of acceptance over all its labels in the previous step. So
 it is known beforehand, and the same on every rank. (The paper's authors take the current step: arXiv 2602.23881.) Weighting every
-label by its own rate gave less acceptance than kl alone (docs/log.md).
+label by its own rate gave less acceptance than kl alone (docs/log.md). tv, the total variation distance of the two distributions,
+is one minus the rate of acceptance: lk without kl.
 """
 
 import math
 from dataclasses import dataclass
 
-from ...kernels.training.distill_loss import LOSSES
+from ...kernels.training import distill_loss
+
+LOSSES = (*distill_loss.LOSSES, "tv")
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,12 @@ class Loss:
 
     def kl_weight(self, acceptance):
         """The weight of kl within lk at this rate of acceptance: 1 at rate 0."""
-        return math.exp(-self.eta * acceptance)
+        return 0.0 if self.name == "tv" else math.exp(-self.eta * acceptance)
+
+    @property
+    def formula(self):
+        """The name of the formula that the kernel computes."""
+        return "lk" if self.name == "tv" else self.name
 
     @property
     def needs_target(self):

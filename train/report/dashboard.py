@@ -50,6 +50,7 @@ DASHBOARD = {
         Panel("Training loss", "line", "train/loss", "loss"),
         Panel("Loss of each head", "lines", "train/head([0-9]+)_loss", "loss"),
         Panel("Feature loss of each head", "lines", "train/head([0-9]+)_feature_loss", "loss", 0, only="EAGLE"),
+        Panel("Loss of the confidence", "lines", "train/head([0-9]+)_confidence_loss", "loss", only="confidence"),
         Panel("Loss of the adapted target", "line", "train/target_loss", "loss", only="joint"),
         Panel("First choice correct", "lines", "train/head([0-9]+)_top1", "top-1", 0, 1),
         Panel("Among the first five", "lines", "train/head([0-9]+)_top5", "top-5", 0, 1),

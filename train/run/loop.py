@@ -57,15 +57,17 @@ class Training:
         held_out,
         meter,
         adapter=None,
+        every=1,
     ):
         """target: FrozenTarget; packed, labels_per_row: of build_rows; held_out: conversations that `meter` measures on (meter is
-        None if there are none); adapter: a TargetAdapter that is trained beside the head, or None.
+        None if there are none); adapter: a TargetAdapter that is trained beside the head, or None; every: the head predicts after
+        about one of so many tokens.
         """
         self.recipe, self.processes, self.target, self.tokenizer = recipe, processes, target, tokenizer
         self.head, self.optimizer, self.adapter = head, optimizer, adapter
         self.trained = torch.nn.ModuleList([head, adapter.weights]) if adapter else head
         self.packed, self.labels_per_row = packed, labels_per_row  # int64 [R]
-        self.held_out, self.meter = held_out, meter
+        self.held_out, self.meter, self.every = held_out, meter, every
         self.rows_per_step = recipe.batch_rows * recipe.accumulate * processes.accelerator.num_processes
         self.num_steps = recipe.num_updates(len(labels_per_row), self.rows_per_step)
         self.status, self.cache = 0, None
@@ -104,6 +106,7 @@ class Training:
             chunk_tokens=recipe.chunk_tokens,
             num_depths=len(recipe.objective.weights),
             autocast=self.autocast,
+            every=self.every,
         )
         processes.note(f"memory: {need.describe(recipe.batch_rows * recipe.row_length)}")
         warning = check_estimate(need, processes.device)
@@ -157,7 +160,7 @@ class Step:
     """One optimiser step. Iterating yields this rank's micro-batches; `backward` is called for each, `finish` moves the weights.
 
     number: steps before this one. objective: what it minimises. num_labels: labels of its micro-batches on all ranks, known
-    beforehand; the loss is divided by it. logs: whether its figures are due.
+    beforehand; the loss is divided by it (a script whose labels are others sets it). logs: whether its figures are due.
     """
 
     def __init__(self, training):

@@ -139,6 +139,14 @@ def _listed(item, where):
     raise ValueError(f"{where} must list texts, or texts with a number as `- NAME: 0.5`, got {item!r}")
 
 
+def parse_layers(text):
+    """ "1,4,7" as a tuple of int, an empty text as None; ValueError for anything else."""
+    words = [word.strip() for word in text.split(",")] if text.strip() else []
+    if not all(word.isdigit() for word in words):
+        raise ValueError(f"aux_layers must be layer numbers with commas between them, as 2,16,29, got {text!r}")
+    return tuple(int(word) for word in words) or None
+
+
 def resolved_values(recipe):
     """All fields as a dict, in order. It avoids attribute access, so it does not count as reading a field."""
     return dict(vars(recipe))

@@ -87,7 +87,8 @@ class RunRecipe:
     loss: str = key(
         "kl",
         "hard: cross entropy against the text; kl: forward KL from the target's distribution; lk: kl, with more and more weight on "
-        "the rate of acceptance as it rises (arXiv 2602.23881); lk-log: minus the logarithm of the rate of acceptance",
+        "the rate of acceptance as it rises (arXiv 2602.23881); lk-log: minus the logarithm of the rate of acceptance; tv: one "
+        "minus that rate",
         choices=LOSSES,
     )
     lk_eta: float = key(3.0, "lk only: the larger, the sooner the rate of acceptance replaces kl", least=0)

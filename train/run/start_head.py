@@ -46,6 +46,16 @@ def load_layer_start(recipe, processes, kind, target, *, called):
     return head
 
 
+def head_with_vocabulary(recipe, processes, start, kind):
+    """The head whose draft vocabulary a run keeps: its checkpoint's, or that of `start` unless the recipe gives a size; or None.
+
+    It must be there before the engine that measures is built, which copies it; other weights of a checkpoint are loaded later.
+    """
+    if processes.resumed and not start:
+        start = load_head(str(processes.resumed))
+    return start if isinstance(start, kind) and (processes.resumed or not recipe.draft_vocab_size) else None
+
+
 def check_same_shape(start, config, start_from, has="has"):
     """ValueError if the config of `start` is not `config`, apart from the target's name.  has: the verb before what differs"""
     for field in fields(config):
@@ -64,10 +74,13 @@ def take_weights(head, start, note):
     if head.embedding_is_targets and not _has_table(start, head.embed_tokens.weight):
         head.embed_tokens, head.embedding_is_targets = nn.Embedding.from_pretrained(start.embed_tokens.weight), False
         note("the head's embedding is not the target's: it is kept as it is")
+    held = dict(start.named_parameters())
+    if new := [name for name, weight in head.named_parameters() if weight.requires_grad and name not in held]:
+        note(f"new, as the start has none: {', '.join(new)}")
     for name, weight in head.named_parameters():
-        if name == "embed_tokens.weight" and not weight.requires_grad:
-            continue
-        given = start.get_parameter(name)
+        if name not in held or (name == "embed_tokens.weight" and not weight.requires_grad):
+            continue  # of the target, or new
+        given = held[name]
         if name != "lm_head.weight":
             weight.copy_(given)
             continue

@@ -7,12 +7,15 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from headstart.heads.block import BlockConfig, BlockHead
 from headstart.heads.eagle import Eagle, EagleConfig
 from headstart.heads.eagle3 import Eagle3, Eagle3Config
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
+from headstart.train.data.packed.packing import PackedRows
 from headstart.train.estimate import memory
 from headstart.train.estimate.memory import MemoryEstimate, check_estimate, estimate_memory, saved_bytes
+from headstart.train.loss.blocks import BlockObjective, accumulate_block_gradients, draw_blocks
 from headstart.train.loss.distillation import Objective, accumulate_gradients, find_labels
 from headstart.train.loss.losses import Loss
 from headstart.train.run.optimization import build_optimizer, update
@@ -70,6 +73,35 @@ def training(request):
     head.checkpoint_steps = "checkpointed" in name
     optimizer = build_optimizer(head, 0.1, 0.9, 0.95)
     return head, target, num_depths, optimizer, torch.autocast("cpu", torch.bfloat16, enabled=autocast)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("every", [3, 16])
+@pytest.mark.parametrize("edge_rank", [0, 32])
+def test_estimate_of_blocks_is_near_the_measured_peak(precision, every, edge_rank):
+    """A block after one of `every` tokens."""
+    torch.manual_seed(0)
+    dtype, autocast = PRECISIONS[precision]
+    layers = {"num_hidden_layers": 2, "mask_token_id": 1, "aux_layer_ids": (0, 1, 2), "num_speculative_tokens": 7}
+    head, target = BlockHead(BlockConfig(**SHAPE, **layers, edge_rank=edge_rank)), make_target(dtype)
+    head.initialize_from_target(target.lm_head.weight, target.model.embed.weight)
+    context = torch.autocast("cpu", torch.bfloat16, enabled=autocast)
+    sizes = {"batch_rows": ROWS, "row_length": TOKENS, "chunk_tokens": CHUNK, "num_depths": 7, "every": every}
+    estimate = estimate_memory(head, target, build_optimizer(head, 0.1, 0.9, 0.95), **sizes, autocast=context)
+    ids, places = torch.randint(0, V, (ROWS, TOKENS)), torch.arange(TOKENS).repeat(ROWS, 1)
+    rows = PackedRows(ids, places, torch.zeros_like(ids), torch.ones_like(ids, dtype=torch.bool))
+    blocks = draw_blocks(rows, TOKENS // every, 7, seed=0, step=0)
+
+    def step():
+        features = torch.randn(ROWS, TOKENS, 4 * H, dtype=dtype)
+        last, read = target.split(features, head.aux_layers)
+        kept = {"lm_head": target.lm_head, "objective": BlockObjective(Loss("kl"), [1.0] * 7), "chunk_tokens": CHUNK}
+        with context:
+            states = head(read, *blocks.seen(ids), places, rows.document_ids)[:, :, 1:]
+            accumulate_block_gradients(head, states, blocks, ids, last, num_labels=99, **kept)
+
+    measured = allocated_at_most(step)
+    assert 0.8 < (estimate.to_come - estimate.moments) / measured < 1.4
 
 
 def test_estimate_is_near_the_measured_peak(training):

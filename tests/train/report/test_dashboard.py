@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from headstart.cli import main
 from headstart.heads.checkpoint import save_head
+from headstart.heads.families import FAMILIES
 from headstart.heads.medusa import Medusa, MedusaConfig
-from headstart.tests.train.trainings import TRAINED
 from headstart.train import medusa
 from headstart.train.report.dashboard import DASHBOARD, KINDS, Panel, curves
 from headstart.train.report.report import write_comparison, write_report
@@ -82,7 +82,7 @@ def test_every_panel_finds_finite_figures_in_an_offline_run(arguments, tmp_path,
     assert config["family"] == saved["family"] == "Medusa"
 
 
-@pytest.mark.parametrize("family", TRAINED, ids=lambda family: family.key)
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.key)
 def test_every_family_logs_under_the_same_keys(family, trainers):
     run = trainers[family.key].run(max_steps=2, eval_prompts=2, eval_tokens=6)
     keys = {key for line in MetricsFile(run / "metrics.jsonl").lines() for key in curves(line)}
@@ -147,7 +147,9 @@ def runs(tmp_path):
         train = {"step": 1, "kind": "train", "loss": 2.5, "lr": 0.1, "grad_norm": 1.5, "tokens": 9, "skipped_steps": 0}
         train |= {"tokens_per_second": 1234.0 + number, "peak_memory_gib": 2.25}
         train |= {
-            f"head{k}_{what}": 0.5 for k in range(2) for what in ("loss", "top1", "top5", "alpha", "feature_loss")
+            f"head{k}_{what}": 0.5
+            for k in range(2)
+            for what in ("loss", "top1", "top5", "alpha", "feature_loss", "confidence_loss")
         }
         train["target_loss"] = 1.5
         measured = {"step": 2, "kind": "acceptance", "acceptance_length": 1.5 + number, "per_position": [0.4, 0.1]}

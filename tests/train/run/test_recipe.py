@@ -1,11 +1,13 @@
 """Recipes: defaults < config file < command line, and what is refused."""
 
+import math
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 
 import pytest
+import torch
 
-from headstart.train import eagle, eagle3, mlp_speculator
+from headstart.train import block, eagle, eagle3, mlp_speculator
 from headstart.train.medusa import Recipe
 from headstart.train.run.recipe import check_values, key, parse_recipe, resolved_values, save_recipe
 
@@ -103,7 +105,7 @@ def test_help_lists_every_key_with_default_and_explanation(capsys):
 
 
 def test_an_unknown_loss_is_refused_by_name():
-    with pytest.raises(ValueError, match="loss must be one of hard, kl, lk, lk-log, got 'ce'"):
+    with pytest.raises(ValueError, match="loss must be one of hard, kl, lk, lk-log, tv, got 'ce'"):
         parse_recipe(Recipe, [*NEEDED, "--loss", "ce"], "")
 
 
@@ -165,6 +167,59 @@ def test_shipped_configs_of_eagle_heads_parse(trainer, size):
     launches = [line for line in lines if line.startswith("#   accelerate launch")]
     assert len(launches) == (1 if size else 2)
     assert all(f"train/{name}.py --config configs/{path.name}" in line for line in launches)
+
+
+@pytest.mark.parametrize("size", ["", "-quickstart"])
+def test_shipped_configs_of_block_drafters_parse(size):
+    path = CONFIGS / f"block{size}.yaml"
+    recipe = parse_recipe(block.Recipe, ["--config", str(path)], "")
+    assert recipe.target == ("assets/stdlib-coder" if size else "meta-llama/Llama-3.1-8B-Instruct")
+    lines = path.read_text().splitlines()
+    said = {line.split(":")[0] for line in lines if not line.startswith("#")}
+    assert {"output", "loss", "lr", "num_layers", "block_size", "edge_rank", "num_anchors", "batch_rows"} <= said
+    launches = [line for line in lines if line.startswith("#   accelerate launch")]
+    assert len(launches) == (1 if size else 2)
+    assert all(f"train/block.py --config configs/{path.name}" in line for line in launches)
+    if not size:  # the published recipe, for blocks of eight
+        assert (recipe.lr, recipe.warmup_ratio, recipe.beta1, recipe.beta2) == (6e-4, 0.04, 0.9, 0.95)
+        assert (recipe.num_anchors, recipe.row_length, recipe.max_grad_norm) == (512, 3072, 1.0)
+        assert recipe.objective.weights == pytest.approx([math.exp(-k / 4) for k in range(7)])
+
+
+@pytest.mark.parametrize(
+    ("keys", "gamma", "num_depths"),
+    [
+        ({"block_size": 16}, 7, 15),
+        ({"block_size": 10}, 5, 9),
+        ({"block_size": 8, "sample_from_anchor": "true"}, 4, 8),
+        ({"block_size": 8, "gamma": 2.5}, 2.5, 7),
+    ],
+)
+def test_weights_of_a_blocks_depths(keys, gamma, num_depths):
+    words = [word for name, value in keys.items() for word in (f"--{name}", str(value))]
+    given = ["--target", "t", "--data", "d", "--output", "o", *words]
+    weights = parse_recipe(block.Recipe, given, "").objective.weights
+    assert weights == pytest.approx([math.exp(-k / gamma) for k in range(num_depths)])
+    even = parse_recipe(block.Recipe, [*given, "--depth_weights", "none"], "").objective
+    dynamic = parse_recipe(block.Recipe, [*given, "--depth_weights", "dpace", "--loss", "hard"], "").objective
+    assert even.weights == [1.0] * num_depths
+    assert (even.dynamic, dynamic.dynamic) == (False, True)
+
+
+def test_default_layers_that_a_block_drafter_reads():
+    assert block.default_aux_layers(36) == (2, 10, 18, 26, 34)  # of published heads for Qwen3-8B
+    assert block.default_aux_layers(32) == (2, 9, 16, 23, 30)
+    assert block.default_aux_layers(8) == (2, 3, 4, 5, 6)
+    assert block.default_aux_layers(7) == (2, 3, 4, 5, 6)
+    assert (block.default_aux_layers(2), block.default_aux_layers(1)) == ((1,), (0,))
+
+
+def test_default_mask_token_has_an_embedding_and_ends_nothing():
+    table = torch.ones(9, 4)
+    table[8] = 0  # never trained
+    assert block.choose_mask_token(table, {7, 99}) == 6
+    with pytest.raises(ValueError, match="name one with mask_token_id"):
+        block.choose_mask_token(table, {*range(8)})
 
 
 def test_stage_2_goes_on_with_the_head_of_stage_1_at_a_tenth_of_its_rate():
