@@ -20,7 +20,7 @@ from headstart.tests.inference.models.small_architectures import ARCHITECTURES, 
 
 PROMPTS = [[7, 3, 90, 12, 55], [1, 2], list(range(20, 90)), [5] * 9, list(range(3, 20))]
 TREE = build_static_tree([[0.6, 0.3, 0.2], [0.5, 0.3], [0.4, 0.2]], 12)
-NEW = 20
+NEW = 20 if torch.cuda.is_available() else 8  # there are 58 architectures
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -57,12 +57,13 @@ def test_tokens_are_the_librarys_and_speculation_changes_no_bit(model_type, devi
     if device == "cuda":
         model = model.bfloat16()
         llm = LLM(model, max_model_len=200, max_num_seqs=3)
-    for temperature in (0.0, 0.9):
-        plain = alone(llm, seeded(temperature))
-        assert outputs(llm, seeded(temperature)) == plain, "in a batch"
+    for temperature in (0.0, 0.9) if device == "cuda" else (0.9,):
+        params = seeded(temperature)
+        plain = alone(llm, params)
+        assert outputs(llm, params) == plain, "in a batch"
         known = [tokens for tokens, _ in plain]
         drafting = speculate(llm, TREE, known, PROMPTS, options=dict(max_model_len=200, max_num_seqs=3))
-        assert outputs(drafting, seeded(temperature)) == plain
+        assert outputs(drafting, params) == plain
         assert drafting.get_stats()["acceptance_length"] > 1.2
 
 
