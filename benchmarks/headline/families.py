@@ -37,6 +37,7 @@ MEDUSA = {"num_heads": "{depth}", "lr": 1e-3, "warmup_ratio": 0.05, "head_weight
 MLP_SPECULATOR = {"num_steps": "{depth}", "lr": 2e-3, "warmup_ratio": 0.05}
 EAGLE = {"num_speculative_tokens": "{depth}", "lr": 1e-3, "warmup_ratio": 0.05, "noise": 0.2}
 EAGLE_3 = {"num_speculative_tokens": "{depth}", "num_steps": "{depth}", "lr": 1e-3, "warmup_ratio": 0.05}
+BLOCK = {"block_size": "{slots}", "num_layers": 2, "lr": 1e-3, "warmup_ratio": 0.05}
 LK = {"loss": "lk"}
 
 # In the order that papers give, the weakest first. All start from the recipes of configs/, at a depth that they share.
@@ -45,6 +46,7 @@ HEADS = (
     Source("MLP speculator", "mlp_speculator", MLP_SPECULATOR),
     Source("EAGLE", "eagle", EAGLE),
     Source("EAGLE-3", "eagle3", EAGLE_3),
+    Source("block drafter", "block", BLOCK),  # DFlash's layers with DSpark's edge
     Source("Medusa, LK", "medusa", MEDUSA | LK, trees=False, rival="Medusa", replayed=False),
     Source("EAGLE-3, LK", "eagle3", EAGLE_3 | LK, trees=False, rival="EAGLE-3", replayed=False),
 )

@@ -75,7 +75,7 @@ class Meter:
     def measure(self, source):
         """Measure one source, print and keep its rows, and its static trees for the second table."""
         began = time.perf_counter()
-        options, proposer, depth = self.speculation(source)
+        options, depth = self.speculation(source)
         trees = {}
         chain = self.engine(options | {"tree": "chain", "num_speculative_tokens": depth})
         for temperature in TEMPERATURES if source.trees else ():
@@ -93,7 +93,7 @@ class Meter:
         del chain
         for temperature, place in trees.items():
             rows += self.rows(source, self.engine(options | {"tree": str(place)}), (temperature,), "static tree")
-        if source.trees and proposer.autoregressive:
+        if source.trees:
             most = 1 + DYNAMIC_WIDTH + (depth - 1) * DYNAMIC_WIDTH**2
             grown = GrowingTree(depth, DYNAMIC_WIDTH, min(self.settings.nodes, most))
             place = self.work.folder / "trees" / f"{source.slug}-grown.json"
@@ -119,7 +119,7 @@ class Meter:
         )
 
     def speculation(self, source):
-        """(speculative_config without tree, its Proposer, depth) of a source."""
+        """(speculative_config without tree, depth) of a source."""
         depth = self.settings.depth
         if source == NGRAM:
             options = {"method": "ngram"}
@@ -131,7 +131,7 @@ class Meter:
             head = load_head(self.work.heads / source.slug)
             options = {"model": head.to(self.base.device, self.base.dtype).eval()}
         proposer = find_proposer(SpeculativeOptions(**options), self.base.config)
-        return options, proposer, min(depth, proposer.max_depth)
+        return options, min(depth, proposer.max_depth)
 
     def rows(self, source, llm, temperatures, kind):
         """Rows of one way of drafting: for each subject and temperature, many at once and alone."""

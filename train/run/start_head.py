@@ -53,7 +53,8 @@ def head_with_vocabulary(recipe, processes, start, kind):
     """
     if processes.resumed and not start:
         start = load_head(str(processes.resumed))
-    return start if isinstance(start, kind) and (processes.resumed or not recipe.draft_vocab_size) else None
+    keeps = start and (processes.resumed or not recipe.draft_vocab_size)
+    return start if keeps and isinstance(start, kind) else None
 
 
 def check_same_shape(start, config, start_from, has="has"):
