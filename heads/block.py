@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..kernels.attention.rotary import rotary
-from .draft_vocabulary import check_d2t, check_t2d
+from .draft_vocabulary import DraftsOverVocabulary
 from .head import Head, Predictions, bytes_of, cast_lm_head, next_tokens
 from .layers import MLP, Attention, LayerConfig, RMSNorm, Rotary, check_embedding, share_embedding
 from .packed_attention import attend, blocks_mask
@@ -175,7 +175,7 @@ class Confidence(nn.Module):
         self.proj = nn.Linear(config.hidden_size + config.edge_rank * config.confidence_sees_token, 1)
 
 
-class BlockHead(Head):
+class BlockHead(DraftsOverVocabulary, Head):
     """Block drafter: predicts a block of tokens in one pass from several features of the target.
 
     features: the layers whose entering residual streams it reads, low to high. markov_head: its Edge, or None;
@@ -206,19 +206,6 @@ class BlockHead(Head):
     @property
     def uses_target_lm_head(self):
         return self.lm_head is None
-
-    @property
-    def draft_token_ids(self):
-        """The target's id of every draft token, int64 [VD]; None for the whole vocabulary."""
-        return None if self.d2t is None else torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
-
-    def set_draft_vocabulary(self, d2t, t2d):
-        """Draft over these tokens (build_draft_vocabulary). Raises ValueError if their sizes are not this head's."""
-        if self.d2t is None:
-            raise ValueError("this head drafts over the whole vocabulary: it takes no d2t and t2d")
-        check_t2d(t2d, check_d2t(d2t, self.config.draft_vocab_size, self.config.vocab_size))
-        self.d2t.copy_(d2t)
-        self.t2d.copy_(t2d)
 
     @property
     def autoregressive(self):

@@ -29,6 +29,23 @@ def build_draft_vocabulary(counts, size, always=()):
     return ids - torch.arange(size), t2d
 
 
+class DraftsOverVocabulary:
+    """Part of a head whose buffers d2t and t2d say what it drafts; both are None for the whole vocabulary."""
+
+    @property
+    def draft_token_ids(self):
+        """The target's id of every draft token, int64 [VD]; None for the whole vocabulary."""
+        return None if self.d2t is None else torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    def set_draft_vocabulary(self, d2t, t2d):
+        """Draft over these tokens (build_draft_vocabulary). Raises ValueError if their sizes are not this head's."""
+        if self.d2t is None:
+            raise ValueError("this head drafts over the whole vocabulary: it takes no d2t and t2d")
+        check_t2d(t2d, check_d2t(d2t, self.config.draft_vocab_size, self.config.vocab_size))
+        self.d2t.copy_(d2t)
+        self.t2d.copy_(t2d)
+
+
 def missing_stop_tokens(head, stop_ids):
     """A sentence on the cost of a head that drafts none of the tokens `stop_ids`; None if it drafts one of them, or there are none.
 

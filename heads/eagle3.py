@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from .draft_vocabulary import check_d2t, check_t2d
+from .draft_vocabulary import DraftsOverVocabulary
 from .head import Head, Predictions, bytes_of, next_tokens
 from .layers import (
     DecoderLayer,
@@ -131,7 +131,7 @@ class Eagle3Layer(DecoderLayer):
         return super().forward(z, normed if self.norm_before_residual else state, rotation, attention)
 
 
-class Eagle3(Head):
+class Eagle3(DraftsOverVocabulary, Head):
     """EAGLE-3 head: several steps from several features of the target, each on the state of the step before.
 
     features: the layers whose entering residual streams it reads, low to high.
@@ -198,19 +198,6 @@ class Eagle3(Head):
                 f"aux layers {list(layers)}, the target has layers 0 to {depth - 1} and {depth} for what comes after them"
             )
         return wrong
-
-    @property
-    def draft_token_ids(self):
-        """The target's id of every draft token, int64 [VD]; None for the whole vocabulary."""
-        return None if self.d2t is None else torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
-
-    def set_draft_vocabulary(self, d2t, t2d):
-        """Draft over these tokens (build_draft_vocabulary). Raises ValueError if their sizes are not this head's."""
-        if self.d2t is None:
-            raise ValueError("this head drafts over the whole vocabulary: it takes no d2t and t2d")
-        check_t2d(t2d, check_d2t(d2t, self.config.draft_vocab_size, self.config.vocab_size))
-        self.d2t.copy_(d2t)
-        self.t2d.copy_(t2d)
 
     @torch.no_grad()
     def initialize_from_target(self, lm_head_weight, embedding):
