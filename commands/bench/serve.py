@@ -2,6 +2,7 @@
 
 import math
 import sys
+from argparse import Namespace
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from functools import partial
@@ -197,8 +198,9 @@ def limits(given):
 
 def _in_a_child(arguments, warm, requests):
     """`_offline` in a process of its own, which leaves no memory of the device behind."""
+    sent = Namespace(**{name: value for name, value in vars(arguments).items() if name not in ("parser", "run")})
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as child:
-        return child.submit(_offline, arguments, warm, requests).result()
+        return child.submit(_offline, sent, warm, requests).result()
 
 
 def _offline(arguments, warm, requests):

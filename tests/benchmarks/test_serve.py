@@ -210,8 +210,7 @@ def test_a_server_is_started_with_the_same_options_as_the_engine_beside_it(monke
     assert found["facts"]["http_first_token_ms"] == pytest.approx(later, abs=1e-2)
 
 
-def test_with_few_at_once_the_engine_beside_it_runs_streams_alone(monkeypatch, capfd):
-    monkeypatch.setattr(command, "_in_a_child", command._offline)
+def test_with_few_at_once_the_engine_beside_it_runs_streams_alone(capfd):
     few = ["--device", "cpu", "--prompts", "5-40", *SMALL, "--offline", "--max-concurrency", "1"]
     assert main(["bench", "serve", str(TARGET), *few]) == 0
     rows = json.loads(capfd.readouterr().out.splitlines()[-1])["rows"][:2]
