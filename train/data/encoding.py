@@ -30,6 +30,7 @@ from .sources.records import excerpt
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 BATCH = 512  # conversations tokenised at once
+QUIET = {"verbose": False}  # no warning of texts longer than the model takes: they are split or cut into rows
 _MOST_LEFT_OUT = 0.1  # share of the conversations; with more of them the template is not for these data
 
 
@@ -202,7 +203,12 @@ class _Encoder:
             calls = [([messages for messages, _ in plain], None)]
         for conversations, tools in calls:
             encoding = self.tokenizer.apply_chat_template(
-                conversations, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+                conversations,
+                tools=tools,
+                tokenize=True,
+                return_dict=True,
+                return_assistant_tokens_mask=True,
+                tokenizer_kwargs=QUIET,
             )
             for ids, mask in zip(encoding["input_ids"], encoding["assistant_masks"]):
                 yield list(ids), [bool(mark) for mark in mask]
@@ -211,7 +217,7 @@ class _Encoder:
         find = last_answer if self.alone else assistant_spans
         texts, spans = zip(*(find(self.tokenizer, messages) for messages in batch))
         # The template has already written the special tokens.
-        encoding = self.tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=True)
+        encoding = self.tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=True, **QUIET)
         for ids, offsets, turns in zip(encoding["input_ids"], encoding["offset_mapping"], spans):
             marks = [any(a <= start < b for a, b in turns) and end > start for start, end in offsets]
             yield list(ids), marks
@@ -231,7 +237,7 @@ class _Encoder:
                 spans.append(turn_span(self.tokenizer, messages, turn, text))
             elif is_cut(message):
                 spans.append(closing_span(self.tokenizer, messages, turn, text))
-        offsets = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        offsets = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, **QUIET)["offset_mapping"]
         assert len(offsets) == len(ids)
         return [mark and not any(a <= start < b for a, b in spans) for mark, (start, _) in zip(supervised, offsets)]
 
@@ -299,7 +305,7 @@ class _Encoder:
             text = self._text(messages)
         except (jinja2.TemplateError, TypeError, Unencodable):
             return False
-        return len(self.tokenizer(text, add_special_tokens=False)["input_ids"]) <= self.row_length
+        return len(self.tokenizer(text, add_special_tokens=False, **QUIET)["input_ids"]) <= self.row_length
 
     def _text(self, messages) -> str:
         """The text of a document."""

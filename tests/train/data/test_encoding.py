@@ -332,3 +332,13 @@ def test_fields_that_the_template_does_not_write_are_counted():
     ]
     with pytest.raises(ValueError, match=r"calls of tools, which the chat template does not render.*Time\?"):
         encode_conversation(make_tokenizer(CHATML), CALLING)
+
+
+@pytest.mark.parametrize("template", [MARKED, CHATML], ids=["markers", "rendering"])
+def test_a_text_longer_than_the_model_takes_is_no_warning(template, caplog):
+    """It is split or cut into rows, and the library's words would stand in the middle of the progress bar."""
+    tokenizer = make_tokenizer(template)
+    tokenizer.model_max_length = 8
+    cut = MESSAGES[:-1] + [MESSAGES[-1] | {"finish_reason": "length"}]
+    assert len(encode_conversation(tokenizer, cut)[0]) > 8
+    assert not tokenizer.deprecation_warnings

@@ -21,7 +21,8 @@ class TextEncoder:
     def encode_batch(self, batch):
         """The EncodedBatch of some texts."""
         encoded, places, end = Collected(), [], self.tokenizer.eos_token_id
-        for place, ids in enumerate(self.tokenizer([text["content"] for (text,) in batch])["input_ids"]):
+        texts = [text["content"] for (text,) in batch]
+        for place, ids in enumerate(self.tokenizer(texts, verbose=False)["input_ids"]):
             if end is not None and ids[-1:] != [end]:
                 ids = [*ids, end]
             for start in range(0, len(ids), self.row_length):
