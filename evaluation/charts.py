@@ -9,6 +9,7 @@ finite are left out, never drawn as zero. Nothing here reads a file.
 import math
 import re
 from html import escape
+from itertools import pairwise
 
 NUM_SERIES_COLOURS = 8  # --series-0 .. --series-7 of the page
 MAX_POINTS = 120  # a longer line is averaged in buckets: readable lines, small pages
@@ -41,6 +42,7 @@ svg .node-label { font-size: 10.5px; }
 .grid { stroke: var(--grid); }
 .line { fill: none; stroke-width: 1.75; stroke-linejoin: round; stroke-linecap: round; }
 .leader { stroke: var(--rule); }
+.break { stroke: var(--rule); stroke-dasharray: 4 3; }
 .interval { fill: none; stroke: var(--ink); stroke-width: 1.5; }
 .marked { fill: none; stroke: var(--series-1); stroke-width: 2.5; }
 .cell, .node { fill: var(--heat); }
@@ -67,12 +69,13 @@ def as_file(drawing):
     return f"{start}<style>\n{style}</style>{paper}{body}\n"
 
 
-def line_chart(series, *, title, y_label, x_label="training step", start=None, y_max=None, marked=None):
+def line_chart(series, *, title, y_label, x_label="training step", start=None, y_max=None, marked=None, breaks=()):
     """Lines over training steps, or over the quantity in x_label.
 
     series: list of (name, [(x, value), ...]); a name is written at the end of its line unless there is only one line.
     start: beginning of the vertical axis unless a value lies below; by default near the smallest value.
     y_max: greatest end of the axis (1 for a share). marked: (x, value, text) of one highlighted point.
+    breaks: each x from which values do not compare with those before it: a dashed line, and no line across it.
     Returns "" if there is no finite value.
     """
     series = [(name, [(x, y) for x, y in points if math.isfinite(y)]) for name, points in series]
@@ -104,13 +107,16 @@ def line_chart(series, *, title, y_label, x_label="training step", start=None, y
         f'<text class="axis" text-anchor="middle" transform="translate(12 {(top + height - bottom) / 2:.0f}) rotate(-90)">'
         f"{escape(y_label)}</text>"
     )
+    for x in map(place_x, breaks):
+        parts.append(f'<line class="break" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{height - bottom}"/>')
     ends = _spread([place_y(points[-1][1]) for _, points in series], gap=14, low=top, high=height - bottom)
     for i, (name, points) in enumerate(series):
         colour = f"var(--series-{i % NUM_SERIES_COLOURS})"
         placed = [(place_x(x), place_y(y)) for x, y in points]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
-        if len(placed) > 1:
-            parts.append(f'<polyline class="line" style="stroke:{colour}" points="{path}"/>')
+        for stretch in _between(placed, map(place_x, breaks)):
+            path = " ".join(f"{x:.1f},{y:.1f}" for x, y in stretch)
+            if len(stretch) > 1:
+                parts.append(f'<polyline class="line" style="stroke:{colour}" points="{path}"/>')
         if len(placed) <= 24:
             parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" style="fill:{colour}"/>' for x, y in placed]
         if len(series) > 1:
@@ -264,6 +270,13 @@ def _columns(parents, children, ranks):
             places = [columns[child] for child in children[node]]
             columns[node] = (min(places) + max(places)) / 2
     return columns
+
+
+def _between(points, breaks):
+    """The stretches of `points` between breaks, each from its own break on."""
+    edges = [-math.inf, *sorted(breaks), math.inf]
+    stretches = [[(x, y) for x, y in points if low <= x < high] for low, high in pairwise(edges)]
+    return [stretch for stretch in stretches if stretch]
 
 
 def _averaged(points):

@@ -14,6 +14,7 @@ import yaml
 from huggingface_hub import ModelCardData
 from huggingface_hub.utils import validate_repo_id
 
+from ..evaluation.acceptance_lines import breaks
 from ..evaluation.charts import as_file, heat_map, line_chart, tree_drawing
 from ..heads.families import family_of
 from .acceptance import acceptance_table, eval_results, intervals, short
@@ -339,9 +340,8 @@ def _drawings(measured):
         (f"head {i}", [(line["step"], line[f"head{i}_loss"]) for line in lines if f"head{i}_loss" in line])
         for i in range(count)
     ] or [("", [(line["step"], line["loss"]) for line in lines if "loss" in line])]
-    lengths = [
-        (line["step"], line["acceptance_length"]) for line in measured.training if line.get("kind") == "acceptance"
-    ]
+    acceptance = [line for line in measured.training if line.get("kind") == "acceptance"]
+    lengths = [(line["step"], line["acceptance_length"]) for line in acceptance]
     return {
         "acceptance.svg": line_chart(
             by_temperature,
@@ -357,6 +357,10 @@ def _drawings(measured):
         else "",
         "loss.svg": line_chart(losses, title="Training loss", y_label="loss"),
         "training.svg": line_chart(
-            [("", lengths)] if len(lengths) > 1 else [], title="Acceptance length", y_label="tokens per step", start=1
+            [("", lengths)] if len(lengths) > 1 else [],
+            title="Acceptance length",
+            y_label="tokens per step",
+            start=1,
+            breaks=breaks(acceptance),
         ),
     }

@@ -53,7 +53,7 @@ PUBLIC = {
     "inference/server/door": "access_log connections page unix_socket",
     "inference/server/driver": "engine_client engine_process job",
     "inference/server/tools": "call_styles tool_fields",
-    "evaluation": "acceptance charts compare lossless tree_choice tree_measurement tree_text",
+    "evaluation": "acceptance acceptance_lines charts compare lossless tree_choice tree_measurement tree_text",
     "train": "regenerate",
     "train/data": "chat_endpoint conversations dialogue encoding engine_answers generated_text held_out "
     "part_files regenerate_options rows stdlib_pairs survey template_date",

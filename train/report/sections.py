@@ -8,6 +8,7 @@ import math
 from html import escape
 from pathlib import Path
 
+from ...evaluation.acceptance_lines import breaks
 from ...evaluation.charts import heat_map, line_chart, tree_drawing
 from ...evaluation.tree_text import choice_sentence, choice_table
 from .dashboard import DASHBOARD, curves
@@ -59,12 +60,18 @@ def acceptance_section(records):
     """Acceptance over the steps of the training.  records: the acceptance lines of metrics.jsonl"""
     if not records:
         return missing("No acceptance was measured in this run yet: the trainer does it every so many steps.")
-    drawings = curve_charts(DASHBOARD["Acceptance while training"], records)
+    steps = breaks(records)
+    drawings = curve_charts(DASHBOARD["Acceptance while training"], records, steps)
     sources = " and ".join(sorted({source_of(record) for record in records}))
     return charts(drawings) + caption(
         f"Chains drafted on held-out prompts, {sources}. Acceptance length: tokens emitted per step of the target, pooled "
         "over all steps; plain decoding has 1. Acceptance per drafted token: the share of all steps in which the first, "
         "second, … drafted token was accepted."
+        + (
+            " Dashed: from here on other prompts, or measured in another way, so what comes before does not compare."
+            if steps
+            else ""
+        )
         + (
             " Held-out loss of the head: forward KL from the target's distribution on held-out answers."
             if any("head_loss" in record for record in records)
@@ -114,14 +121,18 @@ def throughput_section(records):
     )
 
 
-def curve_charts(panels, records):
-    """One drawing per panel of curves, "" for a panel without figures.  records: lines of metrics.jsonl of the panels' kind"""
-    return [curve_chart(panel, panel_series(panel, records)) for panel in panels]
+def curve_charts(panels, records, steps=()):
+    """One drawing per panel of curves, "" for a panel without figures.  records: lines of metrics.jsonl of the panels' kind
+
+    steps: where curves are broken, as values from there on do not compare with those before.
+    """
+    return [curve_chart(panel, panel_series(panel, records), steps=steps) for panel in panels]
 
 
-def curve_chart(panel, series, more=""):
+def curve_chart(panel, series, more="", steps=()):
     """The drawing of a panel of curves; more: after its title."""
-    return line_chart(series, title=panel.title + more, y_label=panel.label, start=panel.start, y_max=panel.largest)
+    axis = dict(y_label=panel.label, start=panel.start, y_max=panel.largest)
+    return line_chart(series, title=panel.title + more, breaks=steps, **axis)
 
 
 def panel_series(panel, records):

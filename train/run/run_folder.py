@@ -20,6 +20,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, InitProcessGroupKwargs, broadcast_object_list, gather_object, set_seed
 from tqdm import tqdm
 
+from ...evaluation.acceptance_lines import difference
 from ...heads.checkpoint import BEST
 from ...heads.families import family_of
 from ...heads.storage.atomic_write import write_json
@@ -41,7 +42,7 @@ from .optimization import choose_autocast
 from .recipe import resolved_values, save_recipe
 from .run_lock import claim, release
 from .run_recipe import CHANGEABLE
-from .saving.best_head import best_measurement, difference, figures_of, forget_kept, is_measured, restore_best
+from .saving.best_head import best_measurement, figures_of, forget_kept, is_measured, restore_best
 from .saving.saver import Saver
 from .tracking import PLACE_FILE, MetricsFile, WandbTracker, has_wandb, peak_memory
 

@@ -3,16 +3,11 @@
 import json
 import re
 from html.parser import HTMLParser
-from itertools import pairwise
 
 import pytest
 
-from headstart.evaluation.charts import MAX_POINTS, heat_map, line_chart, tree_drawing
+from headstart.tests.evaluation.test_charts import RATES, TREE, points_of
 from headstart.train.report.report import write_report
-
-RATES = [[0.5, 0.125, 0.0625], [0.25, 0.0625, 0.03125]]
-TREE = {"parents": [-1, 0, 0, 1], "ranks": [0, 0, 1, 0], "rates": RATES, "expected_acceptance_length": 1.75}
-
 
 TRIALS = [
     {"draft": "none", "depth": 0, "num_nodes": 1, "acceptance_length": 1.0, "tokens_per_second": 200.0},
@@ -312,78 +307,20 @@ def test_what_is_no_run_folder_is_refused(tmp_path, run):
         write_report(run, empty)
 
 
-def points_of(svg):
-    return [
-        [tuple(map(float, pair.split(","))) for pair in path.split()] for path in re.findall(r'points="([^"]*)"', svg)
-    ]
-
-
-def test_line_chart_places_values_in_proportion():
-    (line,) = points_of(line_chart([("", [(0, 0.0), (50, 1.0), (100, 4.0)])], title="t", y_label="y", start=0))
-    (x0, y0), (x1, y1), (x2, y2) = line
-    assert x1 - x0 == pytest.approx((x2 - x0) / 2, abs=0.11)
-    assert y0 - y1 == pytest.approx((y0 - y2) / 4, abs=0.11)
-    assert y2 < y1 < y0
-
-
-def test_line_chart_leaves_out_what_is_not_finite_and_is_empty_without_values():
-    (line,) = points_of(line_chart([("", [(1, 1.0), (2, float("nan")), (3, 2.0)])], title="t", y_label="y"))
-    assert len(line) == 2
-    assert line_chart([("", [(1, float("inf"))]), ("b", [])], title="t", y_label="y") == ""
-
-
-def test_long_line_is_averaged_not_cut():
-    (line,) = points_of(
-        line_chart([("", [(i, float(i % 2)) for i in range(10 * MAX_POINTS)])], title="t", y_label="y", start=0)
-    )
-    assert len(line) == MAX_POINTS
-    assert len({y for _, y in line}) == 1  # every bucket of ten holds five zeros and five ones
-    x_last = max(x for x, _ in line)
-    assert x_last > 450
-
-
-def test_names_of_lines_that_end_together_do_not_overlap():
-    svg = line_chart(
-        [(f"head {i}", [(1, 1.0), (2, 1.0 + i / 1000)]) for i in range(5)], title="t", y_label="y", start=0
-    )
-    places = sorted(float(y) for y in re.findall(r'class="name" x="[\d.]+" y="([\d.]+)"', svg))
-    assert len(places) == 5
-    assert min(b - a for a, b in pairwise(places)) >= 12
-
-
-def test_heat_map_writes_every_rate_and_colours_the_larger_stronger():
-    svg = heat_map(RATES, title="t")
-    hints = [float(value) for value in re.findall(r"<title>depth \d, rank \d: ([\d.]+)</title>", svg)]
-    assert hints == pytest.approx([rate for row in RATES for rate in row], abs=1e-4)
-    strengths = [float(value) for value in re.findall(r'fill-opacity="([\d.]+)"', svg)]
-    assert sorted(range(6), key=strengths.__getitem__) == sorted(
-        range(6), key=[r for row in RATES for r in row].__getitem__
-    )
-
-
-def test_tree_shows_ranks_and_path_probabilities():
-    svg = tree_drawing(TREE["parents"], TREE["ranks"], RATES, title="t")
-    found = re.findall(r"node (\d+), depth (\d+), rank (\d+), accepted with probability ([\d.]+)", svg)
-    assert found == [
-        ("0", "0", "0", "1.0000"),
-        ("1", "1", "0", "0.5000"),
-        ("2", "1", "1", "0.1250"),
-        ("3", "2", "0", "0.1250"),  # 0.5 of its parent times 0.25
-    ]
-    assert svg.count('class="edge"') == 3
-
-
-def test_tree_nodes_of_a_depth_do_not_overlap():
-    parents, ranks = [-1] + [0] * 5 + [1] * 4 + [2] * 3 + [6], [0, 0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2, 0]
-    svg = tree_drawing(parents, ranks, title="t")
-    place = [(float(x), float(y)) for x, y in re.findall(r'class="node" cx="([\d.]+)" cy="([\d.]+)"', svg)]
-    assert len(place) == len(parents)
-    width = float(re.search(r'viewBox="0 0 (\d+)', svg)[1])
-    for level in {y for _, y in place}:
-        row = sorted(x for x, y in place if y == level)
-        assert row[0] >= 11
-        assert row[-1] <= width - 11
-        assert all(b - a >= 21 for a, b in pairwise(row))
+def test_curves_end_where_the_prompts_change(run):
+    lines = [acceptance_line(step, 1.0 + step / 10) | {"measured_on": "a" if step < 5 else "b"} for step in range(1, 8)]
+    write_lines(run / "metrics.jsonl", [train_line(1), *lines])
+    text = write_report(run).read_text(encoding="utf-8")
+    length = text[text.index("Acceptance length") :].split("</svg>")[0]
+    before, after = points_of(length)
+    assert (len(before), len(after)) == (4, 3)
+    (line,) = re.findall(r'class="break" x1="([0-9.]+)"', length)
+    assert float(line) == after[0][0]
+    assert "other prompts" in text
+    write_lines(run / "metrics.jsonl", [train_line(1), *(one | {"measured_on": "a"} for one in lines)])
+    text = write_report(run).read_text(encoding="utf-8")
+    assert 'class="break"' not in text
+    assert "other prompts" not in text
 
 
 def test_a_run_with_an_adapter_shows_what_became_of_the_target(run):

@@ -14,6 +14,7 @@ import shutil
 from itertools import takewhile
 from pathlib import Path
 
+from ....evaluation.acceptance_lines import difference
 from ....heads.checkpoint import BEST
 from ....heads.storage.atomic_write import write_json
 
@@ -31,15 +32,6 @@ def best_measurement(lines):
     alike = list(takewhile(lambda line: not difference(line, measured[-1]), reversed(measured)))[::-1]
     best = max(range(len(alike)), key=lambda i: (*_merit(alike[i]), -i))
     return alike[best], len(alike) - 1 - best
-
-
-def difference(before, now):
-    """Why two acceptance lines do not compare; "" if they do. Those of older versions, without "measured_on", compare with all."""
-    if before["source"] != now["source"]:
-        return "one is the engine's figure, the other is teacher-forced"
-    if "measured_on" in before and before["measured_on"] != now.get("measured_on"):
-        return "the prompts (eval_data) or eval_tokens have changed"
-    return ""
 
 
 def is_measured(lines, step, meter):
