@@ -37,13 +37,22 @@ class MemoryEstimate:
     per_token: int
     to_come: int
 
+    @property
+    def parts(self):
+        """{name: bytes}"""
+        parts = {"target": self.target, "head": self.head, "gradients": self.gradients, "optimiser": self.moments}
+        return parts | {"logits": self.logits, "activations": self.activations}
+
+    @property
+    def total(self):
+        return sum(self.parts.values())
+
     def describe(self, num_tokens):
         """One line.  num_tokens: of a micro-step"""
-        parts = {"target": self.target, "head": self.head, "gradients": self.gradients, "optimiser": self.moments}
-        parts |= {"logits": self.logits, "activations": self.activations}
-        listed = ", ".join(f"{name} {in_gib(size)}" for name, size in parts.items())
-        total = in_gib(sum(parts.values()))
-        return f"about {total}: {listed} ({num_tokens} tokens at once, {self.per_token / 2**20:.3f} MiB each)"
+        listed = ", ".join(f"{name} {in_gib(size)}" for name, size in self.parts.items())
+        return (
+            f"about {in_gib(self.total)}: {listed} ({num_tokens} tokens at once, {self.per_token / 2**20:.3f} MiB each)"
+        )
 
 
 def estimate_memory(head, target, optimizer, *, batch_rows, row_length, chunk_tokens, num_depths, autocast, every=1):
