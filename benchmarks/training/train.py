@@ -35,6 +35,7 @@ from ...train.run.optimization import trained
 from ..floor import product_rate
 from ..random_heads import empty_head
 from ..shape import check_fits, config_of_shape
+from .step_parts import add_parts
 from .training_steps import DISAGREEMENT, BlockSteps, TrainingSteps
 
 HEADS = {"medusa": 4, "eagle3": 7, "mlp_speculator": 4, "block": 8}  # family -> tokens ahead that are trained
@@ -65,6 +66,7 @@ class TrainSettings:
     anchors: int = 512  # of block drafters: blocks of a row
     chunk_tokens: int = 1024
     repeats: int = 5
+    parts: bool = False
 
     @property
     def depth(self):
@@ -155,4 +157,6 @@ def _bench_train(settings, device, dtype, command, output, commit):
     if len(found) == 3:
         faster = found["plain loop"] / found["headstart"]
         report.state(f"\nheadstart is {faster:.2f} times as fast as the plain loop", faster=round(faster, 4))
+    if settings.parts:
+        add_parts(report, run)
     return report.finish()

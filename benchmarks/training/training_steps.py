@@ -81,11 +81,18 @@ class TrainingSteps:
         return int(self.packed.count_labels().sum())
 
     def feed(self):
-        """The Batch of a step: rows from the files, the target's features."""
+        """The Batch of a step."""
+        return self.with_features(*self.read())
+
+    def read(self):
+        """Rows from the files, and their labels.  -> ([input_ids, position_ids, document_ids], Labels)"""
         *inputs, supervised = select_rows(self.packed, self.index, self.device)
-        features = self.target.features(*inputs, self.head.aux_layers)
         input_ids, _, document_ids = inputs
-        labels = find_labels(input_ids, document_ids, supervised, self.settings.depth)
+        return inputs, find_labels(input_ids, document_ids, supervised, self.settings.depth)
+
+    def with_features(self, inputs, labels):
+        """The Batch of what `read` gave, with the target's features."""
+        features = self.target.features(*inputs, self.head.aux_layers)
         return Batch(0, inputs, labels, *self.target.split(features, self.head.aux_layers))
 
     def predict(self, batch):
@@ -94,8 +101,12 @@ class TrainingSteps:
 
     def ours(self, batch):
         """Gradients by the trainers' own code.  -> the loss"""
+        return self.learn(self.predict(batch), batch)
+
+    def learn(self, predictions, batch):
+        """The gradients' part of `ours`."""
         totals = accumulate_gradients(
-            self.predict(batch),
+            predictions,
             batch.last,
             batch.labels,
             lm_head=self.target.lm_head,
@@ -236,20 +247,20 @@ class BlockSteps(TrainingSteps):
         drawn = {"seed": 0, "step": 0}
         return draw_blocks(self.packed.select(self.index), self.settings.anchors, self.settings.depth, **drawn)
 
-    def gradients(self, way):
+    def read(self):
         self.blocks = self.draw()
-        return super().gradients(way)
+        return super().read()
 
-    def states(self, batch):
-        """Those of the slots that predict.  -> [B, R, K, H]"""
+    def predict(self, batch):
+        """The states of the slots that predict.  -> [B, R, K, H]"""
         input_ids, position_ids, document_ids = batch.inputs
         seen = self.blocks.seen(input_ids)
         return self.head(batch.features, *seen, position_ids, document_ids)[:, :, self.head.config.first_slot :]
 
-    def ours(self, batch):
+    def learn(self, states, batch):
         totals = accumulate_block_gradients(
             self.head,
-            self.states(batch),
+            states,
             self.blocks,
             batch.inputs[0],
             batch.last,
@@ -261,7 +272,7 @@ class BlockSteps(TrainingSteps):
         return summarize_blocks(totals, self.objective, self.num_labels)["loss"]
 
     def plain(self, batch):
-        states, ids, log_p = self.states(batch), batch.inputs[0].flatten(), None
+        states, ids, log_p = self.predict(batch), batch.inputs[0].flatten(), None
         row, block, depth = self.blocks.valid.nonzero().T  # [N] each
         before = self.label_places() - 1
         common, same = before.unique(return_inverse=True)

@@ -29,6 +29,7 @@ def add_options(parser):
     parser.add_argument("--anchors", type=int, help="blocks of a row, of a block drafter (default 512)")
     parser.add_argument("--chunk-tokens", type=int, default=1024, help="labels projected at once (default 1024)")
     parser.add_argument("--repeats", type=int, default=5, help="steps that are timed (default 5)")
+    parser.add_argument("--parts", action="store_true", help="also say where the time of a step goes: phases, kernels")
     add_measurement(parser)
 
 

@@ -32,7 +32,7 @@ def _wide(x):
 
 
 @jit
-def _forward(
+def _own_keys_forward(
     out, normaliser, q, keys, values, y, total, num_tokens, scale,
     out_b, out_h, out_t, norm_b, norm_h, norm_t, q_b, q_h, q_t, key_step,
     COUNT: tl.constexpr, HK: tl.constexpr, G: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
@@ -62,7 +62,7 @@ def _forward(
 
 
 @jit
-def _backward(
+def _own_keys_backward(
     out, normaliser, q, keys, values, total, dy, d_out, d_normaliser, dq, d_keys, d_values, num_tokens, scale,
     out_b, out_h, out_t, norm_b, norm_h, norm_t, q_b, q_h, q_t, dy_b, dy_h, dy_t, key_step,
     COUNT: tl.constexpr, HK: tl.constexpr, G: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
@@ -113,7 +113,7 @@ class _AttendOwnKeys(torch.autograd.Function):
         strides = *out.stride()[:3], *normaliser.stride(), *q.stride()[:3], keys.stride(0)
         if y.numel():
             grid, sizes = _grid(keys, heads)
-            _forward[grid](out, normaliser, q, keys, values, y, total, length, dim**-0.5, *strides, **sizes)
+            _own_keys_forward[grid](out, normaliser, q, keys, values, y, total, length, dim**-0.5, *strides, **sizes)
         return y.transpose(1, 2)
 
     @staticmethod
@@ -128,7 +128,7 @@ class _AttendOwnKeys(torch.autograd.Function):
         given = out, normaliser, q, keys, values, total, dy, d_out, d_normaliser, dq, d_keys, d_values
         if q.numel():
             grid, sizes = _grid(keys, heads)
-            _backward[grid](*given, length, dim**-0.5, *strides, **sizes)
+            _own_keys_backward[grid](*given, length, dim**-0.5, *strides, **sizes)
         return d_out.transpose(1, 2), d_normaliser, dq.transpose(1, 2), d_keys, d_values
 
 

@@ -24,7 +24,7 @@ def trained_rms_norm_reference(x, w, eps):
 
 
 @jit(do_not_specialize=["num_rows"])
-def _forward(x, w, y, num_rows, width, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _rms_norm_forward(x, w, y, num_rows, width, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None]
     inside = (row < num_rows) & (column < width)
@@ -36,7 +36,7 @@ def _forward(x, w, y, num_rows, width, eps, ROWS: tl.constexpr, BLOCK: tl.conste
 
 
 @jit(do_not_specialize=["num_rows"])
-def _backward(
+def _rms_norm_backward(
     x, w, dy, dx, dw, num_rows, width, stride, eps, DX: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Every PROGRAMS-th tile of rows. dy: rows `stride` apart; dw [PROGRAMS, H]"""
@@ -67,18 +67,19 @@ class _TrainedRMSNorm(torch.autograd.Function):
         ctx.eps = eps
         y, tile = torch.empty_like(x), _tile(x.shape[1])
         if len(x):
-            _forward[(triton.cdiv(len(x), tile["ROWS"]),)](x, w, y, *x.shape, eps, **tile)
+            _rms_norm_forward[(triton.cdiv(len(x), tile["ROWS"]),)](x, w, y, *x.shape, eps, **tile)
         return y
 
     @staticmethod
     def backward(ctx, dy):
-        (x, w), tile = ctx.saved_tensors, _tile(ctx.saved_tensors[0].shape[1])
+        x, w = ctx.saved_tensors  # asked for once: checkpointing computes them again
+        tile = _tile(x.shape[1])
         dy = dy if dy.stride(1) == 1 else dy.contiguous()
         wants_dx = ctx.needs_input_grad[0]
         dx = torch.empty_like(x) if wants_dx else None
         programs = max(min(PROGRAMS, triton.cdiv(len(x), tile["ROWS"])), 1)
         parts = torch.empty(programs, x.shape[1], dtype=torch.float32, device=x.device)
-        _backward[(programs,)](x, w, dy, dx, parts, *x.shape, dy.stride(0), ctx.eps, wants_dx, **tile)
+        _rms_norm_backward[(programs,)](x, w, dy, dx, parts, *x.shape, dy.stride(0), ctx.eps, wants_dx, **tile)
         return dx, parts.sum(0).to(w.dtype), None
 
 

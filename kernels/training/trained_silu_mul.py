@@ -20,7 +20,7 @@ def trained_silu_mul_reference(gate, up):
 
 
 @jit(do_not_specialize=["count"])
-def _backward(gate, up, dy, d_gate, d_up, count, BLOCK: tl.constexpr):
+def _silu_mul_backward(gate, up, dy, d_gate, d_up, count, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     gate_ = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
@@ -42,7 +42,7 @@ class _TrainedSiluMul(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         d_gate, d_up, count = torch.empty_like(gate), torch.empty_like(up), gate.numel()
         if count:
-            _backward[(triton.cdiv(count, BLOCK),)](gate, up, dy.contiguous(), d_gate, d_up, count, BLOCK)
+            _silu_mul_backward[(triton.cdiv(count, BLOCK),)](gate, up, dy.contiguous(), d_gate, d_up, count, BLOCK)
         return d_gate, d_up
 
 

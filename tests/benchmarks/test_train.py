@@ -127,6 +127,20 @@ def test_train_prints_memory_the_target_our_step_and_the_plain_one(shape, head, 
     assert any("as fast as the plain loop" in line for line in lines)
 
 
+@pytest.mark.parametrize("head", ["eagle3", "block"])
+def test_parts_of_a_step_are_its_phases_and_its_longest_operations(shape, head, capsys):
+    words = ["--head", head, "--sequence", "9", "--repeats", "2", "--parts", *CPU]
+    assert main(["bench", "train", "--shape", shape, *words]) == 0
+    found = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    phases, kernels = found["rows"][3:8], found["rows"][8:]
+    assert [row["what"] for row in phases] == ["rows", "target", "head", "gradients", "optimiser"]
+    assert all(row["ms"] > 0 for row in phases)
+    assert sum(row["of_step"] for row in phases) == pytest.approx(1, rel=1e-4)
+    assert [row["ms"] for row in kernels] == sorted((row["ms"] for row in kernels), reverse=True)
+    assert "aten::mm" in {row["what"] for row in kernels}
+    assert found["facts"]["kernels_ms"] >= sum(row["ms"] for row in kernels) * 0.999
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

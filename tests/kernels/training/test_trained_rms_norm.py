@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from headstart.kernels.training.trained_rms_norm import PROGRAMS, trained_rms_norm, trained_rms_norm_reference
 
@@ -52,6 +53,14 @@ def test_a_gradient_that_is_part_of_wider_rows_is_read_where_it_lies(device):
     wide[:, 60:] = dy
     for found, expected in zip(results(x.view(2, 3, 40), w, wide.view(2, 3, 100)[..., 60:]), results(x, w, dy)):
         torch.testing.assert_close(found.view(expected.shape), expected, rtol=0, atol=0)
+
+
+def test_a_checkpointed_step_has_the_same_gradients(device):
+    given = [one.to(device, torch.float32) for one in draw(6, 40)]
+    x, w = (one.clone().requires_grad_() for one in given[:2])
+    checkpoint(lambda x: trained_rms_norm(x, w, EPS), x, use_reentrant=False).backward(given[2])
+    for found, expected in zip((x.grad, w.grad), results(*given)[1:], strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_a_frozen_input_gets_no_gradient(device):
