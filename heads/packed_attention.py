@@ -4,7 +4,8 @@
     call i:  row t sees the same keys of call 0, and its own row's keys of calls 1 to i
 
 That is EAGLE-3's training-time test (arXiv 2503.01840). The first part has one [T, T] mask for all calls, and the second is i keys
-per row; the two softmaxes are joined exactly by their normalisers. No [T, i T] mask or score matrix is made.
+per row; the two softmaxes are joined exactly by their normalisers (kernels/training/own_keys.py). No [T, i T] mask or score matrix
+is made.
 
 Blocks of slots after some places of a row (heads/block.py) see the row's own keys up to their place, and themselves: `blocks_mask`.
 
