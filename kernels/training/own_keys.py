@@ -34,7 +34,7 @@ def _wide(x):
 @jit
 def _own_keys_forward(
     out, normaliser, q, keys, values, y, total, num_tokens, scale,
-    out_b, out_h, out_t, norm_b, norm_h, norm_t, q_b, q_h, q_t, key_step,
+    out_b, out_h, out_t, norm_b, norm_h, norm_t, q_b, q_h, q_t, every_token,
     COUNT: tl.constexpr, HK: tl.constexpr, G: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     """One token and key head. y and total: [B, T, HQ, D] and [B, T, HQ]."""
@@ -47,7 +47,7 @@ def _own_keys_forward(
     top = tl.load(normaliser + b * norm_b + row * norm_h + t * norm_t, mask=g < G, other=0.0)  # [GROUP, 1]
     mass = tl.full((GROUP, 1), 1.0, tl.float32)
     for i in tl.static_range(COUNT):
-        at = i * key_step + (token * HK + head) * D + d
+        at = ((i * every_token + token) * HK + head) * D + d
         k = tl.load(keys + at, mask=d < D, other=0.0).to(tl.float32)
         v = tl.load(values + at, mask=d < D, other=0.0).to(tl.float32)
         score = tl.sum(queries * k, 1)[:, None] * scale
@@ -64,7 +64,7 @@ def _own_keys_forward(
 @jit
 def _own_keys_backward(
     out, normaliser, q, keys, values, total, dy, d_out, d_normaliser, dq, d_keys, d_values, num_tokens, scale,
-    out_b, out_h, out_t, norm_b, norm_h, norm_t, q_b, q_h, q_t, dy_b, dy_h, dy_t, key_step,
+    out_b, out_h, out_t, norm_b, norm_h, norm_t, q_b, q_h, q_t, dy_b, dy_h, dy_t, every_token,
     COUNT: tl.constexpr, HK: tl.constexpr, G: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     """One token and key head. With p the weights of out and of the own keys: d score = p (dy . v - sum of p dy . v)."""
@@ -81,7 +81,7 @@ def _own_keys_backward(
     along = tl.sum(grad * mixed, 1)[:, None]  # [GROUP, 1]
     mean = share * along
     for i in tl.static_range(COUNT):
-        at = i * key_step + (token * HK + head) * D + d
+        at = ((i * every_token + token) * HK + head) * D + d
         k = tl.load(keys + at, mask=d < D, other=0.0).to(tl.float32)
         v = tl.load(values + at, mask=d < D, other=0.0).to(tl.float32)
         p = tl.exp(tl.sum(queries * k, 1)[:, None] * scale - every)
@@ -90,7 +90,7 @@ def _own_keys_backward(
     tl.store(d_normaliser + (b * (HK * G) + row) * num_tokens + t, share * (along - mean), mask=g < G)
     total_dq = tl.zeros((GROUP, DIM), tl.float32)
     for i in tl.static_range(COUNT):
-        at = i * key_step + (token * HK + head) * D + d
+        at = ((i * every_token + token) * HK + head) * D + d
         k = tl.load(keys + at, mask=d < D, other=0.0).to(tl.float32)
         v = tl.load(values + at, mask=d < D, other=0.0).to(tl.float32)
         p = tl.exp(tl.sum(queries * k, 1)[:, None] * scale - every)
@@ -110,7 +110,7 @@ class _AttendOwnKeys(torch.autograd.Function):
         y = torch.empty(batch, length, heads, dim, dtype=out.dtype, device=q.device)
         total = torch.empty(batch, length, heads, dtype=torch.float32, device=q.device)
         ctx.save_for_backward(out, normaliser, q, keys, values, total)
-        strides = *out.stride()[:3], *normaliser.stride(), *q.stride()[:3], keys.stride(0)
+        strides = *out.stride()[:3], *normaliser.stride(), *q.stride()[:3], q.shape[0] * q.shape[2]
         if y.numel():
             grid, sizes = _grid(keys, heads)
             _own_keys_forward[grid](out, normaliser, q, keys, values, y, total, length, dim**-0.5, *strides, **sizes)
@@ -124,7 +124,7 @@ class _AttendOwnKeys(torch.autograd.Function):
         d_out, dq = (torch.empty(batch, length, heads, dim, dtype=one.dtype, device=q.device) for one in (out, q))
         d_normaliser = torch.empty(batch, heads, length, dtype=normaliser.dtype, device=q.device)
         d_keys, d_values = torch.empty_like(keys), torch.empty_like(values)
-        strides = *out.stride()[:3], *normaliser.stride(), *q.stride()[:3], *dy.stride()[:3], keys.stride(0)
+        strides = *out.stride()[:3], *normaliser.stride(), *q.stride()[:3], *dy.stride()[:3], q.shape[0] * q.shape[2]
         given = out, normaliser, q, keys, values, total, dy, d_out, d_normaliser, dq, d_keys, d_values
         if q.numel():
             grid, sizes = _grid(keys, heads)
