@@ -7,13 +7,11 @@
 The kernels of a step may take less than its phases together: the rest is a GPU that waits.
 """
 
-import time
-
-import torch
 from torch.profiler import ProfilerActivity, profile
 
 from ...evaluation.results import decimals, plain
 from ...train.run.optimization import update
+from .training_steps import Mark
 
 MOST_KERNELS = 40
 COLUMNS = {
@@ -41,10 +39,10 @@ def add_parts(report, steps):
 
 def time_phases(steps):
     """{phase: milliseconds} of one step."""
-    marks = [_Mark(steps.device)]
+    marks = [Mark(steps.device)]
 
     def passed(result=None):
-        marks.append(_Mark(steps.device))
+        marks.append(Mark(steps.device))
         return result
 
     inputs = passed(steps.read())
@@ -65,20 +63,3 @@ def time_kernels(steps):
     kind = "self_device_time_total" if on_gpu else "self_cpu_time_total"
     times = [(event.key, getattr(event, kind) / 1e3, event.count) for event in found.key_averages()]
     return sorted((one for one in times if one[1] > 0), key=lambda one: -one[1])
-
-
-class _Mark:
-    """A moment in the GPU's stream, or on a CPU now."""
-
-    def __init__(self, device):
-        self.event, self.time = None, time.perf_counter()
-        if device.type == "cuda":
-            self.event = torch.cuda.Event(enable_timing=True)
-            self.event.record()
-
-    def until(self, other):
-        """Milliseconds to another."""
-        if self.event is None:
-            return (other.time - self.time) * 1e3
-        other.event.synchronize()
-        return self.event.elapsed_time(other.event)

@@ -5,6 +5,7 @@ Not here: settings, the report (train.py).
 Letters: B rows, T tokens per row, M = B T, N labels, R blocks per row, K depths, H hidden size, V vocabulary.
 """
 
+import itertools
 import tempfile
 import time
 from pathlib import Path
@@ -44,6 +45,23 @@ def packed_rows(settings, vocab_size, folder):
     return lay_out(
         Documents(*(np.load(Path(folder, f"{name}.npy"), mmap_mode="r") for name in PARTS)), settings.sequence
     )
+
+
+class Mark:
+    """A moment in the GPU's stream, or on a CPU now."""
+
+    def __init__(self, device):
+        self.event, self.time = None, time.perf_counter()
+        if device.type == "cuda":
+            self.event = torch.cuda.Event(enable_timing=True)
+            self.event.record()
+
+    def until(self, other):
+        """Milliseconds to another."""
+        if self.event is None:
+            return (other.time - self.time) * 1e3
+        other.event.synchronize()
+        return self.event.elapsed_time(other.event)
 
 
 class TrainingSteps:
@@ -171,7 +189,7 @@ class TrainingSteps:
             raise RuntimeError(f"loss and norm of the gradient differ: {found[0].tolist()} and {found[1].tolist()}")
 
     def measure(self, work):
-        """(Times of one call, peak bytes, bytes at rest); the bytes are None on a CPU."""
+        """(Times of one call of several that follow one another, peak bytes, bytes at rest); the bytes are None on a CPU."""
         on_gpu = self.device.type == "cuda"
         release(self.device)
         for _ in range(WARMUP):
@@ -181,13 +199,11 @@ class TrainingSteps:
             torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
             rest = torch.cuda.memory_allocated(self.device)
-        samples = []
+        marks = [Mark(self.device)]
         for _ in range(self.settings.repeats):
-            start = time.perf_counter()
             work()
-            if on_gpu:
-                torch.cuda.synchronize(self.device)
-            samples.append((time.perf_counter() - start) * 1e3)
+            marks.append(Mark(self.device))
+        samples = [before.until(after) for before, after in itertools.pairwise(marks)]
         return Times.of(samples), torch.cuda.max_memory_allocated(self.device) if on_gpu else None, rest
 
     def estimate(self):
