@@ -255,7 +255,10 @@ class Eagle3(DraftsOverVocabulary, Head):
         count = num_steps or self.num_speculative_tokens
         states = self(features, next_tokens(input_ids, count), position_ids, document_ids, count)
         return Predictions(
-            [state.flatten(0, 1) for state in states], lambda rows, k: self.logits(rows), self.draft_token_ids
+            [state.flatten(0, 1) for state in states],
+            lambda rows, k: self.logits(rows),
+            self.draft_token_ids,
+            same_logits=True,
         )
 
     def outputs_at(self, rows, features, tokens, position_ids, document_ids, lm_head_weight=None):

@@ -25,11 +25,19 @@ class Predictions:
 
     states: K tensors [M, S]; row t of states[k] predicts x_{t+2+k}. They may require gradients, and get them once.
     logits: (rows [C, S] of states[k], k) -> [C, V]. draft_ids: int64 [V], the tokens of a draft vocabulary; None: the target's.
+    same_logits: logits is one function for all k, and takes rows of several depths together.
     """
 
     states: list
     logits: Callable
     draft_ids: torch.Tensor | None = None
+    same_logits: bool = False
+
+    def groups(self, vocab_size):
+        """The depths in groups whose logits are made at once: they take no more memory than the target's, vocab_size wide."""
+        at_once = vocab_size // len(self.draft_ids) if self.same_logits and self.draft_ids is not None else 1
+        depths = range(len(self.states))
+        return [depths[first : first + at_once] for first in depths[::at_once]]
 
 
 class Head(nn.Module):

@@ -12,11 +12,11 @@ Letters: B rows of a batch, T tokens per row, H hidden size, D head dimension.
 from dataclasses import dataclass, fields
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from ..kernels.attention.rotary import rotary
-from ..kernels.rms_norm import rms_norm_reference
+from ..kernels.training.trained_rms_norm import trained_rms_norm
+from ..kernels.training.trained_silu_mul import trained_silu_mul
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 ROPE_THETA = 10000.0  # of heads whose target has no rope
@@ -162,7 +162,7 @@ def rope_frequencies(config):
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight.  [..., H] -> [..., H]"""
+    """x / sqrt(mean(x^2) + eps) * weight, in the dtype of x.  [..., H] -> [..., H]"""
 
     def __init__(self, size, eps):
         super().__init__()
@@ -170,7 +170,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x):
-        return rms_norm_reference(x, self.weight, self.eps)
+        return trained_rms_norm(x, self.weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -204,7 +204,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x):
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(trained_silu_mul(self.gate_proj(x), self.up_proj(x)))
 
 
 class DecoderLayer(nn.Module):

@@ -4,7 +4,8 @@
     call i:  row t sees the same keys of call 0, and its own row's keys of calls 1 to i
 
 That is EAGLE-3's training-time test (arXiv 2503.01840). The first part has one [T, T] mask for all calls, and the second is i keys
-per row; the two softmaxes are joined exactly by their normalisers. No [T, i T] mask or score matrix is made.
+per row; the two softmaxes are joined exactly by their normalisers (kernels/training/own_keys.py). No [T, i T] mask or score matrix
+is made.
 
 Blocks of slots after some places of a row (heads/block.py) see the row's own keys up to their place, and themselves: `blocks_mask`.
 
@@ -21,6 +22,8 @@ import functools
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+
+from ..kernels.training.own_keys import attend_own_keys
 
 FLEX_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLEX_LEAST_DIM = 16
@@ -51,7 +54,7 @@ class PackedAttention:
         if len(self.keys) == 2:
             return _attend(q, k, v, self.mask, with_normaliser=False)[0]
         out, normaliser = _attend(q, *self.keys[:2], self.mask, with_normaliser=True)
-        return _join(out, normaliser, q, self.keys[2::2], self.keys[3::2])
+        return attend_own_keys(out, normaliser, q, self.keys[2::2], self.keys[3::2])
 
 
 def _dense_mask(document_ids):
@@ -172,16 +175,6 @@ def _attend_dense(q, k, v, mask, with_normaliser):
     normaliser = scores.logsumexp(-1)
     weights = (scores - normaliser[..., None]).exp()
     return weights.to(v.dtype) @ v, normaliser
-
-
-def _join(out, normaliser, q, keys, values):
-    """Attention over the keys after `out`, and each row's own keys and values of later calls.  -> [B, HQ, T, D]"""
-    group = q.shape[1] // keys[0].shape[1]
-    k, v = (_wide(torch.stack(parts, -2).repeat_interleave(group, 1)) for parts in (keys, values))  # [B, HQ, T, i, D]
-    scores = (_wide(q)[..., None, :] * k).sum(-1) * q.shape[-1] ** -0.5  # [B, HQ, T, i]
-    total = torch.logaddexp(normaliser, scores.logsumexp(-1))
-    own = ((scores - total[..., None]).exp()[..., None] * v).sum(-2)
-    return (_wide(out) * (normaliser - total).exp()[..., None] + own).to(out.dtype)
 
 
 def _wide(x):

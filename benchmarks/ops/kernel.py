@@ -16,6 +16,7 @@ from .losses import bench_distill_loss
 from .products import bench_gated_mlp, bench_linear, bench_res_block
 from .rows import bench_embedding, bench_layer_norm, bench_rms_norm, bench_sample, bench_verify
 from .rules import bench_rules
+from .trained_parts import bench_trained_parts
 
 
 def bench_kernel(settings, device, dtype, command, output=None, commit=None):
@@ -69,5 +70,6 @@ OPERATIONS = {
     "verify": bench_verify,
     "rules": bench_rules,
     "distill_loss": bench_distill_loss,
+    "trained_parts": bench_trained_parts,
     "commit": bench_commit,
 }

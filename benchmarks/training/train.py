@@ -1,9 +1,9 @@
 """`headstart bench train`: optimiser steps on random weights of a shape, beside a plain loop, against the rate of large products.
 
-A step is that of the trainers: the target's features, the head's predictions, loss and gradients chunk by chunk, AdamW. A row is
-one document of random tokens, all supervised, for the greatest number of projections. The plain loop takes the same features and
-predictions, computes the logits of all depths and positions at once, and uses torch's own losses and one backward pass. Both must
-give the same loss and the same norm of the gradient before anything is timed.
+A step is that of the trainers: the rows, read from files of packed data, the target's features, the head's predictions, loss and
+gradients chunk by chunk, AdamW. A row is one document of random tokens, all supervised, for the greatest number of projections. The
+plain loop takes the same features and states, computes the logits of all depths and positions at once, and uses torch's own losses
+and one backward pass. Both must give the same loss and the same norm of the gradient before anything is timed.
 
 *of product* is the rate of the step's necessary products, as a share of the rate of the library's large product. A product takes 2
 operations per weight and row; a weight's gradient takes as many again, and so does an input's, if a trained layer comes before it:
@@ -14,37 +14,31 @@ operations per weight and row; a weight's gradient takes as many again, and so d
                                                 target's lm_head, which is not trained
     EAGLE-3         M: 4 A H^2, and per step 6 times the weights of its layer; N per step: 6 Vd H
     MLP speculator  M: 4 H S for the first step, 6 S^2 for each further one; N per step: 6 V S
+    block           M: 4 A H^2, and 6 times the weights of keys and values; each slot of a block: 6 times the weights of the layers;
+                    N: 4 V H on the target's lm_head, 6 V r for the edge. Labels that blocks share: the distribution once
 
 It counts no attention, norm, embedding, loss or optimiser, so a whole step cannot reach 1. Not covered: several GPUs, cached
-features, documents packed into rows.
+features, several documents in a row, files that are not in the machine's memory yet.
 
-Letters: M tokens, N labels, H hidden size, S inner size, A aux layers, V vocabulary (Vd of the draft), K heads or steps.
+Letters: M tokens, N labels, H hidden size, S inner size, A aux layers, V vocabulary (Vd of the draft), K heads or steps, r rank.
 """
 
-import time
 from dataclasses import dataclass, fields
-from types import SimpleNamespace
 
 import torch
-from torch import nn
-from transformers import AutoModelForCausalLM
 
 from ...evaluation.results import Report, decimals, plain
-from ...evaluation.timing import Times, release
 from ...inference.models.support import weight_bytes
 from ...kernels.jit import on_device
-from ...train.loss.distillation import Objective, accumulate_gradients, find_labels, summarize
 from ...train.loss.losses import Loss
-from ...train.run.optimization import build_optimizer, trained, update
-from ...train.teacher.features import FrozenTarget
+from ...train.run.optimization import trained
 from ..floor import product_rate
-from ..ops.losses import torch_losses
-from ..random_heads import empty_head, random_head
+from ..random_heads import empty_head
 from ..shape import check_fits, config_of_shape
+from .step_parts import add_parts
+from .training_steps import DISAGREEMENT, BlockSteps, TrainingSteps
 
-HEADS = {"medusa": 4, "eagle3": 7, "mlp_speculator": 4}  # family -> number of heads or steps that are trained
-WARMUP = 2
-DISAGREEMENT = {torch.float32: 1e-3, torch.bfloat16: 2e-2}  # of loss and norm; an error in the loss would be far larger
+HEADS = {"medusa": 4, "eagle3": 7, "mlp_speculator": 4, "block": 8}  # family -> tokens ahead that are trained
 
 COLUMNS = {
     "what": ("what", 17, plain),
@@ -69,24 +63,39 @@ class TrainSettings:
     sequence: int = 4096
     rows: int = 1
     lm_head: str = "shared"  # of Medusa heads: shared or own
+    anchors: int = 512  # of block drafters: blocks of a row
     chunk_tokens: int = 1024
     repeats: int = 5
+    parts: bool = False
 
     @property
     def depth(self):
         return HEADS[self.head]
 
+    @property
+    def shared(self):
+        """Whether Medusa heads use the target's lm_head."""
+        return self.head == "medusa" and self.lm_head == "shared"
+
 
 def check_settings(arguments):
     """The TrainSettings that the command line asks for; ValueError for impossible ones."""
-    for name in ("rows", "chunk_tokens", "repeats"):
-        if getattr(arguments, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(arguments, name)}")
+    for name in ("rows", "chunk_tokens", "repeats", "anchors"):
+        number = getattr(arguments, name)
+        if number is not None and number < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {number}")
     Loss(arguments.loss)
     if arguments.lm_head and arguments.head != "medusa":
         raise ValueError(f"--lm-head {arguments.lm_head} is for Medusa heads, and --head {arguments.head} is none")
+    if arguments.anchors and arguments.head != "block":
+        raise ValueError(f"--anchors {arguments.anchors} is for block drafters, and --head {arguments.head} is none")
     given = {field.name: getattr(arguments, field.name) for field in fields(TrainSettings)}
-    return TrainSettings(**given | {"lm_head": arguments.lm_head or TrainSettings.lm_head})
+    return TrainSettings(**{name: value for name, value in given.items() if value is not None})
+
+
+def build_steps(settings, config, device, dtype):
+    """The TrainingSteps of the settings, for a target's config."""
+    return (BlockSteps if settings.head == "block" else TrainingSteps)(settings, config, device, dtype)
 
 
 def bench_train(settings, device, dtype, command, output=None, commit=None):
@@ -96,7 +105,6 @@ def bench_train(settings, device, dtype, command, output=None, commit=None):
 
 
 def _bench_train(settings, device, dtype, command, output, commit):
-    shared = settings.head == "medusa" and settings.lm_head == "shared"
     if dtype not in DISAGREEMENT:
         raise ValueError(f"bench train takes --dtype bfloat16 or float32, got {str(dtype).removeprefix('torch.')}")
     config = config_of_shape(settings.shape)
@@ -108,15 +116,15 @@ def _bench_train(settings, device, dtype, command, output, commit):
 
     def held(config, dtype):
         """The target, and of the head weights, gradients and both moments in fp32."""
-        head = empty_head(settings.head, config, settings.depth, shared)
+        head = empty_head(settings.head, config, settings.depth, settings.shared)
         return weight_bytes(config, dtype) + 16 * sum(parameter.numel() for parameter in trained(head))
 
     check_fits(settings.shape, device, dtype, num_bytes=held, what="target, head and optimiser")
     report = Report("train", COLUMNS, device, command, vars(settings), output, commit)
-    run = TrainBench(settings, config, device, dtype, shared)
+    run = build_steps(settings, config, device, dtype)
     rate = product_rate(device, dtype)
-    target_work = target_operations(run.target, run.num_tokens)
-    step_work = target_work + head_operations(run.target, run.head, settings, run.num_tokens, run.num_labels)
+    target_work = run.target_operations()
+    step_work = target_work + run.head_operations()
     report.state(
         f"{settings.head} on {settings.shape}, {str(dtype).removeprefix('torch.')}, loss {settings.loss}, {run.num_tokens} tokens, "
         f"on {report.head['hardware']}: large product {rate / 1e12:.4g} TFLOP/s, a step's products {step_work / 1e12:.4g} TFLOP, "
@@ -126,10 +134,12 @@ def _bench_train(settings, device, dtype, command, output, commit):
         target_operations=target_work,
         dtype=str(dtype).removeprefix("torch."),
     )
+    need = run.estimate()
+    report.state(f"memory: {need.describe(run.num_tokens)}", estimated_gib=round(need.total / 2**30, 2))
     run.check_agreement(report)
     found = {}
     for what, work, operations in (
-        ("target alone", run.features, target_work),
+        ("target alone", run.feed, target_work),
         ("headstart", lambda: run.step(run.ours), step_work),
         ("plain loop", lambda: run.step(run.plain), step_work),
     ):
@@ -147,148 +157,6 @@ def _bench_train(settings, device, dtype, command, output, commit):
     if len(found) == 3:
         faster = found["plain loop"] / found["headstart"]
         report.state(f"\nheadstart is {faster:.2f} times as fast as the plain loop", faster=round(faster, 4))
+    if settings.parts:
+        add_parts(report, run)
     return report.finish()
-
-
-class TrainBench:
-    """A random target, a random head in training, a batch of rows, and the two kinds of steps on them."""
-
-    def __init__(self, settings, config, device, dtype, shared):
-        torch.manual_seed(0)
-        self.settings, self.device, self.dtype = settings, device, dtype
-        with torch.device(device):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
-        self.target = FrozenTarget(model)
-        for_head = SimpleNamespace(
-            dtype=torch.float32, device=device, embedding=self.target.embedding, vocab_size=self.target.vocab_size
-        )
-        self.head = random_head(settings.head, config, for_head, settings.depth, shared).train()
-        for name, parameter in self.head.named_parameters():
-            parameter.requires_grad_(not name.startswith("embed_tokens"))
-        self.optimizer = build_optimizer(self.head, 0.0, 0.9, 0.95)
-        shape = (settings.rows, settings.sequence)
-        input_ids = torch.randint(config.vocab_size, shape, device=device)
-        position_ids = torch.arange(settings.sequence, device=device).expand(shape)
-        document_ids = torch.arange(settings.rows, device=device)[:, None].expand(shape).contiguous()
-        self.batch = (input_ids, position_ids, document_ids)
-        self.labels = find_labels(input_ids, document_ids, torch.ones_like(input_ids, dtype=torch.bool), settings.depth)
-        self.num_tokens, self.num_labels = input_ids.numel(), len(self.labels.positions)
-        objective = Objective(Loss(settings.loss), [0.8**k for k in range(settings.depth)])
-        self.objective = objective.at([0.3] * settings.depth)  # rates for lk's weight of kl
-
-    def features(self):
-        """[B, T, (1 + A) H]"""
-        return self.target.features(*self.batch, self.head.aux_layers)
-
-    def predict(self, features):
-        """The head's Predictions, and the target's last states [M, H]."""
-        last, read = self.target.split(features, self.head.aux_layers)
-        return self.head.predict(read, *self.batch, self.target.lm_head.weight, self.settings.depth), last
-
-    def ours(self, features):
-        """Gradients by the trainers' own code.  -> the loss"""
-        predictions, last = self.predict(features)
-        totals = accumulate_gradients(
-            predictions,
-            last,
-            self.labels,
-            lm_head=self.target.lm_head,
-            objective=self.objective,
-            num_labels=self.num_labels,
-            chunk_tokens=self.settings.chunk_tokens,
-        )
-        return summarize(totals, self.objective, self.num_labels)["loss"]
-
-    def plain(self, features):
-        """Gradients by logits of all depths and positions, torch's losses and one backward pass.  -> the loss"""
-        predictions, last = self.predict(features)
-        positions, tokens, valid, log_p = self.labels.positions, self.labels.tokens, self.labels.valid, None
-        draft_ids = predictions.draft_ids
-        if self.settings.loss != "hard":
-            with torch.no_grad():
-                log_p = self.target.lm_head(last[positions - 1]).float().log_softmax(-1)  # [N, V]
-                log_p = log_p if draft_ids is None else log_p[:, draft_ids]
-        if draft_ids is not None:
-            places = torch.full((self.target.vocab_size,), -1, device=self.device)
-            places[draft_ids] = torch.arange(len(draft_ids), device=self.device)
-            tokens = places[tokens]
-            if self.settings.loss == "hard":
-                valid, tokens = valid & (tokens >= 0), tokens.clamp_min(0)
-        total = 0.0
-        for k, weight in enumerate(self.objective.weights):
-            logits = predictions.logits(predictions.states[k][(positions - 2 - k).clamp_min(0)], k)
-            losses = torch_losses(logits, tokens, log_p, self.objective.loss.formula, self.objective.kl_weight(k))
-            total = total + weight * torch.where(valid[k], losses, 0).sum()
-        loss = total / self.num_labels
-        loss.backward()
-        return loss.item()
-
-    def gradients(self, way):
-        features = self.features()
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
-            return way(features)
-
-    def step(self, way):
-        """A whole optimiser step, with a learning rate of zero, so that all steps are equal."""
-        self.gradients(way)
-        update(self.head, self.optimizer, lr=0.0, max_norm=0.5)
-
-    def check_agreement(self, report):
-        """RuntimeError if loss or gradient of the two kinds differ: their times would mean nothing."""
-        found = []
-        for way in (self.ours, self.plain):
-            try:
-                loss = self.gradients(way)
-            except torch.OutOfMemoryError:
-                report.note("the plain loop runs out of memory: nothing to compare with")
-            else:
-                norm = nn.utils.get_total_norm([p.grad for p in trained(self.head) if p.grad is not None])
-                found.append(torch.tensor([loss, norm.item()], dtype=torch.float64))
-            self.optimizer.zero_grad()
-            release(self.device)
-        if len(found) == 2 and not torch.allclose(*found, rtol=DISAGREEMENT[self.dtype], atol=0):
-            raise RuntimeError(f"loss and norm of the gradient differ: {found[0].tolist()} and {found[1].tolist()}")
-
-    def measure(self, work):
-        """(Times of one call, peak bytes, bytes at rest); the bytes are None on a CPU."""
-        on_gpu = self.device.type == "cuda"
-        release(self.device)
-        for _ in range(WARMUP):
-            work()
-        rest = None
-        if on_gpu:
-            torch.cuda.synchronize(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
-            rest = torch.cuda.memory_allocated(self.device)
-        samples = []
-        for _ in range(self.settings.repeats):
-            start = time.perf_counter()
-            work()
-            if on_gpu:
-                torch.cuda.synchronize(self.device)
-            samples.append((time.perf_counter() - start) * 1e3)
-        return Times.of(samples), torch.cuda.max_memory_allocated(self.device) if on_gpu else None, rest
-
-
-def target_operations(target, num_tokens):
-    """Operations of the products of the target's layers over `num_tokens` tokens."""
-    layers = target.check_layers(())
-    weights = sum(module.weight.numel() for module in layers.modules() if isinstance(module, nn.Linear))
-    return 2 * weights * num_tokens
-
-
-def head_operations(target, head, settings, num_tokens, num_labels):
-    """Operations of the products of the target's distribution and of a head's forward and backward pass: the module's table."""
-    width, vocab, depth = target.hidden_size, target.vocab_size, settings.depth
-    distribution = 0 if settings.loss == "hard" else 2 * vocab * width * num_labels
-    if settings.head == "medusa":
-        blocks = (6 * head.config.num_layers - 2) * width**2
-        projection = (4 if head.config.shared_lm_head else 6) * vocab * width
-        return distribution + depth * num_labels * (blocks + projection)
-    if settings.head == "eagle3":
-        layer = sum(module.weight.numel() for module in head.midlayer.modules() if isinstance(module, nn.Linear))
-        per_token = 4 * head.fc.weight.numel() + 6 * depth * layer
-        return distribution + num_tokens * per_token + 6 * depth * num_labels * head.lm_head.weight.numel()
-    inner = head.config.inner_size
-    per_token = 4 * width * inner + 6 * (depth - 1) * inner**2
-    return distribution + num_tokens * per_token + 6 * depth * num_labels * vocab * inner

@@ -127,3 +127,30 @@ def test_training_blocks_on_a_gpu_is_training_them_on_the_cpu(is_causal):
         if ours.requires_grad:
             scale = ours.grad.abs().max().item()
             torch.testing.assert_close(theirs.grad.cpu(), ours.grad, rtol=0, atol=1e-3 * scale + 1e-7, msg=name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["eagle3", "block"])
+def test_training_under_autocast_on_a_gpu_is_near_that_in_fp32(kind):
+    """fp32 weights and bf16 products: norms, rotations and attention get and give bf16 rows."""
+    head, inputs = head_and_inputs()
+    if kind == "block":
+        sizes = dict(hidden_size=48, vocab_size=64, intermediate_size=96, num_hidden_layers=2, mask_token_id=3)
+        heads = dict(num_attention_heads=HQ, num_key_value_heads=HK, head_dim=D, aux_layer_ids=(1, 2))
+        head = BlockHead(BlockConfig(**sizes, **heads, num_speculative_tokens=4))
+        places = torch.tensor([[0, 3, 69, 70, 149], [2, 2, 90, 129, 0]])
+        inputs = torch.randn(B, T, 96), torch.randint(64, (B, 5)), places, *inputs[2:]
+    else:
+        inputs = *inputs, 4
+    other = copy.deepcopy(head).cuda()
+    for one, device, autocast in ((head, "cpu", False), (other, "cuda", True)):
+        given = (part.to(device) if isinstance(part, torch.Tensor) else part for part in inputs)
+        with torch.autocast(device, torch.bfloat16, enabled=autocast):
+            found = one(*given)
+            states = found if kind == "block" else one.norm(torch.stack(found))
+        assert states.dtype == (torch.bfloat16 if autocast else torch.float32)
+        (states.float() * torch.linspace(-1, 1, states.shape[-1], device=device)).square().mean().backward()
+    for (name, ours), theirs in zip(head.named_parameters(), other.named_parameters(), strict=True):
+        if ours.grad is not None:
+            difference = (theirs[1].grad.cpu() - ours.grad).norm() / ours.grad.norm()
+            assert difference < 0.05, f"{name}: {difference:.3f}"

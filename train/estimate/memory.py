@@ -37,13 +37,22 @@ class MemoryEstimate:
     per_token: int
     to_come: int
 
+    @property
+    def parts(self):
+        """{name: bytes}"""
+        parts = {"target": self.target, "head": self.head, "gradients": self.gradients, "optimiser": self.moments}
+        return parts | {"logits": self.logits, "activations": self.activations}
+
+    @property
+    def total(self):
+        return sum(self.parts.values())
+
     def describe(self, num_tokens):
         """One line.  num_tokens: of a micro-step"""
-        parts = {"target": self.target, "head": self.head, "gradients": self.gradients, "optimiser": self.moments}
-        parts |= {"logits": self.logits, "activations": self.activations}
-        listed = ", ".join(f"{name} {in_gib(size)}" for name, size in parts.items())
-        total = in_gib(sum(parts.values()))
-        return f"about {total}: {listed} ({num_tokens} tokens at once, {self.per_token / 2**20:.3f} MiB each)"
+        listed = ", ".join(f"{name} {in_gib(size)}" for name, size in self.parts.items())
+        return (
+            f"about {in_gib(self.total)}: {listed} ({num_tokens} tokens at once, {self.per_token / 2**20:.3f} MiB each)"
+        )
 
 
 def estimate_memory(head, target, optimizer, *, batch_rows, row_length, chunk_tokens, num_depths, autocast, every=1):
@@ -58,7 +67,8 @@ def estimate_memory(head, target, optimizer, *, batch_rows, row_length, chunk_to
     heads = _storages(head.parameters())
     with plain_attention(), autocast:  # FlexAttention would be compiled for these lengths
         constant, per_token, per_pair = _activations(head, target, num_depths, every)
-        logits = chunk_bytes(head, target, num_labels=min(chunk_tokens, batch_rows * row_length))
+        num_labels = min(chunk_tokens, batch_rows * row_length)
+        logits = chunk_bytes(head, target, num_labels=num_labels, num_depths=num_depths)
     if target.lm_head.weight.is_cuda:
         per_pair = 0  # FlexAttention keeps no scores
     gradients, moments = updated if buffer is None else buffer.nbytes, 2 * updated
@@ -101,18 +111,18 @@ def saved_bytes(head, target, *, row_length, num_depths, every=1):
     return _try(head, target, row_length, num_depths, every)[1]
 
 
-def chunk_bytes(head, target, *, num_labels):
+def chunk_bytes(head, target, *, num_labels, num_depths):
     """Bytes of a chunk of C labels: the logits of target and head, and what autograd saves of the head's product."""
-    predictions, _, weights = _try(head, target, 2, 1)
-    state = predictions.states[0]
+    predictions, _, weights = _try(head, target, 2, num_depths)
+    state, together = predictions.states[0], len(predictions.groups(target.vocab_size)[0])
 
     def needed(count):
         saved = {}
         with _noting(saved):
-            logits = predictions.logits(state.new_zeros(count, state.shape[-1]).requires_grad_(), 0)
+            logits = predictions.logits(state.new_zeros(together * count, state.shape[-1]).requires_grad_(), 0)
         # For a moment a draft vocabulary's part of the target's logits is a third. On the CPU the loss is plain torch, in fp32.
-        own = logits.nbytes * (1 if predictions.draft_ids is None else 2)
-        own += 0 if logits.is_cuda else 3 * 4 * logits.numel()
+        own = logits.nbytes + (0 if predictions.draft_ids is None else logits.nbytes // together)
+        own += 0 if logits.is_cuda else 3 * 4 * logits.numel() // together
         return _beside(saved, weights) + count * target.vocab_size * target.dtype.itemsize + own
 
     few, more = needed(1), needed(2)

@@ -14,11 +14,13 @@ whose states are features (EAGLE), is the smooth L1 distance of the state at y -
 averaged over its H values. Only supervised positions are projected, `chunk_tokens` at a time, and the backward of each chunk
 follows at once: no tensor of [all tokens, V] exists. Beside the weights there are at most two tensors [C, V], in the dtype of the
 logits: the target's, shared by all depths, and those of one depth, which the loss turns into their gradient. (While a draft
-vocabulary's part is taken out of the target's logits, that part is a third.) Where a depth's state depends on earlier states
+vocabulary's part is taken out of the target's logits, that part is a third.) Depths with one function over a draft vocabulary are
+projected together, as many as fit into the second tensor: every backward pass through an lm_head adds a gradient of its size to the
+one before, which took longer than the product for chunks of 1024 labels. Where a depth's state depends on earlier states
 (recurrent heads), the chunks leave their gradients at the states, and one backward pass at the end goes on to the parameters.
 
 Letters: B rows, T tokens per row, M = B T, N labels, C labels of a chunk, S width of a state, H hidden size, V vocabulary,
-K depths.
+K depths, G depths of a group.
 """
 
 from dataclasses import dataclass, replace
@@ -108,6 +110,7 @@ def accumulate_gradients(
     regresses = objective.feature_weight > 0
     totals = torch.zeros(num_depths, 5 + regresses, dtype=torch.float64, device=features.device)
     gradients = [torch.zeros_like(state) if state.requires_grad else None for state in predictions.states]
+    groups = predictions.groups(lm_head.weight.shape[0])
     if draft_ids is not None:
         places = torch.full((lm_head.weight.shape[0],), -1, device=draft_ids.device)
         places[draft_ids] = torch.arange(len(draft_ids), device=draft_ids.device)  # [V of the target], -1 outside
@@ -125,42 +128,45 @@ def accumulate_gradients(
             tokens = places[tokens]
             if loss.needs_label:
                 valid = valid & (tokens >= 0)
-        for k in range(num_depths):
+        for group in groups:
             # Labels without a feature of their own document read another position, and do not count.
-            source = (positions - 2 - k).clamp_min(0)
-            rows = predictions.states[k].detach()[source].requires_grad_(gradients[k] is not None)
-            logits = predictions.logits(rows, k)  # [C, V]
-            share = objective.weights[k] / num_labels
+            sources = [(positions - 2 - k).clamp_min(0) for k in group]
+            rows = torch.cat([predictions.states[k].detach()[source] for k, source in zip(group, sources)])
+            rows.requires_grad_(gradients[group[0]] is not None)
+            logits = predictions.logits(rows, group[0])  # [G C, V]
             gradient = logits.detach()  # the same memory; no backward reads the logits
-            figures = distill_loss(
-                gradient,
-                tokens,
-                valid[k],
-                distribution,
-                name=loss.formula,
-                kl_weight=objective.kl_weight(k),
-                top_k_weight=loss.top_k_weight,
-                factor=objective.token_weight * share,
-                measure=with_hits,
-            )
             ends, given = [logits], [gradient]
-            if regresses:
-                feature_loss = torch.where(valid[k], _smooth_l1(rows, features[positions - 1]), 0).sum()
-                ends.append(feature_loss * (objective.feature_weight * share))
-                given.append(None)
-                totals[k, 5] += feature_loss.detach()
+            for k, part, states in zip(group, gradient.split(len(positions)), rows.split(len(positions))):
+                share = objective.weights[k] / num_labels
+                figures = distill_loss(
+                    part,
+                    tokens,
+                    valid[k],
+                    distribution,
+                    name=loss.formula,
+                    kl_weight=objective.kl_weight(k),
+                    top_k_weight=loss.top_k_weight,
+                    factor=objective.token_weight * share,
+                    measure=with_hits,
+                )
+                if regresses:
+                    feature_loss = torch.where(valid[k], _smooth_l1(states, features[positions - 1]), 0).sum()
+                    ends.append(feature_loss * (objective.feature_weight * share))
+                    given.append(None)
+                    totals[k, 5] += feature_loss.detach()
+                totals[k, 0] += figures.loss.sum()
+                totals[k, 1] += valid[k].sum()
+                if with_hits:
+                    totals[k, 2] += (figures.rank == 1).sum()
+                    totals[k, 3] += (figures.rank <= 5).sum()
+                    if figures.alpha is not None:
+                        totals[k, 4] += figures.alpha.sum()
             if logits.requires_grad:
                 torch.autograd.backward(ends, given)
-            if gradients[k] is not None:
-                gradients[k].index_add_(0, source, rows.grad)
-            totals[k, 0] += figures.loss.sum()
-            totals[k, 1] += valid[k].sum()
-            if with_hits:
-                totals[k, 2] += (figures.rank == 1).sum()
-                totals[k, 3] += (figures.rank <= 5).sum()
-                if figures.alpha is not None:
-                    totals[k, 4] += figures.alpha.sum()
-            del logits, gradient, ends, given  # freed before the next depth's are made
+            if rows.grad is not None:
+                for k, source, part in zip(group, sources, rows.grad.split(len(positions))):
+                    gradients[k].index_add_(0, source, part)
+            del logits, gradient, part, ends, given  # freed before the next group's are made
     carrying = [k for k, gradient in enumerate(gradients) if gradient is not None]
     torch.autograd.backward([predictions.states[k] for k in carrying], [gradients[k] for k in carrying])
     return totals

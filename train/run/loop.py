@@ -177,13 +177,13 @@ class Step:
         for first, index in deal_rows(self.rows, training.recipe, training.processes.accelerator):
             self.fed.append(index.tolist())
             *inputs, supervised = select_rows(training.packed, index, device)  # [B, T] each
+            input_ids, _, document_ids = inputs
+            # First, because their number is awaited: the target's pass is only launched, and what follows is prepared meanwhile.
+            labels = find_labels(input_ids, document_ids, supervised, num_depths)
             features = last = None
             if not training.adapter:  # with an adapter features change in every step: the joint stage makes them
                 cache = training.cache
                 features = cache.rows(index, device) if cache else training.target.features(*inputs, layers)
-            input_ids, _, document_ids = inputs
-            labels = find_labels(input_ids, document_ids, supervised, num_depths)
-            if features is not None:
                 last, features = training.target.split(features, layers)
             yield Batch(first, inputs, labels, last, features)
 

@@ -79,7 +79,9 @@ def update(head, optimizer, *, lr, max_norm, max_value=0.0):
     else:
         parameters = list(head.parameters())
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    if norm.isfinite():
+    # Awaited before the optimiser's work is launched, not after it: meanwhile the next step is prepared.
+    length = norm.item()
+    if math.isfinite(length):
         if max_value and parameters:
             torch.nn.utils.clip_grad_value_(parameters, max_value)
         elif max_norm:
@@ -88,7 +90,7 @@ def update(head, optimizer, *, lr, max_norm, max_value=0.0):
             group["lr"] = lr * group.get("rate", 1.0)
         optimizer.step()
     optimizer.zero_grad()
-    return norm.item()
+    return length
 
 
 def wants_checkpointing(wanted, row_length, num_steps):

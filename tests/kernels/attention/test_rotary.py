@@ -36,6 +36,20 @@ def test_bfloat16_is_turned_in_float32_and_rounded_once():
     assert ((found.double() - exact).abs() <= 2.0**-8 * exact.abs() + 1e-5).all()
 
 
+def test_a_gradient_is_turned_back(device):
+    """Value and gradient: sizes that are no power of two, a gradient in another order of memory, in the dtype of x."""
+    for dtype in [torch.float32] + [torch.bfloat16] * (device == "cuda"):
+        x, angle = drawn(6, 3, 20, dtype)
+        dy = drawn(3, 6, 20)[0].transpose(0, 1).to(device, dtype)
+        own = x.to(device).requires_grad_()
+        found = rotary(own, angle.cos().float().to(device), angle.sin().float().to(device))
+        found.backward(dy)
+        bound = dict(rtol=2.0**-7, atol=2.0**-7) if dtype == torch.bfloat16 else dict(rtol=1e-5, atol=2e-5)
+        torch.testing.assert_close(found.detach().cpu().double(), turned(x, angle), **bound)
+        torch.testing.assert_close(own.grad.cpu().double(), turned(dy.cpu(), -angle), **bound)
+        assert own.grad.dtype == found.dtype == dtype
+
+
 def test_rows_do_not_depend_on_each_other():
     x, angle = drawn(80, 3, 20, torch.float32)
     table = torch.cat((x.flatten(1), angle.cos().float(), angle.sin().float()), 1)

@@ -104,20 +104,23 @@ def test_mlp_speculators_gradient_goes_back_through_all_steps(tied):
         assert parameter.grad.abs().max() > 1e-6, f"{name} gets no gradient"
 
 
+@pytest.mark.parametrize(("same_logits", "products"), [(False, 3), (True, 2)])
 @pytest.mark.parametrize("loss", [HARD, KL], ids=str)
-def test_draft_vocabulary_reads_distributions_and_labels_by_the_targets_ids(loss):
+def test_draft_vocabulary_reads_distributions_and_labels_by_the_targets_ids(loss, same_logits, products):
+    """products: per chunk, where 8 of 23 tokens leave room for two of the three depths together."""
     torch.manual_seed(4)
     (_, lm_head), (input_ids, document_ids, supervised, features) = make_head(), make_batch()
     draft_ids = torch.tensor([1, 2, 5, 6, 9, 13, 14, 20])
     out = torch.nn.Linear(H, len(draft_ids), bias=False).double()
     flat, labels = features.flatten(0, 1), find_labels(input_ids, document_ids, supervised, K)
+    states = [(flat * (1 + k)).requires_grad_() for k in range(K)]
     total, counts, hits = 0.0, [0] * K, [0] * K
     for k in range(K):
         for position, token, valid in zip(labels.positions.tolist(), labels.tokens.tolist(), labels.valid[k]):
             inside = token in draft_ids.tolist()
             if not valid or (loss is HARD and not inside):
                 continue
-            logits = out(flat[position - 2 - k])
+            logits = out(states[k][position - 2 - k])
             distribution = lm_head(flat[position - 1]).softmax(-1)[draft_ids]
             if loss is HARD:
                 total = total - logits.log_softmax(-1)[draft_ids.tolist().index(token)]
@@ -126,12 +129,21 @@ def test_draft_vocabulary_reads_distributions_and_labels_by_the_targets_ids(loss
             counts[k] += 1
             hits[k] += int(draft_ids[logits.argmax()]) == token
     total.backward()
-    expected = out.weight.grad.clone()
-    out.zero_grad()
-    predictions = Predictions([flat] * K, lambda rows, k: out(rows), draft_ids)
+    expected = [one.grad.clone() for one in (out.weight, *states)]
+    for one in (out.weight, *states):
+        one.grad = None
+    made = []
+
+    def logits_of(rows, k):
+        made.append(k)
+        return out(rows)
+
+    predictions = Predictions([1 * one for one in states], logits_of, draft_ids, same_logits)
     given = {"lm_head": lm_head, "objective": Objective(loss, [1.0] * K), "num_labels": 1}
     totals = accumulate_gradients(predictions, flat, labels, chunk_tokens=5, with_hits=True, **given)
-    torch.testing.assert_close(out.weight.grad, expected, rtol=1e-10, atol=1e-12)
+    for one, gradient in zip((out.weight, *states), expected):
+        torch.testing.assert_close(one.grad, gradient, rtol=1e-10, atol=1e-12)
+    assert len(made) == products * -(-len(labels.positions) // 5)
     assert totals[:, 1].tolist() == counts
     assert totals[:, 2].tolist() == hits
     assert totals[:, 0].sum().item() == pytest.approx(total.item(), rel=1e-12)
