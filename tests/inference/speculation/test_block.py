@@ -13,6 +13,7 @@ from headstart.inference.sampling_params import SamplingParams
 from headstart.inference.speculation.options import SpeculativeOptions
 from headstart.inference.speculation.tree import GrowingTree, build_static_tree, save_tree
 from headstart.tests.inference.speculation.small_drafters import DEVICES, VOCAB, llama
+from headstart.tests.inference.speculation.taught_block import GROWING, bits_of, many_requests
 
 DEPTH, LENGTHS = 4, (3, 14, 50, 52, 64, 130)  # of the prompts: below, at and across tiles and pages
 TEMPERATURES = (0.0, 0.8, 1.3)
@@ -139,6 +140,34 @@ def test_pages_that_run_out_under_trees_change_no_bit(edged, trees):
     for temperature in (0.8, 1.3):
         assert outputs(llm, temperature) == plain[temperature], temperature
     assert llm.get_stats()["num_preemptions"] > 0
+    llm.engine.check()
+
+
+@pytest.fixture(scope="module")
+def many(edged):
+    """Requests of all temperatures and lengths, and such that will need more pages: (requests, their outputs one at a time)"""
+    known, alone = prompts_and_params(0.0)[0][:2], LLM(edged[0], max_num_seqs=1)
+    both = many_requests(known, 64), many_requests(known, 24, lengths=GROWING)
+    return [(requests, bits_of(alone, requests)) for requests in both]
+
+
+@pytest.mark.parametrize(
+    ("batch", "tree", "pages"),
+    [(1, "grown-64", None), (9, "static-8", None), (64, "grown-64", None), (64, "chain", None), (16, "static-8", 16)],
+)
+def test_an_edge_in_batches_of_any_size_changes_no_bit(edged, trees, many, batch, tree, pages):
+    (target, head, _), (requests, plain) = edged, many[pages is not None]
+    count = 10 if batch == 1 else len(plain)
+    speculative = {"model": head, "tree": tree if tree == "chain" else str(trees / f"{tree}.json")}
+    sizes = dict(max_num_seqs=batch, max_model_len=200, num_gpu_blocks_override=pages)
+    llm = LLM(target, speculative_config=speculative, **sizes)
+    assert bits_of(llm, [part[:count] for part in requests]) == plain[:count]
+    assert llm.get_stats()["num_accepted_tokens"] >= count / 3
+    if pages is not None:
+        assert llm.get_stats()["num_preemptions"] > 0
+    elif batch > 1:  # pages that are found again
+        assert bits_of(llm, [part[:11] for part in requests]) == plain[:11]
+        assert llm.get_stats()["prefix_cache_hits"] > 0
     llm.engine.check()
 
 
