@@ -39,14 +39,15 @@ def test_flex_attention_gets_what_the_dense_one_gets(monkeypatch):
     assert (packed_attention._attend_dense(q, k, v, open_mask, True)[0] - out).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_flex_attention_of_blocks_gets_what_the_dense_one_gets(monkeypatch, is_causal):
+@pytest.mark.parametrize("reach", [(False,), (True,), (False, 7), (True, 7), (True, 30, True), (False, 6, True)])
+def test_flex_attention_of_blocks_gets_what_the_dense_one_gets(monkeypatch, reach):
+    reach = packed_attention.Reach(*reach)
     size, places = 5, torch.tensor([[0, 3, 69, 70, 149], [2, 2, 90, 129, 0]])  # of the last feature that a block sees
-    mask = packed_attention.blocks_mask(places, documents(), size, is_causal)
+    mask = packed_attention.blocks_mask(places, documents(), size, reach)
     assert mask.dtype == torch.bool
     monkeypatch.setattr(packed_attention, "_compiled", lambda function: function)
     monkeypatch.setattr(packed_attention, "_takes_flex", lambda tensor: True)
-    flex = packed_attention.blocks_mask(places, documents(), size, is_causal)
+    flex = packed_attention.blocks_mask(places, documents(), size, reach)
     q = rows(HQ, 0)[:, :, : 5 * size]
     k, v = (torch.cat((rows(HK, seed), rows(HK, seed + 1)[:, :, : 5 * size]), 2) for seed in (1, 3))
     expected, _ = packed_attention._attend_dense(q, k, v, mask, with_normaliser=False)

@@ -195,7 +195,9 @@ def test_loss_and_gradients_are_those_of_single_blocks_in_single_documents(case)
 def change_mask(change):
     """A mutant of BlockHead._mask: `change(mask, rows, size)` of its result [B, 1, R S, T + R S]."""
     right = BlockHead._mask
-    return lambda head, rows, documents: change(right(head, rows, documents), rows, head.config.block_size)
+    return lambda head, rows, documents, reach: change(
+        right(head, rows, documents, reach), rows, head.config.block_size
+    )
 
 
 def see_the_anchors_feature(mask, rows, size):
