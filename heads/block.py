@@ -110,8 +110,10 @@ class BlockConfig(LayerConfig):
             raise ValueError(
                 f"BlockConfig.sliding_window must be at least a block's {self.block_size} slots, got {window!r}"
             )
-        if layers and self.is_causal and not self.sliding_is_causal:
-            raise ValueError("BlockConfig.is_causal is of all layers: set sliding_is_causal, too")
+        if layers and self.is_causal and (not self.sliding_is_causal or self.window_of_block):
+            raise ValueError(
+                "BlockConfig.is_causal is of all layers: set sliding_is_causal, too, and no window_of_block"
+            )
 
     @classmethod
     def for_target(cls, target_config, **changes):

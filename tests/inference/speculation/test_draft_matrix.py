@@ -160,7 +160,7 @@ CASES = {
         dict(
             embedding="none",
             sliding_layers=(0,),
-            sliding_window=20,
+            sliding_window=7,
             window_of_block=True,
             sliding_is_causal=True,
             **BLOCK | dict(num_speculative_tokens=4),
