@@ -53,6 +53,19 @@ class Recipe(RunRecipe):
     block_size: int = key(8, "slots of a block, of which all but the first predict a token", least=2, most=64)
     sample_from_anchor: bool = key(False, "every slot, the first too, predicts the token after its place (DSpark)")
     is_causal: bool = key(False, "a slot sees only the slots of its block up to itself")
+    sliding_window: int = key(
+        0,
+        "tokens that all layers but the last few see; 0: all layers see the whole text, or with start_from as many as that head's",
+        least=0,
+    )
+    num_full_layers: int = key(1, "so many last layers see the whole text beside layers with a sliding_window", least=0)
+    sliding_is_causal: bool = key(
+        True, "in layers with a sliding_window a slot sees only the slots of its block up to itself"
+    )
+    window_of_block: bool = key(
+        False,
+        "the sliding_window counts from the block, as format speculators has it, and not from the slot, as dflash",
+    )
     edge_rank: int = key(
         256,
         "rank of the edge, which corrects a slot's scores by the token before (DSpark); 0: none, and a draft's tokens do not know "
@@ -117,6 +130,19 @@ def default_aux_layers(num_layers):
     return tuple(torch.linspace(2, num_layers - 2, NUM_AUX_LAYERS).round().int().tolist())
 
 
+def sliding_layers(recipe, num_layers):
+    """The fields of BlockConfig for a recipe's sliding_window in a head of num_layers."""
+    if not recipe.sliding_window:
+        return {}
+    layers = tuple(range(num_layers - recipe.num_full_layers))
+    if not layers:
+        raise ValueError(
+            f"num_full_layers {recipe.num_full_layers} of {num_layers} layers leaves none to the sliding_window: set that to 0"
+        )
+    same = {name: getattr(recipe, name) for name in ("sliding_window", "sliding_is_causal", "window_of_block")}
+    return {"sliding_layers": layers, **same}
+
+
 def choose_mask_token(embedding, reserved):
     """The highest id that is not in `reserved` and whose row of the embedding [V, H] is not next to nothing.
 
@@ -151,16 +177,19 @@ def choose_config(recipe, target, start, reserved):
             raise ValueError(
                 f"aux_layers must be below the target's {target.num_layers} layers, got {recipe.aux_layers}"
             )
+        num_layers = recipe.num_layers or NUM_LAYERS
         return target.layer_config(
             BlockConfig,
-            num_hidden_layers=recipe.num_layers or NUM_LAYERS,
+            num_hidden_layers=num_layers,
             aux_layer_ids=layers,
             mask_token_id=choose_mask_token(target.embedding, reserved) if mask is None else mask,
             **own,
             **places,
+            **sliding_layers(recipe, num_layers),
         )
     found = {"num_layers": start.config.num_hidden_layers, "aux_layers": start.features}
-    found |= {name: getattr(start.config, name) for name in ("mask_token_id", *places)}
+    chosen |= sliding_layers(recipe, start.config.num_hidden_layers)
+    found |= {name: getattr(start.config, name) for name in {"mask_token_id", *places, *chosen} - found.keys()}
     if start.config.edge_rank:
         found["edge_rank"] = start.config.edge_rank
     for name, given in (chosen | places | {"edge_rank": recipe.edge_rank}).items():

@@ -61,12 +61,10 @@ def check_format(head, format):
             "readers of format 'speculators' let a slot see its whole block, and this head's see only the slots before them "
             "(is_causal): use 'dflash'"
         )
-    counted = {"dflash": "the slot", "speculators": "the block's first slot"}
-    own = "speculators" if head.config.window_of_block else "dflash"
-    if head.config.sliding_layers and format != own:
+    if format == "speculators" and head.config.sliding_layers and not head.config.window_of_block:
         raise ValueError(
-            f"readers of format {format!r} count the window of a sliding layer from {counted[format]}, and this head's counts from "
-            f"{counted[own]}: use {own!r}"
+            "readers of format 'speculators' count the window of a sliding layer from the block, and this head's counts from the "
+            "slot (no window_of_block): use 'dflash'"
         )
     if format == "speculators" and head.needs_embedding:
         raise ValueError(

@@ -20,12 +20,9 @@ from typing import Any, NamedTuple
 from ..storage.reading import assume, listed
 from .layer import layer_keys
 
-# Our own keys, beside the Qwen3's: a tensor of that name is a copy of the target's; what readers take if no other key says it.
-TARGETS_EMBEDDING, TARGETS_LM_HEAD, SLIDING_IS_CAUSAL = (
-    "embed_tokens_is_targets",
-    "lm_head_is_targets",
-    "sliding_is_causal",
-)
+# Our own keys, beside the Qwen3's: a tensor of that name is a copy of the target's; what the format "dflash" has no key for.
+TARGETS_EMBEDDING, TARGETS_LM_HEAD = "embed_tokens_is_targets", "lm_head_is_targets"
+SLIDING_IS_CAUSAL, WINDOW_OF_BLOCK = "sliding_is_causal", "window_of_block"
 SPECULATORS = {"dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator"}  # speculators_model_type: the architecture
 ANCHORED = ("DSparkDraftModel", "Qwen3DSparkModel")  # architectures whose slots predict the next token
 KINDS = ("full_attention", "sliding_attention")
@@ -147,7 +144,8 @@ def _places(format, config, nested, layer, notes):
         found = {"is_causal": bool(said), "sliding_is_causal": said in (None, True)}
     if not layers:
         return {"is_causal": found["is_causal"]}
-    return found | {"sliding_layers": layers, "sliding_window": window, "window_of_block": format == "speculators"}
+    of_block = format == "speculators" or config.get(WINDOW_OF_BLOCK) is True
+    return found | {"sliding_layers": layers, "sliding_window": window, "window_of_block": of_block}
 
 
 def _sliding_layers(layer):
@@ -207,6 +205,7 @@ def plain_config(config):
             if config.sliding_is_causal and not config.is_causal
             else {"is_causal": config.is_causal}
         ),
+        **({WINDOW_OF_BLOCK: True} if config.window_of_block else {}),
         "block_size": config.block_size,
         **dspark,
         "dflash_config": ids | dspark | ({"projector_type": "dspark"} if is_dspark else {}) | anchored,

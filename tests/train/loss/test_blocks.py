@@ -152,6 +152,12 @@ CASES = {
     "lk": (Loss("lk", eta=2.0), {}, {}),
     "lk-log": (Loss("lk-log"), {"is_causal": True}, {}),
     "tv": (Loss("tv"), {}, {}),
+    "kl, sliding": (Loss("kl"), {"sliding_layers": (0,), "sliding_window": 4}, {}),
+    "kl, sliding, of the block": (
+        Loss("kl"),
+        {"sliding_layers": (0, 1), "sliding_window": 5, "sliding_is_causal": True, "window_of_block": True},
+        {},
+    ),
     "dpace": (Loss("hard"), {}, {"dynamic": True}),
     "hard, draft vocabulary": (Loss("hard"), EDGE | DRAFTED, {}),
     "kl, draft vocabulary": (Loss("kl"), EDGE | DRAFTED, {}),
