@@ -80,6 +80,22 @@ def edged(setting):
     return target, taught(target, texts, edge_rank=8, sample_from_anchor=True), plain
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_accepted_drafts_of_sliding_layers_change_no_bit(setting, causal):
+    """A window of 16 tokens: shorter than some prompts, across tiles and pages."""
+    target, _, plain = setting
+    texts = [prompt + found[0] for prompt, found in zip(prompts_and_params(0.0)[0][:2], plain[0.0])]
+    slides = dict(num_hidden_layers=2, sliding_layers=(0,), sliding_window=16, sliding_is_causal=causal)
+    head = taught(target, texts, window_of_block=not causal, **slides)
+    llm = LLM(target, max_num_seqs=6, max_num_batched_tokens=48, speculative_config={"model": head})
+    for temperature in (0.0, 1.3):
+        assert outputs(llm, temperature) == plain[temperature], temperature
+    stats = llm.get_stats()
+    assert stats["num_accepted_tokens"] >= 20
+    assert stats["prefix_cache_hits"] > 0
+    llm.engine.check()
+
+
 @pytest.fixture(scope="module")
 def trees(tmp_path_factory):
     folder, rates = tmp_path_factory.mktemp("trees"), [[0.6, 0.3, 0.2, 0.1], [0.5, 0.3, 0.2], [0.5, 0.2], [0.4, 0.1]]
