@@ -86,12 +86,28 @@ class BlockPass(Drafter):
             x, residual = layer.input_norm(residual, parts)
             parts, residual = layer(x, residual, passes[reach], layer_kv)
         state = self.norm(residual, parts)[0].view(*tokens.shape, -1)  # [B, S, H]
-        drafted = state[:, self.first_slot : self.first_slot + num_depths].transpose(0, 1).flatten(0, 1)  # [K B, H]
+        drafted = state[:, self.first_slot : self.first_slot + num_depths].transpose(0, 1)  # [K, B, H]
+        self.states, drafted = drafted, drafted.flatten(0, 1)
         if self.head.uses_target_lm_head:
             logits = self.decoder.logits(drafted.to(self.decoder.dtype))
         else:
             logits = lm_head_logits(drafted, self.head.lm_head.weight)
         return logits.view(num_depths, len(tokens), -1)
+
+    def confidence(self, depths, rows=None):
+        """How sure the head is that the first nodes of some depths are accepted, if those before them are.
+
+        depths: a slice of K; rows [K, B, r]: of W1 for the tokens before, where the confidence sees them  ->  fp32 [K, B]
+        """
+        proj, read = self.head.confidence_head.proj, self.states[depths]
+        if self.head.config.confidence_sees_token:
+            read = torch.cat((read, rows.to(read.dtype)), -1)
+        return ((read.float() * proj.weight[0].float()).sum(-1) + proj.bias.float()).sigmoid()
+
+    @property
+    def is_sure(self):
+        """Whether drafts have a confidence."""
+        return self.tells_confidence and self.head.confidence_head is not None
 
     def _index(self, batch, reach):
         """The TreeIndex of layers whose slots see so far."""
