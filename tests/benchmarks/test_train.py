@@ -112,7 +112,7 @@ def test_train_prints_the_target_our_step_and_the_plain_one(shape, capsys):
     ("words", "said"),
     [
         (["--sequence", "65"], "--sequence must be from 3 to the 64 positions"),
-        (["--loss", "ce"], "loss must be one of hard, kl, lk, lk-log, tv, got 'ce'"),
+        (["--loss", "ce"], "loss must be one of hard, kl, lk, lk-log, hard-l1, tv, got 'ce'"),
         (["--chunk-tokens", "0"], "--chunk-tokens must be at least 1, got 0"),
         (["--head", "eagle3", "--lm-head", "own"], "--lm-head own is for Medusa heads"),
     ],

@@ -106,6 +106,9 @@ def loss_by_loops(head, lm_head, rows, last, streams, blocks, objective):
                 kl, w = (p * (p.log() - log_q)).sum(), math.exp(-2.0 * RATES[k])
                 hard = -log_q[drafted.index(label)] if label in drafted else None
                 every = {"hard": hard, "kl": kl, "lk": w * kl + (1 - w) * (1 - alpha)}
+                outside = 1 - p.sum()  # where q is 0
+                far = 0.9 * ((p - log_q.exp()).abs().sum() + outside)
+                every["hard-l1"] = far if hard is None else 0.1 * hard + far
                 every |= {"lk-log": -alpha.log(), "tv": (p - log_q.exp()).abs().sum() / 2}
                 values[k], rates[k] = every[objective.loss.name], alpha.detach()
                 if head.confidence_head is not None:
@@ -168,6 +171,8 @@ CASES = {
         EDGE | {"confidence": True},
         {"dynamic": False, "confidence_weight": 0.8},
     ),
+    "DSpark's": (Loss("hard-l1"), EDGE | {"confidence": True}, {"confidence_weight": 1.0}),
+    "hard-l1, draft vocabulary": (Loss("hard-l1"), EDGE | DRAFTED, {}),
     "tv, edge, confidence": (Loss("tv"), EDGE | {"confidence": True}, {"confidence_weight": 1.0}),
 }
 
