@@ -105,6 +105,9 @@ class Adaptive:
                 if sure is not None:
                     self.claimed[level].add(sure[level], memory)
                     self.lately[level].add(sure[level], LATELY)
+        if not depth:  # nothing is known of the text at hand: it is taken for what it is on average, more and more
+            for lately, claimed in zip(self.lately, self.claimed):
+                lately.add(claimed.value, LATELY)
         self._last_depth = depth
 
     def _bucket(self, num_requests):
