@@ -288,6 +288,10 @@ class BlockHead(DraftsOverVocabulary, Head):
             wrong.append(f"aux layers {list(layers)}, the target has layers 0 to {depth - 1}")
         return wrong
 
+    @property
+    def steps_in_a_pass(self):
+        return len(self.layers)
+
     def context(self, features):
         """What the layers' context keys and values are projected from.  [..., A H] -> [..., H]"""
         return self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
@@ -310,7 +314,7 @@ class BlockHead(DraftsOverVocabulary, Head):
         rotations = tuple(self.rotary(one, x.dtype) for one in (places.flatten(1), position_ids))
         masks = {reach: self._mask(rows, document_ids, reach) for reach in {*self.config.reaches}}
         for layer, reach in zip(self.layers, self.config.reaches):
-            x = layer(x, context, rotations, masks[reach])
+            x = self.run_step(layer, x, context, rotations, masks[reach])
         return self.norm(x).view(batch, count, size, -1)
 
     def _mask(self, rows, document_ids, reach):

@@ -27,7 +27,7 @@ from headstart.train.loss.blocks import BlockObjective, accumulate_block_gradien
 from headstart.train.loss.losses import Loss
 from headstart.train.run.acceptance import build_meter
 from headstart.train.run.loop import Training
-from headstart.train.run.optimization import build_optimizer
+from headstart.train.run.optimization import build_optimizer, wants_checkpointing
 from headstart.train.run.recipe import key, parse_layers, parse_recipe
 from headstart.train.run.run_folder import start_processes
 from headstart.train.run.run_recipe import RunRecipe
@@ -97,6 +97,12 @@ class Recipe(RunRecipe):
         choices=("exponential", "dpace", "none"),
     )
     gamma: float = key(0.0, "of exponential; 0: 7, 5 or 4 for blocks of 16, 10 or fewer slots", least=0)
+    checkpoint_activations: str = key(
+        "auto",
+        "yes: each layer is computed again in the backward pass instead of kept, with the same gradients: less memory, more time; "
+        "auto: for rows of more than 8192 tokens, if there are layers above the first",
+        choices=("auto", "yes", "no"),
+    )
     confidence_weight: float = key(
         0.0,
         "weight of the loss of the confidence, which tells how likely a slot's token is accepted (DSpark: 1); 0: the head has none",
@@ -236,6 +242,9 @@ def main(argv):
     if start:
         take_weights(head, start, note)
     head.to(device)
+    head.checkpoint_steps = wants_checkpointing(
+        recipe.checkpoint_activations, recipe.row_length, config.num_hidden_layers
+    )
     note(
         f"blocks of {config.block_size} slots, mask token {tokenizer.decode([config.mask_token_id])!r} ({config.mask_token_id})"
     )

@@ -197,6 +197,7 @@ TRAININGS = {
                 {"num_full_layers": 0, "sliding_is_causal": False, "window_of_block": True},
             ),
         ],
+        elsewhere=frozenset({"checkpoint_activations"}),
     ),
     "joint": TinyTraining(
         "medusa",
