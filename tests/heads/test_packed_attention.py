@@ -113,12 +113,23 @@ def test_a_hidden_score_far_above_the_visible_ones_leaves_finite_gradients():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_training_blocks_on_a_gpu_is_training_them_on_the_cpu(is_causal):
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        dict(is_causal=True),
+        dict(sliding_layers=(0,), sliding_window=17, sliding_is_causal=True),
+        dict(sliding_layers=(0, 1), sliding_window=40, window_of_block=True),
+    ],
+)
+def test_training_blocks_on_a_gpu_is_training_them_on_the_cpu(changes, again):
+    """again: layers are computed again in the backward pass."""
     torch.manual_seed(0)
     sizes = dict(hidden_size=48, vocab_size=64, intermediate_size=96, num_hidden_layers=2, mask_token_id=3)
     heads = dict(num_attention_heads=HQ, num_key_value_heads=HK, head_dim=D, aux_layer_ids=(1, 2))
-    head = BlockHead(BlockConfig(**sizes, **heads, is_causal=is_causal, num_speculative_tokens=4))
+    head = BlockHead(BlockConfig(**sizes, **heads, **changes, num_speculative_tokens=4))
+    head.checkpoint_steps = again
     other, (_, inputs) = copy.deepcopy(head).cuda(), head_and_inputs()
     places = torch.tensor([[0, 3, 69, 70, 149], [2, 2, 90, 129, 0]])  # of the last feature that a block sees
     given = torch.randn(B, T, 96), torch.randint(64, (B, 5)), places, *inputs[2:]
