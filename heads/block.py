@@ -9,14 +9,16 @@
 
 The keys and values of a layer are those of the context c_0 .. c_t, then of the block: the same k_proj, v_proj, k_norm and rotation,
 without input_layernorm for the context. A slot sees the whole context and its whole block; where is_causal, only the block's slots
-up to itself. Queries and keys are normed per head, as Qwen3's.
+up to itself. In sliding layers it sees the last of the context alone (Reach of packed_attention.py); projects differ in the rest:
+of the block it sees all (z-lab's own code), or the slots up to itself (SpecForge, speculators), where the window counts from the
+slot (transformers, so z-lab, SpecForge and vLLM) or from the block (speculators). Queries and keys are normed per head, as Qwen3's.
 
 With sample_from_anchor slot i predicts the token after its own place instead, so all S slots predict, the first one x_{t+2}.
 The embedding is the target's, frozen. So is lm_head, or the head has its own over a draft vocabulary, as EAGLE-3 (eagle3.py).
 Slots do not see each other's drafted tokens: one distribution per depth. The edge (DSpark's "Markov head") corrects it by the token
 before; W1 [V, r] and W2 [VD, r] are the paper's names, and W2 starts at zero. The confidence that the target accepts a slot's token
 is sigmoid(proj [h ; W1[previous token]]).
-Not here: gated and recurrent edges, selectors, convolutions, sliding windows.
+Not here: gated and recurrent edges, selectors, convolutions.
 
 Letters: B rows of a batch, T tokens per row, R blocks per row, S slots of a block, H hidden size, A aux layers, M slots of any
 blocks, V the target's vocabulary, VD the draft's, r rank of the edge.
@@ -32,7 +34,7 @@ from ..kernels.attention.rotary import rotary
 from .draft_vocabulary import DraftsOverVocabulary
 from .head import Head, Predictions, bytes_of, cast_lm_head, next_tokens
 from .layers import MLP, Attention, LayerConfig, RMSNorm, Rotary, check_embedding, share_embedding
-from .packed_attention import attend, blocks_mask
+from .packed_attention import Reach, attend, blocks_mask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +46,18 @@ class BlockConfig(LayerConfig):
     confidence: whether it predicts if its tokens are accepted, with confidence_sees_token by the token before too.
     aux_layer_ids: id k is the residual stream entering layer k (0-based) of the target; mask_token_id: the token in the slots to
     be predicted; is_causal: whether a slot sees only the block's slots up to itself; num_target_layers: None if the file says none.
+    sliding_layers: numbers of the head's layers with a sliding_window, at least a block long; sliding_is_causal: is_causal of
+    these; window_of_block: whether their window counts from the block's first slot.
     """
 
     num_hidden_layers: int
     mask_token_id: int
     aux_layer_ids: tuple[int, ...]
     is_causal: bool = False
+    sliding_layers: tuple[int, ...] = ()
+    sliding_window: int | None = None
+    sliding_is_causal: bool = False
+    window_of_block: bool = False
     num_target_layers: int | None = None
     draft_vocab_size: int | None = None
     sample_from_anchor: bool = False
@@ -70,6 +78,7 @@ class BlockConfig(LayerConfig):
             raise ValueError(
                 f"BlockConfig.mask_token_id must be below the vocab_size {self.vocab_size}, got {self.mask_token_id}"
             )
+        self._check_sliding_layers()
         size = self.draft_vocab_size
         if size is not None and not (type(size) is int and 2 <= size <= self.vocab_size):
             raise ValueError(
@@ -83,6 +92,27 @@ class BlockConfig(LayerConfig):
             raise ValueError(
                 "BlockConfig.confidence with confidence_sees_token reads the edge's table of tokens, and edge_rank is 0: give an "
                 "edge_rank, or set confidence_sees_token to false"
+            )
+
+    def _check_sliding_layers(self):
+        layers, window = self.sliding_layers, self.sliding_window
+        if any(type(one) is not int or not 0 <= one < self.num_hidden_layers for one in layers) or sorted(
+            {*layers}
+        ) != [*layers]:
+            raise ValueError(
+                f"BlockConfig.sliding_layers must be ascending layers below {self.num_hidden_layers}, got {layers!r}"
+            )
+        if not layers and (window is not None or self.sliding_is_causal or self.window_of_block):
+            raise ValueError(
+                "BlockConfig.sliding_window, sliding_is_causal and window_of_block belong to sliding_layers"
+            )
+        if layers and not (type(window) is int and window >= self.block_size):
+            raise ValueError(
+                f"BlockConfig.sliding_window must be at least a block's {self.block_size} slots, got {window!r}"
+            )
+        if layers and self.is_causal and (not self.sliding_is_causal or self.window_of_block):
+            raise ValueError(
+                "BlockConfig.is_causal is of all layers: set sliding_is_causal, too, and no window_of_block"
             )
 
     @classmethod
@@ -100,6 +130,12 @@ class BlockConfig(LayerConfig):
     def block_size(self):
         """S"""
         return self.num_speculative_tokens + self.first_slot
+
+    @property
+    def reaches(self):
+        """What the slots see in each layer: Reaches."""
+        sliding = Reach(self.sliding_is_causal, self.sliding_window, self.window_of_block)
+        return [sliding if i in self.sliding_layers else Reach(self.is_causal) for i in range(self.num_hidden_layers)]
 
     @property
     def first_slot(self):
@@ -252,6 +288,10 @@ class BlockHead(DraftsOverVocabulary, Head):
             wrong.append(f"aux layers {list(layers)}, the target has layers 0 to {depth - 1}")
         return wrong
 
+    @property
+    def steps_in_a_pass(self):
+        return len(self.layers)
+
     def context(self, features):
         """What the layers' context keys and values are projected from.  [..., A H] -> [..., H]"""
         return self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
@@ -272,14 +312,14 @@ class BlockHead(DraftsOverVocabulary, Head):
         x = self.embed_tokens(block.flatten(1)).to(context.dtype)  # [B, R S, H]
         places = position_ids.gather(1, rows)[..., None] + 1 + torch.arange(size, device=rows.device)
         rotations = tuple(self.rotary(one, x.dtype) for one in (places.flatten(1), position_ids))
-        mask = self._mask(rows, document_ids)
-        for layer in self.layers:
-            x = layer(x, context, rotations, mask)
+        masks = {reach: self._mask(rows, document_ids, reach) for reach in {*self.config.reaches}}
+        for layer, reach in zip(self.layers, self.config.reaches):
+            x = self.run_step(layer, x, context, rotations, masks[reach])
         return self.norm(x).view(batch, count, size, -1)
 
-    def _mask(self, rows, document_ids):
+    def _mask(self, rows, document_ids, reach):
         """Which keys every slot sees: see blocks_mask."""
-        return blocks_mask(rows, document_ids, self.config.block_size, self.config.is_causal)
+        return blocks_mask(rows, document_ids, self.config.block_size, reach)
 
     def logits(self, states, previous, lm_head_weight):
         """The scores of the tokens that slots predict.

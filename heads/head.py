@@ -51,6 +51,7 @@ class Head(nn.Module):
     draft_token_ids: int64 [VD], the target's ids of a draft vocabulary; None: the whole vocabulary.
     adapter: fingerprint of the target's adapter that it was trained together with; "" for none.
     checkpoint_steps: whether each step of `predict` is computed again in the backward pass, instead of kept (`run_step`).
+    steps_in_a_pass: how many such steps there are, whatever the depths; None: one for each depth.
     needs_embedding: whether it waits for `take_embedding`; embedding_is_targets: whether its table is the target's own.
     """
 
@@ -60,6 +61,7 @@ class Head(nn.Module):
     draft_token_ids = None
     adapter = ""
     checkpoint_steps = False
+    steps_in_a_pass = None
     needs_embedding = embedding_is_targets = False
 
     def __init__(self, config):
@@ -143,7 +145,7 @@ class Head(nn.Module):
         raise NotImplementedError
 
     def run_step(self, step, *arguments):
-        """step(*arguments), of tensors and numbers alone. With `checkpoint_steps` autograd keeps only the arguments.
+        """step(*arguments), of tensors, masks and numbers alone. With `checkpoint_steps` autograd keeps only the arguments.
 
         Gradients are the same bit by bit; the step must draw no random numbers.
         """

@@ -8,9 +8,10 @@ per row; the two softmaxes are joined exactly by their normalisers (kernels/trai
 is made.
 
 Blocks of slots after some places of a row (heads/block.py) see the row's own keys up to their place, and themselves: `blocks_mask`.
+In sliding layers they see only the last of these keys.
 
 On a GPU the first part is FlexAttention, compiled, with a block mask; on the CPU, where FlexAttention has no backward, it is SDPA
-with a mask (call 0) or plain products. Not supported: attention dropout, sliding windows, float64 on a GPU.
+with a mask (call 0) or plain products. Not supported: attention dropout, float64 on a GPU.
 
 Letters: B rows of a batch, T tokens per row, HQ and HK query and key heads, D head dimension, R blocks per row, S slots.
 """
@@ -18,6 +19,7 @@ Letters: B rows of a batch, T tokens per row, HQ and HK query and key heads, D h
 import contextlib
 import copy
 import functools
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -79,27 +81,48 @@ def block_mask(document_ids, window=None):
     return _compiled(create_block_mask)(rule, len(document_ids), None, size, size, device=document_ids.device)
 
 
-def blocks_mask(rows, document_ids, size, is_causal):
+class Reach(NamedTuple):
+    """What the slots of a block see in a layer: how far back in the context, and whether in the block up to themselves only.
+
+    window: None for the whole context; else W: a slot's own position and the W - 1 before it, as in transformers; with of_block
+    the W positions before the block's first slot, for all slots. The slots of a block see each other whatever the window.
+    """
+
+    is_causal: bool
+    window: int | None = None
+    of_block: bool = False
+
+
+def blocks_mask(rows, document_ids, size, reach):
     """Which keys the slots of blocks see: the T of the context, then the R S of all blocks of the row.
 
-    rows [B, R]: block r sees its own document up to place rows[:, r], and its own slots, where is_causal up to the slot itself;
+    rows [B, R]: block r sees its own document up to place rows[:, r], and its own slots, as far as the Reach goes;
     document_ids [B, T]; size: S  ->  BlockMask on a GPU, elsewhere bool [B, 1, R S, T + R S]
     """
     (batch, length), num_slots = document_ids.shape, rows.shape[1] * size
     if _takes_flex(document_ids):
-        rule = _rule_of_blocks(rows, document_ids, size, is_causal)
+        rule = _rule_of_blocks(rows, document_ids, size, reach)
         shape = batch, None, num_slots, length + num_slots
         return _compiled(create_block_mask)(rule, *shape, device=document_ids.device)
-    past = torch.arange(length, device=rows.device) <= rows[..., None]  # [B, R, T]
+    places = torch.arange(length, device=rows.device)
+    past = places <= rows[..., None]  # [B, R, T]
     past &= document_ids[:, None] == document_ids.gather(1, rows)[..., None]
+    past = past.repeat_interleave(size, 1)  # [B, R S, T]
     slot = torch.arange(num_slots, device=rows.device)
     inside = slot[:, None] // size == slot // size
-    if is_causal:
+    if reach.is_causal:
         inside &= slot <= slot[:, None]
-    return torch.cat((past.repeat_interleave(size, 1), inside.expand(batch, -1, -1)), 2)[:, None]
+    if reach.window is not None:
+        past &= places >= _lowest(rows.repeat_interleave(size, 1), slot % size, reach)[..., None]
+    return torch.cat((past, inside.expand(batch, -1, -1)), 2)[:, None]
 
 
-def _rule_of_blocks(rows, document_ids, size, is_causal):
+def _lowest(row, offset, reach):
+    """The first place that a slot sees, by the last one before its block and its number in the block."""
+    return row + 1 - reach.window if reach.of_block else row + 2 + offset - reach.window
+
+
+def _rule_of_blocks(rows, document_ids, size, reach):
     """The same as a rule for FlexAttention."""
     length = document_ids.shape[1]
 
@@ -108,8 +131,10 @@ def _rule_of_blocks(rows, document_ids, size, is_causal):
         # A slot's key has no document: the last place is read for it, and does not count.
         past = (key <= row) & (document_ids[b, key.clamp(max=length - 1)] == document_ids[b, row])
         inside = (other >= 0) & (other // size == slot // size)
-        if is_causal:
+        if reach.is_causal:
             inside = inside & (other <= slot)
+        if reach.window is not None:
+            past = past & (key >= _lowest(row, slot % size, reach))
         return ((other < 0) & past) | inside
 
     return sees

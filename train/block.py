@@ -27,7 +27,7 @@ from headstart.train.loss.blocks import BlockObjective, accumulate_block_gradien
 from headstart.train.loss.losses import Loss
 from headstart.train.run.acceptance import build_meter
 from headstart.train.run.loop import Training
-from headstart.train.run.optimization import build_optimizer
+from headstart.train.run.optimization import build_optimizer, wants_checkpointing
 from headstart.train.run.recipe import key, parse_layers, parse_recipe
 from headstart.train.run.run_folder import start_processes
 from headstart.train.run.run_recipe import RunRecipe
@@ -53,6 +53,19 @@ class Recipe(RunRecipe):
     block_size: int = key(8, "slots of a block, of which all but the first predict a token", least=2, most=64)
     sample_from_anchor: bool = key(False, "every slot, the first too, predicts the token after its place (DSpark)")
     is_causal: bool = key(False, "a slot sees only the slots of its block up to itself")
+    sliding_window: int = key(
+        0,
+        "tokens that all layers but the last few see; 0: all layers see the whole text, or with start_from as many as that head's",
+        least=0,
+    )
+    num_full_layers: int = key(1, "so many last layers see the whole text beside layers with a sliding_window", least=0)
+    sliding_is_causal: bool = key(
+        True, "in layers with a sliding_window a slot sees only the slots of its block up to itself"
+    )
+    window_of_block: bool = key(
+        False,
+        "the sliding_window counts from the block, as format speculators has it, and not from the slot, as dflash",
+    )
     edge_rank: int = key(
         256,
         "rank of the edge, which corrects a slot's scores by the token before (DSpark); 0: none, and a draft's tokens do not know "
@@ -84,6 +97,12 @@ class Recipe(RunRecipe):
         choices=("exponential", "dpace", "none"),
     )
     gamma: float = key(0.0, "of exponential; 0: 7, 5 or 4 for blocks of 16, 10 or fewer slots", least=0)
+    checkpoint_activations: str = key(
+        "auto",
+        "yes: each layer is computed again in the backward pass instead of kept, with the same gradients: less memory, more time; "
+        "auto: for rows of more than 8192 tokens, if there are layers above the first",
+        choices=("auto", "yes", "no"),
+    )
     confidence_weight: float = key(
         0.0,
         "weight of the loss of the confidence, which tells how likely a slot's token is accepted (DSpark: 1); 0: the head has none",
@@ -115,6 +134,19 @@ def default_aux_layers(num_layers):
     if num_layers <= NUM_AUX_LAYERS + 2:
         return tuple(range(min(1, num_layers - 1), num_layers))[-NUM_AUX_LAYERS:]
     return tuple(torch.linspace(2, num_layers - 2, NUM_AUX_LAYERS).round().int().tolist())
+
+
+def sliding_layers(recipe, num_layers):
+    """The fields of BlockConfig for a recipe's sliding_window in a head of num_layers."""
+    if not recipe.sliding_window:
+        return {}
+    layers = tuple(range(num_layers - recipe.num_full_layers))
+    if not layers:
+        raise ValueError(
+            f"num_full_layers {recipe.num_full_layers} of {num_layers} layers leaves none to the sliding_window: set that to 0"
+        )
+    same = {name: getattr(recipe, name) for name in ("sliding_window", "sliding_is_causal", "window_of_block")}
+    return {"sliding_layers": layers, **same}
 
 
 def choose_mask_token(embedding, reserved):
@@ -151,16 +183,19 @@ def choose_config(recipe, target, start, reserved):
             raise ValueError(
                 f"aux_layers must be below the target's {target.num_layers} layers, got {recipe.aux_layers}"
             )
+        num_layers = recipe.num_layers or NUM_LAYERS
         return target.layer_config(
             BlockConfig,
-            num_hidden_layers=recipe.num_layers or NUM_LAYERS,
+            num_hidden_layers=num_layers,
             aux_layer_ids=layers,
             mask_token_id=choose_mask_token(target.embedding, reserved) if mask is None else mask,
             **own,
             **places,
+            **sliding_layers(recipe, num_layers),
         )
     found = {"num_layers": start.config.num_hidden_layers, "aux_layers": start.features}
-    found |= {name: getattr(start.config, name) for name in ("mask_token_id", *places)}
+    chosen |= sliding_layers(recipe, start.config.num_hidden_layers)
+    found |= {name: getattr(start.config, name) for name in {"mask_token_id", *places, *chosen} - found.keys()}
     if start.config.edge_rank:
         found["edge_rank"] = start.config.edge_rank
     for name, given in (chosen | places | {"edge_rank": recipe.edge_rank}).items():
@@ -207,6 +242,9 @@ def main(argv):
     if start:
         take_weights(head, start, note)
     head.to(device)
+    head.checkpoint_steps = wants_checkpointing(
+        recipe.checkpoint_activations, recipe.row_length, config.num_hidden_layers
+    )
     note(
         f"blocks of {config.block_size} slots, mask token {tokenizer.decode([config.mask_token_id])!r} ({config.mask_token_id})"
     )

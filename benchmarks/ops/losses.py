@@ -30,6 +30,8 @@ def torch_losses(logits, labels, log_p, name, kl_weight):
     alpha = torch.minimum(log_p.exp(), log_q.exp()).sum(-1)
     if name == "lk-log":
         return -alpha.log()
+    if name == "hard-l1":
+        return 0.1 * F.nll_loss(log_q, labels, reduction="none") + 0.9 * (log_p.exp() - log_q.exp()).abs().sum(-1)
     if name == "lk":
         return kl_weight * kl + (1 - kl_weight) * (1 - alpha)
     raise ValueError(f"no plain formula of the loss {name!r}")

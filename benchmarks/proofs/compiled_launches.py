@@ -65,7 +65,8 @@ def indices(rows, context, num_kv_heads):
     def trees(batch, nodes, is_chain):
         table = integers(batch, context // PAGE)
         depths = integers(batch, nodes)
-        return TreeIndex(table, integers(batch), depths, integers(batch, nodes, 6), num_kv_heads, None, is_chain)
+        ancestors = integers(batch, nodes, 6)
+        return TreeIndex(table, integers(batch), depths, depths, ancestors, num_kv_heads, None, is_chain)
 
     def prompts(*counts):
         requests = len(counts)

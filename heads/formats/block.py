@@ -8,7 +8,7 @@ Tensors have the names of heads/block.py, and all of the parts that a file has m
 with or without embed_tokens (without, it is the target's: BlockHead.take_embedding), lm_head, d2t and t2d. Also read is DeepSpec's
 layout, "deepspec": flat keys, and copies of the target's embedding and lm_head. The keys: block_config.py.
 
-Refused, by the tensor or key that tells: DSpark's other edges, DFlash2's parts, Domino's, sliding windows.
+Refused, by the tensor or key that tells: DSpark's other edges, DFlash2's parts, Domino's.
 
 This file touches no disk.
 """
@@ -60,6 +60,11 @@ def check_format(head, format):
         raise ValueError(
             "readers of format 'speculators' let a slot see its whole block, and this head's see only the slots before them "
             "(is_causal): use 'dflash'"
+        )
+    if format == "speculators" and head.config.sliding_layers and not head.config.window_of_block:
+        raise ValueError(
+            "readers of format 'speculators' count the window of a sliding layer from the block, and this head's counts from the "
+            "slot (no window_of_block): use 'dflash'"
         )
     if format == "speculators" and head.needs_embedding:
         raise ValueError(
@@ -128,10 +133,10 @@ def from_file(tensors, config):
         num_hidden_layers=num_layers,
         mask_token_id=keys.mask_token_id,
         aux_layer_ids=ids,
-        is_causal=keys.is_causal,
         num_target_layers=keys.num_target_layers,
         sample_from_anchor=keys.sample_from_anchor,
         draft_vocab_size=draft_vocab_size,
+        **keys.places,
         **_dspark_parts(tensors, keys, hidden_size, notes),
         **layer | {"num_speculative_tokens": count, "attention_bias": False},
     )

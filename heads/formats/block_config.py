@@ -3,7 +3,16 @@
 Layers are counted in two ways. Id i of target_layer_ids is the output of the target's layer i (-1: the embedding), which is our aux
 layer i + 1, the stream entering the next one; aux_hidden_state_layer_ids are ours. Whether slot i predicts the token at its own
 place or the next one (sample_from_anchor) is a key in newer files. Where it is missing, DSpark's files predict the next one, by
-their name, and DFlash's do not. This file touches no disk.
+their name, and DFlash's do not.
+
+Sliding layers (layer_types, sliding_window and use_sliding_window, as a Qwen3 has them):
+
+    dflash        is_causal, or dflash_config's causal, is said of all layers. Where neither is there, sliding layers are causal,
+                  as SpecForge trains them and vLLM runs them, and full ones are not; z-lab's own code lets no layer be. A window
+                  counts from the slot, as transformers counts it
+    speculators   sliding layers are causal unless sliding_window_non_causal, full ones never; a window counts from the block
+
+This file touches no disk.
 """
 
 from typing import Any, NamedTuple
@@ -11,16 +20,21 @@ from typing import Any, NamedTuple
 from ..storage.reading import assume, listed
 from .layer import layer_keys
 
-# Our own keys, beside the Qwen3's: a tensor of that name is a copy of the target's.
+# Our own keys, beside the Qwen3's: a tensor of that name is a copy of the target's; what the format "dflash" has no key for.
 TARGETS_EMBEDDING, TARGETS_LM_HEAD = "embed_tokens_is_targets", "lm_head_is_targets"
+SLIDING_IS_CAUSAL, WINDOW_OF_BLOCK = "sliding_is_causal", "window_of_block"
 SPECULATORS = {"dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator"}  # speculators_model_type: the architecture
 ANCHORED = ("DSparkDraftModel", "Qwen3DSparkModel")  # architectures whose slots predict the next token
+KINDS = ("full_attention", "sliding_attention")
 # Keys that change the formulas, and the value that does not.
 NEUTRAL = {
     "input_embedding_scale": 1.0,
     "output_multiplier": 1.0,
     "final_logit_softcapping": 0.0,
-    "use_sliding_window": False,
+    "use_swa": False,
+    "attention_sink_bias": False,
+    "add_swa_attention_sink_bias": False,
+    "is_neox_style": True,
     "markov_head_type": "vanilla",
 }
 
@@ -35,7 +49,7 @@ class Keys(NamedTuple):
     mask_token_id: int
     aux_layer_ids: tuple
     ids_key: str  # where these are said
-    is_causal: bool
+    places: dict  # BlockConfig's fields that say how far slots see
     sample_from_anchor: bool
     num_target_layers: Any  # None: not said
 
@@ -57,11 +71,6 @@ def read_keys(tensors, config, notes):
     for key, neutral in NEUTRAL.items():
         if (value := said.get(key, layer.get(key))) not in (None, neutral):
             raise ValueError(f'config.json says "{key}": {value!r}; only {neutral!r} is supported')
-    if other := sorted({*map(str, layer.get("layer_types") or ())} - {"full_attention"}):
-        raise ValueError(
-            f'config.json says "layer_types" with {", ".join(other)}; only full_attention is supported: published files differ '
-            "in whether a block's slots see each other in sliding layers"
-        )
     anchored, depth = _sample_from_anchor(config, said, tensors, notes), layer.get("num_target_layers")
     return Keys(
         format,
@@ -71,7 +80,7 @@ def read_keys(tensors, config, notes):
         mask_token_id=_whole_number(said, "mask_token_id", least=1),
         aux_layer_ids=_layer_ids(said, ids_key, less),
         ids_key=ids_key,
-        is_causal=format != "speculators" and _is_causal(config, nested),
+        places=_places(format, config, nested, layer, notes),
         sample_from_anchor=anchored,
         num_target_layers=depth if type(depth) is int else None,
     )
@@ -118,13 +127,48 @@ def _whole_number(said, key, least):
     return value
 
 
+def _places(format, config, nested, layer, notes):
+    """How far slots see: see above."""
+    layers, window = _sliding_layers(layer)
+    if format == "speculators":
+        found = {"is_causal": False, "sliding_is_causal": not config.get("sliding_window_non_causal")}
+    else:
+        said = _is_causal(config, nested)
+        if said is None and layers and not config.get(SLIDING_IS_CAUSAL):
+            assume(
+                notes,
+                "is_causal",
+                True,
+                "of sliding layers, as SpecForge trains and vLLM runs them; z-lab's code says False",
+            )
+        found = {"is_causal": bool(said), "sliding_is_causal": said in (None, True)}
+    if not layers:
+        return {"is_causal": found["is_causal"]}
+    of_block = format == "speculators" or config.get(WINDOW_OF_BLOCK) is True
+    return found | {"sliding_layers": layers, "sliding_window": window, "window_of_block": of_block}
+
+
+def _sliding_layers(layer):
+    """(numbers of the layers with a window, the window) by the Qwen3's keys."""
+    kinds, uses, window = layer.get("layer_types") or [], layer.get("use_sliding_window"), layer.get("sliding_window")
+    if not isinstance(kinds, list) or {*kinds} - {*KINDS}:
+        raise ValueError(f'config.json says "layer_types": {kinds!r}, expected a list of {" and ".join(KINDS)}')
+    layers = tuple(i for i, kind in enumerate(kinds) if kind == KINDS[1])
+    if bool(layers) != bool(uses) or (layers and (type(window) is not int or window < 1)):
+        raise ValueError(
+            f'config.json says "use_sliding_window": {uses!r} and "sliding_window": {window!r} beside {len(layers)} layers of '
+            f"{KINDS[1]} in layer_types: readers differ in which of these counts; expected all of them, or none"
+        )
+    return layers, window if layers else None
+
+
 def _is_causal(config, nested):
-    """What config.json says; layers without a window are not causal by default, as z-lab and vLLM take them."""
+    """What config.json says of all layers; None: nothing."""
     said = {"is_causal": config.get("is_causal"), "causal": nested.get("causal")}
     found = [value for value in said.values() if value is not None]
     if any(type(value) is not bool for value in found) or len({*found}) > 1:
         raise ValueError(f"config.json must say is_causal or dflash_config's causal, true or false; it says {said}")
-    return bool(found and found[0])
+    return found[0] if found else None
 
 
 def _sample_from_anchor(config, said, tensors, notes):
@@ -156,7 +200,12 @@ def plain_config(config):
     keys = {
         "architectures": ["Qwen3DSparkModel" if is_dspark else "DFlashDraftModel"],
         **_layer(config),
-        "is_causal": config.is_causal,
+        **(
+            {SLIDING_IS_CAUSAL: True}
+            if config.sliding_is_causal and not config.is_causal
+            else {"is_causal": config.is_causal}
+        ),
+        **({WINDOW_OF_BLOCK: True} if config.window_of_block else {}),
         "block_size": config.block_size,
         **dspark,
         "dflash_config": ids | dspark | ({"projector_type": "dspark"} if is_dspark else {}) | anchored,
@@ -182,7 +231,7 @@ def speculators_config(config, embedding_is_targets):
         "aux_hidden_state_layer_ids": list(config.aux_layer_ids),
         "draft_vocab_size": config.num_scores,
         "target_hidden_size": config.hidden_size,
-        "sliding_window_non_causal": False,
+        "sliding_window_non_causal": bool(config.sliding_layers) and not config.sliding_is_causal,
         "sample_from_anchor": config.sample_from_anchor,
         **(_dspark_keys(config) if kind == "dspark" else {}),
         "tie_word_embeddings": False,
@@ -200,7 +249,10 @@ def speculators_config(config, embedding_is_targets):
 def _layer(config):
     depth = {} if config.num_target_layers is None else {"num_target_layers": config.num_target_layers}
     count = config.num_hidden_layers
-    own = {"model_type": "qwen3", "num_hidden_layers": count, "layer_types": ["full_attention"] * count}
+    kinds = [KINDS[i in config.sliding_layers] for i in range(count)]
+    own = {"model_type": "qwen3", "num_hidden_layers": count, "layer_types": kinds}
+    if config.sliding_layers:
+        own |= {"use_sliding_window": True, "sliding_window": config.sliding_window}
     return layer_keys(config) | own | depth
 
 

@@ -4,6 +4,7 @@ from .readers import APART, NO, NOTE, SGLANG, TGI, VLLM, WRONG, Reader, layer_ta
 
 FORMATS_ARE, FROM_LM_HEAD = APART, False
 OWN_PLACE = "it takes slot i for the token at its own place, and this head's slots predict the next one"
+FROM_SLOT = "it counts the window of sliding layers from the slot, and this head's counts from the block"
 
 
 def zlab(files):
@@ -14,6 +15,13 @@ def zlab(files):
         yield WRONG, OWN_PLACE
     if head.is_causal:
         yield WRONG, "it lets a slot see its whole block, and this head's see only the slots before them"
+    elif head.sliding_is_causal:
+        yield (
+            WRONG,
+            "it lets a slot of a sliding layer see its whole block, and this head's see only the slots before them there",
+        )
+    if head.window_of_block:
+        yield WRONG, FROM_SLOT
     if head.draft_vocab_size:
         yield WRONG, "it drafts with the target's lm_head, not with the one in the file"
     if "embed_tokens.weight" in files.tensors:
@@ -31,6 +39,13 @@ def sglang(files):
 
 def vllm(files):
     head = files.head.config
+    if head.window_of_block:
+        yield NOTE, FROM_SLOT + ": a slot misses as many of the oldest tokens as slots stand before it, and one"
+    if head.sliding_layers and not head.sliding_is_causal:
+        yield (
+            NOTE,
+            "whether its attention lets slots of a sliding layer see their whole block was not checked: this head's do",
+        )
     if head.confidence and not head.edge_rank:
         yield NO, "it builds an edge of `markov_rank` 0 beside the confidence"
     elif head.sample_from_anchor and not head.edge_rank:
@@ -68,6 +83,11 @@ def in_card(head):
         ("layers", config.num_hidden_layers),
         ("block", f"{slots}, the first slot predicts too" if config.sample_from_anchor else slots),
     ]
+    if config.sliding_layers:
+        causal = "causal" if config.sliding_is_causal else "not causal"
+        since = "before the block" if config.window_of_block else "up to the slot"
+        layers = ", ".join(map(str, config.sliding_layers))
+        rows.append(("sliding layers", f"{layers}: the last {config.sliding_window} tokens {since}, {causal}"))
     if config.draft_vocab_size is None:
         rows.append(("logits", "the target's lm_head"))
     else:

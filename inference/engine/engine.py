@@ -322,8 +322,8 @@ class Engine:
             begin = None  # a capture takes as long as a thousand steps, so its time tells nothing about a depth's cost
         self.metrics.num_decode_passes += 1
         scored = dict(logits=output.logits, path=output.path) if output.scores is None else dict(logits=output.scores)
-        emitted = output.emitted[: len(requests)]
-        launched = hand_over("decode", requests, emitted, self.seats, which=which, begin=begin, **scored)
+        told = dict(which=which, begin=begin, confidence=output.confidence)
+        launched = hand_over("decode", requests, output.emitted[: len(requests)], self.seats, **told, **scored)
         count = sum(chunk.count for chunk in chunks)
         return launched, output.known and tuple(x[:count] for x in output.known)
 
@@ -331,7 +331,7 @@ class Engine:
         """Wait for launched work and give each request its tokens.  -> the requests that got some"""
         if launched.event is not None:
             launched.event.synchronize()
-        advanced, accepted = [], []
+        advanced, accepted = [], {}
         while launched.prompts:
             launched.prompts[0].deliver()
             del launched.prompts[0]
@@ -346,7 +346,7 @@ class Engine:
                 if launched.kind == "decode":
                     self._count(request, count, kept, self.graphs.steps[launched.which].tree)
                     if request.matcher is None and request.params.speculate:  # else the drafter's were not tried
-                        accepted.append(count - 1)
+                        accepted[i] = count - 1
                 request.look_ahead()
                 advanced.append(request)
             if request.finished and request.seat is not None:
@@ -359,7 +359,7 @@ class Engine:
         else:
             self.metrics.decode_seconds += now - self._read_until
             if self.plan.measures:
-                self.plan.record(len(launched.requests), launched.which, launched.seconds(), accepted)
+                self.plan.record(len(launched.requests), launched.which, *launched.measured(accepted))
         self._read_until = now
         return advanced
 

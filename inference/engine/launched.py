@@ -25,6 +25,7 @@ class Launched:
     event: object  # passed when the copies have arrived; None on the CPU
     at: float  # when it was launched; where nothing is read late: done
     begin: object = None  # where the plan measures steps: an event before this one, on the CPU a time
+    confidence: torch.Tensor | None = None  # of B requests or more, [., D] on the host: see speculation/draft.py
     num_read: int = 0  # requests that have been given their tokens
 
     def seconds(self):
@@ -33,19 +34,29 @@ class Launched:
             return None
         return self.at - self.begin if self.event is None else self.begin.elapsed_time(self.event) / 1e3
 
+    def measured(self, accepted):
+        """What a plan of depths records: seconds, numbers of accepted tokens, the drafts' confidence, [] where they have none.
 
-def hand_over(kind, requests, emitted, seats, *, prompts=(), logits=None, path=None, which=0, begin=None):
+        accepted: {place of a request: number of its accepted tokens}
+        """
+        rows = [] if self.confidence is None else self.confidence[[*accepted]].tolist()
+        return self.seconds(), [*accepted.values()], rows
+
+
+def hand_over(
+    kind, requests, emitted, seats, *, prompts=(), logits=None, path=None, which=0, begin=None, confidence=None
+):
     """Start the copies to the host.  emitted [B, 1 + J], prompts: PromptParts  ->  Launched
 
     seats: SeatTable; logits [B, N, V]: what the tokens are scored by; path [B, J]: each one's node (None: the j-th for the j-th
-    token); which, begin: see Launched.
+    token); which, begin, confidence: see Launched.
     """
     asked, logprobs = [i for i, request in enumerate(requests) if request.params.logprobs is not None], {}
     if asked:
         count = max(requests[i].params.logprobs for i in asked)
         found = gather_emitted(emitted[:, 1:], logits, path, seats.on_device(asked), count).map(to_host)
         logprobs = {i: (found, place * (emitted.shape[1] - 1)) for place, i in enumerate(asked)}
-    host = to_host(emitted)
+    host, confidence = to_host(emitted), None if confidence is None else to_host(confidence)
     event, epochs = mark(seats.device, timed=begin is not None), [request.epoch for request in requests]
     return Launched(
         kind,
@@ -58,6 +69,7 @@ def hand_over(kind, requests, emitted, seats, *, prompts=(), logits=None, path=N
         event=event,
         at=time.perf_counter(),
         begin=begin,
+        confidence=confidence,
     )
 
 

@@ -27,6 +27,7 @@ class StepOutput:
     logits: torch.Tensor  # [B, N, V] of the target
     scores: torch.Tensor | None  # fp32 [B, D + 1, V] scores that the path's tokens were drawn from, where they are kept
     known: tuple | None = None  # hidden [T, H], feature [T, F] of the known tokens that were computed beside
+    confidence: torch.Tensor | None = None  # see Draft
 
 
 class Step:
@@ -52,6 +53,7 @@ class Step:
         # A step without drafts may belong to a drafter that drafts in other steps: its state is still kept up to date.
         propose = self.drafter.propose if self.tree.max_depth else no_draft
         draft = propose(batch, self.tree, self._processor(batch, filters))
+        confidence = draft.confidence
         grammars = bool(filters) and self.seats.logit_state.host_drafts is not None
         if grammars:
             batch, draft = self.seats.logit_state.constrain(batch, draft)
@@ -86,7 +88,8 @@ class Step:
             self.seats.logit_state.record(rows, emitted)
         if scores is not None:
             scores = scores.view(*tokens.shape, -1)[torch.arange(len(path), device=path.device)[:, None], path]
-        return StepOutput(emitted, path, logits.view(*tokens.shape, -1), scores, None if known is None else beside)
+        beside = None if known is None else beside
+        return StepOutput(emitted, path, logits.view(*tokens.shape, -1), scores, beside, confidence)
 
     @torch.no_grad()
     def compute(self, known):

@@ -62,8 +62,8 @@ class LedPlan:
         self.depths, self.measures = plan.depths, plan.measures
         self.choose, self.best = plan.choose, plan.best
 
-    def record(self, num_requests, place, seconds, accepted):
-        self._plan.record(num_requests, place, seconds, accepted)
+    def record(self, num_requests, place, seconds, accepted, confidence=()):
+        self._plan.record(num_requests, place, seconds, accepted, confidence)
         self._records.append(seconds)
 
     def take_seconds(self):
@@ -75,14 +75,14 @@ class LedPlan:
 class FollowedPlan(LedPlan):
     """The plan of another rank, which records rank 0's seconds."""
 
-    def record(self, num_requests, place, seconds, accepted):
-        self._records.append((num_requests, place, accepted))
+    def record(self, num_requests, place, seconds, accepted, confidence=()):
+        self._records.append((num_requests, place, accepted, confidence))
 
     def settle(self, seconds):
         """Record what has waited for these seconds, before the next choice."""
         records, self._records = self._records, []
-        for (num_requests, place, accepted), its in zip(records, seconds, strict=True):
-            self._plan.record(num_requests, place, its, accepted)
+        for (num_requests, place, *known), its in zip(records, seconds, strict=True):
+            self._plan.record(num_requests, place, its, *known)
 
 
 class LeadingSession(Session):

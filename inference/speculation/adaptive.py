@@ -5,11 +5,18 @@ predict pays less. So the engine holds the same tree cut at a few depths (0: no 
 per step for each depth and bucket of batch sizes, and how often a path reaches each depth, over all buckets. It takes the depth
 with the most tokens per second. Now and then it tries another depth, to learn whether the best has changed. Outputs do not depend
 on the choice: `strict` keeps their bits, the ratio rules their distribution.
+
+Some heads say how sure they are of a draft (DSpark's confidence). What they say of the last few drafts, beside what they said on
+average, tells how much easier the text at hand is than the text so far: how often a depth is reached is multiplied by the quotient
+of the two. So it does not matter whether the confidence is right, only whether it rises where more is accepted.
 """
+
+from itertools import zip_longest
 
 MEMORY = 0.05  # weight of the newest measurement in a running average
 # of one request's step in how often a depth is reached that the step before drafted, too: more follows chance
 STEADY = 0.01
+LATELY = 0.2  # weight of one request's step in what its text is like now, by the confidence
 FIRST = 4  # steps of a depth before it is compared with others
 PROBE_EVERY = 64  # steps of a bucket between two trials of a depth other than the best
 
@@ -47,7 +54,8 @@ class Adaptive:
     def __init__(self, depths, buckets):
         self.depths, self.buckets = list(depths), list(buckets)
         self.seconds = {(size, depth): RunningAverage() for size in buckets for depth in depths}
-        self.reached = [RunningAverage() for _ in range(max(depths))]  # how often a path got to depth 1, 2, ...
+        # How often a path got to depth 1, 2, ..., how often it should have by its confidence, and by that of the last few drafts.
+        self.reached, self.claimed, self.lately = ([RunningAverage() for _ in range(max(depths))] for _ in range(3))
         self._last_depth = 0
         self._steps = dict.fromkeys(buckets, 0)
         self._probed = dict.fromkeys(buckets, 0)  # which of the depths is tried next
@@ -73,19 +81,33 @@ class Adaptive:
 
     def rate(self, size, depth):
         """Expected tokens per second and request with drafts of this depth in a bucket."""
-        return (1 + sum(average.value for average in self.reached[:depth])) / max(self.seconds[size, depth].value, 1e-9)
+        return (1 + sum(map(self._chance, range(depth)))) / max(self.seconds[size, depth].value, 1e-9)
 
-    def record(self, num_requests, place, seconds, accepted):
+    def _chance(self, level):
+        """How likely a path gets to a depth, from 0, of the text at hand. For depths below the last draft's the last one's ease."""
+        shown = min(level, max(self._last_depth - 1, 0))
+        ease = self.lately[shown].value / self.claimed[shown].value if self.claimed[shown].value else 1.0
+        return min(self.reached[level].value * ease, 1.0)
+
+    def record(self, num_requests, place, seconds, accepted, confidence=()):
         """Record a step of `num_requests` requests; accepted: number of accepted tokens of each request.
 
-        seconds: its time, None for a step whose time tells nothing about its depth.
+        seconds: its time, None for a step whose time tells nothing about its depth; confidence: each request's draft's, that a path
+        gets to depth 1, 2, ...; none where the drafter has none.
         """
         size, depth = self._bucket(num_requests), self.depths[place]
         if seconds is not None:
             self.seconds[size, depth].add(seconds)
-        for count in accepted:
+        for count, sure in zip_longest(accepted, confidence):
             for level in range(depth):
-                self.reached[level].add(float(count > level), STEADY if level < self._last_depth else MEMORY)
+                memory = STEADY if level < self._last_depth else MEMORY
+                self.reached[level].add(float(count > level), memory)
+                if sure is not None:
+                    self.claimed[level].add(sure[level], memory)
+                    self.lately[level].add(sure[level], LATELY)
+        if not depth:  # nothing is known of the text at hand: it is taken for what it is on average, more and more
+            for lately, claimed in zip(self.lately, self.claimed):
+                lately.add(claimed.value, LATELY)
         self._last_depth = depth
 
     def _bucket(self, num_requests):

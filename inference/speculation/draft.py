@@ -23,3 +23,6 @@ class Draft(NamedTuple):
     # bool [N] whether the token was sampled (unless the temperature is 0); if not, it is one of the likeliest
     sampled: torch.Tensor | None = None
     kept: Kept | None = None  # [L B] on a GPU, where distributions are cut: `scores` are already cut
+    confidence: torch.Tensor | None = (
+        None  # fp32 [B, D]: the drafter's own guess that a path is accepted to depth 1, 2, ...
+    )

@@ -58,6 +58,7 @@ class Choice:
         else:
             verifier = Strict() if self.verifier == "strict" else Ratio(self.verifier)
         drafter = self.proposer.build(self.tree, self.sampling, decoder, max_positions)
+        drafter.tells_confidence = self.plan is not None and self.plan.measures
         return Speculation(drafter, self.tree, verifier, self.plan)
 
 

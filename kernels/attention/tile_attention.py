@@ -37,7 +37,7 @@ class NodeBlocks:
     rows: torch.Tensor  # [C * X * HK * TILE] rows of the cache: the shared tiles, then each node's own
     bias: torch.Tensor  # [C, X, 1, n G or 1, TILE] 0, or MASKED where a request has fewer tiles and after the node
     positions: torch.Tensor  # [C, X, 1, 1, TILE] of the keys
-    row_positions: torch.Tensor  # [C, 1, 1, n G, 1] of the query rows
+    window_positions: torch.Tensor  # [C, 1, 1, n G, 1] that the windows of the query rows count from
 
 
 @dataclass
@@ -49,6 +49,7 @@ class TileRows:
     )
     tail: tuple  # the same of each node's own tail: three [B, N, T * TILE]
     node_positions: torch.Tensor  # [B, N]
+    window_positions: torch.Tensor  # [B, N] that the nodes' windows count from
     is_chain: bool
     num_kv_heads: int  # HK
     dtype: torch.dtype  # of the sums
@@ -79,7 +80,10 @@ class TileRows:
             )
 
         rows, masked, positions = map(joined, self.prefix, self.tail)
-        row_positions = self.node_positions[:, nodes].view(-1, 1, 1, width, 1).repeat_interleave(group, 3)
+        row_positions, window_positions = (
+            positions[:, nodes].view(-1, 1, 1, width, 1).repeat_interleave(group, 3)
+            for positions in (self.node_positions, self.window_positions)
+        )
         if shared and width > 1:
             masked = masked | (positions > row_positions)
         head = torch.arange(0, self.num_kv_heads * PAGE, PAGE, device=rows.device)
@@ -89,14 +93,15 @@ class TileRows:
             rows=(rows + head[:, None, None]).flatten(),
             bias=torch.zeros(masked.shape, dtype=self.dtype, device=rows.device).masked_fill_(masked, MASKED),
             positions=positions,
-            row_positions=row_positions,
+            window_positions=window_positions,
         )
 
 
-def build_tile_rows(block_table, committed, depths, ancestors, num_kv_heads, dtype):
-    """Index where the keys of every node lie.  block_table [B, pages], committed [B], depths [B, N], ancestors [B, N, A]
+def build_tile_rows(block_table, committed, depths, window_depths, ancestors, num_kv_heads, dtype):
+    """Index where the keys of every node lie.
 
-    dtype: of the model; sums are in fp32 at least.
+    block_table [B, pages], committed [B], depths and window_depths [B, N], ancestors [B, N, A]; dtype: of the model; sums are in
+    fp32 at least.
     """
     device = block_table.device
     batch, num_nodes, num_depths = ancestors.shape
@@ -126,7 +131,8 @@ def build_tile_rows(block_table, committed, depths, ancestors, num_kv_heads, dty
     tail = rows, masked, position[:, None].expand_as(place)
     # A tree as deep as it has nodes is a chain, unless it grew in this step and has empty nodes.
     is_chain = num_nodes == num_depths and bool((depths[:, 1:] > depths[:, :-1]).all())
-    return TileRows(prefix, tail, node_positions, is_chain, num_kv_heads, torch.promote_types(dtype, torch.float32))
+    wide = torch.promote_types(dtype, torch.float32)
+    return TileRows(prefix, tail, node_positions, committed + window_depths, is_chain, num_kv_heads, wide)
 
 
 def rows_of_block(group):
@@ -144,7 +150,7 @@ def tile_attention(q, kv, rows, options):
     keys, values = kv.index_select(1, blocks.rows).to(rows.dtype).view(2, -1, TILE, dim).unbind()
     bias = blocks.bias
     if options.window is not None:
-        bias = bias.masked_fill(blocks.positions <= blocks.row_positions - options.window, MASKED)
+        bias = bias.masked_fill(blocks.positions <= blocks.window_positions - options.window, MASKED)
     q = q.to(rows.dtype) * (dim**-0.5 if options.scale is None else options.scale)
     if num_blocks * width > batch * num_nodes:
         q = F.pad(q, (0, 0, 0, 0, 0, num_blocks // batch * width - num_nodes))

@@ -7,7 +7,8 @@
 
 Letters: B requests, N nodes, HQ query heads, HK key heads, G = HQ / HK, D head dimension (DIM lanes), L committed length, A depths
 of the tree, R = N G rows of one key head, C states per row. Position x < L of a request lies at its place x (page x // 64 of its
-table), node i's key at place L + i. With a window W a node sees its own position and the W - 1 before it.
+table), node i's key at place L + i. A node of depth d sees the positions up to L + d; with a window W from L + w - W + 1 on, where
+its window depth w is d, unless another is given.
 
 Two passes (tiles, chunks, states: attention_fold.py). The *prefix pass* folds the tiles wholly below L for the rows of all nodes
 together and leaves one state per chunk. Where the batch is large enough to fill the card, one program walks all chunks, merges
@@ -65,6 +66,7 @@ class TreeIndex:
     block_table: torch.Tensor  # [B, P] page numbers
     committed: torch.Tensor  # [B] = L
     depths: torch.Tensor  # [B, N]
+    window_depths: torch.Tensor  # [B, N]
     ancestors: torch.Tensor  # [B, N, A]
     num_kv_heads: int  # HK
     tiles: TileRows | None  # rows of the cache, on the CPU only
@@ -98,21 +100,26 @@ class MixedIndex:
         return out
 
 
-def build_tree_index(block_table, committed, depths, ancestors, num_kv_heads, dtype=None, is_chain=False):
+def build_tree_index(
+    block_table, committed, depths, ancestors, num_kv_heads, dtype=None, is_chain=False, window_depths=None
+):
     """Index where the keys of every node lie.
 
     block_table [B, P] page numbers; committed [B] = L; depths [N] or [B, N] of the nodes; ancestors [N, A] or [B, N, A] the node
     at each depth on the way from the root, itself last (entries after it are ignored). All int32 or int64, parents before
     children. `dtype` of the sums on the CPU, fp32 unless given; is_chain: that node i is the parent of node i + 1 in every request
-    (where it is, a GPU may take a shorter way). On a GPU this launches nothing and reads nothing back.
+    (where it is, a GPU may take a shorter way); window_depths: as depths, of what is no chain, None: the depths. On a GPU this
+    launches nothing and reads nothing back.
     """
     batch, num_nodes = committed.shape[0], depths.shape[-1]
     depths = depths.expand(batch, num_nodes)
+    window_depths = depths if window_depths is None else window_depths.expand(batch, num_nodes)
+    assert window_depths.stride() == depths.stride()
     ancestors = ancestors.expand(batch, num_nodes, ancestors.shape[-1])
-    tiles = None
+    nodes, tiles = (block_table, committed, depths, window_depths, ancestors, num_kv_heads), None
     if not on_triton(block_table):
-        tiles = build_tile_rows(block_table, committed, depths, ancestors, num_kv_heads, dtype or torch.float32)
-    return TreeIndex(block_table, committed, depths, ancestors, num_kv_heads, tiles, is_chain)
+        tiles = build_tile_rows(*nodes, dtype or torch.float32)
+    return TreeIndex(*nodes, tiles, is_chain)
 
 
 def tree_attention_reference(q, k, v, mask, scale=None):
@@ -131,7 +138,7 @@ def _prefix_kernel(
     v_cache,
     block_table,
     committed,
-    depths,
+    window_depths,
     stats,
     states,
     R,
@@ -170,7 +177,7 @@ def _prefix_kernel(
     lowest = tl.zeros((ROWS,), tl.int32)
     if WINDOW:
         first = tl.maximum(length - window + 1, 0) // 64
-        node = tl.load(depths + b * depth_stride + r // G, mask=ok, other=0).to(tl.int32)
+        node = tl.load(window_depths + b * depth_stride + r // G, mask=ok, other=0).to(tl.int32)
         lowest = length + node - window + 1
     first_chunk, open_chunk = tl.maximum(chunk_at(first * 64), base), chunk_at(tail * 64)
     if split <= open_chunk - first_chunk:
@@ -225,18 +232,9 @@ def _gather(
     return load_rows(k_cache, rows, seen, D, DIM), load_rows(v_cache, rows, seen, D, DIM), seen
 
 
-@jit(
-    do_not_specialize=[
-        "N",
-        "A",
-        "C",
-        "table_stride",
-        "depth_stride",
-        "ancestor_batch_stride",
-        "ancestor_node_stride",
-        "window",
-    ]
-)
+@jit(do_not_specialize=[
+    "N", "A", "C", "table_stride", "depth_stride", "ancestor_batch_stride", "ancestor_node_stride", "window",
+])  # fmt: skip
 def _tail_kernel(
     q,
     k_cache,
@@ -244,6 +242,7 @@ def _tail_kernel(
     block_table,
     committed,
     depths,
+    window_depths,
     ancestors,
     stats,
     states,
@@ -284,7 +283,7 @@ def _tail_kernel(
     lowest = 0
     if WINDOW:
         first = tl.maximum(length - window + 1, 0) // 64 * 64
-        lowest = position - window + 1
+        lowest = length + tl.load(window_depths + b * depth_stride + n).to(tl.int32) - window + 1
     first_chunk, open_chunk = chunk_at(first), chunk_at(tail)
     k, v, seen = _gather(k_cache, v_cache, table, path, tail, length, position, lowest, h, A, HK, D, DIM)
 
@@ -383,14 +382,14 @@ def _launch(
     stages = num_stages or count_stages(dim, q.dtype, q.device, alone)
     early = {"launch_pdl": True} if overlap else {}
     _prefix_kernel[blocks, batch, splits](
-        q, keys, values, table, committed, index.depths, stats, states, num_rows, slots, splits, base,
+        q, keys, values, table, committed, index.window_depths, stats, states, num_rows, slots, splits, base,
         table.stride(0), index.depths.stride(0), **numbers, ROWS=rows, TENSOR_MAP=tensor_map,
         num_warps=rows // 16, num_stages=stages, **flags, **({} if walks else early),
     )  # fmt: skip
     if base:
         return attend_chain(far=(stats, states))
     _tail_kernel[hk, num_nodes, batch](
-        q, k, v, table, committed, index.depths, index.ancestors, stats, states, options.sinks, out,
+        q, k, v, table, committed, index.depths, index.window_depths, index.ancestors, stats, states, options.sinks, out,
         num_nodes, index.ancestors.shape[2], slots,
         table.stride(0), index.depths.stride(0), *index.ancestors.stride()[:2], **numbers,
         GROUP=triton.next_power_of_2(num_heads // hk), ROWS=tail_rows, num_warps=tail_rows // 16, num_stages=1, **flags, **early,

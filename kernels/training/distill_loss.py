@@ -5,6 +5,7 @@
     lk        w kl + (1 - w)(1 - alpha)        LK (arXiv 2602.23881): alpha = sum min(p, q) is the probability that a draft
                                                from q is accepted; the caller sets w for all rows (train/loss/losses.py)
     lk-log    -log alpha                       LK's other form
+    hard-l1   0.1 hard + 1.8 (1 - alpha)       DSpark's: 0.9 times the L1 distance of p and q, which is 2 (1 - alpha)
     + top_k_weight * sum of -p log q over the likeliest tokens of p (not normalised again): HASS's term (arXiv 2408.15766)
 
 With z the logits, d q_j / d z_i = q_j (1[i = j] - q_i), so every gradient is `share` times q minus something:
@@ -14,14 +15,14 @@ With z the logits, d q_j / d z_i = q_j (1[i = j] - q_i), so every gradient is `s
     top-K   M q - top,   where top = p on the K tokens, else 0, and M = sum top
 
 The logits are overwritten by `factor` times the gradient of their row's loss: the caller hands them to the backward of the product
-that made them. Two walks over a row, three for lk and lk-log. On a GPU nothing of size [C, V] exists beside the logits and the
+that made them. Two walks over a row, three for losses with alpha. On a GPU nothing of size [C, V] exists beside the logits and the
 target's (target_distribution.py), and all arithmetic is fp32. By-products: alpha, the row's rate of acceptance, and the label's
 rank.
 
 Draft vocabularies of Vd < V tokens: q is normalised over the Vd tokens, p over all V; over this slice p sums to P < 1. Each sum
 above then runs over the slice. kl counts the tokens of the slice and ignores the mass outside, where it would be infinite: its
 minimum is P log P < 0, at q = p / P. alpha is still the exact rate of acceptance (q is 0 outside), at most P. The likeliest tokens
-are those of the slice.
+are those of the slice. The text's token outside the slice has no hard loss: in hard-l1 the other part is left.
 
 Terms with p = 0 are 0 whatever q is (0 log 0 = 0); q = 0 where p > 0 makes kl infinite, but its gradient stays finite. NaN, plus
 infinity and a row of minus infinities make the loss NaN. This file does not project, and knows nothing of positions
@@ -38,7 +39,8 @@ from ..jit import jit, on_triton, tl, triton
 from ..sampling.rank_tokens import rank_tokens_reference
 from .target_distribution import add_lanes, check_kernel_dtype, launch, merge_lanes, sum_p_times, wide
 
-LOSSES = ("hard", "kl", "lk", "lk-log")
+LOSSES = ("hard", "kl", "lk", "lk-log", "hard-l1")
+OF_HARD, OF_ALPHA = 0.1, 1.8  # in hard-l1
 NO_RANK = 0x7FFFFFFF  # after all tokens
 _TINY = torch.finfo(torch.float32).tiny
 
@@ -59,8 +61,9 @@ def distill_loss_reference(logits, labels, valid, distribution, *, name, kl_weig
     if measure:
         rank = rank_tokens_reference(logits, shown).where(valid & (labels >= 0), NO_RANK)
     p = None if distribution is None else distribution.p  # [C, V]
-    if name == "hard":
+    if name in ("hard", "hard-l1"):
         value = -log_q.gather(-1, shown[:, None])[:, 0]  # [C]
+        of_label = torch.ones_like(value)
     elif name != "lk-log":
         value = distribution.plogp - sum_p_times(p, log_q)
         share = distribution.mass
@@ -68,15 +71,19 @@ def distill_loss_reference(logits, labels, valid, distribution, *, name, kl_weig
         said = log_q.gather(-1, distribution.likely_tokens)  # [C, K]
         value_top = -sum_p_times(distribution.likely, said)
     gradient = log_q.exp_()  # q: log_q is gone
-    if distribution is not None and (measure or name in ("lk", "lk-log")):
+    if distribution is not None and (measure or name in ("lk", "lk-log", "hard-l1")):
         alpha = torch.minimum(p, gradient).sum(-1)  # [C]
-    if name in ("lk", "lk-log"):
+    if name in ("lk", "lk-log", "hard-l1"):
         kept = gradient.where(gradient < p, 0)  # [C, V]
         kept_sum = kept.sum(-1)
         if name == "lk":
             of_p, of_kept = kl_weight, 1 - kl_weight
             value = of_p * value + of_kept * (1 - alpha)
             share = of_p * (1 if distribution.mass is None else distribution.mass) + of_kept * kept_sum
+        elif name == "hard-l1":
+            of_label = torch.full_like(value, OF_HARD).where(labels >= 0, 0)
+            value = (OF_HARD * value).where(labels >= 0, 0) + OF_ALPHA * (1 - alpha)
+            share, of_p, of_kept = of_label + OF_ALPHA * kept_sum, 0, OF_ALPHA
         else:
             # S <= alpha, so both quotients are at most 1 however small alpha is.
             least = alpha.clamp_min(_TINY)
@@ -86,11 +93,11 @@ def distill_loss_reference(logits, labels, valid, distribution, *, name, kl_weig
         value = value + top_k_weight * value_top
         share = (1 if share is None else share) + top_k_weight * distribution.likely.sum(-1)
     gradient.mul_(factor if share is None else factor * share[:, None])
-    if name == "hard":
-        gradient.scatter_add_(-1, shown[:, None], torch.full_like(value, -factor)[:, None])
-    elif name == "kl":
+    if name in ("hard", "hard-l1"):
+        gradient.scatter_add_(-1, shown[:, None], -factor * of_label[:, None])
+    if name == "kl":
         gradient.sub_(p, alpha=factor)
-    else:
+    elif name != "hard":
         if of_p:
             gradient.sub_(p, alpha=factor * of_p)
         gradient.sub_(kept.mul_(of_kept), alpha=factor)
@@ -106,7 +113,8 @@ def _distill(
     logits, labels, valid, target, target_top, target_log_sum, mass, likely, likely_tokens, losses, alphas, ranks,
     vocab_size, factor, kl_weight, top_k_weight,
     NAME: tl.constexpr, DISTRIBUTION: tl.constexpr, SLICE: tl.constexpr, TOP_K: tl.constexpr, MEASURE: tl.constexpr,
-    NONE: tl.constexpr, TINY: tl.constexpr, BLOCK: tl.constexpr, TOP_BLOCK: tl.constexpr,
+    NONE: tl.constexpr, TINY: tl.constexpr, OF_HARD: tl.constexpr, OF_ALPHA: tl.constexpr, BLOCK: tl.constexpr,
+    TOP_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row. It never reads what it wrote: the logits of the label and of the likely tokens are read before the first walk."""
     row = tl.program_id(0).to(tl.int64)
@@ -159,13 +167,13 @@ def _distill(
             y_row = target + row * vocab_size
             y_top, y_log_sum = tl.load(target_top + row), tl.load(target_log_sum + row)
 
-        # Second walk of lk and lk-log: alpha, S and kl.
+        # Second walk of lk, lk-log and hard-l1: alpha, S and kl.
         kl = tl.zeros((BLOCK,), tl.float32)
         alpha = tl.zeros((BLOCK,), tl.float32)
         kept_sum = tl.zeros((BLOCK,), tl.float32)
         of_p, of_kept = 1.0, 0.0
         value = top - of_label + log_sum  # hard
-        if NAME == "lk" or NAME == "lk-log":
+        if NAME == "lk" or NAME == "lk-log" or NAME == "hard-l1":
             for start in range(0, vocab_size, BLOCK):
                 token = start + lane
                 z = tl.load(z_row + token, mask=token < vocab_size, other=float("-inf"), eviction_policy="evict_last")
@@ -181,6 +189,9 @@ def _distill(
                 of_p, of_kept = kl_weight, 1.0 - kl_weight
                 value = of_p * tl.sum(kl, 0) + of_kept * (1.0 - alpha_)
                 share = of_p * share + of_kept * kept_
+            elif NAME == "hard-l1":
+                value = tl.where(label < 0, 0.0, OF_HARD * value) + OF_ALPHA * (1.0 - alpha_)
+                share, of_kept = tl.where(label < 0, 0.0, OF_HARD) + OF_ALPHA * kept_, OF_ALPHA
             else:
                 least = tl.where(alpha_ < TINY, TINY, alpha_)  # NaN stays NaN
                 value = -tl.log(least)
@@ -207,10 +218,12 @@ def _distill(
                     kl += tl.where(p == 0, 0.0, p * (log_p - log_q))
                 if NAME == "kl" or NAME == "lk":
                     gradient -= of_p * p
-                if NAME == "lk" or NAME == "lk-log":
+                if NAME == "lk" or NAME == "lk-log" or NAME == "hard-l1":
                     gradient -= of_kept * tl.where(q < p, q, 0.0)
             if NAME == "hard":
                 gradient -= tl.where(token == label, 1.0, 0.0)
+            if NAME == "hard-l1":
+                gradient -= tl.where(token == label, OF_HARD, 0.0)
             for one in tl.static_range(TOP_K):
                 at = row * TOP_K + one
                 gradient -= tl.where(token == tl.load(likely_tokens + at), top_k_weight * tl.load(likely + at), 0.0)
@@ -290,6 +303,6 @@ def distill_loss(
             logits, labels.contiguous(), valid.contiguous(), *told, losses, alphas, ranks,
             vocab_size, float(factor), float(kl_weight or 0), float(top_k_weight),
             name, distribution is not None, distribution is not None and distribution.mass is not None, top_k, measure, NO_RANK,
-            _TINY, block, triton.next_power_of_2(max(top_k, 1)), num_warps=warps,
+            _TINY, OF_HARD, OF_ALPHA, block, triton.next_power_of_2(max(top_k, 1)), num_warps=warps,
         )  # fmt: skip
     return RowFigures(losses, alphas, ranks)

@@ -145,7 +145,7 @@ def test_parts_of_a_step_are_its_phases_and_its_longest_operations(shape, head, 
     ("words", "said"),
     [
         (["--sequence", "65"], "--sequence must be from 3 to the 64 positions"),
-        (["--loss", "ce"], "loss must be one of hard, kl, lk, lk-log, tv, got 'ce'"),
+        (["--loss", "ce"], "loss must be one of hard, kl, lk, lk-log, hard-l1, tv, got 'ce'"),
         (["--chunk-tokens", "0"], "--chunk-tokens must be at least 1, got 0"),
         (["--head", "eagle3", "--lm-head", "own"], "--lm-head own is for Medusa heads"),
         (["--anchors", "4"], "--anchors 4 is for block drafters, and --head medusa is none"),

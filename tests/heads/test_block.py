@@ -40,8 +40,11 @@ def turn(x, positions):
     return torch.cat((turned.real, turned.imag), -1).to(x.dtype)
 
 
-def block_states(head, is_causal, features, token, start, size=SIZE):
-    """States [size, H] of one block, in float64: `features` [L, 3 H] are those of its context, at positions start, ..."""
+def block_states(head, reaches, features, token, start, size=SIZE):
+    """States [size, H] of one block, in float64: `features` [L, 3 H] are those of its context, at positions start, ...
+
+    reaches: (is_causal, window, of_block) of each layer
+    """
     w = {name: tensor.double() for name, tensor in head.state_dict().items()}
     context = norm(features.double() @ w["fc.weight"].T, w["hidden_norm.weight"])
     x = w["embed_tokens.weight"][torch.tensor([token] + [SHAPE["mask_token_id"]] * (size - 1))]
@@ -62,9 +65,13 @@ def block_states(head, is_causal, features, token, start, size=SIZE):
         out = []
         for head_number in range(4):
             scores = queries[head_number] @ keys[head_number // 2].T / D**0.5  # [size, L + size]
-            if is_causal:
-                for slot in range(size):
+            is_causal, window, of_block = reaches[i]
+            for slot in range(size):
+                if is_causal:
                     scores[slot, length + slot + 1 :] = -torch.inf
+                if window is not None:
+                    kept = window if of_block else window - 1 - slot  # of the context
+                    scores[slot, : max(length - max(kept, 0), 0)] = -torch.inf
             out.append(scores.softmax(-1) @ values[head_number // 2])
         x = x + torch.cat(out, -1) @ o.T
         y = norm(x, w[f"{at}post_attention_layernorm.weight"])
@@ -73,10 +80,10 @@ def block_states(head, is_causal, features, token, start, size=SIZE):
     return norm(x, w["norm.weight"])
 
 
-def block_logits(head, is_causal, features, tokens, start, lm_head):
+def block_logits(head, reaches, features, tokens, start, lm_head):
     """Logits [5, V] of a block whose first slot holds tokens[0], if tokens[1:] are those before its later predictions."""
     size, lm_head = SIZE - head.config.sample_from_anchor, lm_head if head.lm_head is None else head.lm_head.weight
-    logits = block_states(head, is_causal, features, tokens[0], start, size)[size - 5 :] @ lm_head.double().T
+    logits = block_states(head, reaches, features, tokens[0], start, size)[size - 5 :] @ lm_head.double().T
     if head.markov_head is None:
         return logits
     w1, w2 = head.markov_head.markov_w1.weight.double(), head.markov_head.markov_w2.weight.double()
@@ -84,8 +91,9 @@ def block_logits(head, is_causal, features, tokens, start, lm_head):
 
 
 @torch.no_grad()
-def largest_error(head, is_causal=False):
+def largest_error(head, is_causal=False, reaches=None):
     """The largest difference of all predictions of all blocks from the definition, of the largest logit."""
+    reaches = reaches or [(is_causal, None, False)] * 2
     features, tokens, lm_head = inputs()
     predictions = head.predict(features, tokens, POSITIONS, DOCUMENTS, lm_head)
     found = torch.stack([predictions.logits(state, k) for k, state in enumerate(predictions.states)], 1)
@@ -94,7 +102,7 @@ def largest_error(head, is_causal=False):
         for last in range(begin, end - 1):
             read = features[row, begin : last + 1]
             given = torch.cat((tokens[row, last + 1 :], torch.zeros(5, dtype=torch.int64)))  # 0 after the row's end
-            wanted = block_logits(head, is_causal, read, given, POSITIONS[row, begin], lm_head)
+            wanted = block_logits(head, reaches, read, given, POSITIONS[row, begin], lm_head)
             worst = max(worst, (found[row * T + last] - wanted).abs().max().item())
             largest = max(largest, wanted.abs().max().item())
     return worst / largest
@@ -109,6 +117,49 @@ def test_predictions_equal_the_definition(is_causal, edge_rank, anchored, draft_
     head = make(is_causal=is_causal, **shape)
     assert largest_error(head, is_causal) < 1e-5
     assert largest_error(head, not is_causal) > 1e-3
+
+
+FULL, ALL_CAUSAL = (False, None, False), (True, None, False)
+# By the projects: layers, keys of BlockConfig, what each layer's slots see.
+READINGS = {
+    "z-lab: never causal": (dict(sliding_layers=(0,)), [(False, 7, False), FULL]),
+    "SpecForge: causal in sliding layers": (
+        dict(sliding_layers=(0,), sliding_is_causal=True),
+        [(True, 7, False), FULL],
+    ),
+    "speculators: causal there, the block's window": (
+        dict(sliding_layers=(1,), sliding_is_causal=True, window_of_block=True),
+        [FULL, (True, 7, True)],
+    ),
+    "speculators: sliding_window_non_causal": (
+        dict(sliding_layers=(0, 1), window_of_block=True),
+        [(False, 7, True), (False, 7, True)],
+    ),
+    "causal everywhere": (
+        dict(sliding_layers=(0,), sliding_is_causal=True, is_causal=True),
+        [(True, 7, False), ALL_CAUSAL],
+    ),
+}
+
+
+@pytest.mark.parametrize("reading", READINGS)
+def test_sliding_layers_equal_the_definition_of_each_project(reading):
+    changes, reaches = READINGS[reading]
+    head = make(sliding_window=7, **changes)
+    assert largest_error(head, reaches=reaches) < 1e-5
+    wrong = [largest_error(head, reaches=other) for name, (_, other) in READINGS.items() if name != reading]
+    assert min(wrong) > 1e-3
+
+
+def test_sliding_layers_that_do_not_fit_are_refused():
+    for changes, message in (
+        (dict(sliding_layers=(2,), sliding_window=9), r"ascending layers below 2, got \(2,\)"),
+        (dict(sliding_layers=(0,), sliding_window=5), "at least a block's 6 slots, got 5"),
+        (dict(sliding_window=9), "belong to sliding_layers"),
+        (dict(sliding_layers=(0,), sliding_window=9, is_causal=True), "set sliding_is_causal, too"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make(**changes)
 
 
 def test_an_own_lm_head_starts_as_rows_of_the_target_s():
@@ -175,7 +226,7 @@ def test_weights_that_drafting_reads_are_counted():
 def with_mask(change):
     """A mutant of BlockHead._mask: `change(mask, rows)` of its result."""
     right = BlockHead._mask
-    return lambda self, rows, documents: change(right(self, rows, documents).clone(), rows)
+    return lambda self, rows, documents, reach: change(right(self, rows, documents, reach).clone(), rows)
 
 
 def sees_neighbours(mask, rows):

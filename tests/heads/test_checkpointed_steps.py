@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from headstart.heads.block import BlockConfig, BlockHead
 from headstart.heads.eagle import Eagle, EagleConfig
 from headstart.heads.eagle3 import Eagle3, Eagle3Config
 
@@ -14,9 +15,18 @@ H, V, B, T = 128, 512, 2, 48
 SHAPE = {"hidden_size": H, "vocab_size": V, "intermediate_size": 448}
 SHAPE |= {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16}
 AUX = {"target_hidden_size": H, "draft_vocab_size": 128, "aux_layer_ids": (2, 16, 29)}
+BLOCK = {
+    "num_hidden_layers": 7,
+    "mask_token_id": 3,
+    "aux_layer_ids": (2, 16, 29),
+    "num_speculative_tokens": 3,
+    "edge_rank": 8,
+}
+BLOCK |= {"sliding_layers": (0, 4), "sliding_window": 9}
 HEADS = {
     "eagle": (lambda: Eagle(EagleConfig(**SHAPE)), 1, 3),
     "eagle3": (lambda: Eagle3(Eagle3Config(**SHAPE, **AUX)), 3, 7),
+    "block": (lambda: BlockHead(BlockConfig(**SHAPE, **BLOCK)), 3, 3),
 }
 BOTH = pytest.mark.parametrize("family", HEADS)
 
@@ -66,8 +76,9 @@ def test_gradients_are_the_same_bit_by_bit_for_a_fraction_of_the_memory(family, 
     assert len(kept) > 8
     assert all(torch.equal(again[name], kept[name]) for name in kept)
     num_steps = arguments[-1]
-    # A step's input, its keys and values, and once the features that enter fc.
-    assert bytes_again < (num_steps * (H + 2 * 32) + 3 * H) * 4 + 200 * num_steps
+    # A step's input, its keys and values, and once the features that enter fc. A block has four slots a token.
+    of_steps = 7 * 4 * H + 15 * H if family == "block" else num_steps * (H + 2 * 32)
+    assert bytes_again < (of_steps + 3 * H) * 4 + 200 * num_steps
     assert bytes_again < bytes_kept / 10
 
 

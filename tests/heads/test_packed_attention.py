@@ -39,14 +39,15 @@ def test_flex_attention_gets_what_the_dense_one_gets(monkeypatch):
     assert (packed_attention._attend_dense(q, k, v, open_mask, True)[0] - out).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_flex_attention_of_blocks_gets_what_the_dense_one_gets(monkeypatch, is_causal):
+@pytest.mark.parametrize("reach", [(False,), (True,), (False, 7), (True, 7), (True, 30, True), (False, 6, True)])
+def test_flex_attention_of_blocks_gets_what_the_dense_one_gets(monkeypatch, reach):
+    reach = packed_attention.Reach(*reach)
     size, places = 5, torch.tensor([[0, 3, 69, 70, 149], [2, 2, 90, 129, 0]])  # of the last feature that a block sees
-    mask = packed_attention.blocks_mask(places, documents(), size, is_causal)
+    mask = packed_attention.blocks_mask(places, documents(), size, reach)
     assert mask.dtype == torch.bool
     monkeypatch.setattr(packed_attention, "_compiled", lambda function: function)
     monkeypatch.setattr(packed_attention, "_takes_flex", lambda tensor: True)
-    flex = packed_attention.blocks_mask(places, documents(), size, is_causal)
+    flex = packed_attention.blocks_mask(places, documents(), size, reach)
     q = rows(HQ, 0)[:, :, : 5 * size]
     k, v = (torch.cat((rows(HK, seed), rows(HK, seed + 1)[:, :, : 5 * size]), 2) for seed in (1, 3))
     expected, _ = packed_attention._attend_dense(q, k, v, mask, with_normaliser=False)
@@ -112,12 +113,23 @@ def test_a_hidden_score_far_above_the_visible_ones_leaves_finite_gradients():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_training_blocks_on_a_gpu_is_training_them_on_the_cpu(is_causal):
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        dict(is_causal=True),
+        dict(sliding_layers=(0,), sliding_window=17, sliding_is_causal=True),
+        dict(sliding_layers=(0, 1), sliding_window=40, window_of_block=True),
+    ],
+)
+def test_training_blocks_on_a_gpu_is_training_them_on_the_cpu(changes, again):
+    """again: layers are computed again in the backward pass."""
     torch.manual_seed(0)
     sizes = dict(hidden_size=48, vocab_size=64, intermediate_size=96, num_hidden_layers=2, mask_token_id=3)
     heads = dict(num_attention_heads=HQ, num_key_value_heads=HK, head_dim=D, aux_layer_ids=(1, 2))
-    head = BlockHead(BlockConfig(**sizes, **heads, is_causal=is_causal, num_speculative_tokens=4))
+    head = BlockHead(BlockConfig(**sizes, **heads, **changes, num_speculative_tokens=4))
+    head.checkpoint_steps = again
     other, (_, inputs) = copy.deepcopy(head).cuda(), head_and_inputs()
     places = torch.tensor([[0, 3, 69, 70, 149], [2, 2, 90, 129, 0]])  # of the last feature that a block sees
     given = torch.randn(B, T, 96), torch.randint(64, (B, 5)), places, *inputs[2:]

@@ -50,7 +50,10 @@ def test_equal_recipes_give_equal_runs(trainers, finished, training, keys):
 
 
 def test_every_loss_trains_its_own_way(trainer, tmp_path):
-    runs = [trainer.run(loss=loss, max_steps=2, output=tmp_path / loss) for loss in ("hard", "lk-log", "lk", "tv")]
+    runs = [
+        trainer.run(loss=loss, max_steps=2, output=tmp_path / loss)
+        for loss in ("hard", "lk-log", "lk", "tv", "hard-l1")
+    ]
     seen = [observe(run)[2] for run in runs]
     assert all(one != other for i, one in enumerate(seen) for other in seen[:i])
 
@@ -125,7 +128,7 @@ REFUSED = [
     ("eagle", {"num_steps": 9}, "num_steps must be at most 8, got 9"),
     ("eagle", {"max_grad_norm": 1}, r"max_grad_norm 1\.0 and max_grad_value 0\.5 both cut the gradient"),
     ("eagle", {"token_weight": 0, "feature_weight": 0}, "both 0: nothing would be learned"),
-    ("eagle", {"loss": "ce"}, "loss must be one of hard, kl, lk, lk-log"),
+    ("eagle", {"loss": "ce"}, "loss must be one of hard, kl, lk, lk-log, hard-l1"),
     ("eagle3", {"num_steps": 9}, "num_steps must be at most 8, got 9"),
     ("eagle3", {"num_speculative_tokens": 9}, "num_speculative_tokens must be at most 8, got 9"),
     (

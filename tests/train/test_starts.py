@@ -140,6 +140,7 @@ def test_draft_vocabulary_chosen_from_the_data_keeps_the_rows_it_shares(
         ("block", {"num_layers": 3}, "has num_layers 2, this run asks for 3: leave it out"),
         ("block", {"mask_token_id": 3}, "has mask_token_id 9, this run asks for 3: leave it out"),
         ("block", {"aux_layers": "0"}, r"has aux_layers \(0, 1\), this run asks for \(0,\): leave it out"),
+        ("block", {"sliding_window": 6}, r"has sliding_layers \(\), this run asks for \(0,\): leave it out"),
         ("block", {"edge_rank": 5}, "has edge_rank 4, this run asks for 5: set it to 4"),
         ("block", {"edge_rank": 0}, "has edge_rank 4, this run asks for 0: set it to 4"),
         ("block", {"is_causal": True}, "has is_causal False, this run asks for True: set it to False"),

@@ -224,7 +224,7 @@ def test_bfloat16_target_and_autocast_train_nearly_as_in_fp32(trainers, finished
 # ---- steps that are computed again in the backward pass ----
 
 
-@pytest.mark.parametrize("family", ["eagle", "eagle3"])
+@pytest.mark.parametrize("family", ["eagle", "eagle3", "block"])
 @pytest.mark.parametrize(
     ("keys", "longest", "checkpointed"),
     [

@@ -111,6 +111,7 @@ BLOCK_CHANGES = {
     "num_layers": 1,
     "block_size": 5,
     "is_causal": True,
+    "sliding_window": 4,
     "aux_layers": "0,1",
     "mask_token_id": 7,
     "num_anchors": 3,
@@ -188,7 +189,15 @@ TRAININGS = {
     "block": TinyTraining(
         "block",
         {"block_size": 4, "num_anchors": 9, "edge_rank": 4},
-        changes=[(CHEAP, BLOCK_CHANGES), (CHEAP | {"loss": "hard"}, {"depth_weights": "dpace"})],
+        changes=[
+            (CHEAP, BLOCK_CHANGES),
+            (CHEAP | {"loss": "hard"}, {"depth_weights": "dpace"}),
+            (
+                CHEAP | {"sliding_window": 6},
+                {"num_full_layers": 0, "sliding_is_causal": False, "window_of_block": True},
+            ),
+        ],
+        elsewhere=frozenset({"checkpoint_activations"}),
     ),
     "joint": TinyTraining(
         "medusa",

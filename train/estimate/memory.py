@@ -66,13 +66,19 @@ def estimate_memory(head, target, optimizer, *, batch_rows, row_length, chunk_to
     targets = _storages(_local(tensor) for tensor in (*target.model.parameters(), *target.model.buffers()))
     heads = _storages(head.parameters())
     with plain_attention(), autocast:  # FlexAttention would be compiled for these lengths
-        constant, per_token, per_pair = _activations(head, target, num_depths, every)
+        kept, working = _activations(head, target, num_depths, every)
         num_labels = min(chunk_tokens, batch_rows * row_length)
         logits = chunk_bytes(head, target, num_labels=num_labels, num_depths=num_depths)
-    if target.lm_head.weight.is_cuda:
-        per_pair = 0  # FlexAttention keeps no scores
+
+    def of_all_rows(constant, per_token, per_pair):
+        per_pair = 0 if target.lm_head.weight.is_cuda else per_pair  # FlexAttention keeps no scores
+        return round(constant + batch_rows * row_length * (per_token + per_pair * row_length))
+
+    passing = of_all_rows(*working)
+    if head.checkpoint_steps and head.steps_in_a_pass:  # they are computed again after the last chunk is gone
+        passing = max(passing - logits, 0)
     gradients, moments = updated if buffer is None else buffer.nbytes, 2 * updated
-    activations = round(constant + batch_rows * row_length * (per_token + per_pair * row_length))
+    activations = of_all_rows(*kept) + passing
     return MemoryEstimate(
         target=sum(targets.values()),
         head=sum(size for place, size in heads.items() if place not in targets),
@@ -80,15 +86,15 @@ def estimate_memory(head, target, optimizer, *, batch_rows, row_length, chunk_to
         moments=moments,
         activations=activations,
         logits=logits,
-        per_token=round(per_token),
+        per_token=round(kept[1] + working[1]),
         to_come=moments + activations + logits + (gradients if buffer is None else 0),
     )
 
 
 def _activations(head, target, num_depths, every):
-    """Bytes of activations: (constant, per token, per pair of tokens of a row).
+    """Bytes of activations, twice (constant, per token, per pair of tokens of a row).
 
-    What all steps save, and what the backward pass of the last one works with: its gradients, and with checkpoint_steps all that is
+    What all steps save; and what the backward pass of the last one works with: its gradients, and with checkpoint_steps all that is
     computed again.
     """
 
@@ -102,8 +108,10 @@ def _activations(head, target, num_depths, every):
     whole, before = saved(num_depths), saved(num_depths - 1)
     head.checkpoint_steps = checkpointed
     share = _BACKWARD + checkpointed
+    if checkpointed and head.steps_in_a_pass:
+        before = [every - (every - one) / head.steps_in_a_pass for every, one in zip(whole, kept)]
     kept = whole[0], *kept[1:]  # autocast keeps its copies of the weights in any case
-    return [one + share * (every - less) for one, every, less in zip(kept, whole, before)]
+    return kept, [share * (every - less) for every, less in zip(whole, before)]
 
 
 def saved_bytes(head, target, *, row_length, num_depths, every=1):
@@ -194,7 +202,5 @@ def check_estimate(estimate, device):
         )
     advice = "lower chunk_tokens"
     if estimate.activations > estimate.logits:
-        advice = (
-            "lower batch_rows and raise accumulate by as much, lower row_length, or set checkpoint_activations (EAGLE)"
-        )
+        advice = "lower batch_rows and raise accumulate by as much, lower row_length, or set checkpoint_activations"
     return f"warning: the training needs about {said}, so it may run out of memory: {advice}"

@@ -88,7 +88,7 @@ class RunRecipe:
         "kl",
         "hard: cross entropy against the text; kl: forward KL from the target's distribution; lk: kl, with more and more weight on "
         "the rate of acceptance as it rises (arXiv 2602.23881); lk-log: minus the logarithm of the rate of acceptance; tv: one "
-        "minus that rate",
+        "minus that rate; hard-l1: DSpark's, 0.1 hard and 1.8 tv",
         choices=LOSSES,
     )
     lk_eta: float = key(3.0, "lk only: the larger, the sooner the rate of acceptance replaces kl", least=0)

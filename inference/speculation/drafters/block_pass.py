@@ -5,6 +5,10 @@ and `advance` only project. A draft's pass writes the block's own keys and value
 `advance` overwrites those of the tokens that were accepted, the next draft the others. The pass has the head's whole block however
 deep the draft is, so that the distributions are those it was trained for.
 
+To the attention a block is a tree of one path; how far its slots see (Reach of heads/packed_attention.py) is told by their depths.
+A slot that sees the whole block counts as the deepest node. Its window counts from its own depth; where it is the block's, from the
+first slot, and holds this slot beside the positions before it.
+
 The head's formulas: heads/block.py; here it runs on the engine's kernels.
 
 Letters: B requests, S slots of a block, K depths, M rows, F width of the target's feature, H hidden, V vocabulary, VD the draft's,
@@ -14,6 +18,7 @@ L committed length.
 import torch
 
 from ....heads.layers import rope_frequencies
+from ....kernels.attention.attention_fold import AttentionOptions
 from ....kernels.attention.rotary_kv_write import rotary_kv_write
 from ....kernels.attention.tree_attention import build_tree_index
 from ....kernels.embedding import embed
@@ -47,6 +52,7 @@ class BlockPass(Drafter):
             *rope_frequencies(config), num_positions=positions, dtype=self.dtype, device=device
         )
         shape = dict(num_heads=config.num_attention_heads, num_kv_heads=config.num_key_value_heads, rotary=rotary)
+        self.reaches = config.reaches
         self.layers = [
             Layer.from_weights(
                 weights_of_layer(
@@ -56,15 +62,15 @@ class BlockPass(Drafter):
                     k_norm=layer.self_attn.k_norm.weight.data,
                 ),
                 eps=config.rms_norm_eps,
+                options=AttentionOptions(window=reach.window and reach.window + reach.of_block),
                 **shape,
             )
-            for layer in head.layers
+            for layer, reach in zip(head.layers, self.reaches)
         ]
         self.norm = Norm(head.norm.weight.data, config.rms_norm_eps)
         self.masks = torch.full((1, self.size - 1), config.mask_token_id, device=device)
         self.slots = torch.arange(self.size, device=device)
-        # To the attention the block is a tree of one path. A slot that sees the whole block counts as its deepest node.
-        self.depths = self.slots if config.is_causal else torch.full_like(self.slots, self.size - 1)
+        self.whole_block, self.first_depths = torch.full_like(self.slots, self.size - 1), torch.zeros_like(self.slots)
 
     def attach(self, kv):
         self.kv = kv
@@ -72,23 +78,51 @@ class BlockPass(Drafter):
     def marginals(self, batch, num_depths):
         """The scores of the first depths by the pass alone, over the draft vocabulary.  batch: BatchRows  ->  logits [K, B, VD]"""
         tokens = torch.cat((batch.root[:, None], self.masks.expand(len(batch.root), -1)), 1)  # [B, S]
-        heads, dtype, causal = self.kv_shape[1], self.dtype, self.head.config.is_causal
-        path = self.slots.expand(self.size, self.size)
-        index = build_tree_index(batch.block_table, batch.committed, self.depths, path, heads, dtype, is_chain=causal)
         positions = batch.committed[:, None] + self.slots
-        places = batch.places(0, self.size)
-        forward_pass = ForwardPass(tokens.flatten(), positions.flatten(), places.flatten(), index)
-        residual, parts = embed(forward_pass.tokens, self.head.embed_tokens.weight).to(self.dtype), None
-        for layer, layer_kv in zip(self.layers, self.kv):
+        rows = tokens.flatten(), positions.flatten(), batch.places(0, self.size).flatten()
+        passes = {reach: ForwardPass(*rows, self._index(batch, reach)) for reach in {*self.reaches}}
+        residual, parts = embed(rows[0], self.head.embed_tokens.weight).to(self.dtype), None
+        for layer, reach, layer_kv in zip(self.layers, self.reaches, self.kv):
             x, residual = layer.input_norm(residual, parts)
-            parts, residual = layer(x, residual, forward_pass, layer_kv)
+            parts, residual = layer(x, residual, passes[reach], layer_kv)
         state = self.norm(residual, parts)[0].view(*tokens.shape, -1)  # [B, S, H]
-        drafted = state[:, self.first_slot : self.first_slot + num_depths].transpose(0, 1).flatten(0, 1)  # [K B, H]
+        drafted = state[:, self.first_slot : self.first_slot + num_depths].transpose(0, 1)  # [K, B, H]
+        self.states, drafted = drafted, drafted.flatten(0, 1)
         if self.head.uses_target_lm_head:
             logits = self.decoder.logits(drafted.to(self.decoder.dtype))
         else:
             logits = lm_head_logits(drafted, self.head.lm_head.weight)
         return logits.view(num_depths, len(tokens), -1)
+
+    def confidence(self, depths, rows=None):
+        """How sure the head is that the first nodes of some depths are accepted, if those before them are.
+
+        depths: a slice of K; rows [K, B, r]: of W1 for the tokens before, where the confidence sees them  ->  fp32 [K, B]
+        """
+        proj, read = self.head.confidence_head.proj, self.states[depths]
+        if self.head.config.confidence_sees_token:
+            read = torch.cat((read, rows.to(read.dtype)), -1)
+        return ((read.float() * proj.weight[0].float()).sum(-1) + proj.bias.float()).sigmoid()
+
+    @property
+    def is_sure(self):
+        """Whether drafts have a confidence."""
+        return self.tells_confidence and self.head.confidence_head is not None
+
+    def _index(self, batch, reach):
+        """The TreeIndex of layers whose slots see so far."""
+        depths, counted = self.slots if reach.is_causal else self.whole_block, self.slots
+        if reach.window is None:
+            counted = depths
+        elif reach.of_block:
+            counted = self.first_depths
+        path, heads, is_chain = (
+            self.slots.expand(self.size, self.size),
+            self.kv_shape[1],
+            counted is depths and reach.is_causal,
+        )
+        shape = dict(dtype=self.dtype, is_chain=is_chain, window_depths=counted)
+        return build_tree_index(batch.block_table, batch.committed, depths, path, heads, **shape)
 
     def whole(self, logits):
         """Scores of the target's tokens: minus infinity for those that a draft vocabulary lacks.  [., B, VD] -> [., B, V]"""

@@ -23,6 +23,7 @@ class Drafter:
     kv_shape: (layers, key heads, head dimension, dtype) of its own keys and values; None: it has none
     lookahead: number of tokens after a page that its own keys and values in that page depend on
     extra_places: number of places after the tree's nodes to which it writes keys and values
+    tells_confidence: whether its drafts have a confidence, where it has one; set by who reads it
     autoregressive: whether a token's distribution depends on the tokens drafted before it
     num_speculative_tokens: depth of its drafts
     """
@@ -33,6 +34,7 @@ class Drafter:
     kv_shape = None
     lookahead = 0
     extra_places = 0
+    tells_confidence = False
 
     @property
     def keeps_keys(self):

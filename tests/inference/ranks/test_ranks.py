@@ -63,6 +63,8 @@ def speculations():
     yield "eagle", 2, dict(model=make("eagle", target), tree="dynamic")
     yield "eagle3", 4, dict(model=make("eagle3", target), tree="dynamic")
     yield "block", 2, dict(model=make("block", target), tree="chain")
+    yield "block with an edge and a window", 2, dict(model=make("block-sliding", target), tree="chain")
+    yield "block with an edge, grown", 4, dict(model=make("block-edge", target), tree="dynamic")
     yield "mlp", 2, dict(model=make("mlp", target), tree="chain")
     yield "ngram, adaptive", 4, dict(method="ngram", num_speculative_tokens=DEPTH, adaptive=True)
     yield "the target itself", 2, dict(method="draft_model", num_speculative_tokens=DEPTH)

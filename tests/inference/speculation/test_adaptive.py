@@ -176,7 +176,7 @@ class Recording(OneDepth):
         super().__init__(depth)
         self.seconds, self.accepted = [], []
 
-    def record(self, num_requests, place, seconds, accepted):
+    def record(self, num_requests, place, seconds, accepted, confidence):
         self.seconds += [] if seconds is None else [seconds]
         self.accepted.append(accepted)
 

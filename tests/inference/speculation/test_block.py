@@ -13,6 +13,7 @@ from headstart.inference.sampling_params import SamplingParams
 from headstart.inference.speculation.options import SpeculativeOptions
 from headstart.inference.speculation.tree import GrowingTree, build_static_tree, save_tree
 from headstart.tests.inference.speculation.small_drafters import DEVICES, VOCAB, llama
+from headstart.tests.inference.speculation.taught_block import GROWING, bits_of, many_requests
 
 DEPTH, LENGTHS = 4, (3, 14, 50, 52, 64, 130)  # of the prompts: below, at and across tiles and pages
 TEMPERATURES = (0.0, 0.8, 1.3)
@@ -79,6 +80,22 @@ def edged(setting):
     return target, taught(target, texts, edge_rank=8, sample_from_anchor=True), plain
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_accepted_drafts_of_sliding_layers_change_no_bit(setting, causal):
+    """A window of 16 tokens: shorter than some prompts, across tiles and pages."""
+    target, _, plain = setting
+    texts = [prompt + found[0] for prompt, found in zip(prompts_and_params(0.0)[0][:2], plain[0.0])]
+    slides = dict(num_hidden_layers=2, sliding_layers=(0,), sliding_window=16, sliding_is_causal=causal)
+    head = taught(target, texts, window_of_block=not causal, **slides)
+    llm = LLM(target, max_num_seqs=6, max_num_batched_tokens=48, speculative_config={"model": head})
+    for temperature in (0.0, 1.3):
+        assert outputs(llm, temperature) == plain[temperature], temperature
+    stats = llm.get_stats()
+    assert stats["num_accepted_tokens"] >= 20
+    assert stats["prefix_cache_hits"] > 0
+    llm.engine.check()
+
+
 @pytest.fixture(scope="module")
 def trees(tmp_path_factory):
     folder, rates = tmp_path_factory.mktemp("trees"), [[0.6, 0.3, 0.2, 0.1], [0.5, 0.3, 0.2], [0.5, 0.2], [0.4, 0.1]]
@@ -139,6 +156,34 @@ def test_pages_that_run_out_under_trees_change_no_bit(edged, trees):
     for temperature in (0.8, 1.3):
         assert outputs(llm, temperature) == plain[temperature], temperature
     assert llm.get_stats()["num_preemptions"] > 0
+    llm.engine.check()
+
+
+@pytest.fixture(scope="module")
+def many(edged):
+    """Requests of all temperatures and lengths, and such that will need more pages: (requests, their outputs one at a time)"""
+    known, alone = prompts_and_params(0.0)[0][:2], LLM(edged[0], max_num_seqs=1)
+    both = many_requests(known, 64), many_requests(known, 24, lengths=GROWING)
+    return [(requests, bits_of(alone, requests)) for requests in both]
+
+
+@pytest.mark.parametrize(
+    ("batch", "tree", "pages"),
+    [(1, "grown-64", None), (9, "static-8", None), (64, "grown-64", None), (64, "chain", None), (16, "static-8", 16)],
+)
+def test_an_edge_in_batches_of_any_size_changes_no_bit(edged, trees, many, batch, tree, pages):
+    (target, head, _), (requests, plain) = edged, many[pages is not None]
+    count = 10 if batch == 1 else len(plain)
+    speculative = {"model": head, "tree": tree if tree == "chain" else str(trees / f"{tree}.json")}
+    sizes = dict(max_num_seqs=batch, max_model_len=200, num_gpu_blocks_override=pages)
+    llm = LLM(target, speculative_config=speculative, **sizes)
+    assert bits_of(llm, [part[:count] for part in requests]) == plain[:count]
+    assert llm.get_stats()["num_accepted_tokens"] >= count / 3
+    if pages is not None:
+        assert llm.get_stats()["num_preemptions"] > 0
+    elif batch > 1:  # pages that are found again
+        assert bits_of(llm, [part[:11] for part in requests]) == plain[:11]
+        assert llm.get_stats()["prefix_cache_hits"] > 0
     llm.engine.check()
 
 

@@ -138,6 +138,34 @@ CASES = {
     "block-edge": (BlockHead, dict(embedding="none", edge_rank=8, **BLOCK)),
     "block-edge-anchored": (BlockHead, dict(embedding="target's", edge_rank=5, sample_from_anchor=True, **BLOCK)),
     "block-edge-draft_vocabulary": (BlockHead, dict(embedding="none", edge_rank=8, draft_vocab_size=40, **BLOCK)),
+    "block-sliding": (BlockHead, dict(embedding="none", sliding_layers=(0,), sliding_window=9, **BLOCK)),
+    "block-sliding-causal": (
+        BlockHead,
+        dict(
+            embedding="none",
+            edge_rank=8,
+            sliding_layers=(0, 1),
+            sliding_window=6,
+            sliding_is_causal=True,
+            is_causal=True,
+            **BLOCK,
+        ),
+    ),
+    "block-sliding-of_block": (
+        BlockHead,
+        dict(embedding="none", sliding_layers=(1,), sliding_window=5, window_of_block=True, **BLOCK),
+    ),
+    "block-sliding-of_block-causal": (
+        BlockHead,
+        dict(
+            embedding="none",
+            sliding_layers=(0,),
+            sliding_window=7,
+            window_of_block=True,
+            sliding_is_causal=True,
+            **BLOCK | dict(num_speculative_tokens=4),
+        ),
+    ),
     "block-own_tables": (BlockHead, dict(embedding="own", draft_vocab_size=VOCAB, **BLOCK)),
     "eagle3-rope_yarn": (Eagle3, dict(embedding="none", rope_scaling=YARN, max_position_embeddings=128, **LAYERS)),
 }
@@ -263,6 +291,8 @@ EXAMPLES = (
     "eagle3-draft_vocabulary",
     "block-causal",
     "block-edge-anchored",
+    "block-sliding",
+    "block-sliding-of_block-causal",
 )
 
 

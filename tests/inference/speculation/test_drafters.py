@@ -40,6 +40,7 @@ MORE = [
     ("block-causal", "chain"),
     ("block-edge", "static"),
     ("block-edge", "dynamic"),
+    ("block-sliding", "static"),
     ("mlp-untied", "static"),
     ("eagle3-narrow", "dynamic"),
 ]

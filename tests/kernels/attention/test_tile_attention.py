@@ -23,7 +23,8 @@ def draw_tree(num_nodes):
 def attend(q, kv, table, committed, depths, ancestors, hk, dtype=torch.float32, scale=0.3, window=None):
     """tile_attention of one tree that all requests share.  q [B, N, HQ, D] -> [B, N, HQ, D]"""
     batch = len(committed)
-    shared = depths.expand(batch, -1), ancestors.expand(batch, -1, -1)
+    depths = depths.expand(batch, -1)
+    shared = depths, depths, ancestors.expand(batch, -1, -1)
     rows = build_tile_rows(table, torch.tensor(committed), *shared, hk, dtype)
     return tile_attention(q, kv, rows, AttentionOptions(scale, window))
 
@@ -88,7 +89,8 @@ def test_the_nodes_of_a_chain_share_their_tiles_without_changing_a_bit(num_nodes
     hk, committed = 2, [5, 130, 64]
     kv, table = torch.randn(2, 16 * hk * PAGE, 24), torch.randperm(15).view(3, 5) + 1
     q, chain = torch.randn(3, num_nodes, 6, 24), torch.arange(num_nodes).expand(3, -1)
-    indexed = table, torch.tensor(committed), chain, chain[:, None].expand(-1, num_nodes, -1), hk, torch.float32
+    ancestors = chain[:, None].expand(-1, num_nodes, -1)
+    indexed = table, torch.tensor(committed), chain, chain, ancestors, hk, torch.float32
     rows = build_tile_rows(*indexed)
     assert rows.is_chain
     shared = tile_attention(q, kv, rows, AttentionOptions(0.3, window))

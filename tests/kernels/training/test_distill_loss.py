@@ -305,9 +305,9 @@ def test_rows_beyond_32_bit_addresses():
 def test_what_does_not_fit_is_refused():
     logits, labels, target = make()
     distribution, valid = target_distribution(target), torch.ones(len(labels), dtype=torch.bool)
-    with pytest.raises(ValueError, match="loss must be one of hard, kl, lk, lk-log, tv, got 'ce'"):
+    with pytest.raises(ValueError, match="loss must be one of hard, kl, lk, lk-log, hard-l1, tv, got 'ce'"):
         Loss("ce")
-    with pytest.raises(ValueError, match="the loss must be one of hard, kl, lk, lk-log, got 'tv'"):
+    with pytest.raises(ValueError, match="the loss must be one of hard, kl, lk, lk-log, hard-l1, got 'tv'"):
         distill_loss(logits, labels, valid, distribution, name="tv")
     for weight in (None, -0.1, 1.5, math.nan):
         with pytest.raises(ValueError, match=f"lk takes a kl_weight from 0 to 1, got {weight}"):

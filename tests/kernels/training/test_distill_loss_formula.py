@@ -24,6 +24,9 @@ def by_formula(logits, labels, target_logits, loss, draft_ids=None):
     alpha = sum(torch.minimum(p[:, i], q[:, i]) for i in range(len(slice_)))
     if loss.name == "hard":
         value = -q[torch.arange(len(q)), labels].log()
+    elif loss.name == "hard-l1":
+        distance = sum((p[:, i] - q[:, i]).abs() for i in range(len(slice_))) + 1 - p.sum(-1)  # outside q is 0
+        value = -0.1 * q[torch.arange(len(q)), labels].log() + 0.9 * distance
     elif loss.name == "kl":
         value = kl
     elif loss.name == "lk":
@@ -57,7 +60,7 @@ def test_losses_and_parameters_differ_from_each_other():
     logits, labels, target = make()
     values = [run(logits, labels, distribution_of(target, loss), loss)[0].loss.sum().item() for loss in EVERY]
     # eta counts in lk alone.
-    assert len({round(value, 9) for value in values}) == len(EVERY) - 2 * 3
+    assert len({round(value, 9) for value in values}) == len(EVERY) - 2 * 4
 
 
 # Two tokens. p = (3/4, 1/4), q = (1/4, 3/4): alpha = 1/4 + 1/4 = 1/2, kl = 3/4 ln 3 - 1/4 ln 3 = ln 3 / 2.
@@ -68,6 +71,8 @@ BY_HAND = {
     "kl": (math.log(3) / 2, (-1 / 2, 1 / 2)),
     "lk": (W * math.log(3) / 2 + (1 - W) / 2, (-W / 2 - (1 - W) * 3 / 16, W / 2 + (1 - W) * 3 / 16)),
     "lk-log": (math.log(2), (-3 / 8, 3 / 8)),
+    # |p - q| = (1/2, 1/2), whose sum is 2 (1 - alpha)
+    "hard-l1": (0.1 * math.log(4) + 0.9 * 1, (-0.1 * 3 / 4 - 1.8 * 3 / 16, 0.1 * 3 / 4 + 1.8 * 3 / 16)),
 }
 
 

@@ -77,13 +77,14 @@ def training(request):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("every", [3, 16])
-@pytest.mark.parametrize("edge_rank", [0, 32])
-def test_estimate_of_blocks_is_near_the_measured_peak(precision, every, edge_rank):
+@pytest.mark.parametrize(("edge_rank", "checkpointed"), [(0, False), (32, False), (32, True)])
+def test_estimate_of_blocks_is_near_the_measured_peak(precision, every, edge_rank, checkpointed):
     """A block after one of `every` tokens."""
     torch.manual_seed(0)
     dtype, autocast = PRECISIONS[precision]
     layers = {"num_hidden_layers": 2, "mask_token_id": 1, "aux_layer_ids": (0, 1, 2), "num_speculative_tokens": 7}
     head, target = BlockHead(BlockConfig(**SHAPE, **layers, edge_rank=edge_rank)), make_target(dtype)
+    head.checkpoint_steps = checkpointed
     head.initialize_from_target(target.lm_head.weight, target.model.embed.weight)
     context = torch.autocast("cpu", torch.bfloat16, enabled=autocast)
     sizes = {"batch_rows": ROWS, "row_length": TOKENS, "chunk_tokens": CHUNK, "num_depths": 7, "every": every}

@@ -106,6 +106,9 @@ def loss_by_loops(head, lm_head, rows, last, streams, blocks, objective):
                 kl, w = (p * (p.log() - log_q)).sum(), math.exp(-2.0 * RATES[k])
                 hard = -log_q[drafted.index(label)] if label in drafted else None
                 every = {"hard": hard, "kl": kl, "lk": w * kl + (1 - w) * (1 - alpha)}
+                outside = 1 - p.sum()  # where q is 0
+                far = 0.9 * ((p - log_q.exp()).abs().sum() + outside)
+                every["hard-l1"] = far if hard is None else 0.1 * hard + far
                 every |= {"lk-log": -alpha.log(), "tv": (p - log_q.exp()).abs().sum() / 2}
                 values[k], rates[k] = every[objective.loss.name], alpha.detach()
                 if head.confidence_head is not None:
@@ -152,6 +155,12 @@ CASES = {
     "lk": (Loss("lk", eta=2.0), {}, {}),
     "lk-log": (Loss("lk-log"), {"is_causal": True}, {}),
     "tv": (Loss("tv"), {}, {}),
+    "kl, sliding": (Loss("kl"), {"sliding_layers": (0,), "sliding_window": 4}, {}),
+    "kl, sliding, of the block": (
+        Loss("kl"),
+        {"sliding_layers": (0, 1), "sliding_window": 5, "sliding_is_causal": True, "window_of_block": True},
+        {},
+    ),
     "dpace": (Loss("hard"), {}, {"dynamic": True}),
     "hard, draft vocabulary": (Loss("hard"), EDGE | DRAFTED, {}),
     "kl, draft vocabulary": (Loss("kl"), EDGE | DRAFTED, {}),
@@ -162,6 +171,8 @@ CASES = {
         EDGE | {"confidence": True},
         {"dynamic": False, "confidence_weight": 0.8},
     ),
+    "DSpark's": (Loss("hard-l1"), EDGE | {"confidence": True}, {"confidence_weight": 1.0}),
+    "hard-l1, draft vocabulary": (Loss("hard-l1"), EDGE | DRAFTED, {}),
     "tv, edge, confidence": (Loss("tv"), EDGE | {"confidence": True}, {"confidence_weight": 1.0}),
 }
 
@@ -195,7 +206,9 @@ def test_loss_and_gradients_are_those_of_single_blocks_in_single_documents(case)
 def change_mask(change):
     """A mutant of BlockHead._mask: `change(mask, rows, size)` of its result [B, 1, R S, T + R S]."""
     right = BlockHead._mask
-    return lambda head, rows, documents: change(right(head, rows, documents), rows, head.config.block_size)
+    return lambda head, rows, documents, reach: change(
+        right(head, rows, documents, reach), rows, head.config.block_size
+    )
 
 
 def see_the_anchors_feature(mask, rows, size):

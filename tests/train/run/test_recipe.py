@@ -105,7 +105,7 @@ def test_help_lists_every_key_with_default_and_explanation(capsys):
 
 
 def test_an_unknown_loss_is_refused_by_name():
-    with pytest.raises(ValueError, match="loss must be one of hard, kl, lk, lk-log, tv, got 'ce'"):
+    with pytest.raises(ValueError, match="loss must be one of hard, kl, lk, lk-log, hard-l1, tv, got 'ce'"):
         parse_recipe(Recipe, [*NEEDED, "--loss", "ce"], "")
 
 
