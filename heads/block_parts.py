@@ -102,9 +102,9 @@ class Convolution(nn.Module):
         self.kernel_projection = nn.Linear(size, 2 * taps * size // self.group_size, bias=False)
         nn.init.zeros_(self.kernel_projection.weight)
 
-    def corrections(self, x):
-        """Of both convolutions, from what goes in.  [..., R S, H]  ->  two [..., R S, J, G]"""
-        return self.kernel_projection(x).unflatten(-1, (*self.base_kernel.shape[:2], -1)).unbind(-3)
+    def corrections(self, projected):
+        """Of what goes in, and of what comes out.  projected [..., 2 J G]: kernel_projection's output  ->  two [..., J, G]"""
+        return projected.unflatten(-1, (*self.base_kernel.shape[:2], -1)).unbind(-3)
 
     def convolve(self, x, base, corrections):
         """x [..., R S, H]: rows of whole blocks; base [J, H], corrections [..., R S, J, G]  ->  as x"""
@@ -119,6 +119,6 @@ class Convolution(nn.Module):
 
     def around(self, sublayer, x):
         """sublayer(x) with both convolutions.  x [..., R S, H]  ->  as x"""
-        ingoing, outgoing = self.corrections(x)
+        ingoing, outgoing = self.corrections(self.kernel_projection(x))
         found = sublayer(self.convolve(x, self.base_kernel[0], ingoing))
         return self.convolve(found, self.base_kernel[1], outgoing)

@@ -11,6 +11,8 @@ Letters: B requests, S slots of a block, K depths, M rows, F width of the target
 L committed length.
 """
 
+from functools import partial
+
 import torch
 
 from ....heads.layers import rope_frequencies
@@ -71,6 +73,10 @@ class BlockPass(Drafter):
 
     def marginals(self, batch, num_depths):
         """The scores of the first depths by the pass alone, over the draft vocabulary.  batch: BatchRows  ->  logits [K, B, VD]"""
+        return self.logits(self.states(batch, num_depths))
+
+    def states(self, batch, num_depths):
+        """The normed states of the slots that predict the first depths.  batch: BatchRows  ->  [K, B, H]"""
         tokens = torch.cat((batch.root[:, None], self.masks.expand(len(batch.root), -1)), 1)  # [B, S]
         heads, dtype, causal = self.kv_shape[1], self.dtype, self.head.config.is_causal
         path = self.slots.expand(self.size, self.size)
@@ -79,16 +85,23 @@ class BlockPass(Drafter):
         places = batch.places(0, self.size)
         forward_pass = ForwardPass(tokens.flatten(), positions.flatten(), places.flatten(), index)
         residual, parts = embed(forward_pass.tokens, self.head.embed_tokens.weight).to(self.dtype), None
-        for layer, layer_kv in zip(self.layers, self.kv):
+        for layer, own, layer_kv in zip(self.layers, self.head.layers, self.kv):
             x, residual = layer.input_norm(residual, parts)
-            parts, residual = layer(x, residual, forward_pass, layer_kv)
+            attention = partial(layer.attention, forward_pass=forward_pass, layer_kv=layer_kv)
+            parts = _around(own.attention_conv, attention, x)
+            x, residual = layer.post_norm(residual, parts)
+            parts = _around(own.mlp_conv, layer.mlp, x)
         state = self.norm(residual, parts)[0].view(*tokens.shape, -1)  # [B, S, H]
-        drafted = state[:, self.first_slot : self.first_slot + num_depths].transpose(0, 1).flatten(0, 1)  # [K B, H]
+        return state[:, self.first_slot : self.first_slot + num_depths].transpose(0, 1)
+
+    def logits(self, states):
+        """[K, B, H] -> [K, B, VD]"""
+        rows = states.flatten(0, 1)
         if self.head.uses_target_lm_head:
-            logits = self.decoder.logits(drafted.to(self.decoder.dtype))
+            logits = self.decoder.logits(rows.to(self.decoder.dtype))
         else:
-            logits = lm_head_logits(drafted, self.head.lm_head.weight)
-        return logits.view(num_depths, len(tokens), -1)
+            logits = lm_head_logits(rows, self.head.lm_head.weight)
+        return logits.view(*states.shape[:2], -1)
 
     def whole(self, logits):
         """Scores of the target's tokens: minus infinity for those that a draft vocabulary lacks.  [., B, VD] -> [., B, V]"""
@@ -131,3 +144,17 @@ class BlockPass(Drafter):
                 eps=attention.eps,
                 shared=shared,
             )
+
+
+def _around(convolution, sublayer, x):
+    """A sublayer between the head's convolutions (heads/block_parts.py), if it has them.  x [M, H], sublayer: to parts [., M, H]
+
+    Elementwise but for one product, so that a row's bits do not depend on the other requests.
+    """
+    if convolution is None:
+        return sublayer(x)
+    ingoing, outgoing = convolution.corrections(linear(x, convolution.kernel_projection.weight))
+    first, *others = sublayer(convolution.convolve(x, convolution.base_kernel[0], ingoing))
+    for part in others:
+        first = first + part
+    return convolution.convolve(first.to(x.dtype), convolution.base_kernel[1], outgoing)[None]
