@@ -121,6 +121,7 @@ BLOCK_CHANGES = {
     "depth_weights": "none",
     "gamma": 1,
 }
+DFLASH2 = {"edge_rank": 0, "selector_rank": 3, "selector_top_k": 12, "conv_kernel_size": 2, "conv_group_size": 4}
 JOINT_CHANGES = {
     "target_lr": 0.01,
     "lora_rank": 2,
@@ -188,7 +189,12 @@ TRAININGS = {
     "block": TinyTraining(
         "block",
         {"block_size": 4, "num_anchors": 9, "edge_rank": 4},
-        changes=[(CHEAP, BLOCK_CHANGES), (CHEAP | {"loss": "hard"}, {"depth_weights": "dpace"})],
+        changes=[
+            (CHEAP, BLOCK_CHANGES),
+            (CHEAP | {"loss": "hard"}, {"depth_weights": "dpace"}),
+            (CHEAP | {"edge_rank": 0}, {"selector_rank": 3, "conv_kernel_size": 2}),
+            (CHEAP | DFLASH2, {"selector_top_k": 3, "selector_weight": 0.1, "conv_group_size": 8}),
+        ],
     ),
     "joint": TinyTraining(
         "medusa",
