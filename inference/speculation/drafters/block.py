@@ -91,6 +91,10 @@ class Choices(NamedTuple):
 class SelectorDrafter(CorrectedDrafter):
     """With DFlash2's selector."""
 
+    @property
+    def max_candidates(self):
+        return self.head.max_candidates
+
     def run_block(self, batch):
         selector, states = self.head.candidate_selector, self.states(batch, self.num_depths)
         shape = states.shape[:2]
@@ -102,8 +106,8 @@ class SelectorDrafter(CorrectedDrafter):
 
     def candidates(self, batch, widths):
         """As Drafter.candidates; -1 where there are more than the selector chooses among."""
-        found, most = super().candidates(batch, widths), self.head.max_candidates
-        found[..., most:] = -1
+        found = super().candidates(batch, widths)
+        found[..., self.max_candidates :] = -1
         return found
 
     def corrected(self, tokens, depth):

@@ -24,12 +24,13 @@ class Drafter:
     lookahead: number of tokens after a page that its own keys and values in that page depend on
     extra_places: number of places after the tree's nodes to which it writes keys and values
     autoregressive: whether a token's distribution depends on the tokens drafted before it
+    max_candidates: the most tokens after a node that it has scores for; None: all of them
     num_speculative_tokens: depth of its drafts
     """
 
     streams = ()
     autoregressive = False
-    state_shape = None
+    state_shape = max_candidates = None
     kv_shape = None
     lookahead = 0
     extra_places = 0
