@@ -23,6 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..kernels.block_convolution import block_convolution_reference
+
 
 class Edge(nn.Module):
     """DSpark's correction of a slot's logits by the token before: W2 W1[token]. It starts at zero: without effect."""
@@ -94,12 +96,11 @@ class Convolution(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.block_size, self.group_size = config.block_size, config.conv_group_size
-        taps, size = config.conv_kernel_size, config.hidden_size
+        self.block_size, taps, size = config.block_size, config.conv_kernel_size, config.hidden_size
         base = torch.zeros(2, taps, size)  # of what goes in, of what comes out
         base[:, 0] = 1
         self.base_kernel = nn.Parameter(base)
-        self.kernel_projection = nn.Linear(size, 2 * taps * size // self.group_size, bias=False)
+        self.kernel_projection = nn.Linear(size, 2 * taps * size // config.conv_group_size, bias=False)
         nn.init.zeros_(self.kernel_projection.weight)
 
     def corrections(self, projected):
@@ -108,14 +109,7 @@ class Convolution(nn.Module):
 
     def convolve(self, x, base, corrections):
         """x [..., R S, H]: rows of whole blocks; base [J, H], corrections [..., R S, J, G]  ->  as x"""
-        shape, size = x.shape, self.group_size
-        x = x.unflatten(-1, (-1, size)).unflatten(-3, (-1, self.block_size))  # [..., R, S, G, H / G]
-        base, corrections = base.unflatten(-1, (-1, size)), corrections.unflatten(-3, (-1, self.block_size))
-        found = 0
-        for j in range(len(base)):
-            earlier = F.pad(x[..., : self.block_size - j, :, :], (0, 0, 0, 0, j, 0))
-            found = found + base[j] * earlier + corrections[..., j, :, None] * earlier
-        return found.view(shape)
+        return block_convolution_reference(x, base, corrections, self.block_size)
 
     def around(self, sublayer, x):
         """sublayer(x) with both convolutions.  x [..., R S, H]  ->  as x"""

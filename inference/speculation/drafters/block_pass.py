@@ -18,6 +18,7 @@ import torch
 from ....heads.layers import rope_frequencies
 from ....kernels.attention.rotary_kv_write import rotary_kv_write
 from ....kernels.attention.tree_attention import build_tree_index
+from ....kernels.block_convolution import block_convolution
 from ....kernels.embedding import embed
 from ....kernels.linear.linear import linear, linear_parts
 from ....kernels.rms_norm import rms_norm
@@ -147,14 +148,10 @@ class BlockPass(Drafter):
 
 
 def _around(convolution, sublayer, x):
-    """A sublayer between the head's convolutions (heads/block_parts.py), if it has them.  x [M, H], sublayer: to parts [., M, H]
-
-    Elementwise but for one product, so that a row's bits do not depend on the other requests.
-    """
+    """A sublayer between the head's convolutions (heads/block_parts.py), if it has them.  x [M, H], sublayer: to parts [., M, H]"""
     if convolution is None:
         return sublayer(x)
+    (before, after), size = convolution.base_kernel, convolution.block_size
     ingoing, outgoing = convolution.corrections(linear(x, convolution.kernel_projection.weight))
-    first, *others = sublayer(convolution.convolve(x, convolution.base_kernel[0], ingoing))
-    for part in others:
-        first = first + part
-    return convolution.convolve(first.to(x.dtype), convolution.base_kernel[1], outgoing)[None]
+    x = block_convolution(x, before, ingoing, size)
+    return block_convolution(sublayer(x), after, outgoing, size)[None]

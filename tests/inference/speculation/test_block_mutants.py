@@ -1,6 +1,6 @@
 """Mutants of the block drafter are caught: a wrong draft changes no output, so drafts are compared with the head's predictions."""
 
-from copy import copy, deepcopy
+from copy import deepcopy
 
 import pytest
 
@@ -55,23 +55,13 @@ def chooses_among_one_too_few(monkeypatch):
 
 
 def convolves_across_requests(monkeypatch):
-    right = Convolution.convolve
-
-    def convolve(self, x, *kernel):
-        whole = copy(self)
-        whole.block_size = len(x)
-        return right(whole, x, *kernel)
-
-    monkeypatch.setattr(Convolution, "convolve", convolve)
+    right = block_pass.block_convolution
+    monkeypatch.setattr(block_pass, "block_convolution", lambda x, *kernel: right(x, *kernel[:2], x.shape[-2]))
 
 
-def convolves_what_comes_out_by_the_first_part_alone(monkeypatch):
-    right = block_pass._around
-
-    def around(convolution, sublayer, x):
-        return right(convolution, lambda rows: [*sublayer(rows), sublayer(rows)[0]], x)
-
-    monkeypatch.setattr(block_pass, "_around", around)
+def convolves_with_one_side_s_corrections(monkeypatch):
+    right = Convolution.corrections
+    monkeypatch.setattr(Convolution, "corrections", lambda self, projected: 2 * right(self, projected)[:1])
 
 
 MUTANTS = (
@@ -81,7 +71,7 @@ MUTANTS = (
     puts_context_one_late,
     sees_the_neighbour_s_block,
 )
-OF_DFLASH2 = (chooses_among_one_too_few, convolves_across_requests, convolves_what_comes_out_by_the_first_part_alone)
+OF_DFLASH2 = (chooses_among_one_too_few, convolves_across_requests, convolves_with_one_side_s_corrections)
 EDGE, DFLASH2 = dict(edge_rank=8), dict(selector_rank=8, selector_top_k=5, conv_kernel_size=2)
 
 
